@@ -1,0 +1,1342 @@
+"""What every script of this repository repeats, and nothing that knows FSDP or Megatron.
+
+Read it in this order: the flat Batch and its JSONL form, how rows travel between ranks (gather, register),
+how they are cut into micro-batches, the PPO maths, attention over packed rows, then the plumbing: process group,
+FLOPs, logging, crash-safe folders, tiny models and the toy task.
+
+Shapes are in the names:
+    T tokens, sequences end to end   B sequences   A actions (tokens the policy chose)   L longest sequence
+    H query heads   K key/value heads   D features of a head
+"""
+
+import bisect
+import contextlib
+import dataclasses
+import datetime
+import enum
+import functools
+import heapq
+import inspect
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+import zlib
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+import transformers
+from tqdm import tqdm
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks, devices, and how a process ends
+# ---------------------------------------------------------------------------------------------------------------------
+
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets these; plain `python` is a world of one
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+
+
+class UserError(ValueError):
+    """A mistake the user can mend: `run` prints its one line, which names flag or row and remedy, and no traceback."""
+
+
+def check_flag(config, name, rule, holds):
+    """UserError naming the flag, its value and the rule, unless holds(value). NaN holds no rule."""
+    value = getattr(config, name)
+    if not holds(value):
+        raise UserError(f"--{name.replace('_', '-')} {value}: {rule}")
+
+
+def print0(*args):
+    """Prints on rank 0 only."""
+    if RANK == 0:
+        print(*args, flush=True)
+
+
+def setup_distributed(timeout_minutes=10.0):
+    """Joins the process group (a group of one without torchrun) -> this rank's torch.device.
+
+    Collectives on host tensors go over gloo, on device tensors over the device's own backend (NCCL on CUDA). A peer
+    that does not answer within timeout_minutes ends the run instead of hanging it.
+    """
+    device, backend = torch.device("cpu"), "gloo"
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else device
+    if found.type not in ("cpu", "mps"):  # Apple's GPU has no collectives
+        if LOCAL_RANK >= torch.accelerator.device_count():
+            raise UserError(
+                f"--nproc-per-node: local rank {LOCAL_RANK} has no device of its own; this machine has "
+                f"{torch.accelerator.device_count()}, so start at most that many"
+            )
+        torch.accelerator.set_device_index(LOCAL_RANK)
+        device = torch.device(found.type, LOCAL_RANK)
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    if not dist.is_initialized():
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes), **alone)
+    return device
+
+
+def run(main):
+    """Runs main() and ends the process: 0 on success, 2 on a UserError (one line, no traceback), 1 on anything else.
+
+    Every end is os._exit: gloo's threads outlive destroy_process_group and abort about one exit in six when the
+    interpreter shuts down under them. Rank 0 speaks for all; another rank waits a moment before it reports, so that
+    an error all ranks share is printed once, and one that only this rank has is printed all the same.
+    """
+    code, message = 0, ""
+    try:
+        main()
+        if dist.is_initialized():
+            dist.barrier()
+    except UserError as error:
+        code, message = 2, f"error: {error}\n"
+    except SystemExit as stop:  # tyro: --help is 0, a bad flag is 2 and already explained on rank 0
+        code = int(stop.code or 0)
+    except KeyboardInterrupt:
+        code, message = 130, "interrupted\n"
+    except BaseException:
+        code, message = 1, traceback.format_exc()
+    if code and RANK > 0:
+        time.sleep(5)  # torchrun ends this process as soon as rank 0 is gone
+        message = message.replace("error:", f"error on rank {RANK}:", 1)
+    sys.stdout.flush()
+    sys.stderr.write(message)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class CommTimer:
+    """Seconds this process stands blocked in collectives, while used as a context manager.
+
+    Counts time inside Work.wait, through which every host-blocking collective of torch.distributed passes (gloo). On
+    CUDA collectives run beside compute and the host does not block, so nothing meaningful is counted there.
+    """
+
+    def __enter__(self):
+        self.seconds, self.wait = 0.0, dist.Work.wait
+
+        def timed_wait(work, *args, **kwargs):
+            start = time.perf_counter()
+            result = self.wait(work, *args, **kwargs)
+            self.seconds += time.perf_counter() - start
+            return result
+
+        dist.Work.wait = timed_wait
+        return self
+
+    def __exit__(self, *_):
+        dist.Work.wait = self.wait
+
+
+def peak_memory_gib(device):
+    """GiB at the highest point so far: device memory on an accelerator, resident memory of the process on CPU."""
+    if device.type == "cpu":
+        unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts in bytes, Linux in KiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    return torch.accelerator.max_memory_allocated() / 2**30
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The batch: flat and ragged from the file to the loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Batch:
+    """B sequences end to end, T tokens in all. Padding exists only inside a forward that asks for it.
+
+    index            0    1    2    3    4    5
+    token            p0   p1   a0   a1   o0   a2      p prompt . a action . o observation (tool output)
+    response_mask    0    0    1    1    0    1
+    hidden           h0   h1   h2   h3   h4   h5
+    values           0    0    v(h1) v(h2) 0  v(h4)   the value of an action is read just before it
+    """
+
+    input_ids: torch.Tensor  # (T,) int64
+    cu_seqlens: torch.Tensor  # (B+1,) int32: sequence b is [cu_seqlens[b], cu_seqlens[b+1])
+    response_mask: torch.Tensor  # (T,) bool: true on actions; never on the first token of a sequence
+    row_id: torch.Tensor  # (B,) int64: global id of the row; order and shuffles depend on it, never on the layout
+    truncated: torch.Tensor  # (B,) bool: the response hit the length limit
+    token_level_rewards: torch.Tensor | None = None  # these six: (T,) float32, zero where response_mask is false
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    old_log_probs: torch.Tensor | None = None
+    ref_log_probs: torch.Tensor | None = None
+    multi_modal_inputs: list | None = None  # B dicts of tensors (pixel values, grids), or None
+
+    def __len__(self):
+        return len(self.row_id)
+
+    @property
+    def lengths(self):
+        """Tokens of each sequence, as a list of B ints."""
+        return self.cu_seqlens.diff().tolist()
+
+    def row_of_token(self):
+        """(T,) int64: which sequence each token belongs to."""
+        return torch.repeat_interleave(self.cu_seqlens.diff().long())
+
+    def token_index(self, rows):
+        """Indices into the (T,) columns of the tokens of these rows, in the order of `rows`."""
+        starts = self.cu_seqlens.tolist()
+        pieces = [torch.arange(starts[r], starts[r + 1]) for r in rows]
+        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
+
+    def select(self, rows):
+        """A new Batch of these rows (a sequence of indices), in that order; nothing is shared with this one."""
+        rows = list(rows)
+        tokens, row_index = self.token_index(rows), torch.tensor(rows, dtype=torch.int64)
+        columns = {}
+        for field in dataclasses.fields(self):
+            column = getattr(self, field.name)
+            if field.name == "cu_seqlens":
+                columns[field.name] = cumulative(self.cu_seqlens.diff()[row_index])
+            elif isinstance(column, list):
+                columns[field.name] = [column[r] for r in rows]
+            elif column is not None:
+                columns[field.name] = column[row_index if field.name in ("row_id", "truncated") else tokens]
+        return Batch(**columns)
+
+    def split(self, size):
+        """Consecutive pieces of `size` rows; the last one may be shorter."""
+        return [self.select(range(i, min(i + size, len(self)))) for i in range(0, len(self), size)]
+
+    def to(self, device):
+        """This batch with every tensor on `device`."""
+
+        def move(x):
+            if isinstance(x, torch.Tensor):
+                return x.to(device, non_blocking=True)
+            if isinstance(x, dict):
+                return {k: move(v) for k, v in x.items()}
+            return [move(v) for v in x] if isinstance(x, list) else x
+
+        return Batch(**{f.name: move(getattr(self, f.name)) for f in dataclasses.fields(self)})
+
+
+def cumulative(lengths):
+    """(B,) lengths -> (B+1,) int32 [0, l0, l0+l1, ...]."""
+    return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def concat(batches):
+    """One Batch of the rows of all, in order. A column must be there in every batch or in none."""
+    columns = {}
+    for field in dataclasses.fields(Batch):
+        parts = [getattr(b, field.name) for b in batches]
+        if field.name == "cu_seqlens":
+            columns[field.name] = cumulative(torch.cat([p.diff() for p in parts]))
+        elif any(p is None for p in parts):
+            if not all(p is None for p in parts):
+                raise ValueError(f"column {field.name} is missing in some of the batches")
+        else:
+            columns[field.name] = sum(parts, []) if isinstance(parts[0], list) else torch.cat(parts)
+    return Batch(**columns)
+
+
+def masked_token():
+    """A Batch of one token that is no action: what a rank without rows computes to keep in step with the others."""
+    return Batch(
+        input_ids=torch.zeros(1, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        response_mask=torch.zeros(1, dtype=torch.bool),
+        row_id=torch.tensor([-1]),
+        truncated=torch.tensor([False]),
+        values=torch.zeros(1),
+        returns=torch.zeros(1),
+    )
+
+
+def gather(batch, group=None):
+    """The rows of all ranks of `group`, on every one of them, in row_id order (host tensors; a collective).
+
+    Raises ValueError if two ranks pass the same row.
+    """
+    parts = [batch]
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        parts = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, batch.select(range(len(batch))), group)  # select: views would send their storage
+    whole = concat(parts)
+    order = whole.row_id.argsort(stable=True)
+    twice = whole.row_id[order][1:][whole.row_id[order].diff() == 0]
+    if len(twice):
+        raise ValueError(
+            f"row_id {int(twice[0])} stands in the batch more than once: each rank passes the rows it owns"
+        )
+    return whole.select(order.tolist())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# JSONL: {"prompt" | "messages" | "prompt_ids", "response" | "response_ids", "reward" | "rewards",
+#         optional "values", "response_mask", "truncated"}, one row a line; other keys are ignored
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def read_jsonl(path, flag="--rollouts", **options):
+    """Reads rollouts into one Batch; row_id counts the lines of the file from 0. For the options see rows_to_batch."""
+    try:
+        with open(path, "rb") as file:
+            return rows_to_batch(file, f"{flag} {path}", **options)
+    except OSError as error:
+        raise UserError(f"{flag} {path}: {error.strerror or error}") from None
+
+
+def rows_to_batch(lines, source, tokenizer=None, vocab_size=None, max_length=None, skip_bad_rows=False):
+    """JSON lines -> Batch. `source` names them in errors.
+
+    A scalar "reward" lands on the last action; "rewards", "values" and "response_mask" have one entry per response
+    token. A text "response" is closed with the tokenizer's end-of-sequence token unless the row is truncated: choosing
+    to stop is an action too. Ids must be below vocab_size and rows no longer than max_length, where these are given.
+
+    Raises UserError naming file, line and fault of the first bad row; with skip_bad_rows such rows are left out,
+    counted and printed instead.
+    """
+    lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    rows, faults = {}, {}  # line number -> checked row, line number -> what is wrong with it
+    for number, line in lines:
+        try:
+            rows[number] = _parse_row(line, tokenizer)
+        except UserError as fault:
+            faults[number] = str(fault)
+    for key in ("prompt", "response"):  # all texts in one call: the tokenizer runs them in parallel
+        for special in (True, False):  # a chat template has written its special tokens already
+            todo = [r for r in rows.values() if isinstance(r[key], str) and r["special"][key] == special]
+            if todo:
+                encoded = tokenizer([r[key] for r in todo], add_special_tokens=special, verbose=False)["input_ids"]
+                for row, ids in zip(todo, encoded, strict=True):
+                    row[key] = ids + row["close"] if key == "response" else ids
+    with_values = any("values" in r for r in rows.values())
+    for number, row in list(rows.items()):
+        try:
+            rows[number] = _finish_row(row, vocab_size, max_length, with_values)
+        except UserError as fault:
+            faults[number] = str(fault)
+            del rows[number]
+    if faults and not skip_bad_rows:
+        first = min(faults)
+        more = f", and {len(faults) - 1} more bad rows" if len(faults) > 1 else ""
+        raise UserError(f"{source}:{first}: {faults[first]}{more} (--skip-bad-rows leaves bad rows out)")
+    if faults:
+        print0(f"{source}: left out {len(faults)} bad rows of {len(lines)}")
+        for number in sorted(faults)[:5]:
+            print0(f"  line {number}: {faults[number]}")
+    if not rows:
+        raise UserError(f"{source}: no usable row")
+    numbers = sorted(rows)
+    join = lambda key, dtype: torch.cat([torch.tensor(rows[n][key], dtype=dtype) for n in numbers])
+    batch = Batch(
+        input_ids=join("ids", torch.int64),
+        cu_seqlens=cumulative(torch.tensor([len(rows[n]["ids"]) for n in numbers])),
+        response_mask=join("mask", torch.bool),
+        row_id=torch.tensor(numbers) - 1,
+        truncated=torch.tensor([rows[n]["truncated"] for n in numbers]),
+        token_level_rewards=join("rewards", torch.float32),
+        values=join("values", torch.float32) if with_values else None,
+    )
+    batch.token_level_rewards = carry_rewards(batch.token_level_rewards, batch.response_mask, batch.cu_seqlens)
+    if with_values:
+        batch.values = torch.where(batch.response_mask, batch.values, 0.0)
+    return batch
+
+
+def _parse_row(line, tokenizer):
+    """One JSON line -> a dict of raw prompt and response (text or ids) and the rest; UserError says what is wrong."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise UserError(f"a row is a JSON object, this is a {type(row).__name__}")
+    for keys in (("prompt", "messages", "prompt_ids"), ("response", "response_ids"), ("reward", "rewards")):
+        given = [k for k in keys if row.get(k) is not None]
+        if len(given) != 1:
+            raise UserError(f"needs exactly one of {', '.join(keys)}; has {' and '.join(given) or 'none'}")
+    truncated = row.get("truncated", False)
+    if not isinstance(truncated, bool):
+        raise UserError(f"truncated must be true or false, not {truncated!r}")
+
+    out = {"truncated": truncated, "special": {"prompt": True, "response": False}, "close": []}
+    for key in ("prompt", "response"):
+        if row.get(f"{key}_ids") is not None:
+            ids = row[f"{key}_ids"]
+            if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+                raise UserError(f"{key}_ids must be a list of whole numbers")
+            out[key] = ids
+            continue
+        if tokenizer is None:
+            raise UserError(f"{key} is text, and there is no --tokenizer to read it with")
+        if key == "prompt" and row.get("messages") is not None:
+            try:
+                out[key] = tokenizer.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # templates are programs and raise what they like
+                raise UserError(f"messages do not fit the chat template of --tokenizer: {error}") from None
+            out["special"][key] = False
+        elif isinstance(row[key], str):
+            out[key] = row[key]
+        else:
+            raise UserError(f"{key} must be text, not {type(row[key]).__name__}")
+        if not out[key]:
+            raise UserError(f"empty {key}")
+        try:
+            out[key].encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{key} holds a lone surrogate, which is not text") from None
+        if key == "response" and not truncated and tokenizer.eos_token_id is not None:
+            out["close"] = [tokenizer.eos_token_id]
+    for key in ("reward", "rewards", "values", "response_mask"):
+        if row.get(key) is not None:
+            out[key] = row[key]
+    return out
+
+
+def _finish_row(row, vocab_size, max_length, with_values):
+    """A row with prompt and response as ids -> its (tokens,) columns as lists; UserError says what is wrong."""
+    prompt, response = row["prompt"], row["response"]
+    for key in ("prompt", "response"):
+        if not row[key]:
+            raise UserError(f"empty {key}")
+    ids = prompt + response
+    if max_length is not None and len(ids) > max_length:
+        raise UserError(f"{len(ids)} tokens, longer than the model's maximum of {max_length}")
+    wrong = next((i for i in ids if i < 0 or (vocab_size is not None and i >= vocab_size)), None)
+    if wrong is not None:
+        raise UserError(f"token id {wrong} is outside the model's vocabulary of {vocab_size}")
+
+    def per_token(key, kind):
+        column, what = row[key], "true/false (or 1/0)" if kind is bool else "finite numbers"
+        if not isinstance(column, list):
+            raise UserError(f"{key} must be a list, one entry per response token")
+        if len(column) != len(response):
+            closing = " (its text and the end-of-sequence token)" if row["close"] else ""
+            raise UserError(f"{key} has {len(column)} entries, the response has {len(response)} tokens{closing}")
+        if kind is bool and not all(x is True or x is False or x == 0 or x == 1 for x in column):
+            raise UserError(f"{key} must hold {what}")
+        if kind is float and not all(_is_number(x) for x in column):
+            raise UserError(f"{key} must hold {what}")
+        return [kind(x) for x in column]
+
+    mask = per_token("response_mask", bool) if "response_mask" in row else [True] * len(response)
+    if "rewards" in row:
+        rewards = per_token("rewards", float)
+    elif _is_number(row["reward"]):
+        rewards = [0.0] * (len(response) - 1) + [float(row["reward"])]
+    else:
+        raise UserError(f"reward must be a finite number, not {row['reward']!r}")
+    before = len(prompt)
+    out = {"ids": ids, "mask": [False] * before + mask, "rewards": [0.0] * before + rewards}
+    if with_values:
+        if "values" not in row:
+            raise UserError("no values, though other rows of the file have them")
+        out["values"] = [0.0] * before + per_token("values", float)
+    return out | {"truncated": row["truncated"]}
+
+
+def _is_number(x):
+    """A number that float32 can hold; JSON as Python reads it has NaN, Infinity and endless integers too."""
+    return isinstance(x, (int, float)) and -3.4e38 < x < 3.4e38
+
+
+def write_jsonl(batch, path):
+    """Writes a Batch as rows of token ids, which read_jsonl reads back to the same columns, bit for bit.
+
+    Everything before the first action counts as the prompt. Appears complete or not at all.
+    """
+    starts, optional = batch.cu_seqlens.tolist(), batch.values is not None
+    with open(f"{path}.tmp", "w") as file:
+        for b, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+            mask = batch.response_mask[start:end]
+            cut = start + (int(mask.int().argmax()) if mask.any() else end - start - 1)
+            row = {
+                "prompt_ids": batch.input_ids[start:cut].tolist(),
+                "response_ids": batch.input_ids[cut:end].tolist(),
+                "rewards": batch.token_level_rewards[cut:end].tolist(),
+                "response_mask": [int(x) for x in batch.response_mask[cut:end]],
+                "truncated": bool(batch.truncated[b]),
+            }
+            if optional:
+                row["values"] = batch.values[cut:end].tolist()
+            file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dispatch: every rank runs the same program; a decorator says what the arguments mean
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Dispatch(enum.Enum):
+    ONE_TO_ALL = "every rank calls with the same arguments"
+    DP_COMPUTE_PROTO = "every rank calls with the rows it owns and gets the results of those rows"
+
+
+def register(dispatch):
+    """Decorates a worker's method with its Dispatch.
+
+    Under DP_COMPUTE_PROTO the rows of all ranks are gathered in row_id order and the method sees the *global* batch,
+    so what it computes cannot depend on who owned which row. A (T,) result, one number per token of the global batch,
+    is cut back to the caller's own rows in the caller's order; anything else (a dict of metrics) is returned as it is.
+    """
+
+    def decorate(method):
+        @functools.wraps(method)
+        def call(self, *args):
+            if dispatch is Dispatch.ONE_TO_ALL:
+                return method(self, *args)
+            (batch,) = args
+            whole = gather(batch)
+            result = method(self, whole)
+            if not isinstance(result, torch.Tensor):
+                return result
+            return result[whole.token_index(torch.searchsorted(whole.row_id, batch.row_id).tolist())]
+
+        return call
+
+    return decorate
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who computes what: rows over ranks by cost, a rank's rows over micro-batches by tokens
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def balance(costs, k):
+    """k lists of indices with sums as even as longest-first makes them (LPT, Graham 1969: within 4/3 of the best)."""
+    parts, heap = [[] for _ in range(k)], [(0, j) for j in range(k)]
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, j = heapq.heappop(heap)
+        parts[j].append(i)
+        heapq.heappush(heap, (load + costs[i], j))
+    return parts
+
+
+def split_by_tokens(lengths, max_tokens, padded=False, at_least=1):
+    """Lists of indices, each of at most max_tokens tokens (padded: rows x longest row), longest row first.
+
+    There are at_least of them (the last ones may be empty), otherwise as few as best-fit decreasing needs. The cap is
+    hard: max_tokens must be at least the longest row, which the caller checks.
+    """
+    assert max(lengths, default=0) <= max_tokens, "a row alone is above the cap"
+    order, parts = sorted(range(len(lengths)), key=lambda i: -lengths[i]), []
+    if padded:
+        for i in order:
+            if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= max_tokens:
+                parts[-1].append(i)
+            else:
+                parts.append([i])
+    else:
+        free = []  # (tokens left, part), ascending: the first that is large enough is the best fit
+        for i in order:
+            slot = bisect.bisect_left(free, (lengths[i],))
+            room, j = free.pop(slot) if slot < len(free) else (max_tokens, len(parts))
+            if j == len(parts):
+                parts.append([])
+            parts[j].append(i)
+            bisect.insort(free, (room - lengths[i], j))
+        even = balance(lengths, max(len(parts), at_least))  # same count, no part fuller than need be
+        if all(sum(lengths[i] for i in part) <= max_tokens for part in even):
+            return even
+    return parts + [[] for _ in range(at_least - len(parts))]
+
+
+def split_by_rows(lengths, size, at_least=1):
+    """Lists of `size` indices each, rows of like length together (at_least of them: the last ones may be empty)."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    parts = [order[i : i + size] for i in range(0, len(order), size)]
+    return parts + [[] for _ in range(at_least - len(parts))]
+
+
+def micro_batches(shares, max_tokens=None, size=None, padded=False):
+    """Cuts each rank's share (a list of row lengths) into micro-batches, the same number on every rank.
+
+    By `size` rows where that is given, else by max_tokens. Equal counts keep collectives in step; a rank with less
+    gets smaller or empty micro-batches. A pure function of all lengths, so ranks need not talk to agree.
+    Returns, for each rank, a list of lists of indices into its share.
+    """
+    count = 1
+    while True:
+        if size is not None:
+            parts = [split_by_rows(lengths, size, count) for lengths in shares]
+        else:
+            parts = [split_by_tokens(lengths, max_tokens, padded, count) for lengths in shares]
+        if all(len(p) == count for p in parts):
+            return parts
+        count = max(len(p) for p in parts)
+
+
+def permutation(n, *key):
+    """A permutation of range(n) drawn from the key alone (say seed, step, epoch), the same on every rank."""
+    return random.Random(" ".join(map(str, key))).sample(range(n), n)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# PPO maths on flat data
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def values_of_actions(v_T, response_mask_T):
+    """Values read from each hidden state -> the value of each action: the state *before* the token, one to the left.
+
+        hidden           h0   h1   h2   h3   h4   h5
+        v_T              v0   v1   v2   v3   v4   v5
+        response_mask    0    0    1    1    0    1
+        result           0    0    v1   v2   0    v4
+
+    The first token of a sequence is never an action, so nothing crosses from one sequence into the next.
+    """
+    return torch.where(response_mask_T, v_T.roll(1), 0.0)
+
+
+def last_actions(response_mask_T, cu_seqlens):
+    """(B,) index of each sequence's last action in the (T,) columns, -1 where it has none."""
+    index_T = torch.where(response_mask_T, torch.arange(len(response_mask_T), device=response_mask_T.device), -1)
+    last_B = torch.full((len(cu_seqlens) - 1,), -1, device=index_T.device)
+    return last_B.scatter_reduce(0, torch.repeat_interleave(cu_seqlens.diff().long()), index_T, "amax")
+
+
+def carry_rewards(rewards_T, response_mask_T, cu_seqlens):
+    """Moves a reward on a token that is no action to the last action before it, or to the first if there is none.
+
+    An outcome that arrives while a tool speaks was earned by the action that called it; dropped, it would be lost.
+    """
+    row_T = torch.repeat_interleave(cu_seqlens.diff().long())
+    actions_A = response_mask_T.nonzero().squeeze(1)
+    seen_T = response_mask_T.cumsum(0)
+    seen_before_B = F.pad(seen_T, (1, 0))[cu_seqlens[:-1].long()]
+    has_action_T = (F.pad(seen_T, (1, 0))[cu_seqlens[1:].long()] > seen_before_B)[row_T]
+    owner_T = torch.maximum(seen_T - 1, seen_before_B[row_T])[has_action_T]
+    out_T = torch.zeros_like(rewards_T)
+    return out_T.index_add(0, actions_A[owner_T], rewards_T[has_action_T])
+
+
+def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, lam_policy=None, bootstrap_B=None):
+    """Generalised advantage estimation over the actions of each sequence -> (advantages_T, returns_T) float32.
+
+        delta_k = r_k + gamma V_{k+1} - V_k,    A_k = delta_k + gamma lam A_{k+1}           (1506.02438, eq. 11-16)
+        returns = A(lam) + V, advantages = A(lam_policy): decoupled GAE of VC-PPO           (2503.01491, sec. 4.2)
+
+    k counts actions only: observations between them are skipped, their rewards carried. lam_policy: None (same as lam),
+    a number, or (B,), see length_adaptive_lam. bootstrap_B: (B,) value of the state after the last action, for rows
+    that were cut off rather than finished (None: every row ended). Zero where response_mask is false; float64 inside.
+    """
+    action_A = response_mask_T.nonzero().squeeze(1)
+    row_A = torch.repeat_interleave(cu_seqlens.diff().long())[action_A]
+    last_A = F.pad(row_A.diff() != 0, (0, 1), value=True) if len(row_A) else row_A.bool()
+    r_A = carry_rewards(rewards_T, response_mask_T, cu_seqlens)[action_A].double()
+    v_A = values_T[action_A].double()
+    after_A = bootstrap_B.double()[row_A] if bootstrap_B is not None else torch.zeros_like(v_A)
+    delta_A = r_A + gamma * torch.where(last_A, after_A, v_A.roll(-1)) - v_A
+
+    def discounted(lam):
+        lam_A = lam.double()[row_A] if isinstance(lam, torch.Tensor) else torch.full_like(v_A, lam)
+        return _suffix_sum(delta_A, torch.where(last_A, 0.0, gamma * lam_A))
+
+    to_tokens = lambda x_A: torch.zeros_like(values_T, dtype=torch.float32).index_put((action_A,), x_A.float())
+    returns_A = discounted(lam)
+    advantages_A = returns_A if lam_policy is None else discounted(lam_policy)
+    return to_tokens(advantages_A), to_tokens(returns_A + v_A)
+
+
+def _suffix_sum(x, decay):
+    """y_k = x_k + decay_k y_{k+1} for all k at once, by doubling the reach (Hillis & Steele 1986): log2(len) steps.
+
+    After a round with reach s, x_k sums the terms k .. k+2s-1 and decay_k carries from k to k+2s; decay is 0 at the end
+    of a sequence, so nothing crosses it.
+    """
+    reach = 1
+    while reach < len(x) and decay.any():
+        ahead_x, ahead_decay = (F.pad(z[reach:], (0, reach)) for z in (x, decay))
+        x, decay = x + decay * ahead_x, decay * ahead_decay
+        reach *= 2
+    return x
+
+
+def length_adaptive_lam(response_mask_T, cu_seqlens, alpha):
+    """(B,) lam = 1 - 1/(alpha l) for a sequence of l actions, at least 0 (VAPO, 2504.05118, sec. 4.2)."""
+    actions_B = torch.zeros(len(cu_seqlens) - 1, device=cu_seqlens.device, dtype=torch.float64)
+    actions_B.index_add_(0, torch.repeat_interleave(cu_seqlens.diff().long()), response_mask_T.double())
+    return (1 - 1 / (alpha * actions_B.clamp(min=1))).clamp(min=0)
+
+
+def masked_whiten(x_T, mask_T, shift_mean=True, group=None):
+    """(x - mean) / std over the masked entries of all ranks of `group` (None: this process alone), zero elsewhere.
+
+    The variance is the unbiased one, of n - 1, and 1e-8 is added to it; a single entry has variance 0.
+    shift_mean=False adds the mean back.
+    """
+    x_T, total = torch.where(mask_T, x_T, 0.0), lambda t: t
+    if group is not None:
+        total = lambda t: (dist.all_reduce(t, group=group), t)[1]
+    n, s = total(torch.stack([mask_T.sum().double(), x_T.double().sum()]))
+    mean = s / n.clamp(min=1)
+    var = total(torch.where(mask_T, x_T - mean, 0.0).double().square().sum()) / (n - 1).clamp(min=1)
+    white_T = (x_T - mean) * torch.rsqrt(var + 1e-8) + (0.0 if shift_mean else mean)
+    return torch.where(mask_T, white_T, 0.0).to(x_T.dtype)
+
+
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def loss_counts(response_mask_T, cu_seqlens):
+    """(actions, sequences that have any) of a global mini-batch: the only denominators of a loss."""
+    actions_B = F.pad(response_mask_T.cumsum(0), (1, 0))[cu_seqlens.long()].diff()
+    return int(actions_B.sum()), int((actions_B > 0).sum())
+
+
+def loss_weights(response_mask_T, cu_seqlens, mode, n_tokens, n_seqs, response_length_limit=None):
+    """(T,) weights whose sum with the per-token losses is the loss, whatever part of the mini-batch these rows are.
+
+        token-mean                1 / N_tokens
+        seq-mean-token-sum        1 / N_seqs
+        seq-mean-token-mean       1 / (N_seqs len_i)                        len_i: actions of the token's sequence
+        seq-mean-token-sum-norm   1 / (N_seqs response_length_limit)        (Dr. GRPO's constant, 2503.20783)
+
+    N_tokens and N_seqs are the counts of the *global* mini-batch (loss_counts).
+    """
+    per_token = {"token-mean": 1 / max(n_tokens, 1)}.get(mode, 1 / max(n_seqs, 1))
+    weights_T = response_mask_T * per_token
+    if mode == "seq-mean-token-mean":
+        actions_B = F.pad(response_mask_T.cumsum(0), (1, 0))[cu_seqlens.long()].diff().clamp(min=1)
+        weights_T = weights_T / torch.repeat_interleave(actions_B, cu_seqlens.diff().long())
+    elif mode == "seq-mean-token-sum-norm":
+        weights_T = weights_T / response_length_limit
+    return weights_T
+
+
+def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, cliprange_value=None):
+    """Clipped value loss -> (loss, number of actions where clipping decided), both 0-dim tensors.
+
+        L_t = 0.5 max( (v_t - R_t)^2, (clip(v_t, v_old - eps, v_old + eps) - R_t)^2 ),    loss = sum_t w_t L_t
+
+    PPO's clipping carried over to values (Schulman et al.'s code for 1707.06347). cliprange_value None is plain squared
+    error. What stands where response_mask is false never enters, not even a NaN.
+    """
+    clean = lambda x_T: torch.where(response_mask_T, x_T, 0.0)
+    v_T, returns_T = clean(vpreds_T), clean(returns_T)
+    error_T, clipped = (v_T - returns_T).square(), torch.zeros((), dtype=torch.int64, device=v_T.device)
+    if cliprange_value is not None:
+        old_T = clean(values_T)
+        clipped_T = (torch.clamp(v_T, old_T - cliprange_value, old_T + cliprange_value) - returns_T).square()
+        clipped = (clipped_T > error_T).sum()
+        error_T = torch.maximum(error_T, clipped_T)
+    return 0.5 * (weights_T * error_T).sum(), clipped
+
+
+def kl_penalty(log_probs_T, ref_log_probs_T, kind):
+    """Per-token estimate of KL(policy || reference) from the log-probs of the chosen tokens.
+
+        k1 (kl)          log p - log q
+        abs              |log p - log q|
+        k2 (mse)         (log p - log q)^2 / 2
+        k3 (low_var_kl)  q/p - 1 - log(q/p), with log(q/p) clamped to +-20 and the result to +-10
+        <kind>+          that value, with the gradient of k2, which is the true gradient of the KL: straight-through
+
+    Schulman, "Approximating KL divergence" (2020); names in brackets are verl's.
+    """
+    if kind.endswith("+"):
+        k2_T = kl_penalty(log_probs_T, ref_log_probs_T, "k2")
+        return kl_penalty(log_probs_T, ref_log_probs_T, kind[:-1]).detach() + k2_T - k2_T.detach()
+    log_ratio_T = log_probs_T - ref_log_probs_T
+    if kind in ("k1", "kl"):
+        return log_ratio_T
+    if kind == "abs":
+        return log_ratio_T.abs()
+    if kind in ("k2", "mse"):
+        return 0.5 * log_ratio_T.square()
+    if kind in ("k3", "low_var_kl"):
+        log_inverse_T = (-log_ratio_T).clamp(-20, 20)
+        return (log_inverse_T.exp() - log_inverse_T - 1).clamp(-10, 10)
+    raise ValueError(f"unknown KL estimator {kind!r}: k1, k2, k3 or abs, each also with a '+'")
+
+
+def next_kl_coef(coef, kl, n, target=None, horizon=10_000):
+    """The KL coefficient after a batch of n rows with mean divergence kl (Ziegler et al. 1909.08593, sec. 2.2).
+
+    target None keeps it fixed; otherwise coef *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon.
+    """
+    if target is None:
+        return coef
+    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * n / horizon)
+
+
+def moments(values_T, returns_T, mask_T):
+    """(5,) float64 sums over the masked tokens: n, R, R^2, (R - V), (R - V)^2. Add them up over ranks, then divide."""
+    r, e = returns_T[mask_T].double(), (returns_T[mask_T].double() - values_T[mask_T].double())
+    return torch.stack(
+        [torch.tensor(float(len(r)), device=r.device, dtype=r.dtype), r.sum(), (r * r).sum(), e.sum(), (e * e).sum()]
+    )
+
+
+def explained_variance(sums):
+    """1 - Var(R - V) / Var(R) from `moments`: 1 is perfect, 0 as good as a constant, NaN if all returns are equal."""
+    n, r, rr, e, ee = (float(x) for x in sums)
+    if n == 0 or (variance := rr / n - (r / n) ** 2) <= 1e-12 * rr / n:
+        return math.nan
+    return 1 - (ee / n - (e / n) ** 2) / variance
+
+
+def auc(scores, labels):
+    """Area under the ROC curve: the chance that a row labelled 1 scores above one labelled 0, ties counting half.
+
+    (N,) scores, (N,) labels of 0 and 1 -> float, NaN unless both labels occur (Mann & Whitney 1947).
+    """
+    positive = labels > 0.5
+    n1, n0 = int(positive.sum()), int((~positive).sum())
+    if n1 == 0 or n0 == 0:
+        return math.nan
+    _, tie, count = scores.double().unique(return_inverse=True, return_counts=True)
+    mean_rank = count.cumsum(0).double() - (count - 1) / 2  # ranks from 1, ties share theirs
+    return float((mean_rank[tie][positive].sum() - n1 * (n1 + 1) / 2) / (n1 * n0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention over packed rows: one function for every model, registered with transformers' attention interface
+# ---------------------------------------------------------------------------------------------------------------------
+
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:
+    flash_attn_varlen_func = None
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
+KERNELS = ("auto", "flash", "varlen", "sdpa", "eager")
+
+
+class Pack:
+    """The packed row in work, read by packed_attention in every layer. Set before a forward and left alone until its
+    backward is over, since activation checkpointing runs the forward again in there."""
+
+    lengths = ()  # tokens of each sequence of the whole row, before it is sliced over sequence-parallel ranks
+    runs = ()  # (start, length, count): neighbours of equal length are one dense call
+    cu_seqlens = None  # int32, on the device
+    group = None  # sequence-parallel group, or None
+    kernel = "auto"  # what the user asked for
+    used = None  # what the last call took
+
+
+def set_pack(lengths, device, group=None):
+    """Declares the next forward's row: sequences of these lengths end to end."""
+    Pack.lengths, Pack.group, Pack.runs, start = lengths, group, [], 0
+    for length in lengths:
+        if Pack.runs and Pack.runs[-1][1] == length:
+            first, _, count = Pack.runs[-1]
+            Pack.runs[-1] = (first, length, count + 1)
+        else:
+            Pack.runs.append((start, length, 1))
+        start += length
+    Pack.cu_seqlens = cumulative(torch.tensor(lengths)).to(device, non_blocking=True)
+
+
+def packed_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    sliding_window=None,
+    softcap=None,
+    is_causal=None,
+    s_aux=None,
+    **kwargs,
+):
+    """Causal attention within each sequence of a packed row: q (1,H,T,D), k v (1,K,T,D) -> (1,T,H,D), None.
+
+    The signature is transformers' AttentionInterface. With a sequence-parallel group each rank comes with its slice
+    of the row and all heads, computes all of the row for its slice of the heads, and leaves as it came
+    (DeepSpeed-Ulysses, 2309.14509); no model code knows of it.
+    """
+    assert not dropout, "a critic has no dropout: with it the same batch would not give the same update"
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if attention_mask is not None or not causal or kwargs.get("position_bias") is not None:
+        raise UserError(
+            f"--use-remove-padding: {type(module).__name__} asks for more than causal attention within a row "
+            "(a mask, a bias or attention to later tokens), which packing would drop; add --no-use-remove-padding"
+        )
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    p = dist.get_world_size(Pack.group) if Pack.group is not None else 1
+    if p > 1:
+        repeat = p // math.gcd(key.shape[1], p)  # fewer kv heads than ranks: each is held by several
+        key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
+        query, key, value = (SequenceToHeads.apply(x, Pack.group) for x in (query, key, value))
+        s_aux = s_aux.chunk(p)[dist.get_rank(Pack.group)] if s_aux is not None else None
+    out = attend(query, key, value, scale, sliding_window, softcap, s_aux)
+    if p > 1:
+        out = HeadsToSequence.apply(out, Pack.group)
+    return out.transpose(1, 2), None
+
+
+transformers.AttentionInterface.register("packed", packed_attention)
+
+
+def attend(q, k, v, scale, window, softcap, sinks):
+    """Picks a kernel: flash-attn, torch's own variable-length attention, SDPA or plain matmuls per run of lengths."""
+    half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] == v.shape[-1] <= 256
+    can = {
+        "flash": half and flash_attn_varlen_func is not None and sinks is None,
+        "varlen": half and varlen_attn is not None and sinks is None and not softcap,
+        "sdpa": not softcap and sinks is None,
+        "eager": True,
+    }
+    kernel = next(name for name in can if can[name]) if Pack.kernel == "auto" else Pack.kernel
+    if not can[kernel]:
+        raise UserError(
+            f"--attn-implementation {kernel} cannot serve this model here ({q.dtype}, {q.device.type}, head size "
+            f"{q.shape[-1]}, softcap {softcap}, sinks {sinks is not None}); auto would take "
+            f"{next(name for name in can if can[name])}"
+        )
+    Pack.used = kernel
+    if kernel in ("sdpa", "eager"):
+        dense, outs = sdpa_attention if kernel == "sdpa" else eager_attention, []
+        for start, length, count in Pack.runs:
+            run = slice(start, start + count * length)
+            q_k_v = (x[0, :, run].unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v))  # (N,H,L,D) each
+            outs.append(dense(*q_k_v, scale, window, softcap, sinks).transpose(1, 2).flatten(0, 1))
+        return torch.cat(outs).transpose(0, 1)[None]
+    flat = lambda x: x[0].transpose(0, 1).contiguous()
+    longest, cu = max(Pack.lengths), Pack.cu_seqlens
+    if kernel == "flash":
+        out_THD = flash_attn_varlen_func(
+            flat(q), flat(k), flat(v), cu, cu, longest, longest, softmax_scale=scale, causal=True,
+            window_size=(window - 1, 0) if window else (-1, -1), softcap=softcap or 0.0,
+        )  # fmt: skip
+    else:
+        grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+        if not grouped:  # torch 2.11 has no grouped heads here
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        window_size = (window - 1, 0) if window else (-1, 0)  # (-1, 0) is varlen_attn's way to say causal
+        out_THD = varlen_attn(
+            flat(q), flat(k), flat(v), cu, cu, longest, longest, scale=scale, window_size=window_size, **grouped
+        )
+    return out_THD.transpose(0, 1)[None]
+
+
+def sdpa_attention(q, k, v, scale, window, softcap, sinks):
+    """(N,H,L,D) attention of N sequences of one length by torch's fused kernel; a mask only where a window bites."""
+    mask, length = None, q.shape[2]
+    if window and length > window:
+        mask = causal_mask(length, window, q.device)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def eager_attention(q, k, v, scale, window, softcap, sinks):
+    """(N,H,L,D) attention written out, for soft-capped scores (Gemma 2) and attention sinks (gpt-oss)."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores_NHLL = q @ k.transpose(-1, -2) * scale
+    if softcap:
+        scores_NHLL = softcap * torch.tanh(scores_NHLL / softcap)
+    scores_NHLL = scores_NHLL.masked_fill(~causal_mask(q.shape[2], window, q.device), -math.inf)
+    if sinks is not None:  # one more column a head, which takes probability and gives no value
+        column = sinks.view(1, -1, 1, 1).expand(*scores_NHLL.shape[:3], 1).to(scores_NHLL.dtype)
+        scores_NHLL = torch.cat([scores_NHLL, column], -1)
+    probs_NHLL = scores_NHLL.softmax(-1, dtype=torch.float32)[..., : q.shape[2]].to(q.dtype)
+    return probs_NHLL @ v
+
+
+def causal_mask(length, window, device):
+    """(L, L) bool: query i sees key j if j <= i and, with a window, i - j < window."""
+    i = torch.arange(length, device=device)
+    back = i[:, None] - i
+    return (back >= 0) & (back < (window or length))
+
+
+def _all_to_all(x, group, to_heads):
+    """(1, H, T/p, D) <-> (1, H/p, T, D): trades a slice of the sequence for a slice of the heads, or back."""
+    p, (_, h, t, d) = dist.get_world_size(group), x.shape
+    if to_heads:
+        send = x.reshape(p, h // p, t, d).contiguous()
+    else:
+        send = x.reshape(h, p, t // p, d).transpose(0, 1).contiguous()
+    out = torch.empty_like(send)
+    dist.all_to_all_single(out, send, group=group)
+    return out.transpose(0, 1).reshape(1, h // p, p * t, d) if to_heads else out.reshape(1, p * h, t // p, d)
+
+
+class SequenceToHeads(torch.autograd.Function):
+    """(1, H, T/p, D) -> (1, H/p, T, D)."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _all_to_all(x, group, to_heads=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _all_to_all(grad, ctx.group, to_heads=False), None
+
+
+class HeadsToSequence(torch.autograd.Function):
+    """(1, H/p, T, D) -> (1, H, T/p, D)."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _all_to_all(x, group, to_heads=False)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _all_to_all(grad, ctx.group, to_heads=True), None
+
+
+class GatherSlices(torch.autograd.Function):
+    """(T/p,) slices of the ranks of a group -> (T,) on all of them. Every rank then computes the *same* loss from the
+    whole, so backward hands each rank the gradient of its own slice and sums nothing."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, slices = group, [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(slices, x.contiguous(), group=group)
+        return torch.cat(slices)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
+
+
+def packing_leak(forward, vocab_size, multiple=1):
+    """How much a sequence of a packed row feels its neighbour, relative to its own size: 0.0 where packing is sound.
+
+    forward(ids_T, lengths) -> (T, ...) of a row of two sequences; a model with state that runs through the row (linear
+    attention, convolutions), or one that ignores the attention function, gives itself away here.
+    """
+    n = 8 * multiple
+    second = [(7 * i + 3) % vocab_size for i in range(n)]
+    runs = []
+    for offset in (1, 2):
+        first = [(5 * i * i + offset) % vocab_size for i in range(n)]
+        runs.append(forward(torch.tensor(first + second), [n, n])[n:].float())
+    return float((runs[0] - runs[1]).abs().max() / runs[0].abs().max().clamp(min=1e-12))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FLOPs of a value model: no vocabulary head, causal attention, active experts only
+# ---------------------------------------------------------------------------------------------------------------------
+
+# dense bf16 TFLOP/s of one device, from the vendors' data sheets; looked up by substring of the device's name
+PEAK_TFLOPS = {
+    "GB200": 2250, "B200": 2250, "H200": 989, "GH200": 989, "H800": 989, "H100": 989, "H20": 148, "A100": 312,
+    "A800": 312, "MI300X": 1307, "L40S": 362, "L20": 119.5, "A40": 149.7, "RTX 4090": 165, "L4": 121, "A10": 125,
+}  # fmt: skip
+
+
+def device_peak_flops(device):
+    """Dense bf16 FLOP/s of this device, or None if the table does not know it (CPUs among them)."""
+    if device.type != "cuda":
+        return None
+    words = torch.cuda.get_device_name(device).upper().replace("-", " ").split()
+    name = f" {' '.join(words)} "
+    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if f" {key} " in name), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlopsModel:
+    """What one token and one pair of tokens cost, forward only."""
+
+    per_token: float  # 2 FLOPs for each weight a token is multiplied with
+    per_pair: tuple  # ((FLOPs of one query-key pair, window or None, layers), ...)
+
+    def forward_flops(self, length):
+        """FLOPs of one forward over a sequence of this many tokens; training costs three times that."""
+        total = self.per_token * length
+        for flops, window, layers in self.per_pair:
+            w = min(window or length, length)  # query i sees min(i + 1, window) keys
+            total += layers * flops * (w * (w + 1) / 2 + (length - w) * w)
+        return total
+
+
+def flops_model(model, config):
+    """FlopsModel of a value model (meta tensors do) and its transformers config.
+
+    Weights: every matrix but embeddings; experts count as top_k of the E there are. Attention: each pair costs
+    2 H (D_qk + D_v) FLOPs, scores and weighted sum.
+    """
+    config = config.get_text_config()
+    attribute = lambda *names: next((getattr(config, n) for n in names if getattr(config, n, None)), None)
+    experts = attribute("num_experts", "num_local_experts", "n_routed_experts")
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    weights = 0.0
+    for name, p in model.named_parameters():
+        if p.ndim > 1 and id(p) not in embeddings:
+            share = attribute("num_experts_per_tok", "top_k") / experts if ".experts." in name else 1
+            weights += p.numel() * share
+    heads = config.num_attention_heads
+    head_dim = attribute("head_dim") or config.hidden_size // heads
+    qk, v = attribute("qk_head_dim") or head_dim, attribute("v_head_dim") or head_dim
+    if attribute("qk_nope_head_dim"):  # multi-head latent attention: the rotary part rides beside the other
+        qk = config.qk_nope_head_dim + config.qk_rope_head_dim
+    kinds = attribute("layer_types") or ["full_attention"] * config.num_hidden_layers
+    window = attribute("sliding_window")
+    if not attribute("layer_types") and window and getattr(config, "use_sliding_window", True):
+        kinds = ["sliding_attention"] * config.num_hidden_layers
+    sliding = sum("sliding" in kind for kind in kinds)
+    pair = 2 * heads * (qk + v)
+    return FlopsModel(2 * weights, ((pair, None, len(kinds) - sliding), (pair, window, sliding)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the user sees, and what is kept of a run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Logger:
+    """metrics.jsonl, TensorBoard and, where asked for, wandb behind one log(); on ranks other than 0 it does nothing.
+
+    `settings` (a dict) is kept with the run in run.json, beside versions, machine, command and commit. A resumed run
+    goes on in the same files.
+    """
+
+    def __init__(self, out_dir, settings, resume=False, wandb_project=None):
+        self.sinks, self.closers = [], []
+        if RANK != 0:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        os.makedirs(out_dir, exist_ok=True)
+        settings = {**settings, "run": describe_run()}
+        with open(os.path.join(out_dir, "run.json"), "w") as file:
+            json.dump(settings, file, indent=1, default=str)
+        metrics_file = open(os.path.join(out_dir, "metrics.jsonl"), "a" if resume else "w", buffering=1)
+        board = SummaryWriter(os.path.join(out_dir, "tensorboard"))
+        self.sinks.append(lambda step, metrics: metrics_file.write(json.dumps({"step": step, **metrics}) + "\n"))
+        self.sinks.append(
+            lambda step, metrics: [board.add_scalar(k, v, step) for k, v in metrics.items() if v is not None]
+        )
+        self.closers += [metrics_file.close, board.close]
+        if wandb_project:
+            import wandb
+
+            wandb_run = wandb.init(project=wandb_project, config=settings, dir=out_dir)
+            self.sinks.append(lambda step, metrics: wandb_run.log(metrics, step=step))
+            self.closers.append(wandb_run.finish)
+
+    def log(self, step, metrics):
+        """metrics: dict of name -> number; what is not finite is logged as null."""
+        metrics = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        for sink in self.sinks:
+            sink(step, metrics)
+
+    def close(self):
+        """Flushes everything, which the os._exit at the end of a run would not."""
+        for close in self.closers:
+            close()
+
+
+def describe_run():
+    """Versions, machine, command and commit of this run, as a dict."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    git = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True)
+    return {
+        "command": sys.argv,
+        "commit": git.stdout.strip() or None,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "world_size": WORLD_SIZE,
+        "device": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"cpu, {torch.get_num_threads()} threads",
+        "time": datetime.datetime.now().isoformat(timespec="seconds"),
+    }
+
+
+def number(x, form):
+    """x in the given format, or -- where there is no number yet."""
+    return "--" if x is None or math.isnan(x) else format(x, form)
+
+
+def step_line(step, steps, metrics):
+    """One aligned line that tells how a step went, in units a person reads."""
+    m, mfu = metrics, metrics["perf/mfu"] * 100
+    eta = datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
+    skipped = f"  skipped {m['critic/skipped_steps']:.0f}" if m["critic/skipped_steps"] else ""
+    return (
+        f"step {step:>{len(str(steps))}}/{steps}  loss {m['critic/vf_loss']:.4f}"
+        f"  explained var {number(m['critic/explained_var'], '.3f'):>6}  |g| {number(m['critic/grad_norm'], '.3g'):>7}"
+        f"  lr {number(m['critic/lr'], '.1e')}  {m['perf/tokens_per_second']:>7,.0f} tok/s"
+        f"  mfu {number(mfu, '.1f')} %  {m['perf/peak_memory_gib']:.1f} GiB  eta {eta}{skipped}"
+    )
+
+
+def eval_line(metrics):
+    """One line on how good the values of held-out rows are."""
+    m = metrics
+    return (
+        f"held out   explained var {number(m['eval/explained_var'], '.3f')}   loss {m['eval/vf_loss']:.4f} "
+        f"(best constant {m['eval/constant_loss']:.4f})   AUC of the last value {number(m['eval/auc'], '.3f')}"
+    )
+
+
+def plot_curves(out_dir):
+    """curves.png from metrics.jsonl: explained variance and loss, while learning and on held-out rows."""
+    if RANK != 0:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with open(os.path.join(out_dir, "metrics.jsonl")) as file:
+        rows = [json.loads(line) for line in file]
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    for panel, name, title in zip(
+        panels, ("explained_var", "vf_loss"), ("explained variance", "value loss"), strict=True
+    ):
+        for prefix, label, style in (("critic", "rows of the step", "-"), ("eval", "held out", "o-")):
+            points = {row["step"]: row[f"{prefix}/{name}"] for row in rows if row.get(f"{prefix}/{name}") is not None}
+            panel.plot(points.keys(), points.values(), style, label=label, alpha=0.5 if prefix == "critic" else 1.0)
+        panel.set(title=title, xlabel="step")
+        panel.grid(alpha=0.3)
+    constant = {row["step"]: row["eval/constant_loss"] for row in rows if "eval/constant_loss" in row}
+    panels[0].set_ylim(bottom=max(panels[0].get_ylim()[0], -1.0))
+    panels[1].plot(constant.keys(), constant.values(), "k:", label="best constant, held out")
+    panels[1].legend()
+    figure.savefig(os.path.join(out_dir, "curves.png"), dpi=120)
+
+
+def progress(items, what):
+    """A bar over `items` on rank 0, shown only if the work takes longer than a few seconds."""
+    return tqdm(items, desc=what, delay=3, leave=False, disable=RANK != 0, dynamic_ncols=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders that are complete or absent
+# ---------------------------------------------------------------------------------------------------------------------
+
+MANIFEST = "manifest.json"
+
+
+@contextlib.contextmanager
+def complete_or_absent(path):
+    """`with complete_or_absent(path) as tmp`: all ranks write into tmp, which becomes path when all are done.
+
+    Files are flushed to disk, a manifest of their sizes is added and the folder renamed, so a crash at any moment
+    leaves either the old state or the new one. Needs a file system that all ranks share.
+    """
+    path = os.path.abspath(path)
+    tmp = f"{path}.tmp"
+    if RANK == 0:
+        shutil.rmtree(tmp, ignore_errors=True)
+        os.makedirs(tmp)
+    dist.barrier()
+    yield tmp
+    dist.barrier()
+    if RANK == 0:
+        files = [os.path.join(folder, name) for folder, _, names in os.walk(tmp) for name in names]
+        with open(os.path.join(tmp, MANIFEST), "w") as file:
+            json.dump({os.path.relpath(f, tmp): os.path.getsize(f) for f in files}, file, indent=1)
+        for name in [*files, os.path.join(tmp, MANIFEST), tmp]:
+            descriptor = os.open(name, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        if os.path.exists(path):  # two renames: between them the old folder is whole under the name .old
+            shutil.rmtree(f"{path}.old", ignore_errors=True)
+            os.rename(path, f"{path}.old")
+        os.rename(tmp, path)
+        shutil.rmtree(f"{path}.old", ignore_errors=True)
+    dist.barrier()
+
+
+def check_complete(path, flag):
+    """Raises UserError unless every file that the manifest of `path` lists is there in its full size."""
+    try:
+        with open(os.path.join(path, MANIFEST)) as file:
+            sizes = json.load(file)
+    except (OSError, ValueError):
+        raise UserError(f"{flag} {path}: no complete checkpoint here (no readable {MANIFEST})") from None
+    for name, size in sizes.items():
+        file = os.path.join(path, name)
+        found = os.path.getsize(file) if os.path.exists(file) else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+            raise UserError(f"{flag} {path}: damaged, {name} {state}; use an earlier checkpoint")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tiny models, a tokenizer built in code, and the toy task: everything runs without a hub
+# ---------------------------------------------------------------------------------------------------------------------
+
+TINY = {  # real architectures with random weights; sizes change with --override-config
+    "tiny-qwen2": "qwen2",
+    "tiny-qwen3": "qwen3",
+    "tiny-llama": "llama",
+    "tiny-mistral": "mistral",
+    "tiny-gemma2": "gemma2",
+    "tiny-gpt2": "gpt2",
+    "tiny-qwen3-moe": "qwen3_moe",
+}
+
+
+def tiny_config(name, vocab_size):
+    """transformers config of a preset: two layers of 64 features, four heads, two of keys and values where it can."""
+    sizes = {
+        "vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 8192,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    extra = {
+        "mistral": {"sliding_window": 256},
+        "gemma2": {"sliding_window": 256, "query_pre_attn_scalar": 16},
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        "gpt2": {"n_positions": 8192},
+    }
+    kind = TINY[name]
+    if kind == "gpt2":  # has its own words for these and takes no others
+        sizes = {
+            "vocab_size": vocab_size,
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+    return transformers.AutoConfig.for_model(kind, **{**sizes, **extra.get(kind, {})})
+
+
+def char_tokenizer():
+    """One token a printable ASCII character, plus <pad>, <eos>, <unk>; a transformers tokenizer built in code."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    characters = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
+    core = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def toy_rows(n, seed, held_out=False):
+    """n JSON lines: rollouts of a policy that adds two-digit numbers column by column and mostly forgets to carry.
+
+    There is a rule to find: whether the units carry tells before the first digit how this will probably end, and the
+    digits then tell how it did. The prompts of held_out rows never occur in the others.
+    """
+    rng, lines = random.Random(f"toy {seed} {held_out}"), []
+    while len(lines) < n:
+        a, b = rng.randrange(10, 100), rng.randrange(10, 100)
+        if (zlib.crc32(b"%d+%d" % (a, b)) % 5 == 0) != held_out:  # a fifth of the prompts, without a pattern
+            continue
+        carries = a % 10 + b % 10 >= 10
+        slips = rng.random() < (0.9 if carries else 0.05)
+        answer = a + b - 10 * (slips and carries) + (slips and not carries)
+        lines.append(json.dumps({"prompt": f"{a}+{b}=", "response": str(answer), "reward": float(answer == a + b)}))
+    return lines

@@ -1,0 +1,992 @@
+"""A PPO critic for language models on PyTorch FSDP: one value model, one update, any layout.
+
+    python critic_fsdp.py                                      toy task, a tiny model, a laptop CPU: about a minute
+    torchrun --nproc-per-node 2 critic_fsdp.py                 the same on two ranks: the same numbers
+    torchrun --nproc-per-node 8 critic_fsdp.py --model Qwen/Qwen2.5-7B --rollouts train.jsonl \\
+        --eval-rollouts eval.jsonl --gradient-checkpointing --lr-warmup-steps 20 --out-dir out/7b
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 critic_fsdp.py ...
+    python critic_fsdp.py --help                               every flag
+
+It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level verifier.
+A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them.
+What it leaves out: rollout and policy. critic_megatron.py is the same function on Megatron-Core.
+
+Shapes are in the names: T tokens, sequences end to end; B sequences; L longest sequence; D hidden features.
+"""
+
+import contextlib
+import dataclasses
+import glob
+import importlib.util
+import json
+import math
+import os
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+import torch.nn.functional as F
+import transformers
+import tyro
+from safetensors import safe_open
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+import common
+from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
+
+transformers.logging.set_verbosity_error()  # what matters of a load is said below, in one line
+transformers.logging.disable_progress_bar()
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing here writes into one
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Config
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """The critic: its model, its layout over ranks, its batches and its optimizer."""
+
+    # model
+    model: str = (
+        "tiny-qwen2"  # Hugging Face folder or hub name, or random weights: tiny-qwen2, tiny-llama, tiny-gpt2 ...
+    )
+    tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own; characters for tiny-*)
+    override_config: str = "{}"  # JSON laid over the model's config, e.g. '{"num_hidden_layers": 4}'
+    value_head_init: Literal["auto", "checkpoint", "normal", "zero"] = "auto"  # auto: the checkpoint's, else normal
+    trust_remote_code: bool = False  # run model code that comes with the checkpoint
+    seed: int = 0  # of random weights, the value head and every shuffle
+
+    # layout
+    strategy: Literal["fsdp2", "fsdp1", "none"] = "fsdp2"  # how weights spread over ranks (none: a copy on each)
+    fsdp_size: int = -1  # ranks that share one copy of the weights; the rest holds replicas (-1: all ranks share one)
+    ulysses_size: int = 1  # ranks that share one sequence, each with a part of the attention heads
+    timeout_minutes: float = 10.0  # a collective that takes longer ends the run
+
+    # precision and kernels
+    param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products (auto: bfloat16, float32 on CPU)
+    use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
+    attn_implementation: Literal[common.KERNELS] = "auto"  # attention kernel (auto: the fastest that serves the model)
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    defer_grad_sync: bool = False  # reduce gradients once a mini-batch: less traffic, but a whole gradient on each rank
+
+    # batches
+    ppo_epochs: int = 1  # passes over the rows of one update
+    ppo_mini_batch_size: int = 256  # rows of one optimizer step, global: over all ranks
+    shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
+    ppo_max_token_len_per_gpu: int = 16384  # most tokens of a training micro-batch, per rank: a hard cap
+    forward_max_token_len_per_gpu: int | None = None  # the same for compute_values (None: as in training)
+    ppo_micro_batch_size_per_gpu: int | None = None  # rows of a training micro-batch, in place of the token cap
+    forward_micro_batch_size_per_gpu: int | None = None  # the same for compute_values (None: as in training)
+
+    # loss
+    cliprange_value: float | None = 0.5  # how far from its old value a value may gain by moving (None: no clipping)
+    loss_agg_mode: Literal[common.LOSS_AGG_MODES] = "token-mean"  # how token losses become one loss of the mini-batch
+    response_length_limit: int | None = None  # the constant that seq-mean-token-sum-norm divides by
+
+    # optimizer
+    lr: float | None = None  # peak learning rate of AdamW (None: 1e-3 for tiny-*, 1e-5 for a checkpoint)
+    weight_decay: float = 0.01  # decoupled, on every weight
+    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
+    grad_clip: float = 1.0  # largest norm of the gradient of all weights (inf: no clipping)
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after the warm-up
+    lr_warmup_steps: int = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
+    lr_warmup_steps_ratio: float = 0.0  # the same as a part of all optimizer steps
+    min_lr_ratio: float = 0.0  # where cosine ends, as a part of lr
+    total_training_steps: int | None = None  # optimizer steps of the whole run (None: this script works it out)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Learns a value function from rollouts, evaluates it, saves it as a checkpoint and a Hugging Face folder."""
+
+    critic: Annotated[Config, tyro.conf.arg(name="")] = Config()  # its flags have no prefix
+    rollouts: str | None = None  # JSONL to learn from (None: the built-in toy task)
+    eval_rollouts: str | None = None  # JSONL to evaluate on (None: no evaluation; the toy has its own)
+    skip_bad_rows: bool = False  # leave bad rows out, count and report them, instead of stopping at the first
+    recorded_values: bool = False  # old values are the rows' "values" (of the critic that was there), not this critic's
+    gamma: float = 1.0  # discount
+    lam: float = 1.0  # GAE's lambda for the returns (1: Monte Carlo, the rewards alone)
+    bootstrap_truncated: bool = False  # the last value stands for the future of a row cut off by the length limit
+    steps: int = 200  # updates
+    train_batch_size: int | None = None  # rows of one update, global (None: one mini-batch)
+    eval_every: int = 20  # updates between evaluations (0: only at the start and the end)
+    save_every: int = 0  # updates between checkpoints (0: only at the end)
+    resume: str | None = None  # checkpoint folder to go on from
+    out_dir: str = "out/critic_fsdp"  # for checkpoints, the Hugging Face folder, metrics and curves
+    wandb_project: str | None = None  # log to Weights & Biases too, if it is installed
+
+
+def validate(config, world_size=WORLD_SIZE):
+    """Raises UserError for flags that cannot work, before a process group or a model is built."""
+    sp, shard = config.ulysses_size, config.fsdp_size
+    for name in (
+        "ppo_epochs", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu",
+        "ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu", "response_length_limit", "cliprange_value",
+        "lr", "grad_clip", "timeout_minutes", "total_training_steps", "ulysses_size",
+    ):  # fmt: skip
+        common.check_flag(config, name, "must be above 0", lambda x: x is None or x > 0)
+    for name in ("weight_decay", "lr_warmup_steps"):
+        common.check_flag(config, name, "must not be below 0", lambda x: 0 <= x < math.inf)
+    for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
+        common.check_flag(config, name, "must be between 0 and 1", lambda x: 0 <= x <= 1)
+    common.check_flag(config, "betas", "each must be at least 0 and below 1", lambda x: all(0 <= b < 1 for b in x))
+    if world_size % sp:
+        raise UserError(f"--ulysses-size {sp}: must divide the {world_size} ranks")
+    if sp > 1 and not config.use_remove_padding:
+        raise UserError(f"--ulysses-size {sp}: needs packed rows; drop --no-use-remove-padding")
+    if shard != -1 and (shard < 1 or world_size % shard):
+        raise UserError(f"--fsdp-size {shard}: must divide the {world_size} ranks, or be -1 for all of them")
+    if shard != -1 and config.strategy == "none":
+        raise UserError(f"--fsdp-size {shard}: --strategy none shards nothing; use fsdp2 or fsdp1")
+    if config.attn_implementation == "varlen" and not config.use_remove_padding:
+        raise UserError("--attn-implementation varlen: is for packed rows; drop --no-use-remove-padding")
+    if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.response_length_limit is None:
+        raise UserError("--loss-agg-mode seq-mean-token-sum-norm: needs --response-length-limit, what to divide by")
+    if config.lr_warmup_steps and config.lr_warmup_steps_ratio:
+        raise UserError("--lr-warmup-steps and --lr-warmup-steps-ratio: give one of them")
+    try:
+        if not isinstance(json.loads(config.override_config), dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        raise UserError(f"--override-config {config.override_config}: must be a JSON object ({error})") from None
+
+
+def validate_run(run):
+    """The same for the flags of this script."""
+    for name in ("steps", "train_batch_size"):
+        common.check_flag(run, name, "must be at least 1", lambda x: x is None or x >= 1)
+    for name in ("eval_every", "save_every"):
+        common.check_flag(run, name, "must not be below 0", lambda x: x >= 0)
+    for name in ("gamma", "lam"):
+        common.check_flag(run, name, "must be between 0 and 1", lambda x: 0 <= x <= 1)
+    if run.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise UserError(f"--wandb-project {run.wandb_project}: wandb is not installed; pip install wandb")
+    if run.eval_rollouts and not run.rollouts:
+        raise UserError(f"--eval-rollouts {run.eval_rollouts}: goes with --rollouts; the toy has its own")
+    if run.recorded_values and not run.rollouts:
+        raise UserError("--recorded-values: goes with --rollouts")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Value model: any decoder of transformers and a scalar head in float32
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class ValueModel(nn.Module):
+    """Backbone without its vocabulary head, and v = w . h + b on the hidden state of every token."""
+
+    def __init__(self, backbone):
+        super().__init__()
+        self.model = backbone
+        self.score = nn.Linear(backbone.config.get_text_config().hidden_size, 1)
+
+    def forward(self, **inputs):
+        """(B, L) ids -> (B, L) float32 values, each read *from* the hidden state of its position."""
+        hidden_BLD = self.model(use_cache=False, **inputs).last_hidden_state
+        with torch.autocast(hidden_BLD.device.type, enabled=False):
+            return self.score(hidden_BLD.to(self.score.weight.dtype)).squeeze(-1).float()
+
+
+def load_tokenizer(config):
+    """The tokenizer of the rows: characters for a preset, None if the model has none (rows of token ids need none)."""
+    if config.tokenizer is None and config.model in common.TINY:
+        return common.char_tokenizer()
+    try:
+        name = config.tokenizer or config.model
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # transformers raises half a dozen kinds for a folder that holds no tokenizer
+        if config.tokenizer is None:
+            return None
+        raise UserError(f"--tokenizer {config.tokenizer}: no tokenizer there ({first_line(error)})") from None
+
+
+def load_model_config(config, tokenizer):
+    """transformers config of the backbone, --override-config applied, every dropout set to 0."""
+    overrides = json.loads(config.override_config)
+    if config.model in common.TINY:
+        model_config = common.tiny_config(config.model, len(tokenizer))
+    else:
+        try:
+            model_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+        except Exception as error:
+            presets = ", ".join(common.TINY)
+            raise UserError(
+                f"--model {config.model}: no model there, and no preset ({presets}): {first_line(error)}"
+            ) from None
+    fields = model_config.to_dict()
+    for key in overrides:
+        if key not in fields and not hasattr(model_config, key):
+            raise UserError(f"--override-config: {type(model_config).__name__} has no {key!r}")
+    if "num_hidden_layers" in overrides and "layer_types" in fields and "layer_types" not in overrides:
+        kept = (fields["layer_types"] or [])[: overrides["num_hidden_layers"]]
+        fields["layer_types"] = (
+            kept if len(kept) == overrides["num_hidden_layers"] else None
+        )  # None: the model's pattern
+    try:
+        model_config = type(model_config).from_dict({**fields, **overrides}) if overrides else model_config
+    except Exception as error:
+        raise UserError(f"--override-config {config.override_config}: {first_line(error)}") from None
+    for part in {id(c): c for c in (model_config, model_config.get_text_config())}.values():
+        for key, value in vars(part).items():  # attention_dropout, resid_pdrop, classifier_dropout, layerdrop ...
+            if ("drop" in key or "jitter" in key) and isinstance(value, int | float) and not isinstance(value, bool):
+                setattr(part, key, 0.0)
+    return model_config
+
+
+def first_line(error):
+    """The first line of an exception's text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def read_weights(config, model_config):
+    """A ValueModel on the host with its weights, and a sentence on where they come from. Runs on rank 0 alone."""
+    generator = torch.Generator().manual_seed(config.seed)
+    if config.model in common.TINY:
+        torch.manual_seed(config.seed)
+        backbone, folder = AutoModel.from_config(model_config, dtype=torch.float32), None
+        story = f"random weights (seed {config.seed})"
+    else:
+        folder = config.model
+        if not os.path.isdir(folder):
+            from huggingface_hub import snapshot_download
+
+            folder = snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.py"])
+        backbone, info = AutoModel.from_pretrained(
+            folder, config=model_config, trust_remote_code=config.trust_remote_code, output_loading_info=True
+        )
+        absent = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
+        if absent:
+            raise UserError(
+                f"--model {config.model}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}"
+            )
+        story = f"{type(backbone).__name__} from {config.model}"
+    model = ValueModel(backbone)
+    std = 1 / math.sqrt(model.score.in_features + 1)  # 2403.17031, detail 6: a critic's head starts small
+    nn.init.zeros_(model.score.bias)
+    stored, unusable = stored_value_head(folder) if folder else (None, None)
+    init = config.value_head_init
+    if init == "checkpoint" and stored is None:
+        raise UserError(f"--value-head-init checkpoint: {config.model} holds no value head" + (unusable or ""))
+    if stored is not None and init in ("auto", "checkpoint"):
+        name, weight, bias = stored
+        with torch.no_grad():
+            model.score.weight.copy_(weight)
+            if bias is not None:
+                model.score.bias.copy_(bias)
+        return model, f"{story}; value head from its {name}.weight" + ("" if bias is not None else " (no bias: 0)")
+    if init == "zero":
+        nn.init.zeros_(model.score.weight)
+        return model, f"{story}; value head zero"
+    nn.init.normal_(model.score.weight, std=std, generator=generator)
+    return model, f"{story}; value head new, normal(0, {std:.3f}){unusable or ''}"
+
+
+VALUE_HEADS = ("score", "classifier", "v_head.summary", "v_head", "value_head.summary", "value_head")
+
+
+def stored_value_head(folder):
+    """Looks through a checkpoint for a head with one output -> ((name, weight (1, D), bias or None) or None, remark).
+
+    score and classifier are transformers' token-classification and reward models, v_head is TRL's.
+    """
+    tensors = {}
+    for path in sorted(glob.glob(os.path.join(folder, "*.safetensors"))):
+        with safe_open(path, "pt") as file:
+            keep = [k for k in file.keys() if k.rsplit(".", 1)[0].removeprefix("model.") in VALUE_HEADS]  # noqa: SIM118
+            tensors |= {k: file.get_tensor(k) for k in keep}
+    if not glob.glob(os.path.join(folder, "*.safetensors")):
+        for path in sorted(glob.glob(os.path.join(folder, "pytorch_model*.bin"))):
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            tensors |= {k: v for k, v in state.items() if k.rsplit(".", 1)[0].removeprefix("model.") in VALUE_HEADS}
+    remark = None
+    for name in VALUE_HEADS:
+        for prefix in ("", "model."):
+            weight = tensors.get(f"{prefix}{name}.weight")
+            if weight is not None and weight.shape[0] == 1:
+                return (name, weight, tensors.get(f"{prefix}{name}.bias")), None
+            if weight is not None:
+                remark = f" (its {name} has {weight.shape[0]} outputs, not 1)"
+    return None, remark
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parallelism: which ranks share what, and the model spread over them
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """Ranks as dp x sp: sp neighbours share each sequence, dp groups split the rows. FSDP shards over all of them."""
+
+    device: torch.device
+    dp_rank: int
+    dp_size: int
+    dp_group: dist.ProcessGroup  # ranks with the same place in their sequence-parallel group
+    sp_size: int
+    sp_rank: int
+    sp_group: dist.ProcessGroup | None
+    fsdp_mesh: DeviceMesh  # (world,), or (replicas, fsdp_size) for hybrid sharding
+
+
+def make_layout(config, device):
+    """Builds the process groups. Rank = dp_rank * sp_size + sp_rank."""
+    sp = config.ulysses_size
+    mesh = init_device_mesh(device.type, (WORLD_SIZE // sp, sp), mesh_dim_names=("dp", "sp"))
+    if config.fsdp_size in (-1, WORLD_SIZE):
+        fsdp_mesh = init_device_mesh(device.type, (WORLD_SIZE,))
+    else:
+        sizes = (WORLD_SIZE // config.fsdp_size, config.fsdp_size)
+        fsdp_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
+    return Layout(
+        device=device,
+        dp_rank=mesh.get_local_rank("dp"),
+        dp_size=WORLD_SIZE // sp,
+        dp_group=mesh.get_group("dp"),
+        sp_size=sp,
+        sp_rank=mesh.get_local_rank("sp"),
+        sp_group=mesh.get_group("sp") if sp > 1 else None,
+        fsdp_mesh=fsdp_mesh,
+    )
+
+
+def compute_dtype(config, device):
+    """The dtype of matrix products; master weights, gradients, optimizer and value head are float32 always."""
+    if config.param_dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return getattr(torch, config.param_dtype)
+
+
+def build_value_model(config, model_config, layout):
+    """The sharded ValueModel, its FlopsModel, the number of its parameters, and a sentence on its weights' origin.
+
+    Every rank builds on meta; rank 0 alone reads the weights and sends each rank its shards.
+    """
+    source, story = read_weights(config, model_config) if RANK == 0 else (None, None)
+    attention = "packed"
+    if not config.use_remove_padding:
+        capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
+        names = {"flash": "flash_attention_2", "auto": "eager" if capped else None}  # sdpa would drop the soft cap
+        attention = names.get(config.attn_implementation, config.attn_implementation)
+    with torch.device("meta"):
+        backbone = AutoModel.from_config(
+            model_config,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=config.trust_remote_code,
+        )
+        model = ValueModel(backbone)
+    if attention == "packed" and not backbone._can_set_attn_implementation():
+        raise UserError(
+            f"--model {config.model}: {type(backbone).__name__} brings its own attention, which knows nothing of "
+            "packed rows; add --no-use-remove-padding"
+        )
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    flops, count = common.flops_model(model, model_config), sum(p.numel() for p in model.parameters())
+    if config.gradient_checkpointing:
+        backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = {"fsdp2": shard_fsdp2, "fsdp1": shard_fsdp1, "none": replicate}[config.strategy](model, config, layout)
+    full = source.state_dict() if RANK == 0 else {}
+    set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    buffers = dict(source.named_buffers()) if RANK == 0 else {}
+    for name, buffer in sorted(model.named_buffers()):  # rotary tables are in no state dict
+        if RANK == 0:
+            buffer.copy_(buffers[name.replace("_fsdp_wrapped_module.", "")])
+        dist.broadcast(buffer, src=0)
+    return model, flops, count, story
+
+
+def transformer_blocks(model):
+    """The layers to shard one by one: classes the model's authors say must not be split."""
+    names = {n for m in model.modules() for n in (getattr(m, "_no_split_modules", None) or ())}
+    return [m for m in model.modules() if type(m).__name__ in names]
+
+
+def shard_fsdp2(model, config, layout):
+    dtype = compute_dtype(config, layout.device)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    head_policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    for block in transformer_blocks(model):
+        fully_shard(block, mesh=layout.fsdp_mesh, mp_policy=policy)
+    fully_shard(model.score, mesh=layout.fsdp_mesh, mp_policy=head_policy)
+    fully_shard(model, mesh=layout.fsdp_mesh, mp_policy=policy)
+    return model.to_empty(device=layout.device)
+
+
+def shard_fsdp1(model, config, layout):
+    dtype, blocks = compute_dtype(config, layout.device), set(transformer_blocks(model))
+    policy = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+    head_policy = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    hybrid = layout.fsdp_mesh.ndim == 2
+    return FSDP1(
+        model,
+        device_mesh=layout.fsdp_mesh,
+        device_id=layout.device,  # a torch.device, or FSDP1 refuses to work on CPU
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD,
+        auto_wrap_policy=CustomPolicy(
+            lambda m: {"mixed_precision": head_policy} if m is model.score else m in blocks,
+        ),
+        mixed_precision=policy,
+        use_orig_params=True,
+        param_init_fn=lambda m: m.to_empty(device=layout.device, recurse=False),
+    )
+
+
+def replicate(model, config, layout):
+    return model.to_empty(device=layout.device)
+
+
+def full_tensor(x):
+    """The whole of a sharded tensor (a collective), or the tensor itself."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The critic: forward, loss, step
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def training_limits(config):
+    """(most tokens, or else rows) of a training micro-batch on one rank; rows None: tokens decide."""
+    return config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu
+
+
+def forward_limits(config):
+    """The same for compute_values: as in training unless one of its own flags is given."""
+    tokens, rows = config.forward_max_token_len_per_gpu, config.forward_micro_batch_size_per_gpu
+    return training_limits(config) if tokens is None and rows is None else (tokens, rows)
+
+
+def check_budget(config, batch, path=None):
+    """UserError naming the longest row if no micro-batch can hold it. path: the file that the rows come from."""
+    longest, sp = max(batch.lengths, default=0), config.ulysses_size
+    limits = {"ppo-max-token-len-per-gpu": training_limits, "forward-max-token-len-per-gpu": forward_limits}
+    for flag, limit in limits.items():
+        tokens, rows = limit(config)
+        if rows is None and longest > tokens * sp:
+            row = int(batch.row_id[batch.lengths.index(longest)])
+            where = f"{path}:{row + 1}" if path else f"row {row}"
+            raise UserError(f"--{flag} {tokens}: {where} has {longest} tokens; give at least {-(-longest // sp)}")
+
+
+class DataParallelPPOCritic:
+    """Values and updates of a sharded value model. Both methods take the *global* batch, the same on every rank, and
+    work on this rank's share of it."""
+
+    def __init__(self, config, model, flops, layout):
+        self.config, self.model, self.flops, self.layout = config, model, flops, layout
+        lr = config.lr if config.lr is not None else (1e-3 if config.model in common.TINY else 1e-5)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trainable, lr=lr, betas=config.betas, weight_decay=config.weight_decay)
+        self.peak_lr = lr
+        self.optimizer_steps = 0  # taken, skipped ones not counted: the position of the schedule
+        self.updates = 0  # calls of update_critic: with seed and epoch the key of every shuffle
+
+    def my_micro_batches(self, batch, max_tokens, size):
+        """This rank's rows of a global batch as lists of row indices, one list a micro-batch.
+
+        Rows go to data-parallel ranks by FLOPs, a rank's rows to micro-batches by tokens. Every rank works it out for
+        all ranks, so that all make the same number of forwards without a word.
+        """
+        lengths, layout = batch.lengths, self.layout
+        shares = common.balance([self.flops.forward_flops(n) for n in lengths], layout.dp_size)
+        max_tokens *= layout.sp_size  # the ranks of a sequence-parallel group hold a micro-batch together
+        parts = common.micro_batches(
+            [[lengths[i] for i in share] for share in shares], max_tokens, size, not self.config.use_remove_padding
+        )
+        mine = shares[layout.dp_rank]
+        return [[mine[j] for j in part] for part in parts[layout.dp_rank]]
+
+    def micro_batch(self, batch, rows):
+        """These rows on the device, and their lengths; a rank without rows runs one masked token to keep in step."""
+        micro = batch.select(rows) if rows else common.masked_token()
+        return micro.to(self.layout.device), micro.lengths
+
+    def forward_micro_batch(self, micro, lengths):
+        """Values of the actions of a micro-batch: (T,) float32, zero on every other token."""
+        dtype = compute_dtype(self.config, self.layout.device)
+        cast = self.config.strategy == "none" and dtype != torch.float32  # FSDP casts by itself
+        with torch.autocast(self.layout.device.type, dtype, enabled=cast):
+            forward = self.forward_packed if self.config.use_remove_padding else self.forward_padded
+            v_T = forward(micro.input_ids, lengths)
+        return common.values_of_actions(v_T, micro.response_mask)
+
+    def forward_packed(self, ids_T, lengths):
+        """(T,) ids, sequences end to end -> (T,) values by position; no padding is computed."""
+        layout = self.layout
+        pad = -len(ids_T) % layout.sp_size  # up to a multiple, as a sequence of its own
+        lengths = lengths + [pad] * (pad > 0)
+        position_ids = torch.cat([torch.arange(n) for n in lengths]).to(ids_T.device, non_blocking=True)
+        common.set_pack(lengths, ids_T.device, layout.sp_group)
+        t = len(position_ids) // layout.sp_size
+        mine = slice(layout.sp_rank * t, (layout.sp_rank + 1) * t)
+        v_T = self.model(input_ids=F.pad(ids_T, (0, pad))[None, mine], position_ids=position_ids[None, mine])[0]
+        if layout.sp_group is not None:
+            v_T = common.GatherSlices.apply(v_T, layout.sp_group)
+        return v_T[: len(ids_T)]
+
+    def forward_padded(self, ids_T, lengths):
+        """(T,) ids -> (T,) values by position, through a right-padded (B, L) batch."""
+        ids_BL = torch.nn.utils.rnn.pad_sequence(ids_T.split(lengths), batch_first=True)
+        length_B = torch.tensor(lengths, device=ids_T.device)
+        mask_BL = torch.arange(ids_BL.shape[1], device=ids_T.device) < length_B[:, None]
+        position_ids_BL = torch.arange(ids_BL.shape[1], device=ids_T.device).expand_as(ids_BL)
+        v_BL = self.model(input_ids=ids_BL, attention_mask=mask_BL.long(), position_ids=position_ids_BL)
+        return v_BL[mask_BL]
+
+    @torch.no_grad()
+    def compute_values(self, batch):
+        """Values of the actions of the global batch: (T,) float32 on the host, zero elsewhere, on all ranks the same."""
+        config, layout = self.config, self.layout
+        self.model.eval()
+        values_T = torch.zeros(len(batch.input_ids), device=layout.device)
+        for rows in common.progress(self.my_micro_batches(batch, *forward_limits(config)), "values"):
+            vpreds_T = self.forward_micro_batch(*self.micro_batch(batch, rows))
+            if rows:
+                values_T[batch.token_index(rows).to(layout.device)] = vpreds_T
+        if config.strategy == "fsdp2":
+            self.model.reshard()  # without a backward the root keeps its weights gathered
+        dist.all_reduce(values_T, group=layout.dp_group)  # each token was computed by one group; the rest added zeros
+        return values_T.cpu()
+
+    def update_critic(self, batch):
+        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, on all ranks the same."""
+        config, layout, device = self.config, self.layout, self.layout.device
+        self.model.train()
+        sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, clipped actions, vpreds, actions
+        norms, lr, mini_batches = [], math.nan, 0
+        for epoch in range(config.ppo_epochs):
+            order = range(len(batch))
+            if config.shuffle:
+                order = common.permutation(len(batch), config.seed, self.updates, epoch)
+            for mini in batch.select(order).split(config.ppo_mini_batch_size):
+                mini_batches += 1
+                n_tokens, n_seqs = common.loss_counts(mini.response_mask, mini.cu_seqlens)
+                if n_tokens == 0:
+                    continue  # no action, nothing to learn; AdamW would move the weights all the same
+                micros = self.my_micro_batches(mini, *training_limits(config))
+                for i, rows in enumerate(micros):
+                    micro, lengths = self.micro_batch(mini, rows)
+                    with self.gradient_sync(i == len(micros) - 1 or not config.defer_grad_sync):
+                        vpreds_T = self.forward_micro_batch(micro, lengths)
+                        weights_T = common.loss_weights(
+                            micro.response_mask, micro.cu_seqlens, config.loss_agg_mode, n_tokens, n_seqs,
+                            config.response_length_limit,
+                        )  # fmt: skip
+                        loss, clipped = common.value_loss(
+                            vpreds_T,
+                            micro.values,
+                            micro.returns,
+                            micro.response_mask,
+                            weights_T,
+                            config.cliprange_value,
+                        )
+                        # the loss is a sum over all ranks, but FSDP (and optimizer_step without it) averages over them
+                        (loss * WORLD_SIZE).backward()
+                    sums += torch.stack([loss, clipped, vpreds_T.sum(), micro.response_mask.sum()]).detach()
+                lr = self.learning_rate()
+                norm = self.optimizer_step()
+                if math.isfinite(norm):
+                    norms.append(norm)
+        self.updates += 1
+        dist.all_reduce(sums, group=layout.dp_group)
+        loss, clipped, vpreds, actions = sums.tolist()
+        return {
+            "critic/vf_loss": loss / mini_batches,
+            "critic/vf_clipfrac": clipped / max(actions, 1),
+            "critic/vpred_mean": vpreds / max(actions, 1),
+            "critic/grad_norm": sum(norms) / len(norms) if norms else math.nan,
+            "critic/lr": lr,
+            "critic/skipped_steps": mini_batches - len(norms),
+        }
+
+    def gradient_sync(self, now):
+        """Context of a forward and backward whose gradients are reduced `now`, or kept whole until a later one does."""
+        if self.config.strategy == "fsdp2":
+            self.model.set_requires_gradient_sync(now)
+        elif self.config.strategy == "fsdp1" and not now:
+            return self.model.no_sync()
+        return contextlib.nullcontext()
+
+    def learning_rate(self):
+        """The rate of the next step: linear warm-up, then constant or cosine. Skipped steps do not move it."""
+        c, step, total = self.config, self.optimizer_steps, self.config.total_training_steps
+        warmup = c.lr_warmup_steps or (round(c.lr_warmup_steps_ratio * total) if c.lr_warmup_steps_ratio else 0)
+        if step < warmup:
+            return self.peak_lr * (step + 1) / warmup
+        if c.lr_scheduler_type == "constant":
+            return self.peak_lr
+        done = min((step - warmup) / max(total - warmup, 1), 1.0)
+        return self.peak_lr * (c.min_lr_ratio + (1 - c.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done)))
+
+    def optimizer_step(self):
+        """Clips and steps -> gradient norm before clipping. A norm that is not finite skips the step, on all ranks."""
+        parameters = self.optimizer.param_groups[0]["params"]
+        if self.config.strategy == "none" and WORLD_SIZE > 1:
+            for p in parameters:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad)
+                p.grad /= WORLD_SIZE
+        if self.config.strategy == "fsdp1":
+            norm = self.model.clip_grad_norm_(self.config.grad_clip)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip)
+        norm = float(full_tensor(norm))
+        if math.isfinite(norm):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate()
+            self.optimizer.step()
+            self.optimizer_steps += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The worker: life cycle, memory, metrics, checkpoints
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class CriticWorker:
+    """What a PPO loop holds: every rank makes one and calls its methods in the same order."""
+
+    def __init__(self, config):
+        validate(config)
+        self.config = config
+        self.tokenizer = load_tokenizer(config)
+        self.model_config = load_model_config(config, self.tokenizer)
+        heads = self.model_config.get_text_config().num_attention_heads
+        if heads % config.ulysses_size:
+            raise UserError(f"--ulysses-size {config.ulysses_size}: must divide the model's {heads} attention heads")
+        self.device = common.setup_distributed(config.timeout_minutes)
+        self.layout = make_layout(config, self.device)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def init_model(self):
+        """Builds the sharded model and its optimizer, and refuses a model whose packed rows see each other."""
+        config, layout = self.config, self.layout
+        common.Pack.kernel = config.attn_implementation
+        model, flops, count, story = build_value_model(config, self.model_config, layout)
+        self.critic = DataParallelPPOCritic(config, model, flops, layout)
+        torch.manual_seed(config.seed)  # building drew numbers on rank 0 alone
+        print0(f"model      {config.model} ({self.model_config.model_type}), {count:,} parameters: {story}")
+        shard = layout.fsdp_mesh.shape[-1]
+        spread = f"{config.strategy} over {shard} x {WORLD_SIZE // shard} replicas"
+        spread = "a copy on each rank" if config.strategy == "none" else spread
+        print0(f"layout     ranks {WORLD_SIZE} = dp {layout.dp_size} x sp {layout.sp_size}; weights: {spread}")
+        dtype = str(compute_dtype(config, self.device)).removeprefix("torch.")
+        print0(f"precision  {dtype} products on {self.device.type}; weights, gradients, value head float32")
+        if not config.use_remove_padding:
+            print0(f"attention  padded rows, {model.model.config._attn_implementation}")
+            return
+        leak = self.packing_leak()
+        if leak > (1e-5 if dtype == "float32" else 1e-3):
+            raise UserError(
+                f"--model {config.model}: packed rows see each other (hidden states move by {leak:.0e} when only the "
+                "neighbour changes), so padding cannot be removed; add --no-use-remove-padding"
+            )
+        print0(f"attention  packed rows, kernel {common.Pack.used}; leak between rows {leak:.0e}")
+
+    @torch.no_grad()
+    def packing_leak(self):
+        """common.packing_leak of the backbone: its hidden states, since a head of zeros would hide a leak."""
+        model, seen = self.critic.model, []
+        hook = model.model.register_forward_hook(lambda module, args, out: seen.append(out.last_hidden_state[0]))
+        model.eval()
+
+        def forward(ids_T, lengths):
+            self.critic.forward_packed(ids_T.to(self.device), lengths)
+            hidden_TD = seen.pop()
+            return common.GatherSlices.apply(hidden_TD, self.layout.sp_group) if self.layout.sp_group else hidden_TD
+
+        vocab_size = self.model_config.get_text_config().vocab_size
+        leak = common.packing_leak(forward, vocab_size, self.layout.sp_size)
+        hook.remove()
+        if self.config.strategy == "fsdp2":
+            model.reshard()
+        return leak
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, batch):
+        """Values of the caller's rows: (T,) float32, zero where response_mask is false."""
+        check_budget(self.config, batch)
+        return self.critic.compute_values(batch)
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def update_critic(self, batch):
+        """One PPO update of the critic on the rows of all ranks -> metrics (dict of floats), the same on all ranks.
+
+        Needs the columns values (the old ones) and returns.
+        """
+        check_budget(self.config, batch)
+        start = time.perf_counter()
+        with common.CommTimer() as comm:
+            metrics = self.critic.update_critic(batch)
+        seconds = time.perf_counter() - start
+        mask = batch.response_mask
+        for name in ("values", "returns"):
+            x = getattr(batch, name)[mask].double() if mask.any() else torch.full((1,), math.nan)
+            metrics |= {f"critic/{name}_mean": x.mean(), f"critic/{name}_std": x.std(correction=0)}
+            metrics |= {f"critic/{name}_min": x.min(), f"critic/{name}_max": x.max()}
+        metrics["critic/explained_var"] = common.explained_variance(common.moments(batch.values, batch.returns, mask))
+        epochs, peak = self.config.ppo_epochs, common.device_peak_flops(self.device)
+        flops = 3 * epochs * sum(self.critic.flops.forward_flops(n) for n in batch.lengths)
+        metrics |= {
+            "perf/tokens_per_second": epochs * len(batch.input_ids) / seconds,
+            "perf/mfu": flops / (seconds * WORLD_SIZE * peak) if peak else math.nan,
+            "perf/peak_memory_gib": common.peak_memory_gib(self.device),
+            "perf/time_update": seconds,
+        }
+        if self.device.type == "cpu":
+            metrics |= {"perf/time_comm_wait": comm.seconds, "perf/time_compute": seconds - comm.seconds}
+        return {name: float(value) for name, value in metrics.items()}
+
+    @register(Dispatch.ONE_TO_ALL)
+    def offload(self):
+        """Gives the device memory of weights and optimizer state to somebody else (a rollout engine)."""
+        self.move(torch.device("cpu"))
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def onload(self):
+        """Takes it back."""
+        self.move(self.device)
+
+    def move(self, device):
+        model, optimizer = self.critic.model, self.critic.optimizer
+        if self.config.strategy == "fsdp1":
+            for handle in model._all_handles:  # .to() would leave the local shard behind in the old memory
+                handle.flat_param_to(device)
+                handle.flat_param._local_shard = handle.flat_param.data
+        else:
+            model.to(device)
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if name != "step":  # a host scalar always
+                    state[name] = value.to(device)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder):
+        """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not at all.
+
+        Sharded safetensors through torch.distributed.checkpoint: no pickle, any world size and strategy can read it.
+        """
+        tensors, _, _ = self.checkpoint_tensors()
+        with common.complete_or_absent(folder) as tmp:
+            dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True))
+            if RANK == 0:
+                counters = {"updates": self.critic.updates, "optimizer_steps": self.critic.optimizer_steps}
+                with open(os.path.join(tmp, "trainer.json"), "w") as file:
+                    json.dump({**counters, "config": dataclasses.asdict(self.config)}, file, indent=1)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder):
+        """Restores what save_checkpoint wrote, on any world size and strategy. UserError: damaged or foreign."""
+        common.check_complete(folder, "--resume")
+        tensors, model_state, optimizer_state = self.checkpoint_tensors()
+        try:
+            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
+        except Exception as error:
+            raise UserError(f"--resume {folder}: does not fit this critic ({first_line(error)})") from None
+        set_state_dict(
+            self.critic.model,
+            self.critic.optimizer,
+            model_state_dict=model_state,
+            optim_state_dict=optimizer_state,
+        )
+        torch.set_rng_state(tensors["rng"])
+        with open(os.path.join(folder, "trainer.json")) as file:
+            counters = json.load(file)
+        self.critic.updates, self.critic.optimizer_steps = counters["updates"], counters["optimizer_steps"]
+
+    def checkpoint_tensors(self):
+        """All state as one flat dict of tensors, and the model's and optimizer's state dicts that share them."""
+        model_state, optimizer_state = get_state_dict(self.critic.model, self.critic.optimizer)
+        tensors = {f"model.{name}": x for name, x in model_state.items()}
+        for name, state in optimizer_state["state"].items():
+            tensors |= {f"optimizer.{name}.{key}": x for key, x in state.items()}
+        return {**tensors, "rng": torch.get_rng_state()}, model_state, optimizer_state
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_hf(self, folder):
+        """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads (num_labels 1).
+
+        An architecture without that class gets its backbone in the folder and the head in value_head.safetensors;
+        --model reads both kinds.
+        """
+        state = {}
+        for name, x in get_model_state_dict(self.critic.model).items():
+            x = full_tensor(x)  # one tensor at a time; rank 0 keeps it on the host
+            if RANK == 0:
+                state[name] = x.detach().cpu().contiguous()
+        with common.complete_or_absent(folder) as tmp:
+            if RANK == 0:
+                save_hf(state, self.model_config, tmp)
+                self.tokenizer.save_pretrained(tmp)
+
+
+def save_hf(state, model_config, folder):
+    """Writes a full state dict of a ValueModel ("model.*", "score.*") with transformers' own save_pretrained."""
+    model_config = type(model_config).from_dict(model_config.to_dict())
+    model_config.num_labels, model_config.classifier_dropout, model_config.dtype = 1, 0.0, torch.float32
+    backbone = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
+    if type(model_config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        with torch.device("meta"):
+            skeleton = transformers.AutoModelForTokenClassification.from_config(model_config, dtype=torch.float32)
+        prefix = skeleton.base_model_prefix
+        head = next(n for n, m in skeleton.named_children() if n != prefix and isinstance(m, nn.Linear))
+        full = {f"{prefix}.{k}": v for k, v in backbone.items()}
+        full |= {f"{head}.{k}": state[f"score.{k}"] for k in ("weight", "bias")}
+        skeleton.save_pretrained(folder, state_dict=full)
+        return
+    with torch.device("meta"):
+        skeleton = AutoModel.from_config(model_config, dtype=torch.float32)
+    skeleton.save_pretrained(folder, state_dict=backbone)
+    from safetensors.torch import save_file
+
+    head = {f"score.{k}": state[f"score.{k}"] for k in ("weight", "bias")}
+    save_file(head, os.path.join(folder, "value_head.safetensors"), metadata={"format": "pt"})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Main: value pretraining from rollouts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def load_rows(run, tokenizer, model_config):
+    """(rows to learn from, rows to evaluate on or None), each one Batch, the same on every rank."""
+    config, text = run.critic, model_config.get_text_config()
+    options = {
+        "tokenizer": tokenizer,
+        "vocab_size": text.vocab_size,
+        "max_length": getattr(text, "max_position_embeddings", None),
+        "skip_bad_rows": run.skip_bad_rows,
+    }
+    if not run.rollouts:
+        toy = [common.rows_to_batch(common.toy_rows(n, config.seed, n == 512), "toy", **options) for n in (8192, 512)]
+        return tuple(toy)
+    train = common.read_jsonl(run.rollouts, "--rollouts", **options)
+    held_out = common.read_jsonl(run.eval_rollouts, "--eval-rollouts", **options) if run.eval_rollouts else None
+    check_budget(config, train, run.rollouts)
+    if held_out is not None:
+        check_budget(config, held_out, run.eval_rollouts)
+    if run.recorded_values and train.values is None:
+        raise UserError(f'--recorded-values: the rows of {run.rollouts} have no "values"')
+    return train, held_out
+
+
+def rows_of_step(step, n, run):
+    """Indices of the rows of update `step` (from 0): each pass over the n rows has its own order, the last update of a
+    pass takes what is left. A function of the step alone, so a resumed run needs to know nothing else."""
+    size = run.train_batch_size or run.critic.ppo_mini_batch_size
+    a_pass, piece = divmod(step, math.ceil(n / size))
+    return common.permutation(n, run.critic.seed, "rows", a_pass)[piece * size : (piece + 1) * size]
+
+
+def add_returns(batch, run):
+    """Fills advantages and returns from rewards and old values."""
+    bootstrap = None
+    if run.bootstrap_truncated:
+        last = common.last_actions(batch.response_mask, batch.cu_seqlens)
+        bootstrap = torch.where(batch.truncated & (last >= 0), batch.values[last], 0.0)
+    batch.advantages, batch.returns = common.gae(
+        batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens, run.gamma, run.lam,
+        bootstrap_B=bootstrap,
+    )  # fmt: skip
+
+
+def evaluate(worker, rows, gamma):
+    """Held-out metrics against Monte-Carlo returns; loss stands beside that of the best constant."""
+    mine = rows.select(range(RANK, len(rows), WORLD_SIZE))
+    mine.values = worker.compute_values(mine)
+    whole = common.gather(mine)
+    mask, reward_B = whole.response_mask, torch.zeros(len(whole))
+    _, returns = common.gae(whole.token_level_rewards, whole.values, mask, whole.cu_seqlens, gamma, lam=1.0)
+    reward_B.index_add_(0, whole.row_of_token(), whole.token_level_rewards)
+    last = common.last_actions(mask, whole.cu_seqlens)
+    binary = bool(((reward_B == 0) | (reward_B == 1)).all())
+    return {
+        "eval/explained_var": common.explained_variance(common.moments(whole.values, returns, mask)),
+        "eval/vf_loss": float(0.5 * (whole.values - returns)[mask].double().square().mean()),
+        "eval/constant_loss": float(0.5 * returns[mask].double().var(correction=0)),
+        "eval/auc": common.auc(whole.values[last][last >= 0], reward_B[last >= 0]) if binary else math.nan,
+    }
+
+
+def main(run):
+    validate(run.critic)
+    validate_run(run)
+    tokenizer = load_tokenizer(run.critic)
+    model_config = load_model_config(run.critic, tokenizer)
+    train, held_out = load_rows(run, tokenizer, model_config)
+    rows_a_step = [len(rows_of_step(step, len(train), run)) for step in range(run.steps)]
+    optimizer_steps = sum(math.ceil(n / run.critic.ppo_mini_batch_size) for n in rows_a_step) * run.critic.ppo_epochs
+    config = dataclasses.replace(run.critic, total_training_steps=run.critic.total_training_steps or optimizer_steps)
+
+    worker = CriticWorker(config)
+    worker.init_model()
+    first_step = 0
+    if run.resume:
+        worker.load_checkpoint(run.resume)
+        first_step = worker.critic.updates
+    print0(
+        f"rows       {len(train):,} rows, {len(train.input_ids):,} tokens, {int(train.response_mask.sum()):,} actions"
+    )
+    print0(
+        f"steps      {run.steps} updates x {rows_a_step[0]} rows = {sum(rows_a_step) / len(train):.1f} passes; "
+        f"{config.ppo_epochs} epochs x {math.ceil(rows_a_step[0] / config.ppo_mini_batch_size)} mini-batches a step = "
+        f"{optimizer_steps} optimizer steps at lr {worker.critic.peak_lr:g}"
+    )
+    logger = common.Logger(run.out_dir, dataclasses.asdict(run), bool(run.resume), run.wandb_project)
+
+    def evaluate_and_log(step):
+        if held_out is None:
+            return
+        metrics = evaluate(worker, held_out, run.gamma)
+        logger.log(step, metrics)
+        print0(common.eval_line(metrics))
+
+    evaluate_and_log(first_step)
+    start = time.perf_counter()
+    for step in range(first_step, run.steps):
+        rows = rows_of_step(step, len(train), run)
+        batch = train.select(rows[RANK::WORLD_SIZE])
+        if not run.recorded_values:
+            batch.values = worker.compute_values(batch)
+        add_returns(batch, run)
+        metrics = worker.update_critic(batch)
+        done = step + 1
+        metrics["perf/time_step"] = (time.perf_counter() - start) / (done - first_step)
+        logger.log(done, metrics)
+        print0(common.step_line(done, run.steps, metrics))
+        if done == run.steps or (run.eval_every and done % run.eval_every == 0):
+            evaluate_and_log(done)
+        if done == run.steps or (run.save_every and done % run.save_every == 0):
+            worker.save_checkpoint(os.path.join(run.out_dir, "checkpoints", f"step_{done}"))
+    worker.export_hf(os.path.join(run.out_dir, "hf"))
+    logger.close()
+    common.plot_curves(run.out_dir)
+    print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, curves.png, metrics.jsonl, tensorboard")
+
+
+if __name__ == "__main__":
+    common.run(lambda: main(tyro.cli(Run, description=__doc__, console_outputs=RANK == 0)))
