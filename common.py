@@ -58,6 +58,11 @@ def check_flag(config, name, rule, holds):
         raise UserError(f"--{name.replace('_', '-')} {value}: {rule}")
 
 
+def first_line(error):
+    """The first line of an exception's text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def print0(*args):
     """Prints on rank 0 only."""
     if RANK == 0:
@@ -113,6 +118,9 @@ def run(main):
     sys.stdout.flush()
     sys.stderr.write(message)
     sys.stderr.flush()
+    if message and "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun closes its own report with what is in there
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+            json.dump({"message": message.strip(), "timestamp": int(time.time())}, file)
     os._exit(code)
 
 
@@ -184,10 +192,6 @@ class Batch:
         """Tokens of each sequence, as a list of B ints."""
         return self.cu_seqlens.diff().tolist()
 
-    def row_of_token(self):
-        """(T,) int64: which sequence each token belongs to."""
-        return torch.repeat_interleave(self.cu_seqlens.diff().long())
-
     def token_index(self, rows):
         """Indices into the (T,) columns of the tokens of these rows, in the order of `rows`."""
         starts = self.cu_seqlens.tolist()
@@ -229,6 +233,11 @@ class Batch:
 def cumulative(lengths):
     """(B,) lengths -> (B+1,) int32 [0, l0, l0+l1, ...]."""
     return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def row_of_token(cu_seqlens):
+    """(T,) int64: which sequence each token belongs to."""
+    return torch.repeat_interleave(cu_seqlens.diff().long())
 
 
 def concat(batches):
@@ -293,12 +302,12 @@ def read_jsonl(path, flag="--rollouts", **options):
         raise UserError(f"{flag} {path}: {error.strerror or error}") from None
 
 
-def rows_to_batch(lines, source, tokenizer=None, vocab_size=None, max_length=None, skip_bad_rows=False):
+def rows_to_batch(lines, source, tokenizer=None, vocab_size=2**31, max_length=2**31, skip_bad_rows=False):
     """JSON lines -> Batch. `source` names them in errors.
 
     A scalar "reward" lands on the last action; "rewards", "values" and "response_mask" have one entry per response
     token. A text "response" is closed with the tokenizer's end-of-sequence token unless the row is truncated: choosing
-    to stop is an action too. Ids must be below vocab_size and rows no longer than max_length, where these are given.
+    to stop is an action too. Ids must be below vocab_size, rows no longer than max_length.
 
     Raises UserError naming file, line and fault of the first bad row; with skip_bad_rows such rows are left out,
     counted and printed instead.
@@ -310,13 +319,14 @@ def rows_to_batch(lines, source, tokenizer=None, vocab_size=None, max_length=Non
             rows[number] = _parse_row(line, tokenizer)
         except UserError as fault:
             faults[number] = str(fault)
-    for key in ("prompt", "response"):  # all texts in one call: the tokenizer runs them in parallel
-        for special in (True, False):  # a chat template has written its special tokens already
-            todo = [r for r in rows.values() if isinstance(r[key], str) and r["special"][key] == special]
-            if todo:
-                encoded = tokenizer([r[key] for r in todo], add_special_tokens=special, verbose=False)["input_ids"]
-                for row, ids in zip(todo, encoded, strict=True):
-                    row[key] = ids + row["close"] if key == "response" else ids
+    for special in (True, False):  # all texts in one call each: the tokenizer runs them in parallel
+        texts = [
+            (row, key) for row in rows.values() for key in ("prompt", "response") if (special, key) in row["texts"]
+        ]
+        if texts:
+            ids = tokenizer([row[key] for row, key in texts], add_special_tokens=special, verbose=False)["input_ids"]
+            for (row, key), tokens in zip(texts, ids, strict=True):
+                row[key] = tokens
     with_values = any("values" in r for r in rows.values())
     for number, row in list(rows.items()):
         try:
@@ -367,80 +377,76 @@ def _parse_row(line, tokenizer):
     if not isinstance(truncated, bool):
         raise UserError(f"truncated must be true or false, not {truncated!r}")
 
-    out = {"truncated": truncated, "special": {"prompt": True, "response": False}, "close": []}
+    out = {key: row[key] for key in ("reward", "rewards", "values", "response_mask") if row.get(key) is not None}
+    out |= {"truncated": truncated, "texts": [], "close": []}  # texts: (with special tokens?, key) still to tokenize
     for key in ("prompt", "response"):
         if row.get(f"{key}_ids") is not None:
-            ids = row[f"{key}_ids"]
-            if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            out[key] = row[f"{key}_ids"]
+            if not isinstance(out[key], list) or not all(type(i) is int for i in out[key]):
                 raise UserError(f"{key}_ids must be a list of whole numbers")
-            out[key] = ids
             continue
         if tokenizer is None:
             raise UserError(f"{key} is text, and there is no --tokenizer to read it with")
-        if key == "prompt" and row.get("messages") is not None:
+        chat = key == "prompt" and row.get("messages") is not None
+        if chat:
             try:
                 out[key] = tokenizer.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt=True)
             except Exception as error:  # templates are programs and raise what they like
-                raise UserError(f"messages do not fit the chat template of --tokenizer: {error}") from None
-            out["special"][key] = False
-        elif isinstance(row[key], str):
-            out[key] = row[key]
+                raise UserError(f"messages do not fit the tokenizer's chat template: {first_line(error)}") from None
         else:
-            raise UserError(f"{key} must be text, not {type(row[key]).__name__}")
-        if not out[key]:
-            raise UserError(f"empty {key}")
+            out[key] = row[key]
+        if not isinstance(out[key], str) or not out[key]:
+            raise UserError(f"empty {key}" if out[key] == "" else f"{key} must be text, not {out[key]!r:.40}")
         try:
             out[key].encode()
         except UnicodeEncodeError:
-            raise UserError(f"{key} holds a lone surrogate, which is not text") from None
+            raise UserError(f"{key} holds half a surrogate pair, which is not text") from None
+        out["texts"].append((key == "prompt" and not chat, key))  # a chat template writes special tokens itself
         if key == "response" and not truncated and tokenizer.eos_token_id is not None:
             out["close"] = [tokenizer.eos_token_id]
-    for key in ("reward", "rewards", "values", "response_mask"):
-        if row.get(key) is not None:
-            out[key] = row[key]
     return out
 
 
 def _finish_row(row, vocab_size, max_length, with_values):
     """A row with prompt and response as ids -> its (tokens,) columns as lists; UserError says what is wrong."""
-    prompt, response = row["prompt"], row["response"]
     for key in ("prompt", "response"):
         if not row[key]:
             raise UserError(f"empty {key}")
-    ids = prompt + response
-    if max_length is not None and len(ids) > max_length:
+    response = row["response"] + row["close"]
+    ids, before = row["prompt"] + response, len(row["prompt"])
+    if len(ids) > max_length:
         raise UserError(f"{len(ids)} tokens, longer than the model's maximum of {max_length}")
-    wrong = next((i for i in ids if i < 0 or (vocab_size is not None and i >= vocab_size)), None)
-    if wrong is not None:
-        raise UserError(f"token id {wrong} is outside the model's vocabulary of {vocab_size}")
+    for i in ids:
+        if not 0 <= i < vocab_size:
+            raise UserError(f"token id {i} is outside the model's vocabulary of {vocab_size}")
 
-    def per_token(key, kind):
-        column, what = row[key], "true/false (or 1/0)" if kind is bool else "finite numbers"
+    def per_token(key, convert, what, fits):
+        column = row[key]
         if not isinstance(column, list):
             raise UserError(f"{key} must be a list, one entry per response token")
         if len(column) != len(response):
-            closing = " (its text and the end-of-sequence token)" if row["close"] else ""
-            raise UserError(f"{key} has {len(column)} entries, the response has {len(response)} tokens{closing}")
-        if kind is bool and not all(x is True or x is False or x == 0 or x == 1 for x in column):
-            raise UserError(f"{key} must hold {what}")
-        if kind is float and not all(_is_number(x) for x in column):
-            raise UserError(f"{key} must hold {what}")
-        return [kind(x) for x in column]
+            closed = " (those of its text and the end-of-sequence token)" if row["close"] else ""
+            raise UserError(f"{key} has {len(column)} entries, the response has {len(response)} tokens{closed}")
+        for x in column:
+            if not fits(x):
+                raise UserError(f"{key} must hold {what}, not {x!r:.40}")
+        return [convert(x) for x in column]
 
-    mask = per_token("response_mask", bool) if "response_mask" in row else [True] * len(response)
+    out = {"ids": ids, "truncated": row["truncated"], "mask": [True] * len(response)}
+    if "response_mask" in row:
+        out["mask"] = per_token("response_mask", bool, "true and false, or 1 and 0", lambda x: x in (0, 1))
     if "rewards" in row:
-        rewards = per_token("rewards", float)
+        out["rewards"] = per_token("rewards", float, "finite numbers", _is_number)
     elif _is_number(row["reward"]):
-        rewards = [0.0] * (len(response) - 1) + [float(row["reward"])]
+        out["rewards"] = [0.0] * (len(response) - 1) + [float(row["reward"])]
     else:
-        raise UserError(f"reward must be a finite number, not {row['reward']!r}")
-    before = len(prompt)
-    out = {"ids": ids, "mask": [False] * before + mask, "rewards": [0.0] * before + rewards}
+        raise UserError(f"reward must be a finite number, not {row['reward']!r:.40}")
     if with_values:
         if "values" not in row:
             raise UserError("no values, though other rows of the file have them")
-        out["values"] = [0.0] * before + per_token("values", float)
-    return out | {"truncated": row["truncated"]}
+        out["values"] = [0.0] * before + per_token("values", float, "finite numbers", _is_number)
+    out["mask"], out["rewards"] = [False] * before + out["mask"], [0.0] * before + out["rewards"]
+    return out
 
 
 def _is_number(x):
@@ -453,7 +459,7 @@ def write_jsonl(batch, path):
 
     Everything before the first action counts as the prompt. Appears complete or not at all.
     """
-    starts, optional = batch.cu_seqlens.tolist(), batch.values is not None
+    starts, with_values = batch.cu_seqlens.tolist(), batch.values is not None
     with open(f"{path}.tmp", "w") as file:
         for b, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
             mask = batch.response_mask[start:end]
@@ -465,7 +471,7 @@ def write_jsonl(batch, path):
                 "response_mask": [int(x) for x in batch.response_mask[cut:end]],
                 "truncated": bool(batch.truncated[b]),
             }
-            if optional:
+            if with_values:
                 row["values"] = batch.values[cut:end].tolist()
             file.write(json.dumps(row) + "\n")
         file.flush()
@@ -604,7 +610,7 @@ def last_actions(response_mask_T, cu_seqlens):
     """(B,) index of each sequence's last action in the (T,) columns, -1 where it has none."""
     index_T = torch.where(response_mask_T, torch.arange(len(response_mask_T), device=response_mask_T.device), -1)
     last_B = torch.full((len(cu_seqlens) - 1,), -1, device=index_T.device)
-    return last_B.scatter_reduce(0, torch.repeat_interleave(cu_seqlens.diff().long()), index_T, "amax")
+    return last_B.scatter_reduce(0, row_of_token(cu_seqlens), index_T, "amax")
 
 
 def carry_rewards(rewards_T, response_mask_T, cu_seqlens):
@@ -612,7 +618,7 @@ def carry_rewards(rewards_T, response_mask_T, cu_seqlens):
 
     An outcome that arrives while a tool speaks was earned by the action that called it; dropped, it would be lost.
     """
-    row_T = torch.repeat_interleave(cu_seqlens.diff().long())
+    row_T = row_of_token(cu_seqlens)
     actions_A = response_mask_T.nonzero().squeeze(1)
     seen_T = response_mask_T.cumsum(0)
     seen_before_B = F.pad(seen_T, (1, 0))[cu_seqlens[:-1].long()]
@@ -633,7 +639,7 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, la
     that were cut off rather than finished (None: every row ended). Zero where response_mask is false; float64 inside.
     """
     action_A = response_mask_T.nonzero().squeeze(1)
-    row_A = torch.repeat_interleave(cu_seqlens.diff().long())[action_A]
+    row_A = row_of_token(cu_seqlens)[action_A]
     last_A = F.pad(row_A.diff() != 0, (0, 1), value=True) if len(row_A) else row_A.bool()
     r_A = carry_rewards(rewards_T, response_mask_T, cu_seqlens)[action_A].double()
     v_A = values_T[action_A].double()
@@ -667,7 +673,7 @@ def _suffix_sum(x, decay):
 def length_adaptive_lam(response_mask_T, cu_seqlens, alpha):
     """(B,) lam = 1 - 1/(alpha l) for a sequence of l actions, at least 0 (VAPO, 2504.05118, sec. 4.2)."""
     actions_B = torch.zeros(len(cu_seqlens) - 1, device=cu_seqlens.device, dtype=torch.float64)
-    actions_B.index_add_(0, torch.repeat_interleave(cu_seqlens.diff().long()), response_mask_T.double())
+    actions_B.index_add_(0, row_of_token(cu_seqlens), response_mask_T.double())
     return (1 - 1 / (alpha * actions_B.clamp(min=1))).clamp(min=0)
 
 

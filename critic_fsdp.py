@@ -66,9 +66,7 @@ class Config:
     """The critic: its model, its layout over ranks, its batches and its optimizer."""
 
     # model
-    model: str = (
-        "tiny-qwen2"  # Hugging Face folder or hub name, or random weights: tiny-qwen2, tiny-llama, tiny-gpt2 ...
-    )
+    model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama, tiny-gpt2 ...: random weights
     tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own; characters for tiny-*)
     override_config: str = "{}"  # JSON laid over the model's config, e.g. '{"num_hidden_layers": 4}'
     value_head_init: Literal["auto", "checkpoint", "normal", "zero"] = "auto"  # auto: the checkpoint's, else normal
@@ -216,7 +214,7 @@ def load_tokenizer(config):
     except Exception as error:  # transformers raises half a dozen kinds for a folder that holds no tokenizer
         if config.tokenizer is None:
             return None
-        raise UserError(f"--tokenizer {config.tokenizer}: no tokenizer there ({first_line(error)})") from None
+        raise UserError(f"--tokenizer {config.tokenizer}: no tokenizer there ({common.first_line(error)})") from None
 
 
 def load_model_config(config, tokenizer):
@@ -230,7 +228,7 @@ def load_model_config(config, tokenizer):
         except Exception as error:
             presets = ", ".join(common.TINY)
             raise UserError(
-                f"--model {config.model}: no model there, and no preset ({presets}): {first_line(error)}"
+                f"--model {config.model}: no model there, and no preset ({presets}): {common.first_line(error)}"
             ) from None
     fields = model_config.to_dict()
     for key in overrides:
@@ -244,17 +242,12 @@ def load_model_config(config, tokenizer):
     try:
         model_config = type(model_config).from_dict({**fields, **overrides}) if overrides else model_config
     except Exception as error:
-        raise UserError(f"--override-config {config.override_config}: {first_line(error)}") from None
+        raise UserError(f"--override-config {config.override_config}: {common.first_line(error)}") from None
     for part in {id(c): c for c in (model_config, model_config.get_text_config())}.values():
         for key, value in vars(part).items():  # attention_dropout, resid_pdrop, classifier_dropout, layerdrop ...
             if ("drop" in key or "jitter" in key) and isinstance(value, int | float) and not isinstance(value, bool):
                 setattr(part, key, 0.0)
     return model_config
-
-
-def first_line(error):
-    """The first line of an exception's text."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def read_weights(config, model_config):
@@ -387,10 +380,7 @@ def build_value_model(config, model_config, layout):
         attention = names.get(config.attn_implementation, config.attn_implementation)
     with torch.device("meta"):
         backbone = AutoModel.from_config(
-            model_config,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            trust_remote_code=config.trust_remote_code,
+            model_config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=config.trust_remote_code
         )
         model = ValueModel(backbone)
     if attention == "packed" and not backbone._can_set_attn_implementation():
@@ -442,9 +432,7 @@ def shard_fsdp1(model, config, layout):
         device_mesh=layout.fsdp_mesh,
         device_id=layout.device,  # a torch.device, or FSDP1 refuses to work on CPU
         sharding_strategy=ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD,
-        auto_wrap_policy=CustomPolicy(
-            lambda m: {"mixed_precision": head_policy} if m is model.score else m in blocks,
-        ),
+        auto_wrap_policy=CustomPolicy(lambda m: {"mixed_precision": head_policy} if m is model.score else m in blocks),
         mixed_precision=policy,
         use_orig_params=True,
         param_init_fn=lambda m: m.to_empty(device=layout.device, recurse=False),
@@ -555,7 +543,7 @@ class DataParallelPPOCritic:
 
     @torch.no_grad()
     def compute_values(self, batch):
-        """Values of the actions of the global batch: (T,) float32 on the host, zero elsewhere, on all ranks the same."""
+        """Values of the actions of the global batch: (T,) float32 on the host, zero elsewhere, equal on all ranks."""
         config, layout = self.config, self.layout
         self.model.eval()
         values_T = torch.zeros(len(batch.input_ids), device=layout.device)
@@ -569,7 +557,7 @@ class DataParallelPPOCritic:
         return values_T.cpu()
 
     def update_critic(self, batch):
-        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, on all ranks the same."""
+        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
         config, layout, device = self.config, self.layout, self.layout.device
         self.model.train()
         sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, clipped actions, vpreds, actions
@@ -806,12 +794,9 @@ class CriticWorker:
         try:
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
         except Exception as error:
-            raise UserError(f"--resume {folder}: does not fit this critic ({first_line(error)})") from None
+            raise UserError(f"--resume {folder}: does not fit this critic ({common.first_line(error)})") from None
         set_state_dict(
-            self.critic.model,
-            self.critic.optimizer,
-            model_state_dict=model_state,
-            optim_state_dict=optimizer_state,
+            self.critic.model, self.critic.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
         )
         torch.set_rng_state(tensors["rng"])
         with open(os.path.join(folder, "trainer.json")) as file:
@@ -878,7 +863,7 @@ def load_rows(run, tokenizer, model_config):
     options = {
         "tokenizer": tokenizer,
         "vocab_size": text.vocab_size,
-        "max_length": getattr(text, "max_position_embeddings", None),
+        "max_length": getattr(text, "max_position_embeddings", None) or 2**31,
         "skip_bad_rows": run.skip_bad_rows,
     }
     if not run.rollouts:
@@ -921,7 +906,7 @@ def evaluate(worker, rows, gamma):
     whole = common.gather(mine)
     mask, reward_B = whole.response_mask, torch.zeros(len(whole))
     _, returns = common.gae(whole.token_level_rewards, whole.values, mask, whole.cu_seqlens, gamma, lam=1.0)
-    reward_B.index_add_(0, whole.row_of_token(), whole.token_level_rewards)
+    reward_B.index_add_(0, common.row_of_token(whole.cu_seqlens), whole.token_level_rewards)
     last = common.last_actions(mask, whole.cu_seqlens)
     binary = bool(((reward_B == 0) | (reward_B == 1)).all())
     return {

@@ -1,0 +1,97 @@
+"""What the tests share: where things are, random batches, and torchrun."""
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared"  # development data beside the repository, see its README
+sys.path.insert(0, str(ROOT))
+
+import common  # noqa: E402
+import critic_fsdp  # noqa: E402
+
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the development data in {SHARED}")
+
+
+def run(*command, timeout=600, **env):
+    """Runs a command -> CompletedProcess with its output as text; nothing of it stays behind after a time-out."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run([str(c) for c in command], env=env, timeout=timeout, text=True, capture_output=True)
+
+
+def torchrun(ranks, *command, **kwargs):
+    """Runs a script on `ranks` gloo processes."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+    return run(*launcher, *command, **kwargs)
+
+
+def succeeded(process):
+    """The standard output of a process that must have ended well."""
+    assert process.returncode == 0, f"exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
+    return process.stdout
+
+
+def random_batch(n, seed=0, vocab_size=97, longest=40, first_row=0):
+    """n ragged rows, multi-turn: prompts of 1 to 8 tokens, responses whose mask has holes; some rows have no action."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
+    rows = []
+    for i in range(n):
+        prompt, response = draw(1, 9), draw(1, longest - 8)
+        mask = torch.rand(response, generator=g) < 0.8 if i % 5 else torch.zeros(response)
+        mask = torch.cat([torch.zeros(prompt), mask]).bool()
+        noise = lambda mask=mask: torch.randn(len(mask), generator=g) * mask
+        rows.append(
+            common.Batch(
+                input_ids=torch.randint(0, vocab_size, (prompt + response,), generator=g),
+                cu_seqlens=torch.tensor([0, prompt + response], dtype=torch.int32),
+                response_mask=mask,
+                row_id=torch.tensor([first_row + i]),
+                truncated=torch.rand(1, generator=g) < 0.3,
+                token_level_rewards=noise(),
+                values=noise(),
+                returns=noise(),
+            )
+        )
+    return common.concat(rows)
+
+
+def rows_of(batch):
+    """(start, end) of each sequence."""
+    cu = batch.cu_seqlens.tolist()
+    return list(zip(cu, cu[1:], strict=False))
+
+
+@contextlib.contextmanager
+def captured_gradients(critic):
+    """Inside, the critic notes the whole gradient of every step before it is clipped, in the list this yields."""
+    seen, model = [], critic.model
+    owner = model if critic.config.strategy == "fsdp1" else torch.nn.utils  # whose clip_grad_norm_ the critic calls
+    clip = owner.clip_grad_norm_
+
+    def note(*args, **kwargs):
+        whole = contextlib.nullcontext()
+        if critic.config.strategy == "fsdp1":
+            whole = critic_fsdp.FSDP1.summon_full_params(model, with_grads=True)
+        with whole:
+            named = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in model.named_parameters()]
+            seen.append({n: critic_fsdp.full_tensor(p.grad).clone() for n, p in named})
+        return clip(*args, **kwargs)
+
+    owner.clip_grad_norm_ = note
+    try:
+        yield seen
+    finally:
+        owner.clip_grad_norm_ = clip
+
+
+def full_weights(critic):
+    """name -> whole tensor of every weight of the value model (a collective)."""
+    state = critic_fsdp.get_model_state_dict(critic.model)
+    return {n: critic_fsdp.full_tensor(x).detach().clone() for n, x in state.items()}

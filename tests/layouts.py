@@ -1,0 +1,83 @@
+"""Runs under torchrun: one mini-batch through every layout that so many ranks allow -> gradients before clipping.
+
+    torchrun --nproc-per-node 4 tests/layouts.py MODEL_FOLDER OUT.pt
+
+test_layouts.py compares them with a plain float64 loop.
+"""
+
+import dataclasses
+import itertools
+import sys
+
+import torch
+from helpers import captured_gradients, random_batch
+
+import common
+import critic_fsdp
+from common import RANK, WORLD_SIZE
+
+ROWS = {"ragged": random_batch(21, seed=1), "two rows": random_batch(2, seed=2)}  # two rows: ranks without any at W = 4
+
+BATCHING = {  # how the same rows are cut into micro-batches
+    "one micro-batch": {},
+    "budget 60": {"ppo_max_token_len_per_gpu": 60},
+    "budget 60, deferred": {"ppo_max_token_len_per_gpu": 60, "defer_grad_sync": True},
+    "3 rows": {"ppo_micro_batch_size_per_gpu": 3},
+    "1 row": {"ppo_micro_batch_size_per_gpu": 1},
+}
+
+
+def layouts():
+    """(name, Config fields) of every way to spread the model over WORLD_SIZE ranks."""
+    for strategy, packed in itertools.product(("fsdp2", "fsdp1", "none"), (True, False)):
+        for checkpointing in (False, True) if WORLD_SIZE < 4 else (False,):
+            name = f"{strategy}, {'packed' if packed else 'padded'}{', recompute' if checkpointing else ''}"
+            yield name, dict(strategy=strategy, use_remove_padding=packed, gradient_checkpointing=checkpointing)
+    for sp in (2, 4):
+        if WORLD_SIZE % sp == 0:
+            for strategy in ("fsdp2", "fsdp1", "none"):
+                yield f"{strategy}, ulysses {sp}", dict(strategy=strategy, ulysses_size=sp)
+    if WORLD_SIZE == 4:
+        for strategy, sp in itertools.product(("fsdp2", "fsdp1"), (1, 2)):
+            yield f"{strategy}, 2 replicas, ulysses {sp}", dict(strategy=strategy, fsdp_size=2, ulysses_size=sp)
+
+
+def main(model, out):
+    results = {}
+    for name, fields in layouts():
+        worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=model, **fields))
+        worker.init_model()
+        worker.critic.peak_lr = 0.0  # every case starts from the same weights: steps do not move them
+        worker.critic.config = dataclasses.replace(worker.config, weight_decay=0.0)
+        packed = fields.get("use_remove_padding", True)
+
+        def run(case, rows, mine, worker=worker, name=name, **changes):
+            batch = ROWS[rows].select(mine)
+            config = dataclasses.replace(worker.config, **changes)
+            worker.critic.config = config
+            values = worker.compute_values(batch)
+            with captured_gradients(worker.critic) as seen:
+                metrics = worker.update_critic(batch)
+            assert metrics["critic/skipped_steps"] == 0 and len(seen) == 1
+            whole = dataclasses.replace(batch, values=values)
+            key = (name, case, rows, changes.get("loss_agg_mode", "token-mean"))
+            results[key] = {"gradients": seen.pop(), "values": common.gather(whole).values, "metrics": metrics}
+
+        spread, rank0 = range(RANK, 21, WORLD_SIZE), range(21) if RANK == 0 else []
+        for case, changes in BATCHING.items():
+            if packed or "budget 60" not in case or fields.get("ulysses_size", 1) == 1:
+                run(case, "ragged", spread, **changes)
+        for mode in common.LOSS_AGG_MODES[1:]:
+            run("budget 60", "ragged", spread, **BATCHING["budget 60"], loss_agg_mode=mode, response_length_limit=50)
+        run("rows on rank 0", "ragged", rank0, **BATCHING["budget 60"])
+        run(
+            "fewer rows than ranks",
+            "two rows",
+            [RANK] if RANK < 2 and WORLD_SIZE > 1 else range(2) if WORLD_SIZE == 1 else [],
+        )
+    if RANK == 0:
+        torch.save(results, out)
+
+
+if __name__ == "__main__":
+    common.run(lambda: main(*sys.argv[1:]))
