@@ -33,8 +33,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 import transformers
 import tyro
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -55,6 +57,7 @@ from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
 transformers.logging.set_verbosity_error()  # what matters of a load is said below, in one line
 transformers.logging.disable_progress_bar()
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing here writes into one
+warnings.filterwarnings("ignore", message=".*`NO_SHARD`")  # FSDP1 on a single rank
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Config
@@ -155,6 +158,8 @@ def validate(config, world_size=WORLD_SIZE):
         raise UserError(f"--fsdp-size {shard}: must divide the {world_size} ranks, or be -1 for all of them")
     if shard != -1 and config.strategy == "none":
         raise UserError(f"--fsdp-size {shard}: --strategy none shards nothing; use fsdp2 or fsdp1")
+    if shard == 1 and config.strategy == "fsdp1" and world_size > 1:  # it would not even average over the replicas
+        raise UserError("--fsdp-size 1: fsdp1 cannot keep whole replicas; use --strategy fsdp2 or none")
     if config.attn_implementation == "varlen" and not config.use_remove_padding:
         raise UserError("--attn-implementation varlen: is for packed rows; drop --no-use-remove-padding")
     if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.response_length_limit is None:
@@ -210,8 +215,11 @@ def load_tokenizer(config):
         return common.char_tokenizer()
     try:
         name = config.tokenizer or config.model
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # transformers raises half a dozen kinds for a folder that holds no tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise ValueError("it knows no token")  # transformers makes one up where there are no files
+        return tokenizer
+    except Exception as error:  # half a dozen kinds, if there is none
         if config.tokenizer is None:
             return None
         raise UserError(f"--tokenizer {config.tokenizer}: no tokenizer there ({common.first_line(error)})") from None
@@ -226,19 +234,13 @@ def load_model_config(config, tokenizer):
         try:
             model_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
         except Exception as error:
-            presets = ", ".join(common.TINY)
-            raise UserError(
-                f"--model {config.model}: no model there, and no preset ({presets}): {common.first_line(error)}"
-            ) from None
+            raise UserError(f"--model {config.model}: no model there ({common.first_line(error)})") from None
     fields = model_config.to_dict()
     for key in overrides:
         if key not in fields and not hasattr(model_config, key):
             raise UserError(f"--override-config: {type(model_config).__name__} has no {key!r}")
     if "num_hidden_layers" in overrides and "layer_types" in fields and "layer_types" not in overrides:
-        kept = (fields["layer_types"] or [])[: overrides["num_hidden_layers"]]
-        fields["layer_types"] = (
-            kept if len(kept) == overrides["num_hidden_layers"] else None
-        )  # None: the model's pattern
+        fields["layer_types"] = None  # the pattern of the model at its new depth
     try:
         model_config = type(model_config).from_dict({**fields, **overrides}) if overrides else model_config
     except Exception as error:
@@ -252,45 +254,44 @@ def load_model_config(config, tokenizer):
 
 def read_weights(config, model_config):
     """A ValueModel on the host with its weights, and a sentence on where they come from. Runs on rank 0 alone."""
-    generator = torch.Generator().manual_seed(config.seed)
     if config.model in common.TINY:
         torch.manual_seed(config.seed)
-        backbone, folder = AutoModel.from_config(model_config, dtype=torch.float32), None
-        story = f"random weights (seed {config.seed})"
-    else:
-        folder = config.model
-        if not os.path.isdir(folder):
-            from huggingface_hub import snapshot_download
-
-            folder = snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.py"])
-        backbone, info = AutoModel.from_pretrained(
-            folder, config=model_config, trust_remote_code=config.trust_remote_code, output_loading_info=True
-        )
-        absent = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
-        if absent:
-            raise UserError(
-                f"--model {config.model}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}"
-            )
-        story = f"{type(backbone).__name__} from {config.model}"
+        model = ValueModel(AutoModel.from_config(model_config, dtype=torch.float32))
+        return model, f"random weights (seed {config.seed}); {init_value_head(model, None, config)}"
+    folder = config.model
+    if not os.path.isdir(folder):
+        folder = snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.py"])
+    backbone, info = AutoModel.from_pretrained(
+        folder, config=model_config, trust_remote_code=config.trust_remote_code, output_loading_info=True
+    )
+    absent = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
+    if absent:
+        raise UserError(f"--model {config.model}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}")
     model = ValueModel(backbone)
-    std = 1 / math.sqrt(model.score.in_features + 1)  # 2403.17031, detail 6: a critic's head starts small
-    nn.init.zeros_(model.score.bias)
-    stored, unusable = stored_value_head(folder) if folder else (None, None)
+    return model, f"{type(backbone).__name__} from {config.model}; {init_value_head(model, folder, config)}"
+
+
+def init_value_head(model, folder, config):
+    """Fills the head by --value-head-init -> a sentence on what happened. folder: the checkpoint, if there is one."""
+    stored, remark = stored_value_head(folder) if folder else (None, "")
     init = config.value_head_init
-    if init == "checkpoint" and stored is None:
-        raise UserError(f"--value-head-init checkpoint: {config.model} holds no value head" + (unusable or ""))
-    if stored is not None and init in ("auto", "checkpoint"):
+    if init == "auto":
+        init = "checkpoint" if stored else "normal"
+    nn.init.zeros_(model.score.weight)
+    nn.init.zeros_(model.score.bias)
+    if init == "checkpoint":
+        if stored is None:
+            raise UserError(f"--value-head-init checkpoint: {config.model} holds no value head{remark}")
         name, weight, bias = stored
-        with torch.no_grad():
-            model.score.weight.copy_(weight)
-            if bias is not None:
-                model.score.bias.copy_(bias)
-        return model, f"{story}; value head from its {name}.weight" + ("" if bias is not None else " (no bias: 0)")
-    if init == "zero":
-        nn.init.zeros_(model.score.weight)
-        return model, f"{story}; value head zero"
-    nn.init.normal_(model.score.weight, std=std, generator=generator)
-    return model, f"{story}; value head new, normal(0, {std:.3f}){unusable or ''}"
+        model.score.weight.data.copy_(weight)
+        if bias is not None:
+            model.score.bias.data.copy_(bias)
+        return f"value head from its {name}.weight" + ("" if bias is not None else " (no bias: 0)")
+    if init == "normal":
+        std = 1 / math.sqrt(model.score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
+        nn.init.normal_(model.score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
+        return f"value head new, normal(0, {std:.3f}){remark}"
+    return "value head zero"
 
 
 VALUE_HEADS = ("score", "classifier", "v_head.summary", "v_head", "value_head.summary", "value_head")
@@ -301,23 +302,21 @@ def stored_value_head(folder):
 
     score and classifier are transformers' token-classification and reward models, v_head is TRL's.
     """
-    tensors = {}
-    for path in sorted(glob.glob(os.path.join(folder, "*.safetensors"))):
+    found, remark = {}, ""
+    is_head = lambda key: key.rpartition(".")[0] in VALUE_HEADS
+    safetensors = glob.glob(os.path.join(folder, "*.safetensors"))
+    for path in sorted(safetensors):
         with safe_open(path, "pt") as file:
-            keep = [k for k in file.keys() if k.rsplit(".", 1)[0].removeprefix("model.") in VALUE_HEADS]  # noqa: SIM118
-            tensors |= {k: file.get_tensor(k) for k in keep}
-    if not glob.glob(os.path.join(folder, "*.safetensors")):
-        for path in sorted(glob.glob(os.path.join(folder, "pytorch_model*.bin"))):
-            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            tensors |= {k: v for k, v in state.items() if k.rsplit(".", 1)[0].removeprefix("model.") in VALUE_HEADS}
-    remark = None
+            found |= {key: file.get_tensor(key) for key in filter(is_head, file.keys())}
+    for path in [] if safetensors else sorted(glob.glob(os.path.join(folder, "pytorch_model*.bin"))):
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        found |= {key: state[key] for key in filter(is_head, state)}
     for name in VALUE_HEADS:
-        for prefix in ("", "model."):
-            weight = tensors.get(f"{prefix}{name}.weight")
-            if weight is not None and weight.shape[0] == 1:
-                return (name, weight, tensors.get(f"{prefix}{name}.bias")), None
-            if weight is not None:
-                remark = f" (its {name} has {weight.shape[0]} outputs, not 1)"
+        weight = found.get(f"{name}.weight")
+        if weight is not None and len(weight) == 1:
+            return (name, weight, found.get(f"{name}.bias")), ""
+        if weight is not None:
+            remark = f" (its {name} has {len(weight)} outputs, not 1)"
     return None, remark
 
 
@@ -454,14 +453,16 @@ def full_tensor(x):
 
 
 def training_limits(config):
-    """(most tokens, or else rows) of a training micro-batch on one rank; rows None: tokens decide."""
-    return config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu
+    """(most tokens, rows) of a training micro-batch of one sequence-parallel group; rows, if given, decide alone."""
+    return config.ppo_max_token_len_per_gpu * config.ulysses_size, config.ppo_micro_batch_size_per_gpu
 
 
 def forward_limits(config):
     """The same for compute_values: as in training unless one of its own flags is given."""
     tokens, rows = config.forward_max_token_len_per_gpu, config.forward_micro_batch_size_per_gpu
-    return training_limits(config) if tokens is None and rows is None else (tokens, rows)
+    return (
+        training_limits(config) if tokens is None and rows is None else (tokens and tokens * config.ulysses_size, rows)
+    )
 
 
 def check_budget(config, batch, path=None):
@@ -470,10 +471,10 @@ def check_budget(config, batch, path=None):
     limits = {"ppo-max-token-len-per-gpu": training_limits, "forward-max-token-len-per-gpu": forward_limits}
     for flag, limit in limits.items():
         tokens, rows = limit(config)
-        if rows is None and longest > tokens * sp:
+        if rows is None and longest > tokens:
             row = int(batch.row_id[batch.lengths.index(longest)])
             where = f"{path}:{row + 1}" if path else f"row {row}"
-            raise UserError(f"--{flag} {tokens}: {where} has {longest} tokens; give at least {-(-longest // sp)}")
+            raise UserError(f"--{flag} {tokens // sp}: {where} has {longest} tokens; give at least {-(-longest // sp)}")
 
 
 class DataParallelPPOCritic:
@@ -497,7 +498,6 @@ class DataParallelPPOCritic:
         """
         lengths, layout = batch.lengths, self.layout
         shares = common.balance([self.flops.forward_flops(n) for n in lengths], layout.dp_size)
-        max_tokens *= layout.sp_size  # the ranks of a sequence-parallel group hold a micro-batch together
         parts = common.micro_batches(
             [[lengths[i] for i in share] for share in shares], max_tokens, size, not self.config.use_remove_padding
         )
@@ -658,6 +658,10 @@ class CriticWorker:
 
     def __init__(self, config):
         validate(config)
+        if config.total_training_steps is None and (
+            config.lr_scheduler_type == "cosine" or config.lr_warmup_steps_ratio
+        ):
+            raise UserError("--total-training-steps: cosine and --lr-warmup-steps-ratio need it")
         self.config = config
         self.tokenizer = load_tokenizer(config)
         self.model_config = load_model_config(config, self.tokenizer)
@@ -793,8 +797,9 @@ class CriticWorker:
         tensors, model_state, optimizer_state = self.checkpoint_tensors()
         try:
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
-        except Exception as error:
-            raise UserError(f"--resume {folder}: does not fit this critic ({common.first_line(error)})") from None
+        except CheckpointException as error:
+            cause, _ = next(iter(error.failures.values()))  # of the first rank that has one
+            raise UserError(f"--resume {folder}: does not fit this critic ({common.first_line(cause)})") from None
         set_state_dict(
             self.critic.model, self.critic.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
         )
@@ -826,7 +831,8 @@ class CriticWorker:
         with common.complete_or_absent(folder) as tmp:
             if RANK == 0:
                 save_hf(state, self.model_config, tmp)
-                self.tokenizer.save_pretrained(tmp)
+                if self.tokenizer is not None:
+                    self.tokenizer.save_pretrained(tmp)
 
 
 def save_hf(state, model_config, folder):

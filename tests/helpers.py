@@ -37,22 +37,23 @@ def succeeded(process):
     return process.stdout
 
 
-def random_batch(n, seed=0, vocab_size=97, longest=40, first_row=0):
-    """n ragged rows, multi-turn: prompts of 1 to 8 tokens, responses whose mask has holes; some rows have no action."""
+def random_batch(n, seed=0, vocab_size=97, longest=40, idle=True):
+    """n ragged multi-turn rows: prompts of 1 to 8 tokens, masks with holes; idle: some rows without any action."""
     g = torch.Generator().manual_seed(seed)
     draw = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
     rows = []
     for i in range(n):
         prompt, response = draw(1, 9), draw(1, longest - 8)
-        mask = torch.rand(response, generator=g) < 0.8 if i % 5 else torch.zeros(response)
-        mask = torch.cat([torch.zeros(prompt), mask]).bool()
+        mask = torch.rand(response, generator=g) < 0.8
+        mask[-1] = True
+        mask = torch.cat([torch.zeros(prompt), mask * (not idle or i % 5 > 0)]).bool()
         noise = lambda mask=mask: torch.randn(len(mask), generator=g) * mask
         rows.append(
             common.Batch(
                 input_ids=torch.randint(0, vocab_size, (prompt + response,), generator=g),
                 cu_seqlens=torch.tensor([0, prompt + response], dtype=torch.int32),
                 response_mask=mask,
-                row_id=torch.tensor([first_row + i]),
+                row_id=torch.tensor([i]),
                 truncated=torch.rand(1, generator=g) < 0.3,
                 token_level_rewards=noise(),
                 values=noise(),

@@ -1,0 +1,152 @@
+"""Runs under torchrun: what takes several ranks to try. Each scenario asserts on its own and ends with a line "ok".
+
+torchrun --nproc-per-node 2 tests/scenarios.py NAME ARGUMENTS...
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+import sys
+
+import torch
+import torch.distributed as dist
+from helpers import full_weights, random_batch
+from test_common import BAD_ROWS, GOOD
+
+import common
+import critic_fsdp
+from common import RANK, WORLD_SIZE, UserError
+from critic_fsdp import Config, CriticWorker, Run
+
+LAYOUTS = {
+    "fsdp2": {},
+    "fsdp1": {"strategy": "fsdp1"},
+    "none": {"strategy": "none"},
+    "replicas": {"fsdp_size": 1},
+    "ulysses": {"ulysses_size": 2},
+}
+
+
+def make(**fields):
+    worker = CriticWorker(Config(lr_warmup_steps=3, ppo_mini_batch_size=8, **fields))
+    worker.init_model()
+    return worker
+
+
+def rows_come_back_in_the_callers_order():
+    """Values and metrics do not depend on who owns which rows; every caller gets its own rows in its own order."""
+    everything = random_batch(13, vocab_size=60)
+    worker = make()
+    whole = worker.compute_values(everything if RANK == 0 else everything.select([]))
+    expected = common.gather(
+        dataclasses.replace(everything, values=whole) if RANK == 0 else everything.select([])
+    ).values
+    order = common.permutation(13, "owners")
+    for cut in (0, 5, 13):  # none, some and all of the rows on the last rank
+        mine = order[cut:] if RANK == 0 else order[:cut] if RANK == WORLD_SIZE - 1 else []
+        values = worker.compute_values(everything.select(mine))
+        torch.testing.assert_close(values, expected[everything.token_index(mine)], rtol=0, atol=0)
+    try:
+        worker.compute_values(everything)
+    except ValueError as error:
+        assert "row_id 0 stands in the batch more than once" in str(error)
+    else:
+        raise AssertionError("two owners of a row went unnoticed")
+
+
+def not_finite_on_one_rank():
+    """A NaN among one rank's rows skips the step on every rank and leaves the weights as they were."""
+    for fields in LAYOUTS.values():
+        worker = make(**fields)
+        batch = random_batch(8, vocab_size=60, idle=False)
+        batch.returns[batch.response_mask.nonzero()[0]] = math.inf
+        before = full_weights(worker.critic)
+        mine = batch.select(range(RANK, 8, WORLD_SIZE))
+        metrics = worker.update_critic(mine)
+        assert metrics["critic/skipped_steps"] == 1 and worker.critic.optimizer_steps == 0, fields
+        assert all(torch.equal(x, before[n]) for n, x in full_weights(worker.critic).items()), fields
+
+
+def save_and_go_on(folder):
+    """Two updates, a checkpoint of every layout, two more updates -> their metrics and weights beside it."""
+    batches = [random_batch(16, seed, vocab_size=60) for seed in range(4)]
+    for name, fields in LAYOUTS.items():
+        worker = make(**fields)
+        for batch in batches[:2]:
+            worker.update_critic(batch.select(range(RANK, 16, WORLD_SIZE)))
+        worker.save_checkpoint(pathlib.Path(folder) / name)
+        metrics = [worker.update_critic(batch.select(range(RANK, 16, WORLD_SIZE))) for batch in batches[2:]]
+        weights = full_weights(worker.critic)
+        if RANK == 0:
+            torch.save({"metrics": metrics, "weights": weights}, pathlib.Path(folder) / f"{name}.pt")
+
+
+def resume_and_go_on(folder):
+    """The same from every checkpoint on every layout of this world size: equal, bit for bit on the same layout."""
+    batches = [random_batch(16, seed, vocab_size=60) for seed in range(4)]
+    for now, fields in LAYOUTS.items():
+        if WORLD_SIZE % fields.get("ulysses_size", 1):
+            continue
+        worker = make(**fields)
+        for then in LAYOUTS:
+            expected = torch.load(pathlib.Path(folder) / f"{then}.pt", weights_only=True)
+            worker.load_checkpoint(pathlib.Path(folder) / then)
+            metrics = [worker.update_critic(batch.select(range(RANK, 16, WORLD_SIZE))) for batch in batches[2:]]
+            exact = now == then and WORLD_SIZE == 2
+            for ours, theirs in zip(metrics, expected["metrics"], strict=True):
+                for key in [k for k in ours if k.startswith("critic/")]:
+                    close = ours[key] == theirs[key] if exact else math.isclose(ours[key], theirs[key], rel_tol=1e-4)
+                    assert close, (then, now, key, ours[key], theirs[key])
+            for name, x in full_weights(worker.critic).items():
+                torch.testing.assert_close(
+                    x, expected["weights"][name], rtol=0, atol=0 if exact else 2e-4, msg=f"{then} {now}"
+                )
+
+
+def waiting_is_measured():
+    """Two ranks wait for each other: time in collectives is above zero and within the step."""
+    for name, fields in LAYOUTS.items():
+        worker = make(**fields)
+        metrics = worker.update_critic(random_batch(16, vocab_size=60).select(range(RANK, 16, WORLD_SIZE)))
+        assert 0 < metrics["perf/time_comm_wait"] < metrics["perf/time_update"], (name, metrics)
+
+
+def bad_input_ends_every_rank(folder):
+    """Every bad row and impossible flag is refused on all ranks alike, before a model is built."""
+    folder, built = pathlib.Path(folder), []
+    critic_fsdp.build_value_model = lambda *_: built.append(1)
+    cases = {}
+    for name, (change, fault) in BAD_ROWS.items():
+        path = folder / f"{name}.jsonl"
+        if isinstance(change, dict) and RANK == 0:
+            path.write_text(json.dumps(GOOD) + "\n" + json.dumps({**GOOD, **change}))
+        if isinstance(change, dict) and "values" not in change:
+            vocabulary = json.dumps({"vocab_size": 50, "max_position_embeddings": 20})
+            cases[name] = Run(critic=Config(override_config=vocabulary), rollouts=str(path)), fault
+    cases |= {
+        "no such file": (Run(rollouts=str(folder / "none.jsonl")), "--rollouts"),
+        "no such tokenizer": (Run(critic=Config(tokenizer=str(folder))), "--tokenizer"),
+        "no such model": (Run(critic=Config(model=str(folder))), "--model"),
+        "ulysses": (Run(critic=Config(ulysses_size=3)), "--ulysses-size 3: must divide the 2 ranks"),
+        "heads": (
+            Run(critic=Config(ulysses_size=2, override_config='{"num_attention_heads": 1, "num_key_value_heads": 1}')),
+            "attention heads",
+        ),
+        "replicas": (Run(critic=Config(fsdp_size=5)), "--fsdp-size 5: must divide the 2 ranks"),
+    }
+    dist.barrier()
+    for name, (run, fault) in cases.items():
+        try:
+            critic_fsdp.main(run)
+        except UserError as error:
+            assert fault in str(error) and "\n" not in str(error), (name, str(error))
+        else:
+            raise AssertionError(f"{name} went unnoticed")
+    assert not built
+
+
+if __name__ == "__main__":
+    common.setup_distributed()
+    name, *arguments = sys.argv[1:]
+    common.run(lambda: (globals()[name](*arguments), common.print0("ok")))

@@ -1,0 +1,53 @@
+"""What takes several processes, see scenarios.py; and how a run ends when one of them fails."""
+
+import time
+
+import pytest
+from helpers import ROOT, succeeded, torchrun
+
+SCENARIOS = ROOT / "tests" / "scenarios.py"
+
+
+@pytest.mark.parametrize(
+    "name", ["rows_come_back_in_the_callers_order", "not_finite_on_one_rank", "waiting_is_measured"]
+)
+def test_on_two_ranks(name):
+    assert "ok" in succeeded(torchrun(2, SCENARIOS, name))
+
+
+def test_bad_input_ends_every_rank(tmp_path):
+    assert "ok" in succeeded(torchrun(2, SCENARIOS, "bad_input_ends_every_rank", tmp_path))
+
+
+def test_checkpoints_go_from_any_layout_to_any_other(tmp_path):
+    assert "ok" in succeeded(torchrun(2, SCENARIOS, "save_and_go_on", tmp_path))
+    for ranks in (1, 2, 4):
+        assert "ok" in succeeded(torchrun(ranks, SCENARIOS, "resume_and_go_on", tmp_path)), ranks
+
+
+FAILS = """
+import sys, time; sys.path.insert(0, {root!r})
+import common, torch, torch.distributed as dist
+def main():
+    common.setup_distributed()
+    if common.RANK == 1:
+        raise {error}
+    dist.all_reduce(torch.ones(1))  # waits for a rank that will never come
+common.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        ("common.UserError('--flag 1: wrong')", "error on rank 1: --flag 1: wrong"),
+        ("KeyError('oops')", "KeyError: 'oops'"),
+    ],
+)
+def test_when_one_rank_fails_all_end_and_its_message_is_seen(error, line, tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS.format(root=str(ROOT), error=error))
+    start = time.monotonic()
+    process = torchrun(2, script)
+    assert process.returncode != 0 and line in process.stderr, process.stderr
+    assert time.monotonic() - start < 60
