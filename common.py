@@ -28,6 +28,7 @@ import sys
 import time
 import traceback
 import zlib
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -183,6 +184,8 @@ class Batch:
     old_log_probs: torch.Tensor | None = None
     ref_log_probs: torch.Tensor | None = None
     multi_modal_inputs: list | None = None  # B dicts of tensors (pixel values, grids), or None
+
+    FLOATS = ("token_level_rewards", "values", "returns", "advantages", "old_log_probs", "ref_log_probs")
 
     def __len__(self):
         return len(self.row_id)
@@ -489,12 +492,13 @@ class Dispatch(enum.Enum):
     DP_COMPUTE_PROTO = "every rank calls with the rows it owns and gets the results of those rows"
 
 
-def register(dispatch):
+def register(dispatch, needs=()):
     """Decorates a worker's method with its Dispatch.
 
-    Under DP_COMPUTE_PROTO the rows of all ranks are gathered in row_id order and the method sees the *global* batch,
-    so what it computes cannot depend on who owned which row. A (T,) result, one number per token of the global batch,
-    is cut back to the caller's own rows in the caller's order; anything else (a dict of metrics) is returned as it is.
+    Under DP_COMPUTE_PROTO the rows of all ranks are gathered in row_id order, with the optional columns in `needs` and
+    no others, and the method sees the *global* batch: what it computes cannot depend on who owned which row. A (T,)
+    result, one number per token of the global batch, is cut back to the caller's own rows in the caller's order;
+    anything else (a dict of metrics) is returned as it is. Raises ValueError if a needed column is missing.
     """
 
     def decorate(method):
@@ -503,7 +507,11 @@ def register(dispatch):
             if dispatch is Dispatch.ONE_TO_ALL:
                 return method(self, *args)
             (batch,) = args
-            whole = gather(batch)
+            missing = [name for name in needs if getattr(batch, name) is None]
+            if missing:
+                raise ValueError(f"{method.__name__} needs the columns {', '.join(missing)} of the batch")
+            unused = [name for name in Batch.FLOATS if name not in needs]
+            whole = gather(dataclasses.replace(batch, **dict.fromkeys(unused)))
             result = method(self, whole)
             if not isinstance(result, torch.Tensor):
                 return result
@@ -583,6 +591,7 @@ def micro_batches(shares, max_tokens=None, size=None, padded=False):
         count = max(len(p) for p in parts)
 
 
+@functools.lru_cache(maxsize=2)
 def permutation(n, *key):
     """A permutation of range(n) drawn from the key alone (say seed, step, epoch), the same on every rank."""
     return random.Random(" ".join(map(str, key))).sample(range(n), n)
@@ -696,13 +705,20 @@ def masked_whiten(x_T, mask_T, shift_mean=True, group=None):
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
+class LossCounts(NamedTuple):
+    """Of a *global* mini-batch: the only denominators of a loss."""
+
+    tokens: int  # actions
+    seqs: int  # sequences that have any
+
+
 def loss_counts(response_mask_T, cu_seqlens):
-    """(actions, sequences that have any) of a global mini-batch: the only denominators of a loss."""
+    """LossCounts of these rows."""
     actions_B = F.pad(response_mask_T.cumsum(0), (1, 0))[cu_seqlens.long()].diff()
-    return int(actions_B.sum()), int((actions_B > 0).sum())
+    return LossCounts(int(actions_B.sum()), int((actions_B > 0).sum()))
 
 
-def loss_weights(response_mask_T, cu_seqlens, mode, n_tokens, n_seqs, response_length_limit=None):
+def loss_weights(response_mask_T, cu_seqlens, mode, counts, response_length_limit=None):
     """(T,) weights whose sum with the per-token losses is the loss, whatever part of the mini-batch these rows are.
 
         token-mean                1 / N_tokens
@@ -710,13 +726,14 @@ def loss_weights(response_mask_T, cu_seqlens, mode, n_tokens, n_seqs, response_l
         seq-mean-token-mean       1 / (N_seqs len_i)                        len_i: actions of the token's sequence
         seq-mean-token-sum-norm   1 / (N_seqs response_length_limit)        (Dr. GRPO's constant, 2503.20783)
 
-    N_tokens and N_seqs are the counts of the *global* mini-batch (loss_counts).
+    counts: N_tokens and N_seqs of the global mini-batch, at least one each.
     """
-    per_token = {"token-mean": 1 / max(n_tokens, 1)}.get(mode, 1 / max(n_seqs, 1))
-    weights_T = response_mask_T * per_token
+    if mode == "token-mean":
+        return response_mask_T / counts.tokens
+    weights_T = response_mask_T / counts.seqs
     if mode == "seq-mean-token-mean":
         actions_B = F.pad(response_mask_T.cumsum(0), (1, 0))[cu_seqlens.long()].diff().clamp(min=1)
-        weights_T = weights_T / torch.repeat_interleave(actions_B, cu_seqlens.diff().long())
+        weights_T = weights_T / actions_B[row_of_token(cu_seqlens)]
     elif mode == "seq-mean-token-sum-norm":
         weights_T = weights_T / response_length_limit
     return weights_T
@@ -1204,7 +1221,10 @@ def plot_curves(out_dir):
         rows = [json.loads(line) for line in file]
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     for panel, name, title in zip(
-        panels, ("explained_var", "vf_loss"), ("explained variance", "value loss"), strict=True
+        panels,
+        ("explained_var", "vf_loss"),
+        ("explained variance (1: perfect, 0: a constant)", "value loss"),
+        strict=True,
     ):
         for prefix, label, style in (("critic", "rows of the step", "-"), ("eval", "held out", "o-")):
             points = {row["step"]: row[f"{prefix}/{name}"] for row in rows if row.get(f"{prefix}/{name}") is not None}
@@ -1212,7 +1232,8 @@ def plot_curves(out_dir):
         panel.set(title=title, xlabel="step")
         panel.grid(alpha=0.3)
     constant = {row["step"]: row["eval/constant_loss"] for row in rows if "eval/constant_loss" in row}
-    panels[0].set_ylim(bottom=max(panels[0].get_ylim()[0], -1.0))
+    panels[0].set_ylim(bottom=max(panels[0].get_ylim()[0], -0.5))
+    panels[1].set_yscale("log")
     panels[1].plot(constant.keys(), constant.values(), "k:", label="best constant, held out")
     panels[1].legend()
     figure.savefig(os.path.join(out_dir, "curves.png"), dpi=120)
@@ -1228,6 +1249,16 @@ def progress(items, what):
 # ---------------------------------------------------------------------------------------------------------------------
 
 MANIFEST = "manifest.json"
+
+
+def check_writable(folder, flag):
+    """Makes the folder; UserError if that or writing into it is not allowed."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{flag} {folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{flag} {folder}: not writable")
 
 
 @contextlib.contextmanager

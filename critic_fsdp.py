@@ -106,7 +106,7 @@ class Config:
     # optimizer
     lr: float | None = None  # peak learning rate of AdamW (None: 1e-3 for tiny-*, 1e-5 for a checkpoint)
     weight_decay: float = 0.01  # decoupled, on every weight
-    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
+    betas: tuple[float, float] = (0.9, 0.999)  # decay of AdamW's two moving averages
     grad_clip: float = 1.0  # largest norm of the gradient of all weights (inf: no clipping)
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after the warm-up
     lr_warmup_steps: int = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
@@ -124,10 +124,10 @@ class Run:
     eval_rollouts: str | None = None  # JSONL to evaluate on (None: no evaluation; the toy has its own)
     skip_bad_rows: bool = False  # leave bad rows out, count and report them, instead of stopping at the first
     recorded_values: bool = False  # old values are the rows' "values" (of the critic that was there), not this critic's
-    gamma: float = 1.0  # discount
+    gamma: float = 1.0  # discount of a reward per action
     lam: float = 1.0  # GAE's lambda for the returns (1: Monte Carlo, the rewards alone)
     bootstrap_truncated: bool = False  # the last value stands for the future of a row cut off by the length limit
-    steps: int = 200  # updates
+    steps: int = 200  # updates of the critic, each on one train batch
     train_batch_size: int | None = None  # rows of one update, global (None: one mini-batch)
     eval_every: int = 20  # updates between evaluations (0: only at the start and the end)
     save_every: int = 0  # updates between checkpoints (0: only at the end)
@@ -187,6 +187,7 @@ def validate_run(run):
         raise UserError(f"--eval-rollouts {run.eval_rollouts}: goes with --rollouts; the toy has its own")
     if run.recorded_values and not run.rollouts:
         raise UserError("--recorded-values: goes with --rollouts")
+    common.check_writable(run.out_dir, "--out-dir")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -460,9 +461,9 @@ def training_limits(config):
 def forward_limits(config):
     """The same for compute_values: as in training unless one of its own flags is given."""
     tokens, rows = config.forward_max_token_len_per_gpu, config.forward_micro_batch_size_per_gpu
-    return (
-        training_limits(config) if tokens is None and rows is None else (tokens and tokens * config.ulysses_size, rows)
-    )
+    if tokens is None and rows is None:
+        return training_limits(config)
+    return tokens and tokens * config.ulysses_size, rows
 
 
 def check_budget(config, batch, path=None):
@@ -558,9 +559,9 @@ class DataParallelPPOCritic:
 
     def update_critic(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
-        config, layout, device = self.config, self.layout, self.layout.device
+        config = self.config
         self.model.train()
-        sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, clipped actions, vpreds, actions
+        totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # see sums below
         norms, lr, mini_batches = [], math.nan, 0
         for epoch in range(config.ppo_epochs):
             order = range(len(batch))
@@ -568,44 +569,44 @@ class DataParallelPPOCritic:
                 order = common.permutation(len(batch), config.seed, self.updates, epoch)
             for mini in batch.select(order).split(config.ppo_mini_batch_size):
                 mini_batches += 1
-                n_tokens, n_seqs = common.loss_counts(mini.response_mask, mini.cu_seqlens)
-                if n_tokens == 0:
+                counts = common.loss_counts(mini.response_mask, mini.cu_seqlens)
+                if counts.tokens == 0:
                     continue  # no action, nothing to learn; AdamW would move the weights all the same
-                micros = self.my_micro_batches(mini, *training_limits(config))
+                micros, sums = self.my_micro_batches(mini, *training_limits(config)), torch.zeros_like(totals)
                 for i, rows in enumerate(micros):
-                    micro, lengths = self.micro_batch(mini, rows)
                     with self.gradient_sync(i == len(micros) - 1 or not config.defer_grad_sync):
-                        vpreds_T = self.forward_micro_batch(micro, lengths)
-                        weights_T = common.loss_weights(
-                            micro.response_mask, micro.cu_seqlens, config.loss_agg_mode, n_tokens, n_seqs,
-                            config.response_length_limit,
-                        )  # fmt: skip
-                        loss, clipped = common.value_loss(
-                            vpreds_T,
-                            micro.values,
-                            micro.returns,
-                            micro.response_mask,
-                            weights_T,
-                            config.cliprange_value,
-                        )
-                        # the loss is a sum over all ranks, but FSDP (and optimizer_step without it) averages over them
-                        (loss * WORLD_SIZE).backward()
-                    sums += torch.stack([loss, clipped, vpreds_T.sum(), micro.response_mask.sum()]).detach()
+                        sums += self.forward_backward(mini, rows, counts)
                 lr = self.learning_rate()
                 norm = self.optimizer_step()
                 if math.isfinite(norm):
                     norms.append(norm)
+                    totals += sums
         self.updates += 1
-        dist.all_reduce(sums, group=layout.dp_group)
-        loss, clipped, vpreds, actions = sums.tolist()
+        dist.all_reduce(totals, group=self.layout.dp_group)
+        loss, clipped, vpreds, actions = totals.tolist()
         return {
-            "critic/vf_loss": loss / mini_batches,
-            "critic/vf_clipfrac": clipped / max(actions, 1),
-            "critic/vpred_mean": vpreds / max(actions, 1),
+            "critic/vf_loss": loss / len(norms) if norms else math.nan,
+            "critic/vf_clipfrac": clipped / actions if norms else math.nan,
+            "critic/vpred_mean": vpreds / actions if norms else math.nan,
             "critic/grad_norm": sum(norms) / len(norms) if norms else math.nan,
             "critic/lr": lr,
             "critic/skipped_steps": mini_batches - len(norms),
         }
+
+    def forward_backward(self, mini, rows, counts):
+        """Adds the gradient of these rows' part of the mini-batch loss -> sums (loss, clipped, vpreds, actions)."""
+        config = self.config
+        micro, lengths = self.micro_batch(mini, rows)
+        vpreds_T, mask_T = self.forward_micro_batch(micro, lengths), micro.response_mask
+        weights_T = common.loss_weights(
+            mask_T, micro.cu_seqlens, config.loss_agg_mode, counts, config.response_length_limit
+        )
+        loss, clipped = common.value_loss(
+            vpreds_T, micro.values, micro.returns, mask_T, weights_T, config.cliprange_value
+        )
+        # the loss is a sum over all ranks, but FSDP (and optimizer_step without it) averages gradients over them
+        (loss * WORLD_SIZE).backward()
+        return torch.stack([loss, clipped, vpreds_T.sum(), mask_T.sum()]).detach()
 
     def gradient_sync(self, now):
         """Context of a forward and backward whose gradients are reduced `now`, or kept whole until a later one does."""
@@ -630,10 +631,10 @@ class DataParallelPPOCritic:
         """Clips and steps -> gradient norm before clipping. A norm that is not finite skips the step, on all ranks."""
         parameters = self.optimizer.param_groups[0]["params"]
         if self.config.strategy == "none" and WORLD_SIZE > 1:
-            for p in parameters:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                dist.all_reduce(p.grad)
-                p.grad /= WORLD_SIZE
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            for work in [dist.all_reduce(g, async_op=True) for g in gradients]:
+                work.wait()
+            torch._foreach_div_(gradients, WORLD_SIZE)
         if self.config.strategy == "fsdp1":
             norm = self.model.clip_grad_norm_(self.config.grad_clip)
         else:
@@ -722,12 +723,9 @@ class CriticWorker:
         check_budget(self.config, batch)
         return self.critic.compute_values(batch)
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @register(Dispatch.DP_COMPUTE_PROTO, needs=("values", "returns"))
     def update_critic(self, batch):
-        """One PPO update of the critic on the rows of all ranks -> metrics (dict of floats), the same on all ranks.
-
-        Needs the columns values (the old ones) and returns.
-        """
+        """One PPO update on the rows of all ranks, with their old values and returns -> metrics, equal on all ranks."""
         check_budget(self.config, batch)
         start = time.perf_counter()
         with common.CommTimer() as comm:
@@ -810,7 +808,11 @@ class CriticWorker:
 
     def checkpoint_tensors(self):
         """All state as one flat dict of tensors, and the model's and optimizer's state dicts that share them."""
+        fresh = not self.critic.optimizer.state
         model_state, optimizer_state = get_state_dict(self.critic.model, self.critic.optimizer)
+        if fresh:  # to have a state to show, torch has made a step of nothing and counted it
+            for state in (*self.critic.optimizer.state.values(), *optimizer_state["state"].values()):
+                state["step"].zero_()
         tensors = {f"model.{name}": x for name, x in model_state.items()}
         for name, state in optimizer_state["state"].items():
             tensors |= {f"optimizer.{name}.{key}": x for key, x in state.items()}
@@ -886,11 +888,20 @@ def load_rows(run, tokenizer, model_config):
 
 
 def rows_of_step(step, n, run):
-    """Indices of the rows of update `step` (from 0): each pass over the n rows has its own order, the last update of a
-    pass takes what is left. A function of the step alone, so a resumed run needs to know nothing else."""
+    """Indices of the rows of update `step` (from 0). Each pass over the n rows has its own order, its last update takes
+    what is left. A function of the step alone: a resumed run needs to know nothing else."""
     size = run.train_batch_size or run.critic.ppo_mini_batch_size
     a_pass, piece = divmod(step, math.ceil(n / size))
     return common.permutation(n, run.critic.seed, "rows", a_pass)[piece * size : (piece + 1) * size]
+
+
+def count_optimizer_steps(n, run):
+    """(optimizer steps, rows) of the whole run over n rows, skipped steps not known yet."""
+    mini, size = run.critic.ppo_mini_batch_size, run.train_batch_size or run.critic.ppo_mini_batch_size
+    sizes = [min(size, n - first) for first in range(0, n, size)]  # of the updates of one pass
+    passes, rest = divmod(run.steps, len(sizes))
+    steps = lambda part: sum(math.ceil(rows / mini) for rows in part) * run.critic.ppo_epochs
+    return passes * steps(sizes) + steps(sizes[:rest]), passes * n + sum(sizes[:rest])
 
 
 def add_returns(batch, run):
@@ -929,8 +940,7 @@ def main(run):
     tokenizer = load_tokenizer(run.critic)
     model_config = load_model_config(run.critic, tokenizer)
     train, held_out = load_rows(run, tokenizer, model_config)
-    rows_a_step = [len(rows_of_step(step, len(train), run)) for step in range(run.steps)]
-    optimizer_steps = sum(math.ceil(n / run.critic.ppo_mini_batch_size) for n in rows_a_step) * run.critic.ppo_epochs
+    optimizer_steps, rows_seen = count_optimizer_steps(len(train), run)
     config = dataclasses.replace(run.critic, total_training_steps=run.critic.total_training_steps or optimizer_steps)
 
     worker = CriticWorker(config)
@@ -939,40 +949,36 @@ def main(run):
     if run.resume:
         worker.load_checkpoint(run.resume)
         first_step = worker.critic.updates
+        if first_step >= run.steps:
+            raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
+    tokens, actions = len(train.input_ids), int(train.response_mask.sum())
     print0(
-        f"rows       {len(train):,} rows, {len(train.input_ids):,} tokens, {int(train.response_mask.sum()):,} actions"
+        f"rows       {len(train):,} rows, {tokens:,} tokens, {actions:,} actions, longest row {max(train.lengths):,}"
     )
-    print0(
-        f"steps      {run.steps} updates x {rows_a_step[0]} rows = {sum(rows_a_step) / len(train):.1f} passes; "
-        f"{config.ppo_epochs} epochs x {math.ceil(rows_a_step[0] / config.ppo_mini_batch_size)} mini-batches a step = "
-        f"{optimizer_steps} optimizer steps at lr {worker.critic.peak_lr:g}"
-    )
+    epochs, mini, lr = config.ppo_epochs, config.ppo_mini_batch_size, worker.critic.peak_lr
+    print0(f"steps      {run.steps} updates = {rows_seen:,} rows = {rows_seen / len(train):.1f} passes over them")
+    print0(f"optimizer  {rows_seen:,} rows x {epochs} epochs / {mini} rows = {optimizer_steps} steps at lr {lr:g}")
     logger = common.Logger(run.out_dir, dataclasses.asdict(run), bool(run.resume), run.wandb_project)
-
-    def evaluate_and_log(step):
-        if held_out is None:
-            return
-        metrics = evaluate(worker, held_out, run.gamma)
-        logger.log(step, metrics)
-        print0(common.eval_line(metrics))
-
-    evaluate_and_log(first_step)
     start = time.perf_counter()
-    for step in range(first_step, run.steps):
+    for step in range(first_step, run.steps + 1):
+        last = step == run.steps
+        if held_out is not None and (step == first_step or last or (run.eval_every and step % run.eval_every == 0)):
+            metrics = evaluate(worker, held_out, run.gamma)
+            logger.log(step, metrics)
+            print0(common.eval_line(metrics))
+        if step > first_step and (last or (run.save_every and step % run.save_every == 0)):
+            worker.save_checkpoint(os.path.join(run.out_dir, "checkpoints", f"step_{step}"))
+        if last:
+            break
         rows = rows_of_step(step, len(train), run)
         batch = train.select(rows[RANK::WORLD_SIZE])
         if not run.recorded_values:
             batch.values = worker.compute_values(batch)
         add_returns(batch, run)
         metrics = worker.update_critic(batch)
-        done = step + 1
-        metrics["perf/time_step"] = (time.perf_counter() - start) / (done - first_step)
-        logger.log(done, metrics)
-        print0(common.step_line(done, run.steps, metrics))
-        if done == run.steps or (run.eval_every and done % run.eval_every == 0):
-            evaluate_and_log(done)
-        if done == run.steps or (run.save_every and done % run.save_every == 0):
-            worker.save_checkpoint(os.path.join(run.out_dir, "checkpoints", f"step_{done}"))
+        metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
+        logger.log(step + 1, metrics)
+        print0(common.step_line(step + 1, run.steps, metrics))
     worker.export_hf(os.path.join(run.out_dir, "hf"))
     logger.close()
     common.plot_curves(run.out_dir)

@@ -19,10 +19,10 @@ import critic_fsdp  # noqa: E402
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the development data in {SHARED}")
 
 
-def run(*command, timeout=600, **env):
-    """Runs a command -> CompletedProcess with its output as text; nothing of it stays behind after a time-out."""
+def run(*command, timeout=600, cwd=None, **env):
+    """Runs a command -> CompletedProcess with its output as text."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
-    return subprocess.run([str(c) for c in command], env=env, timeout=timeout, text=True, capture_output=True)
+    return subprocess.run([str(c) for c in command], cwd=cwd, env=env, timeout=timeout, text=True, capture_output=True)
 
 
 def torchrun(ranks, *command, **kwargs):

@@ -91,6 +91,7 @@ def resume_and_go_on(folder):
         worker = make(**fields)
         for then in LAYOUTS:
             expected = torch.load(pathlib.Path(folder) / f"{then}.pt", weights_only=True)
+            worker.compute_values(batches[0].select(range(RANK, 16, WORLD_SIZE)))  # must let go of gathered weights
             worker.load_checkpoint(pathlib.Path(folder) / then)
             metrics = [worker.update_critic(batch.select(range(RANK, 16, WORLD_SIZE))) for batch in batches[2:]]
             exact = now == then and WORLD_SIZE == 2

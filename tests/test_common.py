@@ -46,17 +46,19 @@ def test_value_loss_equals_verl(algos):
     """Four aggregation modes x four clip ranges: loss, clip fraction and gradient."""
     given_, checked = algos["vloss_in"], 0
     mask, cu, vpreds, values, returns = flat(*(given_[k] for k in ("response_mask", "vpreds", "values", "returns")))
-    n_tokens, n_seqs = common.loss_counts(mask, cu)
+    counts = common.loss_counts(mask, cu)
     limit = given_["vpreds"].shape[1]
     for case, expected in algos["vloss"].items():
         mode, clip = case.split("|")
         v = vpreds.clone().requires_grad_()
-        weights = common.loss_weights(mask, cu, mode, n_tokens, n_seqs, limit)
+        weights = common.loss_weights(mask, cu, mode, counts, limit)
         loss, clipped = common.value_loss(v, values, returns, mask, weights, float(clip) if float(clip) < 1e8 else None)
         loss.backward()
-        times = n_seqs if mode == "seq-mean-token-sum-norm" else 1  # verl sums over sequences there, ours is a mean
+        times = (
+            counts.seqs if mode == "seq-mean-token-sum-norm" else 1
+        )  # verl sums over sequences there, ours is a mean
         torch.testing.assert_close(loss * times, expected["loss"], rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(clipped / n_tokens, expected["clipfrac"], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(clipped / counts.tokens, expected["clipfrac"], rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(padded(v.grad, given_["vpreds"]) * times, expected["grad"], rtol=1e-5, atol=1e-8)
         checked += 1
     assert checked == 16
@@ -203,7 +205,7 @@ def test_loss_weights_equal_a_plain_loop(mode):
                 "seq-mean-token-mean": 1 / n_seqs / len(actions),
                 "seq-mean-token-sum-norm": 1 / n_seqs / 33,
             }[mode]
-    weights = common.loss_weights(batch.response_mask, batch.cu_seqlens, mode, n_tokens, n_seqs, 33)
+    weights = common.loss_weights(batch.response_mask, batch.cu_seqlens, mode, common.LossCounts(n_tokens, n_seqs), 33)
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=0)
 
 

@@ -423,7 +423,7 @@ def test_a_mini_batch_without_an_action_makes_no_step():
     before = full_weights(w.critic)
     batch.response_mask = torch.zeros_like(batch.response_mask)
     metrics = w.update_critic(batch)
-    assert metrics["critic/skipped_steps"] == 1 and metrics["critic/vf_loss"] == 0
+    assert metrics["critic/skipped_steps"] == 1 and math.isnan(metrics["critic/vf_loss"])
     assert all(torch.equal(x, before[n]) for n, x in full_weights(w.critic).items())
 
 
@@ -455,6 +455,15 @@ def test_mini_batches_are_global_complete_and_shuffled_by_seed_update_and_epoch(
     seen.clear()
     worker(ppo_mini_batch_size=5, shuffle=False).update_critic(batch)
     assert seen == [list(range(12))]
+
+
+def test_a_batch_without_a_needed_column_is_refused():
+    w = worker()
+    batch = batch_for(w)
+    batch.returns = None
+    w.compute_values(batch)
+    with pytest.raises(ValueError, match="update_critic needs the columns returns of the batch"):
+        w.update_critic(batch)
 
 
 def test_metrics_are_means_over_tokens_and_steps_not_over_micro_batches():
@@ -519,6 +528,19 @@ def test_resume_equals_going_on_bit_for_bit(strategy, tmp_path):
     weights = full_weights(again.critic)
     assert all(torch.equal(x, weights[n]) for n, x in full_weights(w.critic).items())
     assert torch.equal(w.compute_values(batches[0]), again.compute_values(batches[0]))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_saving_before_the_first_step_changes_nothing(strategy, tmp_path):
+    saved, untouched, resumed = (worker(strategy=strategy) for _ in range(3))
+    batch = batch_for(saved)
+    saved.save_checkpoint(tmp_path / "step_0")
+    resumed.load_checkpoint(tmp_path / "step_0")
+    for _ in range(2):
+        norms = {w.update_critic(batch)["critic/grad_norm"] for w in (saved, untouched, resumed)}
+        assert len(norms) == 1
+    for name, x in full_weights(untouched.critic).items():
+        assert torch.equal(x, full_weights(saved.critic)[name]) and torch.equal(x, full_weights(resumed.critic)[name])
 
 
 def test_a_checkpoint_holds_no_pickle_and_damage_is_named(tmp_path):

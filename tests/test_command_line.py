@@ -1,0 +1,201 @@
+"""critic_fsdp.py as its users start it: flags, errors, resume, and the same numbers on any number of ranks."""
+
+import dataclasses
+import json
+import math
+import re
+import sys
+
+import pytest
+import torch
+from helpers import ROOT, random_batch, run, succeeded, torchrun
+from test_common import GOOD
+
+import common
+import critic_fsdp
+from common import UserError
+from critic_fsdp import Config, Run
+
+SCRIPT = ROOT / "critic_fsdp.py"
+
+
+def metrics_of(out_dir):
+    """(step, name) -> value of a run's metrics.jsonl."""
+    rows = [json.loads(line) for line in open(out_dir / "metrics.jsonl")]
+    return {(row["step"], key): x for row in rows for key, x in row.items() if key.startswith(("critic/", "eval/"))}
+
+
+def test_help_explains_every_flag():
+    text = re.sub(r"[│╭╮╰╯─\s]+", " ", succeeded(run(sys.executable, SCRIPT, "--help", COLUMNS="200")))
+    sections = ("model", "layout", "precision and kernels", "batches", "loss", "optimizer")
+    for field in (*dataclasses.fields(Config), *dataclasses.fields(Run)):
+        if field.name == "critic":
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        explained = re.search(rf"{flag}[ ,].*?(?=\(default)", text)
+        assert explained, flag
+        words = re.sub(r"^(--\S+,? )+(\{.*?\}\S*|[A-Z]+( [A-Z]+)*) ?", "", explained[0]).strip()
+        assert len(words) > 7 and words not in sections, f"{flag}: {words!r}"
+    assert "toy task, a tiny model, a laptop CPU" in text
+
+
+BAD_FLAGS = {
+    "--ppo-mini-batch-size 0: must be above 0": Config(ppo_mini_batch_size=0),
+    "--lr nan: must be above 0": Config(lr=math.nan),
+    "--cliprange-value -1": Config(cliprange_value=-1),
+    "--weight-decay -0.1: must not be below 0": Config(weight_decay=-0.1),
+    "--betas (0.9, 1.0)": Config(betas=(0.9, 1.0)),
+    "--ulysses-size 3: must divide the 4 ranks": Config(ulysses_size=3),
+    "--ulysses-size 2: needs packed rows; drop --no-use-remove-padding": Config(
+        ulysses_size=2, use_remove_padding=False
+    ),
+    "--fsdp-size 3: must divide the 4 ranks, or be -1": Config(fsdp_size=3),
+    "--fsdp-size 2: --strategy none shards nothing": Config(fsdp_size=2, strategy="none"),
+    "--fsdp-size 1: fsdp1 cannot keep whole replicas": Config(fsdp_size=1, strategy="fsdp1"),
+    "--attn-implementation varlen: is for packed rows": Config(attn_implementation="varlen", use_remove_padding=False),
+    "--loss-agg-mode seq-mean-token-sum-norm: needs --response-length-limit": Config(
+        loss_agg_mode="seq-mean-token-sum-norm"
+    ),
+    "--lr-warmup-steps and --lr-warmup-steps-ratio: give one": Config(lr_warmup_steps=3, lr_warmup_steps_ratio=0.1),
+    "--min-lr-ratio 2: must be between 0 and 1": Config(min_lr_ratio=2),
+    "--override-config {: must be a JSON object": Config(override_config="{"),
+    "--steps 0: must be at least 1": Run(steps=0),
+    "--lam 1.5: must be between 0 and 1": Run(lam=1.5),
+    "--eval-every -1: must not be below 0": Run(eval_every=-1),
+    "--eval-rollouts x.jsonl: goes with --rollouts": Run(eval_rollouts="x.jsonl"),
+    "--recorded-values: goes with --rollouts": Run(recorded_values=True),
+    "--wandb-project p: wandb is not installed": Run(wandb_project="p"),
+    "--out-dir /proc/nowhere": Run(out_dir="/proc/nowhere"),
+}
+
+
+@pytest.mark.parametrize("message", BAD_FLAGS)
+def test_impossible_flags_are_named_before_anything_starts(message):
+    config = BAD_FLAGS[message]
+    with pytest.raises(UserError, match=re.escape(message)):
+        critic_fsdp.validate(config, world_size=4) if isinstance(config, Config) else critic_fsdp.validate_run(config)
+
+
+def test_a_bad_row_is_one_line_and_a_non_zero_exit(tmp_path):
+    """On one process, and under torchrun, whose own report then closes with the line."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({**GOOD, "reward": math.nan}))
+    line = (
+        f"error: --rollouts {rows}:1: reward must be a finite number, not nan (--skip-bad-rows leaves bad rows out)\n"
+    )
+    alone = run(sys.executable, SCRIPT, "--rollouts", rows, "--out-dir", tmp_path / "out")
+    assert alone.returncode == 2 and alone.stderr == line and alone.stdout == ""
+    together = torchrun(2, SCRIPT, "--rollouts", rows, "--out-dir", tmp_path / "out")
+    assert together.returncode != 0 and together.stderr.splitlines().count(line.strip()) == 1
+    assert f"traceback : {line}" in together.stderr and "Traceback" not in together.stdout
+    flag = torchrun(2, SCRIPT, "--lrr", "3")
+    assert flag.returncode != 0 and (flag.stdout + flag.stderr).count("Unrecognized options") <= 2
+
+
+def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
+    """Every metric of every step, one process against 2 and 4 ranks, relative difference below 1e-5 (printed).
+
+    Three updates of two steps each: rounding grows along a trajectory, since AdamW divides by what may be almost zero.
+    """
+    layouts = {
+        "1 rank": (1, ()),
+        "2 ranks, fsdp1, small budget": (2, ("--strategy", "fsdp1", "--ppo-max-token-len-per-gpu", 300)),
+        "2 ranks, none, padded": (2, ("--strategy", "none", "--no-use-remove-padding")),
+        "4 ranks, ulysses 2": (4, ("--ulysses-size", 2)),
+        "4 ranks, 2 replicas": (4, ("--fsdp-size", 2)),
+    }
+    seen = {}
+    for name, (ranks, flags) in layouts.items():
+        out = tmp_path / name.replace(" ", "_")
+        flags = (
+            *flags,
+            "--lr",
+            1e-4,
+            "--steps",
+            3,
+            "--eval-every",
+            3,
+            "--out-dir",
+            out,
+            "--ppo-mini-batch-size",
+            128,
+            "--train-batch-size",
+            256,
+        )
+        if ranks > 1:
+            succeeded(torchrun(ranks, SCRIPT, *flags))
+        else:
+            succeeded(run(sys.executable, SCRIPT, *flags))
+        seen[name] = metrics_of(out)
+    first = seen.pop("1 rank")
+    print()
+    for name, metrics in seen.items():
+        assert metrics.keys() == first.keys()
+        # signed statistics of values that are about 1 in size are compared on that scale, losses and norms on their own
+        scale = lambda key: max(abs(first[key]), 1.0 if re.search("mean|min|max|explained|auc", key[1]) else 1e-12)
+        differences = {k: abs(x - first[k]) / scale(k) for k, x in metrics.items() if first[k] is not None}
+        worst = max(differences, key=differences.get)
+        print(f"  {name:30s} {len(metrics)} metrics, largest relative difference {differences[worst]:.1e} in {worst}")
+        assert differences[worst] < 1e-5, (name, worst)
+
+
+def test_resume_gives_the_run_that_was_never_interrupted(tmp_path):
+    flags = ["--steps", 6, "--eval-every", 2, "--ppo-mini-batch-size", 64, "--train-batch-size", 128]
+    flags += ["--lr-scheduler-type", "cosine", "--lr-warmup-steps-ratio", 0.2]
+    succeeded(run(sys.executable, SCRIPT, *flags, "--save-every", 4, "--out-dir", tmp_path / "whole"))
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step_4"
+    out = succeeded(run(sys.executable, SCRIPT, *flags, "--resume", checkpoint, "--out-dir", tmp_path / "resumed"))
+    assert "step 5/6" in out and "step 4/6" not in out
+    whole, resumed = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "resumed")
+    assert {step for step, _ in resumed} == {4, 5, 6}
+    assert all(x == whole[key] for key, x in resumed.items())
+    assert {p.name for p in (tmp_path / "whole" / "checkpoints").iterdir()} == {"step_4", "step_6"}
+    for name in ("curves.png", "run.json", "tensorboard", "hf/config.json"):
+        assert (tmp_path / "whole" / name).exists(), name
+    late = run(sys.executable, SCRIPT, "--steps", 4, "--resume", checkpoint, "--out-dir", tmp_path / "late")
+    assert late.returncode == 2 and "--steps 4" in late.stderr and "has made 4 already" in late.stderr
+
+
+def test_returns_from_lambda_truncation_and_recorded_values(tmp_path):
+    """What the script trains on is GAE of the rows' own rewards and values, with the flags it was given."""
+    batch = random_batch(12, vocab_size=60, idle=False)
+    common.write_jsonl(batch, tmp_path / "rows.jsonl")
+    flags = ("--rollouts", tmp_path / "rows.jsonl", "--steps", 1, "--gamma", 0.9, "--lam", 0.5)
+    flags += ("--recorded-values", "--bootstrap-truncated", "--out-dir", tmp_path / "out")
+    succeeded(run(sys.executable, SCRIPT, *flags))
+    last = common.last_actions(batch.response_mask, batch.cu_seqlens)
+    tail = torch.where(batch.truncated, batch.values[last], 0.0)
+    columns = (batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens)
+    _, returns = common.gae(*columns, 0.9, 0.5, bootstrap_B=tail)
+    metrics = metrics_of(tmp_path / "out")
+    mask = batch.response_mask
+    assert metrics[1, "critic/returns_mean"] == pytest.approx(float(returns[mask].double().mean()), rel=1e-6)
+    assert metrics[1, "critic/returns_std"] == pytest.approx(float(returns[mask].double().std(correction=0)), rel=1e-6)
+    assert metrics[1, "critic/values_mean"] == pytest.approx(float(batch.values[mask].double().mean()), rel=1e-6)
+    assert batch.truncated.any() and not torch.equal(returns, common.gae(*columns, 0.9, 0.5)[1])
+
+
+@pytest.mark.parametrize(
+    "n, size, mini, steps, epochs", [(10, 4, 4, 5, 1), (10, 4, 3, 7, 2), (3, 8, 8, 4, 1), (8, 8, 2, 3, 1)]
+)
+def test_every_pass_takes_every_row_once(n, size, mini, steps, epochs):
+    config = Run(critic=Config(ppo_mini_batch_size=mini, ppo_epochs=epochs), train_batch_size=size, steps=steps)
+    rows = [critic_fsdp.rows_of_step(step, n, config) for step in range(steps)]
+    in_a_pass = math.ceil(n / size)
+    for first in range(0, steps - in_a_pass + 1, in_a_pass):
+        assert sorted(sum(rows[first : first + in_a_pass], [])) == list(range(n))
+    expected = sum(math.ceil(len(r) / mini) * epochs for r in rows)
+    assert critic_fsdp.count_optimizer_steps(n, config) == (expected, sum(map(len, rows)))
+
+
+def test_a_run_is_described_where_it_is_kept(tmp_path):
+    logger = common.Logger(tmp_path, {"flag": 1})
+    logger.log(3, {"critic/vf_loss": 0.5, "critic/lr": math.nan})
+    logger.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 3, "critic/vf_loss": 0.5, "critic/lr": None}
+    kept = json.loads((tmp_path / "run.json").read_text())
+    assert kept["flag"] == 1 and kept["run"]["torch"] == torch.__version__ and kept["run"]["command"]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert board.Tags()["scalars"] == ["critic/vf_loss"] and board.Scalars("critic/vf_loss")[0].value == 0.5

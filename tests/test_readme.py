@@ -1,0 +1,58 @@
+"""Every command of the README runs as written, in a copy of the scripts; what it says of a run, the run still says."""
+
+import re
+import shlex
+import shutil
+
+import pytest
+import tyro
+from helpers import ROOT, SHARED, run, succeeded
+
+import critic_fsdp
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```bash (\w+)\n(.*?)^```", README, flags=re.M | re.S)
+COMMANDS = [(kind, line) for kind, block in BLOCKS for line in block.strip().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The scripts alone, in a folder of their own beside the development data."""
+    folder = tmp_path_factory.mktemp("copy")
+    (folder / "main").mkdir()
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, folder / "main")
+    (folder / "shared").symlink_to(SHARED)
+    return folder / "main"
+
+
+def test_every_command_is_of_a_kind_that_is_tested():
+    assert {kind for kind, _ in COMMANDS} == {"install", "run", "gpu", "test"}
+    assert not re.search(r"^```(bash|sh|console)?$\n(pip|python|torchrun)", README, flags=re.M)
+
+
+def held_out(log):
+    """Explained variances of the evaluations in a log."""
+    return [float(x) for x in re.findall(r"^held out   explained var (\S+)", log, flags=re.M)]
+
+
+@pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "run"])
+def test_command_runs_as_written(line, copy):
+    if "../shared" in line and not SHARED.is_dir():
+        pytest.skip(f"needs the development data in {SHARED}")
+    out = succeeded(run("bash", "-c", line, cwd=copy))
+    assert out.splitlines()[-1].startswith("saved ")
+    shown = README[README.index(line) :].split("```\n")[2]  # the log that follows the command, if one does
+    if line == "python critic_fsdp.py":
+        rising = held_out(out)
+        assert rising[-1] > 0.5 and rising[-1] > rising[1] > rising[0], rising
+    if line == "python critic_fsdp.py" or "gsm8k" in line:
+        assert held_out(shown)[-1] == pytest.approx(held_out(out)[-1], abs=0.03)
+
+
+@pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "gpu"])
+def test_command_for_gpus_has_flags_that_exist(line):
+    words = shlex.split(line)
+    run_ = tyro.cli(critic_fsdp.Run, args=words[words.index("critic_fsdp.py") + 1 :])
+    ranks = int(words[words.index("--nproc-per-node") + 1])
+    critic_fsdp.validate(run_.critic, ranks * (int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1))
