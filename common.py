@@ -59,9 +59,10 @@ def check_flag(config, name, rule, holds):
         raise UserError(f"--{name.replace('_', '-')} {value}: {rule}")
 
 
-def first_line(error):
-    """The first line of an exception's text."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def one_line(error):
+    """An exception as a line to quote: its kind and text, without line breaks, not too long."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 def print0(*args):
@@ -70,12 +71,16 @@ def print0(*args):
         print(*args, flush=True)
 
 
-def setup_distributed(timeout_minutes=10.0):
+def setup_distributed(timeout_minutes=30.0):
     """Joins the process group (a group of one without torchrun) -> this rank's torch.device.
 
     Collectives on host tensors go over gloo, on device tensors over the device's own backend (NCCL on CUDA). A peer
     that does not answer within timeout_minutes ends the run instead of hanging it.
     """
+    if ("RANK" in os.environ) != ("MASTER_ADDR" in os.environ) or (WORLD_SIZE > 1 and "RANK" not in os.environ):
+        raise UserError(
+            "RANK, WORLD_SIZE and MASTER_ADDR: only some of them are set; start several ranks with torchrun"
+        )
     device, backend = torch.device("cpu"), "gloo"
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else device
     if found.type not in ("cpu", "mps"):  # Apple's GPU has no collectives
@@ -108,7 +113,7 @@ def run(main):
     except UserError as error:
         code, message = 2, f"error: {error}\n"
     except SystemExit as stop:  # tyro: --help is 0, a bad flag is 2 and already explained on rank 0
-        code = int(stop.code or 0)
+        code, message = (stop.code or 0, "") if isinstance(stop.code, int | None) else (1, f"{stop.code}\n")
     except KeyboardInterrupt:
         code, message = 130, "interrupted\n"
     except BaseException:
@@ -128,8 +133,9 @@ def run(main):
 class CommTimer:
     """Seconds this process stands blocked in collectives, while used as a context manager.
 
-    Counts time inside Work.wait, through which every host-blocking collective of torch.distributed passes (gloo). On
-    CUDA collectives run beside compute and the host does not block, so nothing meaningful is counted there.
+    Counts time inside Work.wait, where torch.distributed's own collectives block the host under gloo: parameter
+    gathers, gradient reductions, metrics. The functional collectives of DTensor (the norm of FSDP2's gradient) pass it
+    by, and on CUDA the host does not block: collectives run beside compute there.
     """
 
     def __enter__(self):
@@ -222,15 +228,30 @@ class Batch:
 
     def to(self, device):
         """This batch with every tensor on `device`."""
+        ahead = torch.device(device).type != "cpu"  # to the host a copy must be over before it is read
 
         def move(x):
             if isinstance(x, torch.Tensor):
-                return x.to(device, non_blocking=True)
+                return x.to(device, non_blocking=ahead)
             if isinstance(x, dict):
                 return {k: move(v) for k, v in x.items()}
             return [move(v) for v in x] if isinstance(x, list) else x
 
         return Batch(**{f.name: move(getattr(self, f.name)) for f in dataclasses.fields(self)})
+
+    def check(self):
+        """Raises ValueError if the columns do not fit together; -> self."""
+        starts, ends = self.cu_seqlens[:-1].long(), int(self.cu_seqlens[-1])
+        if ends != len(self.input_ids) or (self.cu_seqlens.diff() < 1).any():
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to the {len(self.input_ids)} tokens there are, is {self.cu_seqlens}"
+            )
+        if self.response_mask.dtype != torch.bool:
+            raise ValueError(f"response_mask must be bool, is {self.response_mask.dtype}")
+        if self.response_mask[starts].any():
+            row = int(self.row_id[self.response_mask[starts].nonzero()[0]])
+            raise ValueError(f"row {row}: its first token cannot be an action, there is no state before it")
+        return self
 
 
 def cumulative(lengths):
@@ -272,14 +293,14 @@ def masked_token():
 
 
 def gather(batch, group=None):
-    """The rows of all ranks of `group`, on every one of them, in row_id order (host tensors; a collective).
+    """The rows of all ranks of `group` (None: all), on every one of them, on the host, in row_id order (a collective).
 
-    Raises ValueError if two ranks pass the same row.
+    Raises ValueError if two ranks pass the same row, or a batch is not sound.
     """
-    parts = [batch]
+    parts = [batch.check().to("cpu")]
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        parts = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, batch.select(range(len(batch))), group)  # select: views would send their storage
+        mine, parts = parts[0].select(range(len(batch))), [None] * dist.get_world_size(group)  # views send all storage
+        dist.all_gather_object(parts, mine, group)
     whole = concat(parts)
     order = whole.row_id.argsort(stable=True)
     twice = whole.row_id[order][1:][whole.row_id[order].diff() == 0]
@@ -305,12 +326,14 @@ def read_jsonl(path, flag="--rollouts", **options):
         raise UserError(f"{flag} {path}: {error.strerror or error}") from None
 
 
-def rows_to_batch(lines, source, tokenizer=None, vocab_size=2**31, max_length=2**31, skip_bad_rows=False):
-    """JSON lines -> Batch. `source` names them in errors.
+def rows_to_batch(
+    lines, source, tokenizer=None, vocab_size=2**31, max_length=2**31, skip_bad_rows=False, with_values=False
+):
+    """JSON lines -> Batch. `source` names them in errors; "values" are read with_values only.
 
     A scalar "reward" lands on the last action; "rewards", "values" and "response_mask" have one entry per response
-    token. A text "response" is closed with the tokenizer's end-of-sequence token unless the row is truncated: choosing
-    to stop is an action too. Ids must be below vocab_size, rows no longer than max_length.
+    token. A text "response" is closed with the tokenizer's end-of-sequence token, unless it has one or the row is
+    truncated: choosing to stop is an action too. Ids must be below vocab_size, rows no longer than max_length.
 
     Raises UserError naming file, line and fault of the first bad row; with skip_bad_rows such rows are left out,
     counted and printed instead.
@@ -330,7 +353,6 @@ def rows_to_batch(lines, source, tokenizer=None, vocab_size=2**31, max_length=2*
             ids = tokenizer([row[key] for row, key in texts], add_special_tokens=special, verbose=False)["input_ids"]
             for (row, key), tokens in zip(texts, ids, strict=True):
                 row[key] = tokens
-    with_values = any("values" in r for r in rows.values())
     for number, row in list(rows.items()):
         try:
             rows[number] = _finish_row(row, vocab_size, max_length, with_values)
@@ -358,6 +380,8 @@ def rows_to_batch(lines, source, tokenizer=None, vocab_size=2**31, max_length=2*
         token_level_rewards=join("rewards", torch.float32),
         values=join("values", torch.float32) if with_values else None,
     )
+    if not batch.response_mask.any():
+        raise UserError(f"{source}: no row has an action, response_mask is 0 everywhere")
     batch.token_level_rewards = carry_rewards(batch.token_level_rewards, batch.response_mask, batch.cu_seqlens)
     if with_values:
         batch.values = torch.where(batch.response_mask, batch.values, 0.0)
@@ -376,7 +400,7 @@ def _parse_row(line, tokenizer):
         given = [k for k in keys if row.get(k) is not None]
         if len(given) != 1:
             raise UserError(f"needs exactly one of {', '.join(keys)}; has {' and '.join(given) or 'none'}")
-    truncated = row.get("truncated", False)
+    truncated = row["truncated"] if row.get("truncated") is not None else False
     if not isinstance(truncated, bool):
         raise UserError(f"truncated must be true or false, not {truncated!r}")
 
@@ -389,13 +413,14 @@ def _parse_row(line, tokenizer):
                 raise UserError(f"{key}_ids must be a list of whole numbers")
             continue
         if tokenizer is None:
-            raise UserError(f"{key} is text, and there is no --tokenizer to read it with")
+            raise UserError(f"{key} is text, and there is no tokenizer to read it with; give --tokenizer")
         chat = key == "prompt" and row.get("messages") is not None
         if chat:
+            _check_messages(row["messages"])
             try:
                 out[key] = tokenizer.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt=True)
             except Exception as error:  # templates are programs and raise what they like
-                raise UserError(f"messages do not fit the tokenizer's chat template: {first_line(error)}") from None
+                raise UserError(f"messages do not fit the tokenizer's chat template: {one_line(error)}") from None
         else:
             out[key] = row[key]
         if not isinstance(out[key], str) or not out[key]:
@@ -410,12 +435,22 @@ def _parse_row(line, tokenizer):
     return out
 
 
+def _check_messages(messages):
+    """UserError unless messages are what chat templates expect: some templates render anything else as text."""
+    fits = isinstance(messages, list) and messages
+    for message in messages if fits else ():
+        fits &= isinstance(message, dict) and isinstance(message.get("role"), str)
+        fits = fits and isinstance(message.get("content"), str | list)
+    if not fits:
+        raise UserError('messages must be a list of {"role": ..., "content": ...}')
+
+
 def _finish_row(row, vocab_size, max_length, with_values):
     """A row with prompt and response as ids -> its (tokens,) columns as lists; UserError says what is wrong."""
     for key in ("prompt", "response"):
         if not row[key]:
             raise UserError(f"empty {key}")
-    response = row["response"] + row["close"]
+    response = row["response"] + row["close"] * (row["response"][-1:] != row["close"])
     ids, before = row["prompt"] + response, len(row["prompt"])
     if len(ids) > max_length:
         raise UserError(f"{len(ids)} tokens, longer than the model's maximum of {max_length}")
@@ -428,7 +463,7 @@ def _finish_row(row, vocab_size, max_length, with_values):
         if not isinstance(column, list):
             raise UserError(f"{key} must be a list, one entry per response token")
         if len(column) != len(response):
-            closed = " (those of its text and the end-of-sequence token)" if row["close"] else ""
+            closed = " (the end-of-sequence token among them)" if row["close"] else ""
             raise UserError(f"{key} has {len(column)} entries, the response has {len(response)} tokens{closed}")
         for x in column:
             if not fits(x):
@@ -446,23 +481,31 @@ def _finish_row(row, vocab_size, max_length, with_values):
         raise UserError(f"reward must be a finite number, not {row['reward']!r:.40}")
     if with_values:
         if "values" not in row:
-            raise UserError("no values, though other rows of the file have them")
+            raise UserError("no values, which are asked for")
         out["values"] = [0.0] * before + per_token("values", float, "finite numbers", _is_number)
+    if any(out["rewards"]) and not any(out["mask"]):
+        raise UserError("a reward, but no action that could have earned it: response_mask is 0 everywhere")
     out["mask"], out["rewards"] = [False] * before + out["mask"], [0.0] * before + out["rewards"]
     return out
 
 
 def _is_number(x):
-    """A number that float32 can hold; JSON as Python reads it has NaN, Infinity and endless integers too."""
-    return isinstance(x, (int, float)) and -3.4e38 < x < 3.4e38
+    """A number whose square float32 can hold; JSON as Python reads it has NaN, Infinity and endless integers too."""
+    return isinstance(x, int | float) and -1e15 <= x <= 1e15
 
 
 def write_jsonl(batch, path):
-    """Writes a Batch as rows of token ids, which read_jsonl reads back to the same columns, bit for bit.
+    """Writes ids, masks, rewards, values and `truncated` of a Batch as JSONL, complete or not at all.
 
-    Everything before the first action counts as the prompt. Appears complete or not at all.
+    read_jsonl gives the same columns back, bit for bit, with rows numbered anew. Everything before the first action is
+    the prompt, so rewards are carried to actions first; what stands on other tokens is left out.
     """
-    starts, with_values = batch.cu_seqlens.tolist(), batch.values is not None
+    starts = batch.cu_seqlens.tolist()
+    columns = {"rewards": torch.zeros(len(batch.input_ids))}
+    if batch.token_level_rewards is not None:
+        columns["rewards"] = carry_rewards(batch.token_level_rewards, batch.response_mask, batch.cu_seqlens)
+    if batch.values is not None:
+        columns["values"] = torch.where(batch.response_mask, batch.values, 0.0)
     with open(f"{path}.tmp", "w") as file:
         for b, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
             mask = batch.response_mask[start:end]
@@ -470,12 +513,10 @@ def write_jsonl(batch, path):
             row = {
                 "prompt_ids": batch.input_ids[start:cut].tolist(),
                 "response_ids": batch.input_ids[cut:end].tolist(),
-                "rewards": batch.token_level_rewards[cut:end].tolist(),
-                "response_mask": [int(x) for x in batch.response_mask[cut:end]],
+                "response_mask": batch.response_mask[cut:end].int().tolist(),
                 "truncated": bool(batch.truncated[b]),
+                **{name: x_T[cut:end].tolist() for name, x_T in columns.items()},
             }
-            if with_values:
-                row["values"] = batch.values[cut:end].tolist()
             file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -503,10 +544,7 @@ def register(dispatch, needs=()):
 
     def decorate(method):
         @functools.wraps(method)
-        def call(self, *args):
-            if dispatch is Dispatch.ONE_TO_ALL:
-                return method(self, *args)
-            (batch,) = args
+        def call(self, batch):
             missing = [name for name in needs if getattr(batch, name) is None]
             if missing:
                 raise ValueError(f"{method.__name__} needs the columns {', '.join(missing)} of the batch")
@@ -517,7 +555,7 @@ def register(dispatch, needs=()):
                 return result
             return result[whole.token_index(torch.searchsorted(whole.row_id, batch.row_id).tolist())]
 
-        return call
+        return call if dispatch is Dispatch.DP_COMPUTE_PROTO else method
 
     return decorate
 
@@ -580,15 +618,14 @@ def micro_batches(shares, max_tokens=None, size=None, padded=False):
     gets smaller or empty micro-batches. A pure function of all lengths, so ranks need not talk to agree.
     Returns, for each rank, a list of lists of indices into its share.
     """
-    count = 1
-    while True:
+
+    def split(lengths, at_least):
         if size is not None:
-            parts = [split_by_rows(lengths, size, count) for lengths in shares]
-        else:
-            parts = [split_by_tokens(lengths, max_tokens, padded, count) for lengths in shares]
-        if all(len(p) == count for p in parts):
-            return parts
-        count = max(len(p) for p in parts)
+            return split_by_rows(lengths, size, at_least)
+        return split_by_tokens(lengths, max_tokens, padded, at_least)
+
+    count = max(len(split(lengths, 1)) for lengths in shares)
+    return [split(lengths, count) for lengths in shares]
 
 
 @functools.lru_cache(maxsize=2)
@@ -627,14 +664,13 @@ def carry_rewards(rewards_T, response_mask_T, cu_seqlens):
 
     An outcome that arrives while a tool speaks was earned by the action that called it; dropped, it would be lost.
     """
-    row_T = row_of_token(cu_seqlens)
-    actions_A = response_mask_T.nonzero().squeeze(1)
-    seen_T = response_mask_T.cumsum(0)
-    seen_before_B = F.pad(seen_T, (1, 0))[cu_seqlens[:-1].long()]
-    has_action_T = (F.pad(seen_T, (1, 0))[cu_seqlens[1:].long()] > seen_before_B)[row_T]
-    owner_T = torch.maximum(seen_T - 1, seen_before_B[row_T])[has_action_T]
+    row_T, action_A = row_of_token(cu_seqlens), response_mask_T.nonzero().squeeze(1)
+    actions_B = actions_per_row(response_mask_T, cu_seqlens)
+    first_B = actions_B.cumsum(0) - actions_B  # index of the row's first action among all
+    has_action_T = (actions_B > 0)[row_T]
+    owner_T = torch.maximum(response_mask_T.cumsum(0) - 1, first_B[row_T])[has_action_T]
     out_T = torch.zeros_like(rewards_T)
-    return out_T.index_add(0, actions_A[owner_T], rewards_T[has_action_T])
+    return out_T.index_add(0, action_A[owner_T], rewards_T[has_action_T])
 
 
 def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, lam_policy=None, bootstrap_B=None):
@@ -681,20 +717,23 @@ def _suffix_sum(x, decay):
 
 def length_adaptive_lam(response_mask_T, cu_seqlens, alpha):
     """(B,) lam = 1 - 1/(alpha l) for a sequence of l actions, at least 0 (VAPO, 2504.05118, sec. 4.2)."""
-    actions_B = torch.zeros(len(cu_seqlens) - 1, device=cu_seqlens.device, dtype=torch.float64)
-    actions_B.index_add_(0, row_of_token(cu_seqlens), response_mask_T.double())
+    actions_B = actions_per_row(response_mask_T, cu_seqlens).double()
     return (1 - 1 / (alpha * actions_B.clamp(min=1))).clamp(min=0)
 
 
-def masked_whiten(x_T, mask_T, shift_mean=True, group=None):
-    """(x - mean) / std over the masked entries of all ranks of `group` (None: this process alone), zero elsewhere.
+def masked_whiten(x_T, mask_T, shift_mean=True, over_ranks=False):
+    """(x - mean) / std over the masked entries, of this process or of all ranks together; zero elsewhere.
 
     The variance is the unbiased one, of n - 1, and 1e-8 is added to it; a single entry has variance 0.
     shift_mean=False adds the mean back.
     """
-    x_T, total = torch.where(mask_T, x_T, 0.0), lambda t: t
-    if group is not None:
-        total = lambda t: (dist.all_reduce(t, group=group), t)[1]
+
+    def total(x):
+        if over_ranks:
+            dist.all_reduce(x)
+        return x
+
+    x_T = torch.where(mask_T, x_T, 0.0)
     n, s = total(torch.stack([mask_T.sum().double(), x_T.double().sum()]))
     mean = s / n.clamp(min=1)
     var = total(torch.where(mask_T, x_T - mean, 0.0).double().square().sum()) / (n - 1).clamp(min=1)
@@ -703,6 +742,11 @@ def masked_whiten(x_T, mask_T, shift_mean=True, group=None):
 
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def actions_per_row(response_mask_T, cu_seqlens):
+    """(B,) int64: actions of each sequence."""
+    return F.pad(response_mask_T.cumsum(0), (1, 0))[cu_seqlens.long()].diff()
 
 
 class LossCounts(NamedTuple):
@@ -714,7 +758,7 @@ class LossCounts(NamedTuple):
 
 def loss_counts(response_mask_T, cu_seqlens):
     """LossCounts of these rows."""
-    actions_B = F.pad(response_mask_T.cumsum(0), (1, 0))[cu_seqlens.long()].diff()
+    actions_B = actions_per_row(response_mask_T, cu_seqlens)
     return LossCounts(int(actions_B.sum()), int((actions_B > 0).sum()))
 
 
@@ -732,7 +776,7 @@ def loss_weights(response_mask_T, cu_seqlens, mode, counts, response_length_limi
         return response_mask_T / counts.tokens
     weights_T = response_mask_T / counts.seqs
     if mode == "seq-mean-token-mean":
-        actions_B = F.pad(response_mask_T.cumsum(0), (1, 0))[cu_seqlens.long()].diff().clamp(min=1)
+        actions_B = actions_per_row(response_mask_T, cu_seqlens).clamp(min=1)
         weights_T = weights_T / actions_B[row_of_token(cu_seqlens)]
     elif mode == "seq-mean-token-sum-norm":
         weights_T = weights_T / response_length_limit
@@ -806,19 +850,19 @@ def moments(values_T, returns_T, mask_T):
 def explained_variance(sums):
     """1 - Var(R - V) / Var(R) from `moments`: 1 is perfect, 0 as good as a constant, NaN if all returns are equal."""
     n, r, rr, e, ee = (float(x) for x in sums)
-    if n == 0 or (variance := rr / n - (r / n) ** 2) <= 1e-12 * rr / n:
+    if n == 0 or (variance := rr / n - (r / n) ** 2) <= 1e-15 * rr / n:
         return math.nan
     return 1 - (ee / n - (e / n) ** 2) / variance
 
 
 def auc(scores, labels):
-    """Area under the ROC curve: the chance that a row labelled 1 scores above one labelled 0, ties counting half.
+    """Area under the ROC curve: the chance that a 1 scores above a 0, ties counting half (Mann & Whitney 1947).
 
-    (N,) scores, (N,) labels of 0 and 1 -> float, NaN unless both labels occur (Mann & Whitney 1947).
+    (N,) scores, (N,) labels of 0 and 1 -> float; NaN unless both labels occur and every score is finite.
     """
     positive = labels > 0.5
     n1, n0 = int(positive.sum()), int((~positive).sum())
-    if n1 == 0 or n0 == 0:
+    if n1 == 0 or n0 == 0 or not scores.isfinite().all():
         return math.nan
     _, tie, count = scores.double().unique(return_inverse=True, return_counts=True)
     mean_rank = count.cumsum(0).double() - (count - 1) / 2  # ranks from 1, ties share theirs
@@ -838,6 +882,7 @@ try:
 except ImportError:
     varlen_attn = None
 
+VARLEN_GROUPS_HEADS = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
 KERNELS = ("auto", "flash", "varlen", "sdpa", "eager")
 
 
@@ -849,13 +894,14 @@ class Pack:
     runs = ()  # (start, length, count): neighbours of equal length are one dense call
     cu_seqlens = None  # int32, on the device
     group = None  # sequence-parallel group, or None
-    kernel = "auto"  # what the user asked for
+    kernel = "auto"  # what the user asks for
     used = None  # what the last call took
+    windows = set()  # the sliding windows this row's layers came with
 
 
-def set_pack(lengths, device, group=None):
+def set_pack(lengths, device, group=None, kernel="auto"):
     """Declares the next forward's row: sequences of these lengths end to end."""
-    Pack.lengths, Pack.group, Pack.runs, start = lengths, group, [], 0
+    Pack.lengths, Pack.group, Pack.kernel, Pack.windows, Pack.runs, start = lengths, group, kernel, set(), [], 0
     for length in lengths:
         if Pack.runs and Pack.runs[-1][1] == length:
             first, _, count = Pack.runs[-1]
@@ -893,6 +939,8 @@ def packed_attention(
             f"--use-remove-padding: {type(module).__name__} asks for more than causal attention within a row "
             "(a mask, a bias or attention to later tokens), which packing would drop; add --no-use-remove-padding"
         )
+    Pack.windows.add(sliding_window)
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary tables in float32 make them wider
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     p = dist.get_world_size(Pack.group) if Pack.group is not None else 1
     if p > 1:
@@ -900,7 +948,8 @@ def packed_attention(
         key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
         query, key, value = (SequenceToHeads.apply(x, Pack.group) for x in (query, key, value))
         s_aux = s_aux.chunk(p)[dist.get_rank(Pack.group)] if s_aux is not None else None
-    out = attend(query, key, value, scale, sliding_window, softcap, s_aux)
+    Pack.used = choose_kernel(query, value, softcap, s_aux)
+    out = ATTENTION[Pack.used](query, key, value, scale, sliding_window, softcap, s_aux)
     if p > 1:
         out = HeadsToSequence.apply(out, Pack.group)
     return out.transpose(1, 2), None
@@ -909,46 +958,67 @@ def packed_attention(
 transformers.AttentionInterface.register("packed", packed_attention)
 
 
-def attend(q, k, v, scale, window, softcap, sinks):
-    """Picks a kernel: flash-attn, torch's own variable-length attention, SDPA or plain matmuls per run of lengths."""
-    half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] == v.shape[-1] <= 256
+def choose_kernel(q, v, softcap, sinks):
+    """The name of the kernel for this call: the one the user asks for, or the fastest that serves this model here."""
+    half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability() >= (8, 0)
+    half = half and q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
     can = {
         "flash": half and flash_attn_varlen_func is not None and sinks is None,
         "varlen": half and varlen_attn is not None and sinks is None and not softcap,
         "sdpa": not softcap and sinks is None,
         "eager": True,
     }
-    kernel = next(name for name in can if can[name]) if Pack.kernel == "auto" else Pack.kernel
-    if not can[kernel]:
-        raise UserError(
-            f"--attn-implementation {kernel} cannot serve this model here ({q.dtype}, {q.device.type}, head size "
-            f"{q.shape[-1]}, softcap {softcap}, sinks {sinks is not None}); auto would take "
-            f"{next(name for name in can if can[name])}"
-        )
-    Pack.used = kernel
-    if kernel in ("sdpa", "eager"):
-        dense, outs = sdpa_attention if kernel == "sdpa" else eager_attention, []
-        for start, length, count in Pack.runs:
-            run = slice(start, start + count * length)
-            q_k_v = (x[0, :, run].unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v))  # (N,H,L,D) each
-            outs.append(dense(*q_k_v, scale, window, softcap, sinks).transpose(1, 2).flatten(0, 1))
-        return torch.cat(outs).transpose(0, 1)[None]
-    flat = lambda x: x[0].transpose(0, 1).contiguous()
-    longest, cu = max(Pack.lengths), Pack.cu_seqlens
-    if kernel == "flash":
-        out_THD = flash_attn_varlen_func(
-            flat(q), flat(k), flat(v), cu, cu, longest, longest, softmax_scale=scale, causal=True,
-            window_size=(window - 1, 0) if window else (-1, -1), softcap=softcap or 0.0,
-        )  # fmt: skip
-    else:
-        grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-        if not grouped:  # torch 2.11 has no grouped heads here
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        window_size = (window - 1, 0) if window else (-1, 0)  # (-1, 0) is varlen_attn's way to say causal
-        out_THD = varlen_attn(
-            flat(q), flat(k), flat(v), cu, cu, longest, longest, scale=scale, window_size=window_size, **grouped
-        )
+    best = next(name for name in can if can[name])
+    if Pack.kernel == "auto" or can[Pack.kernel]:
+        return best if Pack.kernel == "auto" else Pack.kernel
+    if Pack.kernel == "flash" and flash_attn_varlen_func is None:
+        raise UserError(f"--attn-implementation flash: flash-attn is not installed; auto would take {best}")
+    raise UserError(
+        f"--attn-implementation {Pack.kernel}: cannot serve this model here ({q.dtype}, {q.device.type}, head size "
+        f"{q.shape[-1]}, soft cap {softcap}, sinks {sinks is not None}); auto would take {best}"
+    )
+
+
+def flat(*tensors):
+    """(1,H,T,D) -> (T,H,D) each, as the variable-length kernels want them."""
+    return (x[0].transpose(0, 1).contiguous() for x in tensors)
+
+
+def repeat_heads(x, heads):
+    """(..., K, L, D) -> (..., heads, L, D): every key and value head as often as query heads share it."""
+    return x.repeat_interleave(heads // x.shape[-3], -3)
+
+
+def flash_attention(q, k, v, scale, window, softcap, sinks):
+    """(1,H,T,D) attention within the sequences of the row by flash-attn."""
+    cu, longest = Pack.cu_seqlens, max(Pack.lengths)
+    out_THD = flash_attn_varlen_func(
+        *flat(q, k, v), cu, cu, longest, longest, softmax_scale=scale, causal=True,
+        window_size=(window - 1, 0) if window else (-1, -1), softcap=softcap or 0.0,
+    )  # fmt: skip
     return out_THD.transpose(0, 1)[None]
+
+
+def varlen_attention(q, k, v, scale, window, softcap, sinks):
+    """The same by torch's own variable-length attention."""
+    cu, longest, grouped = Pack.cu_seqlens, max(Pack.lengths), {"enable_gqa": True}
+    if not VARLEN_GROUPS_HEADS:  # torch 2.11
+        k, v, grouped = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), {}
+    out_THD = varlen_attn(
+        *flat(q, k, v), cu, cu, longest, longest, scale=scale,
+        window_size=(window - 1, 0) if window else (-1, 0), **grouped,  # (-1, 0) is its way to say causal
+    )  # fmt: skip
+    return out_THD.transpose(0, 1)[None]
+
+
+def dense_attention(dense, q, k, v, *options):
+    """The same by a function of (N,H,L,D): one call for each run of sequences of equal length."""
+    outs = []
+    for start, length, count in Pack.runs:
+        run = slice(start, start + count * length)
+        q_k_v = (x[0, :, run].unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v))
+        outs.append(dense(*q_k_v, *options).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs).transpose(0, 1)[None]
 
 
 def sdpa_attention(q, k, v, scale, window, softcap, sinks):
@@ -956,6 +1026,8 @@ def sdpa_attention(q, k, v, scale, window, softcap, sinks):
     mask, length = None, q.shape[2]
     if window and length > window:
         mask = causal_mask(length, window, q.device)
+    if q.is_cuda:  # the kernels left to float32 there know no grouped heads
+        k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     return F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -963,7 +1035,7 @@ def sdpa_attention(q, k, v, scale, window, softcap, sinks):
 
 def eager_attention(q, k, v, scale, window, softcap, sinks):
     """(N,H,L,D) attention written out, for soft-capped scores (Gemma 2) and attention sinks (gpt-oss)."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     scores_NHLL = q @ k.transpose(-1, -2) * scale
     if softcap:
         scores_NHLL = softcap * torch.tanh(scores_NHLL / softcap)
@@ -973,6 +1045,14 @@ def eager_attention(q, k, v, scale, window, softcap, sinks):
         scores_NHLL = torch.cat([scores_NHLL, column], -1)
     probs_NHLL = scores_NHLL.softmax(-1, dtype=torch.float32)[..., : q.shape[2]].to(q.dtype)
     return probs_NHLL @ v
+
+
+ATTENTION = {
+    "flash": flash_attention,
+    "varlen": varlen_attention,
+    "sdpa": functools.partial(dense_attention, sdpa_attention),
+    "eager": functools.partial(dense_attention, eager_attention),
+}
 
 
 def causal_mask(length, window, device):
@@ -1035,27 +1115,32 @@ class GatherSlices(torch.autograd.Function):
         return grad.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
 
 
-def packing_leak(forward, vocab_size, multiple=1):
-    """How much a sequence of a packed row feels its neighbour, relative to its own size: 0.0 where packing is sound.
+def influence(forward, vocab_size, n):
+    """How far one token reaches where it must not, relative to the size of the hidden states: 0.0 in a sound model.
 
-    forward(ids_T, lengths) -> (T, ...) of a row of two sequences; a model with state that runs through the row (linear
-    attention, convolutions), or one that ignores the attention function, gives itself away here.
+    forward(ids_T, lengths) -> (T, D) of two sequences of n tokens. The last token of the first changes: neither the
+    tokens before it may notice (they are causal) nor the other sequence. A model with state that runs through a packed
+    row (linear attention, convolutions), or one that ignores the attention function, gives itself away here.
     """
-    n = 8 * multiple
-    second = [(7 * i + 3) % vocab_size for i in range(n)]
-    runs = []
-    for offset in (1, 2):
-        first = [(5 * i * i + offset) % vocab_size for i in range(n)]
-        runs.append(forward(torch.tensor(first + second), [n, n])[n:].float())
-    return float((runs[0] - runs[1]).abs().max() / runs[0].abs().max().clamp(min=1e-12))
+    ids_T = torch.tensor([(5 * i * i + 7 * i + 1) % vocab_size for i in range(2 * n)])
+    others, changed_T = torch.arange(2 * n) != n - 1, ids_T.clone()
+    changed_T[n - 1] = (ids_T[n - 1] + vocab_size // 2) % vocab_size
+    before, after = (forward(x_T, [n, n]).cpu()[others].float() for x_T in (ids_T, changed_T))
+    return relative_error(after, before)
+
+
+def relative_error(x, reference):
+    """Largest difference relative to the largest entry of the reference, as a float."""
+    return float((x - reference).abs().max() / reference.abs().max().clamp(min=1e-12))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # FLOPs of a value model: no vocabulary head, causal attention, active experts only
 # ---------------------------------------------------------------------------------------------------------------------
 
-# dense bf16 TFLOP/s of one device, from the vendors' data sheets; looked up by substring of the device's name
+# dense bf16 TFLOP/s of one device, from the vendors' data sheets; the first whose words are in the device's name counts
 PEAK_TFLOPS = {
+    "H100 PCIE": 756, "H100 NVL": 835, "H200 NVL": 835,
     "GB200": 2250, "B200": 2250, "H200": 989, "GH200": 989, "H800": 989, "H100": 989, "H20": 148, "A100": 312,
     "A800": 312, "MI300X": 1307, "L40S": 362, "L20": 119.5, "A40": 149.7, "RTX 4090": 165, "L4": 121, "A10": 125,
 }  # fmt: skip
@@ -1063,7 +1148,7 @@ PEAK_TFLOPS = {
 
 def device_peak_flops(device):
     """Dense bf16 FLOP/s of this device, or None if the table does not know it (CPUs among them)."""
-    if device.type != "cuda":
+    if device.type != "cuda" or "MIG" in torch.cuda.get_device_name(device):
         return None
     words = torch.cuda.get_device_name(device).upper().replace("-", " ").split()
     name = f" {' '.join(words)} "
@@ -1094,25 +1179,27 @@ def flops_model(model, config):
     """
     config = config.get_text_config()
     attribute = lambda *names: next((getattr(config, n) for n in names if getattr(config, n, None)), None)
-    experts = attribute("num_experts", "num_local_experts", "n_routed_experts")
+    experts, top_k = (
+        attribute("num_experts", "num_local_experts", "n_routed_experts"),
+        attribute("num_experts_per_tok", "moe_topk", "top_k_experts"),
+    )
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     weights = 0.0
     for name, p in model.named_parameters():
         if p.ndim > 1 and id(p) not in embeddings:
-            share = attribute("num_experts_per_tok", "top_k") / experts if ".experts." in name else 1
-            weights += p.numel() * share
-    heads = config.num_attention_heads
+            weights += p.numel() * (top_k / experts if experts and top_k and ".experts." in name else 1)
+    layers, heads = attribute("num_hidden_layers") or 0, attribute("num_attention_heads") or 1
     head_dim = attribute("head_dim") or config.hidden_size // heads
     qk, v = attribute("qk_head_dim") or head_dim, attribute("v_head_dim") or head_dim
     if attribute("qk_nope_head_dim"):  # multi-head latent attention: the rotary part rides beside the other
         qk = config.qk_nope_head_dim + config.qk_rope_head_dim
-    kinds = attribute("layer_types") or ["full_attention"] * config.num_hidden_layers
+    kinds = attribute("layer_types") or ["full_attention"] * layers
     window = attribute("sliding_window")
     if not attribute("layer_types") and window and getattr(config, "use_sliding_window", True):
-        kinds = ["sliding_attention"] * config.num_hidden_layers
-    sliding = sum("sliding" in kind for kind in kinds)
+        kinds = ["sliding_attention"] * layers
+    sliding, full = (sum(word in kind for kind in kinds) for word in ("sliding", "full"))
     pair = 2 * heads * (qk + v)
-    return FlopsModel(2 * weights, ((pair, None, len(kinds) - sliding), (pair, window, sliding)))
+    return FlopsModel(2 * weights, ((pair, None, full), (pair, window, sliding)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1123,11 +1210,11 @@ def flops_model(model, config):
 class Logger:
     """metrics.jsonl, TensorBoard and, where asked for, wandb behind one log(); on ranks other than 0 it does nothing.
 
-    `settings` (a dict) is kept with the run in run.json, beside versions, machine, command and commit. A resumed run
-    goes on in the same files.
+    `settings` (a dict) is kept with the run in run.json, beside versions, machine, command and commit. A run resumed at
+    first_step goes on in the same files, and what they hold of later steps is dropped; another run starts them anew.
     """
 
-    def __init__(self, out_dir, settings, resume=False, wandb_project=None):
+    def __init__(self, out_dir, settings, first_step=0, wandb_project=None):
         self.sinks, self.closers = [], []
         if RANK != 0:
             return
@@ -1137,8 +1224,13 @@ class Logger:
         settings = {**settings, "run": describe_run()}
         with open(os.path.join(out_dir, "run.json"), "w") as file:
             json.dump(settings, file, indent=1, default=str)
-        metrics_file = open(os.path.join(out_dir, "metrics.jsonl"), "a" if resume else "w", buffering=1)
-        board = SummaryWriter(os.path.join(out_dir, "tensorboard"))
+        metrics_path, board_path = os.path.join(out_dir, "metrics.jsonl"), os.path.join(out_dir, "tensorboard")
+        kept = [row for row in read_metrics(metrics_path) if row["step"] <= first_step] if first_step else []
+        metrics_file = open(metrics_path, "w", buffering=1)
+        metrics_file.writelines(json.dumps(row) + "\n" for row in kept)
+        if not first_step:
+            shutil.rmtree(board_path, ignore_errors=True)
+        board = SummaryWriter(board_path, purge_step=first_step + 1 if first_step else None)
         self.sinks.append(lambda step, metrics: metrics_file.write(json.dumps({"step": step, **metrics}) + "\n"))
         self.sinks.append(
             lambda step, metrics: [board.add_scalar(k, v, step) for k, v in metrics.items() if v is not None]
@@ -1163,13 +1255,25 @@ class Logger:
             close()
 
 
+def read_metrics(path):
+    """The rows of a metrics.jsonl, without a last line that a crash cut short; no file has no rows."""
+    rows = []
+    with contextlib.suppress(OSError, ValueError), open(path) as file:
+        for line in file:
+            rows.append(json.loads(line))
+    return rows
+
+
 def describe_run():
     """Versions, machine, command and commit of this run, as a dict."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    git = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True)
+    here, commit = os.path.dirname(os.path.abspath(__file__)), None
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # no git, no repository
+        commit = subprocess.check_output(
+            ["git", "-C", here, "rev-parse", "HEAD"], stderr=subprocess.DEVNULL, text=True
+        ).strip()
     return {
         "command": sys.argv,
-        "commit": git.stdout.strip() or None,
+        "commit": commit,
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -1217,8 +1321,7 @@ def plot_curves(out_dir):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with open(os.path.join(out_dir, "metrics.jsonl")) as file:
-        rows = [json.loads(line) for line in file]
+    rows = read_metrics(os.path.join(out_dir, "metrics.jsonl"))
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     for panel, name, title in zip(
         panels,
@@ -1240,8 +1343,8 @@ def plot_curves(out_dir):
 
 
 def progress(items, what):
-    """A bar over `items` on rank 0, shown only if the work takes longer than a few seconds."""
-    return tqdm(items, desc=what, delay=3, leave=False, disable=RANK != 0, dynamic_ncols=True)
+    """A bar over `items` on rank 0 of a terminal, shown only if the work takes longer than a few seconds."""
+    return tqdm(items, desc=what, delay=3, leave=False, disable=True if RANK else None, dynamic_ncols=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1261,13 +1364,22 @@ def check_writable(folder, flag):
         raise UserError(f"{flag} {folder}: not writable")
 
 
+def check_replaceable(path, flag):
+    """UserError unless the folder is absent, empty or one that complete_or_absent made."""
+    if os.path.exists(path) and not os.path.exists(os.path.join(path, MANIFEST)):
+        if not os.path.isdir(path) or os.listdir(path):
+            raise UserError(f"{flag} {path}: holds something else (no {MANIFEST}), which is not overwritten; move it")
+
+
 @contextlib.contextmanager
-def complete_or_absent(path):
+def complete_or_absent(path, flag="--out-dir"):
     """`with complete_or_absent(path) as tmp`: all ranks write into tmp, which becomes path when all are done.
 
     Files are flushed to disk, a manifest of their sizes is added and the folder renamed, so a crash at any moment
-    leaves either the old state or the new one. Needs a file system that all ranks share.
+    leaves either the old state or the new one. An older folder of its own kind is replaced, any other is a UserError.
+    Needs a file system that all ranks share.
     """
+    check_replaceable(path, flag)
     path = os.path.abspath(path)
     tmp = f"{path}.tmp"
     if RANK == 0:
@@ -1281,24 +1393,31 @@ def complete_or_absent(path):
         with open(os.path.join(tmp, MANIFEST), "w") as file:
             json.dump({os.path.relpath(f, tmp): os.path.getsize(f) for f in files}, file, indent=1)
         for name in [*files, os.path.join(tmp, MANIFEST), tmp]:
-            descriptor = os.open(name, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+            flush_to_disk(name)
         if os.path.exists(path):  # two renames: between them the old folder is whole under the name .old
             shutil.rmtree(f"{path}.old", ignore_errors=True)
             os.rename(path, f"{path}.old")
         os.rename(tmp, path)
+        flush_to_disk(os.path.dirname(path))
         shutil.rmtree(f"{path}.old", ignore_errors=True)
     dist.barrier()
+
+
+def flush_to_disk(path):
+    """fsync of a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def check_complete(path, flag):
     """Raises UserError unless every file that the manifest of `path` lists is there in its full size."""
     try:
         with open(os.path.join(path, MANIFEST)) as file:
-            sizes = json.load(file)
-    except (OSError, ValueError):
-        raise UserError(f"{flag} {path}: no complete checkpoint here (no readable {MANIFEST})") from None
+            sizes = dict(json.load(file))
+    except (OSError, ValueError, TypeError):
+        old = f"; {path}.old is the one before it" if os.path.exists(f"{path}.old") else ""
+        raise UserError(f"{flag} {path}: no complete checkpoint here (no readable {MANIFEST}){old}") from None
     for name, size in sizes.items():
         file = os.path.join(path, name)
         found = os.path.getsize(file) if os.path.exists(file) else None
@@ -1323,7 +1442,7 @@ TINY = {  # real architectures with random weights; sizes change with --override
 
 
 def tiny_config(name, vocab_size):
-    """transformers config of a preset: two layers of 64 features, four heads, two of keys and values where it can."""
+    """A preset as the fields of a config.json: two layers of 64 features, four heads, two of keys and values."""
     sizes = {
         "vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 8192,
@@ -1345,7 +1464,7 @@ def tiny_config(name, vocab_size):
             "bos_token_id": None,
             "eos_token_id": None,
         }
-    return transformers.AutoConfig.for_model(kind, **{**sizes, **extra.get(kind, {})})
+    return {"model_type": kind, **sizes, **extra.get(kind, {})}
 
 
 def char_tokenizer():

@@ -1,6 +1,6 @@
 """A PPO critic for language models on PyTorch FSDP: one value model, one update, any layout.
 
-    python critic_fsdp.py                                      toy task, a tiny model, a laptop CPU: about a minute
+    python critic_fsdp.py                                      toy task, a tiny model, a laptop CPU: half a minute
     torchrun --nproc-per-node 2 critic_fsdp.py                 the same on two ranks: the same numbers
     torchrun --nproc-per-node 8 critic_fsdp.py --model Qwen/Qwen2.5-7B --rollouts train.jsonl \\
         --eval-rollouts eval.jsonl --gradient-checkpointing --lr-warmup-steps 20 --out-dir out/7b
@@ -24,7 +24,7 @@ import os
 import time
 import warnings
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,7 @@ class Config:
     strategy: Literal["fsdp2", "fsdp1", "none"] = "fsdp2"  # how weights spread over ranks (none: a copy on each)
     fsdp_size: int = -1  # ranks that share one copy of the weights; the rest holds replicas (-1: all ranks share one)
     ulysses_size: int = 1  # ranks that share one sequence, each with a part of the attention heads
-    timeout_minutes: float = 10.0  # a collective that takes longer ends the run
+    timeout_minutes: float = 30.0  # a collective that takes longer ends the run
 
     # precision and kernels
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products (auto: bfloat16, float32 on CPU)
@@ -139,14 +139,20 @@ class Run:
 def validate(config, world_size=WORLD_SIZE):
     """Raises UserError for flags that cannot work, before a process group or a model is built."""
     sp, shard = config.ulysses_size, config.fsdp_size
+    for name, kind in get_type_hints(Config).items():
+        if get_origin(kind) is Literal:
+            choices = get_args(kind)
+            common.check_flag(config, name, f"must be one of {', '.join(choices)}", choices.__contains__)
     for name in (
         "ppo_epochs", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu",
         "ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu", "response_length_limit", "cliprange_value",
         "lr", "grad_clip", "timeout_minutes", "total_training_steps", "ulysses_size",
     ):  # fmt: skip
         common.check_flag(config, name, "must be above 0", lambda x: x is None or x > 0)
-    for name in ("weight_decay", "lr_warmup_steps"):
-        common.check_flag(config, name, "must not be below 0", lambda x: 0 <= x < math.inf)
+    for name in ("lr", "timeout_minutes"):
+        common.check_flag(config, name, "must be finite", lambda x: x is None or x < math.inf)
+    for name in ("weight_decay", "lr_warmup_steps", "seed"):
+        common.check_flag(config, name, "must be finite and not below 0", lambda x: 0 <= x < 2**63)
     for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
         common.check_flag(config, name, "must be between 0 and 1", lambda x: 0 <= x <= 1)
     common.check_flag(config, "betas", "each must be at least 0 and below 1", lambda x: all(0 <= b < 1 for b in x))
@@ -188,6 +194,7 @@ def validate_run(run):
     if run.recorded_values and not run.rollouts:
         raise UserError("--recorded-values: goes with --rollouts")
     common.check_writable(run.out_dir, "--out-dir")
+    common.check_replaceable(os.path.join(run.out_dir, "hf"), "--out-dir")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -222,35 +229,57 @@ def load_tokenizer(config):
         return tokenizer
     except Exception as error:  # half a dozen kinds, if there is none
         if config.tokenizer is None:
+            print0(f"tokenizer  none, rows must be token ids ({config.model}: {common.one_line(error)})")
             return None
-        raise UserError(f"--tokenizer {config.tokenizer}: no tokenizer there ({common.first_line(error)})") from None
+        raise UserError(f"--tokenizer {config.tokenizer}: no tokenizer there ({common.one_line(error)})") from None
 
 
 def load_model_config(config, tokenizer):
-    """transformers config of the backbone, --override-config applied, every dropout set to 0."""
+    """transformers config of the backbone with --override-config laid over it, every dropout set to 0."""
     overrides = json.loads(config.override_config)
-    if config.model in common.TINY:
-        model_config = common.tiny_config(config.model, len(tokenizer))
-    else:
-        try:
-            model_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
-        except Exception as error:
-            raise UserError(f"--model {config.model}: no model there ({common.first_line(error)})") from None
-    fields = model_config.to_dict()
-    for key in overrides:
-        if key not in fields and not hasattr(model_config, key):
-            raise UserError(f"--override-config: {type(model_config).__name__} has no {key!r}")
-    if "num_hidden_layers" in overrides and "layer_types" in fields and "layer_types" not in overrides:
-        fields["layer_types"] = None  # the pattern of the model at its new depth
+    if config.model.startswith("tiny-") and config.model not in common.TINY and not os.path.isdir(config.model):
+        raise UserError(f"--model {config.model}: no such preset; there are {', '.join(common.TINY)}")
     try:
-        model_config = type(model_config).from_dict({**fields, **overrides}) if overrides else model_config
+        if config.model in common.TINY:
+            fields = common.tiny_config(config.model, len(tokenizer))
+            model_config = AutoConfig.for_model(**fields)
+        else:
+            model_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+            fields, _ = type(model_config).get_config_dict(config.model)
     except Exception as error:
-        raise UserError(f"--override-config {config.override_config}: {common.first_line(error)}") from None
-    for part in {id(c): c for c in (model_config, model_config.get_text_config())}.values():
-        for key, value in vars(part).items():  # attention_dropout, resid_pdrop, classifier_dropout, layerdrop ...
-            if ("drop" in key or "jitter" in key) and isinstance(value, int | float) and not isinstance(value, bool):
-                setattr(part, key, 0.0)
+        raise UserError(f"--model {config.model}: no model there ({common.one_line(error)})") from None
+    for key in overrides:
+        if key == "model_type" or not hasattr(model_config, key):
+            raise UserError(f"--override-config: {type(model_config).__name__} has no {key!r} to override")
+    if overrides:
+        names = {model_config.attribute_map.get(key, key): value for key, value in overrides.items()}
+        try:
+            model_config = type(model_config).from_dict(lay_over(fields, names))
+        except Exception as error:
+            raise UserError(f"--override-config {config.override_config}: {common.one_line(error)}") from None
+    for key, value in overrides.items():
+        if not isinstance(value, dict) and getattr(model_config, key) != value:
+            raise UserError(f"--override-config: {type(model_config).__name__} does not let {key!r} be {value!r}")
+    drop_no_more(model_config)
     return model_config
+
+
+def lay_over(fields, overrides):
+    """A config.json with overrides laid over it, nested ones too. A layer pattern goes where what it follows from is
+    overridden: the model then works out its own."""
+    if overrides.keys() & {"num_hidden_layers", "sliding_window", "use_sliding_window", "max_window_layers"}:
+        fields = {key: value for key, value in fields.items() if key != "layer_types"}
+    nested = {key for key, value in overrides.items() if isinstance(value, dict) and isinstance(fields.get(key), dict)}
+    return {**fields, **overrides, **{key: lay_over(fields[key], overrides[key]) for key in nested}}
+
+
+def drop_no_more(model_config):
+    """Sets attention_dropout, resid_pdrop, layerdrop, router jitter ... to 0, in nested configs too."""
+    for key, value in list(vars(model_config).items()):
+        if isinstance(value, transformers.PreTrainedConfig):
+            drop_no_more(value)
+        elif ("drop" in key or "jitter" in key) and isinstance(value, int | float) and not isinstance(value, bool):
+            setattr(model_config, key, 0.0)
 
 
 def read_weights(config, model_config):
@@ -260,11 +289,16 @@ def read_weights(config, model_config):
         model = ValueModel(AutoModel.from_config(model_config, dtype=torch.float32))
         return model, f"random weights (seed {config.seed}); {init_value_head(model, None, config)}"
     folder = config.model
-    if not os.path.isdir(folder):
+    if not os.path.isdir(folder):  # a hub name, which its config came from already
         folder = snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.py"])
-    backbone, info = AutoModel.from_pretrained(
-        folder, config=model_config, trust_remote_code=config.trust_remote_code, output_loading_info=True
-    )
+    try:
+        backbone, info = AutoModel.from_pretrained(
+            folder, config=model_config, trust_remote_code=config.trust_remote_code, output_loading_info=True
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise UserError(f"--model {config.model}: its weights do not load ({common.one_line(error)})") from None
     absent = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
     if absent:
         raise UserError(f"--model {config.model}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}")
@@ -274,7 +308,7 @@ def read_weights(config, model_config):
 
 def init_value_head(model, folder, config):
     """Fills the head by --value-head-init -> a sentence on what happened. folder: the checkpoint, if there is one."""
-    stored, remark = stored_value_head(folder) if folder else (None, "")
+    stored, remark = stored_value_head(folder, model.score.in_features) if folder else (None, "")
     init = config.value_head_init
     if init == "auto":
         init = "checkpoint" if stored else "normal"
@@ -298,8 +332,8 @@ def init_value_head(model, folder, config):
 VALUE_HEADS = ("score", "classifier", "v_head.summary", "v_head", "value_head.summary", "value_head")
 
 
-def stored_value_head(folder):
-    """Looks through a checkpoint for a head with one output -> ((name, weight (1, D), bias or None) or None, remark).
+def stored_value_head(folder, features):
+    """Looks through a checkpoint for a head of (1, features) -> ((name, weight (1, D), bias or None) or None, remark).
 
     score and classifier are transformers' token-classification and reward models, v_head is TRL's.
     """
@@ -314,10 +348,10 @@ def stored_value_head(folder):
         found |= {key: state[key] for key in filter(is_head, state)}
     for name in VALUE_HEADS:
         weight = found.get(f"{name}.weight")
-        if weight is not None and len(weight) == 1:
+        if weight is not None and tuple(weight.shape) == (1, features):
             return (name, weight, found.get(f"{name}.bias")), ""
         if weight is not None:
-            remark = f" (its {name} has {len(weight)} outputs, not 1)"
+            remark = f" (its {name}.weight is {tuple(weight.shape)}, not (1, {features}))"
     return None, remark
 
 
@@ -376,13 +410,20 @@ def build_value_model(config, model_config, layout):
     attention = "packed"
     if not config.use_remove_padding:
         capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
-        names = {"flash": "flash_attention_2", "auto": "eager" if capped else None}  # sdpa would drop the soft cap
+        if capped and config.attn_implementation == "sdpa":
+            raise UserError(f"--attn-implementation sdpa: would drop the soft cap of {config.model}; auto takes eager")
+        names = {"flash": "flash_attention_2", "auto": "eager" if capped else None}
         attention = names.get(config.attn_implementation, config.attn_implementation)
-    with torch.device("meta"):
-        backbone = AutoModel.from_config(
-            model_config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=config.trust_remote_code
-        )
-        model = ValueModel(backbone)
+    try:
+        with torch.device("meta"):
+            backbone = AutoModel.from_config(
+                model_config, dtype=torch.float32, attn_implementation=attention,
+                trust_remote_code=config.trust_remote_code,
+            )  # fmt: skip
+            model = ValueModel(backbone)
+    except Exception as error:
+        padded = "; add --no-use-remove-padding" if attention == "packed" else ""
+        raise UserError(f"--model {config.model}: cannot be built ({common.one_line(error)}){padded}") from None
     if attention == "packed" and not backbone._can_set_attn_implementation():
         raise UserError(
             f"--model {config.model}: {type(backbone).__name__} brings its own attention, which knows nothing of "
@@ -466,16 +507,18 @@ def forward_limits(config):
     return tokens and tokens * config.ulysses_size, rows
 
 
-def check_budget(config, batch, path=None):
+def check_budget(config, batch, training, path=None):
     """UserError naming the longest row if no micro-batch can hold it. path: the file that the rows come from."""
     longest, sp = max(batch.lengths, default=0), config.ulysses_size
-    limits = {"ppo-max-token-len-per-gpu": training_limits, "forward-max-token-len-per-gpu": forward_limits}
-    for flag, limit in limits.items():
-        tokens, rows = limit(config)
-        if rows is None and longest > tokens:
-            row = int(batch.row_id[batch.lengths.index(longest)])
-            where = f"{path}:{row + 1}" if path else f"row {row}"
-            raise UserError(f"--{flag} {tokens // sp}: {where} has {longest} tokens; give at least {-(-longest // sp)}")
+    tokens, rows = training_limits(config) if training else forward_limits(config)
+    if rows is None and longest > tokens:
+        flag = "forward" if not training and config.forward_max_token_len_per_gpu else "ppo"
+        row = int(batch.row_id[batch.lengths.index(longest)])
+        where = f"{path}:{row + 1}" if path else f"row {row}"
+        raise UserError(
+            f"--{flag}-max-token-len-per-gpu {tokens // sp}: {where} has {longest} tokens; give at least "
+            f"{-(-longest // sp)}"
+        )
 
 
 class DataParallelPPOCritic:
@@ -512,12 +555,8 @@ class DataParallelPPOCritic:
 
     def forward_micro_batch(self, micro, lengths):
         """Values of the actions of a micro-batch: (T,) float32, zero on every other token."""
-        dtype = compute_dtype(self.config, self.layout.device)
-        cast = self.config.strategy == "none" and dtype != torch.float32  # FSDP casts by itself
-        with torch.autocast(self.layout.device.type, dtype, enabled=cast):
-            forward = self.forward_packed if self.config.use_remove_padding else self.forward_padded
-            v_T = forward(micro.input_ids, lengths)
-        return common.values_of_actions(v_T, micro.response_mask)
+        forward = self.forward_packed if self.config.use_remove_padding else self.forward_padded
+        return common.values_of_actions(forward(micro.input_ids, lengths), micro.response_mask)
 
     def forward_packed(self, ids_T, lengths):
         """(T,) ids, sequences end to end -> (T,) values by position; no padding is computed."""
@@ -525,10 +564,10 @@ class DataParallelPPOCritic:
         pad = -len(ids_T) % layout.sp_size  # up to a multiple, as a sequence of its own
         lengths = lengths + [pad] * (pad > 0)
         position_ids = torch.cat([torch.arange(n) for n in lengths]).to(ids_T.device, non_blocking=True)
-        common.set_pack(lengths, ids_T.device, layout.sp_group)
+        common.set_pack(lengths, ids_T.device, layout.sp_group, self.config.attn_implementation)
         t = len(position_ids) // layout.sp_size
         mine = slice(layout.sp_rank * t, (layout.sp_rank + 1) * t)
-        v_T = self.model(input_ids=F.pad(ids_T, (0, pad))[None, mine], position_ids=position_ids[None, mine])[0]
+        v_T = self.predict(input_ids=F.pad(ids_T, (0, pad))[None, mine], position_ids=position_ids[None, mine])[0]
         if layout.sp_group is not None:
             v_T = common.GatherSlices.apply(v_T, layout.sp_group)
         return v_T[: len(ids_T)]
@@ -539,8 +578,15 @@ class DataParallelPPOCritic:
         length_B = torch.tensor(lengths, device=ids_T.device)
         mask_BL = torch.arange(ids_BL.shape[1], device=ids_T.device) < length_B[:, None]
         position_ids_BL = torch.arange(ids_BL.shape[1], device=ids_T.device).expand_as(ids_BL)
-        v_BL = self.model(input_ids=ids_BL, attention_mask=mask_BL.long(), position_ids=position_ids_BL)
+        v_BL = self.predict(input_ids=ids_BL, attention_mask=mask_BL.long(), position_ids=position_ids_BL)
         return v_BL[mask_BL]
+
+    def predict(self, **inputs):
+        """The model's forward in the compute dtype: FSDP casts by itself, plain weights need autocast."""
+        dtype = compute_dtype(self.config, self.layout.device)
+        cast = self.config.strategy == "none" and dtype != torch.float32
+        with torch.autocast(self.layout.device.type, dtype, enabled=cast):
+            return self.model(**inputs)
 
     @torch.no_grad()
     def compute_values(self, batch):
@@ -552,10 +598,17 @@ class DataParallelPPOCritic:
             vpreds_T = self.forward_micro_batch(*self.micro_batch(batch, rows))
             if rows:
                 values_T[batch.token_index(rows).to(layout.device)] = vpreds_T
-        if config.strategy == "fsdp2":
-            self.model.reshard()  # without a backward the root keeps its weights gathered
+        self.free_gathered()
         dist.all_reduce(values_T, group=layout.dp_group)  # each token was computed by one group; the rest added zeros
         return values_T.cpu()
+
+    def free_gathered(self):
+        """Frees the gathered weights that FSDP's root keeps after a forward, for a backward that may not come."""
+        if self.config.strategy == "fsdp2":
+            self.model.reshard()
+        elif self.config.strategy == "fsdp1":
+            for handle in self.model._all_handles:
+                handle.reshard(True)
 
     def update_critic(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
@@ -570,8 +623,9 @@ class DataParallelPPOCritic:
             for mini in batch.select(order).split(config.ppo_mini_batch_size):
                 mini_batches += 1
                 counts = common.loss_counts(mini.response_mask, mini.cu_seqlens)
-                if counts.tokens == 0:
-                    continue  # no action, nothing to learn; AdamW would move the weights all the same
+                finite = all(x_T[mini.response_mask].isfinite().all() for x_T in (mini.values, mini.returns))
+                if counts.tokens == 0 or not finite:
+                    continue  # nothing to learn; without an action AdamW would move the weights all the same
                 micros, sums = self.my_micro_batches(mini, *training_limits(config)), torch.zeros_like(totals)
                 for i, rows in enumerate(micros):
                     with self.gradient_sync(i == len(micros) - 1 or not config.defer_grad_sync):
@@ -631,7 +685,9 @@ class DataParallelPPOCritic:
         """Clips and steps -> gradient norm before clipping. A norm that is not finite skips the step, on all ranks."""
         parameters = self.optimizer.param_groups[0]["params"]
         if self.config.strategy == "none" and WORLD_SIZE > 1:
-            gradients = [p.grad for p in parameters if p.grad is not None]
+            gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = gradient  # an expert may have seen no token here, but some on another rank
             for work in [dist.all_reduce(g, async_op=True) for g in gradients]:
                 work.wait()
             torch._foreach_div_(gradients, WORLD_SIZE)
@@ -666,87 +722,127 @@ class CriticWorker:
         self.config = config
         self.tokenizer = load_tokenizer(config)
         self.model_config = load_model_config(config, self.tokenizer)
-        heads = self.model_config.get_text_config().num_attention_heads
+        self.vocab_size = self.model_config.get_text_config().vocab_size
+        heads = getattr(self.model_config.get_text_config(), "num_attention_heads", 1)
         if heads % config.ulysses_size:
             raise UserError(f"--ulysses-size {config.ulysses_size}: must divide the model's {heads} attention heads")
         self.device = common.setup_distributed(config.timeout_minutes)
+        half = compute_dtype(config, self.device) != torch.float32
+        if config.strategy == "fsdp1" and config.defer_grad_sync and half:
+            raise UserError("--defer-grad-sync: fsdp1 would add gradients up in bfloat16; use --strategy fsdp2")
         self.layout = make_layout(config, self.device)
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self):
-        """Builds the sharded model and its optimizer, and refuses a model whose packed rows see each other."""
+        """Builds the sharded model and its optimizer, and refuses a model that cannot work as a critic here."""
         config, layout = self.config, self.layout
-        common.Pack.kernel = config.attn_implementation
         model, flops, count, story = build_value_model(config, self.model_config, layout)
         self.critic = DataParallelPPOCritic(config, model, flops, layout)
         torch.manual_seed(config.seed)  # building drew numbers on rank 0 alone
         print0(f"model      {config.model} ({self.model_config.model_type}), {count:,} parameters: {story}")
         shard = layout.fsdp_mesh.shape[-1]
-        spread = f"{config.strategy} over {shard} x {WORLD_SIZE // shard} replicas"
+        spread = f"{config.strategy}, {shard} shards x {WORLD_SIZE // shard} replicas"
         spread = "a copy on each rank" if config.strategy == "none" else spread
         print0(f"layout     ranks {WORLD_SIZE} = dp {layout.dp_size} x sp {layout.sp_size}; weights: {spread}")
         dtype = str(compute_dtype(config, self.device)).removeprefix("torch.")
         print0(f"precision  {dtype} products on {self.device.type}; weights, gradients, value head float32")
-        if not config.use_remove_padding:
-            print0(f"attention  padded rows, {model.model.config._attn_implementation}")
-            return
-        leak = self.packing_leak()
-        if leak > (1e-5 if dtype == "float32" else 1e-3):
-            raise UserError(
-                f"--model {config.model}: packed rows see each other (hidden states move by {leak:.0e} when only the "
-                "neighbour changes), so padding cannot be removed; add --no-use-remove-padding"
-            )
-        print0(f"attention  packed rows, kernel {common.Pack.used}; leak between rows {leak:.0e}")
+        self.check_model(model.model)
 
     @torch.no_grad()
-    def packing_leak(self):
-        """common.packing_leak of the backbone: its hidden states, since a head of zeros would hide a leak."""
-        model, seen = self.critic.model, []
-        hook = model.model.register_forward_hook(lambda module, args, out: seen.append(out.last_hidden_state[0]))
-        model.eval()
+    def check_model(self, backbone):
+        """UserError unless the model is causal, and packed rows give the hidden states of its own padded attention.
 
-        def forward(ids_T, lengths):
-            self.critic.forward_packed(ids_T.to(self.device), lengths)
-            hidden_TD = seen.pop()
-            return common.GatherSlices.apply(hidden_TD, self.layout.sp_group) if self.layout.sp_group else hidden_TD
+        Two short rows tell: a model that lets packed rows see each other, or whose attention has a part that the packed
+        one does not know, shows it there. What shows only in long rows is looked up instead.
+        """
+        critic, packed, seen = self.critic, self.config.use_remove_padding, []
+        hook = critic.model.score.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, 1)))
+        critic.model.eval()
 
-        vocab_size = self.model_config.get_text_config().vocab_size
-        leak = common.packing_leak(forward, vocab_size, self.layout.sp_size)
+        def hidden_states(ids_T, lengths, packed=packed):
+            (critic.forward_packed if packed else critic.forward_padded)(ids_T.to(self.device), lengths)
+            sliced = packed and self.layout.sp_group is not None
+            return common.GatherSlices.apply(seen.pop(), self.layout.sp_group) if sliced else seen.pop()
+
+        half, n = compute_dtype(self.config, self.device) != torch.float32, 8 * self.layout.sp_size
+        most_leak, most_off = (1e-2, 5e-2) if half else (1e-5, 1e-4)
+        problem, leak, off = "", math.inf, 0.0
+        kinds = set(getattr(self.model_config.get_text_config(), "layer_types", None) or ())
+        unknown = kinds - {"full_attention", "sliding_attention"}
+        _, (_, window, sliding) = critic.flops.per_pair
+        try:
+            leak = common.influence(hidden_states, self.vocab_size, n)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            problem = f"does not run: {common.one_line(error)}"
+        if not problem and leak > most_leak:
+            problem = f"lets tokens see later ones or another row (hidden states move by {leak:.0e})"
+        elif not problem and packed and unknown:
+            problem = f"has layers of {', '.join(sorted(unknown))}, which packed rows might lose"
+        elif not problem and packed and sliding and window not in common.Pack.windows:
+            problem = f"does not tell its attention the sliding window of {window}, which packed rows would lose"
+        elif not problem and packed:
+            kernel, ids_T = common.Pack.used, torch.arange(2 * n) % self.vocab_size
+            packed_TD = hidden_states(ids_T, [n, n])
+            backbone.set_attn_implementation("eager")
+            off = common.relative_error(packed_TD, hidden_states(ids_T, [n, n], packed=False))
+            backbone.set_attn_implementation("packed")
+            if off > most_off:
+                problem = f"gives other hidden states for packed rows than for padded ones, by {off:.0e}"
+        if problem:
+            remedy = "; add --no-use-remove-padding" if packed else ""
+            raise UserError(f"--model {self.config.model}: {type(backbone).__name__} {problem}{remedy}")
         hook.remove()
-        if self.config.strategy == "fsdp2":
-            model.reshard()
-        return leak
+        critic.free_gathered()
+        if packed:
+            print0(f"attention  packed rows, kernel {kernel}; leak between rows {leak:.0e}, off padded ones {off:.0e}")
+        else:
+            print0(f"attention  padded rows, {backbone.config._attn_implementation}; leak from later tokens {leak:.0e}")
+
+    def check_batch(self, batch, training):
+        """Raises UserError or ValueError for rows that this critic cannot take."""
+        check_budget(self.config, batch, training)
+        if len(batch) and int(batch.input_ids.max()) >= self.vocab_size:
+            raise ValueError(f"token id {int(batch.input_ids.max())} is outside the vocabulary of {self.vocab_size}")
+        if batch.multi_modal_inputs is not None:
+            raise ValueError("multi_modal_inputs: this critic reads text only")
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, batch):
         """Values of the caller's rows: (T,) float32, zero where response_mask is false."""
-        check_budget(self.config, batch)
+        self.check_batch(batch, training=False)
         return self.critic.compute_values(batch)
 
     @register(Dispatch.DP_COMPUTE_PROTO, needs=("values", "returns"))
     def update_critic(self, batch):
         """One PPO update on the rows of all ranks, with their old values and returns -> metrics, equal on all ranks."""
-        check_budget(self.config, batch)
+        self.check_batch(batch, training=True)
         start = time.perf_counter()
         with common.CommTimer() as comm:
             metrics = self.critic.update_critic(batch)
-        seconds = time.perf_counter() - start
+        spent = torch.tensor([time.perf_counter() - start, common.peak_memory_gib(self.device)])
+        dist.all_reduce(spent, dist.ReduceOp.MAX)  # of the slowest, and of the fullest rank
+        seconds, memory = spent.tolist()
         mask = batch.response_mask
-        for name in ("values", "returns"):
-            x = getattr(batch, name)[mask].double() if mask.any() else torch.full((1,), math.nan)
+        for name in ("values", "returns") if mask.any() else ():
+            x = getattr(batch, name)[mask].double()
             metrics |= {f"critic/{name}_mean": x.mean(), f"critic/{name}_std": x.std(correction=0)}
             metrics |= {f"critic/{name}_min": x.min(), f"critic/{name}_max": x.max()}
         metrics["critic/explained_var"] = common.explained_variance(common.moments(batch.values, batch.returns, mask))
-        epochs, peak = self.config.ppo_epochs, common.device_peak_flops(self.device)
+        epochs, half = self.config.ppo_epochs, compute_dtype(self.config, self.device) == torch.bfloat16
+        peak = common.device_peak_flops(self.device) if half else None  # the table is of bfloat16
         flops = 3 * epochs * sum(self.critic.flops.forward_flops(n) for n in batch.lengths)
         metrics |= {
             "perf/tokens_per_second": epochs * len(batch.input_ids) / seconds,
             "perf/mfu": flops / (seconds * WORLD_SIZE * peak) if peak else math.nan,
-            "perf/peak_memory_gib": common.peak_memory_gib(self.device),
+            "perf/peak_memory_gib": memory,
             "perf/time_update": seconds,
         }
         if self.device.type == "cpu":
-            metrics |= {"perf/time_comm_wait": comm.seconds, "perf/time_compute": seconds - comm.seconds}
+            wait = torch.tensor(comm.seconds / WORLD_SIZE)
+            dist.all_reduce(wait)
+            metrics |= {"perf/time_comm_wait": wait, "perf/time_compute": seconds - wait}
         return {name: float(value) for name, value in metrics.items()}
 
     @register(Dispatch.ONE_TO_ALL)
@@ -763,6 +859,7 @@ class CriticWorker:
 
     def move(self, device):
         model, optimizer = self.critic.model, self.critic.optimizer
+        self.critic.free_gathered()
         if self.config.strategy == "fsdp1":
             for handle in model._all_handles:  # .to() would leave the local shard behind in the old memory
                 handle.flat_param_to(device)
@@ -784,27 +881,32 @@ class CriticWorker:
         with common.complete_or_absent(folder) as tmp:
             dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True))
             if RANK == 0:
-                counters = {"updates": self.critic.updates, "optimizer_steps": self.critic.optimizer_steps}
+                state = {"updates": self.critic.updates, "optimizer_steps": self.critic.optimizer_steps}
+                state |= {"config": dataclasses.asdict(self.config), "model_config": architecture(self.model_config)}
                 with open(os.path.join(tmp, "trainer.json"), "w") as file:
-                    json.dump({**counters, "config": dataclasses.asdict(self.config)}, file, indent=1)
+                    json.dump(state, file, indent=1)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
         """Restores what save_checkpoint wrote, on any world size and strategy. UserError: damaged or foreign."""
-        common.check_complete(folder, "--resume")
+        saved, model_now = read_trainer_state(folder), architecture(self.model_config)
+        other = [f"{k} {v} there, {model_now[k]} here" for k, v in saved["model_config"].items() if model_now[k] != v]
+        if other:
+            raise UserError(f"--resume {folder}: is of another model: {'; '.join(other)}")
+        now = json.loads(json.dumps(dataclasses.asdict(self.config)))  # tuples as lists, as they come back
+        changed = [f"{k} {v} -> {now[k]}" for k, v in saved["config"].items() if k in now and now[k] != v]
+        print0(f"resume     {folder}, update {saved['updates']}" + (", with " if changed else "") + ", ".join(changed))
         tensors, model_state, optimizer_state = self.checkpoint_tensors()
         try:
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
         except CheckpointException as error:
             cause, _ = next(iter(error.failures.values()))  # of the first rank that has one
-            raise UserError(f"--resume {folder}: does not fit this critic ({common.first_line(cause)})") from None
+            raise UserError(f"--resume {folder}: does not fit this critic ({common.one_line(cause)})") from None
         set_state_dict(
             self.critic.model, self.critic.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
         )
         torch.set_rng_state(tensors["rng"])
-        with open(os.path.join(folder, "trainer.json")) as file:
-            counters = json.load(file)
-        self.critic.updates, self.critic.optimizer_steps = counters["updates"], counters["optimizer_steps"]
+        self.critic.updates, self.critic.optimizer_steps = saved["updates"], saved["optimizer_steps"]
 
     def checkpoint_tensors(self):
         """All state as one flat dict of tensors, and the model's and optimizer's state dicts that share them."""
@@ -835,6 +937,24 @@ class CriticWorker:
                 save_hf(state, self.model_config, tmp)
                 if self.tokenizer is not None:
                     self.tokenizer.save_pretrained(tmp)
+
+
+def architecture(model_config):
+    """What makes two models the same, of a transformers config, as plain JSON."""
+    fields = json.loads(model_config.to_json_string(use_diff=False))
+    passing = ("transformers_version", "_name_or_path", "architectures", "dtype", "_attn_implementation", "use_cache")
+    return {key: value for key, value in fields.items() if key not in passing}
+
+
+def read_trainer_state(folder):
+    """Counters and settings of a checkpoint. UserError: damaged, or not a checkpoint of this script."""
+    common.check_complete(folder, "--resume")
+    try:
+        with open(os.path.join(folder, "trainer.json")) as file:
+            state = json.load(file)
+        return {key: state[key] for key in ("updates", "optimizer_steps", "config", "model_config")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--resume {folder}: not a checkpoint of this script ({common.one_line(error)})") from None
 
 
 def save_hf(state, model_config, folder):
@@ -875,33 +995,34 @@ def load_rows(run, tokenizer, model_config):
         "skip_bad_rows": run.skip_bad_rows,
     }
     if not run.rollouts:
-        toy = [common.rows_to_batch(common.toy_rows(n, config.seed, n == 512), "toy", **options) for n in (8192, 512)]
-        return tuple(toy)
-    train = common.read_jsonl(run.rollouts, "--rollouts", **options)
-    held_out = common.read_jsonl(run.eval_rollouts, "--eval-rollouts", **options) if run.eval_rollouts else None
-    check_budget(config, train, run.rollouts)
-    if held_out is not None:
-        check_budget(config, held_out, run.eval_rollouts)
-    if run.recorded_values and train.values is None:
-        raise UserError(f'--recorded-values: the rows of {run.rollouts} have no "values"')
+        train = common.rows_to_batch(common.toy_rows(8192, config.seed), "toy", **options)
+        held_out = common.rows_to_batch(common.toy_rows(512, config.seed, held_out=True), "toy", **options)
+        return train, held_out
+    train = common.read_jsonl(run.rollouts, "--rollouts", with_values=run.recorded_values, **options)
+    check_budget(config, train, training=True, path=run.rollouts)
+    if not run.recorded_values:
+        check_budget(config, train, training=False, path=run.rollouts)
+    if not run.eval_rollouts:
+        return train, None
+    held_out = common.read_jsonl(run.eval_rollouts, "--eval-rollouts", **options)
+    check_budget(config, held_out, training=False, path=run.eval_rollouts)
     return train, held_out
 
 
 def rows_of_step(step, n, run):
-    """Indices of the rows of update `step` (from 0). Each pass over the n rows has its own order, its last update takes
-    what is left. A function of the step alone: a resumed run needs to know nothing else."""
-    size = run.train_batch_size or run.critic.ppo_mini_batch_size
-    a_pass, piece = divmod(step, math.ceil(n / size))
-    return common.permutation(n, run.critic.seed, "rows", a_pass)[piece * size : (piece + 1) * size]
+    """Indices of the rows of update `step` (from 0). Each pass over the n rows has its own order, cut into updates as
+    evenly as can be. A function of the step alone: a resumed run needs to know nothing else."""
+    pieces = math.ceil(n / (run.train_batch_size or run.critic.ppo_mini_batch_size))
+    a_pass, piece = divmod(step, pieces)
+    return common.permutation(n, run.critic.seed, "rows", a_pass)[piece::pieces]
 
 
-def count_optimizer_steps(n, run):
-    """(optimizer steps, rows) of the whole run over n rows, skipped steps not known yet."""
-    mini, size = run.critic.ppo_mini_batch_size, run.train_batch_size or run.critic.ppo_mini_batch_size
-    sizes = [min(size, n - first) for first in range(0, n, size)]  # of the updates of one pass
-    passes, rest = divmod(run.steps, len(sizes))
-    steps = lambda part: sum(math.ceil(rows / mini) for rows in part) * run.critic.ppo_epochs
-    return passes * steps(sizes) + steps(sizes[:rest]), passes * n + sum(sizes[:rest])
+def count_work(n, run):
+    """(rows, optimizer steps) of the whole run over n rows, skipped steps not known yet."""
+    pieces = math.ceil(n / (run.train_batch_size or run.critic.ppo_mini_batch_size))
+    sizes = [len(range(step % pieces, n, pieces)) for step in range(run.steps)]
+    mini_batches = sum(math.ceil(size / run.critic.ppo_mini_batch_size) for size in sizes)
+    return sum(sizes), mini_batches * run.critic.ppo_epochs
 
 
 def add_returns(batch, run):
@@ -918,19 +1039,17 @@ def add_returns(batch, run):
 
 def evaluate(worker, rows, gamma):
     """Held-out metrics against Monte-Carlo returns; loss stands beside that of the best constant."""
-    mine = rows.select(range(RANK, len(rows), WORLD_SIZE))
-    mine.values = worker.compute_values(mine)
-    whole = common.gather(mine)
-    mask, reward_B = whole.response_mask, torch.zeros(len(whole))
-    _, returns = common.gae(whole.token_level_rewards, whole.values, mask, whole.cu_seqlens, gamma, lam=1.0)
-    reward_B.index_add_(0, common.row_of_token(whole.cu_seqlens), whole.token_level_rewards)
-    last = common.last_actions(mask, whole.cu_seqlens)
+    values, mask = worker.critic.compute_values(rows), rows.response_mask
+    _, returns = common.gae(rows.token_level_rewards, values, mask, rows.cu_seqlens, gamma, lam=1.0)
+    reward_B = torch.zeros(len(rows))
+    reward_B.index_add_(0, common.row_of_token(rows.cu_seqlens), rows.token_level_rewards)
+    last = common.last_actions(mask, rows.cu_seqlens)
     binary = bool(((reward_B == 0) | (reward_B == 1)).all())
     return {
-        "eval/explained_var": common.explained_variance(common.moments(whole.values, returns, mask)),
-        "eval/vf_loss": float(0.5 * (whole.values - returns)[mask].double().square().mean()),
+        "eval/explained_var": common.explained_variance(common.moments(values, returns, mask)),
+        "eval/vf_loss": float(0.5 * (values - returns)[mask].double().square().mean()),
         "eval/constant_loss": float(0.5 * returns[mask].double().var(correction=0)),
-        "eval/auc": common.auc(whole.values[last][last >= 0], reward_B[last >= 0]) if binary else math.nan,
+        "eval/auc": common.auc(values[last][last >= 0], reward_B[last >= 0]) if binary else math.nan,
     }
 
 
@@ -940,25 +1059,27 @@ def main(run):
     tokenizer = load_tokenizer(run.critic)
     model_config = load_model_config(run.critic, tokenizer)
     train, held_out = load_rows(run, tokenizer, model_config)
-    optimizer_steps, rows_seen = count_optimizer_steps(len(train), run)
+    rows_seen, optimizer_steps = count_work(len(train), run)
     config = dataclasses.replace(run.critic, total_training_steps=run.critic.total_training_steps or optimizer_steps)
+    first_step = read_trainer_state(run.resume)["updates"] if run.resume else 0
+    if run.resume and first_step >= run.steps:
+        raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
 
     worker = CriticWorker(config)
     worker.init_model()
-    first_step = 0
     if run.resume:
         worker.load_checkpoint(run.resume)
-        first_step = worker.critic.updates
-        if first_step >= run.steps:
-            raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
     tokens, actions = len(train.input_ids), int(train.response_mask.sum())
     print0(
         f"rows       {len(train):,} rows, {tokens:,} tokens, {actions:,} actions, longest row {max(train.lengths):,}"
     )
-    epochs, mini, lr = config.ppo_epochs, config.ppo_mini_batch_size, worker.critic.peak_lr
-    print0(f"steps      {run.steps} updates = {rows_seen:,} rows = {rows_seen / len(train):.1f} passes over them")
-    print0(f"optimizer  {rows_seen:,} rows x {epochs} epochs / {mini} rows = {optimizer_steps} steps at lr {lr:g}")
-    logger = common.Logger(run.out_dir, dataclasses.asdict(run), bool(run.resume), run.wandb_project)
+    passes, minis = rows_seen / len(train), optimizer_steps / run.steps / config.ppo_epochs
+    print0(f"steps      {run.steps} updates x {rows_seen / run.steps:.6g} rows = {passes:.3g} passes over the rows")
+    print0(
+        f"optimizer  {run.steps} updates x {config.ppo_epochs} epochs x {minis:.6g} mini-batches = {optimizer_steps} "
+        f"steps, lr {worker.critic.peak_lr:g}"
+    )
+    logger = common.Logger(run.out_dir, dataclasses.asdict(run), first_step, run.wandb_project)
     start = time.perf_counter()
     for step in range(first_step, run.steps + 1):
         last = step == run.steps
@@ -976,6 +1097,8 @@ def main(run):
             batch.values = worker.compute_values(batch)
         add_returns(batch, run)
         metrics = worker.update_critic(batch)
+        if not math.isfinite(metrics.get("critic/values_mean", 0.0)):
+            raise UserError(f"step {step}: values are not finite, the training has diverged; lower --lr")
         metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
         logger.log(step + 1, metrics)
         print0(common.step_line(step + 1, run.steps, metrics))
