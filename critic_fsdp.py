@@ -279,7 +279,7 @@ def drop_no_more(model_config):
         if isinstance(value, transformers.PreTrainedConfig):
             drop_no_more(value)
         elif ("drop" in key or "jitter" in key) and isinstance(value, int | float) and not isinstance(value, bool):
-            setattr(model_config, key, 0.0)
+            setattr(model_config, key, type(value)(0))
 
 
 def read_weights(config, model_config):
@@ -608,7 +608,8 @@ class DataParallelPPOCritic:
             self.model.reshard()
         elif self.config.strategy == "fsdp1":
             for handle in self.model._all_handles:
-                handle.reshard(True)
+                if handle.uses_sharded_strategy:  # there is nothing to free on a single rank
+                    handle.reshard(True)
 
     def update_critic(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
@@ -765,7 +766,7 @@ class CriticWorker:
             return common.GatherSlices.apply(seen.pop(), self.layout.sp_group) if sliced else seen.pop()
 
         half, n = compute_dtype(self.config, self.device) != torch.float32, 8 * self.layout.sp_size
-        most_leak, most_off = (1e-2, 5e-2) if half else (1e-5, 1e-4)
+        most_leak, most_off = (2e-2, 1e-1) if half else (1e-5, 1e-4)
         problem, leak, off = "", math.inf, 0.0
         kinds = set(getattr(self.model_config.get_text_config(), "layer_types", None) or ())
         unknown = kinds - {"full_attention", "sliding_attention"}

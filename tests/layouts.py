@@ -1,6 +1,6 @@
 """Runs under torchrun: one mini-batch through every layout that so many ranks allow -> gradients before clipping.
 
-    torchrun --nproc-per-node 4 tests/layouts.py MODEL_FOLDER OUT.pt
+    torchrun --nproc-per-node 4 tests/layouts.py MODEL_FOLDER OUT.pt [LAYOUT ...]      only these, on the ragged rows
 
 test_layouts.py compares them with a plain float64 loop.
 """
@@ -42,14 +42,15 @@ def layouts():
             yield f"{strategy}, 2 replicas, ulysses {sp}", dict(strategy=strategy, fsdp_size=2, ulysses_size=sp)
 
 
-def main(model, out):
+def main(model, out, *only):
     results = {}
     for name, fields in layouts():
+        if only and name not in only:
+            continue
         worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=model, **fields))
         worker.init_model()
         worker.critic.peak_lr = 0.0  # every case starts from the same weights: steps do not move them
         worker.critic.config = dataclasses.replace(worker.config, weight_decay=0.0)
-        packed = fields.get("use_remove_padding", True)
 
         def run(case, rows, mine, worker=worker, name=name, **changes):
             batch = ROWS[rows].select(mine)
@@ -63,10 +64,12 @@ def main(model, out):
             key = (name, case, rows, changes.get("loss_agg_mode", "token-mean"))
             results[key] = {"gradients": seen.pop(), "values": common.gather(whole).values, "metrics": metrics}
 
+        if only:
+            run("budget 60", "ragged", range(RANK, 21, WORLD_SIZE), **BATCHING["budget 60"])
+            continue
         spread, rank0 = range(RANK, 21, WORLD_SIZE), range(21) if RANK == 0 else []
         for case, changes in BATCHING.items():
-            if packed or "budget 60" not in case or fields.get("ulysses_size", 1) == 1:
-                run(case, "ragged", spread, **changes)
+            run(case, "ragged", spread, **changes)
         for mode in common.LOSS_AGG_MODES[1:]:
             run("budget 60", "ragged", spread, **BATCHING["budget 60"], loss_agg_mode=mode, response_length_limit=50)
         run("rows on rank 0", "ragged", rank0, **BATCHING["budget 60"])

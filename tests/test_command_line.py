@@ -42,8 +42,11 @@ def test_help_explains_every_flag():
 BAD_FLAGS = {
     "--ppo-mini-batch-size 0: must be above 0": Config(ppo_mini_batch_size=0),
     "--lr nan: must be above 0": Config(lr=math.nan),
+    "--lr inf: must be finite": Config(lr=math.inf),
+    "--seed -1: must be finite and not below 0": Config(seed=-1),
+    "--strategy fsdp3: must be one of fsdp2, fsdp1, none": Config(strategy="fsdp3"),
     "--cliprange-value -1": Config(cliprange_value=-1),
-    "--weight-decay -0.1: must not be below 0": Config(weight_decay=-0.1),
+    "--weight-decay -0.1: must be finite and not below 0": Config(weight_decay=-0.1),
     "--betas (0.9, 1.0)": Config(betas=(0.9, 1.0)),
     "--ulysses-size 3: must divide the 4 ranks": Config(ulysses_size=3),
     "--ulysses-size 2: needs packed rows; drop --no-use-remove-padding": Config(
@@ -185,7 +188,8 @@ def test_every_pass_takes_every_row_once(n, size, mini, steps, epochs):
     for first in range(0, steps - in_a_pass + 1, in_a_pass):
         assert sorted(sum(rows[first : first + in_a_pass], [])) == list(range(n))
     expected = sum(math.ceil(len(r) / mini) * epochs for r in rows)
-    assert critic_fsdp.count_optimizer_steps(n, config) == (expected, sum(map(len, rows)))
+    assert critic_fsdp.count_work(n, config) == (sum(map(len, rows)), expected)
+    assert max(map(len, rows)) <= size and max(map(len, rows)) - min(map(len, rows)) <= 1
 
 
 def test_a_run_is_described_where_it_is_kept(tmp_path):

@@ -1,5 +1,7 @@
 """common.py against independent computations: verl's recorded numbers, plain loops in float64, and properties."""
 
+import dataclasses
+import inspect
 import json
 import math
 import random
@@ -264,6 +266,27 @@ def test_select_split_and_concat_keep_rows_whole():
         common.concat([batch, random_batch(2)])
 
 
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        ({"response_mask": torch.tensor([1, 1]).bool()}, "row 5: its first token cannot be an action"),
+        ({"response_mask": torch.tensor([0, 1])}, "response_mask must be bool"),
+        ({"cu_seqlens": torch.tensor([0, 3], dtype=torch.int32)}, "cu_seqlens must rise from 0 to the 2 tokens"),
+    ],
+)
+def test_gather_refuses_a_batch_that_is_not_sound(change, fault):
+    batch = common.Batch(
+        input_ids=torch.tensor([1, 2]),
+        cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
+        response_mask=torch.tensor([False, True]),
+        row_id=torch.tensor([5]),
+        truncated=torch.tensor([False]),
+    )
+    assert common.gather(batch).row_id.tolist() == [5]
+    with pytest.raises(ValueError, match=fault):
+        common.gather(dataclasses.replace(batch, **change))
+
+
 def test_gather_refuses_a_row_of_two_owners():
     batch = random_batch(4)
     same(common.gather(batch.select([2, 0, 3, 1])), batch)
@@ -272,11 +295,13 @@ def test_gather_refuses_a_row_of_two_owners():
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 12))
+@given(st.integers(0, 10**6), st.integers(2, 12))
 def test_jsonl_round_trip_is_exact(tmp_path_factory, seed, n):
     path = tmp_path_factory.mktemp("jsonl") / "rows.jsonl"
     batch = random_batch(n, seed)
     common.write_jsonl(batch, path)
+    same(common.read_jsonl(path, with_values=True), batch)
+    batch.values = None
     same(common.read_jsonl(path), batch)
 
 
@@ -318,6 +343,9 @@ BAD_ROWS = {
     "empty response text": ({"response_ids": None, "response": ""}, "empty response"),
     "prompt of another type": ({"prompt_ids": None, "prompt": 7}, "prompt must be text, not 7"),
     "half a surrogate": ('{"prompt": "\\ud800", "response": "a", "reward": 1}', "surrogate"),
+    "messages of another type": ({"prompt_ids": None, "messages": ["hi"]}, 'messages must be a list of {"role"'),
+    "no messages": ({"prompt_ids": None, "messages": []}, 'messages must be a list of {"role"'),
+    "a reward that nothing earned": ({"response_mask": [0, 0]}, "no action that could have earned it"),
     "no chat template": ({"prompt_ids": None, "messages": [{"role": "user", "content": "a"}]}, "chat template"),
     "NaN reward": ({"reward": math.nan}, "reward must be a finite number, not nan"),
     "infinite reward": ({"reward": math.inf}, "reward must be a finite number"),
@@ -330,7 +358,6 @@ BAD_ROWS = {
     ),
     "mask of another length": ({"response_mask": [1]}, "response_mask has 1 entries, the response has 2 tokens"),
     "mask of other things": ({"response_mask": [1, 2]}, "response_mask must hold true and false"),
-    "values of another length": ({"values": [1, 2, 3]}, "values has 3 entries, the response has 2 tokens"),
     "id out of the vocabulary": ({"response_ids": [3, 50]}, "token id 50 is outside the model's vocabulary of 50"),
     "negative id": ({"response_ids": [3, -1]}, "token id -1 is outside"),
     "ids of another type": ({"response_ids": [3, 1.5]}, "response_ids must be a list of whole numbers"),
@@ -349,8 +376,6 @@ def test_a_bad_row_is_named_with_file_line_and_fault(name, tmp_path, capsys):
     options = dict(tokenizer=common.char_tokenizer(), vocab_size=50, max_length=20)
     with pytest.raises(UserError) as error:
         common.read_jsonl(path, **options)
-    if name.startswith("values"):  # then the other rows lack values and are bad as well
-        return
     assert f"{path}:2: " in str(error.value) and fault in str(error.value) and "\n" not in str(error.value)
     batch = common.read_jsonl(path, **options, skip_bad_rows=True)
     assert batch.row_id.tolist() == [0, 2]
@@ -368,9 +393,31 @@ def test_a_missing_an_empty_and_a_hopeless_file(tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="no usable row"):
         common.read_jsonl(tmp_path / "rows.jsonl", skip_bad_rows=True)
-    (tmp_path / "rows.jsonl").write_text(json.dumps(GOOD) + "\n" + json.dumps({**GOOD, "values": [1.0, 2.0]}))
-    with pytest.raises(UserError, match="rows.jsonl:1: no values, though other rows"):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**GOOD, "reward": 0, "response_mask": [0, 0]}))
+    with pytest.raises(UserError, match="no row has an action"):
         common.read_jsonl(tmp_path / "rows.jsonl")
+
+
+def test_values_are_read_where_they_are_asked_for(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    for values, fault in (
+        (None, "no values, which are asked for"),
+        ([1, 2, 3], "values has 3 entries, the response has 2 tokens"),
+        ([1, math.nan], "values must hold finite numbers, not nan"),
+    ):
+        path.write_text(json.dumps({**GOOD, "values": [1, 2]}) + "\n" + json.dumps({**GOOD, "values": values}))
+        with pytest.raises(UserError, match=f"rows.jsonl:2: {fault}"):
+            common.read_jsonl(path, with_values=True)
+        assert common.read_jsonl(path).values is None
+    path.write_text(json.dumps({**GOOD, "values": [1, 2], "response_mask": [0, 1]}))
+    assert common.read_jsonl(path, with_values=True).values.tolist() == [0, 0, 0, 2]
+
+
+def test_a_response_is_closed_once(tmp_path):
+    tokenizer, path = common.char_tokenizer(), tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "response": "b<eos>", "reward": 1, "truncated": None}))
+    assert common.read_jsonl(path, tokenizer=tokenizer).input_ids.tolist() == tokenizer("ab<eos>")["input_ids"]
+    assert len(tokenizer("ab<eos>")["input_ids"]) == 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -401,8 +448,8 @@ def test_token_budget_is_a_hard_cap(lengths, cap, pad, at_least):
         rows = [lengths[i] for i in part]
         assert (len(rows) * max(rows, default=0) if pad else sum(rows)) <= cap
         assert rows == sorted(rows, reverse=True)
-    if not pad and len(parts) > max(at_least, 1):  # best-fit decreasing: at most 11/9 of the optimum + 1
-        assert len(parts) <= 11 / 9 * max(1, math.ceil(sum(lengths) / cap)) + 4
+    if not pad:  # best fit leaves no two parts that would go into one
+        assert len(parts) <= max(at_least, 2 * sum(lengths) / cap + 1)
 
 
 @settings(deadline=None)
@@ -456,14 +503,13 @@ def plain_attention(q, k, v, scale, window, softcap, sinks):
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("softcap, sinks", [(None, False), (2.0, False), (None, True)])
 @pytest.mark.parametrize("kernel", ["auto", "eager"])
-def test_packed_attention_equals_a_plain_loop(window, softcap, sinks, kernel, monkeypatch):
-    monkeypatch.setattr(common.Pack, "kernel", kernel)
+def test_packed_attention_equals_a_plain_loop(window, softcap, sinks, kernel):
     g = torch.Generator().manual_seed(0)
     lengths, heads, kv_heads = [4, 4, 1, 7, 3, 3, 3], 4, 2
     draw = lambda h: torch.randn(1, h, sum(lengths), 8, generator=g, dtype=torch.float64).requires_grad_()
     q, k, v = draw(heads), draw(kv_heads), draw(kv_heads)
     s_aux = torch.randn(heads, generator=g, dtype=torch.float64).requires_grad_() if sinks else None
-    common.set_pack(lengths, "cpu")
+    common.set_pack(lengths, "cpu", kernel=kernel)
     out, _ = common.packed_attention(nn.Module(), q, k, v, None, 0.3, 0.0, window, softcap, s_aux=s_aux)
     assert common.Pack.used == ("eager" if softcap or sinks or kernel == "eager" else "sdpa")
     pieces = [x[0].split(lengths, 1) for x in (q, k, v)]
@@ -490,12 +536,72 @@ def test_packed_attention_refuses_what_it_would_drop():
 
 
 def test_a_kernel_that_cannot_serve_is_refused(monkeypatch):
-    common.set_pack([4], "cpu")
     q = torch.zeros(1, 2, 4, 8)
-    for kernel, extra in (("flash", {}), ("varlen", {}), ("sdpa", {"softcap": 3.0})):
-        monkeypatch.setattr(common.Pack, "kernel", kernel)
-        with pytest.raises(UserError, match=f"--attn-implementation {kernel} cannot serve this model here"):
+    monkeypatch.setattr(common, "flash_attn_varlen_func", lambda: None)
+    sinks, softcap = {"s_aux": torch.zeros(2)}, {"softcap": 3.0}
+    for kernel, extra in (("flash", {}), ("varlen", {}), ("sdpa", softcap), ("sdpa", sinks)):
+        common.set_pack([4], "cpu", kernel=kernel)
+        with pytest.raises(UserError, match=f"--attn-implementation {kernel}: cannot serve this model here"):
             common.packed_attention(nn.Module(), q, q, q, None, **extra)
+    monkeypatch.setattr(common, "flash_attn_varlen_func", None)
+    common.set_pack([4], "cpu", kernel="flash")
+    with pytest.raises(UserError, match="flash: flash-attn is not installed; auto would take sdpa"):
+        common.packed_attention(nn.Module(), q, q, q, None)
+
+
+def by_sequence(q, k, v, cu, *_, **options):
+    """What the variable-length kernels promise, in plain torch: (T,H,D) -> (T,H,D), causal within each sequence."""
+    window = options.get("window_size", (-1, -1))
+    assert window[1] == 0 or options.get("causal"), "not causal"
+    scale = options.get("softmax_scale", options.get("scale"))
+    pieces = [x.transpose(0, 1).split(cu.diff().tolist(), 1) for x in (q, k, v)]
+    back = window[0] + 1 if window[0] >= 0 else None
+    outs = [plain_attention(*p, scale, back, options.get("softcap") or None, None) for p in zip(*pieces, strict=True)]
+    return torch.cat(outs, 1).transpose(0, 1).to(q.dtype)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kernel, grouped", [("flash", True), ("varlen", True), ("varlen", False)])
+def test_the_gpu_kernels_are_called_as_their_signatures_want(kernel, grouped, window, monkeypatch):
+    """No GPU here: a plain function stands for the kernel and checks shapes, order and meaning of the arguments."""
+    lengths, g = [4, 1, 5], torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, 10, 8, generator=g, dtype=torch.float64) for h in (4, 2, 2))
+
+    def flash(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p=0.0, softmax_scale=None, causal=False,
+              window_size=(-1, -1), softcap=0.0):  # fmt: skip
+        assert cu_q is cu_k and max_q == max_k == 5 and q.is_contiguous() and q.shape == (10, 4, 8)
+        return by_sequence(q, k, v, cu_q, softmax_scale=softmax_scale, causal=causal, window_size=window_size)
+
+    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+        assert k.shape[1] == (2 if enable_gqa else 4) and enable_gqa == grouped
+        return by_sequence(q, k, v, cu_q, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(common, "flash_attn_varlen_func", flash)
+    monkeypatch.setattr(common, "varlen_attn", varlen)
+    monkeypatch.setattr(common, "VARLEN_GROUPS_HEADS", grouped)
+    common.set_pack(lengths, "cpu")
+    out = common.ATTENTION[kernel](q, k, v, 0.3, window, None, None)
+    torch.testing.assert_close(out, common.ATTENTION["eager"](q, k, v, 0.3, window, None, None), rtol=1e-6, atol=1e-6)
+
+
+def test_torchs_variable_length_attention_has_the_arguments_we_use():
+    known = inspect.signature(pytest.importorskip("torch.nn.attention.varlen").varlen_attn).parameters
+    assert {"scale", "window_size"} <= known.keys() and ("enable_gqa" in known) == common.VARLEN_GROUPS_HEADS
+
+
+@pytest.mark.parametrize(
+    "name, tflops",
+    [
+        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H20", 148), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L4", 121), ("NVIDIA L40S", 362),
+        ("NVIDIA A10", 125), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA T1000", None),
+    ],
+)  # fmt: skip
+def test_peak_rates_are_those_of_the_device_and_no_others(name, tflops, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert common.device_peak_flops(torch.device("cuda")) == (tflops and tflops * 1e12)
+    assert common.device_peak_flops(torch.device("cpu")) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -506,7 +612,7 @@ def test_a_kernel_that_cannot_serve_is_refused(monkeypatch):
 @pytest.mark.parametrize("name", common.TINY)
 def test_flops_equal_torchs_counter(name):
     """Against FlopCounterMode on eager attention, which computes the full square: so the causal half is added back."""
-    config = common.tiny_config(name, 50)
+    config = transformers.AutoConfig.for_model(**common.tiny_config(name, 50))
     model = transformers.AutoModel.from_config(config, attn_implementation="eager", dtype=torch.float32)
     if "moe" in name:
         model.set_experts_implementation("eager")  # the counter does not know grouped products
@@ -560,6 +666,21 @@ def test_a_damaged_folder_is_named(tmp_path):
     (folder / common.MANIFEST).write_text("{")
     with pytest.raises(UserError, match="no complete checkpoint here"):
         common.check_complete(folder, "--resume")
+    (folder / common.MANIFEST).write_text("[1]")
+    (tmp_path / "checkpoint.old").mkdir()
+    with pytest.raises(UserError, match="no complete checkpoint here .*checkpoint.old is the one before it"):
+        common.check_complete(folder, "--resume")
+
+
+def test_a_folder_of_somebody_else_is_not_replaced(tmp_path):
+    (tmp_path / "thesis.tex").write_text("all of it")
+    with pytest.raises(UserError, match=f"--out-dir {tmp_path}: holds something else"):
+        with common.complete_or_absent(tmp_path):
+            raise AssertionError("too late")
+    assert (tmp_path / "thesis.tex").exists()
+    common.check_replaceable(tmp_path / "new", "--out-dir")
+    (tmp_path / "empty").mkdir()
+    common.check_replaceable(tmp_path / "empty", "--out-dir")
 
 
 def test_char_tokenizer_reads_back_what_it_wrote(tmp_path):

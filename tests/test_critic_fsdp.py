@@ -108,8 +108,7 @@ def test_three_steps_equal_verl(strategy, packed, tmp_path):
 
 
 def tiny(kind="qwen2", **changes):
-    config = common.tiny_config(f"tiny-{kind}", 60)
-    return type(config)(**{**config.to_dict(), **changes})
+    return transformers.AutoConfig.for_model(**{**common.tiny_config(f"tiny-{kind}", 60), **changes})
 
 
 def save_checkpoint_of(kind, folder):
@@ -150,7 +149,7 @@ def save_checkpoint_of(kind, folder):
         ("tied LM", "value head new, normal(0, 0.124)"),
         ("token classification", "value head from its score.weight"),
         ("reward model", "value head from its score.weight (no bias: 0)"),
-        ("two labels", "value head new, normal(0, 0.124) (its score has 2 outputs, not 1)"),
+        ("two labels", "value head new, normal(0, 0.124) (its score.weight is (2, 64), not (1, 64))"),
         ("TRL safetensors", "value head from its v_head.summary.weight"),
         ("TRL bin", "value head from its v_head.summary.weight"),
     ],
@@ -178,7 +177,7 @@ def test_value_head_choices(tmp_path):
     assert torch.equal(new[0]["score.weight"], new[1]["score.weight"])
     assert not torch.equal(new[0]["score.weight"], new[2]["score.weight"])
     save_checkpoint_of("two labels", tmp_path)
-    with pytest.raises(UserError, match="--value-head-init checkpoint.*holds no value head .its score has 2 outputs"):
+    with pytest.raises(UserError, match="--value-head-init checkpoint.*holds no value head .its score.weight is"):
         worker(model=str(tmp_path), value_head_init="checkpoint")
 
 
@@ -192,7 +191,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
 
 
 def test_config_overrides_and_attention_choice_apply(capsys):
-    changes = {"num_hidden_layers": 3, "hidden_size": 32, "layer_types": ["full_attention"] * 3}
+    changes = {"num_hidden_layers": 3, "hidden_size": 32}
     w = worker(override_config=json.dumps(changes))
     assert len(w.critic.model.model.layers) == 3 and w.critic.model.score.in_features == 32
     assert "kernel sdpa" in capsys.readouterr().out
@@ -203,8 +202,11 @@ def test_config_overrides_and_attention_choice_apply(capsys):
     for choice, name in (("auto", "sdpa"), ("eager", "eager"), ("sdpa", "sdpa")):
         padded = worker(use_remove_padding=False, attn_implementation=choice)
         assert padded.critic.model.model.config._attn_implementation == name
-    with pytest.raises(UserError, match="--override-config: Qwen2Config has no 'layers'"):
-        worker(override_config='{"layers": 3}')
+    for key in ("layers", "model_type"):
+        with pytest.raises(UserError, match=f"--override-config: Qwen2Config has no '{key}'"):
+            worker(override_config=json.dumps({key: 3}))
+    with pytest.raises(UserError, match="--override-config .*'hidden_size' expected int"):
+        worker(override_config='{"hidden_size": "wide"}')
     with pytest.raises(UserError, match="must be a JSON object"):
         worker(override_config="[]")
 
@@ -396,12 +398,13 @@ def test_learning_rate_schedules():
     assert w.critic.optimizer_steps == 12 and seen == [6 / 12, 1.0]  # one step a mini-batch; the last rate is reported
 
 
+@pytest.mark.parametrize("poison", [math.nan, 1e30])  # found in the batch; found in the gradient, which overflows
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_step_that_is_not_finite_is_skipped_counted_and_forgotten(strategy):
+def test_a_step_that_is_not_finite_is_skipped_counted_and_forgotten(strategy, poison):
     w, clean = (worker(strategy=strategy, lr_warmup_steps=4, ppo_mini_batch_size=6, shuffle=False) for _ in range(2))
     good, bad = batch_for(w), batch_for(w)
     in_row_1 = common.row_of_token(bad.cu_seqlens) == 1
-    bad.returns = torch.where(bad.response_mask & in_row_1, math.nan, bad.returns)
+    bad.returns = torch.where(bad.response_mask & in_row_1, poison, bad.returns)
     for one in (w, clean):
         one.update_critic(good)
     before = full_weights(w.critic)
@@ -543,7 +546,7 @@ def test_saving_before_the_first_step_changes_nothing(strategy, tmp_path):
         assert torch.equal(x, full_weights(saved.critic)[name]) and torch.equal(x, full_weights(resumed.critic)[name])
 
 
-def test_a_checkpoint_holds_no_pickle_and_damage_is_named(tmp_path):
+def test_a_checkpoint_holds_no_pickle_and_what_is_damaged_or_foreign_is_named(tmp_path, capsys):
     w = worker()
     w.update_critic(batch_for(w))
     w.save_checkpoint(tmp_path / "c")
@@ -551,10 +554,28 @@ def test_a_checkpoint_holds_no_pickle_and_damage_is_named(tmp_path):
     shards = [n for n in names if n.endswith(".safetensors")]
     assert names == {*shards, "trainer.json", common.MANIFEST} and shards
     assert {p.name for p in tmp_path.iterdir()} == {"c"}
-    with pytest.raises(UserError, match="does not fit this critic"):
-        worker(override_config='{"num_hidden_layers": 3}').load_checkpoint(tmp_path / "c")
-    with pytest.raises(UserError, match="does not fit this critic"):
-        worker(override_config='{"hidden_size": 32}').load_checkpoint(tmp_path / "c")
+    for key, value in (
+        ("num_hidden_layers", 1),
+        ("hidden_size", 32),
+        ("num_key_value_heads", 4),
+        ("rms_norm_eps", 0.5),
+    ):
+        other = worker(override_config=json.dumps({key: value}))
+        with pytest.raises(UserError, match=f"is of another model: .*{key} .* there, {value}.* here"):
+            other.load_checkpoint(tmp_path / "c")
+    w.load_checkpoint(tmp_path / "c")
+    capsys.readouterr()
+    worker(seed=3, ppo_epochs=2).load_checkpoint(tmp_path / "c")
+    assert "update 1, with seed 0 -> 3, ppo_epochs 1 -> 2" in capsys.readouterr().out
+    for content, fault in (("{", "JSONDecodeError"), ("{}", "KeyError: 'updates'"), ("[]", "TypeError")):
+        manifest = json.loads((tmp_path / "c" / common.MANIFEST).read_text())
+        kept = (tmp_path / "c" / "trainer.json").read_text()
+        (tmp_path / "c" / "trainer.json").write_text(content)
+        (tmp_path / "c" / common.MANIFEST).write_text(json.dumps({**manifest, "trainer.json": len(content)}))
+        with pytest.raises(UserError, match=f"not a checkpoint of this script .{fault}"):
+            w.load_checkpoint(tmp_path / "c")
+        (tmp_path / "c" / "trainer.json").write_text(kept)
+        (tmp_path / "c" / common.MANIFEST).write_text(json.dumps(manifest))
     shard = tmp_path / "c" / shards[0]
     shard.write_bytes(shard.read_bytes()[:-10])
     with pytest.raises(UserError, match="damaged, shard.* use an earlier checkpoint"):

@@ -11,17 +11,27 @@ import common
 CLIP, LIMIT = 0.5, 50
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    """A small Qwen2 value model with weights large enough that no gradient is negligible."""
-    folder = tmp_path_factory.mktemp("model")
-    config = transformers.Qwen2Config(
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, num_labels=1, classifier_dropout=0.0,
-        tie_word_embeddings=False,
-    )  # fmt: skip
+SIZES = dict(
+    vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, num_labels=1, classifier_dropout=0.0,
+    tie_word_embeddings=False,
+)  # fmt: skip
+MODELS = {
+    "qwen2": transformers.Qwen2Config(**SIZES),
+    "gemma2": transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=8, query_pre_attn_scalar=8),  # soft caps
+    "gpt-oss": transformers.GptOssConfig(  # attention sinks
+        **SIZES, head_dim=8, sliding_window=8, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "qwen3-moe": transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+}
+
+
+def save_model(name, folder):
+    """A small value model with weights large enough that no gradient is negligible."""
     torch.manual_seed(0)
-    model = transformers.Qwen2ForTokenClassification(config)
+    model = transformers.AutoModelForTokenClassification.from_config(MODELS[name])
     for p in model.parameters():
         p.data += 0.05 * torch.randn_like(p)
     model.save_pretrained(folder)
@@ -29,11 +39,16 @@ def model_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def reference(model_folder):
-    """(rows, mode) -> values, loss and gradients by one sequence after another, token after token, in float64."""
+def model_folder(tmp_path_factory):
+    return save_model("qwen2", tmp_path_factory.mktemp("model"))
+
+
+def reference_of(folder):
+    """A function (rows, mode) -> values, loss and gradients by one sequence after another, in float64."""
     model = transformers.AutoModelForTokenClassification.from_pretrained(
-        model_folder, dtype=torch.float64, attn_implementation="eager"
+        folder, dtype=torch.float64, attn_implementation="eager"
     )
+    model.set_experts_implementation("eager")  # grouped products know no float64
 
     def compute(rows, mode):
         batch, values, losses = ROWS[rows], torch.zeros(len(ROWS[rows].input_ids)), []
@@ -58,14 +73,36 @@ def reference(model_folder):
         loss.backward()
         return values, float(loss.detach()), {n: p.grad.clone() for n, p in model.named_parameters()}
 
+    return compute
+
+
+@pytest.fixture(scope="module")
+def reference(model_folder):
+    compute = reference_of(model_folder)
     return {(r, m): compute(r, m) for r in ROWS for m in common.LOSS_AGG_MODES if r == "ragged" or m == "token-mean"}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_layout_makes_the_same_gradient(ranks, model_folder, reference, tmp_path):
+@pytest.mark.parametrize("ranks, cases", [(1, 120), (2, 150), (4, 160)])
+def test_every_layout_makes_the_same_gradient(ranks, cases, model_folder, reference, tmp_path):
     succeeded(torchrun(ranks, ROOT / "tests" / "layouts.py", model_folder, tmp_path / "out.pt"))
-    results = torch.load(tmp_path / "out.pt", weights_only=True)
-    worst = {}
+    worst = compare(tmp_path / "out.pt", reference, cases)
+    print(f"\nlargest relative difference of a gradient to float64, {ranks} ranks, {cases} cases")
+    for layout, error in worst.items():
+        print(f"  {layout:32s} {error:.1e}")
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen2"])
+def test_windows_soft_caps_sinks_and_experts_make_it_too(name, tmp_path):
+    folder = save_model(name, tmp_path / "model")
+    layouts = ("fsdp2, packed", "fsdp2, padded", "none, packed, recompute", "fsdp1, ulysses 2")
+    succeeded(torchrun(2, ROOT / "tests" / "layouts.py", folder, tmp_path / "out.pt", *layouts))
+    compare(tmp_path / "out.pt", {("ragged", "token-mean"): reference_of(folder)("ragged", "token-mean")}, 4)
+
+
+def compare(path, reference, cases):
+    """Asserts that every result equals its reference to 1e-5 -> worst relative difference of each layout."""
+    results, worst = torch.load(path, weights_only=True), {}
+    assert len(results) == cases
     for (layout, case, rows, mode), result in results.items():
         values, loss, gradients = reference[rows, mode]
         assert result["gradients"].keys() == gradients.keys()
@@ -81,6 +118,4 @@ def test_every_layout_makes_the_same_gradient(ranks, model_folder, reference, tm
         assert result["metrics"]["critic/vf_loss"] == pytest.approx(loss, rel=1e-5), what
         assert result["metrics"]["critic/grad_norm"] == pytest.approx(norm, rel=1e-5), what
         worst[layout] = max(worst.get(layout, 0.0), error)
-    print(f"\nlargest relative difference of a gradient to float64, {ranks} ranks, {len(results)} cases")
-    for layout, error in worst.items():
-        print(f"  {layout:32s} {error:.1e}")
+    return worst
