@@ -865,6 +865,7 @@ class CriticWorker:
             for handle in model._all_handles:  # .to() would leave the local shard behind in the old memory
                 handle.flat_param_to(device)
                 handle.flat_param._local_shard = handle.flat_param.data
+                handle.flat_param._tensors = [None] * len(handle.flat_param._tensors)  # views of the last forward
         else:
             model.to(device)
         for state in optimizer.state.values():

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers import full_weights, random_batch
 from test_common import BAD_ROWS, GOOD
+from torch.distributed.fsdp import FSDPModule
 
 import common
 import critic_fsdp
@@ -103,6 +104,59 @@ def resume_and_go_on(folder):
                 torch.testing.assert_close(
                     x, expected["weights"][name], rtol=0, atol=0 if exact else 2e-4, msg=f"{then} {now}"
                 )
+
+
+def whitening_is_over_all_ranks():
+    """masked_whiten of the ranks' parts is that of the whole."""
+    batch = random_batch(16)
+    x, mask = batch.returns, batch.response_mask
+    x = torch.where(mask, 5 + RANK * x, math.nan)  # unlike moments on the ranks; NaN where nothing counts
+    whole_x, whole_mask = torch.zeros(WORLD_SIZE * len(x)), torch.zeros(WORLD_SIZE * len(x))
+    dist.all_gather_into_tensor(whole_x, x)
+    dist.all_gather_into_tensor(whole_mask, mask.float())
+    for shift in (True, False):
+        white = common.masked_whiten(x, mask, shift, over_ranks=True)
+        expected = common.masked_whiten(whole_x, whole_mask.bool(), shift)
+        torch.testing.assert_close(white, expected.view(WORLD_SIZE, -1)[RANK])
+
+
+def gradients_of_bfloat16_are_reduced_in_float32():
+    """What goes over the wire for gradients is float32, for gathered weights bfloat16."""
+    for name, fields in LAYOUTS.items():
+        worker, sent = make(param_dtype="bfloat16", **fields), {}
+        batch = random_batch(16, vocab_size=60).select(range(RANK, 16, WORLD_SIZE))
+        names = ("reduce_scatter_tensor", "reduce_scatter_single", "all_reduce")  # single: FSDP2's since torch 2.13
+        names += ("all_gather_into_tensor", "all_gather_single")
+        kept = {n: getattr(dist, n) for n in names if hasattr(dist, n)}
+        for op, function in kept.items():
+
+            def noted(*args, key_=op, function=function, sent=sent, **kwargs):
+                tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.numel() > 500]
+                sent.setdefault(key_, set()).update(x.dtype for x in tensors)
+                return function(*args, **kwargs)
+
+            setattr(dist, op, noted)
+        worker.update_critic(batch)
+        for op, function in kept.items():
+            setattr(dist, op, function)
+        assert set().union(*(sent.get(n, ()) for n in names[:3])) == {torch.float32}, (name, sent)
+        if name in ("fsdp2", "fsdp1", "ulysses"):
+            assert torch.bfloat16 in set().union(*(sent.get(n, ()) for n in names[3:])), (name, sent)
+
+
+def gathered_weights_are_let_go():
+    """After compute_values no rank holds more than its shards."""
+    batch = random_batch(16, vocab_size=60).select(range(RANK, 16, WORLD_SIZE))
+    worker = make()
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in worker.critic.model.modules() if isinstance(m, FSDPModule)]
+    worker.compute_values(batch)
+    assert len(groups) == 4 and all(g.is_sharded for g in groups)
+    worker = make(strategy="fsdp1")
+    worker.compute_values(batch)
+    handles = worker.critic.model._all_handles
+    assert len(handles) == 4
+    assert all(h.flat_param._full_param_padded.untyped_storage().size() == 0 for h in handles)
+    assert all(p.numel() <= h.flat_param.numel() for h in handles for p in [h.flat_param.data])
 
 
 def waiting_is_measured():

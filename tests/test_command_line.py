@@ -95,6 +95,23 @@ def test_a_bad_row_is_one_line_and_a_non_zero_exit(tmp_path):
     assert flag.returncode != 0 and (flag.stdout + flag.stderr).count("Unrecognized options") <= 2
 
 
+def test_bad_rows_are_left_out_and_counted_where_asked(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    good = [json.dumps({**GOOD, "reward": i % 2}) for i in range(4)]
+    rows.write_text("\n".join([*good, json.dumps({**GOOD, "reward": math.nan}), "{"]))
+    out = succeeded(
+        run(sys.executable, SCRIPT, "--rollouts", rows, "--skip-bad-rows", "--steps", 2, "--out-dir", tmp_path / "out")
+    )
+    assert f"--rollouts {rows}: left out 2 bad rows of 6\n  line 5: reward must be a finite number" in out
+    assert "steps      2 updates x 4 rows = 2 passes over the rows" in out
+
+
+def test_a_run_that_diverges_stops_and_says_so(tmp_path):
+    flags = ("--lr", 1e30, "--grad-clip", "inf", "--steps", 50, "--out-dir", tmp_path / "out")
+    process = run(sys.executable, SCRIPT, *flags)
+    assert process.returncode == 2 and "values are not finite, the training has diverged; lower --lr" in process.stderr
+
+
 def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
     """Every metric of every step, one process against 2 and 4 ranks, relative difference below 1e-5 (printed).
 
@@ -151,12 +168,17 @@ def test_resume_gives_the_run_that_was_never_interrupted(tmp_path):
     assert "step 5/6" in out and "step 4/6" not in out
     whole, resumed = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "resumed")
     assert {step for step, _ in resumed} == {4, 5, 6}
-    assert all(x == whole[key] for key, x in resumed.items())
     assert {p.name for p in (tmp_path / "whole" / "checkpoints").iterdir()} == {"step_4", "step_6"}
     for name in ("curves.png", "run.json", "tensorboard", "hf/config.json"):
         assert (tmp_path / "whole" / name).exists(), name
     late = run(sys.executable, SCRIPT, "--steps", 4, "--resume", checkpoint, "--out-dir", tmp_path / "late")
     assert late.returncode == 2 and "--steps 4" in late.stderr and "has made 4 already" in late.stderr
+    # another end, in the same folder: what stood there of later steps is gone
+    flags[1] = 5
+    succeeded(run(sys.executable, SCRIPT, *flags, "--resume", checkpoint, "--out-dir", tmp_path / "whole"))
+    again, lines = metrics_of(tmp_path / "whole"), (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
+    assert max(step for step, _ in again) == 5 and sum('"critic/vf_loss"' in line for line in lines) == 5
+    assert all(x == whole[key] for key, x in resumed.items())
 
 
 def test_returns_from_lambda_truncation_and_recorded_values(tmp_path):

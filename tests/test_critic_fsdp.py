@@ -2,14 +2,17 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import math
+import statistics
 
 import pytest
 import torch
 import transformers
-from helpers import SHARED, captured_gradients, full_weights, needs_shared, random_batch
+from helpers import SHARED, captured_gradients, full_weights, needs_shared, random_batch, rows_of
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp._flat_param import FlatParameter
 
 import common
 import critic_fsdp
@@ -181,6 +184,29 @@ def test_value_head_choices(tmp_path):
         worker(model=str(tmp_path), value_head_init="checkpoint")
 
 
+def test_defaults_follow_what_the_weights_are(tmp_path):
+    save_checkpoint_of("base LM", tmp_path)
+    assert worker(model=str(tmp_path)).critic.peak_lr == 1e-5 and worker().critic.peak_lr == 1e-3
+    assert worker(lr=0.1).critic.peak_lr == 0.1
+
+
+def test_weights_in_half_precision_become_float32_master_weights(tmp_path):
+    model = transformers.AutoModelForCausalLM.from_config(tiny()).bfloat16()
+    model.save_pretrained(tmp_path)
+    weights = full_weights(worker(model=str(tmp_path)).critic)
+    for name, x in model.model.state_dict().items():
+        assert weights[f"model.{name}"].dtype == torch.float32 and torch.equal(weights[f"model.{name}"], x.float())
+
+
+def test_a_checkpoint_whose_files_are_broken_is_named(tmp_path):
+    save_checkpoint_of("base LM", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(UserError, match="--model .*: its weights do not load"):
+        worker(model=str(tmp_path))
+    with pytest.raises(UserError, match="--model tiny-qwen7: no such preset; there are tiny-qwen2, "):
+        worker(model="tiny-qwen7")
+
+
 def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
     save_checkpoint_of("base LM", tmp_path)
     state = load_file(tmp_path / "model.safetensors")
@@ -302,20 +328,78 @@ def hybrid():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "config",
-    [hybrid(), transformers.BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=2)],
-    ids=["hybrid linear attention", "ignores the attention function"],
-)
-def test_a_model_whose_packed_rows_see_each_other_is_refused(config, tmp_path):
+SMALL = dict(
+    vocab_size=60, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1,
+)  # fmt: skip
+REFUSED = {
+    "hybrid linear attention": (hybrid(), "lets tokens see later ones or another row"),
+    "state space": (
+        transformers.BambaConfig(
+            **SMALL, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, attn_layer_indices=[1]
+        ),
+        "lets tokens see later ones or another row",
+    ),
+    "attention of its own": (
+        transformers.BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=2),
+        "brings its own attention",
+    ),
+    "attention of its own, by class": (
+        transformers.FalconConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=2),
+        "cannot be built",
+    ),
+    "chunked attention": (
+        transformers.Llama4TextConfig(
+            **{**SMALL, "num_hidden_layers": 4}, head_dim=16, num_local_experts=2, attention_chunk_size=8,
+            intermediate_size_mlp=64,
+        ),
+        "layers of chunked_attention, which packed rows might lose",
+    ),
+    "a window it does not pass on": (
+        transformers.PhimoeConfig(**SMALL, num_local_experts=4, sliding_window=8),
+        "does not tell its attention the sliding window of 8",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_packing_would_change_is_refused_and_runs_padded(name, tmp_path):
+    config, reason = REFUSED[name]
     transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="--model .*; add --no-use-remove-padding"):
+    with pytest.raises(UserError, match=f"--model .*{reason}.*; add --no-use-remove-padding"):
         worker(model=str(tmp_path), value_head_init="zero")  # zero: values alone would show no leak
     w = worker(model=str(tmp_path), use_remove_padding=False)
     batch = batch_for(w, 5)
     values = w.compute_values(batch)
     for i, (row, expected) in enumerate(zip(batch.split(1), values.split(batch.lengths), strict=True)):
         torch.testing.assert_close(w.compute_values(row), expected, rtol=1e-4, atol=1e-5, msg=f"row {i}")
+
+
+def test_a_model_that_sees_the_future_is_refused_packed_and_padded(tmp_path):
+    sizes = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
+    transformers.AutoModel.from_config(transformers.BertConfig(**sizes)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="BertSelfAttention asks for more than causal attention"):
+        worker(model=str(tmp_path))
+    with pytest.raises(UserError, match="BertModel lets tokens see later ones"):
+        worker(model=str(tmp_path), use_remove_padding=False)
+
+
+@pytest.mark.parametrize("name", common.TINY)
+def test_packed_and_padded_values_are_the_same(name):
+    """Rows longer than the sliding windows, cut to 8 here, of the presets that have one."""
+    fields = dict(model=name, seed=5)
+    if "sliding_window" in common.tiny_config(name, 60):
+        fields["override_config"] = '{"sliding_window": 8}'
+    packed, padded = worker(**fields), worker(**fields, use_remove_padding=False)
+    batch = batch_for(packed, 9)
+    torch.testing.assert_close(packed.compute_values(batch), padded.compute_values(batch), rtol=1e-4, atol=1e-5)
+
+
+def test_a_soft_cap_is_not_dropped_in_padded_rows():
+    with pytest.raises(UserError, match="--attn-implementation sdpa: would drop the soft cap of tiny-gemma2"):
+        worker(model="tiny-gemma2", attn_implementation="sdpa", use_remove_padding=False)
+    w = worker(model="tiny-gemma2", use_remove_padding=False)
+    assert w.critic.model.model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -460,6 +544,69 @@ def test_mini_batches_are_global_complete_and_shuffled_by_seed_update_and_epoch(
     assert seen == [list(range(12))]
 
 
+def test_evaluation_equals_plain_formulas():
+    w, gamma = worker(), 0.9
+    rows = batch_for(w, 20)
+    rows.token_level_rewards = torch.zeros(len(rows.input_ids))
+    last = common.last_actions(rows.response_mask, rows.cu_seqlens)
+    right = torch.arange(20) % 3 == 0
+    rows.token_level_rewards[last[(last >= 0) & right]] = 1.0
+    values, seen, targets, scores = w.compute_values(rows), [], [], {True: [], False: []}
+    for b, (start, end) in enumerate(rows_of(rows)):
+        actions = [t for t in range(start, end) if rows.response_mask[t]]
+        seen += [float(values[t]) for t in actions]
+        targets += [gamma ** (len(actions) - 1 - k) * float(right[b]) for k in range(len(actions))]
+        if actions:
+            scores[bool(right[b])].append(float(values[actions[-1]]))
+    errors, mean = [r - v for r, v in zip(targets, seen, strict=True)], statistics.fmean(targets)
+    pairs = [(p > n) + 0.5 * (p == n) for p in scores[True] for n in scores[False]]
+    metrics = critic_fsdp.evaluate(w, rows, gamma)
+    assert metrics["eval/vf_loss"] == pytest.approx(0.5 * statistics.fmean(x * x for x in errors), rel=1e-6)
+    assert metrics["eval/constant_loss"] == pytest.approx(
+        0.5 * statistics.fmean((r - mean) ** 2 for r in targets), rel=1e-6
+    )
+    assert metrics["eval/explained_var"] == pytest.approx(
+        1 - statistics.pvariance(errors) / statistics.pvariance(targets), rel=1e-5
+    )
+    assert metrics["eval/auc"] == pytest.approx(statistics.fmean(pairs))
+    rows.token_level_rewards *= 2
+    assert math.isnan(critic_fsdp.evaluate(w, rows, gamma)["eval/auc"])  # rewards of 0 and 2 are no labels
+
+
+def test_limits_of_compute_values_are_its_own(monkeypatch):
+    seen, cut = [], common.micro_batches
+    monkeypatch.setattr(common, "micro_batches", lambda shares, *limits: (seen.append(limits), cut(shares, *limits))[1])
+    sizes = dict(ppo_max_token_len_per_gpu=100, ppo_micro_batch_size_per_gpu=None)
+    for fields, training, forward in (
+        ({}, (100, None), (100, None)),
+        ({"forward_max_token_len_per_gpu": 300}, (100, None), (300, None)),
+        ({"forward_micro_batch_size_per_gpu": 2}, (100, None), (None, 2)),
+        ({"ppo_micro_batch_size_per_gpu": 3}, (100, 3), (100, 3)),
+    ):
+        w = worker(**{**sizes, **fields})
+        batch = batch_for(w)
+        seen.clear()
+        w.compute_values(batch)
+        w.update_critic(batch)
+        assert [s[:2] for s in seen] == [forward, training], fields
+    w = worker(ppo_max_token_len_per_gpu=50, forward_max_token_len_per_gpu=20)
+    with pytest.raises(UserError, match="--forward-max-token-len-per-gpu 20: row"):
+        w.compute_values(batch)
+    assert w.update_critic(batch)["critic/skipped_steps"] == 0
+
+
+def test_ids_and_images_that_the_model_cannot_take_are_refused():
+    w = worker()
+    batch = batch_for(w)
+    batch.multi_modal_inputs = [{} for _ in range(len(batch))]
+    with pytest.raises(ValueError, match="multi_modal_inputs: this critic reads text only"):
+        w.compute_values(batch)
+    batch.multi_modal_inputs = None
+    batch.input_ids[3] = 10**6
+    with pytest.raises(ValueError, match="token id 1000000 is outside the vocabulary of 99"):
+        w.update_critic(batch)
+
+
 def test_a_batch_without_a_needed_column_is_refused():
     w = worker()
     batch = batch_for(w)
@@ -511,6 +658,33 @@ def test_offload_and_onload_between_phases_change_nothing(strategy):
     assert all(torch.equal(x, full_weights(moved.critic)[n]) for n, x in full_weights(still.critic).items())
 
 
+def live_storages():
+    """address -> storage, of every tensor that Python knows of."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter, FlatParameter)]
+    return {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_move_leaves_nothing_in_the_old_memory(strategy, monkeypatch):
+    """With `to` made to copy, as it does between devices, no tensor looks at the old weights and moments any more."""
+    before = live_storages()
+    w = worker(strategy=strategy)
+    batch = batch_for(w)
+    w.update_critic(batch)
+    old = {p: s for p, s in live_storages().items() if p not in before and s.nbytes() > 4 * 90}
+    count = sum(p.numel() for p in w.critic.model.parameters())
+    assert sum(s.nbytes() for s in old.values()) > 2.9 * 4 * count  # weights and two moments
+    weights = full_weights(w.critic)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *_, **__: x.clone())
+    w.move(torch.device("cpu"))
+    monkeypatch.undo()
+    left = {p: s.nbytes() for p, s in live_storages().items() if p in old}
+    assert sum(left.values()) < 0.05 * 4 * count, left
+    assert all(torch.equal(x, weights[n]) for n, x in full_weights(w.critic).items())
+    assert math.isfinite(w.update_critic(batch)["critic/grad_norm"])
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_resume_equals_going_on_bit_for_bit(strategy, tmp_path):
     fields = dict(strategy=strategy, ppo_mini_batch_size=6, ppo_epochs=2, lr_warmup_steps=9)
@@ -530,6 +704,13 @@ def test_resume_equals_going_on_bit_for_bit(strategy, tmp_path):
         }
     weights = full_weights(again.critic)
     assert all(torch.equal(x, weights[n]) for n, x in full_weights(w.critic).items())
+    torch.manual_seed(99)
+    expected = torch.rand(3)
+    torch.manual_seed(99)
+    w.save_checkpoint(tmp_path / "step_4")
+    torch.rand(7)
+    again.load_checkpoint(tmp_path / "step_4")
+    assert torch.equal(torch.rand(3), expected)  # random numbers go on too
     assert torch.equal(w.compute_values(batches[0]), again.compute_values(batches[0]))
 
 

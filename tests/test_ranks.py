@@ -9,7 +9,15 @@ SCENARIOS = ROOT / "tests" / "scenarios.py"
 
 
 @pytest.mark.parametrize(
-    "name", ["rows_come_back_in_the_callers_order", "not_finite_on_one_rank", "waiting_is_measured"]
+    "name",
+    [
+        "rows_come_back_in_the_callers_order",
+        "not_finite_on_one_rank",
+        "whitening_is_over_all_ranks",
+        "gradients_of_bfloat16_are_reduced_in_float32",
+        "gathered_weights_are_let_go",
+        "waiting_is_measured",
+    ],
 )
 def test_on_two_ranks(name):
     assert "ok" in succeeded(torchrun(2, SCENARIOS, name))
