@@ -126,7 +126,7 @@ def gradients_of_bfloat16_are_reduced_in_float32():
         worker, sent = make(param_dtype="bfloat16", **fields), {}
         batch = random_batch(16, vocab_size=60).select(range(RANK, 16, WORLD_SIZE))
         names = ("reduce_scatter_tensor", "reduce_scatter_single", "all_reduce")  # single: FSDP2's since torch 2.13
-        names += ("all_gather_into_tensor", "all_gather_single")
+        names += ("all_gather_into_tensor", "all_gather_single", "all_gather")
         kept = {n: getattr(dist, n) for n in names if hasattr(dist, n)}
         for op, function in kept.items():
 
