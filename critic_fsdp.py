@@ -45,8 +45,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer
@@ -80,13 +87,18 @@ class Config:
     strategy: Literal["fsdp2", "fsdp1", "none"] = "fsdp2"  # how weights spread over ranks (none: a copy on each)
     fsdp_size: int = -1  # ranks that share one copy of the weights; the rest holds replicas (-1: all ranks share one)
     ulysses_size: int = 1  # ranks that share one sequence, each with a part of the attention heads
+    reshard_after_forward: bool = True  # free a layer's gathered weights until its backward: less memory, more traffic
+    forward_prefetch: bool = False  # gather the next layer's weights while this one computes
+    offload_policy: bool = False  # fsdp2 keeps weights, gradients and optimizer on the host; layers visit the device
     timeout_minutes: float = 30.0  # a collective that takes longer ends the run
 
     # precision and kernels
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products (auto: bfloat16, float32 on CPU)
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # in which FSDP adds gradients of the ranks up
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
     attn_implementation: Literal[common.KERNELS] = "auto"  # attention kernel (auto: the fastest that serves the model)
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    activation_offload: bool = False  # keep what checkpointing saves on the host until the backward pass
     defer_grad_sync: bool = False  # reduce gradients once a mini-batch: less traffic, but a whole gradient on each rank
 
     # batches
@@ -166,6 +178,13 @@ def validate(config, world_size=WORLD_SIZE):
         raise UserError(f"--fsdp-size {shard}: --strategy none shards nothing; use fsdp2 or fsdp1")
     if shard == 1 and config.strategy == "fsdp1" and world_size > 1:  # it would not even average over the replicas
         raise UserError("--fsdp-size 1: fsdp1 cannot keep whole replicas; use --strategy fsdp2 or none")
+    for name in ("offload_policy", "forward_prefetch", "reduce_dtype", "reshard_after_forward"):
+        only = ("fsdp2",) if name == "offload_policy" else ("fsdp2", "fsdp1")
+        if getattr(config, name) != getattr(Config, name) and config.strategy not in only:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag}: --strategy {config.strategy} has no such thing; use {' or '.join(only)}")
+    if config.activation_offload and not config.gradient_checkpointing:
+        raise UserError("--activation-offload: without --gradient-checkpointing it would copy gathered weights too")
     if config.attn_implementation == "varlen" and not config.use_remove_padding:
         raise UserError("--attn-implementation varlen: is for packed rows; drop --no-use-remove-padding")
     if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.response_length_limit is None:
@@ -453,26 +472,42 @@ def transformer_blocks(model):
 
 
 def shard_fsdp2(model, config, layout):
-    dtype = compute_dtype(config, layout.device)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    dtype, blocks = compute_dtype(config, layout.device), transformer_blocks(model)
+    options = {"mesh": layout.fsdp_mesh, "reshard_after_forward": config.reshard_after_forward}
+    if config.offload_policy:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=layout.device.type == "cuda")
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=getattr(torch, config.reduce_dtype))
     head_policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    for block in transformer_blocks(model):
-        fully_shard(block, mesh=layout.fsdp_mesh, mp_policy=policy)
-    fully_shard(model.score, mesh=layout.fsdp_mesh, mp_policy=head_policy)
-    fully_shard(model, mesh=layout.fsdp_mesh, mp_policy=policy)
-    return model.to_empty(device=layout.device)
+    for block in blocks:
+        fully_shard(block, mp_policy=policy, **options)
+    fully_shard(model.score, mp_policy=head_policy, **options)
+    fully_shard(model, mp_policy=policy, **options)
+    for block, following in zip(blocks, blocks[1:], strict=False) if config.forward_prefetch else ():
+        block.set_modules_to_forward_prefetch([following])
+    model.to_empty(device="cpu" if config.offload_policy else layout.device)
+    for module in model.modules() if config.offload_policy else ():  # what is no weight stays on the device
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=layout.device)
+    return model
 
 
 def shard_fsdp1(model, config, layout):
     dtype, blocks = compute_dtype(config, layout.device), set(transformer_blocks(model))
-    policy = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+    reduce_dtype = getattr(torch, config.reduce_dtype)
+    policy = MixedPrecision(param_dtype=dtype, reduce_dtype=reduce_dtype, buffer_dtype=torch.float32)
     head_policy = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    hybrid = layout.fsdp_mesh.ndim == 2
+    strategies = {  # (hybrid, reshard after forward)
+        (False, True): ShardingStrategy.FULL_SHARD,
+        (False, False): ShardingStrategy.SHARD_GRAD_OP,
+        (True, True): ShardingStrategy.HYBRID_SHARD,
+        (True, False): ShardingStrategy._HYBRID_SHARD_ZERO2,
+    }
     return FSDP1(
         model,
         device_mesh=layout.fsdp_mesh,
         device_id=layout.device,  # a torch.device, or FSDP1 refuses to work on CPU
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD,
+        sharding_strategy=strategies[layout.fsdp_mesh.ndim == 2, config.reshard_after_forward],
+        forward_prefetch=config.forward_prefetch,
         auto_wrap_policy=CustomPolicy(lambda m: {"mixed_precision": head_policy} if m is model.score else m in blocks),
         mixed_precision=policy,
         use_orig_params=True,
@@ -603,9 +638,11 @@ class DataParallelPPOCritic:
         return values_T.cpu()
 
     def free_gathered(self):
-        """Frees the gathered weights that FSDP's root keeps after a forward, for a backward that may not come."""
+        """Frees the gathered weights that FSDP keeps after a forward, for a backward that may not come."""
         if self.config.strategy == "fsdp2":
-            self.model.reshard()
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
         elif self.config.strategy == "fsdp1":
             for handle in self.model._all_handles:
                 if handle.uses_sharded_strategy:  # there is nothing to free on a single rank
@@ -629,7 +666,8 @@ class DataParallelPPOCritic:
                     continue  # nothing to learn; without an action AdamW would move the weights all the same
                 micros, sums = self.my_micro_batches(mini, *training_limits(config)), torch.zeros_like(totals)
                 for i, rows in enumerate(micros):
-                    with self.gradient_sync(i == len(micros) - 1 or not config.defer_grad_sync):
+                    now = i == len(micros) - 1 or not config.defer_grad_sync
+                    with self.gradient_sync(now), self.saved_activations():
                         sums += self.forward_backward(mini, rows, counts)
                 lr = self.learning_rate()
                 norm = self.optimizer_step()
@@ -669,6 +707,12 @@ class DataParallelPPOCritic:
             self.model.set_requires_gradient_sync(now)
         elif self.config.strategy == "fsdp1" and not now:
             return self.model.no_sync()
+        return contextlib.nullcontext()
+
+    def saved_activations(self):
+        """Context of a forward and backward: where autograd keeps what it saves in between."""
+        if self.config.activation_offload:
+            return torch.autograd.graph.save_on_cpu(pin_memory=self.layout.device.type == "cuda")
         return contextlib.nullcontext()
 
     def learning_rate(self):
@@ -860,6 +904,8 @@ class CriticWorker:
 
     def move(self, device):
         model, optimizer = self.critic.model, self.critic.optimizer
+        if self.config.offload_policy:
+            return  # lives on the host always
         self.critic.free_gathered()
         if self.config.strategy == "fsdp1":
             for handle in model._all_handles:  # .to() would leave the local shard behind in the old memory
