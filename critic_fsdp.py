@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import glob
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -35,6 +36,7 @@ import transformers
 import tyro
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -144,6 +146,7 @@ class Run:
     eval_every: int = 20  # updates between evaluations (0: only at the start and the end)
     save_every: int = 0  # updates between checkpoints (0: only at the end)
     resume: str | None = None  # checkpoint folder to go on from
+    plan: int | None = None  # print what each of so many ranks would hold, and end
     out_dir: str = "out/critic_fsdp"  # for checkpoints, the Hugging Face folder, metrics and curves
     wandb_project: str | None = None  # log to Weights & Biases too, if it is installed
 
@@ -200,7 +203,7 @@ def validate(config, world_size=WORLD_SIZE):
 
 def validate_run(run):
     """The same for the flags of this script."""
-    for name in ("steps", "train_batch_size"):
+    for name in ("steps", "train_batch_size", "plan"):
         common.check_flag(run, name, "must be at least 1", lambda x: x is None or x >= 1)
     for name in ("eval_every", "save_every"):
         common.check_flag(run, name, "must not be below 0", lambda x: x >= 0)
@@ -420,12 +423,8 @@ def compute_dtype(config, device):
     return getattr(torch, config.param_dtype)
 
 
-def build_value_model(config, model_config, layout):
-    """The sharded ValueModel, its FlopsModel, the number of its parameters, and a sentence on its weights' origin.
-
-    Every rank builds on meta; rank 0 alone reads the weights and sends each rank its shards.
-    """
-    source, story = read_weights(config, model_config) if RANK == 0 else (None, None)
+def build_skeleton(config, model_config, device, dtype=torch.float32):
+    """A ValueModel that has no weights yet (on meta, or of fake tensors), dropout off, attention chosen."""
     attention = "packed"
     if not config.use_remove_padding:
         capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
@@ -434,11 +433,10 @@ def build_value_model(config, model_config, layout):
         names = {"flash": "flash_attention_2", "auto": "eager" if capped else None}
         attention = names.get(config.attn_implementation, config.attn_implementation)
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             backbone = AutoModel.from_config(
-                model_config, dtype=torch.float32, attn_implementation=attention,
-                trust_remote_code=config.trust_remote_code,
-            )  # fmt: skip
+                model_config, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
+            )
             model = ValueModel(backbone)
     except Exception as error:
         padded = "; add --no-use-remove-padding" if attention == "packed" else ""
@@ -451,9 +449,19 @@ def build_value_model(config, model_config, layout):
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-    flops, count = common.flops_model(model, model_config), sum(p.numel() for p in model.parameters())
     if config.gradient_checkpointing:
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def build_value_model(config, model_config, layout):
+    """The sharded ValueModel, its FlopsModel, the number of its parameters, and a sentence on its weights' origin.
+
+    Every rank builds on meta; rank 0 alone reads the weights and sends each rank its shards.
+    """
+    model = build_skeleton(config, model_config, "meta")
+    source, story = read_weights(config, model_config) if RANK == 0 else (None, None)
+    flops, count = common.flops_model(model, model_config), sum(p.numel() for p in model.parameters())
     model = {"fsdp2": shard_fsdp2, "fsdp1": shard_fsdp1, "none": replicate}[config.strategy](model, config, layout)
     full = source.state_dict() if RANK == 0 else {}
     set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
@@ -1029,6 +1037,87 @@ def save_hf(state, model_config, folder):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Plan: what a layout takes, worked out without launching it
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def saved_bytes(config, model_config, lengths, dtype, device):
+    """Bytes that autograd saves in a training forward over sequences of these lengths, weights not counted.
+
+    Counted exactly, on fake tensors, which have shapes and devices but no memory.
+    """
+    with FakeTensorMode():
+        model = build_skeleton(config, model_config, device, dtype).train()
+        weights = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers())}
+        saved = {}
+
+        def note(x):
+            storage = x.untyped_storage()
+            saved[storage._cdata] = (storage, storage.nbytes() if storage._cdata not in weights else 0)
+            return x
+
+        lengths = lengths if config.use_remove_padding else [max(lengths)] * len(lengths)
+        shape = (1, -1) if config.use_remove_padding else (len(lengths), -1)
+        position_ids = torch.cat([torch.arange(n, device=device) for n in lengths]).view(shape)
+        common.set_pack(lengths, device, kernel=config.attn_implementation)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            model(input_ids=torch.zeros_like(position_ids), position_ids=position_ids)
+        return sum(n for _, n in saved.values())
+
+
+def plan(config, model_config, lengths, ranks):
+    """What each of `ranks` ranks holds while it trains on rows of these lengths -> name -> (bytes, equation).
+
+    The peak lies below the sum of it, in which every part is at its largest.
+    """
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    dtype, tokens, rows = compute_dtype(config, device), *training_limits(config)
+    model = build_skeleton(config, model_config, "meta")
+    count = sum(p.numel() for p in model.parameters())
+    blocks = [sum(p.numel() for p in block.parameters()) for block in transformer_blocks(model)]
+    shards = {"none": 1}.get(config.strategy, ranks if config.fsdp_size == -1 else config.fsdp_size)
+    out = {
+        "weights": (4 * count / shards, f"{count:,} x 4 bytes / {shards} shards"),
+        "gradients": (4 * count / shards, f"{count:,} x 4 bytes / {shards} shards"),
+        "optimizer": (8 * count / shards, f"{count:,} x 8 bytes / {shards} shards"),
+    }
+    if shards > 1:
+        layers = f"the root and 2 of {len(blocks)} layers" if config.reshard_after_forward else "all layers"
+        gathered = count - sum(blocks) + 2 * max(blocks) if config.reshard_after_forward else count
+        out["gathered"] = gathered * dtype.itemsize, f"{gathered:,} x {dtype.itemsize} bytes ({layers})"
+        whole, kept = (count, "the whole") if config.defer_grad_sync else (max(blocks), "one layer")
+        out["unreduced"] = 4 * whole, f"{whole:,} x 4 bytes (gradients of {kept} before reduction)"
+    mini = min(config.ppo_mini_batch_size, len(lengths))
+    share = sorted(lengths, reverse=True)[: math.ceil(mini * config.ulysses_size / ranks)]  # the longest a rank can get
+    if rows is None:
+        share = [n for n, total in zip(share, itertools.accumulate(share), strict=True) if total <= tokens]
+    micro = [math.ceil(n / config.ulysses_size) for n in share[:rows]]
+    used = f"{sum(micro):,} tokens" + (f" of {len(micro)} padded rows" if not config.use_remove_padding else "")
+    held = saved_bytes(config, model_config, micro, dtype, device)
+    out["activations"] = held, f"{used}, what autograd saves"
+    if config.gradient_checkpointing:
+        plain = dataclasses.replace(config, gradient_checkpointing=False)
+        layer = saved_bytes(plain, model_config, micro, dtype, device) / len(blocks)
+        where = "layer inputs on the host" if config.activation_offload else "layer inputs"
+        held = 0 if config.activation_offload else held
+        out["activations"] = held + layer, f"{used}: {where}, and one layer of {layer / 2**20:,.1f} MiB computed again"
+    return out
+
+
+def print_plan(run, model_config, lengths):
+    """Prints the plan of --plan ranks as equations."""
+    config, ranks = run.critic, run.plan
+    parts, mean = plan(config, model_config, lengths, ranks), sum(lengths) / len(lengths)
+    dp = ranks // config.ulysses_size
+    print0(f"layout       {ranks} ranks = dp {dp} x sp {config.ulysses_size}, {config.strategy}")
+    for name, (size, equation) in parts.items():
+        print0(f"{name:12s} {size / 2**20:12,.1f} MiB = {equation}")
+    print0(f"{'together':12s} {sum(size for size, _ in parts.values()) / 2**20:12,.1f} MiB a rank at most")
+    mini = min(config.ppo_mini_batch_size, len(lengths))
+    print0(f"{'step':12s} {mini} rows x {mean:,.0f} tokens / {ranks} ranks = {mini * mean / ranks:,.0f} tokens a rank")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Main: value pretraining from rollouts
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -1102,11 +1191,13 @@ def evaluate(worker, rows, gamma):
 
 
 def main(run):
-    validate(run.critic)
+    validate(run.critic, run.plan or WORLD_SIZE)
     validate_run(run)
     tokenizer = load_tokenizer(run.critic)
     model_config = load_model_config(run.critic, tokenizer)
     train, held_out = load_rows(run, tokenizer, model_config)
+    if run.plan:
+        return print_plan(run, model_config, train.lengths)
     rows_seen, optimizer_steps = count_work(len(train), run)
     config = dataclasses.replace(run.critic, total_training_steps=run.critic.total_training_steps or optimizer_steps)
     first_step = read_trainer_state(run.resume)["updates"] if run.resume else 0

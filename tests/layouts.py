@@ -27,6 +27,19 @@ BATCHING = {  # how the same rows are cut into micro-batches
 }
 
 
+MEMORY = {  # what saves memory or hides traffic, on two ranks
+    "fsdp2, kept gathered, prefetch": {"reshard_after_forward": False, "forward_prefetch": True},
+    "fsdp1, kept gathered, prefetch": {"strategy": "fsdp1", "reshard_after_forward": False, "forward_prefetch": True},
+    "fsdp2, offload policy": {"offload_policy": True},
+    "fsdp2, recompute, activations on the host": {"gradient_checkpointing": True, "activation_offload": True},
+    "fsdp1, recompute, activations on the host": {
+        "strategy": "fsdp1",
+        "gradient_checkpointing": True,
+        "activation_offload": True,
+    },
+}
+
+
 def layouts():
     """(name, Config fields) of every way to spread the model over WORLD_SIZE ranks."""
     for strategy, packed in itertools.product(("fsdp2", "fsdp1", "none"), (True, False)):
@@ -37,6 +50,8 @@ def layouts():
         if WORLD_SIZE % sp == 0:
             for strategy in ("fsdp2", "fsdp1", "none"):
                 yield f"{strategy}, ulysses {sp}", dict(strategy=strategy, ulysses_size=sp)
+    if WORLD_SIZE == 2:
+        yield from MEMORY.items()
     if WORLD_SIZE == 4:
         for strategy, sp in itertools.product(("fsdp2", "fsdp1"), (1, 2)):
             yield f"{strategy}, 2 replicas, ulysses {sp}", dict(strategy=strategy, fsdp_size=2, ulysses_size=sp)
@@ -64,7 +79,7 @@ def main(model, out, *only):
             key = (name, case, rows, changes.get("loss_agg_mode", "token-mean"))
             results[key] = {"gradients": seen.pop(), "values": common.gather(whole).values, "metrics": metrics}
 
-        if only:
+        if only or name in MEMORY:
             run("budget 60", "ragged", range(RANK, 21, WORLD_SIZE), **BATCHING["budget 60"])
             continue
         spread, rank0 = range(RANK, 21, WORLD_SIZE), range(21) if RANK == 0 else []

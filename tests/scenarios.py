@@ -14,6 +14,7 @@ import torch.distributed as dist
 from helpers import full_weights, random_batch
 from test_common import BAD_ROWS, GOOD
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import common
 import critic_fsdp
@@ -157,6 +158,63 @@ def gathered_weights_are_let_go():
     assert len(handles) == 4
     assert all(h.flat_param._full_param_padded.untyped_storage().size() == 0 for h in handles)
     assert all(p.numel() <= h.flat_param.numel() for h in handles for p in [h.flat_param.data])
+
+
+def memory_options_change_no_bit():
+    """What only moves or recomputes: two updates on two ranks give the same weights, bit for bit."""
+    batches = [random_batch(16, seed, vocab_size=60).select(range(RANK, 16, WORLD_SIZE)) for seed in range(2)]
+    cases = {
+        "fsdp2": [
+            {"reshard_after_forward": False},
+            {"forward_prefetch": True},
+            {"offload_policy": True},
+            {"gradient_checkpointing": True},
+            {"gradient_checkpointing": True, "activation_offload": True},
+        ],
+        "fsdp1": [
+            {"reshard_after_forward": False},
+            {"forward_prefetch": True},
+            {"gradient_checkpointing": True, "activation_offload": True},
+        ],
+        "none": [{"gradient_checkpointing": True}, {"gradient_checkpointing": True, "activation_offload": True}],
+    }
+    for strategy, options in cases.items():
+        plain = None
+        for fields in [{}, *options]:
+            worker, seen = make(strategy=strategy, ppo_max_token_len_per_gpu=100, **fields), []
+            for batch in batches:
+                batch.values = worker.compute_values(batch)
+                seen.append(worker.update_critic(batch)["critic/grad_norm"])
+                worker.offload()
+                worker.onload()
+            weights = full_weights(worker.critic)
+            plain = plain or (seen, weights)
+            assert seen == plain[0], (strategy, fields, seen, plain[0])
+            assert all(torch.equal(x.cpu(), plain[1][n]) for n, x in weights.items()), (strategy, fields)
+
+
+def the_plan_is_what_a_rank_holds():
+    """--plan's weights, gradients and optimizer state against the bytes of this rank's own tensors."""
+    batch = random_batch(16, vocab_size=60)
+    local = lambda x: x.to_local() if isinstance(x, DTensor) else x
+    for name, fields in LAYOUTS.items():
+        worker = make(**fields)
+        worker.update_critic(batch.select(range(RANK, 16, WORLD_SIZE)))
+        planned = critic_fsdp.plan(worker.config, worker.model_config, batch.lengths, WORLD_SIZE)
+        model, optimizer, noted = worker.critic.model, worker.critic.optimizer, {}
+        step = optimizer.step
+        optimizer.step = lambda step=step, model=model, noted=noted: (
+            noted.update(gradients=sum(local(p.grad).nbytes for p in model.parameters() if p.grad is not None)),
+            step(),
+        )
+        worker.update_critic(batch.select(range(RANK, 16, WORLD_SIZE)))
+        noted["weights"] = sum(local(p).nbytes for p in model.parameters())
+        states = optimizer.state.values()
+        noted["optimizer"] = sum(local(x).nbytes for s in states for k, x in s.items() if k != "step")
+        for part, measured in noted.items():
+            mean = torch.tensor(float(measured))
+            dist.all_reduce(mean)  # FSDP1 cuts a flat tensor, FSDP2 each one: the ranks' shares differ a little
+            assert math.isclose(mean / WORLD_SIZE, planned[part][0], rel_tol=1e-3), (name, part, mean, planned[part])
 
 
 def waiting_is_measured():

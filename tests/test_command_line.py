@@ -55,6 +55,11 @@ BAD_FLAGS = {
     "--fsdp-size 3: must divide the 4 ranks, or be -1": Config(fsdp_size=3),
     "--fsdp-size 2: --strategy none shards nothing": Config(fsdp_size=2, strategy="none"),
     "--fsdp-size 1: fsdp1 cannot keep whole replicas": Config(fsdp_size=1, strategy="fsdp1"),
+    "--offload-policy: --strategy fsdp1 has no such thing; use fsdp2": Config(strategy="fsdp1", offload_policy=True),
+    "--reduce-dtype: --strategy none has no such thing; use fsdp2 or fsdp1": Config(
+        strategy="none", reduce_dtype="bfloat16"
+    ),
+    "--activation-offload: without --gradient-checkpointing": Config(activation_offload=True),
     "--attn-implementation varlen: is for packed rows": Config(attn_implementation="varlen", use_remove_padding=False),
     "--loss-agg-mode seq-mean-token-sum-norm: needs --response-length-limit": Config(
         loss_agg_mode="seq-mean-token-sum-norm"

@@ -636,6 +636,51 @@ def test_metrics_are_means_over_tokens_and_steps_not_over_micro_batches():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Plan
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_remove_padding": False}, {"gradient_checkpointing": True}], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["tiny-qwen2", "tiny-gemma2", "tiny-gpt2"])
+def test_planned_activations_are_what_autograd_saves(model, dtype, fields):
+    """Fake tensors against real ones, in one training forward of the same rows."""
+    config, lengths, saved = Config(model=model, **fields), [9, 30, 9, 17], {}
+    model_config = critic_fsdp.load_model_config(config, common.char_tokenizer())
+    dtype = getattr(torch, dtype)
+    real = critic_fsdp.build_skeleton(config, model_config, "cpu", dtype).train()
+    weights = {x.untyped_storage()._cdata for x in (*real.parameters(), *real.buffers())}
+
+    def note(x):
+        if x.untyped_storage()._cdata not in weights:
+            saved[x.untyped_storage()._cdata] = x.untyped_storage()
+        return x
+
+    lengths_run = lengths if config.use_remove_padding else [30] * 4
+    ids = torch.ones(sum(lengths_run), dtype=torch.int64)
+    position_ids = torch.cat([torch.arange(n) for n in lengths_run])
+    shape = (1, -1) if config.use_remove_padding else (4, 30)
+    common.set_pack(lengths, "cpu")
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        mask = (position_ids.view(shape) < torch.tensor(lengths)[:, None]).long()
+        masked = {} if config.use_remove_padding else {"attention_mask": mask}
+        real(input_ids=ids.view(shape), position_ids=position_ids.view(shape), **masked)
+    planned = critic_fsdp.saved_bytes(config, model_config, lengths, dtype, "cpu")
+    assert planned == sum(s.nbytes() for s in saved.values()) > 1e4
+
+
+def test_a_plan_is_printed_as_equations_that_hold(capsys, tmp_path):
+    flags = dict(ulysses_size=2, fsdp_size=4, gradient_checkpointing=True)
+    critic_fsdp.main(critic_fsdp.Run(critic=Config(**flags), plan=8, out_dir=str(tmp_path)))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "layout       8 ranks = dp 4 x sp 2, fsdp2"
+    assert lines[1].split(None, 1)[1] == "0.1 MiB = 105,281 x 4 bytes / 4 shards"
+    sizes = [float(line.split()[1]) for line in lines[1:-2]]
+    together = float(next(line for line in lines if line.startswith("together")).split()[1])
+    assert together == pytest.approx(sum(sizes), abs=0.5) and not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Memory and checkpoints
 # ---------------------------------------------------------------------------------------------------------------------
 

@@ -82,13 +82,13 @@ def reference(model_folder):
     return {(r, m): compute(r, m) for r in ROWS for m in common.LOSS_AGG_MODES if r == "ragged" or m == "token-mean"}
 
 
-@pytest.mark.parametrize("ranks, cases", [(1, 120), (2, 150), (4, 160)])
+@pytest.mark.parametrize("ranks, cases", [(1, 120), (2, 155), (4, 160)])
 def test_every_layout_makes_the_same_gradient(ranks, cases, model_folder, reference, tmp_path):
     succeeded(torchrun(ranks, ROOT / "tests" / "layouts.py", model_folder, tmp_path / "out.pt"))
     worst = compare(tmp_path / "out.pt", reference, cases)
     print(f"\nlargest relative difference of a gradient to float64, {ranks} ranks, {cases} cases")
     for layout, error in worst.items():
-        print(f"  {layout:32s} {error:.1e}")
+        print(f"  {layout:42s} {error:.1e}")
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen2"])

@@ -16,6 +16,8 @@ SCENARIOS = ROOT / "tests" / "scenarios.py"
         "whitening_is_over_all_ranks",
         "gradients_of_bfloat16_are_reduced_in_float32",
         "gathered_weights_are_let_go",
+        "memory_options_change_no_bit",
+        "the_plan_is_what_a_rank_holds",
         "waiting_is_measured",
     ],
 )
