@@ -1,12 +1,14 @@
 """Runs under torchrun: one mini-batch through every layout that so many ranks allow -> gradients before clipping.
 
-    torchrun --nproc-per-node 4 tests/layouts.py MODEL_FOLDER OUT.pt [LAYOUT ...]      only these, on the ragged rows
+    torchrun --nproc-per-node 4 tests/layouts.py OUT.pt MODEL_FOLDER           all layouts
+    torchrun --nproc-per-node 2 tests/layouts.py OUT.pt MODEL_FOLDER...        some, of several models
 
 test_layouts.py compares them with a plain float64 loop.
 """
 
 import dataclasses
 import itertools
+import os
 import sys
 
 import torch
@@ -57,17 +59,20 @@ def layouts():
             yield f"{strategy}, 2 replicas, ulysses {sp}", dict(strategy=strategy, fsdp_size=2, ulysses_size=sp)
 
 
-def main(model, out, *only):
-    results = {}
-    for name, fields in layouts():
-        if only and name not in only:
+SOME = ("fsdp2, packed", "fsdp2, padded", "none, packed, recompute", "fsdp2, ulysses 2", "fsdp1, ulysses 2")
+
+
+def main(out, *models):
+    results, some = {}, SOME if len(models) > 1 else ()
+    for model, (name, fields) in itertools.product(models, layouts()):
+        if some and name not in some:
             continue
         worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=model, **fields))
         worker.init_model()
         worker.critic.peak_lr = 0.0  # every case starts from the same weights: steps do not move them
         worker.critic.config = dataclasses.replace(worker.config, weight_decay=0.0)
 
-        def run(case, rows, mine, worker=worker, name=name, **changes):
+        def run(case, rows, mine, worker=worker, model=model, name=name, **changes):
             batch = ROWS[rows].select(mine)
             config = dataclasses.replace(worker.config, **changes)
             worker.critic.config = config
@@ -76,10 +81,10 @@ def main(model, out, *only):
                 metrics = worker.update_critic(batch)
             assert metrics["critic/skipped_steps"] == 0 and len(seen) == 1
             whole = dataclasses.replace(batch, values=values)
-            key = (name, case, rows, changes.get("loss_agg_mode", "token-mean"))
+            key = (os.path.basename(model), name, case, rows, changes.get("loss_agg_mode", "token-mean"))
             results[key] = {"gradients": seen.pop(), "values": common.gather(whole).values, "metrics": metrics}
 
-        if only or name in MEMORY:
+        if some or name in MEMORY:
             run("budget 60", "ragged", range(RANK, 21, WORLD_SIZE), **BATCHING["budget 60"])
             continue
         spread, rank0 = range(RANK, 21, WORLD_SIZE), range(21) if RANK == 0 else []
