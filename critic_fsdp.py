@@ -82,6 +82,7 @@ class Config:
     tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own; characters for tiny-*)
     override_config: str = "{}"  # JSON laid over the model's config, e.g. '{"num_hidden_layers": 4}'
     value_head_init: Literal["auto", "checkpoint", "normal", "zero"] = "auto"  # auto: the checkpoint's, else normal
+    from_scratch: bool = False  # random weights: of --model take the architecture and the tokenizer only
     trust_remote_code: bool = False  # run model code that comes with the checkpoint
     seed: int = 0  # of random weights, the value head and every shuffle
 
@@ -306,9 +307,11 @@ def drop_no_more(model_config):
 
 def read_weights(config, model_config):
     """A ValueModel on the host with its weights, and a sentence on where they come from. Runs on rank 0 alone."""
-    if config.model in common.TINY:
+    if config.model in common.TINY or config.from_scratch:
         torch.manual_seed(config.seed)
-        model = ValueModel(AutoModel.from_config(model_config, dtype=torch.float32))
+        model = ValueModel(
+            AutoModel.from_config(model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
+        )
         return model, f"random weights (seed {config.seed}); {init_value_head(model, None, config)}"
     folder = config.model
     if not os.path.isdir(folder):  # a hub name, which its config came from already

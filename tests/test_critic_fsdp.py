@@ -190,6 +190,17 @@ def test_defaults_follow_what_the_weights_are(tmp_path):
     assert worker(lr=0.1).critic.peak_lr == 0.1
 
 
+def test_from_scratch_takes_the_architecture_alone(tmp_path, capsys):
+    save_checkpoint_of("token classification", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    new = [full_weights(worker(model=str(tmp_path), from_scratch=True, seed=s).critic) for s in (0, 0, 1)]
+    assert "random weights (seed 1); value head new" in capsys.readouterr().out
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(new[0][name], new[1][name]) and not torch.equal(new[0][name], new[2][name])
+    with pytest.raises(UserError, match="--model .*: its weights do not load"):
+        worker(model=str(tmp_path))
+
+
 def test_weights_in_half_precision_become_float32_master_weights(tmp_path):
     model = transformers.AutoModelForCausalLM.from_config(tiny()).bfloat16()
     model.save_pretrained(tmp_path)

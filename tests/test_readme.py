@@ -41,7 +41,7 @@ def test_command_runs_as_written(line, copy):
     if "../shared" in line and not SHARED.is_dir():
         pytest.skip(f"needs the development data in {SHARED}")
     out = succeeded(run("bash", "-c", line, cwd=copy))
-    assert out.splitlines()[-1].startswith("saved ")
+    assert out.splitlines()[-1].startswith("step " if "--plan" in line else "saved ")
     shown = README[README.index(line) :].split("```\n")[2]  # the log that follows the command, if one does
     if line == "python critic_fsdp.py":
         rising = held_out(out)
