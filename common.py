@@ -9,6 +9,7 @@ Shapes are in the names:
     H query heads   K key/value heads   D features of a head
 """
 
+import base64
 import bisect
 import contextlib
 import dataclasses
@@ -17,6 +18,8 @@ import enum
 import functools
 import heapq
 import inspect
+import io
+import itertools
 import json
 import math
 import os
@@ -35,6 +38,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
+from PIL import Image, ImageOps
 from tqdm import tqdm
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -189,7 +193,7 @@ class Batch:
     advantages: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None
     ref_log_probs: torch.Tensor | None = None
-    multi_modal_inputs: list | None = None  # B dicts of tensors (pixel values, grids), or None
+    multi_modal_inputs: list | None = None  # B dicts, {} for a row without images; see read_images for what is in them
 
     FLOATS = ("token_level_rewards", "values", "returns", "advantages", "old_log_probs", "ref_log_probs")
 
@@ -265,10 +269,12 @@ def row_of_token(cu_seqlens):
 
 
 def concat(batches):
-    """One Batch of the rows of all, in order. A column must be there in every batch or in none."""
+    """One Batch of the rows of all, in order. A column must be there in every batch or in none, but for images."""
     columns = {}
     for field in dataclasses.fields(Batch):
         parts = [getattr(b, field.name) for b in batches]
+        if field.name == "multi_modal_inputs" and any(parts):
+            parts = [p or [{} for _ in b.lengths] for p, b in zip(parts, batches, strict=True)]
         if field.name == "cu_seqlens":
             columns[field.name] = cumulative(torch.cat([p.diff() for p in parts]))
         elif any(p is None for p in parts):
@@ -313,7 +319,7 @@ def gather(batch, group=None):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # JSONL: {"prompt" | "messages" | "prompt_ids", "response" | "response_ids", "reward" | "rewards",
-#         optional "values", "response_mask", "truncated"}, one row a line; other keys are ignored
+#         optional "images", "values", "response_mask", "truncated"}, one row a line; other keys are ignored
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -321,19 +327,31 @@ def read_jsonl(path, flag="--rollouts", **options):
     """Reads rollouts into one Batch; row_id counts the lines of the file from 0. For the options see rows_to_batch."""
     try:
         with open(path, "rb") as file:
-            return rows_to_batch(file, f"{flag} {path}", **options)
+            return rows_to_batch(file, f"{flag} {path}", folder=os.path.dirname(path), **options)
     except OSError as error:
         raise UserError(f"{flag} {path}: {error.strerror or error}") from None
 
 
 def rows_to_batch(
-    lines, source, tokenizer=None, vocab_size=2**31, max_length=2**31, skip_bad_rows=False, with_values=False
+    lines,
+    source,
+    tokenizer=None,
+    vocab_size=2**31,
+    max_length=2**31,
+    skip_bad_rows=False,
+    with_values=False,
+    image_processor=None,
+    image_token_id=None,
+    folder="",
 ):
     """JSON lines -> Batch. `source` names them in errors; "values" are read with_values only.
 
     A scalar "reward" lands on the last action; "rewards", "values" and "response_mask" have one entry per response
     token. A text "response" is closed with the tokenizer's end-of-sequence token, unless it has one or the row is
     truncated: choosing to stop is an action too. Ids must be below vocab_size, rows no longer than max_length.
+
+    "images" are files, relative to `folder`, or data URLs ("data:image/png;base64,..."). A text prompt has one
+    placeholder (image_token_id) for each, which is repeated for every token of the image; ids have them all already.
 
     Raises UserError naming file, line and fault of the first bad row; with skip_bad_rows such rows are left out,
     counted and printed instead.
@@ -353,8 +371,12 @@ def rows_to_batch(
             ids = tokenizer([row[key] for row, key in texts], add_special_tokens=special, verbose=False)["input_ids"]
             for (row, key), tokens in zip(texts, ids, strict=True):
                 row[key] = tokens
-    for number, row in list(rows.items()):
+    for number, row in progress(list(rows.items()), "rows"):
         try:
+            if image_token_id is not None:
+                _place_images(row, image_processor, image_token_id, folder)
+            elif row["images"]:
+                raise UserError("it has images, this model reads text only")
             rows[number] = _finish_row(row, vocab_size, max_length, with_values)
         except UserError as fault:
             faults[number] = str(fault)
@@ -379,7 +401,10 @@ def rows_to_batch(
         truncated=torch.tensor([rows[n]["truncated"] for n in numbers]),
         token_level_rewards=join("rewards", torch.float32),
         values=join("values", torch.float32) if with_values else None,
+        multi_modal_inputs=[{"images": rows[n]["images"]} if rows[n]["images"] else {} for n in numbers],
     )
+    if not any(batch.multi_modal_inputs):
+        batch.multi_modal_inputs = None
     if not batch.response_mask.any():
         raise UserError(f"{source}: no row has an action, response_mask is 0 everywhere")
     batch.token_level_rewards = carry_rewards(batch.token_level_rewards, batch.response_mask, batch.cu_seqlens)
@@ -405,7 +430,11 @@ def _parse_row(line, tokenizer):
         raise UserError(f"truncated must be true or false, not {truncated!r}")
 
     out = {key: row[key] for key in ("reward", "rewards", "values", "response_mask") if row.get(key) is not None}
-    out |= {"truncated": truncated, "texts": [], "close": []}  # texts: (with special tokens?, key) still to tokenize
+    images = row["images"] if row.get("images") is not None else []
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise UserError("images must be a list of file names or data URLs")
+    out |= {"truncated": truncated, "images": images}
+    out |= {"texts": [], "close": []}  # texts: (with special tokens?, key) still to tokenize
     for key in ("prompt", "response"):
         if row.get(f"{key}_ids") is not None:
             out[key] = row[f"{key}_ids"]
@@ -445,6 +474,55 @@ def _check_messages(messages):
         raise UserError('messages must be a list of {"role": ..., "content": ...}')
 
 
+def _place_images(row, image_processor, image_token_id, folder):
+    """Reads a row's images once to see that they fit, makes their names absolute and repeats their placeholders."""
+    if row["images"] and image_processor is None:
+        raise UserError("it has images, and the model's folder has no preprocessor_config.json to read them with")
+    is_file = lambda image: not image.startswith("data:")
+    row["images"] = [os.path.abspath(os.path.join(folder, i)) if is_file(i) else i for i in row["images"]]
+    tokens = []
+    if row["images"]:
+        tokens = image_tokens(read_images({"images": row["images"]}, image_processor), image_processor.merge_size)
+    if any(key == "prompt" for _, key in row["texts"]) and row["prompt"].count(image_token_id) == len(tokens):
+        count = iter(tokens)
+        row["prompt"] = [i for i in row["prompt"] for _ in range(next(count) if i == image_token_id else 1)]
+    check_placeholders(row["prompt"] + row["response"], image_token_id, tokens)
+
+
+def image_tokens(images, merge_size):
+    """Tokens of each image of a row, a list: merge_size x merge_size patches are one token."""
+    return (images["image_grid_thw"].prod(1) // merge_size**2).tolist() if images else []
+
+
+def check_placeholders(ids, image_token_id, tokens):
+    """UserError unless the runs of placeholders among the ids are as long as the images, in their order."""
+    runs = [len(list(run)) for is_image, run in itertools.groupby(ids, image_token_id.__eq__) if is_image]
+    if runs != tokens:
+        raise UserError(f"placeholders stand in runs of {runs or 0} tokens, its images have {tokens or 0}")
+
+
+def read_images(row, image_processor):
+    """One row's multi_modal_inputs -> {"pixel_values": (patches, features), "image_grid_thw": (images, 3) in patches}.
+
+    Those of a JSONL row are {"images": [absolute file name or data URL]}: they are read just before a forward, since
+    the pixels of all rows would fill the host. UserError names an image that cannot be read.
+    """
+    if not row.get("images"):
+        return {key: x for key, x in row.items() if key != "images"}
+    pictures = []
+    for image in row["images"]:
+        try:
+            data = io.BytesIO(base64.b64decode(image.partition(",")[2])) if image.startswith("data:") else image
+            with Image.open(data) as file:
+                pictures.append(ImageOps.exif_transpose(file).convert("RGB"))
+        except Exception as error:  # decoders raise what they like
+            raise UserError(f"image {image:.80}: {one_line(error)}") from None
+    try:
+        return dict(image_processor(images=pictures, return_tensors="pt"))
+    except ValueError as error:  # say a strip of two hundred times its width
+        raise UserError(f"images {', '.join(i[:80] for i in row['images'])}: {one_line(error)}") from None
+
+
 def _finish_row(row, vocab_size, max_length, with_values):
     """A row with prompt and response as ids -> its (tokens,) columns as lists; UserError says what is wrong."""
     for key in ("prompt", "response"):
@@ -470,7 +548,7 @@ def _finish_row(row, vocab_size, max_length, with_values):
                 raise UserError(f"{key} must hold {what}, not {x!r:.40}")
         return [convert(x) for x in column]
 
-    out = {"ids": ids, "truncated": row["truncated"], "mask": [True] * len(response)}
+    out = {"ids": ids, "images": row["images"], "truncated": row["truncated"], "mask": [True] * len(response)}
     if "response_mask" in row:
         out["mask"] = per_token("response_mask", bool, "true and false, or 1 and 0", lambda x: x in (0, 1))
     if "rewards" in row:
@@ -498,7 +576,7 @@ def write_jsonl(batch, path):
     """Writes ids, masks, rewards, values and `truncated` of a Batch as JSONL, complete or not at all.
 
     read_jsonl gives the same columns back, bit for bit, with rows numbered anew. Everything before the first action is
-    the prompt, so rewards are carried to actions first; what stands on other tokens is left out.
+    the prompt, so rewards are carried to actions first; what stands on other tokens is left out, and so are images.
     """
     starts = batch.cu_seqlens.tolist()
     columns = {"rewards": torch.zeros(len(batch.input_ids))}
@@ -1177,9 +1255,16 @@ def flops_model(model, config):
     """FlopsModel of a value model (meta tensors do) and its transformers config.
 
     Weights: every matrix but embeddings; experts count as top_k of the E there are. Attention: each pair costs
-    2 H (D_qk + D_v) FLOPs, scores and weighted sum.
+    2 H (D_qk + D_v) FLOPs, scores and weighted sum. A vision tower is left out: a row with images costs more than this
+    says, and its MFU reads too low.
     """
     config = config.get_text_config()
+    tower = {
+        id(p)
+        for name, module in model.named_modules()
+        if name.endswith(("visual", "vision_tower"))
+        for p in module.parameters()
+    }
     attribute = lambda *names: next((getattr(config, n) for n in names if getattr(config, n, None)), None)
     experts, top_k = (
         attribute("num_experts", "num_local_experts", "n_routed_experts"),
@@ -1188,7 +1273,7 @@ def flops_model(model, config):
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     weights = 0.0
     for name, p in model.named_parameters():
-        if p.ndim > 1 and id(p) not in embeddings:
+        if p.ndim > 1 and id(p) not in embeddings | tower:
             weights += p.numel() * (top_k / experts if experts and top_k and ".experts." in name else 1)
     layers, heads = attribute("num_hidden_layers") or 0, attribute("num_attention_heads") or 1
     head_dim = attribute("head_dim") or config.hidden_size // heads
@@ -1440,7 +1525,10 @@ TINY = {  # real architectures with random weights; sizes change with --override
     "tiny-gemma2": "gemma2",
     "tiny-gpt2": "gpt2",
     "tiny-qwen3-moe": "qwen3_moe",
+    "tiny-qwen2.5-vl": "qwen2_5_vl",
+    "tiny-qwen3-vl": "qwen3_vl",
 }
+IMAGE_WORDS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]  # the last ids of a vision-language preset
 
 
 def tiny_config(name, vocab_size):
@@ -1466,11 +1554,32 @@ def tiny_config(name, vocab_size):
             "bos_token_id": None,
             "eos_token_id": None,
         }
+    if "vl" in kind:
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+        if kind == "qwen3_vl":
+            rope["mrope_interleaved"] = True
+        tower = {
+            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14,
+            "out_hidden_size": 64,
+        }  # fmt: skip
+        tower |= {
+            "qwen2_5_vl": {"window_size": 56, "fullatt_block_indexes": [1]},
+            "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        }[kind]
+        start, image, end = range(vocab_size - 3, vocab_size)
+        return {
+            "model_type": kind,
+            "text_config": {**sizes, "rope_parameters": rope},
+            "vision_config": tower,
+            "image_token_id": image,
+            "vision_start_token_id": start,
+            "vision_end_token_id": end,
+        }
     return {"model_type": kind, **sizes, **extra.get(kind, {})}
 
 
-def char_tokenizer():
-    """One token a printable ASCII character, plus <pad>, <eos>, <unk>; a transformers tokenizer built in code."""
+def char_tokenizer(words=()):
+    """One token a printable ASCII character, plus <pad>, <eos>, <unk> and these words; built in code."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     characters = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
@@ -1478,8 +1587,9 @@ def char_tokenizer():
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+        additional_special_tokens=list(words),
+    )  # fmt: skip
 
 
 def toy_rows(n, seed, held_out=False):

@@ -58,7 +58,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoTokenizer
 
 import common
 from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
@@ -84,6 +84,7 @@ class Config:
     value_head_init: Literal["auto", "checkpoint", "normal", "zero"] = "auto"  # auto: the checkpoint's, else normal
     from_scratch: bool = False  # random weights: of --model take the architecture and the tokenizer only
     trust_remote_code: bool = False  # run model code that comes with the checkpoint
+    freeze_vision_tower: bool = False  # of a vision-language model: learn the language model and the head alone
     seed: int = 0  # of random weights, the value head and every shuffle
 
     # layout
@@ -243,7 +244,7 @@ class ValueModel(nn.Module):
 def load_tokenizer(config):
     """The tokenizer of the rows: characters for a preset, None if the model has none (rows of token ids need none)."""
     if config.tokenizer is None and config.model in common.TINY:
-        return common.char_tokenizer()
+        return common.char_tokenizer(common.IMAGE_WORDS if config.model.endswith("-vl") else ())
     try:
         name = config.tokenizer or config.model
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
@@ -255,6 +256,22 @@ def load_tokenizer(config):
             print0(f"tokenizer  none, rows must be token ids ({config.model}: {common.one_line(error)})")
             return None
         raise UserError(f"--tokenizer {config.tokenizer}: no tokenizer there ({common.one_line(error)})") from None
+
+
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # images are read; all others read text only
+
+
+def load_image_processor(config, model_config):
+    """What makes patches of images, or None: the model reads text only, or came without one."""
+    if model_config.model_type not in VISION_MODELS:
+        return None
+    if config.model in common.TINY:
+        return transformers.Qwen2VLImageProcessorPil(patch_size=model_config.vision_config.patch_size)
+    for name in filter(None, (config.model, config.tokenizer)):
+        with contextlib.suppress(OSError, ValueError):  # no preprocessor_config.json, or one of something else
+            return AutoImageProcessor.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    print0(f"images     cannot be read from rows: no preprocessor_config.json in {config.model}")
+    return None
 
 
 def load_model_config(config, tokenizer):
@@ -438,8 +455,9 @@ def build_skeleton(config, model_config, device, dtype=torch.float32):
     try:
         with torch.device(device):
             backbone = AutoModel.from_config(
-                model_config, dtype=dtype, attn_implementation=attention, trust_remote_code=config.trust_remote_code
-            )
+                model_config, dtype=dtype, attn_implementation=of_decoder(attention, model_config),
+                trust_remote_code=config.trust_remote_code,
+            )  # fmt: skip
             model = ValueModel(backbone)
     except Exception as error:
         padded = "; add --no-use-remove-padding" if attention == "packed" else ""
@@ -449,6 +467,8 @@ def build_skeleton(config, model_config, device, dtype=torch.float32):
             f"--model {config.model}: {type(backbone).__name__} brings its own attention, which knows nothing of "
             "packed rows; add --no-use-remove-padding"
         )
+    if config.freeze_vision_tower:
+        backbone.visual.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -474,6 +494,11 @@ def build_value_model(config, model_config, layout):
             buffer.copy_(buffers[name.replace("_fsdp_wrapped_module.", "")])
         dist.broadcast(buffer, src=0)
     return model, flops, count, story
+
+
+def of_decoder(attention, model_config):
+    """The attention of the decoder, as transformers takes it: a vision tower keeps its own."""
+    return {"": attention, "text_config": attention} if model_config.model_type in VISION_MODELS else attention
 
 
 def transformer_blocks(model):
@@ -567,12 +592,33 @@ def check_budget(config, batch, training, path=None):
         )
 
 
+def slice_row(decoder, args, kwargs):
+    """A forward pre-hook: each rank of a sequence-parallel group goes on with its slice of the packed row.
+
+    It stands where the decoder begins, behind a vision tower, which all ranks of the group run on all images alike.
+    """
+    if common.Pack.group is None:
+        return None
+    size, rank = dist.get_world_size(common.Pack.group), dist.get_rank(common.Pack.group)
+    whole = {key: kwargs.get(key) for key in ("input_ids", "inputs_embeds", "visual_pos_masks")}
+    sliced = {key: x.chunk(size, 1)[rank] for key, x in whole.items() if x is not None}
+    sliced["position_ids"] = kwargs["position_ids"].chunk(size, -1)[rank]
+    if "visual_pos_masks" in sliced:  # Qwen3-VL's deepstack: a row of features for each token of an image
+        counts = [int(mask.sum()) for mask in kwargs["visual_pos_masks"].chunk(size, 1)]
+        sliced["deepstack_visual_embeds"] = [x.split(counts)[rank] for x in kwargs["deepstack_visual_embeds"]]
+    return args, {**kwargs, **sliced}
+
+
 class DataParallelPPOCritic:
     """Values and updates of a sharded value model. Both methods take the *global* batch, the same on every rank, and
     work on this rank's share of it."""
 
-    def __init__(self, config, model, flops, layout):
+    def __init__(self, config, model, flops, layout, image_processor=None):
         self.config, self.model, self.flops, self.layout = config, model, flops, layout
+        self.image_processor, backbone = image_processor, model.model
+        self.reads_images = backbone.config.model_type in VISION_MODELS
+        decoder = backbone.language_model if self.reads_images else backbone
+        decoder.register_forward_pre_hook(slice_row, with_kwargs=True)
         lr = config.lr if config.lr is not None else (1e-3 if config.model in common.TINY else 1e-5)
         trainable = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trainable, lr=lr, betas=config.betas, weight_decay=config.weight_decay)
@@ -597,34 +643,73 @@ class DataParallelPPOCritic:
     def micro_batch(self, batch, rows):
         """These rows on the device, and their lengths; a rank without rows runs one masked token to keep in step."""
         micro = batch.select(rows) if rows else common.masked_token()
+        if self.reads_images:
+            images = micro.multi_modal_inputs or [{} for _ in micro.lengths]
+            micro.multi_modal_inputs = [common.read_images(row, self.image_processor) for row in images]
         return micro.to(self.layout.device), micro.lengths
 
     def forward_micro_batch(self, micro, lengths):
         """Values of the actions of a micro-batch: (T,) float32, zero on every other token."""
+        ids_T, inputs = micro.input_ids, {}
+        if self.reads_images:
+            ids_T, lengths, inputs = self.with_images(ids_T, lengths, micro.multi_modal_inputs)
         forward = self.forward_packed if self.config.use_remove_padding else self.forward_padded
-        return common.values_of_actions(forward(micro.input_ids, lengths), micro.response_mask)
+        return common.values_of_actions(forward(ids_T, lengths, **inputs)[: len(micro.input_ids)], micro.response_mask)
 
-    def forward_packed(self, ids_T, lengths):
-        """(T,) ids, sequences end to end -> (T,) values by position; no padding is computed."""
+    def with_images(self, ids_T, lengths, images):
+        """(ids, lengths, inputs of the forward) of rows with these images, a list of B dicts.
+
+        Ranks that share the weights of the vision tower must run it together, so rows without any image get a black
+        one, whose one token ends the last row: no other token sees it, no value is read there, its gradient is zero.
+        """
+        backbone = self.model.model
+        image_token_id, tower = backbone.config.image_token_id, backbone.config.vision_config
+        if not any(images):
+            merge = tower.spatial_merge_size
+            features = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+            black = {
+                "pixel_values": torch.zeros(merge**2, features, device=ids_T.device),
+                "image_grid_thw": torch.tensor([[1, merge, merge]], device=ids_T.device),
+            }
+            ids_T, lengths = F.pad(ids_T, (0, 1), value=image_token_id), [*lengths[:-1], lengths[-1] + 1]
+            images = [*images[:-1], black]
+        positions = []
+        for ids, row in zip(ids_T.split(lengths), images, strict=True):
+            thw, _ = backbone.get_rope_index(
+                ids[None], (ids == image_token_id).int()[None], image_grid_thw=row.get("image_grid_thw")
+            )
+            positions.append(torch.cat([torch.arange(len(ids), device=ids.device)[None], thw[:, 0]]))
+        inputs = {key: torch.cat([row[key] for row in images if row]) for key in ("pixel_values", "image_grid_thw")}
+        return ids_T, lengths, {"position_ids": torch.cat(positions, 1), **inputs}
+
+    def forward_packed(self, ids_T, lengths, position_ids=None, **images):
+        """(T,) ids, sequences end to end -> (T,) values by position; no padding is computed.
+
+        position_ids: (T,), or (4, T) with time, height and width (None: from 0 in each sequence).
+        """
         layout = self.layout
         pad = -len(ids_T) % layout.sp_size  # up to a multiple, as a sequence of its own
-        lengths = lengths + [pad] * (pad > 0)
-        position_ids = torch.cat([torch.arange(n) for n in lengths]).to(ids_T.device, non_blocking=True)
-        common.set_pack(lengths, ids_T.device, layout.sp_group, self.config.attn_implementation)
-        t = len(position_ids) // layout.sp_size
-        mine = slice(layout.sp_rank * t, (layout.sp_rank + 1) * t)
-        v_T = self.predict(input_ids=F.pad(ids_T, (0, pad))[None, mine], position_ids=position_ids[None, mine])[0]
+        if position_ids is None:
+            position_ids = torch.cat([torch.arange(n) for n in lengths]).to(ids_T.device, non_blocking=True)
+        common.set_pack(lengths + [pad] * (pad > 0), ids_T.device, layout.sp_group, self.config.attn_implementation)
+        ids_T, position_ids = F.pad(ids_T, (0, pad)), F.pad(position_ids, (0, pad))
+        v_T = self.predict(input_ids=ids_T[None], position_ids=position_ids.unsqueeze(-2), **images)[0]
         if layout.sp_group is not None:
             v_T = common.GatherSlices.apply(v_T, layout.sp_group)
-        return v_T[: len(ids_T)]
+        return v_T[: len(v_T) - pad]
 
-    def forward_padded(self, ids_T, lengths):
+    def forward_padded(self, ids_T, lengths, position_ids=None, **images):
         """(T,) ids -> (T,) values by position, through a right-padded (B, L) batch."""
+        common.Pack.group = None  # no rank takes a slice
         ids_BL = torch.nn.utils.rnn.pad_sequence(ids_T.split(lengths), batch_first=True)
         length_B = torch.tensor(lengths, device=ids_T.device)
         mask_BL = torch.arange(ids_BL.shape[1], device=ids_T.device) < length_B[:, None]
-        position_ids_BL = torch.arange(ids_BL.shape[1], device=ids_T.device).expand_as(ids_BL)
-        v_BL = self.predict(input_ids=ids_BL, attention_mask=mask_BL.long(), position_ids=position_ids_BL)
+        if position_ids is None:
+            position_ids = torch.arange(ids_BL.shape[1], device=ids_T.device).expand_as(ids_BL)
+        else:  # (4, T) -> (4, B, L)
+            rows = [x.T for x in position_ids.split(lengths, 1)]
+            position_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).movedim(-1, 0)
+        v_BL = self.predict(input_ids=ids_BL, attention_mask=mask_BL.long(), position_ids=position_ids, **images)
         return v_BL[mask_BL]
 
     def predict(self, **inputs):
@@ -778,7 +863,10 @@ class CriticWorker:
         self.config = config
         self.tokenizer = load_tokenizer(config)
         self.model_config = load_model_config(config, self.tokenizer)
+        self.image_processor = load_image_processor(config, self.model_config)
         self.vocab_size = self.model_config.get_text_config().vocab_size
+        if config.freeze_vision_tower and self.model_config.model_type not in VISION_MODELS:
+            raise UserError(f"--freeze-vision-tower: {config.model} ({self.model_config.model_type}) reads text only")
         heads = getattr(self.model_config.get_text_config(), "num_attention_heads", 1)
         if heads % config.ulysses_size:
             raise UserError(f"--ulysses-size {config.ulysses_size}: must divide the model's {heads} attention heads")
@@ -793,7 +881,7 @@ class CriticWorker:
         """Builds the sharded model and its optimizer, and refuses a model that cannot work as a critic here."""
         config, layout = self.config, self.layout
         model, flops, count, story = build_value_model(config, self.model_config, layout)
-        self.critic = DataParallelPPOCritic(config, model, flops, layout)
+        self.critic = DataParallelPPOCritic(config, model, flops, layout, self.image_processor)
         torch.manual_seed(config.seed)  # building drew numbers on rank 0 alone
         print0(f"model      {config.model} ({self.model_config.model_type}), {count:,} parameters: {story}")
         shard = layout.fsdp_mesh.shape[-1]
@@ -841,9 +929,9 @@ class CriticWorker:
         elif not problem and packed:
             kernel, ids_T = common.Pack.used, torch.arange(2 * n) % self.vocab_size
             packed_TD = hidden_states(ids_T, [n, n])
-            backbone.set_attn_implementation("eager")
+            backbone.set_attn_implementation(of_decoder("eager", self.model_config))
             off = common.relative_error(packed_TD, hidden_states(ids_T, [n, n], packed=False))
-            backbone.set_attn_implementation("packed")
+            backbone.set_attn_implementation(of_decoder("packed", self.model_config))
             if off > most_off:
                 problem = f"gives other hidden states for packed rows than for padded ones, by {off:.0e}"
         if problem:
@@ -861,8 +949,26 @@ class CriticWorker:
         check_budget(self.config, batch, training)
         if len(batch) and int(batch.input_ids.max()) >= self.vocab_size:
             raise ValueError(f"token id {int(batch.input_ids.max())} is outside the vocabulary of {self.vocab_size}")
-        if batch.multi_modal_inputs is not None:
-            raise ValueError("multi_modal_inputs: this critic reads text only")
+        self.check_images(batch)
+
+    def check_images(self, batch):
+        """ValueError naming the first row whose images this critic cannot read or whose placeholders do not fit."""
+        rows = batch.multi_modal_inputs
+        if not self.critic.reads_images:
+            if rows:
+                row = int(batch.row_id[max(range(len(rows)), key=lambda b: bool(rows[b]))])
+                raise ValueError(f"row {row}: multi_modal_inputs: this critic reads text only")
+            return
+        image_token_id, merge = self.model_config.image_token_id, self.model_config.vision_config.spatial_merge_size
+        for b, ids in enumerate(batch.input_ids.split(batch.lengths)):
+            images, row = rows[b] if rows else {}, int(batch.row_id[b])
+            if unknown := images.keys() - {"images", "pixel_values", "image_grid_thw"}:
+                raise ValueError(f"row {row}: multi_modal_inputs: this critic reads no {', '.join(sorted(unknown))}")
+            if "images" not in images:  # read_jsonl has counted those
+                try:
+                    common.check_placeholders(ids.tolist(), image_token_id, common.image_tokens(images, merge))
+                except UserError as error:
+                    raise ValueError(f"row {row}: {error}") from None
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, batch):
@@ -994,8 +1100,8 @@ class CriticWorker:
         with common.complete_or_absent(folder) as tmp:
             if RANK == 0:
                 save_hf(state, self.model_config, tmp)
-                if self.tokenizer is not None:
-                    self.tokenizer.save_pretrained(tmp)
+                for reader in filter(None, (self.tokenizer, self.image_processor)):
+                    reader.save_pretrained(tmp)
 
 
 def architecture(model_config):
@@ -1125,7 +1231,7 @@ def print_plan(run, model_config, lengths):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def load_rows(run, tokenizer, model_config):
+def load_rows(run, tokenizer, model_config, image_processor=None):
     """(rows to learn from, rows to evaluate on or None), each one Batch, the same on every rank."""
     config, text = run.critic, model_config.get_text_config()
     options = {
@@ -1133,6 +1239,8 @@ def load_rows(run, tokenizer, model_config):
         "vocab_size": text.vocab_size,
         "max_length": getattr(text, "max_position_embeddings", None) or 2**31,
         "skip_bad_rows": run.skip_bad_rows,
+        "image_processor": image_processor,
+        "image_token_id": model_config.image_token_id if model_config.model_type in VISION_MODELS else None,
     }
     if not run.rollouts:
         train = common.rows_to_batch(common.toy_rows(8192, config.seed), "toy", **options)
@@ -1198,7 +1306,7 @@ def main(run):
     validate_run(run)
     tokenizer = load_tokenizer(run.critic)
     model_config = load_model_config(run.critic, tokenizer)
-    train, held_out = load_rows(run, tokenizer, model_config)
+    train, held_out = load_rows(run, tokenizer, model_config, load_image_processor(run.critic, model_config))
     if run.plan:
         return print_plan(run, model_config, train.lengths)
     rows_seen, optimizer_steps = count_work(len(train), run)

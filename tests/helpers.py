@@ -82,7 +82,7 @@ def captured_gradients(critic):
             whole = critic_fsdp.FSDP1.summon_full_params(model, with_grads=True)
         with whole:
             named = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in model.named_parameters()]
-            seen.append({n: critic_fsdp.full_tensor(p.grad).clone() for n, p in named})
+            seen.append({n: critic_fsdp.full_tensor(p.grad).clone() for n, p in named if p.requires_grad})
         return clip(*args, **kwargs)
 
     owner.clip_grad_norm_ = note

@@ -1,0 +1,91 @@
+"""Runs under torchrun: rows with and without images through layouts of a vision-language critic -> gradients.
+
+    torchrun --nproc-per-node 2 tests/vision_layouts.py MODEL_FOLDER OUT.pt
+
+test_vision.py compares them with a plain float64 loop.
+"""
+
+import dataclasses
+import sys
+
+import torch
+from helpers import captured_gradients
+
+import common
+import critic_fsdp
+from common import RANK, WORLD_SIZE
+
+START, IMAGE, END = range(99, 102)  # the ids of the presets
+
+
+def image_rows(images, seed=1):
+    """A Batch with one row for each entry of `images`: a list of the (t, h, w) grids of its images, in patches."""
+    g, rows = torch.Generator().manual_seed(seed), []
+    for i, grids in enumerate(images):
+        ids = torch.randint(0, 99, (2 + i,), generator=g).tolist()
+        for t, h, w in grids:
+            ids += [START, *[IMAGE] * (t * h * w // 4), END]
+        prompt, response = len(ids), 3 + 2 * i
+        ids += torch.randint(0, 99, (response,), generator=g).tolist()
+        mask = torch.cat([torch.zeros(prompt), torch.ones(response)]).bool()
+        pixels = torch.randn(sum(t * h * w for t, h, w in grids), 3 * 2 * 14 * 14, generator=g)
+        rows.append(
+            common.Batch(
+                input_ids=torch.tensor(ids),
+                cu_seqlens=torch.tensor([0, len(ids)], dtype=torch.int32),
+                response_mask=mask,
+                row_id=torch.tensor([i]),
+                truncated=torch.tensor([False]),
+                values=torch.randn(len(ids), generator=g) * mask,
+                returns=torch.randn(len(ids), generator=g) * mask,
+                multi_modal_inputs=[{"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)} if grids else {}],
+            )
+        )
+    return common.concat(rows)
+
+
+ROWS = image_rows([[(1, 4, 4)], [], [(1, 4, 8), (1, 6, 4)], [], [(1, 2, 2)]])
+FROZEN = ("fsdp2, frozen", "fsdp1, frozen", "none, frozen", "ulysses, frozen")
+LAYOUTS = {
+    "fsdp2": {},
+    "fsdp1": {"strategy": "fsdp1"},
+    "none": {"strategy": "none"},
+    "recompute": {"gradient_checkpointing": True},
+    "padded": {"use_remove_padding": False},
+    "fsdp2, frozen": {"freeze_vision_tower": True},
+    "fsdp1, frozen": {"freeze_vision_tower": True, "strategy": "fsdp1"},
+    "none, frozen": {"freeze_vision_tower": True, "strategy": "none"},
+}
+ULYSSES = {
+    "ulysses": {"ulysses_size": 2},
+    "ulysses, fsdp1": {"ulysses_size": 2, "strategy": "fsdp1"},
+    "ulysses, frozen": {"ulysses_size": 2, "freeze_vision_tower": True},
+}
+BATCHING = {
+    "one micro-batch": {},
+    "1 row": {"ppo_micro_batch_size_per_gpu": 1},  # micro-batches without an image, at one time on one rank alone
+}
+
+
+def main(model, out):
+    results = {}
+    for name, fields in (LAYOUTS | (ULYSSES if WORLD_SIZE > 1 else {})).items():
+        worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=model, shuffle=False, **fields))
+        worker.init_model()
+        worker.critic.peak_lr = 0.0  # every case starts from the same weights: steps do not move them
+        for case, changes in BATCHING.items():
+            worker.critic.config = dataclasses.replace(worker.config, weight_decay=0.0, **changes)
+            mine = ROWS.select(range(RANK, len(ROWS), WORLD_SIZE))
+            if RANK == 1:  # rows 1 and 3: this rank owns no image and has no such column
+                mine.multi_modal_inputs = None
+            values = worker.compute_values(mine)
+            with captured_gradients(worker.critic) as seen:
+                metrics = worker.update_critic(mine)
+            values = common.gather(dataclasses.replace(mine, values=values)).values
+            results[name, case] = {"gradients": seen.pop(), "values": values, "loss": metrics["critic/vf_loss"]}
+    if RANK == 0:
+        torch.save(results, out)
+
+
+if __name__ == "__main__":
+    common.run(lambda: main(*sys.argv[1:]))
