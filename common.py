@@ -1564,7 +1564,7 @@ def tiny_config(name, vocab_size):
         }  # fmt: skip
         tower |= {
             "qwen2_5_vl": {"window_size": 56, "fullatt_block_indexes": [1]},
-            "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+            "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
         }[kind]
         start, image, end = range(vocab_size - 3, vocab_size)
         return {

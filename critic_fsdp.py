@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import glob
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -914,6 +915,11 @@ class CriticWorker:
         kinds = set(getattr(self.model_config.get_text_config(), "layer_types", None) or ())
         unknown = kinds - {"full_attention", "sliding_attention"}
         _, (_, window, sliding) = critic.flops.per_pair
+        inputs = inspect.signature(backbone.forward).parameters
+        marks_images = hasattr(backbone.config, "vision_config") and inputs.keys() & {
+            "token_type_ids",
+            "mm_token_type_ids",
+        }
         try:
             leak = common.influence(hidden_states, self.vocab_size, n)
         except (UserError, torch.OutOfMemoryError):
@@ -924,6 +930,8 @@ class CriticWorker:
             problem = f"lets tokens see later ones or another row (hidden states move by {leak:.0e})"
         elif not problem and packed and unknown:
             problem = f"has layers of {', '.join(sorted(unknown))}, which packed rows might lose"
+        elif not problem and packed and marks_images and not critic.reads_images:
+            problem = "may let the tokens of an image see later ones, which packed rows would lose"
         elif not problem and packed and sliding and window not in common.Pack.windows:
             problem = f"does not tell its attention the sliding window of {window}, which packed rows would lose"
         elif not problem and packed:

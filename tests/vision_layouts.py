@@ -1,6 +1,6 @@
 """Runs under torchrun: rows with and without images through layouts of a vision-language critic -> gradients.
 
-    torchrun --nproc-per-node 2 tests/vision_layouts.py MODEL_FOLDER OUT.pt
+    torchrun --nproc-per-node 2 tests/vision_layouts.py OUT.pt MODEL_FOLDER...
 
 test_vision.py compares them with a plain float64 loop.
 """
@@ -45,36 +45,34 @@ def image_rows(images, seed=1):
 
 
 ROWS = image_rows([[(1, 4, 4)], [], [(1, 4, 8), (1, 6, 4)], [], [(1, 2, 2)]])
-FROZEN = ("fsdp2, frozen", "fsdp1, frozen", "none, frozen", "ulysses, frozen")
-LAYOUTS = {
-    "fsdp2": {},
-    "fsdp1": {"strategy": "fsdp1"},
-    "none": {"strategy": "none"},
-    "recompute": {"gradient_checkpointing": True},
-    "padded": {"use_remove_padding": False},
-    "fsdp2, frozen": {"freeze_vision_tower": True},
-    "fsdp1, frozen": {"freeze_vision_tower": True, "strategy": "fsdp1"},
-    "none, frozen": {"freeze_vision_tower": True, "strategy": "none"},
-}
-ULYSSES = {
-    "ulysses": {"ulysses_size": 2},
-    "ulysses, fsdp1": {"ulysses_size": 2, "strategy": "fsdp1"},
-    "ulysses, frozen": {"ulysses_size": 2, "freeze_vision_tower": True},
-}
 BATCHING = {
     "one micro-batch": {},
     "1 row": {"ppo_micro_batch_size_per_gpu": 1},  # micro-batches without an image, at one time on one rank alone
 }
+LAYOUTS = {  # name -> Config fields, ways to cut the rows into micro-batches
+    "fsdp2": ({}, BATCHING),
+    "fsdp2, frozen": ({"freeze_vision_tower": True}, ["1 row"]),
+    "padded": ({"use_remove_padding": False}, BATCHING),
+}
+SPREAD = {
+    "fsdp1": ({"strategy": "fsdp1", "gradient_checkpointing": True}, ["1 row"]),
+    "fsdp1, frozen": ({"strategy": "fsdp1", "freeze_vision_tower": True}, ["1 row"]),
+    "none": ({"strategy": "none"}, ["1 row"]),
+    "none, frozen": ({"strategy": "none", "freeze_vision_tower": True}, ["1 row"]),
+    "ulysses": ({"ulysses_size": 2, "gradient_checkpointing": True}, BATCHING),
+    "ulysses, frozen": ({"ulysses_size": 2, "freeze_vision_tower": True}, ["1 row"]),
+}
 
 
-def main(model, out):
+def results_of(model):
+    """(layout, batching) -> gradients before clipping, values and loss."""
     results = {}
-    for name, fields in (LAYOUTS | (ULYSSES if WORLD_SIZE > 1 else {})).items():
-        worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=model, shuffle=False, **fields))
+    for name, (fields, cases) in (LAYOUTS | (SPREAD if WORLD_SIZE > 1 else {})).items():
+        worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=str(model), shuffle=False, **fields))
         worker.init_model()
         worker.critic.peak_lr = 0.0  # every case starts from the same weights: steps do not move them
-        for case, changes in BATCHING.items():
-            worker.critic.config = dataclasses.replace(worker.config, weight_decay=0.0, **changes)
+        for case in cases:
+            worker.critic.config = dataclasses.replace(worker.config, weight_decay=0.0, **BATCHING[case])
             mine = ROWS.select(range(RANK, len(ROWS), WORLD_SIZE))
             if RANK == 1:  # rows 1 and 3: this rank owns no image and has no such column
                 mine.multi_modal_inputs = None
@@ -83,6 +81,11 @@ def main(model, out):
                 metrics = worker.update_critic(mine)
             values = common.gather(dataclasses.replace(mine, values=values)).values
             results[name, case] = {"gradients": seen.pop(), "values": values, "loss": metrics["critic/vf_loss"]}
+    return results
+
+
+def main(out, *models):
+    results = {model: results_of(model) for model in models}
     if RANK == 0:
         torch.save(results, out)
 
