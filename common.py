@@ -725,9 +725,10 @@ def values_of_actions(v_T, response_mask_T):
         response_mask    0    0    1    1    0    1
         result           0    0    v1   v2   0    v4
 
-    The first token of a sequence is never an action, so nothing crosses from one sequence into the next.
+    The first token of a sequence is never an action, so nothing crosses from one sequence into the next. Logits of a
+    categorical value, (T, N), go the same way.
     """
-    return torch.where(response_mask_T, v_T.roll(1), 0.0)
+    return torch.where(response_mask_T, v_T.roll(1, 0).movedim(0, -1), 0.0).movedim(-1, 0)
 
 
 def last_actions(response_mask_T, cu_seqlens):
@@ -878,6 +879,41 @@ def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, clipra
         clipped = (clipped_T > error_T).sum()
         error_T = torch.maximum(error_T, clipped_T)
     return 0.5 * (weights_T * error_T).sum(), clipped
+
+
+def hl_gauss_targets(returns_T, low, high, bins):
+    """(T,) returns -> (T, N) probabilities of the N bins that cut [low, high] evenly, with edges e_0 .. e_N.
+
+        p_i = (Phi(e_i+1) - Phi(e_i)) / (Phi(e_N) - Phi(e_0)),    Phi: CDF of Normal(R, sigma), sigma = 0.75 bin widths
+
+    A return outside is moved to the end of the range. HL-Gauss, Imani & White 1806.04613; sigma, and values of deep RL
+    learned this way: Farebrother et al. 2403.03950.
+    """
+    edge_N = torch.linspace(low, high, bins + 1, device=returns_T.device)
+    sigma = 0.75 * (high - low) / bins
+    cdf_TN = torch.erf((edge_N - returns_T.clamp(low, high)[:, None]) / (sigma * math.sqrt(2)))
+    return cdf_TN.diff() / (cdf_TN[:, -1:] - cdf_TN[:, :1])
+
+
+def hl_gauss_values(logits_TN, low, high):
+    """(T, N) logits of the bins -> (T,) values: the mean of the bins' centres, v_t = sum_i softmax(logits)_i c_i."""
+    half = (high - low) / logits_TN.shape[1] / 2
+    centre_N = torch.linspace(low + half, high - half, logits_TN.shape[1], device=logits_TN.device)
+    return (logits_TN.softmax(1) * centre_N).sum(1)
+
+
+def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
+    """Cross-entropy of a categorical value with the Gaussian around the return -> loss, a 0-dim tensor.
+
+        L_t = -sum_i p_i(R_t) log softmax(logits_t)_i,    loss = sum_t w_t L_t
+
+    p: hl_gauss_targets. Old values do not enter: clipping has no counterpart here. What stands where response_mask is
+    false never enters, not even a NaN.
+    """
+    returns_T = torch.where(response_mask_T, returns_T, 0.0)
+    logits_TN = torch.where(response_mask_T[:, None], logits_TN, 0.0)
+    p_TN = hl_gauss_targets(returns_T, low, high, logits_TN.shape[1])
+    return -(weights_T * (p_TN * logits_TN.log_softmax(1)).sum(1)).sum()
 
 
 def kl_penalty(log_probs_T, ref_log_probs_T, kind):

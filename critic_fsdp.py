@@ -84,6 +84,9 @@ class Config:
     override_config: str = "{}"  # JSON laid over the model's config, e.g. '{"num_hidden_layers": 4}'
     value_head_init: Literal["auto", "checkpoint", "normal", "zero"] = "auto"  # auto: the checkpoint's, else normal
     from_scratch: bool = False  # random weights: of --model take the architecture and the tokenizer only
+    value_head: Literal["scalar", "hl_gauss"] = "scalar"  # the value: a number, or the mean of a distribution over bins
+    value_bins: int = 51  # bins of hl_gauss
+    value_range: tuple[float, float] | None = None  # hl_gauss: where they lie (None: the checkpoint's, else the data's)
     trust_remote_code: bool = False  # run model code that comes with the checkpoint
     freeze_vision_tower: bool = False  # of a vision-language model: learn the language model and the head alone
     seed: int = 0  # of random weights, the value head and every shuffle
@@ -116,7 +119,7 @@ class Config:
     forward_micro_batch_size_per_gpu: int | None = None  # the same for compute_values (None: as in training)
 
     # loss
-    cliprange_value: float | None = 0.5  # how far from its old value a value may gain by moving (None: no clipping)
+    cliprange_value: float | None = 0.5  # how far a value may gain by moving (None: no clipping; hl_gauss: never any)
     loss_agg_mode: Literal[common.LOSS_AGG_MODES] = "token-mean"  # how token losses become one loss of the mini-batch
     response_length_limit: int | None = None  # the constant that seq-mean-token-sum-norm divides by
 
@@ -167,6 +170,13 @@ def validate(config, world_size=WORLD_SIZE):
         "lr", "grad_clip", "timeout_minutes", "total_training_steps", "ulysses_size",
     ):  # fmt: skip
         common.check_flag(config, name, "must be above 0", lambda x: x is None or x > 0)
+    common.check_flag(config, "value_bins", "must be at least 2", lambda x: x >= 2)
+    common.check_flag(
+        config, "value_range", "must be LOW below HIGH, both finite",
+        lambda x: x is None or (math.isfinite(x[1] - x[0]) and x[0] < x[1]),
+    )  # fmt: skip
+    if config.value_range is not None and config.value_head == "scalar":
+        raise UserError(f"--value-range {config.value_range}: a scalar has none; add --value-head hl_gauss")
     for name in ("lr", "timeout_minutes"):
         common.check_flag(config, name, "must be finite", lambda x: x is None or x < math.inf)
     for name in ("weight_decay", "lr_warmup_steps", "seed"):
@@ -223,20 +233,24 @@ def validate_run(run):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Value model: any decoder of transformers and a scalar head in float32
+# Value model: any decoder of transformers and a value head in float32
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class ValueModel(nn.Module):
-    """Backbone without its vocabulary head, and v = w . h + b on the hidden state of every token."""
+    """Backbone without its vocabulary head, and v = w . h + b on the hidden state of every token.
 
-    def __init__(self, backbone):
+    With --value-head hl_gauss the head gives the N logits of a distribution instead, common.hl_gauss_values its mean.
+    """
+
+    def __init__(self, backbone, config):
         super().__init__()
         self.model = backbone
-        self.score = nn.Linear(backbone.config.get_text_config().hidden_size, 1)
+        outputs = config.value_bins if config.value_head == "hl_gauss" else 1
+        self.score = nn.Linear(backbone.config.get_text_config().hidden_size, outputs)
 
     def forward(self, **inputs):
-        """(B, L) ids -> (B, L) float32 values, each read *from* the hidden state of its position."""
+        """(B, L) ids -> (B, L) float32 values, or (B, L, N) logits, read *from* the hidden state of its position."""
         hidden_BLD = self.model(use_cache=False, **inputs).last_hidden_state
         with torch.autocast(hidden_BLD.device.type, enabled=False):
             return self.score(hidden_BLD.to(self.score.weight.dtype)).squeeze(-1).float()
@@ -327,9 +341,8 @@ def read_weights(config, model_config):
     """A ValueModel on the host with its weights, and a sentence on where they come from. Runs on rank 0 alone."""
     if config.model in common.TINY or config.from_scratch:
         torch.manual_seed(config.seed)
-        model = ValueModel(
-            AutoModel.from_config(model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
-        )
+        backbone = AutoModel.from_config(model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
+        model = ValueModel(backbone, config)
         return model, f"random weights (seed {config.seed}); {init_value_head(model, None, config)}"
     folder = config.model
     if not os.path.isdir(folder):  # a hub name, which its config came from already
@@ -345,13 +358,14 @@ def read_weights(config, model_config):
     absent = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
     if absent:
         raise UserError(f"--model {config.model}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}")
-    model = ValueModel(backbone)
+    model = ValueModel(backbone, config)
     return model, f"{type(backbone).__name__} from {config.model}; {init_value_head(model, folder, config)}"
 
 
 def init_value_head(model, folder, config):
     """Fills the head by --value-head-init -> a sentence on what happened. folder: the checkpoint, if there is one."""
-    stored, remark = stored_value_head(folder, model.score.in_features) if folder else (None, "")
+    shape = tuple(model.score.weight.shape)
+    stored, remark = stored_value_head(folder, shape, config.value_range) if folder else (None, "")
     init = config.value_head_init
     if init == "auto":
         init = "checkpoint" if stored else "normal"
@@ -375,10 +389,12 @@ def init_value_head(model, folder, config):
 VALUE_HEADS = ("score", "classifier", "v_head.summary", "v_head", "value_head.summary", "value_head")
 
 
-def stored_value_head(folder, features):
-    """Looks through a checkpoint for a head of (1, features) -> ((name, weight (1, D), bias or None) or None, remark).
+def stored_value_head(folder, shape, value_range):
+    """Looks through a checkpoint for a head of this (N, D) shape and range -> ((name, weight, bias or None) or None,
+    remark).
 
-    score and classifier are transformers' token-classification and reward models, v_head is TRL's.
+    score and classifier are transformers' token-classification and reward models, v_head is TRL's. A scalar head has
+    no range; a classifier that is no categorical value has none either.
     """
     found, remark = {}, ""
     is_head = lambda key: key.rpartition(".")[0] in VALUE_HEADS
@@ -389,12 +405,16 @@ def stored_value_head(folder, features):
     for path in [] if safetensors else sorted(glob.glob(os.path.join(folder, "pytorch_model*.bin"))):
         state = torch.load(path, map_location="cpu", weights_only=True)
         found |= {key: state[key] for key in filter(is_head, state)}
+    with open(os.path.join(folder, "config.json")) as file:
+        stored_range = json.load(file).get("value_range")
+    describe = lambda shape, over: f"{shape} over {tuple(over)}" if over else str(shape)
+    wanted = describe(shape, value_range)
     for name in VALUE_HEADS:
         weight = found.get(f"{name}.weight")
-        if weight is not None and tuple(weight.shape) == (1, features):
+        if weight is not None and describe(tuple(weight.shape), stored_range) == wanted:
             return (name, weight, found.get(f"{name}.bias")), ""
         if weight is not None:
-            remark = f" (its {name}.weight is {tuple(weight.shape)}, not (1, {features}))"
+            remark = f" (its {name}.weight is {describe(tuple(weight.shape), stored_range)}, not {wanted})"
     return None, remark
 
 
@@ -459,7 +479,7 @@ def build_skeleton(config, model_config, device, dtype=torch.float32):
                 model_config, dtype=dtype, attn_implementation=of_decoder(attention, model_config),
                 trust_remote_code=config.trust_remote_code,
             )  # fmt: skip
-            model = ValueModel(backbone)
+            model = ValueModel(backbone, config)
     except Exception as error:
         padded = "; add --no-use-remove-padding" if attention == "packed" else ""
         raise UserError(f"--model {config.model}: cannot be built ({common.one_line(error)}){padded}") from None
@@ -650,12 +670,18 @@ class DataParallelPPOCritic:
         return micro.to(self.layout.device), micro.lengths
 
     def forward_micro_batch(self, micro, lengths):
-        """Values of the actions of a micro-batch: (T,) float32, zero on every other token."""
+        """What the head says of the actions of a micro-batch: (T,) float32 values, or (T, N) logits; zero elsewhere."""
         ids_T, inputs = micro.input_ids, {}
         if self.reads_images:
             ids_T, lengths, inputs = self.with_images(ids_T, lengths, micro.multi_modal_inputs)
         forward = self.forward_packed if self.config.use_remove_padding else self.forward_padded
         return common.values_of_actions(forward(ids_T, lengths, **inputs)[: len(micro.input_ids)], micro.response_mask)
+
+    def values(self, outputs_T, response_mask_T):
+        """(T,) values of the actions from what forward_micro_batch gives, zero elsewhere."""
+        if self.config.value_head == "scalar":
+            return outputs_T
+        return torch.where(response_mask_T, common.hl_gauss_values(outputs_T, *self.config.value_range), 0.0)
 
     def with_images(self, ids_T, lengths, images):
         """(ids, lengths, inputs of the forward) of rows with these images, a list of B dicts.
@@ -727,9 +753,10 @@ class DataParallelPPOCritic:
         self.model.eval()
         values_T = torch.zeros(len(batch.input_ids), device=layout.device)
         for rows in common.progress(self.my_micro_batches(batch, *forward_limits(config)), "values"):
-            vpreds_T = self.forward_micro_batch(*self.micro_batch(batch, rows))
+            micro, lengths = self.micro_batch(batch, rows)
+            outputs_T = self.forward_micro_batch(micro, lengths)
             if rows:
-                values_T[batch.token_index(rows).to(layout.device)] = vpreds_T
+                values_T[batch.token_index(rows).to(layout.device)] = self.values(outputs_T, micro.response_mask)
         self.free_gathered()
         dist.all_reduce(values_T, group=layout.dp_group)  # each token was computed by one group; the rest added zeros
         return values_T.cpu()
@@ -787,13 +814,18 @@ class DataParallelPPOCritic:
         """Adds the gradient of these rows' part of the mini-batch loss -> sums (loss, clipped, vpreds, actions)."""
         config = self.config
         micro, lengths = self.micro_batch(mini, rows)
-        vpreds_T, mask_T = self.forward_micro_batch(micro, lengths), micro.response_mask
+        outputs_T, mask_T = self.forward_micro_batch(micro, lengths), micro.response_mask
+        vpreds_T = self.values(outputs_T, mask_T)
         weights_T = common.loss_weights(
             mask_T, micro.cu_seqlens, config.loss_agg_mode, counts, config.response_length_limit
         )
-        loss, clipped = common.value_loss(
-            vpreds_T, micro.values, micro.returns, mask_T, weights_T, config.cliprange_value
-        )
+        if config.value_head == "hl_gauss":
+            loss = common.hl_gauss_loss(outputs_T, micro.returns, mask_T, weights_T, *config.value_range)
+            clipped = torch.zeros_like(loss)
+        else:
+            loss, clipped = common.value_loss(
+                vpreds_T, micro.values, micro.returns, mask_T, weights_T, config.cliprange_value
+            )
         # the loss is a sum over all ranks, but FSDP (and optimizer_step without it) averages gradients over them
         (loss * WORLD_SIZE).backward()
         return torch.stack([loss, clipped, vpreds_T.sum(), mask_T.sum()]).detach()
@@ -861,10 +893,14 @@ class CriticWorker:
             config.lr_scheduler_type == "cosine" or config.lr_warmup_steps_ratio
         ):
             raise UserError("--total-training-steps: cosine and --lr-warmup-steps-ratio need it")
-        self.config = config
         self.tokenizer = load_tokenizer(config)
         self.model_config = load_model_config(config, self.tokenizer)
         self.image_processor = load_image_processor(config, self.model_config)
+        if config.value_head == "hl_gauss" and config.value_range is None:
+            if not getattr(self.model_config, "value_range", None):
+                raise UserError("--value-range: hl_gauss needs it, LOW and HIGH of the returns with a small margin")
+            config = dataclasses.replace(config, value_range=tuple(self.model_config.value_range))
+        self.config = config
         self.vocab_size = self.model_config.get_text_config().vocab_size
         if config.freeze_vision_tower and self.model_config.model_type not in VISION_MODELS:
             raise UserError(f"--freeze-vision-tower: {config.model} ({self.model_config.model_type}) reads text only")
@@ -1064,9 +1100,11 @@ class CriticWorker:
         """Restores what save_checkpoint wrote, on any world size and strategy. UserError: damaged or foreign."""
         saved, model_now = read_trainer_state(folder), architecture(self.model_config)
         other = [f"{k} {v} there, {model_now[k]} here" for k, v in saved["model_config"].items() if model_now[k] != v]
+        now = json.loads(json.dumps(dataclasses.asdict(self.config)))  # tuples as lists, as they come back
+        for k in ("value_head", "value_range"):  # no weight tells them
+            other += [f"{k} {saved['config'].get(k)} there, {now[k]} here"] * (saved["config"].get(k) != now[k])
         if other:
             raise UserError(f"--resume {folder}: is of another model: {'; '.join(other)}")
-        now = json.loads(json.dumps(dataclasses.asdict(self.config)))  # tuples as lists, as they come back
         changed = [f"{k} {v} -> {now[k]}" for k, v in saved["config"].items() if k in now and now[k] != v]
         print0(f"resume     {folder}, update {saved['updates']}" + (", with " if changed else "") + ", ".join(changed))
         tensors, model_state, optimizer_state = self.checkpoint_tensors()
@@ -1095,7 +1133,8 @@ class CriticWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder):
-        """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads (num_labels 1).
+        """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads: num_labels 1,
+        or a label a bin for hl_gauss, whose value_range then stands in config.json.
 
         An architecture without that class gets its backbone in the folder and the head in value_head.safetensors;
         --model reads both kinds.
@@ -1107,7 +1146,7 @@ class CriticWorker:
                 state[name] = x.detach().cpu().contiguous()
         with common.complete_or_absent(folder) as tmp:
             if RANK == 0:
-                save_hf(state, self.model_config, tmp)
+                save_hf(state, self.model_config, self.config.value_range, tmp)
                 for reader in filter(None, (self.tokenizer, self.image_processor)):
                     reader.save_pretrained(tmp)
 
@@ -1116,6 +1155,7 @@ def architecture(model_config):
     """What makes two models the same, of a transformers config, as plain JSON."""
     fields = json.loads(model_config.to_json_string(use_diff=False))
     passing = ("transformers_version", "_name_or_path", "architectures", "dtype", "_attn_implementation", "use_cache")
+    passing += ("value_head", "value_range")  # of the checkpoint's head
     return {key: value for key, value in fields.items() if key not in passing}
 
 
@@ -1130,10 +1170,12 @@ def read_trainer_state(folder):
         raise UserError(f"--resume {folder}: not a checkpoint of this script ({common.one_line(error)})") from None
 
 
-def save_hf(state, model_config, folder):
+def save_hf(state, model_config, value_range, folder):
     """Writes a full state dict of a ValueModel ("model.*", "score.*") with transformers' own save_pretrained."""
     model_config = type(model_config).from_dict(model_config.to_dict())
-    model_config.num_labels, model_config.classifier_dropout, model_config.dtype = 1, 0.0, torch.float32
+    model_config.num_labels, model_config.classifier_dropout = len(state["score.weight"]), 0.0
+    model_config.dtype, model_config.value_range = torch.float32, value_range
+    model_config.value_head = "hl_gauss" if value_range else "scalar"
     backbone = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
     if type(model_config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         with torch.device("meta"):
@@ -1281,6 +1323,22 @@ def count_work(n, run):
     return sum(sizes), mini_batches * run.critic.ppo_epochs
 
 
+def find_value_range(run, model_config, rows):
+    """(LOW, HIGH) of --value-head hl_gauss: as given, as it was in what the run goes on from, or what the returns of
+    these rows span and a tenth of that on either side, so that no Gaussian is cut off."""
+    if run.critic.value_head == "scalar" or run.critic.value_range is not None:
+        return run.critic.value_range
+    before = read_trainer_state(run.resume)["config"].get("value_range") if run.resume else None
+    before = before or getattr(model_config, "value_range", None)
+    if before:
+        return tuple(before)
+    zeros, mask = torch.zeros_like(rows.token_level_rewards), rows.response_mask
+    _, returns = common.gae(rows.token_level_rewards, zeros, mask, rows.cu_seqlens, run.gamma, lam=1.0)
+    low, high = returns[mask].min().item(), returns[mask].max().item()
+    margin = 0.1 * (high - low) or 1.0
+    return low - margin, high + margin
+
+
 def add_returns(batch, run):
     """Fills advantages and returns from rewards and old values."""
     bootstrap = None
@@ -1318,7 +1376,11 @@ def main(run):
     if run.plan:
         return print_plan(run, model_config, train.lengths)
     rows_seen, optimizer_steps = count_work(len(train), run)
-    config = dataclasses.replace(run.critic, total_training_steps=run.critic.total_training_steps or optimizer_steps)
+    config = dataclasses.replace(
+        run.critic,
+        total_training_steps=run.critic.total_training_steps or optimizer_steps,
+        value_range=find_value_range(run, model_config, train),
+    )
     first_step = read_trainer_state(run.resume)["updates"] if run.resume else 0
     if run.resume and first_step >= run.steps:
         raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
@@ -1327,6 +1389,9 @@ def main(run):
     worker.init_model()
     if run.resume:
         worker.load_checkpoint(run.resume)
+    if config.value_range:
+        low, high = config.value_range
+        print0(f"value head {config.value_bins} bins x {(high - low) / config.value_bins:.3g} = [{low:g}, {high:g}]")
     tokens, actions = len(train.input_ids), int(train.response_mask.sum())
     print0(
         f"rows       {len(train):,} rows, {tokens:,} tokens, {actions:,} actions, longest row {max(train.lengths):,}"
