@@ -60,6 +60,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoTokenizer
+from transformers.pytorch_utils import Conv1D
 
 import common
 from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
@@ -68,6 +69,7 @@ transformers.logging.set_verbosity_error()  # what matters of a load is said bel
 transformers.logging.disable_progress_bar()
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing here writes into one
 warnings.filterwarnings("ignore", message=".*`NO_SHARD`")  # FSDP1 on a single rank
+warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft sees by itself what GPT-2 needs
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Config
@@ -87,6 +89,10 @@ class Config:
     value_head: Literal["scalar", "hl_gauss"] = "scalar"  # the value: a number, or the mean of a distribution over bins
     value_bins: int = 51  # bins of hl_gauss
     value_range: tuple[float, float] | None = None  # hl_gauss: where they lie (None: the checkpoint's, else the data's)
+    freeze_layers: int = 0  # lowest transformer blocks that do not train, nor do the embeddings then (0: all trains)
+    lora_rank: int = 0  # train only the value head and low-rank adapters of this rank in the backbone (0: no adapters)
+    lora_alpha: float = 16.0  # adapters count alpha / rank times
+    lora_target_modules: tuple[str, ...] = ("all-linear",)  # linear layers that get one, e.g. q_proj v_proj
     trust_remote_code: bool = False  # run model code that comes with the checkpoint
     freeze_vision_tower: bool = False  # of a vision-language model: learn the language model and the head alone
     seed: int = 0  # of random weights, the value head and every shuffle
@@ -167,7 +173,7 @@ def validate(config, world_size=WORLD_SIZE):
     for name in (
         "ppo_epochs", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu",
         "ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu", "response_length_limit", "cliprange_value",
-        "lr", "grad_clip", "timeout_minutes", "total_training_steps", "ulysses_size",
+        "lr", "grad_clip", "timeout_minutes", "total_training_steps", "ulysses_size", "lora_alpha",
     ):  # fmt: skip
         common.check_flag(config, name, "must be above 0", lambda x: x is None or x > 0)
     common.check_flag(config, "value_bins", "must be at least 2", lambda x: x >= 2)
@@ -177,10 +183,15 @@ def validate(config, world_size=WORLD_SIZE):
     )  # fmt: skip
     if config.value_range is not None and config.value_head == "scalar":
         raise UserError(f"--value-range {config.value_range}: a scalar has none; add --value-head hl_gauss")
-    for name in ("lr", "timeout_minutes"):
+    for name in ("lr", "timeout_minutes", "lora_alpha"):
         common.check_flag(config, name, "must be finite", lambda x: x is None or x < math.inf)
-    for name in ("weight_decay", "lr_warmup_steps", "seed"):
+    for name in ("weight_decay", "lr_warmup_steps", "seed", "freeze_layers", "lora_rank"):
         common.check_flag(config, name, "must be finite and not below 0", lambda x: 0 <= x < 2**63)
+    common.check_flag(config, "lora_target_modules", "must name at least one layer, or all-linear", len)
+    if config.lora_rank and config.freeze_layers:
+        raise UserError(f"--freeze-layers {config.freeze_layers}: --lora-rank freezes all layers already; drop one")
+    if config.lora_rank and importlib.util.find_spec("peft") is None:
+        raise UserError(f"--lora-rank {config.lora_rank}: peft is not installed; pip install peft")
     for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
         common.check_flag(config, name, "must be between 0 and 1", lambda x: 0 <= x <= 1)
     common.check_flag(config, "betas", "each must be at least 0 and below 1", lambda x: all(0 <= b < 1 for b in x))
@@ -418,6 +429,50 @@ def stored_value_head(folder, shape, value_range):
     return None, remark
 
 
+def freeze(backbone, layers):
+    """Takes the embeddings and the lowest blocks out of training: they get no gradient and no optimizer state."""
+    blocks = transformer_blocks(backbone.get_decoder())
+    if len(blocks) < layers:
+        raise UserError(f"--freeze-layers {layers}: {type(backbone).__name__} shows {len(blocks)} layers")
+    for module in [m for m in backbone.modules() if isinstance(m, nn.Embedding)] + blocks[:layers]:
+        module.requires_grad_(False)
+
+
+def add_lora(backbone, config):
+    """Freezes the backbone and gives its linear layers adapters: W x + alpha / r B A x (LoRA, 2106.09685).
+
+    A is random, B zero: values are at first those without. Experts that a mixture keeps in one tensor get no adapter.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    linear, targets = [n for n, m in backbone.named_modules() if isinstance(m, nn.Linear | Conv1D)], []
+    for target in config.lora_target_modules:
+        named = [n for n in linear if target == "all-linear" or f".{n}".endswith(f".{target}")]
+        if not named:
+            there = ", ".join(sorted({n.rpartition(".")[2] for n in linear}))
+            raise UserError(f"--lora-target-modules {target}: is no linear layer of {config.model}; there are {there}")
+        targets += named
+    inject_adapter_in_model(
+        LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets), backbone
+    )
+
+
+def merge_lora(state, scale, transposed):
+    """Full state dict with adapters -> that of the same function without them, W + scale B A.
+
+    transposed: names of the layers that keep W as (in, out).
+    """
+    merged = {}
+    for name, x in state.items():
+        if name.endswith(".base_layer.weight"):
+            layer = name.removesuffix(".base_layer.weight")
+            delta = scale * state[f"{layer}.lora_B.default.weight"] @ state[f"{layer}.lora_A.default.weight"]
+            x = x + (delta.T if layer in transposed else delta)
+        if ".lora_" not in name:
+            merged[name.replace(".base_layer.", ".")] = x
+    return merged
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Parallelism: which ranks share what, and the model spread over them
 # ---------------------------------------------------------------------------------------------------------------------
@@ -493,19 +548,28 @@ def build_skeleton(config, model_config, device, dtype=torch.float32):
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+    if config.lora_rank:
+        with torch.device(device):
+            add_lora(backbone, config)
+    if config.freeze_layers:
+        freeze(backbone, config.freeze_layers)
     if config.gradient_checkpointing:
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
 def build_value_model(config, model_config, layout):
-    """The sharded ValueModel, its FlopsModel, the number of its parameters, and a sentence on its weights' origin.
+    """The sharded ValueModel, its FlopsModel, words on the number of its parameters and on its weights' origin.
 
     Every rank builds on meta; rank 0 alone reads the weights and sends each rank its shards.
     """
     model = build_skeleton(config, model_config, "meta")
     source, story = read_weights(config, model_config) if RANK == 0 else (None, None)
-    flops, count = common.flops_model(model, model_config), sum(p.numel() for p in model.parameters())
+    if config.lora_rank and RANK == 0:
+        torch.manual_seed(config.seed)
+        add_lora(source.model, config)
+    flops, (count, trained) = common.flops_model(model, model_config), count_parameters(model)
+    size = f"{count:,} parameters" + (f", {trained:,} of them train" if trained < count else "")
     model = {"fsdp2": shard_fsdp2, "fsdp1": shard_fsdp1, "none": replicate}[config.strategy](model, config, layout)
     full = source.state_dict() if RANK == 0 else {}
     set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
@@ -514,7 +578,13 @@ def build_value_model(config, model_config, layout):
         if RANK == 0:
             buffer.copy_(buffers[name.replace("_fsdp_wrapped_module.", "")])
         dist.broadcast(buffer, src=0)
-    return model, flops, count, story
+    return model, flops, size, story
+
+
+def count_parameters(module):
+    """(all, those that train)."""
+    parameters = list(module.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def of_decoder(attention, model_config):
@@ -553,6 +623,17 @@ def shard_fsdp1(model, config, layout):
     reduce_dtype = getattr(torch, config.reduce_dtype)
     policy = MixedPrecision(param_dtype=dtype, reduce_dtype=reduce_dtype, buffer_dtype=torch.float32)
     head_policy = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    apart_policy = MixedPrecision(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=True)
+    # a unit of FSDP1 has a gradient or none: what is frozen stands apart from what trains
+    adapters = (m for name, m in model.named_modules() if ".lora_" in name and isinstance(m, nn.Linear))
+    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding))
+    apart = set(adapters if config.lora_rank else embeddings if config.freeze_layers else ())
+
+    def unit(module):
+        if module is model.score:
+            return {"mixed_precision": head_policy}
+        return {"mixed_precision": apart_policy} if module in apart else module in blocks
+
     strategies = {  # (hybrid, reshard after forward)
         (False, True): ShardingStrategy.FULL_SHARD,
         (False, False): ShardingStrategy.SHARD_GRAD_OP,
@@ -565,7 +646,7 @@ def shard_fsdp1(model, config, layout):
         device_id=layout.device,  # a torch.device, or FSDP1 refuses to work on CPU
         sharding_strategy=strategies[layout.fsdp_mesh.ndim == 2, config.reshard_after_forward],
         forward_prefetch=config.forward_prefetch,
-        auto_wrap_policy=CustomPolicy(lambda m: {"mixed_precision": head_policy} if m is model.score else m in blocks),
+        auto_wrap_policy=CustomPolicy(unit),
         mixed_precision=policy,
         use_orig_params=True,
         param_init_fn=lambda m: m.to_empty(device=layout.device, recurse=False),
@@ -769,8 +850,7 @@ class DataParallelPPOCritic:
                     module.reshard()
         elif self.config.strategy == "fsdp1":
             for handle in self.model._all_handles:
-                if handle.uses_sharded_strategy:  # there is nothing to free on a single rank
-                    handle.reshard(True)
+                handle.reshard(handle.uses_sharded_strategy)  # on a single rank only its views go back
 
     def update_critic(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
@@ -866,6 +946,7 @@ class DataParallelPPOCritic:
                 work.wait()
             torch._foreach_div_(gradients, WORLD_SIZE)
         if self.config.strategy == "fsdp1":
+            self.free_gathered()  # on a single rank FSDP1 itself forgets units without a gradient
             norm = self.model.clip_grad_norm_(self.config.grad_clip)
         else:
             norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip)
@@ -907,6 +988,9 @@ class CriticWorker:
         heads = getattr(self.model_config.get_text_config(), "num_attention_heads", 1)
         if heads % config.ulysses_size:
             raise UserError(f"--ulysses-size {config.ulysses_size}: must divide the model's {heads} attention heads")
+        layers = getattr(self.model_config.get_text_config(), "num_hidden_layers", math.inf)
+        if config.freeze_layers > layers:
+            raise UserError(f"--freeze-layers {config.freeze_layers}: the model has {layers} layers")
         self.device = common.setup_distributed(config.timeout_minutes)
         half = compute_dtype(config, self.device) != torch.float32
         if config.strategy == "fsdp1" and config.defer_grad_sync and half:
@@ -917,10 +1001,10 @@ class CriticWorker:
     def init_model(self):
         """Builds the sharded model and its optimizer, and refuses a model that cannot work as a critic here."""
         config, layout = self.config, self.layout
-        model, flops, count, story = build_value_model(config, self.model_config, layout)
+        model, flops, size, story = build_value_model(config, self.model_config, layout)
         self.critic = DataParallelPPOCritic(config, model, flops, layout, self.image_processor)
         torch.manual_seed(config.seed)  # building drew numbers on rank 0 alone
-        print0(f"model      {config.model} ({self.model_config.model_type}), {count:,} parameters: {story}")
+        print0(f"model      {config.model} ({self.model_config.model_type}), {size}: {story}")
         shard = layout.fsdp_mesh.shape[-1]
         spread = f"{config.strategy}, {shard} shards x {WORLD_SIZE // shard} replicas"
         spread = "a copy on each rank" if config.strategy == "none" else spread
@@ -1038,7 +1122,9 @@ class CriticWorker:
         metrics["critic/explained_var"] = common.explained_variance(common.moments(batch.values, batch.returns, mask))
         epochs, half = self.config.ppo_epochs, compute_dtype(self.config, self.device) == torch.bfloat16
         peak = common.device_peak_flops(self.device) if half else None  # the table is of bfloat16
-        flops = 3 * epochs * sum(self.critic.flops.forward_flops(n) for n in batch.lengths)
+        frozen = self.config.freeze_layers / (self.model_config.get_text_config().num_hidden_layers or 1)
+        passes = 1 + (1 - frozen) * (1 if self.config.lora_rank else 2)  # forward, to inputs, to weights
+        flops = passes * epochs * sum(self.critic.flops.forward_flops(n) for n in batch.lengths)
         metrics |= {
             "perf/tokens_per_second": epochs * len(batch.input_ids) / seconds,
             "perf/mfu": flops / (seconds * WORLD_SIZE * peak) if peak else math.nan,
@@ -1101,7 +1187,7 @@ class CriticWorker:
         saved, model_now = read_trainer_state(folder), architecture(self.model_config)
         other = [f"{k} {v} there, {model_now[k]} here" for k, v in saved["model_config"].items() if model_now[k] != v]
         now = json.loads(json.dumps(dataclasses.asdict(self.config)))  # tuples as lists, as they come back
-        for k in ("value_head", "value_range"):  # no weight tells them
+        for k in ("value_head", "value_range", "lora_rank", "lora_alpha"):  # no shape of a weight tells them all
             other += [f"{k} {saved['config'].get(k)} there, {now[k]} here"] * (saved["config"].get(k) != now[k])
         if other:
             raise UserError(f"--resume {folder}: is of another model: {'; '.join(other)}")
@@ -1134,7 +1220,7 @@ class CriticWorker:
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder):
         """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads: num_labels 1,
-        or a label a bin for hl_gauss, whose value_range then stands in config.json.
+        or a label a bin for hl_gauss, whose value_range then stands in config.json. Adapters are merged in.
 
         An architecture without that class gets its backbone in the folder and the head in value_head.safetensors;
         --model reads both kinds.
@@ -1144,6 +1230,10 @@ class CriticWorker:
             x = full_tensor(x)  # one tensor at a time; rank 0 keeps it on the host
             if RANK == 0:
                 state[name] = x.detach().cpu().contiguous()
+        if self.config.lora_rank:
+            modules = {n.replace("_fsdp_wrapped_module.", ""): m for n, m in self.critic.model.named_modules()}
+            transposed = {n.removesuffix(".base_layer") for n, m in modules.items() if isinstance(m, Conv1D)}
+            state = merge_lora(state, self.config.lora_alpha / self.config.lora_rank, transposed)
         with common.complete_or_absent(folder) as tmp:
             if RANK == 0:
                 save_hf(state, self.model_config, self.config.value_range, tmp)
@@ -1232,19 +1322,19 @@ def plan(config, model_config, lengths, ranks):
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     dtype, tokens, rows = compute_dtype(config, device), *training_limits(config)
     model = build_skeleton(config, model_config, "meta")
-    count = sum(p.numel() for p in model.parameters())
-    blocks = [sum(p.numel() for p in block.parameters()) for block in transformer_blocks(model)]
+    (count, trained), parts = count_parameters(model), [count_parameters(b) for b in transformer_blocks(model)]
+    blocks, train = [n for n, _ in parts], [n for _, n in parts]
     shards = {"none": 1}.get(config.strategy, ranks if config.fsdp_size == -1 else config.fsdp_size)
     out = {
         "weights": (4 * count / shards, f"{count:,} x 4 bytes / {shards} shards"),
-        "gradients": (4 * count / shards, f"{count:,} x 4 bytes / {shards} shards"),
-        "optimizer": (8 * count / shards, f"{count:,} x 8 bytes / {shards} shards"),
+        "gradients": (4 * trained / shards, f"{trained:,} x 4 bytes / {shards} shards"),
+        "optimizer": (8 * trained / shards, f"{trained:,} x 8 bytes / {shards} shards"),
     }
     if shards > 1:
         layers = f"the root and 2 of {len(blocks)} layers" if config.reshard_after_forward else "all layers"
         gathered = count - sum(blocks) + 2 * max(blocks) if config.reshard_after_forward else count
         out["gathered"] = gathered * dtype.itemsize, f"{gathered:,} x {dtype.itemsize} bytes ({layers})"
-        whole, kept = (count, "the whole") if config.defer_grad_sync else (max(blocks), "one layer")
+        whole, kept = (trained, "the whole") if config.defer_grad_sync else (max(train), "one layer")
         out["unreduced"] = 4 * whole, f"{whole:,} x 4 bytes (gradients of {kept} before reduction)"
     mini = min(config.ppo_mini_batch_size, len(lengths))
     share = sorted(lengths, reverse=True)[: math.ceil(mini * config.ulysses_size / ranks)]  # the longest a rank can get
