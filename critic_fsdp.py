@@ -519,8 +519,8 @@ def compute_dtype(config, device):
     return getattr(torch, config.param_dtype)
 
 
-def build_skeleton(config, model_config, device, dtype=torch.float32):
-    """A ValueModel that has no weights yet (on meta, or of fake tensors), dropout off, attention chosen."""
+def build_skeleton(config, model_config, dtype=torch.float32):
+    """A ValueModel on meta: no weights yet, but all that is settled without them. UserError: it cannot be built."""
     attention = "packed"
     if not config.use_remove_padding:
         capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
@@ -529,7 +529,7 @@ def build_skeleton(config, model_config, device, dtype=torch.float32):
         names = {"flash": "flash_attention_2", "auto": "eager" if capped else None}
         attention = names.get(config.attn_implementation, config.attn_implementation)
     try:
-        with torch.device(device):
+        with torch.device("meta"):
             backbone = AutoModel.from_config(
                 model_config, dtype=dtype, attn_implementation=of_decoder(attention, model_config),
                 trust_remote_code=config.trust_remote_code,
@@ -549,7 +549,7 @@ def build_skeleton(config, model_config, device, dtype=torch.float32):
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
     if config.lora_rank:
-        with torch.device(device):
+        with torch.device("meta"):
             add_lora(backbone, config)
     if config.freeze_layers:
         freeze(backbone, config.freeze_layers)
@@ -563,7 +563,7 @@ def build_value_model(config, model_config, layout):
 
     Every rank builds on meta; rank 0 alone reads the weights and sends each rank its shards.
     """
-    model = build_skeleton(config, model_config, "meta")
+    model = build_skeleton(config, model_config)
     source, story = read_weights(config, model_config) if RANK == 0 else (None, None)
     if config.lora_rank and RANK == 0:
         torch.manual_seed(config.seed)
@@ -908,6 +908,8 @@ class DataParallelPPOCritic:
             )
         # the loss is a sum over all ranks, but FSDP (and optimizer_step without it) averages gradients over them
         (loss * WORLD_SIZE).backward()
+        if config.strategy == "fsdp1" and WORLD_SIZE == 1:  # there FSDP1 itself forgets units without a gradient
+            self.free_gathered()
         return torch.stack([loss, clipped, vpreds_T.sum(), mask_T.sum()]).detach()
 
     def gradient_sync(self, now):
@@ -946,7 +948,6 @@ class DataParallelPPOCritic:
                 work.wait()
             torch._foreach_div_(gradients, WORLD_SIZE)
         if self.config.strategy == "fsdp1":
-            self.free_gathered()  # on a single rank FSDP1 itself forgets units without a gradient
             norm = self.model.clip_grad_norm_(self.config.grad_clip)
         else:
             norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_clip)
@@ -1122,7 +1123,7 @@ class CriticWorker:
         metrics["critic/explained_var"] = common.explained_variance(common.moments(batch.values, batch.returns, mask))
         epochs, half = self.config.ppo_epochs, compute_dtype(self.config, self.device) == torch.bfloat16
         peak = common.device_peak_flops(self.device) if half else None  # the table is of bfloat16
-        frozen = self.config.freeze_layers / (self.model_config.get_text_config().num_hidden_layers or 1)
+        frozen = self.config.freeze_layers / getattr(self.model_config.get_text_config(), "num_hidden_layers", 1)
         passes = 1 + (1 - frozen) * (1 if self.config.lora_rank else 2)  # forward, to inputs, to weights
         flops = passes * epochs * sum(self.critic.flops.forward_flops(n) for n in batch.lengths)
         metrics |= {
@@ -1295,8 +1296,16 @@ def saved_bytes(config, model_config, lengths, dtype, device):
 
     Counted exactly, on fake tensors, which have shapes and devices but no memory.
     """
+    model = build_skeleton(config, model_config, dtype).train()
+    if dtype == torch.float32 and any(".experts." in name for name, _ in model.named_parameters()):
+        return 2 * saved_bytes(config, model_config, lengths, torch.bfloat16, device)  # fakes know grouped products so
     with FakeTensorMode():
-        model = build_skeleton(config, model_config, device, dtype).train()
+        fake = lambda x: torch.empty(x.shape, dtype=x.dtype, device=device)
+        for module in model.modules():
+            for name, x in module.named_parameters(recurse=False):
+                module._parameters[name] = nn.Parameter(fake(x), x.requires_grad)
+            for name, x in module.named_buffers(recurse=False):
+                module._buffers[name] = fake(x)
         weights = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers())}
         saved = {}
 
@@ -1321,7 +1330,7 @@ def plan(config, model_config, lengths, ranks):
     """
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     dtype, tokens, rows = compute_dtype(config, device), *training_limits(config)
-    model = build_skeleton(config, model_config, "meta")
+    model = build_skeleton(config, model_config)
     (count, trained), parts = count_parameters(model), [count_parameters(b) for b in transformer_blocks(model)]
     blocks, train = [n for n, _ in parts], [n for _, n in parts]
     shards = {"none": 1}.get(config.strategy, ranks if config.fsdp_size == -1 else config.fsdp_size)

@@ -11,7 +11,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from helpers import full_weights, random_batch
+from helpers import captured_gradients, full_weights, random_batch
 from test_common import BAD_ROWS, GOOD
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -215,6 +215,44 @@ def the_plan_is_what_a_rank_holds():
             mean = torch.tensor(float(measured))
             dist.all_reduce(mean)  # FSDP1 cuts a flat tensor, FSDP2 each one: the ranks' shares differ a little
             assert math.isclose(mean / WORLD_SIZE, planned[part][0], rel_tol=1e-3), (name, part, mean, planned[part])
+
+
+VARIANTS = {
+    "lora": {"lora_rank": 3, "lora_alpha": 6.0},
+    "hl_gauss": {"value_head": "hl_gauss", "value_bins": 11, "value_range": (-1.5, 2.0)},
+    "freeze": {"freeze_layers": 1},
+}
+
+
+def one_gradient(model, folder=None, **fields):
+    """Weights, values, metrics and the gradient of one mini-batch; folder: a checkpoint to start from."""
+    fields = {"lr": 0.01, "ppo_max_token_len_per_gpu": 60, **fields}
+    worker = CriticWorker(Config(model=str(model), **fields))
+    worker.init_model()
+    if folder:
+        worker.load_checkpoint(folder)
+    weights, batch = full_weights(worker.critic), random_batch(12, seed=1)
+    mine = batch.select(range(RANK, 12, WORLD_SIZE))
+    mine.values = worker.compute_values(mine)
+    with captured_gradients(worker.critic) as seen:
+        metrics = worker.update_critic(mine)
+    assert len(seen) == 1
+    whole = {"values": common.gather(mine).values, "metrics": metrics, "gradients": seen[0], "weights": weights}
+    return worker, {**whole, "after": full_weights(worker.critic)}
+
+
+def heads_and_adapters(model, folder, out):
+    """What every layout makes of every variant, from a checkpoint of one rank -> out; and checkpoints of this one."""
+    results, folder = {}, pathlib.Path(folder)
+    for variant, fields in VARIANTS.items():
+        for layout in ("fsdp2", "fsdp1", "none", "ulysses"):
+            recompute = layout in ("fsdp1", "ulysses")
+            worker, results[variant, layout] = one_gradient(
+                model, folder / variant, gradient_checkpointing=recompute, **fields, **LAYOUTS[layout]
+            )
+        worker.save_checkpoint(folder / f"{variant} of {WORLD_SIZE}")
+    if RANK == 0:
+        torch.save(results, out)
 
 
 def waiting_is_measured():

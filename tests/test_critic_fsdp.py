@@ -659,7 +659,7 @@ def test_planned_activations_are_what_autograd_saves(model, dtype, fields):
     config, lengths, saved = Config(model=model, **fields), [9, 30, 9, 17], {}
     model_config = critic_fsdp.load_model_config(config, common.char_tokenizer())
     dtype = getattr(torch, dtype)
-    real = critic_fsdp.build_skeleton(config, model_config, "cpu", dtype).train()
+    real = critic_fsdp.build_skeleton(config, model_config, dtype).to_empty(device="cpu").train()
     weights = {x.untyped_storage()._cdata for x in (*real.parameters(), *real.buffers())}
 
     def note(x):
