@@ -1093,6 +1093,8 @@ class CriticWorker:
             images, row = rows[b] if rows else {}, int(batch.row_id[b])
             if unknown := images.keys() - {"images", "pixel_values", "image_grid_thw"}:
                 raise ValueError(f"row {row}: multi_modal_inputs: this critic reads no {', '.join(sorted(unknown))}")
+            if "images" in images and self.image_processor is None:
+                raise ValueError(f"row {row}: there is no preprocessor_config.json to read its images with")
             if "images" not in images:  # read_jsonl has counted those
                 try:
                     common.check_placeholders(ids.tolist(), image_token_id, common.image_tokens(images, merge))

@@ -30,7 +30,7 @@ def worker(**fields):
 
 
 def batch_for(w, n=12, seed=0):
-    return random_batch(n, seed, vocab_size=w.model_config.get_text_config().vocab_size)
+    return random_batch(n, seed, vocab_size=min(w.vocab_size, 99))  # above are the placeholders of images
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import transformers
 from helpers import ROOT, full_weights, random_batch, rows_of, succeeded, torchrun
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from vision_layouts import END, IMAGE, ROWS, START, results_of
+from vision_layouts import END, IMAGE, LAYOUTS, ROWS, START, results_of
 
 import common
 import critic_fsdp
@@ -101,7 +101,8 @@ def test_every_layout_makes_the_same_update(name, folders, on_two_ranks):
     largest = max(float(g.abs().max()) for g in gradients.values())
     vision = [g for n, g in gradients.items() if ".visual." in n]
     assert len(vision) > 20 and all(g.abs().max() > 1e-6 * largest for g in vision)  # none is idle
-    results = {(1, *key): x for key, x in results_of(folders[name]).items()}
+    layouts = LAYOUTS if name in PRESETS else {"fsdp2": LAYOUTS["fsdp2"]}
+    results = {(1, *key): x for key, x in results_of(folders[name], layouts).items()}
     results |= {(2, *key): x for key, x in on_two_ranks.get(str(folders[name]), {}).items()}
     print(f"\n{name}: largest relative difference of a gradient, and of a value, to float64")
     for (ranks, layout, case), result in results.items():
@@ -308,12 +309,11 @@ def test_an_exported_folder_gives_the_same_values(name, folders, rollouts, tmp_p
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1", "none"])
 def test_bfloat16_is_close(strategy, folders):
-    for name in PRESETS:
-        fields = dict(model=str(folders[name]), strategy=strategy)
-        exact = worker(**fields).compute_values(ROWS)
-        w = worker(**fields, param_dtype="bfloat16")
-        torch.testing.assert_close(w.compute_values(ROWS), exact, rtol=0, atol=0.05 * float(exact.abs().max()))
-        assert w.update_critic(ROWS)["critic/skipped_steps"] == 0
+    fields = dict(model=str(folders["tiny-qwen3-vl"]), strategy=strategy)
+    exact = worker(**fields).compute_values(ROWS)
+    w = worker(**fields, param_dtype="bfloat16")
+    torch.testing.assert_close(w.compute_values(ROWS), exact, rtol=0, atol=0.05 * float(exact.abs().max()))
+    assert w.update_critic(ROWS)["critic/skipped_steps"] == 0
 
 
 def test_a_run_from_rows_with_images(rollouts, tmp_path, capsys):

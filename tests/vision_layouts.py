@@ -54,7 +54,7 @@ LAYOUTS = {  # name -> Config fields, ways to cut the rows into micro-batches
     "fsdp2, frozen": ({"freeze_vision_tower": True}, ["1 row"]),
     "padded": ({"use_remove_padding": False}, BATCHING),
 }
-SPREAD = {
+SPREAD = {  # over ranks
     "fsdp1": ({"strategy": "fsdp1", "gradient_checkpointing": True}, ["1 row"]),
     "fsdp1, frozen": ({"strategy": "fsdp1", "freeze_vision_tower": True}, ["1 row"]),
     "none": ({"strategy": "none"}, ["1 row"]),
@@ -64,10 +64,10 @@ SPREAD = {
 }
 
 
-def results_of(model):
+def results_of(model, layouts):
     """(layout, batching) -> gradients before clipping, values and loss."""
     results = {}
-    for name, (fields, cases) in (LAYOUTS | (SPREAD if WORLD_SIZE > 1 else {})).items():
+    for name, (fields, cases) in layouts.items():
         worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=str(model), shuffle=False, **fields))
         worker.init_model()
         worker.critic.peak_lr = 0.0  # every case starts from the same weights: steps do not move them
@@ -84,8 +84,10 @@ def results_of(model):
     return results
 
 
-def main(out, *models):
-    results = {model: results_of(model) for model in models}
+def main(out, model, *others):
+    results = {model: results_of(model, LAYOUTS | SPREAD)}
+    for other in others:  # what differs between models is the slicing of what their towers give
+        results[other] = results_of(other, {name: SPREAD[name] for name in ("fsdp1", "ulysses", "ulysses, frozen")})
     if RANK == 0:
         torch.save(results, out)
 
