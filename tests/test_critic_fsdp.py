@@ -402,7 +402,7 @@ def test_packed_and_padded_values_are_the_same(name):
     if "sliding_window" in common.tiny_config(name, 60):
         fields["override_config"] = '{"sliding_window": 8}'
     packed, padded = worker(**fields), worker(**fields, use_remove_padding=False)
-    batch = random_batch(9, vocab_size=packed.vocab_size - len(common.IMAGE_WORDS))  # no placeholders of images
+    batch = batch_for(packed, 9)
     torch.testing.assert_close(packed.compute_values(batch), padded.compute_values(batch), rtol=1e-4, atol=1e-5)
 
 
