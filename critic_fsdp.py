@@ -59,7 +59,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer, Qwen2VLImageProcessorPil
 from transformers.pytorch_utils import Conv1D
 
 import common
@@ -288,14 +288,17 @@ VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # images
 
 
 def load_image_processor(config, model_config):
-    """What makes patches of images, or None: the model reads text only, or came without one."""
+    """What makes patches of images, or None: the model reads text only, or came without one.
+
+    Pillow's, which all these models share: the same pixels on every machine, with torchvision or without.
+    """
     if model_config.model_type not in VISION_MODELS:
         return None
     if config.model in common.TINY:
-        return transformers.Qwen2VLImageProcessorPil(patch_size=model_config.vision_config.patch_size)
+        return Qwen2VLImageProcessorPil(patch_size=model_config.vision_config.patch_size)
     for name in filter(None, (config.model, config.tokenizer)):
-        with contextlib.suppress(OSError, ValueError):  # no preprocessor_config.json, or one of something else
-            return AutoImageProcessor.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        with contextlib.suppress(OSError):  # no preprocessor_config.json
+            return Qwen2VLImageProcessorPil.from_pretrained(name)
     print0(f"images     cannot be read from rows: no preprocessor_config.json in {config.model}")
     return None
 
