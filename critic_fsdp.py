@@ -772,6 +772,7 @@ class DataParallelPPOCritic:
 
         Ranks that share the weights of the vision tower must run it together, so rows without any image get a black
         one, whose one token ends the last row: no other token sees it, no value is read there, its gradient is zero.
+        It is the only token ever above the cap of a micro-batch.
         """
         backbone = self.model.model
         image_token_id, tower = backbone.config.image_token_id, backbone.config.vision_config
