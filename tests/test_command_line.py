@@ -152,8 +152,11 @@ def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
         else:
             succeeded(run(sys.executable, SCRIPT, *flags))
         seen[name] = metrics_of(out)
+    print("\n  step by step, side by side: " + " | ".join(seen))
+    for name in ("critic/vf_loss", "critic/grad_norm", "critic/explained_var", "eval/explained_var"):
+        for step in sorted({step for step, key in seen["1 rank"] if key == name}):
+            print(f"  {step}  {name:20s}", "  ".join(f"{metrics[step, name]:.9f}" for metrics in seen.values()))
     first = seen.pop("1 rank")
-    print()
     for name, metrics in seen.items():
         assert metrics.keys() == first.keys()
         # signed statistics of values that are about 1 in size are compared on that scale, losses and norms on their own
