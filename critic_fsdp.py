@@ -225,6 +225,18 @@ def validate(config, world_size=WORLD_SIZE):
         raise UserError(f"--override-config {config.override_config}: must be a JSON object ({error})") from None
 
 
+def validate_for_model(config, model_config):
+    """The same for flags that this model does not go with."""
+    text = model_config.get_text_config()
+    heads, layers = getattr(text, "num_attention_heads", 1), getattr(text, "num_hidden_layers", math.inf)
+    if heads % config.ulysses_size:
+        raise UserError(f"--ulysses-size {config.ulysses_size}: must divide the model's {heads} attention heads")
+    if config.freeze_layers > layers:
+        raise UserError(f"--freeze-layers {config.freeze_layers}: the model has {layers} layers")
+    if config.freeze_vision_tower and model_config.model_type not in VISION_MODELS:
+        raise UserError(f"--freeze-vision-tower: {config.model} ({model_config.model_type}) reads text only")
+
+
 def validate_run(run):
     """The same for the flags of this script."""
     for name in ("steps", "train_batch_size", "plan"):
@@ -988,14 +1000,7 @@ class CriticWorker:
             config = dataclasses.replace(config, value_range=tuple(self.model_config.value_range))
         self.config = config
         self.vocab_size = self.model_config.get_text_config().vocab_size
-        if config.freeze_vision_tower and self.model_config.model_type not in VISION_MODELS:
-            raise UserError(f"--freeze-vision-tower: {config.model} ({self.model_config.model_type}) reads text only")
-        heads = getattr(self.model_config.get_text_config(), "num_attention_heads", 1)
-        if heads % config.ulysses_size:
-            raise UserError(f"--ulysses-size {config.ulysses_size}: must divide the model's {heads} attention heads")
-        layers = getattr(self.model_config.get_text_config(), "num_hidden_layers", math.inf)
-        if config.freeze_layers > layers:
-            raise UserError(f"--freeze-layers {config.freeze_layers}: the model has {layers} layers")
+        validate_for_model(config, self.model_config)
         self.device = common.setup_distributed(config.timeout_minutes)
         half = compute_dtype(config, self.device) != torch.float32
         if config.strategy == "fsdp1" and config.defer_grad_sync and half:
@@ -1041,10 +1046,8 @@ class CriticWorker:
         unknown = kinds - {"full_attention", "sliding_attention"}
         _, (_, window, sliding) = critic.flops.per_pair
         inputs = inspect.signature(backbone.forward).parameters
-        marks_images = hasattr(backbone.config, "vision_config") and inputs.keys() & {
-            "token_type_ids",
-            "mm_token_type_ids",
-        }
+        marks_images = hasattr(backbone.config, "vision_config")
+        marks_images = marks_images and inputs.keys() & {"token_type_ids", "mm_token_type_ids"}
         try:
             leak = common.influence(hidden_states, self.vocab_size, n)
         except (UserError, torch.OutOfMemoryError):
@@ -1477,6 +1480,7 @@ def main(run):
     validate_run(run)
     tokenizer = load_tokenizer(run.critic)
     model_config = load_model_config(run.critic, tokenizer)
+    validate_for_model(run.critic, model_config)
     train, held_out = load_rows(run, tokenizer, model_config, load_image_processor(run.critic, model_config))
     if run.plan:
         return print_plan(run, model_config, train.lengths)
