@@ -1,6 +1,6 @@
 """Runs under torchrun: what takes several ranks to try. Each scenario asserts on its own and ends with a line "ok".
 
-torchrun --nproc-per-node 2 tests/scenarios.py NAME ARGUMENTS...
+torchrun --nproc-per-node 2 tests/scenarios.py NAME[,NAME...] ARGUMENTS...
 """
 
 import dataclasses
@@ -85,13 +85,13 @@ def save_and_go_on(folder):
 
 
 def resume_and_go_on(folder):
-    """The same from every checkpoint on every layout of this world size: equal, bit for bit on the same layout."""
+    """The same from the checkpoints on every layout of this world size: equal, bit for bit on the same layout."""
     batches = [random_batch(16, seed, vocab_size=60) for seed in range(4)]
     for now, fields in LAYOUTS.items():
         if WORLD_SIZE % fields.get("ulysses_size", 1):
             continue
         worker = make(**fields)
-        for then in LAYOUTS:
+        for then in LAYOUTS if WORLD_SIZE == 2 else ("fsdp1",):
             expected = torch.load(pathlib.Path(folder) / f"{then}.pt", weights_only=True)
             worker.compute_values(batches[0].select(range(RANK, 16, WORLD_SIZE)))  # must let go of gathered weights
             worker.load_checkpoint(pathlib.Path(folder) / then)
@@ -300,5 +300,5 @@ def bad_input_ends_every_rank(folder):
 
 if __name__ == "__main__":
     common.setup_distributed()
-    name, *arguments = sys.argv[1:]
-    common.run(lambda: (globals()[name](*arguments), common.print0("ok")))
+    names, *arguments = sys.argv[1:]
+    common.run(lambda: [(globals()[name](*arguments), common.print0("ok", name)) for name in names.split(",")])

@@ -124,8 +124,10 @@ def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
     """
     layouts = {
         "1 rank": (1, ()),
-        "2 ranks, fsdp1, small budget": (2, ("--strategy", "fsdp1", "--ppo-max-token-len-per-gpu", 300)),
-        "2 ranks, none, padded": (2, ("--strategy", "none", "--no-use-remove-padding")),
+        "2 ranks, fsdp1, padded, small budget": (
+            2,
+            ("--strategy", "fsdp1", "--no-use-remove-padding", "--ppo-max-token-len-per-gpu", 300),
+        ),
         "4 ranks, ulysses 2": (4, ("--ulysses-size", 2)),
         "4 ranks, 2 replicas": (4, ("--fsdp-size", 2)),
     }
