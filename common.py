@@ -16,7 +16,9 @@ import dataclasses
 import datetime
 import enum
 import functools
+import glob
 import heapq
+import importlib.util
 import inspect
 import io
 import itertools
@@ -31,7 +33,7 @@ import sys
 import time
 import traceback
 import zlib
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -39,7 +41,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 import transformers
 from PIL import Image, ImageOps
+from safetensors import safe_open
 from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
@@ -67,6 +71,43 @@ def one_line(error):
     """An exception as a line to quote: its kind and text, without line breaks, not too long."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def validate_config(config):
+    """Raises UserError for values that no critic can take; each script adds what its layout asks for."""
+    for name, kind in get_type_hints(type(config)).items():
+        if get_origin(kind) is Literal:
+            choices = get_args(kind)
+            check_flag(config, name, f"must be one of {', '.join(choices)}", choices.__contains__)
+    for name in (
+        "ppo_epochs", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu",
+        "ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu", "response_length_limit", "cliprange_value",
+        "lr", "grad_clip", "timeout_minutes", "total_training_steps",
+    ):  # fmt: skip
+        check_flag(config, name, "must be above 0", lambda x: x is None or x > 0)
+    check_flag(config, "value_bins", "must be at least 2", lambda x: x >= 2)
+    check_flag(
+        config, "value_range", "must be LOW below HIGH, both finite",
+        lambda x: x is None or (math.isfinite(x[1] - x[0]) and x[0] < x[1]),
+    )  # fmt: skip
+    if config.value_range is not None and config.value_head == "scalar":
+        raise UserError(f"--value-range {config.value_range}: a scalar has none; add --value-head hl_gauss")
+    for name in ("lr", "timeout_minutes"):
+        check_flag(config, name, "must be finite", lambda x: x is None or x < math.inf)
+    for name in ("weight_decay", "lr_warmup_steps", "seed"):
+        check_flag(config, name, "must be finite and not below 0", lambda x: 0 <= x < 2**63)
+    for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
+        check_flag(config, name, "must be between 0 and 1", lambda x: 0 <= x <= 1)
+    check_flag(config, "betas", "each must be at least 0 and below 1", lambda x: all(0 <= b < 1 for b in x))
+    if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.response_length_limit is None:
+        raise UserError("--loss-agg-mode seq-mean-token-sum-norm: needs --response-length-limit, what to divide by")
+    if config.lr_warmup_steps and config.lr_warmup_steps_ratio:
+        raise UserError("--lr-warmup-steps and --lr-warmup-steps-ratio: give one of them")
+    try:
+        if not isinstance(json.loads(config.override_config), dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        raise UserError(f"--override-config {config.override_config}: must be a JSON object ({error})") from None
 
 
 def print0(*args):
@@ -689,8 +730,9 @@ def split_by_rows(lengths, size, at_least=1):
     return parts + [[] for _ in range(at_least - len(parts))]
 
 
-def micro_batches(shares, max_tokens=None, size=None, padded=False):
-    """Cuts each rank's share (a list of row lengths) into micro-batches, the same number on every rank.
+def micro_batches(shares, max_tokens=None, size=None, padded=False, multiple=1):
+    """Cuts each rank's share (a list of row lengths) into micro-batches, the same number on every rank, a multiple of
+    `multiple`.
 
     By `size` rows where that is given, else by max_tokens. Equal counts keep collectives in step; a rank with less
     gets smaller or empty micro-batches. A pure function of all lengths, so ranks need not talk to agree.
@@ -703,6 +745,7 @@ def micro_batches(shares, max_tokens=None, size=None, padded=False):
         return split_by_tokens(lengths, max_tokens, padded, at_least)
 
     count = max(len(split(lengths, 1)) for lengths in shares)
+    count = -(-count // multiple) * multiple
     return [split(lengths, count) for lengths in shares]
 
 
@@ -961,6 +1004,16 @@ def moments(values_T, returns_T, mask_T):
     )
 
 
+def batch_metrics(batch):
+    """What a batch says before it is learned: values and returns of its actions, and how far they agree."""
+    metrics, mask = {}, batch.response_mask
+    for name in ("values", "returns") if mask.any() else ():
+        x = getattr(batch, name)[mask].double()
+        metrics |= {f"critic/{name}_mean": x.mean(), f"critic/{name}_std": x.std(correction=0)}
+        metrics |= {f"critic/{name}_min": x.min(), f"critic/{name}_max": x.max()}
+    return metrics | {"critic/explained_var": explained_variance(moments(batch.values, batch.returns, mask))}
+
+
 def explained_variance(sums):
     """1 - Var(R - V) / Var(R) from `moments`: 1 is perfect, 0 as good as a constant, NaN if all returns are equal."""
     n, r, rr, e, ee = (float(x) for x in sums)
@@ -1000,30 +1053,44 @@ VARLEN_GROUPS_HEADS = varlen_attn is not None and "enable_gqa" in inspect.signat
 KERNELS = ("auto", "flash", "varlen", "sdpa", "eager")
 
 
+class Row(NamedTuple):
+    """Where the sequences of a packed row lie, for queries and for the keys they see. With fewer queries than keys the
+    queries are the last of their sequence (causal attention aligned at the end)."""
+
+    runs: list  # (first query, queries, first key, keys, count): neighbours of equal lengths are one dense call
+    cu_q: torch.Tensor  # (B+1,) int32, on the device
+    cu_k: torch.Tensor
+    longest_q: int
+    longest_k: int
+    kernel: str  # what the user asks for, one of KERNELS
+
+
+def pack_row(lengths, device, kernel="auto", key_lengths=None):
+    """Row of sequences of these lengths end to end, and of these numbers of keys (None: the same)."""
+    keys, runs, q, k = lengths if key_lengths is None else key_lengths, [], 0, 0
+    for n, m in zip(lengths, keys, strict=True):
+        if runs and runs[-1][1] == n and runs[-1][3] == m:
+            runs[-1] = (*runs[-1][:4], runs[-1][4] + 1)
+        else:
+            runs.append((q, n, k, m, 1))
+        q, k = q + n, k + m
+    cu_q, cu_k = (cumulative(torch.tensor(x)).to(device, non_blocking=True) for x in (lengths, keys))
+    return Row(runs, cu_q, cu_k, max(lengths), max(keys), kernel)
+
+
 class Pack:
     """The packed row in work, read by packed_attention in every layer. Set before a forward and left alone until its
     backward is over, since activation checkpointing runs the forward again in there."""
 
-    lengths = ()  # tokens of each sequence of the whole row, before it is sliced over sequence-parallel ranks
-    runs = ()  # (start, length, count): neighbours of equal length are one dense call
-    cu_seqlens = None  # int32, on the device
+    row = None  # a Row: the whole of it, before it is sliced over sequence-parallel ranks
     group = None  # sequence-parallel group, or None
-    kernel = "auto"  # what the user asks for
     used = None  # what the last call took
     windows = set()  # the sliding windows this row's layers came with
 
 
 def set_pack(lengths, device, group=None, kernel="auto"):
     """Declares the next forward's row: sequences of these lengths end to end."""
-    Pack.lengths, Pack.group, Pack.kernel, Pack.windows, Pack.runs, start = lengths, group, kernel, set(), [], 0
-    for length in lengths:
-        if Pack.runs and Pack.runs[-1][1] == length:
-            first, _, count = Pack.runs[-1]
-            Pack.runs[-1] = (first, length, count + 1)
-        else:
-            Pack.runs.append((start, length, 1))
-        start += length
-    Pack.cu_seqlens = cumulative(torch.tensor(lengths)).to(device, non_blocking=True)
+    Pack.row, Pack.group, Pack.windows = pack_row(lengths, device, kernel), group, set()
 
 
 def packed_attention(
@@ -1062,8 +1129,8 @@ def packed_attention(
         key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
         query, key, value = (SequenceToHeads.apply(x, Pack.group) for x in (query, key, value))
         s_aux = s_aux.chunk(p)[dist.get_rank(Pack.group)] if s_aux is not None else None
-    Pack.used = choose_kernel(query, value, softcap, s_aux)
-    out = ATTENTION[Pack.used](query, key, value, scale, sliding_window, softcap, s_aux)
+    Pack.used = choose_kernel(Pack.row.kernel, query, value, softcap, s_aux)
+    out = ATTENTION[Pack.used](Pack.row, query, key, value, scale, sliding_window, softcap, s_aux)
     if p > 1:
         out = HeadsToSequence.apply(out, Pack.group)
     return out.transpose(1, 2), None
@@ -1072,8 +1139,8 @@ def packed_attention(
 transformers.AttentionInterface.register("packed", packed_attention)
 
 
-def choose_kernel(q, v, softcap, sinks):
-    """The name of the kernel for this call: the one the user asks for, or the fastest that serves this model here."""
+def choose_kernel(kernel, q, v, softcap=None, sinks=None):
+    """The kernel of this call: the one asked for, or with "auto" the fastest that serves this model here."""
     half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and torch.cuda.get_device_capability() >= (8, 0)
     half = half and q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
     can = {
@@ -1083,12 +1150,12 @@ def choose_kernel(q, v, softcap, sinks):
         "eager": True,
     }
     best = next(name for name in can if can[name])
-    if Pack.kernel == "auto" or can[Pack.kernel]:
-        return best if Pack.kernel == "auto" else Pack.kernel
-    if Pack.kernel == "flash" and flash_attn_varlen_func is None:
+    if kernel == "auto" or can[kernel]:
+        return best if kernel == "auto" else kernel
+    if kernel == "flash" and flash_attn_varlen_func is None:
         raise UserError(f"--attn-implementation flash: flash-attn is not installed; auto would take {best}")
     raise UserError(
-        f"--attn-implementation {Pack.kernel}: cannot serve this model here ({q.dtype}, {q.device.type}, head size "
+        f"--attn-implementation {kernel}: cannot serve this model here ({q.dtype}, {q.device.type}, head size "
         f"{q.shape[-1]}, soft cap {softcap}, sinks {sinks is not None}); auto would take {best}"
     )
 
@@ -1103,43 +1170,45 @@ def repeat_heads(x, heads):
     return x.repeat_interleave(heads // x.shape[-3], -3)
 
 
-def flash_attention(q, k, v, scale, window, softcap, sinks):
-    """(1,H,T,D) attention within the sequences of the row by flash-attn."""
-    cu, longest = Pack.cu_seqlens, max(Pack.lengths)
+def flash_attention(row, q, k, v, scale, window=None, softcap=None, sinks=None):
+    """(1,H,T,D) attention within the sequences of the row by flash-attn, which aligns queries and keys at the end."""
     out_THD = flash_attn_varlen_func(
-        *flat(q, k, v), cu, cu, longest, longest, softmax_scale=scale, causal=True,
+        *flat(q, k, v), row.cu_q, row.cu_k, row.longest_q, row.longest_k, softmax_scale=scale, causal=True,
         window_size=(window - 1, 0) if window else (-1, -1), softcap=softcap or 0.0,
     )  # fmt: skip
     return out_THD.transpose(0, 1)[None]
 
 
-def varlen_attention(q, k, v, scale, window, softcap, sinks):
+def varlen_attention(row, q, k, v, scale, window=None, softcap=None, sinks=None):
     """The same by torch's own variable-length attention."""
-    cu, longest, grouped = Pack.cu_seqlens, max(Pack.lengths), {"enable_gqa": True}
+    grouped = {"enable_gqa": True}
     if not VARLEN_GROUPS_HEADS:  # torch 2.11
         k, v, grouped = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), {}
     out_THD = varlen_attn(
-        *flat(q, k, v), cu, cu, longest, longest, scale=scale,
+        *flat(q, k, v), row.cu_q, row.cu_k, row.longest_q, row.longest_k, scale=scale,
         window_size=(window - 1, 0) if window else (-1, 0), **grouped,  # (-1, 0) is its way to say causal
     )  # fmt: skip
     return out_THD.transpose(0, 1)[None]
 
 
-def dense_attention(dense, q, k, v, *options):
-    """The same by a function of (N,H,L,D): one call for each run of sequences of equal length."""
-    outs = []
-    for start, length, count in Pack.runs:
-        run = slice(start, start + count * length)
-        q_k_v = (x[0, :, run].unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v))
+def dense_attention(dense, row, q, k, v, *options):
+    """The same by a function of (N,H,L,D): one call for each run of sequences of equal lengths."""
+    outs, cut = (
+        [],
+        lambda x, start, n, count: x[0, :, start : start + count * n].unflatten(1, (count, n)).transpose(0, 1),
+    )
+    for q_start, n, k_start, m, count in row.runs:
+        q_k_v = cut(q, q_start, n, count), cut(k, k_start, m, count), cut(v, k_start, m, count)
         outs.append(dense(*q_k_v, *options).transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).transpose(0, 1)[None]
 
 
-def sdpa_attention(q, k, v, scale, window, softcap, sinks):
-    """(N,H,L,D) attention of N sequences of one length by torch's fused kernel; a mask only where a window bites."""
-    mask, length = None, q.shape[2]
-    if window and length > window:
-        mask = causal_mask(length, window, q.device)
+def sdpa_attention(q, k, v, scale, window=None, softcap=None, sinks=None):
+    """(N,H,L,D) attention of N sequences of one length by torch's fused kernel; a mask only where a window bites, or
+    where the first queries are not there."""
+    mask, length = None, k.shape[2]
+    if (window and length > window) or q.shape[2] < length:
+        mask = causal_mask(q.shape[2], length, window, q.device)
     if q.is_cuda:  # the kernels left to float32 there know no grouped heads
         k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     return F.scaled_dot_product_attention(
@@ -1147,17 +1216,17 @@ def sdpa_attention(q, k, v, scale, window, softcap, sinks):
     )
 
 
-def eager_attention(q, k, v, scale, window, softcap, sinks):
+def eager_attention(q, k, v, scale, window=None, softcap=None, sinks=None):
     """(N,H,L,D) attention written out, for soft-capped scores (Gemma 2) and attention sinks (gpt-oss)."""
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     scores_NHLL = q @ k.transpose(-1, -2) * scale
     if softcap:
         scores_NHLL = softcap * torch.tanh(scores_NHLL / softcap)
-    scores_NHLL = scores_NHLL.masked_fill(~causal_mask(q.shape[2], window, q.device), -math.inf)
+    scores_NHLL = scores_NHLL.masked_fill(~causal_mask(q.shape[2], k.shape[2], window, q.device), -math.inf)
     if sinks is not None:  # one more column a head, which takes probability and gives no value
         column = sinks.view(1, -1, 1, 1).expand(*scores_NHLL.shape[:3], 1).to(scores_NHLL.dtype)
         scores_NHLL = torch.cat([scores_NHLL, column], -1)
-    probs_NHLL = scores_NHLL.softmax(-1, dtype=torch.float32)[..., : q.shape[2]].to(q.dtype)
+    probs_NHLL = scores_NHLL.softmax(-1, dtype=torch.float32)[..., : k.shape[2]].to(q.dtype)
     return probs_NHLL @ v
 
 
@@ -1169,11 +1238,12 @@ ATTENTION = {
 }
 
 
-def causal_mask(length, window, device):
-    """(L, L) bool: query i sees key j if j <= i and, with a window, i - j < window."""
-    i = torch.arange(length, device=device)
-    back = i[:, None] - i
-    return (back >= 0) & (back < (window or length))
+def causal_mask(queries, keys, window, device):
+    """(queries, keys) bool: the query at place i sees key j if j <= i and, with a window, i - j < window. Queries stand
+    at the last places."""
+    j = torch.arange(keys, device=device)
+    back = j[keys - queries :, None] - j
+    return (back >= 0) & (back < (window or keys))
 
 
 def _all_to_all(x, group, to_heads):
@@ -1549,6 +1619,163 @@ def check_complete(path, flag):
             raise UserError(f"{flag} {path}: damaged, {name} {state}; use an earlier checkpoint")
 
 
+def read_trainer_state(folder):
+    """Counters and settings of a checkpoint. UserError: damaged, or not a checkpoint of this script."""
+    check_complete(folder, "--resume")
+    try:
+        with open(os.path.join(folder, "trainer.json")) as file:
+            state = json.load(file)
+        return {key: state[key] for key in ("updates", "optimizer_steps", "config", "model_config")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--resume {folder}: not a checkpoint of this script ({one_line(error)})") from None
+
+
+def check_same_model(folder, saved, config, model_config):
+    """UserError if the checkpoint is of another model than this run's; prints which flags changed since."""
+    model_now, now = architecture(model_config), json.loads(json.dumps(dataclasses.asdict(config)))  # tuples as lists
+    other = [f"{k} {v} there, {model_now[k]} here" for k, v in saved["model_config"].items() if model_now[k] != v]
+    for k in {"value_head", "value_range", "lora_rank", "lora_alpha"} & now.keys():  # no shape of a weight tells all
+        other += [f"{k} {saved['config'].get(k)} there, {now[k]} here"] * (saved["config"].get(k) != now[k])
+    if other:
+        raise UserError(f"--resume {folder}: is of another model: {'; '.join(sorted(other))}")
+    changed = [f"{k} {v} -> {now[k]}" for k, v in saved["config"].items() if k in now and now[k] != v]
+    print0(f"resume     {folder}, update {saved['updates']}" + (", with " if changed else "") + ", ".join(changed))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a model's folder holds: tokenizer, config, value head
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(config):
+    """The tokenizer of the rows: characters for a preset, None if the model has none (rows of token ids need none)."""
+    if config.tokenizer is None and config.model in TINY:
+        return char_tokenizer(IMAGE_WORDS if config.model.endswith("-vl") else ())
+    try:
+        name = config.tokenizer or config.model
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise ValueError("it knows no token")  # transformers makes one up where there are no files
+        return tokenizer
+    except Exception as error:  # half a dozen kinds, if there is none
+        if config.tokenizer is None:
+            print0(f"tokenizer  none, rows must be token ids ({config.model}: {one_line(error)})")
+            return None
+        raise UserError(f"--tokenizer {config.tokenizer}: no tokenizer there ({one_line(error)})") from None
+
+
+def load_model_config(config, tokenizer):
+    """transformers config of the backbone with --override-config laid over it, every dropout set to 0."""
+    overrides = json.loads(config.override_config)
+    if config.model.startswith("tiny-") and config.model not in TINY and not os.path.isdir(config.model):
+        raise UserError(f"--model {config.model}: no such preset; there are {', '.join(TINY)}")
+    try:
+        if config.model in TINY:
+            fields = tiny_config(config.model, len(tokenizer))
+            model_config = AutoConfig.for_model(**fields)
+        else:
+            model_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+            fields, _ = type(model_config).get_config_dict(config.model)
+    except Exception as error:
+        raise UserError(f"--model {config.model}: no model there ({one_line(error)})") from None
+    for key in overrides:
+        if key == "model_type" or not hasattr(model_config, key):
+            raise UserError(f"--override-config: {type(model_config).__name__} has no {key!r} to override")
+    if overrides:
+        names = {model_config.attribute_map.get(key, key): value for key, value in overrides.items()}
+        try:
+            model_config = type(model_config).from_dict(lay_over(fields, names))
+        except Exception as error:
+            raise UserError(f"--override-config {config.override_config}: {one_line(error)}") from None
+    for key, value in overrides.items():
+        if not isinstance(value, dict) and getattr(model_config, key) != value:
+            raise UserError(f"--override-config: {type(model_config).__name__} does not let {key!r} be {value!r}")
+    drop_no_more(model_config)
+    return model_config
+
+
+def lay_over(fields, overrides):
+    """A config.json with overrides laid over it, nested ones too. A layer pattern goes where what it follows from is
+    overridden: the model then works out its own."""
+    if overrides.keys() & {"num_hidden_layers", "sliding_window", "use_sliding_window", "max_window_layers"}:
+        fields = {key: value for key, value in fields.items() if key != "layer_types"}
+    nested = {key for key, value in overrides.items() if isinstance(value, dict) and isinstance(fields.get(key), dict)}
+    return {**fields, **overrides, **{key: lay_over(fields[key], overrides[key]) for key in nested}}
+
+
+def drop_no_more(model_config):
+    """Sets attention_dropout, resid_pdrop, layerdrop, router jitter ... to 0, in nested configs too."""
+    for key, value in list(vars(model_config).items()):
+        if isinstance(value, transformers.PreTrainedConfig):
+            drop_no_more(value)
+        elif ("drop" in key or "jitter" in key) and isinstance(value, int | float) and not isinstance(value, bool):
+            setattr(model_config, key, type(value)(0))
+
+
+def init_value_head(score, folder, config):
+    """Fills the head, an nn.Linear, by --value-head-init -> words on what happened. folder: the checkpoint, if any."""
+    shape = tuple(score.weight.shape)
+    stored, remark = stored_value_head(folder, shape, config.value_range) if folder else (None, "")
+    init = config.value_head_init
+    if init == "auto":
+        init = "checkpoint" if stored else "normal"
+    nn.init.zeros_(score.weight)
+    nn.init.zeros_(score.bias)
+    if init == "checkpoint":
+        if stored is None:
+            raise UserError(f"--value-head-init checkpoint: {config.model} holds no value head{remark}")
+        name, weight, bias = stored
+        score.weight.data.copy_(weight)
+        if bias is not None:
+            score.bias.data.copy_(bias)
+        return f"value head from its {name}.weight" + ("" if bias is not None else " (no bias: 0)")
+    if init == "normal":
+        std = 1 / math.sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
+        nn.init.normal_(score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
+        return f"value head new, normal(0, {std:.3f}){remark}"
+    return "value head zero"
+
+
+VALUE_HEADS = ("score", "classifier", "v_head.summary", "v_head", "value_head.summary", "value_head")
+
+
+def stored_value_head(folder, shape, value_range):
+    """Looks through a checkpoint for a head of this (N, D) shape and range -> ((name, weight, bias or None) or None,
+    remark).
+
+    score and classifier are transformers' token-classification and reward models, v_head is TRL's. A scalar head has
+    no range; a classifier that is no categorical value has none either.
+    """
+    found, remark = {}, ""
+    is_head = lambda key: key.rpartition(".")[0] in VALUE_HEADS
+    safetensors = glob.glob(os.path.join(folder, "*.safetensors"))
+    for path in sorted(safetensors):
+        with safe_open(path, "pt") as file:
+            found |= {key: file.get_tensor(key) for key in filter(is_head, file.keys())}
+    for path in [] if safetensors else sorted(glob.glob(os.path.join(folder, "pytorch_model*.bin"))):
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        found |= {key: state[key] for key in filter(is_head, state)}
+    with open(os.path.join(folder, "config.json")) as file:
+        stored_range = json.load(file).get("value_range")
+    describe = lambda shape, over: f"{shape} over {tuple(over)}" if over else str(shape)
+    wanted = describe(shape, value_range)
+    for name in VALUE_HEADS:
+        weight = found.get(f"{name}.weight")
+        if weight is not None and describe(tuple(weight.shape), stored_range) == wanted:
+            return (name, weight, found.get(f"{name}.bias")), ""
+        if weight is not None:
+            remark = f" (its {name}.weight is {describe(tuple(weight.shape), stored_range)}, not {wanted})"
+    return None, remark
+
+
+def architecture(model_config):
+    """What makes two models the same, of a transformers config, as plain JSON."""
+    fields = json.loads(model_config.to_json_string(use_diff=False))
+    passing = ("transformers_version", "_name_or_path", "architectures", "dtype", "_attn_implementation", "use_cache")
+    passing += ("value_head", "value_range")  # of the checkpoint's head
+    return {key: value for key, value in fields.items() if key not in passing}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Tiny models, a tokenizer built in code, and the toy task: everything runs without a hub
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1644,3 +1871,86 @@ def toy_rows(n, seed, held_out=False):
         answer = a + b - 10 * (slips and carries) + (slips and not carries)
         lines.append(json.dumps({"prompt": f"{a}+{b}=", "response": str(answer), "reward": float(answer == a + b)}))
     return lines
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Value pretraining: rows, steps and returns of the scripts' main
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def validate_run(run):
+    """Raises UserError for flags of a script, other than the critic's, that cannot work."""
+    for name in ("steps", "train_batch_size"):
+        check_flag(run, name, "must be at least 1", lambda x: x is None or x >= 1)
+    for name in ("eval_every", "save_every"):
+        check_flag(run, name, "must not be below 0", lambda x: x >= 0)
+    for name in ("gamma", "lam"):
+        check_flag(run, name, "must be between 0 and 1", lambda x: 0 <= x <= 1)
+    if run.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise UserError(f"--wandb-project {run.wandb_project}: wandb is not installed; pip install wandb")
+    if run.eval_rollouts and not run.rollouts:
+        raise UserError(f"--eval-rollouts {run.eval_rollouts}: goes with --rollouts; the toy has its own")
+    if run.recorded_values and not run.rollouts:
+        raise UserError("--recorded-values: goes with --rollouts")
+    check_writable(run.out_dir, "--out-dir")
+    check_replaceable(os.path.join(run.out_dir, "hf"), "--out-dir")
+
+
+def rows_of_step(step, n, run):
+    """Indices of the rows of update `step` (from 0). Each pass over the n rows has its own order, cut into updates as
+    evenly as can be. A function of the step alone: a resumed run needs to know nothing else."""
+    pieces = math.ceil(n / (run.train_batch_size or run.critic.ppo_mini_batch_size))
+    a_pass, piece = divmod(step, pieces)
+    return permutation(n, run.critic.seed, "rows", a_pass)[piece::pieces]
+
+
+def count_work(n, run):
+    """(rows, optimizer steps) of the whole run over n rows, skipped steps not known yet."""
+    pieces = math.ceil(n / (run.train_batch_size or run.critic.ppo_mini_batch_size))
+    sizes = [len(range(step % pieces, n, pieces)) for step in range(run.steps)]
+    mini_batches = sum(math.ceil(size / run.critic.ppo_mini_batch_size) for size in sizes)
+    return sum(sizes), mini_batches * run.critic.ppo_epochs
+
+
+def find_value_range(run, model_config, rows):
+    """(LOW, HIGH) of --value-head hl_gauss: as given, as it was in what the run goes on from, or what the returns of
+    these rows span and a tenth of that on either side, so that no Gaussian is cut off."""
+    if run.critic.value_head == "scalar" or run.critic.value_range is not None:
+        return run.critic.value_range
+    before = read_trainer_state(run.resume)["config"].get("value_range") if run.resume else None
+    before = before or getattr(model_config, "value_range", None)
+    if before:
+        return tuple(before)
+    zeros, mask = torch.zeros_like(rows.token_level_rewards), rows.response_mask
+    _, returns = gae(rows.token_level_rewards, zeros, mask, rows.cu_seqlens, run.gamma, lam=1.0)
+    low, high = returns[mask].min().item(), returns[mask].max().item()
+    margin = 0.1 * (high - low) or 1.0
+    return low - margin, high + margin
+
+
+def add_returns(batch, run):
+    """Fills advantages and returns from rewards and old values."""
+    bootstrap = None
+    if run.bootstrap_truncated:
+        last = last_actions(batch.response_mask, batch.cu_seqlens)
+        bootstrap = torch.where(batch.truncated & (last >= 0), batch.values[last], 0.0)
+    batch.advantages, batch.returns = gae(
+        batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens, run.gamma, run.lam,
+        bootstrap_B=bootstrap,
+    )  # fmt: skip
+
+
+def evaluate(worker, rows, gamma):
+    """Held-out metrics against Monte-Carlo returns; loss stands beside that of the best constant."""
+    values, mask = worker.critic.compute_values(rows), rows.response_mask
+    _, returns = gae(rows.token_level_rewards, values, mask, rows.cu_seqlens, gamma, lam=1.0)
+    reward_B = torch.zeros(len(rows))
+    reward_B.index_add_(0, row_of_token(rows.cu_seqlens), rows.token_level_rewards)
+    last = last_actions(mask, rows.cu_seqlens)
+    binary = bool(((reward_B == 0) | (reward_B == 1)).all())
+    return {
+        "eval/explained_var": explained_variance(moments(values, returns, mask)),
+        "eval/vf_loss": float(0.5 * (values - returns)[mask].double().square().mean()),
+        "eval/constant_loss": float(0.5 * returns[mask].double().var(correction=0)),
+        "eval/auc": auc(values[last][last >= 0], reward_B[last >= 0]) if binary else math.nan,
+    }

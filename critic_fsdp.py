@@ -16,7 +16,6 @@ Shapes are in the names: T tokens, sequences end to end; B sequences; L longest 
 
 import contextlib
 import dataclasses
-import glob
 import importlib.util
 import inspect
 import itertools
@@ -26,7 +25,7 @@ import os
 import time
 import warnings
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,6 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -59,7 +57,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModel, AutoTokenizer, Qwen2VLImageProcessorPil
+from transformers import AutoModel, Qwen2VLImageProcessorPil
 from transformers.pytorch_utils import Conv1D
 
 import common
@@ -81,7 +79,7 @@ class Config:
     """The critic: its model, its layout over ranks, its batches and its optimizer."""
 
     # model
-    model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama, tiny-gpt2 ...: random weights
+    model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
     tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own; characters for tiny-*)
     override_config: str = "{}"  # JSON laid over the model's config, e.g. '{"num_hidden_layers": 4}'
     value_head_init: Literal["auto", "checkpoint", "normal", "zero"] = "auto"  # auto: the checkpoint's, else normal
@@ -166,35 +164,16 @@ class Run:
 def validate(config, world_size=WORLD_SIZE):
     """Raises UserError for flags that cannot work, before a process group or a model is built."""
     sp, shard = config.ulysses_size, config.fsdp_size
-    for name, kind in get_type_hints(Config).items():
-        if get_origin(kind) is Literal:
-            choices = get_args(kind)
-            common.check_flag(config, name, f"must be one of {', '.join(choices)}", choices.__contains__)
-    for name in (
-        "ppo_epochs", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu",
-        "ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu", "response_length_limit", "cliprange_value",
-        "lr", "grad_clip", "timeout_minutes", "total_training_steps", "ulysses_size", "lora_alpha",
-    ):  # fmt: skip
-        common.check_flag(config, name, "must be above 0", lambda x: x is None or x > 0)
-    common.check_flag(config, "value_bins", "must be at least 2", lambda x: x >= 2)
-    common.check_flag(
-        config, "value_range", "must be LOW below HIGH, both finite",
-        lambda x: x is None or (math.isfinite(x[1] - x[0]) and x[0] < x[1]),
-    )  # fmt: skip
-    if config.value_range is not None and config.value_head == "scalar":
-        raise UserError(f"--value-range {config.value_range}: a scalar has none; add --value-head hl_gauss")
-    for name in ("lr", "timeout_minutes", "lora_alpha"):
-        common.check_flag(config, name, "must be finite", lambda x: x is None or x < math.inf)
-    for name in ("weight_decay", "lr_warmup_steps", "seed", "freeze_layers", "lora_rank"):
-        common.check_flag(config, name, "must be finite and not below 0", lambda x: 0 <= x < 2**63)
+    common.validate_config(config)
+    for name in ("ulysses_size", "lora_alpha"):
+        common.check_flag(config, name, "must be above 0 and finite", lambda x: 0 < x < math.inf)
+    for name in ("freeze_layers", "lora_rank"):
+        common.check_flag(config, name, "must not be below 0", lambda x: x >= 0)
     common.check_flag(config, "lora_target_modules", "must name at least one layer, or all-linear", len)
     if config.lora_rank and config.freeze_layers:
         raise UserError(f"--freeze-layers {config.freeze_layers}: --lora-rank freezes all layers already; drop one")
     if config.lora_rank and importlib.util.find_spec("peft") is None:
         raise UserError(f"--lora-rank {config.lora_rank}: peft is not installed; pip install peft")
-    for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
-        common.check_flag(config, name, "must be between 0 and 1", lambda x: 0 <= x <= 1)
-    common.check_flag(config, "betas", "each must be at least 0 and below 1", lambda x: all(0 <= b < 1 for b in x))
     if world_size % sp:
         raise UserError(f"--ulysses-size {sp}: must divide the {world_size} ranks")
     if sp > 1 and not config.use_remove_padding:
@@ -214,15 +193,6 @@ def validate(config, world_size=WORLD_SIZE):
         raise UserError("--activation-offload: without --gradient-checkpointing it would copy gathered weights too")
     if config.attn_implementation == "varlen" and not config.use_remove_padding:
         raise UserError("--attn-implementation varlen: is for packed rows; drop --no-use-remove-padding")
-    if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.response_length_limit is None:
-        raise UserError("--loss-agg-mode seq-mean-token-sum-norm: needs --response-length-limit, what to divide by")
-    if config.lr_warmup_steps and config.lr_warmup_steps_ratio:
-        raise UserError("--lr-warmup-steps and --lr-warmup-steps-ratio: give one of them")
-    try:
-        if not isinstance(json.loads(config.override_config), dict):
-            raise ValueError("not an object")
-    except ValueError as error:
-        raise UserError(f"--override-config {config.override_config}: must be a JSON object ({error})") from None
 
 
 def validate_for_model(config, model_config):
@@ -235,24 +205,6 @@ def validate_for_model(config, model_config):
         raise UserError(f"--freeze-layers {config.freeze_layers}: the model has {layers} layers")
     if config.freeze_vision_tower and model_config.model_type not in VISION_MODELS:
         raise UserError(f"--freeze-vision-tower: {config.model} ({model_config.model_type}) reads text only")
-
-
-def validate_run(run):
-    """The same for the flags of this script."""
-    for name in ("steps", "train_batch_size", "plan"):
-        common.check_flag(run, name, "must be at least 1", lambda x: x is None or x >= 1)
-    for name in ("eval_every", "save_every"):
-        common.check_flag(run, name, "must not be below 0", lambda x: x >= 0)
-    for name in ("gamma", "lam"):
-        common.check_flag(run, name, "must be between 0 and 1", lambda x: 0 <= x <= 1)
-    if run.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise UserError(f"--wandb-project {run.wandb_project}: wandb is not installed; pip install wandb")
-    if run.eval_rollouts and not run.rollouts:
-        raise UserError(f"--eval-rollouts {run.eval_rollouts}: goes with --rollouts; the toy has its own")
-    if run.recorded_values and not run.rollouts:
-        raise UserError("--recorded-values: goes with --rollouts")
-    common.check_writable(run.out_dir, "--out-dir")
-    common.check_replaceable(os.path.join(run.out_dir, "hf"), "--out-dir")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -279,23 +231,6 @@ class ValueModel(nn.Module):
             return self.score(hidden_BLD.to(self.score.weight.dtype)).squeeze(-1).float()
 
 
-def load_tokenizer(config):
-    """The tokenizer of the rows: characters for a preset, None if the model has none (rows of token ids need none)."""
-    if config.tokenizer is None and config.model in common.TINY:
-        return common.char_tokenizer(common.IMAGE_WORDS if config.model.endswith("-vl") else ())
-    try:
-        name = config.tokenizer or config.model
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-        if len(tokenizer) <= len(tokenizer.all_special_ids):
-            raise ValueError("it knows no token")  # transformers makes one up where there are no files
-        return tokenizer
-    except Exception as error:  # half a dozen kinds, if there is none
-        if config.tokenizer is None:
-            print0(f"tokenizer  none, rows must be token ids ({config.model}: {common.one_line(error)})")
-            return None
-        raise UserError(f"--tokenizer {config.tokenizer}: no tokenizer there ({common.one_line(error)})") from None
-
-
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # images are read; all others read text only
 
 
@@ -315,61 +250,13 @@ def load_image_processor(config, model_config):
     return None
 
 
-def load_model_config(config, tokenizer):
-    """transformers config of the backbone with --override-config laid over it, every dropout set to 0."""
-    overrides = json.loads(config.override_config)
-    if config.model.startswith("tiny-") and config.model not in common.TINY and not os.path.isdir(config.model):
-        raise UserError(f"--model {config.model}: no such preset; there are {', '.join(common.TINY)}")
-    try:
-        if config.model in common.TINY:
-            fields = common.tiny_config(config.model, len(tokenizer))
-            model_config = AutoConfig.for_model(**fields)
-        else:
-            model_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
-            fields, _ = type(model_config).get_config_dict(config.model)
-    except Exception as error:
-        raise UserError(f"--model {config.model}: no model there ({common.one_line(error)})") from None
-    for key in overrides:
-        if key == "model_type" or not hasattr(model_config, key):
-            raise UserError(f"--override-config: {type(model_config).__name__} has no {key!r} to override")
-    if overrides:
-        names = {model_config.attribute_map.get(key, key): value for key, value in overrides.items()}
-        try:
-            model_config = type(model_config).from_dict(lay_over(fields, names))
-        except Exception as error:
-            raise UserError(f"--override-config {config.override_config}: {common.one_line(error)}") from None
-    for key, value in overrides.items():
-        if not isinstance(value, dict) and getattr(model_config, key) != value:
-            raise UserError(f"--override-config: {type(model_config).__name__} does not let {key!r} be {value!r}")
-    drop_no_more(model_config)
-    return model_config
-
-
-def lay_over(fields, overrides):
-    """A config.json with overrides laid over it, nested ones too. A layer pattern goes where what it follows from is
-    overridden: the model then works out its own."""
-    if overrides.keys() & {"num_hidden_layers", "sliding_window", "use_sliding_window", "max_window_layers"}:
-        fields = {key: value for key, value in fields.items() if key != "layer_types"}
-    nested = {key for key, value in overrides.items() if isinstance(value, dict) and isinstance(fields.get(key), dict)}
-    return {**fields, **overrides, **{key: lay_over(fields[key], overrides[key]) for key in nested}}
-
-
-def drop_no_more(model_config):
-    """Sets attention_dropout, resid_pdrop, layerdrop, router jitter ... to 0, in nested configs too."""
-    for key, value in list(vars(model_config).items()):
-        if isinstance(value, transformers.PreTrainedConfig):
-            drop_no_more(value)
-        elif ("drop" in key or "jitter" in key) and isinstance(value, int | float) and not isinstance(value, bool):
-            setattr(model_config, key, type(value)(0))
-
-
 def read_weights(config, model_config):
     """A ValueModel on the host with its weights, and a sentence on where they come from. Runs on rank 0 alone."""
     if config.model in common.TINY or config.from_scratch:
         torch.manual_seed(config.seed)
         backbone = AutoModel.from_config(model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
         model = ValueModel(backbone, config)
-        return model, f"random weights (seed {config.seed}); {init_value_head(model, None, config)}"
+        return model, f"random weights (seed {config.seed}); {common.init_value_head(model.score, None, config)}"
     folder = config.model
     if not os.path.isdir(folder):  # a hub name, which its config came from already
         folder = snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.py"])
@@ -385,63 +272,8 @@ def read_weights(config, model_config):
     if absent:
         raise UserError(f"--model {config.model}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}")
     model = ValueModel(backbone, config)
-    return model, f"{type(backbone).__name__} from {config.model}; {init_value_head(model, folder, config)}"
-
-
-def init_value_head(model, folder, config):
-    """Fills the head by --value-head-init -> a sentence on what happened. folder: the checkpoint, if there is one."""
-    shape = tuple(model.score.weight.shape)
-    stored, remark = stored_value_head(folder, shape, config.value_range) if folder else (None, "")
-    init = config.value_head_init
-    if init == "auto":
-        init = "checkpoint" if stored else "normal"
-    nn.init.zeros_(model.score.weight)
-    nn.init.zeros_(model.score.bias)
-    if init == "checkpoint":
-        if stored is None:
-            raise UserError(f"--value-head-init checkpoint: {config.model} holds no value head{remark}")
-        name, weight, bias = stored
-        model.score.weight.data.copy_(weight)
-        if bias is not None:
-            model.score.bias.data.copy_(bias)
-        return f"value head from its {name}.weight" + ("" if bias is not None else " (no bias: 0)")
-    if init == "normal":
-        std = 1 / math.sqrt(model.score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
-        nn.init.normal_(model.score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
-        return f"value head new, normal(0, {std:.3f}){remark}"
-    return "value head zero"
-
-
-VALUE_HEADS = ("score", "classifier", "v_head.summary", "v_head", "value_head.summary", "value_head")
-
-
-def stored_value_head(folder, shape, value_range):
-    """Looks through a checkpoint for a head of this (N, D) shape and range -> ((name, weight, bias or None) or None,
-    remark).
-
-    score and classifier are transformers' token-classification and reward models, v_head is TRL's. A scalar head has
-    no range; a classifier that is no categorical value has none either.
-    """
-    found, remark = {}, ""
-    is_head = lambda key: key.rpartition(".")[0] in VALUE_HEADS
-    safetensors = glob.glob(os.path.join(folder, "*.safetensors"))
-    for path in sorted(safetensors):
-        with safe_open(path, "pt") as file:
-            found |= {key: file.get_tensor(key) for key in filter(is_head, file.keys())}
-    for path in [] if safetensors else sorted(glob.glob(os.path.join(folder, "pytorch_model*.bin"))):
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        found |= {key: state[key] for key in filter(is_head, state)}
-    with open(os.path.join(folder, "config.json")) as file:
-        stored_range = json.load(file).get("value_range")
-    describe = lambda shape, over: f"{shape} over {tuple(over)}" if over else str(shape)
-    wanted = describe(shape, value_range)
-    for name in VALUE_HEADS:
-        weight = found.get(f"{name}.weight")
-        if weight is not None and describe(tuple(weight.shape), stored_range) == wanted:
-            return (name, weight, found.get(f"{name}.bias")), ""
-        if weight is not None:
-            remark = f" (its {name}.weight is {describe(tuple(weight.shape), stored_range)}, not {wanted})"
-    return None, remark
+    head = common.init_value_head(model.score, folder, config)
+    return model, f"{type(backbone).__name__} from {config.model}; {head}"
 
 
 def freeze(backbone, layers):
@@ -991,8 +823,8 @@ class CriticWorker:
             config.lr_scheduler_type == "cosine" or config.lr_warmup_steps_ratio
         ):
             raise UserError("--total-training-steps: cosine and --lr-warmup-steps-ratio need it")
-        self.tokenizer = load_tokenizer(config)
-        self.model_config = load_model_config(config, self.tokenizer)
+        self.tokenizer = common.load_tokenizer(config)
+        self.model_config = common.load_model_config(config, self.tokenizer)
         self.image_processor = load_image_processor(config, self.model_config)
         if config.value_head == "hl_gauss" and config.value_range is None:
             if not getattr(self.model_config, "value_range", None):
@@ -1124,12 +956,7 @@ class CriticWorker:
         spent = torch.tensor([time.perf_counter() - start, common.peak_memory_gib(self.device)])
         dist.all_reduce(spent, dist.ReduceOp.MAX)  # of the slowest, and of the fullest rank
         seconds, memory = spent.tolist()
-        mask = batch.response_mask
-        for name in ("values", "returns") if mask.any() else ():
-            x = getattr(batch, name)[mask].double()
-            metrics |= {f"critic/{name}_mean": x.mean(), f"critic/{name}_std": x.std(correction=0)}
-            metrics |= {f"critic/{name}_min": x.min(), f"critic/{name}_max": x.max()}
-        metrics["critic/explained_var"] = common.explained_variance(common.moments(batch.values, batch.returns, mask))
+        metrics |= common.batch_metrics(batch)
         epochs, half = self.config.ppo_epochs, compute_dtype(self.config, self.device) == torch.bfloat16
         peak = common.device_peak_flops(self.device) if half else None  # the table is of bfloat16
         frozen = self.config.freeze_layers / getattr(self.model_config.get_text_config(), "num_hidden_layers", 1)
@@ -1187,22 +1014,16 @@ class CriticWorker:
             dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True))
             if RANK == 0:
                 state = {"updates": self.critic.updates, "optimizer_steps": self.critic.optimizer_steps}
-                state |= {"config": dataclasses.asdict(self.config), "model_config": architecture(self.model_config)}
+                state["config"] = dataclasses.asdict(self.config)
+                state["model_config"] = common.architecture(self.model_config)
                 with open(os.path.join(tmp, "trainer.json"), "w") as file:
                     json.dump(state, file, indent=1)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
         """Restores what save_checkpoint wrote, on any world size and strategy. UserError: damaged or foreign."""
-        saved, model_now = read_trainer_state(folder), architecture(self.model_config)
-        other = [f"{k} {v} there, {model_now[k]} here" for k, v in saved["model_config"].items() if model_now[k] != v]
-        now = json.loads(json.dumps(dataclasses.asdict(self.config)))  # tuples as lists, as they come back
-        for k in ("value_head", "value_range", "lora_rank", "lora_alpha"):  # no shape of a weight tells them all
-            other += [f"{k} {saved['config'].get(k)} there, {now[k]} here"] * (saved["config"].get(k) != now[k])
-        if other:
-            raise UserError(f"--resume {folder}: is of another model: {'; '.join(other)}")
-        changed = [f"{k} {v} -> {now[k]}" for k, v in saved["config"].items() if k in now and now[k] != v]
-        print0(f"resume     {folder}, update {saved['updates']}" + (", with " if changed else "") + ", ".join(changed))
+        saved = common.read_trainer_state(folder)
+        common.check_same_model(folder, saved, self.config, self.model_config)
         tensors, model_state, optimizer_state = self.checkpoint_tensors()
         try:
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
@@ -1249,25 +1070,6 @@ class CriticWorker:
                 save_hf(state, self.model_config, self.config.value_range, tmp)
                 for reader in filter(None, (self.tokenizer, self.image_processor)):
                     reader.save_pretrained(tmp)
-
-
-def architecture(model_config):
-    """What makes two models the same, of a transformers config, as plain JSON."""
-    fields = json.loads(model_config.to_json_string(use_diff=False))
-    passing = ("transformers_version", "_name_or_path", "architectures", "dtype", "_attn_implementation", "use_cache")
-    passing += ("value_head", "value_range")  # of the checkpoint's head
-    return {key: value for key, value in fields.items() if key not in passing}
-
-
-def read_trainer_state(folder):
-    """Counters and settings of a checkpoint. UserError: damaged, or not a checkpoint of this script."""
-    common.check_complete(folder, "--resume")
-    try:
-        with open(os.path.join(folder, "trainer.json")) as file:
-            state = json.load(file)
-        return {key: state[key] for key in ("updates", "optimizer_steps", "config", "model_config")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--resume {folder}: not a checkpoint of this script ({common.one_line(error)})") from None
 
 
 def save_hf(state, model_config, value_range, folder):
@@ -1415,82 +1217,23 @@ def load_rows(run, tokenizer, model_config, image_processor=None):
     return train, held_out
 
 
-def rows_of_step(step, n, run):
-    """Indices of the rows of update `step` (from 0). Each pass over the n rows has its own order, cut into updates as
-    evenly as can be. A function of the step alone: a resumed run needs to know nothing else."""
-    pieces = math.ceil(n / (run.train_batch_size or run.critic.ppo_mini_batch_size))
-    a_pass, piece = divmod(step, pieces)
-    return common.permutation(n, run.critic.seed, "rows", a_pass)[piece::pieces]
-
-
-def count_work(n, run):
-    """(rows, optimizer steps) of the whole run over n rows, skipped steps not known yet."""
-    pieces = math.ceil(n / (run.train_batch_size or run.critic.ppo_mini_batch_size))
-    sizes = [len(range(step % pieces, n, pieces)) for step in range(run.steps)]
-    mini_batches = sum(math.ceil(size / run.critic.ppo_mini_batch_size) for size in sizes)
-    return sum(sizes), mini_batches * run.critic.ppo_epochs
-
-
-def find_value_range(run, model_config, rows):
-    """(LOW, HIGH) of --value-head hl_gauss: as given, as it was in what the run goes on from, or what the returns of
-    these rows span and a tenth of that on either side, so that no Gaussian is cut off."""
-    if run.critic.value_head == "scalar" or run.critic.value_range is not None:
-        return run.critic.value_range
-    before = read_trainer_state(run.resume)["config"].get("value_range") if run.resume else None
-    before = before or getattr(model_config, "value_range", None)
-    if before:
-        return tuple(before)
-    zeros, mask = torch.zeros_like(rows.token_level_rewards), rows.response_mask
-    _, returns = common.gae(rows.token_level_rewards, zeros, mask, rows.cu_seqlens, run.gamma, lam=1.0)
-    low, high = returns[mask].min().item(), returns[mask].max().item()
-    margin = 0.1 * (high - low) or 1.0
-    return low - margin, high + margin
-
-
-def add_returns(batch, run):
-    """Fills advantages and returns from rewards and old values."""
-    bootstrap = None
-    if run.bootstrap_truncated:
-        last = common.last_actions(batch.response_mask, batch.cu_seqlens)
-        bootstrap = torch.where(batch.truncated & (last >= 0), batch.values[last], 0.0)
-    batch.advantages, batch.returns = common.gae(
-        batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens, run.gamma, run.lam,
-        bootstrap_B=bootstrap,
-    )  # fmt: skip
-
-
-def evaluate(worker, rows, gamma):
-    """Held-out metrics against Monte-Carlo returns; loss stands beside that of the best constant."""
-    values, mask = worker.critic.compute_values(rows), rows.response_mask
-    _, returns = common.gae(rows.token_level_rewards, values, mask, rows.cu_seqlens, gamma, lam=1.0)
-    reward_B = torch.zeros(len(rows))
-    reward_B.index_add_(0, common.row_of_token(rows.cu_seqlens), rows.token_level_rewards)
-    last = common.last_actions(mask, rows.cu_seqlens)
-    binary = bool(((reward_B == 0) | (reward_B == 1)).all())
-    return {
-        "eval/explained_var": common.explained_variance(common.moments(values, returns, mask)),
-        "eval/vf_loss": float(0.5 * (values - returns)[mask].double().square().mean()),
-        "eval/constant_loss": float(0.5 * returns[mask].double().var(correction=0)),
-        "eval/auc": common.auc(values[last][last >= 0], reward_B[last >= 0]) if binary else math.nan,
-    }
-
-
 def main(run):
+    common.check_flag(run, "plan", "must be at least 1", lambda x: x is None or x >= 1)
     validate(run.critic, run.plan or WORLD_SIZE)
-    validate_run(run)
-    tokenizer = load_tokenizer(run.critic)
-    model_config = load_model_config(run.critic, tokenizer)
+    common.validate_run(run)
+    tokenizer = common.load_tokenizer(run.critic)
+    model_config = common.load_model_config(run.critic, tokenizer)
     validate_for_model(run.critic, model_config)
     train, held_out = load_rows(run, tokenizer, model_config, load_image_processor(run.critic, model_config))
     if run.plan:
         return print_plan(run, model_config, train.lengths)
-    rows_seen, optimizer_steps = count_work(len(train), run)
+    rows_seen, optimizer_steps = common.count_work(len(train), run)
     config = dataclasses.replace(
         run.critic,
         total_training_steps=run.critic.total_training_steps or optimizer_steps,
-        value_range=find_value_range(run, model_config, train),
+        value_range=common.find_value_range(run, model_config, train),
     )
-    first_step = read_trainer_state(run.resume)["updates"] if run.resume else 0
+    first_step = common.read_trainer_state(run.resume)["updates"] if run.resume else 0
     if run.resume and first_step >= run.steps:
         raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
 
@@ -1516,18 +1259,18 @@ def main(run):
     for step in range(first_step, run.steps + 1):
         last = step == run.steps
         if held_out is not None and (step == first_step or last or (run.eval_every and step % run.eval_every == 0)):
-            metrics = evaluate(worker, held_out, run.gamma)
+            metrics = common.evaluate(worker, held_out, run.gamma)
             logger.log(step, metrics)
             print0(common.eval_line(metrics))
         if step > first_step and (last or (run.save_every and step % run.save_every == 0)):
             worker.save_checkpoint(os.path.join(run.out_dir, "checkpoints", f"step_{step}"))
         if last:
             break
-        rows = rows_of_step(step, len(train), run)
+        rows = common.rows_of_step(step, len(train), run)
         batch = train.select(rows[RANK::WORLD_SIZE])
         if not run.recorded_values:
             batch.values = worker.compute_values(batch)
-        add_returns(batch, run)
+        common.add_returns(batch, run)
         metrics = worker.update_critic(batch)
         if not math.isfinite(metrics.get("critic/values_mean", 0.0)):
             raise UserError(f"step {step}: values are not finite, the training has diverged; lower --lr")

@@ -81,7 +81,7 @@ BAD_FLAGS = {
 def test_impossible_flags_are_named_before_anything_starts(message):
     config = BAD_FLAGS[message]
     with pytest.raises(UserError, match=re.escape(message)):
-        critic_fsdp.validate(config, world_size=4) if isinstance(config, Config) else critic_fsdp.validate_run(config)
+        critic_fsdp.validate(config, world_size=4) if isinstance(config, Config) else common.validate_run(config)
 
 
 def test_a_bad_row_is_one_line_and_a_non_zero_exit(tmp_path):
@@ -215,12 +215,12 @@ def test_returns_from_lambda_truncation_and_recorded_values(tmp_path):
 )
 def test_every_pass_takes_every_row_once(n, size, mini, steps, epochs):
     config = Run(critic=Config(ppo_mini_batch_size=mini, ppo_epochs=epochs), train_batch_size=size, steps=steps)
-    rows = [critic_fsdp.rows_of_step(step, n, config) for step in range(steps)]
+    rows = [common.rows_of_step(step, n, config) for step in range(steps)]
     in_a_pass = math.ceil(n / size)
     for first in range(0, steps - in_a_pass + 1, in_a_pass):
         assert sorted(sum(rows[first : first + in_a_pass], [])) == list(range(n))
     expected = sum(math.ceil(len(r) / mini) * epochs for r in rows)
-    assert critic_fsdp.count_work(n, config) == (sum(map(len, rows)), expected)
+    assert common.count_work(n, config) == (sum(map(len, rows)), expected)
     assert max(map(len, rows)) <= size and max(map(len, rows)) - min(map(len, rows)) <= 1
 
 

@@ -487,11 +487,12 @@ def test_permutations_depend_on_their_key_alone():
 
 
 def plain_attention(q, k, v, scale, window, softcap, sinks):
-    """One sequence in float64, query by query: q (H, L, D), k v (K, L, D)."""
+    """One sequence in float64, query by query: q (H, L, D), k v (K, M, D); the queries stand at the last L places."""
     out, group = torch.zeros(q.shape[0], q.shape[1], v.shape[-1], dtype=torch.float64), q.shape[0] // k.shape[0]
     for h in range(q.shape[0]):
         for i in range(q.shape[1]):
-            keys = [j for j in range(i + 1) if not window or i - j < window]
+            place = i + k.shape[1] - q.shape[1]
+            keys = [j for j in range(place + 1) if not window or place - j < window]
             scores = torch.stack([(q[h, i] * k[h // group, j]).sum() for j in keys]) * scale
             scores = softcap * torch.tanh(scores / softcap) if softcap else scores
             weights = torch.cat([scores, sinks[h : h + 1]]) if sinks is not None else scores
@@ -524,6 +525,21 @@ def test_packed_attention_equals_a_plain_loop(window, softcap, sinks, kernel):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_queries_may_be_the_last_of_their_sequence(kernel, window):
+    g, queries, keys = torch.Generator().manual_seed(0), [2, 2, 1, 4], [6, 6, 3, 4]
+    draw = lambda h, t: torch.randn(1, h, t, 8, generator=g, dtype=torch.float64)
+    q, k, v = draw(4, sum(queries)), draw(2, sum(keys)), draw(2, sum(keys))
+    row = common.pack_row(queries, "cpu", key_lengths=keys)
+    assert row.runs == [(0, 2, 0, 6, 2), (4, 1, 12, 3, 1), (5, 4, 15, 4, 1)]
+    assert row.cu_k.tolist() == [0, 6, 12, 15, 19] and (row.longest_q, row.longest_k) == (4, 6)
+    out = common.ATTENTION[kernel](row, q, k, v, 0.3, window)
+    pieces = zip(q[0].split(queries, 1), k[0].split(keys, 1), v[0].split(keys, 1), strict=True)
+    expected = torch.cat([plain_attention(*p, 0.3, window, None, None) for p in pieces], 1)
+    torch.testing.assert_close(out[0], expected, rtol=1e-6, atol=1e-6)
+
+
 def test_packed_attention_refuses_what_it_would_drop():
     common.set_pack([4], "cpu")
     q, module = torch.zeros(1, 2, 4, 8), nn.Module()
@@ -549,12 +565,13 @@ def test_a_kernel_that_cannot_serve_is_refused(monkeypatch):
         common.packed_attention(nn.Module(), q, q, q, None)
 
 
-def by_sequence(q, k, v, cu, *_, **options):
+def by_sequence(q, k, v, cu_q, cu_k, **options):
     """What the variable-length kernels promise, in plain torch: (T,H,D) -> (T,H,D), causal within each sequence."""
     window = options.get("window_size", (-1, -1))
     assert window[1] == 0 or options.get("causal"), "not causal"
     scale = options.get("softmax_scale", options.get("scale"))
-    pieces = [x.transpose(0, 1).split(cu.diff().tolist(), 1) for x in (q, k, v)]
+    cuts = zip((q, k, v), (cu_q, cu_k, cu_k), strict=True)
+    pieces = [x.transpose(0, 1).split(cu.diff().tolist(), 1) for x, cu in cuts]
     back = window[0] + 1 if window[0] >= 0 else None
     outs = [plain_attention(*p, scale, back, options.get("softcap") or None, None) for p in zip(*pieces, strict=True)]
     return torch.cat(outs, 1).transpose(0, 1).to(q.dtype)
@@ -564,24 +581,24 @@ def by_sequence(q, k, v, cu, *_, **options):
 @pytest.mark.parametrize("kernel, grouped", [("flash", True), ("varlen", True), ("varlen", False)])
 def test_the_gpu_kernels_are_called_as_their_signatures_want(kernel, grouped, window, monkeypatch):
     """No GPU here: a plain function stands for the kernel and checks shapes, order and meaning of the arguments."""
-    lengths, g = [4, 1, 5], torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, h, 10, 8, generator=g, dtype=torch.float64) for h in (4, 2, 2))
+    queries, keys, g = [4, 1, 5], [4, 3, 7], torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, t, 8, generator=g, dtype=torch.float64) for h, t in ((4, 10), (2, 14), (2, 14)))
 
     def flash(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p=0.0, softmax_scale=None, causal=False,
               window_size=(-1, -1), softcap=0.0):  # fmt: skip
-        assert cu_q is cu_k and max_q == max_k == 5 and q.is_contiguous() and q.shape == (10, 4, 8)
-        return by_sequence(q, k, v, cu_q, softmax_scale=softmax_scale, causal=causal, window_size=window_size)
+        assert (max_q, max_k) == (5, 7) and q.is_contiguous() and q.shape == (10, 4, 8)
+        return by_sequence(q, k, v, cu_q, cu_k, softmax_scale=softmax_scale, causal=causal, window_size=window_size)
 
     def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
         assert k.shape[1] == (2 if enable_gqa else 4) and enable_gqa == grouped
-        return by_sequence(q, k, v, cu_q, scale=scale, window_size=window_size)
+        return by_sequence(q, k, v, cu_q, cu_k, scale=scale, window_size=window_size)
 
     monkeypatch.setattr(common, "flash_attn_varlen_func", flash)
     monkeypatch.setattr(common, "varlen_attn", varlen)
     monkeypatch.setattr(common, "VARLEN_GROUPS_HEADS", grouped)
-    common.set_pack(lengths, "cpu")
-    out = common.ATTENTION[kernel](q, k, v, 0.3, window, None, None)
-    torch.testing.assert_close(out, common.ATTENTION["eager"](q, k, v, 0.3, window, None, None), rtol=1e-6, atol=1e-6)
+    row = common.pack_row(queries, "cpu", key_lengths=keys)
+    out = common.ATTENTION[kernel](row, q, k, v, 0.3, window)
+    torch.testing.assert_close(out, common.ATTENTION["eager"](row, q, k, v, 0.3, window), rtol=1e-6, atol=1e-6)
 
 
 def test_torchs_variable_length_attention_has_the_arguments_we_use():

@@ -571,7 +571,7 @@ def test_evaluation_equals_plain_formulas():
             scores[bool(right[b])].append(float(values[actions[-1]]))
     errors, mean = [r - v for r, v in zip(targets, seen, strict=True)], statistics.fmean(targets)
     pairs = [(p > n) + 0.5 * (p == n) for p in scores[True] for n in scores[False]]
-    metrics = critic_fsdp.evaluate(w, rows, gamma)
+    metrics = common.evaluate(w, rows, gamma)
     assert metrics["eval/vf_loss"] == pytest.approx(0.5 * statistics.fmean(x * x for x in errors), rel=1e-6)
     assert metrics["eval/constant_loss"] == pytest.approx(
         0.5 * statistics.fmean((r - mean) ** 2 for r in targets), rel=1e-6
@@ -581,7 +581,7 @@ def test_evaluation_equals_plain_formulas():
     )
     assert metrics["eval/auc"] == pytest.approx(statistics.fmean(pairs))
     rows.token_level_rewards *= 2
-    assert math.isnan(critic_fsdp.evaluate(w, rows, gamma)["eval/auc"])  # rewards of 0 and 2 are no labels
+    assert math.isnan(common.evaluate(w, rows, gamma)["eval/auc"])  # rewards of 0 and 2 are no labels
 
 
 def test_limits_of_compute_values_are_its_own(monkeypatch):
@@ -657,7 +657,7 @@ def test_metrics_are_means_over_tokens_and_steps_not_over_micro_batches():
 def test_planned_activations_are_what_autograd_saves(model, dtype, fields):
     """Fake tensors against real ones, in one training forward of the same rows."""
     config, lengths, saved = Config(model=model, **fields), [9, 30, 9, 17], {}
-    model_config = critic_fsdp.load_model_config(config, common.char_tokenizer())
+    model_config = common.load_model_config(config, common.char_tokenizer())
     dtype = getattr(torch, dtype)
     real = critic_fsdp.build_skeleton(config, model_config, dtype).to_empty(device="cpu").train()
     weights = {x.untyped_storage()._cdata for x in (*real.parameters(), *real.buffers())}
