@@ -1768,6 +1768,15 @@ def stored_value_head(folder, shape, value_range):
     return None, remark
 
 
+def config_of_export(model_config, outputs, value_range):
+    """transformers config of a value model with so many outputs, for its Hugging Face folder."""
+    model_config = type(model_config).from_dict(model_config.to_dict())
+    model_config.num_labels, model_config.classifier_dropout = outputs, 0.0
+    model_config.dtype, model_config.value_range = torch.float32, value_range
+    model_config.value_head = "hl_gauss" if value_range else "scalar"
+    return model_config
+
+
 def architecture(model_config):
     """What makes two models the same, of a transformers config, as plain JSON."""
     fields = json.loads(model_config.to_json_string(use_diff=False))

@@ -1074,10 +1074,7 @@ class CriticWorker:
 
 def save_hf(state, model_config, value_range, folder):
     """Writes a full state dict of a ValueModel ("model.*", "score.*") with transformers' own save_pretrained."""
-    model_config = type(model_config).from_dict(model_config.to_dict())
-    model_config.num_labels, model_config.classifier_dropout = len(state["score.weight"]), 0.0
-    model_config.dtype, model_config.value_range = torch.float32, value_range
-    model_config.value_head = "hl_gauss" if value_range else "scalar"
+    model_config = common.config_of_export(model_config, len(state["score.weight"]), value_range)
     backbone = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
     if type(model_config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         with torch.device("meta"):
