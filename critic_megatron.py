@@ -74,8 +74,11 @@ from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
 transformers.logging.set_verbosity_error()  # what matters of a load is said below, in one line
 transformers.logging.disable_progress_bar()
 for message in (  # of megatron-core 0.16.1 with this torch; nothing to be done about them here
-    "full scope is deprecated", "The .grad attribute of a Tensor that is not a leaf", "`torch.distributed.* is deprecated",
-):  # fmt: skip
+    "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+    "`torch.distributed.* is deprecated",
+    "When using sequence parallelism it is recommended to set",  # see the end of this file
+):
     warnings.filterwarnings("ignore", message=message)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,9 +320,9 @@ class CudaMeansCpu(TorchFunctionMode):
     """Megatron-Core writes device="cuda" in some places; on a machine without it they mean the CPU."""
 
     def __torch_function__(self, function, kinds, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if "cuda" in str(kwargs.get("device")):
-            kwargs["device"] = "cpu"
+        kwargs = kwargs or {}
+        if "device" in kwargs and "cuda" in str(kwargs["device"]):
+            kwargs = {**kwargs, "device": "cpu"}
         if function is torch.Tensor.cuda:  # gathering optimizer state for a checkpoint
             return args[0]
         out = function(*args, **kwargs)
@@ -331,7 +334,8 @@ class CudaMeansCpu(TorchFunctionMode):
 def megatron_without_cuda():
     """Lets Megatron-Core 0.16.1 run on CPU and gloo. Does nothing, ever, where CUDA is present.
 
-    What it stands in for are devices, streams and random states, never computation.
+    What it stands in for are devices, streams, random states, and two collectives that gloo does not have for ranks of
+    unequal size (of tokens for experts that tensor-parallel ranks share); never computation.
     """
     rng, moe = tensor_parallel.random, token_dispatcher.MoEAlltoAllTokenDispatcher
     if torch.cuda.is_available() or torch.cuda.manual_seed is torch.manual_seed:  # the latter: done before
@@ -353,6 +357,26 @@ def megatron_without_cuda():
         return tokens_per_expert
 
     moe.cuda_dtoh_stream, moe._maybe_dtoh_and_synchronize = types.SimpleNamespace(), sizes_to_host
+    all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+    def all_gather_any(outputs, x, group=None, async_op=False):
+        sizes, n = [len(out) for out in outputs], len(outputs)
+        if len(set(sizes)) == 1:
+            return all_gather(outputs, x, group=group, async_op=async_op)
+        received = x.new_empty(sum(sizes), *x.shape[1:])
+        dist.all_to_all_single(received, torch.cat([x] * n), sizes, [len(x)] * n, group=group)
+        for out, piece in zip(outputs, received.split(sizes), strict=True):
+            out.copy_(piece)
+
+    def reduce_scatter_any(output, inputs, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        sizes, n = [len(x) for x in inputs], len(inputs)
+        if len(set(sizes)) == 1:
+            return reduce_scatter(output, inputs, op, group=group, async_op=async_op)
+        received = output.new_empty(n, *output.shape)
+        dist.all_to_all_single(received.flatten(0, 1), torch.cat(inputs), [len(output)] * n, sizes, group=group)
+        output.copy_(received.sum(0))
+
+    dist.all_gather, dist.reduce_scatter = all_gather_any, reduce_scatter_any
 
 
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -810,6 +834,15 @@ def build_value_model(config, model_config, layout):
     return modules, stored, common.flops_model(skeleton, model_config), f"{count:,} parameters", story
 
 
+def padding_row(module, pad_token_id):
+    """The row of the padding token in this rank's part of the embedding, or None."""
+    if not module.pre_process or pad_token_id is None:
+        return None
+    embedding = module.embedding.word_embeddings
+    here = embedding.vocab_start_index <= pad_token_id < embedding.vocab_end_index
+    return pad_token_id - embedding.vocab_start_index if here else None
+
+
 def wrap(config, modules):
     """The chunks with what casts their inputs, holds their gradients in one float32 buffer and adds those up."""
     transformer, chunks = modules[0].config, modules
@@ -892,7 +925,7 @@ class MegatronPPOCritic:
     """Values and updates of a value model on Megatron. Both methods take the *global* batch, the same on every rank,
     and work on this rank's share of it."""
 
-    def __init__(self, config, modules, stored, flops, layout):
+    def __init__(self, config, modules, stored, flops, layout, pad_token_id=None):
         self.config, self.modules, self.flops, self.layout = config, modules, flops, layout
         self.model, self.transformer = wrap(config, modules), modules[0].config  # the same chunks, and their config
         lr = config.lr if config.lr is not None else (1e-3 if config.model in common.TINY else 1e-5)
@@ -924,6 +957,7 @@ class MegatronPPOCritic:
         if config.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in self.model]
             self.transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        self.padding_row = padding_row(modules[0], pad_token_id)
         self.peak_lr = lr
         self.optimizer_steps = 0  # taken, skipped ones not counted: the position of the schedule
         self.updates = 0  # calls of update_critic: with seed and epoch the key of every shuffle
@@ -1127,6 +1161,8 @@ class MegatronPPOCritic:
             return loss, torch.stack([loss, clipped, vpreds_S.sum(), mask_S.sum()]).detach()
 
         kept = self.run_schedule(micros, reduce)
+        if self.padding_row is not None:  # as in transformers, where the padding token's embedding does not learn
+            self.modules[0].embedding.word_embeddings.weight.main_grad[self.padding_row].zero_()
         if not kept or self.layout.tp_rank > 0:  # tensor-parallel ranks all have the same
             return torch.zeros(4, dtype=torch.float64, device=self.layout.device)
         return torch.stack(kept).double().sum(0)
@@ -1206,7 +1242,7 @@ class CriticWorker:
         """Builds the model's chunks and the optimizer, and tries them on two short rows."""
         config, layout = self.config, self.layout
         modules, stored, flops, size, story = build_value_model(config, self.model_config, layout)
-        self.critic = MegatronPPOCritic(config, modules, stored, flops, layout)
+        self.critic = MegatronPPOCritic(config, modules, stored, flops, layout, self.model_config.pad_token_id)
         torch.manual_seed(config.seed)  # random weights were drawn
         print0(f"model      {config.model} ({self.model_config.model_type}), {size}: {story}")
         tp, cp, dp, pp = layout.tp_size, layout.cp_size, layout.dp_size, layout.pp_size
@@ -1362,7 +1398,7 @@ class CriticWorker:
         self.check_here()
         critic, saved = self.critic, common.read_trainer_state(folder)
         common.check_same_model(folder, saved, self.config, self.model_config)
-        check_pickle(folder)
+        check_index(folder)
         try:
             strategy = FullyParallelLoadStrategyWrapper(
                 get_default_load_sharded_strategy(folder), data_parallel_group()
@@ -1394,6 +1430,9 @@ class CriticWorker:
         """
         critic, options = self.critic, {**SHARDING, "dp_cp_group": data_parallel_group()}
         tensors = {f"model{i}": m.sharded_state_dict(metadata=options) for i, m in enumerate(critic.modules)}
+        for state in tensors.values():
+            for name in [name for name in state if name.endswith("._extra_state")]:  # of Transformer Engine; empty
+                del state[name]
         model = dict(tensors)
         for i, optimizer in enumerate(critic.optimizers()):
             steps = {}
@@ -1446,31 +1485,33 @@ def data_parallel_group():
     return mpu.get_data_parallel_group(with_context_parallel=True)
 
 
-PICKLED = {  # all that the index of a torch.distributed.checkpoint needs
-    "torch.distributed.checkpoint.metadata": None,
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.serialization": {"_get_layout"},
-    "torch._utils": {"_rebuild_tensor_v2"},
-    "torch": None,
-    "collections": {"OrderedDict"},
-}
-
-
 class IndexReader(pickle.Unpickler):
-    """Reads a pickle that may name nothing but what an index consists of."""
+    """Reads a pickle that may name nothing but what the index of a torch.distributed.checkpoint consists of."""
+
+    NAMES = {
+        "torch": ("Size", "float32", "bfloat16", "float16"),
+        "torch.serialization": ("_get_layout",),
+        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+        "torch.distributed.checkpoint.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+        "torch.distributed.checkpoint.metadata": (
+            "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+            "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        ),
+    }  # fmt: skip
 
     def find_class(self, module, name):
-        names = PICKLED.get(module, ())
-        if names is not None and name not in names:
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        if name not in self.NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"its index names {module}.{name}")
         return super().find_class(module, name)
 
 
-def check_pickle(folder):
-    """UserError if the index of a checkpoint, the one file in it that torch unpickles, could run anything."""
-    path = os.path.join(folder, ".metadata")
+def check_index(folder):
+    """UserError if the index of a checkpoint, the one file in it that torch unpickles, could run anything.
+
+    An entry that is no tensor would be unpickled too: the reader does not know its class.
+    """
     try:
-        with open(path, "rb") as file:
+        with open(os.path.join(folder, ".metadata"), "rb") as file:
             IndexReader(file).load()
     except Exception as error:
         raise UserError(f"--resume {folder}: not a checkpoint of this script ({common.one_line(error)})") from None
@@ -1569,4 +1610,5 @@ def main(run):
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # so that collectives of tensor parallelism go first
     common.run(lambda: main(tyro.cli(Run, description=__doc__, console_outputs=RANK == 0)))

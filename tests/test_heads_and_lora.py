@@ -9,7 +9,7 @@ import torch
 import transformers
 from helpers import ROOT, captured_gradients, full_weights, random_batch, rows_of, succeeded, torchrun
 from scenarios import VARIANTS, one_gradient
-from test_layouts import save_model
+from test_layouts import MODELS, save_model
 
 import common
 import critic_fsdp
@@ -138,7 +138,7 @@ def trains(name, variant):
 def trained(tmp_path_factory):
     """A model and, of every variant, a checkpoint of one rank after a first step: B is no longer zero."""
     folder = tmp_path_factory.mktemp("trained")
-    save_model("qwen2", folder / "model")
+    save_model(MODELS["qwen2"], folder / "model")
     for variant, fields in VARIANTS.items():
         w, _ = one_gradient(folder / "model", **fields)
         w.save_checkpoint(folder / variant)

@@ -41,10 +41,10 @@ MODELS = {  # windows of 8 tokens bite in rows of up to 40
 }  # fmt: skip
 
 
-def save_model(name, folder):
+def save_model(config, folder):
     """A backbone with weights large enough that no gradient is negligible, and a value head beside it."""
     torch.manual_seed(0)
-    model = transformers.AutoModel.from_config(MODELS[name], dtype=torch.float32)
+    model = transformers.AutoModel.from_config(config, dtype=torch.float32)
     for p in model.parameters():
         p.data += 0.05 * torch.randn_like(p)
     model.save_pretrained(folder)
@@ -106,7 +106,7 @@ def compare(results, reference):
 
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory):
-    return save_model("qwen2", tmp_path_factory.mktemp("models") / "qwen2")
+    return save_model(MODELS["qwen2"], tmp_path_factory.mktemp("models") / "qwen2")
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_every_layout_makes_the_same_gradient(ranks, cases, qwen2, reference, tm
 def models(tmp_path_factory):
     """(folder of the models, what layouts.py found on 2 ranks)."""
     folder = tmp_path_factory.mktemp("models")
-    folders = [save_model(name, folder / name) for name in MODELS]
+    folders = [save_model(MODELS[name], folder / name) for name in MODELS]
     succeeded(torchrun(2, ROOT / "tests" / "layouts.py", folder / "out.pt", *folders))
     return folder, torch.load(folder / "out.pt", weights_only=True)
 

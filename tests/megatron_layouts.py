@@ -1,0 +1,226 @@
+"""One mini-batch through every layout of critic_megatron.py -> values, gradients before clipping, weights after a step.
+
+    python tests/megatron_layouts.py OUT_FOLDER MODELS_FOLDER        all layouts on 1, 2, 4 and 8 ranks
+
+test_megatron_layouts.py compares them with a plain float64 loop.
+"""
+
+import contextlib
+import dataclasses
+import os
+import sys
+
+import forked
+import torch
+
+TP, PP, CP, EP, ETP = (
+    f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+)
+VPP = "virtual_pipeline_model_parallel_size"
+SP_OFF, PADDED = {"sequence_parallel": False}, {"use_remove_padding": False}
+RECOMPUTE, SELECTIVE = {"gradient_checkpointing": True}, {"recompute_modules": ("core_attn", "mlp")}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+UNEVEN = {"num_layers_in_first_pipeline_stage": 1}
+
+LAYOUTS = {  # ranks -> {name: (model, Config fields)}; what is left of the ranks is data-parallel
+    1: {
+        "one rank": ("qwen2", {}),
+        "padded": ("qwen2", PADDED),
+        "recompute": ("qwen2", RECOMPUTE),
+        "recompute attention and MLP": ("qwen3", SELECTIVE),
+        "qwen3": ("qwen3", {}),
+        "llama": ("llama", {}),
+        "qwen3-moe": ("qwen3-moe", {}),
+        "qwen3-moe, recompute": ("qwen3-moe", RECOMPUTE),
+    },
+    2: {
+        "dp 2": ("qwen2", {}),
+        "dp 2, overlap": ("qwen2", OVERLAP),
+        "tp 2": ("qwen2", {TP: 2, **SP_OFF}),
+        "tp 2, sequence parallel": ("qwen2", {TP: 2}),
+        "tp 2, sequence parallel, padded": ("qwen2", {TP: 2, **PADDED}),
+        "tp 2, sequence parallel, recompute": ("qwen3", {TP: 2, **RECOMPUTE}),
+        "pp 2": ("qwen2", {PP: 2}),
+        "pp 2, uneven": ("qwen2", {PP: 2, **UNEVEN}),
+        "pp 2, padded": ("qwen2", {PP: 2, **PADDED}),
+        "pp 2, recompute": ("qwen2", {PP: 2, **RECOMPUTE}),
+        "pp 2, vpp 2": ("qwen2", {PP: 2, VPP: 2}),
+        "cp 2": ("qwen2", {CP: 2}),
+        "cp 2, recompute": ("qwen3", {CP: 2, **RECOMPUTE}),
+        "llama, tp 2": ("llama", {TP: 2}),
+        "llama, pp 2, vpp 2": ("llama", {PP: 2, VPP: 2}),
+        "qwen3-moe, ep 2": ("qwen3-moe", {EP: 2}),
+        "qwen3-moe, etp 2": ("qwen3-moe", {TP: 2, ETP: 2}),
+        "qwen3-moe, tp 2, ep 2": ("qwen3-moe", {TP: 2, EP: 2, ETP: 1}),
+    },
+    4: {
+        "tp 4": ("qwen2", {TP: 4}),
+        "pp 4": ("qwen2", {PP: 4}),
+        "cp 4": ("qwen2", {CP: 4}),
+        "tp 2, pp 2": ("qwen2", {TP: 2, PP: 2}),
+        "tp 2, cp 2": ("qwen3", {TP: 2, CP: 2}),
+        "pp 2, cp 2": ("qwen2", {PP: 2, CP: 2}),
+        "pp 2, vpp 2, dp 2": ("qwen2", {PP: 2, VPP: 2}),
+        "tp 2, dp 2, overlap": ("llama", {TP: 2, **OVERLAP}),
+        "cp 2, dp 2": ("qwen2", {CP: 2}),
+        "qwen3-moe, ep 4": ("qwen3-moe", {EP: 4}),
+        "qwen3-moe, ep 2, dp 2": ("qwen3-moe", {EP: 2}),
+        "qwen3-moe, ep 2, cp 2": ("qwen3-moe", {EP: 2, CP: 2}),
+        "qwen3-moe, pp 2, ep 2": ("qwen3-moe", {PP: 2, EP: 2}),
+    },
+    8: {
+        "tp 2, pp 2, cp 2": ("qwen2", {TP: 2, PP: 2, CP: 2}),
+        "tp 2, pp 2, vpp 2, dp 2": ("qwen3", {TP: 2, PP: 2, VPP: 2}),
+        "qwen3-moe, tp 2, pp 2, ep 2, etp 2": ("qwen3-moe", {TP: 2, PP: 2, EP: 2, ETP: 2}),
+        "qwen3-moe, tp 2, pp 2, vpp 2, cp 2, ep 2": ("qwen3-moe", {TP: 2, PP: 2, VPP: 2, CP: 2, EP: 2, ETP: 1}),
+    },
+}
+
+BATCHING = {  # how the same rows are cut into micro-batches
+    "budget 64": {"ppo_max_token_len_per_gpu": 64},
+    "one micro-batch": {},
+    "1 row": {"ppo_micro_batch_size_per_gpu": 1},
+}
+EVERY_WAY = ("padded", "dp 2", "tp 2, sequence parallel", "pp 2, vpp 2", "cp 2", "qwen3-moe, ep 2", "pp 2, vpp 2, dp 2")
+
+
+def whole_gradients(critic):
+    """name -> whole gradient of every weight, from the shards that the optimizer is about to step with (a collective).
+
+    Call it between prepare_grads and the step.
+    """
+    import torch.distributed as dist
+
+    import critic_megatron as cm
+
+    out, config = {}, critic.transformer
+    named = list(cm.named_weights(critic.modules))
+    head = critic.modules[-1]
+    if head.post_process:
+        named += [(f"output_layer.{n}", p) for n, p in head.output_layer.named_parameters()]
+    for name, p in named:
+        flat = torch.zeros(p.numel())
+        for optimizer in critic.optimizers():
+            if p in optimizer.model_param_group_index_map:
+                group, i = optimizer.model_param_group_index_map[p]
+                place = optimizer._get_model_param_range_map(p)["param"]
+                flat[place.start : place.end] = optimizer.optimizer.param_groups[group]["params"][i].grad
+        expert = ".experts." in name
+        replicas = cm.mpu.get_expert_data_parallel_group() if expert else cm.data_parallel_group()
+        dist.all_reduce(flat, group=replicas)
+        shards = [flat.view_as(p)]
+        if name.startswith("output_layer."):
+            out[name.replace("output_layer", "score")] = shards[0]
+            continue
+        cut, parts = cm.hf_names(name)
+        group, _, size = cm.tensor_group(name)
+        if cut != "whole" and size > 1:
+            shards = [torch.empty_like(shards[0]) for _ in range(size)]
+            dist.all_gather(shards, flat.view_as(p), group=group)
+        wholes = cm.unshard(cut, shards, config.num_query_groups, config.kv_channels, critic.vocab_size)
+        out |= {f"model.{part}": whole.clone() for part, whole in zip(parts, wholes, strict=True)}
+    return union(out)
+
+
+def union(tensors):
+    """The dicts of all ranks as one; what several ranks hold must be equal."""
+    import torch.distributed as dist
+
+    everywhere, whole = [None] * dist.get_world_size(), {}
+    dist.all_gather_object(everywhere, tensors)
+    for some in everywhere:
+        for name, x in some.items():
+            torch.testing.assert_close(
+                whole.setdefault(name, x), x, rtol=1e-6, atol=1e-7, msg=f"{name} differs by rank"
+            )
+    return fused(whole)
+
+
+def fused(tensors):
+    """Experts one by one -> as transformers holds them, in one tensor a layer."""
+    out = {name: x for name, x in tensors.items() if ".experts." not in name}
+    for layer in {name.split(".experts.")[0] for name in tensors if ".experts." in name}:
+        n = len({name.split(".experts.")[1].split(".")[0] for name in tensors if name.startswith(f"{layer}.experts.")})
+        part = lambda i, kind, layer=layer: tensors[f"{layer}.experts.{i}.{kind}_proj.weight"]
+        out[f"{layer}.experts.gate_up_proj"] = torch.stack(
+            [torch.cat([part(i, "gate"), part(i, "up")]) for i in range(n)]
+        )
+        out[f"{layer}.experts.down_proj"] = torch.stack([part(i, "down") for i in range(n)])
+    return out
+
+
+@contextlib.contextmanager
+def captured_gradients(critic):
+    """Inside, the critic notes the whole gradient of every step before it is clipped, in the list this yields."""
+    seen, norm = [], critic.optimizer.get_grad_norm
+
+    def note():
+        seen.append(whole_gradients(critic))
+        return norm()
+
+    critic.optimizer.get_grad_norm = note
+    try:
+        yield seen
+    finally:
+        critic.optimizer.get_grad_norm = norm
+
+
+def build(model, **fields):
+    """A CriticWorker with its model."""
+    import critic_megatron as cm
+
+    worker = cm.CriticWorker(cm.Config(model=model, **fields))
+    worker.init_model()
+    worker.critic.vocab_size = worker.vocab_size
+    return worker
+
+
+def one_size(out, models):
+    """All layouts of this number of ranks."""
+    from layouts import ROWS
+
+    import common
+    import critic_megatron as cm
+
+    results, ranks = {}, common.WORLD_SIZE
+    for name, (model, fields) in LAYOUTS[ranks].items():
+        worker = build(os.path.join(models, model), weight_decay=0.1, lr=1e-2, **fields)
+        critic, config = worker.critic, worker.config
+
+        def run(case, rows, mine, worker=worker, critic=critic, config=config, model=model, name=name, step=False,
+                **changes):  # fmt: skip
+            batch = ROWS[rows].select(mine)
+            worker.config = critic.config = dataclasses.replace(config, **changes)
+            critic.peak_lr, weight_decay = (1e-2, 0.1) if step else (0.0, 0.0)
+            for group in critic.optimizer.param_groups:
+                group["weight_decay"] = weight_decay
+            values = worker.compute_values(batch)
+            with captured_gradients(critic) as seen:
+                metrics = worker.update_critic(batch)
+            assert metrics["critic/skipped_steps"] == 0 and len(seen) == 1
+            result = {"gradients": seen.pop(), "metrics": metrics}
+            result["values"] = common.gather(dataclasses.replace(batch, values=values)).values
+            if step:
+                critic.finish_gather()
+                result["weights"] = union(dict(cm.whole_weights(critic.modules, worker.vocab_size)))
+            results[model, name, case, rows, changes.get("loss_agg_mode", "token-mean")] = result
+
+        spread = range(common.RANK, 21, ranks)
+        if name in EVERY_WAY:
+            for case in ("one micro-batch", "1 row"):
+                run(case, "ragged", spread, **BATCHING[case])
+            for mode in common.LOSS_AGG_MODES[1:]:
+                run(
+                    "budget 64", "ragged", spread, **BATCHING["budget 64"], loss_agg_mode=mode, response_length_limit=50
+                )
+            run("rows on rank 0", "ragged", range(21) if common.RANK == 0 else [], **BATCHING["budget 64"])
+            run("fewer rows than ranks", "two rows", range(common.RANK, 2, ranks))
+        run("budget 64", "ragged", spread, step=True, **BATCHING["budget 64"])
+    if common.RANK == 0:
+        torch.save(results, os.path.join(out, f"layouts{ranks}.pt"))
+
+
+if __name__ == "__main__":
+    out, models, *sizes = sys.argv[1:]
+    for ranks in map(int, sizes or LAYOUTS):
+        forked.run(ranks, one_size, out, models)
