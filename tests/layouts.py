@@ -18,7 +18,11 @@ import common
 import critic_fsdp
 from common import RANK, WORLD_SIZE
 
-ROWS = {"ragged": random_batch(21, seed=1), "two rows": random_batch(2, seed=2)}  # two rows: ranks without any at W = 4
+ROWS = {
+    "ragged": random_batch(21, seed=1),
+    "eleven": random_batch(11, seed=3),  # for megatron_layouts.py
+    "two rows": random_batch(2, seed=2),  # there are ranks without any at W = 4
+}
 
 BATCHING = {  # how the same rows are cut into micro-batches
     "one micro-batch": {},

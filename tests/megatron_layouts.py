@@ -1,6 +1,6 @@
 """One mini-batch through every layout of critic_megatron.py -> values, gradients before clipping, weights after a step.
 
-    python tests/megatron_layouts.py OUT_FOLDER MODELS_FOLDER        all layouts on 1, 2, 4 and 8 ranks
+    python tests/megatron_layouts.py OUT_FOLDER MODELS_FOLDER [RANKS...]        by default on 1, 2, 4 and 8 ranks
 
 test_megatron_layouts.py compares them with a plain float64 loop.
 """
@@ -76,12 +76,20 @@ LAYOUTS = {  # ranks -> {name: (model, Config fields)}; what is left of the rank
     },
 }
 
-BATCHING = {  # how the same rows are cut into micro-batches
-    "budget 64": {"ppo_max_token_len_per_gpu": 64},
-    "one micro-batch": {},
-    "1 row": {"ppo_micro_batch_size_per_gpu": 1},
+BUDGET, ONE_ROW = {"ppo_max_token_len_per_gpu": 64}, {"ppo_micro_batch_size_per_gpu": 1}
+MODES = {
+    f"{mode}": {**BUDGET, "loss_agg_mode": mode, "response_length_limit": 50}
+    for mode in ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 }
-EVERY_WAY = ("padded", "dp 2", "tp 2, sequence parallel", "pp 2, vpp 2", "cp 2", "qwen3-moe, ep 2", "pp 2, vpp 2, dp 2")
+MORE = {  # what else a layout is put through, where it could matter: names of cases
+    "padded": ("1 row", *MODES),
+    "dp 2": ("rows on rank 0", "fewer rows than ranks"),
+    "tp 2, sequence parallel": ("one micro-batch",),
+    "pp 2, vpp 2": ("1 row", "fewer rows than ranks"),
+    "cp 2": ("1 row", *MODES),
+    "qwen3-moe, ep 2": ("1 row", "fewer rows than ranks"),
+    "pp 2, vpp 2, dp 2": ("rows on rank 0", "fewer rows than ranks"),
+}
 
 
 def whole_gradients(critic):
@@ -192,6 +200,8 @@ def one_size(out, models):
             batch = ROWS[rows].select(mine)
             worker.config = critic.config = dataclasses.replace(config, **changes)
             critic.peak_lr, weight_decay = (1e-2, 0.1) if step else (0.0, 0.0)
+            for optimizer in critic.optimizers():
+                optimizer.optimizer.state.clear()  # the steps before, with a rate of 0, have left their moments
             for group in critic.optimizer.param_groups:
                 group["weight_decay"] = weight_decay
             values = worker.compute_values(batch)
@@ -205,17 +215,18 @@ def one_size(out, models):
                 result["weights"] = union(dict(cm.whole_weights(critic.modules, worker.vocab_size)))
             results[model, name, case, rows, changes.get("loss_agg_mode", "token-mean")] = result
 
-        spread = range(common.RANK, 21, ranks)
-        if name in EVERY_WAY:
-            for case in ("one micro-batch", "1 row"):
-                run(case, "ragged", spread, **BATCHING[case])
-            for mode in common.LOSS_AGG_MODES[1:]:
-                run(
-                    "budget 64", "ragged", spread, **BATCHING["budget 64"], loss_agg_mode=mode, response_length_limit=50
-                )
-            run("rows on rank 0", "ragged", range(21) if common.RANK == 0 else [], **BATCHING["budget 64"])
-            run("fewer rows than ranks", "two rows", range(common.RANK, 2, ranks))
-        run("budget 64", "ragged", spread, step=True, **BATCHING["budget 64"])
+        spread, rank0 = range(common.RANK, 11, ranks), range(11) if common.RANK == 0 else []
+        cases = {  # rows, the ones of this rank, flags
+            "one micro-batch": ("eleven", spread, {}),
+            "1 row": ("eleven", spread, ONE_ROW),
+            "rows on rank 0": ("eleven", rank0, BUDGET),
+            "fewer rows than ranks": ("two rows", range(common.RANK, 2, ranks), {}),
+            **{mode: ("eleven", spread, flags) for mode, flags in MODES.items()},
+        }
+        for case in MORE.get(name, ()):
+            rows, mine, flags = cases[case]
+            run(case, rows, mine, **flags)
+        run("budget 64", "eleven", spread, step=True, **BUDGET)
     if common.RANK == 0:
         torch.save(results, os.path.join(out, f"layouts{ranks}.pt"))
 
