@@ -143,6 +143,9 @@ def setup_distributed(timeout_minutes=30.0):
     return device
 
 
+LOST_RANK = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Broken pipe")  # of gloo
+
+
 def run(main):
     """Runs main() and ends the process: 0 on success, 2 on a UserError (one line, no traceback), 1 on anything else.
 
@@ -161,8 +164,13 @@ def run(main):
         code, message = (stop.code or 0, "") if isinstance(stop.code, int | None) else (1, f"{stop.code}\n")
     except KeyboardInterrupt:
         code, message = 130, "interrupted\n"
-    except BaseException:
+    except BaseException as error:
         code, message = 1, traceback.format_exc()
+        if isinstance(error, RuntimeError) and any(words in message for words in LOST_RANK):
+            message += (
+                "error: another rank has died, or hung for --timeout-minutes; the cause is what it said itself, if it "
+                "did; go on from a checkpoint with --resume\n"
+            )
     if code and RANK > 0:
         time.sleep(5)  # torchrun ends this process as soon as rank 0 is gone
         message = message.replace("error:", f"error on rank {RANK}:", 1)

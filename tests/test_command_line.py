@@ -13,6 +13,7 @@ from test_common import GOOD
 
 import common
 import critic_fsdp
+import critic_megatron
 from common import UserError
 from critic_fsdp import Config, Run
 
@@ -25,10 +26,11 @@ def metrics_of(out_dir):
     return {(row["step"], key): x for row in rows for key, x in row.items() if key.startswith(("critic/", "eval/"))}
 
 
-def test_help_explains_every_flag():
-    text = re.sub(r"[│╭╮╰╯─\s]+", " ", succeeded(run(sys.executable, SCRIPT, "--help", COLUMNS="200")))
+@pytest.mark.parametrize("script", [critic_fsdp, critic_megatron])
+def test_help_explains_every_flag(script):
+    text = re.sub(r"[│╭╮╰╯─\s]+", " ", succeeded(run(sys.executable, script.__file__, "--help", COLUMNS="200")))
     sections = ("model", "layout", "precision and kernels", "batches", "loss", "optimizer")
-    for field in (*dataclasses.fields(Config), *dataclasses.fields(Run)):
+    for field in (*dataclasses.fields(script.Config), *dataclasses.fields(script.Run)):
         if field.name == "critic":
             continue
         flag = "--" + field.name.replace("_", "-")

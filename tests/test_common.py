@@ -458,10 +458,13 @@ def test_token_budget_is_a_hard_cap(lengths, cap, pad, at_least):
     st.integers(60, 200),
     st.one_of(st.none(), st.integers(1, 7)),
     st.booleans(),
+    st.integers(1, 4),
 )
-def test_all_ranks_make_the_same_number_of_micro_batches(shares, cap, size, pad):
-    plan = common.micro_batches(shares, cap, size, pad)
+def test_all_ranks_make_the_same_number_of_micro_batches(shares, cap, size, pad, multiple):
+    plan = common.micro_batches(shares, cap, size, pad, multiple)
     assert len({len(parts) for parts in plan}) == 1 and len(plan) == len(shares)
+    assert len(plan[0]) % multiple == 0
+    assert len(plan[0]) - multiple < len(common.micro_batches(shares, cap, size, pad)[0])
     for lengths, parts in zip(shares, plan, strict=True):
         assert sorted(i for p in parts for i in p) == list(range(len(lengths)))
         for part in parts:
