@@ -3,12 +3,14 @@
 import re
 import shlex
 import shutil
+import sys
 
 import pytest
 import tyro
 from helpers import ROOT, SHARED, run, succeeded
 
 import critic_fsdp
+import critic_megatron
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```bash (\w+)\n(.*?)^```", README, flags=re.M | re.S)
@@ -20,14 +22,15 @@ def copy(tmp_path_factory):
     """The scripts alone, in a folder of their own beside the development data."""
     folder = tmp_path_factory.mktemp("copy")
     (folder / "main").mkdir()
-    for script in ROOT.glob("*.py"):
-        shutil.copy(script, folder / "main")
+    for file in (*ROOT.glob("*.py"), *(ROOT / "tests" / name for name in ("rows.jsonl", "compare_runs.py"))):
+        (folder / "main" / file.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+        shutil.copy(file, folder / "main" / file.relative_to(ROOT))
     (folder / "shared").symlink_to(SHARED)
     return folder / "main"
 
 
 def test_every_command_is_of_a_kind_that_is_tested():
-    assert {kind for kind, _ in COMMANDS} == {"install", "run", "gpu", "test"}
+    assert {kind for kind, _ in COMMANDS} == {"install", "run", "long", "gpu", "test"}
     assert not re.search(r"^```(bash|sh|console)?$\n(pip|python|torchrun)", README, flags=re.M)
 
 
@@ -40,8 +43,11 @@ def held_out(log):
 def test_command_runs_as_written(line, copy):
     if "../shared" in line and not SHARED.is_dir():
         pytest.skip(f"needs the development data in {SHARED}")
+    if "out/critic_fsdp/hf" in line and not (copy / "out").is_dir():  # this test alone: without the command above it
+        succeeded(run(sys.executable, "critic_fsdp.py", "--steps", 50, cwd=copy))
     out = succeeded(run("bash", "-c", line, cwd=copy))
-    assert out.splitlines()[-1].startswith("step " if "--plan" in line else "saved ")
+    ends = {"--plan": "step ", "compare_runs": "weights "}
+    assert out.splitlines()[-1].startswith(next((end for words, end in ends.items() if words in line), "saved "))
     shown = README[README.index(line) :].split("```\n")[2]  # the log that follows the command, if one does
     if line == "python critic_fsdp.py":
         rising = held_out(out)
@@ -50,9 +56,10 @@ def test_command_runs_as_written(line, copy):
         assert held_out(shown)[-1] == pytest.approx(held_out(out)[-1], abs=0.03)
 
 
-@pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "gpu"])
-def test_command_for_gpus_has_flags_that_exist(line):
+@pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind in ("gpu", "long")])
+def test_command_for_gpus_or_with_patience_has_flags_that_exist(line):
     words = shlex.split(line)
-    run_ = tyro.cli(critic_fsdp.Run, args=words[words.index("critic_fsdp.py") + 1 :])
+    script = critic_fsdp if "critic_fsdp.py" in words else critic_megatron
+    run_ = tyro.cli(script.Run, args=words[words.index(f"{script.__name__}.py") + 1 :])
     ranks = int(words[words.index("--nproc-per-node") + 1])
-    critic_fsdp.validate(run_.critic, ranks * (int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1))
+    script.validate(run_.critic, ranks * (int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1))
