@@ -610,7 +610,8 @@ def load_weights(config, modules, read):
         cut, parts = hf_names(name)
         _, rank, size = tensor_group(name)
         try:
-            shards[p] = shard(cut, [read(part) for part in parts], modules[0].config.num_query_groups, rank, size)
+            whole = [read(part) for part in parts]
+            shards[p] = shard(cut, whole, modules[0].config.num_query_groups, rank, size).contiguous()
             if shards[p].shape != p.shape:
                 problems.append(f"{parts[0]} makes {tuple(shards[p].shape)}, not {tuple(p.shape)}")
         except KeyError as error:
