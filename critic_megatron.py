@@ -847,10 +847,11 @@ def padding_row(module, pad_token_id):
 def wrap(config, modules):
     """The chunks with what casts their inputs, holds their gradients in one float32 buffer and adds those up."""
     transformer, chunks = modules[0].config, modules
+    head = modules[-1].output_layer if modules[-1].post_process else nn.Module()
+    exact = head.state_dict()
     if transformer.bf16 or transformer.fp16:
         chunks = [Float16Module(transformer, module) for module in modules]
-    if modules[-1].post_process:
-        modules[-1].output_layer.float()
+    head.float().load_state_dict(exact)  # rounded it would differ by rank: each has the masters of a part of it
     options = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
