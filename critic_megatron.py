@@ -951,6 +951,10 @@ class MegatronPPOCritic:
         )
         # {}: Megatron would spare biases and norms the weight decay; here as in critic_fsdp.py every weight has it
         self.optimizer = get_megatron_optimizer(options, self.model, config_overrides={})
+        for optimizer in self.optimizers():  # in each group it puts float32 weights first, but counts them as they came
+            groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
+            for i, (full, half) in enumerate(groups):
+                optimizer.model_param_group_index_map |= {p: (i, j) for j, p in enumerate([*full, *half])}
         if self.transformer.params_dtype != torch.float32:  # master weights from the file, not rounded
             named = {f"model{i}": weights for i, weights in enumerate(stored)} if len(stored) > 1 else stored[0]
             self.optimizer.reload_model_params(named)
