@@ -1633,7 +1633,7 @@ def read_trainer_state(folder):
     try:
         with open(os.path.join(folder, "trainer.json")) as file:
             state = json.load(file)
-        return {key: state[key] for key in ("updates", "optimizer_steps", "config", "model_config")}
+        return {**state, **{key: state[key] for key in ("updates", "optimizer_steps", "config", "model_config")}}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--resume {folder}: not a checkpoint of this script ({one_line(error)})") from None
 

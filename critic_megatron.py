@@ -1394,7 +1394,7 @@ class CriticWorker:
                 state["config"] = dataclasses.asdict(self.config)
                 state["model_config"] = common.architecture(self.model_config)
                 if scaler := critic.optimizers()[0].grad_scaler:
-                    state["loss_scale"] = {name: x.tolist() for name, x in scaler.state_dict().items()}
+                    state["loss_scale"] = {**scaler.state_dict(), "scale": float(scaler.scale)}
                 with open(os.path.join(tmp, "trainer.json"), "w") as file:
                     json.dump(state, file, indent=1)
 
@@ -1424,8 +1424,8 @@ class CriticWorker:
             for state in optimizer.optimizer.state.values():
                 state["step"] = torch.tensor(float(saved["optimizer_steps"]))
             if optimizer.grad_scaler and "loss_scale" in saved:
-                scale = {name: torch.tensor(x, device=self.device) for name, x in saved["loss_scale"].items()}
-                optimizer.grad_scaler.load_state_dict(scale)
+                scale = torch.tensor([saved["loss_scale"]["scale"]], device=self.device)
+                optimizer.grad_scaler.load_state_dict({**saved["loss_scale"], "scale": scale})
         critic.updates, critic.optimizer_steps = saved["updates"], saved["optimizer_steps"]
 
     def checkpoint_tensors(self, loading):
