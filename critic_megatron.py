@@ -1519,6 +1519,7 @@ def check_index(folder):
     try:
         with open(os.path.join(folder, ".metadata"), "rb") as file:
             IndexReader(file).load()
+        dist_checkpointing.load_common_state_dict(str(folder))  # with weights_only
     except Exception as error:
         raise UserError(f"--resume {folder}: not a checkpoint of this script ({common.one_line(error)})") from None
 
