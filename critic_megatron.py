@@ -1347,6 +1347,7 @@ class CriticWorker:
                 host.copy_(storage)
             self.parked.append((storage, storage.nbytes(), host))
             storage.resize_(0)
+        mpu.get_global_memory_buffer().buffer.clear()  # what sequence parallelism gathers tokens into
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
 
