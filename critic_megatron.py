@@ -1196,6 +1196,11 @@ class MegatronPPOCritic:
         What Megatron's own step() does, but that one would also step on a NaN.
         """
         overflow = self.optimizer.prepare_grads()  # float16: the gradient is infinite, and the loss scale lower now
+        if overflow:  # of the experts or of the rest: each has its scale, and the loss has one
+            scalers = [x.grad_scaler for x in self.optimizer.chained_optimizers]
+            lowest = min(scalers, key=lambda scaler: float(scaler.scale)).state_dict()
+            for scaler in scalers:
+                scaler.load_state_dict(lowest)
         norm = math.nan if overflow else float(self.optimizer.get_grad_norm())
         if math.isfinite(norm):
             for optimizer in self.optimizers():
