@@ -93,10 +93,13 @@ MORE = {  # what else a layout is put through, where it could matter: names of c
 
 
 def whole_gradients(critic):
-    """name -> whole gradient of every weight, from the shards that the optimizer is about to step with (a collective).
+    """name -> whole gradient of every weight. Call it between prepare_grads and the step."""
+    return whole_of(critic, lambda optimizer, p: p.grad)
 
-    Call it between prepare_grads and the step.
-    """
+
+def whole_of(critic, part):
+    """name -> whole of what part(optimizer, shard) gives of each shard of a weight that the optimizer steps with: its
+    gradient, a moment, the master weight itself (a collective)."""
     import torch.distributed as dist
 
     import critic_megatron as cm
@@ -112,7 +115,8 @@ def whole_gradients(critic):
             if p in optimizer.model_param_group_index_map:
                 group, i = optimizer.model_param_group_index_map[p]
                 place = optimizer._get_model_param_range_map(p)["param"]
-                flat[place.start : place.end] = optimizer.optimizer.param_groups[group]["params"][i].grad
+                master = optimizer.optimizer.param_groups[group]["params"][i]
+                flat[place.start : place.end] = part(optimizer, master).detach()
         expert = ".experts." in name
         replicas = cm.mpu.get_expert_data_parallel_group() if expert else cm.data_parallel_group()
         dist.all_reduce(flat, group=replicas)
@@ -120,13 +124,13 @@ def whole_gradients(critic):
         if name.startswith("output_layer."):
             out[name.replace("output_layer", "score")] = shards[0]
             continue
-        cut, parts = cm.hf_names(name)
+        cut, names = cm.hf_names(name)
         group, _, size = cm.tensor_group(name)
         if cut != "whole" and size > 1:
             shards = [torch.empty_like(shards[0]) for _ in range(size)]
             dist.all_gather(shards, flat.view_as(p), group=group)
         wholes = cm.unshard(cut, shards, config.num_query_groups, config.kv_channels, critic.vocab_size)
-        out |= {f"model.{part}": whole.clone() for part, whole in zip(parts, wholes, strict=True)}
+        out |= {f"model.{n}": whole.clone() for n, whole in zip(names, wholes, strict=True)}
     return union(out)
 
 
@@ -135,12 +139,12 @@ def union(tensors):
     import torch.distributed as dist
 
     everywhere, whole = [None] * dist.get_world_size(), {}
-    dist.all_gather_object(everywhere, tensors)
+    dist.all_gather_object(everywhere, {name: x.numpy() for name, x in tensors.items()})  # faster than tensors
     for some in everywhere:
         for name, x in some.items():
-            torch.testing.assert_close(
-                whole.setdefault(name, x), x, rtol=1e-6, atol=1e-7, msg=f"{name} differs by rank"
-            )
+            x = torch.from_numpy(x)
+            if not torch.equal(whole.setdefault(name, x), x):
+                torch.testing.assert_close(whole[name], x, rtol=1e-6, atol=1e-7, msg=f"{name} differs by rank")
     return fused(whole)
 
 

@@ -1,0 +1,633 @@
+"""What takes several ranks of critic_megatron.py to try. Each scenario asserts on its own; a line "ok" says it passed.
+
+    python tests/megatron_scenarios.py OUT_FOLDER [NAME...]        by default all of LAUNCHES
+
+What several scenarios share lies in OUT_FOLDER: a launch on 2 ranks saves what one on 4 resumes.
+"""
+
+import dataclasses
+import gc
+import io
+import json
+import math
+import os
+import pathlib
+import pickle
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+TP, PP, EP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "expert_model"))
+VPP, CP = "virtual_pipeline_model_parallel_size", "context_parallel_size"
+FOUR_LAYERS = {"override_config": '{"num_hidden_layers": 4}'}
+SCHEDULE = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 3, "total_training_steps": 12}
+MOE, LR = {"model": "tiny-qwen3-moe"}, 1e-3
+HL_GAUSS = {"value_head": "hl_gauss", "value_bins": 11, "value_range": (-3.0, 3.0)}
+
+
+def make(model="tiny-qwen2", **fields):
+    """A worker on some layout."""
+    return build(model, **fields)
+
+
+def mine(batch):
+    """This rank's rows."""
+    return batch.select(range(common.RANK, len(batch), common.WORLD_SIZE))
+
+
+def rows(seed, n=16):
+    """This rank's rows of a random batch."""
+    return mine(random_batch(n, seed))
+
+
+def shards(worker):
+    """Copies of all that a step changes, as this rank holds it: weights, master weights, both moments, the steps."""
+    critic = worker.critic
+    critic.finish_gather()
+    out = {f"{i} {n}": p for i, module in enumerate(critic.modules) for n, p in module.named_parameters()}
+    for i, optimizer in enumerate(critic.optimizers()):
+        for j, p in enumerate(optimizer.get_parameters()):
+            out |= {f"{i} {j} {kind}": x for kind, x in optimizer.optimizer.state[p].items()} | {f"{i} {j} master": p}
+    return {name: x.detach().clone() for name, x in out.items()}
+
+
+def wholes(worker):
+    """The same as whole tensors, of any layout the same: kind -> name -> tensor (a collective)."""
+    moment = lambda kind: lambda optimizer, p: optimizer.optimizer.state[p][kind]
+    kinds = {"master": lambda _, p: p, "exp_avg": moment("exp_avg"), "exp_avg_sq": moment("exp_avg_sq")}
+    return {kind: whole_of(worker.critic, part) for kind, part in kinds.items()}
+
+
+def assert_same(ours, theirs, what):
+    """Two dicts of tensors are equal, bit for bit."""
+    assert ours.keys() == theirs.keys(), what
+    assert not (other := [n for n, x in ours.items() if not torch.equal(x, theirs[n])]), (what, other)
+
+
+def assert_refused(fault, kind, function, *args):
+    """function(*args) raises an error of this kind and one line, which has the fault in it."""
+    try:
+        function(*args)
+    except kind as error:
+        assert fault in str(error) and "\n" not in str(error), str(error)
+    else:
+        raise AssertionError(f"went unnoticed: {fault}")
+
+
+def counters(worker):
+    critic = worker.critic
+    return [critic.updates, critic.optimizer_steps, critic.learning_rate()]
+
+
+def of_critic(metrics):
+    return {name: x for name, x in metrics.items() if name.startswith("critic/")}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+# ---------------------------------------------------------------------------------------------------------------------
+
+SAVED = {  # what is saved, each on 2 ranks -> and where it goes on: ranks, then layouts
+    "dense": ({TP: 2, **FOUR_LAYERS}, {2: [{TP: 2}, {PP: 2}, {PP: 2, VPP: 2}], 4: [{}]}),
+    "moe": ({EP: 2, **MOE}, {1: [{}], 2: [{EP: 2}, {TP: 2}], 4: [{EP: 4}]}),
+    "dense, bfloat16": ({TP: 2, "param_dtype": "bfloat16"}, {2: [{TP: 2}, {}]}),
+    "moe, bfloat16": ({EP: 2, "param_dtype": "bfloat16", **MOE}, {1: [{}], 2: [{EP: 2}]}),
+}
+
+
+def fields_of(name, layout):
+    """Config fields of what was saved, on another layout."""
+    saved, _ = SAVED[name]
+    return {k: x for k, x in saved.items() if "parallel" not in k} | layout
+
+
+def save_and_go_on(folder):
+    """Updates of one step and of two, a checkpoint, two more updates; what they came to lies beside the checkpoint."""
+    for name, (fields, _) in SAVED.items():
+        worker = make(lr=LR, ppo_mini_batch_size=16, **SCHEDULE, **fields)
+        worker.update_critic(rows(0))
+        worker.update_critic(rows(1, 24))
+        worker.save_checkpoint(folder / name)
+        result = {"then": wholes(worker), "counters": counters(worker)}
+        result["metrics"] = [of_critic(worker.update_critic(rows(seed))) for seed in (2, 3)]
+        result["after"] = wholes(worker)
+        assert result["counters"][:2] == [2, 3] and counters(worker)[:2] == [4, 5]
+        torch.save(shards(worker), folder / f"{name}.{common.RANK}.pt")
+        if common.RANK == 0:
+            torch.save(result, folder / f"{name}.pt")
+
+
+def resume_and_go_on(folder):
+    """Goes on from those checkpoints on every layout of so many ranks: the same, on the same layout bit for bit."""
+    for name, (saved, layouts) in SAVED.items():
+        expected = torch.load(folder / f"{name}.pt")
+        for layout in layouts.get(common.WORLD_SIZE, ()):
+            fields = fields_of(name, layout)
+            exact, half = common.WORLD_SIZE == 2 and fields == saved, "param_dtype" in fields
+            worker, what = make(lr=LR, ppo_mini_batch_size=16, **SCHEDULE, **fields), (name, layout)
+            worker.update_critic(rows(9))  # must leave nothing behind
+            worker.load_checkpoint(folder / name)
+            for kind, whole in wholes(worker).items():
+                assert_same(whole, expected["then"][kind], (*what, kind))
+            if half:  # what computes is the master rounded
+                masters = union(dict(cm.whole_weights(worker.critic.modules, worker.vocab_size)))
+                rounded = {n: x if n.startswith("score") else x.bfloat16().float() for n, x in
+                           expected["then"]["master"].items()}  # fmt: skip
+                assert_same(masters, rounded, what)
+            assert counters(worker) == expected["counters"], what
+            steps = [s["step"] for o in worker.critic.optimizers() for s in o.optimizer.state.values()]
+            assert len({x.data_ptr() for x in steps}) == len(steps) and set(map(float, steps)) == {3.0}, what
+            metrics = [of_critic(worker.update_critic(rows(seed))) for seed in (2, 3)]
+            assert {float(s["step"]) for o in worker.critic.optimizers() for s in o.optimizer.state.values()} == {5.0}
+            if exact:
+                assert metrics == expected["metrics"], what
+                assert_same(shards(worker), torch.load(folder / f"{name}.{common.RANK}.pt"), what)
+            elif not half:
+                agree(metrics, wholes(worker), expected, what)
+
+
+def agree(metrics, after, expected, what):
+    """Metrics to 1e-5, weights as close as AdamW lets them be.
+
+    It divides a gradient by its size over time. Layouts differ by rounding, 1e-6 of a tensor's largest gradient. Where
+    a gradient is at least 1e-3 of that, each of 2 steps differs by 1e-3 of the rate at most; where it is next to
+    nothing AdamW divides rounding by rounding, and a step is at most of the rate's size either way.
+    """
+    for ours, theirs in zip(metrics, expected["metrics"], strict=True):
+        for key in theirs:
+            assert math.isclose(ours[key], theirs[key], rel_tol=1e-5, abs_tol=1e-6), (what, key, ours[key], theirs[key])
+    some = count = 0
+    worst = [0.0, 0.0]
+    for name, x in after["master"].items():
+        error, size = (x - expected["after"]["master"][name]).abs(), expected["after"]["exp_avg_sq"][name].sqrt()
+        sizeable = size > 1e-3 * size.max()
+        worst[0], worst[1] = max(worst[0], float(error[sizeable].max())), max(worst[1], float(error.max()))
+        some, count = some + int(sizeable.sum()), count + sizeable.numel()
+    assert worst[0] < 2 * LR * 1e-3 and worst[1] < 2 * 2 * LR and some > 0.8 * count, (what, worst, some / count)
+
+
+def resume_in_two_stages(folder):
+    """A checkpoint that was loaded and saved at once, before any step, is the same checkpoint; so is one of no step."""
+    for name in ("moe, bfloat16",):
+        expected = torch.load(folder / f"{name}.pt")
+        fields = {"ppo_mini_batch_size": 16, **SCHEDULE, **SAVED[name][0]}
+        worker = make(lr=LR, **fields)
+        worker.load_checkpoint(folder / name)
+        worker.save_checkpoint(folder / "again")
+        other = make(lr=LR, **fields)
+        other.load_checkpoint(folder / "again")
+        for kind, whole in wholes(other).items():
+            assert_same(whole, expected["then"][kind], (name, kind))
+        assert counters(other) == expected["counters"]
+        assert of_critic(other.update_critic(rows(2))) == expected["metrics"][0]
+        fresh = make(lr=LR, **fields)
+        fresh.save_checkpoint(folder / "fresh")
+        other.load_checkpoint(folder / "fresh")  # its moments are forgotten
+        assert of_critic(other.update_critic(rows(0))) == of_critic(fresh.update_critic(rows(0)))
+        assert_same(shards(other), shards(fresh), name)
+
+
+class Malice:
+    """Its pickle makes a folder when it is read."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def damage_is_refused(folder):
+    """A checkpoint that is damaged or not of this model ends in a line that names it, and runs nothing."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    path, trap = folder / "damaged", folder / "trap"
+    worker = make()
+    worker.save_checkpoint(path)
+    before, shard = {x.name: x.read_bytes() for x in path.iterdir()}, "__0_0.distcp"
+
+    def index(change):
+        meta = pickle.loads(before[".metadata"])
+        change(meta)
+        return {".metadata": pickle.dumps(meta)}
+
+    def saved(x):
+        torch.save(x, buffer := io.BytesIO())
+        return buffer.getvalue()
+
+    def trainer(**changes):
+        return {"trainer.json": json.dumps({**json.loads(before["trainer.json"]), **changes}).encode()}
+
+    cases = {  # files changed (None: removed), whether the manifest knows, what the line says
+        "missing shard": ({shard: None}, False, f"{shard} is missing"),
+        "truncated shard": ({shard: before[shard][:-9]}, False, f"{shard} has "),
+        "no index": ({".metadata": None}, False, ".metadata is missing"),
+        "no manifest": ({"manifest.json": None}, False, "no complete checkpoint"),
+        "missing shard, noted": ({shard: None}, True, "does not fit this critic (FileNotFoundError"),
+        "truncated shard, noted": ({shard: before[shard][: len(before[shard]) // 2]}, True, "does not fit this critic"),
+        "empty shard, noted": ({shard: b""}, True, "does not fit this critic"),
+        "no index, noted": ({".metadata": None}, True, "not a checkpoint of this script (FileNotFoundError"),
+        "truncated index": ({".metadata": before[".metadata"][:-9]}, True, "not a checkpoint of this script"),
+        "index that runs": ({".metadata": pickle.dumps(Malice(trap))}, True, "its index names posix.mkdir"),
+        "index with a stranger inside": (
+            index(lambda meta: setattr(meta, "planner_data", Malice(trap))), True, "its index names posix.mkdir"
+        ),
+        "index of bytes": (
+            index(lambda meta: meta.state_dict_metadata.update(x=BytesStorageMetadata())), True,
+            "names torch.distributed.checkpoint.metadata.BytesStorageMetadata",
+        ),
+        "index without a weight": (
+            index(lambda meta: meta.state_dict_metadata.pop("decoder.final_layernorm.weight")), True,
+            "does not fit this critic",
+        ),
+        "common.pt that runs": ({"common.pt": saved(Malice(trap))}, True, "script (UnpicklingError: Weights only"),
+        "no common.pt": ({"common.pt": None}, True, "not a checkpoint of this script ("),
+        "no metadata.json": ({"metadata.json": None}, True, ""),
+        "no trainer.json": ({"trainer.json": None}, True, "not a checkpoint of this script"),
+        "no counters": ({"trainer.json": b'{"updates": 1}'}, True, "not a checkpoint of this script (KeyError"),
+        "other model": (
+            trainer(model_config={**json.loads(before["trainer.json"])["model_config"], "hidden_size": 128}), True,
+            "is of another model: hidden_size 128 there, 64 here",
+        ),
+    }  # fmt: skip
+    for name, (changes, noted, fault) in cases.items():
+        dist.barrier()
+        if common.RANK == 0:
+            files = {k: x for k, x in {**before, **changes}.items() if x is not None}
+            if noted:
+                sizes = {k: len(x) for k, x in files.items() if k != "manifest.json"}
+                files["manifest.json"] = json.dumps(sizes).encode()
+            for file in path.iterdir():
+                file.unlink()
+            for file, content in files.items():
+                (path / file).write_bytes(content)
+        dist.barrier()
+        try:
+            assert_refused(fault, common.UserError, worker.load_checkpoint, path)
+            assert_refused(f"--resume {path}: ", common.UserError, worker.load_checkpoint, path)
+        except BaseException as error:
+            raise AssertionError(name) from error
+        assert not trap.exists(), name
+    assert_refused("is of another model", common.UserError, make(**FOUR_LAYERS).load_checkpoint, path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def offload_changes_nothing(folder):
+    """Off the device and back between updates, twice for good measure: the same weights bit for bit, and nothing stays.
+
+    Gradients are not kept, so what comes back is made NaN here: an update must not read it.
+    """
+    for fields in ({TP: 2}, {EP: 2, "param_dtype": "bfloat16", **MOE}):
+        results = []
+        for moves in (False, True):
+            gc.collect()
+            gc.freeze()  # what lives so far is not looked at below
+            worker, metrics = make(**fields), []
+            for seed in range(3):
+                metrics.append(of_critic(worker.update_critic(rows(seed))))
+                if moves:
+                    worker.offload()
+                    worker.offload()
+                    assert_nothing_left(worker)
+                    for refused in (worker.compute_values, worker.update_critic):
+                        assert_refused("is offloaded: call onload()", RuntimeError, refused, rows(0))
+                    for refused in (worker.save_checkpoint, worker.load_checkpoint, worker.export_hf):
+                        assert_refused("is offloaded: call onload()", RuntimeError, refused, folder / "offloaded")
+                    worker.onload()
+                    worker.onload()
+                    for chunk in worker.critic.model:
+                        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                            buffer.grad_data.fill_(math.nan)
+            results.append((metrics, shards(worker), worker.compute_values(rows(0))))
+        (metrics, state, values), (moved_metrics, moved_state, moved_values) = results
+        assert metrics == moved_metrics and torch.equal(values, moved_values), fields
+        assert_same(moved_state, state, fields)
+
+
+def assert_nothing_left(worker):
+    """Weights, gradients and optimizer state take 0 bytes; nor does any other large tensor live that is not frozen."""
+    held = [p for chunk in worker.critic.model for p in chunk.parameters()]
+    held += [p.main_grad for p in held]
+    for optimizer in worker.critic.optimizers():
+        masters = optimizer.get_parameters()
+        held += masters + [p.grad for p in masters if p.grad is not None]
+        held += [x for state in optimizer.optimizer.state.values() for x in state.values() if x.ndim]
+        assert len(optimizer.optimizer.state) == len(masters)
+    assert len(held) > 40 and all(x.untyped_storage().nbytes() == 0 for x in held)
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    assert not (large := [x.shape for x in tensors if x.untyped_storage().nbytes() > 4096]), large
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is not finite
+# ---------------------------------------------------------------------------------------------------------------------
+
+TWO_WAYS = {"tp 2": {TP: 2}, "pp 2": {PP: 2}, "dp 2": {}, "ep 2": {EP: 2, **MOE}}
+
+
+def counted(function, calls):
+    """The function, which notes each call in the list."""
+    return lambda *args, **kwargs: (calls.append(1), function(*args, **kwargs))[1]
+
+
+def a_nan_return_skips_its_mini_batch(folder):
+    """One NaN among one rank's rows: no forward of that mini-batch on any rank; the next one is stepped as ever."""
+    options = {"ppo_mini_batch_size": 8, "shuffle": False, **SCHEDULE}
+    for name, fields in {"pp 2": {PP: 2}, "dp 2": {}}.items():
+        whole = random_batch(16, 1, idle=False)
+        spoilt = dataclasses.replace(whole, returns=whole.returns.clone())
+        spoilt.returns[spoilt.token_index([3])[-1]] = math.nan  # row 3 is rank 1's; its last token is an action
+        worker, forwards = make(**options, **fields), []
+        before, schedule = shards(worker), worker.critic.run_schedule
+        worker.critic.run_schedule = counted(schedule, forwards)
+        metrics = worker.update_critic(mine(spoilt.select(range(8))))
+        assert not forwards and metrics["critic/skipped_steps"] == 1 and math.isnan(metrics["critic/grad_norm"]), name
+        assert_same(shards(worker), before, name)
+        assert counters(worker)[:2] == [1, 0], name
+        metrics = worker.update_critic(mine(spoilt))
+        assert len(forwards) == 1 and metrics["critic/skipped_steps"] == 1 and counters(worker)[:2] == [2, 1], name
+        fresh = make(**options, **fields)
+        expected = fresh.update_critic(mine(whole.select(range(8, 16))))
+        assert metrics["critic/vf_loss"] == expected["critic/vf_loss"], name
+        assert metrics["critic/grad_norm"] == expected["critic/grad_norm"], name
+        assert_same(shards(worker), shards(fresh), name)
+
+
+def a_gradient_that_is_not_finite_skips_the_step(folder):
+    """Whether the loss overflows, or one number on one rank: nobody steps, the schedule stays; then all goes on."""
+    for name, fields in TWO_WAYS.items():
+        worker = make(**SCHEDULE, **fields)
+        before, schedule = shards(worker), worker.critic.run_schedule
+        overflow = random_batch(16, 1, idle=False)
+        overflow.returns[overflow.response_mask.nonzero()[0]] = 1e30  # its square is not finite in float32
+        metrics = worker.update_critic(mine(overflow))
+        assert metrics["critic/skipped_steps"] == 1 and counters(worker)[:2] == [1, 0], name
+        assert_same(shards(worker), before, name)
+        for number in (math.inf, math.nan):
+
+            def spoilt(*args, schedule=schedule, worker=worker, number=number, **kwargs):
+                kept = schedule(*args, **kwargs)
+                if common.RANK == 1:
+                    spoil(worker.critic, number)
+                return kept
+
+            worker.critic.run_schedule = spoilt
+            metrics = worker.update_critic(rows(0))
+            assert metrics["critic/skipped_steps"] == 1 and math.isnan(metrics["critic/vf_loss"]), (name, number)
+            assert worker.critic.optimizer_steps == 0, (name, number)
+            assert_same(shards(worker), before, (name, number))
+        worker.critic.run_schedule = schedule
+        fresh = make(**SCHEDULE, **fields)
+        fresh.critic.updates = 3  # the key of the shuffle
+        ours, theirs = worker.update_critic(rows(0)), fresh.update_critic(rows(0))
+        assert of_critic(ours) == of_critic(theirs) and ours["critic/skipped_steps"] == 0, name
+        assert_same(shards(worker), shards(fresh), name)
+
+
+def spoil(critic, number):
+    """Puts the number into the gradient of a weight that only this rank has: of its last expert, or of its last MLP."""
+    matrices = [p for p in critic.modules[-1].decoder.layers.parameters() if p.ndim == 2]
+    places = [(p, x) for p in matrices for x in critic.optimizers() if p in x.model_param_group_index_map]
+    p, optimizer = places[-1]
+    p.main_grad.view(-1)[optimizer._get_model_param_range_map(p)["param"].start] = number
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Half precision
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def float16_finds_its_loss_scale(folder):
+    """A scale too large is halved, the step skipped and counted, until a step fits; a checkpoint keeps the scale."""
+    for name, fields in {"tp 2": {TP: 2}, "ep 2": {EP: 2, **MOE}}.items():
+        worker = make(param_dtype="float16", **fields)
+        scales = lambda worker=worker: {float(x.grad_scaler.scale) for x in worker.critic.optimizers()}
+        assert scales() == {2.0**16}
+        for optimizer in worker.critic.optimizers():
+            optimizer.grad_scaler._scale.fill_(2.0**20)
+        before = shards(worker)
+        metrics = worker.update_critic(rows(0))
+        assert metrics["critic/skipped_steps"] == 1 and worker.critic.optimizer_steps == 0, name
+        assert scales() == {2.0**19}, (name, scales())
+        assert_same(shards(worker), before, name)
+        skipped = 1
+        while worker.critic.optimizer_steps < 2 and skipped < 20:
+            skipped += worker.update_critic(rows(0))["critic/skipped_steps"]
+            assert len(scales()) == 1, (name, scales())  # else the experts' gradient would be of another size
+        assert 2 <= skipped == worker.critic.updates - 2, (name, skipped)
+        assert scales() == {2.0 ** (20 - skipped)}, (name, scales(), skipped)
+        twin = make(param_dtype="float16", **fields)
+        worker.save_checkpoint(folder / "float16")
+        twin.load_checkpoint(folder / "float16")
+        assert scales(twin) == scales(), (name, scales(twin), scales())
+        trackers = [x.grad_scaler._growth_tracker for x in twin.critic.optimizers()]
+        assert trackers == [x.grad_scaler._growth_tracker for x in worker.critic.optimizers()], trackers
+        for seed in range(1, 4):
+            assert of_critic(worker.update_critic(rows(seed))) == of_critic(twin.update_critic(rows(seed))), name
+        assert_same(shards(twin), shards(worker), name)
+
+
+def float16_is_float32_but_for_rounding(folder):
+    """Once the scale fits, norm and loss of the first step are those of float32 to 1 %."""
+    for fields in ({EP: 2, **MOE},):
+        half, full = make(param_dtype="float16", **fields), make(**fields)
+        for optimizer in half.critic.optimizers():
+            optimizer.grad_scaler._scale.fill_(2.0**6)
+        ours, theirs = half.update_critic(rows(0)), full.update_critic(rows(0))
+        for key in ("critic/vf_loss", "critic/grad_norm", "critic/vpred_mean"):
+            assert math.isclose(ours[key], theirs[key], rel_tol=1e-2, abs_tol=1e-3), (fields, key, ours, theirs)
+
+
+def bfloat16_keeps_master_weights(folder):
+    """The head and the master weights are float32, exactly as drawn; steps too small for bfloat16 add up there."""
+    for fields in ({TP: 2}, {}, {EP: 2, **MOE}):
+        half, full = make(param_dtype="bfloat16", lr=1e-6, **fields), make(lr=1e-6, **fields)
+        masters = lambda worker: whole_of(worker.critic, lambda _, p: p)
+        start, exact = masters(half), masters(full)
+        assert_same(start, exact, fields)
+        assert any(not torch.equal(x, x.bfloat16().float()) for x in exact.values())
+        heads = [w.critic.modules[-1].output_layer for w in (half, full) if w.critic.modules[-1].post_process]
+        for ours, theirs in zip(*(head.named_parameters() for head in heads), strict=True) if heads else ():
+            assert ours[1].dtype == torch.float32 and torch.equal(ours[1], theirs[1]), (fields, ours[0])
+        batch = random_batch(16, 0)
+        ours, theirs = half.compute_values(mine(batch)), full.compute_values(mine(batch))
+        error = common.relative_error(ours[None], theirs[None])
+        assert 1e-6 < error < 0.05, (fields, error)
+        computed = union(dict(cm.whole_weights(half.critic.modules, half.vocab_size)))
+        for seed in range(5):
+            assert half.update_critic(rows(seed))["critic/skipped_steps"] == 0
+        after, now = masters(half), union(dict(cm.whole_weights(half.critic.modules, half.vocab_size)))
+        moved = torch.cat([(after[n] - x).abs().flatten() for n, x in start.items() if "score" not in n])
+        changed = torch.cat([(now[n] != x).flatten() for n, x in computed.items() if "score" not in n])
+        # rows of the embedding that no token has asked for only decay, by 1e-8 of themselves a step
+        assert moved.median() > 1e-6 and changed.float().mean() < 0.1, (fields, moved.median(), changed.float().mean())
+        assert not heads or heads[0].weight.dtype == torch.float32
+        assert (now["score.weight"] != computed["score.weight"]).all(), fields
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Heads, rows and folders
+# ---------------------------------------------------------------------------------------------------------------------
+
+HEADS = {"scalar": {}, "hl_gauss": HL_GAUSS}
+
+
+def heads(folder):
+    """Values and the gradient of one mini-batch with either head; on one rank kept, elsewhere equal."""
+    layouts = {1: [{}], 2: [{TP: 2}, {CP: 2}]}
+    for name, fields in HEADS.items():
+        for layout in layouts[common.WORLD_SIZE]:
+            worker, batch = make(ppo_max_token_len_per_gpu=100, **fields, **layout), random_batch(12, 1)
+            values = common.gather(dataclasses.replace(mine(batch), values=worker.compute_values(mine(batch)))).values
+            with captured_gradients(worker.critic) as seen:
+                metrics = worker.update_critic(mine(batch))
+            result = {"values": values, "loss": metrics["critic/vf_loss"], "gradients": seen[0]}
+            if common.WORLD_SIZE == 1:
+                torch.save(result, folder / f"{name}.pt")
+                continue
+            expected = torch.load(folder / f"{name}.pt")
+            assert math.isclose(result["loss"], expected["loss"], rel_tol=1e-5), (name, layout)
+            torch.testing.assert_close(values, expected["values"], rtol=1e-5, atol=1e-5)
+            assert result["gradients"].keys() == expected["gradients"].keys()
+            floor = 1e-3 * max(g.abs().max() for g in expected["gradients"].values())
+            for n, g in expected["gradients"].items():
+                error = float((result["gradients"][n] - g).abs().max() / torch.maximum(g.abs().max(), floor))
+                assert error < 1e-5, (name, layout, n, error)
+
+
+def rows_come_back_in_the_callers_order(folder):
+    """Values do not depend on who owns which rows; every caller gets its own rows in its own order."""
+    everything = random_batch(13)
+    for fields in ({}, {TP: 2}, {PP: 2}):
+        worker = make(ppo_max_token_len_per_gpu=100, **fields)
+        whole = worker.compute_values(everything if common.RANK == 0 else everything.select([]))
+        owned = dataclasses.replace(everything, values=whole) if common.RANK == 0 else everything.select([])
+        expected = common.gather(owned).values
+        assert expected[everything.response_mask].unique().numel() > 50
+        order = common.permutation(13, "owners")
+        for cut in (0, 5, 13):  # none, some and all of the rows on the last rank
+            some = order[cut:] if common.RANK == 0 else order[:cut] if common.RANK == common.WORLD_SIZE - 1 else []
+            values = worker.compute_values(everything.select(some))
+            torch.testing.assert_close(values, expected[everything.token_index(some)], rtol=0, atol=0)
+        twice = "row_id 0 stands in the batch more than once"
+        assert_refused(twice, ValueError, worker.compute_values, everything)
+
+
+EXPORTS = {  # ranks -> name of the folder -> Config fields; 99 characters do not go evenly over 2 ranks
+    2: {
+        "ep 2": {EP: 2, **MOE},
+        "tied": {TP: 2, "override_config": '{"tie_word_embeddings": true}'},
+        "hl_gauss": {PP: 2, **HL_GAUSS},
+    },
+    4: {"tp 2 pp 2": {TP: 2, PP: 2, "override_config": '{"num_hidden_layers": 4}'}},
+}
+
+
+def export(folder):
+    """A trained model as a Hugging Face folder: transformers finds all of it and nothing else, and the same values."""
+    for name, fields in EXPORTS[common.WORLD_SIZE].items():
+        worker, batch = make(lr=1e-2, **fields), random_batch(8, 5)
+        worker.update_critic(rows(0))
+        values = worker.critic.compute_values(batch)
+        worker.export_hf(folder / "hf" / name)
+        if common.RANK == 0:
+            torch.save(values, folder / f"values of {name}.pt")
+            check_export(folder / "hf" / name, batch, values, worker.config)
+
+
+def check_export(path, batch, values, config):
+    """Plain transformers, one sequence after another."""
+    import transformers
+
+    kind = transformers.AutoModelForTokenClassification
+    model, info = kind.from_pretrained(path, output_loading_info=True, dtype=torch.float32)
+    assert not any(info.values()), (path, info)
+    assert len(model.get_input_embeddings().weight) == model.config.vocab_size == 99
+    assert model.config.num_labels == (config.value_bins if config.value_head == "hl_gauss" else 1)
+    expected = torch.zeros_like(values)
+    for start, end in rows_of(batch):
+        with torch.no_grad():
+            out = model(input_ids=batch.input_ids[start:end][None]).logits[0]
+        if config.value_head == "hl_gauss":  # the mean over the middles of the bins
+            low, high = model.config.value_range
+            middles = low + (torch.arange(config.value_bins) + 0.5) * (high - low) / config.value_bins
+            out = out.softmax(-1) @ middles[:, None]
+        expected[start + 1 : end] = out[:-1, 0]
+    expected = torch.where(batch.response_mask, expected, 0.0)
+    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
+
+
+def exports_load_elsewhere(folder):
+    """The folders as --model of this critic on another layout; on one rank of critic_fsdp.py too."""
+    import critic_fsdp
+
+    names = [name for some in EXPORTS.values() for name in some]
+    if common.WORLD_SIZE == 1:  # first, for Megatron's stand-ins for CUDA stay
+        for name in names:
+            head = HL_GAUSS if name == "hl_gauss" else {}
+            worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=str(folder / "hf" / name), **head))
+            worker.init_model()
+            values = worker.compute_values(random_batch(8, 5))
+            torch.testing.assert_close(values, torch.load(folder / f"values of {name}.pt"), rtol=1e-5, atol=1e-5)
+    for name in names if common.WORLD_SIZE == 1 else ("ep 2", "tp 2 pp 2"):
+        layout = {1: {}, 2: {TP: 2}}[common.WORLD_SIZE]
+        head = HL_GAUSS if name == "hl_gauss" else {}
+        worker = make(str(folder / "hf" / name), **layout, **head)
+        values = worker.critic.compute_values(random_batch(8, 5))
+        torch.testing.assert_close(values, torch.load(folder / f"values of {name}.pt"), rtol=1e-5, atol=1e-5)
+
+
+LAUNCHES = {  # name -> ranks and scenarios; in this order
+    "one rank": (1, [heads]),
+    "checkpoints": (2, [save_and_go_on, resume_and_go_on, resume_in_two_stages, damage_is_refused]),
+    "two ranks": (
+        2,
+        [
+            heads, rows_come_back_in_the_callers_order, export, offload_changes_nothing,
+            a_nan_return_skips_its_mini_batch,
+            a_gradient_that_is_not_finite_skips_the_step, float16_finds_its_loss_scale,
+            float16_is_float32_but_for_rounding, bfloat16_keeps_master_weights,
+        ],
+    ),
+    "four ranks": (4, [resume_and_go_on, export]),
+    "one rank again": (1, [exports_load_elsewhere, resume_and_go_on]),
+    "two ranks again": (2, [exports_load_elsewhere]),
+}  # fmt: skip
+NAMES = [f"{function.__name__} on {ranks}" for ranks, functions in LAUNCHES.values() for function in functions]
+
+
+def launch(functions, folder):
+    """On every rank: the scenarios one after another."""
+    global build, captured_gradients, cm, common, random_batch, rows_of, union, whole_of
+    from helpers import random_batch, rows_of  # these read RANK when imported
+    from megatron_layouts import build, captured_gradients, union, whole_of
+
+    import common
+    import critic_megatron as cm
+
+    for function in functions:
+        start = time.perf_counter()
+        function(pathlib.Path(folder))
+        dist.barrier()
+        common.print0(f"ok {function.__name__} on {common.WORLD_SIZE} ranks, {time.perf_counter() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    import forked
+
+    folder, *names = sys.argv[1:]
+    failed = []
+    for name in names or LAUNCHES:
+        ranks, functions = LAUNCHES[name]
+        try:
+            forked.run(ranks, launch, functions, folder)
+        except SystemExit as error:
+            failed.append(f"{name}: {error}")
+    sys.exit("\n".join(failed))
