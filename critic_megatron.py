@@ -957,7 +957,8 @@ class MegatronPPOCritic:
                 optimizer.model_param_group_index_map |= {p: (i, j) for j, p in enumerate([*full, *half])}
         if self.transformer.params_dtype != torch.float32:  # master weights from the file, not rounded
             named = {f"model{i}": weights for i, weights in enumerate(stored)} if len(stored) > 1 else stored[0]
-            self.optimizer.reload_model_params(named)
+            for optimizer in self.optimizers():  # all of them give it to the first one alone
+                optimizer.reload_model_params(named)
         self.transformer.finalize_model_grads_func = finalize_model_grads
         self.transformer.grad_scale_func = self.optimizer.scale_loss
         if config.overlap_grad_reduce:
