@@ -1096,7 +1096,7 @@ class MegatronPPOCritic:
 
         def reduce(outputs_S, micro):
             if self.layout.tp_rank == 0:
-                values_T[micro.index[micro.mask]] = self.values(outputs_S)[micro.mask].float()
+                values_T.index_add_(0, micro.index, torch.where(micro.mask, self.values(outputs_S), 0.0))
             return outputs_S.sum(), None
 
         self.run_schedule(micros, reduce, forward_only=True)
@@ -1197,11 +1197,8 @@ class MegatronPPOCritic:
         What Megatron's own step() does, but that one would also step on a NaN.
         """
         overflow = self.optimizer.prepare_grads()  # float16: the gradient is infinite, and the loss scale lower now
-        if overflow:  # of the experts or of the rest: each has its scale, and the loss has one
-            scalers = [x.grad_scaler for x in self.optimizer.chained_optimizers]
-            lowest = min(scalers, key=lambda scaler: float(scaler.scale)).state_dict()
-            for scaler in scalers:
-                scaler.load_state_dict(lowest)
+        if self.transformer.fp16:
+            overflow = self.agree_on_overflow(overflow)
         norm = math.nan if overflow else float(self.optimizer.get_grad_norm())
         if math.isfinite(norm):
             for optimizer in self.optimizers():
@@ -1211,6 +1208,17 @@ class MegatronPPOCritic:
             self.optimizer.step_with_ready_grads()
             self.optimizer_steps += 1
         return norm
+
+    def agree_on_overflow(self, overflow):
+        """Whether any rank's gradient is infinite. Experts and the rest have a loss scale each, on every stage, but the
+        loss has one: the lowest of them."""
+        scalers = [optimizer.grad_scaler for optimizer in self.optimizers()]
+        lowest = min([float(scaler.scale) for scaler in scalers], default=math.inf)
+        told = torch.tensor([float(overflow), -lowest], device=self.layout.device)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        for scaler in scalers if told[0] else ():
+            scaler.load_state_dict({**scaler.state_dict(), "scale": -told[1:], "growth_tracker": 0})
+        return bool(told[0])
 
     def optimizers(self):
         """Megatron's distributed optimizers: one of the experts, where ranks share them, and one of the rest."""
