@@ -15,7 +15,9 @@ Shapes are in the names: T tokens, sequences end to end; B sequences; L longest 
 S slots, the tokens and the padding of a micro-batch that this rank holds.
 """
 
+import contextlib
 import dataclasses
+import functools
 import glob
 import itertools
 import json
@@ -77,13 +79,15 @@ for message in (  # of megatron-core 0.16.1 with this torch; nothing to be done 
     "full scope is deprecated",
     "The .grad attribute of a Tensor that is not a leaf",
     "`torch.distributed.* is deprecated",
-    "When using sequence parallelism it is recommended to set",  # see the end of this file
 ):
     warnings.filterwarnings("ignore", message=message)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Config
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -117,9 +121,7 @@ class Config:
     timeout_minutes: float = 30.0  # a collective that takes longer ends the run
 
     # precision and kernels
-    param_dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
-        "auto"  # of matrix products (auto: bfloat16, float32 on CPU)
-    )
+    param_dtype: Literal[DTYPES] = "auto"  # of matrix products (auto: bfloat16, float32 on CPU)
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
     attn_implementation: Literal[common.KERNELS] = "auto"  # attention kernel (auto: the fastest that serves the model)
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
@@ -241,7 +243,11 @@ def validate_for_model(config, model_config):
         )
     odd = [f"{name} {getattr(c, name)}" for name in ("attention_bias", "mlp_bias") if getattr(c, name, False)]
     odd += [f"hidden_act {c.hidden_act}"] * (c.hidden_act != "silu")
-    odd += ["sliding windows"] * any("sliding" in kind for kind in getattr(c, "layer_types", None) or ())
+    kinds = getattr(c, "layer_types", None) or ["sliding"] * bool(getattr(c, "sliding_window", None))
+    odd += ["sliding windows"] * any("sliding" in kind for kind in kinds)
+    odd += ["quantized weights"] * bool(getattr(c, "quantization_config", None))
+    if getattr(c, "num_experts", None) and c.num_experts_per_tok == 1 and c.norm_topk_prob:
+        odd.append("norm_topk_prob with one expert a token")
     rope = getattr(c, "rope_parameters", None) or {}
     odd += [f"rope_type {rope['rope_type']}"] * (
         rope.get("rope_type", "default") not in ("default", "linear", "llama3")
@@ -294,6 +300,8 @@ def stage_layers(config, model_config):
     out[0], out[-1] = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
     rest, stages = layers - sum(n or 0 for n in out), out.count(None)
     flag = f"--pipeline-model-parallel-size {pp}"
+    if rest < 0:
+        raise UserError(f"{flag}: the first and the last stage ask for more than the model's {layers} layers")
     if rest < stages or rest % max(stages, 1) or (rest and not stages):
         given = " that the first and last stage leave" if stages < pp else ""
         raise UserError(
@@ -341,6 +349,7 @@ def megatron_without_cuda():
     if torch.cuda.is_available() or torch.cuda.manual_seed is torch.manual_seed:  # the latter: done before
         return
     CudaMeansCpu().__enter__()
+    warnings.filterwarnings("ignore", message="When using sequence parallelism it is recommended to set .*CUDA")
     torch._dynamo.config.disable = True  # compiling its small functions would take minutes
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
@@ -435,7 +444,7 @@ class CoreAttention(nn.Module):
         rows, pack = query.shape[:2], packed_seq_params
         if pack is None:
             query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-            row = common.pack_row([rows[0]] * rows[1], query.device, self.kernel)
+            row = padded_row(*rows, query.device, self.kernel)
         else:
             row = pack.row
             if pack.key_index is not None:
@@ -447,6 +456,12 @@ class CoreAttention(nn.Module):
         if pack is None:
             return out_SHD.unflatten(0, (rows[1], rows[0])).transpose(0, 1).flatten(2).contiguous()
         return out_SHD.flatten(1)
+
+
+@functools.lru_cache(maxsize=16)
+def padded_row(length, rows, device, kernel):
+    """Row of so many rows padded to one length; causal attention needs to know no more of padding at the end."""
+    return common.pack_row([length] * rows, device, kernel)
 
 
 def build_skeleton(config, model_config):
@@ -628,29 +643,36 @@ def load_weights(config, modules, read):
     return [{n: shards.get(p, p.detach()) for n, p in module.named_parameters()} for module in modules]
 
 
-def whole_weights(modules, vocab_size):
+def replicas(name=""):
+    """Ranks that hold the same of a weight: those that differ in rows, or in a part of the same rows. The name tells
+    whether it is an expert's."""
+    if ".experts." in name:
+        return mpu.get_expert_data_parallel_group()
+    return mpu.get_data_parallel_group(with_context_parallel=True)
+
+
+def whole_weights(modules, vocab_size, local=lambda name, p: p.detach()):
     """(Hugging Face name, tensor on the host) of the weights that this rank is to write; others only take part.
 
-    A collective: tensor-parallel ranks gather one weight at a time, and the first replica of each keeps it.
+    local(name, p) gives what this rank holds of a weight. A collective: tensor-parallel ranks gather one weight at a
+    time, and the first replica of each keeps it.
     """
     config = modules[0].config
     for name, p in named_weights(modules):
         cut, parts = hf_names(name)
         group, rank, size = tensor_group(name)
-        shards = [p.detach()]
+        shards = [local(name, p)]
         if cut != "whole" and size > 1:
-            shards = [torch.empty_like(p) for _ in range(size)]
-            dist.all_gather(shards, p.detach().contiguous(), group=group)
-        expert = ".experts." in name
-        replica = mpu.get_expert_data_parallel_rank() if expert else dist.get_rank(data_parallel_group())
-        if rank == replica == 0:
+            shards = [torch.empty_like(shards[0]) for _ in range(size)]
+            dist.all_gather(shards, local(name, p).contiguous(), group=group)
+        if rank == dist.get_rank(replicas(name)) == 0:
             wholes = unshard(cut, shards, config.num_query_groups, config.kv_channels, vocab_size)
             for part, whole in zip(parts, wholes, strict=True):
                 yield f"model.{part}", whole.float().cpu().contiguous().clone()
-    head = modules[-1].output_layer if modules[-1].post_process else None
-    first = mpu.get_tensor_model_parallel_rank() == dist.get_rank(data_parallel_group()) == 0
-    if head is not None and first:
-        yield from ((f"score.{name}", p.detach().cpu().clone()) for name, p in head.named_parameters())
+    for name, p in modules[-1].output_layer.named_parameters() if modules[-1].post_process else ():
+        whole = local(name, p)
+        if mpu.get_tensor_model_parallel_rank() == dist.get_rank(replicas(name)) == 0:
+            yield f"score.{name}", whole.cpu().clone()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -760,6 +782,7 @@ def transformer_config(config, model_config, dtype):
         moe_token_dispatcher_type="alltoall",
         overlap_p2p_comm=vpp > 1,  # with turns, sends that wait for each other would hang
         batch_p2p_comm=False,
+        deallocate_pipeline_outputs=True,  # what has been sent on is not needed here
         calculate_per_token_loss=True,  # gradients are plain sums over micro-batches and ranks: see forward_backward
         gradient_accumulation_fusion=False,  # this and what follows: kernels of Apex and Transformer Engine
         persist_layer_norm=False,
@@ -847,6 +870,9 @@ def padding_row(module, pad_token_id):
 def wrap(config, modules):
     """The chunks with what casts their inputs, holds their gradients in one float32 buffer and adds those up."""
     transformer, chunks = modules[0].config, modules
+    for name, p in (named for module in modules for named in module.named_parameters()):
+        if ".experts." in name:
+            p.allreduce = False  # but over the experts' own replicas; Megatron says so from two expert ranks on only
     head = modules[-1].output_layer if modules[-1].post_process else nn.Module()
     exact = head.state_dict()
     if transformer.bf16 or transformer.fp16:
@@ -858,9 +884,7 @@ def wrap(config, modules):
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
     )
-    return [
-        DistributedDataParallel(transformer, options, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
-    ]
+    return [DistributedDataParallel(transformer, options, chunk) for chunk in chunks]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1224,6 +1248,19 @@ class MegatronPPOCritic:
         """Megatron's distributed optimizers: one of the experts, where ranks share them, and one of the rest."""
         return [x for x in self.optimizer.chained_optimizers if not x.is_stub_optimizer and x.get_parameters()]
 
+    def master(self, name, p, part=lambda optimizer, master: master):
+        """The float32 weight behind p, or what part() takes for it, from the ranks that share its optimizer state (a
+        collective of all that hold the weight)."""
+        flat = torch.zeros(p.numel(), device=p.device)
+        for optimizer in self.optimizers():
+            if p in optimizer.model_param_group_index_map:
+                group, i = optimizer.model_param_group_index_map[p]
+                place = optimizer._get_model_param_range_map(p)["param"]
+                mine = part(optimizer, optimizer.optimizer.param_groups[group]["params"][i])
+                flat[place.start : place.end] = mine.detach()
+        dist.all_reduce(flat, group=replicas(name))
+        return flat.view_as(p)
+
     def finish_gather(self):
         """Waits for updated weights that --overlap-param-gather has left on their way."""
         for chunk in self.model if self.config.overlap_param_gather else ():
@@ -1278,25 +1315,42 @@ class CriticWorker:
         print0(f"precision  {dtype} products on {self.device.type}; master weights, gradients, value head float32")
         self.check_model()
 
+    @torch.no_grad()
     def check_model(self):
-        """UserError unless the model runs, is causal and keeps rows apart."""
-        config, n = self.config, 8 * max(pack_unit(self.config), 2)
-        roomy = dataclasses.replace(config, ppo_max_token_len_per_gpu=2 * n, forward_max_token_len_per_gpu=2 * n)
+        """UserError unless the model runs, is causal and keeps rows apart, tried on two short rows by all ranks."""
+        config, critic, n, seen = self.config, self.critic, 8 * max(pack_unit(self.config), 2), []
+        hook = contextlib.nullcontext()
+        if self.layout.last_stage:
+            head = critic.modules[-1].output_layer
+            hook = head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
 
-        def values(ids_T, lengths):
+        def hidden_states(ids_T, lengths):
+            """Where a row goes on, after each token; zero on other stages."""
             mask_T = torch.ones(len(ids_T), dtype=torch.bool)
             mask_T[[0, n]] = False
-            ends = common.cumulative(torch.tensor(lengths))
-            return self.critic.compute_values(
-                common.Batch(ids_T, ends, mask_T, torch.arange(2), torch.zeros(2, dtype=torch.bool))
-            )[:, None]
+            ends, none = common.cumulative(torch.tensor(lengths)), torch.zeros(2, dtype=torch.bool)
+            micro = critic.micro_batch(common.Batch(ids_T, ends, mask_T, torch.arange(2), none), [0, 1])
+            out_TD = torch.zeros(len(ids_T), self.model_config.hidden_size, device=self.device)
 
-        self.critic.config = roomy
-        leak = common.influence(values, self.vocab_size, n)
-        self.critic.config = config
+            def reduce(outputs_S, micro):
+                hidden_SBD = seen.pop()
+                if splits_sequence(config):
+                    hidden_SBD = tensor_parallel.gather_from_sequence_parallel_region(hidden_SBD)
+                out_TD[micro.index[micro.mask]] = hidden_SBD.transpose(0, 1).flatten(0, 1)[micro.mask].float()
+                return outputs_S.sum(), None
+
+            turns = self.layout.pp_size if config.virtual_pipeline_model_parallel_size > 1 else 1
+            critic.run_schedule([micro] * turns, reduce, forward_only=True)
+            dist.all_reduce(out_TD, group=mpu.get_context_parallel_group())  # each rank has pieces of the rows
+            return out_TD
+
+        critic.train(False)
+        with hook:
+            leak = torch.tensor(common.influence(hidden_states, self.vocab_size, n), device=self.device)
+        dist.all_reduce(leak, dist.ReduceOp.MAX)
         if leak > (1e-5 if compute_dtype(config, self.device) == torch.float32 else 2e-2):
             raise UserError(
-                f"--model {config.model}: lets tokens see later ones or another row (values move by {leak:.0e})"
+                f"--model {config.model}: lets tokens see later ones or another row (hidden states move by {leak:.0e})"
             )
         rows = "packed" if config.use_remove_padding else "padded"
         print0(f"attention  {rows} rows, kernel {common.Pack.used}; leak from later tokens and other rows {leak:.0e}")
@@ -1356,8 +1410,10 @@ class CriticWorker:
         for storage, kept in self.storages():
             host = None
             if kept:
-                host = torch.UntypedStorage(storage.nbytes())
-                host = host.pin_memory() if self.device.type == "cuda" else host
+                pinned = self.device.type == "cuda"
+                host = torch.empty(
+                    storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pinned
+                ).untyped_storage()
                 host.copy_(storage)
             self.parked.append((storage, storage.nbytes(), host))
             storage.resize_(0)
@@ -1402,7 +1458,7 @@ class CriticWorker:
         critic = self.critic
         with common.complete_or_absent(folder) as tmp:
             strategy = get_default_save_sharded_strategy("torch_dist")
-            strategy = FullyParallelSaveStrategyWrapper(strategy, data_parallel_group())
+            strategy = FullyParallelSaveStrategyWrapper(strategy, replicas())
             dist_checkpointing.save(self.checkpoint_tensors(loading=False), tmp, strategy, content_metadata=SHARDING)
             if RANK == 0:
                 state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
@@ -1421,9 +1477,7 @@ class CriticWorker:
         common.check_same_model(folder, saved, self.config, self.model_config)
         check_index(folder)
         try:
-            strategy = FullyParallelLoadStrategyWrapper(
-                get_default_load_sharded_strategy(folder), data_parallel_group()
-            )
+            strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), replicas())
             tensors = dist_checkpointing.load(
                 self.checkpoint_tensors(loading=True), folder, strategy,
                 strict=dist_checkpointing.validation.StrictHandling.RAISE_ALL,
@@ -1437,7 +1491,9 @@ class CriticWorker:
             with torch.no_grad():
                 optimizer.load_parameter_state_from_fully_reshardable(tensors[f"optimizer{i}"])
             for state in optimizer.optimizer.state.values():
-                state["step"] = torch.tensor(float(saved["optimizer_steps"]))
+                state["step"] = torch.tensor(float(saved["optimizer_steps"]))  # its own: the step adds 1 in place
+            for group in optimizer.optimizer.param_groups:
+                group["step"] = saved["optimizer_steps"]  # where Apex and Transformer Engine look for it
             if optimizer.grad_scaler and "loss_scale" in saved:
                 scale = torch.tensor([saved["loss_scale"]["scale"]], device=self.device)
                 optimizer.grad_scaler.load_state_dict({**saved["loss_scale"], "scale": scale})
@@ -1449,7 +1505,7 @@ class CriticWorker:
         Of the optimizer that is its tensors alone. AdamW's own count of steps is critic.optimizer_steps, for every
         weight the same, and groups of weights and their settings are the flags'.
         """
-        critic, options = self.critic, {**SHARDING, "dp_cp_group": data_parallel_group()}
+        critic, options = self.critic, {**SHARDING, "dp_cp_group": replicas()}
         tensors = {f"model{i}": m.sharded_state_dict(metadata=options) for i, m in enumerate(critic.modules)}
         for state in tensors.values():
             for name in [name for name in state if name.endswith("._extra_state")]:  # of Transformer Engine; empty
@@ -1476,7 +1532,7 @@ class CriticWorker:
         """
         self.check_here()
         self.critic.finish_gather()
-        state = dict(whole_weights(self.critic.modules, self.vocab_size))
+        state = dict(whole_weights(self.critic.modules, self.vocab_size, self.critic.master))
         file = f"model-{RANK:05d}.safetensors"
         parts = [None] * WORLD_SIZE
         dist.all_gather_object(parts, {name: (file, x.numel() * x.element_size()) for name, x in state.items()})
@@ -1499,11 +1555,6 @@ class CriticWorker:
 
 
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}
-
-
-def data_parallel_group():
-    """Ranks that hold the same weights: those that differ in rows, or in a part of the same rows."""
-    return mpu.get_data_parallel_group(with_context_parallel=True)
 
 
 class IndexReader(pickle.Unpickler):

@@ -52,6 +52,8 @@ LAYOUTS = {  # ranks -> {name: (model, Config fields)}; what is left of the rank
         "qwen3-moe, ep 2": ("qwen3-moe", {EP: 2}),
         "qwen3-moe, etp 2": ("qwen3-moe", {TP: 2, ETP: 2}),
         "qwen3-moe, tp 2, ep 2": ("qwen3-moe", {TP: 2, EP: 2, ETP: 1}),
+        "qwen3-moe, tp 2, etp 1": ("qwen3-moe", {TP: 2, ETP: 1}),
+        "qwen3-moe, tp 1, etp 2": ("qwen3-moe", {ETP: 2}),
     },
     4: {
         "tp 4": ("qwen2", {TP: 4}),
@@ -100,38 +102,27 @@ def whole_gradients(critic):
 def whole_of(critic, part):
     """name -> whole of what part(optimizer, shard) gives of each shard of a weight that the optimizer steps with: its
     gradient, a moment, the master weight itself (a collective)."""
+    import critic_megatron as cm
+
+    local = lambda name, p: critic.master(name, p, part)
+    return union(dict(cm.whole_weights(critic.modules, critic.vocab_size, local)))
+
+
+def assert_replicas_agree(critic):
+    """What ranks hold in common they hold alike, bit for bit: replicas, and what tensor parallelism does not cut."""
     import torch.distributed as dist
 
     import critic_megatron as cm
 
-    out, config = {}, critic.transformer
-    named = list(cm.named_weights(critic.modules))
     head = critic.modules[-1]
-    if head.post_process:
-        named += [(f"output_layer.{n}", p) for n, p in head.output_layer.named_parameters()]
-    for name, p in named:
-        flat = torch.zeros(p.numel())
-        for optimizer in critic.optimizers():
-            if p in optimizer.model_param_group_index_map:
-                group, i = optimizer.model_param_group_index_map[p]
-                place = optimizer._get_model_param_range_map(p)["param"]
-                master = optimizer.optimizer.param_groups[group]["params"][i]
-                flat[place.start : place.end] = part(optimizer, master).detach()
-        expert = ".experts." in name
-        replicas = cm.mpu.get_expert_data_parallel_group() if expert else cm.data_parallel_group()
-        dist.all_reduce(flat, group=replicas)
-        shards = [flat.view_as(p)]
-        if name.startswith("output_layer."):
-            out[name.replace("output_layer", "score")] = shards[0]
-            continue
-        cut, names = cm.hf_names(name)
-        group, _, size = cm.tensor_group(name)
-        if cut != "whole" and size > 1:
-            shards = [torch.empty_like(shards[0]) for _ in range(size)]
-            dist.all_gather(shards, flat.view_as(p), group=group)
-        wholes = cm.unshard(cut, shards, config.num_query_groups, config.kv_channels, critic.vocab_size)
-        out |= {f"model.{n}": whole.clone() for n, whole in zip(names, wholes, strict=True)}
-    return union(out)
+    named = head.output_layer.named_parameters() if head.post_process else ()
+    for name, p in (*cm.named_weights(critic.modules), *named):
+        whole = "." not in name or cm.hf_names(name)[0] == "whole"
+        for group in (cm.replicas(name), *([cm.tensor_group(name)[0]] if whole else [])):
+            most, least = p.detach().clone(), p.detach().clone()
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+            assert torch.equal(most, least), f"{name} differs between ranks by {(most - least).abs().max()}"
 
 
 def union(tensors):
@@ -216,6 +207,7 @@ def one_size(out, models):
             result["values"] = common.gather(dataclasses.replace(batch, values=values)).values
             if step:
                 critic.finish_gather()
+                assert_replicas_agree(critic)
                 result["weights"] = union(dict(cm.whole_weights(critic.modules, worker.vocab_size)))
             results[model, name, case, rows, changes.get("loss_agg_mode", "token-mean")] = result
 

@@ -136,6 +136,18 @@ BAD_MODELS = {
     "sliding windows is not mapped": (
         {}, transformers.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=0),
     ),
+    "sliding windows is not mapped to": (
+        {}, transformers.Qwen3MoeConfig(**SIZES, num_experts=4, use_sliding_window=True, sliding_window=8),
+    ),
+    "norm_topk_prob with one expert a token is not mapped": (
+        {}, transformers.Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=1, norm_topk_prob=True),
+    ),
+    "quantized weights is not mapped": (
+        {}, transformers.LlamaConfig(**SIZES, quantization_config={"quant_method": "fp8"}),
+    ),
+    "--pipeline-model-parallel-size 2: the first and the last stage ask for more than the model's 8 layers": (
+        {PP: 2, FIRST: 8, LAST: 1}, QWEN2,
+    ),
     "rope_type yarn is not mapped": (
         {}, transformers.LlamaConfig(**SIZES, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}),
     ),
