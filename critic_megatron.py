@@ -709,6 +709,7 @@ def make_layout(config, device):
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=expert_tensor_parallel_size(config),
         distributed_timeout_minutes=config.timeout_minutes,
+        create_gloo_process_groups=False,  # for ways to save optimizer state that are not used here
     )
     tensor_parallel.model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
     return Layout(
@@ -974,7 +975,7 @@ class MegatronPPOCritic:
             overlap_param_gather=config.overlap_param_gather,
         )
         # {}: Megatron would spare biases and norms the weight decay; here as in critic_fsdp.py every weight has it
-        self.optimizer = get_megatron_optimizer(options, self.model, config_overrides={})
+        self.optimizer = get_megatron_optimizer(options, self.model, config_overrides={}, use_gloo_process_groups=False)
         for optimizer in self.optimizers():  # in each group it puts float32 weights first, but counts them as they came
             groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
             for i, (full, half) in enumerate(groups):

@@ -178,15 +178,16 @@ def build(model, **fields):
     return worker
 
 
-def one_size(out, models):
-    """All layouts of this number of ranks."""
+def some_layouts(out, models, names):
+    """Some of the layouts of this number of ranks."""
     from layouts import ROWS
 
     import common
     import critic_megatron as cm
 
     results, ranks = {}, common.WORLD_SIZE
-    for name, (model, fields) in LAYOUTS[ranks].items():
+    for name in names:
+        model, fields = LAYOUTS[ranks][name]
         worker = build(os.path.join(models, model), weight_decay=0.1, lr=1e-2, **fields)
         critic, config = worker.critic, worker.config
 
@@ -224,10 +225,12 @@ def one_size(out, models):
             run(case, rows, mine, **flags)
         run("budget 64", "eleven", spread, step=True, **BUDGET)
     if common.RANK == 0:
-        torch.save(results, os.path.join(out, f"layouts{ranks}.pt"))
+        torch.save(results, os.path.join(out, f"{ranks} {names[0]}.pt"))
 
 
 if __name__ == "__main__":
     out, models, *sizes = sys.argv[1:]
     for ranks in map(int, sizes or LAYOUTS):
-        forked.run(ranks, one_size, out, models)
+        names = list(LAYOUTS[ranks])
+        for i in range(0, len(names), 6):  # dozens of process groups for each layout slow a process down
+            forked.run(ranks, some_layouts, out, models, names[i : i + 6])

@@ -1,6 +1,6 @@
 """What takes several ranks of critic_megatron.py to try. Each scenario asserts on its own; a line "ok" says it passed.
 
-    python tests/megatron_scenarios.py OUT_FOLDER [NAME...]        by default all of LAUNCHES
+    python tests/megatron_scenarios.py OUT_FOLDER [NAME...]        by default all
 
 What several scenarios share lies in OUT_FOLDER: a launch on 2 ranks saves what one on 4 resumes.
 """
@@ -602,27 +602,22 @@ def exports_load_elsewhere(folder):
         torch.testing.assert_close(values, torch.load(folder / f"values of {name}.pt"), rtol=1e-5, atol=1e-5)
 
 
-LAUNCHES = {  # name -> ranks and scenarios; in this order
-    "one rank": (1, [heads, bfloat16_learns_alike_on_every_layout]),
-    "checkpoints": (2, [save_and_go_on, resume_and_go_on, resume_in_two_stages, damage_is_refused]),
-    "two ranks": (
-        2,
-        [
-            heads, rows_come_back_in_the_callers_order, export, offload_changes_nothing,
-            a_nan_return_skips_its_mini_batch,
-            a_gradient_that_is_not_finite_skips_the_step, float16_finds_its_loss_scale,
-            float16_is_float32_but_for_rounding, bfloat16_keeps_master_weights, bfloat16_learns_alike_on_every_layout,
-        ],
-    ),
-    "four ranks": (4, [resume_and_go_on, export, bfloat16_learns_alike_on_every_layout]),
-    "one rank again": (1, [exports_load_elsewhere, resume_and_go_on]),
-    "two ranks again": (2, [exports_load_elsewhere]),
-}  # fmt: skip
-NAMES = [f"{function.__name__} on {ranks}" for ranks, functions in LAUNCHES.values() for function in functions]
+LAUNCHES = [  # ranks and scenarios, in this order: some read what others before them leave in the folder
+    *((1, f) for f in (heads, bfloat16_learns_alike_on_every_layout)),
+    *((2, f) for f in (save_and_go_on, resume_and_go_on, resume_in_two_stages, damage_is_refused)),
+    *((2, f) for f in (heads, rows_come_back_in_the_callers_order, export, offload_changes_nothing)),
+    *((2, f) for f in (a_nan_return_skips_its_mini_batch, a_gradient_that_is_not_finite_skips_the_step)),
+    *((2, f) for f in (float16_finds_its_loss_scale, float16_is_float32_but_for_rounding)),
+    *((2, f) for f in (bfloat16_keeps_master_weights, bfloat16_learns_alike_on_every_layout)),
+    *((4, f) for f in (resume_and_go_on, export, bfloat16_learns_alike_on_every_layout)),
+    *((1, f) for f in (exports_load_elsewhere, resume_and_go_on)),
+    (2, exports_load_elsewhere),
+]
+NAMES = [f"{function.__name__} on {ranks}" for ranks, function in LAUNCHES]
 
 
-def launch(functions, folder):
-    """On every rank: the scenarios one after another."""
+def launch(function, folder):
+    """On every rank: one scenario."""
     global build, captured_gradients, cm, common, random_batch, rows_of, union, whole_of
     from helpers import random_batch, rows_of  # these read RANK when imported
     from megatron_layouts import build, captured_gradients, union, whole_of
@@ -630,11 +625,10 @@ def launch(functions, folder):
     import common
     import critic_megatron as cm
 
-    for function in functions:
-        start = time.perf_counter()
-        function(pathlib.Path(folder))
-        dist.barrier()
-        common.print0(f"ok {function.__name__} on {common.WORLD_SIZE} ranks, {time.perf_counter() - start:.1f} s")
+    start = time.perf_counter()
+    function(pathlib.Path(folder))
+    dist.barrier()
+    common.print0(f"ok {function.__name__} on {common.WORLD_SIZE} ranks, {time.perf_counter() - start:.1f} s")
 
 
 if __name__ == "__main__":
@@ -642,10 +636,11 @@ if __name__ == "__main__":
 
     folder, *names = sys.argv[1:]
     failed = []
-    for name in names or LAUNCHES:
-        ranks, functions = LAUNCHES[name]
+    for ranks, function in LAUNCHES:
+        if names and function.__name__ not in names:
+            continue
         try:
-            forked.run(ranks, launch, functions, folder)
+            forked.run(ranks, launch, function, folder)
         except SystemExit as error:
-            failed.append(f"{name}: {error}")
+            failed.append(str(error))
     sys.exit("\n".join(failed))

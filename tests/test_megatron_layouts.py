@@ -49,7 +49,8 @@ def results(models, tmp_path_factory):
     """What megatron_layouts.py makes of every layout: ranks -> case -> result."""
     out = tmp_path_factory.mktemp("results")
     succeeded(run(sys.executable, ROOT / "tests" / "megatron_layouts.py", out, models, timeout=1200))
-    return {ranks: torch.load(out / f"layouts{ranks}.pt", weights_only=True) for ranks in LAYOUTS}
+    load = lambda ranks: [torch.load(path, weights_only=True) for path in sorted(out.glob(f"{ranks} *.pt"))]
+    return {ranks: {case: x for some in load(ranks) for case, x in some.items()} for ranks in LAYOUTS}
 
 
 def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
