@@ -1638,8 +1638,13 @@ def read_trainer_state(folder):
         raise UserError(f"--resume {folder}: not a checkpoint of this script ({one_line(error)})") from None
 
 
-def check_same_model(folder, saved, config, model_config):
-    """UserError if the checkpoint is of another model than this run's; prints which flags changed since."""
+def check_same_model(folder, saved, config, model_config, backend):
+    """UserError if the checkpoint is of another script or model than this run's; prints which flags changed since."""
+    if saved.get("backend") != backend:
+        raise UserError(
+            f"--resume {folder}: is of another script ({saved.get('backend')}, not {backend}), whose optimizer state "
+            "is not read here; to go on from its weights alone give the hf folder of that run as --model"
+        )
     model_now, now = architecture(model_config), json.loads(json.dumps(dataclasses.asdict(config)))  # tuples as lists
     other = [f"{k} {v} there, {model_now[k]} here" for k, v in saved["model_config"].items() if model_now[k] != v]
     for k in {"value_head", "value_range", "lora_rank", "lora_alpha"} & now.keys():  # no shape of a weight tells all

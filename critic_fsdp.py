@@ -1014,7 +1014,7 @@ class CriticWorker:
             dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True))
             if RANK == 0:
                 state = {"updates": self.critic.updates, "optimizer_steps": self.critic.optimizer_steps}
-                state["config"] = dataclasses.asdict(self.config)
+                state["backend"], state["config"] = "fsdp", dataclasses.asdict(self.config)
                 state["model_config"] = common.architecture(self.model_config)
                 with open(os.path.join(tmp, "trainer.json"), "w") as file:
                     json.dump(state, file, indent=1)
@@ -1023,7 +1023,7 @@ class CriticWorker:
     def load_checkpoint(self, folder):
         """Restores what save_checkpoint wrote, on any world size and strategy. UserError: damaged or foreign."""
         saved = common.read_trainer_state(folder)
-        common.check_same_model(folder, saved, self.config, self.model_config)
+        common.check_same_model(folder, saved, self.config, self.model_config, "fsdp")
         tensors, model_state, optimizer_state = self.checkpoint_tensors()
         try:
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))

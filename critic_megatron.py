@@ -1100,8 +1100,9 @@ class MegatronPPOCritic:
 
             return outputs, loss_of
 
-        several = len(self.model) > 1
-        iterators = [iter(common.progress(micros, "values") if forward_only else micros) for _ in self.model]
+        several, iterators = len(self.model) > 1, [iter(micros) for _ in self.model]
+        if forward_only:
+            iterators[0] = iter(common.progress(micros, "values"))
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if several else iterators[0],
@@ -1463,7 +1464,7 @@ class CriticWorker:
             dist_checkpointing.save(self.checkpoint_tensors(loading=False), tmp, strategy, content_metadata=SHARDING)
             if RANK == 0:
                 state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
-                state["config"] = dataclasses.asdict(self.config)
+                state["backend"], state["config"] = "megatron", dataclasses.asdict(self.config)
                 state["model_config"] = common.architecture(self.model_config)
                 if scaler := critic.optimizers()[0].grad_scaler:
                     state["loss_scale"] = {**scaler.state_dict(), "scale": float(scaler.scale)}
@@ -1475,7 +1476,7 @@ class CriticWorker:
         """Restores what save_checkpoint wrote, on any layout. UserError: damaged or foreign."""
         self.check_here()
         critic, saved = self.critic, common.read_trainer_state(folder)
-        common.check_same_model(folder, saved, self.config, self.model_config)
+        common.check_same_model(folder, saved, self.config, self.model_config, "megatron")
         check_index(folder)
         try:
             strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), replicas())

@@ -247,6 +247,7 @@ def damage_is_refused(folder):
         "no metadata.json": ({"metadata.json": None}, True, ""),
         "no trainer.json": ({"trainer.json": None}, True, "not a checkpoint of this script"),
         "no counters": ({"trainer.json": b'{"updates": 1}'}, True, "not a checkpoint of this script (KeyError"),
+        "other script": (trainer(backend="fsdp"), True, "is of another script (fsdp, not megatron)"),
         "other model": (
             trainer(model_config={**json.loads(before["trainer.json"])["model_config"], "hidden_size": 128}), True,
             "is of another model: hidden_size 128 there, 64 here",
