@@ -1201,12 +1201,12 @@ def varlen_attention(row, q, k, v, scale, window=None, softcap=None, sinks=None)
 
 def dense_attention(dense, row, q, k, v, *options):
     """The same by a function of (N,H,L,D): one call for each run of sequences of equal lengths."""
-    outs, cut = (
-        [],
-        lambda x, start, n, count: x[0, :, start : start + count * n].unflatten(1, (count, n)).transpose(0, 1),
-    )
+    outs = []
     for q_start, n, k_start, m, count in row.runs:
-        q_k_v = cut(q, q_start, n, count), cut(k, k_start, m, count), cut(v, k_start, m, count)
+        cut = lambda x, start, n, count=count: (
+            x[0, :, start : start + count * n].unflatten(1, (count, n)).transpose(0, 1)
+        )
+        q_k_v = cut(q, q_start, n), cut(k, k_start, m), cut(v, k_start, m)
         outs.append(dense(*q_k_v, *options).transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).transpose(0, 1)[None]
 

@@ -451,7 +451,7 @@ class CoreAttention(nn.Module):
                 gather = tensor_parallel.gather_from_sequence_parallel_region  # backward: reduce-scatter
                 key, value = (gather(x, group=self.context_group)[pack.key_index] for x in (key, value))
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        common.Pack.used = common.choose_kernel(self.kernel, query, value)
+        common.Pack.used = common.choose_kernel(row.kernel, query, value)
         out_SHD = common.ATTENTION[common.Pack.used](row, query, key, value, self.scale)[0].transpose(0, 1)
         if pack is None:
             return out_SHD.unflatten(0, (rows[1], rows[0])).transpose(0, 1).flatten(2).contiguous()
@@ -661,10 +661,11 @@ def whole_weights(modules, vocab_size, local=lambda name, p: p.detach()):
     for name, p in named_weights(modules):
         cut, parts = hf_names(name)
         group, rank, size = tensor_group(name)
-        shards = [local(name, p)]
+        mine = local(name, p)
+        shards = [mine]
         if cut != "whole" and size > 1:
-            shards = [torch.empty_like(shards[0]) for _ in range(size)]
-            dist.all_gather(shards, local(name, p).contiguous(), group=group)
+            shards = [torch.empty_like(mine) for _ in range(size)]
+            dist.all_gather(shards, mine.contiguous(), group=group)
         if rank == dist.get_rank(replicas(name)) == 0:
             wholes = unshard(cut, shards, config.num_query_groups, config.kv_channels, vocab_size)
             for part, whole in zip(parts, wholes, strict=True):
@@ -1031,12 +1032,12 @@ class MegatronPPOCritic:
             starts, lengths, sizes = [*starts, total], [*lengths, 0], [*sizes, tail]
         slots = torch.cat([tokens(*row) for row in zip(starts, lengths, sizes, strict=True)])
         packed = PackedSeqParams(qkv_format="thd", max_seqlen_q=max(sizes), max_seqlen_kv=max(sizes))
-        packed.cu_seqlens_q = packed.cu_seqlens_kv = common.cumulative(
-            torch.tensor(sizes)
-        )  # rotary: wants host numbers
-        packed.row, packed.key_index = common.pack_row(sizes, layout.device, config.attn_implementation), None
+        ends = common.cumulative(torch.tensor(sizes))  # on the host: rotary embedding reads the numbers
+        packed.cu_seqlens_q = packed.cu_seqlens_kv = ends
         if layout.cp_size > 1:
             slots, packed.row, packed.key_index = self.share_context(slots, sizes)
+        else:
+            packed.row, packed.key_index = common.pack_row(sizes, layout.device, config.attn_implementation), None
         return slots[None], packed
 
     def share_context(self, slots, sizes):
@@ -1294,7 +1295,7 @@ class CriticWorker:
         validate_for_model(config, self.model_config)
         self.device = common.setup_distributed(config.timeout_minutes)
         self.layout = make_layout(config, self.device)
-        self.parked = []  # (storage, its content on the host) while the critic is off the device
+        self.parked = []  # (storage, its bytes, its content on the host or None) while the critic is off the device
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self):
