@@ -1486,6 +1486,31 @@ def describe_run():
     }
 
 
+def measured_update(update, batch, device, epochs, flops, peak):
+    """metrics of update(batch), what it took and what the batch says, as floats equal on all ranks (a collective).
+
+    flops: of all ranks together, for all epochs. peak: FLOP/s of one device, or None if that is not known.
+    """
+    start = time.perf_counter()
+    with CommTimer() as comm:
+        metrics = update(batch)
+    spent = torch.tensor([time.perf_counter() - start, peak_memory_gib(device)])
+    dist.all_reduce(spent, dist.ReduceOp.MAX)  # of the slowest, and of the fullest rank
+    seconds, memory = spent.tolist()
+    metrics |= batch_metrics(batch)
+    metrics |= {
+        "perf/tokens_per_second": epochs * len(batch.input_ids) / seconds,
+        "perf/mfu": flops / (seconds * WORLD_SIZE * peak) if peak else math.nan,
+        "perf/peak_memory_gib": memory,
+        "perf/time_update": seconds,
+    }
+    if device.type == "cpu":
+        wait = torch.tensor(comm.seconds / WORLD_SIZE)
+        dist.all_reduce(wait)
+        metrics |= {"perf/time_comm_wait": wait, "perf/time_compute": seconds - wait}
+    return {name: float(value) for name, value in metrics.items()}
+
+
 def number(x, form):
     """x in the given format, or -- where there is no number yet."""
     return "--" if x is None or math.isnan(x) else format(x, form)
@@ -1896,7 +1921,7 @@ def toy_rows(n, seed, held_out=False):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Value pretraining: rows, steps and returns of the scripts' main
+# Value pretraining: what the scripts' main does before there is a worker, and with it
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -1976,3 +2001,59 @@ def evaluate(worker, rows, gamma):
         "eval/constant_loss": float(0.5 * returns[mask].double().var(correction=0)),
         "eval/auc": auc(values[last][last >= 0], reward_B[last >= 0]) if binary else math.nan,
     }
+
+
+def load_rows(run, model_config, check_budget, **options):
+    """(rows to learn from, rows to evaluate on or None), each one Batch, the same on every rank.
+
+    check_budget: the script's own, for rows of a file. options: those of rows_to_batch that the script knows.
+    """
+    config, text = run.critic, model_config.get_text_config()
+    options |= {
+        "vocab_size": text.vocab_size,
+        "max_length": getattr(text, "max_position_embeddings", None) or 2**31,
+        "skip_bad_rows": run.skip_bad_rows,
+    }
+    if not run.rollouts:
+        train = rows_to_batch(toy_rows(8192, config.seed), "toy", **options)
+        held_out = rows_to_batch(toy_rows(512, config.seed, held_out=True), "toy", **options)
+        return train, held_out
+    train = read_jsonl(run.rollouts, "--rollouts", with_values=run.recorded_values, **options)
+    check_budget(config, train, training=True, path=run.rollouts)
+    if not run.recorded_values:
+        check_budget(config, train, training=False, path=run.rollouts)
+    if not run.eval_rollouts:
+        return train, None
+    held_out = read_jsonl(run.eval_rollouts, "--eval-rollouts", **options)
+    check_budget(config, held_out, training=False, path=run.eval_rollouts)
+    return train, held_out
+
+
+def settle(run, model_config, rows):
+    """(the critic's config with what follows from the rows, the update to begin with). UserError: none is left."""
+    _, optimizer_steps = count_work(len(rows), run)
+    config = dataclasses.replace(
+        run.critic,
+        total_training_steps=run.critic.total_training_steps or optimizer_steps,
+        value_range=find_value_range(run, model_config, rows),
+    )
+    first_step = read_trainer_state(run.resume)["updates"] if run.resume else 0
+    if run.resume and first_step >= run.steps:
+        raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
+    return config, first_step
+
+
+def print_work(worker, run, rows):
+    """Prints what value pretraining on these rows comes to, as equations."""
+    config, (rows_seen, optimizer_steps) = worker.config, count_work(len(rows), run)
+    if config.value_range:
+        low, high = config.value_range
+        print0(f"value head {config.value_bins} bins x {(high - low) / config.value_bins:.3g} = [{low:g}, {high:g}]")
+    tokens, actions = len(rows.input_ids), int(rows.response_mask.sum())
+    print0(f"rows       {len(rows):,} rows, {tokens:,} tokens, {actions:,} actions, longest row {max(rows.lengths):,}")
+    passes, minis = rows_seen / len(rows), optimizer_steps / run.steps / config.ppo_epochs
+    print0(f"steps      {run.steps} updates x {rows_seen / run.steps:.6g} rows = {passes:.3g} passes over the rows")
+    print0(
+        f"optimizer  {run.steps} updates x {config.ppo_epochs} epochs x {minis:.6g} mini-batches = {optimizer_steps} "
+        f"steps, lr {worker.critic.peak_lr:g}"
+    )

@@ -950,29 +950,12 @@ class CriticWorker:
     def update_critic(self, batch):
         """One PPO update on the rows of all ranks, with their old values and returns -> metrics, equal on all ranks."""
         self.check_batch(batch, training=True)
-        start = time.perf_counter()
-        with common.CommTimer() as comm:
-            metrics = self.critic.update_critic(batch)
-        spent = torch.tensor([time.perf_counter() - start, common.peak_memory_gib(self.device)])
-        dist.all_reduce(spent, dist.ReduceOp.MAX)  # of the slowest, and of the fullest rank
-        seconds, memory = spent.tolist()
-        metrics |= common.batch_metrics(batch)
         epochs, half = self.config.ppo_epochs, compute_dtype(self.config, self.device) == torch.bfloat16
         peak = common.device_peak_flops(self.device) if half else None  # the table is of bfloat16
         frozen = self.config.freeze_layers / getattr(self.model_config.get_text_config(), "num_hidden_layers", 1)
         passes = 1 + (1 - frozen) * (1 if self.config.lora_rank else 2)  # forward, to inputs, to weights
         flops = passes * epochs * sum(self.critic.flops.forward_flops(n) for n in batch.lengths)
-        metrics |= {
-            "perf/tokens_per_second": epochs * len(batch.input_ids) / seconds,
-            "perf/mfu": flops / (seconds * WORLD_SIZE * peak) if peak else math.nan,
-            "perf/peak_memory_gib": memory,
-            "perf/time_update": seconds,
-        }
-        if self.device.type == "cpu":
-            wait = torch.tensor(comm.seconds / WORLD_SIZE)
-            dist.all_reduce(wait)
-            metrics |= {"perf/time_comm_wait": wait, "perf/time_compute": seconds - wait}
-        return {name: float(value) for name, value in metrics.items()}
+        return common.measured_update(self.critic.update_critic, batch, self.device, epochs, flops, peak)
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self):
@@ -1188,32 +1171,6 @@ def print_plan(run, model_config, lengths):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def load_rows(run, tokenizer, model_config, image_processor=None):
-    """(rows to learn from, rows to evaluate on or None), each one Batch, the same on every rank."""
-    config, text = run.critic, model_config.get_text_config()
-    options = {
-        "tokenizer": tokenizer,
-        "vocab_size": text.vocab_size,
-        "max_length": getattr(text, "max_position_embeddings", None) or 2**31,
-        "skip_bad_rows": run.skip_bad_rows,
-        "image_processor": image_processor,
-        "image_token_id": model_config.image_token_id if model_config.model_type in VISION_MODELS else None,
-    }
-    if not run.rollouts:
-        train = common.rows_to_batch(common.toy_rows(8192, config.seed), "toy", **options)
-        held_out = common.rows_to_batch(common.toy_rows(512, config.seed, held_out=True), "toy", **options)
-        return train, held_out
-    train = common.read_jsonl(run.rollouts, "--rollouts", with_values=run.recorded_values, **options)
-    check_budget(config, train, training=True, path=run.rollouts)
-    if not run.recorded_values:
-        check_budget(config, train, training=False, path=run.rollouts)
-    if not run.eval_rollouts:
-        return train, None
-    held_out = common.read_jsonl(run.eval_rollouts, "--eval-rollouts", **options)
-    check_budget(config, held_out, training=False, path=run.eval_rollouts)
-    return train, held_out
-
-
 def main(run):
     common.check_flag(run, "plan", "must be at least 1", lambda x: x is None or x >= 1)
     validate(run.critic, run.plan or WORLD_SIZE)
@@ -1221,36 +1178,19 @@ def main(run):
     tokenizer = common.load_tokenizer(run.critic)
     model_config = common.load_model_config(run.critic, tokenizer)
     validate_for_model(run.critic, model_config)
-    train, held_out = load_rows(run, tokenizer, model_config, load_image_processor(run.critic, model_config))
+    train, held_out = common.load_rows(
+        run, model_config, check_budget, tokenizer=tokenizer,
+        image_processor=load_image_processor(run.critic, model_config),
+        image_token_id=model_config.image_token_id if model_config.model_type in VISION_MODELS else None,
+    )  # fmt: skip
     if run.plan:
         return print_plan(run, model_config, train.lengths)
-    rows_seen, optimizer_steps = common.count_work(len(train), run)
-    config = dataclasses.replace(
-        run.critic,
-        total_training_steps=run.critic.total_training_steps or optimizer_steps,
-        value_range=common.find_value_range(run, model_config, train),
-    )
-    first_step = common.read_trainer_state(run.resume)["updates"] if run.resume else 0
-    if run.resume and first_step >= run.steps:
-        raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
-
+    config, first_step = common.settle(run, model_config, train)
     worker = CriticWorker(config)
     worker.init_model()
     if run.resume:
         worker.load_checkpoint(run.resume)
-    if config.value_range:
-        low, high = config.value_range
-        print0(f"value head {config.value_bins} bins x {(high - low) / config.value_bins:.3g} = [{low:g}, {high:g}]")
-    tokens, actions = len(train.input_ids), int(train.response_mask.sum())
-    print0(
-        f"rows       {len(train):,} rows, {tokens:,} tokens, {actions:,} actions, longest row {max(train.lengths):,}"
-    )
-    passes, minis = rows_seen / len(train), optimizer_steps / run.steps / config.ppo_epochs
-    print0(f"steps      {run.steps} updates x {rows_seen / run.steps:.6g} rows = {passes:.3g} passes over the rows")
-    print0(
-        f"optimizer  {run.steps} updates x {config.ppo_epochs} epochs x {minis:.6g} mini-batches = {optimizer_steps} "
-        f"steps, lr {worker.critic.peak_lr:g}"
-    )
+    common.print_work(worker, run, train)
     logger = common.Logger(run.out_dir, dataclasses.asdict(run), first_step, run.wandb_project)
     start = time.perf_counter()
     for step in range(first_step, run.steps + 1):
