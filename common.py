@@ -932,6 +932,29 @@ def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, clipra
     return 0.5 * (weights_T * error_T).sum(), clipped
 
 
+def policy_loss(
+    log_probs_T, old_log_probs_T, advantages_T, response_mask_T, weights_T, clip_low=0.2, clip_high=0.2, clip_dual=None
+):
+    """PPO's clipped objective -> (loss, actions where clipping decided, where the dual clip did), 0-dim tensors.
+
+        r_t = pi(a_t) / pi_old(a_t),  L_t = max( -r_t A_t, -clip(r_t, 1 - low, 1 + high) A_t ),  loss = sum_t w_t L_t
+
+    1707.06347, eq. 7; low and high apart: DAPO, 2503.14476, eq. 10. clip_dual c > 1 bounds what a bad action can cost:
+    where A_t < 0, L_t is at most -c A_t (1912.09729, eq. 5). log r is kept within +-20. What stands where
+    response_mask is false never enters, not even a NaN.
+    """
+    clean = lambda x_T: torch.where(response_mask_T, x_T, 0.0)
+    ratio_T = (clean(log_probs_T) - clean(old_log_probs_T)).clamp(-20, 20).exp()
+    a_T, dual = clean(advantages_T), torch.zeros((), dtype=torch.int64, device=ratio_T.device)
+    free_T, clipped_T = -ratio_T * a_T, -ratio_T.clamp(1 - clip_low, 1 + clip_high) * a_T
+    loss_T, clipped = torch.maximum(free_T, clipped_T), (clipped_T > free_T).sum()
+    if clip_dual is not None:
+        bound_T = torch.where(a_T < 0, -clip_dual * a_T, math.inf)
+        dual = (loss_T > bound_T).sum()
+        loss_T = torch.minimum(loss_T, bound_T)
+    return (weights_T * loss_T).sum(), clipped, dual
+
+
 def hl_gauss_targets(returns_T, low, high, bins):
     """(T,) returns -> (T, N) probabilities of the N bins that cut [low, high] evenly, with edges e_0 .. e_N.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import json
 import math
 import random
@@ -429,14 +430,20 @@ lengths_ = st.lists(st.integers(1, 60), max_size=40)
 
 @settings(deadline=None)
 @given(lengths_, st.integers(1, 6))
-def test_balance_is_a_partition_within_the_bound_of_longest_first(costs, k):
+def test_balance_is_a_partition_within_the_bound_of_any_greedy_one(costs, k):
     parts = common.balance(costs, k)
     assert len(parts) == k and sorted(i for p in parts for i in p) == list(range(len(costs)))
-    best = max([sum(costs) / k, *costs], default=0)  # no partition can do better
-    top = sorted(costs, reverse=True)
-    if len(top) > k:
-        best = max(best, top[k - 1] + top[k])  # two of the k+1 largest share a part
-    assert max((sum(costs[i] for i in p) for p in parts), default=0) <= best * (4 / 3 - 1 / (3 * k)) + 1e-9
+    fullest = max(sum(costs[i] for i in p) for p in parts)
+    assert fullest <= sum(costs) / k + (1 - 1 / k) * max(costs, default=0) + 1e-9  # Graham 1966
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.integers(1, 3))
+def test_balance_is_within_the_bound_of_longest_first(costs, k):
+    """Graham 1969: 4/3 - 1/(3k) of the best partition, which a search through all of them finds."""
+    choices = itertools.product(range(k), repeat=len(costs))
+    best = min(max(sum(c for c, p in zip(costs, choice) if p == j) for j in range(k)) for choice in choices)
+    assert max(sum(costs[i] for i in p) for p in common.balance(costs, k)) <= best * (4 / 3 - 1 / (3 * k)) + 1e-9
 
 
 @settings(deadline=None)
