@@ -992,7 +992,7 @@ class CriticWorker:
 
         Sharded safetensors through torch.distributed.checkpoint: no pickle, any world size and strategy can read it.
         """
-        tensors, _, _ = self.checkpoint_tensors()
+        tensors, _, _ = checkpoint_tensors(self.critic.model, self.critic.optimizer)
         with common.complete_or_absent(folder) as tmp:
             dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True))
             if RANK == 0:
@@ -1007,7 +1007,7 @@ class CriticWorker:
         """Restores what save_checkpoint wrote, on any world size and strategy. UserError: damaged or foreign."""
         saved = common.read_trainer_state(folder)
         common.check_same_model(folder, saved, self.config, self.model_config, "fsdp")
-        tensors, model_state, optimizer_state = self.checkpoint_tensors()
+        tensors, model_state, optimizer_state = checkpoint_tensors(self.critic.model, self.critic.optimizer)
         try:
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
         except CheckpointException as error:
@@ -1018,18 +1018,6 @@ class CriticWorker:
         )
         torch.set_rng_state(tensors["rng"])
         self.critic.updates, self.critic.optimizer_steps = saved["updates"], saved["optimizer_steps"]
-
-    def checkpoint_tensors(self):
-        """All state as one flat dict of tensors, and the model's and optimizer's state dicts that share them."""
-        fresh = not self.critic.optimizer.state
-        model_state, optimizer_state = get_state_dict(self.critic.model, self.critic.optimizer)
-        if fresh:  # to have a state to show, torch has made a step of nothing and counted it
-            for state in (*self.critic.optimizer.state.values(), *optimizer_state["state"].values()):
-                state["step"].zero_()
-        tensors = {f"model.{name}": x for name, x in model_state.items()}
-        for name, state in optimizer_state["state"].items():
-            tensors |= {f"optimizer.{name}.{key}": x for key, x in state.items()}
-        return {**tensors, "rng": torch.get_rng_state()}, model_state, optimizer_state
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder):
@@ -1053,6 +1041,19 @@ class CriticWorker:
                 save_hf(state, self.model_config, self.config.value_range, tmp)
                 for reader in filter(None, (self.tokenizer, self.image_processor)):
                     reader.save_pretrained(tmp)
+
+
+def checkpoint_tensors(model, optimizer):
+    """All state as one flat dict of tensors, and the model's and optimizer's state dicts that share them."""
+    fresh = not optimizer.state
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    if fresh:  # to have a state to show, torch has made a step of nothing and counted it
+        for state in (*optimizer.state.values(), *optimizer_state["state"].values()):
+            state["step"].zero_()
+    tensors = {f"model.{name}": x for name, x in model_state.items()}
+    for name, state in optimizer_state["state"].items():
+        tensors |= {f"optimizer.{name}.{key}": x for key, x in state.items()}
+    return {**tensors, "rng": torch.get_rng_state()}, model_state, optimizer_state
 
 
 def save_hf(state, model_config, value_range, folder):

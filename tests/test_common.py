@@ -442,7 +442,9 @@ def test_balance_is_a_partition_within_the_bound_of_any_greedy_one(costs, k):
 def test_balance_is_within_the_bound_of_longest_first(costs, k):
     """Graham 1969: 4/3 - 1/(3k) of the best partition, which a search through all of them finds."""
     choices = itertools.product(range(k), repeat=len(costs))
-    best = min(max(sum(c for c, p in zip(costs, choice) if p == j) for j in range(k)) for choice in choices)
+    best = min(
+        max(sum(c for c, p in zip(costs, choice, strict=True) if p == j) for j in range(k)) for choice in choices
+    )
     assert max(sum(costs[i] for i in p) for p in common.balance(costs, k)) <= best * (4 / 3 - 1 / (3 * k)) + 1e-9
 
 

@@ -98,7 +98,7 @@ def test_three_steps_equal_verl(strategy, packed, tmp_path):
             torch.testing.assert_close(seen[0][name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()))
     for name, weight in full_weights(w.critic).items():
         torch.testing.assert_close(weight, case["final_state"][name], rtol=1e-5, atol=1e-6, msg=name)
-    tensors, _, _ = w.checkpoint_tensors()
+    tensors, _, _ = critic_fsdp.checkpoint_tensors(w.critic.model, w.critic.optimizer)
     for name, state in case["adam"].items():
         for key in ("exp_avg", "exp_avg_sq"):
             ours = critic_fsdp.full_tensor(tensors[f"optimizer.{name}.{key}"])

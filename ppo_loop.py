@@ -1,0 +1,1399 @@
+"""PPO for language models, end to end, with the critic of your choice.
+
+    python ppo_loop.py                                         a tiny actor learns to add, on a laptop CPU: five minutes
+    torchrun --nproc-per-node 2 ppo_loop.py                    the same on two ranks: the same numbers
+    torchrun --nproc-per-node 4 ppo_loop.py --critic megatron --critic.tensor-model-parallel-size 2 \\
+        --critic.pipeline-model-parallel-size 2                its critic on Megatron-Core, laid out as it likes
+    torchrun --nproc-per-node 8 ppo_loop.py --actor.model Qwen/Qwen2.5-0.5B-Instruct --prompts gsm8k/train.jsonl \\
+        --eval-prompts gsm8k/test.jsonl --prompt-key question --chat --reward gsm8k --max-response-length 512
+    python ppo_loop.py --help                                  every flag; the critic's own stand under --critic.
+
+Rollout, reward, reference, values, advantages, critic, actor, sync: main() at the end is the algorithm, the rest is
+what it calls. Actor and reference are Hugging Face models on FSDP2; the critic is the CriticWorker of critic_fsdp.py
+or critic_megatron.py, with its own model, layout and batches. Copy this file, common.py and both critics, and change them.
+
+Shapes are in the names: T tokens, sequences end to end; A actions (tokens the policy chose); B sequences; V vocabulary;
+D hidden features.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import importlib
+import importlib.util
+import json
+import math
+import os
+import random
+import re
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+import tyro
+from huggingface_hub import snapshot_download
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+
+import common
+import critic_fsdp
+from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Config
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    """The policy that learns, and the frozen reference, which starts as the same model."""
+
+    # model
+    model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
+    tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own; characters for tiny-*)
+    override_config: str = "{}"  # JSON laid over the model's config, e.g. '{"num_hidden_layers": 4}'
+    from_scratch: bool = False  # random weights: of --actor.model take the architecture and the tokenizer only
+    trust_remote_code: bool = False  # run model code that comes with the checkpoint
+    seed: int = 0  # of random weights and of the order of mini-batches
+
+    # layout, precision and kernels
+    fsdp_size: int = -1  # ranks that share one copy of the weights; the rest holds replicas (-1: all ranks share one)
+    reshard_after_forward: bool = True  # free a layer's gathered weights until its backward: less memory, more traffic
+    param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products (auto: bfloat16, float32 on CPU)
+    attn_implementation: Literal[common.KERNELS] = "auto"  # attention kernel (auto: the fastest that serves the model)
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+
+    # batches
+    ppo_epochs: int = 1  # passes over the rows of one update
+    ppo_mini_batch_size: int = 256  # rows of one optimizer step, global: over all ranks
+    shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
+    ppo_max_token_len_per_gpu: int = 16384  # most tokens of a micro-batch, per rank: a hard cap
+
+    # loss
+    clip_ratio_low: float = 0.2  # how far below 1 the ratio of a token's probabilities still earns
+    clip_ratio_high: float = 0.2  # how far above
+    clip_ratio_c: float | None = (
+        3.0  # dual clip: a bad token costs at most so many times its advantage (None: no bound)
+    )
+    entropy_coeff: float = 0.0  # weight of the entropy that is added to what is maximised
+    kl_loss_coef: float = 0.0  # weight of the KL to the reference in the loss (0: none)
+    kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3"  # its estimate (+: with the gradient of k2)
+    loss_agg_mode: Literal[common.LOSS_AGG_MODES] = "token-mean"  # how token losses become one loss of the mini-batch
+    response_length_limit: int | None = None  # the constant that seq-mean-token-sum-norm divides by
+
+    # optimizer
+    lr: float | None = None  # learning rate of AdamW (None: 1e-3 for the built-in task, 1e-6 otherwise)
+    lr_warmup_steps: int = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
+    weight_decay: float = 0.01  # decoupled, on every weight
+    betas: tuple[float, float] = (0.9, 0.999)  # decay of AdamW's two moving averages
+    grad_clip: float = 1.0  # largest norm of the gradient of all weights (inf: no clipping)
+
+
+CriticConfig = TypeVar("CriticConfig")  # of the script that --critic names
+
+
+@dataclass(frozen=True)
+class Run(Generic[CriticConfig]):
+    """Trains a policy by PPO, evaluates it, saves it as a checkpoint and a Hugging Face folder."""
+
+    critic: Annotated[CriticConfig, tyro.conf.arg(name="critic")]
+    actor: ActorConfig = ActorConfig()
+    backend: Annotated[Literal["fsdp", "megatron"], tyro.conf.arg(name="critic")] = "fsdp"  # whose flags are --critic.*
+
+    # task
+    prompts: str | None = None  # JSONL, or a hub dataset as NAME:CONFIG:SPLIT (None: the built-in addition)
+    eval_prompts: str | None = None  # the same, to evaluate on (None: no evaluation; addition has its own)
+    prompt_key: str = "prompt"  # where a row has its prompt: text, or a list of chat messages
+    answer_key: str = "answer"  # where it has the reference answer, which reward functions get
+    prompt_template: str = "{prompt}"  # around a prompt of text
+    chat: bool = False  # a prompt of text is what a user says: it goes through the tokenizer's chat template
+    max_prompt_length: int = 1024  # longer prompts, in tokens, are left out and counted
+    skip_bad_rows: bool = False  # leave bad rows out, count and report them, instead of stopping at the first
+    supervised_steps: int = 150  # addition only: steps of learning from right answers before PPO begins
+
+    # reward
+    reward: str | None = None  # addition, gsm8k or FILE.py:FUNCTION, called as f(prompt, response, answer) -> number
+    reward_model: str | None = None  # folder or hub name of a reward model instead (one label, on the last token)
+    reward_timeout: float = 10.0  # seconds a reward function or environment may take for a row
+    environment: str | None = None  # FILE.py:FUNCTION, f(prompt, response, answer) -> what follows the turn, or None
+    max_turns: int = 8  # of the policy in one row, if there is an environment
+
+    # rollout
+    rollout: Literal["hf"] = "hf"  # engine that generates: transformers' cache, on a whole copy of the actor
+    train_batch_size: int = 256  # prompts of a step, global
+    n: int = 1  # responses to each
+    max_response_length: int | None = (
+        None  # tokens of a response, observations included (None: 8 for addition, else 256)
+    )
+    temperature: float = 1.0  # of sampling, and of the log-probs that are learned from
+    rollout_batch_size: int = 256  # rows generated at once, per rank
+    dump_rollouts: bool = False  # keep every step's rows in out_dir/rollouts, as JSONL that both critics train from
+
+    # advantages
+    gamma: float = 1.0  # discount of a reward per action
+    lam: float = 1.0  # GAE's lambda for the returns that the critic learns
+    lam_policy: float | None = None  # the same for the advantages (None: as lam): decoupled GAE
+    length_adaptive_alpha: float | None = (
+        None  # lambda of the advantages 1 - 1 / (alpha actions), in place of lam_policy
+    )
+    whiten_advantages: bool = True  # mean 0 and deviation 1 over the actions of the global batch
+    bootstrap_truncated: bool = False  # the last value stands for the future of a row cut off by the length limit
+
+    # KL to the reference in the reward
+    kl_coef: float = 0.0  # what a nat costs, token by token (0: nothing)
+    kl_penalty: Literal["k1", "k2", "k3", "abs"] = "k1"  # its estimate
+    target_kl: float | None = None  # adapt kl_coef so that the KL of a token stays near this (None: fixed)
+    kl_horizon: int = 10_000  # rows over which it adapts
+
+    # run
+    steps: int = 200  # PPO steps
+    critic_warmup: int = 0  # first steps, in which the critic alone learns
+    eval_every: int = 20  # steps between evaluations (0: only at the start and the end)
+    eval_samples: int = 0  # responses sampled for each prompt there (0: one, greedy)
+    save_every: int = 0  # steps between checkpoints (0: only at the end)
+    resume: str | None = None  # checkpoint folder to go on from
+    offload: bool = (
+        False  # actor, reference, critic, reward model and engine are on the device only in their own phases
+    )
+    seed: int = 0  # of the order of prompts and of every sampled token
+    out_dir: str = "out/ppo_loop"  # for checkpoints, the Hugging Face folder, metrics and curves
+    wandb_project: str | None = None  # log to Weights & Biases too, if it is installed
+
+
+def parse(args):
+    """Run from the command line. --critic is looked up first: it says what stands behind --critic.*."""
+    given = [b for a, b in zip(args, args[1:], strict=False) if a == "--critic"]
+    given += [a.removeprefix("--critic=") for a in args if a.startswith("--critic=")]
+    module = critic_module(given[-1] if given and given[-1] in ("fsdp", "megatron") else "fsdp")
+    default = Run(critic=dataclasses.replace(module.Config(), model="actor"))
+    return tyro.cli(Run[module.Config], default=default, description=__doc__, args=args, console_outputs=RANK == 0)
+
+
+def critic_module(backend):
+    """critic_fsdp or critic_megatron, imported only where it is asked for."""
+    if backend == "megatron":
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    return importlib.import_module(f"critic_{backend}")
+
+
+@contextlib.contextmanager
+def flags_of(part):
+    """A UserError from in here names flags as this script knows them: --lr of the actor is --actor.lr."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(re.sub(r"--(?!resume|out-dir|nproc)(?=[a-z])", f"--{part}.", str(error))) from None
+
+
+def validate(run):
+    """Raises UserError for flags that cannot work, before a process group or a model is built."""
+    for name in (
+        "train_batch_size", "n", "max_prompt_length", "max_response_length", "rollout_batch_size", "max_turns",
+        "kl_horizon", "steps",
+    ):  # fmt: skip
+        common.check_flag(run, name, "must be at least 1", lambda x: x is None or x >= 1)
+    for name in ("supervised_steps", "critic_warmup", "eval_every", "eval_samples", "save_every", "kl_coef"):
+        common.check_flag(run, name, "must be finite and not below 0", lambda x: 0 <= x < math.inf)
+    for name in ("temperature", "reward_timeout", "target_kl", "length_adaptive_alpha"):
+        common.check_flag(run, name, "must be above 0 and finite", lambda x: x is None or 0 < x < math.inf)
+    for name in ("gamma", "lam", "lam_policy"):
+        common.check_flag(run, name, "must be between 0 and 1", lambda x: x is None or 0 <= x <= 1)
+    if run.lam_policy is not None and run.length_adaptive_alpha is not None:
+        raise UserError("--lam-policy and --length-adaptive-alpha: give one of them")
+    if run.target_kl is not None and not run.kl_coef:
+        raise UserError(f"--target-kl {run.target_kl}: adapts --kl-coef, which is 0; give it a value to begin with")
+    if run.eval_prompts and not run.prompts:
+        raise UserError(f"--eval-prompts {run.eval_prompts}: goes with --prompts; addition has its own")
+    if run.prompts and not (run.reward or run.reward_model):
+        raise UserError("--reward: is needed with --prompts: gsm8k, or FILE.py:FUNCTION; or give --reward-model")
+    if run.reward and run.reward_model:
+        raise UserError("--reward and --reward-model: give one of them")
+    if "{prompt}" not in run.prompt_template:
+        raise UserError(f"--prompt-template {run.prompt_template}: has no {{prompt}} in it")
+    if run.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise UserError(f"--wandb-project {run.wandb_project}: wandb is not installed; pip install wandb")
+    with flags_of("actor"):
+        validate_actor(run.actor)
+    common.check_writable(run.out_dir, "--out-dir")
+    common.check_replaceable(os.path.join(run.out_dir, "hf"), "--out-dir")
+
+
+def validate_actor(config):
+    for name in ("ppo_epochs", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "grad_clip"):
+        common.check_flag(config, name, "must be above 0", lambda x: x > 0)
+    for name in ("lr", "clip_ratio_high", "response_length_limit"):
+        common.check_flag(config, name, "must be above 0 and finite", lambda x: x is None or 0 < x < math.inf)
+    for name in ("lr_warmup_steps", "weight_decay", "entropy_coeff", "kl_loss_coef", "seed"):
+        common.check_flag(config, name, "must be finite and not below 0", lambda x: 0 <= x < 2**63)
+    common.check_flag(config, "clip_ratio_low", "must be above 0, and at most 1", lambda x: 0 < x <= 1)
+    common.check_flag(config, "clip_ratio_c", "must be above 1", lambda x: x is None or x > 1)
+    common.check_flag(config, "betas", "each must be at least 0 and below 1", lambda x: all(0 <= b < 1 for b in x))
+    shard = config.fsdp_size
+    if shard != -1 and (shard < 1 or WORLD_SIZE % shard):
+        raise UserError(f"--fsdp-size {shard}: must divide the {WORLD_SIZE} ranks, or be -1 for all of them")
+    if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.response_length_limit is None:
+        raise UserError("--loss-agg-mode seq-mean-token-sum-norm: needs --response-length-limit, what to divide by")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Task: prompts, rewards, environment
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Prompt(NamedTuple):
+    ids: list  # tokens the response is to follow
+    text: str  # the same as functions of the user see it: as the row has it, chat messages as their last content
+    answer: Any  # the row's reference answer, None if it has none
+    messages: list | None = None  # of a chat
+
+
+def addition_prompts(n, seed, tokenizer, held_out=False):
+    """n additions of two numbers of two digits. A fifth of all pairs, without a pattern, is held out."""
+    pairs = [
+        (a, b) for a in range(10, 100) for b in range(10, 100) if (hash_of(f"{a}+{b}") % 5 == 0) == held_out
+    ]  # fmt: skip
+    pairs = random.Random(f"addition {seed}").sample(pairs, min(n, len(pairs)))
+    return [Prompt(tokenizer(f"{a}+{b}=")["input_ids"], f"{a}+{b}=", str(a + b)) for a, b in pairs]
+
+
+def hash_of(key):
+    """A number of 63 bits that follows from a string alone, on every machine."""
+    return random.Random(key).getrandbits(63)
+
+
+def load_prompts(source, flag, run, tokenizer):
+    """Prompts of a JSONL file or a hub dataset, too long ones left out. UserError names the first bad row."""
+    if tokenizer is None:
+        raise UserError(f"--actor.tokenizer: {run.actor.model} has none, and prompts are text; give one")
+    prompts, faults, rows = [], {}, list(read_rows(source, flag))
+    for number, row in enumerate(common.progress(rows, "prompts"), 1):
+        try:
+            prompts.append(parse_prompt(row, run, tokenizer))
+        except UserError as fault:
+            faults[number] = str(fault)
+    if faults and not run.skip_bad_rows:
+        first = min(faults)
+        more = f", and {len(faults) - 1} more bad rows" if len(faults) > 1 else ""
+        raise UserError(f"{flag} {source}:{first}: {faults[first]}{more} (--skip-bad-rows leaves bad rows out)")
+    if faults:
+        print0(f"{flag} {source}: left out {len(faults)} bad rows of {len(rows)}, the first in line {min(faults)}")
+    short = [p for p in prompts if len(p.ids) <= run.max_prompt_length]
+    if len(short) < len(prompts):
+        print0(f"{flag} {source}: left out {len(prompts) - len(short)} prompts above --max-prompt-length")
+    if not short:
+        raise UserError(f"{flag} {source}: no usable prompt")
+    return short
+
+
+def read_rows(source, flag):
+    """The rows of a JSONL file (as lines) or of a hub dataset (as dicts)."""
+    if os.path.isfile(source):
+        with open(source, encoding="utf-8") as file:
+            return [line for line in file if line.strip()]
+    name, _, rest = source.partition(":")
+    config, _, split = rest.partition(":")
+    if source.endswith((".jsonl", ".json")) or not split:
+        raise UserError(f"{flag} {source}: no such file (a hub dataset is given as NAME:CONFIG:SPLIT)")
+    if importlib.util.find_spec("datasets") is None:
+        raise UserError(f"{flag} {source}: is no file; to read it from the hub pip install datasets")
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(name, config or None, split=split)
+    except Exception as error:  # a dozen kinds, of several libraries
+        raise UserError(f"{flag} {source}: cannot be read ({common.one_line(error)})") from None
+
+
+def parse_prompt(row, run, tokenizer):
+    """A row, JSON or dict -> Prompt. UserError says what is wrong with it."""
+    if isinstance(row, str):
+        try:
+            row = json.loads(row)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise UserError(f"a row is a JSON object, this is a {type(row).__name__}")
+    if row.get(run.prompt_key) is None:
+        raise UserError(f"has no {run.prompt_key!r}, only {', '.join(sorted(row)) or 'nothing'}; see --prompt-key")
+    prompt, messages = row[run.prompt_key], None
+    if isinstance(prompt, str):
+        text = run.prompt_template.replace("{prompt}", prompt)
+        if run.chat:
+            messages = [{"role": "user", "content": text}]
+    else:
+        messages = prompt
+        common._check_messages(messages)
+        text = messages[-1]["content"]
+    if messages is not None:
+        try:
+            whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs and raise what they like
+            raise UserError(f"does not fit the tokenizer's chat template: {common.one_line(error)}") from None
+        ids = tokenizer(whole, add_special_tokens=False)["input_ids"]  # a template writes special tokens itself
+    else:
+        ids = tokenizer(text)["input_ids"]
+    if not ids:
+        raise UserError("empty prompt")
+    return Prompt(ids, text, row.get(run.answer_key), messages)
+
+
+def addition_reward(prompt, response, answer):
+    """1 for the right sum and nothing else."""
+    return float(response == answer)
+
+
+def gsm8k_reward(prompt, response, answer):
+    """1 if the number after the last #### is the answer's (GSM8K's own rule, 2110.14168)."""
+    found = [re.findall(r"####\s*\$?\s*(-?[\d,]*\.?\d+)", text) for text in (response, answer)]
+    ours, theirs = (float(numbers[-1].replace(",", "")) if numbers else None for numbers in found)
+    return float(ours is not None and ours == theirs)
+
+
+REWARDS = {"addition": addition_reward, "gsm8k": gsm8k_reward}
+
+
+def load_function(name, flag):
+    """A built-in reward, or FUNCTION of FILE.py, whose code is run."""
+    if name in REWARDS and flag == "--reward":
+        return REWARDS[name]
+    path, _, function = name.rpartition(":")
+    if not path or not os.path.isfile(path):
+        known = f"{', '.join(REWARDS)} or " if flag == "--reward" else ""
+        raise UserError(f"{flag} {name}: must be {known}FILE.py:FUNCTION, and there is no such file")
+    spec = importlib.util.spec_from_file_location(f"user_{hash_of(path)}", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        line = traceback.extract_tb(error.__traceback__)[-1].lineno
+        raise UserError(f"{flag} {name}: line {line}: {common.one_line(error)}") from None
+    if not callable(getattr(module, function, None)):
+        raise UserError(f"{flag} {name}: the file has no function {function}")
+    return getattr(module, function)
+
+
+class TookTooLong(BaseException):
+    """Not an Exception: a function that catches those must not swallow it."""
+
+
+def guarded(function, seconds, *args):
+    """(its result, "") or (None, what went wrong). The alarm rings in Python code: a call into C is waited for."""
+
+    def ring(*_):
+        raise TookTooLong
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            return function(*args), ""
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except TookTooLong:
+        return None, f"timeout: took longer than {seconds:g} s"
+    except (Exception, SystemExit) as error:
+        return None, common.one_line(error)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def rule_scores(function, prompts, texts, seconds):
+    """(reward of each row, what went wrong in each: "" where nothing did). A row that has none gets 0."""
+    scores, faults = [], []
+    for prompt, text in zip(prompts, texts, strict=True):
+        score, fault = guarded(function, seconds, prompt.text, text, prompt.answer)
+        if not fault and not (isinstance(score, int | float) and math.isfinite(score)):
+            fault = f"the reward must be a finite number, is {score!r:.40}"
+        scores.append(float(score) if not fault else 0.0)
+        faults.append(fault)
+    return scores, faults
+
+
+class RewardModel:
+    """Scores whole rows: the one label of a sequence or token classifier, read on the last token.
+
+    That is the value of the state after the last action, so critic_fsdp's worker does the work, packed and sharded.
+    """
+
+    def __init__(self, run, tokenizer):
+        config = critic_fsdp.Config(
+            model=run.reward_model, value_head_init="checkpoint", param_dtype=run.actor.param_dtype,
+            ppo_max_token_len_per_gpu=run.actor.ppo_max_token_len_per_gpu, fsdp_size=run.actor.fsdp_size,
+            trust_remote_code=run.actor.trust_remote_code,
+        )  # fmt: skip
+        self.run, self.policy_tokenizer = run, tokenizer
+        try:
+            self.worker = critic_fsdp.CriticWorker(config)
+            self.worker.init_model()
+        except UserError as error:
+            raise UserError(f"--reward-model {run.reward_model}: {error}") from None
+        self.tokenizer = self.worker.tokenizer or tokenizer
+        self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
+        self.offload, self.onload = self.worker.offload, self.worker.onload
+
+    def ids(self, prompt, text, ids):
+        """The row as this model reads it: the policy's tokens where both have the same, else its own of the text."""
+        if self.same_tokens:
+            return ids
+        if prompt.messages and self.tokenizer.chat_template:
+            messages = [*prompt.messages, {"role": "assistant", "content": text}]
+            whole = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            return self.tokenizer(whole, add_special_tokens=False)["input_ids"]
+        return self.tokenizer(prompt.text + text)["input_ids"]
+
+    def scores(self, prompts, texts, batch):
+        """Rewards of the caller's rows, a list (a collective)."""
+        rows = [self.ids(*row) for row in zip(prompts, texts, (x.tolist() for x in rows_of(batch)), strict=True)]
+        ends = torch.tensor([len(ids) + 1 for ids in rows], dtype=torch.int64).cumsum(0)
+        mask_T = torch.zeros(int(ends[-1]) if rows else 0, dtype=torch.bool)
+        mask_T[ends - 1] = True  # one more token, which nothing reads but its place: the action whose state is the end
+        whole = dataclasses.replace(
+            batch, input_ids=torch.tensor([i for ids in rows for i in [*ids, 0]], dtype=torch.int64),
+            cu_seqlens=common.cumulative(torch.tensor([len(ids) + 1 for ids in rows], dtype=torch.int64)),
+            response_mask=mask_T, **dict.fromkeys(common.Batch.FLOATS),
+        )  # fmt: skip
+        return self.worker.compute_values(whole)[mask_T].tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rollout: an engine makes tokens, a batch comes of them
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class HFRollout:
+    """Generates with transformers' own cache on a whole copy of the policy, each rank for the rows it owns.
+
+    Every row draws its own random numbers from its key alone, so it gives the same sample in any batch and on any
+    number of ranks, up to rounding.
+    """
+
+    def __init__(self, model_config, config, device, stop_ids):
+        self.device, self.stop = device, torch.tensor(sorted(stop_ids), device=device)
+        with device:
+            self.model = AutoModelForCausalLM.from_config(
+                model_config, dtype=critic_fsdp.compute_dtype(config, device), attn_implementation="sdpa",
+                trust_remote_code=config.trust_remote_code,
+            ).eval()  # fmt: skip
+        self.weights = dict(self.model.named_parameters())
+
+    @torch.no_grad()
+    def sync(self, weights):
+        """Takes the actor's weights: (name, whole tensor) pairs."""
+        for name, weight in weights:
+            self.weights[name].copy_(weight)
+
+    def offload(self):
+        self.model.to("cpu")
+
+    def onload(self):
+        self.model.to(self.device)
+
+    def generate(self, prompts, keys, room, temperature, batch_size):
+        """Token ids of prompts, what each row's numbers are drawn from, the most tokens it may get ->
+        for each (token ids, their log-probs at this temperature, whether it ended by itself). temperature 0: greedy.
+        """
+        out, order = [None] * len(prompts), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        parts = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]  # like lengths: less padding
+        for rows in common.progress(parts, "rollout"):
+            pick = lambda column, rows=rows: [column[i] for i in rows]
+            for i, reply in zip(rows, self.replies(*map(pick, (prompts, keys, room)), temperature), strict=True):
+                out[i] = reply
+        return out
+
+    @torch.inference_mode()
+    def replies(self, prompts, keys, room, temperature):
+        """generate() of one batch, left-padded; rows that are done leave it."""
+        uniform = lambda key, n: torch.rand(
+            n, generator=torch.Generator().manual_seed(hash_of(key)), dtype=torch.float64
+        )
+        longest, dev = max(len(p) for p in prompts), self.device
+        u_BR = torch.stack([uniform(key, max(room)) for key in keys]).to(dev)
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=dev)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=dev)
+        positions, room_B = (mask.cumsum(1) - 1).clamp(min=0), torch.tensor(room, device=dev)
+        cache, rows = DynamicCache(config=self.model.config), torch.arange(len(prompts), device=dev)
+        taken, ended = [], torch.zeros(len(prompts), dtype=torch.bool, device=dev)  # taken: (rows, ids, log-probs)
+        for step in range(max(room)):
+            logits_BV = self.model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1].float()  # fmt: skip
+            log_p_BV = (logits_BV / (temperature or 1.0)).log_softmax(-1)
+            if temperature:  # inverse of the distribution function: one number a token, the same on every device
+                cdf_BV = log_p_BV.double().exp().cumsum(-1)
+                chosen = torch.searchsorted(cdf_BV, u_BR[rows, step, None] * cdf_BV[:, -1:], right=True)[:, 0]
+                chosen = chosen.clamp(max=cdf_BV.shape[1] - 1)
+            else:
+                chosen = logits_BV.argmax(-1)
+            taken.append((rows, chosen, log_p_BV.gather(1, chosen[:, None])[:, 0]))
+            stops = torch.isin(chosen, self.stop)
+            ended[rows[stops]] = True
+            keep = (~stops & (step + 1 < room_B[rows])).nonzero()[:, 0]
+            if len(keep) == 0:
+                break
+            if len(keep) < len(rows):
+                cache.batch_select_indices(keep)
+                rows, mask, positions, chosen = rows[keep], mask[keep], positions[keep], chosen[keep]
+            ids, positions = chosen[:, None], positions[:, -1:] + 1
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
+        replies = [([], [], done) for done in ended.tolist()]
+        for columns in taken:
+            for row, token, log_p in zip(*(x.tolist() for x in columns), strict=True):
+                replies[row][0].append(token)
+                replies[row][1].append(log_p)
+        return replies
+
+
+class Reply(NamedTuple):
+    """What followed a prompt: the policy's turns, and an environment's in between."""
+
+    ids: list
+    mask: list  # true on what the policy chose
+    log_probs: list  # of the engine; 0 elsewhere
+    finished: bool  # by the policy or the environment, not by the length limit
+
+
+def roll_out(engine, tokenizer, prompts, keys, run, temperature, observe=None):
+    """(a Reply to each prompt, its text, what went wrong in the environment). Every row depends on its key alone."""
+    ids, mask, log_probs, finished = ([[] for _ in prompts] for _ in range(4))
+    faults, going = [""] * len(prompts), list(range(len(prompts)))
+    for turn in range(run.max_turns if observe else 1):
+        room = [run.max_response_length - len(ids[i]) for i in going]
+        asked = [prompts[i].ids + ids[i] for i in going]
+        out = engine.generate(asked, [f"{keys[i]} {turn}" for i in going], room, temperature, run.rollout_batch_size)
+        still = []
+        for i, (tokens, chances, ended) in zip(going, out, strict=True):
+            ids[i], mask[i], log_probs[i] = ids[i] + tokens, mask[i] + [True] * len(tokens), log_probs[i] + chances
+            finished[i] = ended
+            if not ended or observe is None or turn == run.max_turns - 1:
+                continue
+            text = tokenizer.decode(ids[i], skip_special_tokens=True)
+            said, faults[i] = guarded(observe, run.reward_timeout, prompts[i].text, text, prompts[i].answer)
+            if said is not None and not isinstance(said, str):
+                said, faults[i] = None, f"an environment answers with text or None, not {said!r:.40}"
+            if said is None:
+                continue
+            seen = tokenizer(said, add_special_tokens=False)["input_ids"]
+            finished[i] = len(ids[i]) + len(seen) < run.max_response_length
+            if finished[i]:
+                ids[i], mask[i], log_probs[i] = (
+                    ids[i] + seen,
+                    mask[i] + [False] * len(seen),
+                    log_probs[i] + [0.0] * len(seen),
+                )
+                still.append(i)
+        going = still
+        if not going:
+            break
+    replies = [Reply(*columns) for columns in zip(ids, mask, log_probs, finished, strict=True)]
+    return replies, [tokenizer.decode(reply.ids, skip_special_tokens=True) for reply in replies], faults
+
+
+def to_batch(prompts, replies, row_ids):
+    """(Batch of prompts and replies, (T,) log-probs as the engine has them)."""
+    rows = [prompt.ids + reply.ids for prompt, reply in zip(prompts, replies, strict=True)]
+    before = lambda key, fill: [
+        x for p, r in zip(prompts, replies, strict=True) for x in [fill] * len(p.ids) + getattr(r, key)
+    ]
+    batch = common.Batch(
+        input_ids=torch.tensor([i for row in rows for i in row], dtype=torch.int64),
+        cu_seqlens=common.cumulative(torch.tensor([len(row) for row in rows], dtype=torch.int64)),
+        response_mask=torch.tensor(before("mask", False), dtype=torch.bool),
+        row_id=torch.tensor(row_ids, dtype=torch.int64),
+        truncated=torch.tensor([not reply.finished for reply in replies], dtype=torch.bool),
+    )
+    return batch, torch.tensor(before("log_probs", 0.0), dtype=torch.float32)
+
+
+def rows_of(batch):
+    """Token ids of each row."""
+    return batch.input_ids.split(batch.lengths)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Policy: the actor, which learns, and the reference, which does not
+# ---------------------------------------------------------------------------------------------------------------------
+
+LOGITS_AT_ONCE = 2**25  # 128 MiB in float32
+
+
+def log_probs_and_entropy(logits_of, hidden_AD, targets_A, vocab_size):
+    """-> (A,) log-probs of the targets, (A,) entropies of their distributions, float32.
+
+    logits_of: (C, D) -> (C, V). Never more than a chunk of logits is held: the backward pass computes each again.
+    """
+
+    def piece(hidden_CD, targets_C):
+        log_p_CV = logits_of(hidden_CD).float().log_softmax(-1)
+        return log_p_CV.gather(1, targets_C[:, None])[:, 0], -(log_p_CV.exp() * log_p_CV).sum(-1)
+
+    size = max(1, LOGITS_AT_ONCE // vocab_size)
+    pieces = [
+        checkpoint(piece, hidden_CD, targets_C, use_reentrant=False, preserve_rng_state=False)
+        for hidden_CD, targets_C in zip(hidden_AD.split(size), targets_A.split(size), strict=True)
+    ]
+    return tuple(torch.cat(column) for column in zip(*pieces, strict=True))
+
+
+class Policy(nn.Module):
+    """A causal language model that says how likely the actions of a packed row were."""
+
+    def __init__(self, lm):
+        super().__init__()
+        self.lm = lm
+        self.softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
+
+    def forward(self, input_ids, position_ids, response_mask_T, temperature):
+        """(1, T) ids -> (A,) log-probs and entropies of the actions, each read from the hidden state before it."""
+        hidden_TD = self.lm.get_decoder()(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False
+        ).last_hidden_state[0]
+        action_A, head = response_mask_T.nonzero()[:, 0], self.lm.get_output_embeddings()
+
+        def logits_of(hidden_CD):
+            logits_CV = head(hidden_CD).float()
+            if self.softcap:
+                logits_CV = self.softcap * torch.tanh(logits_CV / self.softcap)
+            return logits_CV / temperature
+
+        return log_probs_and_entropy(logits_of, hidden_TD[action_A - 1], input_ids[0][action_A], head.weight.shape[0])
+
+
+def read_lm(config, model_config, dtype):
+    """The language model on the host with its weights, and words on where they come from. Runs on rank 0 alone."""
+    if config.model in common.TINY or config.from_scratch:
+        torch.manual_seed(config.seed)
+        lm = AutoModelForCausalLM.from_config(
+            model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+        )
+        return lm.to(dtype), f"random weights (seed {config.seed})"
+    folder = config.model
+    if not os.path.isdir(folder):
+        folder = snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.py"])
+    try:
+        lm, info = AutoModelForCausalLM.from_pretrained(
+            folder, config=model_config, dtype=dtype, trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )  # fmt: skip
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise UserError(f"--model {config.model}: its weights do not load ({common.one_line(error)})") from None
+    absent = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
+    if absent:
+        raise UserError(f"--model {config.model}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}")
+    return lm, f"{type(lm).__name__} from {config.model}"
+
+
+def build_policy(config, model_config, device, trains):
+    """The Policy, sharded by FSDP2, and words on it. Every rank builds on meta; rank 0 alone reads the weights and
+    sends each rank its shards. What trains has float32 weights, a reference those of the compute dtype."""
+    compute = critic_fsdp.compute_dtype(config, device)
+    dtype = torch.float32 if trains else compute
+    try:
+        with torch.device("meta"):
+            model = Policy(
+                AutoModelForCausalLM.from_config(
+                    model_config, dtype=dtype, attn_implementation="packed", trust_remote_code=config.trust_remote_code
+                )
+            )
+    except Exception as error:
+        raise UserError(f"--model {config.model}: cannot be built ({common.one_line(error)})") from None
+    if not model.lm._can_set_attn_implementation():
+        raise UserError(f"--model {config.model}: brings its own attention, which knows nothing of packed rows")
+    model.requires_grad_(trains)
+    if config.gradient_checkpointing and trains:
+        model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    flops, count = common.flops_model(model, model_config), sum(p.numel() for p in model.parameters())
+    if config.fsdp_size in (-1, WORLD_SIZE):
+        mesh = init_device_mesh(device.type, (WORLD_SIZE,))
+    else:
+        sizes = (WORLD_SIZE // config.fsdp_size, config.fsdp_size)
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
+    options = {"mesh": mesh, "reshard_after_forward": config.reshard_after_forward}
+    options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for block in critic_fsdp.transformer_blocks(model.lm):
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    model.to_empty(device=device)
+    model.lm.tie_weights()  # to_empty made two of what is one
+    source, story = read_lm(config, model_config, dtype) if RANK == 0 else (None, "")
+    full = {f"lm.{name}": x for name, x in source.state_dict().items()} if RANK == 0 else {}
+    set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    buffers = dict(source.named_buffers()) if RANK == 0 else {}
+    for name, buffer in sorted(model.lm.named_buffers()):  # rotary tables are in no state dict
+        if RANK == 0:
+            buffer.copy_(buffers[name])
+        dist.broadcast(buffer, src=0)
+    return model, flops, f"{config.model} ({model_config.model_type}), {count:,} parameters: {story}"
+
+
+class PolicyWorker:
+    """A policy spread over all ranks. Methods under DP_COMPUTE_PROTO take the rows a rank owns and work on the global
+    batch, like the critic's; a reference has no optimizer."""
+
+    def __init__(self, config, model_config, device, temperature, trains=True):
+        self.config, self.model_config, self.device, self.temperature = config, model_config, device, temperature
+        self.model, self.flops, self.story = build_policy(config, model_config, device, trains)
+        self.optimizer = None
+        if trains:
+            self.optimizer = torch.optim.AdamW(
+                self.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+            )
+        self.optimizer_steps = 0  # taken, skipped ones not counted
+        self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
+
+    def my_micro_batches(self, batch):
+        """This rank's rows of a global batch as lists of row indices, one list a micro-batch; as many on every rank."""
+        lengths = batch.lengths
+        shares = common.balance([self.flops.forward_flops(n) for n in lengths], WORLD_SIZE)
+        parts = common.micro_batches([[lengths[i] for i in s] for s in shares], self.config.ppo_max_token_len_per_gpu)
+        return [[shares[RANK][j] for j in part] for part in parts[RANK]]
+
+    def forward_micro_batch(self, batch, rows):
+        """-> (the rows on the device, (T,) log-probs and (T,) entropies of their actions, zero elsewhere)."""
+        micro = batch.select(rows) if rows else common.masked_token()
+        lengths, micro = micro.lengths, micro.to(self.device)
+        position_ids = torch.cat([torch.arange(n) for n in lengths]).to(self.device, non_blocking=True)
+        common.set_pack(lengths, self.device, kernel=self.config.attn_implementation)
+        columns_A = self.model(micro.input_ids[None], position_ids[None], micro.response_mask, self.temperature)
+        to_tokens = lambda x_A: torch.zeros(len(position_ids), device=self.device).masked_scatter(
+            micro.response_mask, x_A
+        )
+        return micro, *map(to_tokens, columns_A)
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    @torch.no_grad()
+    def compute_log_probs(self, batch):
+        """Log-probs of the actions of the caller's rows at --temperature: (T,) float32, zero elsewhere."""
+        self.model.eval()
+        log_probs_T = torch.zeros(len(batch.input_ids), device=self.device)
+        for rows in common.progress(self.my_micro_batches(batch), "log-probs"):
+            _, micro_T, _ = self.forward_micro_batch(batch, rows)
+            if rows:
+                log_probs_T[batch.token_index(rows).to(self.device)] = micro_T
+        self.free_gathered()
+        dist.all_reduce(log_probs_T)  # each token was computed by one rank; the rest added zeros
+        return log_probs_T.cpu()
+
+    def free_gathered(self):
+        """Frees the gathered weights that FSDP keeps after a forward, for a backward that may not come."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @register(Dispatch.DP_COMPUTE_PROTO, needs=("old_log_probs", "ref_log_probs", "advantages"))
+    def update_policy(self, batch):
+        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
+        config = self.config
+        totals, norms, lr, mini_batches = torch.zeros(7, dtype=torch.float64, device=self.device), [], math.nan, 0
+        for epoch in range(config.ppo_epochs):
+            order = range(len(batch))
+            if config.shuffle:
+                order = common.permutation(len(batch), config.seed, self.updates, epoch)
+            for mini in batch.select(order).split(config.ppo_mini_batch_size):
+                mini_batches += 1
+                lr = self.learning_rate()
+                norm, sums = self.step(mini, self.ppo_loss)
+                if math.isfinite(norm):
+                    norms.append(norm)
+                    totals += sums
+        self.updates += 1
+        dist.all_reduce(totals)
+        loss, clipped, dual, kl, ref_kl, entropy, actions = totals.tolist()
+        mean = lambda x, n: x / n if n else math.nan
+        return {
+            "actor/pg_loss": mean(loss, len(norms)),
+            "actor/pg_clipfrac": mean(clipped, actions),
+            "actor/pg_clipfrac_lower": mean(dual, actions),
+            "actor/ppo_kl": mean(kl, actions),
+            "actor/kl_loss": mean(ref_kl, actions),
+            "actor/entropy": mean(entropy, actions),
+            "actor/grad_norm": mean(sum(norms), len(norms)),
+            "actor/lr": lr,
+            "actor/skipped_steps": mini_batches - len(norms),
+        }
+
+    def ppo_loss(self, micro, log_probs_T, entropy_T, weights_T):
+        """-> (what is minimised, 0-dim; sums over the actions, see update_policy)."""
+        c, mask_T = self.config, micro.response_mask
+        loss, clipped, dual = common.policy_loss(
+            log_probs_T, micro.old_log_probs, micro.advantages, mask_T, weights_T, c.clip_ratio_low, c.clip_ratio_high,
+            c.clip_ratio_c,
+        )  # fmt: skip
+        ref_kl_T = common.kl_penalty(log_probs_T, micro.ref_log_probs, c.kl_loss_type)
+        whole = loss + c.kl_loss_coef * (weights_T * ref_kl_T).sum() - c.entropy_coeff * (weights_T * entropy_T).sum()
+        kl = (micro.old_log_probs - log_probs_T).sum()
+        return whole, torch.stack([loss, clipped, dual, kl, ref_kl_T.sum(), entropy_T.sum(), mask_T.sum()])
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def imitate(self, batch):
+        """One step of supervised learning of the actions of the rows of all ranks -> metrics, equal on all ranks."""
+        norm, sums = self.step(batch, self.imitation_loss)
+        dist.all_reduce(sums)
+        return {"supervised/loss": sums[0].item(), "supervised/grad_norm": norm}
+
+    def imitation_loss(self, micro, log_probs_T, entropy_T, weights_T):
+        """Cross-entropy -> (what is minimised, 0-dim; the same for the sums)."""
+        loss = -(weights_T * log_probs_T).sum()
+        return loss, torch.stack([loss])
+
+    def step(self, mini, loss_of):
+        """One optimizer step on a global mini-batch -> (gradient norm before clipping, this rank's part of the sums).
+
+        A norm that is not finite skips the step, on all ranks; so does a mini-batch without an action.
+        """
+        config, total = self.config, 0.0
+        counts = common.loss_counts(mini.response_mask, mini.cu_seqlens)
+        if counts.tokens == 0:
+            return math.nan, torch.zeros((), dtype=torch.float64, device=self.device)
+        self.model.train()
+        for rows in self.my_micro_batches(mini):
+            micro, log_probs_T, entropy_T = self.forward_micro_batch(mini, rows)
+            weights_T = common.loss_weights(
+                micro.response_mask, micro.cu_seqlens, config.loss_agg_mode, counts, config.response_length_limit
+            )
+            loss, sums = loss_of(micro, log_probs_T, entropy_T, weights_T)
+            (loss * WORLD_SIZE).backward()  # the loss is a sum over all ranks, but FSDP averages gradients over them
+            total = total + sums.detach().double()
+        norm = float(critic_fsdp.full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)))
+        if math.isfinite(norm):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate()
+            self.optimizer.step()
+            self.optimizer_steps += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm, total
+
+    def learning_rate(self):
+        """The rate of the next step: linear warm-up, then constant."""
+        return self.config.lr * min(1.0, (self.optimizer_steps + 1) / max(self.config.lr_warmup_steps, 1))
+
+    def weights(self, dtype=None):
+        """(name, whole tensor) of each weight of the language model, one at a time, on every rank (a collective)."""
+        for name, p in self.model.lm.named_parameters():
+            yield name, critic_fsdp.full_tensor(p.detach().to(dtype or p.dtype))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def offload(self):
+        """Gives the device memory of weights and optimizer state to somebody else."""
+        self.move(torch.device("cpu"))
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def onload(self):
+        """Takes it back."""
+        self.move(self.device)
+
+    def move(self, device):
+        self.free_gathered()
+        self.model.to(device)
+        for state in self.optimizer.state.values() if self.optimizer else ():
+            for name, value in state.items():
+                if name != "step":  # a host scalar always
+                    state[name] = value.to(device)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder):
+        """Writes model, optimizer and counters; the folder appears complete or not at all."""
+        tensors, _, _ = critic_fsdp.checkpoint_tensors(self.model, self.optimizer)
+        with common.complete_or_absent(folder) as tmp:
+            dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True))
+            if RANK == 0:
+                state = {"updates": self.updates, "optimizer_steps": self.optimizer_steps, "backend": "actor"}
+                state |= {"config": dataclasses.asdict(self.config)}
+                state |= {"model_config": common.architecture(self.model_config)}
+                with open(os.path.join(tmp, "trainer.json"), "w") as file:
+                    json.dump(state, file, indent=1)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder):
+        """Restores what save_checkpoint wrote, on any world size. UserError: damaged or foreign."""
+        saved = common.read_trainer_state(folder)
+        common.check_same_model(folder, saved, self.config, self.model_config, "actor")
+        tensors, model_state, optimizer_state = critic_fsdp.checkpoint_tensors(self.model, self.optimizer)
+        try:
+            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
+        except CheckpointException as error:
+            cause, _ = next(iter(error.failures.values()))  # of the first rank that has one
+            raise UserError(f"--resume {folder}: does not fit this actor ({common.one_line(cause)})") from None
+        set_state_dict(self.model, self.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        self.updates, self.optimizer_steps = saved["updates"], saved["optimizer_steps"]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def export_hf(self, folder, tokenizer):
+        """Writes the language model as a Hugging Face folder that AutoModelForCausalLM loads."""
+        state = {}
+        for name, weight in self.weights():  # every rank takes part, rank 0 keeps them, on the host
+            if RANK == 0:
+                state[name] = weight.cpu()
+        with common.complete_or_absent(folder) as tmp:
+            if RANK == 0:
+                with torch.device("meta"):
+                    skeleton = AutoModelForCausalLM.from_config(
+                        self.model_config, dtype=torch.float32, trust_remote_code=self.config.trust_remote_code
+                    )
+                skeleton.save_pretrained(tmp, state_dict=state)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(tmp)
+
+
+def stop_tokens(config, tokenizer):
+    """Ids that end a turn: the tokenizer's end of sequence, and those of the model's generation_config.json."""
+    ids = {tokenizer.eos_token_id} if tokenizer is not None else set()
+    with contextlib.suppress(OSError, ValueError):  # has none
+        more = GenerationConfig.from_pretrained(config.model).eos_token_id
+        ids |= set(more if isinstance(more, list) else [more])
+    return ids - {None}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def settle(run):
+    """(run with what follows from the task and the actor, its tokenizer, its transformers config)."""
+    addition, actor, critic = run.prompts is None, run.actor, run.critic
+    with flags_of("actor"):
+        tokenizer = common.load_tokenizer(actor)
+        model_config = common.load_model_config(actor, tokenizer)
+    if tokenizer is None:
+        raise UserError(f"--actor.tokenizer: {actor.model} has none, and prompts are text; give one")
+    if critic.model == "actor":
+        same = {key: getattr(actor, key) for key in ("model", "tokenizer", "override_config", "trust_remote_code")}
+        critic = dataclasses.replace(critic, **same, from_scratch=actor.from_scratch or critic.from_scratch)
+    minis = math.ceil(run.train_batch_size * run.n / critic.ppo_mini_batch_size)
+    critic = dataclasses.replace(
+        critic,
+        lr=critic.lr if critic.lr is not None or not addition else 1e-3,
+        total_training_steps=critic.total_training_steps or run.steps * critic.ppo_epochs * minis,
+    )
+    lr = actor.lr if actor.lr is not None else (1e-3 if addition else 1e-6)
+    length = run.max_response_length or (8 if addition else 256)
+    run = dataclasses.replace(
+        run, actor=dataclasses.replace(actor, lr=lr), critic=critic, max_response_length=length,
+        reward=run.reward or ("addition" if addition and not run.reward_model else None),
+    )  # fmt: skip
+    return run, tokenizer, model_config
+
+
+def check_critic(run, model_config, longest):
+    """UserError if the critic's flags, its model or its budget do not go with the actor and rows of so many tokens."""
+    script = critic_module(run.backend)
+    with flags_of("critic"):
+        script.validate(run.critic)
+        tokenizer = common.load_tokenizer(run.critic)
+        critic_config = common.load_model_config(run.critic, tokenizer)
+        script.validate_for_model(run.critic, critic_config)
+        ours, theirs = (c.get_text_config().vocab_size for c in (model_config, critic_config))
+        if theirs < ours:
+            raise UserError(f"--model {run.critic.model}: knows {theirs} tokens, the actor's vocabulary has {ours}")
+        row = common.masked_token()
+        row.input_ids, row.cu_seqlens = torch.zeros(longest), torch.tensor([0, longest], dtype=torch.int32)
+        for training in (False, True):
+            try:
+                script.check_budget(run.critic, row, training)
+            except UserError as error:
+                raise UserError(str(error).replace("row -1", "the longest prompt with its response")) from None
+
+
+def check_lengths(run, model_config, longest):
+    """UserError if prompt and response together are more than the actor can take."""
+    most = getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2**31
+    what = f"the longest prompt and --max-response-length {run.max_response_length} make {longest} tokens"
+    if longest > most:
+        raise UserError(f"--max-response-length: {what}, {run.actor.model} takes {most}")
+    if longest > run.actor.ppo_max_token_len_per_gpu:
+        raise UserError(f"--actor.ppo-max-token-len-per-gpu {run.actor.ppo_max_token_len_per_gpu}: {what}; give more")
+
+
+def learn_to_add(run, model_config, tokenizer, prompts, device):
+    """A folder with an actor that has seen right answers for a while: it is right some of the time, then PPO begins."""
+    worker = PolicyWorker(run.actor, model_config, device, run.temperature)
+    size = run.actor.ppo_mini_batch_size
+    answers = [tokenizer(p.answer)["input_ids"] + [tokenizer.eos_token_id] for p in prompts]
+    replies = [Reply(ids, [True] * len(ids), [0.0] * len(ids), True) for ids in answers]
+    for step in common.progress(range(run.supervised_steps), "supervised"):
+        rows = indices_of_step(step, size, len(prompts), run.seed, "supervised")
+        mine = list(range(RANK, size, WORLD_SIZE))
+        batch, _ = to_batch([prompts[rows[i]] for i in mine], [replies[rows[i]] for i in mine], mine)
+        metrics = worker.imitate(batch)
+    folder = os.path.abspath(os.path.join(run.out_dir, "supervised"))
+    worker.export_hf(folder, tokenizer)
+    print0(
+        f"supervised {run.supervised_steps} steps x {size} rows = {run.supervised_steps * size:,} right answers, "
+        f"loss {metrics['supervised/loss']:.3f}: {folder}"
+    )
+    return folder
+
+
+def start_from(run, folder):
+    """run whose actor, and whose critic if it is as the actor, start from this folder."""
+    fresh = {"model": folder, "override_config": "{}", "from_scratch": False}
+    same = run.critic.model == run.actor.model
+    critic = dataclasses.replace(run.critic, **fresh) if same else run.critic
+    return dataclasses.replace(run, actor=dataclasses.replace(run.actor, **fresh), critic=critic)
+
+
+def indices_of_step(step, size, n, *key):
+    """Which of n things are in a step of `size`: passes in their own random orders follow each other without a gap. A
+    function of the step alone: a resumed run needs to know nothing else."""
+    places = (divmod(i, n) for i in range(step * size, (step + 1) * size))
+    return [common.permutation(n, *key, a_pass)[place] for a_pass, place in places]
+
+
+class Phases:
+    """`with phases("actor", actor):` times a phase, and with --offload has its workers, and no other, on the device."""
+
+    def __init__(self, offload, device):
+        self.offload, self.device, self.metrics = offload, device, {}
+
+    @contextlib.contextmanager
+    def __call__(self, name, *workers):
+        start, workers = time.perf_counter(), [w for w in workers if w is not None]
+        self.switch(name, "onload", workers)
+        yield
+        self.switch(name, "offload", reversed(workers))
+        self.add(f"time/{name}", time.perf_counter() - start)
+
+    def switch(self, name, way, workers):
+        """Moves workers, and notes the seconds and the bytes of device memory that it took or gave."""
+        if not self.offload:
+            return
+        start, held = time.perf_counter(), self.held()
+        for worker in workers:
+            getattr(worker, way)()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        self.add(f"time/{name}_{way}", time.perf_counter() - start)
+        self.add(f"memory/{name}_{way}_gib", abs(self.held() - held) / 2**30)
+
+    def held(self):
+        return torch.accelerator.memory_allocated() if self.device.type != "cpu" else 0  # nothing moves there
+
+    def add(self, name, x):
+        self.metrics[name] = self.metrics.get(name, 0.0) + x
+
+    def take(self):
+        """The metrics of the step so far, which a new step begins without."""
+        taken, self.metrics = self.metrics, {}
+        return taken
+
+
+def score(run, reward, prompts, texts, batch):
+    """(rewards of the caller's rows, what went wrong with each), by rule or by model (a collective)."""
+    if isinstance(reward, RewardModel):
+        return reward.scores(prompts, texts, batch), [""] * len(prompts)
+    return rule_scores(reward, prompts, texts, run.reward_timeout)
+
+
+def add_advantages(batch, scores, kl_coef, run):
+    """Fills token_level_rewards, advantages and returns of the caller's rows (a collective).
+
+    The score of a row is earned by its last action; each action pays kl_coef for its KL to the reference.
+    """
+    mask_T, last_B = batch.response_mask, common.last_actions(batch.response_mask, batch.cu_seqlens)
+    kl_T = common.kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
+    rewards_T = torch.zeros(len(mask_T)).index_add(0, last_B, torch.tensor(scores, dtype=torch.float32))
+    batch.token_level_rewards = rewards_T - kl_coef * torch.where(mask_T, kl_T, 0.0)
+    lam_policy, bootstrap_B = run.lam_policy, None
+    if run.length_adaptive_alpha is not None:
+        lam_policy = common.length_adaptive_lam(mask_T, batch.cu_seqlens, run.length_adaptive_alpha)
+    if run.bootstrap_truncated:
+        bootstrap_B = torch.where(batch.truncated, batch.values[last_B], 0.0)
+    batch.advantages, batch.returns = common.gae(
+        batch.token_level_rewards, batch.values, mask_T, batch.cu_seqlens, run.gamma, run.lam, lam_policy, bootstrap_B
+    )
+    if run.whiten_advantages:
+        batch.advantages = common.masked_whiten(batch.advantages, mask_T, over_ranks=True)
+
+
+def rollout_metrics(batch, scores, faults, engine_log_probs_T, run):
+    """What a step's rows are like, over all ranks (a collective)."""
+    mask_T, actions = batch.response_mask, float(batch.response_mask.sum())
+    late = sum(fault.startswith("timeout") for fault in faults)
+    kl_T = common.kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)[mask_T]
+    off_T = (batch.old_log_probs - engine_log_probs_T).abs()[mask_T]
+    lengths = float(len(batch.input_ids))
+    sums = torch.tensor(
+        [
+            len(batch), actions, lengths, sum(scores), sum(s * s for s in scores), float(batch.truncated.sum()),
+            sum(map(bool, faults)) - late, late, kl_T.double().sum(), off_T.double().sum(),
+        ], dtype=torch.float64,
+    )  # fmt: skip
+    dist.all_reduce(sums)
+    rows, actions, tokens, total, squares, truncated, errors, late, kl, off = sums.tolist()
+    return {
+        "reward/mean": total / rows,
+        "reward/std": math.sqrt(max(squares / rows - (total / rows) ** 2, 0.0)),
+        "reward/errors": errors,
+        "reward/timeouts": late,
+        "rollout/actions": actions / rows,
+        "rollout/tokens": tokens,
+        "rollout/truncated": truncated / rows,
+        "rollout/log_prob_diff": off / actions,
+        "kl/reference": kl / actions,
+    }
+
+
+def check_engine(run, metrics, half):
+    """UserError if the engine and the actor, which have the same weights, do not make the same of the first rows: two
+    ways through a model, one of them with a cache and padding, the other packed."""
+    diff = metrics["rollout/log_prob_diff"]
+    if not diff < (0.5 if half else 1e-3):
+        raise UserError(
+            f"--actor.model {run.actor.model}: log-probs of the rollout are off the actor's by {diff:.1e} a token; the "
+            "model does something to its logits that Policy.forward does not know, or rows see each other in a pack"
+        )
+
+
+def evaluate(engine, tokenizer, prompts, run, reward, observe):
+    """Rewards of held-out prompts -> (metrics equal on all ranks, this rank's transcripts)."""
+    rows = range(RANK, len(prompts) * max(run.eval_samples, 1), WORLD_SIZE)
+    mine, temperature = [prompts[row // max(run.eval_samples, 1)] for row in rows], run.temperature
+    replies, texts, faults = roll_out(
+        engine, tokenizer, mine, [f"evaluation {run.seed} {row}" for row in rows], run,
+        temperature if run.eval_samples else 0.0, observe,
+    )  # fmt: skip
+    scores, more = score(run, reward, mine, texts, to_batch(mine, replies, list(rows))[0])
+    faults = sum(bool(a or b) for a, b in zip(faults, more, strict=True))
+    sums = torch.tensor(
+        [len(rows), sum(scores), sum(s >= 1 for s in scores), sum(len(r.ids) for r in replies), faults]
+    ).double()
+    dist.all_reduce(sums)
+    n, total, right, tokens, faults = sums.tolist()
+    samples = [
+        {"prompt": p.text, "response": text, "answer": p.answer, "reward": s}
+        for p, text, s in zip(mine, texts, scores, strict=True)
+    ]
+    return {
+        "eval/reward": total / n, "eval/accuracy": right / n, "eval/length": tokens / n, "eval/errors": faults,
+    }, samples[:8]  # fmt: skip
+
+
+def keep_samples(samples, step, out_dir):
+    """Appends transcripts to samples.jsonl and shows two of them."""
+    if RANK != 0:
+        return
+    with open(os.path.join(out_dir, "samples.jsonl"), "a") as file:
+        file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in samples)
+    for s in samples[:2]:
+        print0(f"  {s['prompt'][-60:]!r} -> {s['response'][-60:]!r}  reward {s['reward']:g}")
+
+
+def ppo_line(step, steps, m):
+    """One aligned line that tells how a step went, in units a person reads."""
+    n, eta = common.number, datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
+    odd = [f"{m[key]:.0f} {words}" for key, words in (
+        ("reward/errors", "reward errors"), ("reward/timeouts", "timeouts"), ("actor/skipped_steps", "skipped")
+    ) if m.get(key)]  # fmt: skip
+    return (
+        f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}  length {m['rollout/actions']:.1f}"
+        f"  kl {n(m['kl/reference'], '.3f')}  entropy {n(m.get('actor/entropy'), '.3f')}"
+        f"  clipped {n(m.get('actor/pg_clipfrac'), '.3f')}  |g| {n(m.get('actor/grad_norm'), '.2g'):>5}"
+        f"  value loss {n(m['critic/vf_loss'], '.4f')}  explained var {n(m['critic/explained_var'], '.2f'):>5}"
+        f"  {m['perf/tokens_per_second']:>6,.0f} tok/s  eta {eta}" + "".join(f"  {words}" for words in odd)
+    )
+
+
+def plot_learning(out_dir):
+    """curves.png from metrics.jsonl: reward and held-out accuracy, entropy and KL, how well values explain returns."""
+    if RANK != 0:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = common.read_metrics(os.path.join(out_dir, "metrics.jsonl"))
+    figure, panels = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    for panel, title, lines in zip(
+        panels,
+        ("reward", "how far the policy has moved", "explained variance of the critic"),
+        (
+            (("reward/mean", "rows of the step", "-"), ("eval/accuracy", "held-out accuracy", "o-")),
+            (("actor/entropy", "entropy", "-"), ("kl/reference", "KL to the reference", "-")),
+            (("critic/explained_var", "rows of the step", "-"),),
+        ),
+        strict=True,
+    ):
+        for name, label, style in lines:
+            points = {row["step"]: row[name] for row in rows if row.get(name) is not None}
+            panel.plot(points.keys(), points.values(), style, label=label)
+        panel.set(title=title, xlabel="step")
+        panel.grid(alpha=0.3)
+        panel.legend()
+    panels[2].set_ylim(bottom=max(panels[2].get_ylim()[0], -0.5))
+    figure.savefig(os.path.join(out_dir, "curves.png"), dpi=120)
+
+
+def read_loop_state(folder):
+    """What save() wrote of the loop itself. UserError: damaged, or not a checkpoint of this script."""
+    common.check_complete(folder, "--resume")
+    try:
+        with open(os.path.join(folder, "loop.json")) as file:
+            state = json.load(file)
+        return {key: state[key] for key in ("step", "kl_coef", "start", "run")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--resume {folder}: not a checkpoint of ppo_loop.py ({common.one_line(error)})") from None
+
+
+def save(run, step, kl_coef, actor, critic):
+    """A checkpoint of everything, complete or absent. Prompts and samples follow from the step, and need no state."""
+    with common.complete_or_absent(os.path.join(run.out_dir, "checkpoints", f"step_{step}")) as tmp:
+        actor.save_checkpoint(os.path.join(tmp, "actor"))
+        critic.save_checkpoint(os.path.join(tmp, "critic"))
+        if RANK == 0:
+            state = {"step": step, "kl_coef": kl_coef, "start": run.actor.model, "run": dataclasses.asdict(run)}
+            with open(os.path.join(tmp, "loop.json"), "w") as file:
+                json.dump(state, file, indent=1)
+
+
+def main(run):
+    validate(run)
+    run, tokenizer, model_config = settle(run)
+    if run.prompts is None:
+        prompts = addition_prompts(8100, run.seed, tokenizer)
+        held_out = addition_prompts(512, run.seed, tokenizer, held_out=True)
+    else:
+        prompts = load_prompts(run.prompts, "--prompts", run, tokenizer)
+        held_out = load_prompts(run.eval_prompts, "--eval-prompts", run, tokenizer) if run.eval_prompts else []
+    longest = max(len(p.ids) for p in prompts + held_out) + run.max_response_length
+    check_lengths(run, model_config, longest)
+    check_critic(run, model_config, longest)
+    reward = load_function(run.reward, "--reward") if run.reward else None
+    observe = load_function(run.environment, "--environment") if run.environment else None
+    state = read_loop_state(run.resume) if run.resume else {"step": 0, "kl_coef": run.kl_coef}
+    first_step, kl_coef = state["step"], state["kl_coef"]
+    if run.resume and first_step >= run.steps:
+        raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
+
+    device = common.setup_distributed(run.critic.timeout_minutes)
+    if run.resume and state["start"] != run.actor.model:
+        run = start_from(run, state["start"])
+    elif run.prompts is None and run.supervised_steps:
+        run = start_from(run, learn_to_add(run, model_config, tokenizer, prompts, device))
+
+    phases = Phases(run.offload, device)
+    actor = PolicyWorker(run.actor, model_config, device, run.temperature)
+    print0(f"actor      {actor.story}")
+    reference = None
+    if run.kl_coef or run.actor.kl_loss_coef:
+        reference = PolicyWorker(run.actor, model_config, device, run.temperature, trains=False)
+        print0(f"reference  {reference.story}")
+    with flags_of("critic"):
+        critic = critic_module(run.backend).CriticWorker(run.critic)
+        critic.init_model()
+    if run.reward_model:
+        reward = RewardModel(run, tokenizer)
+    reward_model = reward if run.reward_model else None
+    engine = HFRollout(model_config, run.actor, device, stop_tokens(run.actor, tokenizer))
+    if run.resume:
+        actor.load_checkpoint(os.path.join(run.resume, "actor"))
+        critic.load_checkpoint(os.path.join(run.resume, "critic"))
+    if run.offload:
+        for worker in filter(None, (actor, reference, critic, reward_model, engine)):
+            worker.offload()
+    with phases("sync", actor, engine):
+        engine.sync(actor.weights(engine.model.dtype))
+    rows = run.train_batch_size * run.n
+    print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; at most {longest} tokens with the response")
+    print0(f"rollout    {run.train_batch_size} prompts x {run.n} responses = {rows} rows a step")
+    for name, c in (("actor", run.actor), ("critic", run.critic)):
+        minis = math.ceil(rows / c.ppo_mini_batch_size)
+        print0(
+            f"{name:11s}{c.ppo_epochs} epochs x {minis} mini-batches = {c.ppo_epochs * minis} optimizer steps a step"
+        )
+
+    logger = common.Logger(run.out_dir, dataclasses.asdict(run), first_step, run.wandb_project)
+    start = time.perf_counter()
+    for step in range(first_step, run.steps + 1):
+        last = step == run.steps
+        if held_out and (step == first_step or last or (run.eval_every and step % run.eval_every == 0)):
+            with phases("evaluation", engine, reward_model):
+                metrics, samples = evaluate(engine, tokenizer, held_out, run, reward, observe)
+            logger.log(step, metrics)
+            print0(f"held out   accuracy {metrics['eval/accuracy']:.3f}   reward {metrics['eval/reward']:.3f}")
+            keep_samples(samples, step, run.out_dir)
+        if step > first_step and (last or (run.save_every and step % run.save_every == 0)):
+            with phases("checkpoint", actor, critic):
+                save(run, step, kl_coef, actor, critic)
+        if last:
+            break
+
+        picked = indices_of_step(step, run.train_batch_size, len(prompts), run.seed, "prompts")
+        row_ids = list(range(RANK, rows, WORLD_SIZE))  # the rows that this rank owns; n neighbours share a prompt
+        asked = [prompts[picked[row // run.n]] for row in row_ids]
+        keys = [f"{run.seed} {step} {row}" for row in row_ids]
+        with phases("rollout", engine):
+            replies, texts, faults = roll_out(engine, tokenizer, asked, keys, run, run.temperature, observe)
+            batch, engine_log_probs_T = to_batch(asked, replies, row_ids)
+        with phases("reward", reward_model):
+            scores, more = score(run, reward, asked, texts, batch)
+        with phases("log_probs", actor):
+            batch.old_log_probs = batch.ref_log_probs = actor.compute_log_probs(batch)
+        if reference is not None:
+            with phases("reference", reference):
+                batch.ref_log_probs = reference.compute_log_probs(batch)
+        faults = [a or b for a, b in zip(faults, more, strict=True)]
+        metrics = rollout_metrics(batch, scores, faults, engine_log_probs_T, run)
+        if step == first_step:
+            check_engine(run, metrics, critic_fsdp.compute_dtype(run.actor, device) != torch.float32)
+        with phases("critic", critic):
+            batch.values = critic.compute_values(batch)
+            add_advantages(batch, scores, kl_coef, run)
+            metrics |= critic.update_critic(batch)
+        with phases("actor", actor):
+            if step >= run.critic_warmup:
+                metrics |= actor.update_policy(batch)
+        with phases("sync", actor, engine):
+            engine.sync(actor.weights(engine.model.dtype))
+        metrics["kl/coef"] = kl_coef
+        kl_coef = common.next_kl_coef(kl_coef, metrics["kl/reference"], rows, run.target_kl, run.kl_horizon)
+
+        if not math.isfinite(metrics.get("critic/values_mean", 0.0)):
+            raise UserError(f"step {step}: values are not finite, the training has diverged; lower --critic.lr")
+        if run.dump_rollouts:
+            dump(batch, step, run.out_dir)
+        for fault in filter(None, faults[:1]):
+            print0(f"reward     {sum(map(bool, faults))} rows failed and got 0, the first: {fault}")
+        metrics |= phases.take()
+        metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
+        metrics["perf/tokens_per_second"] = metrics["rollout/tokens"] / metrics["perf/time_step"]
+        logger.log(step + 1, metrics)
+        print0(ppo_line(step + 1, run.steps, metrics))
+    with phases("export", actor, critic):
+        actor.export_hf(os.path.join(run.out_dir, "hf"), tokenizer)
+        critic.export_hf(os.path.join(run.out_dir, "critic_hf"))
+    logger.close()
+    plot_learning(run.out_dir)
+    print0(
+        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, critic_hf, curves.png, metrics.jsonl, "
+        "samples.jsonl, tensorboard"
+    )
+
+
+def dump(batch, step, out_dir):
+    """The rows of all ranks as out_dir/rollouts/step_N.jsonl (a collective)."""
+    whole = common.gather(batch)
+    if RANK == 0:
+        os.makedirs(os.path.join(out_dir, "rollouts"), exist_ok=True)
+        common.write_jsonl(whole, os.path.join(out_dir, "rollouts", f"step_{step + 1}.jsonl"))
+
+
+if __name__ == "__main__":
+    common.run(lambda: main(parse(sys.argv[1:])))
