@@ -10,7 +10,7 @@
 
 Rollout, reward, reference, values, advantages, critic, actor, sync: main() at the end is the algorithm, the rest is
 what it calls. Actor and reference are Hugging Face models on FSDP2; the critic is the CriticWorker of critic_fsdp.py
-or critic_megatron.py, with its own model, layout and batches. Copy this file, common.py and both critics, and change them.
+or critic_megatron.py, with its own model, layout and batches. Copy this file with those and common.py, and change them.
 
 Shapes are in the names: T tokens, sequences end to end; A actions (tokens the policy chose); B sequences; V vocabulary;
 D hidden features.
