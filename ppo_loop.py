@@ -17,6 +17,7 @@ D hidden features.
 """
 
 import contextlib
+import copy
 import dataclasses
 import datetime
 import importlib
@@ -121,7 +122,7 @@ class Run(Generic[CriticConfig]):
     chat: bool = False  # a prompt of text is what a user says: it goes through the tokenizer's chat template
     max_prompt_length: int = 1024  # longer prompts, in tokens, are left out and counted
     skip_bad_rows: bool = False  # leave bad rows out, count and report them, instead of stopping at the first
-    supervised_steps: int = 150  # addition only: steps of learning from right answers before PPO begins
+    supervised_steps: int = 250  # addition only: steps of learning to add like the toy policy before PPO begins
 
     # reward
     reward: str | None = None  # addition, gsm8k or FILE.py:FUNCTION, called as f(prompt, response, answer) -> number
@@ -260,12 +261,10 @@ class Prompt(NamedTuple):
 
 
 def addition_prompts(n, seed, tokenizer, held_out=False):
-    """n additions of two numbers of two digits. A fifth of all pairs, without a pattern, is held out."""
-    pairs = [
-        (a, b) for a in range(10, 100) for b in range(10, 100) if (hash_of(f"{a}+{b}") % 5 == 0) == held_out
-    ]  # fmt: skip
-    pairs = random.Random(f"addition {seed}").sample(pairs, min(n, len(pairs)))
-    return [Prompt(tokenizer(f"{a}+{b}=")["input_ids"], f"{a}+{b}=", str(a + b)) for a, b in pairs]
+    """n additions of two numbers of two digits; the prompts of the toy, and held out are the same."""
+    texts = dict.fromkeys(json.loads(row)["prompt"] for row in common.toy_rows(n, seed, held_out))
+    answer = lambda text: str(sum(map(int, text.rstrip("=").split("+"))))
+    return [Prompt(tokenizer(text)["input_ids"], text, answer(text)) for text in texts]
 
 
 def hash_of(key):
@@ -483,7 +482,8 @@ class HFRollout:
         self.device, self.stop = device, torch.tensor(sorted(stop_ids), device=device)
         with device:
             self.model = AutoModelForCausalLM.from_config(
-                model_config, dtype=critic_fsdp.compute_dtype(config, device), attn_implementation="sdpa",
+                copy.deepcopy(model_config),  # it keeps its attention in there, and the actor has another
+                dtype=critic_fsdp.compute_dtype(config, device), attn_implementation="sdpa",
                 trust_remote_code=config.trust_remote_code,
             ).eval()  # fmt: skip
         self.weights = dict(self.model.named_parameters())
@@ -706,8 +706,11 @@ def build_policy(config, model_config, device, trains):
         with torch.device("meta"):
             model = Policy(
                 AutoModelForCausalLM.from_config(
-                    model_config, dtype=dtype, attn_implementation="packed", trust_remote_code=config.trust_remote_code
-                )
+                    copy.deepcopy(model_config),
+                    dtype=dtype,
+                    attn_implementation="packed",
+                    trust_remote_code=config.trust_remote_code,
+                )  # fmt: skip
             )
     except Exception as error:
         raise UserError(f"--model {config.model}: cannot be built ({common.one_line(error)})") from None
@@ -953,10 +956,11 @@ class PolicyWorker:
 
 def stop_tokens(config, tokenizer):
     """Ids that end a turn: the tokenizer's end of sequence, and those of the model's generation_config.json."""
-    ids = {tokenizer.eos_token_id} if tokenizer is not None else set()
-    with contextlib.suppress(OSError, ValueError):  # has none
-        more = GenerationConfig.from_pretrained(config.model).eos_token_id
-        ids |= set(more if isinstance(more, list) else [more])
+    ids = {tokenizer.eos_token_id}
+    if config.model not in common.TINY:
+        with contextlib.suppress(OSError, ValueError):  # has none
+            more = GenerationConfig.from_pretrained(config.model).eos_token_id
+            ids |= set(more if isinstance(more, list) else [more])
     return ids - {None}
 
 
@@ -1021,21 +1025,23 @@ def check_lengths(run, model_config, longest):
         raise UserError(f"--actor.ppo-max-token-len-per-gpu {run.actor.ppo_max_token_len_per_gpu}: {what}; give more")
 
 
-def learn_to_add(run, model_config, tokenizer, prompts, device):
-    """A folder with an actor that has seen right answers for a while: it is right some of the time, then PPO begins."""
-    worker = PolicyWorker(run.actor, model_config, device, run.temperature)
-    size = run.actor.ppo_mini_batch_size
-    answers = [tokenizer(p.answer)["input_ids"] + [tokenizer.eos_token_id] for p in prompts]
-    replies = [Reply(ids, [True] * len(ids), [0.0] * len(ids), True) for ids in answers]
+def learn_to_add(run, model_config, tokenizer, device):
+    """A folder with an actor that has read rollouts of the toy of both critics, an adder that mostly forgets to carry:
+    it is right some of the time, then PPO begins. Its prompts are none of the held-out ones."""
+    config = dataclasses.replace(run.actor, lr=3e-3, loss_agg_mode="token-mean")
+    model_config = copy.deepcopy(model_config)
+    model_config.initializer_range = 0.1  # so narrow a model hardly moves away from the usual 0.02
+    worker, size = PolicyWorker(config, model_config, device, temperature=1.0), 256
+    rows = common.rows_to_batch(common.toy_rows(8192, run.seed), "toy", tokenizer=tokenizer)
     for step in common.progress(range(run.supervised_steps), "supervised"):
-        rows = indices_of_step(step, size, len(prompts), run.seed, "supervised")
-        mine = list(range(RANK, size, WORLD_SIZE))
-        batch, _ = to_batch([prompts[rows[i]] for i in mine], [replies[rows[i]] for i in mine], mine)
+        picked = indices_of_step(step, size, len(rows), run.seed, "supervised")
+        batch = rows.select(picked[RANK::WORLD_SIZE])
+        batch.row_id = torch.arange(RANK, size, WORLD_SIZE)  # a row may be picked twice, by two passes
         metrics = worker.imitate(batch)
     folder = os.path.abspath(os.path.join(run.out_dir, "supervised"))
     worker.export_hf(folder, tokenizer)
     print0(
-        f"supervised {run.supervised_steps} steps x {size} rows = {run.supervised_steps * size:,} right answers, "
+        f"supervised {run.supervised_steps} steps x {size} rows = {run.supervised_steps * size:,} answers, "
         f"loss {metrics['supervised/loss']:.3f}: {folder}"
     )
     return folder
@@ -1267,7 +1273,7 @@ def main(run):
     validate(run)
     run, tokenizer, model_config = settle(run)
     if run.prompts is None:
-        prompts = addition_prompts(8100, run.seed, tokenizer)
+        prompts = addition_prompts(8192, run.seed, tokenizer)
         held_out = addition_prompts(512, run.seed, tokenizer, held_out=True)
     else:
         prompts = load_prompts(run.prompts, "--prompts", run, tokenizer)
@@ -1286,7 +1292,7 @@ def main(run):
     if run.resume and state["start"] != run.actor.model:
         run = start_from(run, state["start"])
     elif run.prompts is None and run.supervised_steps:
-        run = start_from(run, learn_to_add(run, model_config, tokenizer, prompts, device))
+        run = start_from(run, learn_to_add(run, model_config, tokenizer, device))
 
     phases = Phases(run.offload, device)
     actor = PolicyWorker(run.actor, model_config, device, run.temperature)
