@@ -1925,11 +1925,12 @@ def char_tokenizer(words=()):
     )  # fmt: skip
 
 
-def toy_rows(n, seed, held_out=False):
+def toy_rows(n, seed, held_out=False, slips=(0.9, 0.05)):
     """n JSON lines: rollouts of a policy that adds two-digit numbers column by column and mostly forgets to carry.
 
     There is a rule to find: whether the units carry tells before the first digit how this will probably end, and the
-    digits then tell how it did. The prompts of held_out rows never occur in the others.
+    digits then tell how it did. The prompts of held_out rows never occur in the others. slips: how often it errs where
+    the units carry, and where they do not.
     """
     rng, lines = random.Random(f"toy {seed} {held_out}"), []
     while len(lines) < n:
@@ -1937,8 +1938,8 @@ def toy_rows(n, seed, held_out=False):
         if (zlib.crc32(b"%d+%d" % (a, b)) % 5 == 0) != held_out:  # a fifth of the prompts, without a pattern
             continue
         carries = a % 10 + b % 10 >= 10
-        slips = rng.random() < (0.9 if carries else 0.05)
-        answer = a + b - 10 * (slips and carries) + (slips and not carries)
+        slip = rng.random() < slips[not carries]
+        answer = a + b - 10 * (slip and carries) + (slip and not carries)
         lines.append(json.dumps({"prompt": f"{a}+{b}=", "response": str(answer), "reward": float(answer == a + b)}))
     return lines
 

@@ -78,7 +78,7 @@ class ActorConfig:
 
     # batches
     ppo_epochs: int = 1  # passes over the rows of one update
-    ppo_mini_batch_size: int = 256  # rows of one optimizer step, global: over all ranks
+    ppo_mini_batch_size: int = 128  # rows of one optimizer step, global: over all ranks
     shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
     ppo_max_token_len_per_gpu: int = 16384  # most tokens of a micro-batch, per rank: a hard cap
 
@@ -95,7 +95,7 @@ class ActorConfig:
     response_length_limit: int | None = None  # the constant that seq-mean-token-sum-norm divides by
 
     # optimizer
-    lr: float | None = None  # learning rate of AdamW (None: 1e-3 for the built-in task, 1e-6 otherwise)
+    lr: float | None = None  # learning rate of AdamW (None: 5e-4 for the built-in task, 1e-6 otherwise)
     lr_warmup_steps: int = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
     weight_decay: float = 0.01  # decoupled, on every weight
     betas: tuple[float, float] = (0.9, 0.999)  # decay of AdamW's two moving averages
@@ -159,7 +159,7 @@ class Run(Generic[CriticConfig]):
     kl_horizon: int = 10_000  # rows over which it adapts
 
     # run
-    steps: int = 200  # PPO steps
+    steps: int = 100  # PPO steps
     critic_warmup: int = 0  # first steps, in which the critic alone learns
     eval_every: int = 20  # steps between evaluations (0: only at the start and the end)
     eval_samples: int = 0  # responses sampled for each prompt there (0: one, greedy)
@@ -178,7 +178,7 @@ def parse(args):
     given = [b for a, b in zip(args, args[1:], strict=False) if a == "--critic"]
     given += [a.removeprefix("--critic=") for a in args if a.startswith("--critic=")]
     module = critic_module(given[-1] if given and given[-1] in ("fsdp", "megatron") else "fsdp")
-    default = Run(critic=dataclasses.replace(module.Config(), model="actor"))
+    default = Run(critic=module.Config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size))
     return tyro.cli(Run[module.Config], default=default, description=__doc__, args=args, console_outputs=RANK == 0)
 
 
@@ -258,6 +258,9 @@ class Prompt(NamedTuple):
     text: str  # the same as functions of the user see it: as the row has it, chat messages as their last content
     answer: Any  # the row's reference answer, None if it has none
     messages: list | None = None  # of a chat
+
+
+SLIPS = (0.75, 0.6)  # the supervised actor errs in three of four sums that carry, and in three of five others
 
 
 def addition_prompts(n, seed, tokenizer, held_out=False):
@@ -345,7 +348,10 @@ def parse_prompt(row, run, tokenizer):
         ids = tokenizer(text)["input_ids"]
     if not ids:
         raise UserError("empty prompt")
-    return Prompt(ids, text, row.get(run.answer_key), messages)
+    answer = row.get(run.answer_key)
+    if run.reward in REWARDS and not isinstance(answer, str):
+        raise UserError(f"{run.answer_key!r} must be text, --reward {run.reward} compares with it; see --answer-key")
+    return Prompt(ids, text, answer, messages)
 
 
 def addition_reward(prompt, response, answer):
@@ -986,7 +992,7 @@ def settle(run):
         lr=critic.lr if critic.lr is not None or not addition else 1e-3,
         total_training_steps=critic.total_training_steps or run.steps * critic.ppo_epochs * minis,
     )
-    lr = actor.lr if actor.lr is not None else (1e-3 if addition else 1e-6)
+    lr = actor.lr if actor.lr is not None else (5e-4 if addition else 1e-6)
     length = run.max_response_length or (8 if addition else 256)
     run = dataclasses.replace(
         run, actor=dataclasses.replace(actor, lr=lr), critic=critic, max_response_length=length,
@@ -1026,13 +1032,13 @@ def check_lengths(run, model_config, longest):
 
 
 def learn_to_add(run, model_config, tokenizer, device):
-    """A folder with an actor that has read rollouts of the toy of both critics, an adder that mostly forgets to carry:
-    it is right some of the time, then PPO begins. Its prompts are none of the held-out ones."""
+    """A folder with an actor that has read answers of an adder that errs more often than not, and is right as often as
+    that one; then PPO begins. None of the prompts is held out."""
     config = dataclasses.replace(run.actor, lr=3e-3, loss_agg_mode="token-mean")
     model_config = copy.deepcopy(model_config)
     model_config.initializer_range = 0.1  # so narrow a model hardly moves away from the usual 0.02
     worker, size = PolicyWorker(config, model_config, device, temperature=1.0), 256
-    rows = common.rows_to_batch(common.toy_rows(8192, run.seed), "toy", tokenizer=tokenizer)
+    rows = common.rows_to_batch(common.toy_rows(8192, run.seed, slips=SLIPS), "toy", tokenizer=tokenizer)
     for step in common.progress(range(run.supervised_steps), "supervised"):
         picked = indices_of_step(step, size, len(rows), run.seed, "supervised")
         batch = rows.select(picked[RANK::WORLD_SIZE])
@@ -1154,6 +1160,13 @@ def rollout_metrics(batch, scores, faults, engine_log_probs_T, run):
         "rollout/log_prob_diff": off / actions,
         "kl/reference": kl / actions,
     }
+
+
+def show_fault(faults):
+    """Prints the first of what went wrong with rows, on whichever rank (a collective)."""
+    firsts = [None] * WORLD_SIZE
+    dist.all_gather_object(firsts, next(filter(None, faults), None))
+    print0(f"a row failed and went on without: {next(filter(None, firsts))}")
 
 
 def check_engine(run, metrics, half):
@@ -1295,12 +1308,13 @@ def main(run):
         run = start_from(run, learn_to_add(run, model_config, tokenizer, device))
 
     phases = Phases(run.offload, device)
-    actor = PolicyWorker(run.actor, model_config, device, run.temperature)
-    print0(f"actor      {actor.story}")
-    reference = None
-    if run.kl_coef or run.actor.kl_loss_coef:
-        reference = PolicyWorker(run.actor, model_config, device, run.temperature, trains=False)
-        print0(f"reference  {reference.story}")
+    with flags_of("actor"):
+        actor = PolicyWorker(run.actor, model_config, device, run.temperature)
+        print0(f"actor      {actor.story}")
+        reference = None
+        if run.kl_coef or run.actor.kl_loss_coef:
+            reference = PolicyWorker(run.actor, model_config, device, run.temperature, trains=False)
+            print0(f"reference  {reference.story}")
     with flags_of("critic"):
         critic = critic_module(run.backend).CriticWorker(run.critic)
         critic.init_model()
@@ -1375,8 +1389,8 @@ def main(run):
             raise UserError(f"step {step}: values are not finite, the training has diverged; lower --critic.lr")
         if run.dump_rollouts:
             dump(batch, step, run.out_dir)
-        for fault in filter(None, faults[:1]):
-            print0(f"reward     {sum(map(bool, faults))} rows failed and got 0, the first: {fault}")
+        if metrics["reward/errors"] + metrics["reward/timeouts"]:
+            show_fault(faults)
         metrics |= phases.take()
         metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
         metrics["perf/tokens_per_second"] = metrics["rollout/tokens"] / metrics["perf/time_step"]
