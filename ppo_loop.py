@@ -486,10 +486,11 @@ class HFRollout:
 
     def __init__(self, model_config, config, device, stop_ids):
         self.device, self.stop = device, torch.tensor(sorted(stop_ids), device=device)
+        capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)  # which sdpa would leave out
         with device:
             self.model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(model_config),  # it keeps its attention in there, and the actor has another
-                dtype=critic_fsdp.compute_dtype(config, device), attn_implementation="sdpa",
+                dtype=critic_fsdp.compute_dtype(config, device), attn_implementation="eager" if capped else "sdpa",
                 trust_remote_code=config.trust_remote_code,
             ).eval()  # fmt: skip
         self.weights = dict(self.model.named_parameters())
