@@ -435,7 +435,8 @@ class RewardModel:
     def __init__(self, run, tokenizer):
         config = critic_fsdp.Config(
             model=run.reward_model, value_head_init="checkpoint", param_dtype=run.actor.param_dtype,
-            ppo_max_token_len_per_gpu=run.actor.ppo_max_token_len_per_gpu, fsdp_size=run.actor.fsdp_size,
+            ppo_max_token_len_per_gpu=run.actor.ppo_max_token_len_per_gpu + 1,  # one more: see scores()
+            fsdp_size=run.actor.fsdp_size,
             trust_remote_code=run.actor.trust_remote_code,
         )  # fmt: skip
         self.run, self.policy_tokenizer = run, tokenizer
