@@ -361,8 +361,8 @@ def addition_reward(prompt, response, answer):
 
 def gsm8k_reward(prompt, response, answer):
     """1 if the number after the last #### is the answer's (GSM8K's own rule, 2110.14168)."""
-    found = [re.findall(r"####\s*\$?\s*(-?[\d,]*\.?\d+)", text) for text in (response, answer)]
-    ours, theirs = (float(numbers[-1].replace(",", "")) if numbers else None for numbers in found)
+    found = [re.findall(r"####\s*\$?\s*(-?\$?[\d,]*\.?\d+)", text) for text in (response, answer)]
+    ours, theirs = (float(re.sub("[$,]", "", numbers[-1])) if numbers else None for numbers in found)
     return float(ours is not None and ours == theirs)
 
 
