@@ -6,21 +6,28 @@ What it computes is compared with plain loops over scalars, or with transformers
 import collections
 import copy
 import dataclasses
+import json
 import math
+import re
+import signal
+import time
 
 import pytest
 import torch
 import transformers
-from helpers import random_batch, rows_of
+from helpers import SHARED, needs_shared, random_batch, rows_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
 import critic_fsdp
 import ppo_loop
-from ppo_loop import ActorConfig, PolicyWorker
+from common import UserError
+from ppo_loop import ActorConfig, HFRollout, PolicyWorker, Prompt, Reply
 
 KINDS = ("tiny-qwen2", "tiny-llama", "tiny-gemma2", "tiny-gpt2", "tiny-qwen3-moe")
 SHARP = '{"initializer_range": 0.1}'  # the usual 0.02 makes every token as likely as the next, and hides mistakes
+
+WINDOW = '{"initializer_range": 0.1, "sliding_window": 6}'
 
 
 def policy(kind="tiny-qwen2", temperature=1.0, trains=True, override_config=SHARP, **fields):
@@ -295,3 +302,422 @@ def test_logits_exist_a_chunk_at_a_time(chunk, monkeypatch):
     rows = shapes.rows - {64}  # the transposed weight of the head
     assert max(rows) == min(chunk, actions)
     assert held and not [s for s in held if s[-1:] == (vocab,) and s != (64, vocab)]  # nothing is kept for the backward
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rollout engine
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def engine_of(w, stop=(1,)):
+    """The rollout engine with the actor's weights."""
+    engine = HFRollout(w.model_config, w.config, w.device, set(stop))
+    engine.sync(w.weights(torch.float32))
+    return engine
+
+
+# windows shorter than the rows: the cache forgets, and left padding moves the window
+ENGINES = [*((kind, SHARP) for kind in KINDS), ("tiny-gemma2", WINDOW), ("tiny-mistral", WINDOW)]
+
+
+def some_prompts(n=9, seed=5):
+    """Ids of n prompts of 1 to 12 tokens."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 13, (n,), generator=g).tolist()
+    return [torch.randint(3, 99, (length,), generator=g).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("kind, override_config", ENGINES)
+def test_greedy_rollout_is_that_of_transformers(kind, override_config):
+    w = policy(kind, override_config=override_config)
+    lm, prompts, stop = plain(w), some_prompts(), list(range(1, 99, 6))  # a sixth of the tokens ends a row
+    room = [1 + i % 14 for i in range(len(prompts))]
+    replies = engine_of(w, stop).generate(prompts, list("abcdefghi"), room, 0.0, 4)
+    ends = set()
+    for prompt, most, (ids, log_probs, ended) in zip(prompts, room, replies, strict=True):
+        settings = transformers.GenerationConfig(
+            do_sample=False, max_new_tokens=most, eos_token_id=stop, pad_token_id=0, bos_token_id=None
+        )
+        ids_1L = torch.tensor([prompt])
+        theirs = lm.generate(ids_1L, settings, attention_mask=torch.ones_like(ids_1L))[0, len(prompt) :]
+        assert ids == theirs.tolist()
+        assert ended == (ids[-1] in stop) and not any(i in stop for i in ids[:-1])  # a stop id is kept, and is the last
+        assert len(log_probs) == len(ids) <= most and (ended or len(ids) == most)
+        ends.add((ended, len(ids) == most))
+    assert len(ends) >= 2  # rows that ended and rows that were cut off
+
+
+@pytest.mark.parametrize("kind, override_config", ENGINES[:1] + ENGINES[3:4] + ENGINES[5:])
+def test_a_rows_sample_depends_on_nothing_but_its_key(kind, override_config):
+    w = policy(kind, override_config=override_config)
+    engine, prompts = engine_of(w, range(1, 99, 12)), some_prompts()
+    keys, room = [f"7 {i}" for i in range(9)], [3 + 2 * i for i in range(9)]
+    together = engine.generate(prompts, keys, room, 0.9, 100)
+    assert len({len(ids) for ids, _, _ in together}) > 3  # rows leave at different times
+    alone = [engine.generate([p], [k], [r], 0.9, 1)[0] for p, k, r in zip(prompts, keys, room, strict=True)]
+    backwards = engine.generate(prompts[::-1], keys[::-1], room[::-1], 0.9, 4)[::-1]
+    crowd = engine.generate([*prompts, [5] * 60], [*keys, "long"], [*room, 40], 0.9, 100)[:9]
+    for other in (alone, backwards, crowd):
+        for (ids, log_probs, ended), (ids2, log_probs2, ended2) in zip(together, other, strict=True):
+            assert (ids, ended) == (ids2, ended2)
+            assert log_probs == pytest.approx(log_probs2, abs=1e-4)
+    assert all(len(ids) <= r and (ended or len(ids) == r) for (ids, _, ended), r in zip(together, room, strict=True))
+    others = engine.generate(prompts, [f"8 {i}" for i in range(9)], room, 0.9, 100)
+    assert sum(a[0] != b[0] for a, b in zip(together, others, strict=True)) >= 7
+    shorter = engine.generate(prompts, keys, [2] * 9, 0.9, 100)  # less room cuts a sample off and changes none
+    assert [ids for ids, _, _ in shorter] == [ids[:2] for ids, _, _ in together]
+
+
+@pytest.mark.parametrize("kind, override_config", ENGINES)
+def test_log_probs_of_the_rollout_are_a_plain_forwards(kind, override_config):
+    w = policy(kind, temperature=0.7, override_config=override_config)
+    lm, prompts = plain(w), some_prompts()
+    replies = engine_of(w).generate(prompts, list("abcdefghi"), [10] * 9, 0.7, 4)
+    asked = [Prompt(p, "", None) for p in prompts]
+    batch, engine_T = ppo_loop.to_batch(asked, [Reply(i, [True] * len(i), p, e) for i, p, e in replies], list(range(9)))
+    torch.testing.assert_close(w.compute_log_probs(batch), engine_T, rtol=1e-4, atol=1e-4)  # as check_engine asks
+    with torch.no_grad():
+        for prompt, (ids, log_probs, _) in zip(prompts, replies, strict=True):
+            log_p_LV = log_softmax_of(lm, torch.tensor(prompt + ids), 0.7)
+            expected = [log_p_LV[len(prompt) - 1 + k, token].item() for k, token in enumerate(ids)]
+            assert log_probs == pytest.approx(expected, abs=1e-4)
+
+
+def test_samples_follow_the_softmax():
+    w, n, prompt = policy(), 6000, [20, 30, 40]
+    out = engine_of(w).generate([prompt] * n, [f"{i}" for i in range(n)], [1] * n, 0.8, 2000)
+    counts_V = torch.bincount(torch.tensor([ids[0] for ids, _, _ in out]), minlength=99).double()
+
+    def chi_square(temperature):
+        """(statistic, degrees of freedom), tokens expected less than five times taken together."""
+        with torch.no_grad():
+            expected_V = n * log_softmax_of(plain(w), torch.tensor(prompt), temperature)[-1].exp()
+        rare_V = expected_V < 5
+        pairs = [(counts_V[~rare_V], expected_V[~rare_V])]
+        if expected_V[rare_V].sum() >= 5:
+            pairs.append((counts_V[rare_V].sum()[None], expected_V[rare_V].sum()[None]))
+        observed, expected = map(torch.cat, zip(*pairs, strict=True))
+        return float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1
+
+    statistic, freedom = chi_square(0.8)
+    assert freedom > 20
+    assert abs(statistic - freedom) < 3.5 * math.sqrt(2 * freedom)  # too even is as wrong as too uneven
+    statistic, freedom = chi_square(1.0)  # the test would see a temperature that is a little off
+    assert statistic > freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_an_engine_without_stop_ids_fills_the_room():
+    out = engine_of(policy(), ()).generate(some_prompts(), list("abcdefghi"), [5] * 9, 1.0, 4)
+    assert [(len(ids), ended) for ids, _, ended in out] == [(5, False)] * 9
+    assert engine_of(policy()).generate([], [], [], 1.0, 4) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Turns with an environment
+# ---------------------------------------------------------------------------------------------------------------------
+
+EOS = 1  # of the tokenizer of characters
+
+
+class Script:
+    """An engine that says what it is told, turn by turn, each turn closed unless it ends in '...'."""
+
+    def __init__(self, tokenizer, *turns):
+        self.tokenizer, self.turns, self.seen = tokenizer, list(turns), []
+
+    def generate(self, prompts, keys, room, temperature, batch_size):
+        self.seen.append(([self.tokenizer.decode(p) for p in prompts], keys, room))
+        out = []
+        for said, most in zip(self.turns.pop(0), room, strict=True):
+            ids = self.tokenizer(said.removesuffix("..."))["input_ids"] + [EOS] * (not said.endswith("..."))
+            out.append((ids[:most], [-0.5] * len(ids[:most]), len(ids) <= most and ids[-1:] == [EOS]))
+        return out
+
+
+def play(turns, observe, n=1, **fields):
+    """roll_out of n prompts q0=, q1= ... -> (replies, texts, faults, what the engine was asked)."""
+    tokenizer = common.char_tokenizer()
+    prompts = [Prompt(tokenizer(f"q{i}=")["input_ids"], f"q{i}=", f"answer {i}") for i in range(n)]
+    run = a_run(**{"max_response_length": 30, "reward_timeout": 0.2, **fields})
+    engine = Script(tokenizer, *turns)
+    out = ppo_loop.roll_out(engine, tokenizer, prompts, [f"key {i}" for i in range(n)], run, 1.0, observe)
+    return *out, engine.seen
+
+
+def test_turns_of_policy_and_environment_follow_each_other():
+    heard = []
+
+    def observe(prompt, response, answer):
+        heard.append((prompt, response, answer))
+        return {"ab": "[1]", "ab[1]cd": None, "x": None}[response]
+
+    replies, texts, faults, asked = play([["ab", "x"], ["cd"]], observe, n=2)
+    ids = common.char_tokenizer()
+    a, b = replies
+    assert a.ids == [*ids("ab")["input_ids"], EOS, *ids("[1]")["input_ids"], *ids("cd")["input_ids"], EOS]
+    assert a.mask == [True] * 3 + [False] * 3 + [True] * 3
+    assert a.log_probs == [-0.5] * 3 + [0.0] * 3 + [-0.5] * 3
+    assert b.ids == [*ids("x")["input_ids"], EOS] and b.mask == [True] * 2
+    assert a.finished and b.finished and texts == ["ab[1]cd", "x"] and faults == ["", ""]
+    assert heard == [("q0=", "ab", "answer 0"), ("q1=", "x", "answer 1"), ("q0=", "ab[1]cd", "answer 0")]
+    assert asked == [(["q0=", "q1="], ["key 0 0", "key 1 0"], [30, 30]), (["q0=ab<eos>[1]"], ["key 0 1"], [24])]
+    batch, log_probs_T = ppo_loop.to_batch([Prompt([7, 8, 9], "", None)] * 2, replies, [4, 6])
+    batch.check()
+    assert batch.response_mask.tolist() == [False] * 3 + a.mask + [False] * 3 + b.mask
+    assert log_probs_T.tolist() == [0.0] * 3 + a.log_probs + [0.0] * 3 + b.log_probs
+    assert batch.input_ids.tolist() == [7, 8, 9, *a.ids, 7, 8, 9, *b.ids] and batch.lengths == [12, 5]
+    assert batch.row_id.tolist() == [4, 6] and batch.truncated.tolist() == [False, False]
+
+
+def test_a_row_is_cut_off_where_its_room_ends():
+    say = lambda *_: "[1]"
+    # the turn itself does not fit; the observation leaves no room for another turn; it leaves exactly one token
+    for turns, length, text, finished, calls in (
+        ([["abcdef"]], 4, "abcd", False, 1),
+        ([["abc"]], 7, "abc", False, 1),
+        ([["abc"], ["d..."]], 8, "abc[1]d", False, 2),
+        ([["abc"], ["d"]], 9, "abc[1]d", True, 2),
+    ):
+        [reply], [said], faults, asked = play(turns, say, max_response_length=length, max_turns=2)
+        assert (said, reply.finished, len(asked)) == (text, finished, calls) and faults == [""]
+        assert len(reply.ids) == len(reply.mask) == len(reply.log_probs) <= length and reply.mask[-1]
+
+
+def test_max_turns_ends_a_row_and_the_environment_is_not_asked_again():
+    calls = []
+    [reply], [text], _, asked = play([["a"], ["b"], ["c"]], lambda *x: calls.append(x) or "-", max_turns=3)
+    assert text == "a-b-c" and reply.finished and len(asked) == 3 and len(calls) == 2
+
+
+def test_an_environments_faults_end_the_row_and_are_told():
+    def broken(prompt, response, answer):
+        if prompt == "q0=":
+            raise KeyError("tool")
+        if prompt == "q1=":
+            while True:
+                pass
+        return {"q2=": 5, "q3=": b"no", "q4=": None}[prompt]
+
+    replies, texts, faults, asked = play([["a", "b", "c", "d", "e"]], broken, n=5)
+    assert texts == list("abcde") and len(asked) == 1 and all(r.finished for r in replies)
+    assert faults == [
+        "KeyError: 'tool'",
+        "timeout: took longer than 0.2 s",
+        "an environment answers with text or None, not 5",
+        "an environment answers with text or None, not b'no'",
+        "",
+    ]
+
+
+def test_without_an_environment_there_is_one_turn():
+    [a, b], texts, faults, asked = play([["ab", "cde..."]], None, n=2, max_response_length=3)
+    assert (a.finished, b.finished, texts, faults, len(asked)) == (True, False, ["ab", "cde"], ["", ""], 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewards
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_addition_is_right_or_wrong():
+    assert [ppo_loop.addition_reward("1+2=", x, "3") for x in ("3", "4", "", "3 ", "03")] == [1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "response, answer, score",
+    [
+        ("so it is\n#### 18", "...\n#### 18", 1),
+        ("#### 19", "#### 18", 0),
+        ("#### $1,234", "#### 1234", 1),
+        ("#### 1234", "#### 1,234", 1),
+        ("#### 18.00", "#### 18", 1),
+        ("#### 18.", "#### 18", 1),
+        ("#### .5", "#### 0.5", 1),
+        ("#### -7", "#### -7", 1),
+        ("#### 7", "#### -7", 0),
+        ("#### -$7", "#### -7", 1),
+        ("#### $-7", "#### -7", 1),
+        ("#### 3 no,\n#### 5", "#### 5", 1),
+        ("#### 5 no,\n#### 3", "#### 5", 0),
+        ("the answer is 5", "#### 5", 0),
+        ("####", "#### 5", 0),
+        ("", "#### 5", 0),
+        ("#### 5 apples", "#### 5", 1),
+        ("####5", "#### 5", 1),
+        ("#### 5%", "#### 5", 1),
+        ("#### five", "#### 5", 0),
+        ("#### ,", "#### 5", 0),
+    ],
+)
+def test_gsm8k_reads_the_last_number_after_the_hashes(response, answer, score):
+    assert ppo_loop.gsm8k_reward("", response, answer) == score
+
+
+@needs_shared
+def test_gsm8k_knows_its_own_answers_and_agrees_with_its_authors():
+    answers = [json.loads(line)["answer"] for line in open(SHARED / "data" / "gsm8k" / "test.jsonl")]
+    assert len(answers) == 1319 and all(ppo_loop.gsm8k_reward("", a, a) == 1 for a in answers)
+    agreed = total = 0
+    for line in open(SHARED / "data" / "gsm8k" / "example_model_solutions.jsonl"):
+        row = json.loads(line)
+        for key, solution in row.items():
+            if key not in ("question", "ground_truth"):
+                texts = (solution["solution"].replace("A:", "####"), row["ground_truth"].replace("A:", "####"))
+                agreed += ppo_loop.gsm8k_reward("", *texts) == solution["is_correct"]
+                total += 1
+    print(f"{agreed} of {total} labels agree")
+    assert total == 4 * 1319 and agreed == total
+
+
+def swallows_exceptions(*_):
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:
+            pass
+
+
+def test_guarded_returns_what_a_function_returns_and_survives_what_it_does():
+    def calls(seconds):
+        time.sleep(seconds)
+
+    def stop():
+        raise SystemExit("enough")
+
+    def spin():
+        while True:
+            pass
+
+    rang = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rang.append(1))
+    try:
+        mine = signal.getsignal(signal.SIGALRM)
+        for function, args, expected in (
+            (lambda a, b: a + b, (1, 2), (3, "")),
+            (lambda: {}["x"], (), (None, "KeyError: 'x'")),
+            (stop, (), (None, "SystemExit: enough")),
+            (spin, (), (None, "timeout: took longer than 0.1 s")),
+            (calls, (30,), (None, "timeout: took longer than 0.1 s")),
+            (swallows_exceptions, (), (None, "timeout: took longer than 0.1 s")),
+        ):
+            start = time.perf_counter()
+            assert ppo_loop.guarded(function, 0.1, *args) == expected
+            assert time.perf_counter() - start < 2
+            assert signal.getsignal(signal.SIGALRM) is mine and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+        with pytest.raises(KeyboardInterrupt):  # the user's own wish is no fault of the function
+            ppo_loop.guarded(lambda: (_ for _ in ()).throw(KeyboardInterrupt), 0.1)
+        assert signal.getsignal(signal.SIGALRM) is mine and not rang
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_reward_that_is_no_number_counts_as_a_fault_and_as_0():
+    says = [1, 0.25, True, None, math.nan, math.inf, "1", [1], 10**400]
+    prompts = [Prompt([1], f"p{i}", i) for i in range(len(says))]
+    heard = []
+
+    def function(prompt, response, answer):
+        heard.append((prompt, response, answer))
+        return says[answer]
+
+    scores, faults = ppo_loop.rule_scores(function, prompts, [f"r{i}" for i in range(len(says))], 1.0)
+    assert heard == [(f"p{i}", f"r{i}", i) for i in range(len(says))]
+    assert scores == [1, 0.25, 1, 0, 0, 0, 0, 0, 0] and all(type(x) is float for x in scores)
+    assert faults[:3] == ["", "", ""] and all("the reward must be a finite number, is " in f for f in faults[3:])
+
+
+@pytest.mark.parametrize("flag", ["--reward", "--environment"])
+def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(flag, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("x = 3\n\ndef good(prompt, response, answer):\n    return len(response) * x\n")
+    assert ppo_loop.load_function(f"{file}:good", flag)("", "abc", None) == 9
+    for name, words in (
+        (f"{file}:bad", "the file has no function bad"),
+        (f"{file}:x", "the file has no function x"),
+        (f"{file}", "there is no such file"),
+        (f"{tmp_path}/none.py:good", "there is no such file"),
+        ("math", "there is no such file"),
+    ):
+        with pytest.raises(UserError, match=re.escape(f"{flag} {name}: ") + ".*" + words):
+            ppo_loop.load_function(name, flag)
+    file.write_text("x = 3\nimport nothing_like_this\n")
+    with pytest.raises(UserError, match=f"{flag} .*: line 2: ModuleNotFoundError"):
+        ppo_loop.load_function(f"{file}:good", flag)
+    file.write_text("x = 3\ndef good(:\n")
+    with pytest.raises(UserError, match=f"{flag} .*: line .*SyntaxError"):
+        ppo_loop.load_function(f"{file}:good", flag)
+    if flag == "--reward":
+        assert ppo_loop.load_function("gsm8k", flag) is ppo_loop.gsm8k_reward
+
+
+def reward_model(folder, vocab_size=99, tokenizer=None):
+    """A reward model as people have them, saved with a tokenizer."""
+    config = transformers.AutoConfig.for_model(**common.tiny_config("tiny-llama", vocab_size))
+    config.num_labels, config.pad_token_id = 1, 0
+    torch.manual_seed(2)
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    torch.nn.init.normal_(model.score.weight, std=0.5)
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("same_tokens", [True, False])
+def test_a_reward_models_scores_are_transformers_own(same_tokens, tmp_path):
+    common.setup_distributed()
+    policys = common.char_tokenizer()
+    tokenizer = common.char_tokenizer() if same_tokens else reversed_characters()
+    model = reward_model(tmp_path, 99, tokenizer)
+    prompts = [Prompt(policys(text)["input_ids"], text, None) for text in ("1+2=", "hello ", "x", "12+34=")]
+    texts = ["3", "world", "y" * 20, ""]
+    close = lambda text: [*policys(text)["input_ids"], EOS]
+    replies = [Reply(close(t), [True] * len(close(t)), [0.0] * len(close(t)), True) for t in texts]
+    batch, _ = ppo_loop.to_batch(prompts, replies, [0, 1, 2, 3])
+    longest = max(batch.lengths)  # rows as long as the budget fit
+    run = a_run(reward_model=str(tmp_path), actor=ActorConfig(ppo_max_token_len_per_gpu=longest))
+    ours = ppo_loop.RewardModel(run, policys)
+    assert ours.same_tokens == same_tokens
+    scores = ours.scores(prompts, texts, batch)
+    for prompt, text, reply, score in zip(prompts, texts, replies, scores, strict=True):
+        ids = prompt.ids + reply.ids if same_tokens else tokenizer(prompt.text + text)["input_ids"]
+        with torch.no_grad():
+            assert score == pytest.approx(model(input_ids=torch.tensor([ids])).logits.item(), abs=1e-5)
+    assert max(scores) - min(scores) > 0.1
+    assert ppo_loop.score(run, ours, prompts, texts, batch) == (scores, [""] * 4)
+
+
+def reversed_characters():
+    """Another tokenizer: the same characters, numbered from the other end."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    characters = ["<pad>", "<eos>", "<unk>", *map(chr, range(126, 31, -1)), "\n"]
+    core = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def test_a_chat_is_re_tokenised_with_the_reward_models_own_template(tmp_path):
+    common.setup_distributed()
+    tokenizer = reversed_characters()
+    tokenizer.chat_template = "{% for m in messages %}({{ m['role'] }}){{ m['content'] }}{% endfor %}"
+    model = reward_model(tmp_path, 99, tokenizer)
+    prompts = [Prompt([5, 6], "hi", None, [{"role": "user", "content": "hi"}])]
+    batch, _ = ppo_loop.to_batch(prompts, [Reply([7, EOS], [True] * 2, [0.0] * 2, True)], [0])
+    [score] = ppo_loop.RewardModel(a_run(reward_model=str(tmp_path)), common.char_tokenizer()).scores(
+        prompts, ["yo"], batch
+    )
+    ids = tokenizer("(user)hi(assistant)yo")["input_ids"]
+    with torch.no_grad():
+        assert score == pytest.approx(model(input_ids=torch.tensor([ids])).logits.item(), abs=1e-5)
+
+
+def test_a_folder_that_is_no_reward_model_is_named(tmp_path):
+    policy().export_hf(tmp_path / "lm", common.char_tokenizer())
+    with pytest.raises(UserError, match="--reward-model .*value head"):
+        ppo_loop.RewardModel(a_run(reward_model=str(tmp_path / "lm")), common.char_tokenizer())
+    with pytest.raises(UserError, match="--reward-model .*/none: "):
+        ppo_loop.RewardModel(a_run(reward_model=str(tmp_path / "none")), common.char_tokenizer())
