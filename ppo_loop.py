@@ -281,6 +281,8 @@ def load_prompts(source, flag, run, tokenizer):
         raise UserError(f"--actor.tokenizer: {run.actor.model} has none, and prompts are text; give one")
     prompts, faults, rows = [], {}, list(read_rows(source, flag))
     for number, row in enumerate(common.progress(rows, "prompts"), 1):
+        if isinstance(row, bytes) and not row.strip():
+            continue
         try:
             prompts.append(parse_prompt(row, run, tokenizer))
         except UserError as fault:
@@ -302,8 +304,8 @@ def load_prompts(source, flag, run, tokenizer):
 def read_rows(source, flag):
     """The rows of a JSONL file (as lines) or of a hub dataset (as dicts)."""
     if os.path.isfile(source):
-        with open(source, encoding="utf-8") as file:
-            return [line for line in file if line.strip()]
+        with open(source, "rb") as file:
+            return list(file)
     name, _, rest = source.partition(":")
     config, _, split = rest.partition(":")
     if source.endswith((".jsonl", ".json")) or not split:
@@ -320,7 +322,7 @@ def read_rows(source, flag):
 
 def parse_prompt(row, run, tokenizer):
     """A row, JSON or dict -> Prompt. UserError says what is wrong with it."""
-    if isinstance(row, str):
+    if isinstance(row, str | bytes):
         try:
             row = json.loads(row)
         except (ValueError, RecursionError) as error:
