@@ -339,7 +339,9 @@ def parse_prompt(row, run, tokenizer):
     else:
         messages = prompt
         common._check_messages(messages)
-        text = messages[-1]["content"]
+        text = messages[-1]["content"] or ""
+        if isinstance(text, list):
+            text = "".join(part.get("text", "") for part in text if isinstance(part, dict))
     if messages is not None:
         try:
             whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
