@@ -342,6 +342,10 @@ def parse_prompt(row, run, tokenizer):
         text = messages[-1]["content"] or ""
         if isinstance(text, list):
             text = "".join(part.get("text", "") for part in text if isinstance(part, dict))
+    try:
+        json.dumps([text, messages], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UserError("holds half a surrogate pair, which is not text") from None
     if messages is not None:
         try:
             whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
