@@ -227,6 +227,8 @@ def validate(run):
         raise UserError(f"--wandb-project {run.wandb_project}: wandb is not installed; pip install wandb")
     with flags_of("actor"):
         validate_actor(run.actor)
+    with flags_of("critic"):
+        critic_module(run.backend).validate(run.critic)
     common.check_writable(run.out_dir, "--out-dir")
     common.check_replaceable(os.path.join(run.out_dir, "hf"), "--out-dir")
 
@@ -246,6 +248,11 @@ def validate_actor(config):
         raise UserError(f"--fsdp-size {shard}: must divide the {WORLD_SIZE} ranks, or be -1 for all of them")
     if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.response_length_limit is None:
         raise UserError("--loss-agg-mode seq-mean-token-sum-norm: needs --response-length-limit, what to divide by")
+    try:
+        if not isinstance(json.loads(config.override_config), dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        raise UserError(f"--override-config {config.override_config}: must be a JSON object ({error})") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1015,7 +1022,6 @@ def check_critic(run, model_config, longest):
     """UserError if the critic's flags, its model or its budget do not go with the actor and rows of so many tokens."""
     script = critic_module(run.backend)
     with flags_of("critic"):
-        script.validate(run.critic)
         tokenizer = common.load_tokenizer(run.critic)
         critic_config = common.load_model_config(run.critic, tokenizer)
         script.validate_for_model(run.critic, critic_config)
