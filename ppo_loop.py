@@ -720,6 +720,7 @@ def read_lm(config, model_config, dtype):
     return lm, f"{type(lm).__name__} from {config.model}"
 
 
+@flags_of("actor")
 def build_policy(config, model_config, device, trains):
     """The Policy, sharded by FSDP2, and words on it. Every rank builds on meta; rank 0 alone reads the weights and
     sends each rank its shards. What trains has float32 weights, a reference those of the compute dtype."""
