@@ -299,7 +299,9 @@ def load_prompts(source, flag, run, tokenizer):
         more = f", and {len(faults) - 1} more bad rows" if len(faults) > 1 else ""
         raise UserError(f"{flag} {source}:{first}: {faults[first]}{more} (--skip-bad-rows leaves bad rows out)")
     if faults:
-        print0(f"{flag} {source}: left out {len(faults)} bad rows of {len(prompts) + len(faults)}, the first in line {min(faults)}")
+        print0(
+            f"{flag} {source}: left out {len(faults)} bad rows of {len(prompts) + len(faults)}, the first in line {min(faults)}"
+        )
     short = [p for p in prompts if len(p.ids) <= run.max_prompt_length]
     if len(short) < len(prompts):
         print0(f"{flag} {source}: left out {len(prompts) - len(short)} prompts above --max-prompt-length")
@@ -933,10 +935,18 @@ class PolicyWorker:
                 if name != "step":  # a host scalar always
                     state[name] = value.to(device)
 
+    def checkpoint_tensors(self):
+        """critic_fsdp's, each tied weight under one name: safetensors writes no memory twice."""
+        tensors, *states = critic_fsdp.checkpoint_tensors(self.model, self.optimizer)
+        names = lambda **options: {f"model.{name}" for name, _ in self.model.named_parameters(**options)}
+        for name in names(remove_duplicate=False) - names():
+            del tensors[name]
+        return tensors, *states
+
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder):
         """Writes model, optimizer and counters; the folder appears complete or not at all."""
-        tensors, _, _ = critic_fsdp.checkpoint_tensors(self.model, self.optimizer)
+        tensors, _, _ = self.checkpoint_tensors()
         with common.complete_or_absent(folder) as tmp:
             dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True))
             if RANK == 0:
@@ -951,7 +961,7 @@ class PolicyWorker:
         """Restores what save_checkpoint wrote, on any world size. UserError: damaged or foreign."""
         saved = common.read_trainer_state(folder)
         common.check_same_model(folder, saved, self.config, self.model_config, "actor")
-        tensors, model_state, optimizer_state = critic_fsdp.checkpoint_tensors(self.model, self.optimizer)
+        tensors, model_state, optimizer_state = self.checkpoint_tensors()
         try:
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
         except CheckpointException as error:
