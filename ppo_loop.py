@@ -299,9 +299,8 @@ def load_prompts(source, flag, run, tokenizer):
         more = f", and {len(faults) - 1} more bad rows" if len(faults) > 1 else ""
         raise UserError(f"{flag} {source}:{first}: {faults[first]}{more} (--skip-bad-rows leaves bad rows out)")
     if faults:
-        print0(
-            f"{flag} {source}: left out {len(faults)} bad rows of {len(prompts) + len(faults)}, the first in line {min(faults)}"
-        )
+        count = f"{len(faults)} bad rows of {len(prompts) + len(faults)}"
+        print0(f"{flag} {source}: left out {count}, the first in line {min(faults)}")
     short = [p for p in prompts if len(p.ids) <= run.max_prompt_length]
     if len(short) < len(prompts):
         print0(f"{flag} {source}: left out {len(prompts) - len(short)} prompts above --max-prompt-length")
