@@ -721,3 +721,419 @@ def test_a_folder_that_is_no_reward_model_is_named(tmp_path):
         ppo_loop.RewardModel(a_run(reward_model=str(tmp_path / "lm")), common.char_tokenizer())
     with pytest.raises(UserError, match="--reward-model .*/none: "):
         ppo_loop.RewardModel(a_run(reward_model=str(tmp_path / "none")), common.char_tokenizer())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Advantages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def advantages_by_hand(batch, scores, kl_coef, run):
+    """(rewards, advantages before whitening, returns), action by action backwards from each row's end."""
+    rewards, advantages, returns = torch.zeros(3, len(batch.input_ids), dtype=torch.float64)
+    for b, (start, end) in enumerate(rows_of(batch)):
+        places = [t for t in range(start, end) if batch.response_mask[t]]
+        lam_policy = run.lam if run.lam_policy is None else run.lam_policy
+        if run.length_adaptive_alpha is not None:
+            lam_policy = max(0.0, 1 - 1 / (run.length_adaptive_alpha * len(places)))
+        after = float(batch.values[places[-1]]) if run.bootstrap_truncated and batch.truncated[b] else 0.0
+        for_policy = for_critic = 0.0
+        for t in reversed(places):
+            d, v = float(batch.old_log_probs[t] - batch.ref_log_probs[t]), float(batch.values[t])
+            kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d, "abs": abs(d)}[run.kl_penalty]
+            rewards[t] = (scores[b] if t == places[-1] else 0.0) - kl_coef * kl
+            delta = float(rewards[t]) + run.gamma * after - v
+            for_policy = delta + run.gamma * lam_policy * for_policy
+            for_critic = delta + run.gamma * run.lam * for_critic
+            advantages[t], returns[t], after = for_policy, for_critic + v, v
+    return rewards, advantages, returns
+
+
+@pytest.mark.parametrize(
+    "kl_coef, fields",
+    [
+        (0.0, {}),
+        (0.3, dict(kl_penalty="k1", gamma=0.9, lam=0.8)),
+        (0.3, dict(kl_penalty="k3", lam=0.95, lam_policy=0.5, bootstrap_truncated=True)),
+        (0.1, dict(kl_penalty="abs", length_adaptive_alpha=0.3, lam=1.0, gamma=0.97)),
+        (0.1, dict(kl_penalty="k2", whiten_advantages=False, lam=0.0, lam_policy=1.0, bootstrap_truncated=True)),
+    ],
+)
+def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
+    common.setup_distributed()
+    run, batch, g = a_run(**fields), random_batch(8, 6, idle=False), torch.Generator().manual_seed(1)
+    noise = lambda: 0.5 * torch.randn(len(batch.input_ids), generator=g) * batch.response_mask  # k3 is cut off at 10
+    batch.old_log_probs, batch.ref_log_probs = noise(), noise()
+    batch.token_level_rewards, batch.returns, batch.truncated = None, None, torch.arange(8) % 3 == 0
+    scores = torch.randn(8, generator=g).tolist()
+    ppo_loop.add_advantages(batch, scores, kl_coef, run)
+    rewards_T, advantages_T, returns_T = advantages_by_hand(batch, scores, kl_coef, run)
+    if run.whiten_advantages:
+        x = advantages_T[batch.response_mask].numpy()
+        advantages_T[batch.response_mask] = torch.from_numpy((x - x.mean()) / x.std(ddof=1))
+    for ours, theirs in (
+        (batch.token_level_rewards, rewards_T), (batch.advantages, advantages_T), (batch.returns, returns_T),
+    ):  # fmt: skip
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+        assert (ours[~batch.response_mask] == 0).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompts
+# ---------------------------------------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+)
+
+
+def prompts_of(tmp_path, *rows, tokenizer=None, **fields):
+    """load_prompts of a file of these rows; text and bytes go in as they are."""
+    file = tmp_path / "prompts.jsonl"
+    lines = [r if isinstance(r, bytes) else (r if isinstance(r, str) else json.dumps(r)).encode() for r in rows]
+    file.write_bytes(b"\n".join(lines) + b"\n")
+    run = a_run(prompts=str(file), **fields)
+    return ppo_loop.load_prompts(str(file), "--prompts", run, tokenizer or common.char_tokenizer())
+
+
+def test_prompts_of_text_and_of_chats(tmp_path):
+    tokenizer = common.char_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    load = lambda *rows, **fields: prompts_of(tmp_path, *rows, tokenizer=tokenizer, **fields)
+    hi = [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}]
+    assert load({"prompt": "1+1=", "answer": "2"}, {"prompt": hi}) == [
+        Prompt(ids("1+1="), "1+1=", "2", None),
+        Prompt(ids("<system>S<user>hiA:"), "hi", None, hi),
+    ]
+    user = [{"role": "user", "content": "Q: hi!"}]
+    fields = dict(chat=True, prompt_key="question", answer_key="gold", prompt_template="Q: {prompt}!")
+    assert load({"question": "hi", "gold": 7}, **fields) == [Prompt(ids("<user>Q: hi!A:"), "Q: hi!", 7, user)]
+    assert load({"prompt": "{x} {prompt}"}, prompt_template="{prompt}{y}")[0].text == "{x} {prompt}{y}"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert load({"prompt": parts})[0].text == "ab"
+    assert load({"prompt": [{"role": "user", "content": None}]})[0].text == ""
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, capsys):
+    rows = [{"prompt": "a" * n} for n in (3, 6, 5, 9)]
+    assert [p.text for p in prompts_of(tmp_path, *rows, max_prompt_length=5)] == ["aaa", "aaaaa"]
+    assert "left out 2 prompts above --max-prompt-length" in capsys.readouterr().out
+    with pytest.raises(UserError, match="prompts.jsonl: no usable prompt"):
+        prompts_of(tmp_path, *rows, max_prompt_length=2)
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ("{", "not JSON"),
+        (b'{"prompt": "\xff"}', "not JSON: 'utf-8'"),
+        ("[1]", "a row is a JSON object, this is a list"),
+        ("null", "a row is a JSON object, this is a NoneType"),
+        ({"question": "x", "a": 1}, "has no 'prompt', only a, question; see --prompt-key"),
+        ({"prompt": None}, "has no 'prompt'"),
+        ({"prompt": 5}, "messages must be a list"),
+        ({"prompt": []}, "messages must be a list"),
+        ({"prompt": [{"content": "x"}]}, "messages must be a list"),
+        ({"prompt": [{"role": "user", "content": "x"}]}, "does not fit the tokenizer's chat template"),  # it has none
+        ({"prompt": ""}, "empty prompt"),
+        ('{"prompt": "\\ud800"}', "holds half a surrogate pair"),
+        ('{"prompt": [{"role": "user", "content": "\\ud800"}]}', "holds half a surrogate pair"),
+    ],
+)
+def test_a_bad_prompt_is_named_by_file_and_line_or_left_out(row, words, tmp_path, capsys):
+    rows = [{"prompt": "good"}, "", "  ", row, {"prompt": "too"}]  # line 4: blank lines count
+    with pytest.raises(UserError, match=r"--prompts .*prompts.jsonl:4: " + re.escape(words)) as caught:
+        prompts_of(tmp_path, *rows)
+    assert "--skip-bad-rows" in str(caught.value) and "\n" not in str(caught.value)
+    assert [p.text for p in prompts_of(tmp_path, *rows, skip_bad_rows=True)] == ["good", "too"]
+    assert "left out 1 bad rows of 3, the first in line 4" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"jsonl:4: .*, and 1 more bad rows"):
+        prompts_of(tmp_path, *rows, row)
+
+
+def test_prompts_that_are_nowhere_are_named(tmp_path):
+    run, tokenizer = a_run(), common.char_tokenizer()
+    for source in ("none.jsonl", str(tmp_path), "openai/gsm8k"):
+        with pytest.raises(UserError, match=f"--eval-prompts {source}: no such file .a hub dataset is given as"):
+            ppo_loop.load_prompts(source, "--eval-prompts", run, tokenizer)
+    with pytest.raises(UserError, match="--actor.tokenizer: tiny-qwen2 has none"):
+        ppo_loop.load_prompts("none.jsonl", "--prompts", run, None)
+
+
+@needs_shared
+def test_gsm8k_loads_with_a_real_tokenizer():
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(SHARED / "data" / "tokenizer")
+    path = str(SHARED / "data" / "gsm8k" / "train.jsonl")
+    prompts = ppo_loop.load_prompts(path, "--prompts", a_run(prompt_key="question"), tokenizer)
+    rows = [json.loads(line) for line in open(path)]
+    assert [(p.text, p.answer) for p in prompts] == [(r["question"], r["answer"]) for r in rows]
+    assert prompts[0].ids == tokenizer(rows[0]["question"])["input_ids"]
+
+
+def test_additions_of_the_loop_are_those_of_the_toy_and_held_out_ones_are_others():
+    tokenizer = common.char_tokenizer()
+    prompts = ppo_loop.addition_prompts(2000, 0, tokenizer)
+    held_out = ppo_loop.addition_prompts(500, 0, tokenizer, held_out=True)
+    for p in prompts + held_out:
+        a, b = re.fullmatch(r"(\d\d)\+(\d\d)=", p.text).groups()
+        assert p.answer == str(int(a) + int(b)) and tokenizer.decode(p.ids) == p.text
+    texts, others = {p.text for p in prompts}, {p.text for p in held_out}
+    assert len(texts) == len(prompts) > 1000 and len(others) == len(held_out) > 200 and not texts & others
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_each_critic_brings_its_own_flags(capsys):
+    run = ppo_loop.parse(["--critic", "megatron", "--critic.tensor-model-parallel-size", "2", "--critic.lr", "0.5"])
+    assert run.backend == "megatron" and type(run.critic).__module__ == "critic_megatron"
+    assert (run.critic.tensor_model_parallel_size, run.critic.lr, run.critic.model) == (2, 0.5, "actor")
+    run = ppo_loop.parse(
+        ["--critic=fsdp", "--critic.ulysses-size", "2", "--actor.lr", "0.25", "--no-whiten-advantages"]
+    )
+    assert run.backend == "fsdp" and type(run.critic) is critic_fsdp.Config and run.critic.ulysses_size == 2
+    assert run.actor.lr == 0.25 and not run.whiten_advantages
+    assert ppo_loop.parse([]) == a_run()
+    for bad in (["--critic", "fsdp", "--critic.tensor-model-parallel-size", "2"], ["--critic", "verl"]):
+        with pytest.raises(SystemExit) as stop:
+            ppo_loop.parse(bad)
+        assert stop.value.code == 2
+    assert "--critic" in capsys.readouterr().err
+
+
+def up_to_the_models(args, longest=20):
+    """What main() checks before there is a process group."""
+    run = ppo_loop.parse(args)
+    ppo_loop.validate(run)
+    run, _, model_config = ppo_loop.settle(run)
+    ppo_loop.check_lengths(run, model_config, longest)
+    ppo_loop.check_critic(run, model_config, longest)
+
+
+BAD_FLAGS = {
+    "--n 0": "--n 0: must be at least 1",
+    "--steps 0": "--steps 0: must be at least 1",
+    "--train-batch-size -1": "--train-batch-size -1: must be at least 1",
+    "--max-response-length 0": "--max-response-length 0: must be at least 1",
+    "--temperature 0": "--temperature 0.0: must be above 0 and finite",
+    "--temperature nan": "--temperature nan: must be above 0",
+    "--gamma 1.1": "--gamma 1.1: must be between 0 and 1",
+    "--lam-policy -0.1": "--lam-policy -0.1: must be between 0 and 1",
+    "--kl-coef nan": "--kl-coef nan: must be finite",
+    "--eval-every -1": "--eval-every -1: must be finite and not below 0",
+    "--reward-timeout inf": "--reward-timeout inf: must be above 0 and finite",
+    "--lam-policy 0.5 --length-adaptive-alpha 0.1": "--lam-policy and --length-adaptive-alpha: give one",
+    "--target-kl 0.1": "--target-kl 0.1: adapts --kl-coef, which is 0",
+    "--eval-prompts x.jsonl": "--eval-prompts x.jsonl: goes with --prompts",
+    "--prompts x.jsonl": "--reward: is needed with --prompts",
+    "--prompts x.jsonl --reward gsm8k --reward-model rm": "--reward and --reward-model: give one",
+    "--prompt-template hello": "--prompt-template hello: has no {prompt} in it",
+    "--actor.lr nan": "--actor.lr nan: must be above 0 and finite",
+    "--actor.ppo-epochs 0": "--actor.ppo-epochs 0: must be above 0",
+    "--actor.clip-ratio-low 1.5": "--actor.clip-ratio-low 1.5: must be above 0, and at most 1",
+    "--actor.clip-ratio-c 1": "--actor.clip-ratio-c 1.0: must be above 1",
+    "--actor.betas 0.9 1": "--actor.betas (0.9, 1.0): each must be",
+    "--actor.grad-clip nan": "--actor.grad-clip nan: must be above 0",
+    "--actor.seed -1": "--actor.seed -1: must be finite and not below 0",
+    "--actor.fsdp-size 3": "--actor.fsdp-size 3: must divide the 1 ranks",
+    "--actor.loss-agg-mode seq-mean-token-sum-norm": "--actor.loss-agg-mode seq-mean-token-sum-norm: needs",
+    "--actor.override-config {": "--actor.override-config {: must be a JSON object",
+    "--actor.override-config []": "--actor.override-config []: must be a JSON object",
+    "--actor.model tiny-qwen7": "--actor.model tiny-qwen7: no such preset",
+    "--actor.tokenizer /none": "--actor.tokenizer /none: no tokenizer there",
+    "--actor.ppo-max-token-len-per-gpu 19": "--actor.ppo-max-token-len-per-gpu 19: the longest prompt",
+    '--actor.override-config {"max_position_embeddings":19}': "--max-response-length: the longest prompt",
+    "--critic.lr nan": "--critic.lr nan: must be above 0",
+    "--critic.ppo-mini-batch-size 0": "--critic.ppo-mini-batch-size 0: must be above 0",
+    "--critic.ulysses-size 3": "--critic.ulysses-size 3: must divide the 1 ranks",
+    "--critic.activation-offload": "--critic.activation-offload: without --critic.gradient-checkpointing",
+    "--critic.freeze-layers 9": "--critic.freeze-layers 9: the model has 2 layers",
+    "--critic.model tiny-qwen7": "--critic.model tiny-qwen7: no such preset",
+    "--critic.ppo-max-token-len-per-gpu 19": "--critic.ppo-max-token-len-per-gpu 19: the longest prompt with its",
+    "--critic.forward-max-token-len-per-gpu 19": "--critic.forward-max-token-len-per-gpu 19: the longest prompt",
+    '--critic.model tiny-gpt2 --critic.override-config {"vocab_size":50}': "--critic.model tiny-gpt2: knows 50 tokens",
+    "--critic megatron --critic.tensor-model-parallel-size 3": "--critic.tensor-model-parallel-size 3: ",
+    "--critic megatron --critic.ppo-mini-batch-size 0": "--critic.ppo-mini-batch-size 0: must be above 0",
+}
+
+
+@pytest.mark.parametrize("flags", BAD_FLAGS)
+def test_a_bad_flag_is_one_line_that_names_it(flags, tmp_path):
+    with pytest.raises(UserError) as caught:
+        up_to_the_models([*flags.split(" "), "--out-dir", str(tmp_path)] if flags else [])
+    assert str(caught.value).startswith(BAD_FLAGS[flags]) and "\n" not in str(caught.value)
+
+
+def test_flags_that_can_work_are_taken(tmp_path):
+    for backend in ("fsdp", "megatron"):
+        up_to_the_models(["--critic", backend, "--out-dir", str(tmp_path), "--kl-coef", "0.1", "--target-kl", "0.1"])
+    up_to_the_models(["--out-dir", str(tmp_path), "--actor.ppo-max-token-len-per-gpu", "20"])
+
+
+def test_an_actor_that_cannot_be_built_is_named_by_its_flag():
+    with pytest.raises(UserError, match="--actor.model tiny-qwen2.5-vl: "):
+        policy("tiny-qwen2.5-vl", override_config="{}")
+
+
+def test_settled_the_critic_is_like_the_actor_unless_told(tmp_path):
+    base = ["--out-dir", str(tmp_path), "--actor.model", "tiny-llama", "--train-batch-size", "8", "--n", "3"]
+    base += ["--steps", "5", "--critic.ppo-mini-batch-size", "10", "--critic.ppo-epochs", "2"]
+    run, tokenizer, model_config = ppo_loop.settle(ppo_loop.parse(base))
+    assert run.critic.model == run.actor.model == "tiny-llama" and model_config.model_type == "llama"
+    assert (run.actor.lr, run.critic.lr, run.max_response_length, run.reward) == (1e-3, 1e-3, 8, "addition")
+    assert run.critic.total_training_steps == 5 * 2 * 3  # 24 rows are 3 mini-batches of 10
+    file = ["--prompts", "x.jsonl", "--reward", "gsm8k", "--critic.model", "tiny-gpt2"]
+    run, _, _ = ppo_loop.settle(ppo_loop.parse(base + file))
+    assert (run.actor.lr, run.max_response_length, run.reward) == (1e-6, 256, "gsm8k")
+    assert run.critic.model == "tiny-gpt2" and run.critic.lr is None
+
+
+def test_every_pass_visits_every_prompt_once_and_a_step_knows_its_own():
+    pick = lambda step, size=7, n=23, seed=0: ppo_loop.indices_of_step(step, size, n, seed, "prompts")
+    stream = [i for step in range(23) for i in pick(step)]  # 7 passes of 23
+    passes = [stream[i : i + 23] for i in range(0, len(stream), 23)]
+    assert all(sorted(p) == list(range(23)) for p in passes)
+    assert len(set(map(tuple, passes))) == 7 and list(range(23)) not in passes
+    assert pick(9) == stream[63:70] and pick(9, seed=1) != pick(9)
+    assert len(pick(3, size=50, n=4)) == 50 and collections.Counter(pick(3, size=48, n=4)) == dict.fromkeys(
+        range(4), 12
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Phases, checkpoints, export
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_phases_bring_their_workers_and_send_them_home():
+    class Worker:
+        def __init__(self, name):
+            self.name = name
+
+        def onload(self):
+            time.sleep(0.02)
+            seen.append(f"{self.name} on")
+
+        def offload(self):
+            seen.append(f"{self.name} off")
+
+    seen, a, b = [], Worker("a"), Worker("b")
+    phases = ppo_loop.Phases(True, torch.device("cpu"))
+    with phases("x", a, None, b):
+        seen.append("work")
+        time.sleep(0.05)
+    assert seen == ["a on", "b on", "work", "b off", "a off"]
+    with phases("x", a):
+        pass
+    metrics = phases.take()
+    assert 0.11 <= metrics["time/x"] < 5 and 0.06 <= metrics["time/x_onload"] < metrics["time/x"] - 0.05
+    assert metrics["memory/x_onload_gib"] == 0 and "time/x_offload" in metrics and phases.take() == {}
+    seen.clear()
+    with ppo_loop.Phases(False, torch.device("cpu"))("x", a, b):
+        seen.append("work")
+    assert seen == ["work"]
+
+
+def state_of(w):
+    """name -> every tensor of weights and optimizer, whole."""
+    tensors, _, _ = critic_fsdp.checkpoint_tensors(w.model, w.optimizer)
+    return {name: critic_fsdp.full_tensor(x).clone() for name, x in tensors.items()}
+
+
+def same(a, b):
+    """Bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("kind", ["tiny-qwen2", "tiny-gemma2"])
+def test_offload_and_onload_change_no_bit(kind):
+    stays, goes = policy(kind), policy(kind)
+    batch = batch_to_learn(stays)
+    for _ in range(2):
+        stays.update_policy(batch)
+        goes.offload()
+        goes.onload()
+        goes.update_policy(batch)
+    assert same(state_of(stays), state_of(goes))
+    goes.offload()
+    goes.onload()
+    assert torch.equal(stays.compute_log_probs(batch), goes.compute_log_probs(batch))
+    head, embedding = goes.model.lm.get_output_embeddings().weight, goes.model.lm.get_input_embeddings().weight
+    assert (head is embedding) == (kind == "tiny-gemma2")
+    engine, prompts = engine_of(goes), some_prompts()
+    before = engine.generate(prompts, list("abcdefghi"), [5] * 9, 1.0, 9)
+    engine.offload()
+    engine.onload()
+    engine.sync(goes.weights(torch.float32))
+    assert engine.generate(prompts, list("abcdefghi"), [5] * 9, 1.0, 9) == before
+
+
+def test_a_synced_engine_has_the_actors_weights_after_an_update():
+    w = policy("tiny-gpt2")
+    engine = engine_of(w)
+    before = {name: x.clone() for name, x in engine.model.state_dict().items()}
+    w.update_policy(batch_to_learn(w))
+    engine.sync(w.weights(torch.float32))
+    lm = plain(w)
+    for name, x in lm.state_dict().items():
+        assert torch.equal(engine.model.state_dict()[name], x), name
+    assert not same(before, dict(engine.model.state_dict()))
+
+
+@pytest.mark.parametrize("kind", ["tiny-qwen2", "tiny-gpt2"])
+def test_a_checkpoint_restores_every_bit_and_the_next_update(kind, tmp_path):
+    fields = dict(ppo_mini_batch_size=3, lr_warmup_steps=10)
+    w, again = policy(kind, **fields), policy(kind, **fields)
+    batch = batch_to_learn(w)
+    w.update_policy(batch)
+    saved = state_of(w)
+    w.save_checkpoint(tmp_path / "c")
+    assert same(state_of(w), saved) and any("exp_avg_sq" in name for name in saved)
+    for _ in range(2):
+        again.update_policy(batch_to_learn(again, seed=1))
+    assert not same(state_of(again), saved)
+    again.load_checkpoint(tmp_path / "c")
+    assert (again.updates, again.optimizer_steps) == (1, 3) and same(state_of(again), saved)
+    assert torch.equal(again.compute_log_probs(batch), w.compute_log_probs(batch))
+    metrics = w.update_policy(batch)
+    assert again.update_policy(batch) == metrics and same(state_of(w), state_of(again))
+    assert metrics["actor/lr"] == pytest.approx(1e-3 * 6 / 10)  # the warm-up went on: the sixth step
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    policy().save_checkpoint(tmp_path / "c")
+    with pytest.raises(UserError, match=f"--resume {tmp_path}/c: is of another model: "):
+        policy(override_config='{"num_hidden_layers": 1}').load_checkpoint(tmp_path / "c")
+    (tmp_path / "c" / "trainer.json").unlink()
+    with pytest.raises(UserError, match=f"--resume {tmp_path}/c: damaged, trainer.json is missing"):
+        policy().load_checkpoint(tmp_path / "c")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_is_a_model_of_transformers_with_the_same_weights(kind, tmp_path):
+    w = policy(kind, lr=1e-2)
+    batch = batch_to_learn(w)
+    w.update_policy(batch)
+    w.export_hf(tmp_path / "hf", common.char_tokenizer())
+    lm, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(info.values()), info
+    weights = dict(w.weights())
+    assert same(weights, {n: p.detach() for n, p in lm.named_parameters()})
+    tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
+    assert tied == (kind in ("tiny-gemma2", "tiny-gpt2"))
+    again = policy(str(tmp_path / "hf"), override_config="{}")
+    assert same(weights, dict(again.weights()))
+    torch.testing.assert_close(again.compute_log_probs(batch), w.compute_log_probs(batch), rtol=0, atol=1e-6)
+    assert ppo_loop.stop_tokens(again.config, common.load_tokenizer(again.config)) == {EOS}
+
+
+def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tmp_path):
+    common.char_tokenizer().save_pretrained(tmp_path)
+    tokenizer = common.char_tokenizer()
+    for eos, ids in ((None, {1}), (7, {1, 7}), ([7, 9], {1, 7, 9})):
+        transformers.GenerationConfig(eos_token_id=eos).save_pretrained(tmp_path)
+        assert ppo_loop.stop_tokens(ActorConfig(model=str(tmp_path)), tokenizer) == ids
+    assert ppo_loop.stop_tokens(ActorConfig(model="tiny-qwen2"), tokenizer) == {1}
