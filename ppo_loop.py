@@ -1011,8 +1011,9 @@ def settle(run):
     if tokenizer is None:
         raise UserError(f"--actor.tokenizer: {actor.model} has none, and prompts are text; give one")
     if critic.model == "actor":
-        same = {key: getattr(actor, key) for key in ("model", "tokenizer", "override_config", "trust_remote_code")}
-        critic = dataclasses.replace(critic, **same, from_scratch=actor.from_scratch or critic.from_scratch)
+        same = ("tokenizer", "override_config", "trust_remote_code", "from_scratch")
+        unsaid = [key for key in same if getattr(critic, key) == getattr(type(critic), key)]
+        critic = dataclasses.replace(critic, model=actor.model, **{key: getattr(actor, key) for key in unsaid})
     minis = math.ceil(run.train_batch_size * run.n / critic.ppo_mini_batch_size)
     critic = dataclasses.replace(
         critic,
@@ -1310,6 +1311,10 @@ def save(run, step, kl_coef, actor, critic):
 
 def main(run):
     validate(run)
+    state = read_loop_state(run.resume) if run.resume else {"step": 0, "kl_coef": run.kl_coef}
+    first_step, kl_coef = state["step"], state["kl_coef"]
+    if run.resume and first_step >= run.steps:
+        raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
     run, tokenizer, model_config = settle(run)
     if run.prompts is None:
         prompts = addition_prompts(8192, run.seed, tokenizer)
@@ -1322,10 +1327,6 @@ def main(run):
     check_critic(run, model_config, longest)
     reward = load_function(run.reward, "--reward") if run.reward else None
     observe = load_function(run.environment, "--environment") if run.environment else None
-    state = read_loop_state(run.resume) if run.resume else {"step": 0, "kl_coef": run.kl_coef}
-    first_step, kl_coef = state["step"], state["kl_coef"]
-    if run.resume and first_step >= run.steps:
-        raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
 
     device = common.setup_distributed(run.critic.timeout_minutes)
     if run.resume and state["start"] != run.actor.model:

@@ -70,7 +70,8 @@ def batch_to_learn(w, n=9, seed=0, **options):
 def a_run(backend="fsdp", **fields):
     """A Run as parse() would make it of these flags."""
     config = ppo_loop.critic_module(backend).Config
-    return ppo_loop.Run(critic=dataclasses.replace(config(), model="actor"), backend=backend, **fields)
+    critic = config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size)
+    return ppo_loop.Run(critic=critic, backend=backend, **fields)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -985,7 +986,7 @@ def test_settled_the_critic_is_like_the_actor_unless_told(tmp_path):
     base += ["--steps", "5", "--critic.ppo-mini-batch-size", "10", "--critic.ppo-epochs", "2"]
     run, tokenizer, model_config = ppo_loop.settle(ppo_loop.parse(base))
     assert run.critic.model == run.actor.model == "tiny-llama" and model_config.model_type == "llama"
-    assert (run.actor.lr, run.critic.lr, run.max_response_length, run.reward) == (1e-3, 1e-3, 8, "addition")
+    assert (run.actor.lr, run.critic.lr, run.max_response_length, run.reward) == (5e-4, 1e-3, 8, "addition")
     assert run.critic.total_training_steps == 5 * 2 * 3  # 24 rows are 3 mini-batches of 10
     file = ["--prompts", "x.jsonl", "--reward", "gsm8k", "--critic.model", "tiny-gpt2"]
     run, _, _ = ppo_loop.settle(ppo_loop.parse(base + file))

@@ -11,6 +11,7 @@ from helpers import ROOT, SHARED, run, succeeded
 
 import critic_fsdp
 import critic_megatron
+import ppo_loop
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```bash (\w+)\n(.*?)^```", README, flags=re.M | re.S)
@@ -59,7 +60,14 @@ def test_command_runs_as_written(line, copy):
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind in ("gpu", "long")])
 def test_command_for_gpus_or_with_patience_has_flags_that_exist(line):
     words = shlex.split(line)
-    script = critic_fsdp if "critic_fsdp.py" in words else critic_megatron
-    run_ = tyro.cli(script.Run, args=words[words.index(f"{script.__name__}.py") + 1 :])
-    ranks = int(words[words.index("--nproc-per-node") + 1])
-    script.validate(run_.critic, ranks * (int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1))
+    ranks = int(words[words.index("--nproc-per-node") + 1]) if words[0] == "torchrun" else 1
+    ranks *= int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
+    script = next(s for s in (critic_fsdp, critic_megatron, ppo_loop) if f"{s.__name__}.py" in words)
+    args = words[words.index(f"{script.__name__}.py") + 1 :]
+    if script is ppo_loop:
+        run_ = ppo_loop.parse(args)
+        ppo_loop.validate_actor(run_.actor)
+        script = ppo_loop.critic_module(run_.backend)
+    else:
+        run_ = tyro.cli(script.Run, args=args)
+    script.validate(run_.critic, ranks)
