@@ -5,7 +5,6 @@ What it computes is compared with plain loops over scalars, or with transformers
 
 import collections
 import copy
-import dataclasses
 import json
 import math
 import re
