@@ -342,8 +342,7 @@ def masked_token():
         response_mask=torch.zeros(1, dtype=torch.bool),
         row_id=torch.tensor([-1]),
         truncated=torch.tensor([False]),
-        values=torch.zeros(1),
-        returns=torch.zeros(1),
+        **{name: torch.zeros(1) for name in Batch.FLOATS},
     )
 
 

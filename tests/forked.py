@@ -16,11 +16,8 @@ import transformers.models.qwen3.modeling_qwen3
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
 
-def run(ranks, function, *args, timeout=300):
-    """Calls function(*args) on `ranks` gloo processes, which import common and the critics anew; ends all if one fails.
-
-    A module that reads RANK when imported must not be imported here, so `function` imports what it needs.
-    """
+def start(ranks, function, *args):
+    """The pids of those processes, which the caller has to wait for."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -30,6 +27,15 @@ def run(ranks, function, *args, timeout=300):
         if pid == 0:
             _child(rank, ranks, port, function, args)
         children.append(pid)
+    return children
+
+
+def run(ranks, function, *args, timeout=300):
+    """Calls function(*args) on `ranks` gloo processes, which import common and the critics anew; ends all if one fails.
+
+    A module that reads RANK when imported must not be imported here, so `function` imports what it needs.
+    """
+    children = start(ranks, function, *args)
     deadline, failed = time.monotonic() + timeout, None
     while children and failed is None:
         for pid in list(children):
