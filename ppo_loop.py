@@ -195,7 +195,8 @@ def flags_of(part):
     try:
         yield
     except UserError as error:
-        raise UserError(re.sub(r"--(?!resume|out-dir|nproc)(?=[a-z])", f"--{part}.", str(error))) from None
+        ours = r"(?<!\S)--(?!resume|out-dir|nproc|actor\.|critic\.)(?=[a-z])"  # not in the middle of a path
+        raise UserError(re.sub(ours, f"--{part}.", str(error))) from None
 
 
 def validate(run):
@@ -790,6 +791,7 @@ class PolicyWorker:
         parts = common.micro_batches([[lengths[i] for i in s] for s in shares], self.config.ppo_max_token_len_per_gpu)
         return [[shares[RANK][j] for j in part] for part in parts[RANK]]
 
+    @flags_of("actor")
     def forward_micro_batch(self, batch, rows):
         """-> (the rows on the device, (T,) log-probs and (T,) entropies of their actions, zero elsewhere)."""
         micro = batch.select(rows) if rows else common.masked_token()
@@ -1351,7 +1353,8 @@ def main(run):
     engine = HFRollout(model_config, run.actor, device, stop_tokens(run.actor, tokenizer))
     if run.resume:
         actor.load_checkpoint(os.path.join(run.resume, "actor"))
-        critic.load_checkpoint(os.path.join(run.resume, "critic"))
+        with flags_of("critic"):
+            critic.load_checkpoint(os.path.join(run.resume, "critic"))
     if run.offload:
         for worker in filter(None, (actor, reference, critic, reward_model, engine)):
             worker.offload()
