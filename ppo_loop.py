@@ -1085,7 +1085,7 @@ def learn_to_add(run, model_config, tokenizer, device):
 def start_from(run, folder):
     """run whose actor, and whose critic if it is as the actor, start from this folder."""
     fresh = {"model": folder, "override_config": "{}", "from_scratch": False}
-    same = run.critic.model == run.actor.model
+    same = all(getattr(run.critic, key) == getattr(run.actor, key) for key in fresh)
     critic = dataclasses.replace(run.critic, **fresh) if same else run.critic
     return dataclasses.replace(run, actor=dataclasses.replace(run.actor, **fresh), critic=critic)
 
@@ -1314,7 +1314,7 @@ def save(run, step, kl_coef, actor, critic):
 def main(run):
     validate(run)
     state = read_loop_state(run.resume) if run.resume else {"step": 0, "kl_coef": run.kl_coef}
-    first_step, kl_coef = state["step"], state["kl_coef"]
+    first_step, kl_coef = state["step"], state["kl_coef"] if run.target_kl else run.kl_coef
     if run.resume and first_step >= run.steps:
         raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
     run, tokenizer, model_config = settle(run)
@@ -1331,8 +1331,8 @@ def main(run):
     observe = load_function(run.environment, "--environment") if run.environment else None
 
     device = common.setup_distributed(run.critic.timeout_minutes)
-    if run.resume and state["start"] != run.actor.model:
-        run = start_from(run, state["start"])
+    if run.resume:
+        run = start_from(run, state["start"]) if state["start"] != run.actor.model else run
     elif run.prompts is None and run.supervised_steps:
         run = start_from(run, learn_to_add(run, model_config, tokenizer, device))
 
