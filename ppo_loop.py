@@ -348,9 +348,9 @@ def parse_prompt(row, run, tokenizer):
     else:
         messages = prompt
         common._check_messages(messages)
-        text = messages[-1]["content"] or ""
+        text = messages[-1].get("content") or ""
         if isinstance(text, list):
-            text = "".join(part.get("text", "") for part in text if isinstance(part, dict))
+            text = "".join(str(part.get("text") or "") for part in text if isinstance(part, dict))
     try:
         json.dumps([text, messages], ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -395,11 +395,11 @@ def load_function(name, flag):
         known = f"{', '.join(REWARDS)} or " if flag == "--reward" else ""
         raise UserError(f"{flag} {name}: must be {known}FILE.py:FUNCTION, and there is no such file")
     spec = importlib.util.spec_from_file_location(f"user_{hash_of(path)}", path)
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        line = traceback.extract_tb(error.__traceback__)[-1].lineno
+    except (Exception, SystemExit) as error:
+        line = getattr(error, "lineno", None) or traceback.extract_tb(error.__traceback__)[-1].lineno
         raise UserError(f"{flag} {name}: line {line}: {common.one_line(error)}") from None
     if not callable(getattr(module, function, None)):
         raise UserError(f"{flag} {name}: the file has no function {function}")
@@ -425,7 +425,9 @@ def guarded(function, seconds, *args):
             signal.setitimer(signal.ITIMER_REAL, 0)
     except TookTooLong:
         return None, f"timeout: took longer than {seconds:g} s"
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit, asyncio.CancelledError: the row's fault, not the run's
         return None, common.one_line(error)
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -610,6 +612,7 @@ def roll_out(engine, tokenizer, prompts, keys, run, temperature, observe=None):
                 said, faults[i] = None, f"an environment answers with text or None, not {said!r:.40}"
             if said is None:
                 continue
+            said = said.encode(errors="replace").decode()  # half a surrogate pair is no text: "?" for it
             seen = tokenizer(said, add_special_tokens=False)["input_ids"]
             finished[i] = len(ids[i]) + len(seen) < run.max_response_length
             if finished[i]:
