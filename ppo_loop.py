@@ -1223,8 +1223,9 @@ def evaluate(engine, tokenizer, prompts, run, reward, observe):
     scores, more = score(run, reward, mine, texts, to_batch(mine, replies, list(rows))[0])
     faults = sum(bool(a or b) for a, b in zip(faults, more, strict=True))
     sums = torch.tensor(
-        [len(rows), sum(scores), sum(s >= 1 for s in scores), sum(len(r.ids) for r in replies), faults]
-    ).double()
+        [len(rows), sum(scores), sum(s >= 1 for s in scores), sum(len(r.ids) for r in replies), faults],
+        dtype=torch.float64,
+    )
     dist.all_reduce(sums)
     n, total, right, tokens, faults = sums.tolist()
     samples = [
@@ -1237,11 +1238,15 @@ def evaluate(engine, tokenizer, prompts, run, reward, observe):
 
 
 def keep_samples(samples, step, out_dir):
-    """Appends transcripts to samples.jsonl and shows two of them."""
+    """Puts transcripts into samples.jsonl, after those of earlier steps, and shows two of them. What it has of this
+    step and later ones is of another run, or of before --resume."""
     if RANK != 0:
         return
-    with open(os.path.join(out_dir, "samples.jsonl"), "a") as file:
-        file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in samples)
+    path = os.path.join(out_dir, "samples.jsonl")
+    rows = [row for row in common.read_metrics(path) if row["step"] < step]
+    rows += [{"step": step, **sample} for sample in samples]
+    with open(path, "w") as file:
+        file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
     for s in samples[:2]:
         print0(f"  {s['prompt'][-60:]!r} -> {s['response'][-60:]!r}  reward {s['reward']:g}")
 
