@@ -368,6 +368,8 @@ def parse_prompt(row, run, tokenizer):
     answer = row.get(run.answer_key)
     if run.reward in REWARDS and not isinstance(answer, str):
         raise UserError(f"{run.answer_key!r} must be text, --reward {run.reward} compares with it; see --answer-key")
+    if run.reward == "gsm8k" and not gsm8k_reward(text, answer, answer):  # no response would ever be right
+        raise UserError(f"{run.answer_key!r} has no number after ####, which --reward gsm8k compares with")
     return Prompt(ids, text, answer, messages)
 
 
@@ -1190,7 +1192,7 @@ def rollout_metrics(batch, scores, faults, engine_log_probs_T, run):
         "rollout/tokens": tokens,
         "rollout/truncated": truncated / rows,
         "rollout/log_prob_diff": off / actions,
-        "kl/reference": kl / actions,
+        "kl/reference": kl / actions if run.kl_coef or run.actor.kl_loss_coef else math.nan,  # nan: has no reference
     }
 
 
@@ -1333,6 +1335,11 @@ def main(run):
         prompts = load_prompts(run.prompts, "--prompts", run, tokenizer)
         held_out = load_prompts(run.eval_prompts, "--eval-prompts", run, tokenizer) if run.eval_prompts else []
     longest = max(len(p.ids) for p in prompts + held_out) + run.max_response_length
+    top, vocab_size = max(max(p.ids) for p in prompts + held_out), model_config.get_text_config().vocab_size
+    if top >= vocab_size:
+        raise UserError(
+            f"--actor.tokenizer: makes token {top} of a prompt, {run.actor.model} knows {vocab_size} tokens"
+        )
     check_lengths(run, model_config, longest)
     check_critic(run, model_config, longest)
     reward = load_function(run.reward, "--reward") if run.reward else None
