@@ -708,7 +708,9 @@ def read_lm(config, model_config, dtype):
         lm = AutoModelForCausalLM.from_config(
             model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code
         )
-        return lm.to(dtype), f"random weights (seed {config.seed})"
+        for p in lm.parameters():  # not lm.to(dtype), which would round the rotary tables too
+            p.data = p.data.to(dtype)
+        return lm, f"random weights (seed {config.seed})"
     folder = config.model
     if not os.path.isdir(folder):
         folder = snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.py"])
