@@ -1293,10 +1293,12 @@ def plot_learning(out_dir):
     ):
         for name, label, style in lines:
             points = {row["step"]: row[name] for row in rows if row.get(name) is not None}
-            panel.plot(points.keys(), points.values(), style, label=label)
+            if points:
+                panel.plot(points.keys(), points.values(), style, label=label)
         panel.set(title=title, xlabel="step")
         panel.grid(alpha=0.3)
-        panel.legend()
+        if panel.lines:
+            panel.legend()
     panels[2].set_ylim(bottom=max(panels[2].get_ylim()[0], -0.5))
     figure.savefig(os.path.join(out_dir, "curves.png"), dpi=120)
 

@@ -44,7 +44,9 @@ def held_out(log):
 def test_command_runs_as_written(line, copy):
     if "../shared" in line and not SHARED.is_dir():
         pytest.skip(f"needs the development data in {SHARED}")
-    if "out/critic_fsdp/hf" in line and not (copy / "out").is_dir():  # this test alone: without the command above it
+    if (
+        "out/critic_fsdp/hf" in line and not (copy / "out" / "critic_fsdp" / "hf").is_dir()
+    ):  # this test alone: without the command above it
         succeeded(run(sys.executable, "critic_fsdp.py", "--steps", 50, cwd=copy))
     out = succeeded(run("bash", "-c", line, cwd=copy))
     ends = {"--plan": "step ", "compare_runs": "weights "}
@@ -53,7 +55,11 @@ def test_command_runs_as_written(line, copy):
     if line == "python critic_fsdp.py":
         rising = held_out(out)
         assert rising[-1] > 0.5 and rising[-1] > rising[1] > rising[0], rising
-    if line == "python critic_fsdp.py" or "gsm8k" in line:
+    if line == "python ppo_loop.py":
+        first, *_, last = (float(x) for x in re.findall(r"^held out   accuracy (\S+)", out, flags=re.M))
+        assert first < 0.45 and last > 0.8, (first, last)
+        assert (copy / "out" / "ppo_loop" / "curves.png").is_file()
+    elif line == "python critic_fsdp.py" or "gsm8k" in line and "critic_fsdp.py" in line:
         assert held_out(shown)[-1] == pytest.approx(held_out(out)[-1], abs=0.03)
 
 
