@@ -271,6 +271,17 @@ class Prompt(NamedTuple):
 SLIPS = (0.75, 0.6)  # the supervised actor errs in three of four sums that carry, and in three of five others
 
 
+class Task(NamedTuple):
+    """What is to be learned."""
+
+    tokenizer: Any  # of the actor
+    model_config: Any
+    prompts: list
+    held_out: list  # prompts to evaluate on, may be none
+    reward: Any  # f(prompt, response, answer), or None: there is a reward model
+    observe: Any  # the environment, or None
+
+
 def addition_prompts(n, seed, tokenizer, held_out=False):
     """n additions of two numbers of two digits; the prompts of the toy, and held out are the same."""
     texts = dict.fromkeys(json.loads(row)["prompt"] for row in common.toy_rows(n, seed, held_out))
@@ -594,8 +605,9 @@ class Reply(NamedTuple):
     finished: bool  # by the policy or the environment, not by the length limit
 
 
-def roll_out(engine, tokenizer, prompts, keys, run, temperature, observe=None):
+def roll_out(engine, task, prompts, keys, run, temperature):
     """(a Reply to each prompt, its text, what went wrong in the environment). Every row depends on its key alone."""
+    tokenizer, observe = task.tokenizer, task.observe
     ids, mask, log_probs, finished = ([[] for _ in prompts] for _ in range(4))
     faults, going = [""] * len(prompts), list(range(len(prompts)))
     for turn in range(run.max_turns if observe else 1):
@@ -743,7 +755,7 @@ def build_policy(config, model_config, device, trains):
                     dtype=dtype,
                     attn_implementation="packed",
                     trust_remote_code=config.trust_remote_code,
-                )  # fmt: skip
+                )
             )
     except Exception as error:
         raise UserError(f"--model {config.model}: cannot be built ({common.one_line(error)})") from None
@@ -1104,6 +1116,15 @@ def indices_of_step(step, size, n, *key):
     return [common.permutation(n, *key, a_pass)[place] for a_pass, place in places]
 
 
+def prompts_of_step(step, prompts, run):
+    """(prompts, ids, keys) of this rank's rows of a step; run.n neighbours share a prompt. From a row's key follow all
+    random numbers of its response."""
+    picked = indices_of_step(step, run.train_batch_size, len(prompts), run.seed, "prompts")
+    row_ids = list(range(RANK, run.train_batch_size * run.n, WORLD_SIZE))
+    keys = [f"{run.seed} {step} {row}" for row in row_ids]
+    return [prompts[picked[row // run.n]] for row in row_ids], row_ids, keys
+
+
 class Phases:
     """`with phases("actor", actor):` times a phase, and with --offload has its workers, and no other, on the device."""
 
@@ -1142,11 +1163,12 @@ class Phases:
         return taken
 
 
-def score(run, reward, prompts, texts, batch):
-    """(rewards of the caller's rows, what went wrong with each), by rule or by model (a collective)."""
+def score(run, reward, prompts, texts, batch, faults):
+    """(rewards of the caller's rows by rule or by model, faults with what went wrong here) (a collective)."""
     if isinstance(reward, RewardModel):
-        return reward.scores(prompts, texts, batch), [""] * len(prompts)
-    return rule_scores(reward, prompts, texts, run.reward_timeout)
+        return reward.scores(prompts, texts, batch), faults
+    scores, more = rule_scores(reward, prompts, texts, run.reward_timeout)
+    return scores, [a or b for a, b in zip(faults, more, strict=True)]
 
 
 def add_advantages(batch, scores, kl_coef, run):
@@ -1205,10 +1227,10 @@ def show_fault(faults):
     print0(f"a row failed and went on without: {next(filter(None, firsts))}")
 
 
-def check_engine(run, metrics, half):
+def check_engine(run, metrics, device):
     """UserError if the engine and the actor, which have the same weights, do not make the same of the first rows: two
     ways through a model, one of them with a cache and padding, the other packed."""
-    diff = metrics["rollout/log_prob_diff"]
+    diff, half = metrics["rollout/log_prob_diff"], critic_fsdp.compute_dtype(run.actor, device) != torch.float32
     if not diff < (0.5 if half else 1e-3):
         raise UserError(
             f"--actor.model {run.actor.model}: log-probs of the rollout are off the actor's by {diff:.1e} a token; the "
@@ -1216,18 +1238,15 @@ def check_engine(run, metrics, half):
         )
 
 
-def evaluate(engine, tokenizer, prompts, run, reward, observe):
-    """Rewards of held-out prompts -> (metrics equal on all ranks, this rank's transcripts)."""
-    rows = range(RANK, len(prompts) * max(run.eval_samples, 1), WORLD_SIZE)
-    mine, temperature = [prompts[row // max(run.eval_samples, 1)] for row in rows], run.temperature
-    replies, texts, faults = roll_out(
-        engine, tokenizer, mine, [f"evaluation {run.seed} {row}" for row in rows], run,
-        temperature if run.eval_samples else 0.0, observe,
-    )  # fmt: skip
-    scores, more = score(run, reward, mine, texts, to_batch(mine, replies, list(rows))[0])
-    faults = sum(bool(a or b) for a, b in zip(faults, more, strict=True))
+def evaluate(engine, task, run, reward):
+    """Rewards of held-out prompts -> (metrics equal on all ranks, this rank's first transcripts)."""
+    n, temperature = max(run.eval_samples, 1), run.temperature if run.eval_samples else 0.0
+    rows = list(range(RANK, len(task.held_out) * n, WORLD_SIZE))
+    mine, keys = [task.held_out[row // n] for row in rows], [f"evaluation {run.seed} {row}" for row in rows]
+    replies, texts, faults = roll_out(engine, task, mine, keys, run, temperature)
+    scores, faults = score(run, reward, mine, texts, to_batch(mine, replies, rows)[0], faults)
     sums = torch.tensor(
-        [len(rows), sum(scores), sum(s >= 1 for s in scores), sum(len(r.ids) for r in replies), faults],
+        [len(rows), sum(scores), sum(s >= 1 for s in scores), sum(len(r.ids) for r in replies), sum(map(bool, faults))],
         dtype=torch.float64,
     )
     dist.all_reduce(sums)
@@ -1325,12 +1344,17 @@ def save(run, step, kl_coef, actor, critic):
                 json.dump(state, file, indent=1)
 
 
-def main(run):
-    validate(run)
-    state = read_loop_state(run.resume) if run.resume else {"step": 0, "kl_coef": run.kl_coef}
-    first_step, kl_coef = state["step"], state["kl_coef"] if run.target_kl else run.kl_coef
-    if run.resume and first_step >= run.steps:
-        raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
+def dump(batch, step, out_dir):
+    """The rows of all ranks as out_dir/rollouts/step_N.jsonl (a collective)."""
+    whole = common.gather(batch)
+    if RANK == 0:
+        os.makedirs(os.path.join(out_dir, "rollouts"), exist_ok=True)
+        common.write_jsonl(whole, os.path.join(out_dir, "rollouts", f"step_{step + 1}.jsonl"))
+
+
+def load_task(run):
+    """(run with what follows from its task and its actor, the Task). What can be wrong with flags, files and functions
+    is found here, before there is a process group."""
     run, tokenizer, model_config = settle(run)
     if run.prompts is None:
         prompts = addition_prompts(8192, run.seed, tokenizer)
@@ -1348,37 +1372,6 @@ def main(run):
     check_critic(run, model_config, longest)
     reward = load_function(run.reward, "--reward") if run.reward else None
     observe = load_function(run.environment, "--environment") if run.environment else None
-
-    device = common.setup_distributed(run.critic.timeout_minutes)
-    if run.resume:
-        run = start_from(run, state["start"]) if state["start"] != run.actor.model else run
-    elif run.prompts is None and run.supervised_steps:
-        run = start_from(run, learn_to_add(run, model_config, tokenizer, device))
-
-    phases = Phases(run.offload, device)
-    with flags_of("actor"):
-        actor = PolicyWorker(run.actor, model_config, device, run.temperature)
-        print0(f"actor      {actor.story}")
-        reference = None
-        if run.kl_coef or run.actor.kl_loss_coef:
-            reference = PolicyWorker(run.actor, model_config, device, run.temperature, trains=False)
-            print0(f"reference  {reference.story}")
-    with flags_of("critic"):
-        critic = critic_module(run.backend).CriticWorker(run.critic)
-        critic.init_model()
-    if run.reward_model:
-        reward = RewardModel(run, tokenizer)
-    reward_model = reward if run.reward_model else None
-    engine = HFRollout(model_config, run.actor, device, stop_tokens(run.actor, tokenizer))
-    if run.resume:
-        actor.load_checkpoint(os.path.join(run.resume, "actor"))
-        with flags_of("critic"):
-            critic.load_checkpoint(os.path.join(run.resume, "critic"))
-    if run.offload:
-        for worker in filter(None, (actor, reference, critic, reward_model, engine)):
-            worker.offload()
-    with phases("sync", actor, engine):
-        engine.sync(actor.weights(engine.model.dtype))
     rows = run.train_batch_size * run.n
     print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; at most {longest} tokens with the response")
     print0(f"rollout    {run.train_batch_size} prompts x {run.n} responses = {rows} rows a step")
@@ -1387,14 +1380,61 @@ def main(run):
         print0(
             f"{name:11s}{c.ppo_epochs} epochs x {minis} mini-batches = {c.ppo_epochs * minis} optimizer steps a step"
         )
+    return run, Task(tokenizer, model_config, prompts, held_out, reward, observe)
 
+
+def build(run, task, device):
+    """(actor, reference or None, critic, reward model or None, rollout engine) on all ranks, the actor's weights in the
+    engine; those of its checkpoint if the run is resumed. With --offload they are made one after another."""
+    away = lambda *workers: [worker.offload() for worker in workers if worker and run.offload]
+    with flags_of("actor"):
+        actor, reference, reward_model = PolicyWorker(run.actor, task.model_config, device, run.temperature), None, None
+        print0(f"actor      {actor.story}")
+        if run.resume:
+            actor.load_checkpoint(os.path.join(run.resume, "actor"))
+        away(actor)
+        if run.kl_coef or run.actor.kl_loss_coef:
+            reference = PolicyWorker(run.actor, task.model_config, device, run.temperature, trains=False)
+            print0(f"reference  {reference.story}")
+            away(reference)
+    with flags_of("critic"):
+        critic = critic_module(run.backend).CriticWorker(run.critic)
+        critic.init_model()
+        if run.resume:
+            critic.load_checkpoint(os.path.join(run.resume, "critic"))
+        away(critic)
+    if run.reward_model:
+        reward_model = RewardModel(run, task.tokenizer)
+        away(reward_model)
+    engine = HFRollout(task.model_config, run.actor, device, stop_tokens(run.actor, task.tokenizer))
+    if run.offload:
+        actor.onload()
+    engine.sync(actor.weights(engine.model.dtype))
+    away(actor, engine)
+    return actor, reference, critic, reward_model, engine
+
+
+def main(run):
+    validate(run)
+    state = read_loop_state(run.resume) if run.resume else {"step": 0, "kl_coef": run.kl_coef}
+    first_step, kl_coef = state["step"], state["kl_coef"] if run.target_kl else run.kl_coef
+    if run.resume and first_step >= run.steps:
+        raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
+    run, task = load_task(run)
+    device = common.setup_distributed(run.critic.timeout_minutes)
+    if run.resume:
+        run = start_from(run, state["start"]) if state["start"] != run.actor.model else run
+    elif run.prompts is None and run.supervised_steps:
+        run = start_from(run, learn_to_add(run, task.model_config, task.tokenizer, device))
+    actor, reference, critic, reward_model, engine = build(run, task, device)
+    phases, reward = Phases(run.offload, device), reward_model or task.reward
     logger = common.Logger(run.out_dir, dataclasses.asdict(run), first_step, run.wandb_project)
     start = time.perf_counter()
     for step in range(first_step, run.steps + 1):
         last = step == run.steps
-        if held_out and (step == first_step or last or (run.eval_every and step % run.eval_every == 0)):
+        if task.held_out and (step == first_step or last or (run.eval_every and step % run.eval_every == 0)):
             with phases("evaluation", engine, reward_model):
-                metrics, samples = evaluate(engine, tokenizer, held_out, run, reward, observe)
+                metrics, samples = evaluate(engine, task, run, reward)
             logger.log(step, metrics)
             print0(f"held out   accuracy {metrics['eval/accuracy']:.3f}   reward {metrics['eval/reward']:.3f}")
             keep_samples(samples, step, run.out_dir)
@@ -1404,24 +1444,20 @@ def main(run):
         if last:
             break
 
-        picked = indices_of_step(step, run.train_batch_size, len(prompts), run.seed, "prompts")
-        row_ids = list(range(RANK, rows, WORLD_SIZE))  # the rows that this rank owns; n neighbours share a prompt
-        asked = [prompts[picked[row // run.n]] for row in row_ids]
-        keys = [f"{run.seed} {step} {row}" for row in row_ids]
+        prompts, row_ids, keys = prompts_of_step(step, task.prompts, run)
         with phases("rollout", engine):
-            replies, texts, faults = roll_out(engine, tokenizer, asked, keys, run, run.temperature, observe)
-            batch, engine_log_probs_T = to_batch(asked, replies, row_ids)
+            replies, texts, faults = roll_out(engine, task, prompts, keys, run, run.temperature)
+            batch, engine_log_probs_T = to_batch(prompts, replies, row_ids)
         with phases("reward", reward_model):
-            scores, more = score(run, reward, asked, texts, batch)
+            scores, faults = score(run, reward, prompts, texts, batch, faults)
         with phases("log_probs", actor):
             batch.old_log_probs = batch.ref_log_probs = actor.compute_log_probs(batch)
         if reference is not None:
             with phases("reference", reference):
                 batch.ref_log_probs = reference.compute_log_probs(batch)
-        faults = [a or b for a, b in zip(faults, more, strict=True)]
         metrics = rollout_metrics(batch, scores, faults, engine_log_probs_T, run)
         if step == first_step:
-            check_engine(run, metrics, critic_fsdp.compute_dtype(run.actor, device) != torch.float32)
+            check_engine(run, metrics, device)
         with phases("critic", critic):
             batch.values = critic.compute_values(batch)
             add_advantages(batch, scores, kl_coef, run)
@@ -1432,7 +1468,9 @@ def main(run):
         with phases("sync", actor, engine):
             engine.sync(actor.weights(engine.model.dtype))
         metrics["kl/coef"] = kl_coef
-        kl_coef = common.next_kl_coef(kl_coef, metrics["kl/reference"], rows, run.target_kl, run.kl_horizon)
+        kl_coef = common.next_kl_coef(
+            kl_coef, metrics["kl/reference"], run.train_batch_size * run.n, run.target_kl, run.kl_horizon
+        )
 
         if not math.isfinite(metrics.get("critic/values_mean", 0.0)):
             raise UserError(f"step {step}: values are not finite, the training has diverged; lower --critic.lr")
@@ -1446,7 +1484,7 @@ def main(run):
         logger.log(step + 1, metrics)
         print0(ppo_line(step + 1, run.steps, metrics))
     with phases("export", actor, critic):
-        actor.export_hf(os.path.join(run.out_dir, "hf"), tokenizer)
+        actor.export_hf(os.path.join(run.out_dir, "hf"), task.tokenizer)
         critic.export_hf(os.path.join(run.out_dir, "critic_hf"))
     logger.close()
     plot_learning(run.out_dir)
@@ -1454,14 +1492,6 @@ def main(run):
         f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, critic_hf, curves.png, metrics.jsonl, "
         "samples.jsonl, tensorboard"
     )
-
-
-def dump(batch, step, out_dir):
-    """The rows of all ranks as out_dir/rollouts/step_N.jsonl (a collective)."""
-    whole = common.gather(batch)
-    if RANK == 0:
-        os.makedirs(os.path.join(out_dir, "rollouts"), exist_ok=True)
-        common.write_jsonl(whole, os.path.join(out_dir, "rollouts", f"step_{step + 1}.jsonl"))
 
 
 if __name__ == "__main__":

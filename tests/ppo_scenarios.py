@@ -147,7 +147,7 @@ def golden(folder, name):
     dump = ppo_loop.dump
 
     def note(batch, step, out_dir):
-        torch.save(batch, folder / f"{name}.rows of {common.RANK} of step {step + 1}.pt")
+        torch.save(vars(batch), folder / f"{name}.rows of {common.RANK} of step {step + 1}.pt")
         dump(batch, step, out_dir)
 
     ppo_loop.dump = note
@@ -187,9 +187,8 @@ def dumps_are_the_batches(folder):
     """--dump-rollouts writes the rows of all ranks in the order of the batch, with the columns a critic learns from."""
     for name in ON_TWO:
         for step in (1, 4):
-            parts = [
-                torch.load(folder / f"{name}.rows of {rank} of step {step}.pt", weights_only=False) for rank in (0, 1)
-            ]
+            files = [folder / f"{name}.rows of {rank} of step {step}.pt" for rank in (0, 1)]
+            parts = [common.Batch(**torch.load(file, weights_only=True)) for file in files]
             read = common.read_jsonl(folder / name / "rollouts" / f"step_{step}.jsonl", with_values=True)
             assert len(read) == 64
             for i in range(64):  # row i is the i // 2-th of rank i % 2

@@ -440,7 +440,8 @@ def play(turns, observe, n=1, **fields):
     prompts = [Prompt(tokenizer(f"q{i}=")["input_ids"], f"q{i}=", f"answer {i}") for i in range(n)]
     run = a_run(**{"max_response_length": 30, "reward_timeout": 0.2, **fields})
     engine = Script(tokenizer, *turns)
-    out = ppo_loop.roll_out(engine, tokenizer, prompts, [f"key {i}" for i in range(n)], run, 1.0, observe)
+    task = ppo_loop.Task(tokenizer, None, [], [], None, observe)
+    out = ppo_loop.roll_out(engine, task, prompts, [f"key {i}" for i in range(n)], run, 1.0)
     return *out, engine.seen
 
 
@@ -686,7 +687,7 @@ def test_a_reward_models_scores_are_transformers_own(same_tokens, tmp_path):
         with torch.no_grad():
             assert score == pytest.approx(model(input_ids=torch.tensor([ids])).logits.item(), abs=1e-5)
     assert max(scores) - min(scores) > 0.1
-    assert ppo_loop.score(run, ours, prompts, texts, batch) == (scores, [""] * 4)
+    assert ppo_loop.score(run, ours, prompts, texts, batch, [""] * 4) == (scores, [""] * 4)
 
 
 def reversed_characters():
