@@ -1004,6 +1004,10 @@ class PolicyWorker:
                         self.model_config, dtype=torch.float32, trust_remote_code=self.config.trust_remote_code
                     )
                 skeleton.save_pretrained(tmp, state_dict=state)
+                if self.config.model not in common.TINY:
+                    with contextlib.suppress(OSError, ValueError):  # has none; not all stop tokens are in config.json
+                        generation = GenerationConfig.from_pretrained(self.config.model)
+                        generation.to_json_file(os.path.join(tmp, "generation_config.json"))
                 if tokenizer is not None:
                     tokenizer.save_pretrained(tmp)
 
