@@ -24,6 +24,7 @@ import importlib
 import importlib.util
 import json
 import math
+import numbers
 import os
 import random
 import re
@@ -122,7 +123,7 @@ class Run(Generic[CriticConfig]):
     chat: bool = False  # a prompt of text is what a user says: it goes through the tokenizer's chat template
     max_prompt_length: int = 1024  # longer prompts, in tokens, are left out and counted
     skip_bad_rows: bool = False  # leave bad rows out, count and report them, instead of stopping at the first
-    supervised_steps: int = 250  # addition only: steps of learning to add like the toy policy before PPO begins
+    supervised_steps: int = 250  # addition with a tiny-* actor: steps of supervised learning before PPO
 
     # reward
     reward: str | None = None  # addition, gsm8k or FILE.py:FUNCTION, called as f(prompt, response, answer) -> number
@@ -451,7 +452,7 @@ def rule_scores(function, prompts, texts, seconds):
     scores, faults = [], []
     for prompt, text in zip(prompts, texts, strict=True):
         score, fault = guarded(function, seconds, prompt.text, text, prompt.answer)
-        if not fault and not (isinstance(score, int | float) and abs(score) <= torch.finfo(torch.float32).max):
+        if not fault and not (isinstance(score, numbers.Real) and abs(score) <= torch.finfo(torch.float32).max):
             fault = f"the reward must be a finite number, is {score!r:.40}"
         scores.append(float(score) if not fault else 0.0)
         faults.append(fault)
@@ -1401,12 +1402,6 @@ def build(run, task, device):
             reference = PolicyWorker(run.actor, task.model_config, device, run.temperature, trains=False)
             print0(f"reference  {reference.story}")
             away(reference)
-    with flags_of("critic"):
-        critic = critic_module(run.backend).CriticWorker(run.critic)
-        critic.init_model()
-        if run.resume:
-            critic.load_checkpoint(os.path.join(run.resume, "critic"))
-        away(critic)
     if run.reward_model:
         reward_model = RewardModel(run, task.tokenizer)
         away(reward_model)
@@ -1415,6 +1410,12 @@ def build(run, task, device):
         actor.onload()
     engine.sync(actor.weights(engine.model.dtype))
     away(actor, engine)
+    with flags_of("critic"):  # the last, for it seeds torch's generator, or restores it
+        critic = critic_module(run.backend).CriticWorker(run.critic)
+        critic.init_model()
+        if run.resume:
+            critic.load_checkpoint(os.path.join(run.resume, "critic"))
+        away(critic)
     return actor, reference, critic, reward_model, engine
 
 
@@ -1428,7 +1429,11 @@ def main(run):
     device = common.setup_distributed(run.critic.timeout_minutes)
     if run.resume:
         run = start_from(run, state["start"]) if state["start"] != run.actor.model else run
-    elif run.prompts is None and run.supervised_steps:
+        now = json.loads(json.dumps(dataclasses.asdict(run)))  # tuples as lists
+        changed = [f"{key} {x} -> {now[key]}" for key, x in state["run"].items() if now.get(key) != x]
+        changed = [words for words in changed if not words.startswith(("actor ", "critic ", "resume "))]  # they say so
+        print0(f"resume     {run.resume}, step {first_step}" + ", with " * bool(changed) + ", ".join(changed))
+    elif run.prompts is None and run.supervised_steps and run.actor.model in common.TINY:
         run = start_from(run, learn_to_add(run, task.model_config, task.tokenizer, device))
     actor, reference, critic, reward_model, engine = build(run, task, device)
     phases, reward = Phases(run.offload, device), reward_model or task.reward
@@ -1466,11 +1471,11 @@ def main(run):
             batch.values = critic.compute_values(batch)
             add_advantages(batch, scores, kl_coef, run)
             metrics |= critic.update_critic(batch)
-        with phases("actor", actor):
-            if step >= run.critic_warmup:
+        if step >= run.critic_warmup:
+            with phases("actor", actor):
                 metrics |= actor.update_policy(batch)
-        with phases("sync", actor, engine):
-            engine.sync(actor.weights(engine.model.dtype))
+                with phases("sync", engine):
+                    engine.sync(actor.weights(engine.model.dtype))
         metrics["kl/coef"] = kl_coef
         kl_coef = common.next_kl_coef(
             kl_coef, metrics["kl/reference"], run.train_batch_size * run.n, run.target_kl, run.kl_horizon
