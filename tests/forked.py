@@ -1,6 +1,8 @@
 """Ranks as forked children of one process that has imported the slow libraries: a launch costs a second, not twenty."""
 
+import json
 import os
+import runpy
 import socket
 import sys
 import time
@@ -35,22 +37,27 @@ def run(ranks, function, *args, timeout=300):
 
     A module that reads RANK when imported must not be imported here, so `function` imports what it needs.
     """
-    children = start(ranks, function, *args)
+    failed = wait(start(ranks, function, *args), timeout)
+    if failed:
+        raise SystemExit(f"{function.__name__} on {ranks} ranks: {failed}")
+
+
+def wait(children, timeout):
+    """Waits for processes, and ends all as soon as one fails -> what happened, or None."""
     deadline, failed = time.monotonic() + timeout, None
     while children and failed is None:
         for pid in list(children):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 children.remove(pid)
-                failed = f"exit status {status}" if status else failed
+                failed = f"exit status {os.waitstatus_to_exitcode(status)}" if status else failed
         if time.monotonic() > deadline:
             failed = f"took more than {timeout} s"
         time.sleep(0.02)
     for pid in children:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
-    if failed:
-        raise SystemExit(f"{function.__name__} on {ranks} ranks: {failed}")
+    return failed
 
 
 def _child(rank, ranks, port, function, args):
@@ -69,3 +76,31 @@ def _child(rank, ranks, port, function, args):
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def script(arguments, env, cwd, out, alone):
+    """Runs a script in a child as python does; out: where what it prints goes, .stdout and .stderr."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(f"{out}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if alone else ():
+        del os.environ[name]
+    os.environ |= env
+    os.chdir(cwd)
+    sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(arguments[0]))
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def serve():
+    """Runs scripts for another process: a JSON line comes in, what happened goes out."""
+    for line in sys.stdin:
+        job = json.loads(line)
+        rest = (job[name] for name in ("arguments", "env", "cwd", "out", "alone"))
+        print(json.dumps(wait(start(job["ranks"], script, *rest), job["timeout"])), flush=True)
+
+
+if __name__ == "__main__":
+    import matplotlib.pyplot  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
+    import tyro  # noqa: F401
+
+    serve()

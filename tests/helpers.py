@@ -1,10 +1,14 @@
 """What the tests share: where things are, random batches, and torchrun."""
 
+import atexit
 import contextlib
+import functools
+import json
 import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -20,15 +24,43 @@ needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the develo
 
 
 def run(*command, timeout=600, cwd=None, **env):
-    """Runs a command -> CompletedProcess with its output as text."""
+    """Runs a command -> CompletedProcess with its output as text. A Python script starts as a fork, see forked.py."""
+    command = [str(c) for c in command]
+    if command[0] == sys.executable and command[1].endswith(".py"):
+        return launch(1, command[1:], timeout, cwd, env, alone=True)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
-    return subprocess.run([str(c) for c in command], cwd=cwd, env=env, timeout=timeout, text=True, capture_output=True)
+    return subprocess.run(command, cwd=cwd, env=env, timeout=timeout, text=True, capture_output=True)
 
 
-def torchrun(ranks, *command, **kwargs):
-    """Runs a script on `ranks` gloo processes."""
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
-    return run(*launcher, *command, **kwargs)
+def torchrun(ranks, *command, really=False, timeout=600, cwd=None, **env):
+    """Runs a script on `ranks` gloo processes: forks, or with `really` what torchrun starts."""
+    if really:
+        launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+        return run(*launcher, *command, timeout=timeout, cwd=cwd, **env)
+    return launch(ranks, [str(c) for c in command], timeout, cwd, env)
+
+
+@functools.cache
+def forks():
+    """The process that has imported the slow libraries, and forks."""
+    server = (sys.executable, ROOT / "tests" / "forked.py")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(server, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    atexit.register(process.kill)
+    return process
+
+
+def launch(ranks, arguments, timeout, cwd, env, alone=False):
+    """A script and its arguments on `ranks` forks -> CompletedProcess."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = {"ranks": ranks, "arguments": arguments, "timeout": timeout, "cwd": str(cwd or os.getcwd()), "env": env}
+        out = pathlib.Path(folder, "out")
+        forks().stdin.write(json.dumps({**job, "out": str(out), "alone": alone}) + "\n")
+        forks().stdin.flush()
+        failed = json.loads(forks().stdout.readline())
+        said = [out.with_suffix(suffix).read_text() for suffix in (".stdout", ".stderr")]
+    code = 0 if failed is None else int(failed.split()[-1]) if failed.startswith("exit status") else -9
+    return subprocess.CompletedProcess(arguments, code, *said)
 
 
 def succeeded(process):

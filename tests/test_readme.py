@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import tyro
-from helpers import ROOT, SHARED, run, succeeded
+from helpers import ROOT, SHARED, run, succeeded, torchrun
 
 import critic_fsdp
 import critic_megatron
@@ -35,6 +35,18 @@ def test_every_command_is_of_a_kind_that_is_tested():
     assert not re.search(r"^```(bash|sh|console)?$\n(pip|python|torchrun)", README, flags=re.M)
 
 
+def typed(line, folder):
+    """A command in a folder. The first of torchrun, and the last, are typed into a shell, the rest start as forks."""
+    words, launched = shlex.split(line), [x for kind, x in COMMANDS if kind == "run" and x.startswith("torchrun")]
+    if line in (launched[0], launched[-1]):
+        return run("bash", "-c", line, cwd=folder)
+    if words[0] == "torchrun":
+        assert words[1] == "--nproc-per-node"
+        return torchrun(int(words[2]), *words[3:], cwd=folder)
+    assert words[0] == "python"
+    return run(sys.executable, *words[1:], cwd=folder)
+
+
 def held_out(log):
     """Explained variances of the evaluations in a log."""
     return [float(x) for x in re.findall(r"^held out   explained var (\S+)", log, flags=re.M)]
@@ -48,7 +60,7 @@ def test_command_runs_as_written(line, copy):
         "out/critic_fsdp/hf" in line and not (copy / "out" / "critic_fsdp" / "hf").is_dir()
     ):  # this test alone: without the command above it
         succeeded(run(sys.executable, "critic_fsdp.py", "--steps", 50, cwd=copy))
-    out = succeeded(run("bash", "-c", line, cwd=copy))
+    out = succeeded(typed(line, copy))
     ends = {"--plan": "step ", "compare_runs": "weights "}
     assert out.splitlines()[-1].startswith(next((end for words, end in ends.items() if words in line), "saved "))
     shown = README[README.index(line) :].split("```\n")[2]  # the log that follows the command, if one does
