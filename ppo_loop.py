@@ -631,11 +631,8 @@ def roll_out(engine, task, prompts, keys, run, temperature):
             seen = tokenizer(said, add_special_tokens=False)["input_ids"]
             finished[i] = len(ids[i]) + len(seen) < run.max_response_length
             if finished[i]:
-                ids[i], mask[i], log_probs[i] = (
-                    ids[i] + seen,
-                    mask[i] + [False] * len(seen),
-                    log_probs[i] + [0.0] * len(seen),
-                )
+                ids[i], mask[i] = ids[i] + seen, mask[i] + [False] * len(seen)
+                log_probs[i] = log_probs[i] + [0.0] * len(seen)
                 still.append(i)
         going = still
         if not going:
