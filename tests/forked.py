@@ -70,6 +70,10 @@ def _child(rank, ranks, port, function, args):
         torch.set_num_threads(1)
         function(*args)
         code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        sys.stderr.write("" if isinstance(stop.code, int | None) else f"{stop.code}\n")
+        sys.stderr.flush()
     except BaseException:
         sys.stderr.write(f"rank {rank}:\n{traceback.format_exc()}")
         sys.stderr.flush()
