@@ -135,7 +135,7 @@ class Run(Generic[CriticConfig]):
     # rollout
     rollout: Literal["hf"] = "hf"  # engine that generates: transformers' cache, on a whole copy of the actor
     train_batch_size: int = 256  # prompts of a step, global
-    n: int = 1  # responses to each
+    rollout_n: int = 1  # responses to each (torchrun would take --n for its own)
     max_response_length: int | None = (
         None  # tokens of a response, observations included (None: 8 for addition, else 256)
     )
@@ -203,7 +203,7 @@ def flags_of(part):
 def validate(run):
     """Raises UserError for flags that cannot work, before a process group or a model is built."""
     for name in (
-        "train_batch_size", "n", "max_prompt_length", "max_response_length", "rollout_batch_size", "max_turns",
+        "train_batch_size", "rollout_n", "max_prompt_length", "max_response_length", "rollout_batch_size", "max_turns",
         "kl_horizon", "steps",
     ):  # fmt: skip
         common.check_flag(run, name, "must be at least 1", lambda x: x is None or x >= 1)
@@ -1037,7 +1037,7 @@ def settle(run):
         same = ("tokenizer", "override_config", "trust_remote_code", "from_scratch")
         unsaid = [key for key in same if getattr(critic, key) == getattr(type(critic), key)]
         critic = dataclasses.replace(critic, model=actor.model, **{key: getattr(actor, key) for key in unsaid})
-    minis = math.ceil(run.train_batch_size * run.n / critic.ppo_mini_batch_size)
+    minis = math.ceil(run.train_batch_size * run.rollout_n / critic.ppo_mini_batch_size)
     critic = dataclasses.replace(
         critic,
         lr=critic.lr if critic.lr is not None or not addition else 1e-3,
@@ -1119,12 +1119,12 @@ def indices_of_step(step, size, n, *key):
 
 
 def prompts_of_step(step, prompts, run):
-    """(prompts, ids, keys) of this rank's rows of a step; run.n neighbours share a prompt. From a row's key follow all
-    random numbers of its response."""
+    """(prompts, ids, keys) of this rank's rows of a step; neighbours share a prompt. From a row's key follow all random
+    numbers of its response."""
     picked = indices_of_step(step, run.train_batch_size, len(prompts), run.seed, "prompts")
-    row_ids = list(range(RANK, run.train_batch_size * run.n, WORLD_SIZE))
+    row_ids = list(range(RANK, run.train_batch_size * run.rollout_n, WORLD_SIZE))
     keys = [f"{run.seed} {step} {row}" for row in row_ids]
-    return [prompts[picked[row // run.n]] for row in row_ids], row_ids, keys
+    return [prompts[picked[row // run.rollout_n]] for row in row_ids], row_ids, keys
 
 
 class Phases:
@@ -1374,9 +1374,9 @@ def load_task(run):
     check_critic(run, model_config, longest)
     reward = load_function(run.reward, "--reward") if run.reward else None
     observe = load_function(run.environment, "--environment") if run.environment else None
-    rows = run.train_batch_size * run.n
+    rows = run.train_batch_size * run.rollout_n
     print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; at most {longest} tokens with the response")
-    print0(f"rollout    {run.train_batch_size} prompts x {run.n} responses = {rows} rows a step")
+    print0(f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses = {rows} rows a step")
     for name, c in (("actor", run.actor), ("critic", run.critic)):
         minis = math.ceil(rows / c.ppo_mini_batch_size)
         print0(
@@ -1475,7 +1475,7 @@ def main(run):
                     engine.sync(actor.weights(engine.model.dtype))
         metrics["kl/coef"] = kl_coef
         kl_coef = common.next_kl_coef(
-            kl_coef, metrics["kl/reference"], run.train_batch_size * run.n, run.target_kl, run.kl_horizon
+            kl_coef, metrics["kl/reference"], run.train_batch_size * run.rollout_n, run.target_kl, run.kl_horizon
         )
 
         if not math.isfinite(metrics.get("critic/values_mean", 0.0)):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 # Every start is the same actor (learn_to_add makes it), every run draws the same prompts and numbers; 2 epochs of 2
 # mini-batches, a KL in the reward whose coefficient adapts within these few rows, and one in the loss.
 TOY = (
-    "--supervised-steps", "0", "--steps", "4", "--train-batch-size", "32", "--n", "2", "--eval-every", "2",
+    "--supervised-steps", "0", "--steps", "4", "--train-batch-size", "32", "--rollout-n", "2", "--eval-every", "2",
     "--kl-coef", "0.05", "--target-kl", "0.01", "--kl-horizon", "500", "--actor.kl-loss-coef", "0.01",
     "--lam-policy", "0.95", "--dump-rollouts", "--reward", f"{__file__}:right_digits",
     "--actor.lr", "1e-3", "--actor.ppo-epochs", "2", "--actor.ppo-mini-batch-size", "32",
@@ -176,7 +176,7 @@ def one_row(folder, name, *flags):
     The seed is one of those in which nothing is logged that is close to 0 by chance: with seed 0 the KL of the second
     row, a mean of three numbers of either sign, is -0.0015 and its rounding 2.6e-4 of that.
     """
-    toy(folder, name, "--train-batch-size", "1", "--n", "1", "--steps", "2", "--seed", "1", *flags)
+    toy(folder, name, "--train-batch-size", "1", "--rollout-n", "1", "--steps", "2", "--seed", "1", *flags)
 
 
 def one_row_agrees(folder):
@@ -371,7 +371,8 @@ def one_update(path, n, fields):
 # ---------------------------------------------------------------------------------------------------------------------
 
 SMALL = (
-    "--supervised-steps", "0", "--steps", "3", "--train-batch-size", "8", "--n", "2", "--max-response-length", "16",
+    "--supervised-steps", "0", "--steps", "3", "--train-batch-size", "8", "--rollout-n", "2",
+    "--max-response-length", "16",
     "--max-prompt-length", "200", "--actor.lr", "1e-3", "--critic.lr", "1e-3", "--kl-coef", "0.01",
 )  # fmt: skip
 

@@ -917,7 +917,7 @@ def up_to_the_models(args, longest=20):
 
 
 BAD_FLAGS = {
-    "--n 0": "--n 0: must be at least 1",
+    "--rollout-n 0": "--rollout-n 0: must be at least 1",
     "--steps 0": "--steps 0: must be at least 1",
     "--train-batch-size -1": "--train-batch-size -1: must be at least 1",
     "--max-response-length 0": "--max-response-length 0: must be at least 1",
@@ -982,7 +982,7 @@ def test_an_actor_that_cannot_be_built_is_named_by_its_flag():
 
 
 def test_settled_the_critic_is_like_the_actor_unless_told(tmp_path):
-    base = ["--out-dir", str(tmp_path), "--actor.model", "tiny-llama", "--train-batch-size", "8", "--n", "3"]
+    base = ["--out-dir", str(tmp_path), "--actor.model", "tiny-llama", "--train-batch-size", "8", "--rollout-n", "3"]
     base += ["--steps", "5", "--critic.ppo-mini-batch-size", "10", "--critic.ppo-epochs", "2"]
     run, tokenizer, model_config = ppo_loop.settle(ppo_loop.parse(base))
     assert run.critic.model == run.actor.model == "tiny-llama" and model_config.model_type == "llama"
