@@ -236,15 +236,18 @@ class Batch:
     response_mask: torch.Tensor  # (T,) bool: true on actions; never on the first token of a sequence
     row_id: torch.Tensor  # (B,) int64: global id of the row; order and shuffles depend on it, never on the layout
     truncated: torch.Tensor  # (B,) bool: the response hit the length limit
-    token_level_rewards: torch.Tensor | None = None  # these six: (T,) float32, zero where response_mask is false
+    token_level_rewards: torch.Tensor | None = None  # from here (T,) float32, zero where response_mask is false
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None
     ref_log_probs: torch.Tensor | None = None
+    rollout_log_probs: torch.Tensor | None = None  # the engine's own, of what it sampled from
     multi_modal_inputs: list | None = None  # B dicts, {} for a row without images; see read_images for what is in them
 
-    FLOATS = ("token_level_rewards", "values", "returns", "advantages", "old_log_probs", "ref_log_probs")
+    FLOATS = (
+        "token_level_rewards", "values", "returns", "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs",
+    )  # fmt: skip
 
     def __len__(self):
         return len(self.row_id)
@@ -952,6 +955,12 @@ def policy_loss(
         dual = (loss_T > bound_T).sum()
         loss_T = torch.minimum(loss_T, bound_T)
     return (weights_T * loss_T).sum(), clipped, dual
+
+
+def truncated_ratio(log_probs_T, rollout_log_probs_T, cap):
+    """(T,) weights min(pi / mu, cap) of tokens that were drawn from mu, the rollout engine, and are learned as if from
+    pi, the actor with the same weights (truncated importance sampling; rho of IMPALA, 1802.01561, section 4.1)."""
+    return (log_probs_T - rollout_log_probs_T).clamp(-20, 20).exp().clamp(max=cap)
 
 
 def hl_gauss_targets(returns_T, low, high, bins):

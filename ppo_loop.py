@@ -20,6 +20,7 @@ import contextlib
 import copy
 import dataclasses
 import datetime
+import gc
 import importlib
 import importlib.util
 import json
@@ -30,11 +31,14 @@ import random
 import re
 import signal
 import sys
+import tempfile
 import time
 import traceback
+import warnings
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -48,6 +52,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 import common
 import critic_fsdp
@@ -92,6 +97,7 @@ class ActorConfig:
     entropy_coeff: float = 0.0  # weight of the entropy that is added to what is maximised
     kl_loss_coef: float = 0.0  # weight of the KL to the reference in the loss (0: none)
     kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3"  # its estimate (+: with the gradient of k2)
+    tis_cap: float | None = None  # weigh a token by pi_actor / pi_engine, at most by this (None: not at all)
     loss_agg_mode: Literal[common.LOSS_AGG_MODES] = "token-mean"  # how token losses become one loss of the mini-batch
     response_length_limit: int | None = None  # the constant that seq-mean-token-sum-norm divides by
 
@@ -103,6 +109,17 @@ class ActorConfig:
     grad_clip: float = 1.0  # largest norm of the gradient of all weights (inf: no clipping)
 
 
+@dataclass(frozen=True)
+class VLLMConfig:
+    """The engine of --rollout vllm."""
+
+    tensor_parallel_size: int = 1  # ranks that share one engine and its copy of the actor
+    gpu_memory_utilization: float = 0.5  # part of a device's memory that the engine takes while it is awake
+    kv_cache_gib: float | None = None  # of keys and values (None: what the memory above leaves; on CPU what rows need)
+    enforce_eager: bool = False  # no CUDA graphs: starts sooner, takes less memory, generates slower (always on CPU)
+    sleep_level: Literal[1, 2] = 1  # with --offload its weights wait on the host (1), or are dropped (2)
+
+
 CriticConfig = TypeVar("CriticConfig")  # of the script that --critic names
 
 
@@ -112,6 +129,7 @@ class Run(Generic[CriticConfig]):
 
     critic: Annotated[CriticConfig, tyro.conf.arg(name="critic")]
     actor: ActorConfig = ActorConfig()
+    vllm: VLLMConfig = VLLMConfig()
     backend: Annotated[Literal["fsdp", "megatron"], tyro.conf.arg(name="critic")] = "fsdp"  # whose flags are --critic.*
 
     # task
@@ -133,14 +151,15 @@ class Run(Generic[CriticConfig]):
     max_turns: int = 8  # of the policy in one row, if there is an environment
 
     # rollout
-    rollout: Literal["hf"] = "hf"  # engine that generates: transformers' cache, on a whole copy of the actor
+    rollout: Literal["hf", "vllm"] = "hf"  # engine: transformers' cache on a whole copy of the actor, or vLLM
     train_batch_size: int = 256  # prompts of a step, global
     rollout_n: int = 1  # responses to each (torchrun would take --n for its own)
     max_response_length: int | None = (
         None  # tokens of a response, observations included (None: 8 for addition, else 256)
     )
     temperature: float = 1.0  # of sampling, and of the log-probs that are learned from
-    rollout_batch_size: int = 256  # rows generated at once, per rank
+    top_p: float = 1.0  # sample only from the likeliest tokens, as many as have this probability together
+    rollout_batch_size: int = 256  # rows generated at once, per engine
     dump_rollouts: bool = False  # keep every step's rows in out_dir/rollouts, as JSONL that both critics train from
 
     # advantages
@@ -213,6 +232,7 @@ def validate(run):
         common.check_flag(run, name, "must be above 0 and finite", lambda x: x is None or 0 < x < math.inf)
     for name in ("gamma", "lam", "lam_policy"):
         common.check_flag(run, name, "must be between 0 and 1", lambda x: x is None or 0 <= x <= 1)
+    common.check_flag(run, "top_p", "must be above 0, and at most 1", lambda x: 0 < x <= 1)
     if run.lam_policy is not None and run.length_adaptive_alpha is not None:
         raise UserError("--lam-policy and --length-adaptive-alpha: give one of them")
     if run.target_kl is not None and not run.kl_coef:
@@ -229,6 +249,8 @@ def validate(run):
         raise UserError(f"--wandb-project {run.wandb_project}: wandb is not installed; pip install wandb")
     with flags_of("actor"):
         validate_actor(run.actor)
+    with flags_of("vllm"):
+        validate_vllm(run.vllm)
     with flags_of("critic"):
         critic_module(run.backend).validate(run.critic)
     common.check_writable(run.out_dir, "--out-dir")
@@ -238,7 +260,7 @@ def validate(run):
 def validate_actor(config):
     for name in ("ppo_epochs", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "grad_clip"):
         common.check_flag(config, name, "must be above 0", lambda x: x > 0)
-    for name in ("lr", "clip_ratio_high", "response_length_limit"):
+    for name in ("lr", "clip_ratio_high", "response_length_limit", "tis_cap"):
         common.check_flag(config, name, "must be above 0 and finite", lambda x: x is None or 0 < x < math.inf)
     for name in ("lr_warmup_steps", "weight_decay", "entropy_coeff", "kl_loss_coef", "seed"):
         common.check_flag(config, name, "must be finite and not below 0", lambda x: 0 <= x < 2**63)
@@ -255,6 +277,14 @@ def validate_actor(config):
             raise ValueError("not an object")
     except ValueError as error:
         raise UserError(f"--override-config {config.override_config}: must be a JSON object ({error})") from None
+
+
+def validate_vllm(config):
+    size = config.tensor_parallel_size
+    if size < 1 or WORLD_SIZE % size:
+        raise UserError(f"--tensor-parallel-size {size}: must divide the {WORLD_SIZE} ranks")
+    common.check_flag(config, "gpu_memory_utilization", "must be above 0, and at most 1", lambda x: 0 < x <= 1)
+    common.check_flag(config, "kv_cache_gib", "must be above 0 and finite", lambda x: x is None or 0 < x < math.inf)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -281,6 +311,8 @@ class Task(NamedTuple):
     held_out: list  # prompts to evaluate on, may be none
     reward: Any  # f(prompt, response, answer), or None: there is a reward model
     observe: Any  # the environment, or None
+    stop_ids: list  # tokens that end a turn
+    longest: int  # most tokens of a prompt with its response
 
 
 def addition_prompts(n, seed, tokenizer, held_out=False):
@@ -518,22 +550,28 @@ class HFRollout:
     number of ranks, up to rounding.
     """
 
-    def __init__(self, model_config, config, device, stop_ids):
-        self.device, self.stop = device, torch.tensor(sorted(stop_ids), device=device)
+    def __init__(self, run, task, device):
+        config, model_config, self.top_p, self.rows = run.actor, task.model_config, run.top_p, run.rollout_batch_size
+        self.device, self.dtype = device, critic_fsdp.compute_dtype(config, device)
+        self.stop = torch.tensor(task.stop_ids, dtype=torch.int64, device=device)
         capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)  # which sdpa would leave out
         with device:
             self.model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(model_config),  # it keeps its attention in there, and the actor has another
-                dtype=critic_fsdp.compute_dtype(config, device), attn_implementation="eager" if capped else "sdpa",
+                dtype=self.dtype, attn_implementation="eager" if capped else "sdpa",
                 trust_remote_code=config.trust_remote_code,
             ).eval()  # fmt: skip
         self.weights = dict(self.model.named_parameters())
 
     @torch.no_grad()
     def sync(self, weights):
-        """Takes the actor's weights: (name, whole tensor) pairs."""
+        """Takes the actor's weights, (name, whole tensor) pairs in self.dtype."""
         for name, weight in weights:
             self.weights[name].copy_(weight)
+
+    def any_left(self, rows):
+        """Whether generate() has to be called again: each rank has an engine of its own, so if it has rows."""
+        return bool(rows)
 
     def offload(self):
         self.model.to("cpu")
@@ -541,12 +579,12 @@ class HFRollout:
     def onload(self):
         self.model.to(self.device)
 
-    def generate(self, prompts, keys, room, temperature, batch_size):
-        """Token ids of prompts, what each row's numbers are drawn from, the most tokens it may get ->
-        for each (token ids, their log-probs at this temperature, whether it ended by itself). temperature 0: greedy.
+    def generate(self, prompts, keys, room, temperature):
+        """Token ids of prompts, what each row's numbers are drawn from, the most tokens it may get -> for each (token
+        ids, their log-probs as they were sampled, whether it ended by itself). temperature 0: greedy.
         """
         out, order = [None] * len(prompts), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        parts = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]  # like lengths: less padding
+        parts = [order[i : i + self.rows] for i in range(0, len(order), self.rows)]  # like lengths: less padding
         for rows in common.progress(parts, "rollout"):
             pick = lambda column, rows=rows: [column[i] for i in rows]
             for i, reply in zip(rows, self.replies(*map(pick, (prompts, keys, room)), temperature), strict=True):
@@ -572,6 +610,8 @@ class HFRollout:
                 logits_to_keep=1,
             ).logits[:, -1].float()  # fmt: skip
             log_p_BV = (logits_BV / (temperature or 1.0)).log_softmax(-1)
+            if temperature and self.top_p < 1:
+                log_p_BV = nucleus(log_p_BV, self.top_p)
             if temperature:  # inverse of the distribution function: one number a token, the same on every device
                 cdf_BV = log_p_BV.double().exp().cumsum(-1)
                 chosen = torch.searchsorted(cdf_BV, u_BR[rows, step, None] * cdf_BV[:, -1:], right=True)[:, 0]
@@ -597,6 +637,187 @@ class HFRollout:
         return replies
 
 
+def nucleus(log_p_BV, top_p):
+    """(B, V) log-probs of the likeliest tokens alone, the fewest that have the probability top_p together; -inf for
+    the rest (top-p sampling, 1904.09751, section 3.1)."""
+    sorted_BV, order_BV = log_p_BV.sort(-1, descending=True)
+    before_BV = sorted_BV.exp().cumsum(-1) - sorted_BV.exp()  # what likelier tokens have
+    outside_BV = torch.zeros_like(log_p_BV, dtype=torch.bool).scatter(-1, order_BV, before_BV >= top_p)
+    return log_p_BV.masked_fill(outside_BV, -math.inf).log_softmax(-1)
+
+
+class VLLMRollout:
+    """Generates with vLLM in this process: an engine on each rank, or one on every --vllm.tensor-parallel-size ranks.
+
+    It has the methods of HFRollout. vLLM finds the trainer's process group and makes its own groups of it; an engine
+    that is deleted takes the trainer's group with it, so this one lives as long as the process.
+    """
+
+    def __init__(self, run, task, device):
+        config, actor, self.stop, self.top_p = run.vllm, run.actor, task.stop_ids, run.top_p
+        self.level, self.size, self.on_cpu = config.sleep_level, config.tensor_parallel_size, device.type == "cpu"
+        self.dtype = critic_fsdp.compute_dtype(actor, device)
+        self.group = dist.new_subgroups(self.size)[0] if self.size > 1 else None  # neighbours, as vLLM has it
+        with torch.device("meta"):
+            self.skeleton = AutoModelForCausalLM.from_config(  # knows what a checkpoint calls its tensors
+                copy.deepcopy(task.model_config), trust_remote_code=actor.trust_remote_code
+            )
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
+        os.environ |= {key: x for key, x in VLLM_QUIET.items() if key not in os.environ}
+        with process_as_it_was(), tempfile.TemporaryDirectory() as folder:
+            alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # without torchrun
+            os.environ |= {key: x for key, x in alone.items() if key not in os.environ}
+            from vllm import LLM
+            from vllm.platforms import current_platform
+
+            if self.on_cpu and self.size > 1:  # its shared memory has one name in all runs of a machine, and stays
+                from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+                CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False  # so it takes gloo
+            sleeps = current_platform.is_sleep_mode_available()
+            if run.offload and not sleeps:
+                print0(f"vllm       has no sleep mode on {device.type}: what it holds stays while the others work")
+            model_config = copy.deepcopy(task.model_config)
+            model_config.architectures = [type(self.skeleton).__name__]
+            model_config.save_pretrained(folder)
+            try:
+                self.llm = LLM(
+                    model=actor.model if actor.trust_remote_code else folder,
+                    load_format="dummy",  # the first sync fills it
+                    skip_tokenizer_init=True,
+                    generation_config="vllm",  # defaults that are none, whatever comes with the model
+                    trust_remote_code=actor.trust_remote_code,
+                    dtype=str(self.dtype).removeprefix("torch."),
+                    max_model_len=task.longest,
+                    max_num_seqs=run.rollout_batch_size,
+                    gpu_memory_utilization=config.gpu_memory_utilization,
+                    kv_cache_memory_bytes=self.kv_cache_bytes(run, task),
+                    enforce_eager=config.enforce_eager or self.on_cpu,
+                    enable_sleep_mode=run.offload and sleeps,
+                    tensor_parallel_size=self.size,
+                    distributed_executor_backend="external_launcher",  # each torchrun process runs its own part
+                    logprobs_mode="processed_logprobs",  # of what is sampled from: after temperature and top-p
+                    seed=0,  # of nothing: requests bring their own
+                )
+            except Exception as error:  # a dozen kinds
+                raise UserError(f"--rollout vllm: cannot run {actor.model} ({common.one_line(error)})") from None
+            if self.size > 1:  # more shared memory, which nobody removes when common.run ends the process
+                from vllm.distributed.parallel_state import get_tp_group
+
+                get_tp_group().mq_broadcaster = None
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        print0(
+            f"vllm       {WORLD_SIZE // self.size} engines on {self.size} ranks each, keys and values of "
+            f"{cache.num_gpu_blocks:,} x {cache.block_size} = {cache.num_gpu_blocks * cache.block_size:,} tokens"
+        )
+
+    def kv_cache_bytes(self, run, task):
+        """Bytes of --vllm.kv-cache-gib. Without it None; on CPU, where vLLM would take its part of all memory, what as
+        many of the longest rows take as run at once, at most 4 GiB."""
+        if run.vllm.kv_cache_gib is not None:
+            return int(run.vllm.kv_cache_gib * 2**30)
+        if not self.on_cpu:
+            return None
+        c, block = task.model_config.get_text_config(), 128
+        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        token = 2 * c.num_hidden_layers * heads * head_dim * self.dtype.itemsize // self.size
+        return min(token * block * (run.rollout_batch_size * math.ceil(task.longest / block) + 1), 4 * 2**30)
+
+    def onload(self):
+        """Wakes the weights. Only after a sync is there a cache, and something to generate with."""
+        self.llm.wake_up(tags=["weights"])
+
+    def offload(self):
+        """Frees the device memory of the engine, where the platform can."""
+        self.llm.sleep(level=self.level)
+
+    def sync(self, weights):
+        """Takes the actor's weights, (name, whole tensor) pairs in self.dtype, layer by layer; forgets cached keys and
+        values, which were the old weights'. Every rank calls it, for gathering weights is a collective."""
+        named = (
+            pair for name, weight in weights for pair in revert_weight_conversion(self.skeleton, {name: weight}).items()
+        )
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+        if self.on_cpu:  # there a head that is tied to the embeddings is a packed copy, which nobody renews
+            self.llm.apply_model(repack_head)
+        if self.llm.llm_engine.is_sleeping():
+            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.reset_prefix_cache()
+
+    def any_left(self, rows):
+        """Whether generate() has to be called again: if any rank that shares this engine has rows."""
+        return any(self.of_peers(bool(rows)))
+
+    def of_peers(self, mine):
+        """What each rank that shares this engine has, a list (a collective among them)."""
+        if self.size == 1:
+            return [mine]
+        everyones = [None] * self.size
+        dist.all_gather_object(everyones, mine, group=self.group)
+        return everyones
+
+    def generate(self, prompts, keys, room, temperature):
+        """HFRollout's. Ranks that share an engine call it together; each gets the replies to its own prompts."""
+        if self.llm.llm_engine.is_sleeping():  # it would wait forever
+            raise RuntimeError("the engine is asleep: onload() and sync() come before generate()")
+        from vllm import SamplingParams
+
+        everyones = self.of_peers(list(zip(prompts, keys, room, strict=True)))
+        before = sum(map(len, everyones[: RANK % self.size]))
+        rows = [row for rows in everyones for row in rows]
+        params = [
+            SamplingParams(
+                temperature=temperature, top_p=self.top_p if temperature else 1.0, seed=hash_of(key), max_tokens=most,
+                stop_token_ids=self.stop, ignore_eos=True, logprobs=0, detokenize=False,
+            )
+            for _, key, most in rows
+        ]  # fmt: skip
+        eager = torch.compiler.set_stance("force_eager") if self.on_cpu else contextlib.nullcontext()
+        with eager:  # on CPU the compiler takes longer than the rollout, and needs one for C++
+            out = self.llm.generate(
+                [{"prompt_token_ids": prompt} for prompt, _, _ in rows], params,
+                use_tqdm=RANK == 0 and sys.stderr.isatty(),
+            )  # fmt: skip
+        replies = [reply.outputs[0] for reply in out[before : before + len(prompts)]]
+        log_probs = lambda r: [at[token].logprob for at, token in zip(r.logprobs, r.token_ids, strict=True)]
+        return [(list(r.token_ids), log_probs(r), r.finish_reason == "stop") for r in replies]
+
+
+VLLM_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+VLLM_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # of tiny-*, whose 16 it knows not
+
+
+def repack_head(model):
+    """Runs in vLLM: its head takes the weights of the embeddings again."""
+    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+
+@contextlib.contextmanager
+def process_as_it_was():
+    """Undoes what vLLM does to the process that starts it: random state, threads, environment, garbage collection; says
+    nothing of its warnings.
+
+    On CPU it also replaces torch.cuda's streams and events by empty ones; that stays, vLLM needs them.
+    """
+    env, threads, set_threads = dict(os.environ), torch.get_num_threads(), torch.set_num_threads
+    states = random.getstate(), numpy.random.get_state()
+    devices = range(torch.accelerator.device_count()) if torch.accelerator.is_available() else ()
+    try:
+        with torch.random.fork_rng(devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+        ours = {key: x for key, x in os.environ.items() if key.startswith("VLLM_")}  # it reads them again
+        os.environ.clear()
+        os.environ.update(env | ours)
+        gc.unfreeze()
+
+
 class Reply(NamedTuple):
     """What followed a prompt: the policy's turns, and an environment's in between."""
 
@@ -614,7 +835,7 @@ def roll_out(engine, task, prompts, keys, run, temperature):
     for turn in range(run.max_turns if observe else 1):
         room = [run.max_response_length - len(ids[i]) for i in going]
         asked = [prompts[i].ids + ids[i] for i in going]
-        out = engine.generate(asked, [f"{keys[i]} {turn}" for i in going], room, temperature, run.rollout_batch_size)
+        out = engine.generate(asked, [f"{keys[i]} {turn}" for i in going], room, temperature)
         still = []
         for i, (tokens, chances, ended) in zip(going, out, strict=True):
             ids[i], mask[i], log_probs[i] = ids[i] + tokens, mask[i] + [True] * len(tokens), log_probs[i] + chances
@@ -635,26 +856,26 @@ def roll_out(engine, task, prompts, keys, run, temperature):
                 log_probs[i] = log_probs[i] + [0.0] * len(seen)
                 still.append(i)
         going = still
-        if not going:
+        if not engine.any_left(going):
             break
     replies = [Reply(*columns) for columns in zip(ids, mask, log_probs, finished, strict=True)]
     return replies, [tokenizer.decode(reply.ids, skip_special_tokens=True) for reply in replies], faults
 
 
 def to_batch(prompts, replies, row_ids):
-    """(Batch of prompts and replies, (T,) log-probs as the engine has them)."""
+    """Batch of prompts and replies, with the log-probs as the engine has them."""
     rows = [prompt.ids + reply.ids for prompt, reply in zip(prompts, replies, strict=True)]
     before = lambda key, fill: [
         x for p, r in zip(prompts, replies, strict=True) for x in [fill] * len(p.ids) + getattr(r, key)
     ]
-    batch = common.Batch(
+    return common.Batch(
         input_ids=torch.tensor([i for row in rows for i in row], dtype=torch.int64),
         cu_seqlens=common.cumulative(torch.tensor([len(row) for row in rows], dtype=torch.int64)),
         response_mask=torch.tensor(before("mask", False), dtype=torch.bool),
         row_id=torch.tensor(row_ids, dtype=torch.int64),
         truncated=torch.tensor([not reply.finished for reply in replies], dtype=torch.bool),
+        rollout_log_probs=torch.tensor(before("log_probs", 0.0), dtype=torch.float32),
     )
-    return batch, torch.tensor(before("log_probs", 0.0), dtype=torch.float32)
 
 
 def rows_of(batch):
@@ -841,7 +1062,7 @@ class PolicyWorker:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    @register(Dispatch.DP_COMPUTE_PROTO, needs=("old_log_probs", "ref_log_probs", "advantages"))
+    @register(Dispatch.DP_COMPUTE_PROTO, needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages"))
     def update_policy(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
         config = self.config
@@ -875,9 +1096,11 @@ class PolicyWorker:
 
     def ppo_loss(self, micro, log_probs_T, entropy_T, weights_T):
         """-> (what is minimised, 0-dim; sums over the actions, see update_policy)."""
-        c, mask_T = self.config, micro.response_mask
+        c, mask_T, earned_T = self.config, micro.response_mask, weights_T
+        if c.tis_cap is not None:
+            earned_T = weights_T * common.truncated_ratio(micro.old_log_probs, micro.rollout_log_probs, c.tis_cap)
         loss, clipped, dual = common.policy_loss(
-            log_probs_T, micro.old_log_probs, micro.advantages, mask_T, weights_T, c.clip_ratio_low, c.clip_ratio_high,
+            log_probs_T, micro.old_log_probs, micro.advantages, mask_T, earned_T, c.clip_ratio_low, c.clip_ratio_high,
             c.clip_ratio_c,
         )  # fmt: skip
         ref_kl_T = common.kl_penalty(log_probs_T, micro.ref_log_probs, c.kl_loss_type)
@@ -1017,7 +1240,7 @@ def stop_tokens(config, tokenizer):
         with contextlib.suppress(OSError, ValueError):  # has none
             more = GenerationConfig.from_pretrained(config.model).eos_token_id
             ids |= set(more if isinstance(more, list) else [more])
-    return ids - {None}
+    return sorted(ids - {None})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1027,6 +1250,11 @@ def stop_tokens(config, tokenizer):
 
 def settle(run):
     """(run with what follows from the task and the actor, its tokenizer, its transformers config)."""
+    if run.rollout == "vllm" and importlib.util.find_spec("vllm") is None:
+        print0("rollout    --rollout vllm: vllm is not installed (pip install vllm==0.32.0), so transformers generates")
+        run = dataclasses.replace(run, rollout="hf")
+    if run.rollout == "vllm":
+        run = dataclasses.replace(run, actor=with_heads_for_vllm(run.actor))
     addition, actor, critic = run.prompts is None, run.actor, run.critic
     with flags_of("actor"):
         tokenizer = common.load_tokenizer(actor)
@@ -1050,6 +1278,25 @@ def settle(run):
         reward=run.reward or ("addition" if addition and not run.reward_model else None),
     )  # fmt: skip
     return run, tokenizer, model_config
+
+
+def with_heads_for_vllm(actor):
+    """A tiny-* actor with fewer, wider heads of attention, unless its flags say something of them."""
+    overrides = json.loads(actor.override_config)
+    if actor.model not in common.TINY or overrides.keys() & VLLM_HEADS.keys():
+        return actor
+    print0(f"vllm       {actor.model} with 2 heads of 32 features, vLLM knows none of 16: {json.dumps(VLLM_HEADS)}")
+    return dataclasses.replace(actor, override_config=json.dumps(overrides | VLLM_HEADS))
+
+
+def check_vllm(run, model_config):
+    """UserError if ranks that share an engine cannot share the heads of the actor."""
+    size, c = run.vllm.tensor_parallel_size, model_config.get_text_config()
+    if run.rollout == "vllm" and c.num_attention_heads % size:
+        raise UserError(
+            f"--vllm.tensor-parallel-size {size}: {run.actor.model} has {c.num_attention_heads} heads, which that many "
+            "ranks cannot share"
+        )
 
 
 def check_critic(run, model_config, longest):
@@ -1154,7 +1401,10 @@ class Phases:
         self.add(f"memory/{name}_{way}_gib", abs(self.held() - held) / 2**30)
 
     def held(self):
-        return torch.accelerator.memory_allocated() if self.device.type != "cpu" else 0  # nothing moves there
+        if self.device.type == "cpu":
+            return 0  # nothing moves there
+        free, total = torch.accelerator.get_memory_info()  # vLLM's memory is not in torch's books
+        return total - free
 
     def add(self, name, x):
         self.metrics[name] = self.metrics.get(name, 0.0) + x
@@ -1163,6 +1413,21 @@ class Phases:
         """The metrics of the step so far, which a new step begins without."""
         taken, self.metrics = self.metrics, {}
         return taken
+
+
+def sync(engine, actor, device):
+    """Gives the engine the actor's weights -> metrics: how many, and the most memory that was taken meanwhile."""
+    moved = []
+
+    def counted():
+        for name, weight in actor.weights(engine.dtype):
+            moved.append(weight.nbytes)
+            yield name, weight
+
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats()
+    engine.sync(counted())
+    return {"sync/gib": sum(moved) / 2**30, "sync/peak_memory_gib": common.peak_memory_gib(device)}
 
 
 def score(run, reward, prompts, texts, batch, faults):
@@ -1194,12 +1459,15 @@ def add_advantages(batch, scores, kl_coef, run):
         batch.advantages = common.masked_whiten(batch.advantages, mask_T, over_ranks=True)
 
 
-def rollout_metrics(batch, scores, faults, engine_log_probs_T, run):
+def rollout_metrics(batch, scores, faults, run):
     """What a step's rows are like, over all ranks (a collective)."""
     mask_T, actions = batch.response_mask, float(batch.response_mask.sum())
     late = sum(fault.startswith("timeout") for fault in faults)
     kl_T = common.kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)[mask_T]
-    off_T = (batch.old_log_probs - engine_log_probs_T).abs()[mask_T]
+    off_T = batch.rollout_log_probs - batch.old_log_probs
+    if run.top_p < 1:  # what it left out made the rest likelier, by -log top_p at most; that much is no fault
+        off_T = off_T - off_T.clamp(0, -math.log(run.top_p))
+    off_T = off_T.abs()[mask_T]
     lengths = float(len(batch.input_ids))
     sums = torch.tensor(
         [
@@ -1207,7 +1475,9 @@ def rollout_metrics(batch, scores, faults, engine_log_probs_T, run):
             sum(map(bool, faults)) - late, late, kl_T.double().sum(), off_T.double().sum(),
         ], dtype=torch.float64,
     )  # fmt: skip
+    worst = torch.cat([off_T, torch.zeros(1)]).max()
     dist.all_reduce(sums)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     rows, actions, tokens, total, squares, truncated, errors, late, kl, off = sums.tolist()
     return {
         "reward/mean": total / rows,
@@ -1218,6 +1488,7 @@ def rollout_metrics(batch, scores, faults, engine_log_probs_T, run):
         "rollout/tokens": tokens,
         "rollout/truncated": truncated / rows,
         "rollout/log_prob_diff": off / actions,
+        "rollout/log_prob_diff_max": worst.item(),
         "kl/reference": kl / actions if run.kl_coef or run.actor.kl_loss_coef else math.nan,  # nan: has no reference
     }
 
@@ -1246,7 +1517,7 @@ def evaluate(engine, task, run, reward):
     rows = list(range(RANK, len(task.held_out) * n, WORLD_SIZE))
     mine, keys = [task.held_out[row // n] for row in rows], [f"evaluation {run.seed} {row}" for row in rows]
     replies, texts, faults = roll_out(engine, task, mine, keys, run, temperature)
-    scores, faults = score(run, reward, mine, texts, to_batch(mine, replies, rows)[0], faults)
+    scores, faults = score(run, reward, mine, texts, to_batch(mine, replies, rows), faults)
     sums = torch.tensor(
         [len(rows), sum(scores), sum(s >= 1 for s in scores), sum(len(r.ids) for r in replies), sum(map(bool, faults))],
         dtype=torch.float64,
@@ -1371,6 +1642,7 @@ def load_task(run):
             f"--actor.tokenizer: makes token {top} of a prompt, {run.actor.model} knows {vocab_size} tokens"
         )
     check_lengths(run, model_config, longest)
+    check_vllm(run, model_config)
     check_critic(run, model_config, longest)
     reward = load_function(run.reward, "--reward") if run.reward else None
     observe = load_function(run.environment, "--environment") if run.environment else None
@@ -1382,12 +1654,13 @@ def load_task(run):
         print0(
             f"{name:11s}{c.ppo_epochs} epochs x {minis} mini-batches = {c.ppo_epochs * minis} optimizer steps a step"
         )
-    return run, Task(tokenizer, model_config, prompts, held_out, reward, observe)
+    stop_ids = stop_tokens(run.actor, tokenizer)
+    return run, Task(tokenizer, model_config, prompts, held_out, reward, observe, stop_ids, longest)
 
 
 def build(run, task, device):
-    """(actor, reference or None, critic, reward model or None, rollout engine) on all ranks, the actor's weights in the
-    engine; those of its checkpoint if the run is resumed. With --offload they are made one after another."""
+    """(actor, reference or None, critic, reward model or None, rollout engine without weights yet) on all ranks, from
+    the checkpoint if the run is resumed. With --offload they are made one after another."""
     away = lambda *workers: [worker.offload() for worker in workers if worker and run.offload]
     with flags_of("actor"):
         actor, reference, reward_model = PolicyWorker(run.actor, task.model_config, device, run.temperature), None, None
@@ -1402,11 +1675,8 @@ def build(run, task, device):
     if run.reward_model:
         reward_model = RewardModel(run, task.tokenizer)
         away(reward_model)
-    engine = HFRollout(task.model_config, run.actor, device, stop_tokens(run.actor, task.tokenizer))
-    if run.offload:
-        actor.onload()
-    engine.sync(actor.weights(engine.model.dtype))
-    away(actor, engine)
+    engine = {"hf": HFRollout, "vllm": VLLMRollout}[run.rollout](run, task, device)
+    away(engine)
     with flags_of("critic"):  # the last, for it seeds torch's generator, or restores it
         critic = critic_module(run.backend).CriticWorker(run.critic)
         critic.init_model()
@@ -1438,22 +1708,25 @@ def main(run):
     start = time.perf_counter()
     for step in range(first_step, run.steps + 1):
         last = step == run.steps
-        if task.held_out and (step == first_step or last or (run.eval_every and step % run.eval_every == 0)):
-            with phases("evaluation", engine, reward_model):
-                metrics, samples = evaluate(engine, task, run, reward)
-            logger.log(step, metrics)
-            print0(f"held out   accuracy {metrics['eval/accuracy']:.3f}   reward {metrics['eval/reward']:.3f}")
-            keep_samples(samples, step, run.out_dir)
         if step > first_step and (last or (run.save_every and step % run.save_every == 0)):
             with phases("checkpoint", actor, critic):
                 save(run, step, kl_coef, actor, critic)
-        if last:
-            break
 
-        prompts, row_ids, keys = prompts_of_step(step, task.prompts, run)
-        with phases("rollout", engine):
-            replies, texts, faults = roll_out(engine, task, prompts, keys, run, run.temperature)
-            batch, engine_log_probs_T = to_batch(prompts, replies, row_ids)
+        with phases("generation", engine):
+            with phases("sync", actor):
+                synced = sync(engine, actor, device)
+            if task.held_out and (step == first_step or last or (run.eval_every and step % run.eval_every == 0)):
+                with phases("evaluation", reward_model):
+                    metrics, samples = evaluate(engine, task, run, reward)
+                logger.log(step, metrics)
+                print0(f"held out   accuracy {metrics['eval/accuracy']:.3f}   reward {metrics['eval/reward']:.3f}")
+                keep_samples(samples, step, run.out_dir)
+            if last:
+                break
+            prompts, row_ids, keys = prompts_of_step(step, task.prompts, run)
+            with phases("rollout"):
+                replies, texts, faults = roll_out(engine, task, prompts, keys, run, run.temperature)
+                batch = to_batch(prompts, replies, row_ids)
         with phases("reward", reward_model):
             scores, faults = score(run, reward, prompts, texts, batch, faults)
         with phases("log_probs", actor):
@@ -1461,7 +1734,7 @@ def main(run):
         if reference is not None:
             with phases("reference", reference):
                 batch.ref_log_probs = reference.compute_log_probs(batch)
-        metrics = rollout_metrics(batch, scores, faults, engine_log_probs_T, run)
+        metrics = synced | rollout_metrics(batch, scores, faults, run)
         if step == first_step:
             check_engine(run, metrics, device)
         with phases("critic", critic):
@@ -1471,8 +1744,6 @@ def main(run):
         if step >= run.critic_warmup:
             with phases("actor", actor):
                 metrics |= actor.update_policy(batch)
-                with phases("sync", engine):
-                    engine.sync(actor.weights(engine.model.dtype))
         metrics["kl/coef"] = kl_coef
         kl_coef = common.next_kl_coef(
             kl_coef, metrics["kl/reference"], run.train_batch_size * run.rollout_n, run.target_kl, run.kl_horizon

@@ -341,6 +341,7 @@ def one_update(path, n, fields):
     before = batch.old_log_probs.clone()
     batch.old_log_probs += noise(0.1)  # ratios lie on both sides of the clip range
     batch.ref_log_probs, batch.advantages = batch.old_log_probs + noise(0.1), 5 * noise(1.0)
+    batch.rollout_log_probs = batch.old_log_probs
     batch.advantages += 2.0 * batch.response_mask  # else the loss is next to nothing, and so are its first digits
     gradients, clip = {}, torch.nn.utils.clip_grad_norm_
 

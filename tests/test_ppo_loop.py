@@ -62,7 +62,7 @@ def batch_to_learn(w, n=9, seed=0, **options):
     noise = lambda scale: scale * torch.randn(len(batch.input_ids), generator=g) * batch.response_mask
     log_probs_T = w.compute_log_probs(batch)
     batch.old_log_probs, batch.ref_log_probs = log_probs_T + noise(0.6), log_probs_T + noise(0.5)
-    batch.advantages = noise(1.0)
+    batch.advantages, batch.rollout_log_probs = noise(1.0), batch.old_log_probs + noise(0.5)
     return batch
 
 
@@ -71,6 +71,11 @@ def a_run(backend="fsdp", **fields):
     config = ppo_loop.critic_module(backend).Config
     critic = config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size)
     return ppo_loop.Run(critic=critic, backend=backend, **fields)
+
+
+def a_task(**fields):
+    """A Task with nothing in it but these fields."""
+    return ppo_loop.Task(**dict.fromkeys(ppo_loop.Task._fields) | fields)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -216,6 +221,8 @@ def loss_by_hand(lm, batch, config, temperature):
                 ratio.item(), a, config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c
             )
             pg = -ratio * a if slope else torch.tensor(value)  # clipped: a constant
+            if config.tis_cap:
+                pg = pg * min(config.tis_cap, math.exp(old - batch.rollout_log_probs[t]))
             kl, entropy = kl_of(config.kl_loss_type, log_p - ref), -(before_V.exp() * before_V).sum()
             loss = loss + weight * (pg + config.kl_loss_coef * kl - config.entropy_coeff * entropy)
             for key, x in (
@@ -232,7 +239,7 @@ def loss_by_hand(lm, batch, config, temperature):
         ("tiny-qwen2", 1.0, dict(loss_agg_mode="token-mean")),
         ("tiny-qwen2", 0.7, dict(loss_agg_mode="seq-mean-token-sum", entropy_coeff=0.1, clip_ratio_c=None)),
         ("tiny-llama", 1.0, dict(loss_agg_mode="seq-mean-token-mean", kl_loss_coef=0.3, kl_loss_type="k3")),
-        ("tiny-gemma2", 1.0, dict(kl_loss_coef=0.3, kl_loss_type="k3+", entropy_coeff=0.05)),
+        ("tiny-gemma2", 1.0, dict(kl_loss_coef=0.3, kl_loss_type="k3+", entropy_coeff=0.05, tis_cap=1.3)),
         ("tiny-gpt2", 1.3, dict(loss_agg_mode="seq-mean-token-sum-norm", response_length_limit=40, kl_loss_coef=0.2,
                                 kl_loss_type="k1", clip_ratio_high=0.4)),
         ("tiny-qwen3-moe", 1.0, dict(kl_loss_coef=0.2, kl_loss_type="abs", clip_ratio_c=1.2)),
@@ -309,9 +316,10 @@ def test_logits_exist_a_chunk_at_a_time(chunk, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def engine_of(w, stop=(1,)):
+def engine_of(w, stop=(1,), at_once=4, top_p=1.0):
     """The rollout engine with the actor's weights."""
-    engine = HFRollout(w.model_config, w.config, w.device, set(stop))
+    run = a_run(actor=w.config, top_p=top_p, rollout_batch_size=at_once)
+    engine = HFRollout(run, a_task(model_config=w.model_config, stop_ids=list(stop)), w.device)
     engine.sync(w.weights(torch.float32))
     return engine
 
@@ -332,7 +340,7 @@ def test_greedy_rollout_is_that_of_transformers(kind, override_config):
     w = policy(kind, override_config=override_config)
     lm, prompts, stop = plain(w), some_prompts(), list(range(1, 99, 6))  # a sixth of the tokens ends a row
     room = [1 + i % 14 for i in range(len(prompts))]
-    replies = engine_of(w, stop).generate(prompts, list("abcdefghi"), room, 0.0, 4)
+    replies = engine_of(w, stop).generate(prompts, list("abcdefghi"), room, 0.0)
     ends = set()
     for prompt, most, (ids, log_probs, ended) in zip(prompts, room, replies, strict=True):
         settings = transformers.GenerationConfig(
@@ -350,21 +358,23 @@ def test_greedy_rollout_is_that_of_transformers(kind, override_config):
 @pytest.mark.parametrize("kind, override_config", ENGINES[:1] + ENGINES[3:4] + ENGINES[5:])
 def test_a_rows_sample_depends_on_nothing_but_its_key(kind, override_config):
     w = policy(kind, override_config=override_config)
-    engine, prompts = engine_of(w, range(1, 99, 12)), some_prompts()
+    engine, prompts = engine_of(w, range(1, 99, 12), at_once=100), some_prompts()
     keys, room = [f"7 {i}" for i in range(9)], [3 + 2 * i for i in range(9)]
-    together = engine.generate(prompts, keys, room, 0.9, 100)
+    together = engine.generate(prompts, keys, room, 0.9)
     assert len({len(ids) for ids, _, _ in together}) > 3  # rows leave at different times
-    alone = [engine.generate([p], [k], [r], 0.9, 1)[0] for p, k, r in zip(prompts, keys, room, strict=True)]
-    backwards = engine.generate(prompts[::-1], keys[::-1], room[::-1], 0.9, 4)[::-1]
-    crowd = engine.generate([*prompts, [5] * 60], [*keys, "long"], [*room, 40], 0.9, 100)[:9]
+    alone = [engine.generate([p], [k], [r], 0.9)[0] for p, k, r in zip(prompts, keys, room, strict=True)]
+    crowd = engine.generate([*prompts, [5] * 60], [*keys, "long"], [*room, 40], 0.9)[:9]
+    engine.rows = 4
+    backwards = engine.generate(prompts[::-1], keys[::-1], room[::-1], 0.9)[::-1]
+    engine.rows = 100
     for other in (alone, backwards, crowd):
         for (ids, log_probs, ended), (ids2, log_probs2, ended2) in zip(together, other, strict=True):
             assert (ids, ended) == (ids2, ended2)
             assert log_probs == pytest.approx(log_probs2, abs=1e-4)
     assert all(len(ids) <= r and (ended or len(ids) == r) for (ids, _, ended), r in zip(together, room, strict=True))
-    others = engine.generate(prompts, [f"8 {i}" for i in range(9)], room, 0.9, 100)
+    others = engine.generate(prompts, [f"8 {i}" for i in range(9)], room, 0.9)
     assert sum(a[0] != b[0] for a, b in zip(together, others, strict=True)) >= 7
-    shorter = engine.generate(prompts, keys, [2] * 9, 0.9, 100)  # less room cuts a sample off and changes none
+    shorter = engine.generate(prompts, keys, [2] * 9, 0.9)  # less room cuts a sample off and changes none
     assert [ids for ids, _, _ in shorter] == [ids[:2] for ids, _, _ in together]
 
 
@@ -372,10 +382,11 @@ def test_a_rows_sample_depends_on_nothing_but_its_key(kind, override_config):
 def test_log_probs_of_the_rollout_are_a_plain_forwards(kind, override_config):
     w = policy(kind, temperature=0.7, override_config=override_config)
     lm, prompts = plain(w), some_prompts()
-    replies = engine_of(w).generate(prompts, list("abcdefghi"), [10] * 9, 0.7, 4)
+    replies = engine_of(w).generate(prompts, list("abcdefghi"), [10] * 9, 0.7)
     asked = [Prompt(p, "", None) for p in prompts]
-    batch, engine_T = ppo_loop.to_batch(asked, [Reply(i, [True] * len(i), p, e) for i, p, e in replies], list(range(9)))
-    torch.testing.assert_close(w.compute_log_probs(batch), engine_T, rtol=1e-4, atol=1e-4)  # as check_engine asks
+    batch = ppo_loop.to_batch(asked, [Reply(i, [True] * len(i), p, e) for i, p, e in replies], list(range(9)))
+    ours_T = w.compute_log_probs(batch)
+    torch.testing.assert_close(ours_T, batch.rollout_log_probs, rtol=1e-4, atol=1e-4)  # as check_engine asks
     with torch.no_grad():
         for prompt, (ids, log_probs, _) in zip(prompts, replies, strict=True):
             log_p_LV = log_softmax_of(lm, torch.tensor(prompt + ids), 0.7)
@@ -383,9 +394,28 @@ def test_log_probs_of_the_rollout_are_a_plain_forwards(kind, override_config):
             assert log_probs == pytest.approx(expected, abs=1e-4)
 
 
+def test_top_p_draws_from_the_nucleus_alone():
+    logits_BV = torch.tensor([[3.0, 1.0, 2.0, 2.0, -1.0], [0.0, 0.0, 0.0, 0.0, 9.0]])
+    for top_p in (1e-6, 0.3, 0.5, 0.6, 0.9, 0.999):
+        log_p_BV = ppo_loop.nucleus(logits_BV.log_softmax(-1), top_p)
+        for row_V, theirs_V in zip(log_p_BV.exp().tolist(), logits_BV.softmax(-1).tolist(), strict=True):
+            kept, total = [], 0.0
+            for i in sorted(range(5), key=lambda i: -theirs_V[i]):
+                if total < top_p:
+                    kept, total = [*kept, i], total + theirs_V[i]
+            expected = [p / total if i in kept else 0.0 for i, p in enumerate(theirs_V)]
+            assert row_V == pytest.approx(expected, abs=1e-6)
+    w, n, prompt = policy(override_config=SHARP), 400, [20, 30, 40]
+    replies = engine_of(w, at_once=n, top_p=0.7).generate([prompt] * n, [f"{i}" for i in range(n)], [1] * n, 0.8)
+    log_p_V = ppo_loop.nucleus(log_softmax_of(plain(w), torch.tensor(prompt), 0.8)[None, -1], 0.7)[0].detach()
+    for (token,), (log_p,), _ in replies:
+        assert log_p == pytest.approx(log_p_V[token].item(), abs=1e-4)
+    assert {ids[0] for ids, _, _ in replies} == set(log_p_V.isfinite().nonzero()[:, 0].tolist())
+
+
 def test_samples_follow_the_softmax():
     w, n, prompt = policy(), 6000, [20, 30, 40]
-    out = engine_of(w).generate([prompt] * n, [f"{i}" for i in range(n)], [1] * n, 0.8, 2000)
+    out = engine_of(w, at_once=2000).generate([prompt] * n, [f"{i}" for i in range(n)], [1] * n, 0.8)
     counts_V = torch.bincount(torch.tensor([ids[0] for ids, _, _ in out]), minlength=99).double()
 
     def chi_square(temperature):
@@ -407,9 +437,9 @@ def test_samples_follow_the_softmax():
 
 
 def test_an_engine_without_stop_ids_fills_the_room():
-    out = engine_of(policy(), ()).generate(some_prompts(), list("abcdefghi"), [5] * 9, 1.0, 4)
+    out = engine_of(policy(), ()).generate(some_prompts(), list("abcdefghi"), [5] * 9, 1.0)
     assert [(len(ids), ended) for ids, _, ended in out] == [(5, False)] * 9
-    assert engine_of(policy()).generate([], [], [], 1.0, 4) == []
+    assert engine_of(policy()).generate([], [], [], 1.0) == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -425,7 +455,9 @@ class Script:
     def __init__(self, tokenizer, *turns):
         self.tokenizer, self.turns, self.seen = tokenizer, list(turns), []
 
-    def generate(self, prompts, keys, room, temperature, batch_size):
+    any_left = HFRollout.any_left
+
+    def generate(self, prompts, keys, room, temperature):
         self.seen.append(([self.tokenizer.decode(p) for p in prompts], keys, room))
         out = []
         for said, most in zip(self.turns.pop(0), room, strict=True):
@@ -440,7 +472,7 @@ def play(turns, observe, n=1, **fields):
     prompts = [Prompt(tokenizer(f"q{i}=")["input_ids"], f"q{i}=", f"answer {i}") for i in range(n)]
     run = a_run(**{"max_response_length": 30, "reward_timeout": 0.2, **fields})
     engine = Script(tokenizer, *turns)
-    task = ppo_loop.Task(tokenizer, None, [], [], None, observe)
+    task = a_task(tokenizer=tokenizer, observe=observe)
     out = ppo_loop.roll_out(engine, task, prompts, [f"key {i}" for i in range(n)], run, 1.0)
     return *out, engine.seen
 
@@ -462,10 +494,10 @@ def test_turns_of_policy_and_environment_follow_each_other():
     assert a.finished and b.finished and texts == ["ab[1]cd", "x"] and faults == ["", ""]
     assert heard == [("q0=", "ab", "answer 0"), ("q1=", "x", "answer 1"), ("q0=", "ab[1]cd", "answer 0")]
     assert asked == [(["q0=", "q1="], ["key 0 0", "key 1 0"], [30, 30]), (["q0=ab<eos>[1]"], ["key 0 1"], [24])]
-    batch, log_probs_T = ppo_loop.to_batch([Prompt([7, 8, 9], "", None)] * 2, replies, [4, 6])
+    batch = ppo_loop.to_batch([Prompt([7, 8, 9], "", None)] * 2, replies, [4, 6])
     batch.check()
     assert batch.response_mask.tolist() == [False] * 3 + a.mask + [False] * 3 + b.mask
-    assert log_probs_T.tolist() == [0.0] * 3 + a.log_probs + [0.0] * 3 + b.log_probs
+    assert batch.rollout_log_probs.tolist() == [0.0] * 3 + a.log_probs + [0.0] * 3 + b.log_probs
     assert batch.input_ids.tolist() == [7, 8, 9, *a.ids, 7, 8, 9, *b.ids] and batch.lengths == [12, 5]
     assert batch.row_id.tolist() == [4, 6] and batch.truncated.tolist() == [False, False]
 
@@ -676,7 +708,7 @@ def test_a_reward_models_scores_are_transformers_own(same_tokens, tmp_path):
     texts = ["3", "world", "y" * 20, ""]
     close = lambda text: [*policys(text)["input_ids"], EOS]
     replies = [Reply(close(t), [True] * len(close(t)), [0.0] * len(close(t)), True) for t in texts]
-    batch, _ = ppo_loop.to_batch(prompts, replies, [0, 1, 2, 3])
+    batch = ppo_loop.to_batch(prompts, replies, [0, 1, 2, 3])
     longest = max(batch.lengths)  # rows as long as the budget fit
     run = a_run(reward_model=str(tmp_path), actor=ActorConfig(ppo_max_token_len_per_gpu=longest))
     ours = ppo_loop.RewardModel(run, policys)
@@ -709,7 +741,7 @@ def test_a_chat_is_re_tokenised_with_the_reward_models_own_template(tmp_path):
     tokenizer.chat_template = "{% for m in messages %}({{ m['role'] }}){{ m['content'] }}{% endfor %}"
     model = reward_model(tmp_path, 99, tokenizer)
     prompts = [Prompt([5, 6], "hi", None, [{"role": "user", "content": "hi"}])]
-    batch, _ = ppo_loop.to_batch(prompts, [Reply([7, EOS], [True] * 2, [0.0] * 2, True)], [0])
+    batch = ppo_loop.to_batch(prompts, [Reply([7, EOS], [True] * 2, [0.0] * 2, True)], [0])
     [score] = ppo_loop.RewardModel(a_run(reward_model=str(tmp_path)), common.char_tokenizer()).scores(
         prompts, ["yo"], batch
     )
@@ -1067,11 +1099,11 @@ def test_offload_and_onload_change_no_bit(kind):
     head, embedding = goes.model.lm.get_output_embeddings().weight, goes.model.lm.get_input_embeddings().weight
     assert (head is embedding) == (kind == "tiny-gemma2")
     engine, prompts = engine_of(goes), some_prompts()
-    before = engine.generate(prompts, list("abcdefghi"), [5] * 9, 1.0, 9)
+    before = engine.generate(prompts, list("abcdefghi"), [5] * 9, 1.0)
     engine.offload()
     engine.onload()
     engine.sync(goes.weights(torch.float32))
-    assert engine.generate(prompts, list("abcdefghi"), [5] * 9, 1.0, 9) == before
+    assert engine.generate(prompts, list("abcdefghi"), [5] * 9, 1.0) == before
 
 
 def test_a_synced_engine_has_the_actors_weights_after_an_update():
@@ -1130,13 +1162,13 @@ def test_an_export_is_a_model_of_transformers_with_the_same_weights(kind, tmp_pa
     again = policy(str(tmp_path / "hf"), override_config="{}")
     assert same(weights, dict(again.weights()))
     torch.testing.assert_close(again.compute_log_probs(batch), w.compute_log_probs(batch), rtol=0, atol=1e-6)
-    assert ppo_loop.stop_tokens(again.config, common.load_tokenizer(again.config)) == {EOS}
+    assert ppo_loop.stop_tokens(again.config, common.load_tokenizer(again.config)) == [EOS]
 
 
 def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tmp_path):
     common.char_tokenizer().save_pretrained(tmp_path)
     tokenizer = common.char_tokenizer()
-    for eos, ids in ((None, {1}), (7, {1, 7}), ([7, 9], {1, 7, 9})):
+    for eos, ids in ((None, [1]), (7, [1, 7]), ([7, 9], [1, 7, 9])):
         transformers.GenerationConfig(eos_token_id=eos).save_pretrained(tmp_path)
         assert ppo_loop.stop_tokens(ActorConfig(model=str(tmp_path)), tokenizer) == ids
-    assert ppo_loop.stop_tokens(ActorConfig(model="tiny-qwen2"), tokenizer) == {1}
+    assert ppo_loop.stop_tokens(ActorConfig(model="tiny-qwen2"), tokenizer) == [1]
