@@ -650,8 +650,10 @@ class VLLMRollout:
     """Generates with vLLM in this process: an engine on each rank, or one on every --vllm.tensor-parallel-size ranks.
 
     It has the methods of HFRollout. vLLM finds the trainer's process group and makes its own groups of it; an engine
-    that is deleted takes the trainer's group with it, so this one lives as long as the process.
+    that is deleted takes the trainer's group with it, so all live as long as the process.
     """
+
+    engines = []
 
     def __init__(self, run, task, device):
         config, actor, self.stop, self.top_p = run.vllm, run.actor, task.stop_ids, run.top_p
@@ -699,6 +701,7 @@ class VLLMRollout:
                     logprobs_mode="processed_logprobs",  # of what is sampled from: after temperature and top-p
                     seed=0,  # of nothing: requests bring their own
                 )
+                self.engines.append(self.llm)
             except Exception as error:  # a dozen kinds
                 raise UserError(f"--rollout vllm: cannot run {actor.model} ({common.one_line(error)})") from None
             if self.size > 1:  # more shared memory, which nobody removes when common.run ends the process
