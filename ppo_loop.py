@@ -777,7 +777,8 @@ class VLLMRollout:
             for _, key, most in rows
         ]  # fmt: skip
         eager = torch.compiler.set_stance("force_eager") if self.on_cpu else contextlib.nullcontext()
-        with eager:  # on CPU the compiler takes longer than the rollout, and needs one for C++
+        # on CPU the compiler takes longer than the rollout, and needs one for C++; and it draws from torch's generator
+        with eager, torch.random.fork_rng(devices=()):
             out = self.llm.generate(
                 [{"prompt_token_ids": prompt} for prompt, _, _ in rows], params,
                 use_tqdm=RANK == 0 and sys.stderr.isatty(),
