@@ -741,6 +741,8 @@ class VLLMRollout:
         named = (
             pair for name, weight in weights for pair in revert_weight_conversion(self.skeleton, {name: weight}).items()
         )
+        if self.on_cpu:
+            self.llm.apply_model(forget_experts)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
         if self.on_cpu:  # there a head that is tied to the embeddings is a packed copy, which nobody renews
             self.llm.apply_model(repack_head)
@@ -789,12 +791,25 @@ class VLLMRollout:
 
 
 VLLM_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-VLLM_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # of tiny-*, whose 16 it knows not
+VLLM_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "n_head": 2}  # n_head: of tiny-gpt2
+
+
+def forget_experts(model):
+    """Runs in vLLM: its experts will be packed again, which on CPU they are only where they have no kernel yet."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    for module in model.modules():
+        if isinstance(module, UnquantizedFusedMoEMethod):
+            module.moe_kernel = None
 
 
 def repack_head(model):
-    """Runs in vLLM: its head takes the weights of the embeddings again."""
-    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+    """Runs in vLLM: its head, if it has one beside the embeddings, takes their weights again."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
 
 
 @contextlib.contextmanager
@@ -1289,8 +1304,9 @@ def with_heads_for_vllm(actor):
     overrides = json.loads(actor.override_config)
     if actor.model not in common.TINY or overrides.keys() & VLLM_HEADS.keys():
         return actor
-    print0(f"vllm       {actor.model} with 2 heads of 32 features, vLLM knows none of 16: {json.dumps(VLLM_HEADS)}")
-    return dataclasses.replace(actor, override_config=json.dumps(overrides | VLLM_HEADS))
+    heads = {key: VLLM_HEADS[key] for key in VLLM_HEADS if key in common.tiny_config(actor.model, 0)}
+    print0(f"vllm       {actor.model} with 2 heads of 32 features, vLLM knows none of 16: {json.dumps(heads)}")
+    return dataclasses.replace(actor, override_config=json.dumps(overrides | heads))
 
 
 def check_vllm(run, model_config):
