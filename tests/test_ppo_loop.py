@@ -5,6 +5,8 @@ What it computes is compared with plain loops over scalars, or with transformers
 
 import collections
 import copy
+import dataclasses
+import importlib.util
 import json
 import math
 import re
@@ -54,6 +56,20 @@ def plain(w, dtype=torch.float32):
 def log_softmax_of(lm, ids, temperature):
     """(T, V) log-probs of a row alone: what position t says about token t + 1, in float64."""
     return (lm(input_ids=ids[None]).logits[0].double() / temperature).log_softmax(-1)
+
+
+def log_probs_of_reply(lm, prompt, ids, temperature):
+    """Of the tokens that follow a prompt, from one forward."""
+    with torch.no_grad():
+        log_p_LV = log_softmax_of(lm, torch.tensor(prompt + ids), temperature)
+    return [log_p_LV[len(prompt) - 1 + k, token].item() for k, token in enumerate(ids)]
+
+
+def assert_close(log_probs, others):
+    """To 1e-4 -> the largest difference."""
+    worst = max((abs(a - b) for a, b in zip(log_probs, others, strict=True)), default=0.0)
+    assert worst < 1e-4, (log_probs, others)
+    return worst
 
 
 def batch_to_learn(w, n=9, seed=0, **options):
@@ -341,7 +357,14 @@ def test_greedy_rollout_is_that_of_transformers(kind, override_config):
     lm, prompts, stop = plain(w), some_prompts(), list(range(1, 99, 6))  # a sixth of the tokens ends a row
     room = [1 + i % 14 for i in range(len(prompts))]
     replies = engine_of(w, stop).generate(prompts, list("abcdefghi"), room, 0.0)
-    ends = set()
+    assert_greedy(replies, lm, prompts, room, stop)
+    ends = {(ended, len(ids) == most) for most, (ids, _, ended) in zip(room, replies, strict=True)}
+    assert len(ends) >= 2  # rows that ended and rows that were cut off
+
+
+def assert_greedy(replies, lm, prompts, room, stop):
+    """They are what transformers says to one prompt after another -> the largest difference of log-probs."""
+    worst = 0.0
     for prompt, most, (ids, log_probs, ended) in zip(prompts, room, replies, strict=True):
         settings = transformers.GenerationConfig(
             do_sample=False, max_new_tokens=most, eos_token_id=stop, pad_token_id=0, bos_token_id=None
@@ -350,15 +373,20 @@ def test_greedy_rollout_is_that_of_transformers(kind, override_config):
         theirs = lm.generate(ids_1L, settings, attention_mask=torch.ones_like(ids_1L))[0, len(prompt) :]
         assert ids == theirs.tolist()
         assert ended == (ids[-1] in stop) and not any(i in stop for i in ids[:-1])  # a stop id is kept, and is the last
-        assert len(log_probs) == len(ids) <= most and (ended or len(ids) == most)
-        ends.add((ended, len(ids) == most))
-    assert len(ends) >= 2  # rows that ended and rows that were cut off
+        assert len(ids) <= most and (ended or len(ids) == most)
+        worst = max(worst, assert_close(log_probs, log_probs_of_reply(lm, prompt, ids, 1.0)))
+    return worst
 
 
 @pytest.mark.parametrize("kind, override_config", ENGINES[:1] + ENGINES[3:4] + ENGINES[5:])
 def test_a_rows_sample_depends_on_nothing_but_its_key(kind, override_config):
     w = policy(kind, override_config=override_config)
-    engine, prompts = engine_of(w, range(1, 99, 12), at_once=100), some_prompts()
+    assert_samples_follow_their_keys(engine_of(w, range(1, 99, 12), at_once=100))
+
+
+def assert_samples_follow_their_keys(engine):
+    """Alone, in a crowd, in any order; others have others."""
+    prompts = some_prompts()
     keys, room = [f"7 {i}" for i in range(9)], [3 + 2 * i for i in range(9)]
     together = engine.generate(prompts, keys, room, 0.9)
     assert len({len(ids) for ids, _, _ in together}) > 3  # rows leave at different times
@@ -387,11 +415,8 @@ def test_log_probs_of_the_rollout_are_a_plain_forwards(kind, override_config):
     batch = ppo_loop.to_batch(asked, [Reply(i, [True] * len(i), p, e) for i, p, e in replies], list(range(9)))
     ours_T = w.compute_log_probs(batch)
     torch.testing.assert_close(ours_T, batch.rollout_log_probs, rtol=1e-4, atol=1e-4)  # as check_engine asks
-    with torch.no_grad():
-        for prompt, (ids, log_probs, _) in zip(prompts, replies, strict=True):
-            log_p_LV = log_softmax_of(lm, torch.tensor(prompt + ids), 0.7)
-            expected = [log_p_LV[len(prompt) - 1 + k, token].item() for k, token in enumerate(ids)]
-            assert log_probs == pytest.approx(expected, abs=1e-4)
+    for prompt, (ids, log_probs, _) in zip(prompts, replies, strict=True):
+        assert_close(log_probs, log_probs_of_reply(lm, prompt, ids, 0.7))
 
 
 def test_top_p_draws_from_the_nucleus_alone():
@@ -417,11 +442,16 @@ def test_samples_follow_the_softmax():
     w, n, prompt = policy(), 6000, [20, 30, 40]
     out = engine_of(w, at_once=2000).generate([prompt] * n, [f"{i}" for i in range(n)], [1] * n, 0.8)
     counts_V = torch.bincount(torch.tensor([ids[0] for ids, _, _ in out]), minlength=99).double()
+    assert_drawn_from(counts_V, lambda t: log_softmax_of(plain(w), torch.tensor(prompt), t)[-1].exp())
+
+
+def assert_drawn_from(counts_V, chances_of):
+    """As often as the probabilities at temperature 0.8 say, not as those at 1."""
 
     def chi_square(temperature):
         """(statistic, degrees of freedom), tokens expected less than five times taken together."""
         with torch.no_grad():
-            expected_V = n * log_softmax_of(plain(w), torch.tensor(prompt), temperature)[-1].exp()
+            expected_V = counts_V.sum() * chances_of(temperature)
         rare_V = expected_V < 5
         pairs = [(counts_V[~rare_V], expected_V[~rare_V])]
         if expected_V[rare_V].sum() >= 5:
@@ -966,6 +996,13 @@ BAD_FLAGS = {
     "--prompts x.jsonl": "--reward: is needed with --prompts",
     "--prompts x.jsonl --reward gsm8k --reward-model rm": "--reward and --reward-model: give one",
     "--prompt-template hello": "--prompt-template hello: has no {prompt} in it",
+    "--top-p 0": "--top-p 0.0: must be above 0, and at most 1",
+    "--top-p 1.1": "--top-p 1.1: must be above 0, and at most 1",
+    "--vllm.tensor-parallel-size 2": "--vllm.tensor-parallel-size 2: must divide the 1 ranks",
+    "--vllm.tensor-parallel-size 0": "--vllm.tensor-parallel-size 0: must divide the 1 ranks",
+    "--vllm.kv-cache-gib 0": "--vllm.kv-cache-gib 0.0: must be above 0 and finite",
+    "--vllm.gpu-memory-utilization 1.5": "--vllm.gpu-memory-utilization 1.5: must be above 0, and at most 1",
+    "--actor.tis-cap 0": "--actor.tis-cap 0.0: must be above 0 and finite",
     "--actor.lr nan": "--actor.lr nan: must be above 0 and finite",
     "--actor.ppo-epochs 0": "--actor.ppo-epochs 0: must be above 0",
     "--actor.clip-ratio-low 1.5": "--actor.clip-ratio-low 1.5: must be above 0, and at most 1",
@@ -1024,6 +1061,45 @@ def test_settled_the_critic_is_like_the_actor_unless_told(tmp_path):
     run, _, _ = ppo_loop.settle(ppo_loop.parse(base + file))
     assert (run.actor.lr, run.max_response_length, run.reward) == (1e-6, 256, "gsm8k")
     assert run.critic.model == "tiny-gpt2" and run.critic.lr is None
+
+
+def test_without_vllm_transformers_generates_and_a_line_says_so(monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else find(name, *rest))
+    run, _, model_config = ppo_loop.settle(ppo_loop.parse(["--rollout", "vllm"]))
+    assert run.rollout == "hf" and run.actor.override_config == "{}" and model_config.num_attention_heads == 4
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "vllm is not installed (pip install vllm==" in said, said
+    assert "so transformers generates" in said
+    ppo_loop.settle(ppo_loop.parse([]))
+    assert capsys.readouterr().out == ""
+
+
+def test_heads_of_tiny_actors_are_as_wide_as_vllm_wants_them(monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name if name == "vllm" else find(name, *rest))
+    for kind in ("tiny-qwen2", "tiny-gpt2", "tiny-gemma2"):
+        run, _, c = ppo_loop.settle(ppo_loop.parse(["--rollout", "vllm", "--actor.model", kind]))
+        width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        assert (run.rollout, c.num_attention_heads, width) == ("vllm", 2, 32), kind
+        assert run.critic.override_config == run.actor.override_config  # it starts as the actor does
+        assert f"{kind} with 2 heads of 32 features" in capsys.readouterr().out
+    for flags in ('{"head_dim": 64}', '{"num_attention_heads": 1}'):  # the user's own
+        run, _, _ = ppo_loop.settle(ppo_loop.parse(["--rollout", "vllm", "--actor.override-config", flags]))
+        assert run.actor.override_config == flags and capsys.readouterr().out == ""
+
+
+def test_ranks_that_share_an_engine_share_its_heads():
+    config = ActorConfig(model="tiny-qwen2")
+    model_config = common.load_model_config(config, common.load_tokenizer(config))
+    for size in (1, 2, 3, 4, 8):
+        run = a_run(actor=config, rollout="vllm", vllm=ppo_loop.VLLMConfig(tensor_parallel_size=size))
+        if size in (3, 8):
+            with pytest.raises(UserError, match=f"--vllm.tensor-parallel-size {size}: tiny-qwen2 has 4 heads, which"):
+                ppo_loop.check_vllm(run, model_config)
+        else:
+            ppo_loop.check_vllm(run, model_config)
+        ppo_loop.check_vllm(dataclasses.replace(run, rollout="hf"), model_config)
 
 
 def test_every_pass_visits_every_prompt_once_and_a_step_knows_its_own():
