@@ -703,7 +703,9 @@ class VLLMRollout:
                 )
                 self.engines.append(self.llm)
             except Exception as error:  # a dozen kinds
-                raise UserError(f"--rollout vllm: cannot run {actor.model} ({common.one_line(error)})") from None
+                room = "" if config.kv_cache_gib is None else f" with --vllm.kv-cache-gib {config.kv_cache_gib:g}"
+                words = f"cannot run {actor.model}{room} ({common.one_line(error)})"
+                raise UserError(f"--rollout vllm: {words}") from None
             if self.size > 1:  # more shared memory, which nobody removes when common.run ends the process
                 from vllm.distributed.parallel_state import get_tp_group
 
