@@ -419,7 +419,9 @@ def rows_to_batch(
             (row, key) for row in rows.values() for key in ("prompt", "response") if (special, key) in row["texts"]
         ]
         if texts:
-            ids = tokenizer([row[key] for row, key in texts], add_special_tokens=special, verbose=False)["input_ids"]
+            ids = tokenizer(
+                [row[key] for row, key in texts], add_special_tokens=special, return_attention_mask=False, verbose=False
+            )["input_ids"]
             for (row, key), tokens in zip(texts, ids, strict=True):
                 row[key] = tokens
     for number, row in progress(list(rows.items()), "rows"):
@@ -443,7 +445,7 @@ def rows_to_batch(
     if not rows:
         raise UserError(f"{source}: no usable row")
     numbers = sorted(rows)
-    join = lambda key, dtype: torch.cat([torch.tensor(rows[n][key], dtype=dtype) for n in numbers])
+    join = lambda key, dtype: torch.tensor([x for n in numbers for x in rows[n][key]], dtype=dtype)
     batch = Batch(
         input_ids=join("ids", torch.int64),
         cu_seqlens=cumulative(torch.tensor([len(rows[n]["ids"]) for n in numbers])),
