@@ -1,21 +1,27 @@
 """Ranks as forked children of one process that has imported the slow libraries: a launch costs a second, not twenty."""
 
+import io
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import time
 import traceback
+import warnings
 
-import megatron.core.models.gpt  # noqa: F401
-import megatron.core.optimizer  # noqa: F401
 import torch
 import transformers  # noqa: F401
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2
 import transformers.models.qwen3.modeling_qwen3
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that Apex is not installed
+    import megatron.core.models.gpt
+    import megatron.core.optimizer  # noqa: F401
 
 
 def start(ranks, function, *args):
@@ -95,16 +101,45 @@ def script(arguments, env, cwd, out, alone):
 
 
 def serve():
-    """Runs scripts for another process: a JSON line comes in, what happened goes out."""
+    """Runs scripts for another process, several at a time: JSON lines come in, each folder gets what was printed, and
+    last a file `ended`. A job with `after` waits for that file of another."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
-        job = json.loads(line)
-        rest = (job[name] for name in ("arguments", "env", "cwd", "out", "alone"))
-        print(json.dumps(wait(start(job["ranks"], script, *rest), job["timeout"])), flush=True)
+        if os.fork():
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        job, failed = json.loads(line), "exit status 1"
+        out = os.path.join(job["folder"], "out")
+        try:
+            while job["after"] and not os.path.exists(os.path.join(job["after"], "ended")):
+                time.sleep(0.1)
+            rest = (job["arguments"], job["env"], job["cwd"], out, job["alone"])
+            failed = wait(start(job["ranks"], script, *rest), job["timeout"])
+        finally:
+            with open(f"{out}.tmp", "w") as file:
+                json.dump(failed, file)
+            os.rename(f"{out}.tmp", os.path.join(job["folder"], "ended"))
+            os._exit(0)
+
+
+def warm_up():
+    """What the first of its kind takes a second or two for."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(layout="constrained")
+    panel.plot([1, 2], [1, 2], label="a")
+    panel.set_yscale("log")
+    panel.legend()
+    figure.savefig(io.BytesIO())
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":
-    import matplotlib.pyplot  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
     import tyro  # noqa: F401
 
+    warm_up()
     serve()

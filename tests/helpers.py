@@ -6,9 +6,11 @@ import functools
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 
 import pytest
 import torch
@@ -40,27 +42,59 @@ def torchrun(ranks, *command, really=False, timeout=600, cwd=None, **env):
     return launch(ranks, [str(c) for c in command], timeout, cwd, env)
 
 
+SCRATCH = tempfile.TemporaryDirectory()
+
+
 @functools.cache
 def forks():
-    """The process that has imported the slow libraries, and forks."""
+    """The process that has imported the slow libraries, and forks; all it has started ends with this one."""
     server = (sys.executable, ROOT / "tests" / "forked.py")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(server, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    atexit.register(process.kill)
+    process = subprocess.Popen(server, env=env, text=True, stdin=subprocess.PIPE, start_new_session=True)
+    atexit.register(os.killpg, process.pid, signal.SIGKILL)
     return process
 
 
-def launch(ranks, arguments, timeout, cwd, env, alone=False):
-    """A script and its arguments on `ranks` forks -> CompletedProcess."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = {"ranks": ranks, "arguments": arguments, "timeout": timeout, "cwd": str(cwd or os.getcwd()), "env": env}
-        out = pathlib.Path(folder, "out")
-        forks().stdin.write(json.dumps({**job, "out": str(out), "alone": alone}) + "\n")
-        forks().stdin.flush()
-        failed = json.loads(forks().stdout.readline())
-        said = [out.with_suffix(suffix).read_text() for suffix in (".stdout", ".stderr")]
+def launch(*job, **options):
+    """A script and its arguments on some forks -> CompletedProcess."""
+    return ended(begin(*job, **options))
+
+
+def begin(ranks, arguments, timeout=600, cwd=None, env=None, alone=False, after=None):
+    """The same without waiting for it -> a folder, for ended(); after: the folder of one that has to end before."""
+    folder = tempfile.mkdtemp(dir=SCRATCH.name)
+    job = {"ranks": ranks, "arguments": [str(x) for x in arguments], "timeout": timeout, "env": env or {}}
+    job |= {"cwd": str(cwd or os.getcwd()), "alone": alone, "folder": folder, "after": after}
+    forks().stdin.write(json.dumps(job) + "\n")
+    forks().stdin.flush()
+    return folder
+
+
+def ended(folder):
+    """Waits for what has begun -> its CompletedProcess."""
+    how, *said = (pathlib.Path(folder, name) for name in ("ended", "out.stdout", "out.stderr"))
+    while not how.exists():
+        assert forks().poll() is None, "the process that forks has died"
+        time.sleep(0.02)
+    failed = json.loads(how.read_text())
     code = 0 if failed is None else int(failed.split()[-1]) if failed.startswith("exit status") else -9
-    return subprocess.CompletedProcess(arguments, code, *said)
+    return subprocess.CompletedProcess([], code, *(path.read_text() if path.exists() else "" for path in said))
+
+
+AHEAD = {  # what takes several ranks, and minutes: conftest.py begins it, so that it runs beside tests of one process
+    "test_megatron_layouts.py": "megatron_layouts.py",
+    "test_megatron_ranks.py": "megatron_scenarios.py",
+    "test_ppo_ranks.py": "ppo_scenarios.py",
+}
+BEGUN = {}  # script -> where ended() waits for it, and the folder that it writes into
+
+
+def scenarios(script, after=None):
+    """Begins a script of tests/, unless it has begun -> those two folders."""
+    if script not in BEGUN:
+        out = pathlib.Path(tempfile.mkdtemp(dir=SCRATCH.name))
+        BEGUN[script] = begin(1, (ROOT / "tests" / script, out), timeout=1200, alone=True, after=after), out
+    return BEGUN[script]
 
 
 def succeeded(process):

@@ -1,6 +1,6 @@
 """One mini-batch through every layout of critic_megatron.py -> values, gradients before clipping, weights after a step.
 
-    python tests/megatron_layouts.py OUT_FOLDER MODELS_FOLDER [RANKS...]        by default on 1, 2, 4 and 8 ranks
+    python tests/megatron_layouts.py OUT_FOLDER [RANKS...]        by default on 1, 2, 4 and 8 ranks; models too go there
 
 test_megatron_layouts.py compares them with a plain float64 loop.
 """
@@ -8,6 +8,7 @@ test_megatron_layouts.py compares them with a plain float64 loop.
 import contextlib
 import dataclasses
 import os
+import pathlib
 import sys
 
 import forked
@@ -228,8 +229,19 @@ def some_layouts(out, models, names):
         torch.save(results, os.path.join(out, f"{ranks} {names[0]}.pt"))
 
 
+def save_models(folder):
+    """The models of all layouts."""
+    from test_layouts import save_model
+    from test_megatron_layouts import FOUR_LAYERS
+
+    for name, config in FOUR_LAYERS.items():
+        save_model(config, pathlib.Path(folder) / name)
+
+
 if __name__ == "__main__":
-    out, models, *sizes = sys.argv[1:]
+    out, *sizes = sys.argv[1:]
+    models = os.path.join(out, "models")
+    forked.run(1, save_models, models)
     for ranks in map(int, sizes or LAYOUTS):
         names = list(LAYOUTS[ranks])
         for i in range(0, len(names), 6):  # dozens of process groups for each layout slow a process down

@@ -1,14 +1,12 @@
 """One batch, one update, on Megatron: every layout's values, gradient and step are those of a plain float64 loop."""
 
-import sys
-
 import pytest
 import torch
 import transformers
-from helpers import ROOT, run, succeeded
+from helpers import ended, scenarios, succeeded
 from megatron_layouts import LAYOUTS, MODES
 from safetensors.torch import load_file
-from test_layouts import GROUPED, compare, reference_of, save_model
+from test_layouts import GROUPED, compare, reference_of
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -26,11 +24,16 @@ FOUR_LAYERS = {  # so that there is something to share out; queries of 4 heads, 
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    for name, config in FOUR_LAYERS.items():
-        save_model(config, folder / name)
-    return folder
+def launched():
+    """The folder of what megatron_layouts.py makes."""
+    waits_for, out = scenarios("megatron_layouts.py")
+    succeeded(ended(waits_for))
+    return out
+
+
+@pytest.fixture(scope="module")
+def models(launched):
+    return launched / "models"
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +48,9 @@ def references(models):
 
 
 @pytest.fixture(scope="module")
-def results(models, tmp_path_factory):
+def results(launched):
     """What megatron_layouts.py makes of every layout: ranks -> case -> result."""
-    out = tmp_path_factory.mktemp("results")
-    succeeded(run(sys.executable, ROOT / "tests" / "megatron_layouts.py", out, models, timeout=1200))
-    load = lambda ranks: [torch.load(path, weights_only=True) for path in sorted(out.glob(f"{ranks} *.pt"))]
+    load = lambda ranks: [torch.load(path, weights_only=True) for path in sorted(launched.glob(f"{ranks} *.pt"))]
     return {ranks: {case: x for some in load(ranks) for case, x in some.items()} for ranks in LAYOUTS}
 
 

@@ -8,16 +8,16 @@ import sys
 import time
 
 import pytest
-from helpers import ROOT, run, succeeded
+from helpers import ROOT, ended, run, scenarios, succeeded
 from ppo_scenarios import NAMES
 
 import common
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory):
+def launched():
     """What all of them print, from one process: most of the time would go into importing everything again and again."""
-    return run(sys.executable, ROOT / "tests" / "ppo_scenarios.py", tmp_path_factory.mktemp("out"), timeout=1200)
+    return ended(scenarios("ppo_scenarios.py")[0])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -35,15 +35,6 @@ MODELS["qwen3-vl-moe"] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The models are so small that threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def worker(**fields):
     w = CriticWorker(Config(**fields))
     w.init_model()
