@@ -1,7 +1,5 @@
 """What takes several processes, see scenarios.py; and how a run ends when one of them fails."""
 
-import time
-
 import pytest
 from helpers import ROOT, succeeded, torchrun
 
@@ -79,7 +77,5 @@ LOST = "error: another rank has died, or hung for --timeout-minutes"
 def test_when_one_rank_fails_all_end_and_a_message_is_seen(module, critic, act, line, tmp_path):
     script, out = tmp_path / "fails.py", str(tmp_path / "out")
     script.write_text(FAILS.format(root=str(ROOT), module=module, critic=critic, act=act, out=out))
-    start = time.monotonic()
-    process = torchrun(2, script, really=True)
-    assert process.returncode != 0 and line in process.stderr, process.stderr
-    assert time.monotonic() - start < 120
+    process = torchrun(2, script, timeout=120)
+    assert process.returncode in (1, 2) and line in process.stderr, process.stderr
