@@ -120,6 +120,7 @@ def serve():
                 json.dump(failed, file)
             os.rename(f"{out}.tmp", os.path.join(job["folder"], "ended"))
             os._exit(0)
+    os.killpg(0, signal.SIGKILL)  # who has asked is gone: all that goes on ends, helpers.py makes a group of it
 
 
 def warm_up():

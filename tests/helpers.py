@@ -42,7 +42,7 @@ def torchrun(ranks, *command, really=False, timeout=600, cwd=None, **env):
     return launch(ranks, [str(c) for c in command], timeout, cwd, env)
 
 
-SCRATCH = tempfile.TemporaryDirectory()
+SCRATCH = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 
 
 @functools.cache
