@@ -3,6 +3,7 @@
 As written, but for those that train for minutes: they run with fewer --steps, see STEPS.
 """
 
+import importlib.util
 import re
 import shlex
 import shutil
@@ -28,12 +29,15 @@ STEPS = {  # what takes minutes -> steps of its run here, the first of the run a
 }
 
 
+WITH = ("rows.jsonl", "compare_runs.py", "bench_rollout.py")  # of the tests' folder
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """The scripts alone, in a folder of their own beside the development data."""
     folder = tmp_path_factory.mktemp("copy")
     (folder / "main").mkdir()
-    for file in (*ROOT.glob("*.py"), *(ROOT / "tests" / name for name in ("rows.jsonl", "compare_runs.py"))):
+    for file in (*ROOT.glob("*.py"), *(ROOT / "tests" / name for name in WITH)):
         (folder / "main" / file.relative_to(ROOT)).parent.mkdir(exist_ok=True)
         shutil.copy(file, folder / "main" / file.relative_to(ROOT))
     (folder / "shared").symlink_to(SHARED)
@@ -41,7 +45,7 @@ def copy(tmp_path_factory):
 
 
 def test_every_command_is_of_a_kind_that_is_tested():
-    assert {kind for kind, _ in COMMANDS} == {"install", "run", "long", "gpu", "test"}
+    assert {kind for kind, _ in COMMANDS} == {"install", "extra", "run", "long", "gpu", "vllm", "test"}
     assert not re.search(r"^```(bash|sh|console)?$\n(pip|python|torchrun)", README, flags=re.M)
 
 
@@ -73,15 +77,17 @@ def held_out(log):
     return [float(x) for x in re.findall(r"^held out   explained var (\S+)", log, flags=re.M)]
 
 
-@pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "run"])
+@pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind in ("run", "vllm")])
 def test_command_runs(line, copy, ppo):
+    if ("vllm", line) in COMMANDS and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
     if "../shared" in line and not SHARED.is_dir():
         pytest.skip(f"needs the development data in {SHARED}")
     pretrained = copy / "out" / "critic_fsdp" / "hf"
     if "out/critic_fsdp/hf" in line and not pretrained.is_dir():  # this test alone: without the command above it
         succeeded(run(sys.executable, "critic_fsdp.py", "--steps", 50, cwd=copy))
     out = succeeded(ended(ppo) if line == LONGEST else typed(line, copy))
-    ends = {"--plan": "step ", "compare_runs": "weights "}
+    ends = {"--plan": "step ", "compare_runs": "weights ", "bench_rollout": "  vllm / transformers: "}
     assert out.splitlines()[-1].startswith(next((end for words, end in ends.items() if words in line), "saved "))
     shown = README[README.index(f"\n{line}\n") :].split("```\n")[2]  # the log that follows the command, if one does
     if line == "python critic_fsdp.py":
