@@ -298,9 +298,8 @@ def the_process_is_as_it_was(folder):
 def assert_same_state(before):
     now = state_of_the_process()
     other = [key for key, x in before.items() if now[key] != x]
-    assert not other, {
-        key: (before[key], now[key]) for key in other if key not in ("torch", "random", "numpy")
-    } or other
+    environment = set(before["environment"].items()) ^ set(now["environment"].items())
+    assert not other, (other, environment)
 
 
 def memory(key):
@@ -327,6 +326,7 @@ def soak(folder, syncs):
     grown, most = held[-1] - held[syncs // 5], max(peaks[syncs // 5 :])
     words = f"a copy has {copy / 2**20:.0f} MiB; {syncs - syncs // 5} syncs left {grown / 2**20:.1f} MiB"
     common.print0(f"{words}, and the highest took {most / 2**20:.1f} MiB on its way")
+    # the oscillation of what gloo and malloc hold is that of 10 MiB
     assert copy > 40e6 and grown < copy / 2 and most < copy / 3, (copy, grown, peaks)
 
 
@@ -390,7 +390,11 @@ def learns(folder, name):
 
 
 def learns_as_well(folder):
-    """As well as with --rollout hf, on one rank and on two."""
+    """As well as with --rollout hf, on one rank and on two, which draw the same numbers.
+
+    Measured: 0.18 -> 0.42 with both for seed 0; for seeds 1 and 2 0.16 -> 0.39, 0.15 -> 0.43 with hf, and 0.47, 0.41
+    with vllm.
+    """
     accuracy = {}
     for name in LEARN:
         rows = common.read_metrics(folder / f"learns {name}" / "metrics.jsonl")
@@ -400,7 +404,7 @@ def learns_as_well(folder):
     print(accuracy)
     (before, after), *others = accuracy.values()
     for ours_before, ours_after in others:
-        assert ours_before == before and abs(ours_after - after) < 0.12, accuracy
+        assert abs(ours_before - before) < 0.01 and abs(ours_after - after) < 0.12, accuracy
 
 
 LEARN = {"hf": (2, ()), "vllm 1": (1, VLLM), "vllm 2": (2, VLLM)}
