@@ -17,6 +17,7 @@ import datetime
 import enum
 import functools
 import glob
+import hashlib
 import heapq
 import importlib.util
 import inspect
@@ -26,8 +27,10 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -1445,7 +1448,8 @@ class Logger:
     """metrics.jsonl, TensorBoard and, where asked for, wandb behind one log(); on ranks other than 0 it does nothing.
 
     `settings` (a dict) is kept with the run in run.json, beside versions, machine, command and commit. A run resumed at
-    first_step goes on in the same files, and what they hold of later steps is dropped; another run starts them anew.
+    first_step goes on in the same files, and what they hold from the evaluation at first_step on is dropped, for it is
+    made again; another run starts them anew and puts the checkpoints of the one before it aside.
     """
 
     def __init__(self, out_dir, settings, first_step=0, wandb_project=None):
@@ -1459,11 +1463,12 @@ class Logger:
         with open(os.path.join(out_dir, "run.json"), "w") as file:
             json.dump(settings, file, indent=1, default=str)
         metrics_path, board_path = os.path.join(out_dir, "metrics.jsonl"), os.path.join(out_dir, "tensorboard")
-        kept = [row for row in read_metrics(metrics_path) if row["step"] <= first_step] if first_step else []
-        metrics_file = open(metrics_path, "w", buffering=1)
-        metrics_file.writelines(json.dumps(row) + "\n" for row in kept)
         if not first_step:
             shutil.rmtree(board_path, ignore_errors=True)
+            put_aside(out_dir)
+        before = lambda row: (row["step"], any(key.startswith("eval/") for key in row)) < (first_step, True)
+        replace_lines(metrics_path, [row for row in read_metrics(metrics_path) if before(row)] if first_step else [])
+        metrics_file = open(metrics_path, "a", buffering=1)
         board = SummaryWriter(board_path, purge_step=first_step + 1 if first_step else None)
         self.sinks.append(lambda step, metrics: metrics_file.write(json.dumps({"step": step, **metrics}) + "\n"))
         self.sinks.append(
@@ -1496,6 +1501,13 @@ def read_metrics(path):
         for line in file:
             rows.append(json.loads(line))
     return rows
+
+
+def replace_lines(path, rows):
+    """Writes a JSONL file anew, at once: after a crash it is the old one or the new one."""
+    with open(f"{path}.tmp", "w") as file:
+        file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+    os.replace(f"{path}.tmp", path)
 
 
 def describe_run():
@@ -1611,6 +1623,7 @@ def progress(items, what):
 # ---------------------------------------------------------------------------------------------------------------------
 
 MANIFEST = "manifest.json"
+FORMAT = 1  # of the manifest and what it lists; a reader refuses newer ones
 
 
 def check_writable(folder, flag):
@@ -1634,9 +1647,9 @@ def check_replaceable(path, flag):
 def complete_or_absent(path, flag="--out-dir"):
     """`with complete_or_absent(path) as tmp`: all ranks write into tmp, which becomes path when all are done.
 
-    Files are flushed to disk, a manifest of their sizes is added and the folder renamed, so a crash at any moment
-    leaves either the old state or the new one. An older folder of its own kind is replaced, any other is a UserError.
-    Needs a file system that all ranks share.
+    Files are flushed to disk, a manifest of their sizes and checksums is added and the folder renamed, so a crash at
+    any moment leaves either the old state or the new one. An older folder of its own kind is replaced, any other is a
+    UserError, and so is a disk that is full. Needs a file system that all ranks share.
     """
     check_replaceable(path, flag)
     path = os.path.abspath(path)
@@ -1645,13 +1658,20 @@ def complete_or_absent(path, flag="--out-dir"):
         shutil.rmtree(tmp, ignore_errors=True)
         os.makedirs(tmp)
     dist.barrier()
-    yield tmp
+    try:
+        yield tmp
+    except Exception as error:
+        if shutil.disk_usage(os.path.dirname(path)).free < 2**20:
+            raise UserError(f"{flag} {path}: the disk is full; make room and go on with --resume auto") from error
+        raise
     dist.barrier()
+    files = {}
+    for part in of_all_ranks({name: checksum(os.path.join(tmp, name)) for name in files_of(tmp)[RANK::WORLD_SIZE]}):
+        files |= part
     if RANK == 0:
-        files = [os.path.join(folder, name) for folder, _, names in os.walk(tmp) for name in names]
         with open(os.path.join(tmp, MANIFEST), "w") as file:
-            json.dump({os.path.relpath(f, tmp): os.path.getsize(f) for f in files}, file, indent=1)
-        for name in [*files, os.path.join(tmp, MANIFEST), tmp]:
+            json.dump({"format": FORMAT, "files": dict(sorted(files.items()))}, file, indent=1)
+        for name in [os.path.join(tmp, name) for name in (*files, MANIFEST, "")]:
             flush_to_disk(name)
         if os.path.exists(path):  # two renames: between them the old folder is whole under the name .old
             shutil.rmtree(f"{path}.old", ignore_errors=True)
@@ -1662,6 +1682,13 @@ def complete_or_absent(path, flag="--out-dir"):
     dist.barrier()
 
 
+def of_all_ranks(mine):
+    """What each rank has, a list (a collective)."""
+    everyones = [None] * WORLD_SIZE
+    dist.all_gather_object(everyones, mine)
+    return everyones
+
+
 def flush_to_disk(path):
     """fsync of a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -1669,20 +1696,158 @@ def flush_to_disk(path):
     os.close(descriptor)
 
 
-def check_complete(path, flag):
-    """Raises UserError unless every file that the manifest of `path` lists is there in its full size."""
+def files_of(folder):
+    """Names of all files below a folder, sorted. One with a manifest of its own is there by its manifest alone."""
+    names = []
+    for root, folders, files in os.walk(folder):
+        if not os.path.samefile(root, folder) and MANIFEST in files:
+            folders.clear()
+            files = [MANIFEST]
+        names += [os.path.relpath(os.path.join(root, name), folder) for name in files]
+    return sorted(names)
+
+
+def checksum(path):
+    """[bytes, SHA-256] of a file."""
+    with open(path, "rb") as file:
+        return [os.path.getsize(path), hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def read_manifest(path, flag):
+    """name -> [bytes, SHA-256] of the files of a complete folder. UserError: it is not one."""
     try:
         with open(os.path.join(path, MANIFEST)) as file:
-            sizes = dict(json.load(file))
-    except (OSError, ValueError, TypeError):
+            manifest = json.load(file)
+        version, files = (
+            manifest["format"],
+            {name: (int(size), str(sha)) for name, (size, sha) in manifest["files"].items()},
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         old = f"; {path}.old is the one before it" if os.path.exists(f"{path}.old") else ""
         raise UserError(f"{flag} {path}: no complete checkpoint here (no readable {MANIFEST}){old}") from None
-    for name, size in sizes.items():
+    if version != FORMAT:
+        raise UserError(f"{flag} {path}: has format {version}, this code reads {FORMAT}; use the code that wrote it")
+    return files
+
+
+def check_complete(path, flag):
+    """Raises UserError unless every file that the manifest of `path` lists is there in its full size."""
+    for name, (size, _) in read_manifest(path, flag).items():
         file = os.path.join(path, name)
         found = os.path.getsize(file) if os.path.exists(file) else None
         if found != size:
             state = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
             raise UserError(f"{flag} {path}: damaged, {name} {state}; use an earlier checkpoint")
+        if os.path.basename(name) == MANIFEST:
+            check_complete(os.path.dirname(file), flag)
+
+
+def check_contents(path, flag):
+    """Raises UserError on all ranks unless every file below `path` is as it was written, by its checksum (a collective:
+    each rank reads its share)."""
+    check_complete(path, flag)
+    expected = {}
+    for folder, _, names in os.walk(path):
+        if MANIFEST in names:
+            expected |= {os.path.join(folder, name): list(x) for name, x in read_manifest(folder, flag).items()}
+    mine = sorted(expected)[RANK::WORLD_SIZE]
+    damaged = [
+        name for part in of_all_ranks([name for name in mine if checksum(name) != expected[name]]) for name in part
+    ]
+    if damaged:
+        name = os.path.relpath(min(damaged), path)
+        raise UserError(f"{flag} {path}: damaged, {name} is not what was written; use an earlier checkpoint")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints of a run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_folder(out_dir, step):
+    return os.path.join(out_dir, "checkpoints", f"step_{step}")
+
+
+def checkpoints_of(out_dir):
+    """[(step, folder)] of a run, the last step first; whether they are complete is another question."""
+    folder, found = os.path.join(out_dir, "checkpoints"), []
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        if match := re.fullmatch(r"step_(\d+)(\.old)?", name):
+            found.append((int(match[1]), not match[2], os.path.join(folder, name)))
+    return [(step, path) for step, _, path in sorted(found, reverse=True)]
+
+
+def newest_checkpoint(out_dir):
+    """Folder of the last complete and undamaged checkpoint of a run, None if there is none; prints which it passed over
+    and why (a collective)."""
+    for _, path in of_all_ranks(checkpoints_of(out_dir))[0]:
+        try:
+            check_contents(path, "--resume")
+            return path
+        except UserError as error:
+            print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
+    return None
+
+
+def find_resume(run, timeout_minutes):
+    """run with the folder that --resume auto stands for; None if there is nothing to go on from yet."""
+    if run.resume == "auto":
+        setup_distributed(timeout_minutes)
+        run = dataclasses.replace(run, resume=newest_checkpoint(run.out_dir))
+        if run.resume is None:
+            print0(f"resume     auto: {run.out_dir} has no checkpoint to go on from, so this is a start")
+    return run
+
+
+def put_aside(out_dir):
+    """Renames the checkpoints of an earlier run in the same folder to checkpoints.old, where `auto` does not look."""
+    folder = os.path.join(out_dir, "checkpoints")
+    if os.path.isdir(folder):
+        shutil.rmtree(f"{folder}.old", ignore_errors=True)
+        os.rename(folder, f"{folder}.old")
+
+
+def keep_last(out_dir, keep):
+    """Removes all but the last `keep` checkpoints of a run (None: none), each at once: a crash leaves whole ones."""
+    if RANK == 0 and keep is not None:
+        for _, path in checkpoints_of(out_dir)[keep:]:
+            os.rename(path, f"{path}.gone")
+            shutil.rmtree(f"{path}.gone", ignore_errors=True)
+
+
+TOLD_TO_STOP = []  # signals that have come
+
+
+def listen_for_sigterm():
+    """From now on SIGTERM, by which schedulers and torchrun announce the end, is noted and waits for told_to_stop()."""
+    signal.signal(signal.SIGTERM, lambda number, _: TOLD_TO_STOP.append(number))
+
+
+def told_to_stop():
+    """Whether any rank has got SIGTERM (a collective)."""
+    told = torch.tensor(float(len(TOLD_TO_STOP)))
+    dist.all_reduce(told)
+    return told.item() > 0
+
+
+def leave(out_dir, step):
+    """Ends a run that was told to stop, with the exit status of a process that SIGTERM has ended."""
+    print0(f"SIGTERM    stopped after step {step} of {out_dir}; go on with --resume auto")
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def stop_if_stuck(stuck, run, batch, step):
+    """UserError if `stuck` updates in a row were skipped, --max-skipped-updates or more; leaves the rows of the last
+    one as JSONL, from which it can be made again (a collective)."""
+    if not run.max_skipped_updates or stuck < run.max_skipped_updates:
+        return
+    path, whole = os.path.join(run.out_dir, "skipped_rows.jsonl"), gather(batch)
+    if RANK == 0:
+        write_jsonl(whole, path)
+    raise UserError(
+        f"step {step}: {stuck} updates in a row were skipped, their gradients are not finite; the rows of the last are "
+        f"in {path}, to be looked at, or made again from the last checkpoint with --rollouts and --recorded-values"
+    )
 
 
 def read_trainer_state(folder):
@@ -1963,8 +2128,9 @@ def validate_run(run):
     """Raises UserError for flags of a script, other than the critic's, that cannot work."""
     for name in ("steps", "train_batch_size"):
         check_flag(run, name, "must be at least 1", lambda x: x is None or x >= 1)
-    for name in ("eval_every", "save_every"):
+    for name in ("eval_every", "save_every", "max_skipped_updates"):
         check_flag(run, name, "must not be below 0", lambda x: x >= 0)
+    check_flag(run, "keep", "must be at least 1", lambda x: x is None or x >= 1)
     for name in ("gamma", "lam"):
         check_flag(run, name, "must be between 0 and 1", lambda x: 0 <= x <= 1)
     if run.wandb_project and importlib.util.find_spec("wandb") is None:
@@ -2072,7 +2238,7 @@ def settle(run, model_config, rows):
         value_range=find_value_range(run, model_config, rows),
     )
     first_step = read_trainer_state(run.resume)["updates"] if run.resume else 0
-    if run.resume and first_step >= run.steps:
+    if run.resume and first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
     return config, first_step
 

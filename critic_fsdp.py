@@ -155,7 +155,9 @@ class Run:
     train_batch_size: int | None = None  # rows of one update, global (None: one mini-batch)
     eval_every: int = 20  # updates between evaluations (0: only at the start and the end)
     save_every: int = 0  # updates between checkpoints (0: only at the end)
-    resume: str | None = None  # checkpoint folder to go on from
+    keep: int | None = None  # checkpoints to keep, the last ones (None: all)
+    resume: str | None = None  # checkpoint folder to go on from; auto: the last complete one in out_dir, if any
+    max_skipped_updates: int = 10  # so many updates in a row that are not finite end the run (0: never)
     plan: int | None = None  # print what each of so many ranks would hold, and end
     out_dir: str = "out/critic_fsdp"  # for checkpoints, the Hugging Face folder, metrics and curves
     wandb_project: str | None = None  # log to Weights & Biases too, if it is installed
@@ -1005,6 +1007,7 @@ class CriticWorker:
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
         """Restores what save_checkpoint wrote, on any world size and strategy. UserError: damaged or foreign."""
+        common.check_contents(folder, "--resume")
         saved = common.read_trainer_state(folder)
         common.check_same_model(folder, saved, self.config, self.model_config, "fsdp")
         tensors, model_state, optimizer_state = checkpoint_tensors(self.critic.model, self.critic.optimizer)
@@ -1186,6 +1189,7 @@ def main(run):
     )  # fmt: skip
     if run.plan:
         return print_plan(run, model_config, train.lengths)
+    run = common.find_resume(run, run.critic.timeout_minutes)
     config, first_step = common.settle(run, model_config, train)
     worker = CriticWorker(config)
     worker.init_model()
@@ -1193,17 +1197,22 @@ def main(run):
         worker.load_checkpoint(run.resume)
     common.print_work(worker, run, train)
     logger = common.Logger(run.out_dir, dataclasses.asdict(run), first_step, run.wandb_project)
-    start = time.perf_counter()
+    common.listen_for_sigterm()
+    start, stuck = time.perf_counter(), 0
     for step in range(first_step, run.steps + 1):
-        last = step == run.steps
-        if held_out is not None and (step == first_step or last or (run.eval_every and step % run.eval_every == 0)):
+        last, stop = step == run.steps, common.told_to_stop()
+        if held_out is not None and (step == 0 or last or (run.eval_every and step % run.eval_every == 0)):
             metrics = common.evaluate(worker, held_out, run.gamma)
             logger.log(step, metrics)
             print0(common.eval_line(metrics))
-        if step > first_step and (last or (run.save_every and step % run.save_every == 0)):
-            worker.save_checkpoint(os.path.join(run.out_dir, "checkpoints", f"step_{step}"))
+        if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
+            worker.save_checkpoint(common.checkpoint_folder(run.out_dir, step))
+            common.keep_last(run.out_dir, run.keep)
         if last:
             break
+        if stop:
+            logger.close()
+            common.leave(run.out_dir, step)
         rows = common.rows_of_step(step, len(train), run)
         batch = train.select(rows[RANK::WORLD_SIZE])
         if not run.recorded_values:
@@ -1212,6 +1221,8 @@ def main(run):
         metrics = worker.update_critic(batch)
         if not math.isfinite(metrics.get("critic/values_mean", 0.0)):
             raise UserError(f"step {step}: values are not finite, the training has diverged; lower --lr")
+        stuck = stuck + 1 if math.isnan(metrics["critic/grad_norm"]) else 0
+        common.stop_if_stuck(stuck, run, batch, step)
         metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
         logger.log(step + 1, metrics)
         print0(common.step_line(step + 1, run.steps, metrics))

@@ -169,7 +169,9 @@ class Run:
     train_batch_size: int | None = None  # rows of one update, global (None: one mini-batch)
     eval_every: int = 20  # updates between evaluations (0: only at the start and the end)
     save_every: int = 0  # updates between checkpoints (0: only at the end)
-    resume: str | None = None  # checkpoint folder to go on from
+    keep: int | None = None  # checkpoints to keep, the last ones (None: all)
+    resume: str | None = None  # checkpoint folder to go on from; auto: the last complete one in out_dir, if any
+    max_skipped_updates: int = 10  # so many updates in a row that are not finite end the run (0: never)
     out_dir: str = "out/critic_megatron"  # for checkpoints, the Hugging Face folder, metrics and curves
     wandb_project: str | None = None  # log to Weights & Biases too, if it is installed
 
@@ -1459,6 +1461,7 @@ class CriticWorker:
     def load_checkpoint(self, folder):
         """Restores what save_checkpoint wrote, on any layout. UserError: damaged or foreign."""
         self.check_here()
+        common.check_contents(folder, "--resume")
         critic, saved = self.critic, common.read_trainer_state(folder)
         common.check_same_model(folder, saved, self.config, self.model_config, "megatron")
         check_index(folder)
@@ -1588,6 +1591,7 @@ def main(run):
     model_config = common.load_model_config(run.critic, tokenizer)
     validate_for_model(run.critic, model_config)
     train, held_out = common.load_rows(run, model_config, check_budget, tokenizer=tokenizer)
+    run = common.find_resume(run, run.critic.timeout_minutes)
     config, first_step = common.settle(run, model_config, train)
     worker = CriticWorker(config)
     worker.init_model()
@@ -1595,17 +1599,22 @@ def main(run):
         worker.load_checkpoint(run.resume)
     common.print_work(worker, run, train)
     logger = common.Logger(run.out_dir, dataclasses.asdict(run), first_step, run.wandb_project)
-    start = time.perf_counter()
+    common.listen_for_sigterm()
+    start, stuck = time.perf_counter(), 0
     for step in range(first_step, run.steps + 1):
-        last = step == run.steps
-        if held_out is not None and (step == first_step or last or (run.eval_every and step % run.eval_every == 0)):
+        last, stop = step == run.steps, common.told_to_stop()
+        if held_out is not None and (step == 0 or last or (run.eval_every and step % run.eval_every == 0)):
             metrics = common.evaluate(worker, held_out, run.gamma)
             logger.log(step, metrics)
             print0(common.eval_line(metrics))
-        if step > first_step and (last or (run.save_every and step % run.save_every == 0)):
-            worker.save_checkpoint(os.path.join(run.out_dir, "checkpoints", f"step_{step}"))
+        if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
+            worker.save_checkpoint(common.checkpoint_folder(run.out_dir, step))
+            common.keep_last(run.out_dir, run.keep)
         if last:
             break
+        if stop:
+            logger.close()
+            common.leave(run.out_dir, step)
         rows = common.rows_of_step(step, len(train), run)
         batch = train.select(rows[RANK::WORLD_SIZE])
         if not run.recorded_values:
@@ -1614,6 +1623,8 @@ def main(run):
         metrics = worker.update_critic(batch)
         if not math.isfinite(metrics.get("critic/values_mean", 0.0)):
             raise UserError(f"step {step}: values are not finite, the training has diverged; lower --lr")
+        stuck = stuck + 1 if math.isnan(metrics["critic/grad_norm"]) else 0
+        common.stop_if_stuck(stuck, run, batch, step)
         metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
         logger.log(step + 1, metrics)
         print0(common.step_line(step + 1, run.steps, metrics))

@@ -184,7 +184,9 @@ class Run(Generic[CriticConfig]):
     eval_every: int = 20  # steps between evaluations (0: only at the start and the end)
     eval_samples: int = 0  # responses sampled for each prompt there (0: one, greedy)
     save_every: int = 0  # steps between checkpoints (0: only at the end)
-    resume: str | None = None  # checkpoint folder to go on from
+    keep: int | None = None  # checkpoints to keep, the last ones (None: all)
+    resume: str | None = None  # checkpoint folder to go on from; auto: the last complete one in out_dir, if any
+    max_skipped_updates: int = 10  # so many updates of the critic in a row that are not finite end the run (0: never)
     offload: bool = (
         False  # actor, reference, critic, reward model and engine are on the device only in their own phases
     )
@@ -223,10 +225,13 @@ def validate(run):
     """Raises UserError for flags that cannot work, before a process group or a model is built."""
     for name in (
         "train_batch_size", "rollout_n", "max_prompt_length", "max_response_length", "rollout_batch_size", "max_turns",
-        "kl_horizon", "steps",
+        "kl_horizon", "steps", "keep",
     ):  # fmt: skip
         common.check_flag(run, name, "must be at least 1", lambda x: x is None or x >= 1)
-    for name in ("supervised_steps", "critic_warmup", "eval_every", "eval_samples", "save_every", "kl_coef"):
+    for name in (
+        "supervised_steps", "critic_warmup", "eval_every", "eval_samples", "save_every", "max_skipped_updates",
+        "kl_coef",
+    ):  # fmt: skip
         common.check_flag(run, name, "must be finite and not below 0", lambda x: 0 <= x < math.inf)
     for name in ("temperature", "reward_timeout", "target_kl", "length_adaptive_alpha"):
         common.check_flag(run, name, "must be above 0 and finite", lambda x: x is None or 0 < x < math.inf)
@@ -1221,6 +1226,7 @@ class PolicyWorker:
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
         """Restores what save_checkpoint wrote, on any world size. UserError: damaged or foreign."""
+        common.check_contents(folder, "--resume")
         saved = common.read_trainer_state(folder)
         common.check_same_model(folder, saved, self.config, self.model_config, "actor")
         tensors, model_state, optimizer_state = self.checkpoint_tensors()
@@ -1562,9 +1568,7 @@ def keep_samples(samples, step, out_dir):
         return
     path = os.path.join(out_dir, "samples.jsonl")
     rows = [row for row in common.read_metrics(path) if row["step"] < step]
-    rows += [{"step": step, **sample} for sample in samples]
-    with open(path, "w") as file:
-        file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+    common.replace_lines(path, rows + [{"step": step, **sample} for sample in samples])
     for s in samples[:2]:
         print0(f"  {s['prompt'][-60:]!r} -> {s['response'][-60:]!r}  reward {s['reward']:g}")
 
@@ -1630,13 +1634,14 @@ def read_loop_state(folder):
 
 def save(run, step, kl_coef, actor, critic):
     """A checkpoint of everything, complete or absent. Prompts and samples follow from the step, and need no state."""
-    with common.complete_or_absent(os.path.join(run.out_dir, "checkpoints", f"step_{step}")) as tmp:
+    with common.complete_or_absent(common.checkpoint_folder(run.out_dir, step)) as tmp:
         actor.save_checkpoint(os.path.join(tmp, "actor"))
         critic.save_checkpoint(os.path.join(tmp, "critic"))
         if RANK == 0:
             state = {"step": step, "kl_coef": kl_coef, "start": run.actor.model, "run": dataclasses.asdict(run)}
             with open(os.path.join(tmp, "loop.json"), "w") as file:
                 json.dump(state, file, indent=1)
+    common.keep_last(run.out_dir, run.keep)
 
 
 def dump(batch, step, out_dir):
@@ -1710,9 +1715,10 @@ def build(run, task, device):
 
 def main(run):
     validate(run)
+    run = common.find_resume(run, run.critic.timeout_minutes)
     state = read_loop_state(run.resume) if run.resume else {"step": 0, "kl_coef": run.kl_coef}
     first_step, kl_coef = state["step"], state["kl_coef"] if run.target_kl else run.kl_coef
-    if run.resume and first_step >= run.steps:
+    if run.resume and first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
     run, task = load_task(run)
     device = common.setup_distributed(run.critic.timeout_minutes)
@@ -1727,17 +1733,21 @@ def main(run):
     actor, reference, critic, reward_model, engine = build(run, task, device)
     phases, reward = Phases(run.offload, device), reward_model or task.reward
     logger = common.Logger(run.out_dir, dataclasses.asdict(run), first_step, run.wandb_project)
-    start = time.perf_counter()
+    common.listen_for_sigterm()
+    start, stuck = time.perf_counter(), 0
     for step in range(first_step, run.steps + 1):
-        last = step == run.steps
-        if step > first_step and (last or (run.save_every and step % run.save_every == 0)):
+        last, stop = step == run.steps, common.told_to_stop()
+        if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
             with phases("checkpoint", actor, critic):
                 save(run, step, kl_coef, actor, critic)
+        if stop and not last:
+            logger.close()
+            common.leave(run.out_dir, step)
 
         with phases("generation", engine):
             with phases("sync", actor):
                 synced = sync(engine, actor, device)
-            if task.held_out and (step == first_step or last or (run.eval_every and step % run.eval_every == 0)):
+            if task.held_out and (step == 0 or last or (run.eval_every and step % run.eval_every == 0)):
                 with phases("evaluation", reward_model):
                     metrics, samples = evaluate(engine, task, run, reward)
                 logger.log(step, metrics)
@@ -1766,6 +1776,8 @@ def main(run):
         if step >= run.critic_warmup:
             with phases("actor", actor):
                 metrics |= actor.update_policy(batch)
+        stuck = stuck + 1 if math.isnan(metrics["critic/grad_norm"]) else 0
+        common.stop_if_stuck(stuck, run, batch, step)
         metrics["kl/coef"] = kl_coef
         kl_coef = common.next_kl_coef(
             kl_coef, metrics["kl/reference"], run.train_batch_size * run.rollout_n, run.target_kl, run.kl_horizon

@@ -257,13 +257,12 @@ def damage_is_refused(folder):
         dist.barrier()
         if common.RANK == 0:
             files = {k: x for k, x in {**before, **changes}.items() if x is not None}
-            if noted:
-                sizes = {k: len(x) for k, x in files.items() if k != "manifest.json"}
-                files["manifest.json"] = json.dumps(sizes).encode()
             for file in path.iterdir():
                 file.unlink()
             for file, content in files.items():
                 (path / file).write_bytes(content)
+            if noted:
+                write_manifest(path)
         dist.barrier()
         try:
             assert_refused(fault, common.UserError, worker.load_checkpoint, path)
@@ -619,8 +618,8 @@ NAMES = [f"{function.__name__} on {ranks}" for ranks, function in LAUNCHES]
 
 def launch(function, folder):
     """On every rank: one scenario."""
-    global build, captured_gradients, cm, common, random_batch, rows_of, union, whole_of
-    from helpers import random_batch, rows_of  # these read RANK when imported
+    global build, captured_gradients, cm, common, random_batch, rows_of, union, whole_of, write_manifest
+    from helpers import random_batch, rows_of, write_manifest  # these read RANK when imported
     from megatron_layouts import build, captured_gradients, union, whole_of
 
     import common

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 import transformers
-from helpers import SHARED, needs_shared, random_batch, rows_of
+from helpers import SHARED, needs_shared, random_batch, rows_of, write_manifest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
@@ -685,13 +685,16 @@ def test_a_damaged_folder_is_named(tmp_path):
         common.check_complete(folder, "--resume")
     folder.mkdir()
     (folder / "weights").write_bytes(b"12345")
-    (folder / common.MANIFEST).write_text(json.dumps({"weights": 5}))
+    write_manifest(folder)
     common.check_complete(folder, "--resume")
     (folder / "weights").write_bytes(b"123")
     with pytest.raises(UserError, match="weights has 3 bytes instead of 5"):
         common.check_complete(folder, "--resume")
     (folder / "weights").unlink()
     with pytest.raises(UserError, match="weights is missing"):
+        common.check_complete(folder, "--resume")
+    (folder / common.MANIFEST).write_text(json.dumps({"format": 2, "files": {}}))
+    with pytest.raises(UserError, match="has format 2, this code reads 1; use the code that wrote it"):
         common.check_complete(folder, "--resume")
     (folder / common.MANIFEST).write_text("{")
     with pytest.raises(UserError, match="no complete checkpoint here"):

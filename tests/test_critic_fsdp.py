@@ -10,7 +10,7 @@ import statistics
 import pytest
 import torch
 import transformers
-from helpers import SHARED, captured_gradients, full_weights, needs_shared, random_batch, rows_of
+from helpers import SHARED, captured_gradients, full_weights, needs_shared, random_batch, rows_of, write_manifest
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp._flat_param import FlatParameter
 
@@ -805,16 +805,19 @@ def test_a_checkpoint_holds_no_pickle_and_what_is_damaged_or_foreign_is_named(tm
     worker(seed=3, ppo_epochs=2).load_checkpoint(tmp_path / "c")
     assert "update 1, with seed 0 -> 3, ppo_epochs 1 -> 2" in capsys.readouterr().out
     for content, fault in (("{", "JSONDecodeError"), ("{}", "KeyError: 'updates'"), ("[]", "TypeError")):
-        manifest = json.loads((tmp_path / "c" / common.MANIFEST).read_text())
         kept = (tmp_path / "c" / "trainer.json").read_text()
         (tmp_path / "c" / "trainer.json").write_text(content)
-        (tmp_path / "c" / common.MANIFEST).write_text(json.dumps({**manifest, "trainer.json": len(content)}))
+        write_manifest(tmp_path / "c")
         with pytest.raises(UserError, match=f"not a checkpoint of this script .{fault}"):
             w.load_checkpoint(tmp_path / "c")
         (tmp_path / "c" / "trainer.json").write_text(kept)
-        (tmp_path / "c" / common.MANIFEST).write_text(json.dumps(manifest))
+        write_manifest(tmp_path / "c")
     shard = tmp_path / "c" / shards[0]
-    shard.write_bytes(shard.read_bytes()[:-10])
+    kept = shard.read_bytes()
+    shard.write_bytes(kept[:-3] + bytes([kept[-3] ^ 4]) + kept[-2:])  # one bit
+    with pytest.raises(UserError, match="damaged, shard.* is not what was written; use an earlier checkpoint"):
+        w.load_checkpoint(tmp_path / "c")
+    shard.write_bytes(kept[:-10])
     with pytest.raises(UserError, match="damaged, shard.* use an earlier checkpoint"):
         w.load_checkpoint(tmp_path / "c")
     with pytest.raises(UserError, match="no complete checkpoint here"):
