@@ -167,6 +167,12 @@ def run(main):
         code, message = (stop.code or 0, "") if isinstance(stop.code, int | None) else (1, f"{stop.code}\n")
     except KeyboardInterrupt:
         code, message = 130, "interrupted\n"
+    except torch.OutOfMemoryError as error:
+        code = 1
+        message = (
+            f"error: {one_line(error)}: lower --ppo-max-token-len-per-gpu, on which no update depends, or take more "
+            "ranks; go on with --resume auto\n"
+        )
     except BaseException as error:
         code, message = 1, traceback.format_exc()
         if isinstance(error, RuntimeError) and any(words in message for words in LOST_RANK):
