@@ -1455,7 +1455,7 @@ class Logger:
 
     `settings` (a dict) is kept with the run in run.json, beside versions, machine, command and commit. A run resumed at
     first_step goes on in the same files, and what they hold from the evaluation at first_step on is dropped, for it is
-    made again; another run starts them anew and puts the checkpoints of the one before it aside.
+    made again; another run starts them anew. Checkpoints that this run did not go on from are put aside.
     """
 
     def __init__(self, out_dir, settings, first_step=0, wandb_project=None):
@@ -1465,13 +1465,13 @@ class Logger:
         from torch.utils.tensorboard import SummaryWriter
 
         os.makedirs(out_dir, exist_ok=True)
+        put_aside(out_dir, first_step)
         settings = {**settings, "run": describe_run()}
         with open(os.path.join(out_dir, "run.json"), "w") as file:
             json.dump(settings, file, indent=1, default=str)
         metrics_path, board_path = os.path.join(out_dir, "metrics.jsonl"), os.path.join(out_dir, "tensorboard")
         if not first_step:
             shutil.rmtree(board_path, ignore_errors=True)
-            put_aside(out_dir)
         before = lambda row: (row["step"], any(key.startswith("eval/") for key in row)) < (first_step, True)
         replace_lines(metrics_path, [row for row in read_metrics(metrics_path) if before(row)] if first_step else [])
         metrics_file = open(metrics_path, "a", buffering=1)
@@ -1805,12 +1805,20 @@ def find_resume(run, timeout_minutes):
     return run
 
 
-def put_aside(out_dir):
-    """Renames the checkpoints of an earlier run in the same folder to checkpoints.old, where `auto` does not look."""
+def put_aside(out_dir, first_step):
+    """Moves the checkpoints of another run in the same folder, or of later steps than this one goes on from, to
+    checkpoints.old, where `auto` does not look; removes what killed runs have left half done."""
     folder = os.path.join(out_dir, "checkpoints")
-    if os.path.isdir(folder):
+    for path in glob.glob(os.path.join(glob.escape(folder), "step_*")):
+        if path.endswith((".tmp", ".gone")):
+            shutil.rmtree(path)
+    if not first_step and os.path.isdir(folder):
         shutil.rmtree(f"{folder}.old", ignore_errors=True)
         os.rename(folder, f"{folder}.old")
+    for path in [path for step, path in checkpoints_of(out_dir) if step > first_step]:
+        aside = os.path.join(f"{folder}.old", os.path.basename(path))
+        shutil.rmtree(aside, ignore_errors=True)
+        os.renames(path, aside)
 
 
 def keep_last(out_dir, keep):
