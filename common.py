@@ -1480,6 +1480,7 @@ class Logger:
         self.sinks.append(
             lambda step, metrics: [board.add_scalar(k, v, step) for k, v in metrics.items() if v is not None]
         )
+        self.sinks.append(lambda step, metrics: board.flush())  # by itself it keeps two minutes in memory
         self.closers += [metrics_file.close, board.close]
         if wandb_project:
             import wandb
