@@ -182,6 +182,7 @@ def run(main):
                 "error: another rank has died, or hung for --timeout-minutes; the cause is what it said itself, if it "
                 "did; go on from a checkpoint with --resume\n"
             )
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from now on it ends the process
     if code and RANK > 0:
         time.sleep(5)  # torchrun ends this process as soon as rank 0 is gone
         message = message.replace("error:", f"error on rank {RANK}:", 1)
