@@ -146,6 +146,7 @@ def setup_distributed(timeout_minutes=30.0):
     return device
 
 
+DISK_FULL = ("No space left on device", "Disk quota exceeded")
 LOST_RANK = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Broken pipe")  # of gloo
 
 
@@ -177,6 +178,8 @@ def run(main):
         )
     except BaseException as error:
         code, message = 1, traceback.format_exc()
+        if full := [line for line in message.splitlines() if any(words in line for words in DISK_FULL)]:
+            code, message = 2, f"error: {full[-1].strip()}; make room and go on with --resume auto\n"
         if isinstance(error, RuntimeError) and any(words in message for words in LOST_RANK):
             message += (
                 "error: another rank has died, or hung for --timeout-minutes; the cause is what it said itself, if it "
@@ -186,9 +189,10 @@ def run(main):
     if code and RANK > 0:
         time.sleep(5)  # torchrun ends this process as soon as rank 0 is gone
         message = message.replace("error:", f"error on rank {RANK}:", 1)
-    sys.stdout.flush()
-    sys.stderr.write(message)
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # they may be files on a disk that is full
+        sys.stdout.flush()
+        sys.stderr.write(message)
+        sys.stderr.flush()
     if message and "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun closes its own report with what is in there
         with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
             json.dump({"message": message.strip(), "timestamp": int(time.time())}, file)
@@ -1659,7 +1663,7 @@ def complete_or_absent(path, flag="--out-dir"):
 
     Files are flushed to disk, a manifest of their sizes and checksums is added and the folder renamed, so a crash at
     any moment leaves either the old state or the new one. An older folder of its own kind is replaced, any other is a
-    UserError, and so is a disk that is full. Needs a file system that all ranks share.
+    UserError. Needs a file system that all ranks share.
     """
     check_replaceable(path, flag)
     path = os.path.abspath(path)
@@ -1668,12 +1672,7 @@ def complete_or_absent(path, flag="--out-dir"):
         shutil.rmtree(tmp, ignore_errors=True)
         os.makedirs(tmp)
     dist.barrier()
-    try:
-        yield tmp
-    except Exception as error:
-        if shutil.disk_usage(os.path.dirname(path)).free < 2**20:
-            raise UserError(f"{flag} {path}: the disk is full; make room and go on with --resume auto") from error
-        raise
+    yield tmp
     dist.barrier()
     files = {}
     for part in of_all_ranks({name: checksum(os.path.join(tmp, name)) for name in files_of(tmp)[RANK::WORLD_SIZE]}):
