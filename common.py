@@ -1726,27 +1726,35 @@ def read_manifest(path, flag):
     """name -> [bytes, SHA-256] of the files of a complete folder. UserError: it is not one."""
     try:
         with open(os.path.join(path, MANIFEST)) as file:
-            manifest = json.load(file)
+            written = file.read()
+        manifest = json.loads(written)
+        if written != json.dumps(manifest, indent=1):  # as we write it, to the byte
+            raise ValueError
         version, files = (
             manifest["format"],
             {name: (int(size), str(sha)) for name, (size, sha) in manifest["files"].items()},
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         old = f"; {path}.old is the one before it" if os.path.exists(f"{path}.old") else ""
-        raise UserError(f"{flag} {path}: no complete checkpoint here (no readable {MANIFEST}){old}") from None
+        raise UserError(
+            f"{flag} {path}: no complete checkpoint here (no readable {MANIFEST}); use another, or auto{old}"
+        ) from None
     if version != FORMAT:
         raise UserError(f"{flag} {path}: has format {version}, this code reads {FORMAT}; use the code that wrote it")
     return files
 
 
 def check_complete(path, flag):
-    """Raises UserError unless every file that the manifest of `path` lists is there in its full size."""
-    for name, (size, _) in read_manifest(path, flag).items():
+    """Raises UserError unless every file that the manifest of `path` lists is there in its full size; what is JSON is
+    about to be read, and must be as it was written."""
+    for name, (size, sha) in read_manifest(path, flag).items():
         file = os.path.join(path, name)
         found = os.path.getsize(file) if os.path.exists(file) else None
         if found != size:
             state = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
             raise UserError(f"{flag} {path}: damaged, {name} {state}; use an earlier checkpoint")
+        if name.endswith(".json") and checksum(file) != [size, sha]:
+            raise UserError(f"{flag} {path}: damaged, {name} is not what was written; use an earlier checkpoint")
         if os.path.basename(name) == MANIFEST:
             check_complete(os.path.dirname(file), flag)
 

@@ -107,7 +107,7 @@ def write_manifest(folder):
     """The manifest of a folder as if what is in it now had been written so."""
     manifest, folder = pathlib.Path(folder, common.MANIFEST), pathlib.Path(folder)
     files = {name: common.checksum(folder / name) for name in common.files_of(folder) if name != common.MANIFEST}
-    manifest.write_text(json.dumps({"format": common.FORMAT, "files": files}))
+    manifest.write_text(json.dumps({"format": common.FORMAT, "files": files}, indent=1))
 
 
 def random_batch(n, seed=0, vocab_size=97, longest=40, idle=True):
