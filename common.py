@@ -1869,9 +1869,16 @@ def stop_if_stuck(stuck, run, batch, step):
     path, whole = os.path.join(run.out_dir, "skipped_rows.jsonl"), gather(batch)
     if RANK == 0:
         write_jsonl(whole, path)
+    script = os.path.basename(sys.modules[type(run.critic).__module__].__file__)
+    resume = ""
+    for _, folder in checkpoints_of(run.out_dir)[:1]:
+        critic = os.path.join(folder, "critic")  # of ppo_loop.py
+        resume = f" --resume {critic if os.path.isdir(critic) else folder}"
     raise UserError(
         f"step {step}: {stuck} updates in a row were skipped, their gradients are not finite; the rows of the last are "
-        f"in {path}, to be looked at, or made again from the last checkpoint with --rollouts and --recorded-values"
+        f"in {path}, to be looked at, or to make that update again: {script} with the flags of the critic and "
+        f"--rollouts {path} --recorded-values --train-batch-size {len(whole)} --max-skipped-updates 1 "
+        f"--steps {step + 1}{resume} --out-dir ELSEWHERE"
     )
 
 
