@@ -429,7 +429,7 @@ def rows_to_batch(
         try:
             rows[number] = _parse_row(line, tokenizer)
         except UserError as fault:
-            faults[number] = str(fault)
+            faults[number] = str(fault)[:500]  # which quotes what the row has
     for special in (True, False):  # all texts in one call each: the tokenizer runs them in parallel
         texts = [
             (row, key) for row in rows.values() for key in ("prompt", "response") if (special, key) in row["texts"]
@@ -448,7 +448,7 @@ def rows_to_batch(
                 raise UserError("it has images, this model reads text only")
             rows[number] = _finish_row(row, vocab_size, max_length, with_values)
         except UserError as fault:
-            faults[number] = str(fault)
+            faults[number] = str(fault)[:500]  # which quotes what the row has
             del rows[number]
     if faults and not skip_bad_rows:
         first = min(faults)
