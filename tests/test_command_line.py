@@ -187,12 +187,15 @@ def test_resume_gives_the_run_that_was_never_interrupted(tmp_path):
     assert {p.name for p in (tmp_path / "whole" / "checkpoints").iterdir()} == {"step_4", "step_6"}
     for name in ("curves.png", "run.json", "tensorboard", "hf/config.json"):
         assert (tmp_path / "whole" / name).exists(), name
-    late = run(sys.executable, SCRIPT, "--steps", 4, "--resume", checkpoint, "--out-dir", tmp_path / "late")
-    assert late.returncode == 2 and "--steps 4" in late.stderr and "has made 4 already" in late.stderr
-    # another end, in the same folder: what stood there of later steps is gone
+    late = run(sys.executable, SCRIPT, "--steps", 3, "--resume", checkpoint, "--out-dir", tmp_path / "late")
+    assert late.returncode == 2 and "--steps 3" in late.stderr and "has made 4 already" in late.stderr
+    # another end, in the same folder: what stood there of later steps is gone, its checkpoint is put aside
     flags[1] = 5
     succeeded(run(sys.executable, SCRIPT, *flags, "--resume", checkpoint, "--out-dir", tmp_path / "whole"))
     again, lines = metrics_of(tmp_path / "whole"), (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
+    assert [
+        sorted(p.name for p in (tmp_path / "whole" / name).iterdir()) for name in ("checkpoints", "checkpoints.old")
+    ] == [["step_4", "step_5"], ["step_6"]]
     assert max(step for step, _ in again) == 5 and sum('"critic/vf_loss"' in line for line in lines) == 5
     assert all(x == whole[key] for key, x in resumed.items())
 
