@@ -1672,7 +1672,12 @@ def complete_or_absent(path, flag="--out-dir"):
         shutil.rmtree(tmp, ignore_errors=True)
         os.makedirs(tmp)
     dist.barrier()
-    yield tmp
+    try:
+        yield tmp
+    except Exception as error:  # some writers do not tell why
+        if shutil.disk_usage(tmp).free < 2**20:
+            raise UserError(f"{flag} {path}: the disk is full; make room and go on with --resume auto") from error
+        raise
     dist.barrier()
     files = {}
     for part in of_all_ranks({name: checksum(os.path.join(tmp, name)) for name in files_of(tmp)[RANK::WORLD_SIZE]}):
