@@ -137,12 +137,14 @@ class Job:
         return self.text(0)[0]
 
     def ends_with(self, pattern):
-        """It ended with exit 2 and one sentence, on rank 0; the others said it too, or were ended before."""
-        codes = self.wait()
-        error = self.text(0)[1]
+        """It ended with exit 2 and one sentence, on rank 0; the others said it too, or were ended before. Megatron may
+        put a line of its own log before it."""
+        codes, error = self.wait(), self.text(0)[1]
         assert codes[0] == 2 and set(codes[1:]) <= {2, -signal.SIGTERM}, (codes, error)
-        assert error.count("\n") == 1 and error.startswith("error: ") and re.search(pattern, error), error
-        return error
+        *others, sentence = error.splitlines()
+        assert sentence.startswith("error: ") and re.search(pattern, sentence), error
+        assert "Traceback" not in error and all(line.startswith("Local process") for line in others), error
+        return sentence
 
 
 def of_sessions(pids):
@@ -378,7 +380,12 @@ def damage(short):
         yield f"damage, {script}", len(DAMAGE) if not short else 2, "PATH: one sentence, exit 2; auto: the one before"
         if short:
             continue
-        others = [golden(name) / last for name in SCRIPTS if name != script] + [folder()]
+        theirs = ("critic_fsdp", "critic_megatron") if script == "ppo_loop" else ("ppo_loop",)
+        others = (
+            [golden(name) / last for name in theirs]
+            + [folder()]
+            + [golden("ppo_loop") / last / "actor"] * (script != "ppo_loop")
+        )
         for other in others:
             fits = "is of another|not a checkpoint of|no complete checkpoint|does not fit"
             Job(script, folder() / "foreign", "--resume", other).ends_with(f"--resume {other}.*({fits})")
@@ -404,7 +411,9 @@ def full(short):
             return
         try:
             out = disk / "out"
-            Job(script, out, "--steps", STEPS).ends_with("No space left on device.*; make room and go on with --resume")
+            Job(script, out, "--steps", STEPS).ends_with(
+                "(No space left on device|is full).*; make room and go on with"
+            )
             there = steps_of(out)
             assert there and there[0] < STEPS, there
             subprocess.run(("mount", "-o", f"remount,size={4 * kib}k", disk), check=True)
@@ -461,7 +470,9 @@ def really(name, out, *options):
     wrapper = folder() / "slow.py"
     wrapper.write_text(SLOW.format(root=str(ROOT)))
     launcher = (sys.executable, "-m", "torch.distributed.run", *options, wrapper)
-    flags = flags_of("critic_fsdp", "--out-dir", out, "--resume", "auto", "--timeout-minutes", 0.3)
+    flags = flags_of(
+        "critic_fsdp", "--out-dir", out, "--resume", "auto", "--timeout-minutes", 0.4 if "hangs" in name else 3
+    )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with open(folder() / f"{name}.said", "w") as file:
         return subprocess.Popen(list(map(str, (*launcher, *flags))), env=env, stdout=file, stderr=file)
