@@ -636,9 +636,12 @@ def _finish_row(row, vocab_size, max_length, with_values):
     return out
 
 
+LARGEST = 1e15  # reward or value that is taken
+
+
 def _is_number(x):
     """A number whose square float32 can hold; JSON as Python reads it has NaN, Infinity and endless integers too."""
-    return isinstance(x, int | float) and -1e15 <= x <= 1e15
+    return isinstance(x, int | float) and -LARGEST <= x <= LARGEST
 
 
 def write_jsonl(batch, path):

@@ -489,7 +489,7 @@ def rule_scores(function, prompts, texts, seconds):
     scores, faults = [], []
     for prompt, text in zip(prompts, texts, strict=True):
         score, fault = guarded(function, seconds, prompt.text, text, prompt.answer)
-        if not fault and not (isinstance(score, numbers.Real) and abs(score) <= torch.finfo(torch.float32).max):
+        if not fault and not (isinstance(score, numbers.Real) and abs(score) <= common.LARGEST):
             fault = f"the reward must be a finite number, is {score!r:.40}"
         scores.append(float(score) if not fault else 0.0)
         faults.append(fault)
