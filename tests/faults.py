@@ -243,9 +243,9 @@ def board_of(out):
     return {(tag, event.step): event.value for tag in tags for event in board.Scalars(tag)}
 
 
-def assert_same_end(out, script):
+def assert_same_end(out, script, expected=None):
     """Nothing lost, nothing twice, nothing left over."""
-    ours, theirs = end_of(out), end_of(golden(script))
+    ours, theirs = end_of(out), end_of(expected or golden(script))
     for part, expected in theirs.items():
         assert ours[part] == expected, (out, part, str(ours[part])[:2000], str(expected)[:2000])
     steps = [row["step"] for row in ours["metrics"] if "critic/vf_loss" in row]
@@ -528,7 +528,8 @@ def to_rank(number):
     return fault
 
 
-TORCHRUN = {  # name -> nodes, fault
+TORCHRUN = {  # name -> nodes, fault; the first is what the others are compared with, for forks round otherwise
+    "nothing": (1, lambda out, agents: None),
     "rank killed": (1, to_rank(signal.SIGKILL)),
     "rank hangs": (1, to_rank(signal.SIGSTOP)),
     "rank killed, 2 nodes": (2, to_rank(signal.SIGKILL)),
@@ -543,7 +544,6 @@ def torchrun(short):
     kill -9 of torchrun."""
     if short:
         return
-    golden("critic_fsdp")
     with ThreadPoolExecutor(3) as pool:
         ended = dict(
             zip(TORCHRUN, pool.map(lambda item: under_torchrun(item[0], *item[1]), TORCHRUN.items()), strict=True)
@@ -554,11 +554,14 @@ def torchrun(short):
             step = steps_of(out)[0]
             assert 0 not in codes and 2 <= step < STEPS, (name, codes, said)
             assert name != "SIGTERM" or f"stopped after step {step} of {out}" in said, said
-            Job("critic_fsdp", out, "--resume", "auto").succeeds()
+            until(lambda out=out: really("again", out, "--standalone", "--nproc-per-node", 2).wait() == 0, "the rest")
             outcome = "saved, and gone" if name == "SIGTERM" else "its ranks are gone too"
+        elif name == "nothing":
+            assert codes == [0], (codes, said[-5000:])
+            outcome = "ended"
         else:
             assert codes == [0] * len(codes) and said.count("resume     ") >= 2, (name, codes, said[-5000:])
-        assert_same_end(out, "critic_fsdp")
+        assert_same_end(out, "critic_fsdp", ended["nothing"][0])
         yield f"torchrun, {name}", 1, f"{outcome}; the same end"
 
 
@@ -579,14 +582,15 @@ def storm(short):
         error = job.ends_with("3 updates in a row were skipped")
         assert steps_of(out)[0] == STEPS + 2 and len(rows_of(out / "skipped_rows.jsonl")) == (8 if ppo else 16)
         before, after = (state_of(out / "checkpoints" / f"step_{step}") for step in (STEPS, STEPS + 2))
-        changed = [name for name in after if after[name] != before[name] and not name.endswith(" rng")]
-        assert before.keys() == after.keys() and all(name.endswith(".json") for name in changed), changed
+        of_critic = [name for name in after if not name.startswith("actor/") and not name.endswith(" rng")]
+        changed = [name for name in of_critic if after[name] != before[name]]
+        assert before.keys() == after.keys() and not [name for name in changed if not name.endswith(".json")], changed
         name, flags = re.search(
             r"make that update again: (\w+)\.py with the flags of the critic and (.*)", error
         ).groups()
         flags = flags.replace("ELSEWHERE", str(again)).split()
         Job(name, again, *flags, ranks=SCRIPTS[script][0], lax=True).ends_with("1 updates in a row were skipped")
-        yield f"NaN storm, {script}", 1, "ends after 3 updates, weights untouched; its rows make it again"
+        yield f"NaN storm, {script}", 1, "ends after 3 updates, the critic untouched; its rows make it again"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
