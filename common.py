@@ -1901,21 +1901,30 @@ def read_trainer_state(folder):
         raise UserError(f"--resume {folder}: not a checkpoint of this script ({one_line(error)})") from None
 
 
+CRITICS = {"fsdp", "megatron"}  # either goes on from checkpoints of the other
+
+
 def check_same_model(folder, saved, config, model_config, backend):
-    """UserError if the checkpoint is of another script or model than this run's; prints which flags changed since."""
-    if saved.get("backend") != backend:
-        raise UserError(
-            f"--resume {folder}: is of another script ({saved.get('backend')}, not {backend}), whose optimizer state "
-            "is not read here; to go on from its weights alone give the hf folder of that run as --model"
-        )
+    """UserError if the checkpoint is of another model than this run's, or of a script whose checkpoints this one does
+    not read; prints which flags changed since."""
+    there, remedy = saved.get("backend"), "to go on from its weights alone give the hf folder of that run as --model"
+    if there != backend and not {there, backend} <= CRITICS:
+        raise UserError(f"--resume {folder}: is of another script ({there}, not {backend}); {remedy}")
     model_now, now = architecture(model_config), json.loads(json.dumps(dataclasses.asdict(config)))  # tuples as lists
+    for k in ("lora_rank", "freeze_layers"):  # what does not train has no optimizer state
+        if saved["config"].get(k) and k not in now:
+            raise UserError(
+                f"--resume {folder}: has {k} {saved['config'][k]}, and this script trains all weights; {remedy}"
+            )
+    then = {"lora_rank": 0, **saved["config"]}
     other = [f"{k} {v} there, {model_now[k]} here" for k, v in saved["model_config"].items() if model_now[k] != v]
-    for k in {"value_head", "value_range", "lora_rank", "lora_alpha"} & now.keys():  # no shape of a weight tells all
-        other += [f"{k} {saved['config'].get(k)} there, {now[k]} here"] * (saved["config"].get(k) != now[k])
+    for k in {"value_head", "value_range", "lora_rank", "lora_alpha"} & now.keys() & then.keys():  # shapes do not tell
+        other += [f"{k} {then[k]} there, {now[k]} here"] * (then[k] != now[k])
     if other:
         raise UserError(f"--resume {folder}: is of another model: {'; '.join(sorted(other))}")
     changed = [f"{k} {v} -> {now[k]}" for k, v in saved["config"].items() if k in now and now[k] != v]
-    print0(f"resume     {folder}, update {saved['updates']}" + (", with " if changed else "") + ", ".join(changed))
+    whose = "" if there == backend else f" of critic_{there}.py"
+    print0(f"resume     {folder}, update {saved['updates']}{whose}" + ", with " * bool(changed) + ", ".join(changed))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -490,40 +490,62 @@ def read_weights(config, model_config):
     folder = config.model
     if not os.path.isdir(folder):  # a hub name, which its config came from already
         folder = snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.bin"])
-    tensors = StoredTensors(folder, config.model)
+    tensors = StoredTensors(folder, f"--model {config.model}")
     story = f"{len(tensors)} tensors from {config.model}; {common.init_value_head(head, folder, config)}"
     return (lambda name: take(tensors, name)), head, story
 
 
 class StoredTensors(dict):
-    """name -> tensor of a checkpoint's folder, read when asked for; names as in the backbone, without "model."."""
+    """name -> tensor of a folder, read when asked for; names as in the backbone, without "model.".
 
-    def __init__(self, folder, flag):
+    A tensor of a checkpoint may lie in several files, some of its rows in each: first row -> (file, name there).
+    """
+
+    def __init__(self, folder, flag, prefix="model."):
         super().__init__()
+        self.joined = functools.lru_cache(maxsize=2)(self.join)  # experts are asked for one by one
         try:
             for path in sorted(glob.glob(os.path.join(folder, "*.safetensors"))):
                 file = safe_open(path, "pt")
-                self |= {name.removeprefix("model."): (file, name) for name in file.keys()}
+                offsets = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
+                for name in file.keys():
+                    first, *_ = [*offsets.get(name, {}).get("saved_offsets", ()), 0]
+                    self.setdefault(name.removeprefix(prefix), {})[first] = file, name
             for path in [] if self else sorted(glob.glob(os.path.join(folder, "pytorch_model*.bin"))):
                 file = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-                self |= {name.removeprefix("model."): (file, name) for name in file}
+                self |= {name.removeprefix(prefix): {0: (file, name)} for name in file}
         except Exception as error:
-            raise UserError(f"--model {flag}: its weights do not load ({common.one_line(error)})") from None
+            raise UserError(f"{flag}: its weights do not load ({common.one_line(error)})") from None
 
     def __getitem__(self, key):
-        file, name = super().__getitem__(key)
+        pieces = super().__getitem__(key)
+        if pieces.keys() != {0}:
+            return self.joined(key)
+        file, name = pieces[0]
         return file[name] if isinstance(file, dict) else file.get_tensor(name)
 
+    def join(self, key):
+        """A tensor whose rows lie in several files."""
+        pieces = {first: file.get_tensor(name) for first, (file, name) in sorted(super().__getitem__(key).items())}
+        if list(pieces) != [0, *itertools.accumulate(len(x) for x in pieces.values())][:-1]:
+            raise RuntimeError("some of its rows are missing")
+        return torch.cat(list(pieces.values()))
 
-def take(tensors, name):
-    """A weight by its name on disk; transformers holds the experts of a layer in one tensor."""
-    found = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
-    if name in tensors or not found:
-        return tensors[name]
+
+def take(tensors, name, form="{}"):
+    """A weight by its name on disk, which stands there in this form; transformers holds the experts of a layer in one
+    tensor."""
+    found = EXPERT.fullmatch(name)
+    if form.format(name) in tensors or not found:
+        return tensors[form.format(name)]
     experts, i, kind = found[1], int(found[2]), found[3]
     if kind == "down":
-        return tensors[f"{experts}.down_proj"][i]
-    return tensors[f"{experts}.gate_up_proj"][i].chunk(2)[kind == "up"]
+        return tensors[form.format(f"{experts}.down_proj")][i]
+    return tensors[form.format(f"{experts}.gate_up_proj")][i].chunk(2)[kind == "up"]
+
+
+SHARDING = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint notes which part of a tensor a safetensors file has
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")  # as on disk
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -532,10 +554,13 @@ def take(tensors, name):
 
 MODELS = ("qwen2", "qwen3", "llama", "qwen3_moe")
 
-# megatron-core's name -> how tensor-parallel ranks share it, and what it is made of in Hugging Face's names
+# megatron-core's name -> how tensor-parallel ranks share it, and what it is made of in Hugging Face's names; the value
+# head stands beside the backbone
 WEIGHTS = {
     "embedding.word_embeddings.weight": ("vocabulary", "embed_tokens.weight"),
     "decoder.final_layernorm.weight": ("whole", "norm.weight"),
+    "output_layer.weight": ("whole", "score.weight"),
+    "output_layer.bias": ("whole", "score.bias"),
 }
 LAYER = {  # after decoder.layers.N. here and layers.N. there
     "input_layernorm.weight": ("whole", "input_layernorm.weight"),
@@ -581,6 +606,17 @@ def named_weights(modules):
             yield name, p
 
 
+def named_head(modules):
+    """The same of the value head, where it is."""
+    head = modules[-1].output_layer.named_parameters() if modules[-1].post_process else ()
+    return [(f"output_layer.{name}", p) for name, p in head]
+
+
+def value_model_name(part):
+    """A Hugging Face name as critic_fsdp.py's value model has it, and every checkpoint."""
+    return part if part.startswith("score.") else f"model.{part}"
+
+
 def tensor_group(name):
     """(group, rank, size) of the ranks that share this weight by tensor parallelism."""
     if ".experts." in name:
@@ -620,25 +656,35 @@ def unshard(cut, shards, groups, head_dim, vocab_size):
     return [part.flatten(0, 1) for part in by_group.split([queries, head_dim, head_dim], 1)]
 
 
-def load_weights(config, modules, read):
-    """Copies each weight's shard into the modules -> the shards as they were stored, one dict a module."""
-    problems, shards = [], {}
-    for name, p in named_weights(modules):
+def stored_shards(named, groups, read, complaint):
+    """(parameter, what this rank holds of it, on the host) of named weights; read(name) gives a Hugging Face tensor.
+
+    After the last one comes a UserError on all ranks, with the complaint, if some do not fit on any (a collective).
+    """
+    problems = []
+    for name, p in named:
         cut, parts = hf_names(name)
         _, rank, size = tensor_group(name)
         try:
-            whole = [read(part) for part in parts]
-            shards[p] = shard(cut, whole, modules[0].config.num_query_groups, rank, size).contiguous()
-            if shards[p].shape != p.shape:
-                problems.append(f"{parts[0]} makes {tuple(shards[p].shape)}, not {tuple(p.shape)}")
+            x = shard(cut, [read(part) for part in parts], groups, rank, size)
         except KeyError as error:
             problems.append(f"{error.args[0]} is not in the checkpoint")
-        except RuntimeError as error:  # parts that do not fit together
+        except (RuntimeError, IndexError) as error:  # parts that do not fit together
             problems.append(f"{parts[0]}: {common.one_line(error)}")
-    everywhere = [None] * WORLD_SIZE
-    dist.all_gather_object(everywhere, problems)
-    if problems := sorted({problem for some in everywhere for problem in some}):
-        raise UserError(f"--model {config.model}: {len(problems)} weights do not fit, e.g. {problems[0]}")
+        else:
+            if x.shape == p.shape:
+                yield p, x
+            else:
+                problems.append(f"{parts[0]} makes {tuple(x.shape)}, not {tuple(p.shape)}")
+    if problems := sorted({problem for some in common.of_all_ranks(problems) for problem in some}):
+        raise UserError(f"{complaint}: {len(problems)} weights do not fit, e.g. {problems[0]}")
+
+
+def load_weights(config, modules, read):
+    """Copies each weight's shard into the modules -> the shards as they were stored, one dict a module."""
+    groups, shards = modules[0].config.num_query_groups, {}
+    for p, x in stored_shards(named_weights(modules), groups, read, f"--model {config.model}"):
+        shards[p] = x.contiguous()
     with torch.no_grad():
         for p, stored in shards.items():
             p.copy_(stored)
@@ -657,10 +703,10 @@ def whole_weights(modules, vocab_size, local=lambda name, p: p.detach()):
     """(Hugging Face name, tensor on the host) of the weights that this rank is to write; others only take part.
 
     local(name, p) gives what this rank holds of a weight. A collective: tensor-parallel ranks gather one weight at a
-    time, and the first replica of each keeps it.
+    time, and one rank keeps it. Those that hold the same layers take turns with them.
     """
     config = modules[0].config
-    for name, p in named_weights(modules):
+    for name, p in (*named_weights(modules), *named_head(modules)):
         cut, parts = hf_names(name)
         group, rank, size = tensor_group(name)
         mine = local(name, p)
@@ -668,14 +714,12 @@ def whole_weights(modules, vocab_size, local=lambda name, p: p.detach()):
         if cut != "whole" and size > 1:
             shards = [torch.empty_like(mine) for _ in range(size)]
             dist.all_gather(shards, mine.contiguous(), group=group)
-        if rank == dist.get_rank(replicas(name)) == 0:
+        layer = re.match(r"decoder\.layers\.(\d+)", name)
+        replica, writer = divmod(int(layer[1]) if layer else 0, size)
+        if (rank, dist.get_rank(replicas(name))) == (writer, replica % dist.get_world_size(replicas(name))):
             wholes = unshard(cut, shards, config.num_query_groups, config.kv_channels, vocab_size)
             for part, whole in zip(parts, wholes, strict=True):
-                yield f"model.{part}", whole.float().cpu().contiguous().clone()
-    for name, p in modules[-1].output_layer.named_parameters() if modules[-1].post_process else ():
-        whole = local(name, p)
-        if mpu.get_tensor_model_parallel_rank() == dist.get_rank(replicas(name)) == 0:
-            yield f"score.{name}", whole.cpu().clone()
+                yield value_model_name(part), whole.float().cpu().contiguous().clone()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1253,18 +1297,38 @@ class MegatronPPOCritic:
         """Megatron's distributed optimizers: one of the experts, where ranks share them, and one of the rest."""
         return [x for x in self.optimizer.chained_optimizers if not x.is_stub_optimizer and x.get_parameters()]
 
-    def master(self, name, p, part=lambda optimizer, master: master):
-        """The float32 weight behind p, or what part() takes for it, from the ranks that share its optimizer state (a
-        collective of all that hold the weight)."""
-        flat = torch.zeros(p.numel(), device=p.device)
+    def stepped(self, p):
+        """(AdamW, its float32 tensor, the place of that in the flattened weight) of the part of a weight that this rank
+        steps with; None if it has none."""
         for optimizer in self.optimizers():
             if p in optimizer.model_param_group_index_map:
                 group, i = optimizer.model_param_group_index_map[p]
                 place = optimizer._get_model_param_range_map(p)["param"]
-                mine = part(optimizer, optimizer.optimizer.param_groups[group]["params"][i])
-                flat[place.start : place.end] = mine.detach()
+                mine = optimizer.optimizer.param_groups[group]["params"][i]
+                return optimizer.optimizer, mine, slice(place.start, place.end)
+        return None
+
+    def master(self, name, p, part=lambda adam, mine: mine):
+        """The float32 weight behind p, or what part() takes for it, from the ranks that share its optimizer state (a
+        collective of all that hold the weight)."""
+        flat = torch.zeros(p.numel(), device=p.device)
+        if found := self.stepped(p):
+            adam, mine, place = found
+            flat[place] = part(adam, mine).detach()
         dist.all_reduce(flat, group=replicas(name))
         return flat.view_as(p)
+
+    @torch.no_grad()
+    def restore(self, kind, p, x):
+        """Takes what this rank holds of a whole weight or moment: the inverse of master, without a word to others."""
+        if kind == "weight":
+            p.copy_(x)
+        if found := self.stepped(p):
+            adam, mine, place = found
+            state = adam.state[mine]
+            if kind != "weight" and kind not in state:  # torch makes it at the first step
+                state[kind] = torch.zeros_like(mine)
+            (mine if kind == "weight" else state[kind]).copy_(x.flatten()[place])
 
     def finish_gather(self):
         """Waits for updated weights that --overlap-param-gather has left on their way."""
@@ -1447,7 +1511,7 @@ class CriticWorker:
         with common.complete_or_absent(folder) as tmp:
             strategy = get_default_save_sharded_strategy("torch_dist")
             strategy = FullyParallelSaveStrategyWrapper(strategy, replicas())
-            dist_checkpointing.save(self.checkpoint_tensors(loading=False), tmp, strategy, content_metadata=SHARDING)
+            dist_checkpointing.save(self.checkpoint_tensors(loading=False), tmp, strategy, content_metadata=RESHARDABLE)
             if RANK == 0:
                 state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
                 state["backend"], state["config"] = "megatron", dataclasses.asdict(self.config)
@@ -1464,6 +1528,8 @@ class CriticWorker:
         common.check_contents(folder, "--resume")
         critic, saved = self.critic, common.read_trainer_state(folder)
         common.check_same_model(folder, saved, self.config, self.model_config, "megatron")
+        if saved["backend"] == "fsdp":
+            return self.load_tensors(folder, saved)
         check_index(folder)
         try:
             strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), replicas())
@@ -1488,13 +1554,30 @@ class CriticWorker:
                 optimizer.grad_scaler.load_state_dict({**saved["loss_scale"], "scale": scale})
         critic.updates, critic.optimizer_steps = saved["updates"], saved["optimizer_steps"]
 
+    def load_tensors(self, folder, saved):
+        """Weights, moments and counters of a checkpoint of critic_fsdp.py; one weight at a time is whole."""
+        critic = self.critic
+        tensors = StoredTensors(folder, f"--resume {folder}", prefix="")
+        named = [*named_weights(critic.modules), *named_head(critic.modules)]
+        for kind, form in STATE.items():
+            read = lambda part, form=form: take(tensors, value_model_name(part), form)
+            complaint = f"--resume {folder}: does not fit this critic"
+            for p, x in stored_shards(named, critic.transformer.num_query_groups, read, complaint):
+                critic.restore(kind, p, x)
+        for optimizer in critic.optimizers():
+            for state in optimizer.optimizer.state.values():
+                state["step"] = torch.tensor(float(saved["optimizer_steps"]))  # its own: the step adds 1 in place
+            for group in optimizer.optimizer.param_groups:
+                group["step"] = saved["optimizer_steps"]  # where Apex and Transformer Engine look for it
+        critic.updates, critic.optimizer_steps = saved["updates"], saved["optimizer_steps"]
+
     def checkpoint_tensors(self, loading):
         """All sharded tensors of a checkpoint, as Megatron describes them: whole shape and this rank's part of it.
 
         Of the optimizer that is its tensors alone. AdamW's own count of steps is critic.optimizer_steps, for every
         weight the same, and groups of weights and their settings are the flags'.
         """
-        critic, options = self.critic, {**SHARDING, "dp_cp_group": replicas()}
+        critic, options = self.critic, {**RESHARDABLE, "dp_cp_group": replicas()}
         tensors = {f"model{i}": m.sharded_state_dict(metadata=options) for i, m in enumerate(critic.modules)}
         for state in tensors.values():
             for name in [name for name in state if name.endswith("._extra_state")]:  # of Transformer Engine; empty
@@ -1543,7 +1626,12 @@ class CriticWorker:
                     self.tokenizer.save_pretrained(tmp)
 
 
-SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}
+STATE = {  # what a step changes -> how a checkpoint names it, of the weight with the name {}
+    "weight": "model.{}",
+    "exp_avg": "optimizer.{}.exp_avg",
+    "exp_avg_sq": "optimizer.{}.exp_avg_sq",
+}
+RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}
 
 
 class IndexReader(pickle.Unpickler):

@@ -55,7 +55,7 @@ def shards(worker):
 
 def wholes(worker):
     """The same as whole tensors, of any layout the same: kind -> name -> tensor (a collective)."""
-    moment = lambda kind: lambda optimizer, p: optimizer.optimizer.state[p][kind]
+    moment = lambda kind: lambda optimizer, p: optimizer.state[p][kind]
     kinds = {"master": lambda _, p: p, "exp_avg": moment("exp_avg"), "exp_avg_sq": moment("exp_avg_sq")}
     return {kind: whole_of(worker.critic, part) for kind, part in kinds.items()}
 
@@ -247,7 +247,7 @@ def damage_is_refused(folder):
         "no metadata.json": ({"metadata.json": None}, True, ""),
         "no trainer.json": ({"trainer.json": None}, True, "not a checkpoint of this script"),
         "no counters": ({"trainer.json": b'{"updates": 1}'}, True, "not a checkpoint of this script (KeyError"),
-        "other script": (trainer(backend="fsdp"), True, "is of another script (fsdp, not megatron)"),
+        "other script": (trainer(backend="actor"), True, "is of another script (actor, not megatron)"),
         "other model": (
             trainer(model_config={**json.loads(before["trainer.json"])["model_config"], "hidden_size": 128}), True,
             "is of another model: hidden_size 128 there, 64 here",
@@ -271,6 +271,91 @@ def damage_is_refused(folder):
             raise AssertionError(name) from error
         assert not trap.exists(), name
     assert_refused("is of another model", common.UserError, make(**FOUR_LAYERS).load_checkpoint, path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From one critic to the other
+# ---------------------------------------------------------------------------------------------------------------------
+
+TO_AND_FRO = {  # ranks of critic_fsdp.py -> name -> (model, its layout there, layouts here, on 2 ranks)
+    1: {
+        "llama": ({"model": "tiny-llama", **FOUR_LAYERS}, {"strategy": "none"}, [{PP: 2, VPP: 2}]),
+        "qwen3, hl_gauss": ({"model": "tiny-qwen3", **HL_GAUSS}, {}, [{TP: 2}]),
+    },
+    2: {
+        "qwen2": ({}, {}, [{TP: 2}, {}]),
+        "qwen2, fsdp1": (HL_GAUSS, {"strategy": "fsdp1"}, [{PP: 2}]),
+        "mixture": (MOE, {}, [{EP: 2}, {TP: 2}]),
+    },
+}
+
+
+def make_fsdp(load=None, **fields):
+    """A worker of critic_fsdp.py, from a checkpoint or not."""
+    import critic_fsdp
+
+    worker = critic_fsdp.CriticWorker(critic_fsdp.Config(lr=LR, ppo_mini_batch_size=16, **SCHEDULE, **fields))
+    worker.init_model()
+    if load:
+        worker.update_critic(rows(9))  # must leave nothing behind
+        worker.load_checkpoint(load)
+    return worker
+
+
+def wholes_of_fsdp(worker):
+    """What wholes() gives, of a worker of critic_fsdp.py."""
+    import critic_fsdp
+
+    tensors, _, optimizer_state = critic_fsdp.checkpoint_tensors(worker.critic.model, worker.critic.optimizer)
+    whole = lambda name: critic_fsdp.full_tensor(tensors[name]).detach().clone()
+    steps = {float(state["step"]) for state in optimizer_state["state"].values()}
+    assert steps == {float(worker.critic.optimizer_steps)}, steps
+    names, forms = list(optimizer_state["state"]), {"master": "model.{}", **{k: f"optimizer.{{}}.{k}" for k in MOMENTS}}
+    return {kind: {name: whole(form.format(name)) for name in names} for kind, form in forms.items()}
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def two_more(worker, expected, what, whole_of_it, exact=False):
+    """The state is the one expected, bit for bit; so are two more updates, or but for rounding."""
+    for kind, whole in whole_of_it(worker).items():
+        assert_same(whole, expected["then"][kind], (*what, kind))
+    assert counters(worker) == expected["counters"], what
+    metrics = [of_critic(worker.update_critic(rows(seed))) for seed in (2, 3)]
+    if exact:
+        assert metrics == expected["metrics"], what
+        for kind, whole in whole_of_it(worker).items():
+            assert_same(whole, expected["after"][kind], (*what, kind, "after"))
+    else:
+        agree(metrics, whole_of_it(worker), expected, what)
+
+
+def fsdp_begins(folder):
+    """critic_fsdp.py: updates of one step and of two, a checkpoint, two more updates."""
+    for name, (fields, layout, _) in TO_AND_FRO[common.WORLD_SIZE].items():
+        worker = make_fsdp(**fields, **layout)
+        worker.update_critic(rows(0))
+        worker.update_critic(rows(1, 24))
+        worker.save_checkpoint(folder / f"{name}, fsdp")
+        result = {"then": wholes_of_fsdp(worker), "counters": counters(worker)}
+        assert result["counters"][:2] == [2, 3]
+        assert all(x.any() for kind in MOMENTS for n, x in result["then"][kind].items() if "k_proj.bias" not in n), name
+        result["metrics"] = [of_critic(worker.update_critic(rows(seed))) for seed in (2, 3)]
+        result["after"] = wholes_of_fsdp(worker)
+        if common.RANK == 0:
+            torch.save(result, folder / f"{name}, fsdp.pt")
+
+
+def megatron_takes_over(folder):
+    """critic_megatron.py goes on from it on any layout."""
+    for name, (fields, _, layouts) in [case for some in TO_AND_FRO.values() for case in some.items()]:
+        expected = torch.load(folder / f"{name}, fsdp.pt")
+        for layout in layouts:
+            worker = make(lr=LR, ppo_mini_batch_size=16, **SCHEDULE, **fields, **layout)
+            worker.update_critic(rows(9))  # must leave nothing behind
+            worker.load_checkpoint(folder / f"{name}, fsdp")
+            two_more(worker, expected, (name, layout), wholes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -612,6 +697,8 @@ LAUNCHES = [  # ranks and scenarios, in this order: some read what others before
     *((4, f) for f in (resume_and_go_on, export, bfloat16_learns_alike_on_every_layout)),
     *((1, f) for f in (exports_load_elsewhere, resume_and_go_on)),
     (2, exports_load_elsewhere),
+    *((1, f) for f in (fsdp_begins,)),
+    *((2, f) for f in (fsdp_begins, megatron_takes_over)),
 ]
 NAMES = [f"{function.__name__} on {ranks}" for ranks, function in LAUNCHES]
 

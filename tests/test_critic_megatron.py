@@ -305,7 +305,7 @@ def test_stored_tensors_are_found_under_every_name_they_go_by(tmp_path):
     torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
     assert len(list((tmp_path / "causal").glob("*.safetensors"))) > 1
     for folder in ("causal", "base", "bin"):
-        stored = cm.StoredTensors(str(tmp_path / folder), folder)
+        stored = cm.StoredTensors(str(tmp_path / folder), f"--model {folder}")
         assert torch.equal(stored["layers.0.self_attn.q_proj.weight"], expected["layers.0.self_attn.q_proj.weight"])
         for i, kind in itertools.product(range(4), ("gate", "up", "down")):
             x = cm.take(stored, f"layers.0.mlp.experts.{i}.{kind}_proj.weight")
@@ -318,7 +318,7 @@ def test_stored_tensors_are_found_under_every_name_they_go_by(tmp_path):
         cm.take(stored, "layers.0.mlp.experts.4.gate_proj.bias")
     (tmp_path / "bin" / "pytorch_model.bin").write_bytes(b"no pickle")
     with pytest.raises(UserError, match="--model bin: its weights do not load"):
-        cm.StoredTensors(str(tmp_path / "bin"), "bin")
+        cm.StoredTensors(str(tmp_path / "bin"), "--model bin")
 
 
 def test_rotary_frequencies_are_those_of_transformers():
