@@ -1917,7 +1917,9 @@ def check_same_model(folder, saved, config, model_config, backend):
                 f"--resume {folder}: has {k} {saved['config'][k]}, and this script trains all weights; {remedy}"
             )
     then = {"lora_rank": 0, **saved["config"]}
-    other = [f"{k} {v} there, {model_now[k]} here" for k, v in saved["model_config"].items() if model_now[k] != v]
+    model_then, kind = saved["model_config"], "model_type"
+    fields = model_then if model_then[kind] == model_now[kind] else [kind]  # others do not say the same of themselves
+    other = [f"{k} {model_then[k]} there, {model_now.get(k)} here" for k in fields if model_now.get(k) != model_then[k]]
     for k in {"value_head", "value_range", "lora_rank", "lora_alpha"} & now.keys() & then.keys():  # shapes do not tell
         other += [f"{k} {then[k]} there, {now[k]} here"] * (then[k] != now[k])
     if other:

@@ -24,8 +24,6 @@ import json
 import logging
 import math
 import os
-import pickle
-import queue
 import re
 import time
 import types
@@ -42,17 +40,8 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from huggingface_hub import snapshot_download
-from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
+from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -65,7 +54,6 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -392,7 +380,6 @@ def megatron_without_cuda():
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # 0.16.1 reads the name without having defined it
-filesystem_async._results_queue = queue.Queue()  # its own belongs to a process that would run this script again
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Value model: a decoder of megatron-core and a value head in float32
@@ -656,10 +643,10 @@ def unshard(cut, shards, groups, head_dim, vocab_size):
     return [part.flatten(0, 1) for part in by_group.split([queries, head_dim, head_dim], 1)]
 
 
-def stored_shards(named, groups, read, complaint):
+def stored_shards(named, groups, read, flag):
     """(parameter, what this rank holds of it, on the host) of named weights; read(name) gives a Hugging Face tensor.
 
-    After the last one comes a UserError on all ranks, with the complaint, if some do not fit on any (a collective).
+    After the last one comes a UserError on all ranks if some do not fit on any (a collective).
     """
     problems = []
     for name, p in named:
@@ -677,7 +664,7 @@ def stored_shards(named, groups, read, complaint):
             else:
                 problems.append(f"{parts[0]} makes {tuple(x.shape)}, not {tuple(p.shape)}")
     if problems := sorted({problem for some in common.of_all_ranks(problems) for problem in some}):
-        raise UserError(f"{complaint}: {len(problems)} weights do not fit, e.g. {problems[0]}")
+        raise UserError(f"{flag}: {len(problems)} weights do not fit, e.g. {problems[0]}")
 
 
 def load_weights(config, modules, read):
@@ -720,6 +707,22 @@ def whole_weights(modules, vocab_size, local=lambda name, p: p.detach()):
             wholes = unshard(cut, shards, config.num_query_groups, config.kv_channels, vocab_size)
             for part, whole in zip(parts, wholes, strict=True):
                 yield value_model_name(part), whole.float().cpu().contiguous().clone()
+
+
+def join_experts(weights):
+    """Weights with experts one by one -> name -> (first row, tensor), experts as transformers holds them: those of a
+    layer in one tensor, whose rows from the first on these are."""
+    out, layers = {}, {}
+    for name, x in weights.items():
+        if found := EXPERT.fullmatch(name):
+            layers.setdefault(found[1], {}).setdefault(int(found[2]), {})[found[3]] = x
+        else:
+            out[name] = 0, x
+    for name, experts in layers.items():
+        gate_up = [torch.cat([experts[i]["gate"], experts[i]["up"]]) for i in sorted(experts)]
+        out[f"{name}.gate_up_proj"] = min(experts), torch.stack(gate_up)
+        out[f"{name}.down_proj"] = min(experts), torch.stack([experts[i]["down"] for i in sorted(experts)])
+    return out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1503,15 +1506,16 @@ class CriticWorker:
     def save_checkpoint(self, folder):
         """Writes model, optimizer, schedule and counters; the folder appears complete or not at all.
 
-        Megatron's dist_checkpointing, fully reshardable: any layout can read it.
+        Sharded safetensors as critic_fsdp.py has them, with its names: no pickle, any layout of either can read it.
         """
         self.check_here()
         self.critic.finish_gather()
-        critic = self.critic
+        critic, tensors = self.critic, self.checkpoint_tensors()
         with common.complete_or_absent(folder) as tmp:
-            strategy = get_default_save_sharded_strategy("torch_dist")
-            strategy = FullyParallelSaveStrategyWrapper(strategy, replicas())
-            dist_checkpointing.save(self.checkpoint_tensors(loading=False), tmp, strategy, content_metadata=RESHARDABLE)
+            if tensors:
+                offsets = {name: {"saved_offsets": [first, 0, 0][: x.ndim]} for name, (first, x) in tensors.items()}
+                file, metadata = f"shard-{RANK:05d}.safetensors", {"format": "pt", SHARDING: json.dumps(offsets)}
+                save_file({name: x for name, (_, x) in tensors.items()}, os.path.join(tmp, file), metadata=metadata)
             if RANK == 0:
                 state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
                 state["backend"], state["config"] = "megatron", dataclasses.asdict(self.config)
@@ -1523,28 +1527,21 @@ class CriticWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
-        """Restores what save_checkpoint wrote, on any layout. UserError: damaged or foreign."""
+        """Restores what save_checkpoint wrote, here or in critic_fsdp.py, on any layout. UserError: damaged or foreign.
+
+        Files are mapped, not loaded: a rank reads the pages of what it takes, and holds one whole weight at a time.
+        """
         self.check_here()
         common.check_contents(folder, "--resume")
         critic, saved = self.critic, common.read_trainer_state(folder)
         common.check_same_model(folder, saved, self.config, self.model_config, "megatron")
-        if saved["backend"] == "fsdp":
-            return self.load_tensors(folder, saved)
-        check_index(folder)
-        try:
-            strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), replicas())
-            tensors = dist_checkpointing.load(
-                self.checkpoint_tensors(loading=True), folder, strategy,
-                strict=dist_checkpointing.validation.StrictHandling.RAISE_ALL,
-            )  # fmt: skip
-        except (CheckpointException, dist_checkpointing.core.CheckpointingException) as error:
-            cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-            raise UserError(f"--resume {folder}: does not fit this critic ({common.one_line(cause)})") from None
-        for i, module in enumerate(critic.modules):
-            module.load_state_dict(tensors[f"model{i}"])
-        for i, optimizer in enumerate(critic.optimizers()):
-            with torch.no_grad():
-                optimizer.load_parameter_state_from_fully_reshardable(tensors[f"optimizer{i}"])
+        tensors = StoredTensors(folder, f"--resume {folder}", prefix="")
+        named = [*named_weights(critic.modules), *named_head(critic.modules)]
+        for kind, form in STATE.items():
+            read = lambda part, form=form: take(tensors, value_model_name(part), form)
+            for p, x in stored_shards(named, critic.transformer.num_query_groups, read, f"--resume {folder}"):
+                critic.restore(kind, p, x)
+        for optimizer in critic.optimizers():
             for state in optimizer.optimizer.state.values():
                 state["step"] = torch.tensor(float(saved["optimizer_steps"]))  # its own: the step adds 1 in place
             for group in optimizer.optimizer.param_groups:
@@ -1552,48 +1549,22 @@ class CriticWorker:
             if optimizer.grad_scaler and "loss_scale" in saved:
                 scale = torch.tensor([saved["loss_scale"]["scale"]], device=self.device)
                 optimizer.grad_scaler.load_state_dict({**saved["loss_scale"], "scale": scale})
+        torch.set_rng_state(tensors["rng"])
         critic.updates, critic.optimizer_steps = saved["updates"], saved["optimizer_steps"]
 
-    def load_tensors(self, folder, saved):
-        """Weights, moments and counters of a checkpoint of critic_fsdp.py; one weight at a time is whole."""
-        critic = self.critic
-        tensors = StoredTensors(folder, f"--resume {folder}", prefix="")
-        named = [*named_weights(critic.modules), *named_head(critic.modules)]
-        for kind, form in STATE.items():
-            read = lambda part, form=form: take(tensors, value_model_name(part), form)
-            complaint = f"--resume {folder}: does not fit this critic"
-            for p, x in stored_shards(named, critic.transformer.num_query_groups, read, complaint):
-                critic.restore(kind, p, x)
-        for optimizer in critic.optimizers():
-            for state in optimizer.optimizer.state.values():
-                state["step"] = torch.tensor(float(saved["optimizer_steps"]))  # its own: the step adds 1 in place
-            for group in optimizer.optimizer.param_groups:
-                group["step"] = saved["optimizer_steps"]  # where Apex and Transformer Engine look for it
-        critic.updates, critic.optimizer_steps = saved["updates"], saved["optimizer_steps"]
+    def checkpoint_tensors(self):
+        """name -> (first row, tensor on the host): what this rank writes of all state (a collective).
 
-    def checkpoint_tensors(self, loading):
-        """All sharded tensors of a checkpoint, as Megatron describes them: whole shape and this rank's part of it.
-
-        Of the optimizer that is its tensors alone. AdamW's own count of steps is critic.optimizer_steps, for every
-        weight the same, and groups of weights and their settings are the flags'.
+        Weights and moments are those of critic_fsdp.py, its AdamW's count of steps, for every weight the same, too.
         """
-        critic, options = self.critic, {**RESHARDABLE, "dp_cp_group": replicas()}
-        tensors = {f"model{i}": m.sharded_state_dict(metadata=options) for i, m in enumerate(critic.modules)}
-        for state in tensors.values():
-            for name in [name for name in state if name.endswith("._extra_state")]:  # of Transformer Engine; empty
-                del state[name]
-        model = dict(tensors)
-        for i, optimizer in enumerate(critic.optimizers()):
-            steps = {}
-            for p in optimizer.get_parameters():
-                state = optimizer.optimizer.state[p]
-                if not state:  # torch makes it at the first step
-                    state |= {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                steps[p] = state.pop("step", torch.zeros(()))
-            tensors[f"optimizer{i}"] = optimizer.sharded_param_state_fully_reshardable(model, loading, options)
-            for p, step in steps.items() if not loading else ():
-                optimizer.optimizer.state[p]["step"] = step
-        return tensors
+        critic, out = self.critic, {"rng": (0, torch.get_rng_state())} if RANK == 0 else {}
+        for kind, form in STATE.items():
+            part = lambda adam, mine, kind=kind: adam.state[mine].get(kind, torch.zeros_like(mine))
+            local = functools.partial(critic.master, **({} if kind == "weight" else {"part": part}))
+            weights = join_experts(dict(whole_weights(critic.modules, self.vocab_size, local)))
+            out |= {form.format(name): rows for name, rows in weights.items()}
+        steps = torch.tensor(float(critic.optimizer_steps))
+        return out | {f"optimizer.{name}.step": (0, steps.clone()) for name, (first, _) in weights.items() if not first}
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder):
@@ -1631,40 +1602,6 @@ STATE = {  # what a step changes -> how a checkpoint names it, of the weight wit
     "exp_avg": "optimizer.{}.exp_avg",
     "exp_avg_sq": "optimizer.{}.exp_avg_sq",
 }
-RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}
-
-
-class IndexReader(pickle.Unpickler):
-    """Reads a pickle that may name nothing but what the index of a torch.distributed.checkpoint consists of."""
-
-    NAMES = {
-        "torch": ("Size", "float32", "bfloat16", "float16"),
-        "torch.serialization": ("_get_layout",),
-        "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-        "torch.distributed.checkpoint.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
-        "torch.distributed.checkpoint.metadata": (
-            "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-            "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-        ),
-    }  # fmt: skip
-
-    def find_class(self, module, name):
-        if name not in self.NAMES.get(module, ()):
-            raise pickle.UnpicklingError(f"its index names {module}.{name}")
-        return super().find_class(module, name)
-
-
-def check_index(folder):
-    """UserError if the index of a checkpoint, the one file in it that torch unpickles, could run anything.
-
-    An entry that is no tensor would be unpickled too: the reader does not know its class.
-    """
-    try:
-        with open(os.path.join(folder, ".metadata"), "rb") as file:
-            IndexReader(file).load()
-        dist_checkpointing.load_common_state_dict(str(folder))  # with weights_only
-    except Exception as error:
-        raise UserError(f"--resume {folder}: not a checkpoint of this script ({common.one_line(error)})") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,12 +7,9 @@ What several scenarios share lies in OUT_FOLDER: a launch on 2 ranks saves what 
 
 import dataclasses
 import gc
-import io
 import json
 import math
-import os
 import pathlib
-import pickle
 import sys
 import time
 
@@ -189,88 +186,79 @@ def resume_in_two_stages(folder):
         assert_same(shards(other), shards(fresh), name)
 
 
-class Malice:
-    """Its pickle makes a folder when it is read."""
-
-    def __init__(self, folder):
-        self.folder = str(folder)
-
-    def __reduce__(self):
-        return os.mkdir, (self.folder,)
-
-
 def damage_is_refused(folder):
-    """A checkpoint that is damaged or not of this model ends in a line that names it, and runs nothing."""
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+    """A checkpoint that is damaged or not of this model ends in a line that names it, on either critic."""
+    from safetensors.torch import load_file, save_file
 
-    path, trap = folder / "damaged", folder / "trap"
-    worker = make()
-    worker.save_checkpoint(path)
-    before, shard = {x.name: x.read_bytes() for x in path.iterdir()}, "__0_0.distcp"
+    path, notes = folder / "damaged", {}
+    here = {"megatron": make(**MOE, **{EP: 2}), "fsdp": make_fsdp(**MOE)}
+    before = {}
+    for name, worker in here.items():
+        worker.save_checkpoint(path)
+        before[name] = {x.name: x.read_bytes() for x in path.iterdir()}
+        notes[name] = json.loads(before[name]["trainer.json"])
+    shards = {name: [file for file in sorted(files) if file.startswith("shard-")] for name, files in before.items()}
+    assert [len(files) for files in shards.values()] == [2, 2]
 
-    def index(change):
-        meta = pickle.loads(before[".metadata"])
-        change(meta)
-        return {".metadata": pickle.dumps(meta)}
+    def without(there, lost):
+        """The second shard without a tensor."""
+        file, some = shards[there][1], folder / f"some {common.RANK}"
+        some.write_bytes(before[there][file])
+        tensors = load_file(some)
+        del tensors[lost]
+        with cm.safe_open(some, "pt") as whole:
+            metadata = whole.metadata()
+        save_file(tensors, some, metadata=metadata)
+        return {file: some.read_bytes()}
 
-    def saved(x):
-        torch.save(x, buffer := io.BytesIO())
-        return buffer.getvalue()
+    def trainer(there, **changes):
+        return {"trainer.json": json.dumps({**notes[there], **changes}).encode()}
 
-    def trainer(**changes):
-        return {"trainer.json": json.dumps({**json.loads(before["trainer.json"]), **changes}).encode()}
-
-    cases = {  # files changed (None: removed), whether the manifest knows, what the line says
-        "missing shard": ({shard: None}, False, f"{shard} is missing"),
-        "truncated shard": ({shard: before[shard][:-9]}, False, f"{shard} has "),
-        "no index": ({".metadata": None}, False, ".metadata is missing"),
-        "no manifest": ({"manifest.json": None}, False, "no complete checkpoint"),
-        "missing shard, noted": ({shard: None}, True, "does not fit this critic (FileNotFoundError"),
-        "truncated shard, noted": ({shard: before[shard][: len(before[shard]) // 2]}, True, "does not fit this critic"),
-        "empty shard, noted": ({shard: b""}, True, "does not fit this critic"),
-        "no index, noted": ({".metadata": None}, True, "not a checkpoint of this script (FileNotFoundError"),
-        "truncated index": ({".metadata": before[".metadata"][:-9]}, True, "not a checkpoint of this script"),
-        "index that runs": ({".metadata": pickle.dumps(Malice(trap))}, True, "its index names posix.mkdir"),
-        "index with a stranger inside": (
-            index(lambda meta: setattr(meta, "planner_data", Malice(trap))), True, "its index names posix.mkdir"
-        ),
-        "index of bytes": (
-            index(lambda meta: meta.state_dict_metadata.update(x=BytesStorageMetadata())), True,
-            "names torch.distributed.checkpoint.metadata.BytesStorageMetadata",
-        ),
-        "index without a weight": (
-            index(lambda meta: meta.state_dict_metadata.pop("decoder.final_layernorm.weight")), True,
-            "does not fit this critic",
-        ),
-        "common.pt that runs": ({"common.pt": saved(Malice(trap))}, True, "script (UnpicklingError: Weights only"),
-        "no common.pt": ({"common.pt": None}, True, "not a checkpoint of this script ("),
-        "no metadata.json": ({"metadata.json": None}, True, ""),
-        "no trainer.json": ({"trainer.json": None}, True, "not a checkpoint of this script"),
-        "no counters": ({"trainer.json": b'{"updates": 1}'}, True, "not a checkpoint of this script (KeyError"),
-        "other script": (trainer(backend="actor"), True, "is of another script (actor, not megatron)"),
-        "other model": (
-            trainer(model_config={**json.loads(before["trainer.json"])["model_config"], "hidden_size": 128}), True,
-            "is of another model: hidden_size 128 there, 64 here",
-        ),
-    }  # fmt: skip
-    for name, (changes, noted, fault) in cases.items():
-        dist.barrier()
-        if common.RANK == 0:
-            files = {k: x for k, x in {**before, **changes}.items() if x is not None}
-            for file in path.iterdir():
-                file.unlink()
-            for file, content in files.items():
-                (path / file).write_bytes(content)
-            if noted:
-                write_manifest(path)
-        dist.barrier()
-        try:
-            assert_refused(fault, common.UserError, worker.load_checkpoint, path)
-            assert_refused(f"--resume {path}: ", common.UserError, worker.load_checkpoint, path)
-        except BaseException as error:
-            raise AssertionError(name) from error
-        assert not trap.exists(), name
-    assert_refused("is of another model", common.UserError, make(**FOUR_LAYERS).load_checkpoint, path)
+    with_flag = lambda there, **flags: trainer(there, config={**notes[there]["config"], **flags})
+    for there, (_, shard) in shards.items():
+        content, gate_up = before[there][shard], "optimizer.model.layers.1.mlp.experts.gate_up_proj.exp_avg"
+        cases = {  # files changed (None: removed), whether the manifest knows, what the line says
+            "missing shard": ({shard: None}, False, f"{shard} is missing"),
+            "truncated shard": ({shard: content[:-9]}, False, f"{shard} has "),
+            "other bytes": ({shard: content[:-9] + bytes(9 * [7])}, False, f"{shard} is not what was written"),
+            "no manifest": ({"manifest.json": None}, False, "no complete checkpoint"),
+            "missing shard, noted": ({shard: None}, True, ("weights do not fit, e.g. ", "does not fit this critic")),
+            "truncated shard, noted": ({shard: content[: len(content) // 2]}, True, ("do not load (", "does not fit")),
+            "empty shard, noted": ({shard: b""}, True, ("do not load (", "does not fit")),
+            "some experts without a moment": (without(there, gate_up), True, ("fit, e.g. ", "does not fit")),
+            "no trainer.json": ({"trainer.json": None}, True, "not a checkpoint of this script"),
+            "no counters": ({"trainer.json": b'{"updates": 1}'}, True, "not a checkpoint of this script (KeyError"),
+            "other script": (trainer(there, backend="actor"), True, "is of another script (actor, not "),
+            "other model": (
+                trainer(there, model_config={**notes[there]["model_config"], "hidden_size": 128}), True,
+                "is of another model: hidden_size 128 there, 64 here",
+            ),
+            "adapters": (
+                with_flag(there, lora_rank=3), True,
+                ("has lora_rank 3, and this script trains all weights; to go on from its weights alone give the hf "
+                 "folder of that run as --model", "lora_rank 3 there, 0 here"),
+            ),
+            "frozen": (with_flag(there, freeze_layers=1), True, ("has freeze_layers 1, and this script trains", None)),
+            "other head": (with_flag(there, value_head="hl_gauss"), True, "value_head hl_gauss there, scalar here"),
+        }  # fmt: skip
+        for name, (changes, noted, fault) in cases.items():
+            dist.barrier()
+            if common.RANK == 0:
+                for file in path.iterdir():
+                    file.unlink()
+                for file, bytes_ in {**before[there], **changes}.items():
+                    if bytes_ is not None:
+                        (path / file).write_bytes(bytes_)
+                if noted:
+                    write_manifest(path)
+            dist.barrier()
+            for words, worker in zip((fault, fault) if isinstance(fault, str) else fault, here.values(), strict=True):
+                try:
+                    for part in (words, f"--resume {path}: ") if words else ():
+                        assert_refused(part, common.UserError, worker.load_checkpoint, path)
+                except BaseException as error:
+                    raise AssertionError(f"{name}, saved by {there}: {error}") from error
+    assert_refused("model: model_type qwen3_moe there, qwen2 here", common.UserError, make().load_checkpoint, path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -348,14 +336,25 @@ def fsdp_begins(folder):
 
 
 def megatron_takes_over(folder):
-    """critic_megatron.py goes on from it on any layout."""
+    """critic_megatron.py goes on from it on any layout, and saves what it took over."""
     for name, (fields, _, layouts) in [case for some in TO_AND_FRO.values() for case in some.items()]:
         expected = torch.load(folder / f"{name}, fsdp.pt")
-        for layout in layouts:
+        for i, layout in enumerate(layouts):
             worker = make(lr=LR, ppo_mini_batch_size=16, **SCHEDULE, **fields, **layout)
             worker.update_critic(rows(9))  # must leave nothing behind
             worker.load_checkpoint(folder / f"{name}, fsdp")
+            worker.save_checkpoint(folder / f"{name}, megatron {i}")
             two_more(worker, expected, (name, layout), wholes)
+
+
+def fsdp_takes_back(folder):
+    """critic_fsdp.py goes on from what critic_megatron.py saved: as if it had never been away, bit for bit."""
+    for ranks, some in TO_AND_FRO.items():
+        for name, (fields, layout, layouts) in some.items():
+            expected = torch.load(folder / f"{name}, fsdp.pt")
+            for i, _ in enumerate(layouts):
+                worker = make_fsdp(folder / f"{name}, megatron {i}", **fields, **layout)
+                two_more(worker, expected, (name, i), wholes_of_fsdp, exact=ranks == common.WORLD_SIZE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -698,7 +697,8 @@ LAUNCHES = [  # ranks and scenarios, in this order: some read what others before
     *((1, f) for f in (exports_load_elsewhere, resume_and_go_on)),
     (2, exports_load_elsewhere),
     *((1, f) for f in (fsdp_begins,)),
-    *((2, f) for f in (fsdp_begins, megatron_takes_over)),
+    *((2, f) for f in (fsdp_begins, megatron_takes_over, fsdp_takes_back)),
+    (1, fsdp_takes_back),
 ]
 NAMES = [f"{function.__name__} on {ranks}" for ranks, function in LAUNCHES]
 

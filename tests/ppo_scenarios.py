@@ -241,8 +241,6 @@ def last_checkpoint(out):
     tensors = {key: torch.tensor(state[key], dtype=torch.float64) for key in ("step", "kl_coef")}
     for path in last.rglob("*.safetensors"):  # not by their bytes: the order of tensors in a file is not determined
         tensors |= {f"{path.parent.name} {path.name} {name}": x for name, x in load_file(path).items()}
-    for path in last.rglob("*.distcp"):
-        tensors[path.name] = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
     assert {"actor", "critic"} <= {path.parent.name for path in last.rglob("manifest.json")}
     return tensors
 
