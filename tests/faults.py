@@ -445,7 +445,7 @@ def sigterm(short):
         for step in range(1, saved):  # the others were not asked for
             shutil.copytree(golden(script) / f"checkpoints/step_{step}", out / f"checkpoints/step_{step}")
         assert_same_end(out, script)
-        yield f"SIGTERM, {script}", 1, "to one rank" * bool(ranks) + "saved, exit 143; the same end"
+        yield f"SIGTERM, {script}", 1, "to one rank: " * bool(ranks) + "saved, exit 143; the same end"
 
 
 def rows_of_tail(out):
@@ -475,7 +475,9 @@ def really(name, out, *options):
     flags = flags_of(
         "critic_fsdp", "--out-dir", out, "--resume", "auto", "--timeout-minutes", 0.4 if "hangs" in name else 3
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # torchrun counts a restart only on the node whose rank has failed, and by that count ranks look each other up: on
+    # the other node they found those of before. With a new store for each start there are none of before.
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with open(folder() / f"{name}.said", "w") as file:
         return subprocess.Popen(list(map(str, (*launcher, *flags))), env=env, stdout=file, stderr=file)
 
