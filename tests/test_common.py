@@ -693,7 +693,7 @@ def test_a_damaged_folder_is_named(tmp_path):
     (folder / "weights").unlink()
     with pytest.raises(UserError, match="weights is missing"):
         common.check_complete(folder, "--resume")
-    (folder / common.MANIFEST).write_text(json.dumps({"format": 2, "files": {}}))
+    (folder / common.MANIFEST).write_text(json.dumps({"format": 2, "files": {}}, indent=1))
     with pytest.raises(UserError, match="has format 2, this code reads 1; use the code that wrote it"):
         common.check_complete(folder, "--resume")
     (folder / common.MANIFEST).write_text("{")
