@@ -669,57 +669,61 @@ class VLLMRollout:
             self.skeleton = AutoModelForCausalLM.from_config(  # knows what a checkpoint calls its tensors
                 copy.deepcopy(task.model_config), trust_remote_code=actor.trust_remote_code
             )
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
-        os.environ |= {key: x for key, x in VLLM_QUIET.items() if key not in os.environ}
         with process_as_it_was(), tempfile.TemporaryDirectory() as folder:
-            alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # without torchrun
-            os.environ |= {key: x for key, x in alone.items() if key not in os.environ}
-            from vllm import LLM
-            from vllm.platforms import current_platform
-
-            if self.on_cpu and self.size > 1:  # its shared memory has one name in all runs of a machine, and stays
-                from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-
-                CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False  # so it takes gloo
-            sleeps = current_platform.is_sleep_mode_available()
-            if run.offload and not sleeps:
-                print0(f"vllm       has no sleep mode on {device.type}: what it holds stays while the others work")
-            model_config = copy.deepcopy(task.model_config)
-            model_config.architectures = [type(self.skeleton).__name__]
-            model_config.save_pretrained(folder)
             try:
-                self.llm = LLM(
-                    model=actor.model if actor.trust_remote_code else folder,
-                    load_format="dummy",  # the first sync fills it
-                    skip_tokenizer_init=True,
-                    generation_config="vllm",  # defaults that are none, whatever comes with the model
-                    trust_remote_code=actor.trust_remote_code,
-                    dtype=str(self.dtype).removeprefix("torch."),
-                    max_model_len=task.longest,
-                    max_num_seqs=run.rollout_batch_size,
-                    gpu_memory_utilization=config.gpu_memory_utilization,
-                    kv_cache_memory_bytes=self.kv_cache_bytes(run, task),
-                    enforce_eager=config.enforce_eager or self.on_cpu,
-                    enable_sleep_mode=run.offload and sleeps,
-                    tensor_parallel_size=self.size,
-                    distributed_executor_backend="external_launcher",  # each torchrun process runs its own part
-                    logprobs_mode="processed_logprobs",  # of what is sampled from: after temperature and top-p
-                    seed=0,  # of nothing: requests bring their own
-                )
-                self.engines.append(self.llm)
+                self.llm = self.start(run, task, folder)
             except Exception as error:  # a dozen kinds
                 room = "" if config.kv_cache_gib is None else f" with --vllm.kv-cache-gib {config.kv_cache_gib:g}"
                 words = f"cannot run {actor.model}{room} ({common.one_line(error)})"
                 raise UserError(f"--rollout vllm: {words}") from None
-            if self.size > 1:  # more shared memory, which nobody removes when common.run ends the process
-                from vllm.distributed.parallel_state import get_tp_group
-
-                get_tp_group().mq_broadcaster = None
+        self.engines.append(self.llm)
         cache = self.llm.llm_engine.vllm_config.cache_config
         print0(
-            f"vllm       {WORLD_SIZE // self.size} engines on {self.size} ranks each, keys and values of "
-            f"{cache.num_gpu_blocks:,} x {cache.block_size} = {cache.num_gpu_blocks * cache.block_size:,} tokens"
+            f"vllm       {WORLD_SIZE // self.size} engines x {self.size} ranks; keys and values of each "
+            f"{cache.num_gpu_blocks:,} blocks x {cache.block_size} = {cache.num_gpu_blocks * cache.block_size:,} tokens"
         )
+
+    def start(self, run, task, folder):
+        """vLLM's LLM, with random weights; folder: where it finds the model's config."""
+        config, actor, model_config = run.vllm, run.actor, copy.deepcopy(task.model_config)
+        model_config.architectures = [type(self.skeleton).__name__]
+        model_config.save_pretrained(folder)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
+        quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # without torchrun
+        os.environ |= {key: x for key, x in (quiet | alone).items() if key not in os.environ}
+        from vllm import LLM
+        from vllm.distributed import parallel_state
+        from vllm.platforms import current_platform
+
+        if self.on_cpu and self.size > 1:  # its shared memory has one name in all runs of a machine, and stays
+            from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+            CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False  # so it takes gloo
+        sleeps = current_platform.is_sleep_mode_available()
+        if run.offload and not sleeps:
+            print0("vllm       has no sleep mode on this platform: what it holds stays while the others work")
+        llm = LLM(
+            model=actor.model if actor.trust_remote_code else folder,
+            load_format="dummy",  # the first sync fills it
+            skip_tokenizer_init=True,
+            generation_config="vllm",  # defaults that are none, whatever comes with the model
+            trust_remote_code=actor.trust_remote_code,
+            dtype=str(self.dtype).removeprefix("torch."),
+            max_model_len=task.longest,
+            max_num_seqs=run.rollout_batch_size,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            kv_cache_memory_bytes=self.kv_cache_bytes(run, task),
+            enforce_eager=config.enforce_eager or self.on_cpu,
+            enable_sleep_mode=run.offload and sleeps,
+            tensor_parallel_size=self.size,
+            distributed_executor_backend="external_launcher",  # each torchrun process runs its own part
+            logprobs_mode="processed_logprobs",  # of what is sampled from: after temperature and top-p
+            seed=0,  # of nothing: requests bring their own
+        )
+        if self.size > 1:  # more shared memory, which nobody removes when common.run ends the process
+            parallel_state.get_tp_group().mq_broadcaster = None
+        return llm
 
     def kv_cache_bytes(self, run, task):
         """Bytes of --vllm.kv-cache-gib. Without it None; on CPU, where vLLM would take its part of all memory, what as
@@ -797,7 +801,6 @@ class VLLMRollout:
         return [(list(r.token_ids), log_probs(r), r.finish_reason == "stop") for r in replies]
 
 
-VLLM_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 VLLM_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "n_head": 2}  # n_head: of tiny-gpt2
 
 
