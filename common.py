@@ -158,7 +158,7 @@ def run(main):
     an error all ranks share is printed once, and one that only this rank has is printed all the same.
     """
     code, message = 0, ""
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # if torchrun itself is killed, its ranks would go on, unknown to all
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":  # ranks would outlive a torchrun that is killed
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
     try:
         main()
