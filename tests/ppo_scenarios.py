@@ -70,7 +70,7 @@ def weights_of(out):
     from safetensors.torch import load_file
 
     files = [(kind, path) for kind in ("hf", "critic_hf") for path in sorted((out / kind).glob("*.safetensors"))]
-    assert len(files) == 2, files
+    assert {kind for kind, _ in files} == {"hf", "critic_hf"}, files
     return {f"{kind} {name}": x for kind, path in files for name, x in load_file(path).items()}
 
 
