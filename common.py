@@ -372,8 +372,7 @@ def gather(batch, group=None):
     """
     parts = [batch.check().to("cpu")]
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        mine, parts = parts[0].select(range(len(batch))), [None] * dist.get_world_size(group)  # views send all storage
-        dist.all_gather_object(parts, mine, group)
+        parts = of_all_ranks(parts[0].select(range(len(batch))), group)  # of a view, pickle would send all storage
     whole = concat(parts)
     order = whole.row_id.argsort(stable=True)
     twice = whole.row_id[order][1:][whole.row_id[order].diff() == 0]
@@ -1699,10 +1698,10 @@ def complete_or_absent(path, flag="--out-dir"):
     dist.barrier()
 
 
-def of_all_ranks(mine):
-    """What each rank has, a list (a collective)."""
-    everyones = [None] * WORLD_SIZE
-    dist.all_gather_object(everyones, mine)
+def of_all_ranks(mine, group=None):
+    """What each rank of `group` (None: all) has, a list (a collective)."""
+    everyones = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, mine, group)
     return everyones
 
 
@@ -1888,6 +1887,23 @@ def stop_if_stuck(stuck, run, batch, step):
         f"--rollouts {path} --recorded-values --train-batch-size {len(whole)} --max-skipped-updates 1 "
         f"--steps {step + 1}{resume} --out-dir ELSEWHERE"
     )
+
+
+def write_trainer_state(folder, backend, config, model_config, updates, optimizer_steps, **more):
+    """Counters and settings of a checkpoint beside its tensors, by rank 0."""
+    if RANK == 0:
+        state = {"updates": updates, "optimizer_steps": optimizer_steps, "backend": backend}
+        state |= {"config": dataclasses.asdict(config), "model_config": architecture(model_config), **more}
+        with open(os.path.join(folder, "trainer.json"), "w") as file:
+            json.dump(state, file, indent=1)
+
+
+def open_checkpoint(folder, backend, config, model_config):
+    """What write_trainer_state wrote. UserError on all ranks: damaged, or of another script or model (a collective)."""
+    check_contents(folder, "--resume")
+    saved = read_trainer_state(folder)
+    check_same_model(folder, saved, config, model_config, backend)
+    return saved
 
 
 def read_trainer_state(folder):

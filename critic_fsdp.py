@@ -19,7 +19,6 @@ import dataclasses
 import importlib.util
 import inspect
 import itertools
-import json
 import math
 import os
 import time
@@ -997,19 +996,13 @@ class CriticWorker:
         tensors, _, _ = checkpoint_tensors(self.critic.model, self.critic.optimizer)
         with common.complete_or_absent(folder) as tmp:
             dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True))
-            if RANK == 0:
-                state = {"updates": self.critic.updates, "optimizer_steps": self.critic.optimizer_steps}
-                state["backend"], state["config"] = "fsdp", dataclasses.asdict(self.config)
-                state["model_config"] = common.architecture(self.model_config)
-                with open(os.path.join(tmp, "trainer.json"), "w") as file:
-                    json.dump(state, file, indent=1)
+            counters = self.critic.updates, self.critic.optimizer_steps
+            common.write_trainer_state(tmp, "fsdp", self.config, self.model_config, *counters)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
         """Restores what save_checkpoint wrote, on any world size and strategy. UserError: damaged or foreign."""
-        common.check_contents(folder, "--resume")
-        saved = common.read_trainer_state(folder)
-        common.check_same_model(folder, saved, self.config, self.model_config, "fsdp")
+        saved = common.open_checkpoint(folder, "fsdp", self.config, self.model_config)
         tensors, model_state, optimizer_state = checkpoint_tensors(self.critic.model, self.critic.optimizer)
         try:
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))

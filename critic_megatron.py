@@ -321,7 +321,7 @@ class CudaMeansCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if "device" in kwargs and "cuda" in str(kwargs["device"]):
             kwargs = {**kwargs, "device": "cpu"}
-        if function is torch.Tensor.cuda:  # gathering optimizer state for a checkpoint
+        if function is torch.Tensor.cuda:  # its grad scaler, of what a checkpoint has
             return args[0]
         out = function(*args, **kwargs)
         if function is torch.Tensor.type and isinstance(out, str):  # optimizers switch on "torch.cuda.FloatTensor"
@@ -1516,14 +1516,9 @@ class CriticWorker:
                 offsets = {name: {"saved_offsets": [first, 0, 0][: x.ndim]} for name, (first, x) in tensors.items()}
                 file, metadata = f"shard-{RANK:05d}.safetensors", {"format": "pt", SHARDING: json.dumps(offsets)}
                 save_file({name: x for name, (_, x) in tensors.items()}, os.path.join(tmp, file), metadata=metadata)
-            if RANK == 0:
-                state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
-                state["backend"], state["config"] = "megatron", dataclasses.asdict(self.config)
-                state["model_config"] = common.architecture(self.model_config)
-                if scaler := critic.optimizers()[0].grad_scaler:
-                    state["loss_scale"] = {**scaler.state_dict(), "scale": float(scaler.scale)}
-                with open(os.path.join(tmp, "trainer.json"), "w") as file:
-                    json.dump(state, file, indent=1)
+            scaler, counters = critic.optimizers()[0].grad_scaler, (critic.updates, critic.optimizer_steps)
+            more = {"loss_scale": {**scaler.state_dict(), "scale": float(scaler.scale)}} if scaler else {}
+            common.write_trainer_state(tmp, "megatron", self.config, self.model_config, *counters, **more)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
@@ -1532,9 +1527,7 @@ class CriticWorker:
         Files are mapped, not loaded: a rank reads the pages of what it takes, and holds one whole weight at a time.
         """
         self.check_here()
-        common.check_contents(folder, "--resume")
-        critic, saved = self.critic, common.read_trainer_state(folder)
-        common.check_same_model(folder, saved, self.config, self.model_config, "megatron")
+        critic, saved = self.critic, common.open_checkpoint(folder, "megatron", self.config, self.model_config)
         tensors = StoredTensors(folder, f"--resume {folder}", prefix="")
         named = [*named_weights(critic.modules), *named_head(critic.modules)]
         for kind, form in STATE.items():
@@ -1577,8 +1570,7 @@ class CriticWorker:
         self.critic.finish_gather()
         state = dict(whole_weights(self.critic.modules, self.vocab_size, self.critic.master))
         file = f"model-{RANK:05d}.safetensors"
-        parts = [None] * WORLD_SIZE
-        dist.all_gather_object(parts, {name: (file, x.numel() * x.element_size()) for name, x in state.items()})
+        parts = common.of_all_ranks({name: (file, x.nbytes) for name, x in state.items()})
         with common.complete_or_absent(folder) as tmp:
             if state:
                 save_file(state, os.path.join(tmp, file), metadata={"format": "pt"})

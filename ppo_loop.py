@@ -767,11 +767,7 @@ class VLLMRollout:
 
     def of_peers(self, mine):
         """What each rank that shares this engine has, a list (a collective among them)."""
-        if self.size == 1:
-            return [mine]
-        everyones = [None] * self.size
-        dist.all_gather_object(everyones, mine, group=self.group)
-        return everyones
+        return [mine] if self.size == 1 else common.of_all_ranks(mine, self.group)
 
     def generate(self, prompts, keys, room, temperature):
         """HFRollout's. Ranks that share an engine call it together; each gets the replies to its own prompts."""
@@ -1219,19 +1215,13 @@ class PolicyWorker:
         tensors, _, _ = self.checkpoint_tensors()
         with common.complete_or_absent(folder) as tmp:
             dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True))
-            if RANK == 0:
-                state = {"updates": self.updates, "optimizer_steps": self.optimizer_steps, "backend": "actor"}
-                state |= {"config": dataclasses.asdict(self.config)}
-                state |= {"model_config": common.architecture(self.model_config)}
-                with open(os.path.join(tmp, "trainer.json"), "w") as file:
-                    json.dump(state, file, indent=1)
+            counters = self.updates, self.optimizer_steps
+            common.write_trainer_state(tmp, "actor", self.config, self.model_config, *counters)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
         """Restores what save_checkpoint wrote, on any world size. UserError: damaged or foreign."""
-        common.check_contents(folder, "--resume")
-        saved = common.read_trainer_state(folder)
-        common.check_same_model(folder, saved, self.config, self.model_config, "actor")
+        saved = common.open_checkpoint(folder, "actor", self.config, self.model_config)
         tensors, model_state, optimizer_state = self.checkpoint_tensors()
         try:
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
@@ -1526,8 +1516,7 @@ def rollout_metrics(batch, scores, faults, run):
 
 def show_fault(faults):
     """Prints the first of what went wrong with rows, on whichever rank (a collective)."""
-    firsts = [None] * WORLD_SIZE
-    dist.all_gather_object(firsts, next(filter(None, faults), None))
+    firsts = common.of_all_ranks(next(filter(None, faults), None))
     print0(f"a row failed and went on without: {next(filter(None, firsts))}")
 
 
@@ -1748,8 +1737,10 @@ def main(run):
             common.leave(run.out_dir, step)
 
         with phases("generation", engine):
-            with phases("sync", actor):
-                synced = sync(engine, actor, device)
+            synced, learned = {}, step > run.critic_warmup  # in the step before
+            if step == first_step or learned or run.offload:  # an engine that has slept may have lost its weights
+                with phases("sync", actor):
+                    synced = sync(engine, actor, device)
             if task.held_out and (step == 0 or last or (run.eval_every and step % run.eval_every == 0)):
                 with phases("evaluation", reward_model):
                     metrics, samples = evaluate(engine, task, run, reward)

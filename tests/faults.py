@@ -206,10 +206,6 @@ def end_of(out):
 
 def state_of(checkpoint):
     """name -> checksum of each tensor and settings; in which order a file has its tensors is another matter."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
     found = {}
     for path in sorted(checkpoint.rglob("*")):
         name = str(path.relative_to(checkpoint))
@@ -220,11 +216,6 @@ def state_of(checkpoint):
             found[name] = {key: x for key, x in json.loads(path.read_text()).items() if key in ("step", "kl_coef")}
         if path.suffix == ".safetensors":
             found |= {f"{name} {key}": checksum(x) for key, x in load_file(path).items()}
-        if path.name == ".metadata":  # Megatron's
-            state = {}
-            reader = dcp.FileSystemReader(path.parent)
-            _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-            found |= {f"{name} {key}": checksum(x) for key, x in state.items() if isinstance(x, torch.Tensor)}
     return found
 
 

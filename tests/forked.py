@@ -66,6 +66,30 @@ def wait(children, timeout):
     return failed
 
 
+def scenarios(launches, launch):
+    """What a script of scenarios does with its command line, OUT_FOLDER [NAME...]: runs each of its (name, ranks,
+    function, args) of that name or function, or all, as launch(name, function, folder, args), and on 0 ranks here, as
+    function(folder). Ends with what failed.
+    """
+    import matplotlib.pyplot  # noqa: F401
+    import pytest  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
+    import tyro  # noqa: F401
+
+    (folder, *names), failed = sys.argv[1:], []
+    for name, ranks, function, args in launches:
+        if names and not {name, function.__name__} & set(names):
+            continue
+        try:
+            if ranks:
+                run(ranks, launch, name, function, folder, args)
+            else:
+                function(folder)
+        except (SystemExit, AssertionError) as error:
+            failed.append(f"{name}: {error}")
+    sys.exit("\n".join(failed) or None)
+
+
 def _child(rank, ranks, port, function, args):
     code = 1
     try:

@@ -10,7 +10,6 @@ import gc
 import json
 import math
 import pathlib
-import sys
 import time
 
 import torch
@@ -705,7 +704,7 @@ LAUNCHES = [  # ranks and scenarios, in this order: some read what others before
 NAMES = [f"{function.__name__} on {ranks}" for ranks, function in LAUNCHES]
 
 
-def launch(function, folder):
+def launch(name, function, folder, args):
     """On every rank: one scenario."""
     global build, captured_gradients, cm, common, random_batch, rows_of, union, whole_of, write_manifest
     from helpers import random_batch, rows_of, write_manifest  # these read RANK when imported
@@ -717,19 +716,10 @@ def launch(function, folder):
     start = time.perf_counter()
     function(pathlib.Path(folder))
     dist.barrier()
-    common.print0(f"ok {function.__name__} on {common.WORLD_SIZE} ranks, {time.perf_counter() - start:.1f} s")
+    common.print0(f"ok {name} ranks, {time.perf_counter() - start:.1f} s")
 
 
 if __name__ == "__main__":
     import forked
 
-    folder, *names = sys.argv[1:]
-    failed = []
-    for ranks, function in LAUNCHES:
-        if names and function.__name__ not in names:
-            continue
-        try:
-            forked.run(ranks, launch, function, folder)
-        except SystemExit as error:
-            failed.append(str(error))
-    sys.exit("\n".join(failed))
+    forked.scenarios([(name, *item, ()) for name, item in zip(NAMES, LAUNCHES, strict=True)], launch)

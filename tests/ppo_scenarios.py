@@ -9,7 +9,6 @@ import json
 import math
 import os
 import pathlib
-import sys
 import time
 
 import torch
@@ -568,22 +567,4 @@ def launch(name, function, folder, args):
 if __name__ == "__main__":
     import forked
 
-    # what else a run imports, once for all of them
-    import matplotlib.pyplot  # noqa: F401
-    import pytest  # noqa: F401
-    import torch.utils.tensorboard  # noqa: F401
-    import tyro  # noqa: F401
-
-    folder, *names = sys.argv[1:]
-    failed = []
-    for name, ranks, function, args in LAUNCHES:
-        if names and name not in names:
-            continue
-        try:
-            if ranks == 0:
-                function(folder)
-                continue
-            forked.run(ranks, launch, name, function, folder, args)
-        except (SystemExit, AssertionError) as error:
-            failed.append(f"{name}: {error}")
-    sys.exit("\n".join(failed))
+    forked.scenarios(LAUNCHES, launch)

@@ -1,19 +1,18 @@
 """What takes vLLM, see vllm_scenarios.py."""
 
 import importlib.util
-import sys
 
 import pytest
-from helpers import ROOT, run
+from helpers import ended, scenarios
 from vllm_scenarios import NAMES
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory):
+def launched():
     """What all of them print, from one process."""
-    return run(sys.executable, ROOT / "tests" / "vllm_scenarios.py", tmp_path_factory.mktemp("out"), timeout=1200)
+    return ended(scenarios("vllm_scenarios.py")[0])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -446,24 +446,14 @@ def launch(name, function, folder, args):
     ppo_scenarios.launch(name, function, folder, args)
 
 
+def launches():
+    """LAUNCHES, with vllm imported once for all but the first, which is about what its import does."""
+    for item in LAUNCHES:
+        yield item
+        from vllm import LLM  # noqa: F401
+
+
 if __name__ == "__main__":
     import forked
 
-    # what else a run imports, once for all of them
-    import matplotlib.pyplot  # noqa: F401
-    import pytest  # noqa: F401
-    import torch.utils.tensorboard  # noqa: F401
-    import tyro  # noqa: F401
-
-    folder, *names = sys.argv[1:]
-    failed = []
-    for name, ranks, function, args in LAUNCHES:
-        if names and name not in names:
-            continue
-        if function is not the_process_is_as_it_was:
-            from vllm import LLM  # noqa: F401
-        try:
-            forked.run(ranks, launch, name, function, folder, args)
-        except (SystemExit, AssertionError) as error:
-            failed.append(f"{name}: {error}")
-    sys.exit("\n".join(failed))
+    forked.scenarios(launches(), launch)
