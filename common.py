@@ -33,9 +33,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
@@ -45,6 +47,7 @@ import torch.nn.functional as F
 import transformers
 from PIL import Image, ImageOps
 from safetensors import safe_open
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
@@ -186,6 +189,9 @@ def run(main):
                 "did; go on from a checkpoint with --resume\n"
             )
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from now on it ends the process
+    for saving in SAVING:  # what was computed before this is not to be lost; a rank that is gone would let it wait
+        with contextlib.suppress(Exception):
+            saving.result(timeout=60)
     if code and RANK > 0:
         time.sleep(5)  # torchrun ends this process as soon as rank 0 is gone
         message = message.replace("error:", f"error on rank {RANK}:", 1)
@@ -204,7 +210,8 @@ class CommTimer:
 
     Counts time inside Work.wait, where torch.distributed's own collectives block the host under gloo: parameter
     gathers, gradient reductions, metrics. The functional collectives of DTensor (the norm of FSDP2's gradient) pass it
-    by, and on CUDA the host does not block: collectives run beside compute there.
+    by, and on CUDA the host does not block: collectives run beside compute there. Nor does it count what waits in
+    another thread, a checkpoint that is written beside the training.
     """
 
     def __enter__(self):
@@ -213,7 +220,8 @@ class CommTimer:
         def timed_wait(work, *args, **kwargs):
             start = time.perf_counter()
             result = self.wait(work, *args, **kwargs)
-            self.seconds += time.perf_counter() - start
+            if threading.current_thread() is threading.main_thread():
+                self.seconds += time.perf_counter() - start
             return result
 
         dist.Work.wait = timed_wait
@@ -1660,12 +1668,12 @@ def check_replaceable(path, flag):
 
 
 @contextlib.contextmanager
-def complete_or_absent(path, flag="--out-dir"):
+def complete_or_absent(path, flag="--out-dir", group=None):
     """`with complete_or_absent(path) as tmp`: all ranks write into tmp, which becomes path when all are done.
 
     Files are flushed to disk, a manifest of their sizes and checksums is added and the folder renamed, so a crash at
     any moment leaves either the old state or the new one. An older folder of its own kind is replaced, any other is a
-    UserError. Needs a file system that all ranks share.
+    UserError. Needs a file system that all ranks share. In a thread, `group` is one that no other thread uses.
     """
     check_replaceable(path, flag)
     path = os.path.abspath(path)
@@ -1673,17 +1681,16 @@ def complete_or_absent(path, flag="--out-dir"):
     if RANK == 0:
         shutil.rmtree(tmp, ignore_errors=True)
         os.makedirs(tmp)
-    dist.barrier()
+    dist.barrier(group)
     try:
         yield tmp
     except Exception as error:  # some writers do not tell why
         if shutil.disk_usage(tmp).free < 2**20:
             raise UserError(f"{flag} {path}: the disk is full; make room and go on with --resume auto") from error
         raise
-    dist.barrier()
-    files = {}
-    for part in of_all_ranks({name: checksum(os.path.join(tmp, name)) for name in files_of(tmp)[RANK::WORLD_SIZE]}):
-        files |= part
+    dist.barrier(group)
+    mine = {name: checksum(os.path.join(tmp, name)) for name in files_of(tmp)[RANK::WORLD_SIZE]}
+    files = {name: x for part in of_all_ranks(mine, group) for name, x in part.items()}
     if RANK == 0:
         with open(os.path.join(tmp, MANIFEST), "w") as file:
             json.dump({"format": FORMAT, "files": dict(sorted(files.items()))}, file, indent=1)
@@ -1695,7 +1702,7 @@ def complete_or_absent(path, flag="--out-dir"):
         os.rename(tmp, path)
         flush_to_disk(os.path.dirname(path))
         shutil.rmtree(f"{path}.old", ignore_errors=True)
-    dist.barrier()
+    dist.barrier(group)
 
 
 def of_all_ranks(mine, group=None):
@@ -1839,6 +1846,36 @@ def put_aside(out_dir, first_step):
         os.renames(path, aside)
 
 
+SAVING, GROUP_FOR_SAVING = [], []  # the save that goes on beside the training, a Future, and what its collectives use
+
+
+def save(run, step, write):
+    """Saves a step by write(folder, group), then removes what --keep does not (a collective): now, or with --async-save
+    in a thread beside the training. One at a time: it waits for the one before."""
+    join_saving()
+
+    def write_and_keep(group=None):
+        write(checkpoint_folder(run.out_dir, step), group)
+        keep_last(run.out_dir, run.keep)
+
+    if not run.async_save:
+        return write_and_keep()
+    if not GROUP_FOR_SAVING:
+        GROUP_FOR_SAVING.append(dist.new_group(backend="gloo"))
+    SAVING.append(ThreadPoolExecutor(1).submit(write_and_keep, *GROUP_FOR_SAVING))
+
+
+def join_saving(wait=True):
+    """Waits for the save beside the training, or looks whether it has ended; raises what went wrong in it."""
+    if SAVING and (wait or SAVING[0].done()):
+        SAVING.pop().result()
+
+
+def host_copy(tensors):
+    """Tensors of any kind in dicts and tuples, copied to the host: what the training goes on to change."""
+    return DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
+
+
 def keep_last(out_dir, keep):
     """Removes all but the last `keep` checkpoints of a run (None: none), each at once: a crash leaves whole ones."""
     if RANK == 0 and keep is not None:
@@ -1873,6 +1910,7 @@ def stop_if_stuck(stuck, run, batch, step):
     one as JSONL, from which it can be made again (a collective)."""
     if not run.max_skipped_updates or stuck < run.max_skipped_updates:
         return
+    join_saving()
     path, whole = os.path.join(run.out_dir, "skipped_rows.jsonl"), gather(batch)
     if RANK == 0:
         write_jsonl(whole, path)

@@ -155,6 +155,7 @@ class Run:
     eval_every: int = 20  # updates between evaluations (0: only at the start and the end)
     save_every: int = 0  # updates between checkpoints (0: only at the end)
     keep: int | None = None  # checkpoints to keep, the last ones (None: all)
+    async_save: bool = False  # write checkpoints beside the training, from a copy of the state on the host
     resume: str | None = None  # checkpoint folder to go on from; auto: the last complete one in out_dir, if any
     max_skipped_updates: int = 10  # so many updates in a row that are not finite end the run (0: never)
     plan: int | None = None  # print what each of so many ranks would hold, and end
@@ -993,11 +994,21 @@ class CriticWorker:
 
         Sharded safetensors through torch.distributed.checkpoint: no pickle, any world size and strategy can read it.
         """
+        self.checkpoint_writer()(folder)
+
+    def checkpoint_writer(self, copy=False):
+        """write(folder, group): saves the state of now, which `copy` lets the training change meanwhile."""
         tensors, _, _ = checkpoint_tensors(self.critic.model, self.critic.optimizer)
-        with common.complete_or_absent(folder) as tmp:
-            dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True))
-            counters = self.critic.updates, self.critic.optimizer_steps
-            common.write_trainer_state(tmp, "fsdp", self.config, self.model_config, *counters)
+        tensors = common.host_copy(tensors) if copy else tensors
+        counters = self.critic.updates, self.critic.optimizer_steps
+
+        def write(folder, group=None):
+            with common.complete_or_absent(folder, group=group) as tmp:
+                writer = HuggingFaceStorageWriter(tmp, save_distributed=True)
+                dcp.save(tensors, storage_writer=writer, process_group=group)
+                common.write_trainer_state(tmp, "fsdp", self.config, self.model_config, *counters)
+
+        return write
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
@@ -1199,8 +1210,8 @@ def main(run):
             logger.log(step, metrics)
             print0(common.eval_line(metrics))
         if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
-            worker.save_checkpoint(common.checkpoint_folder(run.out_dir, step))
-            common.keep_last(run.out_dir, run.keep)
+            common.save(run, step, worker.checkpoint_writer(run.async_save))
+        common.join_saving(wait=last or stop)
         if last:
             break
         if stop:

@@ -158,6 +158,7 @@ class Run:
     eval_every: int = 20  # updates between evaluations (0: only at the start and the end)
     save_every: int = 0  # updates between checkpoints (0: only at the end)
     keep: int | None = None  # checkpoints to keep, the last ones (None: all)
+    async_save: bool = False  # write checkpoints beside the training, from a copy of the state on the host
     resume: str | None = None  # checkpoint folder to go on from; auto: the last complete one in out_dir, if any
     max_skipped_updates: int = 10  # so many updates in a row that are not finite end the run (0: never)
     out_dir: str = "out/critic_megatron"  # for checkpoints, the Hugging Face folder, metrics and curves
@@ -1508,17 +1509,26 @@ class CriticWorker:
 
         Sharded safetensors as critic_fsdp.py has them, with its names: no pickle, any layout of either can read it.
         """
+        self.checkpoint_writer()(folder)
+
+    def checkpoint_writer(self, copy=False):
+        """write(folder, group): saves the state of now, which `copy` lets the training change meanwhile."""
         self.check_here()
         self.critic.finish_gather()
         critic, tensors = self.critic, self.checkpoint_tensors()
-        with common.complete_or_absent(folder) as tmp:
-            if tensors:
-                offsets = {name: {"saved_offsets": [first, 0, 0][: x.ndim]} for name, (first, x) in tensors.items()}
-                file, metadata = f"shard-{RANK:05d}.safetensors", {"format": "pt", SHARDING: json.dumps(offsets)}
-                save_file({name: x for name, (_, x) in tensors.items()}, os.path.join(tmp, file), metadata=metadata)
-            scaler, counters = critic.optimizers()[0].grad_scaler, (critic.updates, critic.optimizer_steps)
-            more = {"loss_scale": {**scaler.state_dict(), "scale": float(scaler.scale)}} if scaler else {}
-            common.write_trainer_state(tmp, "megatron", self.config, self.model_config, *counters, **more)
+        tensors, counters = common.host_copy(tensors) if copy else tensors, (critic.updates, critic.optimizer_steps)
+        scaler = critic.optimizers()[0].grad_scaler
+        more = {"loss_scale": {**scaler.state_dict(), "scale": float(scaler.scale)}} if scaler else {}
+
+        def write(folder, group=None):
+            with common.complete_or_absent(folder, group=group) as tmp:
+                if tensors:
+                    offsets = {name: {"saved_offsets": [first, 0, 0][: x.ndim]} for name, (first, x) in tensors.items()}
+                    file, metadata = f"shard-{RANK:05d}.safetensors", {"format": "pt", SHARDING: json.dumps(offsets)}
+                    save_file({name: x for name, (_, x) in tensors.items()}, os.path.join(tmp, file), metadata=metadata)
+                common.write_trainer_state(tmp, "megatron", self.config, self.model_config, *counters, **more)
+
+        return write
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
@@ -1625,8 +1635,8 @@ def main(run):
             logger.log(step, metrics)
             print0(common.eval_line(metrics))
         if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
-            worker.save_checkpoint(common.checkpoint_folder(run.out_dir, step))
-            common.keep_last(run.out_dir, run.keep)
+            common.save(run, step, worker.checkpoint_writer(run.async_save))
+        common.join_saving(wait=last or stop)
         if last:
             break
         if stop:

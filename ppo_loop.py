@@ -185,6 +185,7 @@ class Run(Generic[CriticConfig]):
     eval_samples: int = 0  # responses sampled for each prompt there (0: one, greedy)
     save_every: int = 0  # steps between checkpoints (0: only at the end)
     keep: int | None = None  # checkpoints to keep, the last ones (None: all)
+    async_save: bool = False  # write checkpoints beside the training, from a copy of the state on the host
     resume: str | None = None  # checkpoint folder to go on from; auto: the last complete one in out_dir, if any
     max_skipped_updates: int = 10  # so many updates of the critic in a row that are not finite end the run (0: never)
     offload: bool = (
@@ -1212,11 +1213,20 @@ class PolicyWorker:
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder):
         """Writes model, optimizer and counters; the folder appears complete or not at all."""
+        self.checkpoint_writer()(folder)
+
+    def checkpoint_writer(self, copy=False):
+        """write(folder, group): saves the state of now, which `copy` lets the training change meanwhile."""
         tensors, _, _ = self.checkpoint_tensors()
-        with common.complete_or_absent(folder) as tmp:
-            dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True))
-            counters = self.updates, self.optimizer_steps
-            common.write_trainer_state(tmp, "actor", self.config, self.model_config, *counters)
+        tensors, counters = common.host_copy(tensors) if copy else tensors, (self.updates, self.optimizer_steps)
+
+        def write(folder, group=None):
+            with common.complete_or_absent(folder, group=group) as tmp:
+                writer = HuggingFaceStorageWriter(tmp, save_distributed=True)
+                dcp.save(tensors, storage_writer=writer, process_group=group)
+                common.write_trainer_state(tmp, "actor", self.config, self.model_config, *counters)
+
+        return write
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
@@ -1624,16 +1634,20 @@ def read_loop_state(folder):
         raise UserError(f"--resume {folder}: not a checkpoint of ppo_loop.py ({common.one_line(error)})") from None
 
 
-def save(run, step, kl_coef, actor, critic):
-    """A checkpoint of everything, complete or absent. Prompts and samples follow from the step, and need no state."""
-    with common.complete_or_absent(common.checkpoint_folder(run.out_dir, step)) as tmp:
-        actor.save_checkpoint(os.path.join(tmp, "actor"))
-        critic.save_checkpoint(os.path.join(tmp, "critic"))
-        if RANK == 0:
-            state = {"step": step, "kl_coef": kl_coef, "start": run.actor.model, "run": dataclasses.asdict(run)}
-            with open(os.path.join(tmp, "loop.json"), "w") as file:
-                json.dump(state, file, indent=1)
-    common.keep_last(run.out_dir, run.keep)
+def checkpoint_writer(run, step, kl_coef, *workers):
+    """write(folder, group) of everything. Prompts and samples follow from the step, and need no state."""
+    state = {"step": step, "kl_coef": kl_coef, "start": run.actor.model, "run": dataclasses.asdict(run)}
+    write_actor, write_critic = [worker.checkpoint_writer(run.async_save) for worker in workers]
+
+    def write(folder, group=None):
+        with common.complete_or_absent(folder, group=group) as tmp:
+            write_actor(os.path.join(tmp, "actor"), group)
+            write_critic(os.path.join(tmp, "critic"), group)
+            if RANK == 0:
+                with open(os.path.join(tmp, "loop.json"), "w") as file:
+                    json.dump(state, file, indent=1)
+
+    return write
 
 
 def dump(batch, step, out_dir):
@@ -1731,7 +1745,8 @@ def main(run):
         last, stop = step == run.steps, common.told_to_stop()
         if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
             with phases("checkpoint", actor, critic):
-                save(run, step, kl_coef, actor, critic)
+                common.save(run, step, checkpoint_writer(run, step, kl_coef, actor, critic))
+        common.join_saving(wait=last or stop)
         if stop and not last:
             logger.close()
             common.leave(run.out_dir, step)

@@ -1,7 +1,7 @@
 """Injects faults into whole runs of the three scripts, and prints what came of each. Every outcome is asserted.
 
     python tests/faults.py                  all, some minutes on two cores
-    python tests/faults.py NAME...          some: kills logger damage full sigterm torchrun storm rows flags folders
+    python tests/faults.py NAME...          some: kills beside logger damage full sigterm torchrun storm rows flags folders
     python tests/faults.py --short          fewer of each, as test_faults.py runs them
 
 What a fault must not change is the end of the run: each byte of the last checkpoint (weights, optimizer, counters),
@@ -66,8 +66,8 @@ def flags_of(script, *flags):
 
 
 def body(arguments, said, slow, lax):
-    """Of a rank: the script, with what it prints in a file of its own; slow: seconds that each flush and each rename
-    takes longer, so that faults find a save at work; lax: rewards and values may be of any size."""
+    """Of a rank: the script, with what it prints in a file of its own; slow: seconds that the beginning of a save, each
+    flush and each rename take longer, so that faults find one at work; lax: rewards and values may be of any size."""
     os.setsid()
     said = f"{said}.{os.environ['RANK']}"
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -80,6 +80,7 @@ def body(arguments, said, slow, lax):
 
     if slow:
         common.flush_to_disk, os.rename, os.replace = map(slowly, (common.flush_to_disk, os.rename, os.replace))
+        common.check_replaceable = slowly(common.check_replaceable)
     if lax:
         common.LARGEST = 1e35
     common.plot_curves = lambda out_dir: None  # a second of matplotlib
@@ -267,21 +268,35 @@ def golden(script):
 
 
 def kills(short):
-    """kill -9 at random moments, of all ranks or of one, and --resume auto, until the run is through."""
+    """kill -9 at random moments, of all ranks or of one, and --resume auto, until the run is through. The end is
+    written beside the training, and so are half of the saves in which it is killed."""
     for script, times in {"critic_fsdp": 7, "critic_megatron": 6, "ppo_loop": 7}.items():
         if short and script == "critic_megatron":
             continue
         rng, out, times = random.Random(script), folder() / f"{script}.kills", 2 if short else times
         saving = sum(kill_once(script, out, i, rng) for i in range(times))
-        Job(script, out, "--resume", "auto").succeeds()
+        Job(script, out, "--resume", "auto", "--async-save").succeeds()
         assert_same_end(out, script)
         assert saving or short, "none in a save"
         yield f"kill -9, {script}", times, f"{saving} of them in a save; the same end"
 
 
+def beside(short):
+    """--async-save, slowed down so that training goes on meanwhile: every checkpoint is of its own step."""
+    for script in list(SCRIPTS)[: 1 if short else None]:
+        out = folder() / f"{script}.beside"
+        Job(script, out, "--async-save", slow=0.1).succeeds()
+        assert_same_end(out, script)
+        for step in range(1, STEPS + 1):
+            ours, theirs = (state_of(run / "checkpoints" / f"step_{step}") for run in (out, golden(script)))
+            assert ours == theirs, (script, step)
+        yield f"no fault, --async-save, {script}", STEPS, "each save the same as one that training waits for"
+
+
 def kill_once(script, out, i, rng):
     """The i-th kill of a run, before its first step, after a step, or in a save -> whether it was in a save."""
-    job, before = Job(script, out, "--resume", "auto", slow=0.03), steps_of(out)
+    beside = ("--async-save",) if i % 4 in (1, 2) else ()
+    job, before = Job(script, out, "--resume", "auto", *beside, slow=0.03), steps_of(out)
     moment, longest = (("save", 0.2), ("step", 0.6), ("save", 0.2), ("start", 4.0))[i % 4]
     if moment == "save":
         until(lambda: list(out.glob("checkpoints/step_*.tmp")) or job.poll(), "a save")
@@ -791,7 +806,7 @@ def fuzz_folders(n, path):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-FAULTS = (kills, logger, damage, full, sigterm, torchrun, storm, rows, flags, folders)
+FAULTS = (kills, beside, logger, damage, full, sigterm, torchrun, storm, rows, flags, folders)
 
 
 def main(names, short):
