@@ -149,6 +149,8 @@ def setup_distributed(timeout_minutes=30.0):
     return device
 
 
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+OUT_OF_MEMORY = []  # what to call then, see smaller_budgets
 DISK_FULL = ("No space left on device", "Disk quota exceeded")
 LOST_RANK = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Broken pipe")  # of gloo
 
@@ -173,14 +175,15 @@ def run(main):
         code, message = (stop.code or 0, "") if isinstance(stop.code, int | None) else (1, f"{stop.code}\n")
     except KeyboardInterrupt:
         code, message = 130, "interrupted\n"
-    except torch.OutOfMemoryError as error:
-        code = 1
-        message = (
-            f"error: {one_line(error)}: lower --ppo-max-token-len-per-gpu, on which no update depends, or take more "
-            "ranks; go on with --resume auto\n"
-        )
     except BaseException as error:
         code, message = 1, traceback.format_exc()
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or NO_MEMORY in message:
+            message = (
+                f"error: {one_line(error)}: go on with --resume auto, which halves the token budgets, on which no "
+                "update depends, or take more ranks\n"
+            )
+            for note in OUT_OF_MEMORY:
+                note()
         if full := [line for line in message.splitlines() if any(words in line for words in DISK_FULL)]:
             code, message = 2, f"error: {full[-1].strip()}; make room and go on with --resume auto\n"
         if isinstance(error, RuntimeError) and any(words in message for words in LOST_RANK):
@@ -1818,6 +1821,38 @@ def newest_checkpoint(out_dir):
         except UserError as error:
             print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
     return None
+
+
+def smaller_budgets(run):
+    """run, or with --resume auto and what a run before it noted when memory ran out: the same with its budgets halved
+    as many times as that has happened with these flags. The update does not depend on them."""
+    path, given, halvings = os.path.join(run.out_dir, "out_of_memory.json"), {}, 0
+    for part, config in vars(run).items():
+        for name in BUDGETS if dataclasses.is_dataclass(config) else ():
+            if isinstance(getattr(config, name, None), int):
+                given[f"{part}.{name}"] = getattr(config, name)
+    if run.resume == "auto" and os.path.exists(path):
+        with contextlib.suppress(ValueError, KeyError, TypeError), open(path) as file:  # a crash may have cut it short
+            note = json.load(file)
+            halvings = int(note["halvings"]) if note["given"] == given else 0
+
+    def note():
+        with contextlib.suppress(OSError):
+            os.makedirs(run.out_dir, exist_ok=True)
+            with open(f"{path}.{RANK}.tmp", "w") as file:
+                json.dump({"given": given, "halvings": halvings + 1}, file)
+            os.replace(f"{path}.{RANK}.tmp", path)
+
+    OUT_OF_MEMORY[:] = [note]
+    for key, x in given.items() if halvings else ():
+        part, name = key.split(".")
+        smaller = max(1, x >> halvings)
+        run = dataclasses.replace(run, **{part: dataclasses.replace(getattr(run, part), **{name: smaller})})
+        print0(f"memory     ran out in the run before, so --{name.replace('_', '-')} {x} -> {smaller}")
+    return run
+
+
+BUDGETS = [f"{of}_{what}_per_gpu" for of in ("ppo", "forward") for what in ("max_token_len", "micro_batch_size")]
 
 
 def find_resume(run, timeout_minutes):

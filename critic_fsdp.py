@@ -1183,6 +1183,7 @@ def main(run):
     common.check_flag(run, "plan", "must be at least 1", lambda x: x is None or x >= 1)
     validate(run.critic, run.plan or WORLD_SIZE)
     common.validate_run(run)
+    run = common.smaller_budgets(run)
     tokenizer = common.load_tokenizer(run.critic)
     model_config = common.load_model_config(run.critic, tokenizer)
     validate_for_model(run.critic, model_config)

@@ -1614,6 +1614,7 @@ STATE = {  # what a step changes -> how a checkpoint names it, of the weight wit
 def main(run):
     validate(run.critic)
     common.validate_run(run)
+    run = common.smaller_budgets(run)
     tokenizer = common.load_tokenizer(run.critic)
     model_config = common.load_model_config(run.critic, tokenizer)
     validate_for_model(run.critic, model_config)

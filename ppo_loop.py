@@ -1721,6 +1721,7 @@ def build(run, task, device):
 
 def main(run):
     validate(run)
+    run = common.smaller_budgets(run)
     run = common.find_resume(run, run.critic.timeout_minutes)
     state = read_loop_state(run.resume) if run.resume else {"step": 0, "kl_coef": run.kl_coef}
     first_step, kl_coef = state["step"], state["kl_coef"] if run.target_kl else run.kl_coef

@@ -1,7 +1,7 @@
 """Injects faults into whole runs of the three scripts, and prints what came of each. Every outcome is asserted.
 
     python tests/faults.py                  all, some minutes on two cores
-    python tests/faults.py NAME...          some: kills beside logger damage full sigterm torchrun storm rows flags folders
+    python tests/faults.py NAME...          some of FAULTS, below
     python tests/faults.py --short          fewer of each, as test_faults.py runs them
 
 What a fault must not change is the end of the run: each byte of the last checkpoint (weights, optimizer, counters),
@@ -15,10 +15,12 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import pathlib
 import random
 import re
+import resource
 import runpy
 import shutil
 import signal
@@ -65,9 +67,10 @@ def flags_of(script, *flags):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def body(arguments, said, slow, lax):
+def body(arguments, said, slow, lax, memory):
     """Of a rank: the script, with what it prints in a file of its own; slow: seconds that the beginning of a save, each
-    flush and each rename take longer, so that faults find one at work; lax: rewards and values may be of any size."""
+    flush and each rename take longer, so that faults find one at work; lax: rewards and values may be of any size;
+    memory: MiB that the steps may take beside what is there before them."""
     os.setsid()
     said = f"{said}.{os.environ['RANK']}"
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -83,6 +86,15 @@ def body(arguments, said, slow, lax):
         common.check_replaceable = slowly(common.check_replaceable)
     if lax:
         common.LARGEST = 1e35
+    if memory:
+        begin = common.Logger.__init__
+
+        def begin_to_count(*args):
+            begin(*args)
+            (kib,) = re.findall(r"VmData:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text())
+            resource.setrlimit(resource.RLIMIT_DATA, (int(kib) * 2**10 + memory * 2**20,) * 2)
+
+        common.Logger.__init__ = begin_to_count
     common.plot_curves = lambda out_dir: None  # a second of matplotlib
     sys.argv = arguments
     runpy.run_path(arguments[0], run_name="__main__")
@@ -91,12 +103,12 @@ def body(arguments, said, slow, lax):
 class Job:
     """A script on forked ranks."""
 
-    def __init__(self, script, out, *flags, ranks=None, slow=0.0, lax=False):
+    def __init__(self, script, out, *flags, ranks=None, slow=0.0, lax=False, memory=None):
         import forked
 
         self.said = tempfile.mktemp(prefix="said.", dir=folder())
         arguments = flags_of(script, "--out-dir", out, *flags)
-        self.pids = forked.start(ranks or SCRIPTS[script][0], body, arguments, self.said, slow, lax)
+        self.pids = forked.start(ranks or SCRIPTS[script][0], body, arguments, self.said, slow, lax, memory)
         self.left, self.codes = list(self.pids), {}
 
     def poll(self):
@@ -432,6 +444,26 @@ def full(short):
         finally:
             subprocess.run(("umount", disk), check=True)
         yield f"disk full, {script}", 1, f"one sentence after step {there[0]}; with more room the same end"
+
+
+def memory(short):
+    """A rank that may not have as much memory as a step takes: --resume auto halves the token budget until it does."""
+    wide = ("--train-batch-size", 192, "--ppo-mini-batch-size", 192, "--steps", 1, "--eval-every", 0)
+    wide += ("--override-config", '{"intermediate_size": 8192}', "--ppo-max-token-len-per-gpu", 1024)
+    for script in list(SCRIPTS)[: 1 if short else 2]:
+        out, other = folder() / f"{script}.memory", folder() / f"{script}.roomy"
+        Job(script, other, *wide).succeeds()
+        tries = 0
+        while any((job := Job(script, out, *wide, "--resume", "auto", memory=200)).wait()):
+            tries += 1
+            said = job.text(0)[1] + job.text(1)[1]
+            assert "can't allocate memory" in said and "--resume auto, which halves the token budgets" in said, said
+            assert tries < 5, said
+        assert f"so --ppo-max-token-len-per-gpu 1024 -> {1024 >> tries}" in job.text(0)[0], (tries, job.text(0))
+        for ours, theirs in zip(*(rows_of(run / "metrics.jsonl") for run in (out, other)), strict=True):
+            own = [name for name in theirs if not name.startswith(PASSING)]
+            assert all(math.isclose(ours[name], theirs[name], rel_tol=1e-5, abs_tol=1e-6) for name in own)
+        yield f"out of memory, {script}", tries, f"on with {1024 >> tries} tokens instead of 1,024; the same end"
 
 
 def sigterm(short):
@@ -806,7 +838,7 @@ def fuzz_folders(n, path):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-FAULTS = (kills, beside, logger, damage, full, sigterm, torchrun, storm, rows, flags, folders)
+FAULTS = (kills, beside, logger, damage, full, memory, sigterm, torchrun, storm, rows, flags, folders)
 
 
 def main(names, short):
