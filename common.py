@@ -79,12 +79,30 @@ def one_line(error):
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
-def validate_config(config):
-    """Raises UserError for values that no critic can take; each script adds what its layout asks for."""
+def check_choices(config):
+    """UserError for a value that is none of a flag's Literal choices."""
     for name, kind in get_type_hints(type(config)).items():
         if get_origin(kind) is Literal:
             choices = get_args(kind)
-            check_flag(config, name, f"must be one of {', '.join(choices)}", choices.__contains__)
+            check_flag(config, name, f"must be one of {', '.join(map(str, choices))}", choices.__contains__)
+
+
+def check_trainable(config):
+    """UserError for values that no model which is trained here can take, critic or actor."""
+    check_choices(config)
+    check_flag(config, "betas", "each must be at least 0 and below 1", lambda x: all(0 <= b < 1 for b in x))
+    if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.response_length_limit is None:
+        raise UserError("--loss-agg-mode seq-mean-token-sum-norm: needs --response-length-limit, what to divide by")
+    try:
+        if not isinstance(json.loads(config.override_config), dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        raise UserError(f"--override-config {config.override_config}: must be a JSON object ({error})") from None
+
+
+def validate_config(config):
+    """Raises UserError for values that no critic can take; each script adds what its layout asks for."""
+    check_trainable(config)
     for name in (
         "ppo_epochs", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu",
         "ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu", "response_length_limit", "cliprange_value",
@@ -104,16 +122,8 @@ def validate_config(config):
         check_flag(config, name, "must be finite and not below 0", lambda x: 0 <= x < 2**63)
     for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
         check_flag(config, name, "must be between 0 and 1", lambda x: 0 <= x <= 1)
-    check_flag(config, "betas", "each must be at least 0 and below 1", lambda x: all(0 <= b < 1 for b in x))
-    if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.response_length_limit is None:
-        raise UserError("--loss-agg-mode seq-mean-token-sum-norm: needs --response-length-limit, what to divide by")
     if config.lr_warmup_steps and config.lr_warmup_steps_ratio:
         raise UserError("--lr-warmup-steps and --lr-warmup-steps-ratio: give one of them")
-    try:
-        if not isinstance(json.loads(config.override_config), dict):
-            raise ValueError("not an object")
-    except ValueError as error:
-        raise UserError(f"--override-config {config.override_config}: must be a JSON object ({error})") from None
 
 
 def print0(*args):
@@ -1848,7 +1858,8 @@ def smaller_budgets(run):
         part, name = key.split(".")
         smaller = max(1, x >> halvings)
         run = dataclasses.replace(run, **{part: dataclasses.replace(getattr(run, part), **{name: smaller})})
-        print0(f"memory     ran out in the run before, so --{name.replace('_', '-')} {x} -> {smaller}")
+        flag = (f"{part}." if hasattr(run, "actor") else "") + name.replace("_", "-")
+        print0(f"memory     ran out in the run before, so --{flag} {x} -> {smaller}")
     return run
 
 

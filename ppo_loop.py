@@ -224,6 +224,7 @@ def flags_of(part):
 
 def validate(run):
     """Raises UserError for flags that cannot work, before a process group or a model is built."""
+    common.check_choices(run)
     for name in (
         "train_batch_size", "rollout_n", "max_prompt_length", "max_response_length", "rollout_batch_size", "max_turns",
         "kl_horizon", "steps", "keep",
@@ -264,6 +265,7 @@ def validate(run):
 
 
 def validate_actor(config):
+    common.check_trainable(config)
     for name in ("ppo_epochs", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "grad_clip"):
         common.check_flag(config, name, "must be above 0", lambda x: x > 0)
     for name in ("lr", "clip_ratio_high", "response_length_limit", "tis_cap"):
@@ -272,20 +274,13 @@ def validate_actor(config):
         common.check_flag(config, name, "must be finite and not below 0", lambda x: 0 <= x < 2**63)
     common.check_flag(config, "clip_ratio_low", "must be above 0, and at most 1", lambda x: 0 < x <= 1)
     common.check_flag(config, "clip_ratio_c", "must be above 1", lambda x: x is None or x > 1)
-    common.check_flag(config, "betas", "each must be at least 0 and below 1", lambda x: all(0 <= b < 1 for b in x))
     shard = config.fsdp_size
     if shard != -1 and (shard < 1 or WORLD_SIZE % shard):
         raise UserError(f"--fsdp-size {shard}: must divide the {WORLD_SIZE} ranks, or be -1 for all of them")
-    if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.response_length_limit is None:
-        raise UserError("--loss-agg-mode seq-mean-token-sum-norm: needs --response-length-limit, what to divide by")
-    try:
-        if not isinstance(json.loads(config.override_config), dict):
-            raise ValueError("not an object")
-    except ValueError as error:
-        raise UserError(f"--override-config {config.override_config}: must be a JSON object ({error})") from None
 
 
 def validate_vllm(config):
+    common.check_choices(config)
     size = config.tensor_parallel_size
     if size < 1 or WORLD_SIZE % size:
         raise UserError(f"--tensor-parallel-size {size}: must divide the {WORLD_SIZE} ranks")

@@ -722,11 +722,19 @@ def fuzz_rows(n):
 
 def flags(short):
     """Values of flags."""
-    counts = in_a_fork(fuzz_flags, 15 if short else 80, folder() / "flags")
-    yield "fuzz, flags", sum(counts), f"{counts[0]} runs of one update, {counts[1]} refused in one sentence"
+    for script, n in {"critic_fsdp": 50, "critic_megatron": 50, "ppo_loop": 25}.items():
+        if short and script != "critic_fsdp":
+            continue
+        counts = in_a_fork(fuzz_flags, 15 if short else n, script)
+        yield (
+            f"fuzz, flags of {script}",
+            sum(counts),
+            f"{counts[0]} runs of one step, {counts[1]} refused in one sentence",
+        )
 
 
-def fuzz_flags(n, out):
+def fuzz_flags(n, script):
+    import importlib
     import typing
 
     import huggingface_hub
@@ -734,14 +742,9 @@ def fuzz_flags(n, out):
 
     huggingface_hub.constants.HF_HUB_OFFLINE = True  # a name of a model is not to be looked for
     import common
-    import critic_fsdp
 
-    common.plot_curves = lambda out_dir: None
-    counts, base = (
-        [0, 0],
-        critic_fsdp.Run(rollouts=str(ROWS), steps=1, train_batch_size=4, eval_every=0, out_dir=str(out)),
-    )
-    small = critic_fsdp.Config(ppo_mini_batch_size=4, override_config='{"num_hidden_layers": 1}')
+    module, counts = importlib.import_module(script), [0, 0]
+    common.plot_curves = module.plot_learning = lambda out_dir: None
     numbers = {
         int: st.sampled_from([-1, 0, 1, 2, 3, 7, 1000]),
         float: st.sampled_from([-1.0, 0.0, 1e-45, 1e-3, 0.5, 1.0, 2.0, 1e38, float("inf"), float("nan")]),
@@ -750,6 +753,7 @@ def fuzz_flags(n, out):
         type(None): st.none(),
     }
     left_as_they_are = {"critic", "steps", "plan", "out_dir", "total_training_steps", "model", "trust_remote_code"}
+    left_as_they_are |= {"actor", "vllm", "backend", "rollout", "train_batch_size", "supervised_steps", "wandb_project"}
 
     def of(kind):
         origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -759,26 +763,37 @@ def fuzz_flags(n, out):
             return st.lists(of(args[0]), min_size=0 if ... in args else len(args), max_size=len(args)).map(tuple)
         return st.one_of(*map(of, args)) if args else numbers[kind]
 
+    out, small = str(folder() / f"{script}.flags"), '{"num_hidden_layers": 1}'
+    if script == "ppo_loop":
+        base = module.parse([str(x) for x in PPO if x != "--dump-rollouts"])
+        parts = {"": base, "critic": base.critic, "actor": base.actor, "vllm": base.vllm}
+        parts["critic"] = dataclasses.replace(base.critic, override_config=small)
+        parts["actor"] = dataclasses.replace(base.actor, override_config=small, ppo_mini_batch_size=4)
+        parts[""] = dataclasses.replace(base, steps=1, eval_every=0, out_dir=out)
+    else:
+        base = module.Run(rollouts=str(ROWS), steps=1, train_batch_size=4, eval_every=0, out_dir=out)
+        parts = {"": base, "critic": module.Config(ppo_mini_batch_size=4, override_config=small)}
     choices = [
-        (cls, name, of(kind)) for cls in (critic_fsdp.Config, critic_fsdp.Run)
-        for name, kind in typing.get_type_hints(cls).items() if name not in left_as_they_are
+        (part, name, of(kind)) for part, config in parts.items()
+        for name, kind in typing.get_type_hints(type(config)).items() if name not in left_as_they_are
     ]  # fmt: skip
     one = st.sampled_from(choices).flatmap(lambda x: st.tuples(st.just(x[0]), st.just(x[1]), x[2]))
 
     def check(changes):
-        parts = {critic_fsdp.Config: {}, critic_fsdp.Run: {}}
-        for cls, name, x in changes:
-            parts[cls][name] = x
-        run = dataclasses.replace(
-            base, critic=dataclasses.replace(small, **parts[critic_fsdp.Config]), **parts[critic_fsdp.Run]
-        )
+        new = {part: {} for part in parts}
+        for part, name, x in changes:
+            new[part][name] = x
+        configs = {part: dataclasses.replace(config, **new[part]) for part, config in parts.items()}
         try:
-            critic_fsdp.main(run)
+            module.main(dataclasses.replace(configs.pop(""), **configs))
             counts[0] += 1
         except common.UserError as error:
             one_sentence(error)
             assert "--" in str(error) or "diverged" in str(error), error
             counts[1] += 1
+        except BaseException:
+            print(script, changes, file=sys.stderr)
+            raise
 
     tried(n, st.lists(one, min_size=1, max_size=2), check)
     return counts
