@@ -245,7 +245,7 @@ def last_checkpoint(out):
 
 
 def on_other_ranks(folder, name, flags):
-    """Steps 3 and 4 from the checkpoint of two ranks, on other ranks: the same to 1e-4."""
+    """Steps 3 and 4 from the checkpoint of two ranks, with the other critic, on its ranks: the same to 1e-4."""
     out = folder / f"{name}, on {common.WORLD_SIZE}"
     toy(folder, out.name, *flags, "--resume", str(folder / f"{name}, halves" / "checkpoints" / "step_2"))
     if common.RANK == 0:
@@ -535,7 +535,8 @@ LAUNCHES = [  # name -> ranks, function, its arguments; in this order: some read
     ("a critic trains from a dump", 1, a_critic_trains_from_a_dump, ()),
     *((f"two steps, {name}", 2, two_steps, (name,)) for name in ON_TWO),
     *((f"two more, {name}", 2, two_more, (name,)) for name in ON_TWO),
-    ("fsdp 2 resumed on 1", 1, on_other_ranks, ("fsdp 2", ())),
+    ("fsdp 2 resumed on megatron tp 2", 2, on_other_ranks, ("fsdp 2", TP_2)),
+    ("megatron tp 2 resumed on fsdp 1", 1, on_other_ranks, ("megatron tp 2", ())),
     ("offloaded, fsdp 2", 2, offloaded, ("fsdp 2",)),
     ("one row on 1", 1, one_row, ("one row, fsdp 1",)),
     ("one row on 2", 2, one_row, ("one row, fsdp 2",)),
