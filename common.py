@@ -80,11 +80,13 @@ def one_line(error):
 
 
 def check_choices(config):
-    """UserError for a value that is none of a flag's Literal choices."""
+    """UserError for a value that is none of a flag's Literal choices, or for one of several that is none."""
     for name, kind in get_type_hints(type(config)).items():
-        if get_origin(kind) is Literal:
+        many = get_origin(kind) is tuple
+        if get_origin(kind := get_args(kind)[0] if many else kind) is Literal:
             choices = get_args(kind)
-            check_flag(config, name, f"must be one of {', '.join(map(str, choices))}", choices.__contains__)
+            chosen = lambda x, many=many, choices=choices: all(part in choices for part in (x if many else [x]))
+            check_flag(config, name, f"must be {'of' if many else 'one of'} {', '.join(map(str, choices))}", chosen)
 
 
 def check_trainable(config):

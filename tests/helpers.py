@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import functools
+import importlib.util
 import json
 import os
 import pathlib
@@ -85,6 +86,7 @@ AHEAD = {  # what takes several ranks, and minutes: conftest.py begins it, so th
     "test_megatron_layouts.py": "megatron_layouts.py",
     "test_megatron_ranks.py": "megatron_scenarios.py",
     "test_ppo_ranks.py": "ppo_scenarios.py",
+    **({"test_vllm.py": "vllm_scenarios.py"} if importlib.util.find_spec("vllm") else {}),
 }
 BEGUN = {}  # script -> where ended() waits for it, and the folder that it writes into
 

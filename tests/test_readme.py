@@ -49,6 +49,14 @@ def test_every_command_is_of_a_kind_that_is_tested():
     assert not re.search(r"^```(bash|sh|console)?$\n(pip|python|torchrun)", README, flags=re.M)
 
 
+@pytest.mark.parametrize("script", ["critic_fsdp.py", "critic_megatron.py"])
+def test_a_critic_needs_nothing_but_common(script, tmp_path):
+    for file in (script, "common.py"):
+        shutil.copy(ROOT / file, tmp_path)
+    out = succeeded(run(sys.executable, script, "--steps", 1, "--eval-every", 0, cwd=tmp_path, PYTHONPATH=""))
+    assert "saved      out/" in out and len(list(tmp_path.glob("*.py"))) == 2
+
+
 def started(line, folder):
     """Begins a command in a folder, as forks -> what ended() waits for."""
     fewer = [n for pattern, n in STEPS.items() if re.match(pattern, line)]
