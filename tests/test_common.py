@@ -6,12 +6,13 @@ import itertools
 import json
 import math
 import random
+import re
 
 import pytest
 import torch
 import torch.nn as nn
 import transformers
-from helpers import SHARED, needs_shared, random_batch, rows_of, write_manifest
+from helpers import ROOT, SHARED, needs_shared, random_batch, rows_of, write_manifest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
@@ -739,3 +740,32 @@ def test_toy_rows_have_the_rule_they_promise():
         right[a % 10 + b % 10 >= 10].append(r["reward"])
     mean = {carries: sum(x) / len(x) for carries, x in right.items()}
     assert mean[True] == pytest.approx(0.10, abs=0.03) and mean[False] == pytest.approx(0.95, abs=0.03)
+
+
+def test_the_five_tokens_of_the_readme():
+    """Its numbers, to the digits that it gives."""
+    text = (ROOT / "README.md").read_text().partition("Five tokens by hand")[2].partition("\n\n| metric")[0]
+    lines = re.findall(r"^\| *`?([^`|]+?)`? *\|((?: [-.\d]+ \|){5})", text, flags=re.M)
+    said = {name: torch.tensor([float(x) for x in cells.split("|")[:-1]]) for name, cells in lines}
+    mask, cu = torch.tensor([0, 0, 1, 1, 1]).bool(), torch.tensor([0, 5], dtype=torch.int32)
+    values = common.values_of_actions(said["hidden states say"], mask)
+    rewards = said["token_level_rewards"]
+    advantages, returns = common.gae(rewards, values, mask, cu, gamma=1.0, lam=0.5)
+    vpreds = said["vpreds"].clone().requires_grad_()
+    weights = common.loss_weights(mask, cu, "token-mean", common.loss_counts(mask, cu))
+    loss, clipped = common.value_loss(vpreds, values, returns, mask, weights, cliprange_value=0.2)
+    loss.backward()
+    found = {
+        "values": values, "advantage": advantages, "returns": returns, "its gradient": vpreds.grad,
+        "TD error": common.gae(rewards, values, mask, cu, gamma=1.0, lam=0.0)[0],
+        "whitened": common.masked_whiten(advantages, mask),
+        "clipped to values +- 0.2": torch.clamp(vpreds, values - 0.2, values + 0.2).detach() * mask,
+        "loss": torch.stack([
+            common.value_loss(vpreds, values, returns, torch.arange(5) == t, torch.ones(5), cliprange_value=0.2)[0]
+            for t in range(5)
+        ]).detach() * mask,
+    }  # fmt: skip
+    assert said.keys() >= found.keys()
+    for name, x in found.items():
+        torch.testing.assert_close(x.float(), said[name], rtol=0, atol=6e-5)
+    assert float(loss.detach()) == pytest.approx(0.0447, abs=6e-5) and int(clipped) == 1
