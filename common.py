@@ -108,7 +108,7 @@ def validate_config(config):
     for name in (
         "ppo_epochs", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu",
         "ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu", "response_length_limit", "cliprange_value",
-        "lr", "grad_clip", "timeout_minutes", "total_training_steps",
+        "lr", "grad_clip", "total_training_steps",
     ):  # fmt: skip
         check_flag(config, name, "must be above 0", lambda x: x is None or x > 0)
     check_flag(config, "value_bins", "must be at least 2", lambda x: x >= 2)
@@ -118,8 +118,8 @@ def validate_config(config):
     )  # fmt: skip
     if config.value_range is not None and config.value_head == "scalar":
         raise UserError(f"--value-range {config.value_range}: a scalar has none; add --value-head hl_gauss")
-    for name in ("lr", "timeout_minutes"):
-        check_flag(config, name, "must be finite", lambda x: x is None or x < math.inf)
+    check_flag(config, "lr", "must be finite", lambda x: x is None or x < math.inf)
+    check_flag(config, "timeout_minutes", "must be above 0, and at most a million", lambda x: 0 < x <= 1e6)
     for name in ("weight_decay", "lr_warmup_steps", "seed"):
         check_flag(config, name, "must be finite and not below 0", lambda x: 0 <= x < 2**63)
     for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
