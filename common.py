@@ -1834,7 +1834,9 @@ def rows_to_show(rows, td_error_T, n=16):
     """kind -> at most n rows (indices) that are worth a look; the same on any layout, up to rounding of the values."""
     mask, cu, group_B = rows.response_mask, rows.cu_seqlens, prompt_groups(rows)
     row_T, acts_B = row_of_token(cu), actions_per_row(mask, cu) > 0
-    jump_B = torch.zeros(len(rows)).scatter_reduce(0, row_T, torch.where(mask, td_error_T.abs(), 0.0), "amax")
+    jump_T = torch.where(mask, td_error_T.abs(), 0.0)
+    jump_T[last_actions(mask, cu)[acts_B]] = 0.0  # the last one is how wrong it was in the end
+    jump_B = torch.zeros(len(rows)).scatter_reduce(0, row_T, jump_T, "amax")
     error_B = torch.zeros(len(rows)).index_add(0, row_T, torch.where(mask, (rows.values - rows.returns).abs(), 0.0))
     error_B /= actions_per_row(mask, cu).clamp(min=1)
     largest = lambda x_B: [b for b in (-x_B.double()).round(decimals=4).argsort(stable=True).tolist() if acts_B[b]][:n]
@@ -1845,7 +1847,7 @@ def rows_to_show(rows, td_error_T, n=16):
     groups = [g for g in (-spread_G).round(decimals=4).argsort(stable=True).tolist() if spread_G[g] > 1e-9]
     same = [b for g in groups[: n // 2] for b in (group_B == g).nonzero().squeeze(1).tolist()]
     kinds = {
-        "largest TD errors": largest(jump_B),
+        "largest TD errors before the end": largest(jump_B),
         "most wrong": largest(error_B),
         "several responses to a prompt": same[:n],
         "drawn at random": sorted(permutation(len(rows), "report")[:n]),
@@ -1899,14 +1901,15 @@ def report_figures(reports):
     from matplotlib.figure import Figure
 
     style = {
-        "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "lines.markersize": 4, "legend.frameon": False,
-        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
-        "axes.axisbelow": True, "svg.fonttype": "none", "svg.hashsalt": "same",
+        "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titley": 1.0, "axes.grid": True,
+        "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "grid.alpha": 0.25,
+        "legend.frameon": False, "lines.markersize": 4,
     }  # fmt: skip
     out, one = {}, len(reports) == 1
 
     def panels(name, titles, rows=1, height=3.0):
-        out[name] = Figure(figsize=(11.5, height * rows), layout="constrained")
+        out[name] = Figure(figsize=(11.5, height * rows))
+        out[name].subplots_adjust(0.055, 0.46 / height / rows, 0.99, 1 - 0.26 / height / rows, 0.22, 0.45)
         for panel, (title, xlabel, ylabel) in zip(out[name].subplots(rows, 3).flat, titles, strict=True):
             panel.set(title=title, xlabel=xlabel, ylabel=ylabel)
         return out[name].axes
@@ -1928,8 +1931,8 @@ def report_figures(reports):
         bins = curves.get("calibration", [])
         most = max((count for *_, count in bins), default=1)
         line(trust, [(x, y) for x, y, _ in bins], "-", **named)
-        trust.scatter(*zip(*[(x, y) for x, y, _ in bins], strict=True) if bins else ((), ()),
-                      s=[10 + 150 * count / most for *_, count in bins], color=color, alpha=0.5, lw=0)  # fmt: skip
+        for x, y, count in bins:
+            trust.plot(x, y, "o", color=color, alpha=0.5, mew=0, ms=3 + 11 * math.sqrt(count / most))
         line(rank, curves.get("auc by position"), **named)
         line(pairs, curves["value and return"], "o", alpha=0.4, mew=0, **named)
         for panel, name in ((spread, "values"), (jumps, "td errors")):
@@ -1962,17 +1965,21 @@ def report_figures(reports):
         training = panels("training", [(title, "step", "") for title in TRAINING.values()], rows=2, height=2.3)
         for (label, report), color in list(zip(reports.items(), (BLUE, GREY), strict=False))[::-1]:
             draw(report, color, None if one else label)
-        trust.axline((0, 0), slope=1, color="#6b7280", lw=0.8, ls="--")
-        jumps.set_yscale("symlog", linthresh=1)
-        for panel in (p for figure in out.values() for p in figure.axes):
-            if not panel.has_data() or (panel is trust and not len(trust.collections[0].get_offsets())):
+        for panel in (panel for figure in out.values() for panel in figure.axes):
+            if not panel.has_data():
                 panel.text(0.5, 0.5, "nothing to show", ha="center", transform=panel.transAxes, color="#6b7280")
-            elif panel.get_title().startswith("explained variance"):  # one bad point would flatten all others
-                panel.set_ylim(bottom=max(panel.get_ylim()[0], -1.05))
-            if panel.get_title() in ("value loss", "gradient norm") and panel.has_data():
-                panel.set_yscale("log")
-            if panel.get_legend_handles_labels()[0]:
+            elif panel.get_legend_handles_labels()[0]:
                 panel.legend()
+        for panel in (trust, pairs):
+            panel.axline((0, 0), slope=1, color="#6b7280", lw=0.8, ls="--")
+        for panel in (position, length, prompt, training[1]):  # where one point far below would flatten all others
+            panel.set_ylim(max(min(panel.get_ylim()[0], -0.03), -1.03), 1.03)
+        rank.set_ylim(min(rank.get_ylim()[0], 0.47), 1.02)
+        for panel in (training[0], training[3]):
+            panel.set_yscale("log")
+        for panel in training[4:]:
+            panel.ticklabel_format(axis="y", scilimits=(-2, 4), useOffset=False)
+        jumps.set_yscale("symlog", linthresh=1)
     return out
 
 
@@ -1988,16 +1995,16 @@ TRAINING = {
 SECTIONS = {  # of a report: figure -> title, what to look for
     "where": (
         "Where it is right",
-        "1 is perfect, 0 as good as a constant, less is worse than that. It should rise along the response. At the first "
-        "action only the prompt is known, and there no critic comes above the ceiling, but by chance. The third picture "
-        "takes each prompt by itself: above 0 the critic tells good from bad responses to it, not only hard prompts from "
-        "easy ones.",
+        "1 is perfect, 0 as good as a constant, less is worse than that. It should rise along the response. At the "
+        "first action only the prompt is known, and there no critic comes above the ceiling, but by chance. The third "
+        "picture takes each prompt by itself: above 0 the critic tells good from bad responses to it, not only hard prompts "
+        "from easy ones.",
     ),
     "calibration": (
         "Do its numbers mean what they say",
         "Where it says 0.8, four in five should end well: points on the diagonal, larger where there are more actions "
-        "(rewards of 0 and 1 only). AUC is the chance that a right response has a higher value than a wrong one. In the "
-        "third picture a point is a prompt: its value beforehand, and what came of its responses.",
+        "(rewards of 0 and 1 only). AUC is the chance that a right response has a higher value than a wrong one. "
+        "In the third picture a point is a prompt: its value beforehand, and what came of its responses.",
     ),
     "histograms": (
         "How they are spread",
@@ -2017,14 +2024,15 @@ body { font: 15px/1.45 system-ui, sans-serif; color: #111827; background: #f3f4f
 main { max-width: 1160px; margin: 0 auto; padding: 18px }
 h1 { font-size: 23px; margin: 0 } h2 { font-size: 17px; margin: 0 } p { margin: 2px 0 8px; color: #4b5563 }
 section { background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; padding: 12px 18px; margin-top: 12px }
-section > svg { width: 100%; height: auto; display: block } pre { overflow: auto; font-size: 12px }
+img { width: 100%; display: block } pre { overflow: auto; font-size: 12px }
 table { border-collapse: collapse } td, th { padding: 2px 18px 2px 0; text-align: left }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
 .tiles { display: flex; flex-wrap: wrap; gap: 10px; margin-top: 10px }
 .tiles div { background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; padding: 6px 14px; flex: 1 }
 .tiles b { display: block; font-size: 20px } .small { color: #6b7280; font-size: 12px }
 #rows { max-height: 520px; overflow-y: auto; border-top: 1px solid #e5e7eb; margin-top: 8px }
-.row { padding: 6px 0; border-bottom: 1px solid #e5e7eb } .row svg { width: 100%; height: 40px; display: block }
+.row { padding: 5px 0; border-bottom: 1px solid #e5e7eb; display: flex; flex-wrap: wrap; align-items: center; gap: 2px 20px }
+.row svg { height: 34px; max-width: 100%; order: 1 }
 .tokens { font: 13px/1.8 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
 .tokens span { border-radius: 3px; padding: 2px 0; color: #9ca3af } .tokens .action { color: #111827 }
 .tokens span:hover { outline: 2px solid #111827 }
@@ -2036,8 +2044,8 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
 <h1>What the critic learned</h1><p>{{about}}</p>
 <div class="tiles">{{tiles}}</div>
 <section><h2>Where it changes its mind</h2>
-<p>Each action is coloured by its value, which is read just before it; point at one for its numbers. The line above a row
-is its values, the dashes are its returns: a good critic moves where the response is decided. {{sample}}</p>
+<p>Each action is coloured by its value, which is read just before it; point at one for its numbers. The line beside a
+row is its values, the dashes are its returns: a good critic moves where the response is decided. {{sample}}</p>
 show <select id="kind"></select> &nbsp; coloured by <select id="key"></select> &nbsp;
 <span class="small"><span id="low"></span><span id="scale"></span><span id="high"></span></span>
 <div id="rows"></div></section>
@@ -2073,7 +2081,7 @@ function lines(row) {  // values, and dashed returns, of the actions
   const first = v[0][0], n = v.at(-1)[0] - first || 1;
   const line = (p, look) => `<polyline fill="none" vector-effect="non-scaling-stroke" ${look}
     points="${p.map(([i, y]) => [100 * (i - first) / n, 37 - 34 * (y - low) / span]).join(" ")}"/>`;
-  return `<svg viewBox="0 0 100 40" preserveAspectRatio="none">${line(r, 'stroke="#9ca3af" stroke-dasharray="4 3"')}
+  return `<svg viewBox="0 0 100 40" preserveAspectRatio="none" width="${Math.max(150, 7 * n)}">${line(r, 'stroke="#9ca3af" stroke-dasharray="4 3"')}
     ${line(v, 'stroke="#2563eb" stroke-width="1.6"')}</svg>`;
 }
 
@@ -2180,12 +2188,12 @@ def write_report(run, tokenizer, held_out, batch):
         reports[run.report_against] = read_report(run.report_against)
     pictures = {}
     for name, figure in report_figures(reports).items():
-        drawn = io.StringIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-        pictures[name] = drawn.getvalue()[drawn.getvalue().index("<svg") :]
-        if name in ("where", "calibration"):
-            figure.savefig(f"{stem}_{name}.png.tmp", format="png", dpi=110)
-            os.replace(f"{stem}_{name}.png.tmp", f"{stem}_{name}.png")
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png", dpi=130)
+        pictures[name] = base64.b64encode(drawn.getvalue()).decode()
+        with open(f"{stem}_{name}.png.tmp", "wb") as file:
+            file.write(drawn.getvalue())
+        os.replace(f"{stem}_{name}.png.tmp", f"{stem}_{name}.png")
     kinds = rows_to_show(rows, td_error_T)
     chosen = sorted({b for some in kinds.values() for b in some})
     payload = {
@@ -2231,8 +2239,9 @@ def report_page(run, about, reports, pictures, payload):
         for name in names
     ]
     shown, n = len(payload["rows"]), report["rows"][0]
+    picture = '<img src="data:image/png;base64,{}" alt="{}">'
     sections = [
-        f"<section><h2>{title}</h2><p>{words}</p>{pictures[name]}</section>"
+        f"<section><h2>{title}</h2><p>{words}</p>{picture.format(pictures[name], title)}</section>"
         for name, (title, words) in SECTIONS.items()
     ]
     settings = {}
