@@ -1690,8 +1690,8 @@ def less_mean_of_group(x_N, group_N):
 def equal_parts(x_N, k):
     """Numbers cut into k groups of about equal size, fewer where many are equal, for those stay together
     -> ((N,) int64 group, [(least, most)] of each)."""
-    edges = x_N.double().quantile(torch.linspace(0, 1, k + 1, dtype=torch.float64)[1:-1])
-    _, group_N = torch.bucketize(x_N.double(), edges, right=True).unique(return_inverse=True)
+    edges = x_N.sort().values[[i * len(x_N) // k for i in range(1, k)]]
+    _, group_N = torch.bucketize(x_N, edges, right=True).unique(return_inverse=True)
     parts = [x_N[group_N == g] for g in range(int(group_N.max()) + 1)]
     return group_N, [(part.min().item(), part.max().item()) for part in parts]
 
@@ -1780,16 +1780,14 @@ def learned(rows, td_error_T, gamma):
     tenths = [(t, tenth_A == t) for t in range(10) if (tenth_A == t).any()]
     by_prompt = explained_variance_by(v_A, r_A, group_B[row_A], int(group_B.max()) + 1)
     by_prompt = by_prompt[(group.bincount(minlength=len(by_prompt)) > 1) & by_prompt.isfinite()].sort().values
-    means = torch.zeros(len(group_B), 3, dtype=torch.float64)
-    means.index_add_(
-        0, group, torch.stack([rows.values[first], rows.returns[first], torch.ones(len(first))], 1).double()
-    )
-    means = means[means[:, 2] > 1]
+    pairs = torch.stack([rows.values[first], rows.returns[first], torch.ones(len(first))], 1).double()
+    pairs = torch.zeros(len(group_B), 3, dtype=torch.float64).index_add(0, group, pairs)
+    pairs = (pairs / pairs[:, 2:])[pairs[:, 2] > 1, :2]  # of each prompt with several responses
     curves = {
         "by position": [[place_A[at].mean(), ev(v_A[at], r_A[at])] for _, at in tenths],
         "by length": [[*part, x] for part, x in zip(lengths, explained_variance_by(v_A, r_A, part_A, 6), strict=False)],
         "by prompt": evenly(by_prompt.tolist(), 500),
-        "value and return": evenly((means / means[:, 2:])[:, :2].tolist(), 1000),
+        "value and return": evenly(pairs.tolist(), 1000),
         "change by position": [[place_A[at].mean(), td_A[at].abs().mean()] for _, at in tenths],
         "td errors": [["", *histogram(td_A, -float(td_A.abs().max()), float(td_A.abs().max()))]],
     }
@@ -1925,9 +1923,8 @@ def report_figures(reports):
         if top is not None:
             position.plot(0, top, "_", color=color, ms=16, mew=3, label=f"ceiling without the response: {top:.2f}")
         line(length, [((low + high) / 2, x) for low, high, x in curves["by length"]], **named)
-        line(
-            prompt, [((i + 0.5) / len(curves["by prompt"]), x) for i, x in enumerate(curves["by prompt"])], "-", **named
-        )
+        many = curves["by prompt"]
+        line(prompt, [((i + 0.5) / len(many), x) for i, x in enumerate(many)], "-", **named)
         bins = curves.get("calibration", [])
         most = max((count for *_, count in bins), default=1)
         line(trust, [(x, y) for x, y, _ in bins], "-", **named)
@@ -1997,8 +1994,8 @@ SECTIONS = {  # of a report: figure -> title, what to look for
         "Where it is right",
         "1 is perfect, 0 as good as a constant, less is worse than that. It should rise along the response. At the "
         "first action only the prompt is known, and there no critic comes above the ceiling, but by chance. The third "
-        "picture takes each prompt by itself: above 0 the critic tells good from bad responses to it, not only hard prompts "
-        "from easy ones.",
+        "picture takes each prompt by itself: above 0 the critic tells good from bad responses to it, not only hard "
+        "prompts from easy ones.",
     ),
     "calibration": (
         "Do its numbers mean what they say",
@@ -2031,7 +2028,8 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
 .tiles div { background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; padding: 6px 14px; flex: 1 }
 .tiles b { display: block; font-size: 20px } .small { color: #6b7280; font-size: 12px }
 #rows { max-height: 520px; overflow-y: auto; border-top: 1px solid #e5e7eb; margin-top: 8px }
-.row { padding: 5px 0; border-bottom: 1px solid #e5e7eb; display: flex; flex-wrap: wrap; align-items: center; gap: 2px 20px }
+.row { padding: 5px 0; border-bottom: 1px solid #e5e7eb }
+.row { display: flex; flex-wrap: wrap; align-items: center; gap: 2px 20px }
 .row svg { height: 34px; max-width: 100%; order: 1 }
 .tokens { font: 13px/1.8 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
 .tokens span { border-radius: 3px; padding: 2px 0; color: #9ca3af } .tokens .action { color: #111827 }
@@ -2081,8 +2079,8 @@ function lines(row) {  // values, and dashed returns, of the actions
   const first = v[0][0], n = v.at(-1)[0] - first || 1;
   const line = (p, look) => `<polyline fill="none" vector-effect="non-scaling-stroke" ${look}
     points="${p.map(([i, y]) => [100 * (i - first) / n, 37 - 34 * (y - low) / span]).join(" ")}"/>`;
-  return `<svg viewBox="0 0 100 40" preserveAspectRatio="none" width="${Math.max(150, 7 * n)}">${line(r, 'stroke="#9ca3af" stroke-dasharray="4 3"')}
-    ${line(v, 'stroke="#2563eb" stroke-width="1.6"')}</svg>`;
+  return `<svg viewBox="0 0 100 40" preserveAspectRatio="none" width="${Math.max(150, 7 * n)}">
+    ${line(r, 'stroke="#9ca3af" stroke-dasharray="4 3"')}${line(v, 'stroke="#2563eb" stroke-width="1.6"')}</svg>`;
 }
 
 function show() {
@@ -2185,7 +2183,8 @@ def write_report(run, tokenizer, held_out, batch):
     report = {"name": run.out_dir, "rows": [len(rows), seen], "numbers": numbers, "curves": curves}
     reports, stem = {"this run": report}, path.removesuffix(".html")
     if run.report_against:
-        reports[run.report_against] = read_report(run.report_against)
+        other = read_report(run.report_against)
+        reports[other["name"]] = other
     pictures = {}
     for name, figure in report_figures(reports).items():
         drawn = io.BytesIO()
