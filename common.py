@@ -476,6 +476,8 @@ def rows_to_batch(
         batch.multi_modal_inputs = None
     if not batch.response_mask.any():
         raise UserError(f"{source}: no row has an action, response_mask is 0 everywhere")
+    if stray := int((batch.token_level_rewards[~batch.response_mask] != 0).sum()):
+        print0(f"{source}: {stray:,} rewards stand on tokens that are no actions; the action before gets them")
     batch.token_level_rewards = carry_rewards(batch.token_level_rewards, batch.response_mask, batch.cu_seqlens)
     if with_values:
         batch.values = torch.where(batch.response_mask, batch.values, 0.0)
@@ -1961,7 +1963,7 @@ def report_figures(reports):
         ])  # fmt: skip
         training = panels("training", [(title, "step", "") for title in TRAINING.values()], rows=2, height=2.3)
         for (label, report), color in list(zip(reports.items(), (BLUE, GREY), strict=False))[::-1]:
-            draw(report, color, None if one else label)
+            draw(report, color, None if one else label[-30:].replace("$", r"\$"))
         for panel in (panel for figure in out.values() for panel in figure.axes):
             if not panel.has_data():
                 panel.text(0.5, 0.5, "nothing to show", ha="center", transform=panel.transAxes, color="#6b7280")
@@ -1980,6 +1982,7 @@ def report_figures(reports):
     return out
 
 
+REPORT_FORMAT = 1  # of the numbers in a report, which another report reads
 BLUE, GREY = "#2563eb", "#9ca3af"
 TRAINING = {
     "critic/vf_loss": "value loss",
@@ -2133,10 +2136,12 @@ def read_report(path, flag="--report-against"):
         with open(path, encoding="utf-8") as file:
             found = re.search(r'<script type="application/json" id="report">(.*?)</script>', file.read(), flags=re.S)
         report = json.loads(found[1] if found else "")
-        return {key: report[key] for key in ("name", "rows", "numbers", "curves")}
+        if report["format"] == REPORT_FORMAT:
+            return report
+        raise UserError(f"{flag} {path}: is of another version of these scripts; make it anew")
     except OSError as error:
         raise UserError(f"{flag} {path}: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError):
+    except (TypeError, KeyError, json.JSONDecodeError, UnicodeDecodeError):
         raise UserError(f"{flag} {path}: is not a report that these scripts wrote") from None
 
 
@@ -2180,7 +2185,8 @@ def write_report(run, tokenizer, held_out, batch):
     numbers, curves = learned(rows, td_error_T, run.gamma)
     curves["training"] = training_curves(run.out_dir)
     seen = hashlib.sha256(rows.input_ids.numpy().tobytes() + mask.numpy().tobytes()).hexdigest()[:16]
-    report = {"name": run.out_dir, "rows": [len(rows), seen], "numbers": numbers, "curves": curves}
+    report = {"format": REPORT_FORMAT, "name": run.out_dir, "rows": [len(rows), seen]}
+    report |= {"numbers": numbers, "curves": curves}
     reports, stem = {"this run": report}, path.removesuffix(".html")
     if run.report_against:
         other = read_report(run.report_against)
@@ -2227,16 +2233,8 @@ def report_page(run, about, reports, pictures, payload):
     heads = "".join(f'<th class="n">{escape(name)}</th>' for name in reports)
     if others:
         heads += f"<th>measured on {'the same' if others[0]['rows'] == report['rows'] else 'other'} rows</th>"
-    table = [f"<tr>{heads}</tr>"] + [
-        "".join(
-            [
-                "<tr>",
-                *(f'<td class="n">{tell(x, name)}</td>' for x in reports.values()),
-                f"<td>{NUMBERS[name]}</td></tr>",
-            ]
-        )
-        for name in names
-    ]
+    cells = lambda name: "".join(f'<td class="n">{tell(x, name)}</td>' for x in reports.values())
+    table = [heads, *(f"{cells(name)}<td>{NUMBERS[name]}</td>" for name in names)]
     shown, n = len(payload["rows"]), report["rows"][0]
     picture = '<img src="data:image/png;base64,{}" alt="{}">'
     sections = [
@@ -2251,7 +2249,7 @@ def report_page(run, about, reports, pictures, payload):
         "tiles": "".join(tiles),
         "sample": f"A sample: {shown} of the {n:,} rows. All else on this page is of all." if shown < n else "",
         "sections": "\n".join(sections),
-        "table": "\n".join(table),
+        "table": "\n".join(f"<tr>{line}</tr>" for line in table),
         "settings": escape(json.dumps(settings, indent=1)),
         "report": safe(report),
         "payload": safe(payload),
@@ -2314,12 +2312,9 @@ def data_check(train, held_out, run):
         and "what they would have earned is missing; --bootstrap-truncated puts a value there",
     )  # fmt: skip
     stray = int((train.token_level_rewards[~mask] != 0).sum())
-    binary = bool(((reward_B == 0) | (reward_B == 1)).all())
-    kind = (
-        f"{reward_B.mean():.3g} of the rows have 1, the others 0"
-        if binary
-        else f"from {reward_B.min():.3g} to {reward_B.max():.3g} a row"
-    )
+    kind = f"from {reward_B.min():.3g} to {reward_B.max():.3g} a row, {reward_B.mean():.3g} at the mean"
+    if ((reward_B == 0) | (reward_B == 1)).all():
+        kind = f"1 for {reward_B.mean():.1%} of the rows, 0 for the others"
     say("rewards", kind, stray and f"{stray:,} stand on tokens that are no actions; the action before gets them")
     clip, wrong = config.cliprange_value if config.value_head == "scalar" else None, None
     if std == 0:
@@ -2338,14 +2333,10 @@ def data_check(train, held_out, run):
             (abs(v_mean - mean) > 3 * max(std, v_std) or v_std > 10 * std or std > 10 * v_std)
             and "another scale than the returns; are they of these rewards?",
         )  # fmt: skip
-    first_B = first_actions(mask, cu)
-    top = ceiling(returns_T[first_B[actions_B > 0]], prompt_groups(train)[actions_B > 0])
-    say(
-        "ceiling",
-        "unknown, no prompt has two responses"
-        if math.isnan(top)
-        else f"{top:.3f} is the most that the prompt alone can explain of the returns",
-    )
+    acts_B, first_B = actions_B > 0, first_actions(mask, cu)
+    top = ceiling(returns_T[first_B[acts_B]], prompt_groups(train)[acts_B])
+    known = f"{top:.3f} is the most that a prompt alone can explain of its returns"
+    say("ceiling", "unknown, no prompt has two responses" if math.isnan(top) else known)
     return out
 
 
