@@ -1679,7 +1679,7 @@ def explained_variance_by(values_A, returns_A, group_A, n):
     count, r, rr, e, ee = torch.zeros(n, 5, dtype=torch.float64).index_add(0, group_A, sums).unbind(1)
     variance = rr / count - (r / count) ** 2
     explained = 1 - (ee / count - (e / count) ** 2) / variance
-    return torch.where(variance > 1e-9 * rr / count, explained, math.nan)
+    return torch.where(variance > 1e-9 * (rr + ee) / count, explained, math.nan)  # less is rounding
 
 
 def less_mean_of_group(x_N, group_N):
@@ -2181,7 +2181,7 @@ def write_report(run, tokenizer, held_out, batch):
     if rows.advantages is None:
         add_returns(rows, run)
     mask, cu, td_error_T = rows.response_mask, rows.cu_seqlens, errors.advantages
-    _, rows.returns = gae(rows.token_level_rewards, rows.values, mask, cu, run.gamma, lam=1.0)
+    _, rows.returns = gae(rows.token_level_rewards, torch.zeros(len(mask)), mask, cu, run.gamma, lam=1.0)
     numbers, curves = learned(rows, td_error_T, run.gamma)
     curves["training"] = training_curves(run.out_dir)
     seen = hashlib.sha256(rows.input_ids.numpy().tobytes() + mask.numpy().tobytes()).hexdigest()[:16]
