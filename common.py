@@ -1993,18 +1993,18 @@ TRAINING = {
     "perf/tokens_per_second": "tokens per second",
 }
 SECTIONS = {  # of a report: figure -> title, what to look for
+    "calibration": (
+        "Do its numbers mean what they say",
+        "Where it says 0.8, four in five should end well: points on the diagonal, larger where there are more actions "
+        "(rewards of 0 and 1 only). AUC is the chance that a right response has a higher value than a wrong one. "
+        "In the third picture a point is a prompt: its value beforehand, and what came of its responses.",
+    ),
     "where": (
         "Where it is right",
         "1 is perfect, 0 as good as a constant, less is worse than that. It should rise along the response. At the "
         "first action only the prompt is known, and there no critic comes above the ceiling, but by chance. The third "
         "picture takes each prompt by itself: above 0 the critic tells good from bad responses to it, not only hard "
         "prompts from easy ones.",
-    ),
-    "calibration": (
-        "Do its numbers mean what they say",
-        "Where it says 0.8, four in five should end well: points on the diagonal, larger where there are more actions "
-        "(rewards of 0 and 1 only). AUC is the chance that a right response has a higher value than a wrong one. "
-        "In the third picture a point is a prompt: its value beforehand, and what came of its responses.",
     ),
     "histograms": (
         "How they are spread",
@@ -2030,8 +2030,9 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
 .tiles { display: flex; flex-wrap: wrap; gap: 10px; margin-top: 10px }
 .tiles div { background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; padding: 6px 14px; flex: 1 }
 .tiles b { display: block; font-size: 20px } .small { color: #6b7280; font-size: 12px }
-#rows { max-height: 520px; overflow-y: auto; border-top: 1px solid #e5e7eb; margin-top: 8px }
-.row { padding: 5px 0; border-bottom: 1px solid #e5e7eb }
+#rows { max-height: 420px; overflow-y: auto; border-top: 1px solid #e5e7eb; margin-top: 8px }
+#rows { display: flex; flex-wrap: wrap; column-gap: 30px }
+.row { padding: 5px 0; border-bottom: 1px solid #e5e7eb; flex: 1 1 auto; min-width: 46%; max-width: 100% }
 .row { display: flex; flex-wrap: wrap; align-items: center; gap: 2px 20px }
 .row svg { height: 34px; max-width: 100%; order: 1 }
 .tokens { font: 13px/1.8 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
@@ -2389,6 +2390,7 @@ def profiled(run, steps):
 @contextlib.contextmanager
 def profiler(stem):
     """Writes what happens inside as files that begin with `stem`."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its own words
     from torch.profiler import ProfilerActivity, profile
 
     os.makedirs(os.path.dirname(stem), exist_ok=True)
