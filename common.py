@@ -1929,9 +1929,9 @@ def report_figures(reports):
         line(prompt, [((i + 0.5) / len(many), x) for i, x in enumerate(many)], "-", **named)
         bins = curves.get("calibration", [])
         most = max((count for *_, count in bins), default=1)
-        line(trust, [(x, y) for x, y, _ in bins], "-", **named)
+        line(trust, [(x, y) for x, y, _ in bins], "-", alpha=0.35, lw=1, **named)  # small dots are mostly chance
         for x, y, count in bins:
-            trust.plot(x, y, "o", color=color, alpha=0.5, mew=0, ms=3 + 11 * math.sqrt(count / most))
+            trust.plot(x, y, "o", color=color, alpha=0.6, mew=0, ms=2 + 12 * math.sqrt(count / most))
         line(rank, curves.get("auc by position"), **named)
         line(pairs, curves["value and return"], "o", alpha=0.4, mew=0, **named)
         for panel, name in ((spread, "values"), (jumps, "td errors")):
