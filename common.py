@@ -19,6 +19,7 @@ import functools
 import glob
 import hashlib
 import heapq
+import html
 import importlib.util
 import inspect
 import io
@@ -498,6 +499,8 @@ def rows_to_batch(
         batch.multi_modal_inputs = None
     if not batch.response_mask.any():
         raise UserError(f"{source}: no row has an action, response_mask is 0 everywhere")
+    if stray := int((batch.token_level_rewards[~batch.response_mask] != 0).sum()):
+        print0(f"{source}: {stray:,} rewards stand on tokens that are no actions; the action before gets them")
     batch.token_level_rewards = carry_rewards(batch.token_level_rewards, batch.response_mask, batch.cu_seqlens)
     if with_values:
         batch.values = torch.where(batch.response_mask, batch.values, 0.0)
@@ -832,6 +835,14 @@ def last_actions(response_mask_T, cu_seqlens):
     index_T = torch.where(response_mask_T, torch.arange(len(response_mask_T), device=response_mask_T.device), -1)
     last_B = torch.full((len(cu_seqlens) - 1,), -1, device=index_T.device)
     return last_B.scatter_reduce(0, row_of_token(cu_seqlens), index_T, "amax")
+
+
+def first_actions(response_mask_T, cu_seqlens):
+    """(B,) index of each sequence's first action in the (T,) columns, -1 where it has none."""
+    last_B = last_actions(response_mask_T, cu_seqlens)
+    index_T = torch.arange(len(response_mask_T), device=response_mask_T.device)
+    index_T = torch.where(response_mask_T, index_T, len(index_T))
+    return last_B.scatter_reduce(0, row_of_token(cu_seqlens), index_T, "amin", include_self=False).minimum(last_B)
 
 
 def carry_rewards(rewards_T, response_mask_T, cu_seqlens):
@@ -1658,6 +1669,769 @@ def progress(items, what):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What the critic learned: statistics of its values, a page to look at them, and a check of the rows before training
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def prompts_of(rows):
+    """B keys: the tokens and images that stand before each row's first action."""
+    ids, ends, images = rows.input_ids.numpy(), rows.cu_seqlens[1:].long(), rows.multi_modal_inputs or [{}] * len(rows)
+    first_B = first_actions(rows.response_mask, rows.cu_seqlens)
+    first_B = torch.where(first_B < 0, ends, first_B).tolist()
+    starts = rows.cu_seqlens[:-1].tolist()
+    return [(ids[a:b].tobytes(), str(x.get("images"))) for a, b, x in zip(starts, first_B, images, strict=True)]
+
+
+def prompt_groups(rows):
+    """(B,) int64: which prompt each row answers, numbered from 0 as they come."""
+    numbers = {}
+    return torch.tensor([numbers.setdefault(key, len(numbers)) for key in prompts_of(rows)])
+
+
+def places_of_actions(response_mask_T, cu_seqlens):
+    """(A,) float64: where each action stands among those of its row, from 0 (the first) to 1 (the last)."""
+    count_B, row_A = actions_per_row(response_mask_T, cu_seqlens), row_of_token(cu_seqlens)[response_mask_T]
+    index_A = torch.arange(len(row_A)) - (count_B.cumsum(0) - count_B)[row_A]
+    return index_A.double() / (count_B[row_A] - 1).clamp(min=1)
+
+
+def explained_variance_by(values_A, returns_A, group_A, n):
+    """(n,) float64: 1 - Var(R - V) / Var(R) inside each of n groups; NaN where a group's returns are all equal."""
+    r_A, e_A = returns_A.double(), returns_A.double() - values_A.double()
+    sums = torch.stack([torch.ones_like(r_A), r_A, r_A * r_A, e_A, e_A * e_A], 1)
+    count, r, rr, e, ee = torch.zeros(n, 5, dtype=torch.float64).index_add(0, group_A, sums).unbind(1)
+    variance = rr / count - (r / count) ** 2
+    explained = 1 - (ee / count - (e / count) ** 2) / variance
+    return torch.where(variance > 1e-9 * (rr + ee) / count, explained, math.nan)  # less is rounding
+
+
+def less_mean_of_group(x_N, group_N):
+    """(N,) float64: each number less the mean of its group."""
+    count_G = group_N.bincount()
+    mean_G = torch.zeros(len(count_G), dtype=torch.float64).index_add(0, group_N, x_N.double()) / count_G
+    return x_N.double() - mean_G[group_N]
+
+
+def equal_parts(x_N, k):
+    """Numbers cut into k groups of about equal size, fewer where many are equal, for those stay together
+    -> ((N,) int64 group, [(least, most)] of each)."""
+    edges = x_N.sort().values[[i * len(x_N) // k for i in range(1, k)]]
+    _, group_N = torch.bucketize(x_N, edges, right=True).unique(return_inverse=True)
+    parts = [x_N[group_N == g] for g in range(int(group_N.max()) + 1)]
+    return group_N, [(part.min().item(), part.max().item()) for part in parts]
+
+
+def calibration(values_N, labels_N, bins=15):
+    """(bins, 3) float64: mean value, part of ones and count, of what falls into each of `bins` equal parts of [0, 1].
+
+    Values are taken for chances, those outside for 0 or 1. Fifteen parts of equal width: Guo et al. 1706.04599.
+    """
+    p_N, ones_N = values_N.double().clamp(0, 1), torch.ones(len(values_N), dtype=torch.float64)
+    part_N = (p_N * bins).long().clamp(max=bins - 1)
+    sums = torch.zeros(bins, 3, dtype=torch.float64)
+    sums.index_add_(0, part_N, torch.stack([p_N, labels_N.double(), ones_N], 1))
+    return torch.cat([sums[:, :2] / sums[:, 2:], sums[:, 2:]], 1)
+
+
+def calibration_error(bins_M3):
+    """Expected calibration error from `calibration`: mean distance of chance and frequency, weighted by count."""
+    chance, frequency, count = bins_M3[bins_M3[:, 2] > 0].unbind(1)
+    return float((count * (chance - frequency).abs()).sum() / count.sum())
+
+
+def brier(values_N, labels_N):
+    """Mean squared distance of the chance and what happened, 0 or 1 (Brier 1950, for one of the two classes)."""
+    return float((values_N.double().clamp(0, 1) - labels_N.double()).square().mean())
+
+
+def ceiling(returns_B, group_B):
+    """1 - within-prompt variance / variance: the explained variance of knowing each prompt's mean return.
+
+    The most that any critic can reach before the first action; later ones have seen some of the answer. Over prompts
+    with several rows. The variance inside a prompt is the unbiased one, of n - 1, and its rows weigh alike. NaN if no
+    prompt has two rows or all returns are equal; by chance it can lie below 0.
+    """
+    several_B = group_B.bincount()[group_B] > 1
+    x_B, group_B = returns_B[several_B].double(), group_B[several_B]
+    if not len(x_B) or (x_B == x_B[0]).all():
+        return math.nan
+    count_B = group_B.bincount()[group_B]
+    within = (less_mean_of_group(x_B, group_B).square() * count_B / (count_B - 1)).mean()
+    return float(1 - within / x_B.var())
+
+
+NUMBERS = {  # of a report -> what they say
+    "explained_var": "explained variance over all actions: 1 is perfect, 0 as good as a constant",
+    "explained_var_first": "explained variance at the first action, where only the prompt is known",
+    "ceiling": "the most that any critic can explain there: 1 - within-prompt variance / variance",
+    "explained_var_last": "explained variance at the last action, where the whole response is known",
+    "explained_var_within": "the same among responses to one prompt: right from wrong, not hard from easy",
+    "vf_loss": "half the mean squared error",
+    "constant_loss": "half the mean squared error of the best constant",
+    "auc": "chance that the last value of a right response is above that of a wrong one",
+    "brier": "Brier score: mean squared error of the value as the chance of being right",
+    "brier_constant": "Brier score of the best constant",
+    "ece": "expected calibration error: mean distance of chance and frequency, 15 bins of equal width",
+    "td_error_std": "standard deviation of the TD errors",
+}
+
+
+def learned(rows, td_error_T, gamma):
+    """What the values of these rows are worth -> (numbers: each of NUMBERS, curves: name -> lists that are drawn).
+
+    rows has values and returns (discounted sums of the rewards). Plain Python: numbers that do not exist are None.
+    """
+    mask, cu, group_B = rows.response_mask, rows.cu_seqlens, prompt_groups(rows)
+    v_A, r_A, td_A, row_A = rows.values[mask], rows.returns[mask], td_error_T[mask], row_of_token(cu)[mask]
+    reward_B = torch.zeros(len(rows)).index_add(0, row_of_token(cu), rows.token_level_rewards)
+    acts_B, place_A = actions_per_row(mask, cu) > 0, places_of_actions(mask, cu)
+    first, last, group = first_actions(mask, cu)[acts_B], last_actions(mask, cu)[acts_B], group_B[acts_B]
+    label_A, label = reward_B[row_A], reward_B[acts_B]
+    binary = bool(((label == 0) | (label == 1)).all()) and len(label.unique()) == 2
+    several = group.bincount()[group] > 1
+    within = [less_mean_of_group(x[last][several], group[several]) for x in (rows.values, rows.returns)]
+    ev = lambda v, r: explained_variance_by(v, r, torch.zeros(len(v), dtype=torch.int64), 1)[0]
+    numbers = {
+        "explained_var": ev(v_A, r_A),
+        "explained_var_first": ev(rows.values[first], rows.returns[first]),
+        "ceiling": ceiling(rows.returns[first], group),
+        "explained_var_last": ev(rows.values[last], rows.returns[last]),
+        "explained_var_within": ev(*within),
+        "vf_loss": 0.5 * (v_A - r_A).double().square().mean(),
+        "constant_loss": 0.5 * r_A.double().var(correction=0),
+        "td_error_std": td_A.double().std(correction=0),
+    }
+    tenth_A, (part_A, lengths) = (place_A * 10).long().clamp(max=9), equal_parts(actions_per_row(mask, cu)[row_A], 6)
+    tenths = [(t, tenth_A == t) for t in range(10) if (tenth_A == t).any()]
+    by_prompt = explained_variance_by(v_A, r_A, group_B[row_A], int(group_B.max()) + 1)
+    by_prompt = by_prompt[(group.bincount(minlength=len(by_prompt)) > 1) & by_prompt.isfinite()].sort().values
+    pairs = torch.stack([rows.values[first], rows.returns[first], torch.ones(len(first))], 1).double()
+    pairs = torch.zeros(len(group_B), 3, dtype=torch.float64).index_add(0, group, pairs)
+    pairs = (pairs / pairs[:, 2:])[pairs[:, 2] > 1, :2]  # of each prompt with several responses
+    curves = {
+        "by position": [[place_A[at].mean(), ev(v_A[at], r_A[at])] for _, at in tenths],
+        "by length": [[*part, x] for part, x in zip(lengths, explained_variance_by(v_A, r_A, part_A, 6), strict=False)],
+        "by prompt": evenly(by_prompt.tolist(), 500),
+        "value and return": evenly(pairs.tolist(), 1000),
+        "change by position": [[place_A[at].mean(), td_A[at].abs().mean()] for _, at in tenths],
+        "td errors": [["", *histogram(td_A, -float(td_A.abs().max()), float(td_A.abs().max()))]],
+    }
+    shown = {"values": v_A, "returns": r_A}
+    if binary:
+        p_A, y_A = (v_A, label_A) if gamma == 1 else (rows.values[last], label)  # discounted returns are no chances
+        bins = calibration(p_A, y_A)
+        numbers["auc"] = auc(rows.values[last], label)
+        numbers |= {"brier": brier(p_A, y_A), "brier_constant": y_A.double().var(correction=0)}
+        numbers["ece"] = calibration_error(bins)
+        curves["calibration"] = bins[bins[:, 2] > 0].tolist()
+        curves["auc by position"] = [[place_A[at].mean(), auc(v_A[at], label_A[at])] for _, at in tenths]
+        shown = {"right": v_A[label_A == 1], "wrong": v_A[label_A == 0]}
+    low, high = min(x.min().item() for x in shown.values()), max(x.max().item() for x in shown.values())
+    curves["values"] = [[name, *histogram(x, low, high)] for name, x in shown.items()]
+    return plain({name: numbers.get(name) for name in NUMBERS}), plain(curves)
+
+
+def histogram(x_N, low, high, bins=50):
+    """[edges, counts] of numbers from low to high."""
+    counts, edges = x_N.double().histogram(bins, range=(low, high) if low < high else (low - 0.5, low + 0.5))
+    return [edges.tolist(), counts.tolist()]
+
+
+def evenly(items, n):
+    """At most n of a list, at even distances."""
+    return items if len(items) <= n else [items[i * (len(items) - 1) // (n - 1)] for i in range(n)]
+
+
+def plain(x):
+    """Tensors, tuples and dicts as what JSON has; four digits of each number, None for one that is not finite."""
+    if isinstance(x, str):
+        return x
+    if isinstance(x, dict):
+        return {key: plain(y) for key, y in x.items()}
+    if isinstance(x, list | tuple):
+        return [plain(y) for y in x]
+    return float(f"{float(x):.4g}") if x is not None and math.isfinite(x) else None
+
+
+def rows_to_show(rows, td_error_T, n=16):
+    """kind -> at most n rows (indices) that are worth a look; the same on any layout, up to rounding of the values."""
+    mask, cu, group_B = rows.response_mask, rows.cu_seqlens, prompt_groups(rows)
+    row_T, acts_B = row_of_token(cu), actions_per_row(mask, cu) > 0
+    jump_T = torch.where(mask, td_error_T.abs(), 0.0)
+    jump_T[last_actions(mask, cu)[acts_B]] = 0.0  # the last one is how wrong it was in the end
+    jump_B = torch.zeros(len(rows)).scatter_reduce(0, row_T, jump_T, "amax")
+    error_B = torch.zeros(len(rows)).index_add(0, row_T, torch.where(mask, (rows.values - rows.returns).abs(), 0.0))
+    error_B /= actions_per_row(mask, cu).clamp(min=1)
+    largest = lambda x_B: [b for b in (-x_B.double()).round(decimals=4).argsort(stable=True).tolist() if acts_B[b]][:n]
+    first_B = first_actions(mask, cu)
+    return_B = torch.where(acts_B, rows.returns[first_B], 0.0)
+    spread_G = torch.zeros(len(rows), dtype=torch.float64)
+    spread_G.index_add_(0, group_B, less_mean_of_group(return_B, group_B).square())
+    groups = [g for g in (-spread_G).round(decimals=4).argsort(stable=True).tolist() if spread_G[g] > 1e-9]
+    same = [b for g in groups[: n // 2] for b in (group_B == g).nonzero().squeeze(1).tolist()]
+    kinds = {
+        "largest TD errors before the end": largest(jump_B),
+        "most wrong": largest(error_B),
+        "several responses to a prompt": same[:n],
+        "drawn at random": sorted(permutation(len(rows), "report")[:n]),
+    }
+    return {kind: chosen for kind, chosen in kinds.items() if chosen}
+
+
+def tokens_to_show(rows, td_error_T, chosen, tokenizer, before=200, after=1000):
+    """One dict a row of `chosen`: texts of its tokens and what stands beside them, from the last `before` tokens of the
+    prompt to `after` of the response."""
+    texts, shown, starts, first_B = {}, [], rows.cu_seqlens.tolist(), first_actions(rows.response_mask, rows.cu_seqlens)
+    for b in chosen:
+        start, end, first = starts[b], starts[b + 1], max(int(first_B[b]), starts[b])
+        low, high = max(start, first - before), min(end, first + after)
+        ids, mask = rows.input_ids[low:high].tolist(), rows.response_mask[low:high].tolist()
+        for i in ids:
+            texts[i] = texts[i] if i in texts else text_of_token(i, tokenizer)
+        at_actions = lambda x_T, low=low, high=high, mask=mask: [
+            float(f"{x:.3g}") if own else None for x, own in zip(x_T[low:high].tolist(), mask, strict=True)
+        ]
+        columns = {"v": rows.values, "r": rows.returns, "d": td_error_T, "a": rows.advantages}
+        shown.append({
+            "row": int(rows.row_id[b]), "reward": plain(rows.token_level_rewards[start:end].sum()),
+            "first": low - start, "tokens": end - start, "t": [texts[i] for i in ids],
+            **{key: at_actions(x_T) for key, x_T in columns.items()},
+        })  # fmt: skip
+    return shown
+
+
+def text_of_token(i, tokenizer):
+    """How a token reads, its number where there is no tokenizer."""
+    if tokenizer is None:
+        return f"{i} "
+    text = tokenizer.decode([i])
+    starts_word = str(tokenizer.convert_ids_to_tokens(i)).startswith("\u2581")  # decoding one token drops such a space
+    return " " + text if starts_word and not text.startswith(" ") else text
+
+
+def training_curves(out_dir):
+    """metric -> [[step, number]] of a run's metrics.jsonl, at most 400 of each."""
+    names = ("vf_loss", "explained_var", "vf_clipfrac", "grad_norm", "lr")
+    rows, curves = read_metrics(os.path.join(out_dir, "metrics.jsonl")), {}
+    for name in [f"critic/{x}" for x in names] + ["perf/tokens_per_second", "eval/vf_loss", "eval/explained_var"]:
+        curves[name] = evenly([[row["step"], row[name]] for row in rows if row.get(name) is not None], 400)
+    return curves
+
+
+def report_figures(reports):
+    """name -> matplotlib Figure, of {label: report}: this run's in colour, then another's, if there is one, in grey."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    style = {
+        "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titley": 1.0, "axes.grid": True,
+        "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "grid.alpha": 0.25,
+        "legend.frameon": False, "lines.markersize": 4,
+    }  # fmt: skip
+    out, one = {}, len(reports) == 1
+
+    def panels(name, titles, rows=1, height=3.0):
+        out[name] = Figure(figsize=(11.5, height * rows))
+        out[name].subplots_adjust(0.055, 0.46 / height / rows, 0.99, 1 - 0.26 / height / rows, 0.22, 0.45)
+        for panel, (title, xlabel, ylabel) in zip(out[name].subplots(rows, 3).flat, titles, strict=True):
+            panel.set(title=title, xlabel=xlabel, ylabel=ylabel)
+        return out[name].axes
+
+    def line(panel, points, style="o-", **more):
+        if points:
+            x, y = zip(*[(x, math.nan if y is None else y) for x, y in points], strict=True)
+            panel.plot(x, y, style, **more)
+
+    def draw(report, color, label):
+        curves, top, named = report["curves"], report["numbers"]["ceiling"], {"color": color, "label": label}
+        line(position, curves["by position"], **named)
+        if top is not None:
+            position.plot(0, top, "_", color=color, ms=16, mew=3, label=f"ceiling without the response: {top:.2f}")
+        line(length, [((low + high) / 2, x) for low, high, x in curves["by length"]], **named)
+        many = curves["by prompt"]
+        line(prompt, [((i + 0.5) / len(many), x) for i, x in enumerate(many)], "-", **named)
+        bins = curves.get("calibration", [])
+        most = max((count for *_, count in bins), default=1)
+        line(trust, [(x, y) for x, y, _ in bins], "-", alpha=0.35, lw=1, **named)  # small dots are mostly chance
+        for x, y, count in bins:
+            trust.plot(x, y, "o", color=color, alpha=0.6, mew=0, ms=2 + 12 * math.sqrt(count / most))
+        line(rank, curves.get("auc by position"), **named)
+        line(pairs, curves["value and return"], "o", alpha=0.4, mew=0, **named)
+        for panel, name in ((spread, "values"), (jumps, "td errors")):
+            for (what, edges, counts), kind in zip(curves[name], (color, "#f97316"), strict=False):
+                if one or color != GREY:
+                    panel.stairs(counts, edges, fill=True, alpha=0.55, color=kind, label=what)
+                else:
+                    panel.stairs(counts, edges, color=kind, ls="-" if kind == GREY else ":", label=f"{what} ({label})")
+        line(change, curves["change by position"], **named)
+        for panel, name in zip(training, TRAINING, strict=True):
+            line(panel, curves["training"].get(name), "-", lw=1, **named)
+            held_out = curves["training"].get(name.replace("critic/", "eval/")) if name.startswith("critic/") else None
+            line(panel, held_out, "o-", color=color, alpha=0.6, label="held out" if one else None)
+
+    with rc_context(style):
+        position, length, prompt = panels("where", [
+            ("explained variance by position", "first action ... last action", ""),
+            ("explained variance by length", "actions of the response", ""),
+            ("explained variance inside each prompt", "prompts with several responses, sorted", ""),
+        ])  # fmt: skip
+        trust, rank, pairs = panels("calibration", [
+            ("calibration", "value", "part of the responses that were right"),
+            ("AUC by position", "first action ... last action", ""),
+            ("value and return of each prompt", "mean value of the first action", "mean return of its responses"),
+        ])  # fmt: skip
+        spread, jumps, change = panels("histograms", [
+            ("values", "value", "actions"), ("TD errors", "r + gamma v' - v", "actions"),
+            ("mean size of a TD error", "first action ... last action", ""),
+        ])  # fmt: skip
+        training = panels("training", [(title, "step", "") for title in TRAINING.values()], rows=2, height=2.3)
+        for (label, report), color in list(zip(reports.items(), (BLUE, GREY), strict=False))[::-1]:
+            draw(report, color, None if one else label[-30:].replace("$", r"\$"))
+        for panel in (panel for figure in out.values() for panel in figure.axes):
+            if not panel.has_data():
+                panel.text(0.5, 0.5, "nothing to show", ha="center", transform=panel.transAxes, color="#6b7280")
+            elif panel.get_legend_handles_labels()[0]:
+                panel.legend()
+        for panel in (trust, pairs):
+            panel.axline((0, 0), slope=1, color="#6b7280", lw=0.8, ls="--")
+        for panel in (position, length, prompt, training[1]):  # where one point far below would flatten all others
+            panel.set_ylim(max(min(panel.get_ylim()[0], -0.03), -1.03), 1.03)
+        rank.set_ylim(min(rank.get_ylim()[0], 0.47), 1.02)
+        for panel in (training[0], training[3]):
+            panel.set_yscale("log")
+        for panel in training[4:]:
+            panel.ticklabel_format(axis="y", scilimits=(-2, 4), useOffset=False)
+        jumps.set_yscale("symlog", linthresh=1)
+    return out
+
+
+REPORT_FORMAT = 1  # of the numbers in a report, which another report reads
+BLUE, GREY = "#2563eb", "#9ca3af"
+TRAINING = {
+    "critic/vf_loss": "value loss",
+    "critic/explained_var": "explained variance",
+    "critic/vf_clipfrac": "clip fraction",
+    "critic/grad_norm": "gradient norm",
+    "critic/lr": "learning rate",
+    "perf/tokens_per_second": "tokens per second",
+}
+SECTIONS = {  # of a report: figure -> title, what to look for
+    "calibration": (
+        "Do its numbers mean what they say",
+        "Where it says 0.8, four in five should end well: points on the diagonal, larger where there are more actions "
+        "(rewards of 0 and 1 only). AUC is the chance that a right response has a higher value than a wrong one. "
+        "In the third picture a point is a prompt: its value beforehand, and what came of its responses.",
+    ),
+    "where": (
+        "Where it is right",
+        "1 is perfect, 0 as good as a constant, less is worse than that. It should rise along the response. At the "
+        "first action only the prompt is known, and there no critic comes above the ceiling, but by chance. The third "
+        "picture takes each prompt by itself: above 0 the critic tells good from bad responses to it, not only hard "
+        "prompts from easy ones.",
+    ),
+    "histograms": (
+        "How they are spread",
+        "Values of right and wrong responses should part. TD errors are small where nothing is decided: most should be "
+        "near 0.",
+    ),
+    "training": (
+        "How it learned",
+        "Dots are held-out rows. If their loss rises while the other falls, the rows are being learned by heart.",
+    ),
+}
+REPORT = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>What the critic learned</title>
+<style>
+body { font: 15px/1.45 system-ui, sans-serif; color: #111827; background: #f3f4f6; margin: 0 }
+main { max-width: 1160px; margin: 0 auto; padding: 18px }
+h1 { font-size: 23px; margin: 0 } h2 { font-size: 17px; margin: 0 } p { margin: 2px 0 8px; color: #4b5563 }
+section { background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; padding: 12px 18px; margin-top: 12px }
+img { width: 100%; display: block } pre { overflow: auto; font-size: 12px }
+table { border-collapse: collapse } td, th { padding: 2px 18px 2px 0; text-align: left }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+.tiles { display: flex; flex-wrap: wrap; gap: 10px; margin-top: 10px }
+.tiles div { background: #fff; border: 1px solid #e5e7eb; border-radius: 8px; padding: 6px 14px; flex: 1 }
+.tiles b { display: block; font-size: 20px } .small { color: #6b7280; font-size: 12px }
+#rows { max-height: 420px; overflow-y: auto; border-top: 1px solid #e5e7eb; margin-top: 8px }
+#rows { display: flex; flex-wrap: wrap; column-gap: 30px }
+.row { padding: 5px 0; border-bottom: 1px solid #e5e7eb; flex: 1 1 auto; min-width: 46%; max-width: 100% }
+.row { display: flex; flex-wrap: wrap; align-items: center; gap: 2px 20px }
+.row svg { height: 34px; max-width: 100%; order: 1 }
+.tokens { font: 13px/1.8 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
+.tokens span { border-radius: 3px; padding: 2px 0; color: #9ca3af } .tokens .action { color: #111827 }
+.tokens span:hover { outline: 2px solid #111827 }
+#scale { display: inline-block; width: 130px; height: 10px; border-radius: 3px; margin: 0 6px }
+#tip { position: fixed; display: none; background: #111827; color: #fff; border-radius: 6px; padding: 6px 10px;
+  pointer-events: none; white-space: pre; font: 12px/1.5 ui-monospace, monospace }
+</style></head>
+<body><main>
+<h1>What the critic learned</h1><p>{{about}}</p>
+<div class="tiles">{{tiles}}</div>
+<section><h2>Where it changes its mind</h2>
+<p>Each action is coloured by its value, which is read just before it; point at one for its numbers. The line beside a
+row is its values, the dashes are its returns: a good critic moves where the response is decided. {{sample}}</p>
+show <select id="kind"></select> &nbsp; coloured by <select id="key"></select> &nbsp;
+<span class="small"><span id="low"></span><span id="scale"></span><span id="high"></span></span>
+<div id="rows"></div></section>
+{{sections}}
+<section><h2>Numbers</h2><table>{{table}}</table></section>
+<section><details><summary>Settings of the run</summary><pre>{{settings}}</pre></details></section>
+</main><div id="tip"></div>
+<script type="application/json" id="report">{{report}}</script>
+<script type="application/json" id="payload">{{payload}}</script>
+<script>
+const at = id => document.getElementById(id), {rows, kinds} = JSON.parse(at("payload").textContent);
+const names = {v: "value", r: "return", d: "TD error", a: "advantage"}, orange = [249, 115, 22], blue = [37, 99, 235];
+const make = (tag, text, kind) => Object.assign(document.createElement(tag), {textContent: text, className: kind});
+for (const kind in kinds) at("kind").append(new Option(`${kind} (${kinds[kind].length})`, kind));
+for (const key in names) at("key").append(new Option(names[key], key));
+
+function range(key) {  // of the colours: the middle 98 % of the numbers, around 0 where that is the point
+  const x = rows.flatMap(row => row[key].filter(x => x !== null)).sort((x, y) => x - y);
+  const low = x[Math.floor(.01 * (x.length - 1))], high = x[Math.ceil(.99 * (x.length - 1))];
+  const far = Math.max(Math.abs(low), Math.abs(high));
+  return key == "d" || key == "a" ? [-far, far] : [low, high];
+}
+const ranges = Object.fromEntries(Object.keys(names).map(key => [key, range(key)]));
+
+function colour(x, [low, high]) {
+  const t = high > low ? Math.min(Math.max(2 * (x - low) / (high - low) - 1, -1), 1) : 0;
+  return `rgb(${(t < 0 ? orange : blue).map(c => Math.round(255 + (c - 255) * Math.abs(t) * (t < 0 ? .85 : .65)))})`;
+}
+
+function lines(row) {  // values, and dashed returns, of the actions
+  const [v, r] = ["v", "r"].map(key => row[key].map((x, i) => [i, x]).filter(([i, x]) => x !== null));
+  const y = [...v, ...r].map(p => p[1]), low = Math.min(...y), span = Math.max(...y) - low || 1;
+  const first = v[0][0], n = v.at(-1)[0] - first || 1;
+  const line = (p, look) => `<polyline fill="none" vector-effect="non-scaling-stroke" ${look}
+    points="${p.map(([i, y]) => [100 * (i - first) / n, 37 - 34 * (y - low) / span]).join(" ")}"/>`;
+  return `<svg viewBox="0 0 100 40" preserveAspectRatio="none" width="${Math.max(150, 7 * n)}">
+    ${line(r, 'stroke="#9ca3af" stroke-dasharray="4 3"')}${line(v, 'stroke="#2563eb" stroke-width="1.6"')}</svg>`;
+}
+
+function show() {
+  const key = at("key").value, [low, high] = ranges[key];
+  at("low").textContent = +low.toPrecision(2), at("high").textContent = +high.toPrecision(2);
+  const scale = [0, .5, 1].map(t => colour(low + t * (high - low), [low, high]));
+  at("scale").style.background = `linear-gradient(90deg, ${scale})`;
+  at("rows").replaceChildren(...kinds[at("kind").value].map(b => {
+    const row = rows[b], block = make("div", "", "row"), tokens = make("div", row.first ? "… " : "", "tokens");
+    block.append(make("div", `row ${row.row} · reward ${row.reward} · ${row.tokens} tokens`, "small"));
+    if (row.v.some(x => x !== null)) block.insertAdjacentHTML("beforeend", lines(row));
+    tokens.append(...row.t.map((text, i) => {
+      const span = make("span", text.replaceAll("\\n", "⏎\\n"), row.v[i] === null ? "" : "action");
+      if (row.v[i] !== null) span.style.background = colour(row[key][i], [low, high]);
+      span.dataset.at = [b, i];
+      return span;
+    }), row.first + row.t.length < row.tokens ? " …" : "");
+    block.append(tokens);
+    return block;
+  }));
+}
+at("kind").onchange = at("key").onchange = show;
+show();
+
+at("rows").onmousemove = event => {
+  const tip = at("tip"), where = event.target.dataset.at;
+  tip.style.display = where ? "block" : "none";
+  if (!where) return;
+  const [b, i] = where.split(","), row = rows[b];
+  const numbers = Object.keys(names).map(key => names[key].padEnd(10) + String(row[key][i]).padStart(9));
+  const what = `${JSON.stringify(row.t[i])}, token ${row.first + +i} of row ${row.row}`;
+  tip.textContent = [what, ...(row.v[i] === null ? ["not an action"] : numbers)].join("\\n");
+  tip.style.left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8) + "px";
+  const below = event.clientY + 18;
+  tip.style.top = (below + tip.offsetHeight < innerHeight ? below : event.clientY - tip.offsetHeight - 10) + "px";
+};
+at("rows").onmouseleave = () => at("tip").style.display = "none";
+</script></body></html>
+"""
+
+
+def report_path(run):
+    """Where the report goes, or None."""
+    return {"auto": os.path.join(run.out_dir, "report.html"), "none": None}.get(run.report, run.report)
+
+
+def read_report(path, flag="--report-against"):
+    """What another report says: name, rows, numbers, curves. UserError: it is not there, or something else."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = re.search(r'<script type="application/json" id="report">(.*?)</script>', file.read(), flags=re.S)
+        report = json.loads(found[1] if found else "")
+        if report["format"] == REPORT_FORMAT:
+            return report
+        raise UserError(f"{flag} {path}: is of another version of these scripts; make it anew")
+    except OSError as error:
+        raise UserError(f"{flag} {path}: {error.strerror}") from None
+    except (TypeError, KeyError, json.JSONDecodeError, UnicodeDecodeError):
+        raise UserError(f"{flag} {path}: is not a report that these scripts wrote") from None
+
+
+def check_report(run):
+    """UserError if the report cannot be where it should, or there is none to compare it with."""
+    path = report_path(run)
+    if path and run.report != "auto":
+        if not path.endswith(".html"):
+            raise UserError(f"--report {path}: must end in .html, or be auto or none")
+        check_writable(os.path.dirname(path) or ".", "--report")
+        if os.path.exists(path):
+            read_report(path, "--report")  # what is something else is not overwritten
+    if run.report_against:
+        read_report(run.report_against)
+        if path is None:
+            raise UserError("--report-against: compares reports; drop --report none")
+
+
+def write_report(run, tokenizer, held_out, batch):
+    """Writes the page on what the critic learned, pictures of its curves beside it, and prints its numbers (a
+    collective).
+
+    held_out: the rows that `evaluate` has seen last, the same on every rank. Where there are none (None) the report is
+    about `batch`, this rank's rows of the last update.
+    """
+    path, rows, about = report_path(run), held_out, "held-out rows"
+    if path is None or (held_out is None and batch is None):
+        return
+    if held_out is None:
+        rows, about = gather(batch), "rows of the last update, with their values before it"
+    if RANK != 0:
+        return
+    if not rows.values[rows.response_mask].isfinite().all():
+        return print0("report     none, for values are not finite")
+    rows, errors = dataclasses.replace(rows), dataclasses.replace(rows)
+    add_returns(errors, dataclasses.replace(run, lam=0.0))  # with a lambda of 0 an advantage is a TD error
+    if rows.advantages is None:
+        add_returns(rows, run)
+    mask, cu, td_error_T = rows.response_mask, rows.cu_seqlens, errors.advantages
+    _, rows.returns = gae(rows.token_level_rewards, torch.zeros(len(mask)), mask, cu, run.gamma, lam=1.0)
+    numbers, curves = learned(rows, td_error_T, run.gamma)
+    curves["training"] = training_curves(run.out_dir)
+    seen = hashlib.sha256(rows.input_ids.numpy().tobytes() + mask.numpy().tobytes()).hexdigest()[:16]
+    report = {"format": REPORT_FORMAT, "name": run.out_dir, "rows": [len(rows), seen]}
+    report |= {"numbers": numbers, "curves": curves}
+    reports, stem = {"this run": report}, path.removesuffix(".html")
+    if run.report_against:
+        other = read_report(run.report_against)
+        reports[other["name"]] = other
+    pictures = {}
+    for name, figure in report_figures(reports).items():
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png", dpi=130)
+        pictures[name] = base64.b64encode(drawn.getvalue()).decode()
+        with open(f"{stem}_{name}.png.tmp", "wb") as file:
+            file.write(drawn.getvalue())
+        os.replace(f"{stem}_{name}.png.tmp", f"{stem}_{name}.png")
+    kinds = rows_to_show(rows, td_error_T)
+    chosen = sorted({b for some in kinds.values() for b in some})
+    payload = {
+        "kinds": {kind: [chosen.index(b) for b in some] for kind, some in kinds.items()},
+        "rows": tokens_to_show(rows, td_error_T, chosen, tokenizer),
+    }
+    prompts = len(set(prompt_groups(rows).tolist()))
+    about = f"{len(rows):,} {about}, {prompts:,} prompts, {int(mask.sum()):,} actions"
+    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+        file.write(report_page(run, about, reports, pictures, payload))
+    os.replace(f"{path}.tmp", path)
+    print_report(path, about, reports)
+
+
+def report_page(run, about, reports, pictures, payload):
+    """The HTML of a report, complete in itself."""
+    escape, (report, *others) = html.escape, reports.values()
+    safe = lambda x: json.dumps(x).replace("<", "\\u003c")  # so that no text ends its script
+    tell = lambda report, name: number(report["numbers"].get(name), ".3f")
+    names = [name for name in NUMBERS if report["numbers"][name] is not None]
+    tiles = {
+        "explained_var": "explained variance",
+        "explained_var_first": "at the first action",
+        "ceiling": "ceiling there",
+        "explained_var_last": "at the last action",
+        "auc": "AUC of the last value",
+        "brier": "Brier score",
+        "brier_constant": "of the best constant",
+        "ece": "calibration error",
+    }
+    tiles = [f'<div><b>{tell(report, x)}</b><span class="small">{tiles[x]}</span></div>' for x in tiles if x in names]
+    heads = "".join(f'<th class="n">{escape(name)}</th>' for name in reports)
+    if others:
+        heads += f"<th>measured on {'the same' if others[0]['rows'] == report['rows'] else 'other'} rows</th>"
+    cells = lambda name: "".join(f'<td class="n">{tell(x, name)}</td>' for x in reports.values())
+    table = [heads, *(f"{cells(name)}<td>{NUMBERS[name]}</td>" for name in names)]
+    shown, n = len(payload["rows"]), report["rows"][0]
+    picture = '<img src="data:image/png;base64,{}" alt="{}">'
+    sections = [
+        f"<section><h2>{title}</h2><p>{words}</p>{picture.format(pictures[name], title)}</section>"
+        for name, (title, words) in SECTIONS.items()
+    ]
+    settings = {}
+    with contextlib.suppress(OSError), open(os.path.join(run.out_dir, "run.json")) as file:
+        settings = json.load(file)
+    parts = {
+        "about": escape(f"{run.out_dir}: {run.critic.model} after {run.steps} steps, on {about}"),
+        "tiles": "".join(tiles),
+        "sample": f"A sample: {shown} of the {n:,} rows. All else on this page is of all." if shown < n else "",
+        "sections": "\n".join(sections),
+        "table": "\n".join(f"<tr>{line}</tr>" for line in table),
+        "settings": escape(json.dumps(settings, indent=1)),
+        "report": safe(report),
+        "payload": safe(payload),
+    }
+    return re.sub(r"{{(\w+)}}", lambda mark: parts[mark[1]], REPORT)
+
+
+def print_report(path, about, reports):
+    """The numbers of a report as a few lines, of two reports side by side."""
+    tell = lambda name: " / ".join(number(report["numbers"].get(name), ".3f") for report in reports.values())
+    print0(f"report     {path}: {about}" + "".join(f"; / {name}" for name in list(reports)[1:]))
+    print0(
+        f"  explained variance {tell('explained_var')}, at the first action {tell('explained_var_first')} of at most "
+        f"{tell('ceiling')}, at the last {tell('explained_var_last')}, inside prompts {tell('explained_var_within')}"
+    )
+    print0(
+        f"  calibration error {tell('ece')}, Brier score {tell('brier')} (best constant {tell('brier_constant')}), "
+        f"TD errors of {tell('td_error_std')}"
+    )
+
+
+def data_check(train, held_out, run):
+    """Ten lines on what there is to learn from; behind a dash what looks wrong with it, and what helps.
+
+    train, held_out (or None): rows as load_rows has them; train with values if such were recorded.
+    """
+    mask, cu, config, out = train.response_mask, train.cu_seqlens, run.critic, []
+    lengths_B, actions_B, prompts = cu.diff().double(), actions_per_row(mask, cu), prompts_of(train)
+    reward_B = torch.zeros(len(train)).index_add(0, row_of_token(cu), train.token_level_rewards)
+    _, returns_T = gae(train.token_level_rewards, torch.zeros(len(mask)), mask, cu, run.gamma, lam=1.0)
+    mean, std = returns_T[mask].double().mean().item(), returns_T[mask].double().std(correction=0).item()
+
+    def say(name, facts, wrong=None):
+        out.append(f"{name:10s} {facts}" + (f" - {wrong}" if wrong else ""))
+
+    copies = len(train) - len({ids.numpy().tobytes() for ids in train.input_ids.split(train.lengths)})
+    say("rows", f"{len(train):,}, {copies:,} of them copies of others")
+    shared = len(set(prompts) & set(prompts_of(held_out))) if held_out is not None else 0
+    say(
+        "prompts", f"{len(set(prompts)):,}, with {len(train) / len(set(prompts)):.3g} responses each",
+        shared and f"{shared:,} are held-out ones too, whose values will look too good; split the rows by prompt",
+    )  # fmt: skip
+    middle, most = lengths_B.median().item(), lengths_B.max().item()
+    say(
+        "tokens", f"{middle:,.0f} a row at the median, {most:,.0f} at most",
+        most > 20 * middle and "few rows are far longer than the rest; are they meant to be there?",
+    )  # fmt: skip
+    turns, part = (mask & ~mask.roll(1)).sum() / len(train), mask.double().mean()
+    say("actions", f"{actions_B.double().mean():.4g} a row in {turns:.3g} turns; {part:.0%} of the tokens")
+    idle = int((actions_B == 0).sum())
+    ends = int((~mask[cu[1:].long() - 1]).sum()) - idle
+    wrong = idle and "rows without an action teach nothing; leave them out"
+    if ends > len(train) / 2:
+        wrong = "most rows end in a token that was not chosen; is response_mask off by one?"
+    say("masks", f"{idle:,} rows without an action; {ends:,} that end in another token", wrong)
+    cut = int(train.truncated.sum())
+    say(
+        "truncated", f"{cut:,} rows",
+        cut > len(train) / 10 and not run.bootstrap_truncated
+        and "what they would have earned is missing; --bootstrap-truncated puts a value there",
+    )  # fmt: skip
+    stray = int((train.token_level_rewards[~mask] != 0).sum())
+    kind = f"from {reward_B.min():.3g} to {reward_B.max():.3g} a row, {reward_B.mean():.3g} at the mean"
+    if ((reward_B == 0) | (reward_B == 1)).all():
+        kind = f"1 for {reward_B.mean():.1%} of the rows, 0 for the others"
+    say("rewards", kind, stray and f"{stray:,} stand on tokens that are no actions; the action before gets them")
+    clip, wrong = config.cliprange_value if config.value_head == "scalar" else None, None
+    if std == 0:
+        wrong = "all are equal: there is nothing to learn"
+    elif clip is not None and std > 10 * clip:
+        wrong = f"--cliprange-value {clip:g} lets values creep only; scale the rewards down, or give None"
+    elif config.value_range and not config.value_range[0] <= mean <= config.value_range[1]:
+        wrong = f"--value-range {config.value_range} does not hold them; widen it"
+    say("returns", f"{mean:.3g} +- {std:.3g} over the actions", wrong)
+    if train.values is None:
+        say("values", "none recorded, the critic's own are taken")
+    else:
+        v_mean, v_std = train.values[mask].double().mean().item(), train.values[mask].double().std(correction=0).item()
+        say(
+            "values", f"{v_mean:.3g} +- {v_std:.3g} recorded",
+            (abs(v_mean - mean) > 3 * max(std, v_std) or v_std > 10 * std or std > 10 * v_std)
+            and "another scale than the returns; are they of these rewards?",
+        )  # fmt: skip
+    acts_B, first_B = actions_B > 0, first_actions(mask, cu)
+    top = ceiling(returns_T[first_B[acts_B]], prompt_groups(train)[acts_B])
+    known = f"{top:.3f} is the most that a prompt alone can explain of its returns"
+    say("ceiling", "unknown, no prompt has two responses" if math.isnan(top) else known)
+    return out
+
+
+def print_data_check(run, train, held_out):
+    """Prints what data_check says."""
+    if RANK == 0:
+        for line in data_check(train, held_out, run):
+            print0(f"check      {line}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Profile: what chosen steps of chosen ranks do, and hold
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def profile_range(run):
+    """(first, last) of --profile-steps A:B, (0, 0) without it."""
+    return tuple(map(int, run.profile_steps.split(":"))) if run.profile_steps else (0, 0)
+
+
+def check_profile(run):
+    """UserError unless --profile-steps is a range of this run's steps, and --profile-ranks are ranks."""
+    flag, steps = f"--profile-steps {run.profile_steps}", run.profile_steps or "1:1"
+    if not re.fullmatch(r"\d{1,9}:\d{1,9}", steps):
+        raise UserError(f"{flag}: must be A:B, the first step and the last, say 3:5")
+    first, last = map(int, steps.split(":"))
+    if not 1 <= first <= last <= run.steps:
+        raise UserError(f"{flag}: must be steps from 1 to --steps {run.steps}, A not above B")
+    check_flag(
+        run, "profile_ranks", f"must be below the {WORLD_SIZE} ranks", lambda x: all(0 <= r < WORLD_SIZE for r in x)
+    )
+
+
+def profiled(run, steps):
+    """The same steps; those of --profile-steps run under torch.profiler on --profile-ranks, each with its own file.
+
+    out_dir/profile/step_N_rank_R.json.gz opens in ui.perfetto.dev or chrome://tracing, with an evaluation or checkpoint
+    that comes before the step's work. On CUDA step_N_rank_R_memory.pickle, for pytorch.org/memory_viz, has every
+    allocation.
+    """
+    first, last = profile_range(run) if RANK in run.profile_ranks else (0, 0)
+    for step in steps:
+        if first <= step + 1 <= last:
+            with profiler(os.path.join(run.out_dir, "profile", f"step_{step + 1}_rank_{RANK}")):
+                yield step
+        else:
+            yield step
+
+
+@contextlib.contextmanager
+def profiler(stem):
+    """Writes what happens inside as files that begin with `stem`."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its own words
+    from torch.profiler import ProfilerActivity, profile
+
+    os.makedirs(os.path.dirname(stem), exist_ok=True)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.memory._record_memory_history(max_entries=200_000)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+    with profile(activities=activities, record_shapes=True, profile_memory=True) as trace:
+        yield
+    trace.export_chrome_trace(f"{stem}.tmp.json.gz")
+    os.replace(f"{stem}.tmp.json.gz", f"{stem}.json.gz")
+    if cuda:
+        torch.cuda.memory._dump_snapshot(f"{stem}_memory.pickle")
+        torch.cuda.memory._record_memory_history(enabled=None)
+    print(f"profile    {stem}.json.gz" + ", _memory.pickle" * cuda, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Folders that are complete or absent
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -2289,6 +3063,8 @@ def validate_run(run):
         raise UserError("--recorded-values: goes with --rollouts")
     check_writable(run.out_dir, "--out-dir")
     check_replaceable(os.path.join(run.out_dir, "hf"), "--out-dir")
+    check_report(run)
+    check_profile(run)
 
 
 def rows_of_step(step, n, run):
@@ -2336,9 +3112,11 @@ def add_returns(batch, run):
 
 
 def evaluate(worker, rows, gamma):
-    """Held-out metrics against Monte-Carlo returns; loss stands beside that of the best constant."""
+    """Held-out metrics against Monte-Carlo returns; loss stands beside that of the best constant. The rows keep their
+    values."""
     values, mask = worker.critic.compute_values(rows), rows.response_mask
     _, returns = gae(rows.token_level_rewards, values, mask, rows.cu_seqlens, gamma, lam=1.0)
+    rows.values = values
     reward_B = torch.zeros(len(rows))
     reward_B.index_add_(0, row_of_token(rows.cu_seqlens), rows.token_level_rewards)
     last = last_actions(mask, rows.cu_seqlens)

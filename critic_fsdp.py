@@ -160,6 +160,10 @@ class Run:
     max_skipped_updates: int = 10  # so many updates in a row that are not finite end the run (0: never)
     plan: int | None = None  # print what each of so many ranks would hold, and end
     out_dir: str = "out/critic_fsdp"  # for checkpoints, the Hugging Face folder, metrics and curves
+    report: str = "auto"  # page on what the critic learned (auto: report.html in out_dir; none: no page)
+    report_against: str | None = None  # report.html of another run, to stand beside this one's
+    profile_steps: str | None = None  # A:B, steps that torch.profiler records into out_dir/profile (None: none)
+    profile_ranks: tuple[int, ...] = (0,)  # ranks that it records on
     wandb_project: str | None = None  # log to Weights & Biases too, if it is installed
 
 
@@ -1201,10 +1205,11 @@ def main(run):
     if run.resume:
         worker.load_checkpoint(run.resume)
     common.print_work(worker, run, train)
+    common.print_data_check(run, train, held_out)
     logger = common.Logger(run.out_dir, dataclasses.asdict(run), first_step, run.wandb_project)
     common.listen_for_sigterm()
-    start, stuck = time.perf_counter(), 0
-    for step in range(first_step, run.steps + 1):
+    start, stuck, batch = time.perf_counter(), 0, None
+    for step in common.profiled(run, range(first_step, run.steps + 1)):
         last, stop = step == run.steps, common.told_to_stop()
         if held_out is not None and (step == 0 or last or (run.eval_every and step % run.eval_every == 0)):
             metrics = common.evaluate(worker, held_out, run.gamma)
@@ -1234,6 +1239,7 @@ def main(run):
     worker.export_hf(os.path.join(run.out_dir, "hf"))
     logger.close()
     common.plot_curves(run.out_dir)
+    common.write_report(run, tokenizer, held_out, batch)
     print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, curves.png, metrics.jsonl, tensorboard")
 
 

@@ -193,6 +193,10 @@ class Run(Generic[CriticConfig]):
     )
     seed: int = 0  # of the order of prompts and of every sampled token
     out_dir: str = "out/ppo_loop"  # for checkpoints, the Hugging Face folder, metrics and curves
+    report: str = "auto"  # page on what the critic learned (auto: report.html in out_dir; none: no page)
+    report_against: str | None = None  # report.html of another run, to stand beside this one's
+    profile_steps: str | None = None  # A:B, steps that torch.profiler records into out_dir/profile (None: none)
+    profile_ranks: tuple[int, ...] = (0,)  # ranks that it records on
     wandb_project: str | None = None  # log to Weights & Biases too, if it is installed
 
 
@@ -262,6 +266,8 @@ def validate(run):
         critic_module(run.backend).validate(run.critic)
     common.check_writable(run.out_dir, "--out-dir")
     common.check_replaceable(os.path.join(run.out_dir, "hf"), "--out-dir")
+    common.check_report(run)
+    common.check_profile(run)
 
 
 def validate_actor(config):
@@ -1736,8 +1742,8 @@ def main(run):
     phases, reward = Phases(run.offload, device), reward_model or task.reward
     logger = common.Logger(run.out_dir, dataclasses.asdict(run), first_step, run.wandb_project)
     common.listen_for_sigterm()
-    start, stuck = time.perf_counter(), 0
-    for step in range(first_step, run.steps + 1):
+    start, stuck, batch = time.perf_counter(), 0, None
+    for step in common.profiled(run, range(first_step, run.steps + 1)):
         last, stop = step == run.steps, common.told_to_stop()
         if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
             with phases("checkpoint", actor, critic):
@@ -1804,6 +1810,7 @@ def main(run):
         critic.export_hf(os.path.join(run.out_dir, "critic_hf"))
     logger.close()
     plot_learning(run.out_dir)
+    common.write_report(run, task.tokenizer, None, batch)
     print0(
         f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, critic_hf, curves.png, metrics.jsonl, "
         "samples.jsonl, tensorboard"

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 
+import browser
 import pytest
 import tyro
 from helpers import ROOT, SHARED, begin, ended, run, succeeded
@@ -112,6 +113,16 @@ def test_command_runs(line, copy, ppo):
         assert held_out(shown)[0] == pytest.approx(held_out(out)[0], abs=0.01)
         first = [re.search(r"^step +1/\d+ +loss (\S+)", log, flags=re.M)[1] for log in (shown, out)]
         assert float(first[0]) == pytest.approx(float(first[1]), abs=0.001)
+        report = copy / "out" / "gsm8k" / "report.html"
+        assert "800 held-out rows, 200 prompts" in report.read_text()
+        if browser.CHROMIUM is None:
+            pytest.skip("no Chromium on this machine to open the report with")
+        with browser.page(report) as call:
+            browser.hover(call, ".action")
+            tip = browser.evaluate(call, "getComputedStyle(tip).display + tip.textContent")
+            assert re.fullmatch(
+                r'block".*", token \d+ of row \d+\nvalue +\S+\nreturn +[01]\nTD error +\S+\nadvantage +\S+', tip
+            ), tip
 
 
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind in ("gpu", "long")])
