@@ -21,56 +21,20 @@ import inspect
 import itertools
 import math
 import os
+import sys
 import time
 import warnings
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.nn as nn
-import torch.nn.functional as F
-import transformers
 import tyro
-from huggingface_hub import snapshot_download
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor
-from transformers import AutoModel, Qwen2VLImageProcessorPil
-from transformers.pytorch_utils import Conv1D
-
-import common
-from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
-
-transformers.logging.set_verbosity_error()  # what matters of a load is said below, in one line
-transformers.logging.disable_progress_bar()
-warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing here writes into one
-warnings.filterwarnings("ignore", message=".*`NO_SHARD`")  # FSDP1 on a single rank
-warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft sees by itself what GPT-2 needs
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Config
 # ---------------------------------------------------------------------------------------------------------------------
+
+KERNELS = ("auto", "flash", "varlen", "sdpa", "eager")
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @dataclass(frozen=True)
@@ -107,7 +71,7 @@ class Config:
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products (auto: bfloat16, float32 on CPU)
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # in which FSDP adds gradients of the ranks up
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
-    attn_implementation: Literal[common.KERNELS] = "auto"  # attention kernel (auto: the fastest that serves the model)
+    attn_implementation: Literal[KERNELS] = "auto"  # attention kernel (auto: the fastest that serves the model)
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     activation_offload: bool = False  # keep what checkpointing saves on the host until the backward pass
     defer_grad_sync: bool = False  # reduce gradients once a mini-batch: less traffic, but a whole gradient on each rank
@@ -123,7 +87,7 @@ class Config:
 
     # loss
     cliprange_value: float | None = 0.5  # how far a value may gain by moving (None: no clipping; hl_gauss: never any)
-    loss_agg_mode: Literal[common.LOSS_AGG_MODES] = "token-mean"  # how token losses become one loss of the mini-batch
+    loss_agg_mode: Literal[LOSS_AGG_MODES] = "token-mean"  # how token losses become one loss of the mini-batch
     response_length_limit: int | None = None  # the constant that seq-mean-token-sum-norm divides by
 
     # optimizer
@@ -160,6 +124,51 @@ class Run:
     plan: int | None = None  # print what each of so many ranks would hold, and end
     out_dir: str = "out/critic_fsdp"  # for checkpoints, the Hugging Face folder, metrics and curves
     wandb_project: str | None = None  # log to Weights & Biases too, if it is installed
+
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # at once: what is imported below takes ten seconds
+    tyro.cli(Run, description=__doc__, console_outputs=os.environ.get("RANK", "0") == "0")
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+import torch.nn.functional as F
+import transformers
+from huggingface_hub import snapshot_download
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
+from transformers import AutoModel, Qwen2VLImageProcessorPil
+from transformers.pytorch_utils import Conv1D
+
+import common
+from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
+
+transformers.logging.set_verbosity_error()  # what matters of a load is said below, in one line
+transformers.logging.disable_progress_bar()
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing here writes into one
+warnings.filterwarnings("ignore", message=".*`NO_SHARD`")  # FSDP1 on a single rank
+warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft sees by itself what GPT-2 needs
 
 
 def validate(config, world_size=WORLD_SIZE):

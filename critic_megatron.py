@@ -25,50 +25,14 @@ import logging
 import math
 import os
 import re
+import sys
 import time
 import types
 import warnings
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")  # at import: unused
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-import transformers
 import tyro
-from huggingface_hub import snapshot_download
-from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from megatron.core.transformer.transformer_config import TransformerConfig
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch.overrides import TorchFunctionMode
-from transformers import AutoModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-import common
-from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
-
-transformers.logging.set_verbosity_error()  # what matters of a load is said below, in one line
-transformers.logging.disable_progress_bar()
-for message in (  # of megatron-core 0.16.1 with this torch; nothing to be done about them here
-    "full scope is deprecated",
-    "The .grad attribute of a Tensor that is not a leaf",
-    "`torch.distributed.* is deprecated",
-):
-    warnings.filterwarnings("ignore", message=message)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Config
@@ -76,6 +40,8 @@ for message in (  # of megatron-core 0.16.1 with this torch; nothing to be done 
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KERNELS = ("auto", "flash", "varlen", "sdpa", "eager")
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @dataclass(frozen=True)
@@ -111,7 +77,7 @@ class Config:
     # precision and kernels
     param_dtype: Literal[DTYPES] = "auto"  # of matrix products (auto: bfloat16, float32 on CPU)
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
-    attn_implementation: Literal[common.KERNELS] = "auto"  # attention kernel (auto: the fastest that serves the model)
+    attn_implementation: Literal[KERNELS] = "auto"  # attention kernel (auto: the fastest that serves the model)
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe"], ...] = ()  # recompute only these parts of a layer
 
@@ -126,7 +92,7 @@ class Config:
 
     # loss
     cliprange_value: float | None = 0.5  # how far a value may gain by moving (None: no clipping; hl_gauss: never any)
-    loss_agg_mode: Literal[common.LOSS_AGG_MODES] = "token-mean"  # how token losses become one loss of the mini-batch
+    loss_agg_mode: Literal[LOSS_AGG_MODES] = "token-mean"  # how token losses become one loss of the mini-batch
     response_length_limit: int | None = None  # the constant that seq-mean-token-sum-norm divides by
 
     # optimizer
@@ -162,6 +128,52 @@ class Run:
     max_skipped_updates: int = 10  # so many updates in a row that are not finite end the run (0: never)
     out_dir: str = "out/critic_megatron"  # for checkpoints, the Hugging Face folder, metrics and curves
     wandb_project: str | None = None  # log to Weights & Biases too, if it is installed
+
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # at once: what is imported below takes ten seconds
+    tyro.cli(Run, description=__doc__, console_outputs=os.environ.get("RANK", "0") == "0")
+
+warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")  # at import: unused
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+import transformers
+from huggingface_hub import snapshot_download
+
+if not torch.cuda.is_available():  # else Megatron loads a compiler for its small functions, and none is used here
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import common
+from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
+
+transformers.logging.set_verbosity_error()  # what matters of a load is said below, in one line
+transformers.logging.disable_progress_bar()
+for message in (  # of megatron-core 0.16.1 with this torch; nothing to be done about them here
+    "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+    "`torch.distributed.* is deprecated",
+):
+    warnings.filterwarnings("ignore", message=message)
 
 
 def validate(config, world_size=WORLD_SIZE):

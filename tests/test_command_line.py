@@ -39,6 +39,16 @@ def test_help_explains_every_flag(script):
         words = re.sub(r"^(--\S+,? )+(\{.*?\}\S*|[A-Z]+( [A-Z]+)*) ?", "", explained[0]).strip()
         assert len(words) > 7 and words not in sections, f"{flag}: {words!r}"
     assert "toy task, a tiny model, a laptop CPU" in text
+    assert (script.KERNELS, script.LOSS_AGG_MODES) == (common.KERNELS, common.LOSS_AGG_MODES)
+
+
+@pytest.mark.parametrize("script", [critic_fsdp, critic_megatron])
+def test_help_waits_for_no_import(script):
+    """Three seconds are promised, and torch alone takes them."""
+    command = (sys.executable, "-X", "importtime", script.__file__, "--help")
+    process = run(*command)
+    imported = set(re.findall(r"\| +(\S+)$", process.stderr, flags=re.M))
+    assert process.returncode == 0 and "tyro" in imported and not imported & {"torch", "transformers", "common"}
 
 
 BAD_FLAGS = {
