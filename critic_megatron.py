@@ -85,7 +85,9 @@ class Config:
     ppo_epochs: int = 1  # passes over the rows of one update
     ppo_mini_batch_size: int = 256  # rows of one optimizer step, global: over all ranks
     shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
-    ppo_max_token_len_per_gpu: int = 16384  # most tokens of a training micro-batch, per rank: a hard cap
+    ppo_max_token_len_per_gpu: int | Literal["auto"] = 16384  # most tokens of a training micro-batch, per rank: a hard
+    # cap (auto: as many as the memory holds, which a probe measures)
+    memory_limit_gib: float | None = None  # of a rank, for auto (None: what is free on the device; a CPU needs it)
     forward_max_token_len_per_gpu: int | None = None  # the same for compute_values (None: as in training)
     ppo_micro_batch_size_per_gpu: int | None = None  # rows of a training micro-batch, in place of the token cap
     forward_micro_batch_size_per_gpu: int | None = None  # the same for compute_values (None: as in training)
@@ -970,7 +972,8 @@ def pack_unit(config):
 
 def training_limits(config):
     """(most slots, rows) of a training micro-batch of a model-parallel group; rows, if given, decide alone."""
-    tokens, unit = config.ppo_max_token_len_per_gpu * config.context_parallel_size, pack_unit(config)
+    tokens, unit = config.ppo_max_token_len_per_gpu, pack_unit(config)
+    tokens = 2**62 if tokens == "auto" else tokens * config.context_parallel_size  # auto: until find_budget knows
     return tokens // unit * unit, config.ppo_micro_batch_size_per_gpu
 
 
@@ -1042,6 +1045,9 @@ class MegatronPPOCritic:
             groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
             for i, (full, half) in enumerate(groups):
                 optimizer.model_param_group_index_map |= {p: (i, j) for j, p in enumerate([*full, *half])}
+        for optimizer in self.optimizers():
+            for group in optimizer.optimizer.param_groups:
+                group["fused"] = True  # of torch's AdamW: one kernel, a fifth of the time on CPU
         if self.transformer.params_dtype != torch.float32:  # master weights from the file, not rounded
             named = {f"model{i}": weights for i, weights in enumerate(stored)} if len(stored) > 1 else stored[0]
             for optimizer in self.optimizers():  # all of them give it to the first one alone
@@ -1399,6 +1405,29 @@ class CriticWorker:
         print0(f"precision  {dtype} products on {self.device.type}; master weights, gradients, value head float32")
         self.check_model()
 
+    @register(Dispatch.ONE_TO_ALL)
+    def find_budget(self, longest, row):
+        """Makes a number of --ppo-max-token-len-per-gpu auto, on which no update depends. UserError: no row would fit.
+
+        longest: tokens of the longest row to come; row: words that name it.
+        """
+        if self.config.ppo_max_token_len_per_gpu != "auto":
+            return
+        critic, layout = self.critic, self.layout
+        turns = layout.pp_size * (2 if self.config.virtual_pipeline_model_parallel_size > 1 else 1)
+
+        def probe(n):  # as many micro-batches as a stage may hold at a time
+            batch = common.probe_rows(n, longest)
+            counts = common.loss_counts(batch.response_mask, batch.cu_seqlens)
+            critic.forward_backward(batch, [range(n)] * turns, counts)
+
+        critic.train(True)
+        named = [*named_weights(critic.modules), *named_head(critic.modules)]
+        to_come = sum((8 + 4 * (p.itemsize < 4)) * p.numel() / dist.get_world_size(replicas(name)) for name, p in named)
+        held = sum(p.nbytes + 4 * p.numel() for _, p in named)
+        tokens = common.find_budget(self.config, probe, longest, row, held, to_come, layout.cp_size, self.device)
+        self.config = critic.config = dataclasses.replace(self.config, ppo_max_token_len_per_gpu=tokens)
+
     @torch.no_grad()
     def check_model(self):
         """UserError unless the model runs, is causal and keeps rows apart, tried on two short rows by all ranks."""
@@ -1442,6 +1471,7 @@ class CriticWorker:
     def check_batch(self, batch, training):
         """Raises UserError, ValueError or RuntimeError for rows that this critic cannot take, or not now."""
         self.check_here()
+        self.find_budget(*common.longest_row(batch))
         check_budget(self.config, batch, training)
         if len(batch) and int(batch.input_ids.max()) >= self.vocab_size:
             raise ValueError(f"token id {int(batch.input_ids.max())} is outside the vocabulary of {self.vocab_size}")
@@ -1547,8 +1577,8 @@ class CriticWorker:
             for p, x in stored_shards(named, critic.transformer.num_query_groups, read, f"--resume {folder}"):
                 critic.restore(kind, p, x)
         for optimizer in critic.optimizers():
-            for state in optimizer.optimizer.state.values():
-                state["step"] = torch.tensor(float(saved["optimizer_steps"]))  # its own: the step adds 1 in place
+            for p, state in optimizer.optimizer.state.items():  # a tensor each: the step adds 1 in place
+                state["step"] = torch.tensor(float(saved["optimizer_steps"]), device=p.device)
             for group in optimizer.optimizer.param_groups:
                 group["step"] = saved["optimizer_steps"]  # where Apex and Transformer Engine look for it
             if optimizer.grad_scaler and "loss_scale" in saved:
@@ -1626,6 +1656,7 @@ def main(run):
     worker.init_model()
     if run.resume:
         worker.load_checkpoint(run.resume)
+    worker.find_budget(*common.longest_row(train, run.rollouts))
     common.print_work(worker, run, train)
     logger = common.Logger(run.out_dir, dataclasses.asdict(run), first_step, run.wandb_project)
     common.listen_for_sigterm()

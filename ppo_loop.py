@@ -1041,9 +1041,8 @@ class PolicyWorker:
         self.model, self.flops, self.story = build_policy(config, model_config, device, trains)
         self.optimizer = None
         if trains:
-            self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-            )
+            options = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), **options, fused=True)
         self.optimizer_steps = 0  # taken, skipped ones not counted
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
 
@@ -1198,7 +1197,7 @@ class PolicyWorker:
         self.model.to(device)
         for state in self.optimizer.state.values() if self.optimizer else ():
             for name, value in state.items():
-                if name != "step":  # a host scalar always
+                if name != "step":  # a scalar, which stays
                     state[name] = value.to(device)
 
     def checkpoint_tensors(self):
@@ -1701,6 +1700,7 @@ def build(run, task, device):
         critic.init_model()
         if run.resume:
             critic.load_checkpoint(os.path.join(run.resume, "critic"))
+        critic.find_budget(task.longest, "the longest prompt with its response")
         away(critic)
     return actor, reference, critic, reward_model, engine
 

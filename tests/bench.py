@@ -31,7 +31,6 @@ import statistics
 import sys
 import tempfile
 import time
-import types
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -76,12 +75,13 @@ class Work:
 def make_rows(work):
     """A common.Batch with old values and returns, the same in every process."""
     import torch
+    from transformers import AutoTokenizer
 
     import common
 
     torch.manual_seed(work.seed)
     if work.mix == "gsm8k":
-        tokenizer = common.load_tokenizer(types.SimpleNamespace(tokenizer=str(DATA / "tokenizer"), model="x"))
+        tokenizer = AutoTokenizer.from_pretrained(DATA / "tokenizer")
         batch = common.read_jsonl(
             str(DATA / "gsm8k_rollouts" / "train.jsonl"), tokenizer=tokenizer, vocab_size=work.vocab_size,
             max_length=2**15,
@@ -131,8 +131,7 @@ def write_model(work, folder):
 def ours(script, work, folder, batch):
     module = importlib.import_module(OURS[script])
     flags = {"ppo_mini_batch_size": work.rows, "ppo_max_token_len_per_gpu": work.budget, **json.loads(work.flags)}
-    worker = module.CriticWorker(module.Config(model=str(folder), tokenizer=str(DATA / "tokenizer"), lr=1e-5, **flags))
-    worker.tokenizer = None
+    worker = module.CriticWorker(module.Config(model=str(folder), lr=1e-5, **flags))
     worker.init_model()
     mine = batch.select(range(module.RANK, len(batch), module.WORLD_SIZE))
     return lambda: worker.compute_values(mine), lambda: worker.update_critic(mine)
@@ -147,7 +146,7 @@ def bare(work, folder, batch):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     half = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=device.type == "cuda")
     model = AutoModelForTokenClassification.from_pretrained(folder, attn_implementation="packed").to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01, fused=True)
     [parts] = common.micro_batches([batch.lengths], work.budget)
     packs = [batch.select(rows).to(device) for rows in parts]
     places = [torch.arange(n, device=device) for pack in packs for n in pack.lengths]
@@ -243,7 +242,7 @@ def verl(kind, work, folder, batch):
             "grad_clip": 1.0,
         }
     )  # fmt: skip
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01, fused=True)
     critic = dp_critic.DataParallelPPOCritic(config, model, optimizer)
     info = {"micro_batch_size": size, "max_token_len": work.budget, "use_dynamic_bsz": packed}
     data = DataProto(batch=TensorDict(columns, batch_size=len(batch)), meta_info=info)

@@ -298,6 +298,17 @@ def bad_input_ends_every_rank(folder):
     assert not built
 
 
+def an_automatic_budget_is_that_of_the_rank_with_least_memory():
+    auto = lambda **fields: make(ppo_max_token_len_per_gpu="auto", ulysses_size=2, **fields)
+    roomy, small = auto(memory_limit_gib=0.03), auto(memory_limit_gib=0.02)
+    mixed = auto(memory_limit_gib=0.03 if RANK else 0.02)
+    for worker in (roomy, small, mixed):
+        worker.find_budget(64, "the longest row")
+    budgets = [worker.config.ppo_max_token_len_per_gpu for worker in (roomy, small, mixed)]
+    assert budgets[0] > 1.3 * budgets[1] and abs(budgets[2] - budgets[1]) < 0.1 * budgets[1], budgets
+    assert common.of_all_ranks(budgets) == [budgets] * 2
+
+
 if __name__ == "__main__":
     common.setup_distributed()
     names, *arguments = sys.argv[1:]

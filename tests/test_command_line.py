@@ -73,6 +73,11 @@ BAD_FLAGS = {
     ),
     "--activation-offload: without --gradient-checkpointing": Config(activation_offload=True),
     "--attn-implementation varlen: is for packed rows": Config(attn_implementation="varlen", use_remove_padding=False),
+    "--ppo-max-token-len-per-gpu auto: give --memory-limit-gib": Config(ppo_max_token_len_per_gpu="auto"),
+    "--ppo-max-token-len-per-gpu auto: --ppo-micro-batch-size-per-gpu decides alone": Config(
+        ppo_max_token_len_per_gpu="auto", memory_limit_gib=1, ppo_micro_batch_size_per_gpu=1
+    ),
+    "--memory-limit-gib: goes with --ppo-max-token-len-per-gpu auto": Config(memory_limit_gib=1),
     "--loss-agg-mode seq-mean-token-sum-norm: needs --response-length-limit": Config(
         loss_agg_mode="seq-mean-token-sum-norm"
     ),

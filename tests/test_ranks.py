@@ -15,6 +15,7 @@ ON_TWO_RANKS = (
     "memory_options_change_no_bit",
     "the_plan_is_what_a_rank_holds",
     "waiting_is_measured",
+    "an_automatic_budget_is_that_of_the_rank_with_least_memory",
 )
 
 
