@@ -72,6 +72,7 @@ class Config:
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # in which FSDP adds gradients of the ranks up
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
     attn_implementation: Literal[KERNELS] = "auto"  # attention kernel (auto: the fastest that serves the model)
+    compile: bool = False  # torch.compile each transformer block, attention left out: slow to begin, then less traffic
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     activation_offload: bool = False  # keep what checkpointing saves on the host until the backward pass
     defer_grad_sync: bool = False  # reduce gradients once a mini-batch: less traffic, but a whole gradient on each rank
@@ -203,6 +204,8 @@ def validate(config, world_size=WORLD_SIZE):
             raise UserError(f"--{flag}: --strategy {config.strategy} has no such thing; use {' or '.join(only)}")
     if config.activation_offload and not config.gradient_checkpointing:
         raise UserError("--activation-offload: without --gradient-checkpointing it would copy gathered weights too")
+    if config.compile and not config.use_remove_padding:  # each padded length would be compiled anew
+        raise UserError("--compile: needs packed rows; drop --no-use-remove-padding")
     if config.attn_implementation == "varlen" and not config.use_remove_padding:
         raise UserError("--attn-implementation varlen: is for packed rows; drop --no-use-remove-padding")
 
@@ -381,6 +384,8 @@ def compute_dtype(config, device):
 def build_skeleton(config, model_config, dtype=torch.float32):
     """A ValueModel on meta: no weights yet, but all that is settled without them. UserError: it cannot be built."""
     attention = "packed"
+    if config.compile:  # its lists of lengths would be compiled in, anew for each pack
+        transformers.AttentionInterface.register("packed", torch.compiler.disable(common.packed_attention))
     if not config.use_remove_padding:
         capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
         if capped and config.attn_implementation == "sdpa":
@@ -412,6 +417,8 @@ def build_skeleton(config, model_config, dtype=torch.float32):
             add_lora(backbone, config)
     if config.freeze_layers:
         freeze(backbone, config.freeze_layers)
+    for block in transformer_blocks(backbone) if config.compile else ():  # in place: names of weights stay
+        block.compile(dynamic=True)
     if config.gradient_checkpointing:
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

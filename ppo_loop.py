@@ -1398,7 +1398,7 @@ class Phases:
     """`with phases("actor", actor):` times a phase, and with --offload has its workers, and no other, on the device."""
 
     def __init__(self, offload, device):
-        self.offload, self.device, self.metrics = offload, device, {}
+        self.offload, self.device, self.metrics, self.totals = offload, device, {}, {}
 
     @contextlib.contextmanager
     def __call__(self, name, *workers):
@@ -1427,12 +1427,21 @@ class Phases:
         return total - free
 
     def add(self, name, x):
-        self.metrics[name] = self.metrics.get(name, 0.0) + x
+        for sums in (self.metrics, self.totals):
+            sums[name] = sums.get(name, 0.0) + x
 
     def take(self):
         """The metrics of the step so far, which a new step begins without."""
         taken, self.metrics = self.metrics, {}
         return taken
+
+    def line(self):
+        """Where the time of the run went, phases that are parts of others told apart."""
+        seconds = {name.removeprefix("time/"): x for name, x in self.totals.items() if name.startswith("time/")}
+        seconds["critic"] = seconds.get("critic", 0.0) - seconds.get("values", 0.0)
+        order = ("sync", "rollout", "reward", "log_probs", "reference", "values", "critic", "actor", "evaluation")
+        order += ("checkpoint", "export")
+        return "seconds    " + "  ".join(f"{name} {seconds[name]:,.1f}" for name in order if seconds.get(name))
 
 
 def sync(engine, actor, device):
@@ -1764,7 +1773,8 @@ def main(run):
         if step == first_step:
             check_engine(run, metrics, device)
         with phases("critic", critic):
-            batch.values = critic.compute_values(batch)
+            with phases("values"):
+                batch.values = critic.compute_values(batch)
             add_advantages(batch, scores, kl_coef, run)
             metrics |= critic.update_critic(batch)
         if step >= run.critic_warmup:
@@ -1793,6 +1803,7 @@ def main(run):
         critic.export_hf(os.path.join(run.out_dir, "critic_hf"))
     logger.close()
     plot_learning(run.out_dir)
+    print0(phases.line())
     print0(
         f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, critic_hf, curves.png, metrics.jsonl, "
         "samples.jsonl, tensorboard"

@@ -72,6 +72,7 @@ BAD_FLAGS = {
         strategy="none", reduce_dtype="bfloat16"
     ),
     "--activation-offload: without --gradient-checkpointing": Config(activation_offload=True),
+    "--compile: needs packed rows; drop --no-use-remove-padding": Config(compile=True, use_remove_padding=False),
     "--attn-implementation varlen: is for packed rows": Config(attn_implementation="varlen", use_remove_padding=False),
     "--ppo-max-token-len-per-gpu auto: give --memory-limit-gib": Config(ppo_max_token_len_per_gpu="auto"),
     "--ppo-max-token-len-per-gpu auto: --ppo-micro-batch-size-per-gpu decides alone": Config(
