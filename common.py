@@ -53,6 +53,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler says when it begins and ends
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks, devices, and how a process ends
@@ -108,10 +109,17 @@ def validate_config(config):
     check_trainable(config)
     for name in (
         "ppo_epochs", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu",
-        "ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu", "response_length_limit", "cliprange_value",
-        "lr", "grad_clip", "total_training_steps",
+        "ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu", "memory_limit_gib",
+        "response_length_limit", "cliprange_value", "lr", "grad_clip", "total_training_steps",
     ):  # fmt: skip
-        check_flag(config, name, "must be above 0", lambda x: x is None or x > 0)
+        check_flag(config, name, "must be above 0", lambda x: x in (None, "auto") or (not isinstance(x, str) and x > 0))
+    auto = config.ppo_max_token_len_per_gpu == "auto"
+    if config.memory_limit_gib is not None and not auto:
+        raise UserError("--memory-limit-gib: goes with --ppo-max-token-len-per-gpu auto")
+    if auto and config.ppo_micro_batch_size_per_gpu is not None:
+        raise UserError("--ppo-max-token-len-per-gpu auto: --ppo-micro-batch-size-per-gpu decides alone; drop one")
+    if auto and config.memory_limit_gib is None and not torch.cuda.is_available():
+        raise UserError("--ppo-max-token-len-per-gpu auto: give --memory-limit-gib, what a rank may take on a CPU")
     check_flag(config, "value_bins", "must be at least 2", lambda x: x >= 2)
     check_flag(
         config, "value_range", "must be LOW below HIGH, both finite",
@@ -253,6 +261,81 @@ def peak_memory_gib(device):
         unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts in bytes, Linux in KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
     return torch.accelerator.max_memory_allocated() / 2**30
+
+
+def peak_bytes(call, device):
+    """The most bytes of tensors that a call holds at a time, beyond those that are there before."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        call()
+        return torch.accelerator.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
+        call()
+    events = [event for event in log.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
+
+
+def find_budget(config, probe, longest, row, held, to_come, share, device):
+    """Most tokens of a micro-batch that the memory holds, per rank and equal on all (a collective), printed as an
+    equation. UserError: not even one row.
+
+    probe(n) trains on n rows as long as the longest that will come, `row`, without a step; `share` ranks share each.
+    held, to_come: bytes of weights, gradients and optimizer state on this rank, there by then and not yet.
+    """
+    too_long = UserError(
+        f"--ppo-max-token-len-per-gpu auto: {row} has {longest} tokens, too many for the memory; add "
+        "--gradient-checkpointing, more ranks, or memory"
+    )
+    rows, peaks, slopes = math.ceil(512 * share / longest), [], []
+    try:
+        probe(rows)  # makes what stays: gradients, workspaces
+        while len(slopes) < 2 or (slopes[-1] > 1.01 * slopes[-2] and len(slopes) < 8):
+            # as long as rows are few the gradient of the largest weight makes the peak: twice as many, until it grows
+            # in step with them
+            peak = torch.tensor(float(peak_bytes(lambda n=rows: probe(n), device)), device=device)
+            dist.all_reduce(peak, dist.ReduceOp.MAX)
+            peaks.append((rows * longest / share, float(peak)))
+            slopes += [(y - v) / (x - u) for (u, v), (x, y) in itertools.pairwise(peaks[-2:])]
+            rows *= 2
+    except torch.OutOfMemoryError:
+        raise too_long from None
+    per_token, (last, peak) = max(slopes), peaks[-1]
+    fixed = max(peak - per_token * last, 0)
+    limit = config.memory_limit_gib * 2**30 if config.memory_limit_gib else math.inf
+    if device.type != "cpu":
+        free, _ = torch.accelerator.get_memory_info()
+        unused = torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
+        limit = min(limit, free + unused + held)
+    room = 0.9 * limit - held - to_come - fixed  # a tenth is lost to the allocator, and to experts by chance
+    tokens = torch.tensor(max(int(room / per_token), 0), device=device)
+    dist.all_reduce(tokens, dist.ReduceOp.MIN)
+    gib = lambda x: f"{x / 2**30:.3g}"
+    print0(
+        f"budget     (0.9 x {gib(limit)} GiB - {gib(held + to_come)} weights, gradients, optimizer - {gib(fixed)} "
+        f"at any length) / {per_token:,.0f} bytes a token = {int(tokens):,} tokens a micro-batch"
+    )
+    if tokens * share < longest:
+        raise too_long
+    return int(tokens)
+
+
+def probe_rows(n, length):
+    """A Batch of n rows of so many tokens, all but the first of each an action."""
+    mask = torch.ones(n, length, dtype=torch.bool)
+    mask[:, 0] = False
+    zeros = torch.zeros(n * length)
+    return Batch(
+        zeros.long(), cumulative(torch.full((n,), length)), mask.flatten(), torch.arange(n), torch.zeros(n).bool(),
+        values=zeros, returns=zeros,
+    )  # fmt: skip
+
+
+def longest_row(batch, path=None):
+    """(its tokens, where it stands) of the longest row."""
+    row = int(batch.row_id[batch.lengths.index(max(batch.lengths))])
+    return max(batch.lengths), f"{path}:{row + 1}" if path else f"row {row}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1286,12 +1369,11 @@ def varlen_attention(row, q, k, v, scale, window=None, softcap=None, sinks=None)
 
 def dense_attention(dense, row, q, k, v, *options):
     """The same by a function of (N,H,L,D): one call for each run of sequences of equal lengths."""
-    outs = []
-    for q_start, n, k_start, m, count in row.runs:
-        cut = lambda x, start, n, count=count: (
-            x[0, :, start : start + count * n].unflatten(1, (count, n)).transpose(0, 1)
-        )
-        q_k_v = cut(q, q_start, n), cut(k, k_start, m), cut(v, k_start, m)
+    queries, keys = ([run[i] * run[4] for run in row.runs] for i in (1, 3))  # of each run
+    pieces = zip(q[0].split(queries, 1), k[0].split(keys, 1), v[0].split(keys, 1), strict=True)
+    outs = []  # split: the backward of a slice would fill the whole row with zeros, each time
+    for (*_, count), q_k_v in zip(row.runs, pieces, strict=True):
+        q_k_v = (x.unflatten(1, (count, -1)).transpose(0, 1) for x in q_k_v)
         outs.append(dense(*q_k_v, *options).transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).transpose(0, 1)[None]
 
@@ -2610,7 +2692,7 @@ def smaller_budgets(run):
     path, given, halvings = os.path.join(run.out_dir, "out_of_memory.json"), {}, 0
     for part, config in vars(run).items():
         for name in BUDGETS if dataclasses.is_dataclass(config) else ():
-            if isinstance(getattr(config, name, None), int):
+            if isinstance(getattr(config, name, None), int | float):  # neither None nor auto
                 given[f"{part}.{name}"] = getattr(config, name)
     if run.resume == "auto" and os.path.exists(path):
         with contextlib.suppress(ValueError, KeyError, TypeError), open(path) as file:  # a crash may have cut it short
@@ -2627,7 +2709,7 @@ def smaller_budgets(run):
     OUT_OF_MEMORY[:] = [note]
     for key, x in given.items() if halvings else ():
         part, name = key.split(".")
-        smaller = max(1, x >> halvings)
+        smaller = max(1, x >> halvings) if isinstance(x, int) else x / 2**halvings
         run = dataclasses.replace(run, **{part: dataclasses.replace(getattr(run, part), **{name: smaller})})
         flag = (f"{part}." if hasattr(run, "actor") else "") + name.replace("_", "-")
         print0(f"memory     ran out in the run before, so --{flag} {x} -> {smaller}")
@@ -2635,6 +2717,7 @@ def smaller_budgets(run):
 
 
 BUDGETS = [f"{of}_{what}_per_gpu" for of in ("ppo", "forward") for what in ("max_token_len", "micro_batch_size")]
+BUDGETS.append("memory_limit_gib")
 
 
 def find_resume(run, timeout_minutes):

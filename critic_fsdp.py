@@ -21,56 +21,20 @@ import inspect
 import itertools
 import math
 import os
+import sys
 import time
 import warnings
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.nn as nn
-import torch.nn.functional as F
-import transformers
 import tyro
-from huggingface_hub import snapshot_download
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor
-from transformers import AutoModel, Qwen2VLImageProcessorPil
-from transformers.pytorch_utils import Conv1D
-
-import common
-from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
-
-transformers.logging.set_verbosity_error()  # what matters of a load is said below, in one line
-transformers.logging.disable_progress_bar()
-warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing here writes into one
-warnings.filterwarnings("ignore", message=".*`NO_SHARD`")  # FSDP1 on a single rank
-warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft sees by itself what GPT-2 needs
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Config
 # ---------------------------------------------------------------------------------------------------------------------
+
+KERNELS = ("auto", "flash", "varlen", "sdpa", "eager")
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @dataclass(frozen=True)
@@ -107,7 +71,8 @@ class Config:
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products (auto: bfloat16, float32 on CPU)
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # in which FSDP adds gradients of the ranks up
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
-    attn_implementation: Literal[common.KERNELS] = "auto"  # attention kernel (auto: the fastest that serves the model)
+    attn_implementation: Literal[KERNELS] = "auto"  # attention kernel (auto: the fastest that serves the model)
+    compile: bool = False  # torch.compile each transformer block, attention left out: slow to begin, then less traffic
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     activation_offload: bool = False  # keep what checkpointing saves on the host until the backward pass
     defer_grad_sync: bool = False  # reduce gradients once a mini-batch: less traffic, but a whole gradient on each rank
@@ -116,14 +81,16 @@ class Config:
     ppo_epochs: int = 1  # passes over the rows of one update
     ppo_mini_batch_size: int = 256  # rows of one optimizer step, global: over all ranks
     shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
-    ppo_max_token_len_per_gpu: int = 16384  # most tokens of a training micro-batch, per rank: a hard cap
+    ppo_max_token_len_per_gpu: int | Literal["auto"] = 16384  # most tokens of a training micro-batch, per rank: a hard
+    # cap (auto: as many as the memory holds, which a probe measures)
+    memory_limit_gib: float | None = None  # of a rank, for auto (None: what is free on the device; a CPU needs it)
     forward_max_token_len_per_gpu: int | None = None  # the same for compute_values (None: as in training)
     ppo_micro_batch_size_per_gpu: int | None = None  # rows of a training micro-batch, in place of the token cap
     forward_micro_batch_size_per_gpu: int | None = None  # the same for compute_values (None: as in training)
 
     # loss
     cliprange_value: float | None = 0.5  # how far a value may gain by moving (None: no clipping; hl_gauss: never any)
-    loss_agg_mode: Literal[common.LOSS_AGG_MODES] = "token-mean"  # how token losses become one loss of the mini-batch
+    loss_agg_mode: Literal[LOSS_AGG_MODES] = "token-mean"  # how token losses become one loss of the mini-batch
     response_length_limit: int | None = None  # the constant that seq-mean-token-sum-norm divides by
 
     # optimizer
@@ -167,6 +134,51 @@ class Run:
     wandb_project: str | None = None  # log to Weights & Biases too, if it is installed
 
 
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # at once: what is imported below takes ten seconds
+    tyro.cli(Run, description=__doc__, console_outputs=os.environ.get("RANK", "0") == "0")
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+import torch.nn.functional as F
+import transformers
+from huggingface_hub import snapshot_download
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
+from transformers import AutoModel, Qwen2VLImageProcessorPil
+from transformers.pytorch_utils import Conv1D
+
+import common
+from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
+
+transformers.logging.set_verbosity_error()  # what matters of a load is said below, in one line
+transformers.logging.disable_progress_bar()
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing here writes into one
+warnings.filterwarnings("ignore", message=".*`NO_SHARD`")  # FSDP1 on a single rank
+warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft sees by itself what GPT-2 needs
+
+
 def validate(config, world_size=WORLD_SIZE):
     """Raises UserError for flags that cannot work, before a process group or a model is built."""
     sp, shard = config.ulysses_size, config.fsdp_size
@@ -197,6 +209,8 @@ def validate(config, world_size=WORLD_SIZE):
             raise UserError(f"--{flag}: --strategy {config.strategy} has no such thing; use {' or '.join(only)}")
     if config.activation_offload and not config.gradient_checkpointing:
         raise UserError("--activation-offload: without --gradient-checkpointing it would copy gathered weights too")
+    if config.compile and not config.use_remove_padding:  # each padded length would be compiled anew
+        raise UserError("--compile: needs packed rows; drop --no-use-remove-padding")
     if config.attn_implementation == "varlen" and not config.use_remove_padding:
         raise UserError("--attn-implementation varlen: is for packed rows; drop --no-use-remove-padding")
 
@@ -375,6 +389,8 @@ def compute_dtype(config, device):
 def build_skeleton(config, model_config, dtype=torch.float32):
     """A ValueModel on meta: no weights yet, but all that is settled without them. UserError: it cannot be built."""
     attention = "packed"
+    if config.compile:  # its lists of lengths would be compiled in, anew for each pack
+        transformers.AttentionInterface.register("packed", torch.compiler.disable(common.packed_attention))
     if not config.use_remove_padding:
         capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
         if capped and config.attn_implementation == "sdpa":
@@ -406,6 +422,8 @@ def build_skeleton(config, model_config, dtype=torch.float32):
             add_lora(backbone, config)
     if config.freeze_layers:
         freeze(backbone, config.freeze_layers)
+    for block in transformer_blocks(backbone) if config.compile else ():  # in place: names of weights stay
+        block.compile(dynamic=True)
     if config.gradient_checkpointing:
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -522,7 +540,9 @@ def full_tensor(x):
 
 def training_limits(config):
     """(most tokens, rows) of a training micro-batch of one sequence-parallel group; rows, if given, decide alone."""
-    return config.ppo_max_token_len_per_gpu * config.ulysses_size, config.ppo_micro_batch_size_per_gpu
+    tokens = config.ppo_max_token_len_per_gpu
+    tokens = 2**62 if tokens == "auto" else tokens * config.ulysses_size  # auto: until find_budget knows
+    return tokens, config.ppo_micro_batch_size_per_gpu
 
 
 def forward_limits(config):
@@ -576,7 +596,8 @@ class DataParallelPPOCritic:
         decoder.register_forward_pre_hook(slice_row, with_kwargs=True)
         lr = config.lr if config.lr is not None else (1e-3 if config.model in common.TINY else 1e-5)
         trainable = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trainable, lr=lr, betas=config.betas, weight_decay=config.weight_decay)
+        options = {"lr": lr, "betas": config.betas, "weight_decay": config.weight_decay}
+        self.optimizer = torch.optim.AdamW(trainable, **options, fused=True)  # one kernel: a fifth of the time on CPU
         self.peak_lr = lr
         self.optimizer_steps = 0  # taken, skipped ones not counted: the position of the schedule
         self.updates = 0  # calls of update_critic: with seed and epoch the key of every shuffle
@@ -861,6 +882,33 @@ class CriticWorker:
         print0(f"precision  {dtype} products on {self.device.type}; weights, gradients, value head float32")
         self.check_model(model.model)
 
+    @register(Dispatch.ONE_TO_ALL)
+    def find_budget(self, longest, row):
+        """Makes a number of --ppo-max-token-len-per-gpu auto, on which no update depends. UserError: no row would fit.
+
+        longest: tokens of the longest row to come; row: words that name it.
+        """
+        if self.config.ppo_max_token_len_per_gpu != "auto":
+            return
+        critic, (_, trained) = self.critic, count_parameters(self.critic.model)
+
+        def probe(n):
+            batch = common.probe_rows(n, longest)
+            with critic.gradient_sync(True), critic.saved_activations():
+                critic.forward_backward(batch, range(n), common.loss_counts(batch.response_mask, batch.cu_seqlens))
+
+        critic.model.train()
+        here = lambda x: 0 if self.config.offload_policy else getattr(x, "_local_tensor", x).nbytes
+        weights = sum(here(p) for p in critic.model.parameters())
+        learns = sum(here(p) for p in critic.model.parameters() if p.requires_grad)
+        moments = sum(here(x) for state in critic.optimizer.state.values() for x in state.values())
+        to_come = max(2 * learns - moments, 0) + 4 * trained * self.config.defer_grad_sync
+        held = weights + learns + moments
+        tokens = common.find_budget(self.config, probe, longest, row, held, to_come, self.layout.sp_size, self.device)
+        critic.optimizer.zero_grad(set_to_none=True)
+        critic.free_gathered()
+        self.config = critic.config = dataclasses.replace(self.config, ppo_max_token_len_per_gpu=tokens)
+
     @torch.no_grad()
     def check_model(self, backbone):
         """UserError unless the model is causal, and packed rows give the hidden states of its own padded attention.
@@ -920,6 +968,7 @@ class CriticWorker:
 
     def check_batch(self, batch, training):
         """Raises UserError or ValueError for rows that this critic cannot take."""
+        self.find_budget(*common.longest_row(batch))
         check_budget(self.config, batch, training)
         if len(batch) and int(batch.input_ids.max()) >= self.vocab_size:
             raise ValueError(f"token id {int(batch.input_ids.max())} is outside the vocabulary of {self.vocab_size}")
@@ -989,7 +1038,7 @@ class CriticWorker:
             model.to(device)
         for state in optimizer.state.values():
             for name, value in state.items():
-                if name != "step":  # a host scalar always
+                if name != "step":  # a scalar, which stays
                     state[name] = value.to(device)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -1131,6 +1180,8 @@ def plan(config, model_config, lengths, ranks):
 
     The peak lies below the sum of it, in which every part is at its largest.
     """
+    if config.ppo_max_token_len_per_gpu == "auto":
+        raise UserError("--ppo-max-token-len-per-gpu auto: only a run can measure it; give --plan a number")
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     dtype, tokens, rows = compute_dtype(config, device), *training_limits(config)
     model = build_skeleton(config, model_config)
@@ -1204,6 +1255,7 @@ def main(run):
     worker.init_model()
     if run.resume:
         worker.load_checkpoint(run.resume)
+    worker.find_budget(*common.longest_row(train, run.rollouts))
     common.print_work(worker, run, train)
     common.print_data_check(run, train, held_out)
     logger = common.Logger(run.out_dir, dataclasses.asdict(run), first_step, run.wandb_project)

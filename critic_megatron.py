@@ -25,50 +25,14 @@ import logging
 import math
 import os
 import re
+import sys
 import time
 import types
 import warnings
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")  # at import: unused
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-import transformers
 import tyro
-from huggingface_hub import snapshot_download
-from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from megatron.core.transformer.transformer_config import TransformerConfig
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch.overrides import TorchFunctionMode
-from transformers import AutoModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-import common
-from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
-
-transformers.logging.set_verbosity_error()  # what matters of a load is said below, in one line
-transformers.logging.disable_progress_bar()
-for message in (  # of megatron-core 0.16.1 with this torch; nothing to be done about them here
-    "full scope is deprecated",
-    "The .grad attribute of a Tensor that is not a leaf",
-    "`torch.distributed.* is deprecated",
-):
-    warnings.filterwarnings("ignore", message=message)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Config
@@ -76,6 +40,8 @@ for message in (  # of megatron-core 0.16.1 with this torch; nothing to be done 
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KERNELS = ("auto", "flash", "varlen", "sdpa", "eager")
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @dataclass(frozen=True)
@@ -111,7 +77,7 @@ class Config:
     # precision and kernels
     param_dtype: Literal[DTYPES] = "auto"  # of matrix products (auto: bfloat16, float32 on CPU)
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
-    attn_implementation: Literal[common.KERNELS] = "auto"  # attention kernel (auto: the fastest that serves the model)
+    attn_implementation: Literal[KERNELS] = "auto"  # attention kernel (auto: the fastest that serves the model)
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe"], ...] = ()  # recompute only these parts of a layer
 
@@ -119,14 +85,16 @@ class Config:
     ppo_epochs: int = 1  # passes over the rows of one update
     ppo_mini_batch_size: int = 256  # rows of one optimizer step, global: over all ranks
     shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
-    ppo_max_token_len_per_gpu: int = 16384  # most tokens of a training micro-batch, per rank: a hard cap
+    ppo_max_token_len_per_gpu: int | Literal["auto"] = 16384  # most tokens of a training micro-batch, per rank: a hard
+    # cap (auto: as many as the memory holds, which a probe measures)
+    memory_limit_gib: float | None = None  # of a rank, for auto (None: what is free on the device; a CPU needs it)
     forward_max_token_len_per_gpu: int | None = None  # the same for compute_values (None: as in training)
     ppo_micro_batch_size_per_gpu: int | None = None  # rows of a training micro-batch, in place of the token cap
     forward_micro_batch_size_per_gpu: int | None = None  # the same for compute_values (None: as in training)
 
     # loss
     cliprange_value: float | None = 0.5  # how far a value may gain by moving (None: no clipping; hl_gauss: never any)
-    loss_agg_mode: Literal[common.LOSS_AGG_MODES] = "token-mean"  # how token losses become one loss of the mini-batch
+    loss_agg_mode: Literal[LOSS_AGG_MODES] = "token-mean"  # how token losses become one loss of the mini-batch
     response_length_limit: int | None = None  # the constant that seq-mean-token-sum-norm divides by
 
     # optimizer
@@ -167,6 +135,52 @@ class Run:
     profile_steps: str | None = None  # A:B, steps that torch.profiler records into out_dir/profile (None: none)
     profile_ranks: tuple[int, ...] = (0,)  # ranks that it records on
     wandb_project: str | None = None  # log to Weights & Biases too, if it is installed
+
+
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # at once: what is imported below takes ten seconds
+    tyro.cli(Run, description=__doc__, console_outputs=os.environ.get("RANK", "0") == "0")
+
+warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")  # at import: unused
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+import transformers
+from huggingface_hub import snapshot_download
+
+if not torch.cuda.is_available():  # else Megatron loads a compiler for its small functions, and none is used here
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import common
+from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
+
+transformers.logging.set_verbosity_error()  # what matters of a load is said below, in one line
+transformers.logging.disable_progress_bar()
+for message in (  # of megatron-core 0.16.1 with this torch; nothing to be done about them here
+    "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+    "`torch.distributed.* is deprecated",
+):
+    warnings.filterwarnings("ignore", message=message)
 
 
 def validate(config, world_size=WORLD_SIZE):
@@ -963,7 +977,8 @@ def pack_unit(config):
 
 def training_limits(config):
     """(most slots, rows) of a training micro-batch of a model-parallel group; rows, if given, decide alone."""
-    tokens, unit = config.ppo_max_token_len_per_gpu * config.context_parallel_size, pack_unit(config)
+    tokens, unit = config.ppo_max_token_len_per_gpu, pack_unit(config)
+    tokens = 2**62 if tokens == "auto" else tokens * config.context_parallel_size  # auto: until find_budget knows
     return tokens // unit * unit, config.ppo_micro_batch_size_per_gpu
 
 
@@ -1035,6 +1050,9 @@ class MegatronPPOCritic:
             groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
             for i, (full, half) in enumerate(groups):
                 optimizer.model_param_group_index_map |= {p: (i, j) for j, p in enumerate([*full, *half])}
+        for optimizer in self.optimizers():
+            for group in optimizer.optimizer.param_groups:
+                group["fused"] = True  # of torch's AdamW: one kernel, a fifth of the time on CPU
         if self.transformer.params_dtype != torch.float32:  # master weights from the file, not rounded
             named = {f"model{i}": weights for i, weights in enumerate(stored)} if len(stored) > 1 else stored[0]
             for optimizer in self.optimizers():  # all of them give it to the first one alone
@@ -1392,6 +1410,29 @@ class CriticWorker:
         print0(f"precision  {dtype} products on {self.device.type}; master weights, gradients, value head float32")
         self.check_model()
 
+    @register(Dispatch.ONE_TO_ALL)
+    def find_budget(self, longest, row):
+        """Makes a number of --ppo-max-token-len-per-gpu auto, on which no update depends. UserError: no row would fit.
+
+        longest: tokens of the longest row to come; row: words that name it.
+        """
+        if self.config.ppo_max_token_len_per_gpu != "auto":
+            return
+        critic, layout = self.critic, self.layout
+        turns = layout.pp_size * (2 if self.config.virtual_pipeline_model_parallel_size > 1 else 1)
+
+        def probe(n):  # as many micro-batches as a stage may hold at a time
+            batch = common.probe_rows(n, longest)
+            counts = common.loss_counts(batch.response_mask, batch.cu_seqlens)
+            critic.forward_backward(batch, [range(n)] * turns, counts)
+
+        critic.train(True)
+        named = [*named_weights(critic.modules), *named_head(critic.modules)]
+        to_come = sum((8 + 4 * (p.itemsize < 4)) * p.numel() / dist.get_world_size(replicas(name)) for name, p in named)
+        held = sum(p.nbytes + 4 * p.numel() for _, p in named)
+        tokens = common.find_budget(self.config, probe, longest, row, held, to_come, layout.cp_size, self.device)
+        self.config = critic.config = dataclasses.replace(self.config, ppo_max_token_len_per_gpu=tokens)
+
     @torch.no_grad()
     def check_model(self):
         """UserError unless the model runs, is causal and keeps rows apart, tried on two short rows by all ranks."""
@@ -1435,6 +1476,7 @@ class CriticWorker:
     def check_batch(self, batch, training):
         """Raises UserError, ValueError or RuntimeError for rows that this critic cannot take, or not now."""
         self.check_here()
+        self.find_budget(*common.longest_row(batch))
         check_budget(self.config, batch, training)
         if len(batch) and int(batch.input_ids.max()) >= self.vocab_size:
             raise ValueError(f"token id {int(batch.input_ids.max())} is outside the vocabulary of {self.vocab_size}")
@@ -1549,8 +1591,8 @@ class CriticWorker:
             for p, x in stored_shards(named, critic.transformer.num_query_groups, read, f"--resume {folder}"):
                 critic.restore(kind, p, x)
         for optimizer in critic.optimizers():
-            for state in optimizer.optimizer.state.values():
-                state["step"] = torch.tensor(float(saved["optimizer_steps"]))  # its own: the step adds 1 in place
+            for p, state in optimizer.optimizer.state.items():  # a tensor each: the step adds 1 in place
+                state["step"] = torch.tensor(float(saved["optimizer_steps"]), device=p.device)
             for group in optimizer.optimizer.param_groups:
                 group["step"] = saved["optimizer_steps"]  # where Apex and Transformer Engine look for it
             if optimizer.grad_scaler and "loss_scale" in saved:
@@ -1629,6 +1671,7 @@ def main(run):
     worker.init_model()
     if run.resume:
         worker.load_checkpoint(run.resume)
+    worker.find_budget(*common.longest_row(train, run.rollouts))
     common.print_work(worker, run, train)
     common.print_data_check(run, train, held_out)
     logger = common.Logger(run.out_dir, dataclasses.asdict(run), first_step, run.wandb_project)

@@ -1043,9 +1043,8 @@ class PolicyWorker:
         self.model, self.flops, self.story = build_policy(config, model_config, device, trains)
         self.optimizer = None
         if trains:
-            self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-            )
+            options = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), **options, fused=True)
         self.optimizer_steps = 0  # taken, skipped ones not counted
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
 
@@ -1200,7 +1199,7 @@ class PolicyWorker:
         self.model.to(device)
         for state in self.optimizer.state.values() if self.optimizer else ():
             for name, value in state.items():
-                if name != "step":  # a host scalar always
+                if name != "step":  # a scalar, which stays
                     state[name] = value.to(device)
 
     def checkpoint_tensors(self):
@@ -1410,7 +1409,7 @@ class Phases:
     """`with phases("actor", actor):` times a phase, and with --offload has its workers, and no other, on the device."""
 
     def __init__(self, offload, device):
-        self.offload, self.device, self.metrics = offload, device, {}
+        self.offload, self.device, self.metrics, self.totals = offload, device, {}, {}
 
     @contextlib.contextmanager
     def __call__(self, name, *workers):
@@ -1439,12 +1438,21 @@ class Phases:
         return total - free
 
     def add(self, name, x):
-        self.metrics[name] = self.metrics.get(name, 0.0) + x
+        for sums in (self.metrics, self.totals):
+            sums[name] = sums.get(name, 0.0) + x
 
     def take(self):
         """The metrics of the step so far, which a new step begins without."""
         taken, self.metrics = self.metrics, {}
         return taken
+
+    def line(self):
+        """Where the time of the run went, phases that are parts of others told apart."""
+        seconds = {name.removeprefix("time/"): x for name, x in self.totals.items() if name.startswith("time/")}
+        seconds["critic"] = seconds.get("critic", 0.0) - seconds.get("values", 0.0)
+        order = ("sync", "rollout", "reward", "log_probs", "reference", "values", "critic", "actor", "evaluation")
+        order += ("checkpoint", "export")
+        return "seconds    " + "  ".join(f"{name} {seconds[name]:,.1f}" for name in order if seconds.get(name))
 
 
 def sync(engine, actor, device):
@@ -1716,6 +1724,7 @@ def build(run, task, device):
         critic.init_model()
         if run.resume:
             critic.load_checkpoint(os.path.join(run.resume, "critic"))
+        critic.find_budget(task.longest, "the longest prompt with its response")
         away(critic)
     return actor, reference, critic, reward_model, engine
 
@@ -1781,7 +1790,8 @@ def main(run):
         if step == first_step:
             check_engine(run, metrics, device)
         with phases("critic", critic):
-            batch.values = critic.compute_values(batch)
+            with phases("values"):
+                batch.values = critic.compute_values(batch)
             add_advantages(batch, scores, kl_coef, run)
             metrics |= critic.update_critic(batch)
         if step >= run.critic_warmup:
@@ -1811,6 +1821,7 @@ def main(run):
     logger.close()
     plot_learning(run.out_dir)
     common.write_report(run, task.tokenizer, None, batch)
+    print0(phases.line())
     print0(
         f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, critic_hf, curves.png, metrics.jsonl, "
         "samples.jsonl, tensorboard"

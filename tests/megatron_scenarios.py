@@ -687,10 +687,29 @@ def exports_load_elsewhere(folder):
         torch.testing.assert_close(values, torch.load(folder / f"values of {name}.pt"), rtol=1e-5, atol=1e-5)
 
 
+def an_automatic_budget_fills_the_memory(folder):
+    """On one rank; and on two stages, of which the first holds what two micro-batches save."""
+    layout, limit = {1: {}, 2: {PP: 2}}[common.WORLD_SIZE], 0.03
+    auto = make(ppo_max_token_len_per_gpu="auto", memory_limit_gib=limit, **layout)
+    batch = rows(3)
+    metrics, budget = auto.update_critic(batch), auto.config.ppo_max_token_len_per_gpu
+    for name, x in make(ppo_max_token_len_per_gpu=64, **layout).update_critic(batch).items():
+        assert name.startswith("perf/") or abs(metrics[name] - x) <= 1e-6 * abs(x), (name, metrics[name], x)
+    full = common.probe_rows(budget // 40, 40)
+    counts = common.loss_counts(full.response_mask, full.cu_seqlens)
+    train = lambda: auto.critic.forward_backward(full, [range(len(full))] * 4, counts)
+    held = torch.tensor(
+        common.peak_bytes(train, auto.device) + 16.0 * sum(p.numel() for p in auto.critic.modules[0].parameters())
+    )
+    dist.all_reduce(held, dist.ReduceOp.MAX)
+    assert 0.8 < held / (limit * 2**30) < 0.92, held
+
+
 LAUNCHES = [  # ranks and scenarios, in this order: some read what others before them leave in the folder
-    *((1, f) for f in (heads, bfloat16_learns_alike_on_every_layout)),
+    *((1, f) for f in (heads, bfloat16_learns_alike_on_every_layout, an_automatic_budget_fills_the_memory)),
     *((2, f) for f in (save_and_go_on, resume_and_go_on, resume_in_two_stages, damage_is_refused)),
     *((2, f) for f in (heads, rows_come_back_in_the_callers_order, export, offload_changes_nothing)),
+    (2, an_automatic_budget_fills_the_memory),
     *((2, f) for f in (a_nan_return_skips_its_mini_batch, a_gradient_that_is_not_finite_skips_the_step)),
     *((2, f) for f in (float16_finds_its_loss_scale, float16_is_float32_but_for_rounding)),
     *((2, f) for f in (bfloat16_keeps_master_weights, bfloat16_learns_alike_on_every_layout)),

@@ -298,6 +298,28 @@ def bad_input_ends_every_rank(folder):
     assert not built
 
 
+def an_automatic_budget_is_that_of_the_rank_with_least_memory():
+    auto = lambda **fields: make(ppo_max_token_len_per_gpu="auto", ulysses_size=2, **fields)
+    roomy, small = auto(memory_limit_gib=0.03), auto(memory_limit_gib=0.02)
+    mixed = auto(memory_limit_gib=0.03 if RANK else 0.02)
+    for worker in (roomy, small, mixed):
+        worker.find_budget(64, "the longest row")
+    budgets = [worker.config.ppo_max_token_len_per_gpu for worker in (roomy, small, mixed)]
+    assert budgets[0] > 1.3 * budgets[1] and abs(budgets[2] - budgets[1]) < 0.1 * budgets[1], budgets
+    assert common.of_all_ranks(budgets) == [budgets] * 2
+
+
+def compiled_blocks_make_the_same_update():
+    one_layer = {"override_config": '{"num_hidden_layers": 1}', "ppo_max_token_len_per_gpu": 100}
+    plain, compiled = make(**one_layer), make(**one_layer, compile=True)
+    batch = random_batch(12, vocab_size=60)
+    torch.testing.assert_close(compiled.compute_values(batch), plain.compute_values(batch), rtol=1e-5, atol=1e-6)
+    theirs, ours = plain.update_critic(batch), compiled.update_critic(batch)
+    for name in ("critic/vf_loss", "critic/grad_norm", "critic/vpred_mean"):
+        assert abs(ours[name] - theirs[name]) <= 1e-6 * abs(theirs[name]), (name, ours[name], theirs[name])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1  # it was not left out
+
+
 if __name__ == "__main__":
     common.setup_distributed()
     names, *arguments = sys.argv[1:]

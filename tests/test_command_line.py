@@ -39,6 +39,16 @@ def test_help_explains_every_flag(script):
         words = re.sub(r"^(--\S+,? )+(\{.*?\}\S*|[A-Z]+( [A-Z]+)*) ?", "", explained[0]).strip()
         assert len(words) > 7 and words not in sections, f"{flag}: {words!r}"
     assert "toy task, a tiny model, a laptop CPU" in text
+    assert (script.KERNELS, script.LOSS_AGG_MODES) == (common.KERNELS, common.LOSS_AGG_MODES)
+
+
+@pytest.mark.parametrize("script", [critic_fsdp, critic_megatron])
+def test_help_waits_for_no_import(script):
+    """Three seconds are promised, and torch alone takes them."""
+    command = (sys.executable, "-X", "importtime", script.__file__, "--help")
+    process = run(*command)
+    imported = set(re.findall(r"\| +(\S+)$", process.stderr, flags=re.M))
+    assert process.returncode == 0 and "tyro" in imported and not imported & {"torch", "transformers", "common"}
 
 
 BAD_FLAGS = {
@@ -62,7 +72,13 @@ BAD_FLAGS = {
         strategy="none", reduce_dtype="bfloat16"
     ),
     "--activation-offload: without --gradient-checkpointing": Config(activation_offload=True),
+    "--compile: needs packed rows; drop --no-use-remove-padding": Config(compile=True, use_remove_padding=False),
     "--attn-implementation varlen: is for packed rows": Config(attn_implementation="varlen", use_remove_padding=False),
+    "--ppo-max-token-len-per-gpu auto: give --memory-limit-gib": Config(ppo_max_token_len_per_gpu="auto"),
+    "--ppo-max-token-len-per-gpu auto: --ppo-micro-batch-size-per-gpu decides alone": Config(
+        ppo_max_token_len_per_gpu="auto", memory_limit_gib=1, ppo_micro_batch_size_per_gpu=1
+    ),
+    "--memory-limit-gib: goes with --ppo-max-token-len-per-gpu auto": Config(memory_limit_gib=1),
     "--loss-agg-mode seq-mean-token-sum-norm: needs --response-length-limit": Config(
         loss_agg_mode="seq-mean-token-sum-norm"
     ),

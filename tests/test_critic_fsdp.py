@@ -606,6 +606,37 @@ def test_limits_of_compute_values_are_its_own(monkeypatch):
     assert w.update_critic(batch)["critic/skipped_steps"] == 0
 
 
+AUTO = {"ppo_max_token_len_per_gpu": "auto", "memory_limit_gib": 0.02}
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_remove_padding": False}, {"gradient_checkpointing": True}], ids=str)
+def test_an_automatic_budget_fills_the_memory_and_changes_no_update(fields, capsys):
+    auto, batch = worker(**AUTO, **fields), random_batch(40)
+    metrics, equation = auto.update_critic(batch), capsys.readouterr().out
+    budget = auto.config.ppo_max_token_len_per_gpu
+    assert f" = {budget:,} tokens a micro-batch" in equation and auto.critic.config is auto.config
+
+    again = worker(**fields, ppo_max_token_len_per_gpu=41)  # the default is roomy
+    for name, x in again.update_critic(batch).items():
+        assert name.startswith("perf/") or metrics[name] == pytest.approx(x, rel=1e-6), name
+
+    longest = max(batch.lengths)
+    full = common.probe_rows(budget // longest, longest)
+    counts = common.loss_counts(full.response_mask, full.cu_seqlens)
+    peak = common.peak_bytes(
+        lambda: auto.critic.forward_backward(full, range(len(full)), counts), torch.device("cpu")
+    )  # fmt: skip
+    state = 16 * sum(p.numel() for p in auto.critic.model.parameters())
+    assert 0.85 < (peak + state) / (AUTO["memory_limit_gib"] * 2**30) < 0.91
+
+
+def test_an_automatic_budget_names_the_row_that_does_not_fit():
+    w = worker(**AUTO | {"memory_limit_gib": 0.002})
+    with pytest.raises(UserError, match="auto: rows.jsonl:9 has 40 tokens, too many for the memory; add --gradient-"):
+        w.find_budget(40, "rows.jsonl:9")
+    assert w.config.ppo_max_token_len_per_gpu == "auto"
+
+
 def test_ids_and_images_that_the_model_cannot_take_are_refused():
     w = worker()
     batch = batch_for(w)

@@ -80,7 +80,7 @@ def test_a_flag_that_both_have_means_and_defaults_to_the_same(kind):
     assert {n: fsdp[n] for n in shared} == {n: megatron[n] for n in shared}
     layouts = "strategy fsdp_size ulysses_size reshard_after_forward forward_prefetch offload_policy reduce_dtype"
     absent = f"freeze_layers lora_rank lora_alpha lora_target_modules freeze_vision_tower {layouts}"
-    absent = {*absent.split(), "activation_offload", "defer_grad_sync", "plan"}
+    absent = {*absent.split(), "activation_offload", "defer_grad_sync", "compile", "plan"}
     assert fsdp.keys() - megatron.keys() <= absent and len(shared) > (30 if kind == "Config" else 10)
 
 

@@ -1143,6 +1143,9 @@ def test_phases_bring_their_workers_and_send_them_home():
     assert 0.11 <= metrics["time/x"] < 5 and 0.06 <= metrics["time/x_onload"] < metrics["time/x"] - 0.05
     assert metrics["memory/x_onload_gib"] == 0 and "time/x_offload" in metrics and phases.take() == {}
     seen.clear()
+    phases.add("time/critic", 3.0)
+    phases.add("time/values", 1.0)
+    assert phases.line() == "seconds    values 1.0  critic 2.0"  # of the whole run, and no second counted twice
     with ppo_loop.Phases(False, torch.device("cpu"))("x", a, b):
         seen.append("work")
     assert seen == ["work"]

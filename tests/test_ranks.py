@@ -1,7 +1,10 @@
 """What takes several processes, see scenarios.py; and how a run ends when one of them fails."""
 
+import shutil
+import sys
+
 import pytest
-from helpers import ROOT, succeeded, torchrun
+from helpers import ROOT, run, succeeded, torchrun
 
 SCENARIOS = ROOT / "tests" / "scenarios.py"
 
@@ -15,6 +18,7 @@ ON_TWO_RANKS = (
     "memory_options_change_no_bit",
     "the_plan_is_what_a_rank_holds",
     "waiting_is_measured",
+    "an_automatic_budget_is_that_of_the_rank_with_least_memory",
 )
 
 
@@ -27,6 +31,12 @@ def two_ranks():
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_on_two_ranks(name, two_ranks):
     assert f"ok {name}" in two_ranks.stdout, two_ranks.stderr
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on CPU needs g++")
+def test_compiled():
+    name = "compiled_blocks_make_the_same_update"
+    assert "ok" in succeeded(run(sys.executable, "-u", SCENARIOS, name, TORCHINDUCTOR_COMPILE_THREADS="1"))  # no fork
 
 
 def test_bad_input_ends_every_rank(tmp_path):

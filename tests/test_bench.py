@@ -1,0 +1,15 @@
+"""bench.py runs, and its contestants compute the same values."""
+
+import re
+import sys
+
+from helpers import ROOT, run, succeeded
+
+
+def test_contestants_say_the_same():
+    """Both critics and the bare loop, each in a process of its own; verl where it is installed."""
+    work = ("--model", "tiny", "--mix", "long-tail", "--rows", "4", "--length", "64", "--rounds", "1")
+    out = succeeded(run(sys.executable, "-W", "ignore", ROOT / "tests" / "bench.py", *work))
+    lines = dict(re.findall(r"^\| (\w+(?: \w+)?) \| .* \| (\S+) \|$", out, flags=re.M))
+    assert lines.keys() >= {"bare", "fsdp", "megatron"}, out
+    assert all(float(off) < 1e-5 for off in lines.values()), out
