@@ -2,7 +2,7 @@
 
 Read it in this order: the flat Batch and its JSONL form, how rows travel between ranks (gather, register),
 how they are cut into micro-batches, the PPO maths, attention over packed rows, then the plumbing: process group,
-FLOPs, logging, crash-safe folders, tiny models and the toy task.
+FLOPs, logging, the report on what the critic learned, profiles, crash-safe folders, tiny models and the toy task.
 
 Shapes are in the names:
     T tokens, sequences end to end   B sequences   A actions (tokens the policy chose)   L longest sequence
@@ -2278,6 +2278,8 @@ def write_report(run, tokenizer, held_out, batch):
         return
     if held_out is None:
         rows, about = gather(batch), "rows of the last update, with their values before it"
+        if vars(run).get("recorded_values"):  # not a flag of ppo_loop.py
+            about = "rows of the last update, with their recorded values, not this critic's"
     if RANK != 0:
         return
     if not rows.values[rows.response_mask].isfinite().all():

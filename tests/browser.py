@@ -50,15 +50,12 @@ def page(path, width=1200, height=1000):
 
             try:
                 url = pathlib.Path(path).resolve().as_uri()
-                target = call("Target.createTarget", url=url)["targetId"]
+                target = call("Target.createTarget", url="about:blank")["targetId"]
                 session["sessionId"] = call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-                call(
-                    "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-                )
-                loaded = (
-                    "new Promise(done => document.readyState == 'complete' ? done() : addEventListener('load', done))"
-                )
-                evaluate(call, f"{loaded}.then(() => location.href)")
+                size = {"width": width, "height": height}
+                call("Emulation.setDeviceMetricsOverride", **size, deviceScaleFactor=1, mobile=False)
+                call("Page.navigate", url=url)  # replies when the blank page is gone
+                evaluate(call, "new Promise(end => document.readyState == 'complete' ? end() : onload = () => end())")
                 yield call
             finally:
                 os.killpg(process.pid, signal.SIGKILL)  # its own group; asked to close it takes ten seconds
