@@ -1,17 +1,17 @@
 """How fast the critics are: against a loop without any framework, against verl 0.6.1, and as the work grows.
 
-OMP_NUM_THREADS=1 python tests/bench.py                     a model of 10 million weights, answers to GSM8K questions
-OMP_NUM_THREADS=1 python tests/bench.py --mix long-tail --model 100m --rows 16
-OMP_NUM_THREADS=1 python tests/bench.py --scaling           ranks, token budget, sequence length, sequence parallel
-OMP_NUM_THREADS=1 python tests/bench.py --growth growth.png one rank, ever more work, and a plot
+    OMP_NUM_THREADS=1 python tests/bench.py                    a model of 10 million weights, answers to GSM8K questions
+    OMP_NUM_THREADS=1 python tests/bench.py --mix long-tail --model 100m --rows 16
+    OMP_NUM_THREADS=1 python tests/bench.py --scaling          ranks, token budget, sequence length, sequence parallel
+    OMP_NUM_THREADS=1 python tests/bench.py --growth growth.png  one rank, ever more work, and a plot
 
 All have the same weights, rows, precision, token budget and AdamW, each in processes of its own, and take turns. On CPU
 the table's seconds are seconds of CPU time, of all ranks together, for they do not tell of other jobs on the machine.
 
-bare            transformers' backbone, a linear head, the loss and AdamW over packs made before the clock starts
-verl padded     DataParallelPPOCritic of verl 0.6.1 with transformers' SDPA, where `import verl` works
-verl packed     the same with use_remove_padding and dynamic batches; on CPU transformers masks the other rows of a pack
-verl lent       the same with the packed attention of common.py, lent to it: what remains is its own
+    bare            transformers' backbone, a linear head, the loss and AdamW over packs made before the clock starts
+    verl padded     DataParallelPPOCritic of verl 0.6.1 with transformers' SDPA, where `import verl` works
+    verl packed     the same with use_remove_padding and dynamic batches; on CPU SDPA masks the other rows of a pack
+    verl lent       the same with the packed attention of common.py, lent to it: what remains is its own
 """
 
 import contextlib
@@ -61,10 +61,22 @@ class Work:
     length: int = 256  # of --mix equal: tokens of a row; of long-tail: the median
     longest: int = 4096  # where long-tail is cut off
     budget: int = 4096  # most tokens of a micro-batch, of all contestants
-    vocab_size: int = 2048
-    ranks: int = 1
+    vocab_size: int = 2048  # of the model; GSM8K's tokenizer has 2,000
+    ranks: int = 1  # processes of each contestant; only the critics take more than one
     flags: str = "{}"  # more flags of the critic's Config, as JSON
-    seed: int = 0
+    seed: int = 0  # of weights and rows
+
+
+@dataclass(frozen=True)
+class Run:
+    """Measures them in turns."""
+
+    work: tyro.conf.OmitArgPrefixes[Work] = Work()  # its flags have no prefix
+    contestants: tuple[Literal[CONTESTANTS], ...] = CONTESTANTS  # who takes part; all are compared with the first
+    rounds: int = 5  # of which the medians count; one more goes before, to warm up
+    scaling: bool = False  # instead, tables over ranks, token budget, length of rows, sequence parallelism
+    growth: str | None = None  # instead, tables of the cost as the work grows, and a plot into this file
+    profile: bool = False  # instead, the ten operations that take most time of an update of each contestant
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -440,10 +452,15 @@ def compare(contestants, rounds):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def has_verl():
-    with contextlib.suppress(Exception):
-        return importlib.util.find_spec("verl") is not None
-    return False
+def profiles(work, names):
+    """What takes the time of an update of each."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(work, folder)
+        for name in names:
+            contestant = Contestant(name, work, folder)
+            contestant.do("update")
+            print("\n".join([f"\n{name}", *contestant.do("profile")]), flush=True)
+            contestant.end()
 
 
 def print_head(work, batch):
@@ -552,48 +569,26 @@ def growth_tables(work, rounds, picture):
     figure.savefig(picture, dpi=110)
 
 
-def bench(
-    work: tyro.conf.OmitArgPrefixes[Work] = Work(),  # noqa: B008
-    contestants: tuple[Literal[CONTESTANTS], ...] = CONTESTANTS,
-    rounds: int = 5,
-    scaling: bool = False,
-    growth: str | None = None,
-    profile: bool = False,
-):
-    """Measures them in turns.
-
-    Args:
-        work: what is to be computed
-        contestants: who takes part; all are compared with the first
-        rounds: of which the medians count; one more goes before, to warm up
-        scaling: instead, tables over ranks, token budget, length of rows, sequence parallelism
-        growth: instead, tables of the cost as the work grows, and a plot into this file
-        profile: instead, the ten operations that take most time of an update of each contestant
-    """
+def main(run):
+    work, contestants = run.work, run.contestants
     if work.mix == "gsm8k" and not DATA.is_dir():
         sys.exit(f"--mix gsm8k: needs the development data in {DATA}; take long-tail or equal")
-    if scaling:
-        print_head(work, make_rows(work))
-        return scaling_tables(work, rounds)
-    if growth:
-        print_head(work, make_rows(work))
-        return growth_tables(work, rounds, growth)
-    if not has_verl():
+    if importlib.util.find_spec("verl") is None:
         contestants = [name for name in contestants if not name.startswith("verl")]
         print("verl is not installed, and left out")
-    if profile:
-        with tempfile.TemporaryDirectory() as folder:
-            write_model(work, folder)
-            for name in contestants:
-                contestant = Contestant(name, work, folder)
-                contestant.do("update")
-                print("\n".join([f"\n{name}", *contestant.do("profile")]), flush=True)
-                contestant.end()
-        return
-    table(work, contestants, rounds)
+    if run.profile:
+        profiles(work, contestants)
+    elif run.scaling:
+        print_head(work, make_rows(work))
+        scaling_tables(work, run.rounds)
+    elif run.growth:
+        print_head(work, make_rows(work))
+        growth_tables(work, run.rounds, run.growth)
+    else:
+        table(work, contestants, run.rounds)
 
 
 if __name__ == "__main__":
-    tyro.cli(bench)
+    main(tyro.cli(Run, description=__doc__))
     sys.stdout.flush()
     os._exit(0)

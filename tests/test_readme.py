@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 
+import bench
 import browser
 import pytest
 import tyro
@@ -46,7 +47,7 @@ def copy(tmp_path_factory):
 
 
 def test_every_command_is_of_a_kind_that_is_tested():
-    assert {kind for kind, _ in COMMANDS} == {"install", "extra", "run", "long", "gpu", "vllm", "test"}
+    assert {kind for kind, _ in COMMANDS} == {"install", "extra", "run", "long", "gpu", "vllm", "bench", "test"}
     assert not re.search(r"^```(bash|sh|console)?$\n(pip|python|torchrun)", README, flags=re.M)
 
 
@@ -123,6 +124,14 @@ def test_command_runs(line, copy, ppo):
             assert re.fullmatch(
                 r'block".*", token \d+ of row \d+\nvalue +\S+\nreturn +[01]\nTD error +\S+\nadvantage +\S+', tip
             ), tip
+
+
+@pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "bench"])
+def test_command_of_the_benchmark_has_flags_that_exist(line):
+    """What it does is tested in test_bench.py, on less work."""
+    python, script, *args = shlex.split(line)
+    assert (python, script) == ("python", "tests/bench.py")
+    tyro.cli(bench.Run, args=args)
 
 
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind in ("gpu", "long")])
