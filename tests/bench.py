@@ -564,9 +564,9 @@ def growth_tables(work, rounds, picture):
         panel.set_xticks(list(works), [f"{n:,}" for n in works], fontsize=7)
         panel.minorticks_off()
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("seconds of CPU time")
-    panels[0].legend()
-    figure.savefig(picture, dpi=110)
+        panels[0].set_ylabel("seconds of CPU time")
+        panels[0].legend()
+        figure.savefig(picture, dpi=110)
 
 
 def main(run):
