@@ -440,7 +440,7 @@ def compare(contestants, rounds):
                 if turn:
                     spent[task].append(now[clock])
                 elif task == "values":
-                    spent["said"] = now["values"]
+                    spent["said"] = now.get("values")  # of several ranks each has its own rows
     for contestant, spent in zip(contestants, seen, strict=True):
         for task in ("values peak", "update peak"):
             spent[task] = contestant.do(task)["peak"]
