@@ -440,7 +440,7 @@ def compare(contestants, rounds):
                 if turn:
                     spent[task].append(now[clock])
                 elif task == "values":
-                    spent["said"] = now["values"]
+                    spent["said"] = now.get("values")  # of several ranks each has its own rows
     for contestant, spent in zip(contestants, seen, strict=True):
         for task in ("values peak", "update peak"):
             spent[task] = contestant.do(task)["peak"]
@@ -564,9 +564,9 @@ def growth_tables(work, rounds, picture):
         panel.set_xticks(list(works), [f"{n:,}" for n in works], fontsize=7)
         panel.minorticks_off()
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("seconds of CPU time")
-    panels[0].legend()
-    figure.savefig(picture, dpi=110)
+        panels[0].set_ylabel("seconds of CPU time")
+        panels[0].legend()
+        figure.savefig(picture, dpi=110)
 
 
 def main(run):
