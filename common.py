@@ -1191,9 +1191,10 @@ def batch_metrics(batch):
 
 
 def explained_variance(sums):
-    """1 - Var(R - V) / Var(R) from `moments`: 1 is perfect, 0 as good as a constant, NaN if all returns are equal."""
+    """1 - Var(R - V) / Var(R) from `moments`: 1 is perfect, 0 as good as a constant, NaN if all returns are equal, up
+    to rounding of them or, for gae adds and takes them away again, of the values."""
     n, r, rr, e, ee = (float(x) for x in sums)
-    if n == 0 or (variance := rr / n - (r / n) ** 2) <= 1e-15 * rr / n:
+    if n == 0 or (variance := rr / n - (r / n) ** 2) <= 1e-15 * (rr + ee) / n:
         return math.nan
     return 1 - (ee / n - (e / n) ** 2) / variance
 

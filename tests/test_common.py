@@ -222,6 +222,9 @@ def test_explained_variance_and_auc_equal_plain_formulas():
     assert common.explained_variance(sum(halves)) == pytest.approx(float(expected), rel=1e-6)
     assert math.isnan(common.explained_variance(common.moments(values, torch.ones(200), mask)))
     assert math.isnan(common.explained_variance(common.moments(values, returns, mask & False)))
+    cu = torch.tensor([0, 200], dtype=torch.int32)
+    _, rounding = common.gae(torch.zeros(200), values, mask, cu, gamma=0.9, lam=1.0)  # of rewards that are all 0
+    assert math.isnan(common.explained_variance(common.moments(values, rounding, mask)))
 
     labels, scores = (torch.rand(80, generator=g) < 0.4).float(), torch.randint(0, 9, (80,), generator=g)
     pairs = [(p > n) + 0.5 * (p == n) for p in scores[labels == 1].tolist() for n in scores[labels == 0].tolist()]
