@@ -109,8 +109,8 @@ def validate_config(config):
     check_trainable(config)
     for name in (
         "ppo_epochs", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu",
-        "ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu", "memory_limit_gib",
-        "response_length_limit", "cliprange_value", "lr", "grad_clip", "total_training_steps",
+        "ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu", "response_length_limit", "cliprange_value",
+        "lr", "grad_clip", "total_training_steps",
     ):  # fmt: skip
         check_flag(config, name, "must be above 0", lambda x: x in (None, "auto") or (not isinstance(x, str) and x > 0))
     auto = config.ppo_max_token_len_per_gpu == "auto"
@@ -128,7 +128,8 @@ def validate_config(config):
     if config.value_range is not None and config.value_head == "scalar":
         raise UserError(f"--value-range {config.value_range}: a scalar has none; add --value-head hl_gauss")
     check_flag(config, "lr", "must be finite", lambda x: x is None or x < math.inf)
-    check_flag(config, "timeout_minutes", "must be above 0, and at most a million", lambda x: 0 < x <= 1e6)
+    for name in ("timeout_minutes", "memory_limit_gib"):
+        check_flag(config, name, "must be above 0, and at most a million", lambda x: x is None or 0 < x <= 1e6)
     for name in ("weight_decay", "lr_warmup_steps", "seed"):
         check_flag(config, name, "must be finite and not below 0", lambda x: 0 <= x < 2**63)
     for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
@@ -171,7 +172,7 @@ def setup_distributed(timeout_minutes=30.0):
 
 
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-OUT_OF_MEMORY = []  # what to call then, see smaller_budgets
+OUT_OF_MEMORY, HALVINGS = [], [0]  # what to call then, and how often that has halved the budgets: smaller_budgets
 DISK_FULL = ("No space left on device", "Disk quota exceeded")
 LOST_RANK = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Broken pipe")  # of gloo
 
@@ -288,37 +289,38 @@ def find_budget(config, probe, longest, row, held, to_come, share, device):
         f"--ppo-max-token-len-per-gpu auto: {row} has {longest} tokens, too many for the memory; add "
         "--gradient-checkpointing, more ranks, or memory"
     )
-    rows, peaks, slopes = math.ceil(512 * share / longest), [], []
+    rows, peaks, grown = math.ceil(512 * share / longest), [], 0
+    limit = config.memory_limit_gib * 2**30 if config.memory_limit_gib else math.inf
     try:
         probe(rows)  # makes what stays: gradients, workspaces
-        while len(slopes) < 2 or (slopes[-1] > 1.01 * slopes[-2] and len(slopes) < 8):
-            # as long as rows are few the gradient of the largest weight makes the peak: twice as many, until it grows
-            # in step with them
+        if device.type != "cpu":
+            free, _ = torch.accelerator.get_memory_info()
+            unused = torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
+            limit = min(limit, free + unused + held)
+        room = torch.tensor(0.9 * limit - held - to_come, device=device)  # a tenth is lost to the allocator
+        dist.all_reduce(room, dist.ReduceOp.MIN)
+        while not peaks or (grown < 2 and 2 * peaks[-1][1] < float(room) and len(peaks) < 12):
+            # as long as rows are few the gradient of the largest weight makes the peak: twice as many, until it has
+            # twice grown with them, or the next would not fit
             peak = torch.tensor(float(peak_bytes(lambda n=rows: probe(n), device)), device=device)
             dist.all_reduce(peak, dist.ReduceOp.MAX)
+            grown = grown + 1 if peaks and float(peak) > 1.6 * peaks[-1][1] else 0
             peaks.append((rows * longest / share, float(peak)))
-            slopes += [(y - v) / (x - u) for (u, v), (x, y) in itertools.pairwise(peaks[-2:])]
             rows *= 2
     except torch.OutOfMemoryError:
         raise too_long from None
-    per_token, (last, peak) = max(slopes), peaks[-1]
+    last, peak = peaks[-1]
+    per_token = (peak - peaks[-2][1]) / (last - peaks[-2][0]) if grown == 2 else peak / last
     fixed = max(peak - per_token * last, 0)
-    limit = config.memory_limit_gib * 2**30 if config.memory_limit_gib else math.inf
-    if device.type != "cpu":
-        free, _ = torch.accelerator.get_memory_info()
-        unused = torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
-        limit = min(limit, free + unused + held)
-    room = 0.9 * limit - held - to_come - fixed  # a tenth is lost to the allocator, and to experts by chance
-    tokens = torch.tensor(max(int(room / per_token), 0), device=device)
-    dist.all_reduce(tokens, dist.ReduceOp.MIN)
+    tokens = max(int((float(room) - fixed) / per_token), 0)
     gib = lambda x: f"{x / 2**30:.3g}"
     print0(
         f"budget     (0.9 x {gib(limit)} GiB - {gib(held + to_come)} weights, gradients, optimizer - {gib(fixed)} "
-        f"at any length) / {per_token:,.0f} bytes a token = {int(tokens):,} tokens a micro-batch"
+        f"at any length) / {per_token:,.0f} bytes a token = {tokens:,} tokens a micro-batch"
     )
     if tokens * share < longest:
         raise too_long
-    return int(tokens)
+    return max(tokens >> HALVINGS[0], math.ceil(longest / share))
 
 
 def probe_rows(n, length):
@@ -2283,8 +2285,8 @@ def write_report(run, tokenizer, held_out, batch):
             about = "rows of the last update, with their recorded values, not this critic's"
     if RANK != 0:
         return
-    if not rows.values[rows.response_mask].isfinite().all():
-        return print0("report     none, for values are not finite")
+    if not rows.response_mask.any() or not rows.values[rows.response_mask].isfinite().all():
+        return print0("report     none: no row has an action, or values are not finite")
     rows, errors = dataclasses.replace(rows), dataclasses.replace(rows)
     add_returns(errors, dataclasses.replace(run, lam=0.0))  # with a lambda of 0 an advantage is a TD error
     if rows.advantages is None:
@@ -2420,11 +2422,10 @@ def data_check(train, held_out, run):
         cut > len(train) / 10 and not run.bootstrap_truncated
         and "what they would have earned is missing; --bootstrap-truncated puts a value there",
     )  # fmt: skip
-    stray = int((train.token_level_rewards[~mask] != 0).sum())
     kind = f"from {reward_B.min():.3g} to {reward_B.max():.3g} a row, {reward_B.mean():.3g} at the mean"
     if ((reward_B == 0) | (reward_B == 1)).all():
         kind = f"1 for {reward_B.mean():.1%} of the rows, 0 for the others"
-    say("rewards", kind, stray and f"{stray:,} stand on tokens that are no actions; the action before gets them")
+    say("rewards", kind)
     clip, wrong = config.cliprange_value if config.value_head == "scalar" else None, None
     if std == 0:
         wrong = "all are equal: there is nothing to learn"
@@ -2498,7 +2499,6 @@ def profiled(run, steps):
 @contextlib.contextmanager
 def profiler(stem):
     """Writes what happens inside as files that begin with `stem`."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its own words
     from torch.profiler import ProfilerActivity, profile
 
     os.makedirs(os.path.dirname(stem), exist_ok=True)
@@ -2689,38 +2689,43 @@ def newest_checkpoint(out_dir):
     return None
 
 
-def smaller_budgets(run):
+def smaller_budgets(run, longest):
     """run, or with --resume auto and what a run before it noted when memory ran out: the same with its budgets halved
-    as many times as that has happened with these flags. The update does not depend on them."""
-    path, given, halvings = os.path.join(run.out_dir, "out_of_memory.json"), {}, 0
+    as many times as that has happened with these flags, though not below the longest row. No update depends on them."""
+    path, given = os.path.join(run.out_dir, "out_of_memory.json"), {}
     for part, config in vars(run).items():
         for name in BUDGETS if dataclasses.is_dataclass(config) else ():
-            if isinstance(getattr(config, name, None), int | float):  # neither None nor auto
+            if getattr(config, name, None) is not None:
                 given[f"{part}.{name}"] = getattr(config, name)
+    HALVINGS[0] = 0
     if run.resume == "auto" and os.path.exists(path):
         with contextlib.suppress(ValueError, KeyError, TypeError), open(path) as file:  # a crash may have cut it short
             note = json.load(file)
-            halvings = int(note["halvings"]) if note["given"] == given else 0
+            HALVINGS[0] = int(note["halvings"]) if note["given"] == given else 0
+    if run.resume is None and RANK == 0:
+        with contextlib.suppress(OSError):
+            os.remove(path)
 
     def note():
         with contextlib.suppress(OSError):
             os.makedirs(run.out_dir, exist_ok=True)
             with open(f"{path}.{RANK}.tmp", "w") as file:
-                json.dump({"given": given, "halvings": halvings + 1}, file)
+                json.dump({"given": given, "halvings": HALVINGS[0] + 1}, file)
             os.replace(f"{path}.{RANK}.tmp", path)
 
     OUT_OF_MEMORY[:] = [note]
-    for key, x in given.items() if halvings else ():
+    for key, x in given.items() if HALVINGS[0] else ():
         part, name = key.split(".")
-        smaller = max(1, x >> halvings) if isinstance(x, int) else x / 2**halvings
+        least = min(x, longest) if isinstance(x, int) and "token" in name else 1
+        smaller = max(x >> HALVINGS[0], least) if x != "auto" else "auto"  # there find_budget halves what it finds
         run = dataclasses.replace(run, **{part: dataclasses.replace(getattr(run, part), **{name: smaller})})
         flag = (f"{part}." if hasattr(run, "actor") else "") + name.replace("_", "-")
-        print0(f"memory     ran out in the run before, so --{flag} {x} -> {smaller}")
+        by = f"{smaller}, its number halved {HALVINGS[0]} times" if x == "auto" else smaller
+        print0(f"memory     ran out in the run before, so --{flag} {x} -> {by}")
     return run
 
 
 BUDGETS = [f"{of}_{what}_per_gpu" for of in ("ppo", "forward") for what in ("max_token_len", "micro_batch_size")]
-BUDGETS.append("memory_limit_gib")
 
 
 def find_resume(run, timeout_minutes):
@@ -2752,10 +2757,11 @@ def put_aside(out_dir, first_step):
 SAVING, GROUP_FOR_SAVING = [], []  # the save that goes on beside the training, a Future, and what its collectives use
 
 
-def save(run, step, write):
-    """Saves a step by write(folder, group), then removes what --keep does not (a collective): now, or with --async-save
-    in a thread beside the training. One at a time: it waits for the one before."""
+def save(run, step, checkpoint_writer):
+    """Saves a step by checkpoint_writer(copy)(folder, group), then removes what --keep does not (a collective): now, or
+    with --async-save in a thread beside the training. One at a time: it waits for the one before."""
     join_saving()
+    write = checkpoint_writer(run.async_save)
 
     def write_and_keep(group=None):
         write(checkpoint_folder(run.out_dir, step), group)
@@ -2764,7 +2770,8 @@ def save(run, step, write):
     if not run.async_save:
         return write_and_keep()
     if not GROUP_FOR_SAVING:
-        GROUP_FOR_SAVING.append(dist.new_group(backend="gloo"))
+        timeout = datetime.timedelta(minutes=run.critic.timeout_minutes)
+        GROUP_FOR_SAVING.append(dist.new_group(backend="gloo", timeout=timeout))
     SAVING.append(ThreadPoolExecutor(1).submit(write_and_keep, *GROUP_FOR_SAVING))
 
 

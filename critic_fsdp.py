@@ -223,6 +223,8 @@ def validate_for_model(config, model_config):
         raise UserError(f"--ulysses-size {config.ulysses_size}: must divide the model's {heads} attention heads")
     if config.freeze_layers > layers:
         raise UserError(f"--freeze-layers {config.freeze_layers}: the model has {layers} layers")
+    if config.ppo_max_token_len_per_gpu == "auto" and model_config.model_type in VISION_MODELS:
+        raise UserError("--ppo-max-token-len-per-gpu auto: counts no images; give a number")
     if config.freeze_vision_tower and model_config.model_type not in VISION_MODELS:
         raise UserError(f"--freeze-vision-tower: {config.model} ({model_config.model_type}) reads text only")
 
@@ -958,6 +960,7 @@ class CriticWorker:
                 problem = f"gives other hidden states for packed rows than for padded ones, by {off:.0e}"
         if problem:
             remedy = "; add --no-use-remove-padding" if packed else ""
+            remedy = "; drop --compile" if self.config.compile else remedy
             raise UserError(f"--model {self.config.model}: {type(backbone).__name__} {problem}{remedy}")
         hook.remove()
         critic.free_gathered()
@@ -968,7 +971,8 @@ class CriticWorker:
 
     def check_batch(self, batch, training):
         """Raises UserError or ValueError for rows that this critic cannot take."""
-        self.find_budget(*common.longest_row(batch))
+        if len(batch) and self.config.ppo_max_token_len_per_gpu == "auto":
+            self.find_budget(*common.longest_row(batch))
         check_budget(self.config, batch, training)
         if len(batch) and int(batch.input_ids.max()) >= self.vocab_size:
             raise ValueError(f"token id {int(batch.input_ids.max())} is outside the vocabulary of {self.vocab_size}")
@@ -1182,6 +1186,7 @@ def plan(config, model_config, lengths, ranks):
     """
     if config.ppo_max_token_len_per_gpu == "auto":
         raise UserError("--ppo-max-token-len-per-gpu auto: only a run can measure it; give --plan a number")
+    config = dataclasses.replace(config, compile=False)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     dtype, tokens, rows = compute_dtype(config, device), *training_limits(config)
     model = build_skeleton(config, model_config)
@@ -1238,7 +1243,6 @@ def main(run):
     common.check_flag(run, "plan", "must be at least 1", lambda x: x is None or x >= 1)
     validate(run.critic, run.plan or WORLD_SIZE)
     common.validate_run(run)
-    run = common.smaller_budgets(run)
     tokenizer = common.load_tokenizer(run.critic)
     model_config = common.load_model_config(run.critic, tokenizer)
     validate_for_model(run.critic, model_config)
@@ -1249,13 +1253,16 @@ def main(run):
     )  # fmt: skip
     if run.plan:
         return print_plan(run, model_config, train.lengths)
+    files = ((train, run.rollouts), (held_out, run.eval_rollouts))
+    longest, row = max(common.longest_row(*rows) for rows in files if rows[0] is not None)
+    run = common.smaller_budgets(run, longest)
     run = common.find_resume(run, run.critic.timeout_minutes)
     config, first_step = common.settle(run, model_config, train)
     worker = CriticWorker(config)
     worker.init_model()
     if run.resume:
         worker.load_checkpoint(run.resume)
-    worker.find_budget(*common.longest_row(train, run.rollouts))
+    worker.find_budget(longest, row)
     common.print_work(worker, run, train)
     common.print_data_check(run, train, held_out)
     logger = common.Logger(run.out_dir, dataclasses.asdict(run), first_step, run.wandb_project)
@@ -1268,7 +1275,7 @@ def main(run):
             logger.log(step, metrics)
             print0(common.eval_line(metrics))
         if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
-            common.save(run, step, worker.checkpoint_writer(run.async_save))
+            common.save(run, step, worker.checkpoint_writer)
         common.join_saving(wait=last or stop)
         if last:
             break

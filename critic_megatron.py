@@ -1419,6 +1419,7 @@ class CriticWorker:
         if self.config.ppo_max_token_len_per_gpu != "auto":
             return
         critic, layout = self.critic, self.layout
+        longest = math.ceil(longest / pack_unit(self.config)) * pack_unit(self.config)
         turns = layout.pp_size * (2 if self.config.virtual_pipeline_model_parallel_size > 1 else 1)
 
         def probe(n):  # as many micro-batches as a stage may hold at a time
@@ -1428,8 +1429,11 @@ class CriticWorker:
 
         critic.train(True)
         named = [*named_weights(critic.modules), *named_head(critic.modules)]
-        to_come = sum((8 + 4 * (p.itemsize < 4)) * p.numel() / dist.get_world_size(replicas(name)) for name, p in named)
-        held = sum(p.nbytes + 4 * p.numel() for _, p in named)
+        spread = [(p, dist.get_world_size(replicas(name))) for name, p in named]
+        states = [state for optimizer in critic.optimizers() for state in optimizer.optimizer.state.values()]
+        moments = sum(x.nbytes for state in states for x in state.values())
+        to_come = max(sum(8 * p.numel() / ranks for p, ranks in spread) - moments, 0)
+        held = sum(p.nbytes + 4 * p.numel() + 4 * (p.itemsize < 4) * p.numel() / ranks for p, ranks in spread) + moments
         tokens = common.find_budget(self.config, probe, longest, row, held, to_come, layout.cp_size, self.device)
         self.config = critic.config = dataclasses.replace(self.config, ppo_max_token_len_per_gpu=tokens)
 
@@ -1476,7 +1480,8 @@ class CriticWorker:
     def check_batch(self, batch, training):
         """Raises UserError, ValueError or RuntimeError for rows that this critic cannot take, or not now."""
         self.check_here()
-        self.find_budget(*common.longest_row(batch))
+        if len(batch) and self.config.ppo_max_token_len_per_gpu == "auto":
+            self.find_budget(*common.longest_row(batch))
         check_budget(self.config, batch, training)
         if len(batch) and int(batch.input_ids.max()) >= self.vocab_size:
             raise ValueError(f"token id {int(batch.input_ids.max())} is outside the vocabulary of {self.vocab_size}")
@@ -1660,18 +1665,20 @@ STATE = {  # what a step changes -> how a checkpoint names it, of the weight wit
 def main(run):
     validate(run.critic)
     common.validate_run(run)
-    run = common.smaller_budgets(run)
     tokenizer = common.load_tokenizer(run.critic)
     model_config = common.load_model_config(run.critic, tokenizer)
     validate_for_model(run.critic, model_config)
     train, held_out = common.load_rows(run, model_config, check_budget, tokenizer=tokenizer)
+    files = ((train, run.rollouts), (held_out, run.eval_rollouts))
+    longest, row = max(common.longest_row(*rows) for rows in files if rows[0] is not None)
+    run = common.smaller_budgets(run, longest)
     run = common.find_resume(run, run.critic.timeout_minutes)
     config, first_step = common.settle(run, model_config, train)
     worker = CriticWorker(config)
     worker.init_model()
     if run.resume:
         worker.load_checkpoint(run.resume)
-    worker.find_budget(*common.longest_row(train, run.rollouts))
+    worker.find_budget(longest, row)
     common.print_work(worker, run, train)
     common.print_data_check(run, train, held_out)
     logger = common.Logger(run.out_dir, dataclasses.asdict(run), first_step, run.wandb_project)
@@ -1684,7 +1691,7 @@ def main(run):
             logger.log(step, metrics)
             print0(common.eval_line(metrics))
         if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
-            common.save(run, step, worker.checkpoint_writer(run.async_save))
+            common.save(run, step, worker.checkpoint_writer)
         common.join_saving(wait=last or stop)
         if last:
             break

@@ -20,6 +20,7 @@ import contextlib
 import copy
 import dataclasses
 import datetime
+import functools
 import gc
 import importlib
 import importlib.util
@@ -264,6 +265,11 @@ def validate(run):
         validate_vllm(run.vllm)
     with flags_of("critic"):
         critic_module(run.backend).validate(run.critic)
+    if run.critic.ppo_max_token_len_per_gpu == "auto" and run.critic.memory_limit_gib is None and not run.offload:
+        raise UserError(
+            "--critic.ppo-max-token-len-per-gpu auto: would take what the actor needs; add --offload, or give "
+            "--critic.memory-limit-gib"
+        )
     common.check_writable(run.out_dir, "--out-dir")
     common.check_replaceable(os.path.join(run.out_dir, "hf"), "--out-dir")
     common.check_report(run)
@@ -1643,10 +1649,10 @@ def read_loop_state(folder):
         raise UserError(f"--resume {folder}: not a checkpoint of ppo_loop.py ({common.one_line(error)})") from None
 
 
-def checkpoint_writer(run, step, kl_coef, *workers):
+def checkpoint_writer(run, step, kl_coef, workers, copy):
     """write(folder, group) of everything. Prompts and samples follow from the step, and need no state."""
     state = {"step": step, "kl_coef": kl_coef, "start": run.actor.model, "run": dataclasses.asdict(run)}
-    write_actor, write_critic = [worker.checkpoint_writer(run.async_save) for worker in workers]
+    write_actor, write_critic = [worker.checkpoint_writer(copy) for worker in workers]
 
     def write(folder, group=None):
         with common.complete_or_absent(folder, group=group) as tmp:
@@ -1731,13 +1737,13 @@ def build(run, task, device):
 
 def main(run):
     validate(run)
-    run = common.smaller_budgets(run)
+    run, task = load_task(run)
+    run = common.smaller_budgets(run, task.longest)
     run = common.find_resume(run, run.critic.timeout_minutes)
     state = read_loop_state(run.resume) if run.resume else {"step": 0, "kl_coef": run.kl_coef}
     first_step, kl_coef = state["step"], state["kl_coef"] if run.target_kl else run.kl_coef
     if run.resume and first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
-    run, task = load_task(run)
     device = common.setup_distributed(run.critic.timeout_minutes)
     if run.resume:
         run = start_from(run, state["start"]) if state["start"] != run.actor.model else run
@@ -1756,7 +1762,7 @@ def main(run):
         last, stop = step == run.steps, common.told_to_stop()
         if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
             with phases("checkpoint", actor, critic):
-                common.save(run, step, checkpoint_writer(run, step, kl_coef, actor, critic))
+                common.save(run, step, functools.partial(checkpoint_writer, run, step, kl_coef, (actor, critic)))
         common.join_saving(wait=last or stop)
         if stop and not last:
             logger.close()
