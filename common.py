@@ -2469,12 +2469,13 @@ def profile_range(run):
 
 def check_profile(run):
     """UserError unless --profile-steps is a range of this run's steps, and --profile-ranks are ranks."""
-    flag, steps = f"--profile-steps {run.profile_steps}", run.profile_steps or "1:1"
-    if not re.fullmatch(r"\d{1,9}:\d{1,9}", steps):
-        raise UserError(f"{flag}: must be A:B, the first step and the last, say 3:5")
-    first, last = map(int, steps.split(":"))
-    if not 1 <= first <= last <= run.steps:
-        raise UserError(f"{flag}: must be steps from 1 to --steps {run.steps}, A not above B")
+    if run.profile_steps:
+        flag = f"--profile-steps {run.profile_steps}"
+        if not re.fullmatch(r"\d{1,9}:\d{1,9}", run.profile_steps):
+            raise UserError(f"{flag}: must be A:B, the first step and the last, say 3:5")
+        first, last = profile_range(run)
+        if not 1 <= first <= last <= run.steps:
+            raise UserError(f"{flag}: must be steps from 1 to --steps {run.steps}, A not above B")
     check_flag(
         run, "profile_ranks", f"must be below the {WORLD_SIZE} ranks", lambda x: all(0 <= r < WORLD_SIZE for r in x)
     )

@@ -1056,27 +1056,15 @@ class CriticWorker:
     def checkpoint_writer(self, copy=False):
         """write(folder, group): saves the state of now, which `copy` lets the training change meanwhile."""
         tensors, _, _ = checkpoint_tensors(self.critic.model, self.critic.optimizer)
-        tensors = common.host_copy(tensors) if copy else tensors
         counters = self.critic.updates, self.critic.optimizer_steps
-
-        def write(folder, group=None):
-            with common.complete_or_absent(folder, group=group) as tmp:
-                writer = HuggingFaceStorageWriter(tmp, save_distributed=True)
-                dcp.save(tensors, storage_writer=writer, process_group=group)
-                common.write_trainer_state(tmp, "fsdp", self.config, self.model_config, *counters)
-
-        return write
+        return tensor_writer(tensors, copy, "fsdp", self.config, self.model_config, *counters)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
         """Restores what save_checkpoint wrote, on any world size and strategy. UserError: damaged or foreign."""
         saved = common.open_checkpoint(folder, "fsdp", self.config, self.model_config)
         tensors, model_state, optimizer_state = checkpoint_tensors(self.critic.model, self.critic.optimizer)
-        try:
-            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
-        except CheckpointException as error:
-            cause, _ = next(iter(error.failures.values()))  # of the first rank that has one
-            raise UserError(f"--resume {folder}: does not fit this critic ({common.one_line(cause)})") from None
+        read_tensors(tensors, folder, "critic")
         set_state_dict(
             self.critic.model, self.critic.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
         )
@@ -1118,6 +1106,28 @@ def checkpoint_tensors(model, optimizer):
     for name, state in optimizer_state["state"].items():
         tensors |= {f"optimizer.{name}.{key}": x for key, x in state.items()}
     return {**tensors, "rng": torch.get_rng_state()}, model_state, optimizer_state
+
+
+def tensor_writer(tensors, copy, *state):
+    """write(folder, group): saves these tensors as sharded safetensors, and `state`, see common.write_trainer_state."""
+    tensors = common.host_copy(tensors) if copy else tensors
+
+    def write(folder, group=None):
+        with common.complete_or_absent(folder, group=group) as tmp:
+            writer = HuggingFaceStorageWriter(tmp, save_distributed=True)
+            dcp.save(tensors, storage_writer=writer, process_group=group)
+            common.write_trainer_state(tmp, *state)
+
+    return write
+
+
+def read_tensors(tensors, folder, what):
+    """Fills tensors with what tensor_writer wrote, on any layout. UserError: they are not those of this `what`."""
+    try:
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))  # of the first rank that has one
+        raise UserError(f"--resume {folder}: does not fit this {what} ({common.one_line(cause)})") from None
 
 
 def save_hf(state, model_config, value_range, folder):

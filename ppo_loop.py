@@ -42,12 +42,9 @@ from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 import numpy
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import tyro
 from huggingface_hub import snapshot_download
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -1224,26 +1221,15 @@ class PolicyWorker:
     def checkpoint_writer(self, copy=False):
         """write(folder, group): saves the state of now, which `copy` lets the training change meanwhile."""
         tensors, _, _ = self.checkpoint_tensors()
-        tensors, counters = common.host_copy(tensors) if copy else tensors, (self.updates, self.optimizer_steps)
-
-        def write(folder, group=None):
-            with common.complete_or_absent(folder, group=group) as tmp:
-                writer = HuggingFaceStorageWriter(tmp, save_distributed=True)
-                dcp.save(tensors, storage_writer=writer, process_group=group)
-                common.write_trainer_state(tmp, "actor", self.config, self.model_config, *counters)
-
-        return write
+        counters = self.updates, self.optimizer_steps
+        return critic_fsdp.tensor_writer(tensors, copy, "actor", self.config, self.model_config, *counters)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
         """Restores what save_checkpoint wrote, on any world size. UserError: damaged or foreign."""
         saved = common.open_checkpoint(folder, "actor", self.config, self.model_config)
         tensors, model_state, optimizer_state = self.checkpoint_tensors()
-        try:
-            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
-        except CheckpointException as error:
-            cause, _ = next(iter(error.failures.values()))  # of the first rank that has one
-            raise UserError(f"--resume {folder}: does not fit this actor ({common.one_line(cause)})") from None
+        critic_fsdp.read_tensors(tensors, folder, "actor")
         set_state_dict(self.model, self.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
         self.updates, self.optimizer_steps = saved["updates"], saved["optimizer_steps"]
 
