@@ -46,11 +46,15 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
+from huggingface_hub import snapshot_download
 from PIL import Image, ImageOps
 from safetensors import safe_open
+from safetensors.torch import save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, Qwen2VLImageProcessorPil
+from transformers.pytorch_utils import Conv1D
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler says when it begins and ends
@@ -1477,6 +1481,23 @@ class GatherSlices(torch.autograd.Function):
         return grad.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
 
 
+def slice_row(decoder, args, kwargs):
+    """A forward pre-hook: each rank of a sequence-parallel group goes on with its slice of the packed row.
+
+    It stands where the decoder begins, behind a vision tower, which all ranks of the group run on all images alike.
+    """
+    if Pack.group is None:
+        return None
+    size, rank = dist.get_world_size(Pack.group), dist.get_rank(Pack.group)
+    whole = {key: kwargs.get(key) for key in ("input_ids", "inputs_embeds", "visual_pos_masks")}
+    sliced = {key: x.chunk(size, 1)[rank] for key, x in whole.items() if x is not None}
+    sliced["position_ids"] = kwargs["position_ids"].chunk(size, -1)[rank]
+    if "visual_pos_masks" in sliced:  # Qwen3-VL's deepstack: a row of features for each token of an image
+        counts = [int(mask.sum()) for mask in kwargs["visual_pos_masks"].chunk(size, 1)]
+        sliced["deepstack_visual_embeds"] = [x.split(counts)[rank] for x in kwargs["deepstack_visual_embeds"]]
+    return args, {**kwargs, **sliced}
+
+
 def influence(forward, vocab_size, n):
     """How far tokens reach where they must not, relative to the size of the hidden states: 0.0 in a sound model.
 
@@ -1490,6 +1511,22 @@ def influence(forward, vocab_size, n):
     others_T[n // 2 : n] = False
     before_TD, after_TD = (forward(x_T, [n, n]).cpu()[others_T].float() for x_T in (ids_T, changed_T))
     return relative_error(after_TD, before_TD)
+
+
+def packing_problem(backbone, flops):
+    """Why packed rows might lose what this model's own attention does, in words, or "": what only long rows show, and
+    is therefore looked up. After a forward over packed rows."""
+    inputs, config = inspect.signature(backbone.forward).parameters, backbone.config
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    marks_images = hasattr(config, "vision_config") and inputs.keys() & {"token_type_ids", "mm_token_type_ids"}
+    _, (_, window, sliding) = flops.per_pair
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        return f"has layers of {', '.join(sorted(unknown))}, which packed rows might lose"
+    if marks_images and not reads_images(config):
+        return "may let the tokens of an image see later ones, which packed rows would lose"
+    if sliding and window not in Pack.windows:
+        return f"does not tell its attention the sliding window of {window}, which packed rows would lose"
+    return ""
 
 
 def relative_error(x_TD, reference_TD):
@@ -2964,6 +3001,30 @@ def drop_no_more(model_config):
             setattr(model_config, key, type(value)(0))
 
 
+def local_folder(name):
+    """The folder of a model: a hub's is downloaded, its config is there already."""
+    if os.path.isdir(name):
+        return name
+    return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.py"])
+
+
+def load_pretrained(kind, config, model_config, **options):
+    """A model of this AutoModel kind with the weights of --model. UserError: they do not load, or some are missing."""
+    try:
+        model, info = kind.from_pretrained(
+            local_folder(config.model), config=model_config, trust_remote_code=config.trust_remote_code,
+            output_loading_info=True, **options,
+        )  # fmt: skip
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise UserError(f"--model {config.model}: its weights do not load ({one_line(error)})") from None
+    absent = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
+    if absent:
+        raise UserError(f"--model {config.model}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}")
+    return model
+
+
 def init_value_head(score, folder, config):
     """Fills the head, an nn.Linear, by --value-head-init -> words on what happened. folder: the checkpoint, if any."""
     shape = tuple(score.weight.shape)
@@ -3035,6 +3096,208 @@ def architecture(model_config):
     passing = ("transformers_version", "_name_or_path", "architectures", "dtype", "_attn_implementation", "use_cache")
     passing += ("value_head", "value_range")  # of the checkpoint's head
     return {key: value for key, value in fields.items() if key not in passing}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models of transformers: their blocks, what of them trains, adapters, images, export
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def count_parameters(module):
+    """(all, those that train)."""
+    parameters = list(module.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def transformer_blocks(model):
+    """The layers to shard one by one: classes the model's authors say must not be split."""
+    names = {n for m in model.modules() for n in (getattr(m, "_no_split_modules", None) or ())}
+    return [m for m in model.modules() if type(m).__name__ in names]
+
+
+def freeze(backbone, layers):
+    """Takes the embeddings and the lowest blocks out of training: they get no gradient and no optimizer state."""
+    blocks = transformer_blocks(backbone.get_decoder())
+    if len(blocks) < layers:
+        raise UserError(f"--freeze-layers {layers}: {type(backbone).__name__} shows {len(blocks)} layers")
+    for module in [m for m in backbone.modules() if isinstance(m, nn.Embedding)] + blocks[:layers]:
+        module.requires_grad_(False)
+
+
+def add_lora(backbone, config):
+    """Freezes the backbone and gives its linear layers adapters: W x + alpha / r B A x (LoRA, 2106.09685).
+
+    A is random, B zero: values are at first those without. Experts that a mixture keeps in one tensor get no adapter.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    linear, targets = [n for n, m in backbone.named_modules() if isinstance(m, nn.Linear | Conv1D)], []
+    for target in config.lora_target_modules:
+        named = [n for n in linear if target == "all-linear" or f".{n}".endswith(f".{target}")]
+        if not named:
+            there = ", ".join(sorted({n.rpartition(".")[2] for n in linear}))
+            raise UserError(f"--lora-target-modules {target}: is no linear layer of {config.model}; there are {there}")
+        targets += named
+    inject_adapter_in_model(
+        LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets), backbone
+    )
+
+
+def merge_lora(state, scale, modules):
+    """Full state dict with adapters -> that of the same function without them, W + scale B A.
+
+    modules: the model's by their names in the state dict; GPT-2's layers keep W as (in, out).
+    """
+    transposed = {name.removesuffix(".base_layer") for name, m in modules.items() if isinstance(m, Conv1D)}
+    merged = {}
+    for name, x in state.items():
+        if name.endswith(".base_layer.weight"):
+            layer = name.removesuffix(".base_layer.weight")
+            delta = scale * state[f"{layer}.lora_B.default.weight"] @ state[f"{layer}.lora_A.default.weight"]
+            x = x + (delta.T if layer in transposed else delta)
+        if ".lora_" not in name:
+            merged[name.replace(".base_layer.", ".")] = x
+    return merged
+
+
+def saved_bytes(model, config, lengths, device):
+    """Bytes that autograd saves in a training forward of a model on meta over sequences of these lengths, weights not
+    counted.
+
+    Counted exactly, on fake tensors, which have shapes and devices but no memory.
+    """
+    with FakeTensorMode():
+        fake = lambda x: torch.empty(x.shape, dtype=x.dtype, device=device)
+        for module in model.train().modules():
+            for name, x in module.named_parameters(recurse=False):
+                module._parameters[name] = nn.Parameter(fake(x), x.requires_grad)
+            for name, x in module.named_buffers(recurse=False):
+                module._buffers[name] = fake(x)
+        weights = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers())}
+        saved = {}
+
+        def note(x):
+            storage = x.untyped_storage()
+            saved[storage._cdata] = (storage, storage.nbytes() if storage._cdata not in weights else 0)
+            return x
+
+        lengths = lengths if config.use_remove_padding else [max(lengths)] * len(lengths)
+        shape = (1, -1) if config.use_remove_padding else (len(lengths), -1)
+        position_ids = torch.cat([torch.arange(n, device=device) for n in lengths]).view(shape)
+        set_pack(lengths, device, kernel=config.attn_implementation)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            model(input_ids=torch.zeros_like(position_ids), position_ids=position_ids)
+        return sum(n for _, n in saved.values())
+
+
+VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # images are read; all others read text only
+
+
+def reads_images(model_config):
+    return model_config.model_type in VISION_MODELS
+
+
+def decoder_attention(config, model_config):
+    """The name under which transformers finds the attention of the decoder: "packed", or its own for padded rows."""
+    if config.use_remove_padding:
+        return "packed"
+    capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
+    if capped and config.attn_implementation == "sdpa":
+        raise UserError(f"--attn-implementation sdpa: would drop the soft cap of {config.model}; auto takes eager")
+    names = {"flash": "flash_attention_2", "auto": "eager" if capped else None}
+    return names.get(config.attn_implementation, config.attn_implementation)
+
+
+def of_decoder(attention, model_config):
+    """The attention of the decoder, as transformers takes it: a vision tower keeps its own."""
+    return {"": attention, "text_config": attention} if reads_images(model_config) else attention
+
+
+def load_image_processor(config, model_config):
+    """What makes patches of images, or None: the model reads text only, or came without one.
+
+    Pillow's, which all these models share: the same pixels on every machine, with torchvision or without.
+    """
+    if not reads_images(model_config):
+        return None
+    if config.model in TINY:
+        return Qwen2VLImageProcessorPil(patch_size=model_config.vision_config.patch_size)
+    for name in filter(None, (config.model, config.tokenizer)):
+        with contextlib.suppress(OSError):  # no preprocessor_config.json
+            return Qwen2VLImageProcessorPil.from_pretrained(name)
+    print0(f"images     cannot be read from rows: no preprocessor_config.json in {config.model}")
+    return None
+
+
+def with_images(backbone, ids_T, lengths, images):
+    """(ids, lengths, inputs of the forward) of rows with these images, a list of B dicts.
+
+    Ranks that share the weights of the vision tower must run it together, so rows without any image get a black
+    one, whose one token ends the last row: no other token sees it, no value is read there, its gradient is zero.
+    It is the only token ever above the cap of a micro-batch.
+    """
+    image_token_id, tower = backbone.config.image_token_id, backbone.config.vision_config
+    if not any(images):
+        merge = tower.spatial_merge_size
+        features = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+        black = {
+            "pixel_values": torch.zeros(merge**2, features, device=ids_T.device),
+            "image_grid_thw": torch.tensor([[1, merge, merge]], device=ids_T.device),
+        }
+        ids_T, lengths = F.pad(ids_T, (0, 1), value=image_token_id), [*lengths[:-1], lengths[-1] + 1]
+        images = [*images[:-1], black]
+    positions = []
+    for ids, row in zip(ids_T.split(lengths), images, strict=True):
+        thw, _ = backbone.get_rope_index(
+            ids[None], (ids == image_token_id).int()[None], image_grid_thw=row.get("image_grid_thw")
+        )
+        positions.append(torch.cat([torch.arange(len(ids), device=ids.device)[None], thw[:, 0]]))
+    inputs = {key: torch.cat([row[key] for row in images if row]) for key in ("pixel_values", "image_grid_thw")}
+    return ids_T, lengths, {"position_ids": torch.cat(positions, 1), **inputs}
+
+
+def check_rows(batch, model_config, image_processor=None):
+    """ValueError naming the first row with tokens or images that the model cannot read, or unfitting placeholders."""
+    vocab_size, rows = model_config.get_text_config().vocab_size, batch.multi_modal_inputs
+    if len(batch) and int(batch.input_ids.max()) >= vocab_size:
+        raise ValueError(f"token id {int(batch.input_ids.max())} is outside the vocabulary of {vocab_size}")
+    if not reads_images(model_config):
+        if any(rows or ()):
+            row = int(batch.row_id[next(b for b, images in enumerate(rows) if images)])
+            raise ValueError(f"row {row}: multi_modal_inputs: this critic reads text only")
+        return
+    image_token_id, merge = model_config.image_token_id, model_config.vision_config.spatial_merge_size
+    for b, ids in enumerate(batch.input_ids.split(batch.lengths)):
+        images, row = rows[b] if rows else {}, int(batch.row_id[b])
+        if unknown := images.keys() - {"images", "pixel_values", "image_grid_thw"}:
+            raise ValueError(f"row {row}: multi_modal_inputs: this critic reads no {', '.join(sorted(unknown))}")
+        if "images" in images and image_processor is None:
+            raise ValueError(f"row {row}: there is no preprocessor_config.json to read its images with")
+        if "images" not in images:  # read_jsonl has counted those
+            try:
+                check_placeholders(ids.tolist(), image_token_id, image_tokens(images, merge))
+            except UserError as error:
+                raise ValueError(f"row {row}: {error}") from None
+
+
+def save_hf(state, model_config, value_range, folder):
+    """Writes a full state dict of a value model ("model.*", "score.*") with transformers' own save_pretrained."""
+    model_config = config_of_export(model_config, len(state["score.weight"]), value_range)
+    backbone = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
+    if type(model_config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        with torch.device("meta"):
+            skeleton = transformers.AutoModelForTokenClassification.from_config(model_config, dtype=torch.float32)
+        prefix = skeleton.base_model_prefix
+        head = next(n for n, m in skeleton.named_children() if n != prefix and isinstance(m, nn.Linear))
+        full = {f"{prefix}.{k}": v for k, v in backbone.items()}
+        full |= {f"{head}.{k}": state[f"score.{k}"] for k in ("weight", "bias")}
+        skeleton.save_pretrained(folder, state_dict=full)
+        return
+    with torch.device("meta"):
+        skeleton = transformers.AutoModel.from_config(model_config, dtype=torch.float32)
+    skeleton.save_pretrained(folder, state_dict=backbone)
+    head = {f"score.{k}": state[f"score.{k}"] for k in ("weight", "bias")}
+    save_file(head, os.path.join(folder, "value_head.safetensors"), metadata={"format": "pt"})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -3223,13 +3486,16 @@ def evaluate(worker, rows, gamma):
     }
 
 
-def load_rows(run, model_config, check_budget, **options):
+def load_rows(run, model_config, tokenizer, check_budget):
     """(rows to learn from, rows to evaluate on or None), each one Batch, the same on every rank.
 
-    check_budget: the script's own, for rows of a file. options: those of rows_to_batch that the script knows.
+    check_budget: the script's own, for rows of a file.
     """
     config, text = run.critic, model_config.get_text_config()
-    options |= {
+    options = {
+        "tokenizer": tokenizer,
+        "image_processor": load_image_processor(config, model_config),
+        "image_token_id": model_config.image_token_id if reads_images(model_config) else None,
         "vocab_size": text.vocab_size,
         "max_length": getattr(text, "max_position_embeddings", None) or 2**31,
         "skip_bad_rows": run.skip_bad_rows,
@@ -3261,6 +3527,16 @@ def settle(run, model_config, rows):
     if run.resume and first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
     return config, first_step
+
+
+def print_plan(run, lengths, layout, parts):
+    """Prints what each of --plan ranks holds, as equations. parts: name -> (bytes, equation)."""
+    print0(f"layout       {layout}")
+    for name, (size, equation) in parts.items():
+        print0(f"{name:12s} {size / 2**20:12,.1f} MiB = {equation}")
+    print0(f"{'together':12s} {sum(size for size, _ in parts.values()) / 2**20:12,.1f} MiB a rank at most")
+    mini, mean, ranks = min(run.critic.ppo_mini_batch_size, len(lengths)), sum(lengths) / len(lengths), run.plan
+    print0(f"{'step':12s} {mini} rows x {mean:,.0f} tokens / {ranks} ranks = {mini * mean / ranks:,.0f} tokens a rank")
 
 
 def print_work(worker, run, rows):

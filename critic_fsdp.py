@@ -17,7 +17,6 @@ Shapes are in the names: T tokens, sequences end to end; B sequences; L longest 
 import contextlib
 import dataclasses
 import importlib.util
-import inspect
 import itertools
 import math
 import os
@@ -33,7 +32,9 @@ import tyro
 # Config
 # ---------------------------------------------------------------------------------------------------------------------
 
+DTYPES = ("auto", "float32", "bfloat16")
 KERNELS = ("auto", "flash", "varlen", "sdpa", "eager")
+BACKEND = "fsdp"  # as checkpoints name this script
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
@@ -68,7 +69,7 @@ class Config:
     timeout_minutes: float = 30.0  # a collective that takes longer ends the run
 
     # precision and kernels
-    param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products (auto: bfloat16, float32 on CPU)
+    param_dtype: Literal[DTYPES] = "auto"  # of matrix products (auto: bfloat16, float32 on CPU)
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # in which FSDP adds gradients of the ranks up
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
     attn_implementation: Literal[KERNELS] = "auto"  # attention kernel (auto: the fastest that serves the model)
@@ -143,8 +144,6 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
-from huggingface_hub import snapshot_download
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -166,8 +165,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
-from transformers import AutoModel, Qwen2VLImageProcessorPil
-from transformers.pytorch_utils import Conv1D
+from transformers import AutoModel
 
 import common
 from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
@@ -194,7 +192,7 @@ def validate(config, world_size=WORLD_SIZE):
         raise UserError(f"--lora-rank {config.lora_rank}: peft is not installed; pip install peft")
     if world_size % sp:
         raise UserError(f"--ulysses-size {sp}: must divide the {world_size} ranks")
-    if sp > 1 and not config.use_remove_padding:
+    if sequence_ranks(config) > 1 and not config.use_remove_padding:
         raise UserError(f"--ulysses-size {sp}: needs packed rows; drop --no-use-remove-padding")
     if shard != -1 and (shard < 1 or world_size % shard):
         raise UserError(f"--fsdp-size {shard}: must divide the {world_size} ranks, or be -1 for all of them")
@@ -223,14 +221,14 @@ def validate_for_model(config, model_config):
         raise UserError(f"--ulysses-size {config.ulysses_size}: must divide the model's {heads} attention heads")
     if config.freeze_layers > layers:
         raise UserError(f"--freeze-layers {config.freeze_layers}: the model has {layers} layers")
-    if config.ppo_max_token_len_per_gpu == "auto" and model_config.model_type in VISION_MODELS:
+    if config.ppo_max_token_len_per_gpu == "auto" and common.reads_images(model_config):
         raise UserError("--ppo-max-token-len-per-gpu auto: counts no images; give a number")
-    if config.freeze_vision_tower and model_config.model_type not in VISION_MODELS:
+    if config.freeze_vision_tower and not common.reads_images(model_config):
         raise UserError(f"--freeze-vision-tower: {config.model} ({model_config.model_type}) reads text only")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Value model: any decoder of transformers and a value head in float32
+# Value model: a decoder and a value head in float32
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -253,25 +251,6 @@ class ValueModel(nn.Module):
             return self.score(hidden_BLD.to(self.score.weight.dtype)).squeeze(-1).float()
 
 
-VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # images are read; all others read text only
-
-
-def load_image_processor(config, model_config):
-    """What makes patches of images, or None: the model reads text only, or came without one.
-
-    Pillow's, which all these models share: the same pixels on every machine, with torchvision or without.
-    """
-    if model_config.model_type not in VISION_MODELS:
-        return None
-    if config.model in common.TINY:
-        return Qwen2VLImageProcessorPil(patch_size=model_config.vision_config.patch_size)
-    for name in filter(None, (config.model, config.tokenizer)):
-        with contextlib.suppress(OSError):  # no preprocessor_config.json
-            return Qwen2VLImageProcessorPil.from_pretrained(name)
-    print0(f"images     cannot be read from rows: no preprocessor_config.json in {config.model}")
-    return None
-
-
 def read_weights(config, model_config):
     """A ValueModel on the host with its weights, and a sentence on where they come from. Runs on rank 0 alone."""
     if config.model in common.TINY or config.from_scratch:
@@ -279,67 +258,10 @@ def read_weights(config, model_config):
         backbone = AutoModel.from_config(model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
         model = ValueModel(backbone, config)
         return model, f"random weights (seed {config.seed}); {common.init_value_head(model.score, None, config)}"
-    folder = config.model
-    if not os.path.isdir(folder):  # a hub name, which its config came from already
-        folder = snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.py"])
-    try:
-        backbone, info = AutoModel.from_pretrained(
-            folder, config=model_config, trust_remote_code=config.trust_remote_code, output_loading_info=True
-        )
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise UserError(f"--model {config.model}: its weights do not load ({common.one_line(error)})") from None
-    absent = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
-    if absent:
-        raise UserError(f"--model {config.model}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}")
+    backbone = common.load_pretrained(AutoModel, config, model_config)
     model = ValueModel(backbone, config)
-    head = common.init_value_head(model.score, folder, config)
+    head = common.init_value_head(model.score, common.local_folder(config.model), config)
     return model, f"{type(backbone).__name__} from {config.model}; {head}"
-
-
-def freeze(backbone, layers):
-    """Takes the embeddings and the lowest blocks out of training: they get no gradient and no optimizer state."""
-    blocks = transformer_blocks(backbone.get_decoder())
-    if len(blocks) < layers:
-        raise UserError(f"--freeze-layers {layers}: {type(backbone).__name__} shows {len(blocks)} layers")
-    for module in [m for m in backbone.modules() if isinstance(m, nn.Embedding)] + blocks[:layers]:
-        module.requires_grad_(False)
-
-
-def add_lora(backbone, config):
-    """Freezes the backbone and gives its linear layers adapters: W x + alpha / r B A x (LoRA, 2106.09685).
-
-    A is random, B zero: values are at first those without. Experts that a mixture keeps in one tensor get no adapter.
-    """
-    from peft import LoraConfig, inject_adapter_in_model
-
-    linear, targets = [n for n, m in backbone.named_modules() if isinstance(m, nn.Linear | Conv1D)], []
-    for target in config.lora_target_modules:
-        named = [n for n in linear if target == "all-linear" or f".{n}".endswith(f".{target}")]
-        if not named:
-            there = ", ".join(sorted({n.rpartition(".")[2] for n in linear}))
-            raise UserError(f"--lora-target-modules {target}: is no linear layer of {config.model}; there are {there}")
-        targets += named
-    inject_adapter_in_model(
-        LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets), backbone
-    )
-
-
-def merge_lora(state, scale, transposed):
-    """Full state dict with adapters -> that of the same function without them, W + scale B A.
-
-    transposed: names of the layers that keep W as (in, out).
-    """
-    merged = {}
-    for name, x in state.items():
-        if name.endswith(".base_layer.weight"):
-            layer = name.removesuffix(".base_layer.weight")
-            delta = scale * state[f"{layer}.lora_B.default.weight"] @ state[f"{layer}.lora_A.default.weight"]
-            x = x + (delta.T if layer in transposed else delta)
-        if ".lora_" not in name:
-            merged[name.replace(".base_layer.", ".")] = x
-    return merged
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -361,8 +283,8 @@ class Layout(NamedTuple):
 
 
 def make_layout(config, device):
-    """Builds the process groups. Rank = dp_rank * sp_size + sp_rank."""
-    sp = config.ulysses_size
+    """Builds the process groups."""
+    sp = config.ulysses_size  # rank = dp_rank * sp + sp_rank
     mesh = init_device_mesh(device.type, (WORLD_SIZE // sp, sp), mesh_dim_names=("dp", "sp"))
     if config.fsdp_size in (-1, WORLD_SIZE):
         fsdp_mesh = init_device_mesh(device.type, (WORLD_SIZE,))
@@ -382,7 +304,7 @@ def make_layout(config, device):
 
 
 def compute_dtype(config, device):
-    """The dtype of matrix products; master weights, gradients, optimizer and value head are float32 always."""
+    """The dtype of matrix products; master weights, gradients, optimizer and value head are float32."""
     if config.param_dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, config.param_dtype)
@@ -390,19 +312,13 @@ def compute_dtype(config, device):
 
 def build_skeleton(config, model_config, dtype=torch.float32):
     """A ValueModel on meta: no weights yet, but all that is settled without them. UserError: it cannot be built."""
-    attention = "packed"
+    attention = common.decoder_attention(config, model_config)
     if config.compile:  # its lists of lengths would be compiled in, anew for each pack
         transformers.AttentionInterface.register("packed", torch.compiler.disable(common.packed_attention))
-    if not config.use_remove_padding:
-        capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
-        if capped and config.attn_implementation == "sdpa":
-            raise UserError(f"--attn-implementation sdpa: would drop the soft cap of {config.model}; auto takes eager")
-        names = {"flash": "flash_attention_2", "auto": "eager" if capped else None}
-        attention = names.get(config.attn_implementation, config.attn_implementation)
     try:
         with torch.device("meta"):
             backbone = AutoModel.from_config(
-                model_config, dtype=dtype, attn_implementation=of_decoder(attention, model_config),
+                model_config, dtype=dtype, attn_implementation=common.of_decoder(attention, model_config),
                 trust_remote_code=config.trust_remote_code,
             )  # fmt: skip
             model = ValueModel(backbone, config)
@@ -421,10 +337,10 @@ def build_skeleton(config, model_config, dtype=torch.float32):
             module.p = 0.0
     if config.lora_rank:
         with torch.device("meta"):
-            add_lora(backbone, config)
+            common.add_lora(backbone, config)
     if config.freeze_layers:
-        freeze(backbone, config.freeze_layers)
-    for block in transformer_blocks(backbone) if config.compile else ():  # in place: names of weights stay
+        common.freeze(backbone, config.freeze_layers)
+    for block in common.transformer_blocks(backbone) if config.compile else ():  # in place: names of weights stay
         block.compile(dynamic=True)
     if config.gradient_checkpointing:
         backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -440,8 +356,8 @@ def build_value_model(config, model_config, layout):
     source, story = read_weights(config, model_config) if RANK == 0 else (None, None)
     if config.lora_rank and RANK == 0:
         torch.manual_seed(config.seed)
-        add_lora(source.model, config)
-    flops, (count, trained) = common.flops_model(model, model_config), count_parameters(model)
+        common.add_lora(source.model, config)
+    flops, (count, trained) = common.flops_model(model, model_config), common.count_parameters(model)
     size = f"{count:,} parameters" + (f", {trained:,} of them train" if trained < count else "")
     model = {"fsdp2": shard_fsdp2, "fsdp1": shard_fsdp1, "none": replicate}[config.strategy](model, config, layout)
     full = source.state_dict() if RANK == 0 else {}
@@ -454,25 +370,8 @@ def build_value_model(config, model_config, layout):
     return model, flops, size, story
 
 
-def count_parameters(module):
-    """(all, those that train)."""
-    parameters = list(module.parameters())
-    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-
-
-def of_decoder(attention, model_config):
-    """The attention of the decoder, as transformers takes it: a vision tower keeps its own."""
-    return {"": attention, "text_config": attention} if model_config.model_type in VISION_MODELS else attention
-
-
-def transformer_blocks(model):
-    """The layers to shard one by one: classes the model's authors say must not be split."""
-    names = {n for m in model.modules() for n in (getattr(m, "_no_split_modules", None) or ())}
-    return [m for m in model.modules() if type(m).__name__ in names]
-
-
 def shard_fsdp2(model, config, layout):
-    dtype, blocks = compute_dtype(config, layout.device), transformer_blocks(model)
+    dtype, blocks = compute_dtype(config, layout.device), common.transformer_blocks(model)
     options = {"mesh": layout.fsdp_mesh, "reshard_after_forward": config.reshard_after_forward}
     if config.offload_policy:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=layout.device.type == "cuda")
@@ -492,7 +391,7 @@ def shard_fsdp2(model, config, layout):
 
 
 def shard_fsdp1(model, config, layout):
-    dtype, blocks = compute_dtype(config, layout.device), set(transformer_blocks(model))
+    dtype, blocks = compute_dtype(config, layout.device), set(common.transformer_blocks(model))
     reduce_dtype = getattr(torch, config.reduce_dtype)
     policy = MixedPrecision(param_dtype=dtype, reduce_dtype=reduce_dtype, buffer_dtype=torch.float32)
     head_policy = MixedPrecision(param_dtype=torch.float32, reduce_dtype=torch.float32)
@@ -540,11 +439,15 @@ def full_tensor(x):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def sequence_ranks(config):
+    """Ranks that share the tokens of each sequence."""
+    return config.ulysses_size
+
+
 def training_limits(config):
-    """(most tokens, rows) of a training micro-batch of one sequence-parallel group; rows, if given, decide alone."""
-    tokens = config.ppo_max_token_len_per_gpu
-    tokens = 2**62 if tokens == "auto" else tokens * config.ulysses_size  # auto: until find_budget knows
-    return tokens, config.ppo_micro_batch_size_per_gpu
+    """(most tokens, rows) of a training micro-batch of the ranks that share it; rows, if given, decide alone."""
+    tokens, rows = config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu
+    return 2**62 if tokens == "auto" else tokens * sequence_ranks(config), rows  # auto: until find_budget knows
 
 
 def forward_limits(config):
@@ -552,50 +455,48 @@ def forward_limits(config):
     tokens, rows = config.forward_max_token_len_per_gpu, config.forward_micro_batch_size_per_gpu
     if tokens is None and rows is None:
         return training_limits(config)
-    return tokens and tokens * config.ulysses_size, rows
+    return tokens and tokens * sequence_ranks(config), rows
 
 
 def check_budget(config, batch, training, path=None):
     """UserError naming the longest row if no micro-batch can hold it. path: the file that the rows come from."""
-    longest, sp = max(batch.lengths, default=0), config.ulysses_size
+    longest = needed = max(batch.lengths, default=0)
     tokens, rows = training_limits(config) if training else forward_limits(config)
-    if rows is None and longest > tokens:
+    if rows is None and needed > tokens:
         flag = "forward" if not training and config.forward_max_token_len_per_gpu else "ppo"
         row = int(batch.row_id[batch.lengths.index(longest)])
         where = f"{path}:{row + 1}" if path else f"row {row}"
-        raise UserError(
-            f"--{flag}-max-token-len-per-gpu {tokens // sp}: {where} has {longest} tokens; give at least "
-            f"{-(-longest // sp)}"
-        )
+        given = getattr(config, f"{flag}_max_token_len_per_gpu")
+        least = math.ceil(needed / sequence_ranks(config))
+        raise UserError(f"--{flag}-max-token-len-per-gpu {given}: {where} has {longest} tokens; give at least {least}")
 
 
-def slice_row(decoder, args, kwargs):
-    """A forward pre-hook: each rank of a sequence-parallel group goes on with its slice of the packed row.
+class MicroBatch(NamedTuple):
+    """What this rank computes of a micro-batch.
 
-    It stands where the decoder begins, behind a vision tower, which all ranks of the group run on all images alike.
+    Columns are of its T tokens, and of the action that each of them is.
     """
-    if common.Pack.group is None:
-        return None
-    size, rank = dist.get_world_size(common.Pack.group), dist.get_rank(common.Pack.group)
-    whole = {key: kwargs.get(key) for key in ("input_ids", "inputs_embeds", "visual_pos_masks")}
-    sliced = {key: x.chunk(size, 1)[rank] for key, x in whole.items() if x is not None}
-    sliced["position_ids"] = kwargs["position_ids"].chunk(size, -1)[rank]
-    if "visual_pos_masks" in sliced:  # Qwen3-VL's deepstack: a row of features for each token of an image
-        counts = [int(mask.sum()) for mask in kwargs["visual_pos_masks"].chunk(size, 1)]
-        sliced["deepstack_visual_embeds"] = [x.split(counts)[rank] for x in kwargs["deepstack_visual_embeds"]]
-    return args, {**kwargs, **sliced}
+
+    input_ids: torch.Tensor  # (T,)
+    lengths: list  # of the sequences
+    images: list  # B dicts, see common.read_images; empty for a model that reads text only
+    index: torch.Tensor  # int64: where the action stands in the flat columns of the whole batch
+    mask: torch.Tensor  # bool: there is an action
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+    weights: torch.Tensor | None = None  # of the token losses
 
 
 class DataParallelPPOCritic:
-    """Values and updates of a sharded value model. Both methods take the *global* batch, the same on every rank, and
-    work on this rank's share of it."""
+    """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same on every
+    rank, and work on this rank's share of it."""
 
     def __init__(self, config, model, flops, layout, image_processor=None):
-        self.config, self.model, self.flops, self.layout = config, model, flops, layout
-        self.image_processor, backbone = image_processor, model.model
-        self.reads_images = backbone.config.model_type in VISION_MODELS
+        self.config, self.flops, self.layout = config, flops, layout
+        self.model, self.image_processor, backbone = model, image_processor, model.model
+        self.reads_images = common.reads_images(backbone.config)
         decoder = backbone.language_model if self.reads_images else backbone
-        decoder.register_forward_pre_hook(slice_row, with_kwargs=True)
+        decoder.register_forward_pre_hook(common.slice_row, with_kwargs=True)
         lr = config.lr if config.lr is not None else (1e-3 if config.model in common.TINY else 1e-5)
         trainable = [p for p in model.parameters() if p.requires_grad]
         options = {"lr": lr, "betas": config.betas, "weight_decay": config.weight_decay}
@@ -607,65 +508,49 @@ class DataParallelPPOCritic:
     def my_micro_batches(self, batch, max_tokens, size):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch.
 
-        Rows go to data-parallel ranks by FLOPs, a rank's rows to micro-batches by tokens. Every rank works it out for
-        all ranks, so that all make the same number of forwards without a word.
+        Rows go to data-parallel ranks by FLOPs, a rank's rows to micro-batches by size. Every rank works it out for
+        all ranks, so that all make the same number of forwards without a word: ranks that share weights must.
         """
-        lengths, layout = batch.lengths, self.layout
-        shares = common.balance([self.flops.forward_flops(n) for n in lengths], layout.dp_size)
-        parts = common.micro_batches(
-            [[lengths[i] for i in share] for share in shares], max_tokens, size, not self.config.use_remove_padding
-        )
+        config, layout = self.config, self.layout
+        lengths = batch.lengths
+        shares = common.balance([self.flops.forward_flops(n) for n in batch.lengths], layout.dp_size)
+        split = [[lengths[i] for i in share] for share in shares]
+        parts = common.micro_batches(split, max_tokens, size, not config.use_remove_padding)
         mine = shares[layout.dp_rank]
         return [[mine[j] for j in part] for part in parts[layout.dp_rank]]
 
-    def micro_batch(self, batch, rows):
-        """These rows on the device, and their lengths; a rank without rows runs one masked token to keep in step."""
-        micro = batch.select(rows) if rows else common.masked_token()
-        if self.reads_images:
-            images = micro.multi_modal_inputs or [{} for _ in micro.lengths]
-            micro.multi_modal_inputs = [common.read_images(row, self.image_processor) for row in images]
-        return micro.to(self.layout.device), micro.lengths
+    def micro_batch(self, batch, rows, counts=None):
+        """These rows as a MicroBatch on the device; no rows are one masked token, to keep in step with other ranks.
 
-    def forward_micro_batch(self, micro, lengths):
-        """What the head says of the actions of a micro-batch: (T,) float32 values, or (T, N) logits; zero elsewhere."""
-        ids_T, inputs = micro.input_ids, {}
-        if self.reads_images:
-            ids_T, lengths, inputs = self.with_images(ids_T, lengths, micro.multi_modal_inputs)
-        forward = self.forward_packed if self.config.use_remove_padding else self.forward_padded
-        return common.values_of_actions(forward(ids_T, lengths, **inputs)[: len(micro.input_ids)], micro.response_mask)
-
-    def values(self, outputs_T, response_mask_T):
-        """(T,) values of the actions from what forward_micro_batch gives, zero elsewhere."""
-        if self.config.value_head == "scalar":
-            return outputs_T
-        return torch.where(response_mask_T, common.hl_gauss_values(outputs_T, *self.config.value_range), 0.0)
-
-    def with_images(self, ids_T, lengths, images):
-        """(ids, lengths, inputs of the forward) of rows with these images, a list of B dicts.
-
-        Ranks that share the weights of the vision tower must run it together, so rows without any image get a black
-        one, whose one token ends the last row: no other token sees it, no value is read there, its gradient is zero.
-        It is the only token ever above the cap of a micro-batch.
+        counts: LossCounts of the mini-batch, if there is a loss.
         """
-        backbone = self.model.model
-        image_token_id, tower = backbone.config.image_token_id, backbone.config.vision_config
-        if not any(images):
-            merge = tower.spatial_merge_size
-            features = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
-            black = {
-                "pixel_values": torch.zeros(merge**2, features, device=ids_T.device),
-                "image_grid_thw": torch.tensor([[1, merge, merge]], device=ids_T.device),
-            }
-            ids_T, lengths = F.pad(ids_T, (0, 1), value=image_token_id), [*lengths[:-1], lengths[-1] + 1]
-            images = [*images[:-1], black]
-        positions = []
-        for ids, row in zip(ids_T.split(lengths), images, strict=True):
-            thw, _ = backbone.get_rope_index(
-                ids[None], (ids == image_token_id).int()[None], image_grid_thw=row.get("image_grid_thw")
+        config, micro = self.config, batch.select(rows) if rows else common.masked_token()
+        fields = {"input_ids": micro.input_ids}
+        fields["mask"] = micro.response_mask
+        fields["index"] = batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)
+        if counts is not None:
+            fields["values"], fields["returns"] = micro.values, micro.returns
+            fields["weights"] = common.loss_weights(
+                micro.response_mask, micro.cu_seqlens, config.loss_agg_mode, counts, config.response_length_limit
             )
-            positions.append(torch.cat([torch.arange(len(ids), device=ids.device)[None], thw[:, 0]]))
-        inputs = {key: torch.cat([row[key] for row in images if row]) for key in ("pixel_values", "image_grid_thw")}
-        return ids_T, lengths, {"position_ids": torch.cat(positions, 1), **inputs}
+        here, images = (lambda x: x.to(self.layout.device, non_blocking=True)), []
+        for row in (micro.multi_modal_inputs or [{} for _ in micro.lengths]) if self.reads_images else ():
+            images.append({key: here(x) for key, x in common.read_images(row, self.image_processor).items()})
+        return MicroBatch(lengths=micro.lengths, images=images, **{name: here(x_T) for name, x_T in fields.items()})
+
+    def values(self, outputs, mask):
+        """Values of the actions from what the head gives, values or (..., N) logits; zero elsewhere."""
+        if self.config.value_head == "hl_gauss":
+            outputs = common.hl_gauss_values(outputs, *self.config.value_range)
+        return torch.where(mask, outputs, 0.0)
+
+    def forward(self, micro):
+        """What the head says of each action of a micro-batch: (T,) float32 values, or (T, N) logits; zero elsewhere."""
+        ids_T, lengths, inputs = micro.input_ids, micro.lengths, {}
+        if self.reads_images:
+            ids_T, lengths, inputs = common.with_images(self.model.model, ids_T, lengths, micro.images)
+        forward = self.forward_packed if self.config.use_remove_padding else self.forward_padded
+        return common.values_of_actions(forward(ids_T, lengths, **inputs)[: len(micro.mask)], micro.mask)
 
     def forward_packed(self, ids_T, lengths, position_ids=None, **images):
         """(T,) ids, sequences end to end -> (T,) values by position; no padding is computed.
@@ -707,17 +592,19 @@ class DataParallelPPOCritic:
     @torch.no_grad()
     def compute_values(self, batch):
         """Values of the actions of the global batch: (T,) float32 on the host, zero elsewhere, equal on all ranks."""
-        config, layout = self.config, self.layout
-        self.model.eval()
-        values_T = torch.zeros(len(batch.input_ids), device=layout.device)
-        for rows in common.progress(self.my_micro_batches(batch, *forward_limits(config)), "values"):
-            micro, lengths = self.micro_batch(batch, rows)
-            outputs_T = self.forward_micro_batch(micro, lengths)
-            if rows:
-                values_T[batch.token_index(rows).to(layout.device)] = self.values(outputs_T, micro.response_mask)
+        if not len(batch):
+            return torch.zeros(0)
+        self.train(False)
+        values_T = torch.zeros(len(batch.input_ids), device=self.layout.device)
+        for rows in common.progress(self.my_micro_batches(batch, *forward_limits(self.config)), "values"):
+            micro = self.micro_batch(batch, rows)
+            values_T.index_add_(0, micro.index, self.values(self.forward(micro), micro.mask))
         self.free_gathered()
-        dist.all_reduce(values_T, group=layout.dp_group)  # each token was computed by one group; the rest added zeros
+        dist.all_reduce(values_T, group=self.layout.dp_group)  # each token was computed by one group; the rest added 0
         return values_T.cpu()
+
+    def train(self, mode):
+        self.model.train(mode)
 
     def free_gathered(self):
         """Frees the gathered weights that FSDP keeps after a forward, for a backward that may not come."""
@@ -732,7 +619,7 @@ class DataParallelPPOCritic:
     def update_critic(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
         config = self.config
-        self.model.train()
+        self.train(True)
         totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # see sums below
         norms, lr, mini_batches = [], math.nan, 0
         for epoch in range(config.ppo_epochs):
@@ -745,11 +632,8 @@ class DataParallelPPOCritic:
                 finite = all(x_T[mini.response_mask].isfinite().all() for x_T in (mini.values, mini.returns))
                 if counts.tokens == 0 or not finite:
                     continue  # nothing to learn; without an action AdamW would move the weights all the same
-                micros, sums = self.my_micro_batches(mini, *training_limits(config)), torch.zeros_like(totals)
-                for i, rows in enumerate(micros):
-                    now = i == len(micros) - 1 or not config.defer_grad_sync
-                    with self.gradient_sync(now), self.saved_activations():
-                        sums += self.forward_backward(mini, rows, counts)
+                micros = self.my_micro_batches(mini, *training_limits(config))
+                sums = self.forward_backward(mini, micros, counts)
                 lr = self.learning_rate()
                 norm = self.optimizer_step()
                 if math.isfinite(norm):
@@ -767,27 +651,34 @@ class DataParallelPPOCritic:
             "critic/skipped_steps": mini_batches - len(norms),
         }
 
-    def forward_backward(self, mini, rows, counts):
-        """Adds the gradient of these rows' part of the mini-batch loss -> sums (loss, clipped, vpreds, actions)."""
-        config = self.config
-        micro, lengths = self.micro_batch(mini, rows)
-        outputs_T, mask_T = self.forward_micro_batch(micro, lengths), micro.response_mask
-        vpreds_T = self.values(outputs_T, mask_T)
-        weights_T = common.loss_weights(
-            mask_T, micro.cu_seqlens, config.loss_agg_mode, counts, config.response_length_limit
-        )
+    def loss(self, outputs, micro):
+        """These actions' part of the mini-batch loss, and of its sums (loss, clipped, vpreds, actions)."""
+        config, vpreds = self.config, self.values(outputs, micro.mask)
         if config.value_head == "hl_gauss":
-            loss = common.hl_gauss_loss(outputs_T, micro.returns, mask_T, weights_T, *config.value_range)
+            loss = common.hl_gauss_loss(outputs, micro.returns, micro.mask, micro.weights, *config.value_range)
             clipped = torch.zeros_like(loss)
         else:
             loss, clipped = common.value_loss(
-                vpreds_T, micro.values, micro.returns, mask_T, weights_T, config.cliprange_value
+                vpreds, micro.values, micro.returns, micro.mask, micro.weights, config.cliprange_value
             )
-        # the loss is a sum over all ranks, but FSDP (and optimizer_step without it) averages gradients over them
-        (loss * WORLD_SIZE).backward()
-        if config.strategy == "fsdp1" and WORLD_SIZE == 1:  # there FSDP1 itself forgets units without a gradient
-            self.free_gathered()
-        return torch.stack([loss, clipped, vpreds_T.sum(), mask_T.sum()]).detach()
+        return loss, torch.stack([loss, clipped, vpreds.sum(), micro.mask.sum()]).detach()
+
+    def forward_backward(self, mini, micros, counts):
+        """Makes the gradient of the mini-batch loss, of all ranks -> this rank's sums (loss, clipped, vpreds, actions).
+
+        FSDP, and optimizer_step without it, averages gradients over the ranks; the loss is a sum over them, so each
+        rank's part counts as many times.
+        """
+        config, sums = self.config, torch.zeros(4, dtype=torch.float64, device=self.layout.device)
+        for i, rows in enumerate(micros):
+            micro = self.micro_batch(mini, rows, counts)
+            with self.gradient_sync(i == len(micros) - 1 or not config.defer_grad_sync), self.saved_activations():
+                loss, some = self.loss(self.forward(micro), micro)
+                (loss * WORLD_SIZE).backward()
+            if config.strategy == "fsdp1" and WORLD_SIZE == 1:  # there FSDP1 itself forgets units without a gradient
+                self.free_gathered()
+            sums += some
+        return sums
 
     def gradient_sync(self, now):
         """Context of a forward and backward whose gradients are reduced `now`, or kept whole until a later one does."""
@@ -854,7 +745,7 @@ class CriticWorker:
             raise UserError("--total-training-steps: cosine and --lr-warmup-steps-ratio need it")
         self.tokenizer = common.load_tokenizer(config)
         self.model_config = common.load_model_config(config, self.tokenizer)
-        self.image_processor = load_image_processor(config, self.model_config)
+        self.image_processor = common.load_image_processor(config, self.model_config)
         if config.value_head == "hl_gauss" and config.value_range is None:
             if not getattr(self.model_config, "value_range", None):
                 raise UserError("--value-range: hl_gauss needs it, LOW and HIGH of the returns with a small margin")
@@ -867,22 +758,23 @@ class CriticWorker:
         if config.strategy == "fsdp1" and config.defer_grad_sync and half:
             raise UserError("--defer-grad-sync: fsdp1 would add gradients up in bfloat16; use --strategy fsdp2")
         self.layout = make_layout(config, self.device)
+        self.parked = False  # whether the critic is off the device
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self):
-        """Builds the sharded model and its optimizer, and refuses a model that cannot work as a critic here."""
+        """Builds the model and its optimizer, and refuses a model that cannot work as a critic here."""
         config, layout = self.config, self.layout
         model, flops, size, story = build_value_model(config, self.model_config, layout)
         self.critic = DataParallelPPOCritic(config, model, flops, layout, self.image_processor)
-        torch.manual_seed(config.seed)  # building drew numbers on rank 0 alone
+        torch.manual_seed(config.seed)  # random weights were drawn
         print0(f"model      {config.model} ({self.model_config.model_type}), {size}: {story}")
         shard = layout.fsdp_mesh.shape[-1]
         spread = f"{config.strategy}, {shard} shards x {WORLD_SIZE // shard} replicas"
         spread = "a copy on each rank" if config.strategy == "none" else spread
         print0(f"layout     ranks {WORLD_SIZE} = dp {layout.dp_size} x sp {layout.sp_size}; weights: {spread}")
         dtype = str(compute_dtype(config, self.device)).removeprefix("torch.")
-        print0(f"precision  {dtype} products on {self.device.type}; weights, gradients, value head float32")
-        self.check_model(model.model)
+        print0(f"precision  {dtype} products on {self.device.type}; master weights, gradients, value head float32")
+        self.check_model()
 
     @register(Dispatch.ONE_TO_ALL)
     def find_budget(self, longest, row):
@@ -892,112 +784,85 @@ class CriticWorker:
         """
         if self.config.ppo_max_token_len_per_gpu != "auto":
             return
-        critic, (_, trained) = self.critic, count_parameters(self.critic.model)
+        critic = self.critic
 
         def probe(n):
             batch = common.probe_rows(n, longest)
-            with critic.gradient_sync(True), critic.saved_activations():
-                critic.forward_backward(batch, range(n), common.loss_counts(batch.response_mask, batch.cu_seqlens))
+            counts = common.loss_counts(batch.response_mask, batch.cu_seqlens)
+            critic.forward_backward(batch, [range(n)], counts)
 
-        critic.model.train()
+        critic.train(True)
         here = lambda x: 0 if self.config.offload_policy else getattr(x, "_local_tensor", x).nbytes
         weights = sum(here(p) for p in critic.model.parameters())
         learns = sum(here(p) for p in critic.model.parameters() if p.requires_grad)
         moments = sum(here(x) for state in critic.optimizer.state.values() for x in state.values())
-        to_come = max(2 * learns - moments, 0) + 4 * trained * self.config.defer_grad_sync
+        to_come = max(2 * learns - moments, 0)
+        if self.config.defer_grad_sync:
+            to_come += 4 * common.count_parameters(critic.model)[1]
         held = weights + learns + moments
-        tokens = common.find_budget(self.config, probe, longest, row, held, to_come, self.layout.sp_size, self.device)
+        share = sequence_ranks(self.config)
+        tokens = common.find_budget(self.config, probe, longest, row, held, to_come, share, self.device)
         critic.optimizer.zero_grad(set_to_none=True)
         critic.free_gathered()
         self.config = critic.config = dataclasses.replace(self.config, ppo_max_token_len_per_gpu=tokens)
 
     @torch.no_grad()
-    def check_model(self, backbone):
-        """UserError unless the model is causal, and packed rows give the hidden states of its own padded attention.
+    def check_model(self):
+        """UserError unless the model runs, is causal and keeps rows apart, tried on two short rows by all ranks.
 
-        Two short rows tell: a model that lets packed rows see each other, or whose attention has a part that the packed
-        one does not know, shows it there. What shows only in long rows is looked up instead.
+        Packed rows must also give the hidden states of the model's own attention over padded ones.
         """
-        critic, packed, seen = self.critic, self.config.use_remove_padding, []
+        config, critic, seen = self.config, self.critic, []
+        float32 = compute_dtype(config, self.device) == torch.float32
+        backbone, n = critic.model.model, 8 * self.layout.sp_size
         hook = critic.model.score.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, 1)))
-        critic.model.eval()
 
-        def hidden_states(ids_T, lengths, packed=packed):
+        def hidden_states(ids_T, lengths, packed=config.use_remove_padding):
             (critic.forward_packed if packed else critic.forward_padded)(ids_T.to(self.device), lengths)
             sliced = packed and self.layout.sp_group is not None
             return common.GatherSlices.apply(seen.pop(), self.layout.sp_group) if sliced else seen.pop()
 
-        half, n = compute_dtype(self.config, self.device) != torch.float32, 8 * self.layout.sp_size
-        most_leak, most_off = (2e-2, 1e-1) if half else (1e-5, 1e-4)
-        problem, leak, off = "", math.inf, 0.0
-        kinds = set(getattr(self.model_config.get_text_config(), "layer_types", None) or ())
-        unknown = kinds - {"full_attention", "sliding_attention"}
-        _, (_, window, sliding) = critic.flops.per_pair
-        inputs = inspect.signature(backbone.forward).parameters
-        marks_images = hasattr(backbone.config, "vision_config")
-        marks_images = marks_images and inputs.keys() & {"token_type_ids", "mm_token_type_ids"}
-        try:
-            leak = common.influence(hidden_states, self.vocab_size, n)
-        except (UserError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            problem = f"does not run: {common.one_line(error)}"
-        if not problem and leak > most_leak:
-            problem = f"lets tokens see later ones or another row (hidden states move by {leak:.0e})"
-        elif not problem and packed and unknown:
-            problem = f"has layers of {', '.join(sorted(unknown))}, which packed rows might lose"
-        elif not problem and packed and marks_images and not critic.reads_images:
-            problem = "may let the tokens of an image see later ones, which packed rows would lose"
-        elif not problem and packed and sliding and window not in common.Pack.windows:
-            problem = f"does not tell its attention the sliding window of {window}, which packed rows would lose"
-        elif not problem and packed:
-            kernel, ids_T = common.Pack.used, torch.arange(2 * n) % self.vocab_size
-            packed_TD = hidden_states(ids_T, [n, n])
-            backbone.set_attn_implementation(of_decoder("eager", self.model_config))
-            off = common.relative_error(packed_TD, hidden_states(ids_T, [n, n], packed=False))
-            backbone.set_attn_implementation(of_decoder("packed", self.model_config))
-            if off > most_off:
-                problem = f"gives other hidden states for packed rows than for padded ones, by {off:.0e}"
-        if problem:
-            remedy = "; add --no-use-remove-padding" if packed else ""
-            remedy = "; drop --compile" if self.config.compile else remedy
-            raise UserError(f"--model {self.config.model}: {type(backbone).__name__} {problem}{remedy}")
-        hook.remove()
+        def refuse(problem):
+            remedy = "; add --no-use-remove-padding" if config.use_remove_padding else ""
+            remedy = "; drop --compile" if config.compile else remedy
+            raise UserError(f"--model {config.model}: {type(backbone).__name__} {problem}{remedy}") from None
+
+        critic.train(False)
+        with hook:
+            try:
+                leak = common.influence(hidden_states, self.vocab_size, n)
+            except (UserError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                refuse(f"does not run: {common.one_line(error)}")
+            if leak > (1e-5 if float32 else 2e-2):
+                refuse(f"lets tokens see later ones or another row (hidden states move by {leak:.0e})")
+            rows, kernel, off = "padded", backbone.config._attn_implementation, ""
+            if config.use_remove_padding:
+                if problem := common.packing_problem(backbone, critic.flops):
+                    refuse(problem)
+                rows, kernel, ids_T = "packed", common.Pack.used, torch.arange(2 * n) % self.vocab_size
+                packed_TD = hidden_states(ids_T, [n, n])
+                backbone.set_attn_implementation(common.of_decoder("eager", self.model_config))
+                error = common.relative_error(packed_TD, hidden_states(ids_T, [n, n], packed=False))
+                backbone.set_attn_implementation(common.of_decoder("packed", self.model_config))
+                if error > (1e-4 if float32 else 1e-1):
+                    refuse(f"gives other hidden states for packed rows than for padded ones, by {error:.0e}")
+                off = f", off padded rows {error:.0e}"
         critic.free_gathered()
-        if packed:
-            print0(f"attention  packed rows, kernel {kernel}; leak between rows {leak:.0e}, off padded ones {off:.0e}")
-        else:
-            print0(f"attention  padded rows, {backbone.config._attn_implementation}; leak from later tokens {leak:.0e}")
+        print0(f"attention  {rows} rows, kernel {kernel}; leak from later tokens and other rows {leak:.0e}{off}")
 
     def check_batch(self, batch, training):
-        """Raises UserError or ValueError for rows that this critic cannot take."""
+        """Raises UserError, ValueError or RuntimeError for rows that this critic cannot take, or not now."""
+        self.check_here()
         if len(batch) and self.config.ppo_max_token_len_per_gpu == "auto":
             self.find_budget(*common.longest_row(batch))
         check_budget(self.config, batch, training)
-        if len(batch) and int(batch.input_ids.max()) >= self.vocab_size:
-            raise ValueError(f"token id {int(batch.input_ids.max())} is outside the vocabulary of {self.vocab_size}")
-        self.check_images(batch)
+        common.check_rows(batch, self.model_config, self.image_processor)
 
-    def check_images(self, batch):
-        """ValueError naming the first row whose images this critic cannot read or whose placeholders do not fit."""
-        rows = batch.multi_modal_inputs
-        if not self.critic.reads_images:
-            if rows:
-                row = int(batch.row_id[max(range(len(rows)), key=lambda b: bool(rows[b]))])
-                raise ValueError(f"row {row}: multi_modal_inputs: this critic reads text only")
-            return
-        image_token_id, merge = self.model_config.image_token_id, self.model_config.vision_config.spatial_merge_size
-        for b, ids in enumerate(batch.input_ids.split(batch.lengths)):
-            images, row = rows[b] if rows else {}, int(batch.row_id[b])
-            if unknown := images.keys() - {"images", "pixel_values", "image_grid_thw"}:
-                raise ValueError(f"row {row}: multi_modal_inputs: this critic reads no {', '.join(sorted(unknown))}")
-            if "images" in images and self.image_processor is None:
-                raise ValueError(f"row {row}: there is no preprocessor_config.json to read its images with")
-            if "images" not in images:  # read_jsonl has counted those
-                try:
-                    common.check_placeholders(ids.tolist(), image_token_id, common.image_tokens(images, merge))
-                except UserError as error:
-                    raise ValueError(f"row {row}: {error}") from None
+    def check_here(self):
+        if self.parked:
+            raise RuntimeError("the critic is offloaded: call onload() first")
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, batch):
@@ -1009,8 +874,8 @@ class CriticWorker:
     def update_critic(self, batch):
         """One PPO update on the rows of all ranks, with their old values and returns -> metrics, equal on all ranks."""
         self.check_batch(batch, training=True)
-        epochs, half = self.config.ppo_epochs, compute_dtype(self.config, self.device) == torch.bfloat16
-        peak = common.device_peak_flops(self.device) if half else None  # the table is of bfloat16
+        epochs, half = self.config.ppo_epochs, compute_dtype(self.config, self.device) != torch.float32
+        peak = common.device_peak_flops(self.device) if half else None  # the table is of half precision
         frozen = self.config.freeze_layers / getattr(self.model_config.get_text_config(), "num_hidden_layers", 1)
         passes = 1 + (1 - frozen) * (1 if self.config.lora_rank else 2)  # forward, to inputs, to weights
         flops = passes * epochs * sum(self.critic.flops.forward_flops(n) for n in batch.lengths)
@@ -1018,8 +883,9 @@ class CriticWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self):
-        """Gives the device memory of weights and optimizer state to somebody else (a rollout engine)."""
+        """Gives the device memory of weights, gradients and optimizer state to somebody else (a rollout engine)."""
         self.move(torch.device("cpu"))
+        self.parked = True
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
 
@@ -1027,6 +893,7 @@ class CriticWorker:
     def onload(self):
         """Takes it back."""
         self.move(self.device)
+        self.parked = False
 
     def move(self, device):
         model, optimizer = self.critic.model, self.critic.optimizer
@@ -1049,20 +916,22 @@ class CriticWorker:
     def save_checkpoint(self, folder):
         """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not at all.
 
-        Sharded safetensors through torch.distributed.checkpoint: no pickle, any world size and strategy can read it.
+        Sharded safetensors with the names of transformers: no pickle, any layout of either critic can read it.
         """
         self.checkpoint_writer()(folder)
 
     def checkpoint_writer(self, copy=False):
         """write(folder, group): saves the state of now, which `copy` lets the training change meanwhile."""
+        self.check_here()
         tensors, _, _ = checkpoint_tensors(self.critic.model, self.critic.optimizer)
         counters = self.critic.updates, self.critic.optimizer_steps
-        return tensor_writer(tensors, copy, "fsdp", self.config, self.model_config, *counters)
+        return tensor_writer(tensors, copy, BACKEND, self.config, self.model_config, *counters)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
-        """Restores what save_checkpoint wrote, on any world size and strategy. UserError: damaged or foreign."""
-        saved = common.open_checkpoint(folder, "fsdp", self.config, self.model_config)
+        """Restores what save_checkpoint of either critic wrote, on any layout. UserError: damaged or foreign."""
+        self.check_here()
+        saved = common.open_checkpoint(folder, BACKEND, self.config, self.model_config)
         tensors, model_state, optimizer_state = checkpoint_tensors(self.critic.model, self.critic.optimizer)
         read_tensors(tensors, folder, "critic")
         set_state_dict(
@@ -1074,11 +943,12 @@ class CriticWorker:
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder):
         """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads: num_labels 1,
-        or a label a bin for hl_gauss, whose value_range then stands in config.json. Adapters are merged in.
+        or a label a bin for hl_gauss, whose value_range then stands in config.json.
 
-        An architecture without that class gets its backbone in the folder and the head in value_head.safetensors;
-        --model reads both kinds.
+        Adapters are merged in. An architecture without that class gets its backbone in the folder and the head in
+        value_head.safetensors; --model reads both kinds.
         """
+        self.check_here()
         state = {}
         for name, x in get_model_state_dict(self.critic.model).items():
             x = full_tensor(x)  # one tensor at a time; rank 0 keeps it on the host
@@ -1086,13 +956,14 @@ class CriticWorker:
                 state[name] = x.detach().cpu().contiguous()
         if self.config.lora_rank:
             modules = {n.replace("_fsdp_wrapped_module.", ""): m for n, m in self.critic.model.named_modules()}
-            transposed = {n.removesuffix(".base_layer") for n, m in modules.items() if isinstance(m, Conv1D)}
-            state = merge_lora(state, self.config.lora_alpha / self.config.lora_rank, transposed)
+            state = common.merge_lora(state, self.config.lora_alpha / self.config.lora_rank, modules)
         with common.complete_or_absent(folder) as tmp:
             if RANK == 0:
-                save_hf(state, self.model_config, self.config.value_range, tmp)
-                for reader in filter(None, (self.tokenizer, self.image_processor)):
-                    reader.save_pretrained(tmp)
+                common.save_hf(state, self.model_config, self.config.value_range, tmp)
+                if self.image_processor is not None:
+                    self.image_processor.save_pretrained(tmp)
+                if self.tokenizer is not None:
+                    self.tokenizer.save_pretrained(tmp)
 
 
 def checkpoint_tensors(model, optimizer):
@@ -1130,77 +1001,22 @@ def read_tensors(tensors, folder, what):
         raise UserError(f"--resume {folder}: does not fit this {what} ({common.one_line(cause)})") from None
 
 
-def save_hf(state, model_config, value_range, folder):
-    """Writes a full state dict of a ValueModel ("model.*", "score.*") with transformers' own save_pretrained."""
-    model_config = common.config_of_export(model_config, len(state["score.weight"]), value_range)
-    backbone = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
-    if type(model_config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
-        with torch.device("meta"):
-            skeleton = transformers.AutoModelForTokenClassification.from_config(model_config, dtype=torch.float32)
-        prefix = skeleton.base_model_prefix
-        head = next(n for n, m in skeleton.named_children() if n != prefix and isinstance(m, nn.Linear))
-        full = {f"{prefix}.{k}": v for k, v in backbone.items()}
-        full |= {f"{head}.{k}": state[f"score.{k}"] for k in ("weight", "bias")}
-        skeleton.save_pretrained(folder, state_dict=full)
-        return
-    with torch.device("meta"):
-        skeleton = AutoModel.from_config(model_config, dtype=torch.float32)
-    skeleton.save_pretrained(folder, state_dict=backbone)
-    from safetensors.torch import save_file
-
-    head = {f"score.{k}": state[f"score.{k}"] for k in ("weight", "bias")}
-    save_file(head, os.path.join(folder, "value_head.safetensors"), metadata={"format": "pt"})
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Plan: what a layout takes, worked out without launching it
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def saved_bytes(config, model_config, lengths, dtype, device):
-    """Bytes that autograd saves in a training forward over sequences of these lengths, weights not counted.
-
-    Counted exactly, on fake tensors, which have shapes and devices but no memory.
-    """
-    model = build_skeleton(config, model_config, dtype).train()
-    if dtype == torch.float32 and any(".experts." in name for name, _ in model.named_parameters()):
-        return 2 * saved_bytes(config, model_config, lengths, torch.bfloat16, device)  # fakes know grouped products so
-    with FakeTensorMode():
-        fake = lambda x: torch.empty(x.shape, dtype=x.dtype, device=device)
-        for module in model.modules():
-            for name, x in module.named_parameters(recurse=False):
-                module._parameters[name] = nn.Parameter(fake(x), x.requires_grad)
-            for name, x in module.named_buffers(recurse=False):
-                module._buffers[name] = fake(x)
-        weights = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers())}
-        saved = {}
-
-        def note(x):
-            storage = x.untyped_storage()
-            saved[storage._cdata] = (storage, storage.nbytes() if storage._cdata not in weights else 0)
-            return x
-
-        lengths = lengths if config.use_remove_padding else [max(lengths)] * len(lengths)
-        shape = (1, -1) if config.use_remove_padding else (len(lengths), -1)
-        position_ids = torch.cat([torch.arange(n, device=device) for n in lengths]).view(shape)
-        common.set_pack(lengths, device, kernel=config.attn_implementation)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            model(input_ids=torch.zeros_like(position_ids), position_ids=position_ids)
-        return sum(n for _, n in saved.values())
-
-
 def plan(config, model_config, lengths, ranks):
-    """What each of `ranks` ranks holds while it trains on rows of these lengths -> name -> (bytes, equation).
-
-    The peak lies below the sum of it, in which every part is at its largest.
-    """
+    """What each of `ranks` ranks holds while it trains on rows of these lengths -> (words on the layout,
+    name -> (bytes, equation)). The peak lies below the sum of them, in which every part is at its largest."""
     if config.ppo_max_token_len_per_gpu == "auto":
         raise UserError("--ppo-max-token-len-per-gpu auto: only a run can measure it; give --plan a number")
     config = dataclasses.replace(config, compile=False)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     dtype, tokens, rows = compute_dtype(config, device), *training_limits(config)
     model = build_skeleton(config, model_config)
-    (count, trained), parts = count_parameters(model), [count_parameters(b) for b in transformer_blocks(model)]
+    count, trained = common.count_parameters(model)
+    parts = [common.count_parameters(block) for block in common.transformer_blocks(model)]
     blocks, train = [n for n, _ in parts], [n for _, n in parts]
     shards = {"none": 1}.get(config.strategy, ranks if config.fsdp_size == -1 else config.fsdp_size)
     out = {
@@ -1220,28 +1036,23 @@ def plan(config, model_config, lengths, ranks):
         share = [n for n, total in zip(share, itertools.accumulate(share), strict=True) if total <= tokens]
     micro = [math.ceil(n / config.ulysses_size) for n in share[:rows]]
     used = f"{sum(micro):,} tokens" + (f" of {len(micro)} padded rows" if not config.use_remove_padding else "")
-    held = saved_bytes(config, model_config, micro, dtype, device)
+    experts = any(".experts." in name for name, _ in model.named_parameters())
+    counted = torch.bfloat16 if experts else dtype  # fakes know grouped products of no other
+    saved = lambda config: (
+        dtype.itemsize
+        / counted.itemsize
+        * common.saved_bytes(build_skeleton(config, model_config, counted), config, micro, device)
+    )
+    held = saved(config)
     out["activations"] = held, f"{used}, what autograd saves"
     if config.gradient_checkpointing:
         plain = dataclasses.replace(config, gradient_checkpointing=False)
-        layer = saved_bytes(plain, model_config, micro, dtype, device) / len(blocks)
+        layer = saved(plain) / len(blocks)
         where = "layer inputs on the host" if config.activation_offload else "layer inputs"
         held = 0 if config.activation_offload else held
         out["activations"] = held + layer, f"{used}: {where}, and one layer of {layer / 2**20:,.1f} MiB computed again"
-    return out
-
-
-def print_plan(run, model_config, lengths):
-    """Prints the plan of --plan ranks as equations."""
-    config, ranks = run.critic, run.plan
-    parts, mean = plan(config, model_config, lengths, ranks), sum(lengths) / len(lengths)
     dp = ranks // config.ulysses_size
-    print0(f"layout       {ranks} ranks = dp {dp} x sp {config.ulysses_size}, {config.strategy}")
-    for name, (size, equation) in parts.items():
-        print0(f"{name:12s} {size / 2**20:12,.1f} MiB = {equation}")
-    print0(f"{'together':12s} {sum(size for size, _ in parts.values()) / 2**20:12,.1f} MiB a rank at most")
-    mini = min(config.ppo_mini_batch_size, len(lengths))
-    print0(f"{'step':12s} {mini} rows x {mean:,.0f} tokens / {ranks} ranks = {mini * mean / ranks:,.0f} tokens a rank")
+    return f"{ranks} ranks = dp {dp} x sp {config.ulysses_size}, {config.strategy}", out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1256,13 +1067,9 @@ def main(run):
     tokenizer = common.load_tokenizer(run.critic)
     model_config = common.load_model_config(run.critic, tokenizer)
     validate_for_model(run.critic, model_config)
-    train, held_out = common.load_rows(
-        run, model_config, check_budget, tokenizer=tokenizer,
-        image_processor=load_image_processor(run.critic, model_config),
-        image_token_id=model_config.image_token_id if model_config.model_type in VISION_MODELS else None,
-    )  # fmt: skip
+    train, held_out = common.load_rows(run, model_config, tokenizer, check_budget)
     if run.plan:
-        return print_plan(run, model_config, train.lengths)
+        return common.print_plan(run, train.lengths, *plan(run.critic, model_config, train.lengths, run.plan))
     files = ((train, run.rollouts), (held_out, run.eval_rollouts))
     longest, row = max(common.longest_row(*rows) for rows in files if rows[0] is not None)
     run = common.smaller_budgets(run, longest)

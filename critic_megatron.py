@@ -11,8 +11,8 @@ A PPO loop drives the same CriticWorker. Copy this file and common.py, and chang
 critic_fsdp.py is the same function on PyTorch FSDP: same sections, names, flags and numbers, so that a diff of the two
 shows what parallelism costs. What this one leaves out: images, adapters, frozen layers and a plan.
 
-Shapes are in the names: T tokens, sequences end to end; B sequences; L longest sequence; D hidden features;
-S slots, the tokens and the padding of a micro-batch that this rank holds.
+Shapes are in the names: T tokens, sequences end to end; B sequences; L longest sequence; D hidden features.
+S slots: the tokens and the padding of a micro-batch that this rank holds.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ import tyro
 # Config
 # ---------------------------------------------------------------------------------------------------------------------
 
-
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "flash", "varlen", "sdpa", "eager")
+BACKEND = "megatron"  # as checkpoints name this script
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
@@ -147,7 +147,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
-from huggingface_hub import snapshot_download
 
 if not torch.cuda.is_available():  # else Megatron loads a compiler for its small functions, and none is used here
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -213,7 +212,7 @@ def validate(config, world_size=WORLD_SIZE):
         if getattr(config, name) is not None and pp == 1:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} {getattr(config, name)}: needs --pipeline-model-parallel-size above 1")
-    if cp > 1 and not config.use_remove_padding:
+    if sequence_ranks(config) > 1 and not config.use_remove_padding:
         raise UserError(f"--context-parallel-size {cp}: needs packed rows; drop --no-use-remove-padding")
     if config.overlap_param_gather and not config.overlap_grad_reduce:
         raise UserError("--overlap-param-gather: goes with --overlap-grad-reduce only")
@@ -401,7 +400,7 @@ if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # 0.16.1 reads the name without having defined it
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Value model: a decoder of megatron-core and a value head in float32
+# Value model: a decoder and a value head in float32
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -493,9 +492,7 @@ def read_weights(config, model_config):
         tensors = AutoModel.from_config(model_config, dtype=torch.float32).state_dict()
         story = f"random weights (seed {config.seed}); {common.init_value_head(head, None, config)}"
         return (lambda name: take(tensors, name)), head, story
-    folder = config.model
-    if not os.path.isdir(folder):  # a hub name, which its config came from already
-        folder = snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.bin"])
+    folder = common.local_folder(config.model)
     tensors = StoredTensors(folder, f"--model {config.model}")
     story = f"{len(tensors)} tensors from {config.model}; {common.init_value_head(head, folder, config)}"
     return (lambda name: take(tensors, name)), head, story
@@ -765,7 +762,7 @@ class Layout(NamedTuple):
 
 
 def make_layout(config, device):
-    """Builds the process groups, Megatron's own."""
+    """Builds the process groups."""
     megatron_without_cuda()
     if mpu.is_initialized():  # they are global: a worker made before this one is now without its groups
         mpu.destroy_model_parallel()
@@ -795,7 +792,7 @@ def make_layout(config, device):
 
 
 def compute_dtype(config, device):
-    """The dtype of weights in matrix products; master weights, gradients, optimizer and value head are float32."""
+    """The dtype of matrix products; master weights, gradients, optimizer and value head are float32."""
     if config.param_dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, config.param_dtype)
@@ -975,11 +972,15 @@ def pack_unit(config):
     return row_unit(config) * shared
 
 
+def sequence_ranks(config):
+    """Ranks that share the tokens of each sequence."""
+    return config.context_parallel_size
+
+
 def training_limits(config):
-    """(most slots, rows) of a training micro-batch of a model-parallel group; rows, if given, decide alone."""
-    tokens, unit = config.ppo_max_token_len_per_gpu, pack_unit(config)
-    tokens = 2**62 if tokens == "auto" else tokens * config.context_parallel_size  # auto: until find_budget knows
-    return tokens // unit * unit, config.ppo_micro_batch_size_per_gpu
+    """(most tokens, rows) of a training micro-batch of the ranks that share it; rows, if given, decide alone."""
+    tokens, rows = config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu
+    return 2**62 if tokens == "auto" else tokens * sequence_ranks(config), rows  # auto: until find_budget knows
 
 
 def forward_limits(config):
@@ -987,44 +988,46 @@ def forward_limits(config):
     tokens, rows = config.forward_max_token_len_per_gpu, config.forward_micro_batch_size_per_gpu
     if tokens is None and rows is None:
         return training_limits(config)
-    unit = pack_unit(config)
-    return tokens and tokens * config.context_parallel_size // unit * unit, rows
+    return tokens and tokens * sequence_ranks(config), rows
 
 
 def check_budget(config, batch, training, path=None):
     """UserError naming the longest row if no micro-batch can hold it. path: the file that the rows come from."""
-    longest, cp, unit = max(batch.lengths, default=0), config.context_parallel_size, pack_unit(config)
+    longest = max(batch.lengths, default=0)
+    needed = math.ceil(longest / pack_unit(config)) * pack_unit(config)
     tokens, rows = training_limits(config) if training else forward_limits(config)
-    needed = math.ceil(longest / unit) * unit
     if rows is None and needed > tokens:
         flag = "forward" if not training and config.forward_max_token_len_per_gpu else "ppo"
         row = int(batch.row_id[batch.lengths.index(longest)])
         where = f"{path}:{row + 1}" if path else f"row {row}"
         given = getattr(config, f"{flag}_max_token_len_per_gpu")
-        raise UserError(
-            f"--{flag}-max-token-len-per-gpu {given}: {where} has {longest} tokens; give at least {-(-needed // cp)}"
-        )
+        least = math.ceil(needed / sequence_ranks(config))
+        raise UserError(f"--{flag}-max-token-len-per-gpu {given}: {where} has {longest} tokens; give at least {least}")
 
 
 class MicroBatch(NamedTuple):
-    """What this rank computes of a micro-batch. Columns are of its S slots, and of the action that *follows* each."""
+    """What this rank computes of a micro-batch.
+
+    Columns are of its S slots, and of the action that *follows* each.
+    """
 
     input_ids: torch.Tensor  # (1, S) packed, or (B, L) padded, S = B L
     packed: PackedSeqParams | None
-    index: torch.Tensor  # (S,) int64: where the action stands in the flat columns of the whole batch
-    mask: torch.Tensor  # (S,) bool: there is an action
+    index: torch.Tensor  # int64: where the action stands in the flat columns of the whole batch
+    mask: torch.Tensor  # bool: there is an action
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     weights: torch.Tensor | None = None  # of the token losses
 
 
 class MegatronPPOCritic:
-    """Values and updates of a value model on Megatron. Both methods take the *global* batch, the same on every rank,
-    and work on this rank's share of it."""
+    """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same on every
+    rank, and work on this rank's share of it."""
 
     def __init__(self, config, modules, stored, flops, layout, pad_token_id=None):
-        self.config, self.modules, self.flops, self.layout = config, modules, flops, layout
-        self.model, self.transformer = wrap(config, modules), modules[0].config  # the same chunks, and their config
+        self.config, self.flops, self.layout = config, flops, layout
+        self.modules, self.transformer = modules, modules[0].config
+        self.model = wrap(config, modules)  # the same chunks
         lr = config.lr if config.lr is not None else (1e-3 if config.model in common.TINY else 1e-5)
         options = OptimizerConfig(
             optimizer="adam",
@@ -1070,17 +1073,17 @@ class MegatronPPOCritic:
     def my_micro_batches(self, batch, max_tokens, size):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch.
 
-        Rows go to data-parallel ranks by FLOPs, a rank's rows to micro-batches by slots. Every rank works it out for
-        all ranks, so that all make the same number of forwards without a word: ranks that share experts must. With
-        virtual stages the number is a multiple of the pipeline's, as their schedule wants.
+        Rows go to data-parallel ranks by FLOPs, a rank's rows to micro-batches by size. Every rank works it out for
+        all ranks, so that all make the same number of forwards without a word: ranks that share weights must.
+        With virtual stages the number is a multiple of the pipeline's, as their schedule wants.
         """
-        config, layout, unit = self.config, self.layout, row_unit(self.config)
-        lengths = [math.ceil(n / unit) * unit for n in batch.lengths]
+        config, layout = self.config, self.layout
+        lengths = [math.ceil(n / row_unit(config)) * row_unit(config) for n in batch.lengths]
         shares = common.balance([self.flops.forward_flops(n) for n in batch.lengths], layout.dp_size)
+        max_tokens = max_tokens and max_tokens // pack_unit(config) * pack_unit(config)
         multiple = layout.pp_size if config.virtual_pipeline_model_parallel_size > 1 else 1
-        parts = common.micro_batches(
-            [[lengths[i] for i in share] for share in shares], max_tokens, size, not config.use_remove_padding, multiple
-        )
+        split = [[lengths[i] for i in share] for share in shares]
+        parts = common.micro_batches(split, max_tokens, size, not config.use_remove_padding, multiple)
         mine = shares[layout.dp_rank]
         return [[mine[j] for j in part] for part in parts[layout.dp_rank]]
 
@@ -1137,11 +1140,11 @@ class MegatronPPOCritic:
         counts: LossCounts of the mini-batch, if there is a loss.
         """
         config, micro = self.config, batch.select(rows) if rows else common.masked_token()
-        slots, packed = self.lay_out(micro.lengths)
+        fields, (slots, packed) = {}, self.lay_out(micro.lengths)
         column = lambda x_T: F.pad(x_T, (0, 1))[slots.flatten()]  # 0 where there is padding
         following = lambda x_T: column(x_T.roll(-1)).to(self.layout.device, non_blocking=True)
-        fields = {"index": batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)}
         fields["mask"] = micro.response_mask  # of the first token it is false: nothing rolls from row to row
+        fields["index"] = batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)
         if counts is not None:
             fields["values"], fields["returns"] = micro.values, micro.returns
             fields["weights"] = common.loss_weights(
@@ -1150,16 +1153,16 @@ class MegatronPPOCritic:
         input_ids = column(micro.input_ids).view(slots.shape).to(self.layout.device, non_blocking=True)
         return MicroBatch(input_ids, packed, **{name: following(x_T) for name, x_T in fields.items()})
 
-    def values(self, outputs_S):
-        """(S,) values from what the head gives: themselves, or (S, N) logits."""
-        if self.config.value_head == "scalar":
-            return outputs_S
-        return common.hl_gauss_values(outputs_S, *self.config.value_range)
+    def values(self, outputs, mask):
+        """Values of the actions from what the head gives, values or (..., N) logits; zero elsewhere."""
+        if self.config.value_head == "hl_gauss":
+            outputs = common.hl_gauss_values(outputs, *self.config.value_range)
+        return torch.where(mask, outputs, 0.0)
 
-    def run_schedule(self, micros, reduce, forward_only=False):
+    def run_schedule(self, micros, loss, forward_only=False):
         """Sends all micro-batches through Megatron's schedule: forward, and unless forward_only backward.
 
-        On the last stage reduce(outputs_S, micro) gives a loss and anything to keep; a list of the latter is returned
+        On the last stage loss(outputs_S, micro) gives a loss and anything to keep; a list of the latter is returned
         there, an empty one elsewhere.
         """
 
@@ -1168,8 +1171,8 @@ class MegatronPPOCritic:
             outputs = chunk(micro.input_ids, None, None, packed_seq_params=micro.packed)
 
             def loss_of(outputs_BLN):
-                loss, kept = reduce(outputs_BLN.flatten(0, 1).squeeze(-1), micro)
-                return loss, torch.tensor(0, dtype=torch.int), kept  # 0: no tokens to divide by, see forward_backward
+                part, kept = loss(outputs_BLN.flatten(0, 1).squeeze(-1), micro)
+                return part, torch.tensor(0, dtype=torch.int), kept  # 0: no tokens to divide by, see forward_backward
 
             return outputs, loss_of
 
@@ -1189,13 +1192,15 @@ class MegatronPPOCritic:
     @torch.no_grad()
     def compute_values(self, batch):
         """Values of the actions of the global batch: (T,) float32 on the host, zero elsewhere, equal on all ranks."""
+        if not len(batch):
+            return torch.zeros(0)
         self.train(False)
         values_T = torch.zeros(len(batch.input_ids), device=self.layout.device)
         micros = [self.micro_batch(batch, rows) for rows in self.my_micro_batches(batch, *forward_limits(self.config))]
 
         def reduce(outputs_S, micro):
             if self.layout.tp_rank == 0:
-                values_T.index_add_(0, micro.index, torch.where(micro.mask, self.values(outputs_S), 0.0))
+                values_T.index_add_(0, micro.index, self.values(outputs_S, micro.mask))
             return outputs_S.sum(), None
 
         self.run_schedule(micros, reduce, forward_only=True)
@@ -1211,7 +1216,8 @@ class MegatronPPOCritic:
         config = self.config
         self.train(True)
         totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # see sums below
-        norms, lr, mini_batches, bubbles = [], math.nan, 0, []
+        norms, lr, mini_batches = [], math.nan, 0
+        bubbles = []
         for epoch in range(config.ppo_epochs):
             order = range(len(batch))
             if config.shuffle:
@@ -1243,30 +1249,30 @@ class MegatronPPOCritic:
             "perf/pipeline_bubble": sum(bubbles) / len(bubbles) if bubbles else math.nan,
         }
 
+    def loss(self, outputs, micro):
+        """These actions' part of the mini-batch loss, and of its sums (loss, clipped, vpreds, actions)."""
+        config, vpreds = self.config, self.values(outputs, micro.mask)
+        if config.value_head == "hl_gauss":
+            loss = common.hl_gauss_loss(outputs, micro.returns, micro.mask, micro.weights, *config.value_range)
+            clipped = torch.zeros_like(loss)
+        else:
+            loss, clipped = common.value_loss(
+                vpreds, micro.values, micro.returns, micro.mask, micro.weights, config.cliprange_value
+            )
+        return loss, torch.stack([loss, clipped, vpreds.sum(), micro.mask.sum()]).detach()
+
     def forward_backward(self, mini, micros, counts):
         """Makes the gradient of the mini-batch loss, of all ranks -> this rank's sums (loss, clipped, vpreds, actions).
 
         Megatron would divide by micro-batches, tokens and ranks; with calculate_per_token_loss and a count of 0 tokens
         it divides by nothing. So each rank adds its own tokens' part of the loss, and the sum over all is the loss.
         """
-        config = self.config
         micros = [self.micro_batch(mini, rows, counts) for rows in micros]
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def reduce(outputs_S, micro):
-            vpreds_S, mask_S = torch.where(micro.mask, self.values(outputs_S), 0.0), micro.mask
-            if config.value_head == "hl_gauss":
-                loss = common.hl_gauss_loss(outputs_S, micro.returns, mask_S, micro.weights, *config.value_range)
-                clipped = torch.zeros_like(loss)
-            else:
-                loss, clipped = common.value_loss(
-                    vpreds_S, micro.values, micro.returns, mask_S, micro.weights, config.cliprange_value
-                )
-            return loss, torch.stack([loss, clipped, vpreds_S.sum(), mask_S.sum()]).detach()
-
-        kept = self.run_schedule(micros, reduce)
+        kept = self.run_schedule(micros, self.loss)
         if self.padding_row is not None:  # as in transformers, where the padding token's embedding does not learn
             self.modules[0].embedding.word_embeddings.weight.main_grad[self.padding_row].zero_()
         if not kept or self.layout.tp_rank > 0:  # tensor-parallel ranks all have the same
@@ -1291,10 +1297,8 @@ class MegatronPPOCritic:
         return self.peak_lr * (c.min_lr_ratio + (1 - c.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done)))
 
     def optimizer_step(self):
-        """Clips and steps -> gradient norm before clipping. A norm that is not finite skips the step, on all ranks.
-
-        What Megatron's own step() does, but that one would also step on a NaN.
-        """
+        """Clips and steps -> gradient norm before clipping. A norm that is not finite skips the step, on all ranks."""
+        # what Megatron's own step() does, but that one would also step on a NaN
         overflow = self.optimizer.prepare_grads()  # float16: the gradient is infinite, and the loss scale lower now
         if self.transformer.fp16:
             overflow = self.agree_on_overflow(overflow)
@@ -1302,8 +1306,8 @@ class MegatronPPOCritic:
         if math.isfinite(norm):
             for optimizer in self.optimizers():
                 clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.config.grad_clip, norm)
-                for group in optimizer.param_groups:
-                    group["lr"] = self.learning_rate()
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate()
             self.optimizer.step_with_ready_grads()
             self.optimizer_steps += 1
         return norm
@@ -1383,7 +1387,7 @@ class CriticWorker:
                 raise UserError("--value-range: hl_gauss needs it, LOW and HIGH of the returns with a small margin")
             config = dataclasses.replace(config, value_range=tuple(self.model_config.value_range))
         self.config = config
-        self.vocab_size = self.model_config.vocab_size
+        self.vocab_size = self.model_config.get_text_config().vocab_size
         validate_for_model(config, self.model_config)
         self.device = common.setup_distributed(config.timeout_minutes)
         self.layout = make_layout(config, self.device)
@@ -1391,7 +1395,7 @@ class CriticWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self):
-        """Builds the model's chunks and the optimizer, and tries them on two short rows."""
+        """Builds the model and its optimizer, and refuses a model that cannot work as a critic here."""
         config, layout = self.config, self.layout
         modules, stored, flops, size, story = build_value_model(config, self.model_config, layout)
         self.critic = MegatronPPOCritic(config, modules, stored, flops, layout, self.model_config.pad_token_id)
@@ -1418,9 +1422,9 @@ class CriticWorker:
         """
         if self.config.ppo_max_token_len_per_gpu != "auto":
             return
-        critic, layout = self.critic, self.layout
+        critic = self.critic
         longest = math.ceil(longest / pack_unit(self.config)) * pack_unit(self.config)
-        turns = layout.pp_size * (2 if self.config.virtual_pipeline_model_parallel_size > 1 else 1)
+        turns = self.layout.pp_size * (2 if self.config.virtual_pipeline_model_parallel_size > 1 else 1)
 
         def probe(n):  # as many micro-batches as a stage may hold at a time
             batch = common.probe_rows(n, longest)
@@ -1434,13 +1438,16 @@ class CriticWorker:
         moments = sum(x.nbytes for state in states for x in state.values())
         to_come = max(sum(8 * p.numel() / ranks for p, ranks in spread) - moments, 0)
         held = sum(p.nbytes + 4 * p.numel() + 4 * (p.itemsize < 4) * p.numel() / ranks for p, ranks in spread) + moments
-        tokens = common.find_budget(self.config, probe, longest, row, held, to_come, layout.cp_size, self.device)
+        share = sequence_ranks(self.config)
+        tokens = common.find_budget(self.config, probe, longest, row, held, to_come, share, self.device)
         self.config = critic.config = dataclasses.replace(self.config, ppo_max_token_len_per_gpu=tokens)
 
     @torch.no_grad()
     def check_model(self):
         """UserError unless the model runs, is causal and keeps rows apart, tried on two short rows by all ranks."""
-        config, critic, n, seen = self.config, self.critic, 8 * max(pack_unit(self.config), 2), []
+        config, critic, seen = self.config, self.critic, []
+        float32 = compute_dtype(config, self.device) == torch.float32
+        n = 8 * max(pack_unit(config), 2)
         hook = contextlib.nullcontext()
         if self.layout.last_stage:
             head = critic.modules[-1].output_layer
@@ -1470,12 +1477,12 @@ class CriticWorker:
         with hook:
             leak = torch.tensor(common.influence(hidden_states, self.vocab_size, n), device=self.device)
         dist.all_reduce(leak, dist.ReduceOp.MAX)
-        if leak > (1e-5 if compute_dtype(config, self.device) == torch.float32 else 2e-2):
+        if leak > (1e-5 if float32 else 2e-2):
             raise UserError(
                 f"--model {config.model}: lets tokens see later ones or another row (hidden states move by {leak:.0e})"
             )
-        rows = "packed" if config.use_remove_padding else "padded"
-        print0(f"attention  {rows} rows, kernel {common.Pack.used}; leak from later tokens and other rows {leak:.0e}")
+        rows, kernel = "packed" if config.use_remove_padding else "padded", common.Pack.used
+        print0(f"attention  {rows} rows, kernel {kernel}; leak from later tokens and other rows {leak:.0e}")
 
     def check_batch(self, batch, training):
         """Raises UserError, ValueError or RuntimeError for rows that this critic cannot take, or not now."""
@@ -1483,11 +1490,7 @@ class CriticWorker:
         if len(batch) and self.config.ppo_max_token_len_per_gpu == "auto":
             self.find_budget(*common.longest_row(batch))
         check_budget(self.config, batch, training)
-        if len(batch) and int(batch.input_ids.max()) >= self.vocab_size:
-            raise ValueError(f"token id {int(batch.input_ids.max())} is outside the vocabulary of {self.vocab_size}")
-        if any(batch.multi_modal_inputs or ()):
-            row = int(batch.row_id[max(range(len(batch)), key=lambda b: bool(batch.multi_modal_inputs[b]))])
-            raise ValueError(f"row {row}: multi_modal_inputs: this critic reads text only")
+        common.check_rows(batch, self.model_config)
 
     def check_here(self):
         if self.parked:
@@ -1505,7 +1508,8 @@ class CriticWorker:
         self.check_batch(batch, training=True)
         epochs, half = self.config.ppo_epochs, compute_dtype(self.config, self.device) != torch.float32
         peak = common.device_peak_flops(self.device) if half else None  # the table is of half precision
-        flops = 3 * epochs * sum(self.critic.flops.forward_flops(n) for n in batch.lengths)
+        passes = 3  # forward, to inputs, to weights
+        flops = passes * epochs * sum(self.critic.flops.forward_flops(n) for n in batch.lengths)
         return common.measured_update(self.critic.update_critic, batch, self.device, epochs, flops, peak)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -1556,9 +1560,9 @@ class CriticWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder):
-        """Writes model, optimizer, schedule and counters; the folder appears complete or not at all.
+        """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not at all.
 
-        Sharded safetensors as critic_fsdp.py has them, with its names: no pickle, any layout of either can read it.
+        Sharded safetensors with the names of transformers: no pickle, any layout of either critic can read it.
         """
         self.checkpoint_writer()(folder)
 
@@ -1566,29 +1570,17 @@ class CriticWorker:
         """write(folder, group): saves the state of now, which `copy` lets the training change meanwhile."""
         self.check_here()
         self.critic.finish_gather()
-        critic, tensors = self.critic, self.checkpoint_tensors()
-        tensors, counters = common.host_copy(tensors) if copy else tensors, (critic.updates, critic.optimizer_steps)
-        scaler = critic.optimizers()[0].grad_scaler
+        tensors, (scaler, *_) = self.checkpoint_tensors(), [x.grad_scaler for x in self.critic.optimizers()]
         more = {"loss_scale": {**scaler.state_dict(), "scale": float(scaler.scale)}} if scaler else {}
-
-        def write(folder, group=None):
-            with common.complete_or_absent(folder, group=group) as tmp:
-                if tensors:
-                    offsets = {name: {"saved_offsets": [first, 0, 0][: x.ndim]} for name, (first, x) in tensors.items()}
-                    file, metadata = f"shard-{RANK:05d}.safetensors", {"format": "pt", SHARDING: json.dumps(offsets)}
-                    save_file({name: x for name, (_, x) in tensors.items()}, os.path.join(tmp, file), metadata=metadata)
-                common.write_trainer_state(tmp, "megatron", self.config, self.model_config, *counters, **more)
-
-        return write
+        counters = self.critic.updates, self.critic.optimizer_steps
+        return tensor_writer(tensors, copy, BACKEND, self.config, self.model_config, *counters, **more)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
-        """Restores what save_checkpoint wrote, here or in critic_fsdp.py, on any layout. UserError: damaged or foreign.
-
-        Files are mapped, not loaded: a rank reads the pages of what it takes, and holds one whole weight at a time.
-        """
+        """Restores what save_checkpoint of either critic wrote, on any layout. UserError: damaged or foreign."""
         self.check_here()
-        critic, saved = self.critic, common.open_checkpoint(folder, "megatron", self.config, self.model_config)
+        saved = common.open_checkpoint(folder, BACKEND, self.config, self.model_config)
+        critic = self.critic
         tensors = StoredTensors(folder, f"--resume {folder}", prefix="")
         named = [*named_weights(critic.modules), *named_head(critic.modules)]
         for kind, form in STATE.items():
@@ -1604,7 +1596,7 @@ class CriticWorker:
                 scale = torch.tensor([saved["loss_scale"]["scale"]], device=self.device)
                 optimizer.grad_scaler.load_state_dict({**saved["loss_scale"], "scale": scale})
         torch.set_rng_state(tensors["rng"])
-        critic.updates, critic.optimizer_steps = saved["updates"], saved["optimizer_steps"]
+        self.critic.updates, self.critic.optimizer_steps = saved["updates"], saved["optimizer_steps"]
 
     def checkpoint_tensors(self):
         """name -> (first row, tensor on the host): what this rank writes of all state (a collective).
@@ -1633,14 +1625,12 @@ class CriticWorker:
         file = f"model-{RANK:05d}.safetensors"
         parts = common.of_all_ranks({name: (file, x.nbytes) for name, x in state.items()})
         with common.complete_or_absent(folder) as tmp:
-            if state:
-                save_file(state, os.path.join(tmp, file), metadata={"format": "pt"})
             if RANK == 0:
                 where = {name: place for part in parts for name, place in part.items()}
                 index = {"metadata": {"total_size": sum(size for _, size in where.values())}}
-                index["weight_map"] = {name: file for name, (file, _) in sorted(where.items())}
-                with open(os.path.join(tmp, "model.safetensors.index.json"), "w") as file:
-                    json.dump(index, file, indent=1)
+                index["weight_map"] = {name: its for name, (its, _) in sorted(where.items())}
+                with open(os.path.join(tmp, "model.safetensors.index.json"), "w") as out:
+                    json.dump(index, out, indent=1)
                 outputs = self.config.value_bins if self.config.value_head == "hl_gauss" else 1
                 model_config = common.config_of_export(self.model_config, outputs, self.config.value_range)
                 kind = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(model_config)]
@@ -1648,6 +1638,23 @@ class CriticWorker:
                 model_config.save_pretrained(tmp)
                 if self.tokenizer is not None:
                     self.tokenizer.save_pretrained(tmp)
+            if state:
+                save_file(state, os.path.join(tmp, file), metadata={"format": "pt"})
+
+
+def tensor_writer(tensors, copy, *state, **more):
+    """write(folder, group): saves these tensors as sharded safetensors, and `state`, see common.write_trainer_state."""
+    tensors = common.host_copy(tensors) if copy else tensors
+
+    def write(folder, group=None):
+        with common.complete_or_absent(folder, group=group) as tmp:
+            if tensors:
+                offsets = {name: {"saved_offsets": [first, 0, 0][: x.ndim]} for name, (first, x) in tensors.items()}
+                file, metadata = f"shard-{RANK:05d}.safetensors", {"format": "pt", SHARDING: json.dumps(offsets)}
+                save_file({name: x for name, (_, x) in tensors.items()}, os.path.join(tmp, file), metadata=metadata)
+            common.write_trainer_state(tmp, *state, **more)
+
+    return write
 
 
 STATE = {  # what a step changes -> how a checkpoint names it, of the weight with the name {}
@@ -1668,7 +1675,7 @@ def main(run):
     tokenizer = common.load_tokenizer(run.critic)
     model_config = common.load_model_config(run.critic, tokenizer)
     validate_for_model(run.critic, model_config)
-    train, held_out = common.load_rows(run, model_config, check_budget, tokenizer=tokenizer)
+    train, held_out = common.load_rows(run, model_config, tokenizer, check_budget)
     files = ((train, run.rollouts), (held_out, run.eval_rollouts))
     longest, row = max(common.longest_row(*rows) for rows in files if rows[0] is not None)
     run = common.smaller_budgets(run, longest)

@@ -44,7 +44,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import tyro
-from huggingface_hub import snapshot_download
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -972,21 +971,7 @@ def read_lm(config, model_config, dtype):
         for p in lm.parameters():  # not lm.to(dtype), which would round the rotary tables too
             p.data = p.data.to(dtype)
         return lm, f"random weights (seed {config.seed})"
-    folder = config.model
-    if not os.path.isdir(folder):
-        folder = snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.py"])
-    try:
-        lm, info = AutoModelForCausalLM.from_pretrained(
-            folder, config=model_config, dtype=dtype, trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-        )  # fmt: skip
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise UserError(f"--model {config.model}: its weights do not load ({common.one_line(error)})") from None
-    absent = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
-    if absent:
-        raise UserError(f"--model {config.model}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}")
+    lm = common.load_pretrained(AutoModelForCausalLM, config, model_config, dtype=dtype)
     return lm, f"{type(lm).__name__} from {config.model}"
 
 
@@ -1021,7 +1006,7 @@ def build_policy(config, model_config, device, trains):
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
     options = {"mesh": mesh, "reshard_after_forward": config.reshard_after_forward}
     options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    for block in critic_fsdp.transformer_blocks(model.lm):
+    for block in common.transformer_blocks(model.lm):
         fully_shard(block, **options)
     fully_shard(model, **options)
     model.to_empty(device=device)

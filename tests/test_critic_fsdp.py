@@ -276,10 +276,11 @@ def test_dropout_is_off_everywhere(config, packed, tmp_path):
     w = worker(model=str(tmp_path), use_remove_padding=packed)
     batch = batch_for(w, 6)
     w.critic.model.eval()
-    quiet = w.critic.forward_micro_batch(batch, batch.lengths)
+    micro = w.critic.micro_batch(batch, range(6))
+    quiet = w.critic.forward(micro)
     w.critic.model.train()
     for _ in range(3):
-        torch.testing.assert_close(w.critic.forward_micro_batch(batch, batch.lengths), quiet, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(w.critic.forward(micro), quiet, rtol=1e-5, atol=1e-6)
 
 
 # a text model of Gemma 3 and OPT have no token-classification class in transformers
@@ -629,7 +630,7 @@ def test_an_automatic_budget_fills_the_memory_and_changes_no_update(fields, caps
     full = common.probe_rows(budget // longest, longest)
     counts = common.loss_counts(full.response_mask, full.cu_seqlens)
     peak = common.peak_bytes(
-        lambda: auto.critic.forward_backward(full, range(len(full)), counts), torch.device("cpu")
+        lambda: auto.critic.forward_backward(full, [range(len(full))], counts), torch.device("cpu")
     )  # fmt: skip
     state = 16 * sum(p.numel() for p in auto.critic.model.parameters())
     assert 0.8 < (peak + state) / (auto.config.memory_limit_gib * 2**30) < 0.91
@@ -651,8 +652,8 @@ def test_a_batch_without_rows_has_no_values():
 def test_ids_and_images_that_the_model_cannot_take_are_refused():
     w = worker()
     batch = batch_for(w)
-    batch.multi_modal_inputs = [{} for _ in range(len(batch))]
-    with pytest.raises(ValueError, match="multi_modal_inputs: this critic reads text only"):
+    batch.multi_modal_inputs = [{"images": ["x.png"]} if b == 2 else {} for b in range(len(batch))]
+    with pytest.raises(ValueError, match="row 2: multi_modal_inputs: this critic reads text only"):
         w.compute_values(batch)
     batch.multi_modal_inputs = None
     batch.input_ids[3] = 10**6
@@ -718,7 +719,7 @@ def test_planned_activations_are_what_autograd_saves(model, dtype, fields):
         mask = (position_ids.view(shape) < torch.tensor(lengths)[:, None]).long()
         masked = {} if config.use_remove_padding else {"attention_mask": mask}
         real(input_ids=ids.view(shape), position_ids=position_ids.view(shape), **masked)
-    planned = critic_fsdp.saved_bytes(config, model_config, lengths, dtype, "cpu")
+    planned = common.saved_bytes(critic_fsdp.build_skeleton(config, model_config, dtype), config, lengths, "cpu")
     assert planned == sum(s.nbytes() for s in saved.values()) > 1e4
 
 

@@ -124,7 +124,7 @@ def test_positions_are_those_of_each_image_alone():
     ids = [5, START, *[IMAGE] * 6, END, 7]
     rows = [{"image_grid_thw": torch.tensor([[1, 4, 6]]), "pixel_values": torch.zeros(24, 1176)}, {}]
     both = torch.tensor([*ids, 8, 9, 10])
-    ids_T, lengths, inputs = w.critic.with_images(both, [10, 3], rows)
+    ids_T, lengths, inputs = common.with_images(w.critic.model.model, both, [10, 3], rows)
     assert ids_T is both and lengths == [10, 3] and inputs["pixel_values"].shape == (24, 1176)
     assert inputs["position_ids"].tolist() == [
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2],
@@ -132,7 +132,7 @@ def test_positions_are_those_of_each_image_alone():
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 0, 1, 2],
         [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 0, 1, 2],
     ]
-    ids_T, lengths, inputs = w.critic.with_images(both[-3:], [3], [{}])  # no image: a black one of one token
+    ids_T, lengths, inputs = common.with_images(w.critic.model.model, both[-3:], [3], [{}])  # a black one of one token
     assert ids_T.tolist() == [8, 9, 10, IMAGE] and lengths == [4] and inputs["image_grid_thw"].tolist() == [[1, 2, 2]]
 
 
