@@ -1,4 +1,4 @@
-"""Every command of the README runs, in a copy of the scripts; what it says of a run, the run still says.
+"""Every command of the README runs, in a copy of the scripts; what it says of a run, and of the files, is still so.
 
 As written, but for those that train for minutes: they run with fewer --steps, see STEPS.
 """
@@ -7,7 +7,9 @@ import importlib.util
 import re
 import shlex
 import shutil
+import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import bench
 import browser
@@ -47,8 +49,33 @@ def copy(tmp_path_factory):
 
 
 def test_every_command_is_of_a_kind_that_is_tested():
-    assert {kind for kind, _ in COMMANDS} == {"install", "extra", "run", "long", "gpu", "vllm", "bench", "test"}
+    assert {kind for kind, _ in COMMANDS} == {
+        "install",
+        "extra",
+        "run",
+        "nodes",
+        "long",
+        "gpu",
+        "vllm",
+        "bench",
+        "test",
+    }
     assert not re.search(r"^```(bash|sh|console)?$\n(pip|python|torchrun)", README, flags=re.M)
+
+
+def test_the_map_of_files_has_the_lines_that_there_are():
+    count = lambda *paths: sum(len(path.read_text().splitlines()) for path in paths)
+    said = {name: int(n.replace(",", "")) for name, n in re.findall(r"^\| `(\S+(?:\.py|/))` \| ([\d,]+) \|", README, flags=re.M)}
+    there = {path.name: count(path) for path in ROOT.glob("*.py")} | {"tests/": count(*ROOT.glob("tests/*.py"))}
+    assert said == there
+
+
+def test_half_of_the_shorter_critic_stands_in_the_other():
+    """As `diff` counts them, line by line and in order."""
+    diff = run("diff", "critic_fsdp.py", "critic_megatron.py").stdout
+    lines = len((ROOT / "critic_fsdp.py").read_text().splitlines())
+    own = sum(line.startswith("< ") or line == "<" for line in diff.splitlines())
+    assert lines / 2 < lines - own < lines, (lines, own)
 
 
 @pytest.mark.parametrize("script", ["critic_fsdp.py", "critic_megatron.py"])
@@ -124,6 +151,18 @@ def test_command_runs(line, copy, ppo):
             assert re.fullmatch(
                 r'block".*", token \d+ of row \d+\nvalue +\S+\nreturn +[01]\nTD error +\S+\nadvantage +\S+', tip
             ), tip
+
+
+@pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "nodes"])
+def test_command_for_two_machines_runs_as_two_agents_on_one(line, copy):
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        line = line.replace(":29500", f":{s.getsockname()[1]}")
+    with ThreadPoolExecutor() as machines:
+        first, second = machines.map(lambda _: run("bash", "-c", line, cwd=copy), range(2))
+    said = sorted([succeeded(first), succeeded(second)], key=len)
+    assert "saved " not in said[0] and said[1].splitlines()[-1].startswith("saved ")
+    assert re.search(r"^layout     ranks 2 = ", said[1], flags=re.M)
 
 
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "bench"])

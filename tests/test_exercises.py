@@ -1,0 +1,131 @@
+"""The exercises of the README's guided path: one test each, whose assertions are the answer."""
+
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import random_batch
+
+import common
+import critic_megatron
+from critic_fsdp import Config, CriticWorker
+
+
+def worker(**fields):
+    w = CriticWorker(Config(**fields))
+    w.init_model()
+    return w
+
+
+def test_1_a_value_is_read_before_its_action():
+    """The token of an action changes: which values of its row may change?
+
+    Those of the actions after it. Its own is read from the state before it, which has not seen it; a critic that read
+    it from the token's own position would know how the story goes on (and would be no baseline for that action).
+    """
+    w, batch = worker(), random_batch(1, idle=False)
+    changed, actions = batch.select([0]), batch.response_mask.nonzero().flatten().tolist()
+    t = actions[len(actions) // 2]
+    changed.input_ids[t] = (changed.input_ids[t] + 1) % w.vocab_size
+    moved = (w.compute_values(batch) != w.compute_values(changed)).nonzero().flatten().tolist()
+    assert moved == [i for i in actions if i > t] != []
+
+
+def test_2_with_lambda_1_the_returns_do_not_depend_on_the_critic():
+    """For which lambda do the returns not depend on the critic? For 1: they are then the sum of the rewards to come.
+
+    For 0 they are one reward and what the critic says of the rest.
+    """
+    mask, cu = torch.tensor([0, 1, 1, 1]).bool(), torch.tensor([0, 4], dtype=torch.int32)
+    rewards, values = torch.tensor([0.0, 1.0, 2.0, 4.0]), torch.tensor([0.0, 0.5, -3.0, 0.25])
+    for lam, answer in ((1.0, [0, 7, 6, 4]), (0.0, [0, 1 - 3, 2 + 0.25, 4])):
+        _, returns = common.gae(rewards, values, mask, cu, gamma=1.0, lam=lam)
+        assert returns.tolist() == pytest.approx(answer)
+
+
+def test_3_a_mean_of_means_depends_on_the_cut():
+    """Two micro-batches, of one action and of three: how wrong is the mean of their means?
+
+    Say the lone action has the loss 4, the others 0. The mean over the mini-batch is 1, the mean of the two means 2. So
+    weights come from counts of the whole mini-batch, and what a micro-batch contributes is a plain sum.
+    """
+    losses, cu = torch.tensor([0.0, 4.0, 0.0, 0.0, 0.0, 0.0]), torch.tensor([0, 2, 6], dtype=torch.int32)
+    mask = torch.tensor([0, 1, 0, 1, 1, 1]).bool()
+    counts = common.loss_counts(mask, cu)
+    of = lambda part, cu, counts: float(
+        (losses[part] * common.loss_weights(mask[part], cu, "token-mean", counts)).sum()
+    )
+    parts = [(slice(0, 2), torch.tensor([0, 2])), (slice(2, 6), torch.tensor([0, 4]))]
+    assert of(slice(0, 6), cu, counts) == sum(of(*part, counts) for part in parts) == 1
+    assert sum(of(*part, common.loss_counts(mask[part[0]], part[1])) for part in parts) / 2 == 2
+
+
+def test_4_a_huber_loss(monkeypatch):
+    """Give the critic a Huber loss: far outliers then pull no harder than near ones.
+
+    Seven lines in place of common.value_loss, and every layout still makes the same update, for weights_T are the same.
+    """
+
+    def huber_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, cliprange_value=None, delta=1.0):
+        clean = lambda x_T: torch.where(response_mask_T, x_T, 0.0)
+        loss_T = F.huber_loss(clean(vpreds_T), clean(returns_T), reduction="none", delta=delta)
+        return (weights_T * loss_T).sum(), torch.zeros((), dtype=torch.int64)
+
+    batch = random_batch(8, idle=False)
+    batch.returns[batch.response_mask.nonzero()[0]] = 1000.0
+    norms = {}
+    for name in ("squared", "huber"):
+        if name == "huber":
+            monkeypatch.setattr(common, "value_loss", huber_loss)
+        whole, cut = worker(cliprange_value=None), worker(cliprange_value=None, ppo_micro_batch_size_per_gpu=3)
+        norms[name] = whole.update_critic(batch)["critic/grad_norm"]
+        assert cut.update_critic(batch)["critic/grad_norm"] == pytest.approx(norms[name], rel=1e-5)
+    assert norms["huber"] < 0.1 * norms["squared"]
+
+
+def test_5_adamw_does_not_see_the_size_of_a_gradient():
+    """Delete `* WORLD_SIZE`: why does AdamW hardly notice, and what does?
+
+    AdamW divides the mean of the gradients by the root of their mean square: a factor cancels, but for its epsilon. The
+    norm notices, and with it the metric critic/grad_norm and --grad-clip: a run on 4 ranks would clip at 4 times the
+    norm, and so learn otherwise than a run on one. The tests of the layouts compare gradients for that reason.
+    """
+    gradient, stepped = torch.tensor([0.3, -0.01, 2.0]), []
+    for ranks in (1, 4):
+        p = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([p], lr=0.1)
+        p.grad = gradient / ranks
+        optimizer.step()
+        stepped.append(p.detach().clone())
+        assert float(p.grad.norm()) == pytest.approx(float(gradient.norm()) / ranks)
+    torch.testing.assert_close(*stepped, rtol=1e-5, atol=1e-6)
+
+
+def test_6_ulysses_trades_tokens_for_heads():
+    """Ten tokens, two Ulysses ranks, four heads: who computes what, where?
+
+    Each rank has five tokens of the row and all heads in norms, projections and MLPs; inside the attention function
+    two heads of all ten tokens: an all-to-all before, another after. Tried with both ranks' parts at hand.
+    """
+    x_HTD = torch.arange(4 * 10 * 3, dtype=torch.float32).view(4, 10, 3)
+    slices = x_HTD.chunk(2, 1)
+    heads = [torch.cat([part.chunk(2, 0)[rank] for part in slices], 1) for rank in (0, 1)]
+    assert [tuple(x.shape) for x in slices] == [(4, 5, 3)] * 2 and [tuple(x.shape) for x in heads] == [(2, 10, 3)] * 2
+    assert torch.equal(torch.cat(heads), x_HTD)
+
+
+def test_7_context_parallel_ranks_have_a_piece_of_either_end():
+    """A row of 8 tokens, two context-parallel ranks: which tokens has each, and why not halves?
+
+    Rank 0 has 0 1 6 7, rank 1 has 2 3 4 5. Token t sees t + 1 keys: halves would give 10 pairs to one rank and 26 to
+    the other, these pieces 18 to each.
+    """
+    pairs = {}
+    for rank, answer in enumerate(([0, 1, 6, 7], [2, 3, 4, 5])):
+        layout = types.SimpleNamespace(cp_size=2, cp_rank=rank, device=torch.device("cpu"))
+        critic = types.SimpleNamespace(layout=layout, config=critic_megatron.Config())
+        slots, _, _ = critic_megatron.MegatronPPOCritic.share_context(critic, torch.arange(8), [8])
+        assert slots.tolist() == answer
+        pairs[rank] = sum(t + 1 for t in answer)
+    assert pairs == {0: 18, 1: 18}
