@@ -151,9 +151,7 @@ class Run(Generic[CriticConfig]):
     rollout: Literal["hf", "vllm"] = "hf"  # engine: transformers' cache on a whole copy of the actor, or vLLM
     train_batch_size: int = 256  # prompts of a step, global
     rollout_n: int = 1  # responses to each (torchrun would take --n for its own)
-    max_response_length: int | None = (
-        None  # tokens of a response, observations included (None: 8 for addition, else 256)
-    )
+    max_response_length: int | None = None  # tokens of a response with its observations (None: 8; 256 with --prompts)
     temperature: float = 1.0  # of sampling, and of the log-probs that are learned from
     top_p: float = 1.0  # sample only from the likeliest tokens, as many as have this probability together
     rollout_batch_size: int = 256  # rows generated at once, per engine
@@ -163,9 +161,7 @@ class Run(Generic[CriticConfig]):
     gamma: float = 1.0  # discount of a reward per action
     lam: float = 1.0  # GAE's lambda for the returns that the critic learns
     lam_policy: float | None = None  # the same for the advantages (None: as lam): decoupled GAE
-    length_adaptive_alpha: float | None = (
-        None  # lambda of the advantages 1 - 1 / (alpha actions), in place of lam_policy
-    )
+    length_adaptive_alpha: float | None = None  # in place of lam_policy: lambda is 1 - 1 / (alpha actions)
     whiten_advantages: bool = True  # mean 0 and deviation 1 over the actions of the global batch
     bootstrap_truncated: bool = False  # the last value stands for the future of a row cut off by the length limit
 
@@ -185,9 +181,7 @@ class Run(Generic[CriticConfig]):
     async_save: bool = False  # write checkpoints beside the training, from a copy of the state on the host
     resume: str | None = None  # checkpoint folder to go on from; auto: the last complete one in out_dir, if any
     max_skipped_updates: int = 10  # so many updates of the critic in a row that are not finite end the run (0: never)
-    offload: bool = (
-        False  # actor, reference, critic, reward model and engine are on the device only in their own phases
-    )
+    offload: bool = False  # actor, reference, critic, reward model, engine: on the device in their own phases only
     seed: int = 0  # of the order of prompts and of every sampled token
     out_dir: str = "out/ppo_loop"  # for checkpoints, the Hugging Face folder, metrics and curves
     report: str = "auto"  # page on what the critic learned (auto: report.html in out_dir; none: no page)

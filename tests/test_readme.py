@@ -65,7 +65,10 @@ def test_every_command_is_of_a_kind_that_is_tested():
 
 def test_the_map_of_files_has_the_lines_that_there_are():
     count = lambda *paths: sum(len(path.read_text().splitlines()) for path in paths)
-    said = {name: int(n.replace(",", "")) for name, n in re.findall(r"^\| `(\S+(?:\.py|/))` \| ([\d,]+) \|", README, flags=re.M)}
+    said = {
+        name: int(n.replace(",", ""))
+        for name, n in re.findall(r"^\| `(\S+(?:\.py|/))` \| ([\d,]+) \|", README, flags=re.M)
+    }
     there = {path.name: count(path) for path in ROOT.glob("*.py")} | {"tests/": count(*ROOT.glob("tests/*.py"))}
     assert said == there
 
