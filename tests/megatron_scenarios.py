@@ -103,6 +103,7 @@ def save_and_go_on(folder):
     """Updates of one step and of two, a checkpoint, two more updates; what they came to lies beside the checkpoint."""
     for name, (fields, _) in SAVED.items():
         worker = make(lr=LR, ppo_mini_batch_size=16, **SCHEDULE, **fields)
+        assert len(worker.compute_values(rows(0).select([]))) == 0
         worker.update_critic(rows(0))
         worker.update_critic(rows(1, 24))
         worker.save_checkpoint(folder / name)

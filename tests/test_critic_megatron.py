@@ -54,11 +54,17 @@ def test_both_workers_have_the_same_public_methods():
     assert {n: fsdp[n] for n in face} == {n: megatron[n] for n in face}
     assert [n for n in fsdp if n in face] == [n for n in megatron if n in face]
     fsdp, megatron = public(critic_fsdp.DataParallelPPOCritic), public(cm.MegatronPPOCritic)
-    same = ("my_micro_batches", "compute_values", "update_critic", "learning_rate", "optimizer_step")
+    same = "my_micro_batches micro_batch values compute_values train update_critic loss forward_backward learning_rate"
+    same = [*same.split(), "optimizer_step"]
     assert {n: fsdp[n] for n in same} == {n: megatron[n] for n in same}
-    assert inspect.getsource(critic_fsdp.DataParallelPPOCritic.learning_rate) == inspect.getsource(
-        cm.MegatronPPOCritic.learning_rate
-    )
+    assert [n for n in fsdp if n in same] == [n for n in megatron if n in same] == same
+    for ours, theirs, names in (
+        (critic_fsdp.DataParallelPPOCritic, cm.MegatronPPOCritic, ("values", "loss", "learning_rate")),
+        (critic_fsdp.CriticWorker, cm.CriticWorker, ("compute_values", "check_here", "save_checkpoint")),
+        (critic_fsdp, cm, ("training_limits", "forward_limits", "compute_dtype")),
+    ):
+        for name in names:
+            assert inspect.getsource(getattr(ours, name)) == inspect.getsource(getattr(theirs, name)), name
 
 
 def flags(module, kind):
