@@ -115,7 +115,7 @@ def reference(qwen2):
     return {case: reference_of(qwen2, *case) for case in cases}
 
 
-@pytest.mark.parametrize("ranks, cases", [(1, 66), (2, 101), (4, 96)])
+@pytest.mark.parametrize("ranks, cases", [(1, 34), (2, 59), (4, 48)])
 def test_every_layout_makes_the_same_gradient(ranks, cases, qwen2, reference, tmp_path):
     succeeded(torchrun(ranks, ROOT / "tests" / "layouts.py", tmp_path / "out.pt", qwen2))
     results = torch.load(tmp_path / "out.pt", weights_only=True)
