@@ -1,5 +1,6 @@
 """Ranks as forked children of one process that has imported the slow libraries: a launch costs a second, not twenty."""
 
+import gc
 import io
 import json
 import os
@@ -29,6 +30,7 @@ def start(ranks, function, *args):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    gc.freeze()  # or each child collects among a million objects that never go, and copies their pages
     children = []
     for rank in range(ranks):
         pid = os.fork()

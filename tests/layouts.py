@@ -1,17 +1,18 @@
 """Runs under torchrun: one mini-batch through every layout that so many ranks allow -> gradients before clipping.
 
-    torchrun --nproc-per-node 4 tests/layouts.py OUT.pt MODEL_FOLDER           all layouts
-    torchrun --nproc-per-node 2 tests/layouts.py OUT.pt MODEL_FOLDER...        some, of several models
+    torchrun --nproc-per-node 4 tests/layouts.py OUT_FOLDER                of one model, which too goes there
+    torchrun --nproc-per-node 2 tests/layouts.py OUT_FOLDER models         some layouts, all models of test_layouts.py
 
 test_layouts.py compares them with a plain float64 loop.
 """
 
 import dataclasses
 import itertools
-import os
+import pathlib
 import sys
 
 import torch
+import torch.distributed as dist
 from helpers import captured_gradients, random_batch
 
 import common
@@ -67,12 +68,19 @@ SOME = ("fsdp2, padded", "none, packed, recompute", "fsdp1, ulysses 2")
 WHOLE = ("fsdp2, packed", "fsdp1, padded", "none, ulysses 2", "fsdp2, 2 replicas, ulysses 2")  # are put through all
 
 
-def main(out, *models):
-    results, some = {}, SOME if len(models) > 1 else ()
-    for model, (name, fields) in itertools.product(models, layouts()):
+def main(out, which="qwen2"):
+    from test_layouts import MODELS, save_model
+
+    results, some = {}, SOME if which == "models" else ()
+    out, names = pathlib.Path(out), MODELS if some else (which,)
+    common.setup_distributed()
+    for name in names if RANK == 0 else ():
+        save_model(MODELS[name], out / name)
+    dist.barrier()
+    for model, (name, fields) in itertools.product(names, layouts()):
         if some and name not in some:
             continue
-        worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=model, **fields))
+        worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=str(out / model), **fields))
         worker.init_model()
         worker.critic.peak_lr = 0.0  # every case starts from the same weights: steps do not move them
         worker.critic.config = dataclasses.replace(worker.config, weight_decay=0.0)
@@ -86,7 +94,7 @@ def main(out, *models):
                 metrics = worker.update_critic(batch)
             assert metrics["critic/skipped_steps"] == 0 and len(seen) == 1
             whole = dataclasses.replace(batch, values=values)
-            key = (os.path.basename(model), name, case, rows, changes.get("loss_agg_mode", "token-mean"))
+            key = (model, name, case, rows, changes.get("loss_agg_mode", "token-mean"))
             results[key] = {"gradients": seen.pop(), "values": common.gather(whole).values, "metrics": metrics}
 
         if some or name in MEMORY or "recompute" in name:
@@ -105,7 +113,7 @@ def main(out, *models):
             run("budget 60", "ragged", spread, **BATCHING["budget 60"], loss_agg_mode=mode, response_length_limit=50)
         run("rows on rank 0", "ragged", rank0, **BATCHING["budget 60"])
     if RANK == 0:
-        torch.save(results, out)
+        torch.save(results, out / "out.pt")
 
 
 if __name__ == "__main__":
