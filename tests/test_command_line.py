@@ -133,8 +133,8 @@ def test_bad_rows_are_left_out_and_counted_where_asked(tmp_path):
 
 
 def test_a_run_that_diverges_stops_and_says_so(tmp_path):
-    flags = ("--lr", 1e30, "--grad-clip", "inf", "--steps", 50, "--out-dir", tmp_path / "out")
-    process = run(sys.executable, SCRIPT, *flags)
+    flags = ("--rollouts", ROOT / "tests" / "rows.jsonl", "--lr", 1e30, "--grad-clip", "inf", "--steps", 50)
+    process = run(sys.executable, SCRIPT, *flags, "--out-dir", tmp_path / "out")
     assert process.returncode == 2 and "values are not finite, the training has diverged; lower --lr" in process.stderr
 
 
