@@ -13,6 +13,7 @@ import traceback
 import warnings
 
 import torch
+import torch.nn.attention.varlen  # noqa: F401
 import transformers  # noqa: F401
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2
@@ -152,6 +153,8 @@ def serve():
 def warm_up():
     """What the first of its kind takes a second or two for."""
     import matplotlib
+    import tyro
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -162,11 +165,13 @@ def warm_up():
     panel.legend()
     figure.savefig(io.BytesIO())
     pyplot.close(figure)
+    get_checkpoint_conversion_mapping("qwen2")  # hundreds of regular expressions
+    tyro.cli(str, args=["a"])
 
 
 if __name__ == "__main__":
     import torch.utils.tensorboard  # noqa: F401
-    import tyro  # noqa: F401
 
     warm_up()
+    sys.dont_write_bytecode, sys.pycache_prefix = False, sys.argv[1]  # each child would compile common.py anew
     serve()

@@ -49,7 +49,7 @@ SCRATCH = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 @functools.cache
 def forks():
     """The process that has imported the slow libraries, and forks; all it has started ends with this one."""
-    server = (sys.executable, ROOT / "tests" / "forked.py")
+    server = (sys.executable, ROOT / "tests" / "forked.py", pathlib.Path(SCRATCH.name) / "bytecode")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(server, env=env, text=True, stdin=subprocess.PIPE, start_new_session=True)
     atexit.register(os.killpg, process.pid, signal.SIGKILL)
