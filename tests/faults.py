@@ -297,7 +297,7 @@ def beside(short):
     """--async-save, slowed down so that training goes on meanwhile: every checkpoint is of its own step."""
     for script in list(SCRIPTS)[: 1 if short else None]:
         out = folder() / f"{script}.beside"
-        Job(script, out, "--async-save", slow=0.1).succeeds()
+        Job(script, out, "--async-save", slow=0.05 if short else 0.1).succeeds()
         assert_same_end(out, script)
         for step in range(1, STEPS + 1):
             ours, theirs = (state_of(run / "checkpoints" / f"step_{step}") for run in (out, golden(script)))
@@ -453,7 +453,7 @@ def memory(short):
         out, other = folder() / f"{script}.memory", folder() / f"{script}.roomy"
         Job(script, other, *wide).succeeds()
         tries = 0
-        while any((job := Job(script, out, *wide, "--resume", "auto", memory=200)).wait()):
+        while any((job := Job(script, out, *wide, "--resume", "auto", memory=300 if short else 200)).wait()):
             tries += 1
             said = job.text(0)[1] + job.text(1)[1]
             assert "can't allocate memory" in said and "--resume auto, which halves the token budgets" in said, said

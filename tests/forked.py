@@ -1,5 +1,6 @@
 """Ranks as forked children of one process that has imported the slow libraries: a launch costs a second, not twenty."""
 
+import gc
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import traceback
 import warnings
 
 import torch
+import torch.nn.attention.varlen  # noqa: F401
 import transformers  # noqa: F401
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2
@@ -29,6 +31,7 @@ def start(ranks, function, *args):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    gc.freeze()  # or each child collects among a million objects that never go, and copies their pages
     children = []
     for rank in range(ranks):
         pid = os.fork()
@@ -150,6 +153,8 @@ def serve():
 def warm_up():
     """What the first of its kind takes a second or two for."""
     import matplotlib
+    import tyro
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -160,11 +165,13 @@ def warm_up():
     panel.legend()
     figure.savefig(io.BytesIO())
     pyplot.close(figure)
+    get_checkpoint_conversion_mapping("qwen2")  # hundreds of regular expressions
+    tyro.cli(str, args=["a"])
 
 
 if __name__ == "__main__":
     import torch.utils.tensorboard  # noqa: F401
-    import tyro  # noqa: F401
 
     warm_up()
+    sys.dont_write_bytecode, sys.pycache_prefix = False, sys.argv[1]  # each child would compile common.py anew
     serve()

@@ -49,7 +49,7 @@ SCRATCH = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 @functools.cache
 def forks():
     """The process that has imported the slow libraries, and forks; all it has started ends with this one."""
-    server = (sys.executable, ROOT / "tests" / "forked.py")
+    server = (sys.executable, ROOT / "tests" / "forked.py", pathlib.Path(SCRATCH.name) / "bytecode")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(server, env=env, text=True, stdin=subprocess.PIPE, start_new_session=True)
     atexit.register(os.killpg, process.pid, signal.SIGKILL)
@@ -83,20 +83,23 @@ def ended(folder):
 
 
 AHEAD = {  # what takes several ranks, and minutes: conftest.py begins it, so that it runs beside tests of one process
-    "test_megatron_layouts.py": "megatron_layouts.py",
-    "test_megatron_ranks.py": "megatron_scenarios.py",
-    "test_ppo_ranks.py": "ppo_scenarios.py",
-    **({"test_vllm.py": "vllm_scenarios.py"} if importlib.util.find_spec("vllm") else {}),
+    "test_layouts.py": [(1, "layouts.py"), (2, "layouts.py"), (4, "layouts.py"), (2, "layouts.py", "models")],
+    "test_megatron_layouts.py": [(1, "megatron_layouts.py")],
+    "test_megatron_ranks.py": [(1, "megatron_scenarios.py")],
+    "test_ppo_ranks.py": [(1, "ppo_scenarios.py")],
+    **({"test_vllm.py": [(1, "vllm_scenarios.py")]} if importlib.util.find_spec("vllm") else {}),
 }
-BEGUN = {}  # script -> where ended() waits for it, and the folder that it writes into
+BEGUN = {}  # ranks, script, arguments -> where ended() waits for it, and the folder that it writes into
 
 
-def scenarios(script, after=None):
-    """Begins a script of tests/, unless it has begun -> those two folders."""
-    if script not in BEGUN:
+def scenarios(ranks, script, *arguments, after=None):
+    """Begins a script of tests/ with a folder of its own, unless it has begun -> those two folders."""
+    job = (ranks, script, *arguments)
+    if job not in BEGUN:
         out = pathlib.Path(tempfile.mkdtemp(dir=SCRATCH.name))
-        BEGUN[script] = begin(1, (ROOT / "tests" / script, out), timeout=1200, alone=True, after=after), out
-    return BEGUN[script]
+        command = (ROOT / "tests" / script, out, *arguments)
+        BEGUN[job] = begin(ranks, command, timeout=1200, alone=ranks == 1, after=after), out
+    return BEGUN[job]
 
 
 def succeeded(process):

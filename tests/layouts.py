@@ -1,17 +1,18 @@
 """Runs under torchrun: one mini-batch through every layout that so many ranks allow -> gradients before clipping.
 
-    torchrun --nproc-per-node 4 tests/layouts.py OUT.pt MODEL_FOLDER           all layouts
-    torchrun --nproc-per-node 2 tests/layouts.py OUT.pt MODEL_FOLDER...        some, of several models
+    torchrun --nproc-per-node 4 tests/layouts.py OUT_FOLDER                of one model, which too goes there
+    torchrun --nproc-per-node 2 tests/layouts.py OUT_FOLDER models         some layouts, all models of test_layouts.py
 
 test_layouts.py compares them with a plain float64 loop.
 """
 
 import dataclasses
 import itertools
-import os
+import pathlib
 import sys
 
 import torch
+import torch.distributed as dist
 from helpers import captured_gradients, random_batch
 
 import common
@@ -63,15 +64,23 @@ def layouts():
             yield f"{strategy}, 2 replicas, ulysses {sp}", dict(strategy=strategy, fsdp_size=2, ulysses_size=sp)
 
 
-SOME = ("fsdp2, packed", "fsdp2, padded", "none, packed, recompute", "fsdp2, ulysses 2", "fsdp1, ulysses 2")
+SOME = ("fsdp2, padded", "none, packed, recompute", "fsdp1, ulysses 2")
+WHOLE = ("fsdp2, packed", "fsdp1, padded", "none, ulysses 2", "fsdp2, 2 replicas, ulysses 2")  # are put through all
 
 
-def main(out, *models):
-    results, some = {}, SOME if len(models) > 1 else ()
-    for model, (name, fields) in itertools.product(models, layouts()):
+def main(out, which="qwen2"):
+    from test_layouts import MODELS, save_model
+
+    results, some = {}, SOME if which == "models" else ()
+    out, names = pathlib.Path(out), MODELS if some else (which,)
+    common.setup_distributed()
+    for name in names if RANK == 0 else ():
+        save_model(MODELS[name], out / name)
+    dist.barrier()
+    for model, (name, fields) in itertools.product(names, layouts()):
         if some and name not in some:
             continue
-        worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=model, **fields))
+        worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=str(out / model), **fields))
         worker.init_model()
         worker.critic.peak_lr = 0.0  # every case starts from the same weights: steps do not move them
         worker.critic.config = dataclasses.replace(worker.config, weight_decay=0.0)
@@ -85,27 +94,26 @@ def main(out, *models):
                 metrics = worker.update_critic(batch)
             assert metrics["critic/skipped_steps"] == 0 and len(seen) == 1
             whole = dataclasses.replace(batch, values=values)
-            key = (os.path.basename(model), name, case, rows, changes.get("loss_agg_mode", "token-mean"))
+            key = (model, name, case, rows, changes.get("loss_agg_mode", "token-mean"))
             results[key] = {"gradients": seen.pop(), "values": common.gather(whole).values, "metrics": metrics}
 
         if some or name in MEMORY or "recompute" in name:
             run("budget 60", "ragged", range(RANK, 21, WORLD_SIZE), **BATCHING["budget 60"])
             continue
         spread, rank0 = range(RANK, 21, WORLD_SIZE), range(21) if RANK == 0 else []
-        few = WORLD_SIZE == 4  # on two cores four ranks take their time
-        for case in ("budget 60", "budget 60, deferred", "1 row") if few else BATCHING:
-            changes = BATCHING[case]
-            run(case, "ragged", spread, **changes)
+        few, whole = WORLD_SIZE == 4, name in WHOLE  # on two cores four ranks take their time
+        batching = ("budget 60", "budget 60, deferred", "1 row") if few else BATCHING
+        for case in batching if whole else ("budget 60, deferred",) if few else ("budget 60", "budget 60, deferred"):
+            run(case, "ragged", spread, **BATCHING[case])
+        if whole or WORLD_SIZE > 1:
+            run("fewer rows than ranks", "two rows", range(RANK, 2, WORLD_SIZE))
+        if not whole:  # how rows are cut and counted is the same with all strategies, each of which is there once
+            continue
         for mode in common.LOSS_AGG_MODES[2:3] if few else common.LOSS_AGG_MODES[1:]:
             run("budget 60", "ragged", spread, **BATCHING["budget 60"], loss_agg_mode=mode, response_length_limit=50)
         run("rows on rank 0", "ragged", rank0, **BATCHING["budget 60"])
-        run(
-            "fewer rows than ranks",
-            "two rows",
-            [RANK] if RANK < 2 and WORLD_SIZE > 1 else range(2) if WORLD_SIZE == 1 else [],
-        )
     if RANK == 0:
-        torch.save(results, out)
+        torch.save(results, out / "out.pt")
 
 
 if __name__ == "__main__":

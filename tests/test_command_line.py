@@ -126,16 +126,15 @@ def test_bad_rows_are_left_out_and_counted_where_asked(tmp_path):
     rows = tmp_path / "rows.jsonl"
     good = [json.dumps({**GOOD, "reward": i % 2}) for i in range(4)]
     rows.write_text("\n".join([*good, json.dumps({**GOOD, "reward": math.nan}), "{"]))
-    out = succeeded(
-        run(sys.executable, SCRIPT, "--rollouts", rows, "--skip-bad-rows", "--steps", 2, "--out-dir", tmp_path / "out")
-    )
+    flags = ("--rollouts", rows, "--skip-bad-rows", "--steps", 2, "--report", "none", "--out-dir", tmp_path / "out")
+    out = succeeded(run(sys.executable, SCRIPT, *flags))
     assert f"--rollouts {rows}: left out 2 bad rows of 6\n  line 5: reward must be a finite number" in out
     assert "steps      2 updates x 4 rows = 2 passes over the rows" in out
 
 
 def test_a_run_that_diverges_stops_and_says_so(tmp_path):
-    flags = ("--lr", 1e30, "--grad-clip", "inf", "--steps", 50, "--out-dir", tmp_path / "out")
-    process = run(sys.executable, SCRIPT, *flags)
+    flags = ("--rollouts", ROOT / "tests" / "rows.jsonl", "--lr", 1e30, "--grad-clip", "inf", "--steps", 50)
+    process = run(sys.executable, SCRIPT, *flags, "--out-dir", tmp_path / "out")
     assert process.returncode == 2 and "values are not finite, the training has diverged; lower --lr" in process.stderr
 
 
@@ -150,8 +149,7 @@ def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
             2,
             ("--strategy", "fsdp1", "--no-use-remove-padding", "--ppo-max-token-len-per-gpu", 300),
         ),
-        "4 ranks, ulysses 2": (4, ("--ulysses-size", 2)),
-        "4 ranks, 2 replicas": (4, ("--fsdp-size", 2)),
+        "4 ranks, ulysses 2, 2 replicas": (4, ("--ulysses-size", 2, "--fsdp-size", 2)),
     }
     seen = {}
     for name, (ranks, flags) in layouts.items():
@@ -167,9 +165,11 @@ def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
             "--out-dir",
             out,
             "--ppo-mini-batch-size",
-            128,
+            64,
             "--train-batch-size",
-            256,
+            128,
+            "--report",
+            "none",
         )
         if ranks > 1:
             succeeded(torchrun(ranks, SCRIPT, *flags))
@@ -192,7 +192,9 @@ def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
 
 
 def test_resume_gives_the_run_that_was_never_interrupted(tmp_path):
-    flags = ["--steps", 6, "--eval-every", 2, "--ppo-mini-batch-size", 64, "--train-batch-size", 128]
+    rows = ROOT / "tests" / "rows.jsonl"
+    flags = ["--steps", 6, "--eval-every", 2, "--ppo-mini-batch-size", 32, "--train-batch-size", 64, "--report", "none"]
+    flags += ["--rollouts", rows, "--eval-rollouts", rows]
     flags += ["--lr-scheduler-type", "cosine", "--lr-warmup-steps-ratio", 0.2]
     succeeded(run(sys.executable, SCRIPT, *flags, "--save-every", 4, "--out-dir", tmp_path / "whole"))
     checkpoint = tmp_path / "whole" / "checkpoints" / "step_4"

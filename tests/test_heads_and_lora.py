@@ -381,7 +381,7 @@ def test_the_script_finds_the_range_and_a_resumed_run_keeps_it(tmp_path, capsys)
     run = Run(critic=critic, rollouts=str(path), steps=2, out_dir=str(tmp_path / "out"))
     critic_fsdp.main(run)
     assert "value head 12 bins x 0.1 = [-0.1, 1.1]" in capsys.readouterr().out
-    checkpoint = str(tmp_path / "out" / "checkpoints" / "step_2")
+    checkpoint, run = str(tmp_path / "out" / "checkpoints" / "step_2"), dataclasses.replace(run, report="none")
     critic_fsdp.main(dataclasses.replace(run, rollouts=str(wider), resume=checkpoint, steps=3))
     assert "value head 12 bins x 0.1 = [-0.1, 1.1]" in capsys.readouterr().out
     other = dataclasses.replace(critic, value_range=(0.0, 5.0))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from helpers import ROOT, rows_of, succeeded, torchrun
+from helpers import ended, rows_of, scenarios, succeeded
 from layouts import ROWS, SOME
 from safetensors.torch import load_file, save_file
 
@@ -104,21 +104,23 @@ def compare(results, reference):
     return worst
 
 
-@pytest.fixture(scope="module")
-def qwen2(tmp_path_factory):
-    return save_model(MODELS["qwen2"], tmp_path_factory.mktemp("models") / "qwen2")
+def launched(*job):
+    """(folder of the models, what layouts.py found)."""
+    waits_for, out = scenarios(*job)
+    succeeded(ended(waits_for))
+    return out, torch.load(out / "out.pt", weights_only=True)
 
 
 @pytest.fixture(scope="module")
-def reference(qwen2):
+def reference(tmp_path_factory):
+    qwen2 = save_model(MODELS["qwen2"], tmp_path_factory.mktemp("models") / "qwen2")
     cases = [("ragged", mode) for mode in common.LOSS_AGG_MODES] + [("two rows", "token-mean")]
     return {case: reference_of(qwen2, *case) for case in cases}
 
 
-@pytest.mark.parametrize("ranks, cases", [(1, 66), (2, 101), (4, 96)])
-def test_every_layout_makes_the_same_gradient(ranks, cases, qwen2, reference, tmp_path):
-    succeeded(torchrun(ranks, ROOT / "tests" / "layouts.py", tmp_path / "out.pt", qwen2))
-    results = torch.load(tmp_path / "out.pt", weights_only=True)
+@pytest.mark.parametrize("ranks, cases", [(1, 34), (2, 59), (4, 48)])
+def test_every_layout_makes_the_same_gradient(ranks, cases, reference):
+    _, results = launched(ranks, "layouts.py")
     assert len(results) == cases
     print(f"\nlargest relative difference of a gradient to float64, {ranks} ranks, {cases} cases")
     for layout, error in compare(results, reference).items():
@@ -126,12 +128,8 @@ def test_every_layout_makes_the_same_gradient(ranks, cases, qwen2, reference, tm
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """(folder of the models, what layouts.py found on 2 ranks)."""
-    folder = tmp_path_factory.mktemp("models")
-    folders = [save_model(MODELS[name], folder / name) for name in MODELS]
-    succeeded(torchrun(2, ROOT / "tests" / "layouts.py", folder / "out.pt", *folders))
-    return folder, torch.load(folder / "out.pt", weights_only=True)
+def models():
+    return launched(2, "layouts.py", "models")
 
 
 @pytest.mark.parametrize("name", MODELS)

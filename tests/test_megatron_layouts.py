@@ -26,7 +26,7 @@ FOUR_LAYERS = {  # so that there is something to share out; queries of 4 heads, 
 @pytest.fixture(scope="module")
 def launched():
     """The folder of what megatron_layouts.py makes."""
-    waits_for, out = scenarios("megatron_layouts.py")
+    waits_for, out = scenarios(1, "megatron_layouts.py")
     succeeded(ended(waits_for))
     return out
 

@@ -8,7 +8,7 @@ from megatron_scenarios import NAMES
 @pytest.fixture(scope="module")
 def launched():
     """What all of them print, from one process: most of the time would go into importing Megatron again and again."""
-    return ended(scenarios("megatron_scenarios.py")[0])
+    return ended(scenarios(1, "megatron_scenarios.py")[0])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,7 @@ import common
 @pytest.fixture(scope="module")
 def launched():
     """What all of them print, from one process: most of the time would go into importing everything again and again."""
-    return ended(scenarios("ppo_scenarios.py")[0])
+    return ended(scenarios(1, "ppo_scenarios.py")[0])
 
 
 @pytest.mark.parametrize("name", NAMES)

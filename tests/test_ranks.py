@@ -65,7 +65,8 @@ def fails(self, batch):
     return step(self, batch)
 critic.update_critic = fails
 config = {module}.Config(timeout_minutes=0.1, **layout)
-common.run(lambda: {module}.main({module}.Run(critic=config, steps=9, eval_every=0, out_dir={out!r})))
+run = {module}.Run(critic=config, rollouts={rows!r}, steps=9, eval_every=0, out_dir={out!r})
+common.run(lambda: {module}.main(run))
 """
 LOST = "error: another rank has died, or hung for --timeout-minutes"
 
@@ -90,6 +91,7 @@ LOST = "error: another rank has died, or hung for --timeout-minutes"
 )
 def test_when_one_rank_fails_all_end_and_a_message_is_seen(module, critic, act, line, tmp_path):
     script, out = tmp_path / "fails.py", str(tmp_path / "out")
-    script.write_text(FAILS.format(root=str(ROOT), module=module, critic=critic, act=act, out=out))
+    rows = str(ROOT / "tests" / "rows.jsonl")
+    script.write_text(FAILS.format(root=str(ROOT), module=module, critic=critic, act=act, rows=rows, out=out))
     process = torchrun(2, script, timeout=120)
     assert process.returncode in (1, 2) and line in process.stderr, process.stderr

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 @pytest.fixture(scope="module")
 def launched():
     """What all of them print, from one process."""
-    return ended(scenarios("vllm_scenarios.py")[0])
+    return ended(scenarios(1, "vllm_scenarios.py")[0])
 
 
 @pytest.mark.parametrize("name", NAMES)
