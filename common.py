@@ -79,6 +79,19 @@ def check_flag(config, name, rule, holds):
         raise UserError(f"--{name.replace('_', '-')} {value}: {rule}")
 
 
+def check_divides(flag, size, n, what):
+    """UserError unless a kind of parallelism divides what the model has n of."""
+    if n % size:
+        fits = one_of([k for k in range(1, n + 1) if n % k == 0])
+        raise UserError(f"--{flag} {size}: must divide the model's {n} {what}; it can be {fits}")
+
+
+def one_of(numbers):
+    """1, 2 or 4."""
+    words = [str(n) for n in numbers]
+    return " or ".join([", ".join(words[:-1]), words[-1]]) if words[1:] else words[0]
+
+
 def one_line(error):
     """An exception as a line to quote: its kind and text, without line breaks, not too long."""
     text = " ".join(str(error).split())

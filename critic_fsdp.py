@@ -217,8 +217,7 @@ def validate_for_model(config, model_config):
     """The same for flags that this model does not go with."""
     text = model_config.get_text_config()
     heads, layers = getattr(text, "num_attention_heads", 1), getattr(text, "num_hidden_layers", math.inf)
-    if heads % config.ulysses_size:
-        raise UserError(f"--ulysses-size {config.ulysses_size}: must divide the model's {heads} attention heads")
+    common.check_divides("ulysses-size", config.ulysses_size, heads, "attention heads")
     if config.freeze_layers > layers:
         raise UserError(f"--freeze-layers {config.freeze_layers}: the model has {layers} layers")
     if config.ppo_max_token_len_per_gpu == "auto" and common.reads_images(model_config):
@@ -277,7 +276,6 @@ class Layout(NamedTuple):
     dp_size: int
     dp_group: dist.ProcessGroup  # ranks with the same place in their sequence-parallel group
     sp_size: int
-    sp_rank: int
     sp_group: dist.ProcessGroup | None
     fsdp_mesh: DeviceMesh  # (world,), or (replicas, fsdp_size) for hybrid sharding
 
@@ -297,7 +295,6 @@ def make_layout(config, device):
         dp_size=WORLD_SIZE // sp,
         dp_group=mesh.get_group("dp"),
         sp_size=sp,
-        sp_rank=mesh.get_local_rank("sp"),
         sp_group=mesh.get_group("sp") if sp > 1 else None,
         fsdp_mesh=fsdp_mesh,
     )
@@ -563,6 +560,7 @@ class DataParallelPPOCritic:
             position_ids = torch.cat([torch.arange(n) for n in lengths]).to(ids_T.device, non_blocking=True)
         common.set_pack(lengths + [pad] * (pad > 0), ids_T.device, layout.sp_group, self.config.attn_implementation)
         ids_T, position_ids = F.pad(ids_T, (0, pad)), F.pad(position_ids, (0, pad))
+        # where the decoder begins, common.slice_row (a hook of __init__) leaves this rank its part of the row
         v_T = self.predict(input_ids=ids_T[None], position_ids=position_ids.unsqueeze(-2), **images)[0]
         if layout.sp_group is not None:
             v_T = common.GatherSlices.apply(v_T, layout.sp_group)
@@ -600,7 +598,7 @@ class DataParallelPPOCritic:
             micro = self.micro_batch(batch, rows)
             values_T.index_add_(0, micro.index, self.values(self.forward(micro), micro.mask))
         self.free_gathered()
-        dist.all_reduce(values_T, group=self.layout.dp_group)  # each token was computed by one group; the rest added 0
+        dist.all_reduce(values_T, group=self.layout.dp_group)  # each token was computed by one group; others add 0
         return values_T.cpu()
 
     def train(self, mode):

@@ -198,13 +198,13 @@ def validate(config, world_size=WORLD_SIZE):
             flag = "" if name == "context" else "-model"
             raise UserError(
                 f"--{name}{flag}-parallel-size {size_of(config, name)}: {product} must divide the {world_size} ranks"
-                + (f"; here it can be {one_of(fits)}" if fits else "")
+                + (f"; here it can be {common.one_of(fits)}" if fits else "")
             )
     if world_size % (etp * ep * pp):
         fits = [n for n in range(1, world_size + 1) if world_size % (etp * n * pp) == 0]
         raise UserError(
             f"--expert-model-parallel-size {ep}: expert tensor {etp} x expert {ep} x pipeline {pp} must divide the "
-            f"{world_size} ranks" + (f"; here it can be {one_of(fits)}" if fits else "")
+            f"{world_size} ranks" + (f"; here it can be {common.one_of(fits)}" if fits else "")
         )
     if vpp > 1 and pp == 1:
         raise UserError(f"--virtual-pipeline-model-parallel-size {vpp}: needs --pipeline-model-parallel-size above 1")
@@ -227,12 +227,6 @@ def size_of(config, name):
     return getattr(config, f"{name}_parallel_size" if name == "context" else f"{name}_model_parallel_size")
 
 
-def one_of(numbers):
-    """1, 2 or 4."""
-    words = [str(n) for n in numbers]
-    return " or ".join([", ".join(words[:-1]), words[-1]]) if words[1:] else words[0]
-
-
 def expert_tensor_parallel_size(config):
     return config.expert_tensor_parallel_size or config.tensor_model_parallel_size
 
@@ -246,8 +240,9 @@ def validate_for_model(config, model_config):
     """The same for flags that this model does not go with, and for models that Megatron's layers do not compute."""
     c, kind, tp = model_config, model_config.model_type, config.tensor_model_parallel_size
     if kind not in MODELS:
+        known = common.one_of(MODELS)
         raise UserError(
-            f"--model {config.model}: {kind} is not mapped to Megatron; {one_of(MODELS)} are, critic_fsdp.py takes all"
+            f"--model {config.model}: {kind} is not mapped to Megatron; {known} are, critic_fsdp.py takes all"
         )
     odd = [f"{name} {getattr(c, name)}" for name in ("attention_bias", "mlp_bias") if getattr(c, name, False)]
     odd += [f"hidden_act {c.hidden_act}"] * (c.hidden_act != "silu")
@@ -264,12 +259,7 @@ def validate_for_model(config, model_config):
     if odd:
         raise UserError(f"--model {config.model}: {', '.join(odd)} is not mapped to Megatron; use critic_fsdp.py")
 
-    def divides(flag, size, n, what):
-        if n % size:
-            fits = [k for k in range(1, n + 1) if n % k == 0]
-            raise UserError(f"--{flag} {size}: must divide the model's {n} {what}; it can be {one_of(fits)}")
-
-    divides("tensor-model-parallel-size", tp, c.num_attention_heads, "attention heads")
+    common.check_divides("tensor-model-parallel-size", tp, c.num_attention_heads, "attention heads")
     groups = c.num_key_value_heads
     if groups % tp and tp % groups:
         raise UserError(
@@ -277,8 +267,8 @@ def validate_for_model(config, model_config):
         )
     experts, etp = getattr(c, "num_experts", None), expert_tensor_parallel_size(config)
     if experts:
-        divides("expert-model-parallel-size", config.expert_model_parallel_size, experts, "experts")
-        divides("expert-tensor-parallel-size", etp, c.moe_intermediate_size, "features inside an expert")
+        common.check_divides("expert-model-parallel-size", config.expert_model_parallel_size, experts, "experts")
+        common.check_divides("expert-tensor-parallel-size", etp, c.moe_intermediate_size, "features inside an expert")
         if tp > 1 and not config.sequence_parallel:
             raise UserError("--no-sequence-parallel: a mixture of experts needs it with tensor parallelism")
     elif config.expert_model_parallel_size > 1 or config.expert_tensor_parallel_size:
@@ -287,7 +277,7 @@ def validate_for_model(config, model_config):
     elif "moe" in config.recompute_modules:
         raise UserError(f"--recompute-modules moe: {config.model} ({kind}) has no experts")
     if not all(sparse_layers(c)):
-        divides("tensor-model-parallel-size", tp, c.intermediate_size, "features inside an MLP")
+        common.check_divides("tensor-model-parallel-size", tp, c.intermediate_size, "features inside an MLP")
     stage_layers(config, c)
 
 
@@ -322,7 +312,7 @@ def stage_layers(config, model_config):
             fits = [k for k in range(1, n + 1) if all(m % k == 0 for m in out)]
             raise UserError(
                 f"--virtual-pipeline-model-parallel-size {vpp}: does not divide the {n} layers of a stage; it can be "
-                f"{one_of(fits)}"
+                f"{common.one_of(fits)}"
             )
     return out
 
@@ -455,7 +445,7 @@ class CoreAttention(nn.Module):
         else:
             row = pack.row
             if pack.key_index is not None:
-                gather = tensor_parallel.gather_from_sequence_parallel_region  # backward: reduce-scatter
+                gather = tensor_parallel.gather_from_sequence_parallel_region  # of this group; backward: reduce-scatter
                 key, value = (gather(x, group=self.context_group)[pack.key_index] for x in (key, value))
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
         common.Pack.used = common.choose_kernel(row.kernel, query, value)
@@ -1204,7 +1194,7 @@ class MegatronPPOCritic:
             return outputs_S.sum(), None
 
         self.run_schedule(micros, reduce, forward_only=True)
-        dist.all_reduce(values_T)  # each token was computed by one rank of the last stages; the rest added zeros
+        dist.all_reduce(values_T)  # each token was computed by one rank of the last stages; others add 0
         return values_T.cpu()
 
     def train(self, mode):
@@ -1268,7 +1258,7 @@ class MegatronPPOCritic:
         it divides by nothing. So each rank adds its own tokens' part of the loss, and the sum over all is the loss.
         """
         micros = [self.micro_batch(mini, rows, counts) for rows in micros]
-        for chunk in self.model:
+        for chunk in self.model:  # here, for the buffer stays: after a step it would be cleared for nobody
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
@@ -1369,6 +1359,13 @@ class MegatronPPOCritic:
 # ---------------------------------------------------------------------------------------------------------------------
 # The worker: life cycle, memory, metrics, checkpoints
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+STATE = {  # what a step changes -> how a checkpoint names it, of the weight with the name {}
+    "weight": "model.{}",
+    "exp_avg": "optimizer.{}.exp_avg",
+    "exp_avg_sq": "optimizer.{}.exp_avg_sq",
+}
 
 
 class CriticWorker:
@@ -1570,7 +1567,10 @@ class CriticWorker:
         """write(folder, group): saves the state of now, which `copy` lets the training change meanwhile."""
         self.check_here()
         self.critic.finish_gather()
-        tensors, (scaler, *_) = self.checkpoint_tensors(), [x.grad_scaler for x in self.critic.optimizers()]
+        tensors, (scaler, *_) = (
+            checkpoint_tensors(self.critic, self.vocab_size),
+            [x.grad_scaler for x in self.critic.optimizers()],
+        )
         more = {"loss_scale": {**scaler.state_dict(), "scale": float(scaler.scale)}} if scaler else {}
         counters = self.critic.updates, self.critic.optimizer_steps
         return tensor_writer(tensors, copy, BACKEND, self.config, self.model_config, *counters, **more)
@@ -1597,20 +1597,6 @@ class CriticWorker:
                 optimizer.grad_scaler.load_state_dict({**saved["loss_scale"], "scale": scale})
         torch.set_rng_state(tensors["rng"])
         self.critic.updates, self.critic.optimizer_steps = saved["updates"], saved["optimizer_steps"]
-
-    def checkpoint_tensors(self):
-        """name -> (first row, tensor on the host): what this rank writes of all state (a collective).
-
-        Weights and moments are those of critic_fsdp.py, its AdamW's count of steps, for every weight the same, too.
-        """
-        critic, out = self.critic, {"rng": (0, torch.get_rng_state())} if RANK == 0 else {}
-        for kind, form in STATE.items():
-            part = lambda adam, mine, kind=kind: adam.state[mine].get(kind, torch.zeros_like(mine))
-            local = functools.partial(critic.master, **({} if kind == "weight" else {"part": part}))
-            weights = join_experts(dict(whole_weights(critic.modules, self.vocab_size, local)))
-            out |= {form.format(name): rows for name, rows in weights.items()}
-        steps = torch.tensor(float(critic.optimizer_steps))
-        return out | {f"optimizer.{name}.step": (0, steps.clone()) for name, (first, _) in weights.items() if not first}
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder):
@@ -1642,6 +1628,21 @@ class CriticWorker:
                 save_file(state, os.path.join(tmp, file), metadata={"format": "pt"})
 
 
+def checkpoint_tensors(critic, vocab_size):
+    """name -> (first row, tensor on the host): what this rank writes of all state (a collective).
+
+    Weights and moments are those of critic_fsdp.py, its AdamW's count of steps, for every weight the same, too.
+    """
+    out = {"rng": (0, torch.get_rng_state())} if RANK == 0 else {}
+    for kind, form in STATE.items():
+        part = lambda adam, mine, kind=kind: adam.state[mine].get(kind, torch.zeros_like(mine))
+        local = functools.partial(critic.master, **({} if kind == "weight" else {"part": part}))
+        weights = join_experts(dict(whole_weights(critic.modules, vocab_size, local)))
+        out |= {form.format(name): rows for name, rows in weights.items()}
+    steps = torch.tensor(float(critic.optimizer_steps))
+    return out | {f"optimizer.{name}.step": (0, steps.clone()) for name, (first, _) in weights.items() if not first}
+
+
 def tensor_writer(tensors, copy, *state, **more):
     """write(folder, group): saves these tensors as sharded safetensors, and `state`, see common.write_trainer_state."""
     tensors = common.host_copy(tensors) if copy else tensors
@@ -1655,13 +1656,6 @@ def tensor_writer(tensors, copy, *state, **more):
             common.write_trainer_state(tmp, *state, **more)
 
     return write
-
-
-STATE = {  # what a step changes -> how a checkpoint names it, of the weight with the name {}
-    "weight": "model.{}",
-    "exp_avg": "optimizer.{}.exp_avg",
-    "exp_avg_sq": "optimizer.{}.exp_avg_sq",
-}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

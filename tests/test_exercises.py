@@ -45,9 +45,9 @@ def test_2_with_lambda_1_the_returns_do_not_depend_on_the_critic():
 
 
 def test_3_a_mean_of_means_depends_on_the_cut():
-    """Two micro-batches, of one action and of three: how wrong is the mean of their means?
+    """Two micro-batches with the losses 4, and 0 0 0: what is the mean, what the mean of the two means?
 
-    Say the lone action has the loss 4, the others 0. The mean over the mini-batch is 1, the mean of the two means 2. So
+    1 over the mini-batch, 2 as a mean of means. So
     weights come from counts of the whole mini-batch, and what a micro-batch contributes is a plain sum.
     """
     losses, cu = torch.tensor([0.0, 4.0, 0.0, 0.0, 0.0, 0.0]), torch.tensor([0, 2, 6], dtype=torch.int32)
@@ -67,7 +67,7 @@ def test_4_a_huber_loss(monkeypatch):
     Seven lines in place of common.value_loss, and every layout still makes the same update, for weights_T are the same.
     """
 
-    def huber_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, cliprange_value=None, delta=1.0):
+    def huber_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, *_, delta=1.0):
         clean = lambda x_T: torch.where(response_mask_T, x_T, 0.0)
         loss_T = F.huber_loss(clean(vpreds_T), clean(returns_T), reduction="none", delta=delta)
         return (weights_T * loss_T).sum(), torch.zeros((), dtype=torch.int64)
@@ -103,10 +103,11 @@ def test_5_adamw_does_not_see_the_size_of_a_gradient():
 
 
 def test_6_ulysses_trades_tokens_for_heads():
-    """Ten tokens, two Ulysses ranks, four heads: who computes what, where?
+    """One row of ten tokens, two Ulysses ranks, four heads: who computes what, where?
 
     Each rank has five tokens of the row and all heads in norms, projections and MLPs; inside the attention function
-    two heads of all ten tokens: an all-to-all before, another after. Tried with both ranks' parts at hand.
+    two heads of all ten tokens: an all-to-all before, another after. GatherSlices then gives the ten values to both,
+    and both compute the same loss. Tried with both ranks' parts at hand.
     """
     x_HTD = torch.arange(4 * 10 * 3, dtype=torch.float32).view(4, 10, 3)
     slices = x_HTD.chunk(2, 1)
