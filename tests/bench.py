@@ -551,7 +551,7 @@ def growth_tables(work, rounds, picture):
         "vocabulary": {n: replace(work, vocab_size=n) for n in (2048, 8192, 32768, 131072)},
         "ranks": {n: replace(work, ranks=n) for n in (1, 2, 4)},
     }
-    figure, panels = pyplot.subplots(1, len(grow), figsize=(15, 3.2), layout="constrained")
+    figure, panels = pyplot.subplots(1, len(grow), figsize=(15, 3.2), layout="constrained", sharey=True)
     for panel, (title, works) in zip(panels, grow.items(), strict=True):
         out = series(title, {f"{n:,}": work for n, work in works.items()}, rounds)
         for name, column in (("compute_values", 1), ("update_critic", 2)):
