@@ -2479,7 +2479,7 @@ def data_check(train, held_out, run):
     clip, wrong = config.cliprange_value if config.value_head == "scalar" else None, None
     if std == 0:
         wrong = "all are equal: there is nothing to learn"
-    elif clip is not None and std > 10 * clip:
+    elif clip is not None and max(std, abs(mean)) > 10 * clip:
         wrong = f"--cliprange-value {clip:g} lets values creep only; scale the rewards down, or give None"
     elif config.value_range and not config.value_range[0] <= mean <= config.value_range[1]:
         wrong = f"--value-range {config.value_range} does not hold them; widen it"
@@ -3015,17 +3015,21 @@ def drop_no_more(model_config):
 
 
 def local_folder(name):
-    """The folder of a model: a hub's is downloaded, its config is there already."""
+    """The folder of a model: a hub's is downloaded, its config is there already. UserError: it cannot be."""
     if os.path.isdir(name):
         return name
-    return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.py"])
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.bin", "*.py"])
+    except Exception as error:  # of the network, the hub, the disk
+        raise UserError(f"--model {name}: its weights do not load ({one_line(error)})") from None
 
 
 def load_pretrained(kind, config, model_config, **options):
     """A model of this AutoModel kind with the weights of --model. UserError: they do not load, or some are missing."""
+    folder = local_folder(config.model)
     try:
         model, info = kind.from_pretrained(
-            local_folder(config.model), config=model_config, trust_remote_code=config.trust_remote_code,
+            folder, config=model_config, trust_remote_code=config.trust_remote_code,
             output_loading_info=True, **options,
         )  # fmt: skip
     except torch.OutOfMemoryError:
@@ -3177,7 +3181,7 @@ def saved_bytes(model, config, lengths, device):
     """Bytes that autograd saves in a training forward of a model on meta over sequences of these lengths, weights not
     counted.
 
-    Counted exactly, on fake tensors, which have shapes and devices but no memory.
+    Counted exactly, on fake tensors, which have shapes and devices but no memory; the model keeps them.
     """
     with FakeTensorMode():
         fake = lambda x: torch.empty(x.shape, dtype=x.dtype, device=device)
@@ -3272,8 +3276,10 @@ def with_images(backbone, ids_T, lengths, images):
 def check_rows(batch, model_config, image_processor=None):
     """ValueError naming the first row with tokens or images that the model cannot read, or unfitting placeholders."""
     vocab_size, rows = model_config.get_text_config().vocab_size, batch.multi_modal_inputs
-    if len(batch) and int(batch.input_ids.max()) >= vocab_size:
-        raise ValueError(f"token id {int(batch.input_ids.max())} is outside the vocabulary of {vocab_size}")
+    odd = ((batch.input_ids < 0) | (batch.input_ids >= vocab_size)).nonzero().flatten()
+    if len(odd):
+        row, token = int(batch.row_id[row_of_token(batch.cu_seqlens)[odd[0]]]), int(batch.input_ids[odd[0]])
+        raise ValueError(f"row {row}: token id {token} is outside the vocabulary of {vocab_size}")
     if not reads_images(model_config):
         if any(rows or ()):
             row = int(batch.row_id[next(b for b, images in enumerate(rows) if images)])
@@ -3295,21 +3301,27 @@ def check_rows(batch, model_config, image_processor=None):
 
 def save_hf(state, model_config, value_range, folder):
     """Writes a full state dict of a value model ("model.*", "score.*") with transformers' own save_pretrained."""
+    head = {f"score.{k}": state[f"score.{k}"] for k in ("weight", "bias") if f"score.{k}" in state}
+    lost = [name for name in state if not name.startswith("model.") and name not in head]
+    if lost or len(head) < 2:
+        raise UserError(
+            f"--out-dir: a Hugging Face folder has no place for {', '.join(lost) or 'such a head'}; change "
+            "common.save_hf and common.stored_value_head (the checkpoints have it all)"
+        )
     model_config = config_of_export(model_config, len(state["score.weight"]), value_range)
     backbone = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
     if type(model_config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
         with torch.device("meta"):
             skeleton = transformers.AutoModelForTokenClassification.from_config(model_config, dtype=torch.float32)
         prefix = skeleton.base_model_prefix
-        head = next(n for n, m in skeleton.named_children() if n != prefix and isinstance(m, nn.Linear))
+        theirs = next(n for n, m in skeleton.named_children() if n != prefix and isinstance(m, nn.Linear))
         full = {f"{prefix}.{k}": v for k, v in backbone.items()}
-        full |= {f"{head}.{k}": state[f"score.{k}"] for k in ("weight", "bias")}
+        full |= {name.replace("score", theirs): x for name, x in head.items()}
         skeleton.save_pretrained(folder, state_dict=full)
         return
     with torch.device("meta"):
         skeleton = transformers.AutoModel.from_config(model_config, dtype=torch.float32)
     skeleton.save_pretrained(folder, state_dict=backbone)
-    head = {f"score.{k}": state[f"score.{k}"] for k in ("weight", "bias")}
     save_file(head, os.path.join(folder, "value_head.safetensors"), metadata={"format": "pt"})
 
 

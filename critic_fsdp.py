@@ -22,6 +22,7 @@ import math
 import os
 import sys
 import time
+import traceback
 import warnings
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
@@ -247,7 +248,7 @@ class ValueModel(nn.Module):
         """(B, L) ids -> (B, L) float32 values, or (B, L, N) logits, read *from* the hidden state of its position."""
         hidden_BLD = self.model(use_cache=False, **inputs).last_hidden_state
         with torch.autocast(hidden_BLD.device.type, enabled=False):
-            return self.score(hidden_BLD.to(self.score.weight.dtype)).squeeze(-1).float()
+            return self.score(hidden_BLD.float()).squeeze(-1)
 
 
 def read_weights(config, model_config):
@@ -477,8 +478,8 @@ class MicroBatch(NamedTuple):
     input_ids: torch.Tensor  # (T,)
     lengths: list  # of the sequences
     images: list  # B dicts, see common.read_images; empty for a model that reads text only
-    index: torch.Tensor  # int64: where the action stands in the flat columns of the whole batch
     mask: torch.Tensor  # bool: there is an action
+    index: torch.Tensor | None = None  # int64: where it stands in the flat columns of the whole batch; without a loss
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     weights: torch.Tensor | None = None  # of the token losses
@@ -524,8 +525,9 @@ class DataParallelPPOCritic:
         config, micro = self.config, batch.select(rows) if rows else common.masked_token()
         fields = {"input_ids": micro.input_ids}
         fields["mask"] = micro.response_mask
-        fields["index"] = batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)
-        if counts is not None:
+        if counts is None:
+            fields["index"] = batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)
+        else:
             fields["values"], fields["returns"] = micro.values, micro.returns
             fields["weights"] = common.loss_weights(
                 micro.response_mask, micro.cu_seqlens, config.loss_agg_mode, counts, config.response_length_limit
@@ -536,7 +538,7 @@ class DataParallelPPOCritic:
         return MicroBatch(lengths=micro.lengths, images=images, **{name: here(x_T) for name, x_T in fields.items()})
 
     def values(self, outputs, mask):
-        """Values of the actions from what the head gives, values or (..., N) logits; zero elsewhere."""
+        """Values of the actions from what the head gives, values or logits in a row each; zero elsewhere."""
         if self.config.value_head == "hl_gauss":
             outputs = common.hl_gauss_values(outputs, *self.config.value_range)
         return torch.where(mask, outputs, 0.0)
@@ -764,7 +766,7 @@ class CriticWorker:
         config, layout = self.config, self.layout
         model, flops, size, story = build_value_model(config, self.model_config, layout)
         self.critic = DataParallelPPOCritic(config, model, flops, layout, self.image_processor)
-        torch.manual_seed(config.seed)  # random weights were drawn
+        torch.manual_seed(config.seed)  # random weights were drawn, on rank 0 alone
         print0(f"model      {config.model} ({self.model_config.model_type}), {size}: {story}")
         shard = layout.fsdp_mesh.shape[-1]
         spread = f"{config.strategy}, {shard} shards x {WORLD_SIZE // shard} replicas"
@@ -782,6 +784,7 @@ class CriticWorker:
         """
         if self.config.ppo_max_token_len_per_gpu != "auto":
             return
+        self.check_here()
         critic = self.critic
 
         def probe(n):
@@ -832,7 +835,8 @@ class CriticWorker:
             except (UserError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                refuse(f"does not run: {common.one_line(error)}")
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                refuse(f"does not run: {common.one_line(error)} ({where.filename}:{where.lineno})")
             if leak > (1e-5 if float32 else 2e-2):
                 refuse(f"lets tokens see later ones or another row (hidden states move by {leak:.0e})")
             rows, kernel, off = "padded", backbone.config._attn_implementation, ""

@@ -1003,8 +1003,8 @@ class MicroBatch(NamedTuple):
 
     input_ids: torch.Tensor  # (1, S) packed, or (B, L) padded, S = B L
     packed: PackedSeqParams | None
-    index: torch.Tensor  # int64: where the action stands in the flat columns of the whole batch
     mask: torch.Tensor  # bool: there is an action
+    index: torch.Tensor | None = None  # int64: where it stands in the flat columns of the whole batch; without a loss
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     weights: torch.Tensor | None = None  # of the token losses
@@ -1064,7 +1064,7 @@ class MegatronPPOCritic:
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch.
 
         Rows go to data-parallel ranks by FLOPs, a rank's rows to micro-batches by size. Every rank works it out for
-        all ranks, so that all make the same number of forwards without a word: ranks that share weights must.
+        all ranks, so that all make the same number of forwards without a word: ranks that share experts must.
         With virtual stages the number is a multiple of the pipeline's, as their schedule wants.
         """
         config, layout = self.config, self.layout
@@ -1134,8 +1134,9 @@ class MegatronPPOCritic:
         column = lambda x_T: F.pad(x_T, (0, 1))[slots.flatten()]  # 0 where there is padding
         following = lambda x_T: column(x_T.roll(-1)).to(self.layout.device, non_blocking=True)
         fields["mask"] = micro.response_mask  # of the first token it is false: nothing rolls from row to row
-        fields["index"] = batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)
-        if counts is not None:
+        if counts is None:
+            fields["index"] = batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)
+        else:
             fields["values"], fields["returns"] = micro.values, micro.returns
             fields["weights"] = common.loss_weights(
                 micro.response_mask, micro.cu_seqlens, config.loss_agg_mode, counts, config.response_length_limit
@@ -1144,15 +1145,15 @@ class MegatronPPOCritic:
         return MicroBatch(input_ids, packed, **{name: following(x_T) for name, x_T in fields.items()})
 
     def values(self, outputs, mask):
-        """Values of the actions from what the head gives, values or (..., N) logits; zero elsewhere."""
+        """Values of the actions from what the head gives, values or logits in a row each; zero elsewhere."""
         if self.config.value_head == "hl_gauss":
             outputs = common.hl_gauss_values(outputs, *self.config.value_range)
         return torch.where(mask, outputs, 0.0)
 
-    def run_schedule(self, micros, loss, forward_only=False):
+    def run_schedule(self, micros, reduce, forward_only=False):
         """Sends all micro-batches through Megatron's schedule: forward, and unless forward_only backward.
 
-        On the last stage loss(outputs_S, micro) gives a loss and anything to keep; a list of the latter is returned
+        On the last stage reduce(outputs_S, micro) gives a loss and anything to keep; a list of the latter is returned
         there, an empty one elsewhere.
         """
 
@@ -1161,8 +1162,8 @@ class MegatronPPOCritic:
             outputs = chunk(micro.input_ids, None, None, packed_seq_params=micro.packed)
 
             def loss_of(outputs_BLN):
-                part, kept = loss(outputs_BLN.flatten(0, 1).squeeze(-1), micro)
-                return part, torch.tensor(0, dtype=torch.int), kept  # 0: no tokens to divide by, see forward_backward
+                loss, kept = reduce(outputs_BLN.flatten(0, 1).squeeze(-1), micro)
+                return loss, torch.tensor(0, dtype=torch.int), kept  # 0: no tokens to divide by, see forward_backward
 
             return outputs, loss_of
 
@@ -1419,6 +1420,7 @@ class CriticWorker:
         """
         if self.config.ppo_max_token_len_per_gpu != "auto":
             return
+        self.check_here()
         critic = self.critic
         longest = math.ceil(longest / pack_unit(self.config)) * pack_unit(self.config)
         turns = self.layout.pp_size * (2 if self.config.virtual_pipeline_model_parallel_size > 1 else 1)

@@ -261,7 +261,8 @@ def validate(run):
             "--critic.memory-limit-gib"
         )
     common.check_writable(run.out_dir, "--out-dir")
-    common.check_replaceable(os.path.join(run.out_dir, "hf"), "--out-dir")
+    for name in ("hf", "critic_hf"):
+        common.check_replaceable(os.path.join(run.out_dir, name), "--out-dir")
     common.check_report(run)
     common.check_profile(run)
 

@@ -657,7 +657,7 @@ def test_ids_and_images_that_the_model_cannot_take_are_refused():
         w.compute_values(batch)
     batch.multi_modal_inputs = None
     batch.input_ids[3] = 10**6
-    with pytest.raises(ValueError, match="token id 1000000 is outside the vocabulary of 99"):
+    with pytest.raises(ValueError, match="row 0: token id 1000000 is outside the vocabulary of 99"):
         w.update_critic(batch)
 
 
