@@ -709,6 +709,14 @@ def test_a_damaged_folder_is_named(tmp_path):
         common.check_complete(folder, "--resume")
 
 
+def test_an_export_that_would_lose_a_layer_of_a_fork_says_so(tmp_path):
+    state = {"model.norm.weight": torch.ones(4), "score.weight": torch.ones(1, 4), "score.bias": torch.ones(1)}
+    for lost, head in (("mlp.0.weight", state), ("score.0.weight", {"model.norm.weight": torch.ones(4)})):
+        with pytest.raises(UserError, match=f"no place for {lost}; change common.save_hf"):
+            common.save_hf({**head, lost: torch.ones(1)}, None, None, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_of_somebody_else_is_not_replaced(tmp_path):
     (tmp_path / "thesis.tex").write_text("all of it")
     with pytest.raises(UserError, match=f"--out-dir {tmp_path}: holds something else"):

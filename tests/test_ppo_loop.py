@@ -1032,6 +1032,14 @@ BAD_FLAGS = {
 }
 
 
+@pytest.mark.parametrize("name", ["hf", "critic_hf"])
+def test_a_folder_of_somebody_else_stops_the_run_before_it_begins(name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.tex").write_text("all of it")
+    with pytest.raises(UserError, match=f"--out-dir {tmp_path}/{name}: holds something else"):
+        ppo_loop.validate(ppo_loop.parse(["--out-dir", str(tmp_path)]))
+
+
 @pytest.mark.parametrize("flags", BAD_FLAGS)
 def test_a_bad_flag_is_one_line_that_names_it(flags, tmp_path):
     with pytest.raises(UserError) as caught:

@@ -402,6 +402,9 @@ def test_the_data_check_says_what_looks_wrong():
     assert "1 rows without an action;" in checked(stray)["masks"] and "leave them out" in wrong("masks", stray)
     assert "--cliprange-value 0.5" in wrong("returns", with_(token_level_rewards=rows.token_level_rewards * 100))
     assert not wrong("returns", with_(token_level_rewards=rows.token_level_rewards * 100), cliprange_value=None)
+    last = common.last_actions(rows.response_mask, rows.cu_seqlens)
+    high = rows.token_level_rewards.index_add(0, last, torch.full((60,), 20.0))  # of little spread, but far from 0
+    assert "--cliprange-value 0.5" in wrong("returns", with_(token_level_rewards=high))
     assert "nothing to learn" in wrong("returns", with_(token_level_rewards=torch.zeros(len(idle))))
     far = {"value_head": "hl_gauss", "value_range": (5.0, 6.0)}
     assert "--value-range" in wrong("returns", rows, **far)
