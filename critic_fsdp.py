@@ -1,6 +1,6 @@
 """A PPO critic for language models on PyTorch FSDP: one value model, one update, any layout.
 
-    python critic_fsdp.py                                      toy task, a tiny model, a laptop CPU: half a minute
+    python critic_fsdp.py                                      toy task, a tiny model, a laptop CPU: a minute
     torchrun --nproc-per-node 2 critic_fsdp.py                 the same on two ranks: the same numbers
     torchrun --nproc-per-node 8 critic_fsdp.py --model Qwen/Qwen2.5-7B --rollouts train.jsonl \\
         --eval-rollouts eval.jsonl --gradient-checkpointing --lr-warmup-steps 20 --out-dir out/7b
