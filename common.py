@@ -52,6 +52,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, Qwen2VLImageProcessorPil
 from transformers.pytorch_utils import Conv1D
@@ -114,6 +115,9 @@ def check_trainable(config):
     check_flag(config, "betas", "each must be at least 0 and below 1", lambda x: all(0 <= b < 1 for b in x))
     if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.response_length_limit is None:
         raise UserError("--loss-agg-mode seq-mean-token-sum-norm: needs --response-length-limit, what to divide by")
+    if config.loss_agg_mode != "seq-mean-token-sum-norm" and config.response_length_limit is not None:
+        limit = f"--response-length-limit {config.response_length_limit}"
+        raise UserError(f"{limit}: is what --loss-agg-mode seq-mean-token-sum-norm divides by; give both")
     try:
         if not isinstance(json.loads(config.override_config), dict):
             raise ValueError("not an object")
@@ -151,6 +155,8 @@ def validate_config(config):
         check_flag(config, name, "must be finite and not below 0", lambda x: 0 <= x < 2**63)
     for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
         check_flag(config, name, "must be between 0 and 1", lambda x: 0 <= x <= 1)
+    if config.min_lr_ratio and config.lr_scheduler_type == "constant":
+        raise UserError(f"--min-lr-ratio {config.min_lr_ratio}: is where cosine ends; add --lr-scheduler-type cosine")
     if config.lr_warmup_steps and config.lr_warmup_steps_ratio:
         raise UserError("--lr-warmup-steps and --lr-warmup-steps-ratio: give one of them")
 
@@ -183,9 +189,28 @@ def setup_distributed(timeout_minutes=30.0):
         device = torch.device(found.type, LOCAL_RANK)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     if not dist.is_initialized():
+        TIMEOUT[0] = datetime.timedelta(minutes=timeout_minutes)
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes), **alone)
+        dist.init_process_group(backend, timeout=TIMEOUT[0], **alone)
     return device
+
+
+TIMEOUT = [datetime.timedelta(minutes=30)]  # of every process group
+
+
+def device_mesh(device, **sizes):
+    """DeviceMesh of these dimensions, whose groups have the time-out of the run: by itself it gives torch's own."""
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for group in mesh.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(TIMEOUT[0], group)
+    return mesh
+
+
+def sharding_mesh(device, fsdp_size):
+    """DeviceMesh over which weights are spread: (world,), or (replicas, fsdp_size) for hybrid sharding."""
+    if fsdp_size in (-1, WORLD_SIZE):
+        return device_mesh(device, shard=WORLD_SIZE)
+    return device_mesh(device, replicate=WORLD_SIZE // fsdp_size, shard=fsdp_size)
 
 
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
@@ -227,7 +252,7 @@ def run(main):
             code, message = 2, f"error: {full[-1].strip()}; make room and go on with --resume auto\n"
         if isinstance(error, RuntimeError) and any(words in message for words in LOST_RANK):
             message += (
-                "error: another rank has died, or hung for --timeout-minutes; the cause is what it said itself, if it "
+                "error: another rank has died, or hung until the time-out; the cause is what it said itself, if it "
                 "did; go on from a checkpoint with --resume\n"
             )
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from now on it ends the process
@@ -303,7 +328,7 @@ def find_budget(config, probe, longest, row, held, to_come, share, device):
     held, to_come: bytes of weights, gradients and optimizer state on this rank, there by then and not yet.
     """
     too_long = UserError(
-        f"--ppo-max-token-len-per-gpu auto: {row} has {longest} tokens, too many for the memory; add "
+        f"--ppo-max-token-len-per-gpu auto: {row} takes {longest} tokens, too many for the memory; add "
         "--gradient-checkpointing, more ranks, or memory"
     )
     rows, peaks, grown = math.ceil(512 * share / longest), [], 0
@@ -314,9 +339,11 @@ def find_budget(config, probe, longest, row, held, to_come, share, device):
             free, _ = torch.accelerator.get_memory_info()
             unused = torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
             limit = min(limit, free + unused + held)
-        room = torch.tensor(0.9 * limit - held - to_come, device=device)  # a tenth is lost to the allocator
-        dist.all_reduce(room, dist.ReduceOp.MIN)
-        while not peaks or (grown < 2 and 2 * peaks[-1][1] < float(room) and len(peaks) < 12):
+        fullest = torch.tensor([-limit, held + to_come], dtype=torch.float64, device=device)  # of all ranks
+        dist.all_reduce(fullest, dist.ReduceOp.MAX)
+        limit, kept = -float(fullest[0]), float(fullest[1])
+        room = 0.9 * limit - kept  # a tenth is lost to the allocator
+        while not peaks or (grown < 2 and 2 * peaks[-1][1] < room and len(peaks) < 12):
             # as long as rows are few the gradient of the largest weight makes the peak: twice as many, until it has
             # twice grown with them, or the next would not fit
             peak = torch.tensor(float(peak_bytes(lambda n=rows: probe(n), device)), device=device)
@@ -329,10 +356,10 @@ def find_budget(config, probe, longest, row, held, to_come, share, device):
     last, peak = peaks[-1]
     per_token = (peak - peaks[-2][1]) / (last - peaks[-2][0]) if grown == 2 else peak / last
     fixed = max(peak - per_token * last, 0)
-    tokens = max(int((float(room) - fixed) / per_token), 0)
+    tokens = max(int((room - fixed) / per_token), 0)
     gib = lambda x: f"{x / 2**30:.3g}"
     print0(
-        f"budget     (0.9 x {gib(limit)} GiB - {gib(held + to_come)} weights, gradients, optimizer - {gib(fixed)} "
+        f"budget     (0.9 x {gib(limit)} GiB - {gib(kept)} weights, gradients, optimizer - {gib(fixed)} "
         f"at any length) / {per_token:,.0f} bytes a token = {tokens:,} tokens a micro-batch"
     )
     if tokens * share < longest:
@@ -439,11 +466,16 @@ class Batch:
 
     def check(self):
         """Raises ValueError if the columns do not fit together; -> self."""
-        starts, ends = self.cu_seqlens[:-1].long(), int(self.cu_seqlens[-1])
-        if ends != len(self.input_ids) or (self.cu_seqlens.diff() < 1).any():
+        starts, begin, end = self.cu_seqlens[:-1].long(), int(self.cu_seqlens[0]), int(self.cu_seqlens[-1])
+        if begin != 0 or end != len(self.input_ids) or (self.cu_seqlens.diff() < 1).any():
             raise ValueError(
                 f"cu_seqlens must rise from 0 to the {len(self.input_ids)} tokens there are, is {self.cu_seqlens}"
             )
+        per_row = ("row_id", "truncated", "multi_modal_inputs")
+        for name in (*per_row, "response_mask", *self.FLOATS):
+            column, n = getattr(self, name), len(starts) if name in per_row else end
+            if column is not None and len(column) != n:
+                raise ValueError(f"{name} has {len(column)} entries for {n} {'rows' if name in per_row else 'tokens'}")
         if self.response_mask.dtype != torch.bool:
             raise ValueError(f"response_mask must be bool, is {self.response_mask.dtype}")
         if self.response_mask[starts].any():
@@ -555,16 +587,7 @@ def rows_to_batch(
             rows[number] = _parse_row(line, tokenizer)
         except UserError as fault:
             faults[number] = str(fault)[:500]  # which quotes what the row has
-    for special in (True, False):  # all texts in one call each: the tokenizer runs them in parallel
-        texts = [
-            (row, key) for row in rows.values() for key in ("prompt", "response") if (special, key) in row["texts"]
-        ]
-        if texts:
-            ids = tokenizer(
-                [row[key] for row, key in texts], add_special_tokens=special, return_attention_mask=False, verbose=False
-            )["input_ids"]
-            for (row, key), tokens in zip(texts, ids, strict=True):
-                row[key] = tokens
+    _tokenize(rows.values(), tokenizer)
     for number, row in progress(list(rows.items()), "rows"):
         try:
             if image_token_id is not None:
@@ -575,14 +598,7 @@ def rows_to_batch(
         except UserError as fault:
             faults[number] = str(fault)[:500]  # which quotes what the row has
             del rows[number]
-    if faults and not skip_bad_rows:
-        first = min(faults)
-        more = f", and {len(faults) - 1} more bad rows" if len(faults) > 1 else ""
-        raise UserError(f"{source}:{first}: {faults[first]}{more} (--skip-bad-rows leaves bad rows out)")
-    if faults:
-        print0(f"{source}: left out {len(faults)} bad rows of {len(lines)}")
-        for number in sorted(faults)[:5]:
-            print0(f"  line {number}: {faults[number]}")
+    report_faults(faults, len(lines), source, skip_bad_rows)
     if not rows:
         raise UserError(f"{source}: no usable row")
     numbers = sorted(rows)
@@ -607,6 +623,19 @@ def rows_to_batch(
     if with_values:
         batch.values = torch.where(batch.response_mask, batch.values, 0.0)
     return batch
+
+
+def report_faults(faults, n, source, skip_bad_rows):
+    """faults: line number -> what is wrong with it, of n rows. UserError with the first, or prints some that are left
+    out."""
+    if faults and not skip_bad_rows:
+        first = min(faults)
+        more = f", and {len(faults) - 1} more bad rows" if len(faults) > 1 else ""
+        raise UserError(f"{source}:{first}: {faults[first]}{more} (--skip-bad-rows leaves bad rows out)")
+    if faults:
+        print0(f"{source}: left out {len(faults)} bad rows of {n}")
+        for number in sorted(faults)[:5]:
+            print0(f"  line {number}: {faults[number]}")
 
 
 def _parse_row(line, tokenizer):
@@ -641,7 +670,7 @@ def _parse_row(line, tokenizer):
             raise UserError(f"{key} is text, and there is no tokenizer to read it with; give --tokenizer")
         chat = key == "prompt" and row.get("messages") is not None
         if chat:
-            _check_messages(row["messages"])
+            check_messages(row["messages"])
             try:
                 out[key] = tokenizer.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt=True)
             except Exception as error:  # templates are programs and raise what they like
@@ -660,7 +689,19 @@ def _parse_row(line, tokenizer):
     return out
 
 
-def _check_messages(messages):
+def _tokenize(rows, tokenizer):
+    """Texts of parsed rows -> ids, in place; a call or two, for the tokenizer runs the texts of one in parallel."""
+    for special in (True, False):
+        texts = [(row, key) for row in rows for key in ("prompt", "response") if (special, key) in row["texts"]]
+        if texts:
+            ids = tokenizer(
+                [row[key] for row, key in texts], add_special_tokens=special, return_attention_mask=False, verbose=False
+            )["input_ids"]
+            for (row, key), tokens in zip(texts, ids, strict=True):
+                row[key] = tokens
+
+
+def check_messages(messages):
     """UserError unless messages are what chat templates expect: some templates render anything else as text."""
     fits = isinstance(messages, list) and bool(messages)
     for m in messages if fits else ():
@@ -968,8 +1009,8 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, la
         returns = A(lam) + V, advantages = A(lam_policy): decoupled GAE of VC-PPO           (2503.01491, sec. 4.2)
 
     k counts actions only: observations between them are skipped, their rewards carried. lam_policy: None (same as lam),
-    a number, or (B,), see length_adaptive_lam. bootstrap_B: (B,) value of the state after the last action, for rows
-    that were cut off rather than finished (None: every row ended). Zero where response_mask is false; float64 inside.
+    a number, or (B,), see length_adaptive_lam. bootstrap_B: (B,) what stands for all that would come after the last
+    action, see bootstrap_values (None: every row ended). Zero where response_mask is false; float64 inside.
     """
     action_A = response_mask_T.nonzero().squeeze(1)
     row_A = row_of_token(cu_seqlens)[action_A]
@@ -1001,6 +1042,13 @@ def _suffix_sum(x, decay):
         x, decay = x + decay * ahead_x, decay * ahead_decay
         reach *= 2
     return x
+
+
+def bootstrap_values(batch):
+    """(B,) for gae: the last value of rows that were cut off rather than finished, 0 for others and for rows without an
+    action. The state after the last action has no value of its own: nothing was sampled from it."""
+    last_B = last_actions(batch.response_mask, batch.cu_seqlens)
+    return torch.where(batch.truncated & (last_B >= 0), batch.values[last_B], 0.0)
 
 
 def length_adaptive_lam(response_mask_T, cu_seqlens, alpha):
@@ -1209,11 +1257,14 @@ def batch_metrics(batch):
     return metrics | {"critic/explained_var": explained_variance(moments(batch.values, batch.returns, mask))}
 
 
+ROUNDING = 1e-9  # a variance of so small a part of the mean square is that of numbers which are meant to be equal
+
+
 def explained_variance(sums):
     """1 - Var(R - V) / Var(R) from `moments`: 1 is perfect, 0 as good as a constant, NaN if all returns are equal, up
     to rounding of them or, for gae adds and takes them away again, of the values."""
     n, r, rr, e, ee = (float(x) for x in sums)
-    if n == 0 or (variance := rr / n - (r / n) ** 2) <= 1e-15 * (rr + ee) / n:
+    if n == 0 or (variance := rr / n - (r / n) ** 2) <= ROUNDING * (rr + ee) / n:
         return math.nan
     return 1 - (ee / n - (e / n) ** 2) / variance
 
@@ -1631,26 +1682,31 @@ def flops_model(model, config):
 class Logger:
     """metrics.jsonl, TensorBoard and, where asked for, wandb behind one log(); on ranks other than 0 it does nothing.
 
-    `settings` (a dict) is kept with the run in run.json, beside versions, machine, command and commit. A run resumed at
-    first_step goes on in the same files, and what they hold from the evaluation at first_step on is dropped, for it is
-    made again; another run starts them anew. Checkpoints that this run did not go on from are put aside.
+    Flags are kept in run.json, beside versions, machine, command and commit. A run that goes on at first_step from a
+    checkpoint of this out_dir goes on in the same files; later steps are dropped from them, and an evaluation at
+    first_step that is made again. Any other run starts anew, and puts aside checkpoints and rollouts that are there.
     """
 
-    def __init__(self, out_dir, settings, first_step=0, wandb_project=None):
+    def __init__(self, run, first_step=0):
         self.sinks, self.closers = [], []
         if RANK != 0:
             return
         from torch.utils.tensorboard import SummaryWriter
 
+        out_dir = run.out_dir
         os.makedirs(out_dir, exist_ok=True)
+        own, source = os.path.realpath(os.path.join(out_dir, "checkpoints")), os.path.realpath(run.resume or "")
+        if os.path.dirname(source) not in (own, f"{own}.old"):
+            first_step = 0  # as far as these files go
         put_aside(out_dir, first_step)
-        settings = {**settings, "run": describe_run()}
+        settings = {**dataclasses.asdict(run), "run": describe_run()}
         with open(os.path.join(out_dir, "run.json"), "w") as file:
             json.dump(settings, file, indent=1, default=str)
         metrics_path, board_path = os.path.join(out_dir, "metrics.jsonl"), os.path.join(out_dir, "tensorboard")
         if not first_step:
             shutil.rmtree(board_path, ignore_errors=True)
-        before = lambda row: (row["step"], any(key.startswith("eval/") for key in row)) < (first_step, True)
+        again = lambda row: evaluates(run, first_step) and any(key.startswith("eval/") for key in row)
+        before = lambda row: row["step"] < first_step or (row["step"] == first_step and not again(row))
         replace_lines(metrics_path, [row for row in read_metrics(metrics_path) if before(row)] if first_step else [])
         metrics_file = open(metrics_path, "a", buffering=1)
         board = SummaryWriter(board_path, purge_step=first_step + 1 if first_step else None)
@@ -1660,10 +1716,10 @@ class Logger:
         )
         self.sinks.append(lambda step, metrics: board.flush())  # by itself it keeps two minutes in memory
         self.closers += [metrics_file.close, board.close]
-        if wandb_project:
+        if run.wandb_project:
             import wandb
 
-            wandb_run = wandb.init(project=wandb_project, config=settings, dir=out_dir)
+            wandb_run = wandb.init(project=run.wandb_project, config=settings, dir=out_dir)
             self.sinks.append(lambda step, metrics: wandb_run.log(metrics, step=step))
             self.closers.append(wandb_run.finish)
 
@@ -1677,6 +1733,11 @@ class Logger:
         """Flushes everything, which the os._exit at the end of a run would not."""
         for close in self.closers:
             close()
+
+
+def evaluates(run, step):
+    """Whether a run evaluates when it has made so many steps."""
+    return step in (0, run.steps) or bool(run.eval_every and step % run.eval_every == 0)
 
 
 def read_metrics(path):
@@ -1752,7 +1813,7 @@ def step_line(step, steps, metrics):
     eta = datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
     skipped = f"  skipped {m['critic/skipped_steps']:.0f}" if m["critic/skipped_steps"] else ""
     return (
-        f"step {step:>{len(str(steps))}}/{steps}  loss {m['critic/vf_loss']:.4f}"
+        f"step {step:>{len(str(steps))}}/{steps}  loss {number(m['critic/vf_loss'], '.4f')}"
         f"  explained var {number(m['critic/explained_var'], '.3f'):>6}  |g| {number(m['critic/grad_norm'], '.3g'):>7}"
         f"  lr {number(m['critic/lr'], '.1e')}  {m['perf/tokens_per_second']:>7,.0f} tok/s"
         f"  mfu {number(mfu, '.1f')} %  {m['perf/peak_memory_gib']:.1f} GiB  eta {eta}{skipped}"
@@ -1768,8 +1829,23 @@ def eval_line(metrics):
     )
 
 
-def plot_curves(out_dir):
-    """curves.png from metrics.jsonl: explained variance and loss, while learning and on held-out rows."""
+CURVES = (  # of value pretraining: title, scale, lines as metric, label and style
+    (
+        "explained variance (1: perfect, 0: a constant)", "linear",
+        (("critic/explained_var", "rows of the step", "-"), ("eval/explained_var", "held out", "o-")),
+    ),
+    (
+        "value loss", "log",
+        (
+            ("critic/vf_loss", "rows of the step", "-"), ("eval/vf_loss", "held out", "o-"),
+            ("eval/constant_loss", "best constant, held out", "k:"),
+        ),
+    ),
+)  # fmt: skip
+
+
+def plot_curves(out_dir, curves=CURVES):
+    """curves.png from metrics.jsonl, a panel for each of `curves`."""
     if RANK != 0:
         return
     import matplotlib
@@ -1778,24 +1854,27 @@ def plot_curves(out_dir):
     from matplotlib import pyplot
 
     rows = read_metrics(os.path.join(out_dir, "metrics.jsonl"))
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for panel, name, title in zip(
-        panels,
-        ("explained_var", "vf_loss"),
-        ("explained variance (1: perfect, 0: a constant)", "value loss"),
-        strict=True,
-    ):
-        for prefix, label, style in (("critic", "rows of the step", "-"), ("eval", "held out", "o-")):
-            points = {row["step"]: row[f"{prefix}/{name}"] for row in rows if row.get(f"{prefix}/{name}") is not None}
-            panel.plot(points.keys(), points.values(), style, label=label, alpha=0.5 if prefix == "critic" else 1.0)
-        panel.set(title=title, xlabel="step")
+    figure, panels = pyplot.subplots(1, len(curves), figsize=(4.8 * len(curves), 3.6))
+    figure.subplots_adjust(0.15 / len(curves), 0.14, 1 - 0.03 / len(curves), 0.91, 0.25)
+    for panel, (title, scale, lines) in zip(panels, curves, strict=True):
+        for name, label, style in lines:
+            points = {row["step"]: row[name] for row in rows if row.get(name) is not None}
+            if points:
+                panel.plot(points.keys(), points.values(), style, label=label, alpha=0.6 if style == "-" else 1.0)
+        panel.set(title=title, xlabel="step", yscale=scale)
         panel.grid(alpha=0.3)
-    constant = {row["step"]: row["eval/constant_loss"] for row in rows if "eval/constant_loss" in row}
-    panels[0].set_ylim(bottom=max(panels[0].get_ylim()[0], -0.5))
-    panels[1].set_yscale("log")
-    panels[1].plot(constant.keys(), constant.values(), "k:", label="best constant, held out")
-    panels[1].legend()
+        if panel.lines:
+            panel.legend()
+        low, high = panel.get_ylim()
+        if title.startswith("explained variance") and low < -0.5 < high:  # it may begin far below
+            panel.set_ylim(bottom=-0.5)
     figure.savefig(os.path.join(out_dir, "curves.png"), dpi=120)
+
+
+def saved_line(run, first_step, *files):
+    """The last line of a run: what it leaves."""
+    made = [f"checkpoints/step_{run.steps}"] * (run.steps > first_step)
+    return f"saved      {run.out_dir}: {', '.join([*made, *files, 'curves.png', 'metrics.jsonl', 'tensorboard'])}"
 
 
 def progress(items, what):
@@ -1834,10 +1913,8 @@ def explained_variance_by(values_A, returns_A, group_A, n):
     """(n,) float64: 1 - Var(R - V) / Var(R) inside each of n groups; NaN where a group's returns are all equal."""
     r_A, e_A = returns_A.double(), returns_A.double() - values_A.double()
     sums = torch.stack([torch.ones_like(r_A), r_A, r_A * r_A, e_A, e_A * e_A], 1)
-    count, r, rr, e, ee = torch.zeros(n, 5, dtype=torch.float64).index_add(0, group_A, sums).unbind(1)
-    variance = rr / count - (r / count) ** 2
-    explained = 1 - (ee / count - (e / count) ** 2) / variance
-    return torch.where(variance > 1e-9 * (rr + ee) / count, explained, math.nan)  # less is rounding
+    sums = torch.zeros(n, 5, dtype=torch.float64).index_add(0, group_A, sums)
+    return torch.tensor([explained_variance(of_group) for of_group in sums.tolist()], dtype=torch.float64)
 
 
 def less_mean_of_group(x_N, group_N):
@@ -2056,88 +2133,133 @@ def training_curves(out_dir):
 def report_figures(reports):
     """name -> matplotlib Figure, of {label: report}: this run's in colour, then another's, if there is one, in grey."""
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
 
     style = {
         "font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titley": 1.0, "axes.grid": True,
         "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "grid.alpha": 0.25,
         "legend.frameon": False, "lines.markersize": 4,
     }  # fmt: skip
-    out, one = {}, len(reports) == 1
+    one = len(reports) == 1
+    drawn = [
+        (
+            report["curves"],
+            report["numbers"],
+            {"color": color, "label": None if one else name[-30:].replace("$", r"\$")},
+        )
+        for (name, report), color in zip(reports.items(), (BLUE, GREY), strict=False)
+    ][::-1]  # this run's above the other's
+    with rc_context(style):
+        return {
+            "where": figure_of_places(drawn),
+            "calibration": figure_of_calibration(drawn),
+            "histograms": figure_of_histograms(drawn, one),
+            "training": figure_of_training(drawn, one),
+        }
 
-    def panels(name, titles, rows=1, height=3.0):
-        out[name] = Figure(figsize=(11.5, height * rows))
-        out[name].subplots_adjust(0.055, 0.46 / height / rows, 0.99, 1 - 0.26 / height / rows, 0.22, 0.45)
-        for panel, (title, xlabel, ylabel) in zip(out[name].subplots(rows, 3).flat, titles, strict=True):
-            panel.set(title=title, xlabel=xlabel, ylabel=ylabel)
-        return out[name].axes
 
-    def line(panel, points, style="o-", **more):
-        if points:
-            x, y = zip(*[(x, math.nan if y is None else y) for x, y in points], strict=True)
-            panel.plot(x, y, style, **more)
+def three_panels(titles, rows=1, height=3.0):
+    """A matplotlib Figure of three panels a row, with these (title, x label, y label)."""
+    from matplotlib.figure import Figure
 
-    def draw(report, color, label):
-        curves, top, named = report["curves"], report["numbers"]["ceiling"], {"color": color, "label": label}
-        line(position, curves["by position"], **named)
-        if top is not None:
-            position.plot(0, top, "_", color=color, ms=16, mew=3, label=f"ceiling without the response: {top:.2f}")
-        line(length, [((low + high) / 2, x) for low, high, x in curves["by length"]], **named)
+    figure = Figure(figsize=(11.5, height * rows))
+    figure.subplots_adjust(0.055, 0.46 / height / rows, 0.99, 1 - 0.26 / height / rows, 0.22, 0.45)
+    for panel, (title, xlabel, ylabel) in zip(figure.subplots(rows, 3).flat, titles, strict=True):
+        panel.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    return figure
+
+
+def draw_line(panel, points, style="o-", **more):
+    """Draws (x, y or None) points, if there are any."""
+    if points:
+        x, y = zip(*[(x, math.nan if y is None else y) for x, y in points], strict=True)
+        panel.plot(x, y, style, **more)
+
+
+def finish_panels(figure, explained=()):
+    """Legends, words in empty panels, and the range of those that show explained variance -> the figure."""
+    for panel in figure.axes:
+        if not panel.has_data():
+            panel.text(0.5, 0.5, "nothing to show", ha="center", transform=panel.transAxes, color="#6b7280")
+        elif panel.get_legend_handles_labels()[0]:
+            panel.legend()
+    for panel in explained:  # where one point far below would flatten all others
+        panel.set_ylim(max(min(panel.get_ylim()[0], -0.03), -1.03), 1.03)
+    return figure
+
+
+def figure_of_places(drawn):
+    figure = three_panels([
+        ("explained variance by position", "first action ... last action", ""),
+        ("explained variance by length", "actions of the response", ""),
+        ("explained variance inside each prompt", "prompts with several responses, sorted", ""),
+    ])  # fmt: skip
+    position, length, prompt = figure.axes
+    for curves, numbers, named in drawn:
+        draw_line(position, curves["by position"], **named)
+        if (top := numbers["ceiling"]) is not None:
+            words = f"ceiling without the response: {top:.2f}"
+            position.plot(0, top, "_", color=named["color"], ms=16, mew=3, label=words)
+        draw_line(length, [((low + high) / 2, x) for low, high, x in curves["by length"]], **named)
         many = curves["by prompt"]
-        line(prompt, [((i + 0.5) / len(many), x) for i, x in enumerate(many)], "-", **named)
+        draw_line(prompt, [((i + 0.5) / len(many), x) for i, x in enumerate(many)], "-", **named)
+    return finish_panels(figure, explained=figure.axes)
+
+
+def figure_of_calibration(drawn):
+    figure = three_panels([
+        ("calibration", "value", "part of the responses that were right"),
+        ("AUC by position", "first action ... last action", ""),
+        ("value and return of each prompt", "mean value of the first action", "mean return of its responses"),
+    ])  # fmt: skip
+    trust, rank, pairs = figure.axes
+    for curves, _, named in drawn:
         bins = curves.get("calibration", [])
         most = max((count for *_, count in bins), default=1)
-        line(trust, [(x, y) for x, y, _ in bins], "-", alpha=0.35, lw=1, **named)  # small dots are mostly chance
+        draw_line(trust, [(x, y) for x, y, _ in bins], "-", alpha=0.35, lw=1, **named)  # small dots are mostly chance
         for x, y, count in bins:
-            trust.plot(x, y, "o", color=color, alpha=0.6, mew=0, ms=2 + 12 * math.sqrt(count / most))
-        line(rank, curves.get("auc by position"), **named)
-        line(pairs, curves["value and return"], "o", alpha=0.4, mew=0, **named)
+            trust.plot(x, y, "o", color=named["color"], alpha=0.6, mew=0, ms=2 + 12 * math.sqrt(count / most))
+        draw_line(rank, curves.get("auc by position"), **named)
+        draw_line(pairs, curves["value and return"], "o", alpha=0.4, mew=0, **named)
+    finish_panels(figure)
+    for panel in (trust, pairs):
+        panel.axline((0, 0), slope=1, color="#6b7280", lw=0.8, ls="--")
+    rank.set_ylim(min(rank.get_ylim()[0], 0.47), 1.02)
+    return figure
+
+
+def figure_of_histograms(drawn, one):
+    figure = three_panels([
+        ("values", "value", "actions"), ("TD errors", "r + gamma v' - v", "actions"),
+        ("mean size of a TD error", "first action ... last action", ""),
+    ])  # fmt: skip
+    spread, jumps, change = figure.axes
+    for curves, _, named in drawn:
+        color = named["color"]
         for panel, name in ((spread, "values"), (jumps, "td errors")):
             for (what, edges, counts), kind in zip(curves[name], (color, "#f97316"), strict=False):
                 if one or color != GREY:
                     panel.stairs(counts, edges, fill=True, alpha=0.55, color=kind, label=what)
                 else:
-                    panel.stairs(counts, edges, color=kind, ls="-" if kind == GREY else ":", label=f"{what} ({label})")
-        line(change, curves["change by position"], **named)
-        for panel, name in zip(training, TRAINING, strict=True):
-            line(panel, curves["training"].get(name), "-", lw=1, **named)
-            held_out = curves["training"].get(name.replace("critic/", "eval/")) if name.startswith("critic/") else None
-            line(panel, held_out, "o-", color=color, alpha=0.6, label="held out" if one else None)
+                    of_other = f"{what} ({named['label']})"
+                    panel.stairs(counts, edges, color=kind, ls="-" if kind == GREY else ":", label=of_other)
+        draw_line(change, curves["change by position"], **named)
+    jumps.set_yscale("symlog", linthresh=1)
+    return finish_panels(figure)
 
-    with rc_context(style):
-        position, length, prompt = panels("where", [
-            ("explained variance by position", "first action ... last action", ""),
-            ("explained variance by length", "actions of the response", ""),
-            ("explained variance inside each prompt", "prompts with several responses, sorted", ""),
-        ])  # fmt: skip
-        trust, rank, pairs = panels("calibration", [
-            ("calibration", "value", "part of the responses that were right"),
-            ("AUC by position", "first action ... last action", ""),
-            ("value and return of each prompt", "mean value of the first action", "mean return of its responses"),
-        ])  # fmt: skip
-        spread, jumps, change = panels("histograms", [
-            ("values", "value", "actions"), ("TD errors", "r + gamma v' - v", "actions"),
-            ("mean size of a TD error", "first action ... last action", ""),
-        ])  # fmt: skip
-        training = panels("training", [(title, "step", "") for title in TRAINING.values()], rows=2, height=2.3)
-        for (label, report), color in list(zip(reports.items(), (BLUE, GREY), strict=False))[::-1]:
-            draw(report, color, None if one else label[-30:].replace("$", r"\$"))
-        for panel in (panel for figure in out.values() for panel in figure.axes):
-            if not panel.has_data():
-                panel.text(0.5, 0.5, "nothing to show", ha="center", transform=panel.transAxes, color="#6b7280")
-            elif panel.get_legend_handles_labels()[0]:
-                panel.legend()
-        for panel in (trust, pairs):
-            panel.axline((0, 0), slope=1, color="#6b7280", lw=0.8, ls="--")
-        for panel in (position, length, prompt, training[1]):  # where one point far below would flatten all others
-            panel.set_ylim(max(min(panel.get_ylim()[0], -0.03), -1.03), 1.03)
-        rank.set_ylim(min(rank.get_ylim()[0], 0.47), 1.02)
-        for panel in (training[0], training[3]):
-            panel.set_yscale("log")
-        for panel in training[4:]:
-            panel.ticklabel_format(axis="y", scilimits=(-2, 4), useOffset=False)
-        jumps.set_yscale("symlog", linthresh=1)
-    return out
+
+def figure_of_training(drawn, one):
+    figure = three_panels([(title, "step", "") for title in TRAINING.values()], rows=2, height=2.3)
+    for curves, _, named in drawn:
+        for panel, name in zip(figure.axes, TRAINING, strict=True):
+            draw_line(panel, curves["training"].get(name), "-", lw=1, **named)
+            held_out = curves["training"].get(name.replace("critic/", "eval/")) if name.startswith("critic/") else None
+            draw_line(panel, held_out, "o-", color=named["color"], alpha=0.6, label="held out" if one else None)
+    loss, explained, _, norm, *others = figure.axes
+    for panel in (loss, norm):
+        panel.set_yscale("log")
+    for panel in others:
+        panel.ticklabel_format(axis="y", scilimits=(-2, 4), useOffset=False)
+    return finish_panels(figure, explained=[explained])
 
 
 REPORT_FORMAT = 1  # of the numbers in a report, which another report reads
@@ -2495,8 +2617,8 @@ def data_check(train, held_out, run):
         )  # fmt: skip
     acts_B, first_B = actions_B > 0, first_actions(mask, cu)
     top = ceiling(returns_T[first_B[acts_B]], prompt_groups(train)[acts_B])
-    known = f"{top:.3f} is the most that a prompt alone can explain of its returns"
-    say("ceiling", "unknown, no prompt has two responses" if math.isnan(top) else known)
+    known = f"{top:.3f} is the most that a prompt alone can explain of these returns"
+    say("ceiling", "unknown, no prompt has two responses, or their returns are all equal" if math.isnan(top) else known)
     return out
 
 
@@ -2744,7 +2866,7 @@ def smaller_budgets(run, longest):
     """run, or with --resume auto and what a run before it noted when memory ran out: the same with its budgets halved
     as many times as that has happened with these flags, though not below the longest row. No update depends on them."""
     path, given = os.path.join(run.out_dir, "out_of_memory.json"), {}
-    for part, config in vars(run).items():
+    for part, config in {"": run, **vars(run)}.items():
         for name in BUDGETS if dataclasses.is_dataclass(config) else ():
             if getattr(config, name, None) is not None:
                 given[f"{part}.{name}"] = getattr(config, name)
@@ -2769,14 +2891,16 @@ def smaller_budgets(run, longest):
         part, name = key.split(".")
         least = min(x, longest) if isinstance(x, int) and "token" in name else 1
         smaller = max(x >> HALVINGS[0], least) if x != "auto" else "auto"  # there find_budget halves what it finds
-        run = dataclasses.replace(run, **{part: dataclasses.replace(getattr(run, part), **{name: smaller})})
-        flag = (f"{part}." if hasattr(run, "actor") else "") + name.replace("_", "-")
+        config = dataclasses.replace(getattr(run, part) if part else run, **{name: smaller})
+        run = dataclasses.replace(run, **{part: config}) if part else config
+        flag = (f"{part}." if part and hasattr(run, "actor") else "") + name.replace("_", "-")
         by = f"{smaller}, its number halved {HALVINGS[0]} times" if x == "auto" else smaller
         print0(f"memory     ran out in the run before, so --{flag} {x} -> {by}")
     return run
 
 
 BUDGETS = [f"{of}_{what}_per_gpu" for of in ("ppo", "forward") for what in ("max_token_len", "micro_batch_size")]
+BUDGETS += ["rollout_batch_size"]  # of ppo_loop.py
 
 
 def find_resume(run, timeout_minutes):
@@ -2790,19 +2914,21 @@ def find_resume(run, timeout_minutes):
 
 
 def put_aside(out_dir, first_step):
-    """Moves the checkpoints of another run in the same folder, or of later steps than this one goes on from, to
-    checkpoints.old, where `auto` does not look; removes what killed runs have left half done."""
-    folder = os.path.join(out_dir, "checkpoints")
-    for path in glob.glob(os.path.join(glob.escape(folder), "step_*")):
+    """Moves checkpoints and dumped rollouts of another run in the same folder, or of later steps than this one goes on
+    from, to checkpoints.old and rollouts.old, where nobody looks; removes what killed runs have left half done."""
+    for path in glob.glob(os.path.join(glob.escape(out_dir), "checkpoints", "step_*")):
         if path.endswith((".tmp", ".gone")):
             shutil.rmtree(path)
-    if not first_step and os.path.isdir(folder):
-        shutil.rmtree(f"{folder}.old", ignore_errors=True)
-        os.rename(folder, f"{folder}.old")
-    for path in [path for step, path in checkpoints_of(out_dir) if step > first_step]:
-        aside = os.path.join(f"{folder}.old", os.path.basename(path))
-        shutil.rmtree(aside, ignore_errors=True)
-        os.renames(path, aside)
+    for kind in ("checkpoints", "rollouts"):
+        folder = os.path.join(out_dir, kind)
+        aside = f"{folder}.old"
+        if not first_step and os.path.isdir(folder):
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(folder, aside)
+        for name in os.listdir(folder) if os.path.isdir(folder) else ():
+            if (step := re.match(r"step_(\d+)", name)) and int(step[1]) > first_step:
+                shutil.rmtree(os.path.join(aside, name), ignore_errors=True)
+                os.renames(os.path.join(folder, name), os.path.join(aside, name))
 
 
 SAVING, GROUP_FOR_SAVING = [], []  # the save that goes on beside the training, a Future, and what its collectives use
@@ -2821,8 +2947,7 @@ def save(run, step, checkpoint_writer):
     if not run.async_save:
         return write_and_keep()
     if not GROUP_FOR_SAVING:
-        timeout = datetime.timedelta(minutes=run.critic.timeout_minutes)
-        GROUP_FOR_SAVING.append(dist.new_group(backend="gloo", timeout=timeout))
+        GROUP_FOR_SAVING.append(dist.new_group(backend="gloo", timeout=TIMEOUT[0]))
     SAVING.append(ThreadPoolExecutor(1).submit(write_and_keep, *GROUP_FOR_SAVING))
 
 
@@ -2866,25 +2991,34 @@ def leave(out_dir, step):
     raise SystemExit(128 + signal.SIGTERM)
 
 
-def stop_if_stuck(stuck, run, batch, step):
-    """UserError if `stuck` updates in a row were skipped, --max-skipped-updates or more; leaves the rows of the last
-    one as JSONL, from which it can be made again (a collective)."""
+def count_stuck(stuck, metrics, run, batch, step):
+    """How many updates in a row were skipped, with this one, `step` from 0; those without an action do not count.
+
+    UserError if values are not finite, or if there are --max-skipped-updates: then the rows of the last one are left as
+    JSONL, from which it can be made again (a collective).
+    """
+    ppo = hasattr(run, "actor")
+    if "critic/values_mean" not in metrics:  # no row has an action
+        return stuck
+    if not math.isfinite(metrics["critic/values_mean"]):
+        lr = "--critic.lr" if ppo else "--lr"
+        raise UserError(f"step {step + 1}: values are not finite, the training has diverged; lower {lr}")
+    stuck = stuck + 1 if math.isnan(metrics["critic/grad_norm"]) else 0
     if not run.max_skipped_updates or stuck < run.max_skipped_updates:
-        return
+        return stuck
     join_saving()
     path, whole = os.path.join(run.out_dir, "skipped_rows.jsonl"), gather(batch)
     if RANK == 0:
         write_jsonl(whole, path)
     script = os.path.basename(sys.modules[type(run.critic).__module__].__file__)
-    resume = ""
-    for _, folder in checkpoints_of(run.out_dir)[:1]:
-        critic = os.path.join(folder, "critic")  # of ppo_loop.py
-        resume = f" --resume {critic if os.path.isdir(critic) else folder}"
+    (made, folder), *_ = [*checkpoints_of(run.out_dir), (0, None)]
+    resume = f" --resume {os.path.join(folder, 'critic') if ppo else folder}" if folder else ""
+    returns = f"--gamma {run.gamma} --lam {run.lam}" + " --bootstrap-truncated" * run.bootstrap_truncated
     raise UserError(
-        f"step {step}: {stuck} updates in a row were skipped, their gradients are not finite; the rows of the last are "
-        f"in {path}, to be looked at, or to make that update again: {script} with the flags of the critic and "
-        f"--rollouts {path} --recorded-values --train-batch-size {len(whole)} --max-skipped-updates 1 "
-        f"--steps {step + 1}{resume} --out-dir ELSEWHERE"
+        f"step {step + 1}: {stuck} updates in a row were skipped, their gradients are not finite; the rows of the last "
+        f"are in {path}, to be looked at, or to make that update again: {script} with the flags of the critic and "
+        f"--rollouts {path} --recorded-values --train-batch-size {len(whole)} {returns} --max-skipped-updates 1 "
+        f"--steps {made + 1}{resume} --out-dir ELSEWHERE"
     )
 
 
@@ -2939,9 +3073,14 @@ def check_same_model(folder, saved, config, model_config, backend):
         other += [f"{k} {then[k]} there, {now[k]} here"] * (then[k] != now[k])
     if other:
         raise UserError(f"--resume {folder}: is of another model: {'; '.join(sorted(other))}")
-    changed = [f"{k} {v} -> {now[k]}" for k, v in saved["config"].items() if k in now and now[k] != v]
     whose = "" if there == backend else f" of critic_{there}.py"
-    print0(f"resume     {folder}, update {saved['updates']}{whose}" + ", with " * bool(changed) + ", ".join(changed))
+    print0(f"resume     {folder}, update {saved['updates']}{whose}{changes(saved['config'], now)}")
+
+
+def changes(then, now):
+    """Words on the flags that both have and that differ, or ""."""
+    changed = [f"{key} {x} -> {now[key]}" for key, x in then.items() if key in now and now[key] != x]
+    return ", with " * bool(changed) + ", ".join(changed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2996,6 +3135,20 @@ def load_model_config(config, tokenizer):
     return model_config
 
 
+def max_length(model_config):
+    """Most tokens of a row that the model can take."""
+    return getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
+def with_value_range(config, model_config):
+    """config with the range of hl_gauss, the model's own where none is given. UserError: it has none either."""
+    if config.value_head != "hl_gauss" or config.value_range is not None:
+        return config
+    if not getattr(model_config, "value_range", None):
+        raise UserError("--value-range: hl_gauss needs it, LOW and HIGH of the returns with a small margin")
+    return dataclasses.replace(config, value_range=tuple(model_config.value_range))
+
+
 def lay_over(fields, overrides):
     """A config.json with overrides laid over it, nested ones too. A layer pattern goes where what it follows from is
     overridden: the model then works out its own."""
@@ -3024,9 +3177,8 @@ def local_folder(name):
         raise UserError(f"--model {name}: its weights do not load ({one_line(error)})") from None
 
 
-def load_pretrained(kind, config, model_config, **options):
-    """A model of this AutoModel kind with the weights of --model. UserError: they do not load, or some are missing."""
-    folder = local_folder(config.model)
+def load_pretrained(kind, folder, config, model_config, **options):
+    """A model of this AutoModel kind with a folder's weights. UserError: they do not load, or some are missing."""
     try:
         model, info = kind.from_pretrained(
             folder, config=model_config, trust_remote_code=config.trust_remote_code,
@@ -3111,7 +3263,7 @@ def architecture(model_config):
     """What makes two models the same, of a transformers config, as plain JSON."""
     fields = json.loads(model_config.to_json_string(use_diff=False))
     passing = ("transformers_version", "_name_or_path", "architectures", "dtype", "_attn_implementation", "use_cache")
-    passing += ("value_head", "value_range")  # of the checkpoint's head
+    passing += ("value_head", "value_range", "initializer_range")  # of the head, and of weights that are there
     return {key: value for key, value in fields.items() if key not in passing}
 
 
@@ -3137,7 +3289,7 @@ def freeze(backbone, layers):
     blocks = transformer_blocks(backbone.get_decoder())
     if len(blocks) < layers:
         raise UserError(f"--freeze-layers {layers}: {type(backbone).__name__} shows {len(blocks)} layers")
-    for module in [m for m in backbone.modules() if isinstance(m, nn.Embedding)] + blocks[:layers]:
+    for module in [m for m in backbone.get_decoder().modules() if isinstance(m, nn.Embedding)] + blocks[:layers]:
         module.requires_grad_(False)
 
 
@@ -3149,6 +3301,8 @@ def add_lora(backbone, config):
     from peft import LoraConfig, inject_adapter_in_model
 
     linear, targets = [n for n, m in backbone.named_modules() if isinstance(m, nn.Linear | Conv1D)], []
+    if config.freeze_vision_tower:
+        linear = [n for n in linear if not n.startswith("visual.")]
     for target in config.lora_target_modules:
         named = [n for n in linear if target == "all-linear" or f".{n}".endswith(f".{target}")]
         if not named:
@@ -3437,14 +3591,20 @@ def validate_run(run):
     check_flag(run, "keep", "must be at least 1", lambda x: x is None or x >= 1)
     for name in ("gamma", "lam"):
         check_flag(run, name, "must be between 0 and 1", lambda x: 0 <= x <= 1)
-    if run.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise UserError(f"--wandb-project {run.wandb_project}: wandb is not installed; pip install wandb")
     if run.eval_rollouts and not run.rollouts:
         raise UserError(f"--eval-rollouts {run.eval_rollouts}: goes with --rollouts; the toy has its own")
     if run.recorded_values and not run.rollouts:
         raise UserError("--recorded-values: goes with --rollouts")
+    check_outputs(run, "hf")
+
+
+def check_outputs(run, *folders):
+    """UserError unless a run can write all that it writes; folders: what it exports to."""
+    if run.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise UserError(f"--wandb-project {run.wandb_project}: wandb is not installed; pip install wandb")
     check_writable(run.out_dir, "--out-dir")
-    check_replaceable(os.path.join(run.out_dir, "hf"), "--out-dir")
+    for name in folders:
+        check_replaceable(os.path.join(run.out_dir, name), "--out-dir")
     check_report(run)
     check_profile(run)
 
@@ -3483,10 +3643,7 @@ def find_value_range(run, model_config, rows):
 
 def add_returns(batch, run):
     """Fills advantages and returns from rewards and old values."""
-    bootstrap = None
-    if run.bootstrap_truncated:
-        last = last_actions(batch.response_mask, batch.cu_seqlens)
-        bootstrap = torch.where(batch.truncated & (last >= 0), batch.values[last], 0.0)
+    bootstrap = bootstrap_values(batch) if run.bootstrap_truncated else None
     batch.advantages, batch.returns = gae(
         batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens, run.gamma, run.lam,
         bootstrap_B=bootstrap,
@@ -3514,7 +3671,7 @@ def evaluate(worker, rows, gamma):
 def load_rows(run, model_config, tokenizer, check_budget):
     """(rows to learn from, rows to evaluate on or None), each one Batch, the same on every rank.
 
-    check_budget: the script's own, for rows of a file.
+    check_budget: the script's own.
     """
     config, text = run.critic, model_config.get_text_config()
     options = {
@@ -3522,21 +3679,21 @@ def load_rows(run, model_config, tokenizer, check_budget):
         "image_processor": load_image_processor(config, model_config),
         "image_token_id": model_config.image_token_id if reads_images(model_config) else None,
         "vocab_size": text.vocab_size,
-        "max_length": getattr(text, "max_position_embeddings", None) or 2**31,
+        "max_length": max_length(model_config),
         "skip_bad_rows": run.skip_bad_rows,
     }
     if not run.rollouts:
         train = rows_to_batch(toy_rows(8192, config.seed), "toy", **options)
         held_out = rows_to_batch(toy_rows(512, config.seed, held_out=True), "toy", **options)
-        return train, held_out
-    train = read_jsonl(run.rollouts, "--rollouts", with_values=run.recorded_values, **options)
-    check_budget(config, train, training=True, path=run.rollouts)
+    else:
+        train, held_out = read_jsonl(run.rollouts, "--rollouts", with_values=run.recorded_values, **options), None
+        if run.eval_rollouts:
+            held_out = read_jsonl(run.eval_rollouts, "--eval-rollouts", **options)
+    check_budget(config, train, training=True, path=run.rollouts or "toy")
     if not run.recorded_values:
-        check_budget(config, train, training=False, path=run.rollouts)
-    if not run.eval_rollouts:
-        return train, None
-    held_out = read_jsonl(run.eval_rollouts, "--eval-rollouts", **options)
-    check_budget(config, held_out, training=False, path=run.eval_rollouts)
+        check_budget(config, train, training=False, path=run.rollouts or "toy")
+    if held_out is not None:
+        check_budget(config, held_out, training=False, path=run.eval_rollouts or "toy")
     return train, held_out
 
 
@@ -3554,9 +3711,11 @@ def settle(run, model_config, rows):
     return config, first_step
 
 
-def print_plan(run, lengths, layout, parts):
-    """Prints what each of --plan ranks holds, as equations. parts: name -> (bytes, equation)."""
+def print_plan(run, lengths, layout, parts, host):
+    """Prints what each of --plan ranks holds, as equations. parts: name -> (bytes, equation), and on the host."""
     print0(f"layout       {layout}")
+    for name, (size, equation) in host.items():
+        print0(f"{name:12s} {size / 2**20:12,.1f} MiB = {equation}, on the host")
     for name, (size, equation) in parts.items():
         print0(f"{name:12s} {size / 2**20:12,.1f} MiB = {equation}")
     print0(f"{'together':12s} {sum(size for size, _ in parts.values()) / 2**20:12,.1f} MiB a rank at most")

@@ -154,7 +154,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -187,6 +186,9 @@ def validate(config, world_size=WORLD_SIZE):
     for name in ("freeze_layers", "lora_rank"):
         common.check_flag(config, name, "must not be below 0", lambda x: x >= 0)
     common.check_flag(config, "lora_target_modules", "must name at least one layer, or all-linear", len)
+    for name in ("lora_alpha", "lora_target_modules"):
+        if not config.lora_rank and getattr(config, name) != getattr(Config, name):
+            raise UserError(f"--{name.replace('_', '-')}: there are no adapters; add --lora-rank")
     if config.lora_rank and config.freeze_layers:
         raise UserError(f"--freeze-layers {config.freeze_layers}: --lora-rank freezes all layers already; drop one")
     if config.lora_rank and importlib.util.find_spec("peft") is None:
@@ -258,9 +260,10 @@ def read_weights(config, model_config):
         backbone = AutoModel.from_config(model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
         model = ValueModel(backbone, config)
         return model, f"random weights (seed {config.seed}); {common.init_value_head(model.score, None, config)}"
-    backbone = common.load_pretrained(AutoModel, config, model_config)
+    folder = common.local_folder(config.model)
+    backbone = common.load_pretrained(AutoModel, folder, config, model_config)
     model = ValueModel(backbone, config)
-    head = common.init_value_head(model.score, common.local_folder(config.model), config)
+    head = common.init_value_head(model.score, folder, config)
     return model, f"{type(backbone).__name__} from {config.model}; {head}"
 
 
@@ -278,18 +281,13 @@ class Layout(NamedTuple):
     dp_group: dist.ProcessGroup  # ranks with the same place in their sequence-parallel group
     sp_size: int
     sp_group: dist.ProcessGroup | None
-    fsdp_mesh: DeviceMesh  # (world,), or (replicas, fsdp_size) for hybrid sharding
+    fsdp_mesh: dist.DeviceMesh  # (world,), or (replicas, fsdp_size) for hybrid sharding
 
 
 def make_layout(config, device):
     """Builds the process groups."""
     sp = config.ulysses_size  # rank = dp_rank * sp + sp_rank
-    mesh = init_device_mesh(device.type, (WORLD_SIZE // sp, sp), mesh_dim_names=("dp", "sp"))
-    if config.fsdp_size in (-1, WORLD_SIZE):
-        fsdp_mesh = init_device_mesh(device.type, (WORLD_SIZE,))
-    else:
-        sizes = (WORLD_SIZE // config.fsdp_size, config.fsdp_size)
-        fsdp_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
+    mesh = common.device_mesh(device, dp=WORLD_SIZE // sp, sp=sp)
     return Layout(
         device=device,
         dp_rank=mesh.get_local_rank("dp"),
@@ -297,7 +295,7 @@ def make_layout(config, device):
         dp_group=mesh.get_group("dp"),
         sp_size=sp,
         sp_group=mesh.get_group("sp") if sp > 1 else None,
-        fsdp_mesh=fsdp_mesh,
+        fsdp_mesh=common.sharding_mesh(device, config.fsdp_size),
     )
 
 
@@ -458,12 +456,11 @@ def forward_limits(config):
 
 def check_budget(config, batch, training, path=None):
     """UserError naming the longest row if no micro-batch can hold it. path: the file that the rows come from."""
-    longest = needed = max(batch.lengths, default=0)
+    needed = max(batch.lengths, default=0)
     tokens, rows = training_limits(config) if training else forward_limits(config)
     if rows is None and needed > tokens:
         flag = "forward" if not training and config.forward_max_token_len_per_gpu else "ppo"
-        row = int(batch.row_id[batch.lengths.index(longest)])
-        where = f"{path}:{row + 1}" if path else f"row {row}"
+        longest, where = common.longest_row(batch, path)
         given = getattr(config, f"{flag}_max_token_len_per_gpu")
         least = math.ceil(needed / sequence_ranks(config))
         raise UserError(f"--{flag}-max-token-len-per-gpu {given}: {where} has {longest} tokens; give at least {least}")
@@ -511,7 +508,7 @@ class DataParallelPPOCritic:
         """
         config, layout = self.config, self.layout
         lengths = batch.lengths
-        shares = common.balance([self.flops.forward_flops(n) for n in batch.lengths], layout.dp_size)
+        shares = common.balance([self.flops.forward_flops(n) for n in lengths], layout.dp_size)
         split = [[lengths[i] for i in share] for share in shares]
         parts = common.micro_batches(split, max_tokens, size, not config.use_remove_padding)
         mine = shares[layout.dp_rank]
@@ -634,9 +631,10 @@ class DataParallelPPOCritic:
                     continue  # nothing to learn; without an action AdamW would move the weights all the same
                 micros = self.my_micro_batches(mini, *training_limits(config))
                 sums = self.forward_backward(mini, micros, counts)
-                lr = self.learning_rate()
+                next_lr = self.learning_rate()
                 norm = self.optimizer_step()
                 if math.isfinite(norm):
+                    lr = next_lr
                     norms.append(norm)
                     totals += sums
         self.updates += 1
@@ -746,11 +744,7 @@ class CriticWorker:
         self.tokenizer = common.load_tokenizer(config)
         self.model_config = common.load_model_config(config, self.tokenizer)
         self.image_processor = common.load_image_processor(config, self.model_config)
-        if config.value_head == "hl_gauss" and config.value_range is None:
-            if not getattr(self.model_config, "value_range", None):
-                raise UserError("--value-range: hl_gauss needs it, LOW and HIGH of the returns with a small margin")
-            config = dataclasses.replace(config, value_range=tuple(self.model_config.value_range))
-        self.config = config
+        self.config = config = common.with_value_range(config, self.model_config)
         self.vocab_size = self.model_config.get_text_config().vocab_size
         validate_for_model(config, self.model_config)
         self.device = common.setup_distributed(config.timeout_minutes)
@@ -1010,7 +1004,7 @@ def read_tensors(tensors, folder, what):
 
 def plan(config, model_config, lengths, ranks):
     """What each of `ranks` ranks holds while it trains on rows of these lengths -> (words on the layout,
-    name -> (bytes, equation)). The peak lies below the sum of them, in which every part is at its largest."""
+    name -> (bytes, equation) of each part at its largest, the same on the host), without work space of operations."""
     if config.ppo_max_token_len_per_gpu == "auto":
         raise UserError("--ppo-max-token-len-per-gpu auto: only a run can measure it; give --plan a number")
     config = dataclasses.replace(config, compile=False)
@@ -1026,9 +1020,12 @@ def plan(config, model_config, lengths, ranks):
         "gradients": (4 * trained / shards, f"{trained:,} x 4 bytes / {shards} shards"),
         "optimizer": (8 * trained / shards, f"{trained:,} x 8 bytes / {shards} shards"),
     }
-    if shards > 1:
-        layers = f"the root and 2 of {len(blocks)} layers" if config.reshard_after_forward else "all layers"
-        gathered = count - sum(blocks) + 2 * max(blocks) if config.reshard_after_forward else count
+    host = {name: out.pop(name) for name in list(out)} if config.offload_policy else {}
+    if config.strategy == "none" and dtype != torch.float32:
+        out["cast"] = count * dtype.itemsize, f"{count:,} x {dtype.itemsize} bytes (what autocast keeps of the weights)"
+    if shards > 1 or config.strategy == "fsdp2":
+        n = min(2, len(blocks)) if config.reshard_after_forward else len(blocks)
+        gathered, layers = count - sum(blocks) + sum(sorted(blocks)[-n:]), f"the root and {n} of {len(blocks)} layers"
         out["gathered"] = gathered * dtype.itemsize, f"{gathered:,} x {dtype.itemsize} bytes ({layers})"
         whole, kept = (trained, "the whole") if config.defer_grad_sync else (max(train), "one layer")
         out["unreduced"] = 4 * whole, f"{whole:,} x 4 bytes (gradients of {kept} before reduction)"
@@ -1040,21 +1037,17 @@ def plan(config, model_config, lengths, ranks):
     used = f"{sum(micro):,} tokens" + (f" of {len(micro)} padded rows" if not config.use_remove_padding else "")
     experts = any(".experts." in name for name, _ in model.named_parameters())
     counted = torch.bfloat16 if experts else dtype  # fakes know grouped products of no other
-    saved = lambda config: (
-        dtype.itemsize
-        / counted.itemsize
-        * common.saved_bytes(build_skeleton(config, model_config, counted), config, micro, device)
-    )
+    scale, skeleton = dtype.itemsize / counted.itemsize, lambda config: build_skeleton(config, model_config, counted)
+    saved = lambda config: scale * common.saved_bytes(skeleton(config), config, micro, device)
     held = saved(config)
     out["activations"] = held, f"{used}, what autograd saves"
     if config.gradient_checkpointing:
         plain = dataclasses.replace(config, gradient_checkpointing=False)
-        layer = saved(plain) / len(blocks)
-        where = "layer inputs on the host" if config.activation_offload else "layer inputs"
-        held = 0 if config.activation_offload else held
+        text = common.transformer_blocks(model.model.get_decoder())
+        layer = saved(plain) / max(sum(common.count_parameters(block)[1] > 0 for block in text), 1)
+        held, where = (0, "layer inputs on the host") if config.activation_offload else (held, "layer inputs")
         out["activations"] = held + layer, f"{used}: {where}, and one layer of {layer / 2**20:,.1f} MiB computed again"
-    dp = ranks // config.ulysses_size
-    return f"{ranks} ranks = dp {dp} x sp {config.ulysses_size}, {config.strategy}", out
+    return f"{ranks} ranks = dp {ranks // config.ulysses_size} x sp {config.ulysses_size}, {config.strategy}", out, host
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1084,12 +1077,12 @@ def main(run):
     worker.find_budget(longest, row)
     common.print_work(worker, run, train)
     common.print_data_check(run, train, held_out)
-    logger = common.Logger(run.out_dir, dataclasses.asdict(run), first_step, run.wandb_project)
+    logger = common.Logger(run, first_step)
     common.listen_for_sigterm()
     start, stuck, batch = time.perf_counter(), 0, None
     for step in common.profiled(run, range(first_step, run.steps + 1)):
         last, stop = step == run.steps, common.told_to_stop()
-        if held_out is not None and (step == 0 or last or (run.eval_every and step % run.eval_every == 0)):
+        if held_out is not None and common.evaluates(run, step):
             metrics = common.evaluate(worker, held_out, run.gamma)
             logger.log(step, metrics)
             print0(common.eval_line(metrics))
@@ -1107,10 +1100,7 @@ def main(run):
             batch.values = worker.compute_values(batch)
         common.add_returns(batch, run)
         metrics = worker.update_critic(batch)
-        if not math.isfinite(metrics.get("critic/values_mean", 0.0)):
-            raise UserError(f"step {step}: values are not finite, the training has diverged; lower --lr")
-        stuck = stuck + 1 if math.isnan(metrics["critic/grad_norm"]) else 0
-        common.stop_if_stuck(stuck, run, batch, step)
+        stuck = common.count_stuck(stuck, metrics, run, batch, step)
         metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
         logger.log(step + 1, metrics)
         print0(common.step_line(step + 1, run.steps, metrics))
@@ -1118,7 +1108,7 @@ def main(run):
     logger.close()
     common.plot_curves(run.out_dir)
     common.write_report(run, tokenizer, held_out, batch)
-    print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, curves.png, metrics.jsonl, tensorboard")
+    print0(common.saved_line(run, first_step, "hf"))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level verifier.
 A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them.
 critic_fsdp.py is the same function on PyTorch FSDP: same sections, names, flags and numbers, so that a diff of the two
-shows what parallelism costs. What this one leaves out: images, adapters, frozen layers and a plan.
+shows what parallelism costs. What this one leaves out: images, adapters, frozen layers, torch.compile, activations on
+the host and a plan.
 
 Shapes are in the names: T tokens, sequences end to end; B sequences; L longest sequence; D hidden features.
 S slots: the tokens and the padding of a micro-batch that this rank holds.
@@ -983,13 +984,12 @@ def forward_limits(config):
 
 def check_budget(config, batch, training, path=None):
     """UserError naming the longest row if no micro-batch can hold it. path: the file that the rows come from."""
-    longest = max(batch.lengths, default=0)
-    needed = math.ceil(longest / pack_unit(config)) * pack_unit(config)
+    needed = max(batch.lengths, default=0)
+    needed = math.ceil(needed / pack_unit(config)) * pack_unit(config)
     tokens, rows = training_limits(config) if training else forward_limits(config)
     if rows is None and needed > tokens:
         flag = "forward" if not training and config.forward_max_token_len_per_gpu else "ppo"
-        row = int(batch.row_id[batch.lengths.index(longest)])
-        where = f"{path}:{row + 1}" if path else f"row {row}"
+        longest, where = common.longest_row(batch, path)
         given = getattr(config, f"{flag}_max_token_len_per_gpu")
         least = math.ceil(needed / sequence_ranks(config))
         raise UserError(f"--{flag}-max-token-len-per-gpu {given}: {where} has {longest} tokens; give at least {least}")
@@ -1132,7 +1132,7 @@ class MegatronPPOCritic:
         config, micro = self.config, batch.select(rows) if rows else common.masked_token()
         fields, (slots, packed) = {}, self.lay_out(micro.lengths)
         column = lambda x_T: F.pad(x_T, (0, 1))[slots.flatten()]  # 0 where there is padding
-        following = lambda x_T: column(x_T.roll(-1)).to(self.layout.device, non_blocking=True)
+        following = lambda x_T: column(x_T.roll(-1)).to(self.layout.device, non_blocking=True)  # the shift: to the left
         fields["mask"] = micro.response_mask  # of the first token it is false: nothing rolls from row to row
         if counts is None:
             fields["index"] = batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)
@@ -1222,9 +1222,10 @@ class MegatronPPOCritic:
                 micros = self.my_micro_batches(mini, *training_limits(config))
                 sums = self.forward_backward(mini, micros, counts)
                 bubbles.append(self.bubble(len(micros)))
-                lr = self.learning_rate()
+                next_lr = self.learning_rate()
                 norm = self.optimizer_step()
                 if math.isfinite(norm):
+                    lr = next_lr
                     norms.append(norm)
                     totals += sums
         self.updates += 1
@@ -1380,11 +1381,7 @@ class CriticWorker:
             raise UserError("--total-training-steps: cosine and --lr-warmup-steps-ratio need it")
         self.tokenizer = common.load_tokenizer(config)
         self.model_config = common.load_model_config(config, self.tokenizer)
-        if config.value_head == "hl_gauss" and config.value_range is None:
-            if not getattr(self.model_config, "value_range", None):
-                raise UserError("--value-range: hl_gauss needs it, LOW and HIGH of the returns with a small margin")
-            config = dataclasses.replace(config, value_range=tuple(self.model_config.value_range))
-        self.config = config
+        self.config = config = common.with_value_range(config, self.model_config)
         self.vocab_size = self.model_config.get_text_config().vocab_size
         validate_for_model(config, self.model_config)
         self.device = common.setup_distributed(config.timeout_minutes)
@@ -1396,7 +1393,9 @@ class CriticWorker:
         """Builds the model and its optimizer, and refuses a model that cannot work as a critic here."""
         config, layout = self.config, self.layout
         modules, stored, flops, size, story = build_value_model(config, self.model_config, layout)
-        self.critic = MegatronPPOCritic(config, modules, stored, flops, layout, self.model_config.pad_token_id)
+        pad = self.model_config.pad_token_id  # below 0 it counts from the end, in transformers
+        pad = pad if pad is None else pad % self.vocab_size
+        self.critic = MegatronPPOCritic(config, modules, stored, flops, layout, pad)
         torch.manual_seed(config.seed)  # random weights were drawn
         print0(f"model      {config.model} ({self.model_config.model_type}), {size}: {story}")
         tp, cp, dp, pp = layout.tp_size, layout.cp_size, layout.dp_size, layout.pp_size
@@ -1566,16 +1565,14 @@ class CriticWorker:
         self.checkpoint_writer()(folder)
 
     def checkpoint_writer(self, copy=False):
-        """write(folder, group): saves the state of now, which `copy` lets the training change meanwhile."""
+        """write(folder, group): saves the state of now. It is gathered, so a copy of it, whatever `copy` says."""
         self.check_here()
         self.critic.finish_gather()
-        tensors, (scaler, *_) = (
-            checkpoint_tensors(self.critic, self.vocab_size),
-            [x.grad_scaler for x in self.critic.optimizers()],
-        )
+        tensors = checkpoint_tensors(self.critic, self.vocab_size)
+        scaler = self.critic.optimizers()[0].grad_scaler
         more = {"loss_scale": {**scaler.state_dict(), "scale": float(scaler.scale)}} if scaler else {}
         counters = self.critic.updates, self.critic.optimizer_steps
-        return tensor_writer(tensors, copy, BACKEND, self.config, self.model_config, *counters, **more)
+        return tensor_writer(tensors, BACKEND, self.config, self.model_config, *counters, **more)
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
@@ -1583,6 +1580,7 @@ class CriticWorker:
         self.check_here()
         saved = common.open_checkpoint(folder, BACKEND, self.config, self.model_config)
         critic = self.critic
+        # mapped, not loaded: a rank reads the pages of what it takes, and holds one whole weight at a time
         tensors = StoredTensors(folder, f"--resume {folder}", prefix="")
         named = [*named_weights(critic.modules), *named_head(critic.modules)]
         for kind, form in STATE.items():
@@ -1645,9 +1643,8 @@ def checkpoint_tensors(critic, vocab_size):
     return out | {f"optimizer.{name}.step": (0, steps.clone()) for name, (first, _) in weights.items() if not first}
 
 
-def tensor_writer(tensors, copy, *state, **more):
+def tensor_writer(tensors, *state, **more):
     """write(folder, group): saves these tensors as sharded safetensors, and `state`, see common.write_trainer_state."""
-    tensors = common.host_copy(tensors) if copy else tensors
 
     def write(folder, group=None):
         with common.complete_or_absent(folder, group=group) as tmp:
@@ -1684,12 +1681,12 @@ def main(run):
     worker.find_budget(longest, row)
     common.print_work(worker, run, train)
     common.print_data_check(run, train, held_out)
-    logger = common.Logger(run.out_dir, dataclasses.asdict(run), first_step, run.wandb_project)
+    logger = common.Logger(run, first_step)
     common.listen_for_sigterm()
     start, stuck, batch = time.perf_counter(), 0, None
     for step in common.profiled(run, range(first_step, run.steps + 1)):
         last, stop = step == run.steps, common.told_to_stop()
-        if held_out is not None and (step == 0 or last or (run.eval_every and step % run.eval_every == 0)):
+        if held_out is not None and common.evaluates(run, step):
             metrics = common.evaluate(worker, held_out, run.gamma)
             logger.log(step, metrics)
             print0(common.eval_line(metrics))
@@ -1707,10 +1704,7 @@ def main(run):
             batch.values = worker.compute_values(batch)
         common.add_returns(batch, run)
         metrics = worker.update_critic(batch)
-        if not math.isfinite(metrics.get("critic/values_mean", 0.0)):
-            raise UserError(f"step {step}: values are not finite, the training has diverged; lower --lr")
-        stuck = stuck + 1 if math.isnan(metrics["critic/grad_norm"]) else 0
-        common.stop_if_stuck(stuck, run, batch, step)
+        stuck = common.count_stuck(stuck, metrics, run, batch, step)
         metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
         logger.log(step + 1, metrics)
         print0(common.step_line(step + 1, run.steps, metrics))
@@ -1718,7 +1712,7 @@ def main(run):
     logger.close()
     common.plot_curves(run.out_dir)
     common.write_report(run, tokenizer, held_out, batch)
-    print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, curves.png, metrics.jsonl, tensorboard")
+    print0(common.saved_line(run, first_step, "hf"))
 
 
 if __name__ == "__main__":

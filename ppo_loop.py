@@ -1,6 +1,6 @@
 """PPO for language models, end to end, with the critic of your choice.
 
-    python ppo_loop.py                                         a tiny actor learns to add, on a laptop CPU: five minutes
+    python ppo_loop.py                                         a tiny actor learns to add, on a laptop CPU: two minutes
     torchrun --nproc-per-node 2 ppo_loop.py                    the same on two ranks: the same numbers
     torchrun --nproc-per-node 4 ppo_loop.py --critic megatron --critic.tensor-model-parallel-size 2 \\
         --critic.pipeline-model-parallel-size 2                its critic on Megatron-Core, laid out as it likes
@@ -45,7 +45,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import tyro
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
@@ -88,9 +87,7 @@ class ActorConfig:
     # loss
     clip_ratio_low: float = 0.2  # how far below 1 the ratio of a token's probabilities still earns
     clip_ratio_high: float = 0.2  # how far above
-    clip_ratio_c: float | None = (
-        3.0  # dual clip: a bad token costs at most so many times its advantage (None: no bound)
-    )
+    clip_ratio_c: float | None = 3.0  # dual clip: the most a bad token costs, times its advantage (None: any)
     entropy_coeff: float = 0.0  # weight of the entropy that is added to what is maximised
     kl_loss_coef: float = 0.0  # weight of the KL to the reference in the loss (0: none)
     kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3"  # its estimate (+: with the gradient of k2)
@@ -239,6 +236,9 @@ def validate(run):
         raise UserError("--lam-policy and --length-adaptive-alpha: give one of them")
     if run.target_kl is not None and not run.kl_coef:
         raise UserError(f"--target-kl {run.target_kl}: adapts --kl-coef, which is 0; give it a value to begin with")
+    rows = run.train_batch_size * run.rollout_n
+    if run.target_kl is not None and run.kl_horizon < rows:  # far below, --kl-coef would turn negative
+        raise UserError(f"--kl-horizon {run.kl_horizon}: must be at least the {rows} rows of a step")
     if run.eval_prompts and not run.prompts:
         raise UserError(f"--eval-prompts {run.eval_prompts}: goes with --prompts; addition has its own")
     if run.prompts and not (run.reward or run.reward_model):
@@ -247,8 +247,6 @@ def validate(run):
         raise UserError("--reward and --reward-model: give one of them")
     if "{prompt}" not in run.prompt_template:
         raise UserError(f"--prompt-template {run.prompt_template}: has no {{prompt}} in it")
-    if run.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise UserError(f"--wandb-project {run.wandb_project}: wandb is not installed; pip install wandb")
     with flags_of("actor"):
         validate_actor(run.actor)
     with flags_of("vllm"):
@@ -260,11 +258,7 @@ def validate(run):
             "--critic.ppo-max-token-len-per-gpu auto: would take what the actor needs; add --offload, or give "
             "--critic.memory-limit-gib"
         )
-    common.check_writable(run.out_dir, "--out-dir")
-    for name in ("hf", "critic_hf"):
-        common.check_replaceable(os.path.join(run.out_dir, name), "--out-dir")
-    common.check_report(run)
-    common.check_profile(run)
+    common.check_outputs(run, "hf", "critic_hf")
 
 
 def validate_actor(config):
@@ -303,9 +297,6 @@ class Prompt(NamedTuple):
     messages: list | None = None  # of a chat
 
 
-SLIPS = (0.75, 0.6)  # the supervised actor errs in three of four sums that carry, and in three of five others
-
-
 class Task(NamedTuple):
     """What is to be learned."""
 
@@ -333,8 +324,6 @@ def hash_of(key):
 
 def load_prompts(source, flag, run, tokenizer):
     """Prompts of a JSONL file or a hub dataset, too long ones left out. UserError names the first bad row."""
-    if tokenizer is None:
-        raise UserError(f"--actor.tokenizer: {run.actor.model} has none, and prompts are text; give one")
     prompts, faults, rows = [], {}, list(read_rows(source, flag))
     for number, row in enumerate(common.progress(rows, "prompts"), 1):
         if isinstance(row, bytes) and not row.strip():
@@ -343,13 +332,7 @@ def load_prompts(source, flag, run, tokenizer):
             prompts.append(parse_prompt(row, run, tokenizer))
         except UserError as fault:
             faults[number] = str(fault)
-    if faults and not run.skip_bad_rows:
-        first = min(faults)
-        more = f", and {len(faults) - 1} more bad rows" if len(faults) > 1 else ""
-        raise UserError(f"{flag} {source}:{first}: {faults[first]}{more} (--skip-bad-rows leaves bad rows out)")
-    if faults:
-        count = f"{len(faults)} bad rows of {len(prompts) + len(faults)}"
-        print0(f"{flag} {source}: left out {count}, the first in line {min(faults)}")
+    common.report_faults(faults, len(prompts) + len(faults), f"{flag} {source}", run.skip_bad_rows)
     short = [p for p in prompts if len(p.ids) <= run.max_prompt_length]
     if len(short) < len(prompts):
         print0(f"{flag} {source}: left out {len(prompts) - len(short)} prompts above --max-prompt-length")
@@ -393,9 +376,11 @@ def parse_prompt(row, run, tokenizer):
         text = run.prompt_template.replace("{prompt}", prompt)
         if run.chat:
             messages = [{"role": "user", "content": text}]
+    elif not isinstance(prompt, list):
+        raise UserError(f"{run.prompt_key!r} must be text or a list of chat messages, not {prompt!r:.40}")
     else:
         messages = prompt
-        common._check_messages(messages)
+        common.check_messages(messages)
         text = messages[-1].get("content") or ""
         if isinstance(text, list):
             text = "".join(str(part.get("text") or "") for part in text if isinstance(part, dict))
@@ -483,14 +468,20 @@ def guarded(function, seconds, *args):
         signal.signal(signal.SIGALRM, before)
 
 
+def checked(score):
+    """(a reward as a float, "") or (0.0, what is wrong with it)."""
+    if isinstance(score, numbers.Real) and abs(score) <= common.LARGEST:
+        return float(score), ""
+    return 0.0, f"the reward must be a finite number, is {score!r:.40}"
+
+
 def rule_scores(function, prompts, texts, seconds):
     """(reward of each row, what went wrong in each: "" where nothing did). A row that has none gets 0."""
     scores, faults = [], []
     for prompt, text in zip(prompts, texts, strict=True):
         score, fault = guarded(function, seconds, prompt.text, text, prompt.answer)
-        if not fault and not (isinstance(score, numbers.Real) and abs(score) <= common.LARGEST):
-            fault = f"the reward must be a finite number, is {score!r:.40}"
-        scores.append(float(score) if not fault else 0.0)
+        score, fault = (0.0, fault) if fault else checked(score)
+        scores.append(score)
         faults.append(fault)
     return scores, faults
 
@@ -508,7 +499,6 @@ class RewardModel:
             fsdp_size=run.actor.fsdp_size,
             trust_remote_code=run.actor.trust_remote_code,
         )  # fmt: skip
-        self.run, self.policy_tokenizer = run, tokenizer
         try:
             self.worker = critic_fsdp.CriticWorker(config)
             self.worker.init_model()
@@ -539,7 +529,11 @@ class RewardModel:
             cu_seqlens=common.cumulative(torch.tensor([len(ids) + 1 for ids in rows], dtype=torch.int64)),
             response_mask=mask_T, **dict.fromkeys(common.Batch.FLOATS),
         )  # fmt: skip
-        return self.worker.compute_values(whole)[mask_T].tolist()
+        try:
+            with flags_of("actor"):
+                return self.worker.compute_values(whole)[mask_T].tolist()
+        except UserError as error:  # more tokens of the text than the actor's, so that the budget is too small
+            raise UserError(f"--reward-model, in tokens of its own: {error}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -663,7 +657,9 @@ class VLLMRollout:
         config, actor, self.stop, self.top_p = run.vllm, run.actor, task.stop_ids, run.top_p
         self.level, self.size, self.on_cpu = config.sleep_level, config.tensor_parallel_size, device.type == "cpu"
         self.dtype = critic_fsdp.compute_dtype(actor, device)
-        self.group = dist.new_subgroups(self.size)[0] if self.size > 1 else None  # neighbours, as vLLM has it
+        self.group = None
+        if self.size > 1:  # neighbours, as vLLM has it
+            self.group, _ = dist.new_subgroups(self.size, timeout=common.TIMEOUT[0])
         with torch.device("meta"):
             self.skeleton = AutoModelForCausalLM.from_config(  # knows what a checkpoint calls its tensors
                 copy.deepcopy(task.model_config), trust_remote_code=actor.trust_remote_code
@@ -794,9 +790,6 @@ class VLLMRollout:
         replies = [reply.outputs[0] for reply in out[before : before + len(prompts)]]
         log_probs = lambda r: [at[token].logprob for at, token in zip(r.logprobs, r.token_ids, strict=True)]
         return [(list(r.token_ids), log_probs(r), r.finish_reason == "stop") for r in replies]
-
-
-VLLM_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "n_head": 2}  # n_head: of tiny-gpt2
 
 
 def forget_experts(model):
@@ -966,7 +959,8 @@ def read_lm(config, model_config, dtype):
         for p in lm.parameters():  # not lm.to(dtype), which would round the rotary tables too
             p.data = p.data.to(dtype)
         return lm, f"random weights (seed {config.seed})"
-    lm = common.load_pretrained(AutoModelForCausalLM, config, model_config, dtype=dtype)
+    folder = common.local_folder(config.model)
+    lm = common.load_pretrained(AutoModelForCausalLM, folder, config, model_config, dtype=dtype)
     return lm, f"{type(lm).__name__} from {config.model}"
 
 
@@ -994,13 +988,11 @@ def build_policy(config, model_config, device, trains):
     if config.gradient_checkpointing and trains:
         model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     flops, count = common.flops_model(model, model_config), sum(p.numel() for p in model.parameters())
-    if config.fsdp_size in (-1, WORLD_SIZE):
-        mesh = init_device_mesh(device.type, (WORLD_SIZE,))
-    else:
-        sizes = (WORLD_SIZE // config.fsdp_size, config.fsdp_size)
-        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
-    options = {"mesh": mesh, "reshard_after_forward": config.reshard_after_forward}
-    options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    options = {
+        "mesh": common.sharding_mesh(device, config.fsdp_size),
+        "reshard_after_forward": config.reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+    }
     for block in common.transformer_blocks(model.lm):
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -1045,7 +1037,13 @@ class PolicyWorker:
         lengths, micro = micro.lengths, micro.to(self.device)
         position_ids = torch.cat([torch.arange(n) for n in lengths]).to(self.device, non_blocking=True)
         common.set_pack(lengths, self.device, kernel=self.config.attn_implementation)
-        columns_A = self.model(micro.input_ids[None], position_ids[None], micro.response_mask, self.temperature)
+        try:
+            columns_A = self.model(micro.input_ids[None], position_ids[None], micro.response_mask, self.temperature)
+        except UserError as error:
+            if not str(error).startswith("--use-remove-padding: "):
+                raise
+            words = str(error).removeprefix("--use-remove-padding: ").rpartition(";")[0]
+            raise UserError(f"--model {self.config.model}: {words}, and an actor learns from packed rows") from None
         to_tokens = lambda x_A: torch.zeros(len(position_ids), device=self.device).masked_scatter(
             micro.response_mask, x_A
         )
@@ -1082,9 +1080,10 @@ class PolicyWorker:
                 order = common.permutation(len(batch), config.seed, self.updates, epoch)
             for mini in batch.select(order).split(config.ppo_mini_batch_size):
                 mini_batches += 1
-                lr = self.learning_rate()
+                next_lr = self.learning_rate()
                 norm, sums = self.step(mini, self.ppo_loss)
                 if math.isfinite(norm):
+                    lr = next_lr
                     norms.append(norm)
                     totals += sums
         self.updates += 1
@@ -1231,8 +1230,7 @@ class PolicyWorker:
                     with contextlib.suppress(OSError, ValueError):  # has none; not all stop tokens are in config.json
                         generation = GenerationConfig.from_pretrained(self.config.model)
                         generation.to_json_file(os.path.join(tmp, "generation_config.json"))
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(tmp)
+                tokenizer.save_pretrained(tmp)
 
 
 def stop_tokens(config, tokenizer):
@@ -1282,6 +1280,9 @@ def settle(run):
     return run, tokenizer, model_config
 
 
+VLLM_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "n_head": 2}  # n_head: of tiny-gpt2
+
+
 def with_heads_for_vllm(actor):
     """A tiny-* actor with fewer, wider heads of attention, unless its flags say something of them."""
     overrides = json.loads(actor.override_config)
@@ -1309,6 +1310,11 @@ def check_critic(run, model_config, longest):
         tokenizer = common.load_tokenizer(run.critic)
         critic_config = common.load_model_config(run.critic, tokenizer)
         script.validate_for_model(run.critic, critic_config)
+        common.with_value_range(run.critic, critic_config)
+        most = common.max_length(critic_config)
+        if longest > most:
+            words = f"the longest prompt with its response has {longest} tokens"
+            raise UserError(f"--model {run.critic.model}: takes {most} tokens, {words}")
         ours, theirs = (c.get_text_config().vocab_size for c in (model_config, critic_config))
         if theirs < ours:
             raise UserError(f"--model {run.critic.model}: knows {theirs} tokens, the actor's vocabulary has {ours}")
@@ -1323,7 +1329,7 @@ def check_critic(run, model_config, longest):
 
 def check_lengths(run, model_config, longest):
     """UserError if prompt and response together are more than the actor can take."""
-    most = getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2**31
+    most = common.max_length(model_config)
     what = f"the longest prompt and --max-response-length {run.max_response_length} make {longest} tokens"
     if longest > most:
         raise UserError(f"--max-response-length: {what}, {run.actor.model} takes {most}")
@@ -1331,10 +1337,13 @@ def check_lengths(run, model_config, longest):
         raise UserError(f"--actor.ppo-max-token-len-per-gpu {run.actor.ppo_max_token_len_per_gpu}: {what}; give more")
 
 
+SLIPS = (0.75, 0.6)  # the supervised actor errs in three of four sums that carry, and in three of five others
+
+
 def learn_to_add(run, model_config, tokenizer, device):
     """A folder with an actor that has read answers of an adder that errs more often than not, and is right as often as
     that one; then PPO begins. None of the prompts is held out."""
-    config = dataclasses.replace(run.actor, lr=3e-3, loss_agg_mode="token-mean")
+    config = dataclasses.replace(run.actor, lr=3e-3, lr_warmup_steps=0, loss_agg_mode="token-mean")
     model_config = copy.deepcopy(model_config)
     model_config.initializer_range = 0.1  # so narrow a model hardly moves away from the usual 0.02
     worker, size = PolicyWorker(config, model_config, device, temperature=1.0), 256
@@ -1355,6 +1364,8 @@ def learn_to_add(run, model_config, tokenizer, device):
 
 def start_from(run, folder):
     """run whose actor, and whose critic if it is as the actor, start from this folder."""
+    if folder == run.actor.model:
+        return run
     fresh = {"model": folder, "override_config": "{}", "from_scratch": False}
     same = all(getattr(run.critic, key) == getattr(run.actor, key) for key in fresh)
     critic = dataclasses.replace(run.critic, **fresh) if same else run.critic
@@ -1445,8 +1456,10 @@ def sync(engine, actor, device):
 def score(run, reward, prompts, texts, batch, faults):
     """(rewards of the caller's rows by rule or by model, faults with what went wrong here) (a collective)."""
     if isinstance(reward, RewardModel):
-        return reward.scores(prompts, texts, batch), faults
-    scores, more = rule_scores(reward, prompts, texts, run.reward_timeout)
+        made = [checked(score) for score in reward.scores(prompts, texts, batch)]
+        scores, more = [score for score, _ in made], [fault for _, fault in made]
+    else:
+        scores, more = rule_scores(reward, prompts, texts, run.reward_timeout)
     return scores, [a or b for a, b in zip(faults, more, strict=True)]
 
 
@@ -1463,7 +1476,7 @@ def add_advantages(batch, scores, kl_coef, run):
     if run.length_adaptive_alpha is not None:
         lam_policy = common.length_adaptive_lam(mask_T, batch.cu_seqlens, run.length_adaptive_alpha)
     if run.bootstrap_truncated:
-        bootstrap_B = torch.where(batch.truncated, batch.values[last_B], 0.0)
+        bootstrap_B = common.bootstrap_values(batch)
     batch.advantages, batch.returns = common.gae(
         batch.token_level_rewards, batch.values, mask_T, batch.cu_seqlens, run.gamma, run.lam, lam_policy, bootstrap_B
     )
@@ -1524,9 +1537,9 @@ def check_engine(run, metrics, device):
 
 def evaluate(engine, task, run, reward):
     """Rewards of held-out prompts -> (metrics equal on all ranks, this rank's first transcripts)."""
-    n, temperature = max(run.eval_samples, 1), run.temperature if run.eval_samples else 0.0
-    rows = list(range(RANK, len(task.held_out) * n, WORLD_SIZE))
-    mine, keys = [task.held_out[row // n] for row in rows], [f"evaluation {run.seed} {row}" for row in rows]
+    each, temperature = max(run.eval_samples, 1), run.temperature if run.eval_samples else 0.0
+    rows = list(range(RANK, len(task.held_out) * each, WORLD_SIZE))
+    mine, keys = [task.held_out[row // each] for row in rows], [f"evaluation {run.seed} {row}" for row in rows]
     replies, texts, faults = roll_out(engine, task, mine, keys, run, temperature)
     scores, faults = score(run, reward, mine, texts, to_batch(mine, replies, rows), faults)
     sums = torch.tensor(
@@ -1534,13 +1547,15 @@ def evaluate(engine, task, run, reward):
         dtype=torch.float64,
     )
     dist.all_reduce(sums)
-    n, total, right, tokens, faults = sums.tolist()
+    n, total, right, tokens, failed = sums.tolist()
+    if failed:
+        show_fault(faults)
     samples = [
         {"prompt": p.text, "response": text, "answer": p.answer, "reward": s}
         for p, text, s in zip(mine, texts, scores, strict=True)
     ]
     return {
-        "eval/reward": total / n, "eval/accuracy": right / n, "eval/length": tokens / n, "eval/errors": faults,
+        "eval/reward": total / n, "eval/accuracy": right / n, "eval/length": tokens / n, "eval/errors": failed,
     }, samples[:8]  # fmt: skip
 
 
@@ -1567,41 +1582,18 @@ def ppo_line(step, steps, m):
         f"  kl {n(m['kl/reference'], '.3f')}  entropy {n(m.get('actor/entropy'), '.3f')}"
         f"  clipped {n(m.get('actor/pg_clipfrac'), '.3f')}  |g| {n(m.get('actor/grad_norm'), '.2g'):>5}"
         f"  value loss {n(m['critic/vf_loss'], '.4f')}  explained var {n(m['critic/explained_var'], '.2f'):>5}"
-        f"  {m['perf/tokens_per_second']:>6,.0f} tok/s  eta {eta}" + "".join(f"  {words}" for words in odd)
+        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {eta}" + "".join(f"  {words}" for words in odd)
     )
 
 
-def plot_learning(out_dir):
-    """curves.png from metrics.jsonl: reward and held-out accuracy, entropy and KL, how well values explain returns."""
-    if RANK != 0:
-        return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = common.read_metrics(os.path.join(out_dir, "metrics.jsonl"))
-    figure, panels = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
-    for panel, title, lines in zip(
-        panels,
-        ("reward", "how far the policy has moved", "explained variance of the critic"),
-        (
-            (("reward/mean", "rows of the step", "-"), ("eval/accuracy", "held-out accuracy", "o-")),
-            (("actor/entropy", "entropy", "-"), ("kl/reference", "KL to the reference", "-")),
-            (("critic/explained_var", "rows of the step", "-"),),
-        ),
-        strict=True,
-    ):
-        for name, label, style in lines:
-            points = {row["step"]: row[name] for row in rows if row.get(name) is not None}
-            if points:
-                panel.plot(points.keys(), points.values(), style, label=label)
-        panel.set(title=title, xlabel="step")
-        panel.grid(alpha=0.3)
-        if panel.lines:
-            panel.legend()
-    panels[2].set_ylim(bottom=max(panels[2].get_ylim()[0], -0.5))
-    figure.savefig(os.path.join(out_dir, "curves.png"), dpi=120)
+CURVES = (  # for common.plot_curves
+    ("reward", "linear", (("reward/mean", "rows of the step", "-"), ("eval/accuracy", "held-out accuracy", "o-"))),
+    (
+        "how far the policy has moved", "linear",
+        (("actor/entropy", "entropy", "-"), ("kl/reference", "KL to the reference", "-")),
+    ),
+    ("explained variance of the critic", "linear", (("critic/explained_var", "rows of the step", "-"),)),
+)  # fmt: skip
 
 
 def read_loop_state(folder):
@@ -1613,6 +1605,19 @@ def read_loop_state(folder):
         return {key: state[key] for key in ("step", "kl_coef", "start", "run")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--resume {folder}: not a checkpoint of ppo_loop.py ({common.one_line(error)})") from None
+
+
+def adapted_kl_coef(run, state):
+    """The KL coefficient as it had adapted, unless --kl-coef asks for another one now."""
+    goes_on = run.target_kl and state["run"].get("kl_coef") == run.kl_coef
+    return state["kl_coef"] if goes_on else run.kl_coef
+
+
+def print_resume(run, state):
+    """Says where the run goes on, and which of its own flags have changed since; actor and critic say theirs."""
+    now = json.loads(json.dumps(dataclasses.asdict(run)))  # tuples as lists
+    own = {key: x for key, x in state["run"].items() if key not in ("actor", "critic", "resume")}
+    print0(f"resume     {run.resume}, step {state['step']}{common.changes(own, now)}")
 
 
 def checkpoint_writer(run, step, kl_coef, workers, copy):
@@ -1706,26 +1711,23 @@ def main(run):
     run, task = load_task(run)
     run = common.smaller_budgets(run, task.longest)
     run = common.find_resume(run, run.critic.timeout_minutes)
-    state = read_loop_state(run.resume) if run.resume else {"step": 0, "kl_coef": run.kl_coef}
-    first_step, kl_coef = state["step"], state["kl_coef"] if run.target_kl else run.kl_coef
+    state = read_loop_state(run.resume) if run.resume else {"step": 0, "run": {}}
+    first_step, kl_coef = state["step"], adapted_kl_coef(run, state)
     if run.resume and first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
     device = common.setup_distributed(run.critic.timeout_minutes)
     if run.resume:
-        run = start_from(run, state["start"]) if state["start"] != run.actor.model else run
-        now = json.loads(json.dumps(dataclasses.asdict(run)))  # tuples as lists
-        changed = [f"{key} {x} -> {now[key]}" for key, x in state["run"].items() if now.get(key) != x]
-        changed = [words for words in changed if not words.startswith(("actor ", "critic ", "resume "))]  # they say so
-        print0(f"resume     {run.resume}, step {first_step}" + ", with " * bool(changed) + ", ".join(changed))
+        run = start_from(run, state["start"])
+        print_resume(run, state)
     elif run.prompts is None and run.supervised_steps and run.actor.model in common.TINY:
         run = start_from(run, learn_to_add(run, task.model_config, task.tokenizer, device))
     actor, reference, critic, reward_model, engine = build(run, task, device)
     phases, reward = Phases(run.offload, device), reward_model or task.reward
-    logger = common.Logger(run.out_dir, dataclasses.asdict(run), first_step, run.wandb_project)
+    logger = common.Logger(run, first_step)
     common.listen_for_sigterm()
     start, stuck, batch = time.perf_counter(), 0, None
     for step in common.profiled(run, range(first_step, run.steps + 1)):
-        last, stop = step == run.steps, common.told_to_stop()
+        last, stop, began = step == run.steps, common.told_to_stop(), time.perf_counter()
         if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
             with phases("checkpoint", actor, critic):
                 common.save(run, step, functools.partial(checkpoint_writer, run, step, kl_coef, (actor, critic)))
@@ -1739,7 +1741,7 @@ def main(run):
             if step == first_step or learned or run.offload:  # an engine that has slept may have lost its weights
                 with phases("sync", actor):
                     synced = sync(engine, actor, device)
-            if task.held_out and (step == 0 or last or (run.eval_every and step % run.eval_every == 0)):
+            if task.held_out and common.evaluates(run, step):
                 with phases("evaluation", reward_model):
                     metrics, samples = evaluate(engine, task, run, reward)
                 logger.log(step, metrics)
@@ -1769,35 +1771,29 @@ def main(run):
         if step >= run.critic_warmup:
             with phases("actor", actor):
                 metrics |= actor.update_policy(batch)
-        stuck = stuck + 1 if math.isnan(metrics["critic/grad_norm"]) else 0
-        common.stop_if_stuck(stuck, run, batch, step)
+        stuck = common.count_stuck(stuck, metrics, run, batch, step)
         metrics["kl/coef"] = kl_coef
         kl_coef = common.next_kl_coef(
             kl_coef, metrics["kl/reference"], run.train_batch_size * run.rollout_n, run.target_kl, run.kl_horizon
         )
-
-        if not math.isfinite(metrics.get("critic/values_mean", 0.0)):
-            raise UserError(f"step {step}: values are not finite, the training has diverged; lower --critic.lr")
         if run.dump_rollouts:
             dump(batch, step, run.out_dir)
         if metrics["reward/errors"] + metrics["reward/timeouts"]:
             show_fault(faults)
         metrics |= phases.take()
         metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
-        metrics["perf/tokens_per_second"] = metrics["rollout/tokens"] / metrics["perf/time_step"]
+        metrics["perf/rollout_tokens_per_second"] = metrics["rollout/tokens"] / (time.perf_counter() - began)
         logger.log(step + 1, metrics)
         print0(ppo_line(step + 1, run.steps, metrics))
     with phases("export", actor, critic):
         actor.export_hf(os.path.join(run.out_dir, "hf"), task.tokenizer)
         critic.export_hf(os.path.join(run.out_dir, "critic_hf"))
     logger.close()
-    plot_learning(run.out_dir)
+    common.plot_curves(run.out_dir, CURVES)
     common.write_report(run, task.tokenizer, None, batch)
     print0(phases.line())
-    print0(
-        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, critic_hf, curves.png, metrics.jsonl, "
-        "samples.jsonl, tensorboard"
-    )
+    samples = ["samples.jsonl"] * bool(task.held_out)
+    print0(common.saved_line(run, first_step, "hf", "critic_hf", *samples))
 
 
 if __name__ == "__main__":

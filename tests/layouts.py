@@ -7,6 +7,7 @@ test_layouts.py compares them with a plain float64 loop.
 """
 
 import dataclasses
+import datetime
 import itertools
 import pathlib
 import sys
@@ -19,6 +20,7 @@ import common
 import critic_fsdp
 from common import RANK, WORLD_SIZE
 
+CPU = torch.device("cpu")
 ROWS = {
     "ragged": random_batch(21, seed=1),
     "eleven": random_batch(11, seed=3),  # for megatron_layouts.py
@@ -73,7 +75,7 @@ def main(out, which="qwen2"):
 
     results, some = {}, SOME if which == "models" else ()
     out, names = pathlib.Path(out), MODELS if some else (which,)
-    common.setup_distributed()
+    common.setup_distributed(timeout_minutes=15)
     for name in names if RANK == 0 else ():
         save_model(MODELS[name], out / name)
     dist.barrier()
@@ -82,6 +84,8 @@ def main(out, which="qwen2"):
             continue
         worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=str(out / model), **fields))
         worker.init_model()
+        for group in (*worker.layout.fsdp_mesh.get_all_groups(), worker.layout.dp_group, worker.layout.sp_group):
+            assert group is None or group._get_backend(CPU).options._timeout == datetime.timedelta(minutes=15), name
         worker.critic.peak_lr = 0.0  # every case starts from the same weights: steps do not move them
         worker.critic.config = dataclasses.replace(worker.config, weight_decay=0.0)
 

@@ -477,6 +477,13 @@ def a_gradient_that_is_not_finite_skips_the_step(folder):
         assert_same(shards(worker), shards(fresh), name)
 
 
+def a_padding_token_may_count_from_the_end(folder):
+    """As transformers has it: the last row of the embedding, which rank 1 has."""
+    size = make().vocab_size
+    row = lambda pad: make(override_config=json.dumps({"pad_token_id": pad}), **{TP: 2}).critic.padding_row
+    assert row(-1) == row(size - 1) and (row(-1) is None) == (common.RANK == 0)
+
+
 def spoil(critic, number):
     """Puts the number into the gradient of a weight that only this rank has: of its last expert, or of its last MLP."""
     matrices = [p for p in critic.modules[-1].decoder.layers.parameters() if p.ndim == 2]
@@ -710,7 +717,7 @@ LAUNCHES = [  # ranks and scenarios, in this order: some read what others before
     *((1, f) for f in (heads, bfloat16_learns_alike_on_every_layout, an_automatic_budget_fills_the_memory)),
     *((2, f) for f in (save_and_go_on, resume_and_go_on, resume_in_two_stages, damage_is_refused)),
     *((2, f) for f in (heads, rows_come_back_in_the_callers_order, export, offload_changes_nothing)),
-    (2, an_automatic_budget_fills_the_memory),
+    *((2, f) for f in (an_automatic_budget_fills_the_memory, a_padding_token_may_count_from_the_end)),
     *((2, f) for f in (a_nan_return_skips_its_mini_batch, a_gradient_that_is_not_finite_skips_the_step)),
     *((2, f) for f in (float16_finds_its_loss_scale, float16_is_float32_but_for_rounding)),
     *((2, f) for f in (bfloat16_keeps_master_weights, bfloat16_learns_alike_on_every_layout)),

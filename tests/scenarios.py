@@ -204,7 +204,7 @@ def the_plan_is_what_a_rank_holds():
     for name, fields in LAYOUTS.items():
         worker = make(**fields)
         worker.update_critic(batch.select(range(RANK, 16, WORLD_SIZE)))
-        _, planned = critic_fsdp.plan(worker.config, worker.model_config, batch.lengths, WORLD_SIZE)
+        _, planned, _ = critic_fsdp.plan(worker.config, worker.model_config, batch.lengths, WORLD_SIZE)
         model, optimizer, noted = worker.critic.model, worker.critic.optimizer, {}
         step = optimizer.step
         optimizer.step = lambda step=step, model=model, noted=noted: (

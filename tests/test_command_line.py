@@ -84,6 +84,10 @@ BAD_FLAGS = {
     ),
     "--lr-warmup-steps and --lr-warmup-steps-ratio: give one": Config(lr_warmup_steps=3, lr_warmup_steps_ratio=0.1),
     "--min-lr-ratio 2: must be between 0 and 1": Config(min_lr_ratio=2),
+    "--min-lr-ratio 0.1: is where cosine ends; add --lr-scheduler-type cosine": Config(min_lr_ratio=0.1),
+    "--response-length-limit 9: is what --loss-agg-mode": Config(response_length_limit=9),
+    "--lora-alpha: there are no adapters; add --lora-rank": Config(lora_alpha=2.0),
+    "--lora-target-modules: there are no adapters; add --lora-rank": Config(lora_target_modules=("q_proj",)),
     "--override-config {: must be a JSON object": Config(override_config="{"),
     "--steps 0: must be at least 1": Run(steps=0),
     "--lam 1.5: must be between 0 and 1": Run(lam=1.5),
@@ -100,6 +104,17 @@ def test_impossible_flags_are_named_before_anything_starts(message):
     config = BAD_FLAGS[message]
     with pytest.raises(UserError, match=re.escape(message)):
         critic_fsdp.validate(config, world_size=4) if isinstance(config, Config) else common.validate_run(config)
+
+
+@pytest.mark.parametrize("flag", ["--ppo-max-token-len-per-gpu", "--forward-max-token-len-per-gpu"])
+def test_a_budget_below_the_rows_of_the_toy_is_one_line_too(flag):
+    fields = {flag.removeprefix("--").replace("-", "_"): 5}
+    config = Config(**fields)
+    tokenizer = common.load_tokenizer(config)
+    with pytest.raises(UserError, match=f"^{flag} 5: toy:[0-9]+ has [0-9]+ tokens; give at least"):
+        common.load_rows(
+            Run(critic=config), common.load_model_config(config, tokenizer), tokenizer, critic_fsdp.check_budget
+        )
 
 
 def test_a_bad_row_is_one_line_and_a_non_zero_exit(tmp_path):
@@ -151,7 +166,7 @@ def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
         ),
         "4 ranks, ulysses 2, 2 replicas": (4, ("--ulysses-size", 2, "--fsdp-size", 2)),
     }
-    seen = {}
+    seen, rows = {}, ROOT / "tests" / "rows.jsonl"
     for name, (ranks, flags) in layouts.items():
         out = tmp_path / name.replace(" ", "_")
         flags = (
@@ -170,6 +185,10 @@ def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
             128,
             "--report",
             "none",
+            "--rollouts",
+            rows,
+            "--eval-rollouts",
+            rows,
         )
         if ranks > 1:
             succeeded(torchrun(ranks, SCRIPT, *flags))
@@ -251,13 +270,61 @@ def test_every_pass_takes_every_row_once(n, size, mini, steps, epochs):
     assert max(map(len, rows)) <= size and max(map(len, rows)) - min(map(len, rows)) <= 1
 
 
+@pytest.mark.parametrize(
+    "source, eval_every, left",
+    [
+        ("out/checkpoints/step_2", 2, [0, 1, 2, 4]),  # the evaluation of step 2 is made again
+        ("out/checkpoints/step_2", 5, [0, 1, 2, 2, 4]),  # and here it is not
+        ("elsewhere/checkpoints/step_2", 2, [4]),
+        (None, 2, [4]),
+    ],
+)
+def test_a_folder_holds_one_run(source, eval_every, left, tmp_path):
+    """What a run finds in its out_dir that it does not go on from is put aside, and never mixed with its own."""
+    out = tmp_path / "out"
+    for step in range(1, 5):
+        (out / "checkpoints" / f"step_{step}").mkdir(parents=True)
+        (out / "rollouts").mkdir(exist_ok=True)
+        (out / "rollouts" / f"step_{step}.jsonl").touch()
+    rows = [{"step": n, "eval/auc": 0.5} for n in (0, 2, 4)] + [{"step": n, "critic/lr": 0.1} for n in (1, 2, 3, 4)]
+    common.replace_lines(out / "metrics.jsonl", sorted(rows, key=lambda row: row["step"]))
+    resume = source and str(tmp_path / source)
+    logger = common.Logger(Run(out_dir=str(out), resume=resume, eval_every=eval_every, steps=9), 2 if source else 0)
+    logger.log(4, {"eval/auc": 0.6})
+    logger.close()
+    assert [row["step"] for row in common.read_metrics(out / "metrics.jsonl")] == left
+    kept = [1, 2] if len(left) > 1 else []
+    for name, ending in (("checkpoints", ""), ("rollouts", ".jsonl")):
+        there = lambda folder, ending=ending: {p.name for p in folder.iterdir()} if folder.exists() else set()
+        assert there(out / name) == {f"step_{n}{ending}" for n in kept}
+        assert there(out / f"{name}.old") == {f"step_{n}{ending}" for n in range(1, 5) if n not in kept}
+
+
+def test_updates_that_are_skipped_are_counted_and_end_the_run(tmp_path):
+    run, batch = Run(out_dir=str(tmp_path), max_skipped_updates=3, gamma=0.9), random_batch(4, idle=False)
+    made, skipped = ({"critic/values_mean": 0.1, "critic/grad_norm": norm} for norm in (1.0, math.nan))
+    idle = {"critic/grad_norm": math.nan}  # no row had an action
+    stuck = 0
+    for metrics, expected in ((skipped, 1), (made, 0), (idle, 0), (skipped, 1), (idle, 1), (skipped, 2)):
+        stuck = common.count_stuck(stuck, metrics, run, batch, 6)
+        assert stuck == expected
+    (tmp_path / "checkpoints" / "step_5").mkdir(parents=True)
+    again = f"--gamma 0.9 --lam 1.0 --max-skipped-updates 1 --steps 6 --resume {tmp_path}/checkpoints/step_5 "
+    with pytest.raises(common.UserError, match=f"^step 7: 3 updates in a row were skipped.*{again}"):
+        common.count_stuck(stuck, skipped, run, batch, 6)
+    back = common.read_jsonl(tmp_path / "skipped_rows.jsonl", with_values=True)
+    assert back.values.equal(torch.where(batch.response_mask, batch.values, 0.0))
+    with pytest.raises(common.UserError, match="^step 7: values are not finite.* lower --lr$"):
+        common.count_stuck(0, {**made, "critic/values_mean": math.nan}, run, batch, 6)
+
+
 def test_a_run_is_described_where_it_is_kept(tmp_path):
-    logger = common.Logger(tmp_path, {"flag": 1})
+    logger = common.Logger(Run(out_dir=str(tmp_path), steps=7))
     logger.log(3, {"critic/vf_loss": 0.5, "critic/lr": math.nan})
     logger.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 3, "critic/vf_loss": 0.5, "critic/lr": None}
     kept = json.loads((tmp_path / "run.json").read_text())
-    assert kept["flag"] == 1 and kept["run"]["torch"] == torch.__version__ and kept["run"]["command"]
+    assert kept["steps"] == 7 and kept["run"]["torch"] == torch.__version__ and kept["run"]["command"]
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()

@@ -225,6 +225,10 @@ def test_explained_variance_and_auc_equal_plain_formulas():
     cu = torch.tensor([0, 200], dtype=torch.int32)
     _, rounding = common.gae(torch.zeros(200), values, mask, cu, gamma=0.9, lam=1.0)  # of rewards that are all 0
     assert math.isnan(common.explained_variance(common.moments(values, rounding, mask)))
+    nearly = 1 + 1e-6 * returns  # of 0 and 1 less a tiny penalty, say: the report and the metrics draw one line
+    group = torch.zeros(int(mask.sum()), dtype=torch.int64)
+    assert math.isnan(common.explained_variance(common.moments(values, nearly, mask)))
+    assert common.explained_variance_by(values[mask], nearly[mask], group, 1).isnan().all()
 
     labels, scores = (torch.rand(80, generator=g) < 0.4).float(), torch.randint(0, 9, (80,), generator=g)
     pairs = [(p > n) + 0.5 * (p == n) for p in scores[labels == 1].tolist() for n in scores[labels == 0].tolist()]
@@ -277,6 +281,9 @@ def test_select_split_and_concat_keep_rows_whole():
         ({"response_mask": torch.tensor([1, 1]).bool()}, "row 5: its first token cannot be an action"),
         ({"response_mask": torch.tensor([0, 1])}, "response_mask must be bool"),
         ({"cu_seqlens": torch.tensor([0, 3], dtype=torch.int32)}, "cu_seqlens must rise from 0 to the 2 tokens"),
+        ({"cu_seqlens": torch.tensor([1, 2], dtype=torch.int32)}, "cu_seqlens must rise from 0 to the 2 tokens"),
+        ({"values": torch.zeros(3)}, "values has 3 entries for 2 tokens"),
+        ({"truncated": torch.zeros(2).bool()}, "truncated has 2 entries for 1 rows"),
     ],
 )
 def test_gather_refuses_a_batch_that_is_not_sound(change, fault):

@@ -497,7 +497,7 @@ def test_learning_rate_schedules():
 @pytest.mark.parametrize("poison", [math.nan, 1e30])  # found in the batch; found in the gradient, which overflows
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_that_is_not_finite_is_skipped_counted_and_forgotten(strategy, poison):
-    w, clean = (worker(strategy=strategy, lr_warmup_steps=4, ppo_mini_batch_size=6, shuffle=False) for _ in range(2))
+    w, clean = (worker(strategy=strategy, lr_warmup_steps=9, ppo_mini_batch_size=6, shuffle=False) for _ in range(2))
     good, bad = batch_for(w), batch_for(w)
     in_row_1 = common.row_of_token(bad.cu_seqlens) == 1
     bad.returns = torch.where(bad.response_mask & in_row_1, poison, bad.returns)
@@ -505,7 +505,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_forgotten(strategy, po
         one.update_critic(good)
     before = full_weights(w.critic)
     metrics = w.update_critic(bad.select(range(6)))
-    assert metrics["critic/skipped_steps"] == 1 and math.isnan(metrics["critic/grad_norm"])
+    assert metrics["critic/skipped_steps"] == 1 and math.isnan(metrics["critic/grad_norm"] + metrics["critic/lr"])
     assert all(torch.equal(x, before[n]) for n, x in full_weights(w.critic).items())
     metrics = w.update_critic(bad)  # two mini-batches: the second one is sound
     assert metrics["critic/skipped_steps"] == 1 and math.isfinite(metrics["critic/grad_norm"])
@@ -513,6 +513,8 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_forgotten(strategy, po
     assert w.critic.optimizer_steps == clean.critic.optimizer_steps == 3  # the schedule did not advance
     for n, x in full_weights(clean.critic).items():
         assert torch.equal(x, full_weights(w.critic)[n]), n
+    good.row_id = bad.row_id = 11 - good.row_id  # now the second one is not
+    assert w.update_critic(bad)["critic/lr"] == w.critic.optimizer.param_groups[0]["lr"] == w.critic.peak_lr * 4 / 9
 
 
 def test_a_mini_batch_without_an_action_makes_no_step():
@@ -638,7 +640,7 @@ def test_an_automatic_budget_fills_the_memory_and_changes_no_update(fields, caps
 
 def test_an_automatic_budget_names_the_row_that_does_not_fit():
     w = worker(**AUTO | {"memory_limit_gib": 0.002})
-    with pytest.raises(UserError, match="auto: rows.jsonl:9 has 40 tokens, too many for the memory; add --gradient-"):
+    with pytest.raises(UserError, match="auto: rows.jsonl:9 takes 40 tokens, too many for the memory; add --gradient-"):
         w.find_budget(40, "rows.jsonl:9")
     assert w.config.ppo_max_token_len_per_gpu == "auto"
 
@@ -732,6 +734,28 @@ def test_a_plan_is_printed_as_equations_that_hold(capsys, tmp_path):
     sizes = [float(line.split()[1]) for line in lines[1:-2]]
     together = float(next(line for line in lines if line.startswith("together")).split()[1])
     assert together == pytest.approx(sum(sizes), abs=0.5) and not list(tmp_path.iterdir())
+    offloaded = Config(**flags, offload_policy=True)
+    critic_fsdp.main(critic_fsdp.Run(critic=offloaded, plan=8, out_dir=str(tmp_path)))
+    there = capsys.readouterr().out.splitlines()
+    assert there[1:4] == [f"{line}, on the host" for line in lines[1:4]] and there[4:-2] == lines[4:-2]
+    less = sum(sizes) - sum(float(line.split()[1]) for line in there[4:-2])
+    assert float(there[-2].split()[1]) == pytest.approx(together - less, abs=0.5) and less > 0.3
+
+
+def a_plan(layers, **fields):
+    """name -> bytes of the plan of one rank, of a tiny-qwen2 of so many layers."""
+    config = Config(override_config=json.dumps({"num_hidden_layers": layers}), **fields)
+    tokenizer = common.load_tokenizer(config)
+    _, parts, _ = critic_fsdp.plan(config, common.load_model_config(config, tokenizer), [50] * 8, 1)
+    return {name: size for name, (size, _) in parts.items()}
+
+
+def test_a_plan_knows_which_layers_are_gathered_and_computed_again():
+    one, two, four = (a_plan(n)["gathered"] for n in (1, 2, 4))
+    assert 0 < two - one == a_plan(2)["unreduced"] and four == two  # the root and two layers at most, in float32
+    assert "gathered" not in a_plan(2, strategy="none") and a_plan(2, strategy="none", param_dtype="bfloat16")["cast"]
+    again = lambda **fields: a_plan(4, gradient_checkpointing=True, **fields)["activations"]
+    assert again(freeze_layers=3) == pytest.approx(again(), rel=0.35)  # whichever trains, one is computed again
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import random_batch
+from helpers import random_batch, succeeded, torchrun
 
 import common
 import critic_megatron
@@ -33,9 +33,12 @@ def test_1_a_value_is_read_before_its_action():
 
 
 def test_2_with_lambda_1_the_returns_do_not_depend_on_the_critic():
-    """For which lambda do the returns not depend on the critic? For 1: they are then the sum of the rewards to come.
+    """For which lambda do the returns not depend on the critic (of rows that were not cut off)?
 
-    For 0 they are one reward and what the critic says of the rest.
+    For 1: they are then the sum of the rewards to come.
+
+    For 0 they are one reward and what the critic says of the rest. Of a row that was cut off, --bootstrap-truncated
+    asks the critic for what is missing, whatever lambda is.
     """
     mask, cu = torch.tensor([0, 1, 1, 1]).bool(), torch.tensor([0, 4], dtype=torch.int32)
     rewards, values = torch.tensor([0.0, 1.0, 2.0, 4.0]), torch.tensor([0.0, 0.5, -3.0, 0.25])
@@ -62,9 +65,11 @@ def test_3_a_mean_of_means_depends_on_the_cut():
 
 
 def test_4_a_huber_loss(monkeypatch):
-    """Give the critic a Huber loss: far outliers then pull no harder than near ones.
+    """Put a Huber loss in place of the squares of value_loss, without the clipping. What keeps every layout at one
+    update?
 
-    Seven lines in place of common.value_loss, and every layout still makes the same update, for weights_T are the same.
+    weights_T does, which come from counts of the whole mini-batch: the loss stays a weighted sum over tokens. Far
+    outliers now pull no harder than near ones. (With clipping the loss would be the larger one of two Huber losses.)
     """
 
     def huber_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, *_, delta=1.0):
@@ -85,11 +90,12 @@ def test_4_a_huber_loss(monkeypatch):
 
 
 def test_5_adamw_does_not_see_the_size_of_a_gradient():
-    """Delete `* WORLD_SIZE`: why does AdamW hardly notice, and what does?
+    """Delete `* WORLD_SIZE` in forward_backward and run two ranks: the norm halves, the first losses stay. Which two
+    things hide it, and when would they not?
 
-    AdamW divides the mean of the gradients by the root of their mean square: a factor cancels, but for its epsilon. The
-    norm notices, and with it the metric critic/grad_norm and --grad-clip: a run on 4 ranks would clip at 4 times the
-    norm, and so learn otherwise than a run on one. The tests of the layouts compare gradients for that reason.
+    AdamW divides the mean of the gradients by the root of their mean square: a factor cancels, but for its epsilon. And
+    --grad-clip makes all norms above it one. The metric critic/grad_norm shows it, and where a norm falls below
+    --grad-clip by it, two ranks learn otherwise than one. So the tests of layouts compare gradients before clipping.
     """
     gradient, stepped = torch.tensor([0.3, -0.01, 2.0]), []
     for ranks in (1, 4):
@@ -100,20 +106,42 @@ def test_5_adamw_does_not_see_the_size_of_a_gradient():
         stepped.append(p.detach().clone())
         assert float(p.grad.norm()) == pytest.approx(float(gradient.norm()) / ranks)
     torch.testing.assert_close(*stepped, rtol=1e-5, atol=1e-6)
+    clipped = []
+    for gradient_of_ranks in (gradient, gradient / 4, gradient / 40):
+        p.grad = gradient_of_ranks.clone()
+        torch.nn.utils.clip_grad_norm_([p], 0.2)
+        clipped.append(p.grad)
+    torch.testing.assert_close(clipped[0], clipped[1])  # both norms are above 0.2
+    assert float(clipped[2].norm()) < 0.06  # and this one is not
 
 
-def test_6_ulysses_trades_tokens_for_heads():
+ULYSSES = """
+import torch, torch.distributed as dist
+import common
+
+def main():
+    common.setup_distributed()
+    group, rank = dist.group.WORLD, common.RANK
+    x = torch.arange(4 * 10 * 3.0).view(1, 4, 10, 3)  # (1, H, T, D)
+    mine = x.chunk(2, 2)[rank]
+    heads = common.SequenceToHeads.apply(mine, group)
+    assert mine.shape == (1, 4, 5, 3) and heads.shape == (1, 2, 10, 3) and heads.equal(x.chunk(2, 1)[rank])
+    assert common.HeadsToSequence.apply(heads, group).equal(mine)
+    assert common.GatherSlices.apply(mine[0, 0, :, 0], group).equal(x[0, 0, :, 0])
+
+common.run(main)
+"""
+
+
+def test_6_ulysses_trades_tokens_for_heads(tmp_path):
     """One row of ten tokens, two Ulysses ranks, four heads: who computes what, where?
 
     Each rank has five tokens of the row and all heads in norms, projections and MLPs; inside the attention function
     two heads of all ten tokens: an all-to-all before, another after. GatherSlices then gives the ten values to both,
-    and both compute the same loss. Tried with both ranks' parts at hand.
+    and both compute the same loss.
     """
-    x_HTD = torch.arange(4 * 10 * 3, dtype=torch.float32).view(4, 10, 3)
-    slices = x_HTD.chunk(2, 1)
-    heads = [torch.cat([part.chunk(2, 0)[rank] for part in slices], 1) for rank in (0, 1)]
-    assert [tuple(x.shape) for x in slices] == [(4, 5, 3)] * 2 and [tuple(x.shape) for x in heads] == [(2, 10, 3)] * 2
-    assert torch.equal(torch.cat(heads), x_HTD)
+    (tmp_path / "ulysses.py").write_text(ULYSSES)
+    succeeded(torchrun(2, tmp_path / "ulysses.py"))
 
 
 def test_7_context_parallel_ranks_have_a_piece_of_either_end():

@@ -750,6 +750,14 @@ def test_a_reward_models_scores_are_transformers_own(same_tokens, tmp_path):
             assert score == pytest.approx(model(input_ids=torch.tensor([ids])).logits.item(), abs=1e-5)
     assert max(scores) - min(scores) > 0.1
     assert ppo_loop.score(run, ours, prompts, texts, batch, [""] * 4) == (scores, [""] * 4)
+    if not same_tokens:  # a text that is longer in the other tokens
+        with pytest.raises(
+            UserError, match=f"--reward-model, .*: --actor.ppo-max-token-len-per-gpu {longest + 1}: row 2"
+        ):
+            ours.scores(prompts, ["3", "world", "y" * (longest + 1), ""], batch)
+    ours.worker.critic.model.score.bias.data.fill_(math.nan)  # a model that has no score is a fault of its rows
+    scores, faults = ppo_loop.score(run, ours, prompts, texts, batch, ["late", "", "", ""])
+    assert scores == [0.0] * 4 and faults == ["late"] + ["the reward must be a finite number, is nan"] * 3
 
 
 def reversed_characters():
@@ -897,7 +905,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, capsys):
         ("null", "a row is a JSON object, this is a NoneType"),
         ({"question": "x", "a": 1}, "has no 'prompt', only a, question; see --prompt-key"),
         ({"prompt": None}, "has no 'prompt'"),
-        ({"prompt": 5}, "messages must be a list"),
+        ({"prompt": 5}, "'prompt' must be text or a list of chat messages, not 5"),
         ({"prompt": []}, "messages must be a list"),
         ({"prompt": [{"content": "x"}]}, "messages must be a list"),
         ({"prompt": [{"role": "user", "content": "x"}]}, "does not fit the tokenizer's chat template"),  # it has none
@@ -912,7 +920,7 @@ def test_a_bad_prompt_is_named_by_file_and_line_or_left_out(row, words, tmp_path
         prompts_of(tmp_path, *rows)
     assert "--skip-bad-rows" in str(caught.value) and "\n" not in str(caught.value)
     assert [p.text for p in prompts_of(tmp_path, *rows, skip_bad_rows=True)] == ["good", "too"]
-    assert "left out 1 bad rows of 3, the first in line 4" in capsys.readouterr().out
+    assert "left out 1 bad rows of 3\n  line 4: " in capsys.readouterr().out
     with pytest.raises(UserError, match=r"jsonl:4: .*, and 1 more bad rows"):
         prompts_of(tmp_path, *rows, row)
 
@@ -922,8 +930,6 @@ def test_prompts_that_are_nowhere_are_named(tmp_path):
     for source in ("none.jsonl", str(tmp_path), "openai/gsm8k"):
         with pytest.raises(UserError, match=f"--eval-prompts {source}: no such file .a hub dataset is given as"):
             ppo_loop.load_prompts(source, "--eval-prompts", run, tokenizer)
-    with pytest.raises(UserError, match="--actor.tokenizer: tiny-qwen2 has none"):
-        ppo_loop.load_prompts("none.jsonl", "--prompts", run, None)
 
 
 @needs_shared
@@ -969,6 +975,15 @@ def test_each_critic_brings_its_own_flags(capsys):
     assert "--critic" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_help_explains_every_flag(backend, capsys):
+    with pytest.raises(SystemExit):
+        ppo_loop.parse(["--critic", backend, "--help"])
+    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+    after = [(flag, words) for flag, words in zip(lines, lines[1:], strict=False) if flag.startswith("--")]
+    assert len(after) > 120 and not (mute := [flag for flag, words in after if words.startswith("(default")]), mute
+
+
 def up_to_the_models(args, longest=20):
     """What main() checks before there is a process group."""
     run = ppo_loop.parse(args)
@@ -992,6 +1007,7 @@ BAD_FLAGS = {
     "--reward-timeout inf": "--reward-timeout inf: must be above 0 and finite",
     "--lam-policy 0.5 --length-adaptive-alpha 0.1": "--lam-policy and --length-adaptive-alpha: give one",
     "--target-kl 0.1": "--target-kl 0.1: adapts --kl-coef, which is 0",
+    "--kl-coef 1 --target-kl 0.1 --kl-horizon 255": "--kl-horizon 255: must be at least the 256 rows of a step",
     "--eval-prompts x.jsonl": "--eval-prompts x.jsonl: goes with --prompts",
     "--prompts x.jsonl": "--reward: is needed with --prompts",
     "--prompts x.jsonl --reward gsm8k --reward-model rm": "--reward and --reward-model: give one",
@@ -1027,6 +1043,8 @@ BAD_FLAGS = {
     "--critic.ppo-max-token-len-per-gpu 19": "--critic.ppo-max-token-len-per-gpu 19: the longest prompt with its",
     "--critic.forward-max-token-len-per-gpu 19": "--critic.forward-max-token-len-per-gpu 19: the longest prompt",
     '--critic.model tiny-gpt2 --critic.override-config {"vocab_size":50}': "--critic.model tiny-gpt2: knows 50 tokens",
+    "--critic.value-head hl_gauss": "--critic.value-range: hl_gauss needs it",
+    '--critic.model tiny-gpt2 --critic.override-config {"n_positions":19}': "--critic.model tiny-gpt2: takes 19 tokens",
     "--critic megatron --critic.tensor-model-parallel-size 3": "--critic.tensor-model-parallel-size 3: ",
     "--critic megatron --critic.ppo-mini-batch-size 0": "--critic.ppo-mini-batch-size 0: must be above 0",
 }
@@ -1047,6 +1065,14 @@ def test_a_bad_flag_is_one_line_that_names_it(flags, tmp_path):
     assert str(caught.value).startswith(BAD_FLAGS[flags]) and "\n" not in str(caught.value)
 
 
+def test_a_resumed_run_goes_on_with_the_kl_coef_it_had_adapted_unless_told(tmp_path):
+    run, state = a_run(kl_coef=0.01, target_kl=0.1), {"kl_coef": 0.02, "run": {"kl_coef": 0.01}}
+    assert ppo_loop.adapted_kl_coef(run, state) == 0.02
+    assert ppo_loop.adapted_kl_coef(dataclasses.replace(run, target_kl=0.2), state) == 0.02
+    assert ppo_loop.adapted_kl_coef(dataclasses.replace(run, kl_coef=0.03), state) == 0.03
+    assert ppo_loop.adapted_kl_coef(dataclasses.replace(run, target_kl=None), state) == 0.01
+
+
 def test_flags_that_can_work_are_taken(tmp_path):
     for backend in ("fsdp", "megatron"):
         up_to_the_models(["--critic", backend, "--out-dir", str(tmp_path), "--kl-coef", "0.1", "--target-kl", "0.1"])
@@ -1056,6 +1082,20 @@ def test_flags_that_can_work_are_taken(tmp_path):
 def test_an_actor_that_cannot_be_built_is_named_by_its_flag():
     with pytest.raises(UserError, match="--actor.model tiny-qwen2.5-vl: "):
         policy("tiny-qwen2.5-vl", override_config="{}")
+
+
+def test_an_actor_whose_tokens_see_later_ones_is_named_by_its_flag(tmp_path):
+    transformers.BertConfig(
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        tie_word_embeddings=False,
+    ).save_pretrained(tmp_path)
+    w = policy(str(tmp_path), from_scratch=True, override_config="{}")
+    with pytest.raises(UserError, match=f"^--actor.model {tmp_path}: BertSelfAttention asks for more than causal"):
+        w.compute_log_probs(batch_to_learn(w))
 
 
 def test_settled_the_critic_is_like_the_actor_unless_told(tmp_path):
@@ -1227,6 +1267,7 @@ def test_a_checkpoint_restores_every_bit_and_the_next_update(kind, tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     policy().save_checkpoint(tmp_path / "c")
+    policy(override_config='{"initializer_range": 0.5}').load_checkpoint(tmp_path / "c")  # of weights, which are there
     with pytest.raises(UserError, match=f"--resume {tmp_path}/c: is of another model: "):
         policy(override_config='{"num_hidden_layers": 1}').load_checkpoint(tmp_path / "c")
     (tmp_path / "c" / "trainer.json").unlink()

@@ -68,7 +68,7 @@ config = {module}.Config(timeout_minutes=0.1, **layout)
 run = {module}.Run(critic=config, rollouts={rows!r}, steps=9, eval_every=0, out_dir={out!r})
 common.run(lambda: {module}.main(run))
 """
-LOST = "error: another rank has died, or hung for --timeout-minutes"
+LOST = "error: another rank has died, or hung until the time-out"
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,17 @@ def test_a_frozen_tower_stays_as_it_is_and_has_no_optimizer_state(strategy, tmp_
     assert torch.equal(again.compute_values(ROWS), expected)
 
 
+def test_what_is_frozen_has_no_adapters_and_what_is_not_trains():
+    w = worker(model="tiny-qwen3-vl", freeze_vision_tower=True, lora_rank=2)
+    trains = {n for n, p in w.critic.model.named_parameters() if p.requires_grad}
+    assert trains and not any(
+        ".visual." in n for n in trains | {n for n, _ in w.critic.model.named_parameters() if "lora" in n}
+    )
+    w = worker(model="tiny-qwen3-vl", freeze_layers=1)
+    still = {n for n, p in w.critic.model.named_parameters() if not p.requires_grad}
+    assert still and not any(".visual." in n for n in still)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_an_exported_folder_gives_the_same_values(name, folders, rollouts, tmp_path):
     w = worker(model=str(folders[name]))

@@ -5,11 +5,14 @@
 Several engines may live in one process, as long as none is deleted.
 """
 
+import contextlib
 import ctypes
+import io
 import json
 import os
 import pathlib
 import random
+import re
 import signal
 import sys
 import warnings
@@ -375,18 +378,17 @@ def golden_runs_agree(folder):
 
 
 def goes_on(folder):
-    """2 steps and 2 more from their checkpoint are the 4, and so are 4 with --offload, bit for bit."""
-    halves, whole, flags = folder / "halves", folder / "vllm 1", GOLDEN["vllm 1"][1]
-    ppo_scenarios.toy(folder, halves.name, *flags, "--steps", "2")
-    ppo_scenarios.toy(folder, halves.name, *flags, "--resume", str(halves / "checkpoints" / "step_2"))
-    ppo_scenarios.assert_same_run(halves, whole, "resumed")
+    """2 more steps from a checkpoint are those of the whole run, and so are 4 with --offload, bit for bit."""
+    out, whole, flags = folder / "gone on", folder / "vllm 1", GOLDEN["vllm 1"][1]
+    ppo_scenarios.toy(folder, out.name, *flags, "--resume", str(whole / "checkpoints" / "step_2"))
+    ppo_scenarios.assert_same_run(whole, out, "resumed")
     ppo_scenarios.toy(folder, "offloaded", *flags, "--offload")
     ppo_scenarios.assert_same_run(folder / "offloaded", whole, "offloaded")
 
 
 def learns(folder, name):
     """Twelve steps of the built-in task, all else as by default."""
-    ppo_loop.plot_learning = common.write_report = lambda *_: None
+    common.plot_curves = common.write_report = lambda *_: None
     actor = str(folder / "actor")
     ppo_scenarios.ppo(
         folder / f"learns {name}", "--steps", "12", "--supervised-steps", "0", "--actor.model", actor, *LEARN[name][1]
@@ -394,7 +396,7 @@ def learns(folder, name):
 
 
 def learns_as_well(folder):
-    """As well as with --rollout hf, on one rank and on two, which draw the same numbers.
+    """As well as with --rollout hf; golden runs agree on one rank and two.
 
     Measured: 0.18 -> 0.42 with both for seed 0; for seeds 1 and 2 0.16 -> 0.39, 0.15 -> 0.43 with hf, and 0.47, 0.41
     with vllm.
@@ -411,7 +413,17 @@ def learns_as_well(folder):
         assert abs(ours_before - before) < 0.01 and abs(ours_after - after) < 0.12, accuracy
 
 
-LEARN = {"hf": (2, ()), "vllm 1": (1, VLLM), "vllm 2": (2, VLLM)}
+LEARN = {"hf": (2, ()), "vllm 1": (1, VLLM)}
+
+
+def benchmark(folder):
+    """bench_rollout.py, on less work."""
+    import bench_rollout
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        bench_rollout.bench(size=("10m",), rows=4, new=4, rounds=1)
+    assert re.search(r"  vllm / transformers: [\d.]+ by wall time, [\d.]+ by CPU time\n$", said.getvalue())
+
 
 LAUNCHES = [  # name -> ranks, function, its arguments; in this order: some read what others before them leave
     ("the process is as it was", 2, the_process_is_as_it_was, ()),
@@ -425,6 +437,7 @@ LAUNCHES = [  # name -> ranks, function, its arguments; in this order: some read
     ("soak", 1, soak, (50,)),
     ("soak of two ranks", 2, soak, (5,)),
     ("errors", 1, errors, ()),
+    ("benchmark", 1, benchmark, ()),
     ("start", 1, ppo_scenarios.start, VLLM),
     *((f"golden {name}", ranks, golden, (name,)) for name, (ranks, _) in GOLDEN.items()),
     ("golden runs agree", 1, golden_runs_agree, ()),
