@@ -71,7 +71,6 @@ MODELS = [  # a mixture of experts is the first: vLLM makes the groups of the fi
     ("tiny-qwen2", {}),
     ("tiny-qwen2", {"tie_word_embeddings": True}),
     ("tiny-qwen3", {}),
-    ("tiny-qwen3", {"tie_word_embeddings": True}),
     ("tiny-llama", {}),
     ("tiny-mistral", {"sliding_window": 50}),
     ("tiny-gemma2", {"sliding_window": 50}),
@@ -387,12 +386,13 @@ def goes_on(folder):
 
 
 def learns(folder, name):
-    """Twelve steps of the built-in task, all else as by default."""
+    """Twelve steps of the built-in task, all else as by default but the seed, which is 0 in the README's own run."""
     common.plot_curves = common.write_report = lambda *_: None
     actor = str(folder / "actor")
     ppo_scenarios.ppo(
-        folder / f"learns {name}", "--steps", "12", "--supervised-steps", "0", "--actor.model", actor, *LEARN[name][1]
-    )
+        folder / f"learns {name}", "--steps", "12", "--seed", "1", "--supervised-steps", "0", "--actor.model", actor,
+        *LEARN[name][1],
+    )  # fmt: skip
 
 
 def learns_as_well(folder):
@@ -409,6 +409,7 @@ def learns_as_well(folder):
         assert len(diffs) == 12 and max(diffs) < 1e-5, diffs
     print(accuracy)
     (before, after), *others = accuracy.values()
+    assert 0.1 < before < after - 0.15, accuracy
     for ours_before, ours_after in others:
         assert abs(ours_before - before) < 0.01 and abs(ours_after - after) < 0.12, accuracy
 
@@ -434,7 +435,7 @@ LAUNCHES = [  # name -> ranks, function, its arguments; in this order: some read
     ("on two ranks that share an engine", 2, on_ranks, (2,)),
     ("samples", 1, samples, ()),
     ("sleeps", 1, sleeps, ()),
-    ("soak", 1, soak, (50,)),
+    ("soak", 1, soak, (25,)),
     ("soak of two ranks", 2, soak, (5,)),
     ("errors", 1, errors, ()),
     ("benchmark", 1, benchmark, ()),
