@@ -95,7 +95,10 @@ def one_of(numbers):
 
 def one_line(error):
     """An exception as a line to quote: its kind and text, without line breaks, not too long."""
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # of a user's own kind
+        text = ""
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
@@ -768,7 +771,9 @@ def _finish_row(row, vocab_size, max_length, with_values):
     response = row["response"] + row["close"] * (row["response"][-1:] != row["close"])
     ids, before = row["prompt"] + response, len(row["prompt"])
     if len(ids) > max_length:
-        raise UserError(f"{len(ids)} tokens, longer than the model's maximum of {max_length}")
+        raise UserError(
+            f"{len(ids)} tokens, longer than the model's max_position_embeddings, {max_length} (--override-config)"
+        )
     for i in ids:
         if not 0 <= i < vocab_size:
             raise UserError(f"token id {i} is outside the model's vocabulary of {vocab_size}")
@@ -1321,7 +1326,8 @@ def pack_row(lengths, device, kernel="auto", key_lengths=None):
         else:
             runs.append((q, n, k, m, 1))
         q, k = q + n, k + m
-    cu_q, cu_k = (cumulative(torch.tensor(x)).to(device, non_blocking=True) for x in (lengths, keys))
+    cu_q = cumulative(torch.tensor(lengths)).to(device, non_blocking=True)
+    cu_k = cu_q if keys == lengths else cumulative(torch.tensor(keys)).to(device, non_blocking=True)
     return Row(runs, cu_q, cu_k, max(lengths), max(keys), kernel)
 
 
@@ -1563,7 +1569,8 @@ def slice_row(decoder, args, kwargs):
 
 
 def influence(forward, vocab_size, n):
-    """How far tokens reach where they must not, relative to the size of the hidden states: 0.0 in a sound model.
+    """How far tokens reach where they must not, relative to the size of the hidden states: 0.0 in a sound model, inf in
+    one whose hidden states are not finite.
 
     forward(ids_T, lengths) -> (T, D) of two sequences of n tokens. The second half of the first one changes: neither
     the tokens before it may notice (they are causal) nor the other sequence. A model with state that runs through a
@@ -1574,7 +1581,8 @@ def influence(forward, vocab_size, n):
     changed_T[n // 2 : n] = (ids_T[n // 2 : n] + vocab_size // 2) % vocab_size
     others_T[n // 2 : n] = False
     before_TD, after_TD = (forward(x_T, [n, n]).cpu()[others_T].float() for x_T in (ids_T, changed_T))
-    return relative_error(after_TD, before_TD)
+    error = relative_error(after_TD, before_TD)
+    return error if math.isfinite(error) else math.inf
 
 
 def packing_problem(backbone, flops):
@@ -1696,7 +1704,7 @@ class Logger:
         out_dir = run.out_dir
         os.makedirs(out_dir, exist_ok=True)
         own, source = os.path.realpath(os.path.join(out_dir, "checkpoints")), os.path.realpath(run.resume or "")
-        if os.path.dirname(source) not in (own, f"{own}.old"):
+        if os.path.dirname(source) != own:
             first_step = 0  # as far as these files go
         put_aside(out_dir, first_step)
         settings = {**dataclasses.asdict(run), "run": describe_run()}
@@ -2862,9 +2870,10 @@ def newest_checkpoint(out_dir):
     return None
 
 
-def smaller_budgets(run, longest):
+def smaller_budgets(run, **least):
     """run, or with --resume auto and what a run before it noted when memory ran out: the same with its budgets halved
-    as many times as that has happened with these flags, though not below the longest row. No update depends on them."""
+    as many times as that has happened with these flags. No update depends on them. least: the smallest token budgets
+    of run.actor and run.critic that take the longest row."""
     path, given = os.path.join(run.out_dir, "out_of_memory.json"), {}
     for part, config in {"": run, **vars(run)}.items():
         for name in BUDGETS if dataclasses.is_dataclass(config) else ():
@@ -2889,8 +2898,8 @@ def smaller_budgets(run, longest):
     OUT_OF_MEMORY[:] = [note]
     for key, x in given.items() if HALVINGS[0] else ():
         part, name = key.split(".")
-        least = min(x, longest) if isinstance(x, int) and "token" in name else 1
-        smaller = max(x >> HALVINGS[0], least) if x != "auto" else "auto"  # there find_budget halves what it finds
+        smallest = min(x, least[part]) if isinstance(x, int) and "token" in name else 1
+        smaller = max(x >> HALVINGS[0], smallest) if x != "auto" else "auto"  # there find_budget halves what it finds
         config = dataclasses.replace(getattr(run, part) if part else run, **{name: smaller})
         run = dataclasses.replace(run, **{part: config}) if part else config
         flag = (f"{part}." if part and hasattr(run, "actor") else "") + name.replace("_", "-")
@@ -2910,6 +2919,12 @@ def find_resume(run, timeout_minutes):
         run = dataclasses.replace(run, resume=newest_checkpoint(run.out_dir))
         if run.resume is None:
             print0(f"resume     auto: {run.out_dir} has no checkpoint to go on from, so this is a start")
+    if run.resume and os.path.dirname(os.path.realpath(run.resume)) == os.path.realpath(
+        f"{run.out_dir}/checkpoints.old"
+    ):
+        raise UserError(
+            f"--resume {run.resume}: was set aside for what is in {run.out_dir} now; give another --out-dir"
+        )
     return run
 
 
@@ -2925,6 +2940,7 @@ def put_aside(out_dir, first_step):
         if not first_step and os.path.isdir(folder):
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(folder, aside)
+            print0(f"set aside  {folder} of an earlier run: {aside} has them until the next start without --resume")
         for name in os.listdir(folder) if os.path.isdir(folder) else ():
             if (step := re.match(r"step_(\d+)", name)) and int(step[1]) > first_step:
                 shutil.rmtree(os.path.join(aside, name), ignore_errors=True)
@@ -3429,6 +3445,9 @@ def with_images(backbone, ids_T, lengths, images):
 
 def check_rows(batch, model_config, image_processor=None):
     """ValueError naming the first row with tokens or images that the model cannot read, or unfitting placeholders."""
+    tokens, where = longest_row(batch) if len(batch) else (0, "")
+    if tokens > max_length(model_config):
+        raise ValueError(f"{where}: {tokens} tokens, longer than max_position_embeddings, {max_length(model_config)}")
     vocab_size, rows = model_config.get_text_config().vocab_size, batch.multi_modal_inputs
     odd = ((batch.input_ids < 0) | (batch.input_ids >= vocab_size)).nonzero().flatten()
     if len(odd):

@@ -83,8 +83,7 @@ class Config:
     ppo_epochs: int = 1  # passes over the rows of one update
     ppo_mini_batch_size: int = 256  # rows of one optimizer step, global: over all ranks
     shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
-    ppo_max_token_len_per_gpu: int | Literal["auto"] = 16384  # most tokens of a training micro-batch, per rank: a hard
-    # cap (auto: as many as the memory holds, which a probe measures)
+    ppo_max_token_len_per_gpu: int | Literal["auto"] = 16384  # most tokens of a rank in a micro-batch (auto: what fits)
     memory_limit_gib: float | None = None  # of a rank, for auto (None: what is free on the device; a CPU needs it)
     forward_max_token_len_per_gpu: int | None = None  # the same for compute_values (None: as in training)
     ppo_micro_batch_size_per_gpu: int | None = None  # rows of a training micro-batch, in place of the token cap
@@ -377,6 +376,7 @@ def shard_fsdp2(model, config, layout):
         fully_shard(block, mp_policy=policy, **options)
     fully_shard(model.score, mp_policy=head_policy, **options)
     fully_shard(model, mp_policy=policy, **options)
+    model.set_reduce_scatter_unused_params(True)  # an expert may have seen no token here, but some on another rank
     for block, following in zip(blocks, blocks[1:], strict=False) if config.forward_prefetch else ():
         block.set_modules_to_forward_prefetch([following])
     model.to_empty(device="cpu" if config.offload_policy else layout.device)
@@ -440,6 +440,11 @@ def sequence_ranks(config):
     return config.ulysses_size
 
 
+def least_budget(config, tokens):
+    """The smallest budget of a rank that takes a row of so many tokens."""
+    return math.ceil(tokens / sequence_ranks(config))
+
+
 def training_limits(config):
     """(most tokens, rows) of a training micro-batch of the ranks that share it; rows, if given, decide alone."""
     tokens, rows = config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu
@@ -456,13 +461,12 @@ def forward_limits(config):
 
 def check_budget(config, batch, training, path=None):
     """UserError naming the longest row if no micro-batch can hold it. path: the file that the rows come from."""
-    needed = max(batch.lengths, default=0)
+    least = least_budget(config, max(batch.lengths, default=0))
     tokens, rows = training_limits(config) if training else forward_limits(config)
-    if rows is None and needed > tokens:
+    if rows is None and least * sequence_ranks(config) > tokens:
         flag = "forward" if not training and config.forward_max_token_len_per_gpu else "ppo"
         longest, where = common.longest_row(batch, path)
         given = getattr(config, f"{flag}_max_token_len_per_gpu")
-        least = math.ceil(needed / sequence_ranks(config))
         raise UserError(f"--{flag}-max-token-len-per-gpu {given}: {where} has {longest} tokens; give at least {least}")
 
 
@@ -706,13 +710,12 @@ class DataParallelPPOCritic:
     def optimizer_step(self):
         """Clips and steps -> gradient norm before clipping. A norm that is not finite skips the step, on all ranks."""
         parameters = self.optimizer.param_groups[0]["params"]
-        if self.config.strategy == "none" and WORLD_SIZE > 1:
-            gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-            for p, gradient in zip(parameters, gradients, strict=True):
-                p.grad = gradient  # an expert may have seen no token here, but some on another rank
-            for work in [dist.all_reduce(g, async_op=True) for g in gradients]:
+        if self.config.strategy == "none":
+            for p in parameters:  # an expert may have seen no token here, but some on another rank
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            for work in [dist.all_reduce(p.grad, async_op=True) for p in parameters if WORLD_SIZE > 1]:
                 work.wait()
-            torch._foreach_div_(gradients, WORLD_SIZE)
+            torch._foreach_div_([p.grad for p in parameters], WORLD_SIZE)
         if self.config.strategy == "fsdp1":
             norm = self.model.clip_grad_norm_(self.config.grad_clip)
         else:
@@ -749,8 +752,9 @@ class CriticWorker:
         validate_for_model(config, self.model_config)
         self.device = common.setup_distributed(config.timeout_minutes)
         half = compute_dtype(config, self.device) != torch.float32
-        if config.strategy == "fsdp1" and config.defer_grad_sync and half:
-            raise UserError("--defer-grad-sync: fsdp1 would add gradients up in bfloat16; use --strategy fsdp2")
+        adds_in_half = {"fsdp1": half, "fsdp2": config.reduce_dtype == "bfloat16"}.get(config.strategy)
+        if config.defer_grad_sync and adds_in_half:
+            raise UserError("--defer-grad-sync: would add gradients up in bfloat16; use fsdp2, --reduce-dtype float32")
         self.layout = make_layout(config, self.device)
         self.parked = False  # whether the critic is off the device
 
@@ -760,7 +764,7 @@ class CriticWorker:
         config, layout = self.config, self.layout
         model, flops, size, story = build_value_model(config, self.model_config, layout)
         self.critic = DataParallelPPOCritic(config, model, flops, layout, self.image_processor)
-        torch.manual_seed(config.seed)  # random weights were drawn, on rank 0 alone
+        torch.manual_seed(config.seed)  # random weights were drawn
         print0(f"model      {config.model} ({self.model_config.model_type}), {size}: {story}")
         shard = layout.fsdp_mesh.shape[-1]
         spread = f"{config.strategy}, {shard} shards x {WORLD_SIZE // shard} replicas"
@@ -831,6 +835,8 @@ class CriticWorker:
             except Exception as error:
                 where = traceback.extract_tb(error.__traceback__)[-1]
                 refuse(f"does not run: {common.one_line(error)} ({where.filename}:{where.lineno})")
+            if leak == math.inf:
+                raise UserError(f"--model {config.model}: gives hidden states that are not finite: are its weights?")
             if leak > (1e-5 if float32 else 2e-2):
                 refuse(f"lets tokens see later ones or another row (hidden states move by {leak:.0e})")
             rows, kernel, off = "padded", backbone.config._attn_implementation, ""
@@ -1032,7 +1038,8 @@ def plan(config, model_config, lengths, ranks):
     mini = min(config.ppo_mini_batch_size, len(lengths))
     share = sorted(lengths, reverse=True)[: math.ceil(mini * config.ulysses_size / ranks)]  # the longest a rank can get
     if rows is None:
-        share = [n for n, total in zip(share, itertools.accumulate(share), strict=True) if total <= tokens]
+        sizes = share if config.use_remove_padding else share[:1] * len(share)
+        share = [n for n, total in zip(share, itertools.accumulate(sizes), strict=True) if total <= tokens]
     micro = [math.ceil(n / config.ulysses_size) for n in share[:rows]]
     used = f"{sum(micro):,} tokens" + (f" of {len(micro)} padded rows" if not config.use_remove_padding else "")
     experts = any(".experts." in name for name, _ in model.named_parameters())
@@ -1067,7 +1074,7 @@ def main(run):
         return common.print_plan(run, train.lengths, *plan(run.critic, model_config, train.lengths, run.plan))
     files = ((train, run.rollouts), (held_out, run.eval_rollouts))
     longest, row = max(common.longest_row(*rows) for rows in files if rows[0] is not None)
-    run = common.smaller_budgets(run, longest)
+    run = common.smaller_budgets(run, critic=least_budget(run.critic, longest))
     run = common.find_resume(run, run.critic.timeout_minutes)
     config, first_step = common.settle(run, model_config, train)
     worker = CriticWorker(config)

@@ -86,8 +86,7 @@ class Config:
     ppo_epochs: int = 1  # passes over the rows of one update
     ppo_mini_batch_size: int = 256  # rows of one optimizer step, global: over all ranks
     shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
-    ppo_max_token_len_per_gpu: int | Literal["auto"] = 16384  # most tokens of a training micro-batch, per rank: a hard
-    # cap (auto: as many as the memory holds, which a probe measures)
+    ppo_max_token_len_per_gpu: int | Literal["auto"] = 16384  # most tokens of a rank in a micro-batch (auto: what fits)
     memory_limit_gib: float | None = None  # of a rank, for auto (None: what is free on the device; a CPU needs it)
     forward_max_token_len_per_gpu: int | None = None  # the same for compute_values (None: as in training)
     ppo_micro_batch_size_per_gpu: int | None = None  # rows of a training micro-batch, in place of the token cap
@@ -968,6 +967,11 @@ def sequence_ranks(config):
     return config.context_parallel_size
 
 
+def least_budget(config, tokens):
+    """The smallest budget of a rank that takes a row of so many tokens."""
+    return math.ceil(math.ceil(tokens / pack_unit(config)) * pack_unit(config) / sequence_ranks(config))
+
+
 def training_limits(config):
     """(most tokens, rows) of a training micro-batch of the ranks that share it; rows, if given, decide alone."""
     tokens, rows = config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu
@@ -984,14 +988,12 @@ def forward_limits(config):
 
 def check_budget(config, batch, training, path=None):
     """UserError naming the longest row if no micro-batch can hold it. path: the file that the rows come from."""
-    needed = max(batch.lengths, default=0)
-    needed = math.ceil(needed / pack_unit(config)) * pack_unit(config)
+    least = least_budget(config, max(batch.lengths, default=0))
     tokens, rows = training_limits(config) if training else forward_limits(config)
-    if rows is None and needed > tokens:
+    if rows is None and least * sequence_ranks(config) > tokens:
         flag = "forward" if not training and config.forward_max_token_len_per_gpu else "ppo"
         longest, where = common.longest_row(batch, path)
         given = getattr(config, f"{flag}_max_token_len_per_gpu")
-        least = math.ceil(needed / sequence_ranks(config))
         raise UserError(f"--{flag}-max-token-len-per-gpu {given}: {where} has {longest} tokens; give at least {least}")
 
 
@@ -1058,6 +1060,7 @@ class MegatronPPOCritic:
         self.padding_row = padding_row(modules[0], pad_token_id)
         self.peak_lr = lr
         self.optimizer_steps = 0  # taken, skipped ones not counted: the position of the schedule
+        self.tries = 0  # of a mini-batch in float16, as yet in vain
         self.updates = 0  # calls of update_critic: with seed and epoch the key of every shuffle
 
     def my_micro_batches(self, batch, max_tokens, size):
@@ -1224,6 +1227,9 @@ class MegatronPPOCritic:
                 bubbles.append(self.bubble(len(micros)))
                 next_lr = self.learning_rate()
                 norm = self.optimizer_step()
+                while self.tries:  # float16: to skip would lose these rows, and only where the layout rounds so
+                    sums = self.forward_backward(mini, micros, counts)
+                    norm = self.optimizer_step()
                 if math.isfinite(norm):
                     lr = next_lr
                     norms.append(norm)
@@ -1291,9 +1297,10 @@ class MegatronPPOCritic:
     def optimizer_step(self):
         """Clips and steps -> gradient norm before clipping. A norm that is not finite skips the step, on all ranks."""
         # what Megatron's own step() does, but that one would also step on a NaN
+        scale = self.loss_scale()
         overflow = self.optimizer.prepare_grads()  # float16: the gradient is infinite, and the loss scale lower now
         if self.transformer.fp16:
-            overflow = self.agree_on_overflow(overflow)
+            overflow = self.agree_on_overflow(overflow, scale)
         norm = math.nan if overflow else float(self.optimizer.get_grad_norm())
         if math.isfinite(norm):
             for optimizer in self.optimizers():
@@ -1304,16 +1311,24 @@ class MegatronPPOCritic:
             self.optimizer_steps += 1
         return norm
 
-    def agree_on_overflow(self, overflow):
-        """Whether any rank's gradient is infinite. Experts and the rest have a loss scale each, on every stage, but the
-        loss has one: the lowest of them."""
-        scalers = [optimizer.grad_scaler for optimizer in self.optimizers()]
-        lowest = min([float(scaler.scale) for scaler in scalers], default=math.inf)
-        told = torch.tensor([float(overflow), -lowest], device=self.layout.device)
+    def loss_scale(self):
+        """Float16's, the lowest that this rank knows of: experts and the rest have one each, but the loss has one."""
+        return min([float(x.grad_scaler.scale) for x in self.optimizers() if x.grad_scaler], default=math.inf)
+
+    def agree_on_overflow(self, overflow, before):
+        """Whether any rank's gradient is infinite; then tries counts up for as long as the loss scale can fall, on all
+        ranks alike. A mini-batch that overflows at any scale leaves it as it was before."""
+        told = torch.tensor([float(overflow), -before, -self.loss_scale()], device=self.layout.device)
         dist.all_reduce(told, dist.ReduceOp.MAX)
-        for scaler in scalers if told[0] else ():
-            scaler.load_state_dict({**scaler.state_dict(), "scale": -told[1:], "growth_tracker": 0})
-        return bool(told[0])
+        overflow, before, scale = bool(told[0]), -told[1:2], -told[2:]
+        fell = overflow and bool(scale < before)
+        if not fell:
+            scale = scale * 2**self.tries
+        self.tries = self.tries + 1 if fell else 0
+        for optimizer in self.optimizers() if overflow else ():
+            scaler = optimizer.grad_scaler
+            scaler.load_state_dict({**scaler.state_dict(), "scale": scale, "growth_tracker": 0})
+        return overflow
 
     def optimizers(self):
         """Megatron's distributed optimizers: one of the experts, where ranks share them, and one of the rest."""
@@ -1475,6 +1490,8 @@ class CriticWorker:
         with hook:
             leak = torch.tensor(common.influence(hidden_states, self.vocab_size, n), device=self.device)
         dist.all_reduce(leak, dist.ReduceOp.MAX)
+        if leak == math.inf:
+            raise UserError(f"--model {config.model}: gives hidden states that are not finite: are its weights?")
         if leak > (1e-5 if float32 else 2e-2):
             raise UserError(
                 f"--model {config.model}: lets tokens see later ones or another row (hidden states move by {leak:.0e})"
@@ -1671,7 +1688,7 @@ def main(run):
     train, held_out = common.load_rows(run, model_config, tokenizer, check_budget)
     files = ((train, run.rollouts), (held_out, run.eval_rollouts))
     longest, row = max(common.longest_row(*rows) for rows in files if rows[0] is not None)
-    run = common.smaller_budgets(run, longest)
+    run = common.smaller_budgets(run, critic=least_budget(run.critic, longest))
     run = common.find_resume(run, run.critic.timeout_minutes)
     config, first_step = common.settle(run, model_config, train)
     worker = CriticWorker(config)

@@ -152,7 +152,7 @@ class Run(Generic[CriticConfig]):
     temperature: float = 1.0  # of sampling, and of the log-probs that are learned from
     top_p: float = 1.0  # sample only from the likeliest tokens, as many as have this probability together
     rollout_batch_size: int = 256  # rows generated at once, per engine
-    dump_rollouts: bool = False  # keep every step's rows in out_dir/rollouts, as JSONL that both critics train from
+    dump_rollouts: bool = False  # every step's rows (rewards less --kl-coef's cost) as JSONL in out_dir/rollouts
 
     # advantages
     gamma: float = 1.0  # discount of a reward per action
@@ -258,7 +258,8 @@ def validate(run):
             "--critic.ppo-max-token-len-per-gpu auto: would take what the actor needs; add --offload, or give "
             "--critic.memory-limit-gib"
         )
-    common.check_outputs(run, "hf", "critic_hf")
+    teaches = run.prompts is None and run.supervised_steps and run.actor.model in common.TINY
+    common.check_outputs(run, "hf", "critic_hf", *["supervised"] * bool(teaches))
 
 
 def validate_actor(config):
@@ -344,8 +345,11 @@ def load_prompts(source, flag, run, tokenizer):
 def read_rows(source, flag):
     """The rows of a JSONL file (as lines) or of a hub dataset (as dicts)."""
     if os.path.isfile(source):
-        with open(source, "rb") as file:
-            return list(file)
+        try:
+            with open(source, "rb") as file:
+                return list(file)
+        except OSError as error:
+            raise UserError(f"{flag} {source}: cannot be read ({error.strerror})") from None
     name, _, rest = source.partition(":")
     config, _, split = rest.partition(":")
     if source.endswith((".jsonl", ".json")) or not split:
@@ -413,7 +417,7 @@ def addition_reward(prompt, response, answer):
 
 def gsm8k_reward(prompt, response, answer):
     """1 if the number after the last #### is the answer's (GSM8K's own rule, 2110.14168)."""
-    found = [re.findall(r"####\s*\$?\s*(-?\$?[\d,]*\.?\d+)", text) for text in (response, answer)]
+    found = [re.findall(r"####\s*(?:\$\s*)?(-?\$?[\d,]*\.?\d+)", text) for text in (response, answer)]
     ours, theirs = (float(re.sub("[$,]", "", numbers[-1])) if numbers else None for numbers in found)
     return float(ours is not None and ours == theirs)
 
@@ -434,7 +438,8 @@ def load_function(name, flag):
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        line = getattr(error, "lineno", None) or traceback.extract_tb(error.__traceback__)[-1].lineno
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
+        line = lines[-1] if lines else getattr(error, "lineno", "?")  # of a SyntaxError, which has no frame in there
         raise UserError(f"{flag} {name}: line {line}: {common.one_line(error)}") from None
     if not callable(getattr(module, function, None)):
         raise UserError(f"{flag} {name}: the file has no function {function}")
@@ -454,7 +459,7 @@ def guarded(function, seconds, *args):
     before = signal.signal(signal.SIGALRM, ring)
     try:
         try:
-            signal.setitimer(signal.ITIMER_REAL, seconds)
+            signal.setitimer(signal.ITIMER_REAL, min(seconds, 1e6))
             return function(*args), ""
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -470,9 +475,11 @@ def guarded(function, seconds, *args):
 
 def checked(score):
     """(a reward as a float, "") or (0.0, what is wrong with it)."""
-    if isinstance(score, numbers.Real) and abs(score) <= common.LARGEST:
-        return float(score), ""
-    return 0.0, f"the reward must be a finite number, is {score!r:.40}"
+    try:
+        x, said = float(score) if isinstance(score, numbers.Real | numpy.bool_) else math.nan, f"{score!r:.40}"
+    except Exception as error:  # an integer without end, a repr that raises
+        x, said = math.nan, common.one_line(error)
+    return (x, "") if abs(x) <= common.LARGEST else (0.0, f"the reward must be a finite number, is {said}")
 
 
 def rule_scores(function, prompts, texts, seconds):
@@ -486,6 +493,35 @@ def rule_scores(function, prompts, texts, seconds):
     return scores, faults
 
 
+def reward_config(run):
+    """Flags of the critic that is a reward model."""
+    return critic_fsdp.Config(
+        model=run.reward_model, value_head_init="checkpoint", param_dtype=run.actor.param_dtype,
+        ppo_max_token_len_per_gpu=run.actor.ppo_max_token_len_per_gpu + 1,  # one more: see RewardModel.scores
+        fsdp_size=run.actor.fsdp_size, trust_remote_code=run.actor.trust_remote_code,
+    )  # fmt: skip
+
+
+def check_reward_model(run, tokenizer, actor_vocab_size, longest):
+    """UserError if the reward model is not there, or cannot take the actor's rows of so many tokens."""
+    config = reward_config(run)
+    try:
+        own = common.load_tokenizer(config) or tokenizer
+        model_config = common.load_model_config(config, own)
+    except UserError as error:
+        words = str(error).removeprefix(f"--model {run.reward_model}: ")
+        raise UserError(f"--reward-model {run.reward_model}: {words}") from None
+    if own.get_vocab() != tokenizer.get_vocab():
+        return  # it reads the text in tokens of its own
+    most, vocab_size = common.max_length(model_config), model_config.get_text_config().vocab_size
+    if longest >= most:
+        words = f"the longest prompt with its response has {longest}, and one more marks its end"
+        raise UserError(f"--reward-model {run.reward_model}: takes {most} tokens, {words}")
+    if vocab_size < actor_vocab_size:
+        words = f"the actor's vocabulary has {actor_vocab_size}"
+        raise UserError(f"--reward-model {run.reward_model}: knows {vocab_size} tokens, {words}")
+
+
 class RewardModel:
     """Scores whole rows: the one label of a sequence or token classifier, read on the last token.
 
@@ -493,17 +529,14 @@ class RewardModel:
     """
 
     def __init__(self, run, tokenizer):
-        config = critic_fsdp.Config(
-            model=run.reward_model, value_head_init="checkpoint", param_dtype=run.actor.param_dtype,
-            ppo_max_token_len_per_gpu=run.actor.ppo_max_token_len_per_gpu + 1,  # one more: see scores()
-            fsdp_size=run.actor.fsdp_size,
-            trust_remote_code=run.actor.trust_remote_code,
-        )  # fmt: skip
         try:
-            self.worker = critic_fsdp.CriticWorker(config)
+            self.worker = critic_fsdp.CriticWorker(reward_config(run))
             self.worker.init_model()
         except UserError as error:
-            raise UserError(f"--reward-model {run.reward_model}: {error}") from None
+            words = (
+                str(error).removeprefix("--value-head-init checkpoint: ").removeprefix(f"--model {run.reward_model}: ")
+            )
+            raise UserError(f"--reward-model {run.reward_model}: {words}") from None
         self.tokenizer = self.worker.tokenizer or tokenizer
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
         self.offload, self.onload = self.worker.offload, self.worker.onload
@@ -532,7 +565,7 @@ class RewardModel:
         try:
             with flags_of("actor"):
                 return self.worker.compute_values(whole)[mask_T].tolist()
-        except UserError as error:  # more tokens of the text than the actor's, so that the budget is too small
+        except (UserError, ValueError) as error:  # more tokens of the text than the actor's, or than it can take
             raise UserError(f"--reward-model, in tokens of its own: {error}") from None
 
 
@@ -996,6 +1029,7 @@ def build_policy(config, model_config, device, trains):
     for block in common.transformer_blocks(model.lm):
         fully_shard(block, **options)
     fully_shard(model, **options)
+    model.set_reduce_scatter_unused_params(True)  # as critic_fsdp.py does
     model.to_empty(device=device)
     model.lm.tie_weights()  # to_empty made two of what is one
     source, story = read_lm(config, model_config, dtype) if RANK == 0 else (None, "")
@@ -1303,12 +1337,18 @@ def check_vllm(run, model_config):
         )
 
 
-def check_critic(run, model_config, longest):
+def check_critic(run, model_config, actor_tokenizer, longest):
     """UserError if the critic's flags, its model or its budget do not go with the actor and rows of so many tokens."""
     script = critic_module(run.backend)
     with flags_of("critic"):
         tokenizer = common.load_tokenizer(run.critic)
         critic_config = common.load_model_config(run.critic, tokenizer)
+        theirs = tokenizer.get_vocab() if tokenizer else {}
+        for token, i in actor_tokenizer.get_vocab().items():
+            if theirs.get(token, i) != i:
+                raise UserError(
+                    f"--model {run.critic.model}: its token {theirs[token]} is {i} of the actor's: {token!r}"
+                )
         script.validate_for_model(run.critic, critic_config)
         common.with_value_range(run.critic, critic_config)
         most = common.max_length(critic_config)
@@ -1360,6 +1400,22 @@ def learn_to_add(run, model_config, tokenizer, device):
         f"loss {metrics['supervised/loss']:.3f}: {folder}"
     )
     return folder
+
+
+def taught_before(run, state):
+    """The folder of the actor that a resumed run has started from, and that its KL refers to: as noted, or beside the
+    checkpoints if all have been moved. UserError: it has gone, or is another one by now."""
+    beside = os.path.abspath(os.path.join(run.resume, "..", "..", "supervised"))
+    for folder in (state["start"], beside):
+        if folder in common.TINY or same_weights(folder) == state["start_weights"]:
+            return folder
+    raise UserError(f"--resume {run.resume}: {beside} is not, or no longer, the actor that the run has started from")
+
+
+def same_weights(folder):
+    """What two folders share only if all their files are equal; None of one that this script has not written."""
+    manifest = os.path.join(folder, common.MANIFEST)
+    return common.checksum(manifest) if os.path.exists(manifest) else None
 
 
 def start_from(run, folder):
@@ -1602,7 +1658,7 @@ def read_loop_state(folder):
     try:
         with open(os.path.join(folder, "loop.json")) as file:
             state = json.load(file)
-        return {key: state[key] for key in ("step", "kl_coef", "start", "run")}
+        return {key: state[key] for key in ("step", "kl_coef", "run", "start", "start_weights")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--resume {folder}: not a checkpoint of ppo_loop.py ({common.one_line(error)})") from None
 
@@ -1622,7 +1678,8 @@ def print_resume(run, state):
 
 def checkpoint_writer(run, step, kl_coef, workers, copy):
     """write(folder, group) of everything. Prompts and samples follow from the step, and need no state."""
-    state = {"step": step, "kl_coef": kl_coef, "start": run.actor.model, "run": dataclasses.asdict(run)}
+    state = {"step": step, "kl_coef": kl_coef, "run": dataclasses.asdict(run)}
+    state |= {"start": run.actor.model, "start_weights": same_weights(run.actor.model)}
     write_actor, write_critic = [worker.checkpoint_writer(copy) for worker in workers]
 
     def write(folder, group=None):
@@ -1662,7 +1719,9 @@ def load_task(run):
         )
     check_lengths(run, model_config, longest)
     check_vllm(run, model_config)
-    check_critic(run, model_config, longest)
+    check_critic(run, model_config, tokenizer, longest)
+    if run.reward_model:
+        check_reward_model(run, tokenizer, vocab_size, longest)
     reward = load_function(run.reward, "--reward") if run.reward else None
     observe = load_function(run.environment, "--environment") if run.environment else None
     rows = run.train_batch_size * run.rollout_n
@@ -1709,7 +1768,8 @@ def build(run, task, device):
 def main(run):
     validate(run)
     run, task = load_task(run)
-    run = common.smaller_budgets(run, task.longest)
+    least = critic_module(run.backend).least_budget(run.critic, task.longest)
+    run = common.smaller_budgets(run, actor=task.longest, critic=least)
     run = common.find_resume(run, run.critic.timeout_minutes)
     state = read_loop_state(run.resume) if run.resume else {"step": 0, "run": {}}
     first_step, kl_coef = state["step"], adapted_kl_coef(run, state)
@@ -1717,7 +1777,8 @@ def main(run):
         raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
     device = common.setup_distributed(run.critic.timeout_minutes)
     if run.resume:
-        run = start_from(run, state["start"])
+        if run.actor.model in common.TINY:  # any other is where --actor.model says now
+            run = start_from(run, taught_before(run, state))
         print_resume(run, state)
     elif run.prompts is None and run.supervised_steps and run.actor.model in common.TINY:
         run = start_from(run, learn_to_add(run, task.model_config, task.tokenizer, device))
@@ -1773,9 +1834,10 @@ def main(run):
                 metrics |= actor.update_policy(batch)
         stuck = common.count_stuck(stuck, metrics, run, batch, step)
         metrics["kl/coef"] = kl_coef
-        kl_coef = common.next_kl_coef(
-            kl_coef, metrics["kl/reference"], run.train_batch_size * run.rollout_n, run.target_kl, run.kl_horizon
-        )
+        if step >= run.critic_warmup:
+            kl_coef = common.next_kl_coef(
+                kl_coef, metrics["kl/reference"], run.train_batch_size * run.rollout_n, run.target_kl, run.kl_horizon
+            )
         if run.dump_rollouts:
             dump(batch, step, run.out_dir)
         if metrics["reward/errors"] + metrics["reward/timeouts"]:

@@ -7,6 +7,7 @@ Prints both side by side; exits with 1 if anything differs by more than 1e-5 (re
 
 import glob
 import json
+import math
 import os
 import sys
 
@@ -33,8 +34,9 @@ def main(*out_dirs):
     worst, compared = 0.0, [key for key in a if not key[1].startswith("perf/")]
     for step, name in compared:
         x, y = a[step, name], b[step, name]
-        off = 0.0 if x == y else abs(x - y) / max(abs(x), abs(y), 1e-3)
+        off = 0.0 if x == y else math.inf if None in (x, y) else abs(x - y) / max(abs(x), abs(y), 1e-3)
         worst = max(worst, off)
+        x, y = (math.nan if number is None else number for number in (x, y))  # null: not defined in this step
         print(f"step {step}  {name:24s} {x:14.8g} {y:14.8g}   {off:.0e}")
     assert weights.keys() == others.keys() and weights, "they export different weights"
     off = max(float((weights[name] - others[name]).abs().max()) for name in weights)

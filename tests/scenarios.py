@@ -70,6 +70,36 @@ def not_finite_on_one_rank():
         assert all(torch.equal(x, before[n]) for n, x in full_weights(worker.critic).items()), fields
 
 
+def a_weight_may_be_used_on_one_rank_alone():
+    """As of a mixture whose experts are modules, which a user has written: each gradient reaches its own weight."""
+    from transformers.models.qwen2 import modeling_qwen2
+
+    mlp, expert = modeling_qwen2.Qwen2MLP, [0]
+
+    class Mixture(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.experts = torch.nn.ModuleList([mlp(config), mlp(config)])
+
+        def forward(self, x):
+            return self.experts[expert[0]](x)
+
+    modeling_qwen2.Qwen2MLP, batch = Mixture, random_batch(8, vocab_size=60)
+    for of_rank in ([0, 1], [0, 0]):  # the second of no rank: then it decays alike
+        steps = {}
+        for name in ("none", "fsdp2"):
+            expert[0] = 0
+            worker = make(weight_decay=0.1, **LAYOUTS[name])
+            expert[0] = of_rank[RANK]
+            with captured_gradients(worker.critic) as gradients:
+                worker.update_critic(batch.select(range(RANK, 8, WORLD_SIZE)))
+            steps[name] = gradients[0] | {f"{n} after it": x for n, x in full_weights(worker.critic).items()}
+        assert steps["none"].keys() == steps["fsdp2"].keys()
+        for name, x in steps["none"].items():
+            torch.testing.assert_close(steps["fsdp2"][name], x, rtol=1e-4, atol=1e-6, msg=f"{of_rank} {name}")
+    modeling_qwen2.Qwen2MLP = mlp
+
+
 def save_and_go_on(folder):
     """Two updates, a checkpoint of every layout, two more updates -> their metrics and weights beside it."""
     batches = [random_batch(16, seed, vocab_size=60) for seed in range(4)]

@@ -373,7 +373,7 @@ BAD_ROWS = {
     "id out of the vocabulary": ({"response_ids": [3, 50]}, "token id 50 is outside the model's vocabulary of 50"),
     "negative id": ({"response_ids": [3, -1]}, "token id -1 is outside"),
     "ids of another type": ({"response_ids": [3, 1.5]}, "response_ids must be a list of whole numbers"),
-    "too long": ({"prompt_ids": [1] * 30}, "32 tokens, longer than the model's maximum of 20"),
+    "too long": ({"prompt_ids": [1] * 30}, "32 tokens, longer than the model's max_position_embeddings, 20"),
     "truncated of another type": ({"truncated": "no"}, "truncated must be true or false"),
 }
 

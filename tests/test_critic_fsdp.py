@@ -387,6 +387,20 @@ def test_a_model_that_packing_would_change_is_refused_and_runs_padded(name, tmp_
         torch.testing.assert_close(w.compute_values(row), expected, rtol=1e-4, atol=1e-5, msg=f"row {i}")
 
 
+def test_gradients_of_micro_batches_are_not_added_up_in_bfloat16():
+    for fields in ({"strategy": "fsdp1", "param_dtype": "bfloat16"}, {"reduce_dtype": "bfloat16"}):
+        with pytest.raises(UserError, match="--defer-grad-sync: .*would add gradients up in bfloat16"):
+            worker(defer_grad_sync=True, **fields)
+
+
+def test_a_model_with_weights_that_are_not_finite_is_refused(tmp_path):
+    model = transformers.AutoModel.from_config(transformers.Qwen2Config(**SMALL))
+    model.layers[0].mlp.up_proj.weight.data[3, 2] = math.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="--model .*: gives hidden states that are not finite: are its weights\\?$"):
+        worker(model=str(tmp_path))
+
+
 def test_a_model_that_sees_the_future_is_refused_packed_and_padded(tmp_path):
     sizes = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
     transformers.AutoModel.from_config(transformers.BertConfig(**sizes)).save_pretrained(tmp_path)
@@ -661,6 +675,9 @@ def test_ids_and_images_that_the_model_cannot_take_are_refused():
     batch.input_ids[3] = 10**6
     with pytest.raises(ValueError, match="row 0: token id 1000000 is outside the vocabulary of 99"):
         w.update_critic(batch)
+    most = w.model_config.max_position_embeddings = max(batch.lengths) - 1
+    with pytest.raises(ValueError, match=f"row .: {most + 1} tokens, longer than max_position_embeddings, {most}"):
+        w.compute_values(batch)
 
 
 def test_a_batch_without_a_needed_column_is_refused():
@@ -756,6 +773,15 @@ def test_a_plan_knows_which_layers_are_gathered_and_computed_again():
     assert "gathered" not in a_plan(2, strategy="none") and a_plan(2, strategy="none", param_dtype="bfloat16")["cast"]
     again = lambda **fields: a_plan(4, gradient_checkpointing=True, **fields)["activations"]
     assert again(freeze_layers=3) == pytest.approx(again(), rel=0.35)  # whichever trains, one is computed again
+    padded = lambda tokens: a_plan(2, use_remove_padding=False, ppo_max_token_len_per_gpu=tokens)["activations"]
+    assert padded(349) == padded(300) < padded(350) < padded(400) == padded(10_000)  # 6, 7 and all 8 rows of 50
+
+
+def test_a_plan_puts_no_more_padded_rows_into_a_micro_batch_than_the_critic():
+    config = Config(use_remove_padding=False, ppo_max_token_len_per_gpu=300)
+    model_config = common.load_model_config(config, common.load_tokenizer(config))
+    _, parts, _ = critic_fsdp.plan(config, model_config, [100, 50, 50, 50, 50], 1)
+    assert " of 3 padded rows" in parts["activations"][1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import itertools
+import json
 import re
 import types
 
@@ -190,6 +191,21 @@ def test_layers_are_shared_out_over_stages():
     stages = lambda **fields: cm.stage_layers(Config(**fields), QWEN2)
     assert stages() == [8] and stages(**{PP: 4}) == [2, 2, 2, 2] and stages(**{PP: 2, VPP: 2}) == [4, 4]
     assert stages(**{PP: 2, FIRST: 3}) == [3, 5] and stages(**{PP: 3, FIRST: 1, LAST: 3}) == [1, 4, 3]
+
+
+@pytest.mark.parametrize("fields, least", [({}, 101), ({TP: 2}, 102), ({CP: 2}, 52), ({CP: 2, TP: 2}, 52)])
+def test_budgets_that_were_halved_still_take_the_longest_row(fields, least, tmp_path):
+    """A row of 101 tokens, after memory has run out three times with a budget of 200 and none since."""
+    run = cm.Run(critic=Config(**fields, ppo_max_token_len_per_gpu=200), resume="auto", out_dir=str(tmp_path))
+    note = {"given": {"critic.ppo_max_token_len_per_gpu": 200}, "halvings": 3}
+    (tmp_path / "out_of_memory.json").write_text(json.dumps(note))
+    config = common.smaller_budgets(run, critic=cm.least_budget(run.critic, 101)).critic
+    assert config.ppo_max_token_len_per_gpu == least
+    row = common.masked_token()
+    row.input_ids, row.cu_seqlens = torch.zeros(101), torch.tensor([0, 101], dtype=torch.int32)
+    cm.check_budget(config, row, training=True)
+    with pytest.raises(UserError, match=f"give at least {least}$"):
+        cm.check_budget(dataclasses.replace(config, ppo_max_token_len_per_gpu=least - 1), row, training=True)
 
 
 def test_the_longest_row_must_fit_with_its_padding():

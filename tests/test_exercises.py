@@ -33,12 +33,10 @@ def test_1_a_value_is_read_before_its_action():
 
 
 def test_2_with_lambda_1_the_returns_do_not_depend_on_the_critic():
-    """For which lambda do the returns not depend on the critic (of rows that were not cut off)?
+    """For which lambda do the returns not depend on the critic (without --bootstrap-truncated)?
 
-    For 1: they are then the sum of the rewards to come.
-
-    For 0 they are one reward and what the critic says of the rest. Of a row that was cut off, --bootstrap-truncated
-    asks the critic for what is missing, whatever lambda is.
+    For 1: they are then the sum of the rewards to come. For 0 they are one reward and what the critic says of the rest.
+    With that flag the critic is asked for what a row that was cut off lacks, whatever lambda is.
     """
     mask, cu = torch.tensor([0, 1, 1, 1]).bool(), torch.tensor([0, 4], dtype=torch.int32)
     rewards, values = torch.tensor([0.0, 1.0, 2.0, 4.0]), torch.tensor([0.0, 0.5, -3.0, 0.25])
@@ -48,10 +46,11 @@ def test_2_with_lambda_1_the_returns_do_not_depend_on_the_critic():
 
 
 def test_3_a_mean_of_means_depends_on_the_cut():
-    """Two micro-batches with the losses 4, and 0 0 0: what is the mean, what the mean of the two means?
+    """Two micro-batches with the losses 4, and 0 0 0: what is the mean, what the mean of the two means? Which function
+    makes every cut give the first?
 
-    1 over the mini-batch, 2 as a mean of means. So
-    weights come from counts of the whole mini-batch, and what a micro-batch contributes is a plain sum.
+    1 over the mini-batch, 2 as a mean of means. loss_weights does, from the counts of the whole mini-batch: what a
+    micro-batch contributes is then a plain sum.
     """
     losses, cu = torch.tensor([0.0, 4.0, 0.0, 0.0, 0.0, 0.0]), torch.tensor([0, 2, 6], dtype=torch.int32)
     mask = torch.tensor([0, 1, 0, 1, 1, 1]).bool()
@@ -93,26 +92,24 @@ def test_5_adamw_does_not_see_the_size_of_a_gradient():
     """Delete `* WORLD_SIZE` in forward_backward and run two ranks: the norm halves, the first losses stay. Which two
     things hide it, and when would they not?
 
-    AdamW divides the mean of the gradients by the root of their mean square: a factor cancels, but for its epsilon. And
-    --grad-clip makes all norms above it one. The metric critic/grad_norm shows it, and where a norm falls below
-    --grad-clip by it, two ranks learn otherwise than one. So the tests of layouts compare gradients before clipping.
+    AdamW divides the mean of the gradients by the root of their mean square: a factor that all steps share cancels, but
+    for its epsilon. And --grad-clip makes all norms above it one. So two ranks learn otherwise than one as soon as some
+    norms are clipped, and another, halved, is not. The metric critic/grad_norm shows it at once, and so do the tests of
+    layouts, which compare gradients before clipping.
     """
-    gradient, stepped = torch.tensor([0.3, -0.01, 2.0]), []
-    for ranks in (1, 4):
+
+    def trained(norms, factor):
         p = torch.nn.Parameter(torch.ones(3))
         optimizer = torch.optim.AdamW([p], lr=0.1)
-        p.grad = gradient / ranks
-        optimizer.step()
-        stepped.append(p.detach().clone())
-        assert float(p.grad.norm()) == pytest.approx(float(gradient.norm()) / ranks)
-    torch.testing.assert_close(*stepped, rtol=1e-5, atol=1e-6)
-    clipped = []
-    for gradient_of_ranks in (gradient, gradient / 4, gradient / 40):
-        p.grad = gradient_of_ranks.clone()
-        torch.nn.utils.clip_grad_norm_([p], 0.2)
-        clipped.append(p.grad)
-    torch.testing.assert_close(clipped[0], clipped[1])  # both norms are above 0.2
-    assert float(clipped[2].norm()) < 0.06  # and this one is not
+        for norm in norms:
+            p.grad = factor * norm * F.normalize(torch.tensor([0.3, -0.01, 2.0]), dim=0)
+            torch.nn.utils.clip_grad_norm_([p], 1.0)
+            optimizer.step()
+        return p.detach()
+
+    off = lambda *norms: float((trained(norms, 1.0) - trained(norms, 0.5)).abs().max())
+    assert off(29, 20) < 1e-6 and off(0.8, 0.4) < 1e-6  # all of them clipped, none
+    assert off(29, 0.4) > 1e-3 and off(29, 1.5) > 1e-3
 
 
 ULYSSES = """

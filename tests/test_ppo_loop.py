@@ -9,10 +9,13 @@ import dataclasses
 import importlib.util
 import json
 import math
+import os
 import re
+import shutil
 import signal
 import time
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -610,6 +613,7 @@ def test_addition_is_right_or_wrong():
         ("#### 5%", "#### 5", 1),
         ("#### five", "#### 5", 0),
         ("#### ,", "#### 5", 0),
+        ("####" + " " * 20_000 + "x", "#### 5", 0),
     ],
 )
 def test_gsm8k_reads_the_last_number_after_the_hashes(response, answer, score):
@@ -677,7 +681,11 @@ def test_guarded_returns_what_a_function_returns_and_survives_what_it_does():
 
 
 def test_a_reward_that_is_no_number_counts_as_a_fault_and_as_0():
-    says = [1, 0.25, True, None, math.nan, math.inf, "1", [1], 10**400]
+    class Odd(float):
+        def __repr__(self):
+            raise ValueError
+
+    says = [1, 0.25, numpy.True_, None, math.nan, math.inf, "1", [1], 10**5000, numpy.float16("inf"), Odd("nan")]
     prompts = [Prompt([1], f"p{i}", i) for i in range(len(says))]
     heard = []
 
@@ -687,7 +695,7 @@ def test_a_reward_that_is_no_number_counts_as_a_fault_and_as_0():
 
     scores, faults = ppo_loop.rule_scores(function, prompts, [f"r{i}" for i in range(len(says))], 1.0)
     assert heard == [(f"p{i}", f"r{i}", i) for i in range(len(says))]
-    assert scores == [1, 0.25, 1, 0, 0, 0, 0, 0, 0] and all(type(x) is float for x in scores)
+    assert scores == [1, 0.25, 1] + [0] * 8 and all(type(x) is float for x in scores)
     assert faults[:3] == ["", "", ""] and all("the reward must be a finite number, is " in f for f in faults[3:])
 
 
@@ -707,6 +715,9 @@ def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(flag, tmp_path):
             ppo_loop.load_function(name, flag)
     file.write_text("x = 3\nimport nothing_like_this\n")
     with pytest.raises(UserError, match=f"{flag} .*: line 2: ModuleNotFoundError"):
+        ppo_loop.load_function(f"{file}:good", flag)
+    file.write_text("x = 3\n\n\n" + 'import json; json.loads("[\\n}")\n')  # whose own error is in its line 2
+    with pytest.raises(UserError, match=f"{flag} .*: line 4: JSONDecodeError"):
         ppo_loop.load_function(f"{file}:good", flag)
     file.write_text("x = 3\ndef good(:\n")
     with pytest.raises(UserError, match=f"{flag} .*: line .*SyntaxError"):
@@ -786,6 +797,48 @@ def test_a_chat_is_re_tokenised_with_the_reward_models_own_template(tmp_path):
     ids = tokenizer("(user)hi(assistant)yo")["input_ids"]
     with torch.no_grad():
         assert score == pytest.approx(model(input_ids=torch.tensor([ids])).logits.item(), abs=1e-5)
+
+
+def test_a_reward_model_that_cannot_take_the_rows_is_named_before_anything_starts(tmp_path):
+    tokenizer = common.char_tokenizer()
+    check = lambda longest, vocab_size=99, model=tmp_path: ppo_loop.check_reward_model(
+        a_run(reward_model=str(model)), tokenizer, vocab_size, longest
+    )
+    most = reward_model(tmp_path, 99, tokenizer).config.max_position_embeddings
+    check(most - 1)
+    with pytest.raises(UserError, match=f"--reward-model {tmp_path}: takes {most} tokens, .* has {most}, and one more"):
+        check(most)
+    with pytest.raises(UserError, match=f"--reward-model {tmp_path}: knows 99 tokens, the actor's vocabulary has 100"):
+        check(20, 100)
+    with pytest.raises(UserError, match=f"--reward-model {tmp_path}/none: (?!--model)"):
+        check(20, model=tmp_path / "none")
+    reversed_characters().save_pretrained(tmp_path)  # the text in tokens of its own, whose number nobody knows yet
+    check(most, 100)
+
+
+def test_a_critic_that_numbers_the_tokens_in_another_way_is_refused(tmp_path):
+    reward_model(tmp_path, 99, reversed_characters())
+    with pytest.raises(UserError, match=f"--critic.model {tmp_path}: its token .* is .* of the actor's"):
+        up_to_the_models(["--critic.model", str(tmp_path), "--out-dir", str(tmp_path / "out")])
+    common.char_tokenizer().save_pretrained(tmp_path)
+    up_to_the_models(["--critic.model", str(tmp_path), "--out-dir", str(tmp_path / "out")])
+
+
+def test_a_resumed_run_finds_the_actor_it_has_started_from_and_no_other(tmp_path):
+    policy().export_hf(tmp_path / "a" / "supervised", common.char_tokenizer())
+    began = str(tmp_path / "a" / "supervised")
+    state = {"start": began, "start_weights": ppo_loop.same_weights(began)}
+    run = lambda name: a_run(resume=str(tmp_path / name / "checkpoints" / "step_2"))
+    assert ppo_loop.taught_before(run("a"), state) == began
+    os.rename(tmp_path / "a", tmp_path / "b")
+    assert ppo_loop.taught_before(run("b"), state) == str(tmp_path / "b" / "supervised")
+    assert ppo_loop.taught_before(run("b"), {"start": "tiny-qwen2", "start_weights": None}) == "tiny-qwen2"
+    for kind in ("tiny-llama", None):  # another run's, none
+        shutil.rmtree(tmp_path / "b" / "supervised")
+        if kind:
+            policy(kind).export_hf(tmp_path / "b" / "supervised", common.char_tokenizer())
+        with pytest.raises(UserError, match="--resume .*: .*/b/supervised is not, or no longer, the actor that"):
+            ppo_loop.taught_before(run("b"), state)
 
 
 def test_a_folder_that_is_no_reward_model_is_named(tmp_path):
@@ -988,9 +1041,9 @@ def up_to_the_models(args, longest=20):
     """What main() checks before there is a process group."""
     run = ppo_loop.parse(args)
     ppo_loop.validate(run)
-    run, _, model_config = ppo_loop.settle(run)
+    run, tokenizer, model_config = ppo_loop.settle(run)
     ppo_loop.check_lengths(run, model_config, longest)
-    ppo_loop.check_critic(run, model_config, longest)
+    ppo_loop.check_critic(run, model_config, tokenizer, longest)
 
 
 BAD_FLAGS = {

@@ -13,6 +13,7 @@ SCENARIOS = ROOT / "tests" / "scenarios.py"
 ON_TWO_RANKS = (
     "rows_come_back_in_the_callers_order",
     "not_finite_on_one_rank",
+    "a_weight_may_be_used_on_one_rank_alone",
     "whitening_is_over_all_ranks",
     "gradients_of_bfloat16_are_reduced_in_float32",
     "gathered_weights_are_let_go",
