@@ -1067,7 +1067,7 @@ class MegatronPPOCritic:
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch.
 
         Rows go to data-parallel ranks by FLOPs, a rank's rows to micro-batches by size. Every rank works it out for
-        all ranks, so that all make the same number of forwards without a word: ranks that share experts must.
+        all ranks, so that all make the same number of forwards without a word: ranks that share weights must.
         With virtual stages the number is a multiple of the pipeline's, as their schedule wants.
         """
         config, layout = self.config, self.layout
