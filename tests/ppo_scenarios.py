@@ -18,7 +18,7 @@ import torch.distributed as dist
 # mini-batches, a KL in the reward whose coefficient adapts within these few rows, and one in the loss.
 TOY = (
     "--supervised-steps", "0", "--steps", "4", "--train-batch-size", "32", "--rollout-n", "2", "--eval-every", "2",
-    "--save-every", "2",
+    "--save-every", "2", "--critic-warmup", "1",
     "--kl-coef", "0.05", "--target-kl", "0.01", "--kl-horizon", "500", "--actor.kl-loss-coef", "0.01",
     "--lam-policy", "0.95", "--dump-rollouts", "--reward", f"{__file__}:right_digits",
     "--actor.lr", "3e-4", "--actor.ppo-epochs", "2", "--actor.ppo-mini-batch-size", "32",  # 1e-3: chaos by step 4
@@ -166,7 +166,7 @@ def golden_runs_agree(folder):
     for ours in values[1:]:
         torch.testing.assert_close(ours, values[0], rtol=1e-5, atol=1e-5)
     coefs = [x for (_, key), x in metrics_of(first).items() if key == "kl/coef"]
-    assert coefs[0] == 0.05 and len(set(coefs)) == 4, coefs  # it adapts
+    assert coefs[:2] == [0.05] * 2 and len(set(coefs)) == 3, coefs  # it adapts, as soon as the actor learns
     rewards = [x for (_, key), x in metrics_of(first).items() if key == "reward/mean"]
     assert all(0.05 < x < 0.95 for x in rewards), rewards  # something is earned, and something is not
 
@@ -254,7 +254,7 @@ def offloaded(folder, name):
     toy(folder, out.name, *ON_TWO[name], "--offload")
     if common.RANK == 0:
         assert_same_run(out, folder / name, f"{name}, offloaded")
-        (row,) = [row for row in common.read_metrics(out / "metrics.jsonl") if row["step"] == 1]
+        (row,) = [row for row in common.read_metrics(out / "metrics.jsonl") if row["step"] == 3]
         assert {f"time/{phase}_{way}" for phase in ("rollout", "log_probs", "reference", "critic", "actor", "sync")
                 for way in ("onload", "offload")} <= row.keys()  # fmt: skip
 
