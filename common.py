@@ -2919,12 +2919,9 @@ def find_resume(run, timeout_minutes):
         run = dataclasses.replace(run, resume=newest_checkpoint(run.out_dir))
         if run.resume is None:
             print0(f"resume     auto: {run.out_dir} has no checkpoint to go on from, so this is a start")
-    if run.resume and os.path.dirname(os.path.realpath(run.resume)) == os.path.realpath(
-        f"{run.out_dir}/checkpoints.old"
-    ):
-        raise UserError(
-            f"--resume {run.resume}: was set aside for what is in {run.out_dir} now; give another --out-dir"
-        )
+    aside = os.path.realpath(os.path.join(run.out_dir, "checkpoints.old"))
+    if run.resume and os.path.dirname(os.path.realpath(run.resume)) == aside:
+        raise UserError(f"--resume {run.resume}: has made room for what is in {run.out_dir}; give another --out-dir")
     return run
 
 

@@ -502,8 +502,8 @@ def reward_config(run):
     )  # fmt: skip
 
 
-def check_reward_model(run, tokenizer, actor_vocab_size, longest):
-    """UserError if the reward model is not there, or cannot take the actor's rows of so many tokens."""
+def check_reward_model(run, tokenizer, known, longest):
+    """UserError if the reward model is not there, or cannot take rows of so many tokens, of so many known ones."""
     config = reward_config(run)
     try:
         own = common.load_tokenizer(config) or tokenizer
@@ -517,9 +517,8 @@ def check_reward_model(run, tokenizer, actor_vocab_size, longest):
     if longest >= most:
         words = f"the longest prompt with its response has {longest}, and one more marks its end"
         raise UserError(f"--reward-model {run.reward_model}: takes {most} tokens, {words}")
-    if vocab_size < actor_vocab_size:
-        words = f"the actor's vocabulary has {actor_vocab_size}"
-        raise UserError(f"--reward-model {run.reward_model}: knows {vocab_size} tokens, {words}")
+    if vocab_size < known:
+        raise UserError(f"--reward-model {run.reward_model}: knows {vocab_size} tokens, the actor {known}")
 
 
 class RewardModel:
@@ -533,9 +532,8 @@ class RewardModel:
             self.worker = critic_fsdp.CriticWorker(reward_config(run))
             self.worker.init_model()
         except UserError as error:
-            words = (
-                str(error).removeprefix("--value-head-init checkpoint: ").removeprefix(f"--model {run.reward_model}: ")
-            )
+            words = str(error).removeprefix("--value-head-init checkpoint: ")
+            words = words.removeprefix(f"--model {run.reward_model}: ")
             raise UserError(f"--reward-model {run.reward_model}: {words}") from None
         self.tokenizer = self.worker.tokenizer or tokenizer
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
@@ -1337,6 +1335,11 @@ def check_vllm(run, model_config):
         )
 
 
+def known_tokens(model_config, tokenizer):
+    """How many tokens an actor can say: vocabularies are often filled up to a round number of them."""
+    return min(model_config.get_text_config().vocab_size, max(tokenizer.get_vocab().values()) + 1)
+
+
 def check_critic(run, model_config, actor_tokenizer, longest):
     """UserError if the critic's flags, its model or its budget do not go with the actor and rows of so many tokens."""
     script = critic_module(run.backend)
@@ -1355,9 +1358,9 @@ def check_critic(run, model_config, actor_tokenizer, longest):
         if longest > most:
             words = f"the longest prompt with its response has {longest} tokens"
             raise UserError(f"--model {run.critic.model}: takes {most} tokens, {words}")
-        ours, theirs = (c.get_text_config().vocab_size for c in (model_config, critic_config))
-        if theirs < ours:
-            raise UserError(f"--model {run.critic.model}: knows {theirs} tokens, the actor's vocabulary has {ours}")
+        ours, knows = known_tokens(model_config, actor_tokenizer), critic_config.get_text_config().vocab_size
+        if knows < ours:
+            raise UserError(f"--model {run.critic.model}: knows {knows} tokens, the actor {ours}")
         row = common.masked_token()
         row.input_ids, row.cu_seqlens = torch.zeros(longest), torch.tensor([0, longest], dtype=torch.int32)
         for training in (False, True):
@@ -1721,7 +1724,7 @@ def load_task(run):
     check_vllm(run, model_config)
     check_critic(run, model_config, tokenizer, longest)
     if run.reward_model:
-        check_reward_model(run, tokenizer, vocab_size, longest)
+        check_reward_model(run, tokenizer, known_tokens(model_config, tokenizer), longest)
     reward = load_function(run.reward, "--reward") if run.reward else None
     observe = load_function(run.environment, "--environment") if run.environment else None
     rows = run.train_batch_size * run.rollout_n

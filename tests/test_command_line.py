@@ -236,7 +236,7 @@ def test_resume_gives_the_run_that_was_never_interrupted(tmp_path):
     ] == [["step_4", "step_5"], ["step_6"]]
     aside = tmp_path / "whole" / "checkpoints.old" / "step_6"
     late = run(sys.executable, SCRIPT, *flags, "--resume", aside, "--out-dir", tmp_path / "whole")
-    assert late.returncode == 2 and "was set aside for what is in" in late.stderr
+    assert late.returncode == 2 and "has made room for what is in" in late.stderr
     assert max(step for step, _ in again) == 5 and sum('"critic/vf_loss"' in line for line in lines) == 5
     assert all(x == whole[key] for key, x in resumed.items())
 

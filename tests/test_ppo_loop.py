@@ -808,7 +808,7 @@ def test_a_reward_model_that_cannot_take_the_rows_is_named_before_anything_start
     check(most - 1)
     with pytest.raises(UserError, match=f"--reward-model {tmp_path}: takes {most} tokens, .* has {most}, and one more"):
         check(most)
-    with pytest.raises(UserError, match=f"--reward-model {tmp_path}: knows 99 tokens, the actor's vocabulary has 100"):
+    with pytest.raises(UserError, match=f"--reward-model {tmp_path}: knows 99 tokens, the actor 100"):
         check(20, 100)
     with pytest.raises(UserError, match=f"--reward-model {tmp_path}/none: (?!--model)"):
         check(20, model=tmp_path / "none")
@@ -822,6 +822,11 @@ def test_a_critic_that_numbers_the_tokens_in_another_way_is_refused(tmp_path):
         up_to_the_models(["--critic.model", str(tmp_path), "--out-dir", str(tmp_path / "out")])
     common.char_tokenizer().save_pretrained(tmp_path)
     up_to_the_models(["--critic.model", str(tmp_path), "--out-dir", str(tmp_path / "out")])
+    padded = ["--actor.override-config", '{"vocab_size": 128}']  # no token of its tokenizer is among the 29 more
+    up_to_the_models(["--critic.model", str(tmp_path), *padded, "--out-dir", str(tmp_path / "out")])
+    reward_model(tmp_path, 98)
+    with pytest.raises(UserError, match=f"--critic.model {tmp_path}: knows 98 tokens, the actor 99"):
+        up_to_the_models(["--critic.model", str(tmp_path), "--out-dir", str(tmp_path / "out")])
 
 
 def test_a_resumed_run_finds_the_actor_it_has_started_from_and_no_other(tmp_path):
