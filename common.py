@@ -3442,9 +3442,10 @@ def with_images(backbone, ids_T, lengths, images):
 
 def check_rows(batch, model_config, image_processor=None):
     """ValueError naming the first row with tokens or images that the model cannot read, or unfitting placeholders."""
-    tokens, where = longest_row(batch) if len(batch) else (0, "")
-    if tokens > max_length(model_config):
-        raise ValueError(f"{where}: {tokens} tokens, longer than max_position_embeddings, {max_length(model_config)}")
+    most = max_length(model_config)
+    if max(batch.lengths, default=0) > most:
+        tokens, where = longest_row(batch)
+        raise ValueError(f"{where}: {tokens} tokens, longer than max_position_embeddings, {most}")
     vocab_size, rows = model_config.get_text_config().vocab_size, batch.multi_modal_inputs
     odd = ((batch.input_ids < 0) | (batch.input_ids >= vocab_size)).nonzero().flatten()
     if len(odd):

@@ -512,7 +512,7 @@ class DataParallelPPOCritic:
         """
         config, layout = self.config, self.layout
         lengths = batch.lengths
-        shares = common.balance([self.flops.forward_flops(n) for n in batch.lengths], layout.dp_size)
+        shares = common.balance([self.flops.forward_flops(n) for n in lengths], layout.dp_size)
         split = [[lengths[i] for i in share] for share in shares]
         parts = common.micro_batches(split, max_tokens, size, not config.use_remove_padding)
         mine = shares[layout.dp_rank]

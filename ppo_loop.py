@@ -258,8 +258,12 @@ def validate(run):
             "--critic.ppo-max-token-len-per-gpu auto: would take what the actor needs; add --offload, or give "
             "--critic.memory-limit-gib"
         )
-    teaches = run.prompts is None and run.supervised_steps and run.actor.model in common.TINY
-    common.check_outputs(run, "hf", "critic_hf", *["supervised"] * bool(teaches))
+    common.check_outputs(run, "hf", "critic_hf", *["supervised"] * teaches(run))
+
+
+def teaches(run):
+    """Whether a new run begins with learn_to_add."""
+    return run.prompts is None and run.supervised_steps > 0 and run.actor.model in common.TINY
 
 
 def validate_actor(config):
@@ -502,23 +506,25 @@ def reward_config(run):
     )  # fmt: skip
 
 
+@contextlib.contextmanager
+def named_reward_model(run):
+    """A UserError from in here names --reward-model, not the flags of the critic that it is made of."""
+    try:
+        yield
+    except UserError as error:
+        words = str(error).removeprefix("--value-head-init checkpoint: ").removeprefix(f"--model {run.reward_model}: ")
+        raise UserError(f"--reward-model {run.reward_model}: {words}") from None
+
+
 def check_reward_model(run, tokenizer, known, longest):
     """UserError if the reward model is not there, or cannot take rows of so many tokens, of so many known ones."""
     config = reward_config(run)
-    try:
+    with named_reward_model(run):
         own = common.load_tokenizer(config) or tokenizer
         model_config = common.load_model_config(config, own)
-    except UserError as error:
-        words = str(error).removeprefix(f"--model {run.reward_model}: ")
-        raise UserError(f"--reward-model {run.reward_model}: {words}") from None
-    if own.get_vocab() != tokenizer.get_vocab():
-        return  # it reads the text in tokens of its own
-    most, vocab_size = common.max_length(model_config), model_config.get_text_config().vocab_size
-    if longest >= most:
-        words = f"the longest prompt with its response has {longest}, and one more marks its end"
-        raise UserError(f"--reward-model {run.reward_model}: takes {most} tokens, {words}")
-    if vocab_size < known:
-        raise UserError(f"--reward-model {run.reward_model}: knows {vocab_size} tokens, the actor {known}")
+        if own.get_vocab() == tokenizer.get_vocab():  # else it reads the text in tokens of its own
+            words = f"the longest prompt with its response has {longest}, and one more marks its end"
+            check_takes(config, model_config, longest + 1, words, known)
 
 
 class RewardModel:
@@ -528,13 +534,9 @@ class RewardModel:
     """
 
     def __init__(self, run, tokenizer):
-        try:
+        with named_reward_model(run):
             self.worker = critic_fsdp.CriticWorker(reward_config(run))
             self.worker.init_model()
-        except UserError as error:
-            words = str(error).removeprefix("--value-head-init checkpoint: ")
-            words = words.removeprefix(f"--model {run.reward_model}: ")
-            raise UserError(f"--reward-model {run.reward_model}: {words}") from None
         self.tokenizer = self.worker.tokenizer or tokenizer
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
         self.offload, self.onload = self.worker.offload, self.worker.onload
@@ -1340,6 +1342,15 @@ def known_tokens(model_config, tokenizer):
     return min(model_config.get_text_config().vocab_size, max(tokenizer.get_vocab().values()) + 1)
 
 
+def check_takes(config, model_config, longest, words, known):
+    """UserError if --model cannot take rows of so many tokens (words say whose), or not as many kinds as the actor."""
+    most, knows = common.max_length(model_config), model_config.get_text_config().vocab_size
+    if longest > most:
+        raise UserError(f"--model {config.model}: takes {most} tokens, {words}")
+    if knows < known:
+        raise UserError(f"--model {config.model}: knows {knows} tokens, the actor {known}")
+
+
 def check_critic(run, model_config, actor_tokenizer, longest):
     """UserError if the critic's flags, its model or its budget do not go with the actor and rows of so many tokens."""
     script = critic_module(run.backend)
@@ -1354,13 +1365,8 @@ def check_critic(run, model_config, actor_tokenizer, longest):
                 )
         script.validate_for_model(run.critic, critic_config)
         common.with_value_range(run.critic, critic_config)
-        most = common.max_length(critic_config)
-        if longest > most:
-            words = f"the longest prompt with its response has {longest} tokens"
-            raise UserError(f"--model {run.critic.model}: takes {most} tokens, {words}")
-        ours, knows = known_tokens(model_config, actor_tokenizer), critic_config.get_text_config().vocab_size
-        if knows < ours:
-            raise UserError(f"--model {run.critic.model}: knows {knows} tokens, the actor {ours}")
+        words = f"the longest prompt with its response has {longest} tokens"
+        check_takes(run.critic, critic_config, longest, words, known_tokens(model_config, actor_tokenizer))
         row = common.masked_token()
         row.input_ids, row.cu_seqlens = torch.zeros(longest), torch.tensor([0, longest], dtype=torch.int32)
         for training in (False, True):
@@ -1783,7 +1789,7 @@ def main(run):
         if run.actor.model in common.TINY:  # any other is where --actor.model says now
             run = start_from(run, taught_before(run, state))
         print_resume(run, state)
-    elif run.prompts is None and run.supervised_steps and run.actor.model in common.TINY:
+    elif teaches(run):
         run = start_from(run, learn_to_add(run, task.model_config, task.tokenizer, device))
     actor, reference, critic, reward_model, engine = build(run, task, device)
     phases, reward = Phases(run.offload, device), reward_model or task.reward

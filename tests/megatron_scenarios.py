@@ -497,6 +497,11 @@ def spoil(critic, number):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def set_loss_scale(worker, scale):
+    for optimizer in worker.critic.optimizers():
+        optimizer.grad_scaler._scale.fill_(scale)
+
+
 def float16_finds_its_loss_scale(folder):
     """A scale too large is halved and the mini-batch tried again until its step fits: none is lost, whatever the size
     of a micro-batch. One that fits at no scale is skipped, and leaves it alone. A checkpoint keeps the scale."""
@@ -506,15 +511,13 @@ def float16_finds_its_loss_scale(folder):
         )
         scales = lambda worker=worker: {float(x.grad_scaler.scale) for x in worker.critic.optimizers()}
         assert scales() == {2.0**16}
-        for critic in (worker.critic, cut.critic):
-            for optimizer in critic.optimizers():
-                optimizer.grad_scaler._scale.fill_(2.0**24)
+        for one in (worker, cut):
+            set_loss_scale(one, 2.0**24)
         metrics = worker.update_critic(rows(0))
         assert metrics["critic/skipped_steps"] == 0 and worker.critic.optimizer_steps == 1, name
         (scale,) = scales()  # else the experts' gradient would be of another size
         assert 1 < scale < 2.0**22, (name, scale)
-        for optimizer in fitting.critic.optimizers():
-            optimizer.grad_scaler._scale.fill_(scale)
+        set_loss_scale(fitting, scale)
         assert of_critic(fitting.update_critic(rows(0))) == of_critic(metrics), name
         assert_same(shards(fitting), shards(worker), name)
         other = cut.update_critic(rows(0))
@@ -543,8 +546,7 @@ def float16_is_float32_but_for_rounding(folder):
     """Once the scale fits, norm and loss of the first step are those of float32 to 1 %."""
     for fields in ({EP: 2, **MOE},):
         half, full = make(param_dtype="float16", **fields), make(**fields)
-        for optimizer in half.critic.optimizers():
-            optimizer.grad_scaler._scale.fill_(2.0**6)
+        set_loss_scale(half, 2.0**6)
         ours, theirs = half.update_critic(rows(0)), full.update_critic(rows(0))
         for key in ("critic/vf_loss", "critic/grad_norm", "critic/vpred_mean"):
             assert math.isclose(ours[key], theirs[key], rel_tol=1e-2, abs_tol=1e-3), (fields, key, ours, theirs)

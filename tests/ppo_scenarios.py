@@ -13,6 +13,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from compare_runs import off
 
 # Every start is the same actor (learn_to_add makes it), every run draws the same prompts and numbers; 2 epochs of 2
 # mini-batches, a KL in the reward whose coefficient adapts within these few rows, and one in the loss.
@@ -85,13 +86,6 @@ def assert_same_run(ours, theirs, what, steps=None):
 def assert_same(a, b, what):
     """Two dicts of tensors are equal, bit for bit."""
     assert a.keys() == b.keys() and not (other := [n for n in a if not torch.equal(a[n], b[n])]), (what, other[:3])
-
-
-def off(x, y):
-    """Relative difference; numbers below 1e-3 are measured by that, for some are nothing but rounding."""
-    if x is None or y is None:  # null: not finite
-        return 0.0 if x is y else math.inf
-    return abs(x - y) / max(abs(x), abs(y), 1e-3)
 
 
 def assert_close_runs(runs, reference, most=1e-4, steps=None):
