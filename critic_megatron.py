@@ -1,16 +1,15 @@
 """A PPO critic for language models on Megatron-Core: one value model, one update, any layout.
 
-    python critic_megatron.py                                  toy task, a tiny model, a laptop CPU
+    python critic_megatron.py                             toy task, a tiny model, a laptop CPU
     torchrun --nproc-per-node 4 critic_megatron.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
     torchrun --nproc-per-node 8 critic_megatron.py --model Qwen/Qwen2.5-7B --rollouts train.jsonl \\
         --eval-rollouts eval.jsonl --tensor-model-parallel-size 4 --gradient-checkpointing --out-dir out/7b
-    python critic_megatron.py --help                           every flag
+    python critic_megatron.py --help                      every flag
 
-It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level verifier.
-A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them.
-critic_fsdp.py is the same function on PyTorch FSDP: same sections, names, flags and numbers, so that a diff of the two
-shows what parallelism costs. What this one leaves out: images, adapters, frozen layers, torch.compile, activations on
-the host and a plan.
+It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level
+verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them. critic_fsdp.py is
+the same function on PyTorch FSDP: same sections, names and numbers, so a diff of the two shows what parallelism
+costs. This one leaves out images, adapters, frozen layers, activations on the host and a plan.
 
 Shapes are in the names: T tokens, sequences end to end; B sequences; L longest sequence; D hidden features.
 S slots: the tokens and the padding of a micro-batch that this rank holds.
@@ -20,6 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import glob
+import heapq
 import itertools
 import json
 import logging
@@ -33,16 +33,22 @@ import warnings
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
+import pydantic
 import tyro
+from pydantic import Field
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Config
-# ---------------------------------------------------------------------------------------------------------------------
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets these; plain `python` is a world of one
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-KERNELS = ("auto", "flash", "varlen", "sdpa", "eager")
-BACKEND = "megatron"  # as checkpoints name this script
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+# ---- Config ------------------------------------------------------------------------------------------
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Auto = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d+)?)?$")]
+AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 @dataclass(frozen=True)
@@ -51,62 +57,67 @@ class Config:
 
     # model
     model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
-    tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own; characters for tiny-*)
-    override_config: str = "{}"  # JSON laid over the model's config, e.g. '{"num_hidden_layers": 4}'
-    value_head_init: Literal["auto", "checkpoint", "normal", "zero"] = "auto"  # auto: the checkpoint's, else normal
-    from_scratch: bool = False  # random weights: of --model take the architecture and the tokenizer only
-    value_head: Literal["scalar", "hl_gauss"] = "scalar"  # the value: a number, or the mean of a distribution over bins
-    value_bins: int = 51  # bins of hl_gauss
-    value_range: tuple[float, float] | None = None  # hl_gauss: where they lie (None: the checkpoint's, else the data's)
-    trust_remote_code: bool = False  # run model code that comes with the checkpoint
-    seed: int = 0  # of random weights, the value head and every shuffle
+    tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own)
+    override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
+    value_head_init: Literal["auto", "checkpoint", "normal", "zero"] = (
+        "auto"  # auto: the checkpoint's, else normal
+    )
+    value_head: Literal["scalar", "hl_gauss"] = "scalar"  # a number, or the mean of a distribution over bins
+    value_bins: Annotated[int, Field(ge=2)] = 51  # bins of hl_gauss
+    value_range: tuple[float, float] | None = (
+        None  # of the bins, LOW HIGH (None: the checkpoint's, else the data's)
+    )
+    seed: Count = 0  # of random weights, the value head and every shuffle
 
     # layout
-    tensor_model_parallel_size: int = 1  # ranks that share each matrix product, a part of its rows or columns each
-    sequence_parallel: bool = True  # they also share the tokens of what lies between the products (norms, residuals)
-    pipeline_model_parallel_size: int = 1  # ranks that share the layers: each runs some and hands its outputs on
-    virtual_pipeline_model_parallel_size: int = 1  # pieces of the model on each of them, taken in turns: less idling
-    num_layers_in_first_pipeline_stage: int | None = None  # layers of the first of them (None: as many as of others)
-    num_layers_in_last_pipeline_stage: int | None = None  # the same for the last
-    context_parallel_size: int = 1  # ranks that share each sequence, a part of its tokens each
-    expert_model_parallel_size: int = 1  # ranks that share the experts of a mixture, some of them each
-    expert_tensor_parallel_size: int | None = None  # ranks that share each expert (None: as tensor_model_parallel_size)
-    overlap_grad_reduce: bool = False  # add gradients of the ranks up while the backward pass goes on
-    overlap_param_gather: bool = False  # gather updated weights while the next forward pass begins
-    timeout_minutes: float = 30.0  # a collective that takes longer ends the run
+    tensor_model_parallel_size: Positive = 1  # ranks that share each matrix product
+    sequence_parallel: bool = True  # they also share the tokens between the products (norms, residuals)
+    pipeline_model_parallel_size: Positive = 1  # ranks that share the layers; each runs some of them
+    virtual_pipeline_model_parallel_size: Positive = 1  # pieces of the model on each of them: less idling
+    num_layers_in_first_pipeline_stage: Positive | None = None  # (None: as many as in other stages)
+    num_layers_in_last_pipeline_stage: Positive | None = None  # (None: as many as in other stages)
+    context_parallel_size: Positive = 1  # ranks that share each sequence, with a part of its tokens each
+    expert_model_parallel_size: Positive = 1  # ranks that share the experts of a mixture
+    expert_tensor_parallel_size: Positive | None = None  # ranks that share each expert (None: as for tensors)
+    overlap_comm: bool = (
+        False  # reduce gradients during the backward pass, gather weights during the next forward
+    )
+    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = (
+        30.0  # a collective that takes longer ends the run
+    )
 
     # precision and kernels
-    param_dtype: Literal[DTYPES] = "auto"  # of matrix products (auto: bfloat16, float32 on CPU)
+    param_dtype: Literal["auto", "float32", "bfloat16"] = (
+        "auto"  # of matrix products (auto: bfloat16; float32 on CPU)
+    )
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
-    attn_implementation: Literal[KERNELS] = "auto"  # attention kernel (auto: the fastest that serves the model)
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
-    recompute_modules: tuple[Literal["core_attn", "mlp", "moe"], ...] = ()  # recompute only these parts of a layer
+    recompute_modules: tuple[
+        Literal["core_attn", "mlp", "moe"], ...
+    ] = ()  # recompute only these parts of a layer
 
     # batches
-    ppo_epochs: int = 1  # passes over the rows of one update
-    ppo_mini_batch_size: int = 256  # rows of one optimizer step, global: over all ranks
+    ppo_epochs: Positive = 1  # passes over the rows of one update
+    ppo_mini_batch_size: Positive = 256  # rows of one optimizer step, over all ranks
     shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
-    ppo_max_token_len_per_gpu: int | Literal["auto"] = 16384  # most tokens of a rank in a micro-batch (auto: what fits)
-    memory_limit_gib: float | None = None  # of a rank, for auto (None: what is free on the device; a CPU needs it)
-    forward_max_token_len_per_gpu: int | None = None  # the same for compute_values (None: as in training)
-    ppo_micro_batch_size_per_gpu: int | None = None  # rows of a training micro-batch, in place of the token cap
-    forward_micro_batch_size_per_gpu: int | None = None  # the same for compute_values (None: as in training)
+    ppo_max_token_len_per_gpu: Positive | Auto = (
+        16384  # tokens of a rank's micro-batch (auto, auto:GIB: what fits)
+    )
 
     # loss
-    cliprange_value: float | None = 0.5  # how far a value may gain by moving (None: no clipping; hl_gauss: never any)
-    loss_agg_mode: Literal[LOSS_AGG_MODES] = "token-mean"  # how token losses become one loss of the mini-batch
-    response_length_limit: int | None = None  # the constant that seq-mean-token-sum-norm divides by
+    cliprange_value: Rate | None = (
+        0.5  # PPO clip range around the old value (None: no clipping; hl_gauss: never)
+    )
+    loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
+    response_length_limit: Positive | None = None  # the constant that seq-mean-token-sum-norm divides by
 
     # optimizer
-    lr: float | None = None  # peak learning rate of AdamW (None: 1e-3 for tiny-*, 1e-5 for a checkpoint)
-    weight_decay: float = 0.01  # decoupled, on every weight
-    betas: tuple[float, float] = (0.9, 0.999)  # decay of AdamW's two moving averages
-    grad_clip: float = 1.0  # largest norm of the gradient of all weights (inf: no clipping)
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after the warm-up
-    lr_warmup_steps: int = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
-    lr_warmup_steps_ratio: float = 0.0  # the same as a part of all optimizer steps
-    min_lr_ratio: float = 0.0  # where cosine ends, as a part of lr
-    total_training_steps: int | None = None  # optimizer steps of the whole run (None: this script works it out)
+    lr: Rate | None = None  # peak learning rate of AdamW (None: 1e-3 for tiny-*, 1e-5 for a checkpoint)
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01  # decoupled, on every weight
+    betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay of AdamW's two moving averages
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0  # largest norm of the whole gradient (inf: no clipping)
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after the warm-up; cosine ends at 0
+    lr_warmup_steps: Count = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
 
 
 @dataclass(frozen=True)
@@ -116,31 +127,83 @@ class Run:
     critic: Annotated[Config, tyro.conf.arg(name="")] = Config()  # its flags have no prefix
     rollouts: str | None = None  # JSONL to learn from (None: the built-in toy task)
     eval_rollouts: str | None = None  # JSONL to evaluate on (None: no evaluation; the toy has its own)
-    skip_bad_rows: bool = False  # leave bad rows out, count and report them, instead of stopping at the first
-    recorded_values: bool = False  # old values are the rows' "values" (of the critic that was there), not this critic's
-    gamma: float = 1.0  # discount of a reward per action
-    lam: float = 1.0  # GAE's lambda for the returns (1: Monte Carlo, the rewards alone)
-    bootstrap_truncated: bool = False  # the last value stands for the future of a row cut off by the length limit
-    steps: int = 200  # updates of the critic, each on one train batch
-    train_batch_size: int | None = None  # rows of one update, global (None: one mini-batch)
-    eval_every: int = 20  # updates between evaluations (0: only at the start and the end)
-    save_every: int = 0  # updates between checkpoints (0: only at the end)
-    keep: int | None = None  # checkpoints to keep, the last ones (None: all)
-    async_save: bool = False  # write checkpoints beside the training, from a copy of the state on the host
-    resume: str | None = None  # checkpoint folder to go on from; auto: the last complete one in out_dir, if any
-    max_skipped_updates: int = 10  # so many updates in a row that are not finite end the run (0: never)
-    out_dir: str = "out/critic_megatron"  # for checkpoints, the Hugging Face folder, metrics and curves
-    report: str = "auto"  # page on what the critic learned (auto: report.html in out_dir; none: no page)
-    report_against: str | None = None  # report.html of another run, to stand beside this one's
-    profile_steps: str | None = None  # A:B, steps that torch.profiler records into out_dir/profile (None: none)
-    profile_ranks: tuple[int, ...] = (0,)  # ranks that it records on
-    wandb_project: str | None = None  # log to Weights & Biases too, if it is installed
+    skip_bad_rows: bool = False  # leave bad rows out and report them, instead of stopping at the first
+    recorded_values: bool = False  # take old values from the file's "values" instead of computing them
+    gamma: Fraction = 1.0  # discount of a reward per action
+    lam: Fraction = 1.0  # GAE's lambda for the returns (1: Monte Carlo, the rewards alone)
+    bootstrap_truncated: bool = False  # the last value stands for the future of a row that was cut off
+    steps: Positive = 200  # updates of the critic, each on one train batch
+    train_batch_size: Positive | None = None  # rows of one update, over all ranks (None: one mini-batch)
+    eval_every: Count = 20  # updates between evaluations (0: only at the start and the end)
+    save_every: Count = 0  # updates between checkpoints (0: only at the end)
+    keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
+    async_save: bool = False  # write checkpoints in the background, from a copy of the state on the host
+    resume: str | None = None  # checkpoint folder to continue from; auto: the last complete one in out_dir
+    profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = (
+        None  # A:B, steps to record with torch.profiler
+    )
+    out_dir: str = "out/critic_megatron"  # for checkpoints, the Hugging Face folder, metrics and the report
+
+    def evaluates(self, step):
+        """Whether the run evaluates after this many updates."""
+        return step in (0, self.steps) or bool(self.eval_every and step % self.eval_every == 0)
 
 
-if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv):  # at once: what is imported below takes ten seconds
-    tyro.cli(Run, description=__doc__, console_outputs=os.environ.get("RANK", "0") == "0")
+def mistake_in(flags, world_size=WORLD_SIZE):
+    """What is wrong with a Config or a Run, as one line that names the flag and the fix, or None."""
+    try:
+        pydantic.TypeAdapter(type(flags)).validate_python(dataclasses.asdict(flags))
+    except pydantic.ValidationError as error:
+        fault = error.errors()[0]
+        name = next(part for part in fault["loc"] if part != "critic").replace("_", "-")
+        return f"--{name} {fault['input']}: {fault['msg'].replace('Input should be', 'must be')}"
+    if isinstance(flags, Run):
+        rules = {
+            "--eval-rollouts: needs --rollouts; the toy has its own": flags.rollouts
+            or not flags.eval_rollouts,
+            "--recorded-values: needs --rollouts": flags.rollouts or not flags.recorded_values,
+        }
+        broken = [words for words, holds in rules.items() if not holds]
+        return broken[0] if broken else mistake_in(flags.critic, world_size)
+    c, norm, low_high = (
+        flags,
+        flags.loss_agg_mode == "seq-mean-token-sum-norm",
+        flags.value_range or (0.0, 1.0),
+    )
+    tp, pp, cp = c.tensor_model_parallel_size, c.pipeline_model_parallel_size, c.context_parallel_size
+    ep, etp, vpp = (
+        c.expert_model_parallel_size,
+        expert_tensor_parallel_size(c),
+        c.virtual_pipeline_model_parallel_size,
+    )
+    uneven = c.num_layers_in_first_pipeline_stage or c.num_layers_in_last_pipeline_stage
+    rules = {  # between flags
+        f"--value-range {c.value_range}: LOW must be below HIGH": 0 < low_high[1] - low_high[0] < math.inf,
+        "--value-range: a scalar has none; add --value-head hl_gauss": c.value_head != "scalar" or not c.value_range,
+        "--response-length-limit: goes with --loss-agg-mode seq-mean-token-sum-norm, which needs it":
+            norm == (c.response_length_limit is not None),
+        f"--tensor-model-parallel-size: tensor {tp} x pipeline {pp} x context {cp} must divide the {world_size} ranks":
+            world_size % (tp * pp * cp) == 0,
+        f"--expert-model-parallel-size: expert tensor {etp} x expert {ep} x pipeline {pp} must divide the {world_size} ranks":
+            world_size % (etp * ep * pp) == 0,
+        f"--virtual-pipeline-model-parallel-size {vpp}: needs --pipeline-model-parallel-size": vpp == 1 or pp > 1,
+        "--num-layers-in-first-pipeline-stage: needs --pipeline-model-parallel-size": not uneven or pp > 1,
+        f"--context-parallel-size {cp}: needs packed rows; drop --no-use-remove-padding": cp == 1 or c.use_remove_padding,
+        "--recompute-modules: --gradient-checkpointing recomputes whole layers; drop one":
+            not (c.gradient_checkpointing and c.recompute_modules),
+    }  # fmt: skip
+    return next((words for words, holds in rules.items() if not holds), None)
 
-warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")  # at import: unused
+
+def expert_tensor_parallel_size(config):
+    return config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+
+
+if __name__ == "__main__":  # here, because the imports below take ten seconds
+    RUN = tyro.cli(Run, description=__doc__, console_outputs=RANK == 0)
+    if mistake := mistake_in(RUN):
+        print(f"error: {mistake}" if RANK == 0 else "", file=sys.stderr)
+        sys.exit(2)
 
 import torch
 import torch.distributed as dist
@@ -148,12 +211,21 @@ import torch.nn as nn
 import torch.nn.functional as F
 import transformers
 
-if not torch.cuda.is_available():  # else Megatron loads a compiler for its small functions, and none is used here
+if (
+    not torch.cuda.is_available()
+):  # else Megatron loads a compiler for its small functions, which nothing uses here
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+warnings.filterwarnings(
+    "ignore", message="(Transformer Engine and )?Apex (is|are) not installed"
+)  # at import: unused
 
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -170,184 +242,46 @@ from transformers import AutoModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import common
-from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
+from common import Dispatch, UserError, print0, register
 
-transformers.logging.set_verbosity_error()  # what matters of a load is said below, in one line
+transformers.logging.set_verbosity_error()  # the run says in one line what matters of a load
 transformers.logging.disable_progress_bar()
-for message in (  # of megatron-core 0.16.1 with this torch; nothing to be done about them here
-    "full scope is deprecated",
-    "The .grad attribute of a Tensor that is not a leaf",
-    "`torch.distributed.* is deprecated",
-):
-    warnings.filterwarnings("ignore", message=message)
+# of megatron-core 0.16.1 with this torch; there is nothing to do about them here
+warnings.filterwarnings("ignore", message="full scope is deprecated")
+warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated")
 
-
-def validate(config, world_size=WORLD_SIZE):
-    """Raises UserError for flags that cannot work, before a process group or a model is built."""
-    common.validate_config(config)
-    sizes = [f.name for f in dataclasses.fields(config) if f.name.endswith("parallel_size")]
-    for name in (*sizes, "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
-        common.check_flag(config, name, "must be at least 1", lambda x: x is None or x >= 1)
-    tp, pp, vpp = (config.tensor_model_parallel_size, config.pipeline_model_parallel_size,
-                   config.virtual_pipeline_model_parallel_size)  # fmt: skip
-    cp, ep, etp = config.context_parallel_size, config.expert_model_parallel_size, expert_tensor_parallel_size(config)
-    for part, name in ((tp, "tensor"), (tp * pp, "pipeline"), (tp * pp * cp, "context")):
-        if world_size % part:
-            product = f"tensor {tp} x pipeline {pp} x context {cp}"
-            fits = [n for n in range(1, world_size + 1) if world_size % (part // size_of(config, name) * n) == 0]
-            flag = "" if name == "context" else "-model"
-            raise UserError(
-                f"--{name}{flag}-parallel-size {size_of(config, name)}: {product} must divide the {world_size} ranks"
-                + (f"; here it can be {common.one_of(fits)}" if fits else "")
-            )
-    if world_size % (etp * ep * pp):
-        fits = [n for n in range(1, world_size + 1) if world_size % (etp * n * pp) == 0]
-        raise UserError(
-            f"--expert-model-parallel-size {ep}: expert tensor {etp} x expert {ep} x pipeline {pp} must divide the "
-            f"{world_size} ranks" + (f"; here it can be {common.one_of(fits)}" if fits else "")
-        )
-    if vpp > 1 and pp == 1:
-        raise UserError(f"--virtual-pipeline-model-parallel-size {vpp}: needs --pipeline-model-parallel-size above 1")
-    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
-        if getattr(config, name) is not None and pp == 1:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} {getattr(config, name)}: needs --pipeline-model-parallel-size above 1")
-    if sequence_ranks(config) > 1 and not config.use_remove_padding:
-        raise UserError(f"--context-parallel-size {cp}: needs packed rows; drop --no-use-remove-padding")
-    if config.overlap_param_gather and not config.overlap_grad_reduce:
-        raise UserError("--overlap-param-gather: goes with --overlap-grad-reduce only")
-    if config.gradient_checkpointing and config.recompute_modules:
-        raise UserError("--recompute-modules: --gradient-checkpointing recomputes whole layers already; drop one")
-    if config.attn_implementation == "varlen" and not config.use_remove_padding:
-        raise UserError("--attn-implementation varlen: is for packed rows; drop --no-use-remove-padding")
-
-
-def size_of(config, name):
-    """tensor, pipeline, context -> the size of that kind of parallelism."""
-    return getattr(config, f"{name}_parallel_size" if name == "context" else f"{name}_model_parallel_size")
-
-
-def expert_tensor_parallel_size(config):
-    return config.expert_tensor_parallel_size or config.tensor_model_parallel_size
-
-
-def splits_sequence(config):
-    """Whether tensor-parallel ranks also share the tokens between the matrix products."""
-    return config.sequence_parallel and config.tensor_model_parallel_size > 1
-
-
-def validate_for_model(config, model_config):
-    """The same for flags that this model does not go with, and for models that Megatron's layers do not compute."""
-    c, kind, tp = model_config, model_config.model_type, config.tensor_model_parallel_size
-    if kind not in MODELS:
-        known = common.one_of(MODELS)
-        raise UserError(
-            f"--model {config.model}: {kind} is not mapped to Megatron; {known} are, critic_fsdp.py takes all"
-        )
-    odd = [f"{name} {getattr(c, name)}" for name in ("attention_bias", "mlp_bias") if getattr(c, name, False)]
-    odd += [f"hidden_act {c.hidden_act}"] * (c.hidden_act != "silu")
-    kinds = getattr(c, "layer_types", None) or ["sliding"] * bool(getattr(c, "sliding_window", None))
-    odd += ["sliding windows"] * any("sliding" in kind for kind in kinds)
-    odd += ["quantized weights"] * bool(getattr(c, "quantization_config", None))
-    if getattr(c, "num_experts", None) and c.num_experts_per_tok == 1 and c.norm_topk_prob:
-        odd.append("norm_topk_prob with one expert a token")
-    rope = getattr(c, "rope_parameters", None) or {}
-    odd += [f"rope_type {rope['rope_type']}"] * (
-        rope.get("rope_type", "default") not in ("default", "linear", "llama3")
-    )
-    odd += ["partial_rotary_factor"] * (rope.get("partial_rotary_factor", 1.0) != 1.0)
-    if odd:
-        raise UserError(f"--model {config.model}: {', '.join(odd)} is not mapped to Megatron; use critic_fsdp.py")
-
-    common.check_divides("tensor-model-parallel-size", tp, c.num_attention_heads, "attention heads")
-    groups = c.num_key_value_heads
-    if groups % tp and tp % groups:
-        raise UserError(
-            f"--tensor-model-parallel-size {tp}: must divide the model's {groups} key-value heads, or they it"
-        )
-    experts, etp = getattr(c, "num_experts", None), expert_tensor_parallel_size(config)
-    if experts:
-        common.check_divides("expert-model-parallel-size", config.expert_model_parallel_size, experts, "experts")
-        common.check_divides("expert-tensor-parallel-size", etp, c.moe_intermediate_size, "features inside an expert")
-        if tp > 1 and not config.sequence_parallel:
-            raise UserError("--no-sequence-parallel: a mixture of experts needs it with tensor parallelism")
-    elif config.expert_model_parallel_size > 1 or config.expert_tensor_parallel_size:
-        flag = "expert-model" if config.expert_model_parallel_size > 1 else "expert-tensor"
-        raise UserError(f"--{flag}-parallel-size: {config.model} ({kind}) has no experts")
-    elif "moe" in config.recompute_modules:
-        raise UserError(f"--recompute-modules moe: {config.model} ({kind}) has no experts")
-    if not all(sparse_layers(c)):
-        common.check_divides("tensor-model-parallel-size", tp, c.intermediate_size, "features inside an MLP")
-    stage_layers(config, c)
-
-
-def sparse_layers(model_config):
-    """For each layer whether it is a mixture of experts."""
-    c, dense = model_config, getattr(model_config, "mlp_only_layers", None) or ()
-    every = getattr(c, "decoder_sparse_step", 1)
-    mixture = bool(getattr(c, "num_experts", None))
-    return [mixture and i not in dense and (i + 1) % every == 0 for i in range(c.num_hidden_layers)]
-
-
-def stage_layers(config, model_config):
-    """Layers of each pipeline stage, as a list. UserError: they do not go up."""
-    layers, pp = model_config.num_hidden_layers, config.pipeline_model_parallel_size
-    vpp, out = config.virtual_pipeline_model_parallel_size, [None] * pp
-    if pp == 1:
-        return [layers]
-    out[0], out[-1] = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
-    rest, stages = layers - sum(n or 0 for n in out), out.count(None)
-    flag = f"--pipeline-model-parallel-size {pp}"
-    if rest < 0:
-        raise UserError(f"{flag}: the first and the last stage ask for more than the model's {layers} layers")
-    if rest < stages or rest % max(stages, 1) or (rest and not stages):
-        given = " that the first and last stage leave" if stages < pp else ""
-        raise UserError(
-            f"{flag}: {rest} layers{given} do not make {stages} equal stages; give other sizes, or other "
-            "--num-layers-in-first-pipeline-stage and --num-layers-in-last-pipeline-stage"
-        )
-    out = [rest // stages if n is None else n for n in out]
-    for n in out:
-        if n % vpp:
-            fits = [k for k in range(1, n + 1) if all(m % k == 0 for m in out)]
-            raise UserError(
-                f"--virtual-pipeline-model-parallel-size {vpp}: does not divide the {n} layers of a stage; it can be "
-                f"{common.one_of(fits)}"
-            )
-    return out
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Megatron without CUDA, and without Transformer Engine
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Megatron without CUDA, and without Transformer Engine -------------------------------------------
 
 
 class CudaMeansCpu(TorchFunctionMode):
-    """Megatron-Core writes device="cuda" in some places; on a machine without it they mean the CPU."""
+    """Megatron-Core writes device="cuda" in some places; on a machine without CUDA they mean the CPU."""
 
     def __torch_function__(self, function, kinds, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if "device" in kwargs and "cuda" in str(kwargs["device"]):
+        if "cuda" in str(kwargs.get("device")):
             kwargs = {**kwargs, "device": "cpu"}
-        if function is torch.Tensor.cuda:  # its grad scaler, of what a checkpoint has
-            return args[0]
         out = function(*args, **kwargs)
-        if function is torch.Tensor.type and isinstance(out, str):  # optimizers switch on "torch.cuda.FloatTensor"
+        if function is torch.Tensor.type and isinstance(
+            out, str
+        ):  # optimizers test for "torch.cuda.FloatTensor"
             out = out.replace("torch.", "torch.cuda.")
         return out
 
 
 def megatron_without_cuda():
-    """Lets Megatron-Core 0.16.1 run on CPU and gloo. Does nothing, ever, where CUDA is present.
+    """Lets Megatron-Core 0.16.1 run on CPU and gloo; does nothing where CUDA is present.
 
-    What it stands in for are devices, streams, random states, and two collectives that gloo does not have for ranks of
-    unequal size (of tokens for experts that tensor-parallel ranks share); never computation.
+    It replaces devices, streams, random states, and two collectives that gloo lacks for ranks of unequal size (of
+    tokens for experts that tensor-parallel ranks share); never computation.
     """
     rng, moe = tensor_parallel.random, token_dispatcher.MoEAlltoAllTokenDispatcher
     if torch.cuda.is_available() or torch.cuda.manual_seed is torch.manual_seed:  # the latter: done before
         return
     CudaMeansCpu().__enter__()
-    warnings.filterwarnings("ignore", message="When using sequence parallelism it is recommended to set .*CUDA")
+    warnings.filterwarnings(
+        "ignore", message="When using sequence parallelism it is recommended to set .*CUDA"
+    )
     torch._dynamo.config.disable = True  # compiling its small functions would take minutes
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
@@ -357,30 +291,34 @@ def megatron_without_cuda():
     rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     logging.getLogger(rng.__name__).setLevel(logging.ERROR)  # "CPU RNG state changed", at every recomputation
 
-    def sizes_to_host(self, point, tokens_per_expert=None):  # which it does on a stream of its own, and only from CUDA
+    def sizes_to_host(self, point, tokens_per_expert=None):  # Megatron does it on a CUDA stream
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             if torch.is_tensor(getattr(self, name, None)):
                 setattr(self, name, getattr(self, name).numpy())
         return tokens_per_expert
 
-    moe.cuda_dtoh_stream, moe._maybe_dtoh_and_synchronize = types.SimpleNamespace(), sizes_to_host
+    moe.cuda_dtoh_stream = types.SimpleNamespace()
+    moe._maybe_dtoh_and_synchronize = sizes_to_host
     all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
 
     def all_gather_any(outputs, x, group=None, async_op=False):
-        sizes, n = [len(out) for out in outputs], len(outputs)
+        sizes = [len(out) for out in outputs]
         if len(set(sizes)) == 1:
             return all_gather(outputs, x, group=group, async_op=async_op)
         received = x.new_empty(sum(sizes), *x.shape[1:])
-        dist.all_to_all_single(received, torch.cat([x] * n), sizes, [len(x)] * n, group=group)
+        dist.all_to_all_single(
+            received, torch.cat([x] * len(sizes)), sizes, [len(x)] * len(sizes), group=group
+        )
         for out, piece in zip(outputs, received.split(sizes), strict=True):
             out.copy_(piece)
 
     def reduce_scatter_any(output, inputs, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        sizes, n = [len(x) for x in inputs], len(inputs)
+        sizes = [len(x) for x in inputs]
         if len(set(sizes)) == 1:
             return reduce_scatter(output, inputs, op, group=group, async_op=async_op)
-        received = output.new_empty(n, *output.shape)
-        dist.all_to_all_single(received.flatten(0, 1), torch.cat(inputs), [len(output)] * n, sizes, group=group)
+        received = output.new_empty(len(sizes), *output.shape)
+        flat = received.flatten(0, 1)
+        dist.all_to_all_single(flat, torch.cat(inputs), [len(output)] * len(sizes), sizes, group=group)
         output.copy_(received.sum(0))
 
     dist.all_gather, dist.reduce_scatter = all_gather_any, reduce_scatter_any
@@ -389,9 +327,7 @@ def megatron_without_cuda():
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # 0.16.1 reads the name without having defined it
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Value model: a decoder and a value head in float32
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Value model: a decoder and a value head in float32 ----------------------------------------------
 
 
 class RMSNorm(nn.RMSNorm):
@@ -399,13 +335,15 @@ class RMSNorm(nn.RMSNorm):
 
     def __init__(self, config, hidden_size, eps=1e-6, **_):
         super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel  # Megatron then adds it up over tensor-parallel ranks
+        self.weight.sequence_parallel = (
+            config.sequence_parallel
+        )  # Megatron then sums it over tensor-parallel ranks
 
 
 class ValueHead(nn.Linear):
     """v = w . h + b on the hidden state of every token, in float32, whole on each tensor-parallel rank.
 
-    Stands where GPTModel has its vocabulary head. With --value-head hl_gauss it gives N logits.
+    It replaces GPTModel's vocabulary head. With --value-head hl_gauss it gives N logits.
     """
 
     def __init__(self, config, outputs):
@@ -416,16 +354,20 @@ class ValueHead(nn.Linear):
     def forward(self, hidden_SBD, weight=None, runtime_gather_output=None):
         """(S, B, D) -> (S, B, N) float32; with sequence parallelism of all tokens, on each rank the same."""
         out_SBN = F.linear(hidden_SBD.float(), self.weight, self.bias)
-        if self.sequence_parallel:  # every rank then computes the whole loss, and takes back its own gradient alone
-            out_SBN = tensor_parallel.gather_from_sequence_parallel_region(out_SBN, tensor_parallel_output_grad=False)
+        if (
+            self.sequence_parallel
+        ):  # every rank then computes the whole loss, and takes back its own gradient alone
+            out_SBN = tensor_parallel.gather_from_sequence_parallel_region(
+                out_SBN, tensor_parallel_output_grad=False
+            )
         return out_SBN, None
 
 
 class CoreAttention(nn.Module):
     """Causal attention within each sequence, by the kernels of common.py: packed rows, padded ones, context parallel.
 
-    With context parallelism each rank has two pieces of every sequence (see lay_out). Keys and values are gathered, and
-    each piece sees the keys up to its own end: no head is split, and all ranks have equal work.
+    With context parallelism each rank has two pieces of every sequence (see lay_out). Keys and values are gathered,
+    and each piece sees the keys up to its own end: no head is split, and all ranks have equal work.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, cp_comm_type=None,
@@ -433,7 +375,6 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.scale = softmax_scale or config.kv_channels**-0.5
         self.context_group = pg_collection.cp
-        self.kernel = "auto"  # build_value_model sets it
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None,
                 packed_seq_params=None):  # fmt: skip
@@ -441,93 +382,84 @@ class CoreAttention(nn.Module):
         rows, pack = query.shape[:2], packed_seq_params
         if pack is None:
             query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-            row = padded_row(*rows, query.device, self.kernel)
+            layout = padded_layout(*rows, query.device)
         else:
-            row = pack.row
+            layout = pack.layout
             if pack.key_index is not None:
-                gather = tensor_parallel.gather_from_sequence_parallel_region  # of this group; backward: reduce-scatter
+                gather = (
+                    tensor_parallel.gather_from_sequence_parallel_region
+                )  # of this group; backward: reduce-scatter
                 key, value = (gather(x, group=self.context_group)[pack.key_index] for x in (key, value))
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        common.Pack.used = common.choose_kernel(row.kernel, query, value)
-        out_SHD = common.ATTENTION[common.Pack.used](row, query, key, value, self.scale)[0].transpose(0, 1)
+        out_SHD = common.attention(layout, query, key, value, self.scale)[0].transpose(0, 1)
         if pack is None:
             return out_SHD.unflatten(0, (rows[1], rows[0])).transpose(0, 1).flatten(2).contiguous()
         return out_SHD.flatten(1)
 
 
 @functools.lru_cache(maxsize=16)
-def padded_row(length, rows, device, kernel):
-    """Row of so many rows padded to one length; causal attention needs to know no more of padding at the end."""
-    return common.pack_row([length] * rows, device, kernel)
+def padded_layout(length, rows, device):
+    """PackLayout of rows padded to one length; causal attention needs to know no more of padding at the end."""
+    return common.pack_layout([length] * rows, device)
 
 
-def build_skeleton(config, model_config):
-    """The model as transformers has it, on meta: what there is to count, and the names of its weights."""
-    outputs = config.value_bins if config.value_head == "hl_gauss" else 1
-    with torch.device("meta"):
-        backbone = AutoModel.from_config(model_config, dtype=torch.float32)
-        return nn.ModuleDict({"model": backbone, "score": nn.Linear(model_config.hidden_size, outputs)})
-
-
-def read_weights(config, model_config):
+def read_weights(config, model_config, value_range):
     """(read, head, words on their origin): read(name) gives a weight by its Hugging Face name, KeyError: not there.
 
-    Files are mapped, not loaded: a rank reads the pages of what it takes. Random weights are those of critic_fsdp.py,
-    so every rank draws the whole model.
+    Files are mapped, not loaded: a rank reads the pages of what it takes. Random weights are those of
+    critic_fsdp.py, so every rank draws the whole model.
     """
-    outputs = config.value_bins if config.value_head == "hl_gauss" else 1
-    head = nn.Linear(model_config.hidden_size, outputs)
-    if config.model in common.TINY or config.from_scratch:
+    head = nn.Linear(model_config.hidden_size, config.value_bins if config.value_head == "hl_gauss" else 1)
+    if config.model in common.TINY:
         torch.manual_seed(config.seed)
         tensors = AutoModel.from_config(model_config, dtype=torch.float32).state_dict()
-        story = f"random weights (seed {config.seed}); {common.init_value_head(head, None, config)}"
-        return (lambda name: take(tensors, name)), head, story
-    folder = common.local_folder(config.model)
-    tensors = StoredTensors(folder, f"--model {config.model}")
-    story = f"{len(tensors)} tensors from {config.model}; {common.init_value_head(head, folder, config)}"
-    return (lambda name: take(tensors, name)), head, story
+        story = f"random weights (seed {config.seed})"
+    else:
+        tensors = StoredTensors(common.local_folder(config.model), "model.")
+        story = f"{len(tensors)} tensors from {config.model}"
+    words = common.init_value_head(head, config, value_range)
+    return functools.partial(lookup_weight, tensors), head, f"{story}; {words}"
+
+
+SHARDING = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint notes which part of a tensor a safetensors file has
 
 
 class StoredTensors(dict):
-    """name -> tensor of a folder, read when asked for; names as in the backbone, without "model.".
+    """name -> tensor of a folder's safetensors, read when asked for; `prefix` is left out of names.
 
     A tensor of a checkpoint may lie in several files, some of its rows in each: first row -> (file, name there).
     """
 
-    def __init__(self, folder, flag, prefix="model."):
-        super().__init__()
+    def __init__(self, folder, prefix=""):
         self.joined = functools.lru_cache(maxsize=2)(self.join)  # experts are asked for one by one
-        try:
-            for path in sorted(glob.glob(os.path.join(folder, "*.safetensors"))):
+        with common.blame(f"{folder}: its weights do not load"):
+            for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))):
                 file = safe_open(path, "pt")
                 offsets = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
                 for name in file.keys():
                     first, *_ = [*offsets.get(name, {}).get("saved_offsets", ()), 0]
                     self.setdefault(name.removeprefix(prefix), {})[first] = file, name
-            for path in [] if self else sorted(glob.glob(os.path.join(folder, "pytorch_model*.bin"))):
-                file = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-                self |= {name.removeprefix(prefix): {0: (file, name)} for name in file}
-        except Exception as error:
-            raise UserError(f"{flag}: its weights do not load ({common.one_line(error)})") from None
 
-    def __getitem__(self, key):
-        pieces = super().__getitem__(key)
-        if pieces.keys() != {0}:
-            return self.joined(key)
-        file, name = pieces[0]
-        return file[name] if isinstance(file, dict) else file.get_tensor(name)
+    def __getitem__(self, name):
+        return self.joined(name)
 
-    def join(self, key):
-        """A tensor whose rows lie in several files."""
-        pieces = {first: file.get_tensor(name) for first, (file, name) in sorted(super().__getitem__(key).items())}
-        if list(pieces) != [0, *itertools.accumulate(len(x) for x in pieces.values())][:-1]:
-            raise RuntimeError("some of its rows are missing")
-        return torch.cat(list(pieces.values()))
+    def join(self, name):
+        return torch.cat(
+            [
+                file.get_tensor(key).flatten(0, 0)
+                for _, (file, key) in sorted(super().__getitem__(name).items())
+            ]
+        )
 
 
-def take(tensors, name, form="{}"):
-    """A weight by its name on disk, which stands there in this form; transformers holds the experts of a layer in one
-    tensor."""
+EXPERT = re.compile(
+    r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight"
+)  # Hugging Face's name of an expert's weight
+
+
+def lookup_weight(tensors, name, form="{}"):
+    """A weight by its Hugging Face name, which is stored in this form; transformers holds the experts of a layer in
+    one tensor."""
     found = EXPERT.fullmatch(name)
     if form.format(name) in tensors or not found:
         return tensors[form.format(name)]
@@ -537,18 +469,11 @@ def take(tensors, name, form="{}"):
     return tensors[form.format(f"{experts}.gate_up_proj")][i].chunk(2)[kind == "up"]
 
 
-SHARDING = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint notes which part of a tensor a safetensors file has
-EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")  # as on disk
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Weights: megatron-core and Hugging Face
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Weights: megatron-core and Hugging Face ---------------------------------------------------------
 
 MODELS = ("qwen2", "qwen3", "llama", "qwen3_moe")
 
-# megatron-core's name -> how tensor-parallel ranks share it, and what it is made of in Hugging Face's names; the value
-# head stands beside the backbone
+# megatron-core's name -> how tensor-parallel ranks share it, and its parts by Hugging Face's names
 WEIGHTS = {
     "embedding.word_embeddings.weight": ("vocabulary", "embed_tokens.weight"),
     "decoder.final_layernorm.weight": ("whole", "norm.weight"),
@@ -575,16 +500,15 @@ def hf_names(name):
         return WEIGHTS[name][0], list(WEIGHTS[name][1:])
     _, _, layer, rest = name.split(".", 3)
     expert = re.match(r"mlp\.experts\.local_experts\.(\d+)\.", rest)
+    cut, *parts = LAYER[f"mlp.{rest[expert.end() :]}" if expert else rest]
     if expert:
-        cut, *parts = LAYER[f"mlp.{rest[expert.end() :]}"]
         parts = [part.replace("mlp.", f"mlp.experts.{expert[1]}.") for part in parts]
-    else:
-        cut, *parts = LAYER[rest]
     return cut, [f"layers.{layer}.{part}" for part in parts]
 
 
 def named_weights(modules):
-    """(global name, parameter) of what this rank holds, value head left out; layers and experts counted over ranks."""
+    """(global name, parameter) of what this rank holds, without the value head; layers and experts are counted over
+    ranks."""
     for module in modules:
         for name, p in module.named_parameters():
             if name.startswith("output_layer."):
@@ -600,7 +524,7 @@ def named_weights(modules):
 
 
 def named_head(modules):
-    """The same of the value head, where it is."""
+    """The same of the value head, on the ranks that have it."""
     head = modules[-1].output_layer.named_parameters() if modules[-1].post_process else ()
     return [(f"output_layer.{name}", p) for name, p in head]
 
@@ -612,10 +536,9 @@ def value_model_name(part):
 
 def tensor_group(name):
     """(group, rank, size) of the ranks that share this weight by tensor parallelism."""
+    group = mpu.get_tensor_model_parallel_group()
     if ".experts." in name:
         group = mpu.get_expert_tensor_parallel_group()
-    else:
-        group = mpu.get_tensor_model_parallel_group()
     return group, dist.get_rank(group), dist.get_world_size(group)
 
 
@@ -630,7 +553,9 @@ def shard(cut, parts, groups, rank, size):
         return torch.cat([part.chunk(size)[rank] for part in parts])
     if cut == "vocabulary":
         return F.pad(whole, (0, 0, 0, -len(whole) % size)).chunk(size)[rank]
-    by_group = [part.unflatten(0, (groups, -1)) for part in parts]  # heads: each group's queries, its key, its value
+    by_group = [
+        part.unflatten(0, (groups, -1)) for part in parts
+    ]  # heads: a group's queries, its key, its value
     return torch.cat(by_group, 1).flatten(0, 1).chunk(size)[rank]
 
 
@@ -660,28 +585,13 @@ def stored_shards(named, groups, read, flag):
         _, rank, size = tensor_group(name)
         try:
             x = shard(cut, [read(part) for part in parts], groups, rank, size)
-        except KeyError as error:
-            problems.append(f"{error.args[0]} is not in the checkpoint")
-        except (RuntimeError, IndexError) as error:  # parts that do not fit together
-            problems.append(f"{parts[0]}: {common.one_line(error)}")
-        else:
-            if x.shape == p.shape:
-                yield p, x
-            else:
-                problems.append(f"{parts[0]} makes {tuple(x.shape)}, not {tuple(p.shape)}")
-    if problems := sorted({problem for some in common.of_all_ranks(problems) for problem in some}):
+            if x.shape != p.shape:
+                raise RuntimeError(f"is {tuple(x.shape)} instead of {tuple(p.shape)}")
+            yield p, x
+        except (KeyError, RuntimeError, IndexError) as error:  # not there, or parts that do not fit together
+            problems.append(f"{parts[0]} ({type(error).__name__}: {error})")
+    if problems := sorted(set(sum(common.of_all_ranks(problems), []))):
         raise UserError(f"{flag}: {len(problems)} weights do not fit, e.g. {problems[0]}")
-
-
-def load_weights(config, modules, read):
-    """Copies each weight's shard into the modules -> the shards as they were stored, one dict a module."""
-    groups, shards = modules[0].config.num_query_groups, {}
-    for p, x in stored_shards(named_weights(modules), groups, read, f"--model {config.model}"):
-        shards[p] = x.contiguous()
-    with torch.no_grad():
-        for p, stored in shards.items():
-            p.copy_(stored)
-    return [{n: shards.get(p, p.detach()) for n, p in module.named_parameters()} for module in modules]
 
 
 def replicas(name=""):
@@ -696,7 +606,7 @@ def whole_weights(modules, vocab_size, local=lambda name, p: p.detach()):
     """(Hugging Face name, tensor on the host) of the weights that this rank is to write; others only take part.
 
     local(name, p) gives what this rank holds of a weight. A collective: tensor-parallel ranks gather one weight at a
-    time, and one rank keeps it. Those that hold the same layers take turns with them.
+    time, and one rank keeps it. Ranks that hold the same layers take turns.
     """
     config = modules[0].config
     for name, p in (*named_weights(modules), *named_head(modules)):
@@ -731,9 +641,7 @@ def join_experts(weights):
     return out
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parallelism: which ranks share what, and the model spread over them
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Parallelism: which ranks share what, and the model spread over them -----------------------------
 
 
 class Layout(NamedTuple):
@@ -748,7 +656,6 @@ class Layout(NamedTuple):
     cp_rank: int
     cp_size: int
     pp_size: int
-    last_stage: bool  # this rank holds the value head
 
 
 def make_layout(config, device):
@@ -777,7 +684,6 @@ def make_layout(config, device):
         cp_rank=mpu.get_context_parallel_rank(),
         cp_size=mpu.get_context_parallel_world_size(),
         pp_size=mpu.get_pipeline_model_parallel_world_size(),
-        last_stage=mpu.is_pipeline_last_stage(ignore_virtual=True),
     )
 
 
@@ -786,6 +692,84 @@ def compute_dtype(config, device):
     if config.param_dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, config.param_dtype)
+
+
+def splits_sequence(config):
+    """Whether tensor-parallel ranks also share the tokens between the matrix products."""
+    return config.sequence_parallel and config.tensor_model_parallel_size > 1
+
+
+def sparse_layers(model_config):
+    """For each layer whether it is a mixture of experts."""
+    c, dense = model_config, getattr(model_config, "mlp_only_layers", None) or ()
+    every = getattr(c, "decoder_sparse_step", 1)
+    mixture = bool(getattr(c, "num_experts", None))
+    return [mixture and i not in dense and (i + 1) % every == 0 for i in range(c.num_hidden_layers)]
+
+
+def stage_layers(config, model_config):
+    """Layers of each pipeline stage, as a list. UserError: they do not add up."""
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    stages = [None] * pp
+    if pp > 1:
+        stages[0] = config.num_layers_in_first_pipeline_stage
+        stages[-1] = config.num_layers_in_last_pipeline_stage
+    rest = model_config.num_hidden_layers - sum(n or 0 for n in stages)
+    each = rest // max(stages.count(None), 1)
+    out = [n or each for n in stages]
+    if min(out) < 1 or sum(out) != model_config.num_hidden_layers or any(n % vpp for n in out):
+        raise UserError(
+            f"--pipeline-model-parallel-size {pp}: the model's {model_config.num_hidden_layers} layers do not make "
+            f"{pp} such stages of {vpp} equal pieces"
+        )
+    return out
+
+
+def check_model_flags(config, model_config):
+    """UserError for flags that this model does not go with, and for models that Megatron's layers do not compute."""
+    c, tp, etp = model_config, config.tensor_model_parallel_size, expert_tensor_parallel_size(config)
+    if c.model_type not in MODELS:
+        known = ", ".join(MODELS)
+        raise UserError(
+            f"--model {config.model}: {c.model_type} is not mapped to Megatron, as {known} are; use critic_fsdp.py"
+        )
+    rope = getattr(c, "rope_parameters", None) or {}
+    kinds = getattr(c, "layer_types", None) or ["sliding" if getattr(c, "sliding_window", None) else "full"]
+    experts = getattr(c, "num_experts", None)
+    odd = {
+        "attention_bias": getattr(c, "attention_bias", False),
+        "mlp_bias": getattr(c, "mlp_bias", False),
+        f"hidden_act {c.hidden_act}": c.hidden_act != "silu",
+        "sliding windows": any("sliding" in kind for kind in kinds),
+        "quantized weights": getattr(c, "quantization_config", None),
+        "norm_topk_prob with one expert a token": experts and c.num_experts_per_tok == 1 and c.norm_topk_prob,
+        f"rope_type {rope.get('rope_type')}": rope.get("rope_type", "default")
+        not in ("default", "linear", "llama3"),
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0,
+    }
+    if any(odd.values()):
+        words = ", ".join(name for name, holds in odd.items() if holds)
+        raise UserError(f"--model {config.model}: {words} is not mapped to Megatron; use critic_fsdp.py")
+    sizes = [("tensor-model", tp, c.num_attention_heads, "attention heads")]
+    if c.num_key_value_heads > tp or tp % c.num_key_value_heads:
+        sizes.append(("tensor-model", tp, c.num_key_value_heads, "key-value heads"))
+    if not all(sparse_layers(c)):
+        sizes.append(("tensor-model", tp, c.intermediate_size, "features inside an MLP"))
+    if experts:
+        sizes.append(("expert-model", config.expert_model_parallel_size, experts, "experts"))
+        sizes.append(("expert-tensor", etp, c.moe_intermediate_size, "features inside an expert"))
+        if tp > 1 and not config.sequence_parallel:
+            raise UserError("--no-sequence-parallel: a mixture of experts needs it with tensor parallelism")
+    elif (
+        config.expert_model_parallel_size > 1
+        or config.expert_tensor_parallel_size
+        or "moe" in config.recompute_modules
+    ):
+        raise UserError(f"--expert-...-parallel-size, --recompute-modules moe: {config.model} has no experts")
+    for flag, size, n, what in sizes:
+        if n % size:
+            raise UserError(f"--{flag}-parallel-size {size}: must divide the model's {n} {what}")
+    stage_layers(config, c)
 
 
 def transformer_config(config, model_config, dtype):
@@ -825,7 +809,6 @@ def transformer_config(config, model_config, dtype):
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         sequence_parallel=splits_sequence(config),
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -837,7 +820,7 @@ def transformer_config(config, model_config, dtype):
         expert_tensor_parallel_size=expert_tensor_parallel_size(config),
         variable_seq_lengths=True,  # stages tell each other the size of each micro-batch
         moe_token_dispatcher_type="alltoall",
-        overlap_p2p_comm=vpp > 1,  # with turns, sends that wait for each other would hang
+        overlap_p2p_comm=vpp > 1,  # with virtual stages, sends that wait for each other would hang
         batch_p2p_comm=False,
         deallocate_pipeline_outputs=True,  # what has been sent on is not needed here
         calculate_per_token_loss=True,  # gradients are plain sums over micro-batches and ranks: see forward_backward
@@ -882,37 +865,45 @@ def layer_spec(transformer, vp_stage):
     return block
 
 
-def build_value_model(config, model_config, layout):
-    """(the chunks of the model on this rank, the weights as they were stored, FlopsModel, words on the number of
-    parameters and on their origin)."""
-    transformer, tp = transformer_config(config, model_config, compute_dtype(config, layout.device)), layout.tp_size
-    skeleton, modules = build_skeleton(config, model_config), []
-    vpp = config.virtual_pipeline_model_parallel_size
+def build_value_model(config, model_config, layout, value_range):
+    """(the chunks of the model on this rank, their weights as they were stored, FlopsModel, words on its size and on
+    where its weights come from)."""
+    transformer, tp = (
+        transformer_config(config, model_config, compute_dtype(config, layout.device)),
+        layout.tp_size,
+    )
+    modules, vpp = [], config.virtual_pipeline_model_parallel_size
     for vp_stage in range(vpp) if vpp > 1 else (None,):
-        first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-        last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         module = GPTModel(
             transformer,
             layer_spec(transformer, vp_stage),
             vocab_size=math.ceil(model_config.vocab_size / tp) * tp,
             max_sequence_length=model_config.max_position_embeddings,
-            pre_process=first,
-            post_process=last,
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             share_embeddings_and_output_weights=False,
             position_embedding_type="rope",
             vp_stage=vp_stage,
         )
         module.rotary_pos_emb.inv_freq = rotary_frequencies(model_config).to(layout.device)
-        for attention in (m for m in module.modules() if isinstance(m, CoreAttention)):
-            attention.kernel = config.attn_implementation
         modules.append(module)
-    read, head, story = read_weights(config, model_config)
+    read, head, story = read_weights(config, model_config, value_range)
     if modules[-1].post_process:
         modules[-1].output_layer = ValueHead(transformer, head.out_features).to(layout.device)
         modules[-1].output_layer.load_state_dict(head.state_dict())
-    stored = load_weights(config, modules, read)
+    shards = stored_shards(
+        named_weights(modules), transformer.num_query_groups, read, f"--model {config.model}"
+    )
+    stored = {p: x.contiguous() for p, x in shards}
+    for p, x in stored.items():
+        p.data.copy_(x)
+    stored = [
+        {name: stored.get(p, p.detach()) for name, p in module.named_parameters()} for module in modules
+    ]
+    with torch.device("meta"):
+        skeleton = nn.ModuleList([AutoModel.from_config(model_config, dtype=torch.float32), head.to("meta")])
     count = sum(p.numel() for p in skeleton.parameters())
-    return modules, stored, common.flops_model(skeleton, model_config), f"{count:,} parameters", story
+    return modules, stored, common.flops_model(skeleton, model_config), f"{count:,} parameters: {story}"
 
 
 def padding_row(module, pad_token_id):
@@ -929,229 +920,231 @@ def wrap(config, modules):
     transformer, chunks = modules[0].config, modules
     for name, p in (named for module in modules for named in module.named_parameters()):
         if ".experts." in name:
-            p.allreduce = False  # but over the experts' own replicas; Megatron says so from two expert ranks on only
+            p.allreduce = (
+                False  # but over the experts' own replicas; Megatron says so from two expert ranks on only
+            )
     head = modules[-1].output_layer if modules[-1].post_process else nn.Module()
     exact = head.state_dict()
-    if transformer.bf16 or transformer.fp16:
+    if transformer.bf16:
         chunks = [Float16Module(transformer, module) for module in modules]
-    head.float().load_state_dict(exact)  # rounded it would differ by rank: each has the masters of a part of it
+    head.float().load_state_dict(
+        exact
+    )  # rounded it would differ by rank: each has the masters of a part of it
     options = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=config.overlap_grad_reduce,
-        overlap_param_gather=config.overlap_param_gather,
+        overlap_grad_reduce=config.overlap_comm,
+        overlap_param_gather=config.overlap_comm,
     )
     return [DistributedDataParallel(transformer, options, chunk) for chunk in chunks]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The critic: forward, loss, step
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Batching: rows over ranks, a rank's rows over micro-batches -------------------------------------
+
+
+def spread(costs, k):
+    """k lists of indices with nearly equal sums: longest first, each to the emptiest list (LPT, Graham 1969)."""
+    heap, parts = [(0, j) for j in range(k)], [[] for _ in range(k)]
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, j = heap[0]
+        heapq.heapreplace(heap, (load + costs[i], j))
+        parts[j].append(i)
+    return parts
+
+
+def micro_batches(lengths, costs, dp_size, max_tokens, padded=False, multiple=1):
+    """For each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens.
+
+    Every rank computes the same table from all lengths, so all run equally many forwards without communicating,
+    as ranks that share weights must. A rank with less to do gets smaller or empty micro-batches. Their number is a
+    multiple of `multiple`, as the schedule of virtual pipeline stages wants.
+    """
+    ranks = spread(costs, dp_size)
+    count = max(1, *[math.ceil(sum(lengths[i] for i in rows) / max_tokens) for rows in ranks])
+    while True:
+        count = math.ceil(count / multiple) * multiple
+        table, most = [], 0
+        for rows in ranks:
+            parts = spread([lengths[i] for i in rows], count)
+            table.append([[rows[j] for j in part] for part in parts])
+            sizes = [[lengths[i] for i in part] for part in table[-1]]
+            most = max(most, *[max(n, default=0) * len(n) if padded else sum(n) for n in sizes])
+        if most <= max_tokens:
+            return table
+        count += 1 + count // 20
 
 
 def row_unit(config):
-    """A row takes a multiple of so many slots: two pieces a context-parallel rank, or padding to share out."""
+    """A row takes a multiple of this many slots: two pieces a context-parallel rank, or padding to share out."""
     if config.use_remove_padding:
         return 2 * config.context_parallel_size if config.context_parallel_size > 1 else 1
     return config.tensor_model_parallel_size if splits_sequence(config) else 1
 
 
 def pack_unit(config):
-    """So does a micro-batch; with packed rows its end is padded."""
+    """A packed micro-batch is padded at its end to a multiple of this many slots."""
     shared = config.tensor_model_parallel_size if config.use_remove_padding and splits_sequence(config) else 1
     return row_unit(config) * shared
 
 
-def sequence_ranks(config):
-    """Ranks that share the tokens of each sequence."""
-    return config.context_parallel_size
-
-
-def least_budget(config, tokens):
-    """The smallest budget of a rank that takes a row of so many tokens."""
-    return math.ceil(math.ceil(tokens / pack_unit(config)) * pack_unit(config) / sequence_ranks(config))
-
-
-def training_limits(config):
-    """(most tokens, rows) of a training micro-batch of the ranks that share it; rows, if given, decide alone."""
-    tokens, rows = config.ppo_max_token_len_per_gpu, config.ppo_micro_batch_size_per_gpu
-    return 2**62 if tokens == "auto" else tokens * sequence_ranks(config), rows  # auto: until find_budget knows
-
-
-def forward_limits(config):
-    """The same for compute_values: as in training unless one of its own flags is given."""
-    tokens, rows = config.forward_max_token_len_per_gpu, config.forward_micro_batch_size_per_gpu
-    if tokens is None and rows is None:
-        return training_limits(config)
-    return tokens and tokens * sequence_ranks(config), rows
-
-
-def check_budget(config, batch, training, path=None):
-    """UserError naming the longest row if no micro-batch can hold it. path: the file that the rows come from."""
-    least = least_budget(config, max(batch.lengths, default=0))
-    tokens, rows = training_limits(config) if training else forward_limits(config)
-    if rows is None and least * sequence_ranks(config) > tokens:
-        flag = "forward" if not training and config.forward_max_token_len_per_gpu else "ppo"
-        longest, where = common.longest_row(batch, path)
-        given = getattr(config, f"{flag}_max_token_len_per_gpu")
-        raise UserError(f"--{flag}-max-token-len-per-gpu {given}: {where} has {longest} tokens; give at least {least}")
-
-
 class MicroBatch(NamedTuple):
-    """What this rank computes of a micro-batch.
-
-    Columns are of its S slots, and of the action that *follows* each.
-    """
+    """What this rank computes of a micro-batch. Columns are of its S slots, and of the action that *follows* each."""
 
     input_ids: torch.Tensor  # (1, S) packed, or (B, L) padded, S = B L
     packed: PackedSeqParams | None
     mask: torch.Tensor  # bool: there is an action
-    index: torch.Tensor | None = None  # int64: where it stands in the flat columns of the whole batch; without a loss
+    index: torch.Tensor | None = (
+        None  # int64: its place in the flat columns of the whole batch; without a loss
+    )
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     weights: torch.Tensor | None = None  # of the token losses
 
 
-class MegatronPPOCritic:
-    """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same on every
-    rank, and work on this rank's share of it."""
+def check_budget(config, longest, row):
+    """UserError unless the longest row fits into a micro-batch. row: words that name it."""
+    least, given = (
+        math.ceil(longest / pack_unit(config)) * pack_unit(config),
+        config.ppo_max_token_len_per_gpu,
+    )
+    least = math.ceil(least / config.context_parallel_size)
+    if isinstance(given, int) and given < least:
+        raise UserError(
+            f"--ppo-max-token-len-per-gpu {given}: {row} has {longest} tokens; give at least {least}"
+        )
+    return least
 
-    def __init__(self, config, modules, stored, flops, layout, pad_token_id=None):
-        self.config, self.flops, self.layout = config, flops, layout
+
+# ---- The critic: forward, loss, step -----------------------------------------------------------------
+
+
+class MegatronPPOCritic:
+    """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same on
+    every rank, and work on this rank's share of it."""
+
+    def __init__(
+        self, config, modules, stored, flops, layout, value_range=None, pad_token_id=None, total_steps=None
+    ):
+        self.config, self.flops, self.layout, self.value_range = config, flops, layout, value_range
         self.modules, self.transformer = modules, modules[0].config
         self.model = wrap(config, modules)  # the same chunks
-        lr = config.lr if config.lr is not None else (1e-3 if config.model in common.TINY else 1e-5)
+        self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         options = OptimizerConfig(
             optimizer="adam",
             decoupled_weight_decay=True,
-            lr=lr,
+            lr=self.peak_lr,
             weight_decay=config.weight_decay,
             adam_beta1=config.betas[0],
             adam_beta2=config.betas[1],
             clip_grad=config.grad_clip,
             params_dtype=self.transformer.params_dtype,
             bf16=self.transformer.bf16,
-            fp16=self.transformer.fp16,
-            initial_loss_scale=2.0**16,  # this and the next three: of float16 alone
-            min_loss_scale=1.0,
-            loss_scale_window=1000,
-            hysteresis=1,
             use_distributed_optimizer=True,
-            overlap_param_gather=config.overlap_param_gather,
+            overlap_param_gather=config.overlap_comm,
         )
         # {}: Megatron would spare biases and norms the weight decay; here as in critic_fsdp.py every weight has it
-        self.optimizer = get_megatron_optimizer(options, self.model, config_overrides={}, use_gloo_process_groups=False)
-        for optimizer in self.optimizers():  # in each group it puts float32 weights first, but counts them as they came
-            groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
-            for i, (full, half) in enumerate(groups):
-                optimizer.model_param_group_index_map |= {p: (i, j) for j, p in enumerate([*full, *half])}
+        self.optimizer = get_megatron_optimizer(
+            options, self.model, config_overrides={}, use_gloo_process_groups=False
+        )
         for optimizer in self.optimizers():
+            groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
+            for i, (full, half) in enumerate(
+                groups
+            ):  # it puts float32 weights first, but counts them as they came
+                optimizer.model_param_group_index_map |= {p: (i, j) for j, p in enumerate([*full, *half])}
             for group in optimizer.optimizer.param_groups:
                 group["fused"] = True  # of torch's AdamW: one kernel, a fifth of the time on CPU
-        if self.transformer.params_dtype != torch.float32:  # master weights from the file, not rounded
-            named = {f"model{i}": weights for i, weights in enumerate(stored)} if len(stored) > 1 else stored[0]
-            for optimizer in self.optimizers():  # all of them give it to the first one alone
+        if self.transformer.bf16:  # master weights from the file, not rounded
+            named = (
+                {f"model{i}": weights for i, weights in enumerate(stored)} if len(stored) > 1 else stored[0]
+            )
+            for optimizer in self.optimizers():
                 optimizer.reload_model_params(named)
         self.transformer.finalize_model_grads_func = finalize_model_grads
         self.transformer.grad_scale_func = self.optimizer.scale_loss
-        if config.overlap_grad_reduce:
+        if config.overlap_comm:
             no_sync = [chunk.no_sync for chunk in self.model]
             self.transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.padding_row = padding_row(modules[0], pad_token_id)
-        self.peak_lr = lr
+        self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
+        self.max_tokens = None  # of a micro-batch of the ranks that share it, see CriticWorker.set_budget
         self.optimizer_steps = 0  # taken, skipped ones not counted: the position of the schedule
-        self.tries = 0  # of a mini-batch in float16, as yet in vain
         self.updates = 0  # calls of update_critic: with seed and epoch the key of every shuffle
 
-    def my_micro_batches(self, batch, max_tokens, size):
-        """This rank's rows of a global batch as lists of row indices, one list a micro-batch.
-
-        Rows go to data-parallel ranks by FLOPs, a rank's rows to micro-batches by size. Every rank works it out for
-        all ranks, so that all make the same number of forwards without a word: ranks that share weights must.
-        With virtual stages the number is a multiple of the pipeline's, as their schedule wants.
-        """
-        config, layout = self.config, self.layout
-        lengths = [math.ceil(n / row_unit(config)) * row_unit(config) for n in batch.lengths]
-        shares = common.balance([self.flops.forward_flops(n) for n in batch.lengths], layout.dp_size)
-        max_tokens = max_tokens and max_tokens // pack_unit(config) * pack_unit(config)
-        multiple = layout.pp_size if config.virtual_pipeline_model_parallel_size > 1 else 1
-        split = [[lengths[i] for i in share] for share in shares]
-        parts = common.micro_batches(split, max_tokens, size, not config.use_remove_padding, multiple)
-        mine = shares[layout.dp_rank]
-        return [[mine[j] for j in part] for part in parts[layout.dp_rank]]
+    def my_micro_batches(self, batch):
+        """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
+        unit, most = row_unit(self.config), self.max_tokens // pack_unit(self.config) * pack_unit(self.config)
+        lengths = [math.ceil(n / unit) * unit for n in batch.lengths]
+        costs = [self.flops.forward_flops(n) for n in batch.lengths]
+        multiple = self.layout.pp_size if self.config.virtual_pipeline_model_parallel_size > 1 else 1
+        padded = not self.config.use_remove_padding
+        table = micro_batches(lengths, costs, self.layout.dp_size, most, padded, multiple)
+        return table[self.layout.dp_rank]
 
     def lay_out(self, lengths):
         """Where the tokens of a micro-batch go -> (slots, PackedSeqParams or None).
 
-        slots: (1, S) or (B, L) indices into the flat tokens, their number T where there is padding. A context-parallel
-        rank r of p has, of each row cut into 2 p pieces, piece r and piece 2 p - 1 - r: under a causal mask that is
-        equal work for all (Megatron's rotary embedding counts on that order).
+        slots: (1, S) or (B, L) indices into the flat tokens, their number T where there is padding. A
+        context-parallel rank r of p has, of each row cut into 2 p pieces, piece r and piece 2 p - 1 - r: under a
+        causal mask that is equal work for all (Megatron's rotary embedding counts on that order).
 
             p = 2        row: 0 1 2 3 4 5 6 7        rank 0: 0 1 . . . . 6 7        rank 1: . . 2 3 4 5 . .
         """
-        config, layout, total, unit = self.config, self.layout, sum(lengths), row_unit(self.config)
+        device, total, unit = self.layout.device, sum(lengths), row_unit(self.config)
         sizes = [math.ceil(n / unit) * unit for n in lengths]
         starts = list(itertools.accumulate(lengths, initial=0))[:-1]
         tokens = lambda start, n, size: F.pad(torch.arange(start, start + n), (0, size - n), value=total)
-        if not config.use_remove_padding:
+        if not self.config.use_remove_padding:
             rows = zip(starts, lengths, strict=True)
             return torch.stack([tokens(start, n, max(sizes)) for start, n in rows]), None
-        if tail := -sum(sizes) % pack_unit(config):
+        if tail := -sum(sizes) % pack_unit(self.config):
             starts, lengths, sizes = [*starts, total], [*lengths, 0], [*sizes, tail]
         slots = torch.cat([tokens(*row) for row in zip(starts, lengths, sizes, strict=True)])
         packed = PackedSeqParams(qkv_format="thd", max_seqlen_q=max(sizes), max_seqlen_kv=max(sizes))
         ends = common.cumulative(torch.tensor(sizes))  # on the host: rotary embedding reads the numbers
         packed.cu_seqlens_q = packed.cu_seqlens_kv = ends
-        if layout.cp_size > 1:
-            slots, packed.row, packed.key_index = self.share_context(slots, sizes)
+        if self.layout.cp_size > 1:
+            slots, packed.layout, packed.key_index = self.share_context(slots, sizes)
         else:
-            packed.row, packed.key_index = common.pack_row(sizes, layout.device, config.attn_implementation), None
+            packed.layout, packed.key_index = common.pack_layout(sizes, device), None
         return slots[None], packed
 
     def share_context(self, slots, sizes):
-        """This rank's slots of packed rows, their Row, and where the keys that it sees lie among the gathered ones."""
+        """This rank's slots of packed rows, their PackLayout, and where its keys lie among the gathered ones."""
         p, r, device = self.layout.cp_size, self.layout.cp_rank, self.layout.device
-        ends = list(itertools.accumulate(sizes))
         places, key_places, piece_sizes, key_sizes = [[] for _ in range(p)], [], [], []
-        for end, size in zip(ends, sizes, strict=True):
+        for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
             start, piece = end - size, size // (2 * p)
-            cut = lambda i, start=start, piece=piece: torch.arange(start + i * piece, start + (i + 1) * piece)
+            pieces = torch.arange(start, end).split(piece)
             for rank in range(p):
-                places[rank] += [cut(rank), cut(2 * p - 1 - rank)]
+                places[rank] += [pieces[rank], pieces[2 * p - 1 - rank]]
             for i in (r, 2 * p - 1 - r):
                 key_places.append(torch.arange(start, start + (i + 1) * piece))
                 piece_sizes.append(piece)
                 key_sizes.append((i + 1) * piece)
         gathered = torch.cat([torch.cat(some) for some in places])  # the place of each gathered key
         key_index = gathered.argsort()[torch.cat(key_places)].to(device, non_blocking=True)
-        row = common.pack_row(piece_sizes, device, self.config.attn_implementation, key_sizes)
-        return slots[torch.cat(places[r])], row, key_index
+        return slots[torch.cat(places[r])], common.pack_layout(piece_sizes, device, key_sizes), key_index
 
     def micro_batch(self, batch, rows, counts=None):
         """These rows as a MicroBatch on the device; no rows are one masked token, to keep in step with other ranks.
 
-        counts: LossCounts of the mini-batch, if there is a loss.
+        counts: common.loss_counts of the mini-batch, if there is a loss.
         """
         config, micro = self.config, batch.select(rows) if rows else common.masked_token()
-        fields, (slots, packed) = {}, self.lay_out(micro.lengths)
-        column = lambda x_T: F.pad(x_T, (0, 1))[slots.flatten()]  # 0 where there is padding
-        following = lambda x_T: column(x_T.roll(-1)).to(self.layout.device, non_blocking=True)  # the shift: to the left
-        fields["mask"] = micro.response_mask  # of the first token it is false: nothing rolls from row to row
+        slots, packed = self.lay_out(micro.lengths)
+        fields = {
+            "mask": micro.response_mask
+        }  # of the first token it is false: nothing rolls from row to row
         if counts is None:
             fields["index"] = batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)
         else:
-            fields["values"], fields["returns"] = micro.values, micro.returns
-            fields["weights"] = common.loss_weights(
-                micro.response_mask, micro.cu_seqlens, config.loss_agg_mode, counts, config.response_length_limit
-            )
-        input_ids = column(micro.input_ids).view(slots.shape).to(self.layout.device, non_blocking=True)
-        return MicroBatch(input_ids, packed, **{name: following(x_T) for name, x_T in fields.items()})
-
-    def values(self, outputs, mask):
-        """Values of the actions from what the head gives, values or logits in a row each; zero elsewhere."""
-        if self.config.value_head == "hl_gauss":
-            outputs = common.hl_gauss_values(outputs, *self.config.value_range)
-        return torch.where(mask, outputs, 0.0)
+            columns = (micro.response_mask, micro.cu_seqlens, config.loss_agg_mode, counts)
+            fields["weights"] = common.loss_weights(*columns, config.response_length_limit)
+            fields |= {"values": micro.values, "returns": micro.returns}
+        to_slots = lambda x_T: F.pad(x_T, (0, 1))[slots.flatten()].to(self.layout.device, non_blocking=True)
+        fields = {name: to_slots(x_T.roll(-1)) for name, x_T in fields.items()}  # the shift: to the left
+        return MicroBatch(to_slots(micro.input_ids).view(slots.shape), packed, **fields)
 
     def run_schedule(self, micros, reduce, forward_only=False):
         """Sends all micro-batches through Megatron's schedule: forward, and unless forward_only backward.
@@ -1166,7 +1159,11 @@ class MegatronPPOCritic:
 
             def loss_of(outputs_BLN):
                 loss, kept = reduce(outputs_BLN.flatten(0, 1).squeeze(-1), micro)
-                return loss, torch.tensor(0, dtype=torch.int), kept  # 0: no tokens to divide by, see forward_backward
+                return (
+                    loss,
+                    torch.tensor(0, dtype=torch.int),
+                    kept,
+                )  # 0: no tokens to divide by, see forward_backward
 
             return outputs, loss_of
 
@@ -1183,6 +1180,12 @@ class MegatronPPOCritic:
             forward_only=forward_only,
         )
 
+    def values(self, outputs, mask):
+        """Values of the actions from what the head says of them; zero elsewhere."""
+        if self.config.value_head == "hl_gauss":
+            outputs = common.hl_gauss_values(outputs, *self.value_range)
+        return torch.where(mask, outputs, 0.0)
+
     @torch.no_grad()
     def compute_values(self, batch):
         """Values of the actions of the global batch: (T,) float32 on the host, zero elsewhere, equal on all ranks."""
@@ -1190,7 +1193,7 @@ class MegatronPPOCritic:
             return torch.zeros(0)
         self.train(False)
         values_T = torch.zeros(len(batch.input_ids), device=self.layout.device)
-        micros = [self.micro_batch(batch, rows) for rows in self.my_micro_batches(batch, *forward_limits(self.config))]
+        micros = [self.micro_batch(batch, rows) for rows in self.my_micro_batches(batch)]
 
         def reduce(outputs_S, micro):
             if self.layout.tp_rank == 0:
@@ -1207,11 +1210,11 @@ class MegatronPPOCritic:
 
     def update_critic(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
-        config = self.config
+        config, lr, mini_batches, norms, bubbles = self.config, math.nan, 0, [], []
         self.train(True)
-        totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # see sums below
-        norms, lr, mini_batches = [], math.nan, 0
-        bubbles = []
+        totals = torch.zeros(
+            4, dtype=torch.float64, device=self.layout.device
+        )  # loss, clipped, vpreds, actions
         for epoch in range(config.ppo_epochs):
             order = range(len(batch))
             if config.shuffle:
@@ -1220,16 +1223,15 @@ class MegatronPPOCritic:
                 mini_batches += 1
                 counts = common.loss_counts(mini.response_mask, mini.cu_seqlens)
                 finite = all(x_T[mini.response_mask].isfinite().all() for x_T in (mini.values, mini.returns))
-                if counts.tokens == 0 or not finite:
+                if counts[0] == 0 or not finite:
                     continue  # nothing to learn; without an action AdamW would move the weights all the same
-                micros = self.my_micro_batches(mini, *training_limits(config))
-                sums = self.forward_backward(mini, micros, counts)
-                bubbles.append(self.bubble(len(micros)))
+                micros = [self.micro_batch(mini, rows, counts) for rows in self.my_micro_batches(mini)]
+                sums = self.forward_backward(micros)  # Megatron's schedule is the loop over them
+                # a stage idles (p-1) / (p-1 + v m) of the time if all micro-batches cost the same (2104.04473, 2.2)
+                idle = self.layout.pp_size - 1
+                bubbles.append(idle / (idle + config.virtual_pipeline_model_parallel_size * len(micros)))
                 next_lr = self.learning_rate()
                 norm = self.optimizer_step()
-                while self.tries:  # float16: to skip would lose these rows, and only where the layout rounds so
-                    sums = self.forward_backward(mini, micros, counts)
-                    norm = self.optimizer_step()
                 if math.isfinite(norm):
                     lr = next_lr
                     norms.append(norm)
@@ -1247,61 +1249,50 @@ class MegatronPPOCritic:
             "perf/pipeline_bubble": sum(bubbles) / len(bubbles) if bubbles else math.nan,
         }
 
-    def loss(self, outputs, micro):
-        """These actions' part of the mini-batch loss, and of its sums (loss, clipped, vpreds, actions)."""
-        config, vpreds = self.config, self.values(outputs, micro.mask)
-        if config.value_head == "hl_gauss":
-            loss = common.hl_gauss_loss(outputs, micro.returns, micro.mask, micro.weights, *config.value_range)
-            clipped = torch.zeros_like(loss)
-        else:
-            loss, clipped = common.value_loss(
-                vpreds, micro.values, micro.returns, micro.mask, micro.weights, config.cliprange_value
-            )
-        return loss, torch.stack([loss, clipped, vpreds.sum(), micro.mask.sum()]).detach()
+    def forward_backward(self, micros):
+        """Makes the gradient of a mini-batch, of all ranks -> this rank's sums (loss, clipped, vpreds, actions).
 
-    def forward_backward(self, mini, micros, counts):
-        """Makes the gradient of the mini-batch loss, of all ranks -> this rank's sums (loss, clipped, vpreds, actions).
-
-        Megatron would divide by micro-batches, tokens and ranks; with calculate_per_token_loss and a count of 0 tokens
-        it divides by nothing. So each rank adds its own tokens' part of the loss, and the sum over all is the loss.
+        Megatron would divide by micro-batches, tokens and ranks; with calculate_per_token_loss and a count of 0
+        tokens it divides by nothing. So each rank adds its own tokens' part, and the sum over all is the loss.
         """
-        micros = [self.micro_batch(mini, rows, counts) for rows in micros]
-        for chunk in self.model:  # here, for the buffer stays: after a step it would be cleared for nobody
+        for chunk in self.model:  # here, because compute_values never needs the buffer zero
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-
         kept = self.run_schedule(micros, self.loss)
-        if self.padding_row is not None:  # as in transformers, where the padding token's embedding does not learn
+        if (
+            self.padding_row is not None
+        ):  # as in transformers, where the padding token's embedding does not learn
             self.modules[0].embedding.word_embeddings.weight.main_grad[self.padding_row].zero_()
         if not kept or self.layout.tp_rank > 0:  # tensor-parallel ranks all have the same
             return torch.zeros(4, dtype=torch.float64, device=self.layout.device)
         return torch.stack(kept).double().sum(0)
 
-    def bubble(self, micro_batches):
-        """The part of the time that a stage waits for others to begin and end, (p-1) / (p-1 + v m), were all
-        micro-batches of equal cost (interleaved 1F1B, Narayanan et al. 2104.04473, sec. 2.2)."""
-        idle = self.layout.pp_size - 1
-        return idle / (idle + self.config.virtual_pipeline_model_parallel_size * micro_batches)
+    def loss(self, outputs, micro):
+        """These actions' part of the mini-batch loss, and of its sums (loss, clipped, vpreds, actions)."""
+        vpreds = self.values(outputs, micro.mask)
+        if self.config.value_head == "hl_gauss":
+            columns = (micro.returns, micro.mask, micro.weights)
+            loss = common.hl_gauss_loss(outputs, *columns, *self.value_range)
+            clipped = torch.zeros_like(loss)
+        else:
+            columns = (micro.values, micro.returns, micro.mask, micro.weights)
+            loss, clipped = common.value_loss(vpreds, *columns, self.config.cliprange_value)
+        return loss, torch.stack([loss, clipped, vpreds.sum(), micro.mask.sum()]).detach()
 
     def learning_rate(self):
         """The rate of the next step: linear warm-up, then constant or cosine. Skipped steps do not move it."""
-        c, step, total = self.config, self.optimizer_steps, self.config.total_training_steps
-        warmup = c.lr_warmup_steps or (round(c.lr_warmup_steps_ratio * total) if c.lr_warmup_steps_ratio else 0)
-        if step < warmup:
-            return self.peak_lr * (step + 1) / warmup
-        if c.lr_scheduler_type == "constant":
+        warmup = self.config.lr_warmup_steps
+        if self.optimizer_steps < warmup:
+            return self.peak_lr * (self.optimizer_steps + 1) / warmup
+        if self.config.lr_scheduler_type == "constant":
             return self.peak_lr
-        done = min((step - warmup) / max(total - warmup, 1), 1.0)
-        return self.peak_lr * (c.min_lr_ratio + (1 - c.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done)))
+        done = min((self.optimizer_steps - warmup) / max(self.total_steps - warmup, 1), 1.0)
+        return self.peak_lr * 0.5 * (1 + math.cos(math.pi * done))
 
     def optimizer_step(self):
         """Clips and steps -> gradient norm before clipping. A norm that is not finite skips the step, on all ranks."""
-        # what Megatron's own step() does, but that one would also step on a NaN
-        scale = self.loss_scale()
-        overflow = self.optimizer.prepare_grads()  # float16: the gradient is infinite, and the loss scale lower now
-        if self.transformer.fp16:
-            overflow = self.agree_on_overflow(overflow, scale)
-        norm = math.nan if overflow else float(self.optimizer.get_grad_norm())
+        self.optimizer.prepare_grads()  # what Megatron's own step() does, but that one would also step on a NaN
+        norm = float(self.optimizer.get_grad_norm())
         if math.isfinite(norm):
             for optimizer in self.optimizers():
                 clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.config.grad_clip, norm)
@@ -1311,32 +1302,15 @@ class MegatronPPOCritic:
             self.optimizer_steps += 1
         return norm
 
-    def loss_scale(self):
-        """Float16's, the lowest that this rank knows of: experts and the rest have one each, but the loss has one."""
-        return min([float(x.grad_scaler.scale) for x in self.optimizers() if x.grad_scaler], default=math.inf)
-
-    def agree_on_overflow(self, overflow, before):
-        """Whether any rank's gradient is infinite; then tries counts up for as long as the loss scale can fall, on all
-        ranks alike. A mini-batch that overflows at any scale leaves it as it was before."""
-        told = torch.tensor([float(overflow), -before, -self.loss_scale()], device=self.layout.device)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
-        overflow, before, scale = bool(told[0]), -told[1:2], -told[2:]
-        fell = overflow and bool(scale < before)
-        if not fell:
-            scale = scale * 2**self.tries
-        self.tries = self.tries + 1 if fell else 0
-        for optimizer in self.optimizers() if overflow else ():
-            scaler = optimizer.grad_scaler
-            scaler.load_state_dict({**scaler.state_dict(), "scale": scale, "growth_tracker": 0})
-        return overflow
-
     def optimizers(self):
         """Megatron's distributed optimizers: one of the experts, where ranks share them, and one of the rest."""
-        return [x for x in self.optimizer.chained_optimizers if not x.is_stub_optimizer and x.get_parameters()]
+        return [
+            x for x in self.optimizer.chained_optimizers if not x.is_stub_optimizer and x.get_parameters()
+        ]
 
-    def stepped(self, p):
-        """(AdamW, its float32 tensor, the place of that in the flattened weight) of the part of a weight that this rank
-        steps with; None if it has none."""
+    def optimizer_shard(self, p):
+        """(AdamW, its float32 tensor, the place of that in the flattened weight) of the part of a weight that this
+        rank steps with; None if it has none."""
         for optimizer in self.optimizers():
             if p in optimizer.model_param_group_index_map:
                 group, i = optimizer.model_param_group_index_map[p]
@@ -1349,7 +1323,7 @@ class MegatronPPOCritic:
         """The float32 weight behind p, or what part() takes for it, from the ranks that share its optimizer state (a
         collective of all that hold the weight)."""
         flat = torch.zeros(p.numel(), device=p.device)
-        if found := self.stepped(p):
+        if found := self.optimizer_shard(p):
             adam, mine, place = found
             flat[place] = part(adam, mine).detach()
         dist.all_reduce(flat, group=replicas(name))
@@ -1357,191 +1331,170 @@ class MegatronPPOCritic:
 
     @torch.no_grad()
     def restore(self, kind, p, x):
-        """Takes what this rank holds of a whole weight or moment: the inverse of master, without a word to others."""
+        """Takes what this rank holds of a whole weight or moment: the inverse of master; no communication."""
         if kind == "weight":
             p.copy_(x)
-        if found := self.stepped(p):
+        if found := self.optimizer_shard(p):
             adam, mine, place = found
-            state = adam.state[mine]
-            if kind != "weight" and kind not in state:  # torch makes it at the first step
-                state[kind] = torch.zeros_like(mine)
-            (mine if kind == "weight" else state[kind]).copy_(x.flatten()[place])
+            if kind != "weight":
+                mine = adam.state[mine].setdefault(
+                    kind, torch.zeros_like(mine)
+                )  # torch makes it at the first step
+            mine.copy_(x.flatten()[place])
 
     def finish_gather(self):
-        """Waits for updated weights that --overlap-param-gather has left on their way."""
-        for chunk in self.model if self.config.overlap_param_gather else ():
+        """Waits for updated weights that --overlap-comm has left on their way."""
+        for chunk in self.model if self.config.overlap_comm else ():
             chunk.start_param_sync(force_sync=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The worker: life cycle, memory, metrics, checkpoints
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-STATE = {  # what a step changes -> how a checkpoint names it, of the weight with the name {}
-    "weight": "model.{}",
-    "exp_avg": "optimizer.{}.exp_avg",
-    "exp_avg_sq": "optimizer.{}.exp_avg_sq",
-}
+# ---- The worker: life cycle, memory, metrics ---------------------------------------------------------
 
 
 class CriticWorker:
     """What a PPO loop holds: every rank makes one and calls its methods in the same order."""
 
     def __init__(self, config):
-        validate(config)
-        if config.total_training_steps is None and (
-            config.lr_scheduler_type == "cosine" or config.lr_warmup_steps_ratio
-        ):
-            raise UserError("--total-training-steps: cosine and --lr-warmup-steps-ratio need it")
-        self.tokenizer = common.load_tokenizer(config)
-        self.model_config = common.load_model_config(config, self.tokenizer)
-        self.config = config = common.with_value_range(config, self.model_config)
-        self.vocab_size = self.model_config.get_text_config().vocab_size
-        validate_for_model(config, self.model_config)
+        if mistake := mistake_in(config):
+            raise UserError(mistake)
+        self.config = config
+        self.tokenizer, self.model_config = common.load_config(config)
+        check_model_flags(config, self.model_config)
+        self.vocab_size, _ = common.limits(self.model_config)
+        self.value_range = config.value_range or getattr(self.model_config, "value_range", None)
+        if config.value_head == "scalar":
+            self.value_range = None
+        elif not self.value_range:
+            raise UserError(
+                "--value-range: hl_gauss needs it, LOW and HIGH of the returns with a small margin"
+            )
         self.device = common.setup_distributed(config.timeout_minutes)
+        if config.ppo_max_token_len_per_gpu == "auto" and self.device.type == "cpu":
+            raise UserError("--ppo-max-token-len-per-gpu auto: on a CPU give the memory of a rank, auto:GIB")
         self.layout = make_layout(config, self.device)
-        self.parked = []  # (storage, its bytes, its content on the host or None) while the critic is off the device
+        self.offloaded = []  # (storage, its bytes, its content on the host or None) while the critic is off the device
 
     @register(Dispatch.ONE_TO_ALL)
-    def init_model(self):
-        """Builds the model and its optimizer, and refuses a model that cannot work as a critic here."""
+    def init_model(self, total_steps=None):
+        """Builds the model and its optimizer.
+
+        total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs.
+        """
         config, layout = self.config, self.layout
-        modules, stored, flops, size, story = build_value_model(config, self.model_config, layout)
-        pad = self.model_config.pad_token_id  # below 0 it counts from the end, in transformers
-        pad = pad if pad is None else pad % self.vocab_size
-        self.critic = MegatronPPOCritic(config, modules, stored, flops, layout, pad)
+        if config.lr_scheduler_type == "cosine" and not total_steps:
+            raise UserError("--lr-scheduler-type cosine: init_model needs total_steps")
+        modules, stored, flops, story = build_value_model(config, self.model_config, layout, self.value_range)
+        pad = self.model_config.pad_token_id
+        pad = pad if pad is None else pad % self.vocab_size  # in transformers, below 0 it counts from the end
+        options = (self.value_range, pad, total_steps)
+        self.critic = MegatronPPOCritic(config, modules, stored, flops, layout, *options)
         torch.manual_seed(config.seed)  # random weights were drawn
-        print0(f"model      {config.model} ({self.model_config.model_type}), {size}: {story}")
+        print0(f"model      {config.model} ({self.model_config.model_type}), {story}")
         tp, cp, dp, pp = layout.tp_size, layout.cp_size, layout.dp_size, layout.pp_size
-        stages, vpp = stage_layers(config, self.model_config), config.virtual_pipeline_model_parallel_size
-        turns = f", each in {vpp} turns" if vpp > 1 else ""
-        layers = f"{sum(stages)} = {' + '.join(map(str, stages))}{turns}" if pp > 1 else str(sum(stages))
-        print0(f"layout     ranks {WORLD_SIZE} = tp {tp} x cp {cp} x dp {dp} x pp {pp}; layers {layers}")
+        stages = " + ".join(map(str, stage_layers(config, self.model_config)))
+        pieces = config.virtual_pipeline_model_parallel_size
+        print0(
+            f"layout     ranks {WORLD_SIZE} = tp {tp} x cp {cp} x dp {dp} x pp {pp}; layers {stages}, pieces {pieces}"
+        )
         if experts := getattr(self.model_config, "num_experts", None):
             ep, etp = config.expert_model_parallel_size, expert_tensor_parallel_size(config)
             ranks = f"ranks {WORLD_SIZE} = etp {etp} x ep {ep} x dp {WORLD_SIZE // (etp * ep * pp)} x pp {pp}"
             print0(f"experts    {experts} = ep {ep} x {experts // ep} a rank; {ranks}")
         dtype = str(compute_dtype(config, self.device)).removeprefix("torch.")
-        print0(f"precision  {dtype} products on {self.device.type}; master weights, gradients, value head float32")
-        self.check_model()
+        print0(
+            f"precision  {dtype} products on {self.device.type}; master weights, gradients, value head float32"
+        )
 
     @register(Dispatch.ONE_TO_ALL)
-    def find_budget(self, longest, row):
-        """Makes a number of --ppo-max-token-len-per-gpu auto, on which no update depends. UserError: no row would fit.
+    def set_budget(self, longest, row, halvings=0):
+        """Sets how many tokens a micro-batch may take; no update depends on it. UserError: the longest row is longer.
 
-        longest: tokens of the longest row to come; row: words that name it.
+        longest: tokens of the longest row to come; row: words that name it. halvings: see common.Checkpoints.
         """
-        if self.config.ppo_max_token_len_per_gpu != "auto":
-            return
-        self.check_here()
-        critic = self.critic
-        longest = math.ceil(longest / pack_unit(self.config)) * pack_unit(self.config)
-        turns = self.layout.pp_size * (2 if self.config.virtual_pipeline_model_parallel_size > 1 else 1)
+        config, critic, share = self.config, self.critic, self.layout.cp_size
+        budget, least = config.ppo_max_token_len_per_gpu, check_budget(config, longest, row)
+        if isinstance(budget, str):  # auto, or auto:GIB
+            self.check_here()
+            turns = self.layout.pp_size * (2 if config.virtual_pipeline_model_parallel_size > 1 else 1)
 
-        def probe(n):  # as many micro-batches as a stage may hold at a time
-            batch = common.probe_rows(n, longest)
-            counts = common.loss_counts(batch.response_mask, batch.cu_seqlens)
-            critic.forward_backward(batch, [range(n)] * turns, counts)
+            def probe(rows):  # as many micro-batches as a stage may hold at a time
+                batch = common.probe_rows(rows, longest)
+                counts = common.loss_counts(batch.response_mask, batch.cu_seqlens)
+                critic.forward_backward([critic.micro_batch(batch, range(rows), counts)] * turns)
 
-        critic.train(True)
-        named = [*named_weights(critic.modules), *named_head(critic.modules)]
-        spread = [(p, dist.get_world_size(replicas(name))) for name, p in named]
-        states = [state for optimizer in critic.optimizers() for state in optimizer.optimizer.state.values()]
-        moments = sum(x.nbytes for state in states for x in state.values())
-        to_come = max(sum(8 * p.numel() / ranks for p, ranks in spread) - moments, 0)
-        held = sum(p.nbytes + 4 * p.numel() + 4 * (p.itemsize < 4) * p.numel() / ranks for p, ranks in spread) + moments
-        share = sequence_ranks(self.config)
-        tokens = common.find_budget(self.config, probe, longest, row, held, to_come, share, self.device)
-        self.config = critic.config = dataclasses.replace(self.config, ppo_max_token_len_per_gpu=tokens)
-
-    @torch.no_grad()
-    def check_model(self):
-        """UserError unless the model runs, is causal and keeps rows apart, tried on two short rows by all ranks."""
-        config, critic, seen = self.config, self.critic, []
-        float32 = compute_dtype(config, self.device) == torch.float32
-        n = 8 * max(pack_unit(config), 2)
-        hook = contextlib.nullcontext()
-        if self.layout.last_stage:
-            head = critic.modules[-1].output_layer
-            hook = head.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-
-        def hidden_states(ids_T, lengths):
-            """Where a row goes on, after each token; zero on other stages."""
-            mask_T = torch.ones(len(ids_T), dtype=torch.bool)
-            mask_T[[0, n]] = False
-            ends, none = common.cumulative(torch.tensor(lengths)), torch.zeros(2, dtype=torch.bool)
-            micro = critic.micro_batch(common.Batch(ids_T, ends, mask_T, torch.arange(2), none), [0, 1])
-            out_TD = torch.zeros(len(ids_T), self.model_config.hidden_size, device=self.device)
-
-            def reduce(outputs_S, micro):
-                hidden_SBD = seen.pop()
-                if splits_sequence(config):
-                    hidden_SBD = tensor_parallel.gather_from_sequence_parallel_region(hidden_SBD)
-                out_TD[micro.index[micro.mask]] = hidden_SBD.transpose(0, 1).flatten(0, 1)[micro.mask].float()
-                return outputs_S.sum(), None
-
-            turns = self.layout.pp_size if config.virtual_pipeline_model_parallel_size > 1 else 1
-            critic.run_schedule([micro] * turns, reduce, forward_only=True)
-            dist.all_reduce(out_TD, group=mpu.get_context_parallel_group())  # each rank has pieces of the rows
-            return out_TD
-
-        critic.train(False)
-        with hook:
-            leak = torch.tensor(common.influence(hidden_states, self.vocab_size, n), device=self.device)
-        dist.all_reduce(leak, dist.ReduceOp.MAX)
-        if leak == math.inf:
-            raise UserError(f"--model {config.model}: gives hidden states that are not finite: are its weights?")
-        if leak > (1e-5 if float32 else 2e-2):
-            raise UserError(
-                f"--model {config.model}: lets tokens see later ones or another row (hidden states move by {leak:.0e})"
+            critic.train(True)
+            named = [*named_weights(critic.modules), *named_head(critic.modules)]
+            spread = [(p, dist.get_world_size(replicas(name))) for name, p in named]
+            states = [
+                state for optimizer in critic.optimizers() for state in optimizer.optimizer.state.values()
+            ]
+            moments = sum(x.nbytes for state in states for x in state.values())
+            to_come = max(sum(8 * p.numel() / ranks for p, ranks in spread) - moments, 0)
+            held = sum(
+                p.nbytes + 4 * p.numel() + 4 * (p.itemsize < 4) * p.numel() / ranks for p, ranks in spread
             )
-        rows, kernel = "packed" if config.use_remove_padding else "padded", common.Pack.used
-        print0(f"attention  {rows} rows, kernel {kernel}; leak from later tokens and other rows {leak:.0e}")
+            gib = float(budget[5:] or math.inf)
+            budget = common.find_budget(probe, longest / share, gib, held + moments, to_come, self.device)
+            if budget < least:
+                raise UserError(
+                    f"--ppo-max-token-len-per-gpu auto: {row} has {longest} tokens, too many for the memory"
+                )
+        if halvings:
+            smaller = max(budget >> halvings, least)
+            print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu {budget} -> {smaller}")
+            budget = smaller
+        critic.max_tokens = budget * share
 
-    def check_batch(self, batch, training):
+    def check_batch(self, batch):
         """Raises UserError, ValueError or RuntimeError for rows that this critic cannot take, or not now."""
         self.check_here()
-        if len(batch) and self.config.ppo_max_token_len_per_gpu == "auto":
-            self.find_budget(*common.longest_row(batch))
-        check_budget(self.config, batch, training)
+        longest, row = batch.longest
+        if (
+            self.critic.max_tokens is None
+            or check_budget(self.config, longest, f"row {row}") * self.layout.cp_size > self.critic.max_tokens
+        ):
+            self.set_budget(max(longest, 1), f"row {row}")
         common.check_rows(batch, self.model_config)
+        if any(batch.multi_modal_inputs or ()):
+            raise ValueError("multi_modal_inputs: this critic reads text only")
 
     def check_here(self):
-        if self.parked:
+        if self.offloaded:
             raise RuntimeError("the critic is offloaded: call onload() first")
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, batch):
         """Values of the caller's rows: (T,) float32, zero where response_mask is false."""
-        self.check_batch(batch, training=False)
+        self.check_batch(batch)
         return self.critic.compute_values(batch)
 
     @register(Dispatch.DP_COMPUTE_PROTO, needs=("values", "returns"))
     def update_critic(self, batch):
         """One PPO update on the rows of all ranks, with their old values and returns -> metrics, equal on all ranks."""
-        self.check_batch(batch, training=True)
-        epochs, half = self.config.ppo_epochs, compute_dtype(self.config, self.device) != torch.float32
-        peak = common.device_peak_flops(self.device) if half else None  # the table is of half precision
+        self.check_batch(batch)
+        config, start = self.config, time.perf_counter()
+        metrics = self.critic.update_critic(batch)
+        seconds = time.perf_counter() - start
         passes = 3  # forward, to inputs, to weights
-        flops = passes * epochs * sum(self.critic.flops.forward_flops(n) for n in batch.lengths)
-        return common.measured_update(self.critic.update_critic, batch, self.device, epochs, flops, peak)
+        flops = passes * config.ppo_epochs * sum(self.critic.flops.forward_flops(n) for n in batch.lengths)
+        if compute_dtype(config, self.device) == torch.float32:
+            flops = math.nan  # peak rates are of half precision
+        tokens = config.ppo_epochs * len(batch.input_ids)
+        return metrics | common.batch_metrics(batch) | common.performance(seconds, tokens, flops, self.device)
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self):
-        """Gives the device memory of weights, gradients and optimizer state to somebody else (a rollout engine)."""
-        if self.parked:
+        """Gives the device memory of weights, gradients and optimizer state to others (a rollout engine)."""
+        if self.offloaded:
             return
         self.critic.finish_gather()
         for storage, kept in self.storages():
             host = None
             if kept:
                 pinned = self.device.type == "cuda"
-                host = torch.empty(
-                    storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pinned
-                ).untyped_storage()
+                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned).untyped_storage()
                 host.copy_(storage)
-            self.parked.append((storage, storage.nbytes(), host))
+            self.offloaded.append((storage, storage.nbytes(), host))
             storage.resize_(0)
         mpu.get_global_memory_buffer().buffer.clear()  # what sequence parallelism gathers tokens into
         if self.device.type != "cpu":
@@ -1550,11 +1503,11 @@ class CriticWorker:
     @register(Dispatch.ONE_TO_ALL)
     def onload(self):
         """Takes it back."""
-        for storage, size, host in self.parked:
+        for storage, size, host in self.offloaded:
             storage.resize_(size)
             if host is not None:
                 storage.copy_(host)
-        self.parked = []
+        self.offloaded = []
 
     def storages(self):
         """(storage, whether its content is kept) of all that is offloaded, each once: many tensors are views of one.
@@ -1566,12 +1519,16 @@ class CriticWorker:
         for optimizer in critic.optimizers():
             kept += optimizer.get_parameters()
             kept += [x for state in optimizer.optimizer.state.values() for x in state.values() if x.ndim]
-        buffers = [buffer for chunk in critic.model for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+        buffers = [
+            buffer for chunk in critic.model for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        ]
         for tensor in kept:
             found[tensor.untyped_storage()._cdata] = tensor.untyped_storage(), True
         for buffer in buffers:
             found[buffer.grad_data.untyped_storage()._cdata] = buffer.grad_data.untyped_storage(), False
         return list(found.values())
+
+    # ---- Checkpoints and export ----------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder):
@@ -1579,46 +1536,56 @@ class CriticWorker:
 
         Sharded safetensors with the names of transformers: no pickle, any layout of either critic can read it.
         """
-        self.checkpoint_writer()(folder)
+        tmp = common.start_folder(folder)
+        self.checkpoint_writer()(tmp)
+        common.publish(tmp, folder)
 
     def checkpoint_writer(self, copy=False):
-        """write(folder, group): saves the state of now. It is gathered, so a copy of it, whatever `copy` says."""
+        """write(tmp, group): writes the state of now into a folder; it is gathered, so always a copy."""
         self.check_here()
-        self.critic.finish_gather()
-        tensors = checkpoint_tensors(self.critic, self.vocab_size)
-        scaler = self.critic.optimizers()[0].grad_scaler
-        more = {"loss_scale": {**scaler.state_dict(), "scale": float(scaler.scale)}} if scaler else {}
-        counters = self.critic.updates, self.critic.optimizer_steps
-        return tensor_writer(tensors, BACKEND, self.config, self.model_config, *counters, **more)
+        critic = self.critic
+        critic.finish_gather()
+        tensors = checkpoint_tensors(critic, self.vocab_size)
+        state = {"backend": "megatron", "updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
+        state |= {"config": dataclasses.asdict(self.config) | {"value_range": self.value_range}}
+        state |= {"model_config": common.architecture(self.model_config)}
+
+        def write(tmp, group=None):
+            offsets = {
+                name: {"saved_offsets": [first, 0, 0][: x.ndim]} for name, (first, x) in tensors.items()
+            }
+            metadata = {"format": "pt", SHARDING: json.dumps(offsets)}
+            if tensors:
+                path = os.path.join(tmp, f"shard-{RANK:05d}.safetensors")
+                save_file({name: x for name, (_, x) in tensors.items()}, path, metadata=metadata)
+            if RANK == 0:
+                with open(os.path.join(tmp, "trainer.json"), "w") as file:
+                    json.dump(state, file, indent=1)
+
+        return write
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
         """Restores what save_checkpoint of either critic wrote, on any layout. UserError: damaged or foreign."""
         self.check_here()
-        saved = common.open_checkpoint(folder, BACKEND, self.config, self.model_config)
-        critic = self.critic
-        # mapped, not loaded: a rank reads the pages of what it takes, and holds one whole weight at a time
-        tensors = StoredTensors(folder, f"--resume {folder}", prefix="")
+        critic, config = self.critic, dataclasses.replace(self.config, value_range=self.value_range)
+        saved = common.open_checkpoint(folder, ("fsdp", "megatron"), config, self.model_config)
+        tensors = StoredTensors(folder)  # mapped, not loaded: a rank reads the pages of what it takes
         named = [*named_weights(critic.modules), *named_head(critic.modules)]
         for kind, form in STATE.items():
-            read = lambda part, form=form: take(tensors, value_model_name(part), form)
+            read = lambda part, form=form: lookup_weight(tensors, value_model_name(part), form)
             for p, x in stored_shards(named, critic.transformer.num_query_groups, read, f"--resume {folder}"):
                 critic.restore(kind, p, x)
         for optimizer in critic.optimizers():
             for p, state in optimizer.optimizer.state.items():  # a tensor each: the step adds 1 in place
                 state["step"] = torch.tensor(float(saved["optimizer_steps"]), device=p.device)
-            for group in optimizer.optimizer.param_groups:
-                group["step"] = saved["optimizer_steps"]  # where Apex and Transformer Engine look for it
-            if optimizer.grad_scaler and "loss_scale" in saved:
-                scale = torch.tensor([saved["loss_scale"]["scale"]], device=self.device)
-                optimizer.grad_scaler.load_state_dict({**saved["loss_scale"], "scale": scale})
         torch.set_rng_state(tensors["rng"])
-        self.critic.updates, self.critic.optimizer_steps = saved["updates"], saved["optimizer_steps"]
+        critic.updates, critic.optimizer_steps = (saved[key] for key in ("updates", "optimizer_steps"))
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder):
         """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads: num_labels 1,
-        or a label a bin for hl_gauss, whose value_range then stands in config.json.
+        or a label a bin for hl_gauss, whose value_range is then in config.json.
 
         Every rank writes what it is the first to hold, in a file of its own.
         """
@@ -1627,28 +1594,36 @@ class CriticWorker:
         state = dict(whole_weights(self.critic.modules, self.vocab_size, self.critic.master))
         file = f"model-{RANK:05d}.safetensors"
         parts = common.of_all_ranks({name: (file, x.nbytes) for name, x in state.items()})
-        with common.complete_or_absent(folder) as tmp:
-            if RANK == 0:
-                where = {name: place for part in parts for name, place in part.items()}
-                index = {"metadata": {"total_size": sum(size for _, size in where.values())}}
-                index["weight_map"] = {name: its for name, (its, _) in sorted(where.items())}
-                with open(os.path.join(tmp, "model.safetensors.index.json"), "w") as out:
-                    json.dump(index, out, indent=1)
-                outputs = self.config.value_bins if self.config.value_head == "hl_gauss" else 1
-                model_config = common.config_of_export(self.model_config, outputs, self.config.value_range)
-                kind = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(model_config)]
-                model_config.architectures = [kind.__name__]
-                model_config.save_pretrained(tmp)
-                if self.tokenizer is not None:
-                    self.tokenizer.save_pretrained(tmp)
-            if state:
-                save_file(state, os.path.join(tmp, file), metadata={"format": "pt"})
+        where = {name: place for part in parts for name, place in part.items()}
+        tmp = common.start_folder(folder)
+        if state:
+            save_file(state, os.path.join(tmp, file), metadata={"format": "pt"})
+        if RANK == 0:
+            index = {"metadata": {"total_size": sum(size for _, size in where.values())}}
+            index["weight_map"] = {name: its for name, (its, _) in sorted(where.items())}
+            with open(os.path.join(tmp, "model.safetensors.index.json"), "w") as out:
+                json.dump(index, out, indent=1)
+            outputs = self.config.value_bins if self.config.value_head == "hl_gauss" else 1
+            model_config = common.config_of_export(self.model_config, outputs, self.value_range)
+            kind = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(model_config)]
+            model_config.architectures = [kind.__name__]
+            model_config.save_pretrained(tmp)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(tmp)
+        common.publish(tmp, folder)
+
+
+STATE = {  # what a step changes -> how a checkpoint names it, of the weight with the name {}
+    "weight": "model.{}",
+    "exp_avg": "optimizer.{}.exp_avg",
+    "exp_avg_sq": "optimizer.{}.exp_avg_sq",
+}
 
 
 def checkpoint_tensors(critic, vocab_size):
     """name -> (first row, tensor on the host): what this rank writes of all state (a collective).
 
-    Weights and moments are those of critic_fsdp.py, its AdamW's count of steps, for every weight the same, too.
+    Weights, moments and AdamW's count of steps are those of critic_fsdp.py.
     """
     out = {"rng": (0, torch.get_rng_state())} if RANK == 0 else {}
     for kind, form in STATE.items():
@@ -1657,81 +1632,101 @@ def checkpoint_tensors(critic, vocab_size):
         weights = join_experts(dict(whole_weights(critic.modules, vocab_size, local)))
         out |= {form.format(name): rows for name, rows in weights.items()}
     steps = torch.tensor(float(critic.optimizer_steps))
-    return out | {f"optimizer.{name}.step": (0, steps.clone()) for name, (first, _) in weights.items() if not first}
+    return out | {
+        f"optimizer.{name}.step": (0, steps.clone()) for name, (first, _) in weights.items() if not first
+    }
 
 
-def tensor_writer(tensors, *state, **more):
-    """write(folder, group): saves these tensors as sharded safetensors, and `state`, see common.write_trainer_state."""
-
-    def write(folder, group=None):
-        with common.complete_or_absent(folder, group=group) as tmp:
-            if tensors:
-                offsets = {name: {"saved_offsets": [first, 0, 0][: x.ndim]} for name, (first, x) in tensors.items()}
-                file, metadata = f"shard-{RANK:05d}.safetensors", {"format": "pt", SHARDING: json.dumps(offsets)}
-                save_file({name: x for name, (_, x) in tensors.items()}, os.path.join(tmp, file), metadata=metadata)
-            common.write_trainer_state(tmp, *state, **more)
-
-    return write
+# ---- Main: value pretraining from rollouts -----------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Main: value pretraining from rollouts
-# ---------------------------------------------------------------------------------------------------------------------
+def load_rows(run, tokenizer, model_config):
+    """(rows to learn from, rows to evaluate on or None), each one Batch, the same on every rank."""
+    options = {"limits": common.limits(model_config), "skip_bad_rows": run.skip_bad_rows}
+    files, seed = (run.rollouts or "toy", run.eval_rollouts or "toy"), run.critic.seed
+    if run.rollouts:
+        train = common.read_rows(run.rollouts, tokenizer, with_values=run.recorded_values, **options)
+        held_out = None
+        if run.eval_rollouts:
+            held_out = common.read_rows(run.eval_rollouts, tokenizer, flag="--eval-rollouts", **options)
+    else:
+        train = common.read_rows(common.toy_rows(8192, seed), tokenizer, **options)
+        held_out = common.read_rows(common.toy_rows(512, seed, held_out=True), tokenizer, **options)
+    for rows, file in zip((train, held_out), files, strict=True):
+        if rows is not None:
+            check_budget(run.critic, rows.longest[0], f"{file}:{rows.longest[1] + 1}")
+    return train, held_out
 
 
 def main(run):
-    validate(run.critic)
-    common.validate_run(run)
-    tokenizer = common.load_tokenizer(run.critic)
-    model_config = common.load_model_config(run.critic, tokenizer)
-    validate_for_model(run.critic, model_config)
-    train, held_out = common.load_rows(run, model_config, tokenizer, check_budget)
-    files = ((train, run.rollouts), (held_out, run.eval_rollouts))
-    longest, row = max(common.longest_row(*rows) for rows in files if rows[0] is not None)
-    run = common.smaller_budgets(run, critic=least_budget(run.critic, longest))
-    run = common.find_resume(run, run.critic.timeout_minutes)
-    config, first_step = common.settle(run, model_config, train)
-    worker = CriticWorker(config)
-    worker.init_model()
-    if run.resume:
-        worker.load_checkpoint(run.resume)
-    worker.find_budget(longest, row)
-    common.print_work(worker, run, train)
-    common.print_data_check(run, train, held_out)
-    logger = common.Logger(run, first_step)
-    common.listen_for_sigterm()
-    start, stuck, batch = time.perf_counter(), 0, None
-    for step in common.profiled(run, range(first_step, run.steps + 1)):
-        last, stop = step == run.steps, common.told_to_stop()
-        if held_out is not None and common.evaluates(run, step):
-            metrics = common.evaluate(worker, held_out, run.gamma)
-            logger.log(step, metrics)
-            print0(common.eval_line(metrics))
-        if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
-            common.save(run, step, worker.checkpoint_writer)
-        common.join_saving(wait=last or stop)
-        if last:
-            break
-        if stop:
-            logger.close()
-            common.leave(run.out_dir, step)
-        rows = common.rows_of_step(step, len(train), run)
-        batch = train.select(rows[RANK::WORLD_SIZE])
-        if not run.recorded_values:
-            batch.values = worker.compute_values(batch)
-        common.add_returns(batch, run)
-        metrics = worker.update_critic(batch)
-        stuck = common.count_stuck(stuck, metrics, run, batch, step)
-        metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
-        logger.log(step + 1, metrics)
-        print0(common.step_line(step + 1, run.steps, metrics))
-    worker.export_hf(os.path.join(run.out_dir, "hf"))
+    config = run.critic
+    tokenizer, model_config = common.load_config(config)
+    check_model_flags(config, model_config)
+    train, held_out = load_rows(run, tokenizer, model_config)
+    if config.value_head == "hl_gauss" and not (
+        config.value_range or getattr(model_config, "value_range", None)
+    ):
+        config = dataclasses.replace(config, value_range=common.return_range(train, run.gamma))
+    size = run.train_batch_size or config.ppo_mini_batch_size
+    total = common.count_steps(len(train), run.steps, size, config.ppo_mini_batch_size, config.ppo_epochs)
+    common.setup_distributed(config.timeout_minutes)
+    with common.Checkpoints(
+        run.out_dir, run.resume, run.keep, run.async_save, config.timeout_minutes
+    ) as checkpoints:
+        worker = CriticWorker(config)
+        worker.init_model(total)
+        if checkpoints.folder:
+            worker.load_checkpoint(checkpoints.folder)
+        longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
+        worker.set_budget(longest, "the longest row", checkpoints.halvings)
+        common.print_rows(train, run.gamma)
+        print0(
+            f"steps      {run.steps} updates x {size} rows, {total} optimizer steps, lr {worker.critic.peak_lr:g}"
+        )
+        first_step = worker.critic.updates
+        if first_step > run.steps:
+            raise UserError(
+                f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more"
+            )
+        last_step = first_step if checkpoints.is_own else 0
+        logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, run.evaluates(first_step))
+        start, skipped = time.perf_counter(), 0
+        for step in common.profiled(range(first_step, run.steps + 1), run.profile_steps, run.out_dir):
+            last, stop = step == run.steps, checkpoints.sigterm_received()
+            if held_out is not None and run.evaluates(step):
+                held_out.values = worker.critic.compute_values(held_out)
+                logger.log_evaluation(step, common.evaluate(held_out, run.gamma))
+            if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
+                checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
+            checkpoints.wait(block=last or stop)
+            if last:
+                break
+            if stop:
+                logger.close()
+                checkpoints.leave(step)
+            rows = common.rows_of_step(step, len(train), size, config.seed)
+            batch = train.select(rows[RANK::WORLD_SIZE])
+            if not run.recorded_values:
+                batch.values = worker.compute_values(batch)
+            common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
+            metrics = worker.update_critic(batch)
+            skipped = common.count_skipped(skipped, metrics, batch, run.out_dir)
+            metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
+            logger.log_update(step + 1, run.steps, metrics)
+        worker.export_hf(os.path.join(run.out_dir, "hf"))
     logger.close()
-    common.plot_curves(run.out_dir)
-    common.write_report(run, tokenizer, held_out, batch)
-    print0(common.saved_line(run, first_step, "hf"))
+    if held_out is not None:
+        common.write_report(run.out_dir, held_out, "held-out rows", tokenizer, run.gamma)
+    elif first_step < run.steps:
+        about = "rows of the last update, with their values before it"
+        common.write_report(run.out_dir, common.gather(batch), about, tokenizer, run.gamma)
+    print0(
+        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, report.html, curves.png, metrics.jsonl, tensorboard"
+    )
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # so that collectives of tensor parallelism go first
-    common.run(lambda: main(tyro.cli(Run, description=__doc__, console_outputs=RANK == 0)))
+    os.environ.setdefault(
+        "CUDA_DEVICE_MAX_CONNECTIONS", "1"
+    )  # so that collectives of tensor parallelism go first
+    common.launch(lambda: main(RUN))
