@@ -1146,6 +1146,14 @@ def replace_lines(path, rows):
     os.replace(f"{path}.tmp", path)
 
 
+def dump(batch, out_dir, step):
+    """The rows of all ranks as out_dir/rollouts/step_N.jsonl (a collective)."""
+    whole = gather(batch)
+    if RANK == 0:
+        os.makedirs(os.path.join(out_dir, "rollouts"), exist_ok=True)
+        write_jsonl(whole, os.path.join(out_dir, "rollouts", f"step_{step}.jsonl"))
+
+
 def progress(items, what):
     """A bar over `items` on rank 0 of a terminal, shown only if the work takes longer than a few seconds."""
     return tqdm(items, desc=what, delay=3, leave=False, disable=True if RANK else None, dynamic_ncols=True)
@@ -1258,7 +1266,7 @@ def verify(folder):
         with open(os.path.join(root, MANIFEST)) as file:
             text = file.read()
         sums = json.loads(text)
-        names = sorted(name for name in sums if os.path.join(root, name).startswith(os.path.join(folder, "")))
+        names = sorted(name for name in sums if os.path.join(root, name).startswith(folder))
         if text != json.dumps(sums, indent=1) or not names:  # as publish wrote it, to the byte
             raise ValueError
     except (OSError, ValueError, TypeError):

@@ -1,19 +1,19 @@
 """PPO for language models, end to end, with the critic of your choice.
 
-    python ppo_loop.py                                         a tiny actor learns to add, on a laptop CPU: two minutes
-    torchrun --nproc-per-node 2 ppo_loop.py                    the same on two ranks: the same numbers
+    python ppo_loop.py                                    a tiny actor learns to add, on a laptop CPU: two minutes
+    torchrun --nproc-per-node 2 ppo_loop.py               the same on two ranks: the same numbers
     torchrun --nproc-per-node 4 ppo_loop.py --critic megatron --critic.tensor-model-parallel-size 2 \\
-        --critic.pipeline-model-parallel-size 2                its critic on Megatron-Core, laid out as it likes
+        --critic.pipeline-model-parallel-size 2           its critic on Megatron-Core, laid out as it likes
     torchrun --nproc-per-node 8 ppo_loop.py --actor.model Qwen/Qwen2.5-0.5B-Instruct --prompts gsm8k/train.jsonl \\
         --eval-prompts gsm8k/test.jsonl --prompt-key question --chat --reward gsm8k --max-response-length 512
-    python ppo_loop.py --help                                  every flag; the critic's own stand under --critic.
+    python ppo_loop.py --help                             every flag; the critic's own are under --critic.
 
 Rollout, reward, reference, values, advantages, critic, actor, sync: main() at the end is the algorithm, the rest is
 what it calls. Actor and reference are Hugging Face models on FSDP2; the critic is the CriticWorker of critic_fsdp.py
-or critic_megatron.py, with its own model, layout and batches. Copy this file with those and common.py, and change them.
+or critic_megatron.py, with its own model, layout and batches. Copy this file with those and common.py.
 
-Shapes are in the names: T tokens, sequences end to end; A actions (tokens the policy chose); B sequences; V vocabulary;
-D hidden features.
+Shapes are in the names: T tokens, sequences end to end; A actions (tokens the policy chose); B sequences; V
+vocabulary; D hidden features.
 """
 
 import contextlib
@@ -23,10 +23,8 @@ import datetime
 import functools
 import gc
 import importlib
-import importlib.util
 import json
 import math
-import numbers
 import os
 import random
 import re
@@ -34,29 +32,42 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy
+import pydantic
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import tyro
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_state_dict
+from pydantic import Field
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 import common
-import critic_fsdp
 from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Config
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Config ------------------------------------------------------------------------------------------
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -65,52 +76,53 @@ class ActorConfig:
 
     # model
     model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
-    tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own; characters for tiny-*)
-    override_config: str = "{}"  # JSON laid over the model's config, e.g. '{"num_hidden_layers": 4}'
-    from_scratch: bool = False  # random weights: of --actor.model take the architecture and the tokenizer only
+    tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own)
+    override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
     trust_remote_code: bool = False  # run model code that comes with the checkpoint
-    seed: int = 0  # of random weights and of the order of mini-batches
 
-    # layout, precision and kernels
-    fsdp_size: int = -1  # ranks that share one copy of the weights; the rest holds replicas (-1: all ranks share one)
-    reshard_after_forward: bool = True  # free a layer's gathered weights until its backward: less memory, more traffic
-    param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of matrix products (auto: bfloat16, float32 on CPU)
-    attn_implementation: Literal[common.KERNELS] = "auto"  # attention kernel (auto: the fastest that serves the model)
+    # layout, precision
+    fsdp_size: int = -1  # ranks that share one copy of the weights; others hold replicas (-1: all share one)
+    param_dtype: Literal["auto", "float32", "bfloat16"] = (
+        "auto"  # of matrix products (auto: bfloat16; float32 on CPU)
+    )
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
 
     # batches
-    ppo_epochs: int = 1  # passes over the rows of one update
-    ppo_mini_batch_size: int = 128  # rows of one optimizer step, global: over all ranks
-    shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
-    ppo_max_token_len_per_gpu: int = 16384  # most tokens of a micro-batch, per rank: a hard cap
+    ppo_epochs: Positive = 1  # passes over the rows of one update
+    ppo_mini_batch_size: Positive = 128  # rows of one optimizer step, over all ranks
+    ppo_max_token_len_per_gpu: Positive = 16384  # tokens of a rank's micro-batch, a hard cap
 
     # loss
-    clip_ratio_low: float = 0.2  # how far below 1 the ratio of a token's probabilities still earns
-    clip_ratio_high: float = 0.2  # how far above
-    clip_ratio_c: float | None = 3.0  # dual clip: the most a bad token costs, times its advantage (None: any)
-    entropy_coeff: float = 0.0  # weight of the entropy that is added to what is maximised
-    kl_loss_coef: float = 0.0  # weight of the KL to the reference in the loss (0: none)
-    kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3"  # its estimate (+: with the gradient of k2)
-    tis_cap: float | None = None  # weigh a token by pi_actor / pi_engine, at most by this (None: not at all)
-    loss_agg_mode: Literal[common.LOSS_AGG_MODES] = "token-mean"  # how token losses become one loss of the mini-batch
-    response_length_limit: int | None = None  # the constant that seq-mean-token-sum-norm divides by
+    clip_ratio_low: Annotated[float, Field(gt=0, le=1)] = 0.2  # PPO's clip range of the ratio, below 1
+    clip_ratio_high: Rate = 0.2  # PPO's clip range of the ratio, above 1
+    clip_ratio_c: Annotated[float, Field(gt=1)] | None = (
+        3.0  # dual clip: bad actions cost at most this (None: off)
+    )
+    entropy_coeff: Weight = 0.0  # weight of the entropy bonus
+    kl_loss_coef: Weight = 0.0  # weight of the KL to the reference in the loss (0: none)
+    kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = (
+        "k3"  # its estimate (+: with the gradient of k2)
+    )
+    tis_cap: Rate | None = None  # weigh a token by pi_actor / pi_engine, at most this (None: no weighing)
+    loss_agg_mode: Literal[common.LOSS_AGG_MODES] = (
+        "token-mean"  # how token losses become one loss of the mini-batch
+    )
 
     # optimizer
-    lr: float | None = None  # learning rate of AdamW (None: 5e-4 for the built-in task, 1e-6 otherwise)
-    lr_warmup_steps: int = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
-    weight_decay: float = 0.01  # decoupled, on every weight
-    betas: tuple[float, float] = (0.9, 0.999)  # decay of AdamW's two moving averages
-    grad_clip: float = 1.0  # largest norm of the gradient of all weights (inf: no clipping)
+    lr: Rate | None = None  # learning rate of AdamW (None: 5e-4 for the built-in task, 1e-6 otherwise)
+    lr_warmup_steps: Count = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
+    weight_decay: Weight = 0.01  # decoupled, on every weight
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0  # largest norm of the whole gradient (inf: no clipping)
 
 
 @dataclass(frozen=True)
 class VLLMConfig:
     """The engine of --rollout vllm."""
 
-    tensor_parallel_size: int = 1  # ranks that share one engine and its copy of the actor
-    gpu_memory_utilization: float = 0.5  # part of a device's memory that the engine takes while it is awake
-    kv_cache_gib: float | None = None  # of keys and values (None: what the memory above leaves; on CPU what rows need)
-    enforce_eager: bool = False  # no CUDA graphs: starts sooner, takes less memory, generates slower (always on CPU)
+    tensor_parallel_size: Positive = 1  # ranks that share one engine and its copy of the actor
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = (
+        0.5  # part of a device's memory it takes while awake
+    )
     sleep_level: Literal[1, 2] = 1  # with --offload its weights wait on the host (1), or are dropped (2)
 
 
@@ -124,81 +136,94 @@ class Run(Generic[CriticConfig]):
     critic: Annotated[CriticConfig, tyro.conf.arg(name="critic")]
     actor: ActorConfig = ActorConfig()
     vllm: VLLMConfig = VLLMConfig()
-    backend: Annotated[Literal["fsdp", "megatron"], tyro.conf.arg(name="critic")] = "fsdp"  # whose flags are --critic.*
+    backend: Annotated[Literal["fsdp", "megatron"], tyro.conf.arg(name="critic")] = (
+        "fsdp"  # whose flags are --critic.*
+    )
 
     # task
-    prompts: str | None = None  # JSONL, or a hub dataset as NAME:CONFIG:SPLIT (None: the built-in addition)
-    eval_prompts: str | None = None  # the same, to evaluate on (None: no evaluation; addition has its own)
+    prompts: str | None = None  # JSONL (None: the built-in addition)
+    eval_prompts: str | None = None  # JSONL to evaluate on (None: no evaluation; addition has its own)
     prompt_key: str = "prompt"  # where a row has its prompt: text, or a list of chat messages
     answer_key: str = "answer"  # where it has the reference answer, which reward functions get
-    prompt_template: str = "{prompt}"  # around a prompt of text
-    chat: bool = False  # a prompt of text is what a user says: it goes through the tokenizer's chat template
-    max_prompt_length: int = 1024  # longer prompts, in tokens, are left out and counted
-    skip_bad_rows: bool = False  # leave bad rows out, count and report them, instead of stopping at the first
-    supervised_steps: int = 250  # addition with a tiny-* actor: steps of supervised learning before PPO
+    chat: bool = False  # send a text prompt through the tokenizer's chat template, as a user's message
+    max_prompt_length: Positive = 1024  # longer prompts, in tokens, are left out and counted
+    supervised_steps: Count = 250  # addition with a tiny-* actor: steps of supervised learning before PPO
 
     # reward
-    reward: str | None = None  # addition, gsm8k or FILE.py:FUNCTION, called as f(prompt, response, answer) -> number
-    reward_model: str | None = None  # folder or hub name of a reward model instead (one label, on the last token)
-    reward_timeout: float = 10.0  # seconds a reward function or environment may take for a row
-    environment: str | None = None  # FILE.py:FUNCTION, f(prompt, response, answer) -> what follows the turn, or None
-    max_turns: int = 8  # of the policy in one row, if there is an environment
+    reward: str | None = (
+        None  # addition, gsm8k or FILE.py:FUNCTION, called as f(prompt, response, answer) -> number
+    )
+    reward_model: str | None = (
+        None  # folder or hub name of a reward model instead (one label, on the last token)
+    )
+    reward_timeout: Annotated[float, Field(gt=0, le=1e6)] = (
+        10.0  # seconds a reward or environment may take for a row
+    )
+    environment: str | None = (
+        None  # FILE.py:FUNCTION, f(prompt, response, answer) -> what follows the turn, or None
+    )
+    max_turns: Positive = 8  # turns of the policy in one row, if there is an environment
 
     # rollout
     rollout: Literal["hf", "vllm"] = "hf"  # engine: transformers' cache on a whole copy of the actor, or vLLM
-    train_batch_size: int = 256  # prompts of a step, global
-    rollout_n: int = 1  # responses to each (torchrun would take --n for its own)
-    max_response_length: int | None = None  # tokens of a response with its observations (None: 8; 256 with --prompts)
-    temperature: float = 1.0  # of sampling, and of the log-probs that are learned from
-    top_p: float = 1.0  # sample only from the likeliest tokens, as many as have this probability together
-    rollout_batch_size: int = 256  # rows generated at once, per engine
-    dump_rollouts: bool = False  # every step's rows (rewards less --kl-coef's cost) as JSONL in out_dir/rollouts
+    train_batch_size: Positive = 256  # prompts of a step, over all ranks
+    rollout_n: Positive = 1  # responses to each (torchrun would take --n for its own)
+    max_response_length: Positive | None = None  # tokens, with observations (None: 8 for addition, else 256)
+    temperature: Rate = 1.0  # of sampling, and of the log-probs that are learned from
+    top_p: Annotated[float, Field(gt=0, le=1)] = (
+        1.0  # sample only from the likeliest tokens with this probability
+    )
+    rollout_batch_size: Positive = 256  # rows generated at once by an engine
+    dump_rollouts: bool = False  # write every step's rows as JSONL to out_dir/rollouts
 
     # advantages
-    gamma: float = 1.0  # discount of a reward per action
-    lam: float = 1.0  # GAE's lambda for the returns that the critic learns
-    lam_policy: float | None = None  # the same for the advantages (None: as lam): decoupled GAE
-    length_adaptive_alpha: float | None = None  # in place of lam_policy: lambda is 1 - 1 / (alpha actions)
-    whiten_advantages: bool = True  # mean 0 and deviation 1 over the actions of the global batch
-    bootstrap_truncated: bool = False  # the last value stands for the future of a row cut off by the length limit
+    gamma: Fraction = 1.0  # discount of a reward per action
+    lam: Fraction = 1.0  # GAE's lambda for the returns that the critic learns
+    lam_policy: Fraction | None = None  # GAE's lambda for the advantages (None: as lam): decoupled GAE
+    length_adaptive_alpha: Rate | None = None  # instead of lam_policy: lambda is 1 - 1 / (alpha actions)
+    whiten_advantages: bool = True  # give advantages mean 0 and deviation 1 over the global batch
+    bootstrap_truncated: bool = False  # the last value stands for the future of a row that was cut off
 
     # KL to the reference in the reward
-    kl_coef: float = 0.0  # what a nat costs, token by token (0: nothing)
-    kl_penalty: Literal["k1", "k2", "k3", "abs"] = "k1"  # its estimate
-    target_kl: float | None = None  # adapt kl_coef so that the KL of a token stays near this (None: fixed)
-    kl_horizon: int = 10_000  # rows over which it adapts
+    kl_coef: Weight = 0.0  # cost of a nat, token by token (0: nothing)
+    kl_penalty: Literal["k1", "k2", "k3", "abs"] = "k1"  # how it is estimated
+    target_kl: Rate | None = None  # adapt kl_coef so that the KL of a token stays near this (None: fixed)
 
     # run
-    steps: int = 100  # PPO steps
-    critic_warmup: int = 0  # first steps, in which the critic alone learns
-    eval_every: int = 20  # steps between evaluations (0: only at the start and the end)
-    eval_samples: int = 0  # responses sampled for each prompt there (0: one, greedy)
-    save_every: int = 0  # steps between checkpoints (0: only at the end)
-    keep: int | None = None  # checkpoints to keep, the last ones (None: all)
-    async_save: bool = False  # write checkpoints beside the training, from a copy of the state on the host
-    resume: str | None = None  # checkpoint folder to go on from; auto: the last complete one in out_dir, if any
-    max_skipped_updates: int = 10  # so many updates of the critic in a row that are not finite end the run (0: never)
-    offload: bool = False  # actor, reference, critic, reward model, engine: on the device in their own phases only
-    seed: int = 0  # of the order of prompts and of every sampled token
-    out_dir: str = "out/ppo_loop"  # for checkpoints, the Hugging Face folder, metrics and curves
-    report: str = "auto"  # page on what the critic learned (auto: report.html in out_dir; none: no page)
-    report_against: str | None = None  # report.html of another run, to stand beside this one's
-    profile_steps: str | None = None  # A:B, steps that torch.profiler records into out_dir/profile (None: none)
-    profile_ranks: tuple[int, ...] = (0,)  # ranks that it records on
-    wandb_project: str | None = None  # log to Weights & Biases too, if it is installed
+    steps: Positive = 100  # PPO steps
+    critic_warmup: Count = 0  # first steps, in which the critic alone learns
+    eval_every: Count = 20  # steps between evaluations (0: only at the start and the end)
+    eval_samples: Count = 0  # responses sampled for each prompt there (0: one, greedy)
+    save_every: Count = 0  # steps between checkpoints (0: only at the end)
+    keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
+    async_save: bool = False  # write checkpoints in the background, from a copy of the state on the host
+    resume: str | None = None  # checkpoint folder to continue from; auto: the last complete one in out_dir
+    offload: bool = (
+        False  # keep actor, reference, critic, reward model and engine on the device in their phases only
+    )
+    seed: Count = 0  # of the order of prompts, of every shuffle and of every sampled token
+    profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = (
+        None  # A:B, steps to record with torch.profiler
+    )
+    out_dir: str = "out/ppo_loop"  # for checkpoints, the Hugging Face folders, metrics and the report
+
+    def evaluates(self, step):
+        """Whether the run evaluates after this many steps."""
+        return step in (0, self.steps) or bool(self.eval_every and step % self.eval_every == 0)
 
 
 def parse(args):
-    """Run from the command line. --critic is looked up first: it says what stands behind --critic.*."""
-    given = [b for a, b in zip(args, args[1:], strict=False) if a == "--critic"]
-    given += [a.removeprefix("--critic=") for a in args if a.startswith("--critic=")]
-    module = critic_module(given[-1] if given and given[-1] in ("fsdp", "megatron") else "fsdp")
+    """Run from the command line. --critic is looked up first: it says which flags are behind --critic.*."""
+    given = re.findall(r"--critic[ =](\w+)", " ".join(args)) or ["fsdp"]
+    module = critic_module(given[-1] if given[-1] in ("fsdp", "megatron") else "fsdp")
     default = Run(critic=module.Config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size))
-    return tyro.cli(Run[module.Config], default=default, description=__doc__, args=args, console_outputs=RANK == 0)
+    return tyro.cli(
+        Run[module.Config], default=default, description=__doc__, args=args, console_outputs=RANK == 0
+    )
 
 
 def critic_module(backend):
-    """critic_fsdp or critic_megatron, imported only where it is asked for."""
+    """critic_fsdp or critic_megatron, imported only if it is asked for."""
     if backend == "megatron":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return importlib.import_module(f"critic_{backend}")
@@ -210,94 +235,48 @@ def flags_of(part):
     try:
         yield
     except UserError as error:
-        ours = r"(?<!\S)--(?!resume|out-dir|nproc|actor\.|critic\.)(?=[a-z])"  # not in the middle of a path
-        raise UserError(re.sub(ours, f"--{part}.", str(error))) from None
-
-
-def validate(run):
-    """Raises UserError for flags that cannot work, before a process group or a model is built."""
-    common.check_choices(run)
-    for name in (
-        "train_batch_size", "rollout_n", "max_prompt_length", "max_response_length", "rollout_batch_size", "max_turns",
-        "kl_horizon", "steps", "keep",
-    ):  # fmt: skip
-        common.check_flag(run, name, "must be at least 1", lambda x: x is None or x >= 1)
-    for name in (
-        "supervised_steps", "critic_warmup", "eval_every", "eval_samples", "save_every", "max_skipped_updates",
-        "kl_coef",
-    ):  # fmt: skip
-        common.check_flag(run, name, "must be finite and not below 0", lambda x: 0 <= x < math.inf)
-    for name in ("temperature", "reward_timeout", "target_kl", "length_adaptive_alpha"):
-        common.check_flag(run, name, "must be above 0 and finite", lambda x: x is None or 0 < x < math.inf)
-    for name in ("gamma", "lam", "lam_policy"):
-        common.check_flag(run, name, "must be between 0 and 1", lambda x: x is None or 0 <= x <= 1)
-    common.check_flag(run, "top_p", "must be above 0, and at most 1", lambda x: 0 < x <= 1)
-    if run.lam_policy is not None and run.length_adaptive_alpha is not None:
-        raise UserError("--lam-policy and --length-adaptive-alpha: give one of them")
-    if run.target_kl is not None and not run.kl_coef:
-        raise UserError(f"--target-kl {run.target_kl}: adapts --kl-coef, which is 0; give it a value to begin with")
-    rows = run.train_batch_size * run.rollout_n
-    if run.target_kl is not None and run.kl_horizon < rows:  # far below, --kl-coef would turn negative
-        raise UserError(f"--kl-horizon {run.kl_horizon}: must be at least the {rows} rows of a step")
-    if run.eval_prompts and not run.prompts:
-        raise UserError(f"--eval-prompts {run.eval_prompts}: goes with --prompts; addition has its own")
-    if run.prompts and not (run.reward or run.reward_model):
-        raise UserError("--reward: is needed with --prompts: gsm8k, or FILE.py:FUNCTION; or give --reward-model")
-    if run.reward and run.reward_model:
-        raise UserError("--reward and --reward-model: give one of them")
-    if "{prompt}" not in run.prompt_template:
-        raise UserError(f"--prompt-template {run.prompt_template}: has no {{prompt}} in it")
-    with flags_of("actor"):
-        validate_actor(run.actor)
-    with flags_of("vllm"):
-        validate_vllm(run.vllm)
-    with flags_of("critic"):
-        critic_module(run.backend).validate(run.critic)
-    if run.critic.ppo_max_token_len_per_gpu == "auto" and run.critic.memory_limit_gib is None and not run.offload:
         raise UserError(
-            "--critic.ppo-max-token-len-per-gpu auto: would take what the actor needs; add --offload, or give "
-            "--critic.memory-limit-gib"
-        )
-    common.check_outputs(run, "hf", "critic_hf", *["supervised"] * teaches(run))
+            re.sub(r"(?<!\S)--(?!resume|out-dir|nproc)(?=[a-z])", f"--{part}.", str(error))
+        ) from None
 
 
-def teaches(run):
-    """Whether a new run begins with learn_to_add."""
-    return run.prompts is None and run.supervised_steps > 0 and run.actor.model in common.TINY
+def check_flags(run):
+    """Raises UserError for flags that cannot work, before a process group or a model is built."""
+    try:
+        pydantic.TypeAdapter(Run).validate_python(dataclasses.asdict(run))
+    except pydantic.ValidationError as error:
+        fault = error.errors()[0]
+        names = fault["loc"][: 1 + (fault["loc"][0] in ("actor", "vllm"))]
+        flag = "--" + ".".join(names).replace("_", "-")
+        raise UserError(
+            f"{flag} {fault['input']}: {fault['msg'].replace('Input should be', 'must be')}"
+        ) from None
+    rules = {
+        "--lam-policy, --length-adaptive-alpha: give one of them": run.lam_policy is None or not run.length_adaptive_alpha,
+        "--target-kl: adapts --kl-coef, which is 0; give it a value to begin with": not run.target_kl or run.kl_coef,
+        "--eval-prompts: needs --prompts; addition has its own": run.prompts or not run.eval_prompts,
+        "--reward: needed with --prompts, or --reward-model": not run.prompts or run.reward or run.reward_model,
+        "--reward, --reward-model: give one of them": not (run.reward and run.reward_model),
+        f"--actor.fsdp-size {run.actor.fsdp_size}: must divide the {WORLD_SIZE} ranks, or be -1":
+            run.actor.fsdp_size == -1 or (run.actor.fsdp_size > 0 and WORLD_SIZE % run.actor.fsdp_size == 0),
+        f"--vllm.tensor-parallel-size: must divide the {WORLD_SIZE} ranks": WORLD_SIZE % run.vllm.tensor_parallel_size == 0,
+        "--critic.ppo-max-token-len-per-gpu auto: would take what the actor needs; add --offload, or give auto:GIB":
+            run.offload or run.critic.ppo_max_token_len_per_gpu != "auto",
+    }  # fmt: skip
+    for words, holds in rules.items():
+        if not holds:
+            raise UserError(words)
+    with flags_of("critic"):
+        if mistake := critic_module(run.backend).mistake_in(run.critic):
+            raise UserError(mistake)
 
 
-def validate_actor(config):
-    common.check_trainable(config)
-    for name in ("ppo_epochs", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "grad_clip"):
-        common.check_flag(config, name, "must be above 0", lambda x: x > 0)
-    for name in ("lr", "clip_ratio_high", "response_length_limit", "tis_cap"):
-        common.check_flag(config, name, "must be above 0 and finite", lambda x: x is None or 0 < x < math.inf)
-    for name in ("lr_warmup_steps", "weight_decay", "entropy_coeff", "kl_loss_coef", "seed"):
-        common.check_flag(config, name, "must be finite and not below 0", lambda x: 0 <= x < 2**63)
-    common.check_flag(config, "clip_ratio_low", "must be above 0, and at most 1", lambda x: 0 < x <= 1)
-    common.check_flag(config, "clip_ratio_c", "must be above 1", lambda x: x is None or x > 1)
-    shard = config.fsdp_size
-    if shard != -1 and (shard < 1 or WORLD_SIZE % shard):
-        raise UserError(f"--fsdp-size {shard}: must divide the {WORLD_SIZE} ranks, or be -1 for all of them")
-
-
-def validate_vllm(config):
-    common.check_choices(config)
-    size = config.tensor_parallel_size
-    if size < 1 or WORLD_SIZE % size:
-        raise UserError(f"--tensor-parallel-size {size}: must divide the {WORLD_SIZE} ranks")
-    common.check_flag(config, "gpu_memory_utilization", "must be above 0, and at most 1", lambda x: 0 < x <= 1)
-    common.check_flag(config, "kv_cache_gib", "must be above 0 and finite", lambda x: x is None or 0 < x < math.inf)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Task: prompts, rewards, environment
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Task: prompts, rewards, environment -------------------------------------------------------------
 
 
 class Prompt(NamedTuple):
-    ids: list  # tokens the response is to follow
-    text: str  # the same as functions of the user see it: as the row has it, chat messages as their last content
+    ids: list  # tokens that the response follows
+    text: str  # for the user's functions: as the row has it, of chat messages the last content
     answer: Any  # the row's reference answer, None if it has none
     messages: list | None = None  # of a chat
 
@@ -316,101 +295,49 @@ class Task(NamedTuple):
 
 
 def addition_prompts(n, seed, tokenizer, held_out=False):
-    """n additions of two numbers of two digits; the prompts of the toy, and held out are the same."""
+    """n additions of two numbers of two digits; the prompts of the toy, with the same ones held out."""
     texts = dict.fromkeys(json.loads(row)["prompt"] for row in common.toy_rows(n, seed, held_out))
     answer = lambda text: str(sum(map(int, text.rstrip("=").split("+"))))
     return [Prompt(tokenizer(text)["input_ids"], text, answer(text)) for text in texts]
 
 
-def hash_of(key):
-    """A number of 63 bits that follows from a string alone, on every machine."""
-    return random.Random(key).getrandbits(63)
-
-
-def load_prompts(source, flag, run, tokenizer):
-    """Prompts of a JSONL file or a hub dataset, too long ones left out. UserError names the first bad row."""
-    prompts, faults, rows = [], {}, list(read_rows(source, flag))
-    for number, row in enumerate(common.progress(rows, "prompts"), 1):
-        if isinstance(row, bytes) and not row.strip():
-            continue
-        try:
-            prompts.append(parse_prompt(row, run, tokenizer))
-        except UserError as fault:
-            faults[number] = str(fault)
-    common.report_faults(faults, len(prompts) + len(faults), f"{flag} {source}", run.skip_bad_rows)
-    short = [p for p in prompts if len(p.ids) <= run.max_prompt_length]
-    if len(short) < len(prompts):
-        print0(f"{flag} {source}: left out {len(prompts) - len(short)} prompts above --max-prompt-length")
-    if not short:
-        raise UserError(f"{flag} {source}: no usable prompt")
-    return short
-
-
-def read_rows(source, flag):
-    """The rows of a JSONL file (as lines) or of a hub dataset (as dicts)."""
-    if os.path.isfile(source):
-        try:
-            with open(source, "rb") as file:
-                return list(file)
-        except OSError as error:
-            raise UserError(f"{flag} {source}: cannot be read ({error.strerror})") from None
-    name, _, rest = source.partition(":")
-    config, _, split = rest.partition(":")
-    if source.endswith((".jsonl", ".json")) or not split:
-        raise UserError(f"{flag} {source}: no such file (a hub dataset is given as NAME:CONFIG:SPLIT)")
-    if importlib.util.find_spec("datasets") is None:
-        raise UserError(f"{flag} {source}: is no file; to read it from the hub pip install datasets")
-    from datasets import load_dataset
-
-    try:
-        return load_dataset(name, config or None, split=split)
-    except Exception as error:  # a dozen kinds, of several libraries
-        raise UserError(f"{flag} {source}: cannot be read ({common.one_line(error)})") from None
+def load_prompts(path, flag, run, tokenizer):
+    """Prompts of a JSONL file, without those that are too long. UserError names the first bad row."""
+    prompts, skipped = [], 0
+    with common.blame(f"{flag} {path}"), open(path, "rb") as file:
+        lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
+    for number, line in common.progress(lines, "prompts"):
+        with common.blame(f"{flag} {path}:{number}"):
+            prompt = parse_prompt(json.loads(line), run, tokenizer)
+        if len(prompt.ids) <= run.max_prompt_length:
+            prompts.append(prompt)
+    if len(prompts) < len(lines):
+        print0(f"{flag} {path}: left out {len(lines) - len(prompts)} prompts above --max-prompt-length")
+    if not prompts:
+        raise UserError(f"{flag} {path}: no usable prompt")
+    return prompts
 
 
 def parse_prompt(row, run, tokenizer):
-    """A row, JSON or dict -> Prompt. UserError says what is wrong with it."""
-    if isinstance(row, str | bytes):
-        try:
-            row = json.loads(row)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise UserError(f"a row is a JSON object, this is a {type(row).__name__}")
-    if row.get(run.prompt_key) is None:
-        raise UserError(f"has no {run.prompt_key!r}, only {', '.join(sorted(row)) or 'nothing'}; see --prompt-key")
-    prompt, messages = row[run.prompt_key], None
-    if isinstance(prompt, str):
-        text = run.prompt_template.replace("{prompt}", prompt)
-        if run.chat:
-            messages = [{"role": "user", "content": text}]
-    elif not isinstance(prompt, list):
-        raise UserError(f"{run.prompt_key!r} must be text or a list of chat messages, not {prompt!r:.40}")
-    else:
-        messages = prompt
-        common.check_messages(messages)
-        text = messages[-1].get("content") or ""
-        if isinstance(text, list):
-            text = "".join(str(part.get("text") or "") for part in text if isinstance(part, dict))
-    try:
-        json.dumps([text, messages], ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise UserError("holds half a surrogate pair, which is not text") from None
-    if messages is not None:
-        try:
-            whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates are programs and raise what they like
-            raise UserError(f"does not fit the tokenizer's chat template: {common.one_line(error)}") from None
-        ids = tokenizer(whole, add_special_tokens=False)["input_ids"]  # a template writes special tokens itself
-    else:
+    """A row, a dict -> Prompt. An exception says what is wrong with it."""
+    if run.prompt_key not in row:
+        raise ValueError(f"has no {run.prompt_key!r}, only {', '.join(sorted(row))}; see --prompt-key")
+    answer, prompt = row.get(run.answer_key), row[run.prompt_key]
+    prompt = pydantic.TypeAdapter(common.Text | list[common.Message]).validate_python(prompt)
+    messages = [message.model_dump() for message in prompt] if isinstance(prompt, list) else None
+    if run.chat and messages is None:
+        messages = [{"role": "user", "content": prompt}]
+    text = prompt if messages is None else messages[-1]["content"] or ""
+    if isinstance(text, list):  # parts of a message
+        text = "".join(str(part.get("text") or "") for part in text)
+    if messages is None:
         ids = tokenizer(text)["input_ids"]
+    else:  # a chat template writes special tokens itself
+        ids = tokenizer(common.chat_text(tokenizer, messages), add_special_tokens=False)["input_ids"]
     if not ids:
-        raise UserError("empty prompt")
-    answer = row.get(run.answer_key)
-    if run.reward in REWARDS and not isinstance(answer, str):
-        raise UserError(f"{run.answer_key!r} must be text, --reward {run.reward} compares with it; see --answer-key")
-    if run.reward == "gsm8k" and not gsm8k_reward(text, answer, answer):  # no response would ever be right
-        raise UserError(f"{run.answer_key!r} has no number after ####, which --reward gsm8k compares with")
+        raise ValueError("empty prompt")
+    if run.reward in REWARDS and not REWARDS[run.reward](text, answer, answer):
+        raise ValueError(f"{run.answer_key!r} is not an answer that --reward {run.reward} can compare with")
     return Prompt(ids, text, answer, messages)
 
 
@@ -434,20 +361,22 @@ def load_function(name, flag):
     if name in REWARDS and flag == "--reward":
         return REWARDS[name]
     path, _, function = name.rpartition(":")
-    if not path or not os.path.isfile(path):
-        known = f"{', '.join(REWARDS)} or " if flag == "--reward" else ""
-        raise UserError(f"{flag} {name}: must be {known}FILE.py:FUNCTION, and there is no such file")
+    if not os.path.isfile(path):
+        raise UserError(
+            f"{flag} {name}: must be FILE.py:FUNCTION" + f" or {', '.join(REWARDS)}" * (flag == "--reward")
+        )
     spec = importlib.util.spec_from_file_location(f"user_{hash_of(path)}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    try:
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(
+        spec
+    )  # dataclasses look their module up
+    with common.blame(f"{flag} {name}"):
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
-        line = lines[-1] if lines else getattr(error, "lineno", "?")  # of a SyntaxError, which has no frame in there
-        raise UserError(f"{flag} {name}: line {line}: {common.one_line(error)}") from None
-    if not callable(getattr(module, function, None)):
-        raise UserError(f"{flag} {name}: the file has no function {function}")
-    return getattr(module, function)
+        return getattr(module, function)
+
+
+def hash_of(key):
+    """A number of 63 bits that follows from a string alone, on every machine."""
+    return random.Random(key).getrandbits(63)
 
 
 class TookTooLong(BaseException):
@@ -463,7 +392,7 @@ def guarded(function, seconds, *args):
     before = signal.signal(signal.SIGALRM, ring)
     try:
         try:
-            signal.setitimer(signal.ITIMER_REAL, min(seconds, 1e6))
+            signal.setitimer(signal.ITIMER_REAL, seconds)
             return function(*args), ""
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -472,7 +401,7 @@ def guarded(function, seconds, *args):
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # sys.exit, asyncio.CancelledError: the row's fault, not the run's
-        return None, common.one_line(error)
+        return None, str(UserError("", error))
     finally:
         signal.signal(signal.SIGALRM, before)
 
@@ -480,69 +409,54 @@ def guarded(function, seconds, *args):
 def checked(score):
     """(a reward as a float, "") or (0.0, what is wrong with it)."""
     try:
-        x, said = float(score) if isinstance(score, numbers.Real | numpy.bool_) else math.nan, f"{score!r:.40}"
-    except Exception as error:  # an integer without end, a repr that raises
-        x, said = math.nan, common.one_line(error)
-    return (x, "") if abs(x) <= common.LARGEST else (0.0, f"the reward must be a finite number, is {said}")
+        x = float(score)
+    except Exception:  # of any kind of object
+        x = math.nan
+    return (x, "") if abs(x) <= 1e15 else (0.0, "the reward must be a finite number")
 
 
-def rule_scores(function, prompts, texts, seconds):
-    """(reward of each row, what went wrong in each: "" where nothing did). A row that has none gets 0."""
-    scores, faults = [], []
-    for prompt, text in zip(prompts, texts, strict=True):
-        score, fault = guarded(function, seconds, prompt.text, text, prompt.answer)
-        score, fault = (0.0, fault) if fault else checked(score)
-        scores.append(score)
-        faults.append(fault)
-    return scores, faults
+class Scorer(nn.Module):
+    """A backbone and the one label of a sequence or token classifier."""
 
+    def __init__(self, backbone):
+        super().__init__()
+        self.lm = backbone
+        self.score = nn.Linear(backbone.config.get_text_config().hidden_size, 1)
 
-def reward_config(run):
-    """Flags of the critic that is a reward model."""
-    return critic_fsdp.Config(
-        model=run.reward_model, value_head_init="checkpoint", param_dtype=run.actor.param_dtype,
-        ppo_max_token_len_per_gpu=run.actor.ppo_max_token_len_per_gpu + 1,  # one more: see RewardModel.scores
-        fsdp_size=run.actor.fsdp_size, trust_remote_code=run.actor.trust_remote_code,
-    )  # fmt: skip
-
-
-@contextlib.contextmanager
-def named_reward_model(run):
-    """A UserError from in here names --reward-model, not the flags of the critic that it is made of."""
-    try:
-        yield
-    except UserError as error:
-        words = str(error).removeprefix("--value-head-init checkpoint: ").removeprefix(f"--model {run.reward_model}: ")
-        raise UserError(f"--reward-model {run.reward_model}: {words}") from None
-
-
-def check_reward_model(run, tokenizer, known, longest):
-    """UserError if the reward model is not there, or cannot take rows of so many tokens, of so many known ones."""
-    config = reward_config(run)
-    with named_reward_model(run):
-        own = common.load_tokenizer(config) or tokenizer
-        model_config = common.load_model_config(config, own)
-        if own.get_vocab() == tokenizer.get_vocab():  # else it reads the text in tokens of its own
-            words = f"the longest prompt with its response has {longest}, and one more marks its end"
-            check_takes(config, model_config, longest + 1, words, known)
+    def forward(self, input_ids, position_ids):
+        """(1, T) ids -> (T,) float32 scores, read from the hidden state of each token."""
+        hidden_TD = self.lm(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False
+        ).last_hidden_state[0]
+        return self.score(hidden_TD.float())[:, 0]
 
 
 class RewardModel:
-    """Scores whole rows: the one label of a sequence or token classifier, read on the last token.
+    """Scores whole rows by a reward model, on their last token; packed, and sharded over all ranks."""
 
-    That is the value of the state after the last action, so critic_fsdp's worker does the work, packed and sharded.
-    """
-
-    def __init__(self, run, tokenizer):
-        with named_reward_model(run):
-            self.worker = critic_fsdp.CriticWorker(reward_config(run))
-            self.worker.init_model()
-        self.tokenizer = self.worker.tokenizer or tokenizer
+    def __init__(self, run, tokenizer, device):
+        fields = {"model": run.reward_model, "tokenizer": None, "override_config": "{}"}
+        self.config = dataclasses.replace(run.actor, **fields)
+        self.device, self.optimizer = device, None
+        own, model_config = common.load_config(self.config, run.actor.trust_remote_code)
+        self.tokenizer = own or tokenizer
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
-        self.offload, self.onload = self.worker.offload, self.worker.onload
+        self.micro_batches = critic_module(run.backend).micro_batches
+        source = None
+        if RANK == 0:
+            source = Scorer(common.load_pretrained(AutoModel, run.reward_model, model_config))
+            stored, _ = common.stored_value_head(common.local_folder(run.reward_model), source.score, None)
+            if not stored:
+                raise UserError(f"--reward-model {run.reward_model}: has no head with one label")
+            _, weight, bias = stored
+            source.score.load_state_dict({"weight": weight, "bias": torch.zeros(1) if bias is None else bias})
+        make = lambda: Scorer(
+            AutoModel.from_config(copy.deepcopy(model_config), attn_implementation="packed")
+        )
+        self.model, self.flops = shard(self.config, make, source, device, trains=False)
 
     def ids(self, prompt, text, ids):
-        """The row as this model reads it: the policy's tokens where both have the same, else its own of the text."""
+        """The row as this model reads it: the policy's tokens if both have the same, else its own of the text."""
         if self.same_tokens:
             return ids
         if prompt.messages and self.tokenizer.chat_template:
@@ -553,25 +467,132 @@ class RewardModel:
 
     def scores(self, prompts, texts, batch):
         """Rewards of the caller's rows, a list (a collective)."""
-        rows = [self.ids(*row) for row in zip(prompts, texts, (x.tolist() for x in rows_of(batch)), strict=True)]
-        ends = torch.tensor([len(ids) + 1 for ids in rows], dtype=torch.int64).cumsum(0)
-        mask_T = torch.zeros(int(ends[-1]) if rows else 0, dtype=torch.bool)
-        mask_T[ends - 1] = True  # one more token, which nothing reads but its place: the action whose state is the end
-        whole = dataclasses.replace(
-            batch, input_ids=torch.tensor([i for ids in rows for i in [*ids, 0]], dtype=torch.int64),
-            cu_seqlens=common.cumulative(torch.tensor([len(ids) + 1 for ids in rows], dtype=torch.int64)),
-            response_mask=mask_T, **dict.fromkeys(common.Batch.FLOATS),
-        )  # fmt: skip
-        try:
-            with flags_of("actor"):
-                return self.worker.compute_values(whole)[mask_T].tolist()
-        except (UserError, ValueError) as error:  # more tokens of the text than the actor's, or than it can take
-            raise UserError(f"--reward-model, in tokens of its own: {error}") from None
+        columns = (x.tolist() for x in batch.input_ids.split(batch.lengths))
+        rows = [self.ids(*row) for row in zip(prompts, texts, columns, strict=True)]
+        ends = torch.tensor([len(ids) for ids in rows], dtype=torch.int64)
+        ids_T = torch.tensor([i for ids in rows for i in ids], dtype=torch.int64)
+        none = dict.fromkeys(common.Batch.FLOATS)
+        whole = dataclasses.replace(batch, input_ids=ids_T, cu_seqlens=common.cumulative(ends), **none)
+        whole.response_mask = torch.zeros(len(ids_T), dtype=torch.bool)
+        return self.compute_scores(whole)[ends.cumsum(0) - 1].tolist()
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    @torch.no_grad()
+    def compute_scores(self, batch):
+        """(T,) what the head says of each token of the caller's rows."""
+        self.model.eval()
+        scores_T = torch.zeros(len(batch.input_ids), device=self.device)
+        for rows in my_micro_batches(self, batch):
+            micro = batch.select(rows) if rows else common.masked_token()
+            micro_T = self.model(*pack(micro, self.device))
+            if rows:
+                scores_T[batch.token_index(rows).to(self.device)] = micro_T
+        free_gathered(self.model)
+        dist.all_reduce(scores_T)  # each row was scored by one rank; the rest added zeros
+        return scores_T.cpu()
+
+    def offload(self):
+        move(self, torch.device("cpu"))
+
+    def onload(self):
+        move(self, self.device)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rollout: an engine makes tokens, a batch comes of them
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Policy maths ------------------------------------------------------------------------------------
+
+
+def policy_loss(log_probs_T, old_log_probs_T, advantages_T, response_mask_T, weights_T, clip_low=0.2, clip_high=0.2,
+                clip_dual=None):  # fmt: skip
+    """PPO's clipped objective -> (loss, actions where clipping decided, where the dual clip did), 0-dim tensors.
+
+        r_t = pi(a_t) / pi_old(a_t),  L_t = max( -r_t A_t, -clip(r_t, 1 - low, 1 + high) A_t ),  loss = sum_t w_t L_t
+
+    1707.06347, eq. 7; low and high apart: DAPO, 2503.14476, eq. 10. clip_dual c > 1 bounds what a bad action can cost:
+    where A_t < 0, L_t is at most -c A_t (1912.09729, eq. 5). log r is kept within +-20. What stands where
+    response_mask is false never enters, not even a NaN.
+    """
+    clean = lambda x_T: torch.where(response_mask_T, x_T, 0.0)
+    ratio_T = (clean(log_probs_T) - clean(old_log_probs_T)).clamp(-20, 20).exp()
+    a_T = clean(advantages_T)
+    free_T, clipped_T = -ratio_T * a_T, -ratio_T.clamp(1 - clip_low, 1 + clip_high) * a_T
+    loss_T = torch.maximum(free_T, clipped_T)
+    bound_T = torch.where(a_T < 0, -(clip_dual or math.inf) * a_T, math.inf)
+    return (
+        (weights_T * torch.minimum(loss_T, bound_T)).sum(),
+        (clipped_T > free_T).sum(),
+        (loss_T > bound_T).sum(),
+    )
+
+
+def kl_penalty(log_probs_T, ref_log_probs_T, kind):
+    """Per-token estimate of KL(policy || reference) from the log-probs of the chosen tokens.
+
+        k1    log p - log q
+        abs   |log p - log q|
+        k2    (log p - log q)^2 / 2
+        k3    q/p - 1 - log(q/p), with log(q/p) clamped to +-20 and the result to +-10
+        k1+   and so on: that value, with the gradient of k2, which is the true gradient of the KL
+
+    Schulman, "Approximating KL divergence" (2020).
+    """
+    log_ratio_T = log_probs_T - ref_log_probs_T
+    k2_T = 0.5 * log_ratio_T.square()
+    if kind.endswith("+"):
+        return kl_penalty(log_probs_T, ref_log_probs_T, kind[:-1]).detach() + k2_T - k2_T.detach()
+    log_inverse_T = (-log_ratio_T).clamp(-20, 20)
+    k3_T = (log_inverse_T.exp() - log_inverse_T - 1).clamp(-10, 10)
+    return {"k1": log_ratio_T, "abs": log_ratio_T.abs(), "k2": k2_T, "k3": k3_T}[kind]
+
+
+def next_kl_coef(coef, kl, n, target=None):
+    """The KL coefficient after a batch of n rows with mean divergence kl (Ziegler et al. 1909.08593, sec. 2.2).
+
+    target None keeps it fixed; otherwise coef *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon. The horizon is the
+    paper's 10,000 rows, or the n rows of a step if those are more: else coef could turn negative.
+    """
+    if target is None:
+        return coef
+    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * n / max(10_000, n))
+
+
+def masked_whiten(x_T, mask_T, over_ranks=False):
+    """(x - mean) / std over the masked entries, of this process or of all ranks together; zero elsewhere.
+
+    The variance is the unbiased one, of n - 1, and 1e-8 is added to it; a single entry has variance 0.
+    """
+    total = lambda x: (dist.all_reduce(x), x)[1] if over_ranks else x
+    x_T = torch.where(mask_T, x_T, 0.0)
+    n, s = total(torch.stack([mask_T.sum().double(), x_T.double().sum()]))
+    mean = s / n.clamp(min=1)
+    var = total(torch.where(mask_T, x_T - mean, 0.0).double().square().sum()) / (n - 1).clamp(min=1)
+    return torch.where(mask_T, (x_T - mean) * torch.rsqrt(var + 1e-8), 0.0).to(x_T.dtype)
+
+
+def add_advantages(batch, scores, kl_coef, run):
+    """Fills token_level_rewards, advantages and returns of the caller's rows (a collective).
+
+    The score of a row is earned by its last action; each action pays kl_coef for its KL to the reference. The critic
+    learns returns of run.lam, the actor may use another lambda (decoupled GAE of VC-PPO, 2503.01491, sec. 4.2), one
+    for each row of l actions with length_adaptive_alpha: 1 - 1/(alpha l) (VAPO, 2504.05118, sec. 4.2).
+    """
+    mask_T, last_B = batch.response_mask, common.last_actions(batch.response_mask, batch.cu_seqlens)
+    kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
+    rewards_T = torch.zeros(len(mask_T)).index_add(0, last_B, torch.tensor(scores, dtype=torch.float32))
+    batch.token_level_rewards = rewards_T - kl_coef * torch.where(mask_T, kl_T, 0.0)
+    common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
+    lam = run.lam_policy
+    if run.length_adaptive_alpha is not None:
+        actions_B = common.actions_per_row(mask_T, batch.cu_seqlens).double().clamp(min=1)
+        lam = (1 - 1 / (run.length_adaptive_alpha * actions_B)).clamp(min=0)
+    if lam is not None:
+        returns_T = batch.returns
+        common.add_returns(batch, run.gamma, lam, run.bootstrap_truncated)
+        batch.returns = returns_T
+    if run.whiten_advantages:
+        batch.advantages = masked_whiten(batch.advantages, mask_T, over_ranks=True)
+
+
+# ---- Rollout: an engine makes tokens, a batch comes of them ------------------------------------------
 
 
 class HFRollout:
@@ -582,16 +603,16 @@ class HFRollout:
     """
 
     def __init__(self, run, task, device):
-        config, model_config, self.top_p, self.rows = run.actor, task.model_config, run.top_p, run.rollout_batch_size
-        self.device, self.dtype = device, critic_fsdp.compute_dtype(config, device)
+        self.top_p, self.rows, self.device = run.top_p, run.rollout_batch_size, device
+        self.dtype = compute_dtype(run.actor, device)
         self.stop = torch.tensor(task.stop_ids, dtype=torch.int64, device=device)
-        capped = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)  # which sdpa would leave out
+        capped = getattr(
+            task.model_config.get_text_config(), "attn_logit_softcapping", None
+        )  # sdpa would drop it
+        options = {"attn_implementation": "eager" if capped else "sdpa", "dtype": self.dtype}
+        options["trust_remote_code"] = run.actor.trust_remote_code
         with device:
-            self.model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(model_config),  # it keeps its attention in there, and the actor has another
-                dtype=self.dtype, attn_implementation="eager" if capped else "sdpa",
-                trust_remote_code=config.trust_remote_code,
-            ).eval()  # fmt: skip
+            self.model = AutoModelForCausalLM.from_config(copy.deepcopy(task.model_config), **options).eval()
         self.weights = dict(self.model.named_parameters())
 
     @torch.no_grad()
@@ -615,35 +636,42 @@ class HFRollout:
         ids, their log-probs as they were sampled, whether it ended by itself). temperature 0: greedy.
         """
         out, order = [None] * len(prompts), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        parts = [order[i : i + self.rows] for i in range(0, len(order), self.rows)]  # like lengths: less padding
+        parts = [
+            order[i : i + self.rows] for i in range(0, len(order), self.rows)
+        ]  # like lengths: less padding
         for rows in common.progress(parts, "rollout"):
-            pick = lambda column, rows=rows: [column[i] for i in rows]
-            for i, reply in zip(rows, self.replies(*map(pick, (prompts, keys, room)), temperature), strict=True):
+            columns = [[column[i] for i in rows] for column in (prompts, keys, room)]
+            for i, reply in zip(rows, self.replies(*columns, temperature), strict=True):
                 out[i] = reply
         return out
 
     @torch.inference_mode()
     def replies(self, prompts, keys, room, temperature):
         """generate() of one batch, left-padded; rows that are done leave it."""
-        uniform = lambda key, n: torch.rand(
-            n, generator=torch.Generator().manual_seed(hash_of(key)), dtype=torch.float64
-        )
         longest, dev = max(len(p) for p in prompts), self.device
         u_BR = torch.stack([uniform(key, max(room)) for key in keys]).to(dev)
         ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=dev)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=dev)
         positions, room_B = (mask.cumsum(1) - 1).clamp(min=0), torch.tensor(room, device=dev)
         cache, rows = DynamicCache(config=self.model.config), torch.arange(len(prompts), device=dev)
-        taken, ended = [], torch.zeros(len(prompts), dtype=torch.bool, device=dev)  # taken: (rows, ids, log-probs)
+        taken, ended = (
+            [],
+            torch.zeros(len(prompts), dtype=torch.bool, device=dev),
+        )  # taken: (rows, ids, log-probs)
         for step in range(max(room)):
-            logits_BV = self.model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1].float()  # fmt: skip
+            inputs = {
+                "input_ids": ids,
+                "attention_mask": mask,
+                "position_ids": positions,
+                "past_key_values": cache,
+            }
+            logits_BV = self.model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1].float()
             log_p_BV = (logits_BV / (temperature or 1.0)).log_softmax(-1)
             if temperature and self.top_p < 1:
                 log_p_BV = nucleus(log_p_BV, self.top_p)
-            if temperature:  # inverse of the distribution function: one number a token, the same on every device
+            if (
+                temperature
+            ):  # inverse of the distribution function: one number a token, the same on every device
                 cdf_BV = log_p_BV.double().exp().cumsum(-1)
                 chosen = torch.searchsorted(cdf_BV, u_BR[rows, step, None] * cdf_BV[:, -1:], right=True)[:, 0]
                 chosen = chosen.clamp(max=cdf_BV.shape[1] - 1)
@@ -668,6 +696,11 @@ class HFRollout:
         return replies
 
 
+def uniform(key, n):
+    """(n,) float64 numbers of [0, 1) that follow from the key."""
+    return torch.rand(n, generator=torch.Generator().manual_seed(hash_of(key)), dtype=torch.float64)
+
+
 def nucleus(log_p_BV, top_p):
     """(B, V) log-probs of the likeliest tokens alone, the fewest that have the probability top_p together; -inf for
     the rest (top-p sampling, 1904.09751, section 3.1)."""
@@ -687,84 +720,76 @@ class VLLMRollout:
     engines = []
 
     def __init__(self, run, task, device):
-        config, actor, self.stop, self.top_p = run.vllm, run.actor, task.stop_ids, run.top_p
-        self.level, self.size, self.on_cpu = config.sleep_level, config.tensor_parallel_size, device.type == "cpu"
-        self.dtype = critic_fsdp.compute_dtype(actor, device)
+        self.stop, self.top_p, self.level = task.stop_ids, run.top_p, run.vllm.sleep_level
+        self.size, self.on_cpu, self.dtype = (
+            run.vllm.tensor_parallel_size,
+            device.type == "cpu",
+            compute_dtype(run.actor, device),
+        )
         self.group = None
         if self.size > 1:  # neighbours, as vLLM has it
-            self.group, _ = dist.new_subgroups(self.size, timeout=common.TIMEOUT[0])
-        with torch.device("meta"):
-            self.skeleton = AutoModelForCausalLM.from_config(  # knows what a checkpoint calls its tensors
-                copy.deepcopy(task.model_config), trust_remote_code=actor.trust_remote_code
-            )
+            timeout = datetime.timedelta(minutes=run.critic.timeout_minutes)
+            self.group, _ = dist.new_subgroups(self.size, timeout=timeout)
+        options = {"trust_remote_code": run.actor.trust_remote_code}
+        with torch.device("meta"):  # it knows what a checkpoint calls its tensors
+            self.skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(task.model_config), **options)
         with process_as_it_was(), tempfile.TemporaryDirectory() as folder:
-            try:
+            with common.blame(f"--rollout vllm: cannot run {run.actor.model}"):
                 self.llm = self.start(run, task, folder)
-            except Exception as error:  # a dozen kinds
-                room = "" if config.kv_cache_gib is None else f" with --vllm.kv-cache-gib {config.kv_cache_gib:g}"
-                words = f"cannot run {actor.model}{room} ({common.one_line(error)})"
-                raise UserError(f"--rollout vllm: {words}") from None
         self.engines.append(self.llm)
         cache = self.llm.llm_engine.vllm_config.cache_config
+        blocks = f"{cache.num_gpu_blocks:,} blocks x {cache.block_size}"
         print0(
-            f"vllm       {WORLD_SIZE // self.size} engines x {self.size} ranks; keys and values of each "
-            f"{cache.num_gpu_blocks:,} blocks x {cache.block_size} = {cache.num_gpu_blocks * cache.block_size:,} tokens"
+            f"vllm       {WORLD_SIZE // self.size} engines x {self.size} ranks; keys and values of each {blocks} tokens"
         )
 
     def start(self, run, task, folder):
         """vLLM's LLM, with random weights; folder: where it finds the model's config."""
-        config, actor, model_config = run.vllm, run.actor, copy.deepcopy(task.model_config)
+        model_config = copy.deepcopy(task.model_config)
         model_config.architectures = [type(self.skeleton).__name__]
         model_config.save_pretrained(folder)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
-        quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # without torchrun
-        os.environ |= {key: x for key, x in (quiet | alone).items() if key not in os.environ}
+        defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+        defaults |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+        }  # without torchrun
+        os.environ |= {key: x for key, x in defaults.items() if key not in os.environ}
         from vllm import LLM
         from vllm.distributed import parallel_state
         from vllm.platforms import current_platform
 
-        if self.on_cpu and self.size > 1:  # its shared memory has one name in all runs of a machine, and stays
+        if (
+            self.on_cpu and self.size > 1
+        ):  # its shared memory has one name in all runs of a machine, and stays
             from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
             CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False  # so it takes gloo
-        sleeps = current_platform.is_sleep_mode_available()
-        if run.offload and not sleeps:
-            print0("vllm       has no sleep mode on this platform: what it holds stays while the others work")
         llm = LLM(
-            model=actor.model if actor.trust_remote_code else folder,
+            model=run.actor.model if run.actor.trust_remote_code else folder,
             load_format="dummy",  # the first sync fills it
             skip_tokenizer_init=True,
-            generation_config="vllm",  # defaults that are none, whatever comes with the model
-            trust_remote_code=actor.trust_remote_code,
+            generation_config="vllm",  # no defaults of the model's own
+            trust_remote_code=run.actor.trust_remote_code,
             dtype=str(self.dtype).removeprefix("torch."),
             max_model_len=task.longest,
             max_num_seqs=run.rollout_batch_size,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            kv_cache_memory_bytes=self.kv_cache_bytes(run, task),
-            enforce_eager=config.enforce_eager or self.on_cpu,
-            enable_sleep_mode=run.offload and sleeps,
+            gpu_memory_utilization=run.vllm.gpu_memory_utilization,
+            kv_cache_memory_bytes=2**30
+            if self.on_cpu
+            else None,  # on CPU it would take its part of all memory
+            enforce_eager=self.on_cpu,
+            enable_sleep_mode=run.offload and current_platform.is_sleep_mode_available(),
             tensor_parallel_size=self.size,
             distributed_executor_backend="external_launcher",  # each torchrun process runs its own part
             logprobs_mode="processed_logprobs",  # of what is sampled from: after temperature and top-p
             seed=0,  # of nothing: requests bring their own
         )
-        if self.size > 1:  # more shared memory, which nobody removes when common.run ends the process
+        if self.size > 1:  # more shared memory, which nobody removes when common.launch ends the process
             parallel_state.get_tp_group().mq_broadcaster = None
         return llm
-
-    def kv_cache_bytes(self, run, task):
-        """Bytes of --vllm.kv-cache-gib. Without it None; on CPU, where vLLM would take its part of all memory, what as
-        many of the longest rows take as run at once, at most 4 GiB."""
-        if run.vllm.kv_cache_gib is not None:
-            return int(run.vllm.kv_cache_gib * 2**30)
-        if not self.on_cpu:
-            return None
-        c, block = task.model_config.get_text_config(), 128
-        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        token = 2 * c.num_hidden_layers * heads * head_dim * self.dtype.itemsize // self.size
-        return min(token * block * (run.rollout_batch_size * math.ceil(task.longest / block) + 1), 4 * 2**30)
 
     def onload(self):
         """Wakes the weights. Only after a sync is there a cache, and something to generate with."""
@@ -777,13 +802,12 @@ class VLLMRollout:
     def sync(self, weights):
         """Takes the actor's weights, (name, whole tensor) pairs in self.dtype, layer by layer; forgets cached keys and
         values, which were the old weights'. Every rank calls it, for gathering weights is a collective."""
-        named = (
-            pair for name, weight in weights for pair in revert_weight_conversion(self.skeleton, {name: weight}).items()
-        )
+        stored = (revert_weight_conversion(self.skeleton, {name: weight}) for name, weight in weights)
         if self.on_cpu:
             self.llm.apply_model(forget_experts)
+        named = (pair for some in stored for pair in some.items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
-        if self.on_cpu:  # there a head that is tied to the embeddings is a packed copy, which nobody renews
+        if self.on_cpu:
             self.llm.apply_model(repack_head)
         if self.llm.llm_engine.is_sleeping():
             self.llm.wake_up(tags=["kv_cache"])
@@ -806,47 +830,40 @@ class VLLMRollout:
         everyones = self.of_peers(list(zip(prompts, keys, room, strict=True)))
         before = sum(map(len, everyones[: RANK % self.size]))
         rows = [row for rows in everyones for row in rows]
-        params = [
-            SamplingParams(
-                temperature=temperature, top_p=self.top_p if temperature else 1.0, seed=hash_of(key), max_tokens=most,
-                stop_token_ids=self.stop, ignore_eos=True, logprobs=0, detokenize=False,
-            )
-            for _, key, most in rows
-        ]  # fmt: skip
+        fields = {
+            "temperature": temperature,
+            "top_p": self.top_p if temperature else 1.0,
+            "stop_token_ids": self.stop,
+        }
+        fields |= {"ignore_eos": True, "logprobs": 0, "detokenize": False}
+        params = [SamplingParams(seed=hash_of(key), max_tokens=most, **fields) for _, key, most in rows]
         eager = torch.compiler.set_stance("force_eager") if self.on_cpu else contextlib.nullcontext()
         # on CPU the compiler takes longer than the rollout, and needs one for C++; and it draws from torch's generator
         with eager, torch.random.fork_rng(devices=()):
-            out = self.llm.generate(
-                [{"prompt_token_ids": prompt} for prompt, _, _ in rows], params,
-                use_tqdm=RANK == 0 and sys.stderr.isatty(),
-            )  # fmt: skip
+            asked = [{"prompt_token_ids": prompt} for prompt, _, _ in rows]
+            out = self.llm.generate(asked, params, use_tqdm=RANK == 0 and sys.stderr.isatty())
         replies = [reply.outputs[0] for reply in out[before : before + len(prompts)]]
         log_probs = lambda r: [at[token].logprob for at, token in zip(r.logprobs, r.token_ids, strict=True)]
         return [(list(r.token_ids), log_probs(r), r.finish_reason == "stop") for r in replies]
 
 
 def forget_experts(model):
-    """Runs in vLLM: its experts will be packed again, which on CPU they are only where they have no kernel yet."""
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
+    """Runs in vLLM's CPU build: experts are packed again only where they have no kernel yet."""
     for module in model.modules():
-        if isinstance(module, UnquantizedFusedMoEMethod):
+        if hasattr(module, "moe_kernel"):
             module.moe_kernel = None
 
 
 def repack_head(model):
-    """Runs in vLLM: its head, if it has one beside the embeddings, takes their weights again."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
+    """Runs in vLLM's CPU build: a head that is tied to the embeddings is a packed copy, and takes their weights again."""
     for module in model.modules():
-        if isinstance(module, ParallelLMHead):
+        if type(module).__name__ == "ParallelLMHead":
             module.quant_method.process_weights_after_loading(module)
 
 
 @contextlib.contextmanager
 def process_as_it_was():
-    """Undoes what vLLM does to the process that starts it: random state, threads, environment, garbage collection; says
-    nothing of its warnings.
+    """Undoes what vLLM does to the process that starts it: random state, threads, environment, garbage collection.
 
     On CPU it also replaces torch.cuda's streams and events by empty ones; that stays, vLLM needs them.
     """
@@ -879,63 +896,59 @@ class Reply(NamedTuple):
 
 def roll_out(engine, task, prompts, keys, run, temperature):
     """(a Reply to each prompt, its text, what went wrong in the environment). Every row depends on its key alone."""
-    tokenizer, observe = task.tokenizer, task.observe
-    ids, mask, log_probs, finished = ([[] for _ in prompts] for _ in range(4))
+    tokenizer, replies = task.tokenizer, [Reply([], [], [], False) for _ in prompts]
     faults, going = [""] * len(prompts), list(range(len(prompts)))
-    for turn in range(run.max_turns if observe else 1):
-        room = [run.max_response_length - len(ids[i]) for i in going]
-        asked = [prompts[i].ids + ids[i] for i in going]
+    for turn in range(run.max_turns if task.observe else 1):
+        room = [run.max_response_length - len(replies[i].ids) for i in going]
+        asked = [prompts[i].ids + replies[i].ids for i in going]
         out = engine.generate(asked, [f"{keys[i]} {turn}" for i in going], room, temperature)
         still = []
-        for i, (tokens, chances, ended) in zip(going, out, strict=True):
-            ids[i], mask[i], log_probs[i] = ids[i] + tokens, mask[i] + [True] * len(tokens), log_probs[i] + chances
-            finished[i] = ended
-            if not ended or observe is None or turn == run.max_turns - 1:
+        for i, (tokens, log_probs, ended) in zip(going, out, strict=True):
+            reply = replies[i] = extended(replies[i], tokens, True, log_probs, ended)
+            if not ended or task.observe is None or turn == run.max_turns - 1:
                 continue
-            text = tokenizer.decode(ids[i], skip_special_tokens=True)
-            said, faults[i] = guarded(observe, run.reward_timeout, prompts[i].text, text, prompts[i].answer)
+            text = tokenizer.decode(reply.ids, skip_special_tokens=True)
+            said, faults[i] = guarded(
+                task.observe, run.reward_timeout, prompts[i].text, text, prompts[i].answer
+            )
             if said is not None and not isinstance(said, str):
                 said, faults[i] = None, f"an environment answers with text or None, not {said!r:.40}"
             if said is None:
                 continue
             said = said.encode(errors="replace").decode()  # half a surrogate pair is no text: "?" for it
             seen = tokenizer(said, add_special_tokens=False)["input_ids"]
-            finished[i] = len(ids[i]) + len(seen) < run.max_response_length
-            if finished[i]:
-                ids[i], mask[i] = ids[i] + seen, mask[i] + [False] * len(seen)
-                log_probs[i] = log_probs[i] + [0.0] * len(seen)
+            if len(reply.ids) + len(seen) < run.max_response_length:
+                replies[i] = extended(reply, seen, False, [0.0] * len(seen), True)
                 still.append(i)
+            else:
+                replies[i] = reply._replace(finished=False)
         going = still
         if not engine.any_left(going):
             break
-    replies = [Reply(*columns) for columns in zip(ids, mask, log_probs, finished, strict=True)]
     return replies, [tokenizer.decode(reply.ids, skip_special_tokens=True) for reply in replies], faults
+
+
+def extended(reply, ids, own, log_probs, finished):
+    """A Reply with more tokens; own: whether the policy chose them."""
+    return Reply(reply.ids + ids, reply.mask + [own] * len(ids), reply.log_probs + log_probs, finished)
 
 
 def to_batch(prompts, replies, row_ids):
     """Batch of prompts and replies, with the log-probs as the engine has them."""
-    rows = [prompt.ids + reply.ids for prompt, reply in zip(prompts, replies, strict=True)]
-    before = lambda key, fill: [
-        x for p, r in zip(prompts, replies, strict=True) for x in [fill] * len(p.ids) + getattr(r, key)
-    ]
+    pairs = list(zip(prompts, replies, strict=True))
+    join = lambda parts, dtype: torch.tensor([x for part in parts for x in part], dtype=dtype)
+    lengths = torch.tensor([len(p.ids) + len(r.ids) for p, r in pairs], dtype=torch.int64)
     return common.Batch(
-        input_ids=torch.tensor([i for row in rows for i in row], dtype=torch.int64),
-        cu_seqlens=common.cumulative(torch.tensor([len(row) for row in rows], dtype=torch.int64)),
-        response_mask=torch.tensor(before("mask", False), dtype=torch.bool),
+        input_ids=join([p.ids + r.ids for p, r in pairs], torch.int64),
+        cu_seqlens=common.cumulative(lengths),
+        response_mask=join([[False] * len(p.ids) + r.mask for p, r in pairs], torch.bool),
         row_id=torch.tensor(row_ids, dtype=torch.int64),
-        truncated=torch.tensor([not reply.finished for reply in replies], dtype=torch.bool),
-        rollout_log_probs=torch.tensor(before("log_probs", 0.0), dtype=torch.float32),
+        truncated=torch.tensor([not r.finished for r in replies], dtype=torch.bool),
+        rollout_log_probs=join([[0.0] * len(p.ids) + r.log_probs for p, r in pairs], torch.float32),
     )
 
 
-def rows_of(batch):
-    """Token ids of each row."""
-    return batch.input_ids.split(batch.lengths)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Policy: the actor, which learns, and the reference, which does not
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Actor and reference: a policy on FSDP2 ----------------------------------------------------------
 
 LOGITS_AT_ONCE = 2**25  # 128 MiB in float32
 
@@ -951,10 +964,9 @@ def log_probs_and_entropy(logits_of, hidden_AD, targets_A, vocab_size):
         return log_p_CV.gather(1, targets_C[:, None])[:, 0], -(log_p_CV.exp() * log_p_CV).sum(-1)
 
     size = max(1, LOGITS_AT_ONCE // vocab_size)
-    pieces = [
-        checkpoint(piece, hidden_CD, targets_C, use_reentrant=False, preserve_rng_state=False)
-        for hidden_CD, targets_C in zip(hidden_AD.split(size), targets_A.split(size), strict=True)
-    ]
+    pieces = []
+    for chunk in zip(hidden_AD.split(size), targets_A.split(size), strict=True):
+        pieces.append(checkpoint(piece, *chunk, use_reentrant=False, preserve_rng_state=False))
     return tuple(torch.cat(column) for column in zip(*pieces, strict=True))
 
 
@@ -968,10 +980,11 @@ class Policy(nn.Module):
 
     def forward(self, input_ids, position_ids, response_mask_T, temperature):
         """(1, T) ids -> (A,) log-probs and entropies of the actions, each read from the hidden state before it."""
-        hidden_TD = self.lm.get_decoder()(
+        decoder, head = self.lm.get_decoder(), self.lm.get_output_embeddings()
+        hidden_TD = decoder(
             input_ids=input_ids, position_ids=position_ids, use_cache=False
         ).last_hidden_state[0]
-        action_A, head = response_mask_T.nonzero()[:, 0], self.lm.get_output_embeddings()
+        action_A = response_mask_T.nonzero()[:, 0]
 
         def logits_of(hidden_CD):
             logits_CV = head(hidden_CD).float()
@@ -979,109 +992,133 @@ class Policy(nn.Module):
                 logits_CV = self.softcap * torch.tanh(logits_CV / self.softcap)
             return logits_CV / temperature
 
-        return log_probs_and_entropy(logits_of, hidden_TD[action_A - 1], input_ids[0][action_A], head.weight.shape[0])
-
-
-def read_lm(config, model_config, dtype):
-    """The language model on the host with its weights, and words on where they come from. Runs on rank 0 alone."""
-    if config.model in common.TINY or config.from_scratch:
-        torch.manual_seed(config.seed)
-        lm = AutoModelForCausalLM.from_config(
-            model_config, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+        return log_probs_and_entropy(
+            logits_of, hidden_TD[action_A - 1], input_ids[0][action_A], head.weight.shape[0]
         )
-        for p in lm.parameters():  # not lm.to(dtype), which would round the rotary tables too
-            p.data = p.data.to(dtype)
-        return lm, f"random weights (seed {config.seed})"
-    folder = common.local_folder(config.model)
-    lm = common.load_pretrained(AutoModelForCausalLM, folder, config, model_config, dtype=dtype)
-    return lm, f"{type(lm).__name__} from {config.model}"
 
 
-@flags_of("actor")
-def build_policy(config, model_config, device, trains):
-    """The Policy, sharded by FSDP2, and words on it. Every rank builds on meta; rank 0 alone reads the weights and
-    sends each rank its shards. What trains has float32 weights, a reference those of the compute dtype."""
-    compute = critic_fsdp.compute_dtype(config, device)
-    dtype = torch.float32 if trains else compute
-    try:
-        with torch.device("meta"):
-            model = Policy(
-                AutoModelForCausalLM.from_config(
-                    copy.deepcopy(model_config),
-                    dtype=dtype,
-                    attn_implementation="packed",
-                    trust_remote_code=config.trust_remote_code,
-                )
-            )
-    except Exception as error:
-        raise UserError(f"--model {config.model}: cannot be built ({common.one_line(error)})") from None
+def compute_dtype(config, device):
+    """The dtype of matrix products; master weights, gradients and optimizer are float32."""
+    if config.param_dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return getattr(torch, config.param_dtype)
+
+
+def shard(config, make, source, device, trains):
+    """(a model on FSDP2 over all ranks, its FlopsModel). make() builds it, which happens on meta; `source` is the same
+    on rank 0's host with its weights, which every rank gets its shards of. What trains has float32 weights, the rest
+    those of the compute dtype."""
+    compute = compute_dtype(config, device)
+    with common.blame(f"--model {config.model}: cannot be built"), torch.device("meta"):
+        model = make().to(torch.float32 if trains else compute)
     if not model.lm._can_set_attn_implementation():
-        raise UserError(f"--model {config.model}: brings its own attention, which knows nothing of packed rows")
+        raise UserError(
+            f"--model {config.model}: brings its own attention, which knows nothing of packed rows"
+        )
     model.requires_grad_(trains)
     if config.gradient_checkpointing and trains:
         model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    flops, count = common.flops_model(model, model_config), sum(p.numel() for p in model.parameters())
-    options = {
-        "mesh": common.sharding_mesh(device, config.fsdp_size),
-        "reshard_after_forward": config.reshard_after_forward,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
-    }
-    for block in common.transformer_blocks(model.lm):
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    model.set_reduce_scatter_unused_params(True)  # as critic_fsdp.py does
+    flops, size = common.flops_model(model, model.lm.config), config.fsdp_size
+    mesh = init_device_mesh(
+        device.type, (WORLD_SIZE,) if size in (-1, WORLD_SIZE) else (WORLD_SIZE // size, size)
+    )
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    names = {n for m in model.modules() for n in (getattr(m, "_no_split_modules", None) or ())}
+    for block in [m for m in model.modules() if type(m).__name__ in names]:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.set_reduce_scatter_unused_params(
+        True
+    )  # an expert may have seen no token here, but some on another rank
     model.to_empty(device=device)
     model.lm.tie_weights()  # to_empty made two of what is one
-    source, story = read_lm(config, model_config, dtype) if RANK == 0 else (None, "")
-    full = {f"lm.{name}": x for name, x in source.state_dict().items()} if RANK == 0 else {}
-    set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    full = source.state_dict() if RANK == 0 else {}
+    set_model_state_dict(
+        model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
     buffers = dict(source.named_buffers()) if RANK == 0 else {}
-    for name, buffer in sorted(model.lm.named_buffers()):  # rotary tables are in no state dict
+    for name, buffer in sorted(model.named_buffers()):  # rotary tables are in no state dict
         if RANK == 0:
             buffer.copy_(buffers[name])
         dist.broadcast(buffer, src=0)
-    return model, flops, f"{config.model} ({model_config.model_type}), {count:,} parameters: {story}"
+    return model, flops
+
+
+def my_micro_batches(worker, batch):
+    """This rank's rows of a global batch as lists of row indices, one list a micro-batch; as many on every rank."""
+    costs = [worker.flops.forward_flops(n) for n in batch.lengths]
+    most = worker.config.ppo_max_token_len_per_gpu
+    return worker.micro_batches(batch.lengths, costs, WORLD_SIZE, most)[RANK]
+
+
+def pack(micro, device):
+    """(1, T) ids and positions of a micro-batch on the device, declared as the next forward's row."""
+    position_ids = torch.cat([torch.arange(n) for n in micro.lengths])
+    common.set_pack(micro.lengths, device)
+    return [x.to(device, non_blocking=True)[None] for x in (micro.input_ids, position_ids)]
+
+
+def free_gathered(model):
+    """Frees the gathered weights that FSDP keeps after a forward, for a backward that may not come."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def move(worker, device):
+    """Moves weights and optimizer state of a worker."""
+    free_gathered(worker.model)
+    worker.model.to(device)
+    for state in worker.optimizer.state.values() if worker.optimizer else ():
+        for name, value in state.items():
+            if name != "step":  # a scalar, which stays
+                state[name] = value.to(device)
+    if device.type == "cpu" and torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 class PolicyWorker:
     """A policy spread over all ranks. Methods under DP_COMPUTE_PROTO take the rows a rank owns and work on the global
     batch, like the critic's; a reference has no optimizer."""
 
-    def __init__(self, config, model_config, device, temperature, trains=True):
-        self.config, self.model_config, self.device, self.temperature = config, model_config, device, temperature
-        self.model, self.flops, self.story = build_policy(config, model_config, device, trains)
+    def __init__(self, run, model_config, device, trains=True):
+        self.config, self.model_config, self.device, self.temperature = (
+            run.actor,
+            model_config,
+            device,
+            run.temperature,
+        )
+        self.seed, self.response_length_limit = run.seed, run.max_response_length
+        self.micro_batches, config = critic_module(run.backend).micro_batches, run.actor
+        options, source = {"trust_remote_code": config.trust_remote_code}, None
+        if RANK == 0:
+            torch.manual_seed(run.seed)
+            if config.model in common.TINY:
+                source = Policy(AutoModelForCausalLM.from_config(model_config, dtype=torch.float32))
+            else:
+                lm = common.load_pretrained(AutoModelForCausalLM, config.model, model_config, **options)
+                source = Policy(lm.float())
+        options["attn_implementation"] = "packed"
+        make = lambda: Policy(AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options))
+        with flags_of("actor"):
+            self.model, self.flops = shard(config, make, source, device, trains)
+        count = sum(p.numel() for p in self.model.parameters())
+        print0(
+            f"{'actor     ' if trains else 'reference '} {config.model} ({model_config.model_type}), {count:,} parameters"
+        )
         self.optimizer = None
         if trains:
-            options = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
+            options = {"lr": config.lr, "weight_decay": config.weight_decay}
             self.optimizer = torch.optim.AdamW(self.model.parameters(), **options, fused=True)
         self.optimizer_steps = 0  # taken, skipped ones not counted
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
 
-    def my_micro_batches(self, batch):
-        """This rank's rows of a global batch as lists of row indices, one list a micro-batch; as many on every rank."""
-        lengths = batch.lengths
-        shares = common.balance([self.flops.forward_flops(n) for n in lengths], WORLD_SIZE)
-        parts = common.micro_batches([[lengths[i] for i in s] for s in shares], self.config.ppo_max_token_len_per_gpu)
-        return [[shares[RANK][j] for j in part] for part in parts[RANK]]
-
-    @flags_of("actor")
-    def forward_micro_batch(self, batch, rows):
-        """-> (the rows on the device, (T,) log-probs and (T,) entropies of their actions, zero elsewhere)."""
-        micro = batch.select(rows) if rows else common.masked_token()
-        lengths, micro = micro.lengths, micro.to(self.device)
-        position_ids = torch.cat([torch.arange(n) for n in lengths]).to(self.device, non_blocking=True)
-        common.set_pack(lengths, self.device, kernel=self.config.attn_implementation)
-        try:
-            columns_A = self.model(micro.input_ids[None], position_ids[None], micro.response_mask, self.temperature)
-        except UserError as error:
-            if not str(error).startswith("--use-remove-padding: "):
-                raise
-            words = str(error).removeprefix("--use-remove-padding: ").rpartition(";")[0]
-            raise UserError(f"--model {self.config.model}: {words}, and an actor learns from packed rows") from None
-        to_tokens = lambda x_A: torch.zeros(len(position_ids), device=self.device).masked_scatter(
-            micro.response_mask, x_A
-        )
-        return micro, *map(to_tokens, columns_A)
+    def forward(self, micro):
+        """(T,) log-probs and (T,) entropies of the actions of a micro-batch, zero elsewhere."""
+        mask_T = micro.response_mask.to(self.device)
+        columns_A = self.model(*pack(micro, self.device), mask_T, self.temperature)
+        zeros_T = torch.zeros(len(mask_T), device=self.device)
+        return [zeros_T.masked_scatter(mask_T, x_A) for x_A in columns_A]
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     @torch.no_grad()
@@ -1089,98 +1126,98 @@ class PolicyWorker:
         """Log-probs of the actions of the caller's rows at --temperature: (T,) float32, zero elsewhere."""
         self.model.eval()
         log_probs_T = torch.zeros(len(batch.input_ids), device=self.device)
-        for rows in common.progress(self.my_micro_batches(batch), "log-probs"):
-            _, micro_T, _ = self.forward_micro_batch(batch, rows)
+        for rows in common.progress(my_micro_batches(self, batch), "log-probs"):
+            micro_T, _ = self.forward(batch.select(rows) if rows else common.masked_token())
             if rows:
                 log_probs_T[batch.token_index(rows).to(self.device)] = micro_T
-        self.free_gathered()
+        free_gathered(self.model)
         dist.all_reduce(log_probs_T)  # each token was computed by one rank; the rest added zeros
         return log_probs_T.cpu()
 
-    def free_gathered(self):
-        """Frees the gathered weights that FSDP keeps after a forward, for a backward that may not come."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-    @register(Dispatch.DP_COMPUTE_PROTO, needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages"))
+    @register(
+        Dispatch.DP_COMPUTE_PROTO, needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
+    )
     def update_policy(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
-        config = self.config
-        totals, norms, lr, mini_batches = torch.zeros(7, dtype=torch.float64, device=self.device), [], math.nan, 0
-        for epoch in range(config.ppo_epochs):
-            order = range(len(batch))
-            if config.shuffle:
-                order = common.permutation(len(batch), config.seed, self.updates, epoch)
-            for mini in batch.select(order).split(config.ppo_mini_batch_size):
+        lr, mini_batches, norms, totals = math.nan, 0, [], 0.0
+        for epoch in range(self.config.ppo_epochs):
+            order = common.permutation(len(batch), self.seed, self.updates, epoch)
+            for mini in batch.select(order).split(self.config.ppo_mini_batch_size):
                 mini_batches += 1
                 next_lr = self.learning_rate()
                 norm, sums = self.step(mini, self.ppo_loss)
                 if math.isfinite(norm):
                     lr = next_lr
                     norms.append(norm)
-                    totals += sums
+                    totals = totals + sums
         self.updates += 1
-        dist.all_reduce(totals)
-        loss, clipped, dual, kl, ref_kl, entropy, actions = totals.tolist()
-        mean = lambda x, n: x / n if n else math.nan
-        return {
-            "actor/pg_loss": mean(loss, len(norms)),
-            "actor/pg_clipfrac": mean(clipped, actions),
-            "actor/pg_clipfrac_lower": mean(dual, actions),
-            "actor/ppo_kl": mean(kl, actions),
-            "actor/kl_loss": mean(ref_kl, actions),
-            "actor/entropy": mean(entropy, actions),
-            "actor/grad_norm": mean(sum(norms), len(norms)),
-            "actor/lr": lr,
-            "actor/skipped_steps": mini_batches - len(norms),
-        }
+        names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy")
+        metrics = dict.fromkeys([f"actor/{name}" for name in (*names, "grad_norm")], math.nan)
+        if norms:
+            dist.all_reduce(totals)
+            loss, *sums, actions = totals.tolist()
+            means = [loss / len(norms), *(x / actions for x in sums), sum(norms) / len(norms)]
+            metrics = dict(zip(metrics, means, strict=True))
+        return metrics | {"actor/lr": lr, "actor/skipped_steps": mini_batches - len(norms)}
 
     def ppo_loss(self, micro, log_probs_T, entropy_T, weights_T):
         """-> (what is minimised, 0-dim; sums over the actions, see update_policy)."""
-        c, mask_T, earned_T = self.config, micro.response_mask, weights_T
-        if c.tis_cap is not None:
-            earned_T = weights_T * common.truncated_ratio(micro.old_log_probs, micro.rollout_log_probs, c.tis_cap)
-        loss, clipped, dual = common.policy_loss(
-            log_probs_T, micro.old_log_probs, micro.advantages, mask_T, earned_T, c.clip_ratio_low, c.clip_ratio_high,
-            c.clip_ratio_c,
-        )  # fmt: skip
-        ref_kl_T = common.kl_penalty(log_probs_T, micro.ref_log_probs, c.kl_loss_type)
-        whole = loss + c.kl_loss_coef * (weights_T * ref_kl_T).sum() - c.entropy_coeff * (weights_T * entropy_T).sum()
-        kl = (micro.old_log_probs - log_probs_T).sum()
+        c, mask_T, earned_T = self.config, micro["response_mask"], weights_T
+        old_T = micro["old_log_probs"]
+        if (
+            c.tis_cap is not None
+        ):  # tokens were drawn from the engine's mu: rho of IMPALA, 1802.01561, section 4.1
+            earned_T = weights_T * (old_T - micro["rollout_log_probs"]).clamp(-20, 20).exp().clamp(
+                max=c.tis_cap
+            )
+        clips = (c.clip_ratio_low, c.clip_ratio_high, c.clip_ratio_c)
+        loss, clipped, dual = policy_loss(log_probs_T, old_T, micro["advantages"], mask_T, earned_T, *clips)
+        ref_kl_T = kl_penalty(log_probs_T, micro["ref_log_probs"], c.kl_loss_type)
+        whole = (
+            loss
+            + c.kl_loss_coef * (weights_T * ref_kl_T).sum()
+            - c.entropy_coeff * (weights_T * entropy_T).sum()
+        )
+        kl = (old_T - log_probs_T).sum()
         return whole, torch.stack([loss, clipped, dual, kl, ref_kl_T.sum(), entropy_T.sum(), mask_T.sum()])
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def imitate(self, batch):
-        """One step of supervised learning of the actions of the rows of all ranks -> metrics, equal on all ranks."""
-        norm, sums = self.step(batch, self.imitation_loss)
-        dist.all_reduce(sums)
-        return {"supervised/loss": sums[0].item(), "supervised/grad_norm": norm}
+        """One step of supervised learning of the actions of the rows of all ranks -> their mean cross-entropy."""
 
-    def imitation_loss(self, micro, log_probs_T, entropy_T, weights_T):
-        """Cross-entropy -> (what is minimised, 0-dim; the same for the sums)."""
-        loss = -(weights_T * log_probs_T).sum()
-        return loss, torch.stack([loss])
+        def loss_of(micro, log_probs_T, entropy_T, weights_T):
+            loss = -(weights_T * log_probs_T).sum()
+            return loss, loss[None]
+
+        _, sums = self.step(batch, loss_of)
+        dist.all_reduce(sums)
+        return {"supervised/loss": sums[0].item()}
 
     def step(self, mini, loss_of):
         """One optimizer step on a global mini-batch -> (gradient norm before clipping, this rank's part of the sums).
 
         A norm that is not finite skips the step, on all ranks; so does a mini-batch without an action.
         """
-        config, total = self.config, 0.0
-        counts = common.loss_counts(mini.response_mask, mini.cu_seqlens)
-        if counts.tokens == 0:
-            return math.nan, torch.zeros((), dtype=torch.float64, device=self.device)
+        config, total, counts = self.config, 0.0, common.loss_counts(mini.response_mask, mini.cu_seqlens)
+        if counts[0] == 0:
+            return math.nan, 0.0
         self.model.train()
-        for rows in self.my_micro_batches(mini):
-            micro, log_probs_T, entropy_T = self.forward_micro_batch(mini, rows)
-            weights_T = common.loss_weights(
-                micro.response_mask, micro.cu_seqlens, config.loss_agg_mode, counts, config.response_length_limit
-            )
-            loss, sums = loss_of(micro, log_probs_T, entropy_T, weights_T)
-            (loss * WORLD_SIZE).backward()  # the loss is a sum over all ranks, but FSDP averages gradients over them
+        for rows in my_micro_batches(self, mini):
+            micro = mini.select(rows) if rows else common.masked_token()
+            columns = (micro.response_mask, micro.cu_seqlens, config.loss_agg_mode, counts)
+            weights_T = common.loss_weights(*columns, self.response_length_limit).to(self.device)
+            named = {
+                k: x.to(self.device)
+                for k, x in vars(micro).items()
+                if k == "response_mask" or k in micro.FLOATS and x is not None
+            }
+            with flags_of("actor"):
+                loss, sums = loss_of(named, *self.forward(micro), weights_T)
+            (
+                loss * WORLD_SIZE
+            ).backward()  # the loss is a sum over all ranks, but FSDP averages gradients over them
             total = total + sums.detach().double()
-        norm = float(critic_fsdp.full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)))
+        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip).full_tensor())
         if math.isfinite(norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate()
@@ -1196,55 +1233,64 @@ class PolicyWorker:
     def weights(self, dtype=None):
         """(name, whole tensor) of each weight of the language model, one at a time, on every rank (a collective)."""
         for name, p in self.model.lm.named_parameters():
-            yield name, critic_fsdp.full_tensor(p.detach().to(dtype or p.dtype))
+            yield name, p.detach().to(dtype or p.dtype).full_tensor()
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self):
-        """Gives the device memory of weights and optimizer state to somebody else."""
-        self.move(torch.device("cpu"))
-        if self.device.type != "cpu":
-            torch.accelerator.empty_cache()
+        """Gives the device memory of weights and optimizer state to others."""
+        move(self, torch.device("cpu"))
 
     @register(Dispatch.ONE_TO_ALL)
     def onload(self):
         """Takes it back."""
-        self.move(self.device)
-
-    def move(self, device):
-        self.free_gathered()
-        self.model.to(device)
-        for state in self.optimizer.state.values() if self.optimizer else ():
-            for name, value in state.items():
-                if name != "step":  # a scalar, which stays
-                    state[name] = value.to(device)
+        move(self, self.device)
 
     def checkpoint_tensors(self):
-        """critic_fsdp's, each tied weight under one name: safetensors writes no memory twice."""
-        tensors, *states = critic_fsdp.checkpoint_tensors(self.model, self.optimizer)
-        names = lambda **options: {f"model.{name}" for name, _ in self.model.named_parameters(**options)}
-        for name in names(remove_duplicate=False) - names():
-            del tensors[name]
-        return tensors, *states
-
-    @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder):
-        """Writes model, optimizer and counters; the folder appears complete or not at all."""
-        self.checkpoint_writer()(folder)
+        """All state as one flat dict of tensors, each tied weight under one name, and the state dicts they are from."""
+        fresh = not self.optimizer.state
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        states = (*self.optimizer.state.values(), *optimizer_state["state"].values())
+        for state in (
+            states if fresh else ()
+        ):  # get_state_dict took an empty step to create the state; undo its count
+            state["step"].zero_()
+        tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        tied -= {name for name, _ in self.model.named_parameters()}
+        tensors = {f"model.{name}": x for name, x in model_state.items() if name not in tied}
+        for name, state in optimizer_state["state"].items():
+            tensors |= {f"optimizer.{name}.{key}": x for key, x in state.items()}
+        return tensors, model_state, optimizer_state
 
     def checkpoint_writer(self, copy=False):
-        """write(folder, group): saves the state of now, which `copy` lets the training change meanwhile."""
+        """write(tmp, group): writes the state of now into a folder; with `copy` training may change it meanwhile."""
         tensors, _, _ = self.checkpoint_tensors()
-        counters = self.updates, self.optimizer_steps
-        return critic_fsdp.tensor_writer(tensors, copy, "actor", self.config, self.model_config, *counters)
+        if copy:
+            tensors = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
+        state = {"backend": "actor", "updates": self.updates, "optimizer_steps": self.optimizer_steps}
+        state |= {
+            "config": dataclasses.asdict(self.config),
+            "model_config": common.architecture(self.model_config),
+        }
+
+        def write(tmp, group=None):
+            writer = HuggingFaceStorageWriter(tmp, save_distributed=True)
+            dcp.save(tensors, storage_writer=writer, process_group=group)
+            if RANK == 0:
+                with open(os.path.join(tmp, "trainer.json"), "w") as file:
+                    json.dump(state, file, indent=1)
+
+        return write
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
-        """Restores what save_checkpoint wrote, on any world size. UserError: damaged or foreign."""
-        saved = common.open_checkpoint(folder, "actor", self.config, self.model_config)
+        """Restores what checkpoint_writer wrote, on any world size. UserError: damaged or foreign."""
+        saved = common.open_checkpoint(folder, ("actor",), self.config, self.model_config)
         tensors, model_state, optimizer_state = self.checkpoint_tensors()
-        critic_fsdp.read_tensors(tensors, folder, "actor")
-        set_state_dict(self.model, self.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-        self.updates, self.optimizer_steps = saved["updates"], saved["optimizer_steps"]
+        with common.blame(f"--resume {folder}: does not fit this actor"):
+            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
+        states = {"model_state_dict": model_state, "optim_state_dict": optimizer_state}
+        set_state_dict(self.model, self.optimizer, **states)
+        self.updates, self.optimizer_steps = (saved[key] for key in ("updates", "optimizer_steps"))
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder, tokenizer):
@@ -1253,195 +1299,65 @@ class PolicyWorker:
         for name, weight in self.weights():  # every rank takes part, rank 0 keeps them, on the host
             if RANK == 0:
                 state[name] = weight.cpu()
-        with common.complete_or_absent(folder) as tmp:
-            if RANK == 0:
-                with torch.device("meta"):
-                    skeleton = AutoModelForCausalLM.from_config(
-                        self.model_config, dtype=torch.float32, trust_remote_code=self.config.trust_remote_code
-                    )
-                skeleton.save_pretrained(tmp, state_dict=state)
-                if self.config.model not in common.TINY:
-                    with contextlib.suppress(OSError, ValueError):  # has none; not all stop tokens are in config.json
-                        generation = GenerationConfig.from_pretrained(self.config.model)
-                        generation.to_json_file(os.path.join(tmp, "generation_config.json"))
-                tokenizer.save_pretrained(tmp)
+        tmp = common.start_folder(folder)
+        if RANK == 0:
+            options = {"dtype": torch.float32, "trust_remote_code": self.config.trust_remote_code}
+            with torch.device("meta"):
+                skeleton = AutoModelForCausalLM.from_config(self.model_config, **options)
+            skeleton.save_pretrained(tmp, state_dict=state)
+            if generation := generation_config(self.config):
+                generation.to_json_file(os.path.join(tmp, "generation_config.json"))
+            tokenizer.save_pretrained(tmp)
+        common.publish(tmp, folder)
+
+
+def generation_config(config):
+    """generation_config.json of the model's folder, or None; not all stop tokens are in config.json."""
+    if config.model not in common.TINY:
+        with contextlib.suppress(OSError, ValueError):
+            return GenerationConfig.from_pretrained(config.model)
 
 
 def stop_tokens(config, tokenizer):
     """Ids that end a turn: the tokenizer's end of sequence, and those of the model's generation_config.json."""
-    ids = {tokenizer.eos_token_id}
-    if config.model not in common.TINY:
-        with contextlib.suppress(OSError, ValueError):  # has none
-            more = GenerationConfig.from_pretrained(config.model).eos_token_id
-            ids |= set(more if isinstance(more, list) else [more])
-    return sorted(ids - {None})
+    more = getattr(generation_config(config), "eos_token_id", None)
+    return sorted({tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loop
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The loop ----------------------------------------------------------------------------------------
 
 
-def settle(run):
-    """(run with what follows from the task and the actor, its tokenizer, its transformers config)."""
-    if run.rollout == "vllm" and importlib.util.find_spec("vllm") is None:
-        print0("rollout    --rollout vllm: vllm is not installed (pip install vllm==0.32.0), so transformers generates")
-        run = dataclasses.replace(run, rollout="hf")
-    if run.rollout == "vllm":
-        run = dataclasses.replace(run, actor=with_heads_for_vllm(run.actor))
-    addition, actor, critic = run.prompts is None, run.actor, run.critic
-    with flags_of("actor"):
-        tokenizer = common.load_tokenizer(actor)
-        model_config = common.load_model_config(actor, tokenizer)
-    if tokenizer is None:
-        raise UserError(f"--actor.tokenizer: {actor.model} has none, and prompts are text; give one")
-    if critic.model == "actor":
-        same = ("tokenizer", "override_config", "trust_remote_code", "from_scratch")
-        unsaid = [key for key in same if getattr(critic, key) == getattr(type(critic), key)]
-        critic = dataclasses.replace(critic, model=actor.model, **{key: getattr(actor, key) for key in unsaid})
-    minis = math.ceil(run.train_batch_size * run.rollout_n / critic.ppo_mini_batch_size)
-    critic = dataclasses.replace(
-        critic,
-        lr=critic.lr if critic.lr is not None or not addition else 1e-3,
-        total_training_steps=critic.total_training_steps or run.steps * critic.ppo_epochs * minis,
-    )
-    lr = actor.lr if actor.lr is not None else (5e-4 if addition else 1e-6)
-    length = run.max_response_length or (8 if addition else 256)
-    run = dataclasses.replace(
-        run, actor=dataclasses.replace(actor, lr=lr), critic=critic, max_response_length=length,
-        reward=run.reward or ("addition" if addition and not run.reward_model else None),
-    )  # fmt: skip
-    return run, tokenizer, model_config
+def teaches(run):
+    """Whether the run begins with learn_to_add."""
+    return run.prompts is None and run.supervised_steps > 0 and run.actor.model in common.TINY
 
 
-VLLM_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "n_head": 2}  # n_head: of tiny-gpt2
+def learn_to_add(run, task, device, folder):
+    """Supervised warm-up on a noisy adder, so that PPO starts with an actor that is sometimes right, in this folder.
 
-
-def with_heads_for_vllm(actor):
-    """A tiny-* actor with fewer, wider heads of attention, unless its flags say something of them."""
-    overrides = json.loads(actor.override_config)
-    if actor.model not in common.TINY or overrides.keys() & VLLM_HEADS.keys():
-        return actor
-    heads = {key: VLLM_HEADS[key] for key in VLLM_HEADS if key in common.tiny_config(actor.model, 0)}
-    print0(f"vllm       {actor.model} with 2 heads of 32 features, vLLM knows none of 16: {json.dumps(heads)}")
-    return dataclasses.replace(actor, override_config=json.dumps(overrides | heads))
-
-
-def check_vllm(run, model_config):
-    """UserError if ranks that share an engine cannot share the heads of the actor."""
-    size, c = run.vllm.tensor_parallel_size, model_config.get_text_config()
-    if run.rollout == "vllm" and c.num_attention_heads % size:
-        raise UserError(
-            f"--vllm.tensor-parallel-size {size}: {run.actor.model} has {c.num_attention_heads} heads, which that many "
-            "ranks cannot share"
-        )
-
-
-def known_tokens(model_config, tokenizer):
-    """How many tokens an actor can say: vocabularies are often filled up to a round number of them."""
-    return min(model_config.get_text_config().vocab_size, max(tokenizer.get_vocab().values()) + 1)
-
-
-def check_takes(config, model_config, longest, words, known):
-    """UserError if --model cannot take rows of so many tokens (words say whose), or not as many kinds as the actor."""
-    most, knows = common.max_length(model_config), model_config.get_text_config().vocab_size
-    if longest > most:
-        raise UserError(f"--model {config.model}: takes {most} tokens, {words}")
-    if knows < known:
-        raise UserError(f"--model {config.model}: knows {knows} tokens, the actor {known}")
-
-
-def check_critic(run, model_config, actor_tokenizer, longest):
-    """UserError if the critic's flags, its model or its budget do not go with the actor and rows of so many tokens."""
-    script = critic_module(run.backend)
-    with flags_of("critic"):
-        tokenizer = common.load_tokenizer(run.critic)
-        critic_config = common.load_model_config(run.critic, tokenizer)
-        theirs = tokenizer.get_vocab() if tokenizer else {}
-        for token, i in actor_tokenizer.get_vocab().items():
-            if theirs.get(token, i) != i:
-                raise UserError(
-                    f"--model {run.critic.model}: its token {theirs[token]} is {i} of the actor's: {token!r}"
-                )
-        script.validate_for_model(run.critic, critic_config)
-        common.with_value_range(run.critic, critic_config)
-        words = f"the longest prompt with its response has {longest} tokens"
-        check_takes(run.critic, critic_config, longest, words, known_tokens(model_config, actor_tokenizer))
-        row = common.masked_token()
-        row.input_ids, row.cu_seqlens = torch.zeros(longest), torch.tensor([0, longest], dtype=torch.int32)
-        for training in (False, True):
-            try:
-                script.check_budget(run.critic, row, training)
-            except UserError as error:
-                raise UserError(str(error).replace("row -1", "the longest prompt with its response")) from None
-
-
-def check_lengths(run, model_config, longest):
-    """UserError if prompt and response together are more than the actor can take."""
-    most = common.max_length(model_config)
-    what = f"the longest prompt and --max-response-length {run.max_response_length} make {longest} tokens"
-    if longest > most:
-        raise UserError(f"--max-response-length: {what}, {run.actor.model} takes {most}")
-    if longest > run.actor.ppo_max_token_len_per_gpu:
-        raise UserError(f"--actor.ppo-max-token-len-per-gpu {run.actor.ppo_max_token_len_per_gpu}: {what}; give more")
-
-
-SLIPS = (0.75, 0.6)  # the supervised actor errs in three of four sums that carry, and in three of five others
-
-
-def learn_to_add(run, model_config, tokenizer, device):
-    """A folder with an actor that has read answers of an adder that errs more often than not, and is right as often as
-    that one; then PPO begins. None of the prompts is held out."""
-    config = dataclasses.replace(run.actor, lr=3e-3, lr_warmup_steps=0, loss_agg_mode="token-mean")
-    model_config = copy.deepcopy(model_config)
+    The adder errs in three of four sums that carry and in three of five others; none of its prompts is held out.
+    """
+    actor = dataclasses.replace(run.actor, lr=3e-3, lr_warmup_steps=0, loss_agg_mode="token-mean")
+    model_config = copy.deepcopy(task.model_config)
     model_config.initializer_range = 0.1  # so narrow a model hardly moves away from the usual 0.02
-    worker, size = PolicyWorker(config, model_config, device, temperature=1.0), 256
-    rows = common.rows_to_batch(common.toy_rows(8192, run.seed, slips=SLIPS), "toy", tokenizer=tokenizer)
+    worker = PolicyWorker(dataclasses.replace(run, actor=actor, temperature=1.0), model_config, device)
+    rows = common.read_rows(common.toy_rows(8192, run.seed, slips=(0.75, 0.6)), task.tokenizer)
+    size = 256
     for step in common.progress(range(run.supervised_steps), "supervised"):
         picked = indices_of_step(step, size, len(rows), run.seed, "supervised")
         batch = rows.select(picked[RANK::WORLD_SIZE])
         batch.row_id = torch.arange(RANK, size, WORLD_SIZE)  # a row may be picked twice, by two passes
-        metrics = worker.imitate(batch)
-    folder = os.path.abspath(os.path.join(run.out_dir, "supervised"))
-    worker.export_hf(folder, tokenizer)
-    print0(
-        f"supervised {run.supervised_steps} steps x {size} rows = {run.supervised_steps * size:,} answers, "
-        f"loss {metrics['supervised/loss']:.3f}: {folder}"
-    )
-    return folder
-
-
-def taught_before(run, state):
-    """The folder of the actor that a resumed run has started from, and that its KL refers to: as noted, or beside the
-    checkpoints if all have been moved. UserError: it has gone, or is another one by now."""
-    beside = os.path.abspath(os.path.join(run.resume, "..", "..", "supervised"))
-    for folder in (state["start"], beside):
-        if folder in common.TINY or same_weights(folder) == state["start_weights"]:
-            return folder
-    raise UserError(f"--resume {run.resume}: {beside} is not, or no longer, the actor that the run has started from")
-
-
-def same_weights(folder):
-    """What two folders share only if all their files are equal; None of one that this script has not written."""
-    manifest = os.path.join(folder, common.MANIFEST)
-    return common.checksum(manifest) if os.path.exists(manifest) else None
-
-
-def start_from(run, folder):
-    """run whose actor, and whose critic if it is as the actor, start from this folder."""
-    if folder == run.actor.model:
-        return run
-    fresh = {"model": folder, "override_config": "{}", "from_scratch": False}
-    same = all(getattr(run.critic, key) == getattr(run.actor, key) for key in fresh)
-    critic = dataclasses.replace(run.critic, **fresh) if same else run.critic
-    return dataclasses.replace(run, actor=dataclasses.replace(run.actor, **fresh), critic=critic)
+        loss = worker.imitate(batch)["supervised/loss"]
+    worker.export_hf(folder, task.tokenizer)
+    print0(f"supervised {run.supervised_steps} steps x {size} rows, loss {loss:.3f}: {folder}")
 
 
 def indices_of_step(step, size, n, *key):
     """Which of n things are in a step of `size`: passes in their own random orders follow each other without a gap. A
-    function of the step alone: a resumed run needs to know nothing else."""
-    places = (divmod(i, n) for i in range(step * size, (step + 1) * size))
-    return [common.permutation(n, *key, a_pass)[place] for a_pass, place in places]
+    function of the step alone: a resumed run needs no other state."""
+    first, last = step * size // n, ((step + 1) * size - 1) // n
+    passes = [i for a_pass in range(first, last + 1) for i in common.permutation(n, *key, a_pass)]
+    return passes[step * size - first * n :][:size]
 
 
 def prompts_of_step(step, prompts, run):
@@ -1454,117 +1370,66 @@ def prompts_of_step(step, prompts, run):
 
 
 class Phases:
-    """`with phases("actor", actor):` times a phase, and with --offload has its workers, and no other, on the device."""
+    """`with phases("actor", actor):` times a phase, and with --offload has its workers, and no others, on the device."""
 
-    def __init__(self, offload, device):
-        self.offload, self.device, self.metrics, self.totals = offload, device, {}, {}
+    def __init__(self, offload):
+        self.offload, self.metrics, self.totals = offload, {}, {}
 
     @contextlib.contextmanager
     def __call__(self, name, *workers):
-        start, workers = time.perf_counter(), [w for w in workers if w is not None]
-        self.switch(name, "onload", workers)
-        yield
-        self.switch(name, "offload", reversed(workers))
-        self.add(f"time/{name}", time.perf_counter() - start)
-
-    def switch(self, name, way, workers):
-        """Moves workers, and notes the seconds and the bytes of device memory that it took or gave."""
-        if not self.offload:
-            return
-        start, held = time.perf_counter(), self.held()
+        start, workers = time.perf_counter(), [worker for worker in workers if worker and self.offload]
         for worker in workers:
-            getattr(worker, way)()
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-        self.add(f"time/{name}_{way}", time.perf_counter() - start)
-        self.add(f"memory/{name}_{way}_gib", abs(self.held() - held) / 2**30)
-
-    def held(self):
-        if self.device.type == "cpu":
-            return 0  # nothing moves there
-        free, total = torch.accelerator.get_memory_info()  # vLLM's memory is not in torch's books
-        return total - free
-
-    def add(self, name, x):
+            worker.onload()
+        yield
+        for worker in reversed(workers):
+            worker.offload()
         for sums in (self.metrics, self.totals):
-            sums[name] = sums.get(name, 0.0) + x
+            sums[f"time/{name}"] = sums.get(f"time/{name}", 0.0) + time.perf_counter() - start
 
     def take(self):
-        """The metrics of the step so far, which a new step begins without."""
+        """The times of the step so far, which a new step begins without."""
         taken, self.metrics = self.metrics, {}
         return taken
-
-    def line(self):
-        """Where the time of the run went, phases that are parts of others told apart."""
-        seconds = {name.removeprefix("time/"): x for name, x in self.totals.items() if name.startswith("time/")}
-        seconds["critic"] = seconds.get("critic", 0.0) - seconds.get("values", 0.0)
-        order = ("sync", "rollout", "reward", "log_probs", "reference", "values", "critic", "actor", "evaluation")
-        order += ("checkpoint", "export")
-        return "seconds    " + "  ".join(f"{name} {seconds[name]:,.1f}" for name in order if seconds.get(name))
-
-
-def sync(engine, actor, device):
-    """Gives the engine the actor's weights -> metrics: how many, and the most memory that was taken meanwhile."""
-    moved = []
-
-    def counted():
-        for name, weight in actor.weights(engine.dtype):
-            moved.append(weight.nbytes)
-            yield name, weight
-
-    if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats()
-    engine.sync(counted())
-    return {"sync/gib": sum(moved) / 2**30, "sync/peak_memory_gib": common.peak_memory_gib(device)}
 
 
 def score(run, reward, prompts, texts, batch, faults):
     """(rewards of the caller's rows by rule or by model, faults with what went wrong here) (a collective)."""
     if isinstance(reward, RewardModel):
-        made = [checked(score) for score in reward.scores(prompts, texts, batch)]
-        scores, more = [score for score, _ in made], [fault for _, fault in made]
+        made = [(x, "") for x in reward.scores(prompts, texts, batch)]
     else:
-        scores, more = rule_scores(reward, prompts, texts, run.reward_timeout)
-    return scores, [a or b for a, b in zip(faults, more, strict=True)]
+        made = [
+            guarded(reward, run.reward_timeout, p.text, text, p.answer)
+            for p, text in zip(prompts, texts, strict=True)
+        ]
+    made = [(0.0, fault) if fault else checked(x) for x, fault in made]
+    return [x for x, _ in made], [before or fault for before, (_, fault) in zip(faults, made, strict=True)]
 
 
-def add_advantages(batch, scores, kl_coef, run):
-    """Fills token_level_rewards, advantages and returns of the caller's rows (a collective).
-
-    The score of a row is earned by its last action; each action pays kl_coef for its KL to the reference.
-    """
-    mask_T, last_B = batch.response_mask, common.last_actions(batch.response_mask, batch.cu_seqlens)
-    kl_T = common.kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
-    rewards_T = torch.zeros(len(mask_T)).index_add(0, last_B, torch.tensor(scores, dtype=torch.float32))
-    batch.token_level_rewards = rewards_T - kl_coef * torch.where(mask_T, kl_T, 0.0)
-    lam_policy, bootstrap_B = run.lam_policy, None
-    if run.length_adaptive_alpha is not None:
-        lam_policy = common.length_adaptive_lam(mask_T, batch.cu_seqlens, run.length_adaptive_alpha)
-    if run.bootstrap_truncated:
-        bootstrap_B = common.bootstrap_values(batch)
-    batch.advantages, batch.returns = common.gae(
-        batch.token_level_rewards, batch.values, mask_T, batch.cu_seqlens, run.gamma, run.lam, lam_policy, bootstrap_B
-    )
-    if run.whiten_advantages:
-        batch.advantages = common.masked_whiten(batch.advantages, mask_T, over_ranks=True)
+def show_fault(faults):
+    """Prints the first of what went wrong with rows, on whichever rank (a collective)."""
+    firsts = common.of_all_ranks(next(filter(None, faults), None))
+    if any(firsts):
+        print0(f"a row failed and counts as 0: {next(filter(None, firsts))}")
 
 
 def rollout_metrics(batch, scores, faults, run):
     """What a step's rows are like, over all ranks (a collective)."""
-    mask_T, actions = batch.response_mask, float(batch.response_mask.sum())
-    late = sum(fault.startswith("timeout") for fault in faults)
-    kl_T = common.kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)[mask_T]
+    mask_T, late = batch.response_mask, sum(fault.startswith("timeout") for fault in faults)
+    kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)[mask_T]
     off_T = batch.rollout_log_probs - batch.old_log_probs
     if run.top_p < 1:  # what it left out made the rest likelier, by -log top_p at most; that much is no fault
         off_T = off_T - off_T.clamp(0, -math.log(run.top_p))
     off_T = off_T.abs()[mask_T]
-    lengths = float(len(batch.input_ids))
-    sums = torch.tensor(
-        [
-            len(batch), actions, lengths, sum(scores), sum(s * s for s in scores), float(batch.truncated.sum()),
-            sum(map(bool, faults)) - late, late, kl_T.double().sum(), off_T.double().sum(),
-        ], dtype=torch.float64,
-    )  # fmt: skip
+    errors = sum(map(bool, faults)) - late
+    sums = [
+        len(batch),
+        len(off_T),
+        len(mask_T),
+        sum(scores),
+        sum(x * x for x in scores),
+        batch.truncated.sum(),
+    ]
+    sums = torch.tensor([*sums, errors, late, kl_T.double().sum(), off_T.double().sum()], dtype=torch.float64)
     worst = torch.cat([off_T, torch.zeros(1)]).max()
     dist.all_reduce(sums)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -1579,293 +1444,327 @@ def rollout_metrics(batch, scores, faults, run):
         "rollout/truncated": truncated / rows,
         "rollout/log_prob_diff": off / actions,
         "rollout/log_prob_diff_max": worst.item(),
-        "kl/reference": kl / actions if run.kl_coef or run.actor.kl_loss_coef else math.nan,  # nan: has no reference
+        "kl/reference": kl / actions
+        if run.kl_coef or run.actor.kl_loss_coef
+        else math.nan,  # nan: has no reference
     }
-
-
-def show_fault(faults):
-    """Prints the first of what went wrong with rows, on whichever rank (a collective)."""
-    firsts = common.of_all_ranks(next(filter(None, faults), None))
-    print0(f"a row failed and went on without: {next(filter(None, firsts))}")
-
-
-def check_engine(run, metrics, device):
-    """UserError if the engine and the actor, which have the same weights, do not make the same of the first rows: two
-    ways through a model, one of them with a cache and padding, the other packed."""
-    diff, half = metrics["rollout/log_prob_diff"], critic_fsdp.compute_dtype(run.actor, device) != torch.float32
-    if not diff < (0.5 if half else 1e-3):
-        raise UserError(
-            f"--actor.model {run.actor.model}: log-probs of the rollout are off the actor's by {diff:.1e} a token; the "
-            "model does something to its logits that Policy.forward does not know, or rows see each other in a pack"
-        )
 
 
 def evaluate(engine, task, run, reward):
     """Rewards of held-out prompts -> (metrics equal on all ranks, this rank's first transcripts)."""
     each, temperature = max(run.eval_samples, 1), run.temperature if run.eval_samples else 0.0
     rows = list(range(RANK, len(task.held_out) * each, WORLD_SIZE))
-    mine, keys = [task.held_out[row // each] for row in rows], [f"evaluation {run.seed} {row}" for row in rows]
+    mine, keys = (
+        [task.held_out[row // each] for row in rows],
+        [f"evaluation {run.seed} {row}" for row in rows],
+    )
     replies, texts, faults = roll_out(engine, task, mine, keys, run, temperature)
     scores, faults = score(run, reward, mine, texts, to_batch(mine, replies, rows), faults)
-    sums = torch.tensor(
-        [len(rows), sum(scores), sum(s >= 1 for s in scores), sum(len(r.ids) for r in replies), sum(map(bool, faults))],
-        dtype=torch.float64,
-    )
+    sums = [
+        len(rows),
+        sum(scores),
+        sum(x >= 1 for x in scores),
+        sum(len(r.ids) for r in replies),
+        sum(map(bool, faults)),
+    ]
+    sums = torch.tensor(sums, dtype=torch.float64)
     dist.all_reduce(sums)
     n, total, right, tokens, failed = sums.tolist()
-    if failed:
-        show_fault(faults)
-    samples = [
-        {"prompt": p.text, "response": text, "answer": p.answer, "reward": s}
-        for p, text, s in zip(mine, texts, scores, strict=True)
+    show_fault(faults)
+    metrics = {
+        "eval/reward": total / n,
+        "eval/accuracy": right / n,
+        "eval/length": tokens / n,
+        "eval/errors": failed,
+    }
+    columns = zip(mine[:8], texts, scores, strict=False)
+    return metrics, [
+        {"prompt": p.text, "response": text, "answer": p.answer, "reward": x} for p, text, x in columns
     ]
-    return {
-        "eval/reward": total / n, "eval/accuracy": right / n, "eval/length": tokens / n, "eval/errors": failed,
-    }, samples[:8]  # fmt: skip
 
 
 def keep_samples(samples, step, out_dir):
-    """Puts transcripts into samples.jsonl, after those of earlier steps, and shows two of them. What it has of this
-    step and later ones is of another run, or of before --resume."""
-    if RANK != 0:
-        return
-    path = os.path.join(out_dir, "samples.jsonl")
-    rows = [row for row in common.read_metrics(path) if row["step"] < step]
-    common.replace_lines(path, rows + [{"step": step, **sample} for sample in samples])
-    for s in samples[:2]:
-        print0(f"  {s['prompt'][-60:]!r} -> {s['response'][-60:]!r}  reward {s['reward']:g}")
+    """Adds transcripts to samples.jsonl, after those of earlier steps, and shows two of them."""
+    if RANK == 0:
+        path = os.path.join(out_dir, "samples.jsonl")
+        rows = [row for row in common.read_lines(path) if row["step"] < step]
+        common.replace_lines(path, rows + [{"step": step, **sample} for sample in samples])
+        for x in samples[:2]:
+            print0(f"  {x['prompt'][-60:]!r} -> {x['response'][-60:]!r}  reward {x['reward']:g}")
 
 
 def ppo_line(step, steps, m):
     """One aligned line that tells how a step went, in units a person reads."""
     n, eta = common.number, datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
-    odd = [f"{m[key]:.0f} {words}" for key, words in (
-        ("reward/errors", "reward errors"), ("reward/timeouts", "timeouts"), ("actor/skipped_steps", "skipped")
-    ) if m.get(key)]  # fmt: skip
+    odd = {"reward errors": "reward/errors", "timeouts": "reward/timeouts", "skipped": "actor/skipped_steps"}
+    odd = "".join(f"  {m[key]:.0f} {words}" for words, key in odd.items() if m.get(key))
     return (
         f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}  length {m['rollout/actions']:.1f}"
         f"  kl {n(m['kl/reference'], '.3f')}  entropy {n(m.get('actor/entropy'), '.3f')}"
         f"  clipped {n(m.get('actor/pg_clipfrac'), '.3f')}  |g| {n(m.get('actor/grad_norm'), '.2g'):>5}"
         f"  value loss {n(m['critic/vf_loss'], '.4f')}  explained var {n(m['critic/explained_var'], '.2f'):>5}"
-        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {eta}" + "".join(f"  {words}" for words in odd)
+        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {eta}{odd}"
     )
 
 
-CURVES = (  # for common.plot_curves
-    ("reward", "linear", (("reward/mean", "rows of the step", "-"), ("eval/accuracy", "held-out accuracy", "o-"))),
-    (
-        "how far the policy has moved", "linear",
-        (("actor/entropy", "entropy", "-"), ("kl/reference", "KL to the reference", "-")),
-    ),
-    ("explained variance of the critic", "linear", (("critic/explained_var", "rows of the step", "-"),)),
-)  # fmt: skip
+CURVES = {  # panel -> metrics
+    "reward": ("reward/mean", "eval/accuracy"),
+    "how far the policy has moved": ("actor/entropy", "kl/reference"),
+    "explained variance": ("critic/explained_var",),
+}
 
 
-def read_loop_state(folder):
-    """What save() wrote of the loop itself. UserError: damaged, or not a checkpoint of this script."""
-    common.check_complete(folder, "--resume")
-    try:
-        with open(os.path.join(folder, "loop.json")) as file:
-            state = json.load(file)
-        return {key: state[key] for key in ("step", "kl_coef", "run", "start", "start_weights")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--resume {folder}: not a checkpoint of ppo_loop.py ({common.one_line(error)})") from None
-
-
-def adapted_kl_coef(run, state):
-    """The KL coefficient as it had adapted, unless --kl-coef asks for another one now."""
-    goes_on = run.target_kl and state["run"].get("kl_coef") == run.kl_coef
-    return state["kl_coef"] if goes_on else run.kl_coef
-
-
-def print_resume(run, state):
-    """Says where the run goes on, and which of its own flags have changed since; actor and critic say theirs."""
-    now = json.loads(json.dumps(dataclasses.asdict(run)))  # tuples as lists
-    own = {key: x for key, x in state["run"].items() if key not in ("actor", "critic", "resume")}
-    print0(f"resume     {run.resume}, step {state['step']}{common.changes(own, now)}")
-
-
-def checkpoint_writer(run, step, kl_coef, workers, copy):
-    """write(folder, group) of everything. Prompts and samples follow from the step, and need no state."""
-    state = {"step": step, "kl_coef": kl_coef, "run": dataclasses.asdict(run)}
-    state |= {"start": run.actor.model, "start_weights": same_weights(run.actor.model)}
-    write_actor, write_critic = [worker.checkpoint_writer(copy) for worker in workers]
-
-    def write(folder, group=None):
-        with common.complete_or_absent(folder, group=group) as tmp:
-            write_actor(os.path.join(tmp, "actor"), group)
-            write_critic(os.path.join(tmp, "critic"), group)
-            if RANK == 0:
-                with open(os.path.join(tmp, "loop.json"), "w") as file:
-                    json.dump(state, file, indent=1)
-
-    return write
-
-
-def dump(batch, step, out_dir):
-    """The rows of all ranks as out_dir/rollouts/step_N.jsonl (a collective)."""
-    whole = common.gather(batch)
-    if RANK == 0:
-        os.makedirs(os.path.join(out_dir, "rollouts"), exist_ok=True)
-        common.write_jsonl(whole, os.path.join(out_dir, "rollouts", f"step_{step + 1}.jsonl"))
-
-
-def load_task(run):
-    """(run with what follows from its task and its actor, the Task). What can be wrong with flags, files and functions
-    is found here, before there is a process group."""
-    run, tokenizer, model_config = settle(run)
-    if run.prompts is None:
+def set_up(run):
+    """(run with what follows from its task and its actor, the Task). UserError: flags, files or functions are wrong."""
+    check_flags(run)
+    addition, actor, critic = run.prompts is None, run.actor, run.critic
+    with flags_of("actor"):
+        tokenizer, model_config = common.load_config(actor, actor.trust_remote_code)
+    if tokenizer is None:
+        raise UserError(f"--actor.tokenizer: {actor.model} has none, and prompts are text; give one")
+    if critic.model == "actor":
+        names = {"model", "tokenizer", "override_config", "trust_remote_code"} & vars(critic).keys()
+        unset = [
+            name for name in names if name == "model" or getattr(critic, name) == getattr(type(critic), name)
+        ]
+        critic = dataclasses.replace(critic, **{name: getattr(actor, name) for name in unset})
+    run = dataclasses.replace(
+        run,
+        actor=dataclasses.replace(actor, lr=actor.lr or (5e-4 if addition else 1e-6)),
+        critic=dataclasses.replace(critic, lr=critic.lr or (1e-3 if addition else None)),
+        max_response_length=run.max_response_length or (8 if addition else 256),
+        reward=run.reward or ("addition" if addition and not run.reward_model else None),
+    )
+    if addition:
         prompts = addition_prompts(8192, run.seed, tokenizer)
         held_out = addition_prompts(512, run.seed, tokenizer, held_out=True)
     else:
         prompts = load_prompts(run.prompts, "--prompts", run, tokenizer)
-        held_out = load_prompts(run.eval_prompts, "--eval-prompts", run, tokenizer) if run.eval_prompts else []
-    longest = max(len(p.ids) for p in prompts + held_out) + run.max_response_length
-    top, vocab_size = max(max(p.ids) for p in prompts + held_out), model_config.get_text_config().vocab_size
-    if top >= vocab_size:
-        raise UserError(
-            f"--actor.tokenizer: makes token {top} of a prompt, {run.actor.model} knows {vocab_size} tokens"
+        held_out = (
+            load_prompts(run.eval_prompts, "--eval-prompts", run, tokenizer) if run.eval_prompts else []
         )
-    check_lengths(run, model_config, longest)
-    check_vllm(run, model_config)
-    check_critic(run, model_config, tokenizer, longest)
-    if run.reward_model:
-        check_reward_model(run, tokenizer, known_tokens(model_config, tokenizer), longest)
+    longest = max(len(p.ids) for p in prompts + held_out) + run.max_response_length
+    with flags_of("actor"):
+        check_takes(run.actor.model, model_config, tokenizer, longest)
+        if longest > run.actor.ppo_max_token_len_per_gpu:
+            raise UserError(
+                f"--ppo-max-token-len-per-gpu: the longest prompt with its response has {longest} tokens"
+            )
+    with flags_of("critic"):
+        module = critic_module(run.backend)
+        _, critic_config = common.load_config(run.critic)
+        module.check_model_flags(run.critic, critic_config)
+        check_takes(run.critic.model, critic_config, tokenizer, longest)
+        module.check_budget(run.critic, longest, "the longest prompt with its response")
     reward = load_function(run.reward, "--reward") if run.reward else None
     observe = load_function(run.environment, "--environment") if run.environment else None
     rows = run.train_batch_size * run.rollout_n
-    print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; at most {longest} tokens with the response")
+    print0(
+        f"prompts    {len(prompts):,}, {len(held_out):,} held out; at most {longest} tokens with the response"
+    )
     print0(f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses = {rows} rows a step")
-    for name, c in (("actor", run.actor), ("critic", run.critic)):
-        minis = math.ceil(rows / c.ppo_mini_batch_size)
-        print0(
-            f"{name:11s}{c.ppo_epochs} epochs x {minis} mini-batches = {c.ppo_epochs * minis} optimizer steps a step"
-        )
     stop_ids = stop_tokens(run.actor, tokenizer)
     return run, Task(tokenizer, model_config, prompts, held_out, reward, observe, stop_ids, longest)
 
 
-def build(run, task, device):
+def check_takes(model, model_config, tokenizer, longest):
+    """UserError if a model cannot take rows of this many tokens, or does not know all of the actor's tokens."""
+    vocab_size, most = common.limits(model_config)
+    if longest > most:
+        raise UserError(
+            f"--model {model}: takes {most} tokens, the longest prompt with its response has {longest}"
+        )
+    if vocab_size <= max(tokenizer.get_vocab().values()):
+        raise UserError(f"--model {model}: knows {vocab_size} tokens, the actor's tokenizer more")
+
+
+def start_from(run, task, device, checkpoints):
+    """(run whose actor starts from the supervised one, which a new run makes now; step and KL coefficient to go on
+    with)."""
+    folder, state = checkpoints.folder, {"step": 0, "kl_coef": run.kl_coef}
+    start = os.path.abspath(
+        os.path.join(folder, "..", "..", "supervised") if folder else f"{run.out_dir}/supervised"
+    )
+    if folder:
+        loop = os.path.join(folder, "loop.json")
+        common.verify(loop)
+        with open(loop) as file:
+            state = json.load(file)
+        if state["step"] > run.steps:
+            raise UserError(f"--steps {run.steps}: {folder} has made {state['step']} already; give more")
+        if not run.target_kl or state["given_kl_coef"] != run.kl_coef:
+            state["kl_coef"] = run.kl_coef
+        if teaches(run) and fingerprint(start) != state["start"]:
+            raise UserError(
+                f"--resume {folder}: {start} is not, or no longer, the actor that the run started from"
+            )
+        print0(f"resume     {folder}, step {state['step']}")
+    elif teaches(run):
+        learn_to_add(run, task, device, start)
+    if teaches(run):
+        fresh = {"model": start, "override_config": "{}"}
+        same = all(getattr(run.critic, name) == getattr(run.actor, name) for name in fresh)
+        critic = dataclasses.replace(run.critic, **fresh) if same else run.critic
+        run = dataclasses.replace(run, actor=dataclasses.replace(run.actor, **fresh), critic=critic)
+    return run, state["step"], state["kl_coef"]
+
+
+def fingerprint(folder):
+    """What two published folders share only if all their files are equal; None of other folders."""
+    manifest = os.path.join(folder, common.MANIFEST)
+    return common.checksum(manifest) if os.path.exists(manifest) else None
+
+
+def checkpoint_writer(run, step, kl_coef, actor, critic):
+    """write(tmp, group) of the whole state. Prompts and samples follow from the step, and need none."""
+    state = {
+        "step": step,
+        "kl_coef": kl_coef,
+        "given_kl_coef": run.kl_coef,
+        "start": fingerprint(run.actor.model),
+    }
+    writers = {
+        "actor": actor.checkpoint_writer(run.async_save),
+        "critic": critic.checkpoint_writer(run.async_save),
+    }
+
+    def write(tmp, group=None):
+        for name, write_part in writers.items():
+            os.makedirs(os.path.join(tmp, name), exist_ok=True)
+            write_part(os.path.join(tmp, name), group)
+        if RANK == 0:
+            with open(os.path.join(tmp, "loop.json"), "w") as file:
+                json.dump(state, file, indent=1)
+
+    return write
+
+
+def build(run, task, device, checkpoints):
     """(actor, reference or None, critic, reward model or None, rollout engine without weights yet) on all ranks, from
     the checkpoint if the run is resumed. With --offload they are made one after another."""
-    away = lambda *workers: [worker.offload() for worker in workers if worker and run.offload]
-    with flags_of("actor"):
-        actor, reference, reward_model = PolicyWorker(run.actor, task.model_config, device, run.temperature), None, None
-        print0(f"actor      {actor.story}")
-        if run.resume:
-            actor.load_checkpoint(os.path.join(run.resume, "actor"))
-        away(actor)
-        if run.kl_coef or run.actor.kl_loss_coef:
-            reference = PolicyWorker(run.actor, task.model_config, device, run.temperature, trains=False)
-            print0(f"reference  {reference.story}")
-            away(reference)
+    folder, reference, reward_model = checkpoints.folder, None, None
+    away = lambda worker: worker.offload() if run.offload else None
+    actor = PolicyWorker(run, task.model_config, device)
+    if folder:
+        actor.load_checkpoint(os.path.join(folder, "actor"))
+    away(actor)
+    if run.kl_coef or run.actor.kl_loss_coef:
+        reference = PolicyWorker(run, task.model_config, device, trains=False)
+        away(reference)
     if run.reward_model:
-        reward_model = RewardModel(run, task.tokenizer)
+        reward_model = RewardModel(run, task.tokenizer, device)
         away(reward_model)
     engine = {"hf": HFRollout, "vllm": VLLMRollout}[run.rollout](run, task, device)
     away(engine)
-    with flags_of("critic"):  # the last, for it seeds torch's generator, or restores it
+    with flags_of("critic"):  # the last, because it seeds torch's generator, or restores it
         critic = critic_module(run.backend).CriticWorker(run.critic)
-        critic.init_model()
-        if run.resume:
-            critic.load_checkpoint(os.path.join(run.resume, "critic"))
-        critic.find_budget(task.longest, "the longest prompt with its response")
+        minis = math.ceil(run.train_batch_size * run.rollout_n / run.critic.ppo_mini_batch_size)
+        critic.init_model(run.steps * run.critic.ppo_epochs * minis)
+        if folder:
+            critic.load_checkpoint(os.path.join(folder, "critic"))
+        critic.set_budget(task.longest, "the longest prompt with its response", checkpoints.halvings)
         away(critic)
     return actor, reference, critic, reward_model, engine
 
 
-def main(run):
-    validate(run)
-    run, task = load_task(run)
-    least = critic_module(run.backend).least_budget(run.critic, task.longest)
-    run = common.smaller_budgets(run, actor=task.longest, critic=least)
-    run = common.find_resume(run, run.critic.timeout_minutes)
-    state = read_loop_state(run.resume) if run.resume else {"step": 0, "run": {}}
-    first_step, kl_coef = state["step"], adapted_kl_coef(run, state)
-    if run.resume and first_step > run.steps:
-        raise UserError(f"--steps {run.steps}: {run.resume} has made {first_step} already; give more")
-    device = common.setup_distributed(run.critic.timeout_minutes)
-    if run.resume:
-        if run.actor.model in common.TINY:  # any other is where --actor.model says now
-            run = start_from(run, taught_before(run, state))
-        print_resume(run, state)
-    elif teaches(run):
-        run = start_from(run, learn_to_add(run, task.model_config, task.tokenizer, device))
-    actor, reference, critic, reward_model, engine = build(run, task, device)
-    phases, reward = Phases(run.offload, device), reward_model or task.reward
-    logger = common.Logger(run, first_step)
-    common.listen_for_sigterm()
-    start, stuck, batch = time.perf_counter(), 0, None
-    for step in common.profiled(run, range(first_step, run.steps + 1)):
-        last, stop, began = step == run.steps, common.told_to_stop(), time.perf_counter()
-        if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
-            with phases("checkpoint", actor, critic):
-                common.save(run, step, functools.partial(checkpoint_writer, run, step, kl_coef, (actor, critic)))
-        common.join_saving(wait=last or stop)
-        if stop and not last:
-            logger.close()
-            common.leave(run.out_dir, step)
+def check_engine(run, metrics, device):
+    """UserError if engine and actor, which have the same weights, do not make the same of the first rows: two ways
+    through a model, one of them with a cache and padding, the other packed."""
+    limit = 1e-3 if compute_dtype(run.actor, device) == torch.float32 else 0.5
+    if not metrics["rollout/log_prob_diff"] < limit:
+        raise UserError(
+            f"--actor.model {run.actor.model}: log-probs of the rollout are off the actor's by "
+            f"{metrics['rollout/log_prob_diff']:.1e} a token; the model does something to its logits that "
+            "Policy.forward does not know, or rows see each other in a pack"
+        )
 
-        with phases("generation", engine):
-            synced, learned = {}, step > run.critic_warmup  # in the step before
-            if step == first_step or learned or run.offload:  # an engine that has slept may have lost its weights
-                with phases("sync", actor):
-                    synced = sync(engine, actor, device)
-            if task.held_out and common.evaluates(run, step):
-                with phases("evaluation", reward_model):
-                    metrics, samples = evaluate(engine, task, run, reward)
-                logger.log(step, metrics)
-                print0(f"held out   accuracy {metrics['eval/accuracy']:.3f}   reward {metrics['eval/reward']:.3f}")
-                keep_samples(samples, step, run.out_dir)
-            if last:
-                break
-            prompts, row_ids, keys = prompts_of_step(step, task.prompts, run)
-            with phases("rollout"):
-                replies, texts, faults = roll_out(engine, task, prompts, keys, run, run.temperature)
-                batch = to_batch(prompts, replies, row_ids)
-        with phases("reward", reward_model):
-            scores, faults = score(run, reward, prompts, texts, batch, faults)
-        with phases("log_probs", actor):
-            batch.old_log_probs = batch.ref_log_probs = actor.compute_log_probs(batch)
-        if reference is not None:
-            with phases("reference", reference):
-                batch.ref_log_probs = reference.compute_log_probs(batch)
-        metrics = synced | rollout_metrics(batch, scores, faults, run)
-        if step == first_step:
-            check_engine(run, metrics, device)
-        with phases("critic", critic):
-            with phases("values"):
+
+def main(run):
+    run, task = set_up(run)
+    device = common.setup_distributed(run.critic.timeout_minutes)
+    options = (run.out_dir, run.resume, run.keep, run.async_save, run.critic.timeout_minutes)
+    with common.Checkpoints(*options) as checkpoints:
+        run, first_step, kl_coef = start_from(run, task, device, checkpoints)
+        actor, reference, critic, reward_model, engine = build(run, task, device, checkpoints)
+        phases, reward = Phases(run.offload), reward_model or task.reward
+        last_step = first_step if checkpoints.is_own else 0
+        logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, run.evaluates(first_step))
+        start, skipped = time.perf_counter(), 0
+        for step in common.profiled(range(first_step, run.steps + 1), run.profile_steps, run.out_dir):
+            last, stop, began = step == run.steps, checkpoints.sigterm_received(), time.perf_counter()
+            if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
+                with phases("checkpoint", actor, critic):
+                    checkpoints.save(step, checkpoint_writer(run, step, kl_coef, actor, critic))
+            checkpoints.wait(block=last or stop)
+            if stop and not last:
+                logger.close()
+                checkpoints.leave(step)
+
+            with phases("generation", engine):
+                learned = step > run.critic_warmup  # in the step before
+                if (
+                    step == first_step or learned or run.offload
+                ):  # an engine that slept may have lost its weights
+                    with phases("sync", actor):
+                        engine.sync(actor.weights(engine.dtype))
+                if task.held_out and run.evaluates(step):
+                    with phases("evaluation", reward_model):
+                        metrics, samples = evaluate(engine, task, run, reward)
+                    logger.log(step, metrics)
+                    print0(
+                        f"held out   accuracy {metrics['eval/accuracy']:.3f}   reward {metrics['eval/reward']:.3f}"
+                    )
+                    keep_samples(samples, step, run.out_dir)
+                if last:
+                    break
+                prompts, row_ids, keys = prompts_of_step(step, task.prompts, run)
+                with phases("rollout"):
+                    replies, texts, faults = roll_out(engine, task, prompts, keys, run, run.temperature)
+                    batch = to_batch(prompts, replies, row_ids)
+            with phases("reward", reward_model):
+                scores, faults = score(run, reward, prompts, texts, batch, faults)
+            with phases("log_probs", actor):
+                batch.old_log_probs = batch.ref_log_probs = actor.compute_log_probs(batch)
+            if reference is not None:
+                with phases("reference", reference):
+                    batch.ref_log_probs = reference.compute_log_probs(batch)
+            metrics = rollout_metrics(batch, scores, faults, run)
+            if step == first_step:
+                check_engine(run, metrics, device)
+            with phases("critic", critic):
                 batch.values = critic.compute_values(batch)
-            add_advantages(batch, scores, kl_coef, run)
-            metrics |= critic.update_critic(batch)
-        if step >= run.critic_warmup:
-            with phases("actor", actor):
-                metrics |= actor.update_policy(batch)
-        stuck = common.count_stuck(stuck, metrics, run, batch, step)
-        metrics["kl/coef"] = kl_coef
-        if step >= run.critic_warmup:
-            kl_coef = common.next_kl_coef(
-                kl_coef, metrics["kl/reference"], run.train_batch_size * run.rollout_n, run.target_kl, run.kl_horizon
-            )
-        if run.dump_rollouts:
-            dump(batch, step, run.out_dir)
-        if metrics["reward/errors"] + metrics["reward/timeouts"]:
+                add_advantages(batch, scores, kl_coef, run)
+                metrics |= critic.update_critic(batch)
+            metrics["kl/coef"] = kl_coef
+            if step >= run.critic_warmup:
+                with phases("actor", actor):
+                    metrics |= actor.update_policy(batch)
+                kl_coef = next_kl_coef(
+                    kl_coef, metrics["kl/reference"], run.train_batch_size * run.rollout_n, run.target_kl
+                )
+            skipped = common.count_skipped(skipped, metrics, batch, run.out_dir)
+            if run.dump_rollouts:
+                common.dump(batch, run.out_dir, step + 1)
             show_fault(faults)
-        metrics |= phases.take()
-        metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
-        metrics["perf/rollout_tokens_per_second"] = metrics["rollout/tokens"] / (time.perf_counter() - began)
-        logger.log(step + 1, metrics)
-        print0(ppo_line(step + 1, run.steps, metrics))
-    with phases("export", actor, critic):
-        actor.export_hf(os.path.join(run.out_dir, "hf"), task.tokenizer)
-        critic.export_hf(os.path.join(run.out_dir, "critic_hf"))
+            metrics |= phases.take()
+            metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
+            metrics["perf/rollout_tokens_per_second"] = metrics["rollout/tokens"] / (
+                time.perf_counter() - began
+            )
+            logger.log(step + 1, metrics)
+            print0(ppo_line(step + 1, run.steps, metrics))
+        with phases("export", actor, critic):
+            actor.export_hf(os.path.join(run.out_dir, "hf"), task.tokenizer)
+            critic.export_hf(os.path.join(run.out_dir, "critic_hf"))
     logger.close()
-    common.plot_curves(run.out_dir, CURVES)
-    common.write_report(run, task.tokenizer, None, batch)
-    print0(phases.line())
-    samples = ["samples.jsonl"] * bool(task.held_out)
-    print0(common.saved_line(run, first_step, "hf", "critic_hf", *samples))
+    if first_step < run.steps:
+        common.write_report(
+            run.out_dir, common.gather(batch), "rows of the last step", task.tokenizer, run.gamma, CURVES
+        )
+    print0("seconds    " + "  ".join(f"{name[5:]} {x:,.1f}" for name, x in phases.totals.items()))
+    files = "hf, critic_hf, samples.jsonl, report.html, curves.png, metrics.jsonl, tensorboard"
+    print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
 
 
 if __name__ == "__main__":
-    common.run(lambda: main(parse(sys.argv[1:])))
+    common.launch(lambda: main(parse(sys.argv[1:])))
