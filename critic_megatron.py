@@ -15,16 +15,15 @@ Shapes are in the names: T tokens, sequences end to end; B sequences; L longest 
 S slots: the tokens and the padding of a micro-batch that this rank holds.
 """
 
-import contextlib
 import dataclasses
 import functools
-import glob
 import heapq
 import itertools
 import json
 import logging
 import math
 import os
+import pathlib
 import re
 import sys
 import time
@@ -39,8 +38,9 @@ from pydantic import Field
 
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these; plain `python` is a world of one
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron counts on it to overlap communication
 
-# ---- Config ------------------------------------------------------------------------------------------
+# ---- Config ------------------------------------------------------------------------------------------------
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -59,14 +59,12 @@ class Config:
     model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
     tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own)
     override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-    value_head_init: Literal["auto", "checkpoint", "normal", "zero"] = (
-        "auto"  # auto: the checkpoint's, else normal
-    )
+    # where the value head comes from (auto: from the checkpoint, else normal)
+    value_head_init: Literal["auto", "checkpoint", "normal", "zero"] = "auto"
     value_head: Literal["scalar", "hl_gauss"] = "scalar"  # a number, or the mean of a distribution over bins
     value_bins: Annotated[int, Field(ge=2)] = 51  # bins of hl_gauss
-    value_range: tuple[float, float] | None = (
-        None  # of the bins, LOW HIGH (None: the checkpoint's, else the data's)
-    )
+    # what the bins of hl_gauss span, LOW HIGH (None: the checkpoint's, else the data's)
+    value_range: tuple[float, float] | None = None
     seed: Count = 0  # of random weights, the value head and every shuffle
 
     # layout
@@ -79,35 +77,23 @@ class Config:
     context_parallel_size: Positive = 1  # ranks that share each sequence, with a part of its tokens each
     expert_model_parallel_size: Positive = 1  # ranks that share the experts of a mixture
     expert_tensor_parallel_size: Positive | None = None  # ranks that share each expert (None: as for tensors)
-    overlap_comm: bool = (
-        False  # reduce gradients during the backward pass, gather weights during the next forward
-    )
-    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = (
-        30.0  # a collective that takes longer ends the run
-    )
+    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 30.0  # a collective that takes longer ends the run
 
     # precision and kernels
-    param_dtype: Literal["auto", "float32", "bfloat16"] = (
-        "auto"  # of matrix products (auto: bfloat16; float32 on CPU)
-    )
+    # dtype of matrix products (auto: bfloat16, but float32 on CPU)
+    param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
-    recompute_modules: tuple[
-        Literal["core_attn", "mlp", "moe"], ...
-    ] = ()  # recompute only these parts of a layer
 
     # batches
     ppo_epochs: Positive = 1  # passes over the rows of one update
     ppo_mini_batch_size: Positive = 256  # rows of one optimizer step, over all ranks
     shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
-    ppo_max_token_len_per_gpu: Positive | Auto = (
-        16384  # tokens of a rank's micro-batch (auto, auto:GIB: what fits)
-    )
+    ppo_max_token_len_per_gpu: Positive | Auto = 16384  # tokens of a rank's micro-batch (auto[:GIB]: what fits)
 
     # loss
-    cliprange_value: Rate | None = (
-        0.5  # PPO clip range around the old value (None: no clipping; hl_gauss: never)
-    )
+    # PPO clip range around the old value (None: no clipping; hl_gauss never clips)
+    cliprange_value: Rate | None = 0.5
     loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
     response_length_limit: Positive | None = None  # the constant that seq-mean-token-sum-norm divides by
 
@@ -139,9 +125,7 @@ class Run:
     keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
     async_save: bool = False  # write checkpoints in the background, from a copy of the state on the host
     resume: str | None = None  # checkpoint folder to continue from; auto: the last complete one in out_dir
-    profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = (
-        None  # A:B, steps to record with torch.profiler
-    )
+    profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B, steps for torch.profiler
     out_dir: str = "out/critic_megatron"  # for checkpoints, the Hugging Face folder, metrics and the report
 
     def evaluates(self, step):
@@ -149,7 +133,7 @@ class Run:
         return step in (0, self.steps) or bool(self.eval_every and step % self.eval_every == 0)
 
 
-def mistake_in(flags, world_size=WORLD_SIZE):
+def mistake_in(flags):
     """What is wrong with a Config or a Run, as one line that names the flag and the fix, or None."""
     try:
         pydantic.TypeAdapter(type(flags)).validate_python(dataclasses.asdict(flags))
@@ -158,45 +142,30 @@ def mistake_in(flags, world_size=WORLD_SIZE):
         name = next(part for part in fault["loc"] if part != "critic").replace("_", "-")
         return f"--{name} {fault['input']}: {fault['msg'].replace('Input should be', 'must be')}"
     if isinstance(flags, Run):
-        rules = {
-            "--eval-rollouts: needs --rollouts; the toy has its own": flags.rollouts
-            or not flags.eval_rollouts,
-            "--recorded-values: needs --rollouts": flags.rollouts or not flags.recorded_values,
-        }
-        broken = [words for words, holds in rules.items() if not holds]
-        return broken[0] if broken else mistake_in(flags.critic, world_size)
-    c, norm, low_high = (
-        flags,
-        flags.loss_agg_mode == "seq-mean-token-sum-norm",
-        flags.value_range or (0.0, 1.0),
-    )
+        if not flags.rollouts and (flags.eval_rollouts or flags.recorded_values):
+            return "--eval-rollouts and --recorded-values: need --rollouts; the toy has its own rows"
+        return mistake_in(flags.critic)
+    c = flags
+    norm = c.loss_agg_mode == "seq-mean-token-sum-norm"
+    low, high = c.value_range or (0.0, 1.0)
     tp, pp, cp = c.tensor_model_parallel_size, c.pipeline_model_parallel_size, c.context_parallel_size
-    ep, etp, vpp = (
-        c.expert_model_parallel_size,
-        expert_tensor_parallel_size(c),
-        c.virtual_pipeline_model_parallel_size,
-    )
+    experts = c.expert_model_parallel_size * (c.expert_tensor_parallel_size or tp) * pp
     uneven = c.num_layers_in_first_pipeline_stage or c.num_layers_in_last_pipeline_stage
     rules = {  # between flags
-        f"--value-range {c.value_range}: LOW must be below HIGH": 0 < low_high[1] - low_high[0] < math.inf,
+        f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < math.inf,
         "--value-range: a scalar has none; add --value-head hl_gauss": c.value_head != "scalar" or not c.value_range,
-        "--response-length-limit: goes with --loss-agg-mode seq-mean-token-sum-norm, which needs it":
+        "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm":
             norm == (c.response_length_limit is not None),
-        f"--tensor-model-parallel-size: tensor {tp} x pipeline {pp} x context {cp} must divide the {world_size} ranks":
-            world_size % (tp * pp * cp) == 0,
-        f"--expert-model-parallel-size: expert tensor {etp} x expert {ep} x pipeline {pp} must divide the {world_size} ranks":
-            world_size % (etp * ep * pp) == 0,
-        f"--virtual-pipeline-model-parallel-size {vpp}: needs --pipeline-model-parallel-size": vpp == 1 or pp > 1,
-        "--num-layers-in-first-pipeline-stage: needs --pipeline-model-parallel-size": not uneven or pp > 1,
-        f"--context-parallel-size {cp}: needs packed rows; drop --no-use-remove-padding": cp == 1 or c.use_remove_padding,
-        "--recompute-modules: --gradient-checkpointing recomputes whole layers; drop one":
-            not (c.gradient_checkpointing and c.recompute_modules),
+        f"--tensor-model-parallel-size: tensor {tp} x pipeline {pp} x context {cp} must divide the {WORLD_SIZE} ranks":
+            WORLD_SIZE % (tp * pp * cp) == 0,
+        f"--expert-model-parallel-size: expert x expert tensor x pipeline = {experts} must divide the {WORLD_SIZE} ranks":
+            WORLD_SIZE % experts == 0,
+        "--virtual-pipeline-model-parallel-size: needs --pipeline-model-parallel-size above 1":
+            c.virtual_pipeline_model_parallel_size == 1 or pp > 1,
+        "--num-layers-in-first-pipeline-stage: needs --pipeline-model-parallel-size above 1": not uneven or pp > 1,
+        "--context-parallel-size: needs packed rows; drop --no-use-remove-padding": cp == 1 or c.use_remove_padding,
     }  # fmt: skip
     return next((words for words, holds in rules.items() if not holds), None)
-
-
-def expert_tensor_parallel_size(config):
-    return config.expert_tensor_parallel_size or config.tensor_model_parallel_size
 
 
 if __name__ == "__main__":  # here, because the imports below take ten seconds
@@ -211,13 +180,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 import transformers
 
-if (
-    not torch.cuda.is_available()
-):  # else Megatron loads a compiler for its small functions, which nothing uses here
+if not torch.cuda.is_available():  # else Megatron loads a compiler for its small functions, which nothing uses here
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-warnings.filterwarnings(
-    "ignore", message="(Transformer Engine and )?Apex (is|are) not installed"
-)  # at import: unused
+warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")  # at import: unused
 
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
@@ -239,7 +204,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import common
 from common import Dispatch, UserError, print0, register
@@ -251,7 +215,7 @@ warnings.filterwarnings("ignore", message="full scope is deprecated")
 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
 warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated")
 
-# ---- Megatron without CUDA, and without Transformer Engine -------------------------------------------
+# ---- Megatron without CUDA, and without Transformer Engine -------------------------------------------------
 
 
 class CudaMeansCpu(TorchFunctionMode):
@@ -262,9 +226,7 @@ class CudaMeansCpu(TorchFunctionMode):
         if "cuda" in str(kwargs.get("device")):
             kwargs = {**kwargs, "device": "cpu"}
         out = function(*args, **kwargs)
-        if function is torch.Tensor.type and isinstance(
-            out, str
-        ):  # optimizers test for "torch.cuda.FloatTensor"
+        if function is torch.Tensor.type and isinstance(out, str):  # optimizers test for "torch.cuda.FloatTensor"
             out = out.replace("torch.", "torch.cuda.")
         return out
 
@@ -275,13 +237,12 @@ def megatron_without_cuda():
     It replaces devices, streams, random states, and two collectives that gloo lacks for ranks of unequal size (of
     tokens for experts that tensor-parallel ranks share); never computation.
     """
-    rng, moe = tensor_parallel.random, token_dispatcher.MoEAlltoAllTokenDispatcher
     if torch.cuda.is_available() or torch.cuda.manual_seed is torch.manual_seed:  # the latter: done before
         return
+    rng = tensor_parallel.random
+    moe = token_dispatcher.MoEAlltoAllTokenDispatcher
     CudaMeansCpu().__enter__()
-    warnings.filterwarnings(
-        "ignore", message="When using sequence parallelism it is recommended to set .*CUDA"
-    )
+    warnings.filterwarnings("ignore", message="When using sequence parallelism it is recommended to set .*CUDA")
     torch._dynamo.config.disable = True  # compiling its small functions would take minutes
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
@@ -299,35 +260,30 @@ def megatron_without_cuda():
 
     moe.cuda_dtoh_stream = types.SimpleNamespace()
     moe._maybe_dtoh_and_synchronize = sizes_to_host
-    all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
 
-    def all_gather_any(outputs, x, group=None, async_op=False):
+    def all_gather(outputs, x, group=None, async_op=False):
         sizes = [len(out) for out in outputs]
-        if len(set(sizes)) == 1:
-            return all_gather(outputs, x, group=group, async_op=async_op)
         received = x.new_empty(sum(sizes), *x.shape[1:])
-        dist.all_to_all_single(
-            received, torch.cat([x] * len(sizes)), sizes, [len(x)] * len(sizes), group=group
-        )
+        dist.all_to_all_single(received, torch.cat([x] * len(sizes)), sizes, [len(x)] * len(sizes), group=group)
         for out, piece in zip(outputs, received.split(sizes), strict=True):
             out.copy_(piece)
 
-    def reduce_scatter_any(output, inputs, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    def reduce_scatter(output, inputs, op=dist.ReduceOp.SUM, group=None, async_op=False):
         sizes = [len(x) for x in inputs]
-        if len(set(sizes)) == 1:
-            return reduce_scatter(output, inputs, op, group=group, async_op=async_op)
         received = output.new_empty(len(sizes), *output.shape)
-        flat = received.flatten(0, 1)
-        dist.all_to_all_single(flat, torch.cat(inputs), [len(output)] * len(sizes), sizes, group=group)
+        dist.all_to_all_single(
+            received.flatten(0, 1), torch.cat(inputs), [len(output)] * len(sizes), sizes, group=group
+        )
         output.copy_(received.sum(0))
 
-    dist.all_gather, dist.reduce_scatter = all_gather_any, reduce_scatter_any
+    dist.all_gather = all_gather
+    dist.reduce_scatter = reduce_scatter
 
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # 0.16.1 reads the name without having defined it
 
-# ---- Value model: a decoder and a value head in float32 ----------------------------------------------
+# ---- Value model: a decoder and a value head in float32 ----------------------------------------------------
 
 
 class RMSNorm(nn.RMSNorm):
@@ -335,9 +291,7 @@ class RMSNorm(nn.RMSNorm):
 
     def __init__(self, config, hidden_size, eps=1e-6, **_):
         super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = (
-            config.sequence_parallel
-        )  # Megatron then sums it over tensor-parallel ranks
+        self.weight.sequence_parallel = config.sequence_parallel  # Megatron then sums it over tensor-parallel ranks
 
 
 class ValueHead(nn.Linear):
@@ -354,12 +308,9 @@ class ValueHead(nn.Linear):
     def forward(self, hidden_SBD, weight=None, runtime_gather_output=None):
         """(S, B, D) -> (S, B, N) float32; with sequence parallelism of all tokens, on each rank the same."""
         out_SBN = F.linear(hidden_SBD.float(), self.weight, self.bias)
-        if (
-            self.sequence_parallel
-        ):  # every rank then computes the whole loss, and takes back its own gradient alone
-            out_SBN = tensor_parallel.gather_from_sequence_parallel_region(
-                out_SBN, tensor_parallel_output_grad=False
-            )
+        if self.sequence_parallel:  # every rank then computes the whole loss, and takes back its own gradient alone
+            gather = tensor_parallel.gather_from_sequence_parallel_region
+            out_SBN = gather(out_SBN, tensor_parallel_output_grad=False)
         return out_SBN, None
 
 
@@ -370,41 +321,31 @@ class CoreAttention(nn.Module):
     and each piece sees the keys up to its own end: no head is split, and all ranks have equal work.
     """
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, cp_comm_type=None,
-                 pg_collection=None):  # fmt: skip
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, pg_collection=None,
+                 **_):  # fmt: skip
         super().__init__()
         self.scale = softmax_scale or config.kv_channels**-0.5
         self.context_group = pg_collection.cp
 
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None,
-                packed_seq_params=None):  # fmt: skip
+    def forward(self, query, key, value, attention_mask, packed_seq_params=None, **_):
         """(S,H,D), (S,K,D) of a packed row -> (S, H D); (L,B,H,D), (L,B,K,D) of padded rows -> (L, B, H D)."""
-        rows, pack = query.shape[:2], packed_seq_params
-        if pack is None:
+        pack = packed_seq_params
+        if pack is None:  # causal attention needs to know no more of padding at the end
+            length, rows = query.shape[:2]
+            layout = common.pack_layout([length] * rows, query.device)
             query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-            layout = padded_layout(*rows, query.device)
         else:
             layout = pack.layout
             if pack.key_index is not None:
-                gather = (
-                    tensor_parallel.gather_from_sequence_parallel_region
-                )  # of this group; backward: reduce-scatter
+                gather = tensor_parallel.gather_from_sequence_parallel_region  # backward: reduce-scatter
                 key, value = (gather(x, group=self.context_group)[pack.key_index] for x in (key, value))
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        out_SHD = common.attention(layout, query, key, value, self.scale)[0].transpose(0, 1)
-        if pack is None:
-            return out_SHD.unflatten(0, (rows[1], rows[0])).transpose(0, 1).flatten(2).contiguous()
-        return out_SHD.flatten(1)
-
-
-@functools.lru_cache(maxsize=16)
-def padded_layout(length, rows, device):
-    """PackLayout of rows padded to one length; causal attention needs to know no more of padding at the end."""
-    return common.pack_layout([length] * rows, device)
+        out_SD = common.attention(layout, query, key, value, self.scale)[0].transpose(0, 1).flatten(1)
+        return out_SD if pack else out_SD.unflatten(0, (rows, length)).transpose(0, 1).contiguous()
 
 
 def read_weights(config, model_config, value_range):
-    """(read, head, words on their origin): read(name) gives a weight by its Hugging Face name, KeyError: not there.
+    """(read, words on their origin): read(name) gives a weight by its Hugging Face name, KeyError: not there.
 
     Files are mapped, not loaded: a rank reads the pages of what it takes. Random weights are those of
     critic_fsdp.py, so every rank draws the whole model.
@@ -418,10 +359,16 @@ def read_weights(config, model_config, value_range):
         tensors = StoredTensors(common.local_folder(config.model), "model.")
         story = f"{len(tensors)} tensors from {config.model}"
     words = common.init_value_head(head, config, value_range)
-    return functools.partial(lookup_weight, tensors), head, f"{story}; {words}"
+
+    def read(name):
+        if name.startswith("score."):
+            return head.get_parameter(name.removeprefix("score.")).detach()
+        return lookup_weight(tensors, name)
+
+    return read, f"{story}; {words}"
 
 
-SHARDING = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint notes which part of a tensor a safetensors file has
+SHARDING = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint notes which part of a tensor a file has
 
 
 class StoredTensors(dict):
@@ -433,7 +380,7 @@ class StoredTensors(dict):
     def __init__(self, folder, prefix=""):
         self.joined = functools.lru_cache(maxsize=2)(self.join)  # experts are asked for one by one
         with common.blame(f"{folder}: its weights do not load"):
-            for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))):
+            for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
                 file = safe_open(path, "pt")
                 offsets = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
                 for name in file.keys():
@@ -444,34 +391,26 @@ class StoredTensors(dict):
         return self.joined(name)
 
     def join(self, name):
-        return torch.cat(
-            [
-                file.get_tensor(key).flatten(0, 0)
-                for _, (file, key) in sorted(super().__getitem__(name).items())
-            ]
-        )
+        pieces = [file.get_tensor(key) for _, (file, key) in sorted(super().__getitem__(name).items())]
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
-EXPERT = re.compile(
-    r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight"
-)  # Hugging Face's name of an expert's weight
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")  # Hugging Face's name of an expert's weight
 
 
 def lookup_weight(tensors, name, form="{}"):
     """A weight by its Hugging Face name, which is stored in this form; transformers holds the experts of a layer in
     one tensor."""
-    found = EXPERT.fullmatch(name)
-    if form.format(name) in tensors or not found:
+    expert = EXPERT.fullmatch(name)
+    if form.format(name) in tensors or not expert:
         return tensors[form.format(name)]
-    experts, i, kind = found[1], int(found[2]), found[3]
+    experts, i, kind = expert.groups()
     if kind == "down":
-        return tensors[form.format(f"{experts}.down_proj")][i]
-    return tensors[form.format(f"{experts}.gate_up_proj")][i].chunk(2)[kind == "up"]
+        return tensors[form.format(f"{experts}.down_proj")][int(i)]
+    return tensors[form.format(f"{experts}.gate_up_proj")][int(i)].chunk(2)[kind == "up"]
 
 
-# ---- Weights: megatron-core and Hugging Face ---------------------------------------------------------
-
-MODELS = ("qwen2", "qwen3", "llama", "qwen3_moe")
+# ---- Weights: megatron-core and Hugging Face ---------------------------------------------------------------
 
 # megatron-core's name -> how tensor-parallel ranks share it, and its parts by Hugging Face's names
 WEIGHTS = {
@@ -497,7 +436,8 @@ LAYER = {  # after decoder.layers.N. here and layers.N. there
 def hf_names(name):
     """(how ranks share it, its names in Hugging Face's backbone) of a weight by its global name."""
     if name in WEIGHTS:
-        return WEIGHTS[name][0], list(WEIGHTS[name][1:])
+        cut, *parts = WEIGHTS[name]
+        return cut, parts
     _, _, layer, rest = name.split(".", 3)
     expert = re.match(r"mlp\.experts\.local_experts\.(\d+)\.", rest)
     cut, *parts = LAYER[f"mlp.{rest[expert.end() :]}" if expert else rest]
@@ -507,12 +447,11 @@ def hf_names(name):
 
 
 def named_weights(modules):
-    """(global name, parameter) of what this rank holds, without the value head; layers and experts are counted over
+    """(global name, parameter) of what this rank holds, the value head last; layers and experts are counted over
     ranks."""
+    found = []
     for module in modules:
         for name, p in module.named_parameters():
-            if name.startswith("output_layer."):
-                continue
             if layer := re.match(r"decoder\.layers\.(\d+)\.", name):
                 number = module.decoder.layers[int(layer[1])].layer_number - 1
                 name = f"decoder.layers.{number}.{name[layer.end() :]}"
@@ -520,13 +459,8 @@ def named_weights(modules):
                 here = module.config.num_moe_experts // mpu.get_expert_model_parallel_world_size()
                 number = int(expert[1]) + mpu.get_expert_model_parallel_rank() * here
                 name = f"{name[: expert.start(1)]}{number}{name[expert.end(1) :]}"
-            yield name, p
-
-
-def named_head(modules):
-    """The same of the value head, on the ranks that have it."""
-    head = modules[-1].output_layer.named_parameters() if modules[-1].post_process else ()
-    return [(f"output_layer.{name}", p) for name, p in head]
+            found.append((name, p))
+    return found
 
 
 def value_model_name(part):
@@ -542,20 +476,24 @@ def tensor_group(name):
     return group, dist.get_rank(group), dist.get_world_size(group)
 
 
+def replicas(name):
+    """Ranks that hold the same of a weight: those that differ in rows, or in a part of the same rows."""
+    if ".experts." in name:
+        return mpu.get_expert_data_parallel_group()
+    return mpu.get_data_parallel_group(with_context_parallel=True)
+
+
 def shard(cut, parts, groups, rank, size):
     """What a tensor-parallel rank holds of a weight, from its whole parts in Hugging Face's form."""
-    whole, *_ = parts
     if cut == "whole":
-        return whole
+        return parts[0]
     if cut == "inputs":
-        return whole.chunk(size, 1)[rank]
+        return parts[0].chunk(size, 1)[rank]
     if cut == "outputs":  # gate and up projection, a part of either
         return torch.cat([part.chunk(size)[rank] for part in parts])
     if cut == "vocabulary":
-        return F.pad(whole, (0, 0, 0, -len(whole) % size)).chunk(size)[rank]
-    by_group = [
-        part.unflatten(0, (groups, -1)) for part in parts
-    ]  # heads: a group's queries, its key, its value
+        return F.pad(parts[0], (0, 0, 0, -len(parts[0]) % size)).chunk(size)[rank]
+    by_group = [part.unflatten(0, (groups, -1)) for part in parts]  # heads: a group's queries, its key, its value
     return torch.cat(by_group, 1).flatten(0, 1).chunk(size)[rank]
 
 
@@ -590,48 +528,44 @@ def stored_shards(named, groups, read, flag):
             yield p, x
         except (KeyError, RuntimeError, IndexError) as error:  # not there, or parts that do not fit together
             problems.append(f"{parts[0]} ({type(error).__name__}: {error})")
-    if problems := sorted(set(sum(common.of_all_ranks(problems), []))):
+    if problems := sorted(itertools.chain(*common.of_all_ranks(problems))):
         raise UserError(f"{flag}: {len(problems)} weights do not fit, e.g. {problems[0]}")
 
 
-def replicas(name=""):
-    """Ranks that hold the same of a weight: those that differ in rows, or in a part of the same rows. The name tells
-    whether it is an expert's."""
-    if ".experts." in name:
-        return mpu.get_expert_data_parallel_group()
-    return mpu.get_data_parallel_group(with_context_parallel=True)
-
-
-def whole_weights(modules, vocab_size, local=lambda name, p: p.detach()):
-    """(Hugging Face name, tensor on the host) of the weights that this rank is to write; others only take part.
+def whole_weights(modules, vocab_size, local):
+    """Hugging Face name -> tensor on the host, of the weights that this rank is to write; others only take part.
 
     local(name, p) gives what this rank holds of a weight. A collective: tensor-parallel ranks gather one weight at a
     time, and one rank keeps it. Ranks that hold the same layers take turns.
     """
     config = modules[0].config
-    for name, p in (*named_weights(modules), *named_head(modules)):
+    kept = {}
+    for name, p in named_weights(modules):
         cut, parts = hf_names(name)
         group, rank, size = tensor_group(name)
-        mine = local(name, p)
+        mine = local(name, p).contiguous()
         shards = [mine]
         if cut != "whole" and size > 1:
             shards = [torch.empty_like(mine) for _ in range(size)]
-            dist.all_gather(shards, mine.contiguous(), group=group)
+            dist.all_gather(shards, mine, group=group)
         layer = re.match(r"decoder\.layers\.(\d+)", name)
         replica, writer = divmod(int(layer[1]) if layer else 0, size)
-        if (rank, dist.get_rank(replicas(name))) == (writer, replica % dist.get_world_size(replicas(name))):
+        replica %= dist.get_world_size(replicas(name))
+        if (rank, dist.get_rank(replicas(name))) == (writer, replica):
             wholes = unshard(cut, shards, config.num_query_groups, config.kv_channels, vocab_size)
             for part, whole in zip(parts, wholes, strict=True):
-                yield value_model_name(part), whole.float().cpu().contiguous().clone()
+                kept[value_model_name(part)] = whole.float().cpu().contiguous().clone()
+    return kept
 
 
 def join_experts(weights):
     """Weights with experts one by one -> name -> (first row, tensor), experts as transformers holds them: those of a
     layer in one tensor, whose rows from the first on these are."""
-    out, layers = {}, {}
+    out = {}
+    layers = {}
     for name, x in weights.items():
-        if found := EXPERT.fullmatch(name):
-            layers.setdefault(found[1], {}).setdefault(int(found[2]), {})[found[3]] = x
+        if expert := EXPERT.fullmatch(name):
+            layers.setdefault(expert[1], {}).setdefault(int(expert[2]), {})[expert[3]] = x
         else:
             out[name] = 0, x
     for name, experts in layers.items():
@@ -641,7 +575,7 @@ def join_experts(weights):
     return out
 
 
-# ---- Parallelism: which ranks share what, and the model spread over them -----------------------------
+# ---- Parallelism: which ranks share what, and the model spread over them -----------------------------------
 
 
 class Layout(NamedTuple):
@@ -649,6 +583,7 @@ class Layout(NamedTuple):
     split the rows. Experts are spread over the same ranks in their own way (ep x etp)."""
 
     device: torch.device
+    dtype: torch.dtype  # of matrix products; master weights, gradients, optimizer and value head are float32
     dp_rank: int
     dp_size: int
     tp_rank: int
@@ -670,13 +605,14 @@ def make_layout(config, device):
         vpp if vpp > 1 else None,
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
-        expert_tensor_parallel_size=expert_tensor_parallel_size(config),
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         distributed_timeout_minutes=config.timeout_minutes,
         create_gloo_process_groups=False,  # for ways to save optimizer state that are not used here
     )
     tensor_parallel.model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
     return Layout(
         device=device,
+        dtype=common.compute_dtype(config.param_dtype, device),
         dp_rank=mpu.get_data_parallel_rank(),
         dp_size=mpu.get_data_parallel_world_size(),
         tp_rank=mpu.get_tensor_model_parallel_rank(),
@@ -687,100 +623,23 @@ def make_layout(config, device):
     )
 
 
-def compute_dtype(config, device):
-    """The dtype of matrix products; master weights, gradients, optimizer and value head are float32."""
-    if config.param_dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return getattr(torch, config.param_dtype)
-
-
 def splits_sequence(config):
     """Whether tensor-parallel ranks also share the tokens between the matrix products."""
     return config.sequence_parallel and config.tensor_model_parallel_size > 1
 
 
-def sparse_layers(model_config):
-    """For each layer whether it is a mixture of experts."""
-    c, dense = model_config, getattr(model_config, "mlp_only_layers", None) or ()
-    every = getattr(c, "decoder_sparse_step", 1)
-    mixture = bool(getattr(c, "num_experts", None))
-    return [mixture and i not in dense and (i + 1) % every == 0 for i in range(c.num_hidden_layers)]
-
-
-def stage_layers(config, model_config):
-    """Layers of each pipeline stage, as a list. UserError: they do not add up."""
-    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-    stages = [None] * pp
-    if pp > 1:
-        stages[0] = config.num_layers_in_first_pipeline_stage
-        stages[-1] = config.num_layers_in_last_pipeline_stage
-    rest = model_config.num_hidden_layers - sum(n or 0 for n in stages)
-    each = rest // max(stages.count(None), 1)
-    out = [n or each for n in stages]
-    if min(out) < 1 or sum(out) != model_config.num_hidden_layers or any(n % vpp for n in out):
-        raise UserError(
-            f"--pipeline-model-parallel-size {pp}: the model's {model_config.num_hidden_layers} layers do not make "
-            f"{pp} such stages of {vpp} equal pieces"
-        )
-    return out
-
-
-def check_model_flags(config, model_config):
-    """UserError for flags that this model does not go with, and for models that Megatron's layers do not compute."""
-    c, tp, etp = model_config, config.tensor_model_parallel_size, expert_tensor_parallel_size(config)
-    if c.model_type not in MODELS:
-        known = ", ".join(MODELS)
-        raise UserError(
-            f"--model {config.model}: {c.model_type} is not mapped to Megatron, as {known} are; use critic_fsdp.py"
-        )
-    rope = getattr(c, "rope_parameters", None) or {}
-    kinds = getattr(c, "layer_types", None) or ["sliding" if getattr(c, "sliding_window", None) else "full"]
-    experts = getattr(c, "num_experts", None)
-    odd = {
-        "attention_bias": getattr(c, "attention_bias", False),
-        "mlp_bias": getattr(c, "mlp_bias", False),
-        f"hidden_act {c.hidden_act}": c.hidden_act != "silu",
-        "sliding windows": any("sliding" in kind for kind in kinds),
-        "quantized weights": getattr(c, "quantization_config", None),
-        "norm_topk_prob with one expert a token": experts and c.num_experts_per_tok == 1 and c.norm_topk_prob,
-        f"rope_type {rope.get('rope_type')}": rope.get("rope_type", "default")
-        not in ("default", "linear", "llama3"),
-        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0,
-    }
-    if any(odd.values()):
-        words = ", ".join(name for name, holds in odd.items() if holds)
-        raise UserError(f"--model {config.model}: {words} is not mapped to Megatron; use critic_fsdp.py")
-    sizes = [("tensor-model", tp, c.num_attention_heads, "attention heads")]
-    if c.num_key_value_heads > tp or tp % c.num_key_value_heads:
-        sizes.append(("tensor-model", tp, c.num_key_value_heads, "key-value heads"))
-    if not all(sparse_layers(c)):
-        sizes.append(("tensor-model", tp, c.intermediate_size, "features inside an MLP"))
-    if experts:
-        sizes.append(("expert-model", config.expert_model_parallel_size, experts, "experts"))
-        sizes.append(("expert-tensor", etp, c.moe_intermediate_size, "features inside an expert"))
-        if tp > 1 and not config.sequence_parallel:
-            raise UserError("--no-sequence-parallel: a mixture of experts needs it with tensor parallelism")
-    elif (
-        config.expert_model_parallel_size > 1
-        or config.expert_tensor_parallel_size
-        or "moe" in config.recompute_modules
-    ):
-        raise UserError(f"--expert-...-parallel-size, --recompute-modules moe: {config.model} has no experts")
-    for flag, size, n, what in sizes:
-        if n % size:
-            raise UserError(f"--{flag}-parallel-size {size}: must divide the model's {n} {what}")
-    stage_layers(config, c)
-
-
 def transformer_config(config, model_config, dtype):
     """Megatron's description of the model and of how it is computed."""
-    c, fields, vpp = model_config, {}, config.virtual_pipeline_model_parallel_size
+    c = model_config
+    fields = {}
+    vpp = config.virtual_pipeline_model_parallel_size
     if getattr(c, "num_experts", None):
+        sparse = [i not in c.mlp_only_layers and (i + 1) % c.decoder_sparse_step == 0 for i in range(c.num_hidden_layers)]
         fields |= dict(
             num_moe_experts=c.num_experts,
             moe_router_topk=c.num_experts_per_tok,
             moe_ffn_hidden_size=c.moe_intermediate_size,
-            moe_layer_freq=[int(sparse) for sparse in sparse_layers(c)],
+            moe_layer_freq=list(map(int, sparse)),
             moe_router_score_function="softmax",
             moe_router_pre_softmax=not c.norm_topk_prob,  # softmax over all experts, or over the chosen ones
             moe_router_load_balancing_type="none",
@@ -788,15 +647,13 @@ def transformer_config(config, model_config, dtype):
         )
     if config.gradient_checkpointing:
         fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    elif config.recompute_modules:
-        fields |= dict(recompute_granularity="selective", recompute_modules=list(config.recompute_modules))
     return TransformerConfig(
         num_layers=c.num_hidden_layers,
         hidden_size=c.hidden_size,
         ffn_hidden_size=c.intermediate_size,
         num_attention_heads=c.num_attention_heads,
         num_query_groups=c.num_key_value_heads,
-        kv_channels=head_dim(c),
+        kv_channels=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
         normalization="RMSNorm",
         layernorm_epsilon=c.rms_norm_eps,
         activation_func=F.silu,
@@ -817,7 +674,7 @@ def transformer_config(config, model_config, dtype):
         num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
-        expert_tensor_parallel_size=expert_tensor_parallel_size(config),
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         variable_seq_lengths=True,  # stages tell each other the size of each micro-batch
         moe_token_dispatcher_type="alltoall",
         overlap_p2p_comm=vpp > 1,  # with virtual stages, sends that wait for each other would hang
@@ -834,30 +691,14 @@ def transformer_config(config, model_config, dtype):
     )
 
 
-def head_dim(model_config):
-    """Features of an attention head."""
-    c = model_config
-    return getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-
-
-def rotary_frequencies(model_config):
-    """(D/2,) angle of a position step for each pair of features, as transformers has it."""
-    rope = model_config.rope_parameters
-    if rope.get("rope_type", "default") == "default":
-        half = torch.arange(0, head_dim(model_config), 2, dtype=torch.float32)
-        return 1.0 / rope["rope_theta"] ** (half / head_dim(model_config))
-    frequencies, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](model_config, "cpu")
-    return frequencies
-
-
 def layer_spec(transformer, vp_stage):
     """The layers of one piece of the model: Megatron's own, with the norm and the attention above."""
-    block = get_gpt_decoder_block_spec(
-        transformer, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
-    )
+    options = {"use_transformer_engine": False, "normalization": "RMSNorm", "vp_stage": vp_stage}
+    block = get_gpt_decoder_block_spec(transformer, **options)
     block.layer_norm = RMSNorm
     for spec in block.layer_specs:
-        layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+        layer = spec.submodules
+        attention = layer.self_attention.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         attention.core_attention = CoreAttention
         if transformer.qk_layernorm:
@@ -866,85 +707,77 @@ def layer_spec(transformer, vp_stage):
 
 
 def build_value_model(config, model_config, layout, value_range):
-    """(the chunks of the model on this rank, their weights as they were stored, FlopsModel, words on its size and on
-    where its weights come from)."""
-    transformer, tp = (
-        transformer_config(config, model_config, compute_dtype(config, layout.device)),
-        layout.tp_size,
-    )
-    modules, vpp = [], config.virtual_pipeline_model_parallel_size
-    for vp_stage in range(vpp) if vpp > 1 else (None,):
-        module = GPTModel(
-            transformer,
-            layer_spec(transformer, vp_stage),
-            vocab_size=math.ceil(model_config.vocab_size / tp) * tp,
-            max_sequence_length=model_config.max_position_embeddings,
-            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            share_embeddings_and_output_weights=False,
-            position_embedding_type="rope",
-            vp_stage=vp_stage,
-        )
-        module.rotary_pos_emb.inv_freq = rotary_frequencies(model_config).to(layout.device)
-        modules.append(module)
-    read, head, story = read_weights(config, model_config, value_range)
-    if modules[-1].post_process:
-        modules[-1].output_layer = ValueHead(transformer, head.out_features).to(layout.device)
-        modules[-1].output_layer.load_state_dict(head.state_dict())
-    shards = stored_shards(
-        named_weights(modules), transformer.num_query_groups, read, f"--model {config.model}"
-    )
-    stored = {p: x.contiguous() for p, x in shards}
-    for p, x in stored.items():
-        p.data.copy_(x)
-    stored = [
-        {name: stored.get(p, p.detach()) for name, p in module.named_parameters()} for module in modules
-    ]
+    """(the chunks of the model on this rank, their weights as they were stored, FLOPs of a forward, words on its size
+    and on where its weights come from)."""
+    modules = []
+    vpp = config.virtual_pipeline_model_parallel_size
+    outputs = config.value_bins if config.value_head == "hl_gauss" else 1
     with torch.device("meta"):
-        skeleton = nn.ModuleList([AutoModel.from_config(model_config, dtype=torch.float32), head.to("meta")])
+        skeleton = AutoModel.from_config(model_config, dtype=torch.float32)
+        skeleton.score = nn.Linear(model_config.hidden_size, outputs)
+    with common.blame(f"--model {config.model}: cannot be built with these parallel sizes"):
+        transformer = transformer_config(config, model_config, layout.dtype)
+        for vp_stage in range(vpp) if vpp > 1 else (None,):
+            module = GPTModel(
+                transformer,
+                layer_spec(transformer, vp_stage),
+                vocab_size=math.ceil(model_config.vocab_size / layout.tp_size) * layout.tp_size,
+                max_sequence_length=model_config.max_position_embeddings,
+                pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+                post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+                share_embeddings_and_output_weights=False,
+                position_embedding_type="rope",
+                vp_stage=vp_stage,
+            )
+            rotary = type(skeleton.rotary_emb)(model_config)
+            module.rotary_pos_emb.inv_freq = rotary.inv_freq.detach().to(layout.device)
+            modules.append(module)
+    if modules[-1].post_process:
+        modules[-1].output_layer = ValueHead(transformer, outputs).to(layout.device)
+    read, story = read_weights(config, model_config, value_range)
+    stored = {}
+    flag = f"--model {config.model}"
+    for p, x in stored_shards(named_weights(modules), transformer.num_query_groups, read, flag):
+        stored[p] = x.contiguous()
+        p.data.copy_(x)
+    stored = [{name: stored[p] for name, p in module.named_parameters()} for module in modules]
     count = sum(p.numel() for p in skeleton.parameters())
     return modules, stored, common.flops_model(skeleton, model_config), f"{count:,} parameters: {story}"
 
 
-def padding_row(module, pad_token_id):
+def padding_row(module, model_config):
     """The row of the padding token in this rank's part of the embedding, or None."""
-    if not module.pre_process or pad_token_id is None:
+    if not module.pre_process or model_config.pad_token_id is None:
         return None
     embedding = module.embedding.word_embeddings
-    here = embedding.vocab_start_index <= pad_token_id < embedding.vocab_end_index
-    return pad_token_id - embedding.vocab_start_index if here else None
+    row = model_config.pad_token_id % model_config.vocab_size - embedding.vocab_start_index  # below 0: from the end
+    return row if 0 <= row < len(embedding.weight) else None
 
 
-def wrap(config, modules):
+def wrap(modules):
     """The chunks with what casts their inputs, holds their gradients in one float32 buffer and adds those up."""
-    transformer, chunks = modules[0].config, modules
-    for name, p in (named for module in modules for named in module.named_parameters()):
-        if ".experts." in name:
-            p.allreduce = (
-                False  # but over the experts' own replicas; Megatron says so from two expert ranks on only
-            )
+    transformer = modules[0].config
+    chunks = modules
+    for module in modules:
+        for name, p in module.named_parameters():
+            if ".experts." in name:  # Megatron says so from two expert ranks on only
+                p.allreduce = False  # but over the experts' own replicas
     head = modules[-1].output_layer if modules[-1].post_process else nn.Module()
     exact = head.state_dict()
     if transformer.bf16:
         chunks = [Float16Module(transformer, module) for module in modules]
-    head.float().load_state_dict(
-        exact
-    )  # rounded it would differ by rank: each has the masters of a part of it
-    options = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=config.overlap_comm,
-        overlap_param_gather=config.overlap_comm,
-    )
+    head.float().load_state_dict(exact)  # rounded it would differ by rank: each has the masters of a part of it
+    options = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     return [DistributedDataParallel(transformer, options, chunk) for chunk in chunks]
 
 
-# ---- Batching: rows over ranks, a rank's rows over micro-batches -------------------------------------
+# ---- Batching: rows over ranks, a rank's rows over micro-batches -------------------------------------------
 
 
 def spread(costs, k):
     """k lists of indices with nearly equal sums: longest first, each to the emptiest list (LPT, Graham 1969)."""
-    heap, parts = [(0, j) for j in range(k)], [[] for _ in range(k)]
+    heap = [(0, j) for j in range(k)]
+    parts = [[] for _ in range(k)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         load, j = heap[0]
         heapq.heapreplace(heap, (load + costs[i], j))
@@ -959,17 +792,20 @@ def micro_batches(lengths, costs, dp_size, max_tokens, padded=False, multiple=1)
     as ranks that share weights must. A rank with less to do gets smaller or empty micro-batches. Their number is a
     multiple of `multiple`, as the schedule of virtual pipeline stages wants.
     """
+
+    def tokens(rows):
+        sizes = [lengths[i] for i in rows]
+        return max(sizes, default=0) * len(sizes) if padded else sum(sizes)
+
     ranks = spread(costs, dp_size)
-    count = max(1, *[math.ceil(sum(lengths[i] for i in rows) / max_tokens) for rows in ranks])
+    count = max(1, *[math.ceil(tokens(rows) / max_tokens) for rows in ranks]) if not padded else 1
     while True:
         count = math.ceil(count / multiple) * multiple
-        table, most = [], 0
+        table = []
         for rows in ranks:
             parts = spread([lengths[i] for i in rows], count)
             table.append([[rows[j] for j in part] for part in parts])
-            sizes = [[lengths[i] for i in part] for part in table[-1]]
-            most = max(most, *[max(n, default=0) * len(n) if padded else sum(n) for n in sizes])
-        if most <= max_tokens:
+        if max(tokens(part) for parts in table for part in parts) <= max_tokens:
             return table
         count += 1 + count // 20
 
@@ -992,42 +828,57 @@ class MicroBatch(NamedTuple):
 
     input_ids: torch.Tensor  # (1, S) packed, or (B, L) padded, S = B L
     packed: PackedSeqParams | None
-    mask: torch.Tensor  # bool: there is an action
-    index: torch.Tensor | None = (
-        None  # int64: its place in the flat columns of the whole batch; without a loss
-    )
+    response_mask: torch.Tensor
+    index: torch.Tensor  # int64: the action's place in the flat columns of the whole batch
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
-    weights: torch.Tensor | None = None  # of the token losses
+    weights: torch.Tensor | None = None
+
+
+def check_model_flags(config, model_config):
+    """UserError for flags that this model does not go with, and for models that Megatron's layers do not compute."""
+    c = model_config
+    known = ("qwen2", "qwen3", "llama", "qwen3_moe")
+    if c.model_type not in known:
+        raise UserError(f"--model {config.model}: {c.model_type} is not mapped to Megatron, as {known} are; use critic_fsdp.py")
+    fixed = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "quantization_config": None}
+    odd = [f"{name} {getattr(c, name)}" for name, x in fixed.items() if getattr(c, name, x) != x]
+    odd += sorted(set(getattr(c, "layer_types", None) or ()) - {"full_attention"})
+    rope = c.rope_parameters
+    if rope["rope_type"] not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        odd.append(f"rope {rope['rope_type']}")
+    if odd:
+        raise UserError(f"--model {config.model}: {', '.join(odd)} is not mapped to Megatron; use critic_fsdp.py")
+    if c.model_type == "qwen3_moe" and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        raise UserError("--no-sequence-parallel: a mixture of experts needs it with tensor parallelism")
 
 
 def check_budget(config, longest, row):
     """UserError unless the longest row fits into a micro-batch. row: words that name it."""
-    least, given = (
-        math.ceil(longest / pack_unit(config)) * pack_unit(config),
-        config.ppo_max_token_len_per_gpu,
-    )
+    least = math.ceil(longest / pack_unit(config)) * pack_unit(config)
     least = math.ceil(least / config.context_parallel_size)
+    given = config.ppo_max_token_len_per_gpu
     if isinstance(given, int) and given < least:
-        raise UserError(
-            f"--ppo-max-token-len-per-gpu {given}: {row} has {longest} tokens; give at least {least}"
-        )
+        raise UserError(f"--ppo-max-token-len-per-gpu {given}: {row} has {longest} tokens; give at least {least}")
     return least
 
 
-# ---- The critic: forward, loss, step -----------------------------------------------------------------
+# ---- The critic: forward, loss, step -----------------------------------------------------------------------
 
 
 class MegatronPPOCritic:
     """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same on
     every rank, and work on this rank's share of it."""
 
-    def __init__(
-        self, config, modules, stored, flops, layout, value_range=None, pad_token_id=None, total_steps=None
-    ):
-        self.config, self.flops, self.layout, self.value_range = config, flops, layout, value_range
-        self.modules, self.transformer = modules, modules[0].config
-        self.model = wrap(config, modules)  # the same chunks
+    def __init__(self, config, model_config, layout, value_range=None, total_steps=None):
+        self.config = config
+        self.layout = layout
+        self.value_range = value_range
+        self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
+        self.modules, stored, self.flops, self.story = build_value_model(config, model_config, layout, value_range)
+        self.transformer = self.modules[0].config
+        self.padding_row = padding_row(self.modules[0], model_config)
+        self.model = wrap(self.modules)  # the same chunks
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         options = OptimizerConfig(
             optimizer="adam",
@@ -1037,49 +888,56 @@ class MegatronPPOCritic:
             adam_beta1=config.betas[0],
             adam_beta2=config.betas[1],
             clip_grad=config.grad_clip,
-            params_dtype=self.transformer.params_dtype,
+            params_dtype=layout.dtype,
             bf16=self.transformer.bf16,
             use_distributed_optimizer=True,
-            overlap_param_gather=config.overlap_comm,
         )
         # {}: Megatron would spare biases and norms the weight decay; here as in critic_fsdp.py every weight has it
-        self.optimizer = get_megatron_optimizer(
-            options, self.model, config_overrides={}, use_gloo_process_groups=False
-        )
-        for optimizer in self.optimizers():
+        unlike = {"config_overrides": {}, "use_gloo_process_groups": False}
+        self.optimizer = get_megatron_optimizer(options, self.model, **unlike)
+        # Megatron's distributed optimizers: one of the experts, where ranks share them, and one of the rest
+        chained = self.optimizer.chained_optimizers
+        self.optimizers = [x for x in chained if not x.is_stub_optimizer and x.get_parameters()]
+        for optimizer in self.optimizers:
             groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
-            for i, (full, half) in enumerate(
-                groups
-            ):  # it puts float32 weights first, but counts them as they came
+            for i, (full, half) in enumerate(groups):  # it puts float32 weights first, but counts them as they came
                 optimizer.model_param_group_index_map |= {p: (i, j) for j, p in enumerate([*full, *half])}
             for group in optimizer.optimizer.param_groups:
-                group["fused"] = True  # of torch's AdamW: one kernel, a fifth of the time on CPU
-        if self.transformer.bf16:  # master weights from the file, not rounded
-            named = (
-                {f"model{i}": weights for i, weights in enumerate(stored)} if len(stored) > 1 else stored[0]
-            )
-            for optimizer in self.optimizers():
-                optimizer.reload_model_params(named)
+                group["fused"] = True  # one kernel
+            if self.transformer.bf16:  # master weights from the file, not rounded
+                several = {f"model{i}": weights for i, weights in enumerate(stored)}
+                optimizer.reload_model_params(several if len(stored) > 1 else stored[0])
         self.transformer.finalize_model_grads_func = finalize_model_grads
         self.transformer.grad_scale_func = self.optimizer.scale_loss
-        if config.overlap_comm:
-            no_sync = [chunk.no_sync for chunk in self.model]
-            self.transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        self.padding_row = padding_row(modules[0], pad_token_id)
-        self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
         self.max_tokens = None  # of a micro-batch of the ranks that share it, see CriticWorker.set_budget
         self.optimizer_steps = 0  # taken, skipped ones not counted: the position of the schedule
         self.updates = 0  # calls of update_critic: with seed and epoch the key of every shuffle
 
     def my_micro_batches(self, batch):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
-        unit, most = row_unit(self.config), self.max_tokens // pack_unit(self.config) * pack_unit(self.config)
-        lengths = [math.ceil(n / unit) * unit for n in batch.lengths]
-        costs = [self.flops.forward_flops(n) for n in batch.lengths]
-        multiple = self.layout.pp_size if self.config.virtual_pipeline_model_parallel_size > 1 else 1
+        costs = [self.flops(n) for n in batch.lengths]
         padded = not self.config.use_remove_padding
+        unit = row_unit(self.config)
+        lengths = [math.ceil(n / unit) * unit for n in batch.lengths]
+        most = self.max_tokens // pack_unit(self.config) * pack_unit(self.config)
+        multiple = self.layout.pp_size if len(self.model) > 1 else 1
         table = micro_batches(lengths, costs, self.layout.dp_size, most, padded, multiple)
         return table[self.layout.dp_rank]
+
+    def micro_batch(self, batch, rows):
+        """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
+        micro = batch.select(rows) if rows else common.masked_token()
+        slots, packed = self.lay_out(micro.lengths)
+        columns = {"index": batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)}
+        for name in ("response_mask", "values", "returns", "weights"):
+            columns[name] = getattr(micro, name)
+
+        def to_slots(x_T):
+            return F.pad(x_T, (0, 1))[slots.flatten()].to(self.layout.device, non_blocking=True)
+
+        # the shift, to the left; of the first token of a row the mask is false: nothing rolls from row to row
+        columns = {name: to_slots(x_T.roll(-1)) for name, x_T in columns.items() if x_T is not None}
+        return MicroBatch(to_slots(micro.input_ids).view(slots.shape), packed, **columns)
 
     def lay_out(self, lengths):
         """Where the tokens of a micro-batch go -> (slots, PackedSeqParams or None).
@@ -1090,61 +948,46 @@ class MegatronPPOCritic:
 
             p = 2        row: 0 1 2 3 4 5 6 7        rank 0: 0 1 . . . . 6 7        rank 1: . . 2 3 4 5 . .
         """
-        device, total, unit = self.layout.device, sum(lengths), row_unit(self.config)
+        config = self.config
+        total = sum(lengths)
+        unit = row_unit(config)
         sizes = [math.ceil(n / unit) * unit for n in lengths]
-        starts = list(itertools.accumulate(lengths, initial=0))[:-1]
-        tokens = lambda start, n, size: F.pad(torch.arange(start, start + n), (0, size - n), value=total)
-        if not self.config.use_remove_padding:
-            rows = zip(starts, lengths, strict=True)
-            return torch.stack([tokens(start, n, max(sizes)) for start, n in rows]), None
-        if tail := -sum(sizes) % pack_unit(self.config):
-            starts, lengths, sizes = [*starts, total], [*lengths, 0], [*sizes, tail]
-        slots = torch.cat([tokens(*row) for row in zip(starts, lengths, sizes, strict=True)])
+        if not config.use_remove_padding:
+            sizes = [max(sizes)] * len(sizes)
+        rows = torch.arange(total).split(lengths)
+        slots = [F.pad(row, (0, size - len(row)), value=total) for row, size in zip(rows, sizes, strict=True)]
+        if not config.use_remove_padding:
+            return torch.stack(slots), None
+        if tail := -sum(sizes) % pack_unit(config):
+            sizes.append(tail)
+            slots.append(torch.full((tail,), total))
         packed = PackedSeqParams(qkv_format="thd", max_seqlen_q=max(sizes), max_seqlen_kv=max(sizes))
-        ends = common.cumulative(torch.tensor(sizes))  # on the host: rotary embedding reads the numbers
-        packed.cu_seqlens_q = packed.cu_seqlens_kv = ends
+        # on the host: rotary embedding reads the numbers
+        packed.cu_seqlens_q = packed.cu_seqlens_kv = common.cumulative(torch.tensor(sizes))
+        slots = torch.cat(slots)
+        packed.key_index = None
         if self.layout.cp_size > 1:
             slots, packed.layout, packed.key_index = self.share_context(slots, sizes)
         else:
-            packed.layout, packed.key_index = common.pack_layout(sizes, device), None
+            packed.layout = common.pack_layout(sizes, self.layout.device)
         return slots[None], packed
 
     def share_context(self, slots, sizes):
         """This rank's slots of packed rows, their PackLayout, and where its keys lie among the gathered ones."""
-        p, r, device = self.layout.cp_size, self.layout.cp_rank, self.layout.device
-        places, key_places, piece_sizes, key_sizes = [[] for _ in range(p)], [], [], []
-        for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
-            start, piece = end - size, size // (2 * p)
-            pieces = torch.arange(start, end).split(piece)
+        p = self.layout.cp_size
+        mine = (self.layout.cp_rank, 2 * p - 1 - self.layout.cp_rank)
+        places = [[] for _ in range(p)]  # of the tokens of each rank, in order
+        key_places = []
+        for row in torch.arange(sum(sizes)).split(sizes):
+            pieces = row.chunk(2 * p)
             for rank in range(p):
                 places[rank] += [pieces[rank], pieces[2 * p - 1 - rank]]
-            for i in (r, 2 * p - 1 - r):
-                key_places.append(torch.arange(start, start + (i + 1) * piece))
-                piece_sizes.append(piece)
-                key_sizes.append((i + 1) * piece)
+            key_places += [row[: (i + 1) * len(pieces[0])] for i in mine]
         gathered = torch.cat([torch.cat(some) for some in places])  # the place of each gathered key
-        key_index = gathered.argsort()[torch.cat(key_places)].to(device, non_blocking=True)
-        return slots[torch.cat(places[r])], common.pack_layout(piece_sizes, device, key_sizes), key_index
-
-    def micro_batch(self, batch, rows, counts=None):
-        """These rows as a MicroBatch on the device; no rows are one masked token, to keep in step with other ranks.
-
-        counts: common.loss_counts of the mini-batch, if there is a loss.
-        """
-        config, micro = self.config, batch.select(rows) if rows else common.masked_token()
-        slots, packed = self.lay_out(micro.lengths)
-        fields = {
-            "mask": micro.response_mask
-        }  # of the first token it is false: nothing rolls from row to row
-        if counts is None:
-            fields["index"] = batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)
-        else:
-            columns = (micro.response_mask, micro.cu_seqlens, config.loss_agg_mode, counts)
-            fields["weights"] = common.loss_weights(*columns, config.response_length_limit)
-            fields |= {"values": micro.values, "returns": micro.returns}
-        to_slots = lambda x_T: F.pad(x_T, (0, 1))[slots.flatten()].to(self.layout.device, non_blocking=True)
-        fields = {name: to_slots(x_T.roll(-1)) for name, x_T in fields.items()}  # the shift: to the left
-        return MicroBatch(to_slots(micro.input_ids).view(slots.shape), packed, **fields)
+        key_index = gathered.argsort()[torch.cat(key_places)].to(self.layout.device, non_blocking=True)
+        own = places[self.layout.cp_rank]
+        layout = common.pack_layout(list(map(len, own)), self.layout.device, list(map(len, key_places)))
+        return slots[torch.cat(own)], layout, key_index
 
     def run_schedule(self, micros, reduce, forward_only=False):
         """Sends all micro-batches through Megatron's schedule: forward, and unless forward_only backward.
@@ -1159,17 +1002,12 @@ class MegatronPPOCritic:
 
             def loss_of(outputs_BLN):
                 loss, kept = reduce(outputs_BLN.flatten(0, 1).squeeze(-1), micro)
-                return (
-                    loss,
-                    torch.tensor(0, dtype=torch.int),
-                    kept,
-                )  # 0: no tokens to divide by, see forward_backward
+                return loss, torch.tensor(0, dtype=torch.int), kept  # 0: no tokens to divide by, see forward_backward
 
             return outputs, loss_of
 
-        several, iterators = len(self.model) > 1, [iter(micros) for _ in self.model]
-        if forward_only:
-            iterators[0] = iter(common.progress(micros, "values"))
+        iterators = [iter(micros) for _ in self.model]
+        several = len(self.model) > 1
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if several else iterators[0],
@@ -1189,19 +1027,17 @@ class MegatronPPOCritic:
     @torch.no_grad()
     def compute_values(self, batch):
         """Values of the actions of the global batch: (T,) float32 on the host, zero elsewhere, equal on all ranks."""
-        if not len(batch):
-            return torch.zeros(0)
         self.train(False)
         values_T = torch.zeros(len(batch.input_ids), device=self.layout.device)
         micros = [self.micro_batch(batch, rows) for rows in self.my_micro_batches(batch)]
 
         def reduce(outputs_S, micro):
             if self.layout.tp_rank == 0:
-                values_T.index_add_(0, micro.index, self.values(outputs_S, micro.mask))
+                values_T.index_add_(0, micro.index, self.values(outputs_S, micro.response_mask))
             return outputs_S.sum(), None
 
         self.run_schedule(micros, reduce, forward_only=True)
-        dist.all_reduce(values_T)  # each token was computed by one rank of the last stages; others add 0
+        dist.all_reduce(values_T)  # one rank of the last stages computed each token; others add 0
         return values_T.cpu()
 
     def train(self, mode):
@@ -1210,44 +1046,29 @@ class MegatronPPOCritic:
 
     def update_critic(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
-        config, lr, mini_batches, norms, bubbles = self.config, math.nan, 0, [], []
+        config = self.config
         self.train(True)
-        totals = torch.zeros(
-            4, dtype=torch.float64, device=self.layout.device
-        )  # loss, clipped, vpreds, actions
+        totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # loss, clipped, vpreds, actions
+        norms = []  # of the mini-batches, NaN where the step was skipped
         for epoch in range(config.ppo_epochs):
             order = range(len(batch))
             if config.shuffle:
                 order = common.permutation(len(batch), config.seed, self.updates, epoch)
             for mini in batch.select(order).split(config.ppo_mini_batch_size):
-                mini_batches += 1
-                counts = common.loss_counts(mini.response_mask, mini.cu_seqlens)
-                finite = all(x_T[mini.response_mask].isfinite().all() for x_T in (mini.values, mini.returns))
-                if counts[0] == 0 or not finite:
-                    continue  # nothing to learn; without an action AdamW would move the weights all the same
-                micros = [self.micro_batch(mini, rows, counts) for rows in self.my_micro_batches(mini)]
+                norms.append(math.nan)
+                if not mini.response_mask.any():
+                    continue  # without an action AdamW would move the weights all the same
+                mini.weights = common.loss_weights(mini, config.loss_agg_mode, config.response_length_limit)
+                micros = [self.micro_batch(mini, rows) for rows in self.my_micro_batches(mini)]
                 sums = self.forward_backward(micros)  # Megatron's schedule is the loop over them
-                # a stage idles (p-1) / (p-1 + v m) of the time if all micro-batches cost the same (2104.04473, 2.2)
-                idle = self.layout.pp_size - 1
-                bubbles.append(idle / (idle + config.virtual_pipeline_model_parallel_size * len(micros)))
-                next_lr = self.learning_rate()
                 norm = self.optimizer_step()
                 if math.isfinite(norm):
-                    lr = next_lr
-                    norms.append(norm)
+                    norms[-1] = norm
                     totals += sums
         self.updates += 1
         dist.all_reduce(totals)
-        loss, clipped, vpreds, actions = totals.tolist()
-        return {
-            "critic/vf_loss": loss / len(norms) if norms else math.nan,
-            "critic/vf_clipfrac": clipped / actions if norms else math.nan,
-            "critic/vpred_mean": vpreds / actions if norms else math.nan,
-            "critic/grad_norm": sum(norms) / len(norms) if norms else math.nan,
-            "critic/lr": lr,
-            "critic/skipped_steps": mini_batches - len(norms),
-            "perf/pipeline_bubble": sum(bubbles) / len(bubbles) if bubbles else math.nan,
-        }
+        names = ("vf_loss", "vf_clipfrac", "vpred_mean")
+        return common.update_metrics("critic", names, totals, norms, self.optimizer.param_groups[0]["lr"])
 
     def forward_backward(self, micros):
         """Makes the gradient of a mini-batch, of all ranks -> this rank's sums (loss, clipped, vpreds, actions).
@@ -1258,74 +1079,57 @@ class MegatronPPOCritic:
         for chunk in self.model:  # here, because compute_values never needs the buffer zero
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        kept = self.run_schedule(micros, self.loss)
-        if (
-            self.padding_row is not None
-        ):  # as in transformers, where the padding token's embedding does not learn
+        sums = self.run_schedule(micros, self.loss)
+        if self.padding_row is not None:  # as in transformers, where the padding token's embedding does not learn
             self.modules[0].embedding.word_embeddings.weight.main_grad[self.padding_row].zero_()
-        if not kept or self.layout.tp_rank > 0:  # tensor-parallel ranks all have the same
+        if not sums or self.layout.tp_rank > 0:  # tensor-parallel ranks all have the same
             return torch.zeros(4, dtype=torch.float64, device=self.layout.device)
-        return torch.stack(kept).double().sum(0)
+        return torch.stack(sums).double().sum(0)
 
     def loss(self, outputs, micro):
         """These actions' part of the mini-batch loss, and of its sums (loss, clipped, vpreds, actions)."""
-        vpreds = self.values(outputs, micro.mask)
+        vpreds = self.values(outputs, micro.response_mask)
+        columns = (micro.returns, micro.response_mask, micro.weights)
         if self.config.value_head == "hl_gauss":
-            columns = (micro.returns, micro.mask, micro.weights)
             loss = common.hl_gauss_loss(outputs, *columns, *self.value_range)
             clipped = torch.zeros_like(loss)
         else:
-            columns = (micro.values, micro.returns, micro.mask, micro.weights)
-            loss, clipped = common.value_loss(vpreds, *columns, self.config.cliprange_value)
-        return loss, torch.stack([loss, clipped, vpreds.sum(), micro.mask.sum()]).detach()
-
-    def learning_rate(self):
-        """The rate of the next step: linear warm-up, then constant or cosine. Skipped steps do not move it."""
-        warmup = self.config.lr_warmup_steps
-        if self.optimizer_steps < warmup:
-            return self.peak_lr * (self.optimizer_steps + 1) / warmup
-        if self.config.lr_scheduler_type == "constant":
-            return self.peak_lr
-        done = min((self.optimizer_steps - warmup) / max(self.total_steps - warmup, 1), 1.0)
-        return self.peak_lr * 0.5 * (1 + math.cos(math.pi * done))
+            loss, clipped = common.value_loss(vpreds, micro.values, *columns, self.config.cliprange_value)
+        return loss, torch.stack([loss, clipped, vpreds.sum(), micro.response_mask.sum()]).detach()
 
     def optimizer_step(self):
         """Clips and steps -> gradient norm before clipping. A norm that is not finite skips the step, on all ranks."""
+        config = self.config
         self.optimizer.prepare_grads()  # what Megatron's own step() does, but that one would also step on a NaN
         norm = float(self.optimizer.get_grad_norm())
         if math.isfinite(norm):
-            for optimizer in self.optimizers():
-                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.config.grad_clip, norm)
+            for optimizer in self.optimizers:
+                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), config.grad_clip, norm)
+            total = self.total_steps if config.lr_scheduler_type == "cosine" else None
+            lr = common.learning_rate(self.optimizer_steps, self.peak_lr, config.lr_warmup_steps, total)
             for group in self.optimizer.param_groups:
-                group["lr"] = self.learning_rate()
+                group["lr"] = lr
             self.optimizer.step_with_ready_grads()
             self.optimizer_steps += 1
         return norm
 
-    def optimizers(self):
-        """Megatron's distributed optimizers: one of the experts, where ranks share them, and one of the rest."""
-        return [
-            x for x in self.optimizer.chained_optimizers if not x.is_stub_optimizer and x.get_parameters()
-        ]
-
     def optimizer_shard(self, p):
         """(AdamW, its float32 tensor, the place of that in the flattened weight) of the part of a weight that this
         rank steps with; None if it has none."""
-        for optimizer in self.optimizers():
+        for optimizer in self.optimizers:
             if p in optimizer.model_param_group_index_map:
                 group, i = optimizer.model_param_group_index_map[p]
                 place = optimizer._get_model_param_range_map(p)["param"]
                 mine = optimizer.optimizer.param_groups[group]["params"][i]
                 return optimizer.optimizer, mine, slice(place.start, place.end)
-        return None
 
-    def master(self, name, p, part=lambda adam, mine: mine):
-        """The float32 weight behind p, or what part() takes for it, from the ranks that share its optimizer state (a
-        collective of all that hold the weight)."""
+    def master(self, name, p, kind="weight"):
+        """The float32 weight behind p, or a moment of it, from the ranks that share its optimizer state (a collective
+        of all that hold the weight)."""
         flat = torch.zeros(p.numel(), device=p.device)
         if found := self.optimizer_shard(p):
             adam, mine, place = found
-            flat[place] = part(adam, mine).detach()
+            flat[place] = mine.detach() if kind == "weight" else adam.state[mine].get(kind, 0.0)
         dist.all_reduce(flat, group=replicas(name))
         return flat.view_as(p)
 
@@ -1336,19 +1140,12 @@ class MegatronPPOCritic:
             p.copy_(x)
         if found := self.optimizer_shard(p):
             adam, mine, place = found
-            if kind != "weight":
-                mine = adam.state[mine].setdefault(
-                    kind, torch.zeros_like(mine)
-                )  # torch makes it at the first step
+            if kind != "weight":  # torch makes it at the first step
+                mine = adam.state[mine].setdefault(kind, torch.zeros_like(mine))
             mine.copy_(x.flatten()[place])
 
-    def finish_gather(self):
-        """Waits for updated weights that --overlap-comm has left on their way."""
-        for chunk in self.model if self.config.overlap_comm else ():
-            chunk.start_param_sync(force_sync=True)
 
-
-# ---- The worker: life cycle, memory, metrics ---------------------------------------------------------
+# ---- The worker: life cycle, memory, metrics ---------------------------------------------------------------
 
 
 class CriticWorker:
@@ -1360,14 +1157,6 @@ class CriticWorker:
         self.config = config
         self.tokenizer, self.model_config = common.load_config(config)
         check_model_flags(config, self.model_config)
-        self.vocab_size, _ = common.limits(self.model_config)
-        self.value_range = config.value_range or getattr(self.model_config, "value_range", None)
-        if config.value_head == "scalar":
-            self.value_range = None
-        elif not self.value_range:
-            raise UserError(
-                "--value-range: hl_gauss needs it, LOW and HIGH of the returns with a small margin"
-            )
         self.device = common.setup_distributed(config.timeout_minutes)
         if config.ppo_max_token_len_per_gpu == "auto" and self.device.type == "cpu":
             raise UserError("--ppo-max-token-len-per-gpu auto: on a CPU give the memory of a rank, auto:GIB")
@@ -1375,35 +1164,28 @@ class CriticWorker:
         self.offloaded = []  # (storage, its bytes, its content on the host or None) while the critic is off the device
 
     @register(Dispatch.ONE_TO_ALL)
-    def init_model(self, total_steps=None):
+    def init_model(self, total_steps=None, value_range=None):
         """Builds the model and its optimizer.
 
-        total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs.
+        total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs. value_range: (LOW,
+        HIGH) of hl_gauss where neither --value-range nor the checkpoint has one.
         """
-        config, layout = self.config, self.layout
+        config = self.config
         if config.lr_scheduler_type == "cosine" and not total_steps:
             raise UserError("--lr-scheduler-type cosine: init_model needs total_steps")
-        modules, stored, flops, story = build_value_model(config, self.model_config, layout, self.value_range)
-        pad = self.model_config.pad_token_id
-        pad = pad if pad is None else pad % self.vocab_size  # in transformers, below 0 it counts from the end
-        options = (self.value_range, pad, total_steps)
-        self.critic = MegatronPPOCritic(config, modules, stored, flops, layout, *options)
+        if config.value_head == "scalar":
+            value_range = None
+        else:
+            value_range = config.value_range or getattr(self.model_config, "value_range", None) or value_range
+            if not value_range:
+                raise UserError("--value-range: hl_gauss needs it, LOW and HIGH of the returns with a small margin")
+        options = (self.layout, value_range, total_steps)
+        self.critic = MegatronPPOCritic(config, self.model_config, *options)
         torch.manual_seed(config.seed)  # random weights were drawn
-        print0(f"model      {config.model} ({self.model_config.model_type}), {story}")
-        tp, cp, dp, pp = layout.tp_size, layout.cp_size, layout.dp_size, layout.pp_size
-        stages = " + ".join(map(str, stage_layers(config, self.model_config)))
-        pieces = config.virtual_pipeline_model_parallel_size
-        print0(
-            f"layout     ranks {WORLD_SIZE} = tp {tp} x cp {cp} x dp {dp} x pp {pp}; layers {stages}, pieces {pieces}"
-        )
-        if experts := getattr(self.model_config, "num_experts", None):
-            ep, etp = config.expert_model_parallel_size, expert_tensor_parallel_size(config)
-            ranks = f"ranks {WORLD_SIZE} = etp {etp} x ep {ep} x dp {WORLD_SIZE // (etp * ep * pp)} x pp {pp}"
-            print0(f"experts    {experts} = ep {ep} x {experts // ep} a rank; {ranks}")
-        dtype = str(compute_dtype(config, self.device)).removeprefix("torch.")
-        print0(
-            f"precision  {dtype} products on {self.device.type}; master weights, gradients, value head float32"
-        )
+        print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
+        tp, cp, dp, pp = self.layout.tp_size, self.layout.cp_size, self.layout.dp_size, self.layout.pp_size
+        print0(f"layout     ranks {WORLD_SIZE} = tp {tp} x cp {cp} x dp {dp} x pp {pp}")
+        print0(f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32")
 
     @register(Dispatch.ONE_TO_ALL)
     def set_budget(self, longest, row, halvings=0):
@@ -1411,56 +1193,42 @@ class CriticWorker:
 
         longest: tokens of the longest row to come; row: words that name it. halvings: see common.Checkpoints.
         """
-        config, critic, share = self.config, self.critic, self.layout.cp_size
-        budget, least = config.ppo_max_token_len_per_gpu, check_budget(config, longest, row)
+        config = self.config
+        critic = self.critic
+        budget = config.ppo_max_token_len_per_gpu
+        least = check_budget(config, longest, row)
         if isinstance(budget, str):  # auto, or auto:GIB
-            self.check_here()
-            turns = self.layout.pp_size * (2 if config.virtual_pipeline_model_parallel_size > 1 else 1)
+            state = 0
+            for name, p in named_weights(critic.modules):  # float32 gradients; masters and moments are shared
+                state += p.nbytes + 4 * p.numel() + 12 * p.numel() / dist.get_world_size(replicas(name))
+            turns = self.layout.pp_size * (2 if len(critic.model) > 1 else 1)
 
-            def probe(rows):  # as many micro-batches as a stage may hold at a time
-                batch = common.probe_rows(rows, longest)
-                counts = common.loss_counts(batch.response_mask, batch.cu_seqlens)
-                critic.forward_backward([critic.micro_batch(batch, range(rows), counts)] * turns)
+            def train(batch):  # as many micro-batches as a stage may hold at a time
+                batch.weights = common.loss_weights(batch, "token-mean")
+                critic.forward_backward([critic.micro_batch(batch, range(len(batch)))] * turns)
 
             critic.train(True)
-            named = [*named_weights(critic.modules), *named_head(critic.modules)]
-            spread = [(p, dist.get_world_size(replicas(name))) for name, p in named]
-            states = [
-                state for optimizer in critic.optimizers() for state in optimizer.optimizer.state.values()
-            ]
-            moments = sum(x.nbytes for state in states for x in state.values())
-            to_come = max(sum(8 * p.numel() / ranks for p, ranks in spread) - moments, 0)
-            held = sum(
-                p.nbytes + 4 * p.numel() + 4 * (p.itemsize < 4) * p.numel() / ranks for p, ranks in spread
-            )
-            gib = float(budget[5:] or math.inf)
-            budget = common.find_budget(probe, longest / share, gib, held + moments, to_come, self.device)
+            gib = float(budget[5:] or "inf")
+            budget = common.find_budget(train, longest, self.layout.cp_size, gib, state, self.device)
             if budget < least:
-                raise UserError(
-                    f"--ppo-max-token-len-per-gpu auto: {row} has {longest} tokens, too many for the memory"
-                )
+                raise UserError(f"--ppo-max-token-len-per-gpu auto: {row} has {longest} tokens, too many for the memory")
         if halvings:
             smaller = max(budget >> halvings, least)
             print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu {budget} -> {smaller}")
             budget = smaller
-        critic.max_tokens = budget * share
+        critic.max_tokens = budget * self.layout.cp_size
 
     def check_batch(self, batch):
         """Raises UserError, ValueError or RuntimeError for rows that this critic cannot take, or not now."""
-        self.check_here()
-        longest, row = batch.longest
-        if (
-            self.critic.max_tokens is None
-            or check_budget(self.config, longest, f"row {row}") * self.layout.cp_size > self.critic.max_tokens
-        ):
-            self.set_budget(max(longest, 1), f"row {row}")
-        common.check_rows(batch, self.model_config)
-        if any(batch.multi_modal_inputs or ()):
-            raise ValueError("multi_modal_inputs: this critic reads text only")
-
-    def check_here(self):
         if self.offloaded:
             raise RuntimeError("the critic is offloaded: call onload() first")
+        longest, row = batch.longest
+        least = check_budget(self.config, longest, f"row {row}") * self.layout.cp_size
+        if self.critic.max_tokens is None or least > self.critic.max_tokens:
+            self.set_budget(max(longest, 1), f"row {row}")
+        common.check_rows(batch, self.model_config)
+        if batch.multi_modal_inputs:
+            raise ValueError("multi_modal_inputs: this critic reads text only")
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, batch):
@@ -1472,22 +1240,21 @@ class CriticWorker:
     def update_critic(self, batch):
         """One PPO update on the rows of all ranks, with their old values and returns -> metrics, equal on all ranks."""
         self.check_batch(batch)
-        config, start = self.config, time.perf_counter()
+        config = self.config
+        start = time.perf_counter()
         metrics = self.critic.update_critic(batch)
         seconds = time.perf_counter() - start
         passes = 3  # forward, to inputs, to weights
-        flops = passes * config.ppo_epochs * sum(self.critic.flops.forward_flops(n) for n in batch.lengths)
-        if compute_dtype(config, self.device) == torch.float32:
-            flops = math.nan  # peak rates are of half precision
+        flops = passes * config.ppo_epochs * sum(map(self.critic.flops, batch.lengths))
         tokens = config.ppo_epochs * len(batch.input_ids)
-        return metrics | common.batch_metrics(batch) | common.performance(seconds, tokens, flops, self.device)
+        performance = common.performance(seconds, tokens, flops, self.device, self.layout.dtype)
+        return metrics | common.batch_metrics(batch) | performance
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self):
         """Gives the device memory of weights, gradients and optimizer state to others (a rollout engine)."""
         if self.offloaded:
             return
-        self.critic.finish_gather()
         for storage, kept in self.storages():
             host = None
             if kept:
@@ -1497,8 +1264,7 @@ class CriticWorker:
             self.offloaded.append((storage, storage.nbytes(), host))
             storage.resize_(0)
         mpu.get_global_memory_buffer().buffer.clear()  # what sequence parallelism gathers tokens into
-        if self.device.type != "cpu":
-            torch.accelerator.empty_cache()
+        torch.cuda.empty_cache()
 
     @register(Dispatch.ONE_TO_ALL)
     def onload(self):
@@ -1514,21 +1280,16 @@ class CriticWorker:
 
         Gradients are not kept: the next mini-batch begins by setting them to zero.
         """
-        critic, found = self.critic, {}
-        kept = [p.data for module in critic.modules for p in module.parameters()]
-        for optimizer in critic.optimizers():
-            kept += optimizer.get_parameters()
-            kept += [x for state in optimizer.optimizer.state.values() for x in state.values() if x.ndim]
-        buffers = [
-            buffer for chunk in critic.model for buffer in chunk.buffers + chunk.expert_parallel_buffers
-        ]
-        for tensor in kept:
-            found[tensor.untyped_storage()._cdata] = tensor.untyped_storage(), True
-        for buffer in buffers:
-            found[buffer.grad_data.untyped_storage()._cdata] = buffer.grad_data.untyped_storage(), False
-        return list(found.values())
+        critic = self.critic
+        tensors = [p.data for _, p in named_weights(critic.modules)]
+        for optimizer in critic.optimizers:
+            tensors += optimizer.get_parameters()
+            tensors += [x for state in optimizer.optimizer.state.values() for x in state.values() if x.ndim]
+        kept = {x.untyped_storage()._cdata: (x.untyped_storage(), True) for x in tensors}
+        buffers = [buffer.grad_data for chunk in critic.model for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+        return [*kept.values(), *((x.untyped_storage(), False) for x in buffers)]
 
-    # ---- Checkpoints and export ----------------------------------------------------------------------
+    # ---- Checkpoints and export ----------------------------------------------------------------------------
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder):
@@ -1542,45 +1303,42 @@ class CriticWorker:
 
     def checkpoint_writer(self, copy=False):
         """write(tmp, group): writes the state of now into a folder; it is gathered, so always a copy."""
-        self.check_here()
         critic = self.critic
-        critic.finish_gather()
-        tensors = checkpoint_tensors(critic, self.vocab_size)
+        tensors = checkpoint_tensors(critic, self.model_config.vocab_size)
         state = {"backend": "megatron", "updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
-        state |= {"config": dataclasses.asdict(self.config) | {"value_range": self.value_range}}
-        state |= {"model_config": common.architecture(self.model_config)}
+        state["shape"] = self.shape()
 
         def write(tmp, group=None):
-            offsets = {
-                name: {"saved_offsets": [first, 0, 0][: x.ndim]} for name, (first, x) in tensors.items()
-            }
-            metadata = {"format": "pt", SHARDING: json.dumps(offsets)}
+            offsets = {name: {"saved_offsets": [first, 0, 0][: x.ndim]} for name, (first, x) in tensors.items()}
             if tensors:
-                path = os.path.join(tmp, f"shard-{RANK:05d}.safetensors")
-                save_file({name: x for name, (_, x) in tensors.items()}, path, metadata=metadata)
-            if RANK == 0:
-                with open(os.path.join(tmp, "trainer.json"), "w") as file:
-                    json.dump(state, file, indent=1)
+                mine = {name: x for name, (_, x) in tensors.items()}
+                metadata = {"format": "pt", SHARDING: json.dumps(offsets)}
+                save_file(mine, f"{tmp}/shard-{RANK:05d}.safetensors", metadata=metadata)
+            common.write_json(f"{tmp}/trainer.json", state)
 
         return write
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
         """Restores what save_checkpoint of either critic wrote, on any layout. UserError: damaged or foreign."""
-        self.check_here()
-        critic, config = self.critic, dataclasses.replace(self.config, value_range=self.value_range)
-        saved = common.open_checkpoint(folder, ("fsdp", "megatron"), config, self.model_config)
+        critic = self.critic
+        saved = common.open_checkpoint(folder, ("fsdp", "megatron"), self.shape())
         tensors = StoredTensors(folder)  # mapped, not loaded: a rank reads the pages of what it takes
-        named = [*named_weights(critic.modules), *named_head(critic.modules)]
+        groups = critic.transformer.num_query_groups
         for kind, form in STATE.items():
             read = lambda part, form=form: lookup_weight(tensors, value_model_name(part), form)
-            for p, x in stored_shards(named, critic.transformer.num_query_groups, read, f"--resume {folder}"):
+            for p, x in stored_shards(named_weights(critic.modules), groups, read, f"--resume {folder}"):
                 critic.restore(kind, p, x)
-        for optimizer in critic.optimizers():
+        for optimizer in critic.optimizers:
             for p, state in optimizer.optimizer.state.items():  # a tensor each: the step adds 1 in place
                 state["step"] = torch.tensor(float(saved["optimizer_steps"]), device=p.device)
         torch.set_rng_state(tensors["rng"])
-        critic.updates, critic.optimizer_steps = (saved[key] for key in ("updates", "optimizer_steps"))
+        critic.updates = saved["updates"]
+        critic.optimizer_steps = saved["optimizer_steps"]
+
+    def shape(self):
+        """What must be equal in a checkpoint and the run that continues it."""
+        return common.shape_of(self.model_config, value_range=self.critic.value_range)
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder):
@@ -1589,22 +1347,18 @@ class CriticWorker:
 
         Every rank writes what it is the first to hold, in a file of its own.
         """
-        self.check_here()
-        self.critic.finish_gather()
-        state = dict(whole_weights(self.critic.modules, self.vocab_size, self.critic.master))
+        state = whole_weights(self.critic.modules, self.model_config.vocab_size, self.critic.master)
         file = f"model-{RANK:05d}.safetensors"
-        parts = common.of_all_ranks({name: (file, x.nbytes) for name, x in state.items()})
-        where = {name: place for part in parts for name, place in part.items()}
+        index = {"metadata": {}, "weight_map": {}}
+        for part in common.of_all_ranks(dict.fromkeys(state, file)):
+            index["weight_map"] |= part
         tmp = common.start_folder(folder)
         if state:
-            save_file(state, os.path.join(tmp, file), metadata={"format": "pt"})
+            save_file(state, f"{tmp}/{file}", metadata={"format": "pt"})
+        common.write_json(f"{tmp}/model.safetensors.index.json", index)
         if RANK == 0:
-            index = {"metadata": {"total_size": sum(size for _, size in where.values())}}
-            index["weight_map"] = {name: its for name, (its, _) in sorted(where.items())}
-            with open(os.path.join(tmp, "model.safetensors.index.json"), "w") as out:
-                json.dump(index, out, indent=1)
             outputs = self.config.value_bins if self.config.value_head == "hl_gauss" else 1
-            model_config = common.config_of_export(self.model_config, outputs, self.value_range)
+            model_config = common.config_of_export(self.model_config, outputs, self.critic.value_range)
             kind = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(model_config)]
             model_config.architectures = [kind.__name__]
             model_config.save_pretrained(tmp)
@@ -1627,35 +1381,30 @@ def checkpoint_tensors(critic, vocab_size):
     """
     out = {"rng": (0, torch.get_rng_state())} if RANK == 0 else {}
     for kind, form in STATE.items():
-        part = lambda adam, mine, kind=kind: adam.state[mine].get(kind, torch.zeros_like(mine))
-        local = functools.partial(critic.master, **({} if kind == "weight" else {"part": part}))
-        weights = join_experts(dict(whole_weights(critic.modules, vocab_size, local)))
+        local = functools.partial(critic.master, kind=kind)
+        weights = join_experts(whole_weights(critic.modules, vocab_size, local))
         out |= {form.format(name): rows for name, rows in weights.items()}
-    steps = torch.tensor(float(critic.optimizer_steps))
-    return out | {
-        f"optimizer.{name}.step": (0, steps.clone()) for name, (first, _) in weights.items() if not first
-    }
+    for name, (first, _) in weights.items():
+        if first == 0:
+            out[f"optimizer.{name}.step"] = 0, torch.tensor(float(critic.optimizer_steps))
+    return out
 
 
-# ---- Main: value pretraining from rollouts -----------------------------------------------------------
+# ---- Main: value pretraining from rollouts -----------------------------------------------------------------
 
 
 def load_rows(run, tokenizer, model_config):
-    """(rows to learn from, rows to evaluate on or None), each one Batch, the same on every rank."""
+    """[rows to learn from, rows to evaluate on or None], each one Batch, the same on every rank."""
     options = {"limits": common.limits(model_config), "skip_bad_rows": run.skip_bad_rows}
-    files, seed = (run.rollouts or "toy", run.eval_rollouts or "toy"), run.critic.seed
-    if run.rollouts:
-        train = common.read_rows(run.rollouts, tokenizer, with_values=run.recorded_values, **options)
-        held_out = None
-        if run.eval_rollouts:
-            held_out = common.read_rows(run.eval_rollouts, tokenizer, flag="--eval-rollouts", **options)
-    else:
-        train = common.read_rows(common.toy_rows(8192, seed), tokenizer, **options)
-        held_out = common.read_rows(common.toy_rows(512, seed, held_out=True), tokenizer, **options)
-    for rows, file in zip((train, held_out), files, strict=True):
-        if rows is not None:
-            check_budget(run.critic, rows.longest[0], f"{file}:{rows.longest[1] + 1}")
-    return train, held_out
+    sources = [run.rollouts, run.eval_rollouts]
+    if not run.rollouts:
+        sources = [common.toy_rows(8192, run.critic.seed), common.toy_rows(512, run.critic.seed, held_out=True)]
+    loaded = [common.read_rows(sources[0], tokenizer, with_values=run.recorded_values, **options), None]
+    if sources[1]:
+        loaded[1] = common.read_rows(sources[1], tokenizer, flag="--eval-rollouts", **options)
+    for rows in filter(None, loaded):
+        check_budget(run.critic, rows.longest[0], f"line {rows.longest[1] + 1} of the rollouts")
+    return loaded
 
 
 def main(run):
@@ -1663,70 +1412,65 @@ def main(run):
     tokenizer, model_config = common.load_config(config)
     check_model_flags(config, model_config)
     train, held_out = load_rows(run, tokenizer, model_config)
-    if config.value_head == "hl_gauss" and not (
-        config.value_range or getattr(model_config, "value_range", None)
-    ):
-        config = dataclasses.replace(config, value_range=common.return_range(train, run.gamma))
-    size = run.train_batch_size or config.ppo_mini_batch_size
-    total = common.count_steps(len(train), run.steps, size, config.ppo_mini_batch_size, config.ppo_epochs)
+    size = min(run.train_batch_size or config.ppo_mini_batch_size, len(train))
+    total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
     common.setup_distributed(config.timeout_minutes)
-    with common.Checkpoints(
-        run.out_dir, run.resume, run.keep, run.async_save, config.timeout_minutes
-    ) as checkpoints:
+    options = (run.out_dir, run.resume, run.keep, run.async_save, config.timeout_minutes)
+    with common.Checkpoints(*options) as checkpoints:
         worker = CriticWorker(config)
-        worker.init_model(total)
+        worker.init_model(total, common.return_range(train, run.gamma))
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
         longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
         common.print_rows(train, run.gamma)
-        print0(
-            f"steps      {run.steps} updates x {size} rows, {total} optimizer steps, lr {worker.critic.peak_lr:g}"
-        )
-        first_step = worker.critic.updates
-        if first_step > run.steps:
-            raise UserError(
-                f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more"
-            )
-        last_step = first_step if checkpoints.is_own else 0
-        logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, run.evaluates(first_step))
-        start, skipped = time.perf_counter(), 0
-        for step in common.profiled(range(first_step, run.steps + 1), run.profile_steps, run.out_dir):
-            last, stop = step == run.steps, checkpoints.sigterm_received()
-            if held_out is not None and run.evaluates(step):
-                held_out.values = worker.critic.compute_values(held_out)
-                logger.log_evaluation(step, common.evaluate(held_out, run.gamma))
-            if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
-                checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
-            checkpoints.wait(block=last or stop)
-            if last:
-                break
-            if stop:
-                logger.close()
-                checkpoints.leave(step)
-            rows = common.rows_of_step(step, len(train), size, config.seed)
-            batch = train.select(rows[RANK::WORLD_SIZE])
-            if not run.recorded_values:
-                batch.values = worker.compute_values(batch)
-            common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
-            metrics = worker.update_critic(batch)
-            skipped = common.count_skipped(skipped, metrics, batch, run.out_dir)
-            metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
-            logger.log_update(step + 1, run.steps, metrics)
-        worker.export_hf(os.path.join(run.out_dir, "hf"))
-    logger.close()
+        print0(f"steps      {run.steps} updates x {size} rows, {total} optimizer steps, lr {worker.critic.peak_lr:g}")
+        shown, about = learn(run, worker, train, held_out, size, checkpoints)
+        worker.export_hf(f"{run.out_dir}/hf")
+    if shown is not None:
+        common.write_report(run.out_dir, shown, about, tokenizer, run.gamma)
+    files = "hf, report.html, curves.png, metrics.jsonl, tensorboard"
+    print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
+
+
+def learn(run, worker, train, held_out, size, checkpoints):
+    """Evaluates, saves and learns, from the step of the checkpoint on -> (rows with values for the report, or None;
+    words on them)."""
+    first_step = worker.critic.updates
+    if first_step > run.steps:
+        raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
+    last_step = first_step if checkpoints.is_own else 0
+    logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, run.evaluates(first_step))
+    start = time.perf_counter()
+    batch = None
+    skipped = 0
+    for step in common.profiled(range(first_step, run.steps + 1), run.profile_steps, run.out_dir):
+        last = step == run.steps
+        stop = checkpoints.sigterm_received()
+        if held_out is not None and run.evaluates(step):
+            held_out.values = worker.critic.compute_values(held_out)
+            logger.log_evaluation(step, common.evaluate(held_out, run.gamma))
+        if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
+            checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
+        checkpoints.wait(block=last or stop)
+        if last or stop:
+            logger.close()
+            break
+        picked = common.rows_of_step(step, len(train), size, run.critic.seed)
+        batch = train.select(picked[RANK::WORLD_SIZE])
+        if not run.recorded_values:
+            batch.values = worker.compute_values(batch)
+        common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
+        metrics = worker.update_critic(batch)
+        skipped = common.count_skipped(skipped, metrics, batch, run.out_dir)
+        metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
+        logger.log_update(step + 1, run.steps, metrics)
+    if not last:
+        checkpoints.leave(step)
     if held_out is not None:
-        common.write_report(run.out_dir, held_out, "held-out rows", tokenizer, run.gamma)
-    elif first_step < run.steps:
-        about = "rows of the last update, with their values before it"
-        common.write_report(run.out_dir, common.gather(batch), about, tokenizer, run.gamma)
-    print0(
-        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, report.html, curves.png, metrics.jsonl, tensorboard"
-    )
+        return held_out, "held-out rows"
+    return batch and common.gather(batch), "rows of the last update, with their values before it"
 
 
 if __name__ == "__main__":
-    os.environ.setdefault(
-        "CUDA_DEVICE_MAX_CONNECTIONS", "1"
-    )  # so that collectives of tensor parallelism go first
     common.launch(lambda: main(RUN))

@@ -13,30 +13,29 @@ what it calls. Actor and reference are Hugging Face models on FSDP2; the critic 
 or critic_megatron.py, with its own model, layout and batches. Copy this file with those and common.py.
 
 Shapes are in the names: T tokens, sequences end to end; A actions (tokens the policy chose); B sequences; V
-vocabulary; D hidden features.
+vocabulary; D hidden features; R responses' tokens.
 """
 
 import contextlib
 import copy
 import dataclasses
 import datetime
-import functools
-import gc
 import importlib
 import json
 import math
 import os
+import pathlib
 import random
 import re
+import runpy
 import signal
 import sys
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
-import numpy
 import pydantic
 import torch
 import torch.distributed as dist
@@ -44,30 +43,25 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import tyro
 from pydantic import Field
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, TopPLogitsWarper
 from transformers.core_model_loading import revert_weight_conversion
 
 import common
 from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
 
-# ---- Config ------------------------------------------------------------------------------------------
+# ---- Config ------------------------------------------------------------------------------------------------
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 @dataclass(frozen=True)
@@ -82,9 +76,8 @@ class ActorConfig:
 
     # layout, precision
     fsdp_size: int = -1  # ranks that share one copy of the weights; others hold replicas (-1: all share one)
-    param_dtype: Literal["auto", "float32", "bfloat16"] = (
-        "auto"  # of matrix products (auto: bfloat16; float32 on CPU)
-    )
+    # dtype of matrix products (auto: bfloat16, but float32 on CPU)
+    param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
 
     # batches
@@ -95,18 +88,13 @@ class ActorConfig:
     # loss
     clip_ratio_low: Annotated[float, Field(gt=0, le=1)] = 0.2  # PPO's clip range of the ratio, below 1
     clip_ratio_high: Rate = 0.2  # PPO's clip range of the ratio, above 1
-    clip_ratio_c: Annotated[float, Field(gt=1)] | None = (
-        3.0  # dual clip: bad actions cost at most this (None: off)
-    )
+    clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0  # dual clip: the most a bad action costs (None: off)
     entropy_coeff: Weight = 0.0  # weight of the entropy bonus
     kl_loss_coef: Weight = 0.0  # weight of the KL to the reference in the loss (0: none)
-    kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = (
-        "k3"  # its estimate (+: with the gradient of k2)
-    )
+    # how that KL is estimated (+: with the gradient of k2)
+    kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3"
     tis_cap: Rate | None = None  # weigh a token by pi_actor / pi_engine, at most this (None: no weighing)
-    loss_agg_mode: Literal[common.LOSS_AGG_MODES] = (
-        "token-mean"  # how token losses become one loss of the mini-batch
-    )
+    loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
 
     # optimizer
     lr: Rate | None = None  # learning rate of AdamW (None: 5e-4 for the built-in task, 1e-6 otherwise)
@@ -120,9 +108,8 @@ class VLLMConfig:
     """The engine of --rollout vllm."""
 
     tensor_parallel_size: Positive = 1  # ranks that share one engine and its copy of the actor
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = (
-        0.5  # part of a device's memory it takes while awake
-    )
+    # part of a device's memory that it takes while awake
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
     sleep_level: Literal[1, 2] = 1  # with --offload its weights wait on the host (1), or are dropped (2)
 
 
@@ -136,9 +123,8 @@ class Run(Generic[CriticConfig]):
     critic: Annotated[CriticConfig, tyro.conf.arg(name="critic")]
     actor: ActorConfig = ActorConfig()
     vllm: VLLMConfig = VLLMConfig()
-    backend: Annotated[Literal["fsdp", "megatron"], tyro.conf.arg(name="critic")] = (
-        "fsdp"  # whose flags are --critic.*
-    )
+    # whose flags are --critic.*
+    backend: Annotated[Literal["fsdp", "megatron"], tyro.conf.arg(name="critic")] = "fsdp"
 
     # task
     prompts: str | None = None  # JSONL (None: the built-in addition)
@@ -150,29 +136,19 @@ class Run(Generic[CriticConfig]):
     supervised_steps: Count = 250  # addition with a tiny-* actor: steps of supervised learning before PPO
 
     # reward
-    reward: str | None = (
-        None  # addition, gsm8k or FILE.py:FUNCTION, called as f(prompt, response, answer) -> number
-    )
-    reward_model: str | None = (
-        None  # folder or hub name of a reward model instead (one label, on the last token)
-    )
-    reward_timeout: Annotated[float, Field(gt=0, le=1e6)] = (
-        10.0  # seconds a reward or environment may take for a row
-    )
-    environment: str | None = (
-        None  # FILE.py:FUNCTION, f(prompt, response, answer) -> what follows the turn, or None
-    )
+    reward: str | None = None  # addition, gsm8k or FILE.py:FUNCTION, called as f(prompt, response, answer) -> number
+    reward_model: str | None = None  # folder or hub name of a reward model instead (one label, on the last token)
+    reward_timeout: Annotated[float, Field(gt=0, le=1e6)] = 10.0  # seconds for the reward or environment of a row
+    environment: str | None = None  # FILE.py:FUNCTION, f(prompt, response, answer) -> what follows the turn, or None
     max_turns: Positive = 8  # turns of the policy in one row, if there is an environment
 
     # rollout
-    rollout: Literal["hf", "vllm"] = "hf"  # engine: transformers' cache on a whole copy of the actor, or vLLM
+    rollout: Literal["hf", "vllm"] = "hf"  # engine: transformers' generate on a whole copy of the actor, or vLLM
     train_batch_size: Positive = 256  # prompts of a step, over all ranks
     rollout_n: Positive = 1  # responses to each (torchrun would take --n for its own)
     max_response_length: Positive | None = None  # tokens, with observations (None: 8 for addition, else 256)
     temperature: Rate = 1.0  # of sampling, and of the log-probs that are learned from
-    top_p: Annotated[float, Field(gt=0, le=1)] = (
-        1.0  # sample only from the likeliest tokens with this probability
-    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # sample only from the likeliest tokens with this probability
     rollout_batch_size: Positive = 256  # rows generated at once by an engine
     dump_rollouts: bool = False  # write every step's rows as JSONL to out_dir/rollouts
 
@@ -198,13 +174,9 @@ class Run(Generic[CriticConfig]):
     keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
     async_save: bool = False  # write checkpoints in the background, from a copy of the state on the host
     resume: str | None = None  # checkpoint folder to continue from; auto: the last complete one in out_dir
-    offload: bool = (
-        False  # keep actor, reference, critic, reward model and engine on the device in their phases only
-    )
+    offload: bool = False  # keep every model on the device in its own phases only
     seed: Count = 0  # of the order of prompts, of every shuffle and of every sampled token
-    profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = (
-        None  # A:B, steps to record with torch.profiler
-    )
+    profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B, steps for torch.profiler
     out_dir: str = "out/ppo_loop"  # for checkpoints, the Hugging Face folders, metrics and the report
 
     def evaluates(self, step):
@@ -214,18 +186,14 @@ class Run(Generic[CriticConfig]):
 
 def parse(args):
     """Run from the command line. --critic is looked up first: it says which flags are behind --critic.*."""
-    given = re.findall(r"--critic[ =](\w+)", " ".join(args)) or ["fsdp"]
-    module = critic_module(given[-1] if given[-1] in ("fsdp", "megatron") else "fsdp")
-    default = Run(critic=module.Config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size))
-    return tyro.cli(
-        Run[module.Config], default=default, description=__doc__, args=args, console_outputs=RANK == 0
-    )
+    backend = "megatron" if re.search(r"--critic[ =]megatron", " ".join(args)) else "fsdp"
+    config = critic_module(backend).Config
+    default = Run(critic=config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size))
+    return tyro.cli(Run[config], default=default, description=__doc__, args=args, console_outputs=RANK == 0)
 
 
 def critic_module(backend):
     """critic_fsdp or critic_megatron, imported only if it is asked for."""
-    if backend == "megatron":
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return importlib.import_module(f"critic_{backend}")
 
 
@@ -235,9 +203,8 @@ def flags_of(part):
     try:
         yield
     except UserError as error:
-        raise UserError(
-            re.sub(r"(?<!\S)--(?!resume|out-dir|nproc)(?=[a-z])", f"--{part}.", str(error))
-        ) from None
+        own = re.sub(r"(?<!\S)--(?!resume|out-dir|nproc)(?=[a-z])", f"--{part}.", str(error))
+        raise UserError(own) from None
 
 
 def check_flags(run):
@@ -245,20 +212,17 @@ def check_flags(run):
     try:
         pydantic.TypeAdapter(Run).validate_python(dataclasses.asdict(run))
     except pydantic.ValidationError as error:
-        fault = error.errors()[0]
-        names = fault["loc"][: 1 + (fault["loc"][0] in ("actor", "vllm"))]
-        flag = "--" + ".".join(names).replace("_", "-")
-        raise UserError(
-            f"{flag} {fault['input']}: {fault['msg'].replace('Input should be', 'must be')}"
-        ) from None
+        flag = ".".join(map(str, error.errors()[0]["loc"])).replace("_", "-")
+        raise UserError(f"--{flag}: {common.sentence(error)}") from None
+    shards = run.actor.fsdp_size
     rules = {
         "--lam-policy, --length-adaptive-alpha: give one of them": run.lam_policy is None or not run.length_adaptive_alpha,
         "--target-kl: adapts --kl-coef, which is 0; give it a value to begin with": not run.target_kl or run.kl_coef,
         "--eval-prompts: needs --prompts; addition has its own": run.prompts or not run.eval_prompts,
         "--reward: needed with --prompts, or --reward-model": not run.prompts or run.reward or run.reward_model,
         "--reward, --reward-model: give one of them": not (run.reward and run.reward_model),
-        f"--actor.fsdp-size {run.actor.fsdp_size}: must divide the {WORLD_SIZE} ranks, or be -1":
-            run.actor.fsdp_size == -1 or (run.actor.fsdp_size > 0 and WORLD_SIZE % run.actor.fsdp_size == 0),
+        f"--actor.fsdp-size {shards}: must divide the {WORLD_SIZE} ranks, or be -1":
+            shards == -1 or shards > 0 and WORLD_SIZE % shards == 0,
         f"--vllm.tensor-parallel-size: must divide the {WORLD_SIZE} ranks": WORLD_SIZE % run.vllm.tensor_parallel_size == 0,
         "--critic.ppo-max-token-len-per-gpu auto: would take what the actor needs; add --offload, or give auto:GIB":
             run.offload or run.critic.ppo_max_token_len_per_gpu != "auto",
@@ -271,7 +235,7 @@ def check_flags(run):
             raise UserError(mistake)
 
 
-# ---- Task: prompts, rewards, environment -------------------------------------------------------------
+# ---- Task: prompts, rewards, environment -------------------------------------------------------------------
 
 
 class Prompt(NamedTuple):
@@ -297,43 +261,41 @@ class Task(NamedTuple):
 def addition_prompts(n, seed, tokenizer, held_out=False):
     """n additions of two numbers of two digits; the prompts of the toy, with the same ones held out."""
     texts = dict.fromkeys(json.loads(row)["prompt"] for row in common.toy_rows(n, seed, held_out))
-    answer = lambda text: str(sum(map(int, text.rstrip("=").split("+"))))
-    return [Prompt(tokenizer(text)["input_ids"], text, answer(text)) for text in texts]
+    answers = [str(sum(map(int, text.rstrip("=").split("+")))) for text in texts]
+    return [Prompt(tokenizer(text)["input_ids"], text, answer) for text, answer in zip(texts, answers, strict=True)]
 
 
 def load_prompts(path, flag, run, tokenizer):
     """Prompts of a JSONL file, without those that are too long. UserError names the first bad row."""
-    prompts, skipped = [], 0
+    prompts = []
     with common.blame(f"{flag} {path}"), open(path, "rb") as file:
         lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
     for number, line in common.progress(lines, "prompts"):
         with common.blame(f"{flag} {path}:{number}"):
-            prompt = parse_prompt(json.loads(line), run, tokenizer)
-        if len(prompt.ids) <= run.max_prompt_length:
-            prompts.append(prompt)
-    if len(prompts) < len(lines):
-        print0(f"{flag} {path}: left out {len(lines) - len(prompts)} prompts above --max-prompt-length")
-    if not prompts:
+            prompts.append(parse_prompt(json.loads(line), run, tokenizer))
+    short = [prompt for prompt in prompts if len(prompt.ids) <= run.max_prompt_length]
+    if len(short) < len(prompts):
+        print0(f"{flag} {path}: left out {len(prompts) - len(short)} prompts above --max-prompt-length")
+    if not short:
         raise UserError(f"{flag} {path}: no usable prompt")
-    return prompts
+    return short
 
 
 def parse_prompt(row, run, tokenizer):
     """A row, a dict -> Prompt. An exception says what is wrong with it."""
     if run.prompt_key not in row:
         raise ValueError(f"has no {run.prompt_key!r}, only {', '.join(sorted(row))}; see --prompt-key")
-    answer, prompt = row.get(run.answer_key), row[run.prompt_key]
-    prompt = pydantic.TypeAdapter(common.Text | list[common.Message]).validate_python(prompt)
-    messages = [message.model_dump() for message in prompt] if isinstance(prompt, list) else None
-    if run.chat and messages is None:
-        messages = [{"role": "user", "content": prompt}]
-    text = prompt if messages is None else messages[-1]["content"] or ""
+    prompt = row[run.prompt_key]
+    answer = row.get(run.answer_key)
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    text = messages[-1]["content"]
     if isinstance(text, list):  # parts of a message
-        text = "".join(str(part.get("text") or "") for part in text)
-    if messages is None:
+        text = "".join(part.get("text", "") for part in text)
+    if run.chat or messages is prompt:
+        ids = common.chat_ids(tokenizer, messages)
+    else:
         ids = tokenizer(text)["input_ids"]
-    else:  # a chat template writes special tokens itself
-        ids = tokenizer(common.chat_text(tokenizer, messages), add_special_tokens=False)["input_ids"]
+        messages = None
     if not ids:
         raise ValueError("empty prompt")
     if run.reward in REWARDS and not REWARDS[run.reward](text, answer, answer):
@@ -358,25 +320,11 @@ REWARDS = {"addition": addition_reward, "gsm8k": gsm8k_reward}
 
 def load_function(name, flag):
     """A built-in reward, or FUNCTION of FILE.py, whose code is run."""
-    if name in REWARDS and flag == "--reward":
+    if name in REWARDS:
         return REWARDS[name]
     path, _, function = name.rpartition(":")
-    if not os.path.isfile(path):
-        raise UserError(
-            f"{flag} {name}: must be FILE.py:FUNCTION" + f" or {', '.join(REWARDS)}" * (flag == "--reward")
-        )
-    spec = importlib.util.spec_from_file_location(f"user_{hash_of(path)}", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(
-        spec
-    )  # dataclasses look their module up
-    with common.blame(f"{flag} {name}"):
-        spec.loader.exec_module(module)
-        return getattr(module, function)
-
-
-def hash_of(key):
-    """A number of 63 bits that follows from a string alone, on every machine."""
-    return random.Random(key).getrandbits(63)
+    with common.blame(f"{flag} {name}: must be FILE.py:FUNCTION, or one of {', '.join(REWARDS)}"):
+        return runpy.run_path(path)[function]
 
 
 class TookTooLong(BaseException):
@@ -401,104 +349,58 @@ def guarded(function, seconds, *args):
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # sys.exit, asyncio.CancelledError: the row's fault, not the run's
-        return None, str(UserError("", error))
+        return None, f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
     finally:
         signal.signal(signal.SIGALRM, before)
 
 
-def checked(score):
-    """(a reward as a float, "") or (0.0, what is wrong with it)."""
-    try:
-        x = float(score)
-    except Exception:  # of any kind of object
-        x = math.nan
-    return (x, "") if abs(x) <= 1e15 else (0.0, "the reward must be a finite number")
-
-
-class Scorer(nn.Module):
-    """A backbone and the one label of a sequence or token classifier."""
-
-    def __init__(self, backbone):
-        super().__init__()
-        self.lm = backbone
-        self.score = nn.Linear(backbone.config.get_text_config().hidden_size, 1)
-
-    def forward(self, input_ids, position_ids):
-        """(1, T) ids -> (T,) float32 scores, read from the hidden state of each token."""
-        hidden_TD = self.lm(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False
-        ).last_hidden_state[0]
-        return self.score(hidden_TD.float())[:, 0]
+def reward_of(function, seconds, prompt, text):
+    """(a reward by rule as a float, "") or (0.0, what went wrong)."""
+    made, fault = guarded(lambda: float(function(prompt.text, text, prompt.answer)), seconds)
+    if not fault and not abs(made) <= 1e15:
+        fault = "the reward must be a finite number"
+    return (0.0, fault) if fault else (made, "")
 
 
 class RewardModel:
-    """Scores whole rows by a reward model, on their last token; packed, and sharded over all ranks."""
+    """Scores whole rows: the one label of a sequence or token classifier, read on the last token.
 
-    def __init__(self, run, tokenizer, device):
-        fields = {"model": run.reward_model, "tokenizer": None, "override_config": "{}"}
-        self.config = dataclasses.replace(run.actor, **fields)
-        self.device, self.optimizer = device, None
-        own, model_config = common.load_config(self.config, run.actor.trust_remote_code)
-        self.tokenizer = own or tokenizer
+    That is the value of the state after the last action, so a worker of the critic's script does the work.
+    """
+
+    def __init__(self, run, tokenizer):
+        own = ("tokenizer", "override_config", "value_head", "value_range", "lora_rank", "freeze_layers")
+        fields = {x.name: x.default for x in dataclasses.fields(run.critic) if x.name in own}
+        fields |= {"model": run.reward_model, "value_head_init": "checkpoint"}
+        self.worker = critic_module(run.backend).CriticWorker(dataclasses.replace(run.critic, **fields))
+        self.worker.init_model(1)
+        self.tokenizer = self.worker.tokenizer or tokenizer
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
-        self.micro_batches = critic_module(run.backend).micro_batches
-        source = None
-        if RANK == 0:
-            source = Scorer(common.load_pretrained(AutoModel, run.reward_model, model_config))
-            stored, _ = common.stored_value_head(common.local_folder(run.reward_model), source.score, None)
-            if not stored:
-                raise UserError(f"--reward-model {run.reward_model}: has no head with one label")
-            _, weight, bias = stored
-            source.score.load_state_dict({"weight": weight, "bias": torch.zeros(1) if bias is None else bias})
-        make = lambda: Scorer(
-            AutoModel.from_config(copy.deepcopy(model_config), attn_implementation="packed")
-        )
-        self.model, self.flops = shard(self.config, make, source, device, trains=False)
+        self.offload = self.worker.offload
+        self.onload = self.worker.onload
 
     def ids(self, prompt, text, ids):
         """The row as this model reads it: the policy's tokens if both have the same, else its own of the text."""
         if self.same_tokens:
             return ids
         if prompt.messages and self.tokenizer.chat_template:
-            messages = [*prompt.messages, {"role": "assistant", "content": text}]
-            whole = self.tokenizer.apply_chat_template(messages, tokenize=False)
-            return self.tokenizer(whole, add_special_tokens=False)["input_ids"]
+            return common.chat_ids(self.tokenizer, [*prompt.messages, {"role": "assistant", "content": text}], False)
         return self.tokenizer(prompt.text + text)["input_ids"]
 
     def scores(self, prompts, texts, batch):
         """Rewards of the caller's rows, a list (a collective)."""
-        columns = (x.tolist() for x in batch.input_ids.split(batch.lengths))
-        rows = [self.ids(*row) for row in zip(prompts, texts, columns, strict=True)]
-        ends = torch.tensor([len(ids) for ids in rows], dtype=torch.int64)
-        ids_T = torch.tensor([i for ids in rows for i in ids], dtype=torch.int64)
-        none = dict.fromkeys(common.Batch.FLOATS)
-        whole = dataclasses.replace(batch, input_ids=ids_T, cu_seqlens=common.cumulative(ends), **none)
-        whole.response_mask = torch.zeros(len(ids_T), dtype=torch.bool)
-        return self.compute_scores(whole)[ends.cumsum(0) - 1].tolist()
-
-    @register(Dispatch.DP_COMPUTE_PROTO)
-    @torch.no_grad()
-    def compute_scores(self, batch):
-        """(T,) what the head says of each token of the caller's rows."""
-        self.model.eval()
-        scores_T = torch.zeros(len(batch.input_ids), device=self.device)
-        for rows in my_micro_batches(self, batch):
-            micro = batch.select(rows) if rows else common.masked_token()
-            micro_T = self.model(*pack(micro, self.device))
-            if rows:
-                scores_T[batch.token_index(rows).to(self.device)] = micro_T
-        free_gathered(self.model)
-        dist.all_reduce(scores_T)  # each row was scored by one rank; the rest added zeros
-        return scores_T.cpu()
-
-    def offload(self):
-        move(self, torch.device("cpu"))
-
-    def onload(self):
-        move(self, self.device)
+        rows = zip(prompts, texts, batch.split(1), strict=True)
+        rows = [self.ids(prompt, text, row.input_ids.tolist()) for prompt, text, row in rows]
+        lengths = torch.tensor([len(ids) + 1 for ids in rows], dtype=torch.int64)
+        last = lengths.cumsum(0) - 1
+        ids_T = torch.tensor([i for ids in rows for i in [*ids, 0]], dtype=torch.int64)
+        mask_T = torch.zeros(len(ids_T), dtype=torch.bool)
+        mask_T[last] = True  # one more token, whose place alone is read: the action whose state is the end
+        whole = common.Batch(ids_T, common.cumulative(lengths), mask_T, batch.row_id, batch.truncated)
+        return self.worker.compute_values(whole)[last].tolist()
 
 
-# ---- Policy maths ------------------------------------------------------------------------------------
+# ---- Policy maths ------------------------------------------------------------------------------------------
 
 
 def policy_loss(log_probs_T, old_log_probs_T, advantages_T, response_mask_T, weights_T, clip_low=0.2, clip_high=0.2,
@@ -511,17 +413,15 @@ def policy_loss(log_probs_T, old_log_probs_T, advantages_T, response_mask_T, wei
     where A_t < 0, L_t is at most -c A_t (1912.09729, eq. 5). log r is kept within +-20. What stands where
     response_mask is false never enters, not even a NaN.
     """
-    clean = lambda x_T: torch.where(response_mask_T, x_T, 0.0)
-    ratio_T = (clean(log_probs_T) - clean(old_log_probs_T)).clamp(-20, 20).exp()
-    a_T = clean(advantages_T)
-    free_T, clipped_T = -ratio_T * a_T, -ratio_T.clamp(1 - clip_low, 1 + clip_high) * a_T
+    columns = (log_probs_T - old_log_probs_T, advantages_T)
+    log_ratio_T, a_T = (torch.where(response_mask_T, x_T, 0.0) for x_T in columns)
+    ratio_T = log_ratio_T.clamp(-20, 20).exp()
+    free_T = -ratio_T * a_T
+    clipped_T = -ratio_T.clamp(1 - clip_low, 1 + clip_high) * a_T
     loss_T = torch.maximum(free_T, clipped_T)
     bound_T = torch.where(a_T < 0, -(clip_dual or math.inf) * a_T, math.inf)
-    return (
-        (weights_T * torch.minimum(loss_T, bound_T)).sum(),
-        (clipped_T > free_T).sum(),
-        (loss_T > bound_T).sum(),
-    )
+    loss = (weights_T * torch.minimum(loss_T, bound_T)).sum()
+    return loss, (clipped_T > free_T).sum(), (loss_T > bound_T).sum()
 
 
 def kl_penalty(log_probs_T, ref_log_probs_T, kind):
@@ -555,17 +455,22 @@ def next_kl_coef(coef, kl, n, target=None):
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * n / max(10_000, n))
 
 
-def masked_whiten(x_T, mask_T, over_ranks=False):
-    """(x - mean) / std over the masked entries, of this process or of all ranks together; zero elsewhere.
+def masked_whiten(x_T, mask_T):
+    """(x - mean) / std over the masked entries of all ranks together; zero elsewhere.
 
     The variance is the unbiased one, of n - 1, and 1e-8 is added to it; a single entry has variance 0.
     """
-    total = lambda x: (dist.all_reduce(x), x)[1] if over_ranks else x
-    x_T = torch.where(mask_T, x_T, 0.0)
-    n, s = total(torch.stack([mask_T.sum().double(), x_T.double().sum()]))
-    mean = s / n.clamp(min=1)
-    var = total(torch.where(mask_T, x_T - mean, 0.0).double().square().sum()) / (n - 1).clamp(min=1)
-    return torch.where(mask_T, (x_T - mean) * torch.rsqrt(var + 1e-8), 0.0).to(x_T.dtype)
+
+    def total(x):
+        if dist.is_initialized():
+            dist.all_reduce(x)
+        return x
+
+    x_T = torch.where(mask_T, x_T, 0.0).double()
+    n = total(mask_T.sum()).clamp(min=1)
+    centred_T = torch.where(mask_T, x_T - total(x_T.sum()) / n, 0.0)
+    var = total(centred_T.square().sum()) / (n - 1).clamp(min=1)
+    return (centred_T * torch.rsqrt(var + 1e-8)).float()
 
 
 def add_advantages(batch, scores, kl_coef, run):
@@ -575,45 +480,66 @@ def add_advantages(batch, scores, kl_coef, run):
     learns returns of run.lam, the actor may use another lambda (decoupled GAE of VC-PPO, 2503.01491, sec. 4.2), one
     for each row of l actions with length_adaptive_alpha: 1 - 1/(alpha l) (VAPO, 2504.05118, sec. 4.2).
     """
-    mask_T, last_B = batch.response_mask, common.last_actions(batch.response_mask, batch.cu_seqlens)
     kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
-    rewards_T = torch.zeros(len(mask_T)).index_add(0, last_B, torch.tensor(scores, dtype=torch.float32))
-    batch.token_level_rewards = rewards_T - kl_coef * torch.where(mask_T, kl_T, 0.0)
+    rewards_T = -kl_coef * torch.where(batch.response_mask, kl_T, 0.0)
+    batch.token_level_rewards = rewards_T.index_add(0, common.last_actions(batch), torch.tensor(scores))
     common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
     lam = run.lam_policy
     if run.length_adaptive_alpha is not None:
-        actions_B = common.actions_per_row(mask_T, batch.cu_seqlens).double().clamp(min=1)
+        actions_B = common.actions_per_row(batch).double().clamp(min=1)
         lam = (1 - 1 / (run.length_adaptive_alpha * actions_B)).clamp(min=0)
     if lam is not None:
         returns_T = batch.returns
         common.add_returns(batch, run.gamma, lam, run.bootstrap_truncated)
         batch.returns = returns_T
     if run.whiten_advantages:
-        batch.advantages = masked_whiten(batch.advantages, mask_T, over_ranks=True)
+        batch.advantages = masked_whiten(batch.advantages, batch.response_mask)
 
 
-# ---- Rollout: an engine makes tokens, a batch comes of them ------------------------------------------
+# ---- Rollout: an engine makes tokens, a batch comes of them ------------------------------------------------
+
+
+class Draw(LogitsProcessor):
+    """Chooses each row's next token by its own random numbers u_BR, and leaves generate no other choice."""
+
+    def __init__(self, u_BR, temperature, top_p):
+        self.u_BR = u_BR
+        self.temperature = temperature  # 0: greedy
+        self.nucleus = TopPLogitsWarper(top_p)
+        self.log_probs = []  # (B,) of each step's tokens, as they were drawn
+
+    def __call__(self, ids_BL, logits_BV):
+        log_p_BV = (logits_BV.float() / (self.temperature or 1.0)).log_softmax(-1)
+        if self.temperature:  # inverse of the distribution function: one number a token, the same on every device
+            log_p_BV = self.nucleus(ids_BL, log_p_BV).log_softmax(-1)
+            cdf_BV = log_p_BV.double().exp().cumsum(-1)
+            u_B1 = self.u_BR[:, len(self.log_probs), None] * cdf_BV[:, -1:]
+            chosen_B1 = torch.searchsorted(cdf_BV, u_B1, right=True).clamp(max=cdf_BV.shape[1] - 1)
+        else:
+            chosen_B1 = log_p_BV.argmax(-1, keepdim=True)
+        self.log_probs.append(log_p_BV.gather(1, chosen_B1)[:, 0])
+        return torch.full_like(logits_BV, -math.inf).scatter(1, chosen_B1, 0.0)
 
 
 class HFRollout:
-    """Generates with transformers' own cache on a whole copy of the policy, each rank for the rows it owns.
+    """Generates with transformers on a whole copy of the policy, each rank for the rows it owns.
 
     Every row draws its own random numbers from its key alone, so it gives the same sample in any batch and on any
     number of ranks, up to rounding.
     """
 
     def __init__(self, run, task, device):
-        self.top_p, self.rows, self.device = run.top_p, run.rollout_batch_size, device
-        self.dtype = compute_dtype(run.actor, device)
-        self.stop = torch.tensor(task.stop_ids, dtype=torch.int64, device=device)
-        capped = getattr(
-            task.model_config.get_text_config(), "attn_logit_softcapping", None
-        )  # sdpa would drop it
+        self.run = run
+        self.stop_ids = task.stop_ids
+        self.device = device
+        self.dtype = common.compute_dtype(run.actor.param_dtype, device)
+        capped = getattr(task.model_config.get_text_config(), "attn_logit_softcapping", None)  # sdpa would drop it
         options = {"attn_implementation": "eager" if capped else "sdpa", "dtype": self.dtype}
         options["trust_remote_code"] = run.actor.trust_remote_code
         with device:
             self.model = AutoModelForCausalLM.from_config(copy.deepcopy(task.model_config), **options).eval()
         self.weights = dict(self.model.named_parameters())
+        self.model.generation_config = GenerationConfig(eos_token_id=task.stop_ids, pad_token_id=0)
 
     @torch.no_grad()
     def sync(self, weights):
@@ -621,93 +547,41 @@ class HFRollout:
         for name, weight in weights:
             self.weights[name].copy_(weight)
 
-    def any_left(self, rows):
-        """Whether generate() has to be called again: each rank has an engine of its own, so if it has rows."""
-        return bool(rows)
-
     def offload(self):
         self.model.to("cpu")
 
     def onload(self):
         self.model.to(self.device)
 
-    def generate(self, prompts, keys, room, temperature):
-        """Token ids of prompts, what each row's numbers are drawn from, the most tokens it may get -> for each (token
-        ids, their log-probs as they were sampled, whether it ended by itself). temperature 0: greedy.
-        """
-        out, order = [None] * len(prompts), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        parts = [
-            order[i : i + self.rows] for i in range(0, len(order), self.rows)
-        ]  # like lengths: less padding
-        for rows in common.progress(parts, "rollout"):
-            columns = [[column[i] for i in rows] for column in (prompts, keys, room)]
-            for i, reply in zip(rows, self.replies(*columns, temperature), strict=True):
-                out[i] = reply
-        return out
-
-    @torch.inference_mode()
-    def replies(self, prompts, keys, room, temperature):
-        """generate() of one batch, left-padded; rows that are done leave it."""
-        longest, dev = max(len(p) for p in prompts), self.device
-        u_BR = torch.stack([uniform(key, max(room)) for key in keys]).to(dev)
-        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=dev)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=dev)
-        positions, room_B = (mask.cumsum(1) - 1).clamp(min=0), torch.tensor(room, device=dev)
-        cache, rows = DynamicCache(config=self.model.config), torch.arange(len(prompts), device=dev)
-        taken, ended = (
-            [],
-            torch.zeros(len(prompts), dtype=torch.bool, device=dev),
-        )  # taken: (rows, ids, log-probs)
-        for step in range(max(room)):
-            inputs = {
-                "input_ids": ids,
-                "attention_mask": mask,
-                "position_ids": positions,
-                "past_key_values": cache,
-            }
-            logits_BV = self.model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1].float()
-            log_p_BV = (logits_BV / (temperature or 1.0)).log_softmax(-1)
-            if temperature and self.top_p < 1:
-                log_p_BV = nucleus(log_p_BV, self.top_p)
-            if (
-                temperature
-            ):  # inverse of the distribution function: one number a token, the same on every device
-                cdf_BV = log_p_BV.double().exp().cumsum(-1)
-                chosen = torch.searchsorted(cdf_BV, u_BR[rows, step, None] * cdf_BV[:, -1:], right=True)[:, 0]
-                chosen = chosen.clamp(max=cdf_BV.shape[1] - 1)
-            else:
-                chosen = logits_BV.argmax(-1)
-            taken.append((rows, chosen, log_p_BV.gather(1, chosen[:, None])[:, 0]))
-            stops = torch.isin(chosen, self.stop)
-            ended[rows[stops]] = True
-            keep = (~stops & (step + 1 < room_B[rows])).nonzero()[:, 0]
-            if len(keep) == 0:
-                break
-            if len(keep) < len(rows):
-                cache.batch_select_indices(keep)
-                rows, mask, positions, chosen = rows[keep], mask[keep], positions[keep], chosen[keep]
-            ids, positions = chosen[:, None], positions[:, -1:] + 1
-            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
-        replies = [([], [], done) for done in ended.tolist()]
-        for columns in taken:
-            for row, token, log_p in zip(*(x.tolist() for x in columns), strict=True):
-                replies[row][0].append(token)
-                replies[row][1].append(log_p)
+    def generate(self, rows, temperature):
+        """(token ids of a prompt, key of its random numbers, most new tokens) of each row -> for each (token ids, their
+        log-probs as they were sampled, whether it ended by itself). temperature 0: greedy."""
+        pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
+        size = self.run.rollout_batch_size
+        replies = []
+        for first in common.progress(range(0, len(rows), size), "rollout"):
+            prompts, keys, room = zip(*rows[first : first + size], strict=True)
+            ids_BL = pad([torch.tensor(ids) for ids in prompts]).to(self.device)
+            mask_BL = pad([torch.ones(len(ids)) for ids in prompts]).to(self.device)
+            u_BR = torch.stack([uniform(key, max(room)) for key in keys]).to(self.device)
+            draw = Draw(u_BR, temperature, self.run.top_p)
+            options = {"max_new_tokens": max(room), "logits_processor": [draw]}
+            out_BR = self.model.generate(ids_BL, attention_mask=mask_BL, **options)[:, ids_BL.shape[1] :]
+            log_probs_BR = torch.stack(draw.log_probs, 1)
+            for ids, log_probs, most in zip(out_BR.tolist(), log_probs_BR.tolist(), room, strict=True):
+                n = next((n for n, i in enumerate(ids[:most], 1) if i in self.stop_ids), None)
+                replies.append((ids[: n or most], log_probs[: n or most], n is not None))
         return replies
+
+
+def seed_of(key):
+    """A number of 63 bits that follows from a string alone, on every machine."""
+    return random.Random(key).getrandbits(63)
 
 
 def uniform(key, n):
     """(n,) float64 numbers of [0, 1) that follow from the key."""
-    return torch.rand(n, generator=torch.Generator().manual_seed(hash_of(key)), dtype=torch.float64)
-
-
-def nucleus(log_p_BV, top_p):
-    """(B, V) log-probs of the likeliest tokens alone, the fewest that have the probability top_p together; -inf for
-    the rest (top-p sampling, 1904.09751, section 3.1)."""
-    sorted_BV, order_BV = log_p_BV.sort(-1, descending=True)
-    before_BV = sorted_BV.exp().cumsum(-1) - sorted_BV.exp()  # what likelier tokens have
-    outside_BV = torch.zeros_like(log_p_BV, dtype=torch.bool).scatter(-1, order_BV, before_BV >= top_p)
-    return log_p_BV.masked_fill(outside_BV, -math.inf).log_softmax(-1)
+    return torch.rand(n, generator=torch.Generator().manual_seed(seed_of(key)), dtype=torch.float64)
 
 
 class VLLMRollout:
@@ -720,74 +594,57 @@ class VLLMRollout:
     engines = []
 
     def __init__(self, run, task, device):
-        self.stop, self.top_p, self.level = task.stop_ids, run.top_p, run.vllm.sleep_level
-        self.size, self.on_cpu, self.dtype = (
-            run.vllm.tensor_parallel_size,
-            device.type == "cpu",
-            compute_dtype(run.actor, device),
-        )
-        self.group = None
-        if self.size > 1:  # neighbours, as vLLM has it
-            timeout = datetime.timedelta(minutes=run.critic.timeout_minutes)
-            self.group, _ = dist.new_subgroups(self.size, timeout=timeout)
-        options = {"trust_remote_code": run.actor.trust_remote_code}
+        self.run = run
+        self.stop_ids = task.stop_ids
+        self.on_cpu = device.type == "cpu"
+        self.dtype = common.compute_dtype(run.actor.param_dtype, device)
+        size = run.vllm.tensor_parallel_size
+        timeout = datetime.timedelta(minutes=run.critic.timeout_minutes)
+        self.group, _ = dist.new_subgroups(size, timeout=timeout)  # neighbours, as vLLM has it
+        trust = {"trust_remote_code": run.actor.trust_remote_code}
         with torch.device("meta"):  # it knows what a checkpoint calls its tensors
-            self.skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(task.model_config), **options)
-        with process_as_it_was(), tempfile.TemporaryDirectory() as folder:
+            self.skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(task.model_config), **trust)
+        with as_before(), tempfile.TemporaryDirectory() as folder:
+            model_config = copy.deepcopy(task.model_config)
+            model_config.architectures = [type(self.skeleton).__name__]
+            model_config.save_pretrained(folder)
             with common.blame(f"--rollout vllm: cannot run {run.actor.model}"):
-                self.llm = self.start(run, task, folder)
+                self.llm = self.start(folder, task.longest, size, **trust)
         self.engines.append(self.llm)
-        cache = self.llm.llm_engine.vllm_config.cache_config
-        blocks = f"{cache.num_gpu_blocks:,} blocks x {cache.block_size}"
-        print0(
-            f"vllm       {WORLD_SIZE // self.size} engines x {self.size} ranks; keys and values of each {blocks} tokens"
-        )
+        print0(f"vllm       {WORLD_SIZE // size} engines x {size} ranks")
 
-    def start(self, run, task, folder):
+    def start(self, folder, longest, size, trust_remote_code):
         """vLLM's LLM, with random weights; folder: where it finds the model's config."""
-        model_config = copy.deepcopy(task.model_config)
-        model_config.architectures = [type(self.skeleton).__name__]
-        model_config.save_pretrained(folder)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process
-        defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-        defaults |= {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-        }  # without torchrun
-        os.environ |= {key: x for key, x in defaults.items() if key not in os.environ}
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+        for name, x in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+            os.environ.setdefault(name, x)  # without torchrun
         from vllm import LLM
         from vllm.distributed import parallel_state
         from vllm.platforms import current_platform
 
-        if (
-            self.on_cpu and self.size > 1
-        ):  # its shared memory has one name in all runs of a machine, and stays
+        if self.on_cpu:  # its shared memory has one name in all runs of a machine, and stays: so it takes gloo
             from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-            CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False  # so it takes gloo
+            CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
         llm = LLM(
-            model=run.actor.model if run.actor.trust_remote_code else folder,
+            model=self.run.actor.model if trust_remote_code else folder,
             load_format="dummy",  # the first sync fills it
             skip_tokenizer_init=True,
             generation_config="vllm",  # no defaults of the model's own
-            trust_remote_code=run.actor.trust_remote_code,
-            dtype=str(self.dtype).removeprefix("torch."),
-            max_model_len=task.longest,
-            max_num_seqs=run.rollout_batch_size,
-            gpu_memory_utilization=run.vllm.gpu_memory_utilization,
-            kv_cache_memory_bytes=2**30
-            if self.on_cpu
-            else None,  # on CPU it would take its part of all memory
+            trust_remote_code=trust_remote_code,
+            dtype=self.dtype,
+            max_model_len=longest,
+            max_num_seqs=self.run.rollout_batch_size,
+            gpu_memory_utilization=self.run.vllm.gpu_memory_utilization,
+            kv_cache_memory_bytes=2**30 if self.on_cpu else None,  # on CPU it would take its part of all memory
             enforce_eager=self.on_cpu,
-            enable_sleep_mode=run.offload and current_platform.is_sleep_mode_available(),
-            tensor_parallel_size=self.size,
+            enable_sleep_mode=self.run.offload and current_platform.is_sleep_mode_available(),
+            tensor_parallel_size=size,
             distributed_executor_backend="external_launcher",  # each torchrun process runs its own part
             logprobs_mode="processed_logprobs",  # of what is sampled from: after temperature and top-p
             seed=0,  # of nothing: requests bring their own
         )
-        if self.size > 1:  # more shared memory, which nobody removes when common.launch ends the process
+        if size > 1:  # more shared memory, which nothing removes when common.launch ends the process
             parallel_state.get_tp_group().mq_broadcaster = None
         return llm
 
@@ -797,14 +654,14 @@ class VLLMRollout:
 
     def offload(self):
         """Frees the device memory of the engine, where the platform can."""
-        self.llm.sleep(level=self.level)
+        self.llm.sleep(level=self.run.vllm.sleep_level)
 
     def sync(self, weights):
         """Takes the actor's weights, (name, whole tensor) pairs in self.dtype, layer by layer; forgets cached keys and
         values, which were the old weights'. Every rank calls it, for gathering weights is a collective."""
-        stored = (revert_weight_conversion(self.skeleton, {name: weight}) for name, weight in weights)
         if self.on_cpu:
             self.llm.apply_model(forget_experts)
+        stored = (revert_weight_conversion(self.skeleton, {name: weight}) for name, weight in weights)
         named = (pair for some in stored for pair in some.items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
         if self.on_cpu:
@@ -813,38 +670,29 @@ class VLLMRollout:
             self.llm.wake_up(tags=["kv_cache"])
         self.llm.reset_prefix_cache()
 
-    def any_left(self, rows):
-        """Whether generate() has to be called again: if any rank that shares this engine has rows."""
-        return any(self.of_peers(bool(rows)))
-
-    def of_peers(self, mine):
-        """What each rank that shares this engine has, a list (a collective among them)."""
-        return [mine] if self.size == 1 else common.of_all_ranks(mine, self.group)
-
-    def generate(self, prompts, keys, room, temperature):
+    def generate(self, rows, temperature):
         """HFRollout's. Ranks that share an engine call it together; each gets the replies to its own prompts."""
-        if self.llm.llm_engine.is_sleeping():  # it would wait forever
-            raise RuntimeError("the engine is asleep: onload() and sync() come before generate()")
         from vllm import SamplingParams
 
-        everyones = self.of_peers(list(zip(prompts, keys, room, strict=True)))
-        before = sum(map(len, everyones[: RANK % self.size]))
-        rows = [row for rows in everyones for row in rows]
-        fields = {
-            "temperature": temperature,
-            "top_p": self.top_p if temperature else 1.0,
-            "stop_token_ids": self.stop,
-        }
-        fields |= {"ignore_eos": True, "logprobs": 0, "detokenize": False}
-        params = [SamplingParams(seed=hash_of(key), max_tokens=most, **fields) for _, key, most in rows]
-        eager = torch.compiler.set_stance("force_eager") if self.on_cpu else contextlib.nullcontext()
+        everyones = common.of_all_ranks(rows, self.group)
+        before = sum(map(len, everyones[: dist.get_rank(self.group)]))
+        asked = []
+        params = []
+        for ids, key, most in itertools.chain(*everyones):
+            asked.append({"prompt_token_ids": ids})
+            params.append(SamplingParams(
+                seed=seed_of(key), max_tokens=most, temperature=temperature, top_p=self.run.top_p if temperature else 1.0,
+                stop_token_ids=self.stop_ids, ignore_eos=True, logprobs=0, detokenize=False,
+            ))  # fmt: skip
         # on CPU the compiler takes longer than the rollout, and needs one for C++; and it draws from torch's generator
+        eager = torch.compiler.set_stance("force_eager") if self.on_cpu else contextlib.nullcontext()
         with eager, torch.random.fork_rng(devices=()):
-            asked = [{"prompt_token_ids": prompt} for prompt, _, _ in rows]
             out = self.llm.generate(asked, params, use_tqdm=RANK == 0 and sys.stderr.isatty())
-        replies = [reply.outputs[0] for reply in out[before : before + len(prompts)]]
-        log_probs = lambda r: [at[token].logprob for at, token in zip(r.logprobs, r.token_ids, strict=True)]
-        return [(list(r.token_ids), log_probs(r), r.finish_reason == "stop") for r in replies]
+        replies = []
+        for reply in [x.outputs[0] for x in out[before : before + len(rows)]]:
+            log_probs = [at[token].logprob for at, token in zip(reply.logprobs, reply.token_ids, strict=True)]
+            replies.append((list(reply.token_ids), log_probs, reply.finish_reason == "stop"))
+        return replies
 
 
 def forget_experts(model):
@@ -862,93 +710,89 @@ def repack_head(model):
 
 
 @contextlib.contextmanager
-def process_as_it_was():
-    """Undoes what vLLM does to the process that starts it: random state, threads, environment, garbage collection.
-
-    On CPU it also replaces torch.cuda's streams and events by empty ones; that stays, vLLM needs them.
-    """
-    env, threads, set_threads = dict(os.environ), torch.get_num_threads(), torch.set_num_threads
-    states = random.getstate(), numpy.random.get_state()
-    devices = range(torch.accelerator.device_count()) if torch.accelerator.is_available() else ()
-    try:
-        with torch.random.fork_rng(devices), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_num_threads = set_threads
-        torch.set_num_threads(threads)
-        ours = {key: x for key, x in os.environ.items() if key.startswith("VLLM_")}  # it reads them again
-        os.environ.clear()
-        os.environ.update(env | ours)
-        gc.unfreeze()
+def as_before():
+    """Undoes what vLLM does to torch's threads and random numbers when it starts."""
+    threads = torch.get_num_threads()
+    set_num_threads = torch.set_num_threads
+    devices = range(torch.cuda.device_count())
+    with torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore"):
+        yield
+    torch.set_num_threads = set_num_threads
+    torch.set_num_threads(threads)
 
 
-class Reply(NamedTuple):
+@dataclass
+class Reply:
     """What followed a prompt: the policy's turns, and an environment's in between."""
 
-    ids: list
-    mask: list  # true on what the policy chose
-    log_probs: list  # of the engine; 0 elsewhere
-    finished: bool  # by the policy or the environment, not by the length limit
+    ids: list = field(default_factory=list)
+    mask: list = field(default_factory=list)  # true on what the policy chose
+    log_probs: list = field(default_factory=list)  # of the engine; 0 elsewhere
+    finished: bool = False  # by the policy or the environment, not by the length limit
+    text: str = ""
+    fault: str = ""  # what went wrong in the environment
+
+    def add(self, ids, log_probs=None):
+        self.ids += ids
+        self.mask += [log_probs is not None] * len(ids)
+        self.log_probs += log_probs or [0.0] * len(ids)
 
 
 def roll_out(engine, task, prompts, keys, run, temperature):
-    """(a Reply to each prompt, its text, what went wrong in the environment). Every row depends on its key alone."""
-    tokenizer, replies = task.tokenizer, [Reply([], [], [], False) for _ in prompts]
-    faults, going = [""] * len(prompts), list(range(len(prompts)))
+    """A Reply to each prompt. Every row depends on its key alone."""
+    replies = [Reply() for _ in prompts]
+    going = list(zip(prompts, keys, replies, strict=True))
     for turn in range(run.max_turns if task.observe else 1):
-        room = [run.max_response_length - len(replies[i].ids) for i in going]
-        asked = [prompts[i].ids + replies[i].ids for i in going]
-        out = engine.generate(asked, [f"{keys[i]} {turn}" for i in going], room, temperature)
-        still = []
-        for i, (tokens, log_probs, ended) in zip(going, out, strict=True):
-            reply = replies[i] = extended(replies[i], tokens, True, log_probs, ended)
-            if not ended or task.observe is None or turn == run.max_turns - 1:
-                continue
-            text = tokenizer.decode(reply.ids, skip_special_tokens=True)
-            said, faults[i] = guarded(
-                task.observe, run.reward_timeout, prompts[i].text, text, prompts[i].answer
-            )
-            if said is not None and not isinstance(said, str):
-                said, faults[i] = None, f"an environment answers with text or None, not {said!r:.40}"
-            if said is None:
-                continue
-            said = said.encode(errors="replace").decode()  # half a surrogate pair is no text: "?" for it
-            seen = tokenizer(said, add_special_tokens=False)["input_ids"]
-            if len(reply.ids) + len(seen) < run.max_response_length:
-                replies[i] = extended(reply, seen, False, [0.0] * len(seen), True)
-                still.append(i)
-            else:
-                replies[i] = reply._replace(finished=False)
-        going = still
-        if not engine.any_left(going):
+        rows = []
+        for prompt, key, reply in going:
+            rows.append((prompt.ids + reply.ids, f"{key} {turn}", run.max_response_length - len(reply.ids)))
+        out = engine.generate(rows, temperature)
+        for (_, _, reply), (ids, log_probs, ended) in zip(going, out, strict=True):
+            reply.add(ids, log_probs)
+            reply.finished = ended
+            reply.text = task.tokenizer.decode(reply.ids, skip_special_tokens=True)
+        if not task.observe or turn == run.max_turns - 1:
             break
-    return replies, [tokenizer.decode(reply.ids, skip_special_tokens=True) for reply in replies], faults
+        going = [row for row in going if goes_on(*row[::2], task, run)]
+        if not any(common.of_all_ranks(bool(going))):
+            break
+    return replies
 
 
-def extended(reply, ids, own, log_probs, finished):
-    """A Reply with more tokens; own: whether the policy chose them."""
-    return Reply(reply.ids + ids, reply.mask + [own] * len(ids), reply.log_probs + log_probs, finished)
+def goes_on(prompt, reply, task, run):
+    """Asks the environment what follows a turn, and adds it to the reply -> whether the policy speaks again."""
+    if not reply.finished:
+        return False
+    said, reply.fault = guarded(task.observe, run.reward_timeout, prompt.text, reply.text, prompt.answer)
+    if said is not None and not isinstance(said, str):
+        reply.fault = f"an environment answers with text or None, not {said!r:.40}"
+    if said is None or reply.fault:
+        return False
+    said = said.encode(errors="replace").decode()  # half a surrogate pair is no text: "?" for it
+    ids = task.tokenizer(said, add_special_tokens=False)["input_ids"]
+    reply.finished = len(reply.ids) + len(ids) < run.max_response_length
+    if reply.finished:
+        reply.add(ids)
+    return reply.finished
 
 
 def to_batch(prompts, replies, row_ids):
     """Batch of prompts and replies, with the log-probs as the engine has them."""
-    pairs = list(zip(prompts, replies, strict=True))
-    join = lambda parts, dtype: torch.tensor([x for part in parts for x in part], dtype=dtype)
-    lengths = torch.tensor([len(p.ids) + len(r.ids) for p, r in pairs], dtype=torch.int64)
-    return common.Batch(
-        input_ids=join([p.ids + r.ids for p, r in pairs], torch.int64),
-        cu_seqlens=common.cumulative(lengths),
-        response_mask=join([[False] * len(p.ids) + r.mask for p, r in pairs], torch.bool),
-        row_id=torch.tensor(row_ids, dtype=torch.int64),
-        truncated=torch.tensor([not r.finished for r in replies], dtype=torch.bool),
-        rollout_log_probs=join([[0.0] * len(p.ids) + r.log_probs for p, r in pairs], torch.float32),
-    )
+    rows = []
+    for prompt, reply, row_id in zip(prompts, replies, row_ids, strict=True):
+        n = len(prompt.ids)
+        rows.append(common.Batch(
+            input_ids=torch.tensor(prompt.ids + reply.ids),
+            cu_seqlens=torch.tensor([0, n + len(reply.ids)], dtype=torch.int32),
+            response_mask=torch.tensor([False] * n + reply.mask),
+            row_id=torch.tensor([row_id]),
+            truncated=torch.tensor([not reply.finished]),
+            rollout_log_probs=torch.tensor([0.0] * n + reply.log_probs),
+        ))  # fmt: skip
+    return common.concat(rows)
 
 
-# ---- Actor and reference: a policy on FSDP2 ----------------------------------------------------------
+# ---- Actor and reference: a policy on FSDP2 ----------------------------------------------------------------
 
 LOGITS_AT_ONCE = 2**25  # 128 MiB in float32
 
@@ -961,13 +805,13 @@ def log_probs_and_entropy(logits_of, hidden_AD, targets_A, vocab_size):
 
     def piece(hidden_CD, targets_C):
         log_p_CV = logits_of(hidden_CD).float().log_softmax(-1)
-        return log_p_CV.gather(1, targets_C[:, None])[:, 0], -(log_p_CV.exp() * log_p_CV).sum(-1)
+        return torch.stack([log_p_CV.gather(1, targets_C[:, None])[:, 0], -(log_p_CV.exp() * log_p_CV).sum(-1)])
 
     size = max(1, LOGITS_AT_ONCE // vocab_size)
     pieces = []
     for chunk in zip(hidden_AD.split(size), targets_A.split(size), strict=True):
         pieces.append(checkpoint(piece, *chunk, use_reentrant=False, preserve_rng_state=False))
-    return tuple(torch.cat(column) for column in zip(*pieces, strict=True))
+    return torch.cat(pieces, 1)
 
 
 class Policy(nn.Module):
@@ -976,86 +820,28 @@ class Policy(nn.Module):
     def __init__(self, lm):
         super().__init__()
         self.lm = lm
-        self.softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
 
-    def forward(self, input_ids, position_ids, response_mask_T, temperature):
-        """(1, T) ids -> (A,) log-probs and entropies of the actions, each read from the hidden state before it."""
-        decoder, head = self.lm.get_decoder(), self.lm.get_output_embeddings()
-        hidden_TD = decoder(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False
-        ).last_hidden_state[0]
-        action_A = response_mask_T.nonzero()[:, 0]
+    def forward(self, micro, temperature):
+        """A micro-batch of T tokens -> (2, T) log-probs and entropies of its actions, zero elsewhere; each is read from
+        the hidden state before the action."""
+        lm = self.lm
+        mask_T = micro.response_mask
+        softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
+        position_ids = torch.cat([torch.arange(n) for n in micro.lengths]).to(mask_T.device, non_blocking=True)
+        common.set_pack(micro.lengths, mask_T.device)
+        inputs = {"input_ids": micro.input_ids[None], "position_ids": position_ids[None], "use_cache": False}
+        hidden_TD = lm.get_decoder()(**inputs).last_hidden_state[0]
+        head = lm.get_output_embeddings()
 
         def logits_of(hidden_CD):
             logits_CV = head(hidden_CD).float()
-            if self.softcap:
-                logits_CV = self.softcap * torch.tanh(logits_CV / self.softcap)
+            if softcap:
+                logits_CV = softcap * torch.tanh(logits_CV / softcap)
             return logits_CV / temperature
 
-        return log_probs_and_entropy(
-            logits_of, hidden_TD[action_A - 1], input_ids[0][action_A], head.weight.shape[0]
-        )
-
-
-def compute_dtype(config, device):
-    """The dtype of matrix products; master weights, gradients and optimizer are float32."""
-    if config.param_dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return getattr(torch, config.param_dtype)
-
-
-def shard(config, make, source, device, trains):
-    """(a model on FSDP2 over all ranks, its FlopsModel). make() builds it, which happens on meta; `source` is the same
-    on rank 0's host with its weights, which every rank gets its shards of. What trains has float32 weights, the rest
-    those of the compute dtype."""
-    compute = compute_dtype(config, device)
-    with common.blame(f"--model {config.model}: cannot be built"), torch.device("meta"):
-        model = make().to(torch.float32 if trains else compute)
-    if not model.lm._can_set_attn_implementation():
-        raise UserError(
-            f"--model {config.model}: brings its own attention, which knows nothing of packed rows"
-        )
-    model.requires_grad_(trains)
-    if config.gradient_checkpointing and trains:
-        model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    flops, size = common.flops_model(model, model.lm.config), config.fsdp_size
-    mesh = init_device_mesh(
-        device.type, (WORLD_SIZE,) if size in (-1, WORLD_SIZE) else (WORLD_SIZE // size, size)
-    )
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    names = {n for m in model.modules() for n in (getattr(m, "_no_split_modules", None) or ())}
-    for block in [m for m in model.modules() if type(m).__name__ in names]:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    model.set_reduce_scatter_unused_params(
-        True
-    )  # an expert may have seen no token here, but some on another rank
-    model.to_empty(device=device)
-    model.lm.tie_weights()  # to_empty made two of what is one
-    full = source.state_dict() if RANK == 0 else {}
-    set_model_state_dict(
-        model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    )
-    buffers = dict(source.named_buffers()) if RANK == 0 else {}
-    for name, buffer in sorted(model.named_buffers()):  # rotary tables are in no state dict
-        if RANK == 0:
-            buffer.copy_(buffers[name])
-        dist.broadcast(buffer, src=0)
-    return model, flops
-
-
-def my_micro_batches(worker, batch):
-    """This rank's rows of a global batch as lists of row indices, one list a micro-batch; as many on every rank."""
-    costs = [worker.flops.forward_flops(n) for n in batch.lengths]
-    most = worker.config.ppo_max_token_len_per_gpu
-    return worker.micro_batches(batch.lengths, costs, WORLD_SIZE, most)[RANK]
-
-
-def pack(micro, device):
-    """(1, T) ids and positions of a micro-batch on the device, declared as the next forward's row."""
-    position_ids = torch.cat([torch.arange(n) for n in micro.lengths])
-    common.set_pack(micro.lengths, device)
-    return [x.to(device, non_blocking=True)[None] for x in (micro.input_ids, position_ids)]
+        action_A = mask_T.nonzero()[:, 0]
+        out_2A = log_probs_and_entropy(logits_of, hidden_TD[action_A - 1], micro.input_ids[action_A], len(head.weight))
+        return torch.zeros(2, len(mask_T), device=mask_T.device).index_copy(1, action_A, out_2A)
 
 
 def free_gathered(model):
@@ -1065,47 +851,37 @@ def free_gathered(model):
             module.reshard()
 
 
-def move(worker, device):
-    """Moves weights and optimizer state of a worker."""
-    free_gathered(worker.model)
-    worker.model.to(device)
-    for state in worker.optimizer.state.values() if worker.optimizer else ():
-        for name, value in state.items():
-            if name != "step":  # a scalar, which stays
-                state[name] = value.to(device)
-    if device.type == "cpu" and torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
-
-
 class PolicyWorker:
-    """A policy spread over all ranks. Methods under DP_COMPUTE_PROTO take the rows a rank owns and work on the global
-    batch, like the critic's; a reference has no optimizer."""
+    """A policy spread over all ranks by FSDP2. Methods under DP_COMPUTE_PROTO take the rows a rank owns and work on the
+    global batch, like the critic's; a reference has no optimizer."""
 
     def __init__(self, run, model_config, device, trains=True):
-        self.config, self.model_config, self.device, self.temperature = (
-            run.actor,
-            model_config,
-            device,
-            run.temperature,
-        )
-        self.seed, self.response_length_limit = run.seed, run.max_response_length
-        self.micro_batches, config = critic_module(run.backend).micro_batches, run.actor
-        options, source = {"trust_remote_code": config.trust_remote_code}, None
+        config = run.actor
+        self.run = run
+        self.config = config
+        self.model_config = model_config
+        self.device = device
+        self.dtype = common.compute_dtype(config.param_dtype, device)
+        source = None
+        options = {"trust_remote_code": config.trust_remote_code}
         if RANK == 0:
             torch.manual_seed(run.seed)
             if config.model in common.TINY:
                 source = Policy(AutoModelForCausalLM.from_config(model_config, dtype=torch.float32))
             else:
-                lm = common.load_pretrained(AutoModelForCausalLM, config.model, model_config, **options)
-                source = Policy(lm.float())
-        options["attn_implementation"] = "packed"
-        make = lambda: Policy(AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options))
-        with flags_of("actor"):
-            self.model, self.flops = shard(config, make, source, device, trains)
-        count = sum(p.numel() for p in self.model.parameters())
-        print0(
-            f"{'actor     ' if trains else 'reference '} {config.model} ({model_config.model_type}), {count:,} parameters"
-        )
+                source = Policy(common.load_pretrained(AutoModelForCausalLM, config.model, model_config, **options))
+        options |= {"attn_implementation": "packed", "dtype": torch.float32 if trains else self.dtype}
+        with common.blame(f"--actor.model {config.model}: cannot be built"), torch.device("meta"):
+            model = Policy(AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options))
+        if not model.lm._can_set_attn_implementation():
+            raise UserError(f"--actor.model {config.model}: brings its own attention, which knows no packed rows")
+        if config.gradient_checkpointing and trains:
+            model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.flops = common.flops_model(model, model_config)
+        self.model = self.shard(model.requires_grad_(trains), source)
+        count = sum(p.numel() for p in model.parameters())
+        name = "actor     " if trains else "reference "
+        print0(f"{name} {config.model} ({model_config.model_type}), {count:,} parameters")
         self.optimizer = None
         if trains:
             options = {"lr": config.lr, "weight_decay": config.weight_decay}
@@ -1113,12 +889,19 @@ class PolicyWorker:
         self.optimizer_steps = 0  # taken, skipped ones not counted
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
 
-    def forward(self, micro):
-        """(T,) log-probs and (T,) entropies of the actions of a micro-batch, zero elsewhere."""
-        mask_T = micro.response_mask.to(self.device)
-        columns_A = self.model(*pack(micro, self.device), mask_T, self.temperature)
-        zeros_T = torch.zeros(len(mask_T), device=self.device)
-        return [zeros_T.masked_scatter(mask_T, x_A) for x_A in columns_A]
+    def shard(self, model, source):
+        """The model, which is on meta, on FSDP2 over all ranks; rank 0 has it in `source` and sends the weights."""
+        shards = self.config.fsdp_size if self.config.fsdp_size > 0 else WORLD_SIZE
+        mesh = init_device_mesh(self.device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh["shard"] if shards == WORLD_SIZE else mesh
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        for module in (*common.transformer_blocks(model), model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        model.set_reduce_scatter_unused_params(True)  # an expert may have seen no token here, but some on another rank
+        model.to_empty(device=self.device)
+        model.lm.tie_weights()  # to_empty made two of what is one
+        common.send_weights(model, source)
+        return model
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     @torch.no_grad()
@@ -1126,171 +909,145 @@ class PolicyWorker:
         """Log-probs of the actions of the caller's rows at --temperature: (T,) float32, zero elsewhere."""
         self.model.eval()
         log_probs_T = torch.zeros(len(batch.input_ids), device=self.device)
-        for rows in common.progress(my_micro_batches(self, batch), "log-probs"):
-            micro_T, _ = self.forward(batch.select(rows) if rows else common.masked_token())
+        for rows in common.progress(self.my_micro_batches(batch), "log-probs"):
+            out_T, _ = self.model(self.micro_batch(batch, rows), self.run.temperature)
             if rows:
-                log_probs_T[batch.token_index(rows).to(self.device)] = micro_T
+                log_probs_T[batch.token_index(rows).to(self.device)] = out_T
         free_gathered(self.model)
-        dist.all_reduce(log_probs_T)  # each token was computed by one rank; the rest added zeros
+        dist.all_reduce(log_probs_T)  # one rank computed each token; others add 0
         return log_probs_T.cpu()
 
-    @register(
-        Dispatch.DP_COMPUTE_PROTO, needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
-    )
+    def my_micro_batches(self, batch):
+        """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
+        costs = [self.flops(n) for n in batch.lengths]
+        split = critic_module(self.run.backend).micro_batches
+        return split(batch.lengths, costs, WORLD_SIZE, self.config.ppo_max_token_len_per_gpu)[RANK]
+
+    def micro_batch(self, batch, rows):
+        """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
+        return (batch.select(rows) if rows else common.masked_token()).to(self.device)
+
+    @register(Dispatch.DP_COMPUTE_PROTO, needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages"))
     def update_policy(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
-        lr, mini_batches, norms, totals = math.nan, 0, [], 0.0
-        for epoch in range(self.config.ppo_epochs):
-            order = common.permutation(len(batch), self.seed, self.updates, epoch)
-            for mini in batch.select(order).split(self.config.ppo_mini_batch_size):
-                mini_batches += 1
-                next_lr = self.learning_rate()
-                norm, sums = self.step(mini, self.ppo_loss)
-                if math.isfinite(norm):
-                    lr = next_lr
-                    norms.append(norm)
-                    totals = totals + sums
-        self.updates += 1
         names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy")
-        metrics = dict.fromkeys([f"actor/{name}" for name in (*names, "grad_norm")], math.nan)
-        if norms:
-            dist.all_reduce(totals)
-            loss, *sums, actions = totals.tolist()
-            means = [loss / len(norms), *(x / actions for x in sums), sum(norms) / len(norms)]
-            metrics = dict(zip(metrics, means, strict=True))
-        return metrics | {"actor/lr": lr, "actor/skipped_steps": mini_batches - len(norms)}
+        totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.device)
+        norms = []  # of the mini-batches, NaN where the step was skipped
+        for epoch in range(self.config.ppo_epochs):
+            order = common.permutation(len(batch), self.run.seed, self.updates, epoch)
+            for mini in batch.select(order).split(self.config.ppo_mini_batch_size):
+                norm, sums = self.step(mini, self.ppo_loss)
+                norms.append(norm)
+                if math.isfinite(norm):
+                    totals += sums
+        self.updates += 1
+        dist.all_reduce(totals)
+        taken = [norm for norm in norms if math.isfinite(norm)]
+        loss, *sums, actions = totals.tolist()
+        means = [loss / len(taken), *(x / actions for x in sums)] if taken else [math.nan] * len(names)
+        metrics = {f"actor/{name}": x for name, x in zip(names, means, strict=True)}
+        metrics["actor/grad_norm"] = sum(taken) / len(taken) if taken else math.nan
+        metrics["actor/lr"] = self.optimizer.param_groups[0]["lr"]
+        return metrics | {"actor/skipped_steps": len(norms) - len(taken)}
 
-    def ppo_loss(self, micro, log_probs_T, entropy_T, weights_T):
+    def ppo_loss(self, micro, log_probs_T, entropy_T):
         """-> (what is minimised, 0-dim; sums over the actions, see update_policy)."""
-        c, mask_T, earned_T = self.config, micro["response_mask"], weights_T
-        old_T = micro["old_log_probs"]
-        if (
-            c.tis_cap is not None
-        ):  # tokens were drawn from the engine's mu: rho of IMPALA, 1802.01561, section 4.1
-            earned_T = weights_T * (old_T - micro["rollout_log_probs"]).clamp(-20, 20).exp().clamp(
-                max=c.tis_cap
-            )
-        clips = (c.clip_ratio_low, c.clip_ratio_high, c.clip_ratio_c)
-        loss, clipped, dual = policy_loss(log_probs_T, old_T, micro["advantages"], mask_T, earned_T, *clips)
-        ref_kl_T = kl_penalty(log_probs_T, micro["ref_log_probs"], c.kl_loss_type)
-        whole = (
-            loss
-            + c.kl_loss_coef * (weights_T * ref_kl_T).sum()
-            - c.entropy_coeff * (weights_T * entropy_T).sum()
-        )
-        kl = (old_T - log_probs_T).sum()
-        return whole, torch.stack([loss, clipped, dual, kl, ref_kl_T.sum(), entropy_T.sum(), mask_T.sum()])
+        c = self.config
+        mask_T = micro.response_mask
+        weights_T = micro.weights
+        if c.tis_cap is not None:  # tokens were drawn from the engine's mu: rho of IMPALA, 1802.01561, section 4.1
+            rho_T = (micro.old_log_probs - micro.rollout_log_probs).clamp(-20, 20).exp()
+            weights_T = weights_T * rho_T.clamp(max=c.tis_cap)
+        columns = (log_probs_T, micro.old_log_probs, micro.advantages, mask_T, weights_T)
+        loss, clipped, dual = policy_loss(*columns, c.clip_ratio_low, c.clip_ratio_high, c.clip_ratio_c)
+        ref_kl_T = kl_penalty(log_probs_T, micro.ref_log_probs, c.kl_loss_type)
+        whole = loss + (micro.weights * (c.kl_loss_coef * ref_kl_T - c.entropy_coeff * entropy_T)).sum()
+        kl = (micro.old_log_probs - log_probs_T).sum()
+        return whole, [loss, clipped, dual, kl, ref_kl_T.sum(), entropy_T.sum(), mask_T.sum()]
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def imitate(self, batch):
         """One step of supervised learning of the actions of the rows of all ranks -> their mean cross-entropy."""
 
-        def loss_of(micro, log_probs_T, entropy_T, weights_T):
-            loss = -(weights_T * log_probs_T).sum()
-            return loss, loss[None]
+        def loss_of(micro, log_probs_T, entropy_T):
+            loss = -(micro.weights * log_probs_T).sum()
+            return loss, [loss]
 
         _, sums = self.step(batch, loss_of)
         dist.all_reduce(sums)
-        return {"supervised/loss": sums[0].item()}
+        return float(sums)
 
     def step(self, mini, loss_of):
         """One optimizer step on a global mini-batch -> (gradient norm before clipping, this rank's part of the sums).
 
         A norm that is not finite skips the step, on all ranks; so does a mini-batch without an action.
         """
-        config, total, counts = self.config, 0.0, common.loss_counts(mini.response_mask, mini.cu_seqlens)
-        if counts[0] == 0:
+        if not mini.response_mask.any():
             return math.nan, 0.0
+        config = self.config
+        mini.weights = common.loss_weights(mini, config.loss_agg_mode, self.run.max_response_length)
         self.model.train()
-        for rows in my_micro_batches(self, mini):
-            micro = mini.select(rows) if rows else common.masked_token()
-            columns = (micro.response_mask, micro.cu_seqlens, config.loss_agg_mode, counts)
-            weights_T = common.loss_weights(*columns, self.response_length_limit).to(self.device)
-            named = {
-                k: x.to(self.device)
-                for k, x in vars(micro).items()
-                if k == "response_mask" or k in micro.FLOATS and x is not None
-            }
-            with flags_of("actor"):
-                loss, sums = loss_of(named, *self.forward(micro), weights_T)
-            (
-                loss * WORLD_SIZE
-            ).backward()  # the loss is a sum over all ranks, but FSDP averages gradients over them
-            total = total + sums.detach().double()
+        total = 0.0
+        for rows in self.my_micro_batches(mini):
+            micro = self.micro_batch(mini, rows)
+            loss, sums = loss_of(micro, *self.model(micro, self.run.temperature))
+            (loss * WORLD_SIZE).backward()  # the loss is a sum over all ranks, but FSDP averages gradients over them
+            total = total + torch.stack(sums).detach().double()
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip).full_tensor())
         if math.isfinite(norm):
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.learning_rate()
+            lr = common.learning_rate(self.optimizer_steps, config.lr, config.lr_warmup_steps)
+            self.optimizer.param_groups[0]["lr"] = lr
             self.optimizer.step()
             self.optimizer_steps += 1
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         return norm, total
 
-    def learning_rate(self):
-        """The rate of the next step: linear warm-up, then constant."""
-        return self.config.lr * min(1.0, (self.optimizer_steps + 1) / max(self.config.lr_warmup_steps, 1))
-
-    def weights(self, dtype=None):
+    def weights(self, dtype=torch.float32):
         """(name, whole tensor) of each weight of the language model, one at a time, on every rank (a collective)."""
         for name, p in self.model.lm.named_parameters():
-            yield name, p.detach().to(dtype or p.dtype).full_tensor()
+            yield name, p.detach().to(dtype).full_tensor()
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self):
         """Gives the device memory of weights and optimizer state to others."""
-        move(self, torch.device("cpu"))
+        free_gathered(self.model)
+        common.move(self.model, self.optimizer, torch.device("cpu"))
 
     @register(Dispatch.ONE_TO_ALL)
     def onload(self):
         """Takes it back."""
-        move(self, self.device)
+        common.move(self.model, self.optimizer, self.device)
 
     def checkpoint_tensors(self):
-        """All state as one flat dict of tensors, each tied weight under one name, and the state dicts they are from."""
-        fresh = not self.optimizer.state
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        states = (*self.optimizer.state.values(), *optimizer_state["state"].values())
-        for state in (
-            states if fresh else ()
-        ):  # get_state_dict took an empty step to create the state; undo its count
-            state["step"].zero_()
-        tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        tied -= {name for name, _ in self.model.named_parameters()}
-        tensors = {f"model.{name}": x for name, x in model_state.items() if name not in tied}
-        for name, state in optimizer_state["state"].items():
-            tensors |= {f"optimizer.{name}.{key}": x for key, x in state.items()}
-        return tensors, model_state, optimizer_state
+        """All state as one flat dict of tensors, which share the memory of the model and the optimizer."""
+        tensors = {}
+        for name, p in self.model.named_parameters():
+            tensors[f"model.{name}"] = p.detach()
+            tensors |= {f"optimizer.{name}.{key}": x for key, x in self.optimizer.state[p].items()}
+        return tensors
 
     def checkpoint_writer(self, copy=False):
         """write(tmp, group): writes the state of now into a folder; with `copy` training may change it meanwhile."""
-        tensors, _, _ = self.checkpoint_tensors()
+        tensors = self.checkpoint_tensors()
         if copy:
             tensors = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
         state = {"backend": "actor", "updates": self.updates, "optimizer_steps": self.optimizer_steps}
-        state |= {
-            "config": dataclasses.asdict(self.config),
-            "model_config": common.architecture(self.model_config),
-        }
+        state["shape"] = common.shape_of(self.model_config)
 
         def write(tmp, group=None):
-            writer = HuggingFaceStorageWriter(tmp, save_distributed=True)
-            dcp.save(tensors, storage_writer=writer, process_group=group)
-            if RANK == 0:
-                with open(os.path.join(tmp, "trainer.json"), "w") as file:
-                    json.dump(state, file, indent=1)
+            dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True), process_group=group)
+            common.write_json(f"{tmp}/trainer.json", state)
 
         return write
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
         """Restores what checkpoint_writer wrote, on any world size. UserError: damaged or foreign."""
-        saved = common.open_checkpoint(folder, ("actor",), self.config, self.model_config)
-        tensors, model_state, optimizer_state = self.checkpoint_tensors()
+        saved = common.open_checkpoint(folder, ("actor",), common.shape_of(self.model_config))
         with common.blame(f"--resume {folder}: does not fit this actor"):
-            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
-        states = {"model_state_dict": model_state, "optim_state_dict": optimizer_state}
-        set_state_dict(self.model, self.optimizer, **states)
-        self.updates, self.optimizer_steps = (saved[key] for key in ("updates", "optimizer_steps"))
+            dcp.load(self.checkpoint_tensors(), storage_reader=HuggingFaceStorageReader(folder))
+        self.updates = saved["updates"]
+        self.optimizer_steps = saved["optimizer_steps"]
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder, tokenizer):
@@ -1304,9 +1061,8 @@ class PolicyWorker:
             options = {"dtype": torch.float32, "trust_remote_code": self.config.trust_remote_code}
             with torch.device("meta"):
                 skeleton = AutoModelForCausalLM.from_config(self.model_config, **options)
+            skeleton.generation_config = generation_config(self.config) or skeleton.generation_config
             skeleton.save_pretrained(tmp, state_dict=state)
-            if generation := generation_config(self.config):
-                generation.to_json_file(os.path.join(tmp, "generation_config.json"))
             tokenizer.save_pretrained(tmp)
         common.publish(tmp, folder)
 
@@ -1324,7 +1080,7 @@ def stop_tokens(config, tokenizer):
     return sorted({tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None})
 
 
-# ---- The loop ----------------------------------------------------------------------------------------
+# ---- The loop ----------------------------------------------------------------------------------------------
 
 
 def teaches(run):
@@ -1342,168 +1098,134 @@ def learn_to_add(run, task, device, folder):
     model_config.initializer_range = 0.1  # so narrow a model hardly moves away from the usual 0.02
     worker = PolicyWorker(dataclasses.replace(run, actor=actor, temperature=1.0), model_config, device)
     rows = common.read_rows(common.toy_rows(8192, run.seed, slips=(0.75, 0.6)), task.tokenizer)
-    size = 256
     for step in common.progress(range(run.supervised_steps), "supervised"):
-        picked = indices_of_step(step, size, len(rows), run.seed, "supervised")
-        batch = rows.select(picked[RANK::WORLD_SIZE])
-        batch.row_id = torch.arange(RANK, size, WORLD_SIZE)  # a row may be picked twice, by two passes
-        loss = worker.imitate(batch)["supervised/loss"]
+        picked = common.rows_of_step(step, len(rows), 256, run.seed)
+        loss = worker.imitate(rows.select(picked[RANK::WORLD_SIZE]))
     worker.export_hf(folder, task.tokenizer)
-    print0(f"supervised {run.supervised_steps} steps x {size} rows, loss {loss:.3f}: {folder}")
-
-
-def indices_of_step(step, size, n, *key):
-    """Which of n things are in a step of `size`: passes in their own random orders follow each other without a gap. A
-    function of the step alone: a resumed run needs no other state."""
-    first, last = step * size // n, ((step + 1) * size - 1) // n
-    passes = [i for a_pass in range(first, last + 1) for i in common.permutation(n, *key, a_pass)]
-    return passes[step * size - first * n :][:size]
+    print0(f"supervised {run.supervised_steps} steps x 256 rows, loss {loss:.3f}: {folder}")
 
 
 def prompts_of_step(step, prompts, run):
     """(prompts, ids, keys) of this rank's rows of a step; neighbours share a prompt. From a row's key follow all random
     numbers of its response."""
-    picked = indices_of_step(step, run.train_batch_size, len(prompts), run.seed, "prompts")
-    row_ids = list(range(RANK, run.train_batch_size * run.rollout_n, WORLD_SIZE))
-    keys = [f"{run.seed} {step} {row}" for row in row_ids]
-    return [prompts[picked[row // run.rollout_n]] for row in row_ids], row_ids, keys
+    picked = common.rows_of_step(step, len(prompts), run.train_batch_size, run.seed)
+    row_ids = range(RANK, len(picked) * run.rollout_n, WORLD_SIZE)
+    mine = [prompts[picked[row // run.rollout_n]] for row in row_ids]
+    return mine, row_ids, [f"{run.seed} {step} {row}" for row in row_ids]
 
 
 class Phases:
     """`with phases("actor", actor):` times a phase, and with --offload has its workers, and no others, on the device."""
 
     def __init__(self, offload):
-        self.offload, self.metrics, self.totals = offload, {}, {}
+        self.offload = offload
+        self.seconds = {}  # of the whole run
+        self.metrics = {}  # of the step
 
     @contextlib.contextmanager
     def __call__(self, name, *workers):
-        start, workers = time.perf_counter(), [worker for worker in workers if worker and self.offload]
+        start = time.perf_counter()
+        workers = [worker for worker in workers if worker and self.offload]
         for worker in workers:
             worker.onload()
         yield
         for worker in reversed(workers):
             worker.offload()
-        for sums in (self.metrics, self.totals):
-            sums[f"time/{name}"] = sums.get(f"time/{name}", 0.0) + time.perf_counter() - start
-
-    def take(self):
-        """The times of the step so far, which a new step begins without."""
-        taken, self.metrics = self.metrics, {}
-        return taken
+        seconds = time.perf_counter() - start
+        self.metrics[f"time/{name}"] = self.metrics.get(f"time/{name}", 0.0) + seconds
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 
-def score(run, reward, prompts, texts, batch, faults):
-    """(rewards of the caller's rows by rule or by model, faults with what went wrong here) (a collective)."""
+def score(run, reward, prompts, replies, batch):
+    """Rewards of the caller's rows by rule or by model, a list (a collective). What went wrong is noted in a reply."""
     if isinstance(reward, RewardModel):
-        made = [(x, "") for x in reward.scores(prompts, texts, batch)]
-    else:
-        made = [
-            guarded(reward, run.reward_timeout, p.text, text, p.answer)
-            for p, text in zip(prompts, texts, strict=True)
-        ]
-    made = [(0.0, fault) if fault else checked(x) for x, fault in made]
-    return [x for x, _ in made], [before or fault for before, (_, fault) in zip(faults, made, strict=True)]
+        return reward.scores(prompts, [reply.text for reply in replies], batch)
+    scores = []
+    for prompt, reply in zip(prompts, replies, strict=True):
+        made, fault = reward_of(reward, run.reward_timeout, prompt, reply.text)
+        reply.fault = reply.fault or fault
+        scores.append(made)
+    return scores
+
+
+def of_all_rows(columns):
+    """Rows of lists with one entry for each of the caller's rows -> the rows of all ranks (a collective)."""
+    return [row for rows in common.of_all_ranks(list(zip(*columns, strict=True))) for row in rows]
 
 
 def show_fault(faults):
-    """Prints the first of what went wrong with rows, on whichever rank (a collective)."""
-    firsts = common.of_all_ranks(next(filter(None, faults), None))
-    if any(firsts):
-        print0(f"a row failed and counts as 0: {next(filter(None, firsts))}")
+    """Prints the first of what went wrong with rows."""
+    first = next(filter(None, faults), None)
+    if first:
+        print0(f"a row failed and counts as 0: {first}")
 
 
-def rollout_metrics(batch, scores, faults, run):
+def rollout_metrics(batch, scores, replies, run):
     """What a step's rows are like, over all ranks (a collective)."""
-    mask_T, late = batch.response_mask, sum(fault.startswith("timeout") for fault in faults)
-    kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)[mask_T]
-    off_T = batch.rollout_log_probs - batch.old_log_probs
-    if run.top_p < 1:  # what it left out made the rest likelier, by -log top_p at most; that much is no fault
-        off_T = off_T - off_T.clamp(0, -math.log(run.top_p))
-    off_T = off_T.abs()[mask_T]
-    errors = sum(map(bool, faults)) - late
-    sums = [
-        len(batch),
-        len(off_T),
-        len(mask_T),
-        sum(scores),
-        sum(x * x for x in scores),
-        batch.truncated.sum(),
-    ]
-    sums = torch.tensor([*sums, errors, late, kl_T.double().sum(), off_T.double().sum()], dtype=torch.float64)
-    worst = torch.cat([off_T, torch.zeros(1)]).max()
-    dist.all_reduce(sums)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    rows, actions, tokens, total, squares, truncated, errors, late, kl, off = sums.tolist()
-    return {
-        "reward/mean": total / rows,
-        "reward/std": math.sqrt(max(squares / rows - (total / rows) ** 2, 0.0)),
-        "reward/errors": errors,
-        "reward/timeouts": late,
-        "rollout/actions": actions / rows,
-        "rollout/tokens": tokens,
-        "rollout/truncated": truncated / rows,
-        "rollout/log_prob_diff": off / actions,
-        "rollout/log_prob_diff_max": worst.item(),
-        "kl/reference": kl / actions
-        if run.kl_coef or run.actor.kl_loss_coef
-        else math.nan,  # nan: has no reference
-    }
-
-
-def evaluate(engine, task, run, reward):
-    """Rewards of held-out prompts -> (metrics equal on all ranks, this rank's first transcripts)."""
-    each, temperature = max(run.eval_samples, 1), run.temperature if run.eval_samples else 0.0
-    rows = list(range(RANK, len(task.held_out) * each, WORLD_SIZE))
-    mine, keys = (
-        [task.held_out[row // each] for row in rows],
-        [f"evaluation {run.seed} {row}" for row in rows],
-    )
-    replies, texts, faults = roll_out(engine, task, mine, keys, run, temperature)
-    scores, faults = score(run, reward, mine, texts, to_batch(mine, replies, rows), faults)
-    sums = [
-        len(rows),
-        sum(scores),
-        sum(x >= 1 for x in scores),
-        sum(len(r.ids) for r in replies),
-        sum(map(bool, faults)),
-    ]
-    sums = torch.tensor(sums, dtype=torch.float64)
-    dist.all_reduce(sums)
-    n, total, right, tokens, failed = sums.tolist()
+    scores, faults = zip(*of_all_rows((scores, [reply.fault for reply in replies])), strict=True)
     show_fault(faults)
-    metrics = {
-        "eval/reward": total / n,
-        "eval/accuracy": right / n,
-        "eval/length": tokens / n,
-        "eval/errors": failed,
+    late = sum(fault.startswith("timeout") for fault in faults)
+    whole = common.gather(batch)
+    mask_T = whole.response_mask
+    off_A = (whole.rollout_log_probs - whole.old_log_probs)[mask_T]
+    # what top_p left out made the rest likelier, by -log top_p at most; that much is no fault
+    off_A = (off_A - off_A.clamp(0, -math.log(run.top_p))).abs()
+    kl_A = kl_penalty(whole.old_log_probs, whole.ref_log_probs, run.kl_penalty)[mask_T]
+    scores = torch.tensor(scores, dtype=torch.float64)
+    return {
+        "reward/mean": scores.mean(),
+        "reward/std": scores.std(correction=0),
+        "reward/errors": len(faults) - faults.count("") - late,
+        "reward/timeouts": late,
+        "rollout/actions": len(off_A) / len(whole),
+        "rollout/tokens": len(mask_T),
+        "rollout/truncated": whole.truncated.double().mean(),
+        "rollout/log_prob_diff": off_A.double().mean(),
+        "rollout/log_prob_diff_max": off_A.max(),
+        "kl/reference": kl_A.double().mean() if run.kl_coef or run.actor.kl_loss_coef else math.nan,
     }
-    columns = zip(mine[:8], texts, scores, strict=False)
-    return metrics, [
-        {"prompt": p.text, "response": text, "answer": p.answer, "reward": x} for p, text, x in columns
-    ]
 
 
-def keep_samples(samples, step, out_dir):
-    """Adds transcripts to samples.jsonl, after those of earlier steps, and shows two of them."""
+def evaluate(engine, task, run, reward, step):
+    """Rewards of held-out prompts -> metrics, equal on all ranks; adds transcripts to samples.jsonl and shows two."""
+    each = max(run.eval_samples, 1)
+    rows = range(RANK, len(task.held_out) * each, WORLD_SIZE)
+    prompts = [task.held_out[row // each] for row in rows]
+    keys = [f"evaluation {run.seed} {row}" for row in rows]
+    replies = roll_out(engine, task, prompts, keys, run, run.temperature if run.eval_samples else 0.0)
+    scores = score(run, reward, prompts, replies, to_batch(prompts, replies, rows))
+    samples = []
+    for prompt, reply, x in zip(prompts, replies, scores, strict=True):
+        samples.append({"step": step, "prompt": prompt.text, "response": reply.text, "answer": prompt.answer, "reward": x})
+    samples, lengths, faults = zip(*of_all_rows((samples, [len(r.ids) for r in replies], [r.fault for r in replies])))
+    show_fault(faults)
     if RANK == 0:
-        path = os.path.join(out_dir, "samples.jsonl")
-        rows = [row for row in common.read_lines(path) if row["step"] < step]
-        common.replace_lines(path, rows + [{"step": step, **sample} for sample in samples])
-        for x in samples[:2]:
-            print0(f"  {x['prompt'][-60:]!r} -> {x['response'][-60:]!r}  reward {x['reward']:g}")
+        path = f"{run.out_dir}/samples.jsonl"
+        before = [row for row in common.read_lines(path) if row["step"] < step]
+        common.replace_lines(path, [*before, *samples[:8]])
+    metrics = {
+        "eval/reward": sum(x["reward"] for x in samples) / len(samples),
+        "eval/accuracy": sum(x["reward"] >= 1 for x in samples) / len(samples),
+        "eval/length": sum(lengths) / len(samples),
+        "eval/errors": len(faults) - faults.count(""),
+    }
+    print0(f"held out   accuracy {metrics['eval/accuracy']:.3f}   reward {metrics['eval/reward']:.3f}")
+    for x in samples[:2]:
+        print0(f"  {x['prompt'][-60:]!r} -> {x['response'][-60:]!r}  reward {x['reward']:g}")
+    return metrics
 
 
-def ppo_line(step, steps, m):
+def print_step(step, steps, m):
     """One aligned line that tells how a step went, in units a person reads."""
-    n, eta = common.number, datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
+    n = common.number
     odd = {"reward errors": "reward/errors", "timeouts": "reward/timeouts", "skipped": "actor/skipped_steps"}
     odd = "".join(f"  {m[key]:.0f} {words}" for words, key in odd.items() if m.get(key))
-    return (
+    print0(
         f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}  length {m['rollout/actions']:.1f}"
         f"  kl {n(m['kl/reference'], '.3f')}  entropy {n(m.get('actor/entropy'), '.3f')}"
         f"  clipped {n(m.get('actor/pg_clipfrac'), '.3f')}  |g| {n(m.get('actor/grad_norm'), '.2g'):>5}"
         f"  value loss {n(m['critic/vf_loss'], '.4f')}  explained var {n(m['critic/explained_var'], '.2f'):>5}"
-        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {eta}{odd}"
+        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {common.time_left(step, steps, m)}{odd}"
     )
 
 
@@ -1517,53 +1239,51 @@ CURVES = {  # panel -> metrics
 def set_up(run):
     """(run with what follows from its task and its actor, the Task). UserError: flags, files or functions are wrong."""
     check_flags(run)
-    addition, actor, critic = run.prompts is None, run.actor, run.critic
+    addition = run.prompts is None
+    actor = dataclasses.replace(run.actor, lr=run.actor.lr or (5e-4 if addition else 1e-6))
     with flags_of("actor"):
-        tokenizer, model_config = common.load_config(actor, actor.trust_remote_code)
+        tokenizer, model_config = common.load_config(actor)
     if tokenizer is None:
         raise UserError(f"--actor.tokenizer: {actor.model} has none, and prompts are text; give one")
-    if critic.model == "actor":
-        names = {"model", "tokenizer", "override_config", "trust_remote_code"} & vars(critic).keys()
-        unset = [
-            name for name in names if name == "model" or getattr(critic, name) == getattr(type(critic), name)
-        ]
-        critic = dataclasses.replace(critic, **{name: getattr(actor, name) for name in unset})
+    inherited = {"lr": run.critic.lr or (1e-3 if addition else None)}
+    if run.critic.model == "actor":
+        inherited["model"] = actor.model
+        for name in {"tokenizer", "override_config", "trust_remote_code"} & vars(run.critic).keys():
+            if getattr(run.critic, name) == getattr(type(run.critic), name):
+                inherited[name] = getattr(actor, name)
     run = dataclasses.replace(
         run,
-        actor=dataclasses.replace(actor, lr=actor.lr or (5e-4 if addition else 1e-6)),
-        critic=dataclasses.replace(critic, lr=critic.lr or (1e-3 if addition else None)),
+        actor=actor,
+        critic=dataclasses.replace(run.critic, **inherited),
         max_response_length=run.max_response_length or (8 if addition else 256),
         reward=run.reward or ("addition" if addition and not run.reward_model else None),
     )
+    held_out = []
     if addition:
         prompts = addition_prompts(8192, run.seed, tokenizer)
         held_out = addition_prompts(512, run.seed, tokenizer, held_out=True)
     else:
         prompts = load_prompts(run.prompts, "--prompts", run, tokenizer)
-        held_out = (
-            load_prompts(run.eval_prompts, "--eval-prompts", run, tokenizer) if run.eval_prompts else []
-        )
-    longest = max(len(p.ids) for p in prompts + held_out) + run.max_response_length
+        if run.eval_prompts:
+            held_out = load_prompts(run.eval_prompts, "--eval-prompts", run, tokenizer)
+    longest = max(len(prompt.ids) for prompt in prompts + held_out) + run.max_response_length
+    row = "the longest prompt with its response"
+    module = critic_module(run.backend)
     with flags_of("actor"):
-        check_takes(run.actor.model, model_config, tokenizer, longest)
-        if longest > run.actor.ppo_max_token_len_per_gpu:
-            raise UserError(
-                f"--ppo-max-token-len-per-gpu: the longest prompt with its response has {longest} tokens"
-            )
+        check_takes(actor.model, model_config, tokenizer, longest)
+        if longest > actor.ppo_max_token_len_per_gpu:
+            raise UserError(f"--ppo-max-token-len-per-gpu: {row} has {longest} tokens")
     with flags_of("critic"):
-        module = critic_module(run.backend)
         _, critic_config = common.load_config(run.critic)
         module.check_model_flags(run.critic, critic_config)
         check_takes(run.critic.model, critic_config, tokenizer, longest)
-        module.check_budget(run.critic, longest, "the longest prompt with its response")
+        module.check_budget(run.critic, longest, row)
     reward = load_function(run.reward, "--reward") if run.reward else None
     observe = load_function(run.environment, "--environment") if run.environment else None
+    print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; at most {longest} tokens with the response")
     rows = run.train_batch_size * run.rollout_n
-    print0(
-        f"prompts    {len(prompts):,}, {len(held_out):,} held out; at most {longest} tokens with the response"
-    )
     print0(f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses = {rows} rows a step")
-    stop_ids = stop_tokens(run.actor, tokenizer)
+    stop_ids = stop_tokens(actor, tokenizer)
     return run, Task(tokenizer, model_config, prompts, held_out, reward, observe, stop_ids, longest)
 
 
@@ -1571,9 +1291,7 @@ def check_takes(model, model_config, tokenizer, longest):
     """UserError if a model cannot take rows of this many tokens, or does not know all of the actor's tokens."""
     vocab_size, most = common.limits(model_config)
     if longest > most:
-        raise UserError(
-            f"--model {model}: takes {most} tokens, the longest prompt with its response has {longest}"
-        )
+        raise UserError(f"--model {model}: takes {most} tokens, the longest prompt with its response has {longest}")
     if vocab_size <= max(tokenizer.get_vocab().values()):
         raise UserError(f"--model {model}: knows {vocab_size} tokens, the actor's tokenizer more")
 
@@ -1581,23 +1299,19 @@ def check_takes(model, model_config, tokenizer, longest):
 def start_from(run, task, device, checkpoints):
     """(run whose actor starts from the supervised one, which a new run makes now; step and KL coefficient to go on
     with)."""
-    folder, state = checkpoints.folder, {"step": 0, "kl_coef": run.kl_coef}
-    start = os.path.abspath(
-        os.path.join(folder, "..", "..", "supervised") if folder else f"{run.out_dir}/supervised"
-    )
+    folder = checkpoints.folder
+    state = {"step": 0, "kl_coef": run.kl_coef}
+    start = f"{run.out_dir}/supervised"
     if folder:
-        loop = os.path.join(folder, "loop.json")
-        common.verify(loop)
-        with open(loop) as file:
-            state = json.load(file)
+        start = os.path.abspath(f"{folder}/../../supervised")
+        common.verify(f"{folder}/loop.json")
+        state = json.loads(pathlib.Path(folder, "loop.json").read_text())
         if state["step"] > run.steps:
             raise UserError(f"--steps {run.steps}: {folder} has made {state['step']} already; give more")
         if not run.target_kl or state["given_kl_coef"] != run.kl_coef:
             state["kl_coef"] = run.kl_coef
         if teaches(run) and fingerprint(start) != state["start"]:
-            raise UserError(
-                f"--resume {folder}: {start} is not, or no longer, the actor that the run started from"
-            )
+            raise UserError(f"--resume {folder}: {start} is not, or no longer, the actor that the run started from")
         print0(f"resume     {folder}, step {state['step']}")
     elif teaches(run):
         learn_to_add(run, task, device, start)
@@ -1611,30 +1325,20 @@ def start_from(run, task, device, checkpoints):
 
 def fingerprint(folder):
     """What two published folders share only if all their files are equal; None of other folders."""
-    manifest = os.path.join(folder, common.MANIFEST)
+    manifest = f"{folder}/{common.MANIFEST}"
     return common.checksum(manifest) if os.path.exists(manifest) else None
 
 
 def checkpoint_writer(run, step, kl_coef, actor, critic):
     """write(tmp, group) of the whole state. Prompts and samples follow from the step, and need none."""
-    state = {
-        "step": step,
-        "kl_coef": kl_coef,
-        "given_kl_coef": run.kl_coef,
-        "start": fingerprint(run.actor.model),
-    }
-    writers = {
-        "actor": actor.checkpoint_writer(run.async_save),
-        "critic": critic.checkpoint_writer(run.async_save),
-    }
+    state = {"step": step, "kl_coef": kl_coef, "given_kl_coef": run.kl_coef, "start": fingerprint(run.actor.model)}
+    writers = {"actor": actor.checkpoint_writer(run.async_save), "critic": critic.checkpoint_writer(run.async_save)}
 
     def write(tmp, group=None):
         for name, write_part in writers.items():
-            os.makedirs(os.path.join(tmp, name), exist_ok=True)
-            write_part(os.path.join(tmp, name), group)
-        if RANK == 0:
-            with open(os.path.join(tmp, "loop.json"), "w") as file:
-                json.dump(state, file, indent=1)
+            os.makedirs(f"{tmp}/{name}", exist_ok=True)
+            write_part(f"{tmp}/{name}", group)
+        common.write_json(f"{tmp}/loop.json", state)
 
     return write
 
@@ -1642,40 +1346,41 @@ def checkpoint_writer(run, step, kl_coef, actor, critic):
 def build(run, task, device, checkpoints):
     """(actor, reference or None, critic, reward model or None, rollout engine without weights yet) on all ranks, from
     the checkpoint if the run is resumed. With --offload they are made one after another."""
-    folder, reference, reward_model = checkpoints.folder, None, None
+    folder = checkpoints.folder
+    reference = None
+    reward_model = None
     away = lambda worker: worker.offload() if run.offload else None
     actor = PolicyWorker(run, task.model_config, device)
     if folder:
-        actor.load_checkpoint(os.path.join(folder, "actor"))
+        actor.load_checkpoint(f"{folder}/actor")
     away(actor)
     if run.kl_coef or run.actor.kl_loss_coef:
         reference = PolicyWorker(run, task.model_config, device, trains=False)
         away(reference)
     if run.reward_model:
-        reward_model = RewardModel(run, task.tokenizer, device)
+        reward_model = RewardModel(run, task.tokenizer)
         away(reward_model)
-    engine = {"hf": HFRollout, "vllm": VLLMRollout}[run.rollout](run, task, device)
+    engine = (HFRollout if run.rollout == "hf" else VLLMRollout)(run, task, device)
     away(engine)
     with flags_of("critic"):  # the last, because it seeds torch's generator, or restores it
         critic = critic_module(run.backend).CriticWorker(run.critic)
         minis = math.ceil(run.train_batch_size * run.rollout_n / run.critic.ppo_mini_batch_size)
         critic.init_model(run.steps * run.critic.ppo_epochs * minis)
         if folder:
-            critic.load_checkpoint(os.path.join(folder, "critic"))
+            critic.load_checkpoint(f"{folder}/critic")
         critic.set_budget(task.longest, "the longest prompt with its response", checkpoints.halvings)
         away(critic)
     return actor, reference, critic, reward_model, engine
 
 
-def check_engine(run, metrics, device):
+def check_engine(run, metrics, engine):
     """UserError if engine and actor, which have the same weights, do not make the same of the first rows: two ways
     through a model, one of them with a cache and padding, the other packed."""
-    limit = 1e-3 if compute_dtype(run.actor, device) == torch.float32 else 0.5
-    if not metrics["rollout/log_prob_diff"] < limit:
+    off = metrics["rollout/log_prob_diff"]
+    if not off < (1e-3 if engine.dtype == torch.float32 else 0.5):
         raise UserError(
-            f"--actor.model {run.actor.model}: log-probs of the rollout are off the actor's by "
-            f"{metrics['rollout/log_prob_diff']:.1e} a token; the model does something to its logits that "
-            "Policy.forward does not know, or rows see each other in a pack"
+            f"--actor.model {run.actor.model}: log-probs of the rollout are off the actor's by {off:.1e} a token; the "
+            "model does something to its logits that Policy.forward does not know, or rows see each other in a pack"
         )
 
 
@@ -1686,12 +1391,14 @@ def main(run):
     with common.Checkpoints(*options) as checkpoints:
         run, first_step, kl_coef = start_from(run, task, device, checkpoints)
         actor, reference, critic, reward_model, engine = build(run, task, device, checkpoints)
-        phases, reward = Phases(run.offload), reward_model or task.reward
+        phases = Phases(run.offload)
         last_step = first_step if checkpoints.is_own else 0
         logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, run.evaluates(first_step))
-        start, skipped = time.perf_counter(), 0
+        start = time.perf_counter()
+        skipped = 0
         for step in common.profiled(range(first_step, run.steps + 1), run.profile_steps, run.out_dir):
-            last, stop, began = step == run.steps, checkpoints.sigterm_received(), time.perf_counter()
+            last = step == run.steps
+            stop = checkpoints.sigterm_received()
             if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
                 with phases("checkpoint", actor, critic):
                     checkpoints.save(step, checkpoint_writer(run, step, kl_coef, actor, critic))
@@ -1699,69 +1406,47 @@ def main(run):
             if stop and not last:
                 logger.close()
                 checkpoints.leave(step)
-
             with phases("generation", engine):
-                learned = step > run.critic_warmup  # in the step before
-                if (
-                    step == first_step or learned or run.offload
-                ):  # an engine that slept may have lost its weights
-                    with phases("sync", actor):
-                        engine.sync(actor.weights(engine.dtype))
+                with phases("sync", actor):
+                    engine.sync(actor.weights(engine.dtype))
                 if task.held_out and run.evaluates(step):
                     with phases("evaluation", reward_model):
-                        metrics, samples = evaluate(engine, task, run, reward)
-                    logger.log(step, metrics)
-                    print0(
-                        f"held out   accuracy {metrics['eval/accuracy']:.3f}   reward {metrics['eval/reward']:.3f}"
-                    )
-                    keep_samples(samples, step, run.out_dir)
+                        logger.log(step, evaluate(engine, task, run, reward_model or task.reward, step))
                 if last:
                     break
                 prompts, row_ids, keys = prompts_of_step(step, task.prompts, run)
                 with phases("rollout"):
-                    replies, texts, faults = roll_out(engine, task, prompts, keys, run, run.temperature)
+                    replies = roll_out(engine, task, prompts, keys, run, run.temperature)
                     batch = to_batch(prompts, replies, row_ids)
             with phases("reward", reward_model):
-                scores, faults = score(run, reward, prompts, texts, batch, faults)
+                scores = score(run, reward_model or task.reward, prompts, replies, batch)
             with phases("log_probs", actor):
                 batch.old_log_probs = batch.ref_log_probs = actor.compute_log_probs(batch)
             if reference is not None:
                 with phases("reference", reference):
                     batch.ref_log_probs = reference.compute_log_probs(batch)
-            metrics = rollout_metrics(batch, scores, faults, run)
+            metrics = rollout_metrics(batch, scores, replies, run)
             if step == first_step:
-                check_engine(run, metrics, device)
+                check_engine(run, metrics, engine)
             with phases("critic", critic):
                 batch.values = critic.compute_values(batch)
                 add_advantages(batch, scores, kl_coef, run)
-                metrics |= critic.update_critic(batch)
-            metrics["kl/coef"] = kl_coef
+                metrics |= critic.update_critic(batch) | {"kl/coef": kl_coef}
             if step >= run.critic_warmup:
                 with phases("actor", actor):
                     metrics |= actor.update_policy(batch)
-                kl_coef = next_kl_coef(
-                    kl_coef, metrics["kl/reference"], run.train_batch_size * run.rollout_n, run.target_kl
-                )
+                kl_coef = next_kl_coef(kl_coef, metrics["kl/reference"], ..., run.target_kl)
             skipped = common.count_skipped(skipped, metrics, batch, run.out_dir)
             if run.dump_rollouts:
-                common.dump(batch, run.out_dir, step + 1)
-            show_fault(faults)
-            metrics |= phases.take()
-            metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
-            metrics["perf/rollout_tokens_per_second"] = metrics["rollout/tokens"] / (
-                time.perf_counter() - began
-            )
-            logger.log(step + 1, metrics)
-            print0(ppo_line(step + 1, run.steps, metrics))
+                common.write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl")
+            ...
         with phases("export", actor, critic):
-            actor.export_hf(os.path.join(run.out_dir, "hf"), task.tokenizer)
-            critic.export_hf(os.path.join(run.out_dir, "critic_hf"))
+            actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
+            critic.export_hf(f"{run.out_dir}/critic_hf")
     logger.close()
     if first_step < run.steps:
-        common.write_report(
-            run.out_dir, common.gather(batch), "rows of the last step", task.tokenizer, run.gamma, CURVES
-        )
-    print0("seconds    " + "  ".join(f"{name[5:]} {x:,.1f}" for name, x in phases.totals.items()))
+        common.write_report(run.out_dir, common.gather(batch), "rows of the last step", task.tokenizer, run.gamma, CURVES)
+    print0("seconds    " + "  ".join(f"{name} {x:,.1f}" for name, x in phases.seconds.items()))
     files = "hf, critic_hf, samples.jsonl, report.html, curves.png, metrics.jsonl, tensorboard"
     print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
 
