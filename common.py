@@ -32,7 +32,7 @@ import time
 import traceback
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import jinja2
 import pydantic
@@ -114,35 +114,39 @@ def of_all_ranks(mine, group=None):
     return everyones
 
 
+HINTS = {  # words of an error -> what to do
+    OUT_OF_MEMORY: "out of memory; --resume auto continues with half the token budget",
+    "No space left": "the disk is full (No space left on device); make room and use --resume auto",
+    "Timed out waiting|closed by peer|reset by peer|Broken pipe": "another rank died or hangs; look for its own "
+    "message, then use --resume auto",  # gloo's words
+}
+
+
 def launch(main):
     """Runs main() and ends the process: 0 on success, 2 on a UserError (one line, no traceback), else 1.
 
     It ends by os._exit, because gloo's threads outlive destroy_process_group and abort about one exit in six
     while the interpreter shuts down. Other ranks report after rank 0, so a shared error is printed once.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":  # ranks would outlive a killed torchrun
+    if (
+        "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux"
+    ):  # ranks would outlive a killed torchrun
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
-    code = 0
+    code = 1
     message = ""
     try:
         main()
         if dist.is_initialized():
             dist.barrier()
+        code = 0
     except UserError as error:
         code = 2
         message = f"error: {error}\n"
     except SystemExit as stop:
-        code = stop.code or 0
+        code = stop.code
     except BaseException:
-        code = 1
         message = traceback.format_exc()
-        hints = {
-            OUT_OF_MEMORY: "out of memory; --resume auto continues with half the token budget",
-            "No space left": "the disk is full (No space left on device); make room and use --resume auto",
-            "Timed out waiting|closed by peer|reset by peer|Broken pipe":  # gloo's words
-                "another rank died or hangs; look for its own message, then use --resume auto",
-        }  # fmt: skip
-        message += "".join(f"error: {hint}\n" for words, hint in hints.items() if re.search(words, message))
+        message += "".join(f"error: {hint}\n" for words, hint in HINTS.items() if re.search(words, message))
     if code and RANK > 0:
         time.sleep(5)  # torchrun ends this process as soon as rank 0 is gone
         message = message.replace("error:", f"error on rank {RANK}:", 1)
@@ -181,21 +185,19 @@ def find_budget(train, longest, ranks, limit_gib, state_bytes, device):
     tell what a row costs. limit_gib: memory of a rank (inf: what the device has). state_bytes: of weights, gradients
     and optimizer state.
     """
+    row = Batch.blank(longest)
     n = math.ceil(1024 * ranks / longest)
-    peaks = []
-    for rows in (1, n, 2 * n):  # the first creates what stays: gradients, workspaces
-        mask = torch.arange(rows * longest) % longest > 0
-        ends = torch.arange(rows + 1, dtype=torch.int32) * longest
-        ids = torch.arange(rows)
-        zeros = dict.fromkeys(Batch.FLOATS, mask * 0.0)
-        peaks.append(peak_bytes(functools.partial(train, Batch(mask.long(), ends, mask, ids, ids < 0, **zeros)), device))
+    # the first creates what stays: gradients, workspaces
+    peaks = [peak_bytes(lambda k=k: train(concat([row] * k)), device) for k in (1, n, 2 * n)]
     limit = limit_gib * 2**30
     if device.type == "cuda":
         limit = min(limit, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
-    row = (peaks[2] - peaks[1]) / n
-    room = 0.9 * limit - state_bytes - (peaks[1] - n * row)  # the allocator loses a tenth
-    tokens = min(of_all_ranks(max(int(room / row * longest / ranks), 0)))
-    print0(f"budget     {room / 2**30:.3g} GiB / {row * ranks / longest:,.0f} bytes a token = {tokens:,} tokens")
+    cost = (peaks[2] - peaks[1]) / n  # of a row
+    room = 0.9 * limit - state_bytes - (peaks[1] - n * cost)  # the allocator loses a tenth
+    tokens = min(of_all_ranks(max(int(room / cost * longest / ranks), 0)))
+    print0(
+        f"budget     {room / 2**30:.3g} GiB / {cost * ranks / longest:,.0f} bytes a token = {tokens:,} tokens"
+    )
     return tokens
 
 
@@ -218,7 +220,9 @@ class Batch:
     response_mask: torch.Tensor  # (T,) bool: true on actions; never on the first token of a sequence
     row_id: torch.Tensor  # (B,) int64: global id; order and shuffles depend on it, never on the layout
     truncated: torch.Tensor  # (B,) bool: the response hit the length limit
-    token_level_rewards: torch.Tensor | None = None  # from here (T,) float32, zero where response_mask is false
+    token_level_rewards: torch.Tensor | None = (
+        None  # from here (T,) float32, zero where response_mask is false
+    )
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
@@ -235,6 +239,15 @@ class Batch:
     def __len__(self):
         return len(self.row_id)
 
+    @classmethod
+    def blank(cls, length=1):
+        """One row in which every token but the first is an action. With one token, it is what a rank without rows
+        computes to keep in step."""
+        mask = torch.arange(length) > 0
+        row = torch.tensor([-1])
+        floats = dict.fromkeys(cls.FLOATS, mask * 0.0)
+        return cls(mask.long(), torch.tensor([0, length], dtype=torch.int32), mask, row, row > 0, **floats)
+
     @property
     def lengths(self):
         """Tokens of each sequence, as a list of B ints."""
@@ -244,6 +257,22 @@ class Batch:
     def longest(self):
         """(tokens, row_id) of the longest sequence; (0, -1) without any."""
         return max(zip(self.lengths, self.row_id.tolist(), strict=True), default=(0, -1))
+
+    @property
+    def row_of_token(self):
+        """(T,) int64: which sequence each token belongs to."""
+        return torch.repeat_interleave(self.cu_seqlens.diff().long())
+
+    @property
+    def actions(self):
+        """(B,) int64: how many actions each sequence has."""
+        return F.pad(self.response_mask.cumsum(0), (1, 0))[self.cu_seqlens.long()].diff()
+
+    @property
+    def last_action(self):
+        """(B,) index of each sequence's last action in the (T,) columns, -1 where it has none."""
+        index_T = torch.where(self.response_mask, torch.arange(len(self.response_mask)), -1)
+        return torch.full((len(self),), -1).scatter_reduce(0, self.row_of_token, index_T, "amax")
 
     def token_index(self, rows):
         """Indices into the (T,) columns of the tokens of these rows, in the order of `rows`."""
@@ -267,7 +296,9 @@ class Batch:
         """The same rows with their (T,) columns on a device; lengths stay on the host."""
         on_host = ("cu_seqlens", *self.ROWS)
         columns = {name: x for name, x in vars(self).items() if x is not None and name not in on_host}
-        return dataclasses.replace(self, **{name: x.to(device, non_blocking=True) for name, x in columns.items()})
+        return dataclasses.replace(
+            self, **{name: x.to(device, non_blocking=True) for name, x in columns.items()}
+        )
 
     def split(self, size):
         """Consecutive pieces of `size` rows; the last one may be shorter."""
@@ -283,13 +314,10 @@ class Batch:
             n = len(lengths) if name in self.ROWS else tokens
             if column is not None and name != "cu_seqlens" and len(column) != n:
                 raise ValueError(f"{name} has {len(column)} entries instead of {n}")
-        if self.response_mask.dtype != torch.bool:
-            raise ValueError(f"response_mask must be bool, is {self.response_mask.dtype}")
-        early_B = self.response_mask[self.cu_seqlens[:-1].long()]
+        early_B = self.response_mask[self.cu_seqlens[:-1].long()].bool()
         if early_B.any():
-            raise ValueError(
-                f"row {self.row_id[early_B][0]}: its first token cannot be an action, there is no state before it"
-            )
+            row = self.row_id[early_B][0]
+            raise ValueError(f"row {row}: its first token cannot be an action, there is no state before it")
         return self
 
 
@@ -298,31 +326,18 @@ def cumulative(lengths):
     return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def row_of_token(cu_seqlens):
-    """(T,) int64: which sequence each token belongs to."""
-    return torch.repeat_interleave(cu_seqlens.diff().long())
-
-
 def concat(batches):
     """One Batch of the rows of all, in order. A column must exist in every batch or in none, but for images."""
     columns = {"cu_seqlens": cumulative(torch.cat([batch.cu_seqlens.diff() for batch in batches]))}
     for name in vars(batches[0]).keys() - columns.keys():
         parts = [getattr(batch, name) for batch in batches]
         if name == "multi_modal_inputs" and any(parts):
-            parts = [part or [{}] * len(batch) for part, batch in zip(parts, batches, strict=True)]
-            columns[name] = list(itertools.chain(*parts))
-        elif parts.count(None) == 0:
+            columns[name] = [
+                row for batch, part in zip(batches, parts, strict=True) for row in part or [{}] * len(batch)
+            ]
+        elif any(part is not None for part in parts):
             columns[name] = torch.cat(parts)
-        elif parts.count(None) < len(parts):
-            raise ValueError(f"column {name} is missing in some of the batches")
     return Batch(**columns)
-
-
-def masked_token():
-    """A Batch of one token that is not an action: what a rank without rows computes to keep in step."""
-    zero = torch.zeros(1)
-    row = torch.tensor([-1])
-    return Batch(zero.long(), cumulative(-row), zero > 0, row, zero > 0, **dict.fromkeys(Batch.FLOATS, zero))
 
 
 def gather(batch):
@@ -368,7 +383,9 @@ class Rollout(pydantic.BaseModel, strict=True):
     reward: Number | None = None  # for the last action, or one for each response token
     rewards: list[Number] | None = None
 
-    response_mask: list[Annotated[bool, Field(strict=False)]] | None = None  # which response tokens are actions
+    response_mask: list[Annotated[bool, Field(strict=False)]] | None = (
+        None  # which response tokens are actions
+    )
     values: list[Number] | None = None  # of the response tokens, by the critic that was there
     truncated: bool | None = None  # the response hit the length limit
     images: list[str] | None = None  # files, relative to the JSONL, or data URLs
@@ -379,43 +396,63 @@ class Rollout(pydantic.BaseModel, strict=True):
         for names in groups:
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) != 1:
-                raise ValueError(f"needs exactly one of {', '.join(names)}; has {' and '.join(given) or 'none'}")
+                raise ValueError(
+                    f"needs exactly one of {', '.join(names)}; has {' and '.join(given) or 'none'}"
+                )
         return self
 
 
-def read_rows(source, tokenizer, limits=(2**31, 2**31), flag="--rollouts", skip_bad_rows=False, with_values=False,
+def load_rows(rollouts, eval_rollouts, seed, *args, with_values=False, **options):
+    """(rows to learn from, rows to evaluate on or None), each one Batch, of these files or of the toy. What follows is
+    read_rows's."""
+    if rollouts is None:
+        toy = (toy_rows(8192, seed), toy_rows(512, seed, held_out=True))
+        return tuple(read_rows(lines, *args, **options) for lines in toy)
+    held_out = None
+    train = read_rows(rollouts, *args, with_values=with_values, **options)
+    if eval_rollouts is not None:
+        held_out = read_rows(eval_rollouts, *args, flag="--eval-rollouts", **options)
+    return train, held_out
+
+
+def read_rows(source, tokenizer, model_config=None, flag="--rollouts", skip_bad_rows=False, with_values=False,
               place_images=None):  # fmt: skip
     """Rollouts of a JSONL file (or of its lines) as one Batch; row_id counts lines from 0.
 
     A text "response" is closed with the tokenizer's end-of-sequence token unless the row is truncated: choosing
-    to stop is an action too. "values" are read only if with_values. limits: (vocab_size, most tokens of a row).
-    place_images(rollout, folder) prepares a row's images.
+    to stop is an action too. "values" are read only if with_values. place_images(rollout, folder) prepares a row's
+    images. With a transformers config rows have to fit the model.
 
     Raises UserError naming file, line and fault of the first bad row; with skip_bad_rows such rows are left
     out, counted and printed.
     """
-    name = f"{flag} {source}" if isinstance(source, str) else "toy"
-    folder = os.path.dirname(source) if isinstance(source, str) else ""
+    name = "toy"
+    folder = ""
+    lines = source
+    if isinstance(source, str):
+        name = f"{flag} {source}"
+        folder = os.path.dirname(source)
+        with blame(name):
+            lines = pathlib.Path(source).read_bytes().splitlines()
     rows = []
     faults = []
-    with blame(name), open(source, "rb") if isinstance(source, str) else contextlib.nullcontext(source) as lines:
-        for number, line in enumerate(progress(lines, "rows")):
-            if not line.strip():
-                continue
-            try:
+    for number, line in enumerate(progress(lines, "rows")):
+        try:
+            if line.strip():
                 rollout = parse_rollout(line, tokenizer)
                 if place_images is not None:
                     place_images(rollout, folder)
                 elif rollout.images:
                     raise UserError("it has images, this model reads text only")
-                rows.append(batch_of_one(rollout, number, limits, with_values))
-            except UserError as fault:
-                faults.append(f"{name}:{number + 1}: {fault}"[:1000])
+                rows.append(batch_of_one(rollout, number, with_values))
+                if model_config is not None:
+                    check_rows(rows[-1], model_config)
+        except UserError as fault:
+            faults.append(f"{name}:{number + 1}: {fault}"[:1000])
     if faults and not skip_bad_rows:
-        more = f" and {len(faults) - 1} more bad rows" if len(faults) > 1 else ""
-        raise UserError(f"{faults[0]}{more} (--skip-bad-rows leaves them out)")
+        raise UserError(f"{faults[0]} ({len(faults)} bad rows; --skip-bad-rows leaves them out)")
     if faults:
-        print0(f"{name}: left out {len(faults)} bad rows of {len(rows) + len(faults)}", *faults[:5], sep="\n  ")
+        print0(f"{name}: left out {len(faults)} bad rows", *faults[:5], sep="\n  ")
     if not any(row.response_mask.any() for row in rows):
         raise UserError(f"{name}: no usable row, or none with an action")
     return concat(rows)
@@ -457,42 +494,33 @@ def chat_ids(tokenizer, messages, add_generation_prompt=True):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def batch_of_one(rollout, number, limits, with_values):
+def batch_of_one(rollout, number, with_values):
     """A Rollout with token ids -> a Batch of one row. UserError says what is wrong."""
     ids = rollout.prompt_ids + rollout.response_ids
     n = len(rollout.response_ids)
-    vocab_size, most = limits
-    if not rollout.prompt_ids or not n:
+    if not 0 < n < len(ids):
         raise UserError("empty prompt or response")
-    if len(ids) > most:
-        raise UserError(f"{len(ids)} tokens, longer than the model's max_position_embeddings, {most}")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        odd = min(ids) if min(ids) < 0 else max(ids)
-        raise UserError(f"token id {odd} is outside the model's vocabulary of {vocab_size}")
     if with_values and rollout.values is None:
         raise UserError('it has no "values"')
+    columns = {}
     for name in ("rewards", "values", "response_mask"):
-        column = getattr(rollout, name)
-        if column is not None and len(column) != n:
-            raise UserError(f"{name} has {len(column)} entries, the response has {n} tokens")
-
-    def on_response(numbers):
-        return torch.tensor([0.0] * (len(ids) - n) + numbers, dtype=torch.float32)
-
-    mask = on_response(rollout.response_mask or [1.0] * n) > 0
-    rewards = rollout.rewards
-    if rewards is None:
-        rewards = [0.0] * n
-        acted = mask.nonzero()
-        rewards[int(acted[-1]) - len(ids) if len(acted) else -1] = rollout.reward
+        numbers = getattr(rollout, name)
+        if numbers is None:
+            numbers = [float(name == "response_mask")] * n
+        if len(numbers) != n:
+            raise UserError(f"{name} has {len(numbers)} entries, the response has {n} tokens")
+        columns[name] = F.pad(torch.tensor(numbers, dtype=torch.float32), (len(ids) - n, 0))
+    mask = columns["response_mask"] > 0
+    if rollout.reward is not None:
+        columns["rewards"][mask.nonzero()[-1] if mask.any() else -1] = rollout.reward
     return Batch(
         input_ids=torch.tensor(ids),
         cu_seqlens=torch.tensor([0, len(ids)], dtype=torch.int32),
         response_mask=mask,
         row_id=torch.tensor([number]),
         truncated=torch.tensor([bool(rollout.truncated)]),
-        token_level_rewards=on_response(rewards),
-        values=on_response(rollout.values) * mask if with_values else None,
+        token_level_rewards=columns["rewards"],
+        values=columns["values"] * mask if with_values else None,
         multi_modal_inputs=[{"images": rollout.images}] if rollout.images else None,
     )
 
@@ -513,7 +541,9 @@ def write_jsonl(batch, path):
         columns = {"response_ids": row.input_ids, "response_mask": mask.int()}
         columns |= {"rewards": row.token_level_rewards, "values": row.values}
         columns = {name: x_T[first:].tolist() for name, x_T in columns.items() if x_T is not None}
-        lines.append({"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated), **columns})
+        lines.append(
+            {"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated), **columns}
+        )
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     replace_lines(path, lines)
 
@@ -579,17 +609,6 @@ def learning_rate(step, peak, warmup, total=None):
     return peak * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def actions_per_row(batch):
-    """(B,) int64: actions of each sequence."""
-    return F.pad(batch.response_mask.cumsum(0), (1, 0))[batch.cu_seqlens.long()].diff()
-
-
-def last_actions(batch):
-    """(B,) index of each sequence's last action in the (T,) columns, -1 where it has none."""
-    index_T = torch.where(batch.response_mask, torch.arange(len(batch.response_mask)), -1)
-    return torch.full((len(batch),), -1).scatter_reduce(0, row_of_token(batch.cu_seqlens), index_T, "amax")
-
-
 def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bootstrap_B=None):
     """Generalised advantage estimation over the actions of each row -> (advantages_T, returns_T) float32.
 
@@ -606,7 +625,9 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
     lam_B = torch.as_tensor(lam, dtype=torch.float64).expand(len(cu_seqlens) - 1).tolist()
     next_B = torch.zeros(len(lam_B)).tolist() if bootstrap_B is None else bootstrap_B.tolist()
     advantages = [0.0] * len(rewards)
-    for (start, end), lam, next_value in zip(itertools.pairwise(cu_seqlens.tolist()), lam_B, next_B, strict=True):
+    for (start, end), lam, next_value in zip(
+        itertools.pairwise(cu_seqlens.tolist()), lam_B, next_B, strict=True
+    ):
         advantage = reward = 0.0
         earliest = None
         for t in reversed(range(start, end)):
@@ -626,7 +647,7 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
 def add_returns(batch, gamma, lam, bootstrap_truncated):
     """Fills advantages and returns from rewards and old values. With bootstrap_truncated the last value of a row
     that was cut off stands for what would follow: the state after the last action has no value of its own."""
-    last_B = last_actions(batch)
+    last_B = batch.last_action
     cut_B = batch.truncated & (last_B >= 0) & bootstrap_truncated
     tail_B = torch.where(cut_B, batch.values[last_B], 0.0)
     columns = (batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens)
@@ -658,10 +679,10 @@ def loss_weights(batch, mode, response_length_limit=None):
     """
     if mode == "token-mean":
         return batch.response_mask / batch.response_mask.sum()
-    actions_B = actions_per_row(batch)
+    actions_B = batch.actions
     weights_T = batch.response_mask / (actions_B > 0).sum()
     if mode == "seq-mean-token-mean":
-        weights_T /= actions_B.clamp(min=1)[row_of_token(batch.cu_seqlens)]
+        weights_T /= actions_B.clamp(min=1)[batch.row_of_token]
     elif mode == "seq-mean-token-sum-norm":
         weights_T /= response_length_limit
     return weights_T
@@ -675,25 +696,13 @@ def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, clipra
     PPO's clipping carried over to values (Schulman et al.'s code for 1707.06347). cliprange_value None is plain
     squared error. What stands where response_mask is false never enters, not even a NaN.
     """
-    v_T, old_T, returns_T = (torch.where(response_mask_T, x_T, 0.0) for x_T in (vpreds_T, values_T, returns_T))
+    v_T, old_T, returns_T = (
+        torch.where(response_mask_T, x_T, 0.0) for x_T in (vpreds_T, values_T, returns_T)
+    )
     error_T = (v_T - returns_T).square()
     epsilon = math.inf if cliprange_value is None else cliprange_value
     clipped_T = (torch.clamp(v_T, old_T - epsilon, old_T + epsilon) - returns_T).square()
     return 0.5 * (weights_T * torch.maximum(error_T, clipped_T)).sum(), (clipped_T > error_T).sum()
-
-
-def hl_gauss_targets(returns_T, low, high, bins):
-    """(T,) returns -> (T, N) probabilities of the N bins that cut [low, high] evenly, with edges e_0 .. e_N.
-
-        p_i = (Phi(e_i+1) - Phi(e_i)) / (Phi(e_N) - Phi(e_0)),    Phi: CDF of Normal(R, 0.75 bin widths)
-
-    A return outside is moved to the end of the range. HL-Gauss, Imani & White 1806.04613; the width, and values
-    of deep RL learned this way: Farebrother et al. 2403.03950.
-    """
-    edge_N = torch.linspace(low, high, bins + 1, device=returns_T.device)
-    sigma = 0.75 * (high - low) / bins
-    cdf_TN = torch.erf((edge_N - returns_T.clamp(low, high)[:, None]) / (sigma * math.sqrt(2)))
-    return cdf_TN.diff() / (cdf_TN[:, -1:] - cdf_TN[:, :1])
 
 
 def hl_gauss_values(logits_TN, low, high):
@@ -704,15 +713,22 @@ def hl_gauss_values(logits_TN, low, high):
 
 
 def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
-    """Cross-entropy of a categorical value with the Gaussian around the return -> loss, a 0-dim tensor.
+    """Cross-entropy of a categorical value with a Gaussian around the return -> loss, a 0-dim tensor.
 
-        L_t = -sum_i p_i(R_t) log softmax(logits_t)_i,    loss = sum_t w_t L_t,    p: hl_gauss_targets
+        L_t = -sum_i p_i(R_t) log softmax(logits_t)_i,    loss = sum_t w_t L_t
+        p_i = (Phi(e_i+1) - Phi(e_i)) / (Phi(e_N) - Phi(e_0)),    Phi: CDF of Normal(R, 0.75 bin widths)
 
-    Old values do not enter: clipping has no counterpart here. Masked entries never enter, not even a NaN.
+    N bins cut [low, high] evenly, with edges e_0 .. e_N; a return outside is moved to the end of the range. HL-Gauss,
+    Imani & White 1806.04613; the width, and values of deep RL learned this way: Farebrother et al. 2403.03950. Old
+    values do not enter: clipping has no counterpart here. Masked entries never enter, not even a NaN.
     """
-    returns_T = torch.where(response_mask_T, returns_T, 0.0)
+    bins = logits_TN.shape[1]
+    edge_N = torch.linspace(low, high, bins + 1, device=logits_TN.device)
+    sigma = 0.75 * (high - low) / bins
+    returns_T = torch.where(response_mask_T, returns_T, low).clamp(low, high)
+    cdf_TN = torch.erf((edge_N - returns_T[:, None]) / (sigma * math.sqrt(2)))
+    p_TN = cdf_TN.diff() / (cdf_TN[:, -1:] - cdf_TN[:, :1])
     logits_TN = torch.where(response_mask_T[:, None], logits_TN, 0.0)
-    p_TN = hl_gauss_targets(returns_T, low, high, logits_TN.shape[1])
     return -(weights_T * (p_TN * logits_TN.log_softmax(1)).sum(1)).sum()
 
 
@@ -731,26 +747,23 @@ def auc(scores, labels):
 
     (N,) scores, (N,) labels of 0 and 1 -> float; NaN unless both labels occur and every score is finite.
     """
-    positive = labels > 0.5
-    ones = int(positive.sum())
-    pairs = ones * (len(labels) - ones)
-    if pairs == 0 or not scores.isfinite().all():
+    ones = scores[labels > 0.5].double()
+    zeros = scores[labels <= 0.5].double().sort().values
+    if not len(ones) or not len(zeros) or not scores.isfinite().all():
         return math.nan
-    _, tie, count = scores.double().unique(return_inverse=True, return_counts=True)
-    mean_rank = count.cumsum(0).double() - (count - 1) / 2  # ranks from 1, ties share theirs
-    return float((mean_rank[tie][positive].sum() - ones * (ones + 1) / 2) / pairs)
+    below = torch.searchsorted(zeros, ones) + torch.searchsorted(zeros, ones, right=True)
+    return float(below.double().mean() / (2 * len(zeros)))
 
 
 def batch_metrics(batch):
     """Values and returns of a batch's actions before it is learned, and how far they agree."""
-    metrics = {}
-    for name in ("values", "returns"):
-        x = getattr(batch, name)[batch.response_mask].double()
+    columns = {name: getattr(batch, name)[batch.response_mask].double() for name in ("values", "returns")}
+    metrics = {"critic/explained_var": explained_variance(*columns.values())}
+    for name, x in columns.items():
         if len(x):
             numbers = {"mean": x.mean(), "std": x.std(correction=0), "min": x.min(), "max": x.max()}
             metrics |= {f"critic/{name}_{key}": float(number) for key, number in numbers.items()}
-    mask = batch.response_mask
-    return metrics | {"critic/explained_var": explained_variance(batch.values[mask], batch.returns[mask])}
+    return metrics
 
 
 def update_metrics(kind, names, totals, norms, lr):
@@ -769,8 +782,8 @@ def update_metrics(kind, names, totals, norms, lr):
 
 def last_value_and_reward(batch):
     """(values of the last action, rewards) of the rows that have an action, one number each."""
-    last_B = last_actions(batch)
-    reward_B = torch.zeros(len(batch)).index_add(0, row_of_token(batch.cu_seqlens), batch.token_level_rewards)
+    last_B = batch.last_action
+    reward_B = torch.zeros(len(batch)).index_add(0, batch.row_of_token, batch.token_level_rewards)
     return batch.values[last_B[last_B >= 0]], reward_B[last_B >= 0]
 
 
@@ -800,24 +813,19 @@ except ImportError:
     varlen_attn = None
 
 
-class PackLayout(NamedTuple):
-    """Where the sequences of a packed row lie, for queries and for the keys they see. With fewer queries than
-    keys, the queries are the last of their sequence (causal attention aligned at the end)."""
+class PackLayout:
+    """Where sequences of these lengths, end to end, lie in a packed row, for queries and for the keys they see. With
+    fewer queries than keys, the queries are the last of their sequence (causal attention aligned at the end)."""
 
-    pieces: list  # (queries, keys, count): neighbours of equal lengths are one dense call
-    cu_q: torch.Tensor  # (B+1,) int32, on the device
-    cu_k: torch.Tensor
-    longest_q: int
-    longest_k: int
-
-
-def pack_layout(lengths, device, key_lengths=None):
-    """PackLayout of sequences of these lengths end to end, with these numbers of keys (None: the same)."""
-    key_lengths = key_lengths or lengths
-    pairs = itertools.groupby(zip(lengths, key_lengths, strict=True))
-    pieces = [(n, m, len(list(same))) for (n, m), same in pairs]
-    cu_q, cu_k = (cumulative(torch.tensor(x)).to(device, non_blocking=True) for x in (lengths, key_lengths))
-    return PackLayout(pieces, cu_q, cu_k, max(lengths), max(key_lengths))
+    def __init__(self, lengths, device, key_lengths=None):
+        key_lengths = key_lengths or lengths
+        pairs = itertools.groupby(zip(lengths, key_lengths, strict=True))
+        self.pieces = [
+            (*pair, len(list(same))) for pair, same in pairs
+        ]  # (queries, keys, neighbours of that size)
+        cu_q = cumulative(torch.tensor(lengths)).to(device, non_blocking=True)
+        cu_k = cumulative(torch.tensor(key_lengths)).to(device, non_blocking=True)
+        self.varlen = (cu_q, cu_k, max(lengths), max(key_lengths))  # as kernels for packed rows take it
 
 
 class Pack:
@@ -827,13 +835,6 @@ class Pack:
     layout = None  # PackLayout of the whole row, before it is sliced over sequence-parallel ranks
     group = None  # ranks that share the row, or None
     kernel = None  # what the last call used
-    windows = set()  # the sliding windows that the layers passed
-
-
-def set_pack(lengths, device, group=None):
-    """Declares the next forward's row: sequences of these lengths end to end."""
-    Pack.layout = pack_layout(lengths, device)
-    Pack.group = group
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
@@ -847,7 +848,6 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     if attention_mask is not None or not causal or kwargs.get("position_bias") is not None:
         raise UserError(f"--use-remove-padding: {type(module).__name__} asks for more than causal attention "
                         "(a mask, a bias, later tokens), which packing drops; add --no-use-remove-padding")  # fmt: skip
-    Pack.windows.add(sliding_window)
     query, key = query.to(value.dtype), key.to(value.dtype)  # float32 rotary tables make them wider
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out_1HTD = attention(Pack.layout, query, key, value, scale, sliding_window, softcap, s_aux)
@@ -874,10 +874,12 @@ def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))  # (T,H,D) each
         window_size = (window - 1 if window else -1, 0)  # the 0 makes it causal
         if Pack.kernel == "flash":
-            out_THD = flash_attn_varlen_func(q, k, v, *layout[1:], softmax_scale=scale, causal=True,
+            out_THD = flash_attn_varlen_func(q, k, v, *layout.varlen, softmax_scale=scale, causal=True,
                                              window_size=window_size, softcap=softcap or 0.0)  # fmt: skip
         else:
-            out_THD = varlen_attn(q, k, v, *layout[1:], scale=scale, window_size=window_size, enable_gqa=True)
+            out_THD = varlen_attn(
+                q, k, v, *layout.varlen, scale=scale, window_size=window_size, enable_gqa=True
+            )
         return out_THD.transpose(0, 1)[None]
     # by split, because the backward of a slice would fill the whole row with zeros, each time
     queries = [n * count for n, _, count in layout.pieces]
@@ -969,12 +971,16 @@ def flops_model(model, config):
     heads = get("num_attention_heads")
     pair = 4 * heads * (get("head_dim") or get("hidden_size") // heads)
     window = get("sliding_window")
-    kinds = get("layer_types") or ["full" if get("use_sliding_window") is False else "sliding"] * get("num_hidden_layers")
+    kinds = get("layer_types") or ["full" if get("use_sliding_window") is False else "sliding"] * get(
+        "num_hidden_layers"
+    )
 
     def forward_flops(length):
         total = 2 * weights * length
         for kind in kinds:
-            w = min(window or length, length) if "sliding" in kind else length  # query i sees min(i + 1, w) keys
+            w = (
+                min(window or length, length) if "sliding" in kind else length
+            )  # query i sees min(i + 1, w) keys
             total += pair * (w * (w + 1) / 2 + (length - w) * w)
         return total
 
@@ -1149,23 +1155,21 @@ def count_skipped(skipped, metrics, batch, out_dir):
 MANIFEST = "manifest.json"  # in a complete folder: file name -> SHA-256
 
 
-def start_folder(folder, group=None):
-    """An empty folder next to `folder` for all ranks to write into (a collective); `publish` renames it."""
+@contextlib.contextmanager
+def published(folder, group=None):
+    """`with published(folder) as tmp:` all ranks write into tmp, which then becomes the folder (a collective): checksums,
+    flush, one rename. A crash at any moment leaves the old folder or the new one.
+
+    Needs a file system that all ranks share. In a thread, `group` is one that no other thread uses.
+    """
     if os.path.exists(folder) and os.listdir(folder) and not os.path.exists(f"{folder}/{MANIFEST}"):
         raise UserError(f"--out-dir: {folder} holds something else, which is not overwritten; move it")
+    tmp = f"{folder}.tmp"
     if RANK == 0:
-        shutil.rmtree(f"{folder}.tmp", ignore_errors=True)
-        os.makedirs(f"{folder}.tmp")
+        shutil.rmtree(tmp, ignore_errors=True)
+        os.makedirs(tmp)
     dist.barrier(group)
-    return f"{folder}.tmp"
-
-
-def publish(tmp, folder, group=None):
-    """Turns what all ranks wrote into tmp into the folder (a collective): checksums, flush, one rename.
-
-    A crash at any moment leaves either the old folder or the new one. Needs a file system that all ranks
-    share. In a thread, `group` is one that no other thread uses.
-    """
+    yield tmp
     dist.barrier(group)
     paths = sorted(pathlib.Path(tmp).rglob("*"))
     mine = {str(path.relative_to(tmp)): checksum(path) for path in paths[RANK::WORLD_SIZE] if path.is_file()}
@@ -1245,7 +1249,9 @@ class Checkpoints:
             self.halvings = len(read_lines(f"{out_dir}/out_of_memory.jsonl"))
         parent = os.path.dirname(os.path.realpath(self.folder or "/"))
         if parent.endswith(".old"):
-            raise UserError(f"--resume {resume}: was set aside and may be removed; move it out of {parent} first")
+            raise UserError(
+                f"--resume {resume}: was set aside and may be removed; move it out of {parent} first"
+            )
         self.is_own = parent == os.path.realpath(f"{out_dir}/checkpoints")  # then out_dir's files go on
 
     def __enter__(self):
@@ -1271,10 +1277,8 @@ class Checkpoints:
         """Saves a step by write(tmp, group), then removes all but the last `keep` (a collective), in turn."""
 
         def save():
-            folder = f"{self.out_dir}/checkpoints/step_{step}"
-            tmp = start_folder(folder, self.group)
-            write(tmp, self.group)
-            publish(tmp, folder, self.group)
+            with published(f"{self.out_dir}/checkpoints/step_{step}", self.group) as tmp:
+                write(tmp, self.group)
             if self.keep and RANK == 0:
                 for _, path in steps_in(f"{self.out_dir}/checkpoints")[self.keep :]:
                     os.rename(path, f"{path}.gone")  # at once: a crash leaves no half of it
@@ -1308,12 +1312,16 @@ def check_shared(out_dir):
     if RANK == 0:
         os.rmdir(made)
     if not all(seen):
-        raise UserError(f"--out-dir {out_dir}: rank {seen.index(False)} does not see it; use storage that all share")
+        raise UserError(
+            f"--out-dir {out_dir}: rank {seen.index(False)} does not see it; use storage that all share"
+        )
 
 
 def steps_in(folder):
     """[(step, path)] of the step_N and step_N.jsonl in a folder, the last step first."""
-    found = [(re.fullmatch(r"step_(\d+)(\.jsonl)?", path.name), path) for path in pathlib.Path(folder).glob("*")]
+    found = [
+        (re.fullmatch(r"step_(\d+)(\.jsonl)?", path.name), path) for path in pathlib.Path(folder).glob("*")
+    ]
     return sorted(((int(match[1]), str(path)) for match, path in found if match), reverse=True)
 
 
@@ -1381,37 +1389,45 @@ def shape_of(model_config, **more):
 def load_config(config):
     """(tokenizer or None, transformers config) of config.model, with --override-config applied, dropout off."""
     model = config.model
-    trust = getattr(config, "trust_remote_code", False)
+    trust = {"trust_remote_code": getattr(config, "trust_remote_code", False)}
     if model.startswith("tiny-") and model not in TINY and not os.path.isdir(model):
         raise UserError(f"--model {model}: no such preset; there are {', '.join(TINY)}")
-    tokenizer = char_tokenizer(model) if model in TINY else None
-    if config.tokenizer or not tokenizer:
-        try:
-            with blame(f"--tokenizer {config.tokenizer}: no tokenizer there"):
-                tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or model, trust_remote_code=trust)
-                if len(tokenizer) <= len(tokenizer.all_special_ids):
-                    raise ValueError("it knows no token")  # transformers makes one up where there are no files
-        except UserError:
-            if config.tokenizer:
-                raise
-            print0(f"tokenizer  none in {model}, so rows must be token ids")
-            tokenizer = None
+    tokenizer = None
+    if config.tokenizer:
+        with blame(f"--tokenizer {config.tokenizer}: no tokenizer there"):
+            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, **trust)
+    elif model in TINY:
+        tokenizer = char_tokenizer(model)
+    else:
+        with contextlib.suppress(Exception):  # libraries raise a dozen kinds
+            tokenizer = AutoTokenizer.from_pretrained(model, **trust)
+    if tokenizer is None or len(tokenizer) <= len(
+        tokenizer.all_special_ids
+    ):  # transformers made an empty one up
+        print0(f"tokenizer  none in {config.tokenizer or model}, so rows must be token ids")
+        tokenizer = None
     with blame(f"--model {model}: no model there"):
         if model in TINY:
             fields = tiny_config(model, len(tokenizer))
             kind = type(AutoConfig.for_model(**fields))
         else:
-            kind = type(AutoConfig.from_pretrained(model, trust_remote_code=trust))
+            kind = type(AutoConfig.from_pretrained(model, **trust))
             fields, _ = kind.get_config_dict(model)
     with blame(f"--override-config {config.override_config}"):
         overrides = dict(json.loads(config.override_config))
-        if overrides.keys() & {"num_hidden_layers", "sliding_window", "use_sliding_window", "max_window_layers"}:
+        unknown = [key for key in overrides if key == "model_type" or not hasattr(kind(), key)]
+        if unknown:
+            raise ValueError(f"{kind.__name__} has no {unknown[0]!r} to override")
+        if overrides.keys() & {
+            "num_hidden_layers",
+            "sliding_window",
+            "use_sliding_window",
+            "max_window_layers",
+        }:
             fields.pop("layer_types", None)  # the model derives its own
         for key, value in overrides.items():
-            if key == "model_type" or not hasattr(kind(), key):
-                raise UserError(f"--override-config: {kind.__name__} has no {key!r} to override")
-            both = isinstance(value, dict) and isinstance(fields.get(key), dict)
-            fields[kind.attribute_map.get(key, key)] = fields[key] | value if both else value
+            nested = fields.get(key) if isinstance(value, dict) else None
+            fields[kind.attribute_map.get(key, key)] = {**(nested or {}), **value} if nested else value
         model_config = kind.from_dict(fields)
     disable_dropout(model_config)
     return tokenizer, model_config
@@ -1426,22 +1442,16 @@ def disable_dropout(model_config):
             setattr(model_config, key, type(value)(0))
 
 
-def limits(model_config):
-    """(vocab_size, most tokens of a row) of a model."""
-    text = model_config.get_text_config()
-    return text.vocab_size, getattr(text, "max_position_embeddings", None) or 2**31
-
-
 def check_rows(batch, model_config):
-    """ValueError naming the first row that is too long for the model, or has ids outside its vocabulary."""
-    vocab_size, most = limits(model_config)
+    """UserError if a row is too long for a model, or has token ids outside its vocabulary."""
+    text = model_config.get_text_config()
     length, row = batch.longest
+    most = getattr(text, "max_position_embeddings", None) or math.inf
     if length > most:
-        raise ValueError(f"row {row}: {length} tokens, more than the model's positions, {most}")
-    odd = ((batch.input_ids < 0) | (batch.input_ids >= vocab_size)).nonzero().flatten()
+        raise UserError(f"row {row}: {length} tokens, more than the model's max_position_embeddings, {most}")
+    odd = batch.input_ids[(batch.input_ids < 0) | (batch.input_ids >= text.vocab_size)]
     if len(odd):
-        row = batch.row_id[row_of_token(batch.cu_seqlens)[odd[0]]]
-        raise ValueError(f"row {row}: token id {batch.input_ids[odd[0]]} is outside the vocabulary of {vocab_size}")
+        raise UserError(f"token id {odd[0]} is outside the model's vocabulary of {text.vocab_size}")
 
 
 def local_folder(name):
@@ -1491,42 +1501,38 @@ def init_value_head(score, config, value_range):
     """Fills the head, an nn.Linear, by --value-head-init -> words on what happened."""
     nn.init.zeros_(score.weight)
     nn.init.zeros_(score.bias)
-    remark = ""
+    story = None
     if config.model not in TINY and config.value_head_init in ("auto", "checkpoint"):
-        found, remark = load_value_head(score, config.model, value_range)
-        if found:
-            return remark
-    if config.value_head_init == "checkpoint":
-        raise UserError(f"--value-head-init checkpoint: {config.model} holds no value head{remark}")
+        story = load_value_head(score, config.model, value_range)
+    if config.value_head_init == "checkpoint" and not story:
+        raise UserError(f"--value-head-init checkpoint: {config.model} holds no such value head")
     if config.value_head_init == "zero":
         return "value head zero"
-    std = 1 / math.sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
-    nn.init.normal_(score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
-    return f"value head new, normal(0, {std:.3f}){remark}"
+    if not story:
+        std = 1 / math.sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
+        nn.init.normal_(score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
+        story = f"value head new, normal(0, {std:.3f})"
+    return story
 
 
 def load_value_head(score, name, value_range):
-    """Takes over a head of a model's folder, of the same outputs and range -> (whether there was one, words)."""
+    """Takes over the head of a model's folder -> words on it; None: it has none of these outputs and this range."""
     folder = pathlib.Path(local_folder(name))
+    over = json.loads((folder / "config.json").read_text()).get("value_range")
+    if list(over or ()) != list(value_range or ()):
+        return None
     # of transformers' token-classification and reward models, and of TRL's
     heads = ("score", "classifier", "v_head.summary", "v_head", "value_head.summary", "value_head")
     found = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             found |= {key: file.get_tensor(key) for key in file.keys() if key.rpartition(".")[0] in heads}
-    over = json.loads((folder / "config.json").read_text()).get("value_range")
-    remark = ""
     for head in heads:
         weight = found.get(f"{head}.weight")
-        if weight is None:
-            continue
-        if weight.shape == score.weight.shape and list(over or ()) == list(value_range or ()):
+        if weight is not None and weight.shape == score.weight.shape:
             score.weight.data.copy_(weight)
-            bias = found.get(f"{head}.bias", torch.zeros(()))
-            score.bias.data.copy_(bias)
-            return True, f"value head from its {head}.weight" + ("" if bias.ndim else " (no bias: 0)")
-        remark = f" (its {head}.weight is {tuple(weight.shape)} over {over}, not {tuple(score.weight.shape)} over {value_range})"
-    return False, remark
+            score.bias.data.copy_(found.get(f"{head}.bias", torch.zeros(())))
+            return f"value head from its {head}.weight" + ("" if f"{head}.bias" in found else " (no bias: 0)")
 
 
 def config_of_export(model_config, outputs, value_range):
@@ -1547,7 +1553,11 @@ TINY = {  # real architectures with random weights; sizes change with --override
     "tiny-gemma2": "gemma2", "tiny-gpt2": "gpt2", "tiny-qwen3-moe": "qwen3_moe",
     "tiny-qwen2.5-vl": "qwen2_5_vl", "tiny-qwen3-vl": "qwen3_vl",
 }  # fmt: skip
-IMAGE_WORDS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]  # the last ids of a vision-language preset
+IMAGE_WORDS = [
+    "<|vision_start|>",
+    "<|image_pad|>",
+    "<|vision_end|>",
+]  # the last ids of a vision-language preset
 
 
 def tiny_config(name, vocab_size):
@@ -1559,7 +1569,14 @@ def tiny_config(name, vocab_size):
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
     if kind == "gpt2":  # it names these differently
-        fields = {"vocab_size": vocab_size, "n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": None, "eos_token_id": None}
+        fields = {
+            "vocab_size": vocab_size,
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
     elif kind == "mistral":
         fields["sliding_window"] = 256
     elif kind == "gemma2":
@@ -1575,7 +1592,11 @@ def tiny_config(name, vocab_size):
             tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
         else:
             tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
-        ids = {"vision_start_token_id": vocab_size - 3, "image_token_id": vocab_size - 2, "vision_end_token_id": vocab_size - 1}
+        ids = {
+            "vision_start_token_id": vocab_size - 3,
+            "image_token_id": vocab_size - 2,
+            "vision_end_token_id": vocab_size - 1,
+        }
         fields = {"text_config": fields, "vision_config": tower, **ids}
     return {"model_type": kind, **fields}
 
@@ -1612,7 +1633,9 @@ def toy_rows(n, seed, held_out=False, slips=(0.9, 0.05)):
         answer = a + b
         if rng.random() < slips[not carries]:
             answer += -10 if carries else 1
-        lines.append(json.dumps({"prompt": f"{a}+{b}=", "response": str(answer), "reward": float(answer == a + b)}))
+        lines.append(
+            json.dumps({"prompt": f"{a}+{b}=", "response": str(answer), "reward": float(answer == a + b)})
+        )
     return lines
 
 
@@ -1664,47 +1687,50 @@ def ceiling(rows):
 
 
 def report_numbers(rows, gamma):
-    """({each of NUMBERS: float}, panel -> {label: (x, y)}) of rows with values, returns, and TD errors as advantages."""
-    count_B = actions_per_row(rows)
+    """({each of NUMBERS: float}, points of the calibration curve) of rows with values, returns, and TD errors as
+    advantages."""
+    mask = rows.response_mask
+    v_A = rows.values[mask].double()
+    r_A = rows.returns[mask].double()
+    count_B = rows.actions
     last = count_B[count_B > 0].cumsum(0) - 1
     first = F.pad(last + 1, (1, -1))
-    v_A = rows.values[rows.response_mask].double()
-    r_A = rows.returns[rows.response_mask].double()
-    numbers = dict.fromkeys(NUMBERS, math.nan)
-    numbers["explained variance"] = explained_variance(v_A, r_A)
-    numbers["at the first action"] = explained_variance(v_A[first], r_A[first])
-    numbers["ceiling"] = ceiling(rows)
-    numbers["at the last action"] = explained_variance(v_A[last], r_A[last])
-    numbers["AUC"] = evaluate(rows, gamma)["eval/auc"]
-    numbers["TD error"] = float(rows.advantages[rows.response_mask].std(correction=0))
-    tenth_A = torch.cat([torch.linspace(0, 9.99, n) for n in count_B.tolist()]).long()
-    tenths = [explained_variance(v_A[tenth_A == i], r_A[tenth_A == i]) for i in range(10)]
-    panels = {"explained variance by tenth of the response": {"": (range(1, 11), tenths)}}
+    numbers = {
+        "explained variance": explained_variance(v_A, r_A),
+        "at the first action": explained_variance(v_A[first], r_A[first]),
+        "ceiling": ceiling(rows),
+        "at the last action": explained_variance(v_A[last], r_A[last]),
+        "AUC": evaluate(rows, gamma)["eval/auc"],
+        "TD error": float(rows.advantages[mask].std(correction=0)),
+        "calibration error": math.nan,
+    }
+    curve = []
     if set(r_A.tolist()) == {0.0, 1.0}:  # then values are chances
         p_A = v_A.clamp(0, 1)
         bin_A = (p_A * 15).long().clamp(max=14)
         bins = [bin_A == i for i in bin_A.unique()]
+        curve = [(float(p_A[at].mean()), float(r_A[at].mean())) for at in bins]
         numbers["calibration error"] = float(sum((p_A - r_A)[at].sum().abs() for at in bins) / len(p_A))
-        panels["how often it is right, by value"] = {"": ([p_A[at].mean() for at in bins], [r_A[at].mean() for at in bins])}
-    return numbers, panels
+    return numbers, curve
 
 
 def rows_to_show(rows, tokenizer, low, high):
     """(prompt, [(text, color, title) of its tokens]) of the 24 rows with the largest TD errors before the last action,
     which is how wrong it was in the end."""
-    last_B = last_actions(rows)
+    last_B = rows.last_action
     jump_T = rows.advantages.abs().index_fill(0, last_B[last_B >= 0], 0.0)
-    jump_B = torch.zeros(len(rows)).scatter_reduce(0, row_of_token(rows.cu_seqlens), jump_T, "amax")
+    jump_B = torch.zeros(len(rows)).scatter_reduce(0, rows.row_of_token, jump_T, "amax")
     shown = []
     for row in rows.select(jump_B.argsort(descending=True, stable=True)[:24].tolist()).split(1):
         texts = [tokenizer.decode([i]) if tokenizer else f"{i} " for i in row.input_ids[:2000].tolist()]
         first = int(row.response_mask.int().argmax())
         actions = []
         for t in range(first, len(texts)):
-            value = row.values[t]
-            shade = float(2 * (value - low) / max(high - low, 1e-9) - 1) * row.response_mask[t]
+            shade = float((2 * row.values[t] - low - high) / max(high - low, 1e-9)) * row.response_mask[t]
             color = f"rgba({'37,99,235' if shade > 0 else '249,115,22'},{abs(shade):.2f})"
-            title = f"value {value:.3g}\nreturn {row.returns[t]:.3g}\nTD error {row.advantages[t]:.3g}"
+            title = (
+                f"value {row.values[t]:.3g}\nreturn {row.returns[t]:.3g}\nTD error {row.advantages[t]:.3g}"
+            )
             actions.append((texts[t], color, title))
         shown.append(("".join(texts[:first]), actions))
     return shown
@@ -1723,18 +1749,19 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     rows = dataclasses.replace(rows, returns=monte_carlo(rows, gamma))
     columns = (rows.token_level_rewards, rows.values, rows.response_mask, rows.cu_seqlens)
     rows.advantages, _ = gae(*columns, gamma, lam=0.0)  # with lambda 0 they are TD errors
-    numbers, panels = report_numbers(rows, gamma)
+    numbers, calibration = report_numbers(rows, gamma)
     log = read_lines(f"{out_dir}/metrics.jsonl")
+    panels = {"how often it is right, by value": {"": calibration}}
     for title, names in curves.items():
-        panels[title] = {}
-        for name in names:
-            points = [(row["step"], row[name]) for row in log if row.get(name) is not None]
-            panels[title][name] = torch.tensor(points).reshape(-1, 2).T
+        points = {
+            name: [(row["step"], row[name]) for row in log if row.get(name) is not None] for name in names
+        }
+        panels[title] = points
     figure = Figure(figsize=(13, 8), layout="constrained")
     for i, (title, lines) in enumerate(panels.items(), 1):
-        panel = figure.add_subplot(2, 3, i, title=title)
-        for label, (x, y) in lines.items():
-            panel.plot(x, y, ".-", label=label or title)
+        panel = figure.add_subplot(2, 2, i, title=title)
+        for label, points in lines.items():
+            panel.plot(*torch.tensor(points).reshape(-1, 2).T, ".-", label=label or title)
         panel.legend()
     figure.savefig(f"{out_dir}/curves.png", dpi=120)
     svg = io.StringIO()

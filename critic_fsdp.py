@@ -71,12 +71,16 @@ class Config:
     seed: Count = 0  # of random weights, the value head and every shuffle
 
     # layout
-    strategy: Literal["fsdp2", "fsdp1", "none"] = "fsdp2"  # how weights are sharded (none: a copy on each rank)
+    strategy: Literal["fsdp2", "fsdp1", "none"] = (
+        "fsdp2"  # how weights are sharded (none: a copy on each rank)
+    )
     fsdp_size: int = -1  # ranks that share one copy of the weights; others hold replicas (-1: all share one)
     ulysses_size: Positive = 1  # ranks that share one sequence, each with some of the attention heads
     reshard_after_forward: bool = True  # free a layer's gathered weights until its backward: saves memory
     offload_policy: bool = False  # fsdp2 keeps weights, gradients and optimizer state on the host
-    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 30.0  # a collective that takes longer ends the run
+    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = (
+        30.0  # a collective that takes longer ends the run
+    )
 
     # precision and kernels
     # dtype of matrix products (auto: bfloat16, but float32 on CPU)
@@ -90,7 +94,9 @@ class Config:
     ppo_epochs: Positive = 1  # passes over the rows of one update
     ppo_mini_batch_size: Positive = 256  # rows of one optimizer step, over all ranks
     shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
-    ppo_max_token_len_per_gpu: Positive | Auto = 16384  # tokens of a rank's micro-batch (auto[:GIB]: what fits)
+    ppo_max_token_len_per_gpu: Positive | Auto = (
+        16384  # tokens of a rank's micro-batch (auto[:GIB]: what fits)
+    )
 
     # loss
     # PPO clip range around the old value (None: no clipping; hl_gauss never clips)
@@ -207,7 +213,9 @@ from common import Dispatch, UserError, print0, register
 
 transformers.logging.set_verbosity_error()  # the run says in one line what matters of a load
 transformers.logging.disable_progress_bar()
-warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nothing here writes into one
+warnings.filterwarnings(
+    "ignore", message="FSDP2-wrapped module .* returned a view"
+)  # nothing here writes into one
 warnings.filterwarnings("ignore", message=".*`NO_SHARD`")  # FSDP1 on a single rank
 warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft sees by itself what GPT-2 needs
 
@@ -365,7 +373,9 @@ def read_images(row, image_processor):
     pictures = []
     for image in row["images"]:
         with common.blame(f"image {image:.80}"):
-            source = io.BytesIO(base64.b64decode(image.partition(",")[2])) if image.startswith("data:") else image
+            source = (
+                io.BytesIO(base64.b64decode(image.partition(",")[2])) if image.startswith("data:") else image
+            )
             with Image.open(source) as file:
                 pictures.append(ImageOps.exif_transpose(file).convert("RGB"))
     with common.blame(f"images {', '.join(image[:80] for image in row['images'])}"):
@@ -384,7 +394,13 @@ def with_images(backbone, ids_T, lengths, images):
         tower = backbone.config.vision_config
         merge = tower.spatial_merge_size
         features = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
-        images = [*images[:-1], {"pixel_values": torch.zeros(merge**2, features), "image_grid_thw": torch.tensor([[1, merge, merge]])}]
+        images = [
+            *images[:-1],
+            {
+                "pixel_values": torch.zeros(merge**2, features),
+                "image_grid_thw": torch.tensor([[1, merge, merge]]),
+            },
+        ]
         ids_T = F.pad(ids_T, (0, 1), value=image_token_id)
         lengths = [*lengths[:-1], lengths[-1] + 1]
     pixels = {}
@@ -422,8 +438,13 @@ def make_layout(config, device):
     if config.strategy == "none":  # a copy on each rank is FSDP with one shard
         shards = 1
     mesh = init_device_mesh(device.type, (WORLD_SIZE // sp, sp), mesh_dim_names=("dp", "sp"))
-    fsdp_mesh = init_device_mesh(device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=("replicate", "shard"))
-    for group in (*mesh.get_all_groups(), *fsdp_mesh.get_all_groups()):  # by themselves they have torch's time-out
+    fsdp_mesh = init_device_mesh(
+        device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=("replicate", "shard")
+    )
+    for group in (
+        *mesh.get_all_groups(),
+        *fsdp_mesh.get_all_groups(),
+    ):  # by themselves they have torch's time-out
         dist.distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=config.timeout_minutes), group)
     return Layout(
         device=device,
@@ -460,7 +481,9 @@ def shard_fsdp2(model, config, layout):
         fully_shard(block, mp_policy=policy, **options)
     fully_shard(model.score, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32), **options)
     fully_shard(model, mp_policy=policy, **options)
-    model.set_reduce_scatter_unused_params(True)  # an expert may have seen no token here, but some on another rank
+    model.set_reduce_scatter_unused_params(
+        True
+    )  # an expert may have seen no token here, but some on another rank
     model.to_empty(device="cpu" if config.offload_policy else layout.device)
     for name, buffer in list(model.named_buffers()):  # these stay on the device
         module, _, name = name.rpartition(".")
@@ -590,7 +613,9 @@ def check_model_flags(config, model_config):
     """UserError for flags that this model does not go with."""
     heads = model_config.get_text_config().num_attention_heads
     if heads % config.ulysses_size:
-        raise UserError(f"--ulysses-size {config.ulysses_size}: must divide the model's {heads} attention heads")
+        raise UserError(
+            f"--ulysses-size {config.ulysses_size}: must divide the model's {heads} attention heads"
+        )
 
 
 def check_budget(config, longest, row):
@@ -598,7 +623,9 @@ def check_budget(config, longest, row):
     least = math.ceil(longest / config.ulysses_size)
     given = config.ppo_max_token_len_per_gpu
     if isinstance(given, int) and given < least:
-        raise UserError(f"--ppo-max-token-len-per-gpu {given}: {row} has {longest} tokens; give at least {least}")
+        raise UserError(
+            f"--ppo-max-token-len-per-gpu {given}: {row} has {longest} tokens; give at least {least}"
+        )
     return least
 
 
@@ -609,7 +636,9 @@ class DataParallelPPOCritic:
     """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same on
     every rank, and work on this rank's share of it."""
 
-    def __init__(self, config, model_config, layout, value_range=None, image_processor=None, total_steps=None):
+    def __init__(
+        self, config, model_config, layout, value_range=None, image_processor=None, total_steps=None
+    ):
         self.config = config
         self.layout = layout
         self.value_range = value_range
@@ -635,7 +664,7 @@ class DataParallelPPOCritic:
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
-        micro = batch.select(rows) if rows else common.masked_token()
+        micro = batch.select(rows) if rows else common.Batch.blank()
         if self.image_processor is not None:
             images = micro.multi_modal_inputs or [{}] * len(micro)
             micro.multi_modal_inputs = [read_images(row, self.image_processor) for row in images]
@@ -658,7 +687,9 @@ class DataParallelPPOCritic:
         position_ids = torch.cat([torch.arange(n) for n in lengths]).to(ids_T.device, non_blocking=True)
         pixels = {}
         if self.image_processor is not None:
-            ids_T, lengths, position_ids, pixels = with_images(self.model.model, ids_T, lengths, micro.multi_modal_inputs)
+            ids_T, lengths, position_ids, pixels = with_images(
+                self.model.model, ids_T, lengths, micro.multi_modal_inputs
+            )
         forward = self.forward_packed if self.config.use_remove_padding else self.forward_padded
         v_T = forward(ids_T, lengths, position_ids, **pixels)[: len(micro.input_ids)].roll(1, 0)
         return torch.where(micro.response_mask, v_T.movedim(0, -1), 0.0).movedim(-1, 0)
@@ -667,7 +698,8 @@ class DataParallelPPOCritic:
         """(T,) ids, sequences end to end -> (T,) values by position; no padding is computed."""
         layout = self.layout
         pad = -len(ids_T) % layout.sp_size  # up to a multiple, as a sequence of its own
-        common.set_pack(lengths + [pad] if pad else lengths, ids_T.device, layout.sp_group)
+        common.Pack.layout = common.PackLayout(lengths + [pad] if pad else lengths, ids_T.device)
+        common.Pack.group = layout.sp_group
         ids_T, position_ids = (F.pad(x, (0, pad)).unsqueeze(-2) for x in (ids_T, position_ids))
         # where the decoder begins, slice_row (a hook of __init__) leaves this rank its part of the row
         v_T = self.model(input_ids=ids_T, position_ids=position_ids, **pixels)[0]
@@ -720,7 +752,9 @@ class DataParallelPPOCritic:
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
         config = self.config
         self.model.train()
-        totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # loss, clipped, vpreds, actions
+        totals = torch.zeros(
+            4, dtype=torch.float64, device=self.layout.device
+        )  # loss, clipped, vpreds, actions
         norms = []  # of the mini-batches, NaN where the step was skipped
         for epoch in range(config.ppo_epochs):
             order = range(len(batch))
@@ -829,7 +863,9 @@ class CriticWorker:
         else:
             value_range = config.value_range or getattr(self.model_config, "value_range", None) or value_range
             if not value_range:
-                raise UserError("--value-range: hl_gauss needs it, LOW and HIGH of the returns with a small margin")
+                raise UserError(
+                    "--value-range: hl_gauss needs it, LOW and HIGH of the returns with a small margin"
+                )
         options = (self.layout, value_range, self.image_processor, total_steps)
         self.critic = DataParallelPPOCritic(config, self.model_config, *options)
         torch.manual_seed(config.seed)  # random weights were drawn
@@ -847,31 +883,32 @@ class CriticWorker:
         config = self.config
         critic = self.critic
         backbone = critic.model.model
-        padded = "; add --no-use-remove-padding" if config.use_remove_padding else ""
         name = f"--model {config.model}: {type(backbone).__name__}"
         n = 8 * self.layout.sp_size
-        ids_T = torch.arange(4 * n, device=self.device) * 7 % common.limits(self.model_config)[0]
+        ids_T = torch.arange(4 * n, device=self.device) * 7 % self.model_config.get_text_config().vocab_size
         places_T = torch.arange(2 * n, device=self.device).repeat(2)
         seen = []
-        hook = critic.model.score.register_forward_pre_hook(lambda head, args: seen.append(args[0].flatten(0, 1)))
+        hook = critic.model.score.register_forward_pre_hook(
+            lambda head, args: seen.append(args[0].flatten(0, 1))
+        )
         critic.model.eval()
-        with hook, common.blame(f"{name} does not run{padded}"):
-            if config.use_remove_padding:
-                critic.forward_packed(ids_T, [2 * n, 2 * n], places_T)
-            else:
-                critic.forward_padded(ids_T, [2 * n, 2 * n], places_T)
+        with hook, common.blame(f"{name} does not run; try --no-use-remove-padding"):
+            forward = critic.forward_packed if config.use_remove_padding else critic.forward_padded
+            forward(ids_T, [2 * n, 2 * n], places_T)
             backbone.set_attn_implementation("eager")
             critic.forward_padded(ids_T[2 * n : 3 * n], [n], places_T[:n])
             backbone.set_attn_implementation(attention_of(config, self.model_config))
         critic.free_gathered()
-        if len(seen[0]) < 4 * n:  # the slices of ranks that share the row
-            seen[0] = gather_slices(seen[0], self.layout.sp_group)
-        together_TD = seen[0][2 * n : 3 * n].float()
-        alone_TD = seen[1].float()
-        off = float((together_TD - alone_TD).norm() / alone_TD.norm())
+        together_TD, alone_TD = seen
+        if len(together_TD) < 4 * n:  # the slices of ranks that share the row
+            together_TD = gather_slices(together_TD, self.layout.sp_group)
+        off = float((together_TD[2 * n : 3 * n] - alone_TD).float().norm() / alone_TD.float().norm())
         if not off < (1e-4 if self.layout.dtype == torch.float32 else 1e-1):
-            raise UserError(f"{name} lets tokens see later ones or other rows (they differ by {off:.0e}){padded}")
-        print0(f"attention  kernel {common.Pack.kernel or attention_of(config, self.model_config)}; rows together off rows alone by {off:.0e}")
+            raise UserError(
+                f"{name} lets tokens see later ones or other rows (they differ by {off:.0e}); add --no-use-remove-padding"
+            )
+        kernel = common.Pack.kernel if config.use_remove_padding else "padded"
+        print0(f"attention  {kernel}; rows together are off rows alone by {off:.0e}")
 
     @register(Dispatch.ONE_TO_ALL)
     def set_budget(self, longest, row, halvings=0):
@@ -882,35 +919,40 @@ class CriticWorker:
         config = self.config
         critic = self.critic
         budget = config.ppo_max_token_len_per_gpu
+        share = self.layout.sp_size
         least = check_budget(config, longest, row)
         if isinstance(budget, str):  # auto, or auto:GIB
             local = lambda p: getattr(p, "_local_tensor", p).nbytes
             state = sum(map(local, critic.model.parameters())) + 3 * sum(map(local, critic.parameters))
             if config.defer_grad_sync:
                 state += 4 * sum(p.numel() for p in critic.parameters)
+            if config.offload_policy:
+                state = 0
 
             def train(batch):
                 critic.forward_backward(critic.micro_batch(batch, range(len(batch))))
 
             critic.model.train()
             gib = float(budget[5:] or "inf")
-            state = 0 if config.offload_policy else state
-            budget = common.find_budget(train, longest, self.layout.sp_size, gib, state, self.device)
+            budget = common.find_budget(train, longest, share, gib, state, self.device)
             critic.optimizer.zero_grad()
             if budget < least:
-                raise UserError(f"--ppo-max-token-len-per-gpu auto: {row} has {longest} tokens, too many for the memory")
+                raise UserError(
+                    f"--ppo-max-token-len-per-gpu auto: {row} has {longest} tokens, too many for the memory"
+                )
         if halvings:
             smaller = max(budget >> halvings, least)
             print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu {budget} -> {smaller}")
             budget = smaller
-        critic.max_tokens = budget * self.layout.sp_size
+        critic.max_tokens = budget * share
 
     def check_batch(self, batch):
         """Raises UserError, ValueError or RuntimeError for rows that this critic cannot take, or not now."""
         if self.offloaded:
             raise RuntimeError("the critic is offloaded: call onload() first")
         longest, row = batch.longest
-        if self.critic.max_tokens is None or longest > self.critic.max_tokens:
+        least = check_budget(self.config, longest, f"row {row}") * self.layout.sp_size
+        if self.critic.max_tokens is None or least > self.critic.max_tokens:
             self.set_budget(max(longest, 1), f"row {row}")
         common.check_rows(batch, self.model_config)
         if batch.multi_modal_inputs and self.image_processor is None:
@@ -958,7 +1000,9 @@ class CriticWorker:
             for handle in model._all_handles:  # .to() would leave the local shard behind in the old memory
                 handle.flat_param_to(device)
                 handle.flat_param._local_shard = handle.flat_param.data
-                handle.flat_param._tensors = [None] * len(handle.flat_param._tensors)  # views of the last forward
+                handle.flat_param._tensors = [None] * len(
+                    handle.flat_param._tensors
+                )  # views of the last forward
         else:
             model.to(device)
         common.move_state(self.critic.optimizer, device)
@@ -971,9 +1015,8 @@ class CriticWorker:
 
         Sharded safetensors with the names of transformers: no pickle, any layout of either critic can read it.
         """
-        tmp = common.start_folder(folder)
-        self.checkpoint_writer()(tmp)
-        common.publish(tmp, folder)
+        with common.published(folder) as tmp:
+            self.checkpoint_writer()(tmp)
 
     def checkpoint_writer(self, copy=False):
         """write(tmp, group): writes the state of now into a folder; with `copy` training may change it meanwhile."""
@@ -1023,16 +1066,14 @@ class CriticWorker:
             x = x.full_tensor()  # one at a time; rank 0 keeps it on the host
             if RANK == 0:
                 state[name] = x.detach().cpu().contiguous()
-        tmp = common.start_folder(folder)
-        if RANK == 0:
-            if self.config.lora_rank:
-                transposed = any(isinstance(m, Conv1D) for m in self.critic.model.modules())
-                state = merge_lora(state, self.config.lora_alpha / self.config.lora_rank, transposed)
-            save_hf(state, self.model_config, self.critic.value_range, tmp)
-            for part in (self.image_processor, self.tokenizer):
-                if part is not None:
+        with common.published(folder) as tmp:
+            if RANK == 0:
+                if self.config.lora_rank:
+                    transposed = any(isinstance(m, Conv1D) for m in self.critic.model.modules())
+                    state = merge_lora(state, self.config.lora_alpha / self.config.lora_rank, transposed)
+                save_hf(state, self.model_config, self.critic.value_range, tmp)
+                for part in filter(None, (self.image_processor, self.tokenizer)):
                     part.save_pretrained(tmp)
-        common.publish(tmp, folder)
 
 
 def checkpoint_tensors(model, optimizer):
@@ -1060,7 +1101,10 @@ def save_hf(state, model_config, value_range, folder):
         head = {name: state.pop(name) for name in ("score.weight", "score.bias")}
         save_file(head, f"{folder}/value_head.safetensors", metadata={"format": "pt"})
     for ours, theirs in names.items():
-        state = {theirs + name.removeprefix(ours) if name.startswith(ours) else name: x for name, x in state.items()}
+        state = {
+            theirs + name.removeprefix(ours) if name.startswith(ours) else name: x
+            for name, x in state.items()
+        }
     skeleton.save_pretrained(folder, state_dict=state)
 
 
@@ -1068,94 +1112,74 @@ def save_hf(state, model_config, value_range, folder):
 
 
 def saved_bytes(config, model_config, lengths, device):
-    """Bytes that autograd saves in a training forward over rows of these lengths, without weights. Counted on fake
+    """Bytes that autograd saves in a training forward over rows of these lengths, without weights: counted on fake
     tensors, which have shapes and devices but no memory."""
     saved = {}
-
-    def note(x):
-        saved[x.untyped_storage()._cdata] = x.untyped_storage()
-        return x
-
-    alone = dataclasses.replace(config, ulysses_size=1)
-    model = build_skeleton(alone, model_config, common.compute_dtype(config.param_dtype, device)).train()
-    named = (*model.named_parameters(), *model.named_buffers())
+    model = build_skeleton(config, model_config, common.compute_dtype(config.param_dtype, device)).train()
     with FakeTensorMode():
-        state = {name: torch.empty(x.shape, dtype=x.dtype, device=device) for name, x in named}
-        for name, x in named:
-            state[name].requires_grad_(x.requires_grad)
+        named = itertools.chain(model.named_parameters(), model.named_buffers())
+        blank = lambda x: torch.empty(x.shape, dtype=x.dtype, device=device, requires_grad=x.requires_grad)
+        weights = {name: blank(x) for name, x in named}
         position_ids = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
         if not config.use_remove_padding:
             position_ids = torch.arange(max(lengths), device=device).expand(len(lengths), -1)
-        common.set_pack(lengths, device)
+        inputs = {"input_ids": torch.zeros_like(position_ids), "position_ids": position_ids}
+        common.Pack.layout = common.PackLayout(lengths, device)
+        note = lambda x: saved.setdefault(x.untyped_storage()._cdata, x) is None or x
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            inputs = {"input_ids": torch.zeros_like(position_ids), "position_ids": position_ids}
-            torch.func.functional_call(model, state, kwargs=inputs)
-        for x in state.values():
-            saved.pop(x.untyped_storage()._cdata, None)
-    return sum(storage.nbytes() for storage in saved.values())
+            torch.func.functional_call(model, weights, kwargs=inputs)
+    own = {x.untyped_storage()._cdata for x in weights.values()}
+    return sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in own)
 
 
 def print_plan(config, model_config, lengths, ranks):
     """Prints, as equations, what each of `ranks` ranks holds while it learns rows of these lengths, at its largest."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = common.compute_dtype(config.param_dtype, device).itemsize
     model = build_skeleton(config, model_config)
     count, trained = count_parameters(model)
     blocks = sorted(count_parameters(block)[0] for block in common.transformer_blocks(model))
-    shards = ranks if config.fsdp_size == -1 else config.fsdp_size
-    if config.strategy == "none":
-        shards = 1
     gathered = count - sum(blocks[:-2]) if config.reshard_after_forward else count
-    rows = []
-    share = math.ceil(config.ppo_mini_batch_size * config.ulysses_size / ranks)
-    for n in sorted(lengths, reverse=True)[:share]:
-        if sum(rows) + n <= config.ppo_max_token_len_per_gpu * config.ulysses_size:
-            rows.append(n)
-    slices = [math.ceil(n / config.ulysses_size) for n in rows]
-    held = saved_bytes(config, model_config, slices, device)
+    shards = {"none": 1}.get(config.strategy, ranks if config.fsdp_size == -1 else config.fsdp_size)
+    share = math.ceil(
+        config.ppo_mini_batch_size * config.ulysses_size / ranks
+    )  # rows of a rank and its peers
+    longest = [math.ceil(n / config.ulysses_size) for n in sorted(lengths, reverse=True)[:share]]
+    fits = sum(n <= config.ppo_max_token_len_per_gpu for n in itertools.accumulate(longest))
+    alone = dataclasses.replace(config, ulysses_size=1)
+    held = saved_bytes(alone, model_config, longest[:fits], device)
     if config.gradient_checkpointing:  # and what one layer saves when it is computed again
-        plain = dataclasses.replace(config, gradient_checkpointing=False, activation_offload=False)
-        layer = saved_bytes(plain, model_config, slices, device) / len(blocks)
-        held = layer if config.activation_offload else layer + held
-    size = common.compute_dtype(config.param_dtype, device).itemsize
+        plain = dataclasses.replace(alone, gradient_checkpointing=False)
+        held = held * (not config.activation_offload) + saved_bytes(
+            plain, model_config, longest[:fits], device
+        ) / len(blocks)
     parts = {  # name -> (bytes, equation)
         "weights": (4 * count / shards, f"{count:,} x 4 bytes / {shards} shards"),
         "gradients": (4 * trained / shards, f"{trained:,} x 4 bytes / {shards} shards"),
         "optimizer": (8 * trained / shards, f"{trained:,} x 8 bytes / {shards} shards"),
         "gathered": (size * gathered, f"{gathered:,} x {size} bytes, of the layers that are whole at a time"),
-        "activations": (held, f"what autograd saves of {sum(slices):,} tokens"),
+        "activations": (held, f"what autograd saves of {sum(longest[:fits]):,} tokens"),
     }
-    if config.offload_policy:  # these are on the host
-        parts = {name: parts[name] for name in ("gathered", "activations")}
     for name, (held, equation) in parts.items():
         print0(f"{name:12s} {held / 2**20:12,.1f} MiB = {equation}")
-    print0(f"together     {sum(held for held, _ in parts.values()) / 2**20:12,.1f} MiB a rank at most")
 
 
 # ---- Main: value pretraining from rollouts -----------------------------------------------------------------
-
-
-def load_rows(run, tokenizer, model_config):
-    """[rows to learn from, rows to evaluate on or None], each one Batch, the same on every rank."""
-    options = {"limits": common.limits(model_config), "skip_bad_rows": run.skip_bad_rows}
-    if reads_images(model_config):
-        image_processor = load_image_processor(run.critic, model_config)
-        options["place_images"] = functools.partial(place_images, image_processor, model_config.image_token_id)
-    sources = [run.rollouts, run.eval_rollouts]
-    if not run.rollouts:
-        sources = [common.toy_rows(8192, run.critic.seed), common.toy_rows(512, run.critic.seed, held_out=True)]
-    loaded = [common.read_rows(sources[0], tokenizer, with_values=run.recorded_values, **options), None]
-    if sources[1]:
-        loaded[1] = common.read_rows(sources[1], tokenizer, flag="--eval-rollouts", **options)
-    for rows in filter(None, loaded):
-        check_budget(run.critic, rows.longest[0], f"line {rows.longest[1] + 1} of the rollouts")
-    return loaded
 
 
 def main(run):
     config = run.critic
     tokenizer, model_config = common.load_config(config)
     check_model_flags(config, model_config)
-    train, held_out = load_rows(run, tokenizer, model_config)
+    options = {"skip_bad_rows": run.skip_bad_rows, "with_values": run.recorded_values}
+    if reads_images(model_config):
+        image_processor = load_image_processor(config, model_config)
+        options["place_images"] = functools.partial(
+            place_images, image_processor, model_config.image_token_id
+        )
+    files = (run.rollouts, run.eval_rollouts, config.seed)
+    train, held_out = common.load_rows(*files, tokenizer, model_config, **options)
+    check_budget(config, train.longest[0], f"line {train.longest[1] + 1} of the rollouts")
     if run.plan:
         return print_plan(config, model_config, train.lengths, run.plan)
     size = min(run.train_batch_size or config.ppo_mini_batch_size, len(train))
@@ -1170,7 +1194,9 @@ def main(run):
         longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
         common.print_rows(train, run.gamma)
-        print0(f"steps      {run.steps} updates x {size} rows, {total} optimizer steps, lr {worker.critic.peak_lr:g}")
+        print0(
+            f"steps      {run.steps} updates x {size} rows, {total} optimizer steps, lr {worker.critic.peak_lr:g}"
+        )
         shown, about = learn(run, worker, train, held_out, size, checkpoints)
         worker.export_hf(f"{run.out_dir}/hf")
     if shown is not None:

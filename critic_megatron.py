@@ -77,7 +77,9 @@ class Config:
     context_parallel_size: Positive = 1  # ranks that share each sequence, with a part of its tokens each
     expert_model_parallel_size: Positive = 1  # ranks that share the experts of a mixture
     expert_tensor_parallel_size: Positive | None = None  # ranks that share each expert (None: as for tensors)
-    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 30.0  # a collective that takes longer ends the run
+    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = (
+        30.0  # a collective that takes longer ends the run
+    )
 
     # precision and kernels
     # dtype of matrix products (auto: bfloat16, but float32 on CPU)
@@ -89,7 +91,9 @@ class Config:
     ppo_epochs: Positive = 1  # passes over the rows of one update
     ppo_mini_batch_size: Positive = 256  # rows of one optimizer step, over all ranks
     shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
-    ppo_max_token_len_per_gpu: Positive | Auto = 16384  # tokens of a rank's micro-batch (auto[:GIB]: what fits)
+    ppo_max_token_len_per_gpu: Positive | Auto = (
+        16384  # tokens of a rank's micro-batch (auto[:GIB]: what fits)
+    )
 
     # loss
     # PPO clip range around the old value (None: no clipping; hl_gauss never clips)
@@ -180,9 +184,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 import transformers
 
-if not torch.cuda.is_available():  # else Megatron loads a compiler for its small functions, which nothing uses here
+if (
+    not torch.cuda.is_available()
+):  # else Megatron loads a compiler for its small functions, which nothing uses here
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")  # at import: unused
+warnings.filterwarnings(
+    "ignore", message="(Transformer Engine and )?Apex (is|are) not installed"
+)  # at import: unused
 
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
@@ -226,7 +234,9 @@ class CudaMeansCpu(TorchFunctionMode):
         if "cuda" in str(kwargs.get("device")):
             kwargs = {**kwargs, "device": "cpu"}
         out = function(*args, **kwargs)
-        if function is torch.Tensor.type and isinstance(out, str):  # optimizers test for "torch.cuda.FloatTensor"
+        if function is torch.Tensor.type and isinstance(
+            out, str
+        ):  # optimizers test for "torch.cuda.FloatTensor"
             out = out.replace("torch.", "torch.cuda.")
         return out
 
@@ -242,7 +252,9 @@ def megatron_without_cuda():
     rng = tensor_parallel.random
     moe = token_dispatcher.MoEAlltoAllTokenDispatcher
     CudaMeansCpu().__enter__()
-    warnings.filterwarnings("ignore", message="When using sequence parallelism it is recommended to set .*CUDA")
+    warnings.filterwarnings(
+        "ignore", message="When using sequence parallelism it is recommended to set .*CUDA"
+    )
     torch._dynamo.config.disable = True  # compiling its small functions would take minutes
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
@@ -264,7 +276,9 @@ def megatron_without_cuda():
     def all_gather(outputs, x, group=None, async_op=False):
         sizes = [len(out) for out in outputs]
         received = x.new_empty(sum(sizes), *x.shape[1:])
-        dist.all_to_all_single(received, torch.cat([x] * len(sizes)), sizes, [len(x)] * len(sizes), group=group)
+        dist.all_to_all_single(
+            received, torch.cat([x] * len(sizes)), sizes, [len(x)] * len(sizes), group=group
+        )
         for out, piece in zip(outputs, received.split(sizes), strict=True):
             out.copy_(piece)
 
@@ -291,7 +305,9 @@ class RMSNorm(nn.RMSNorm):
 
     def __init__(self, config, hidden_size, eps=1e-6, **_):
         super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel  # Megatron then sums it over tensor-parallel ranks
+        self.weight.sequence_parallel = (
+            config.sequence_parallel
+        )  # Megatron then sums it over tensor-parallel ranks
 
 
 class ValueHead(nn.Linear):
@@ -308,7 +324,9 @@ class ValueHead(nn.Linear):
     def forward(self, hidden_SBD, weight=None, runtime_gather_output=None):
         """(S, B, D) -> (S, B, N) float32; with sequence parallelism of all tokens, on each rank the same."""
         out_SBN = F.linear(hidden_SBD.float(), self.weight, self.bias)
-        if self.sequence_parallel:  # every rank then computes the whole loss, and takes back its own gradient alone
+        if (
+            self.sequence_parallel
+        ):  # every rank then computes the whole loss, and takes back its own gradient alone
             gather = tensor_parallel.gather_from_sequence_parallel_region
             out_SBN = gather(out_SBN, tensor_parallel_output_grad=False)
         return out_SBN, None
@@ -332,7 +350,7 @@ class CoreAttention(nn.Module):
         pack = packed_seq_params
         if pack is None:  # causal attention needs to know no more of padding at the end
             length, rows = query.shape[:2]
-            layout = common.pack_layout([length] * rows, query.device)
+            layout = common.PackLayout([length] * rows, query.device)
             query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         else:
             layout = pack.layout
@@ -395,7 +413,9 @@ class StoredTensors(dict):
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
-EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")  # Hugging Face's name of an expert's weight
+EXPERT = re.compile(
+    r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight"
+)  # Hugging Face's name of an expert's weight
 
 
 def lookup_weight(tensors, name, form="{}"):
@@ -493,7 +513,9 @@ def shard(cut, parts, groups, rank, size):
         return torch.cat([part.chunk(size)[rank] for part in parts])
     if cut == "vocabulary":
         return F.pad(parts[0], (0, 0, 0, -len(parts[0]) % size)).chunk(size)[rank]
-    by_group = [part.unflatten(0, (groups, -1)) for part in parts]  # heads: a group's queries, its key, its value
+    by_group = [
+        part.unflatten(0, (groups, -1)) for part in parts
+    ]  # heads: a group's queries, its key, its value
     return torch.cat(by_group, 1).flatten(0, 1).chunk(size)[rank]
 
 
@@ -634,7 +656,10 @@ def transformer_config(config, model_config, dtype):
     fields = {}
     vpp = config.virtual_pipeline_model_parallel_size
     if getattr(c, "num_experts", None):
-        sparse = [i not in c.mlp_only_layers and (i + 1) % c.decoder_sparse_step == 0 for i in range(c.num_hidden_layers)]
+        sparse = [
+            i not in c.mlp_only_layers and (i + 1) % c.decoder_sparse_step == 0
+            for i in range(c.num_hidden_layers)
+        ]
         fields |= dict(
             num_moe_experts=c.num_experts,
             moe_router_topk=c.num_experts_per_tok,
@@ -750,7 +775,9 @@ def padding_row(module, model_config):
     if not module.pre_process or model_config.pad_token_id is None:
         return None
     embedding = module.embedding.word_embeddings
-    row = model_config.pad_token_id % model_config.vocab_size - embedding.vocab_start_index  # below 0: from the end
+    row = (
+        model_config.pad_token_id % model_config.vocab_size - embedding.vocab_start_index
+    )  # below 0: from the end
     return row if 0 <= row < len(embedding.weight) else None
 
 
@@ -766,7 +793,9 @@ def wrap(modules):
     exact = head.state_dict()
     if transformer.bf16:
         chunks = [Float16Module(transformer, module) for module in modules]
-    head.float().load_state_dict(exact)  # rounded it would differ by rank: each has the masters of a part of it
+    head.float().load_state_dict(
+        exact
+    )  # rounded it would differ by rank: each has the masters of a part of it
     options = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     return [DistributedDataParallel(transformer, options, chunk) for chunk in chunks]
 
@@ -840,15 +869,22 @@ def check_model_flags(config, model_config):
     c = model_config
     known = ("qwen2", "qwen3", "llama", "qwen3_moe")
     if c.model_type not in known:
-        raise UserError(f"--model {config.model}: {c.model_type} is not mapped to Megatron, as {known} are; use critic_fsdp.py")
+        raise UserError(
+            f"--model {config.model}: {c.model_type} is not mapped to Megatron, as {known} are; use critic_fsdp.py"
+        )
     fixed = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "quantization_config": None}
     odd = [f"{name} {getattr(c, name)}" for name, x in fixed.items() if getattr(c, name, x) != x]
     odd += sorted(set(getattr(c, "layer_types", None) or ()) - {"full_attention"})
     rope = c.rope_parameters
-    if rope["rope_type"] not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if (
+        rope["rope_type"] not in ("default", "linear", "llama3")
+        or rope.get("partial_rotary_factor", 1.0) != 1.0
+    ):
         odd.append(f"rope {rope['rope_type']}")
     if odd:
-        raise UserError(f"--model {config.model}: {', '.join(odd)} is not mapped to Megatron; use critic_fsdp.py")
+        raise UserError(
+            f"--model {config.model}: {', '.join(odd)} is not mapped to Megatron; use critic_fsdp.py"
+        )
     if c.model_type == "qwen3_moe" and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise UserError("--no-sequence-parallel: a mixture of experts needs it with tensor parallelism")
 
@@ -859,7 +895,9 @@ def check_budget(config, longest, row):
     least = math.ceil(least / config.context_parallel_size)
     given = config.ppo_max_token_len_per_gpu
     if isinstance(given, int) and given < least:
-        raise UserError(f"--ppo-max-token-len-per-gpu {given}: {row} has {longest} tokens; give at least {least}")
+        raise UserError(
+            f"--ppo-max-token-len-per-gpu {given}: {row} has {longest} tokens; give at least {least}"
+        )
     return least
 
 
@@ -875,7 +913,9 @@ class MegatronPPOCritic:
         self.layout = layout
         self.value_range = value_range
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
-        self.modules, stored, self.flops, self.story = build_value_model(config, model_config, layout, value_range)
+        self.modules, stored, self.flops, self.story = build_value_model(
+            config, model_config, layout, value_range
+        )
         self.transformer = self.modules[0].config
         self.padding_row = padding_row(self.modules[0], model_config)
         self.model = wrap(self.modules)  # the same chunks
@@ -900,7 +940,9 @@ class MegatronPPOCritic:
         self.optimizers = [x for x in chained if not x.is_stub_optimizer and x.get_parameters()]
         for optimizer in self.optimizers:
             groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
-            for i, (full, half) in enumerate(groups):  # it puts float32 weights first, but counts them as they came
+            for i, (full, half) in enumerate(
+                groups
+            ):  # it puts float32 weights first, but counts them as they came
                 optimizer.model_param_group_index_map |= {p: (i, j) for j, p in enumerate([*full, *half])}
             for group in optimizer.optimizer.param_groups:
                 group["fused"] = True  # one kernel
@@ -926,7 +968,7 @@ class MegatronPPOCritic:
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
-        micro = batch.select(rows) if rows else common.masked_token()
+        micro = batch.select(rows) if rows else common.Batch.blank()
         slots, packed = self.lay_out(micro.lengths)
         columns = {"index": batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)}
         for name in ("response_mask", "values", "returns", "weights"):
@@ -969,7 +1011,7 @@ class MegatronPPOCritic:
         if self.layout.cp_size > 1:
             slots, packed.layout, packed.key_index = self.share_context(slots, sizes)
         else:
-            packed.layout = common.pack_layout(sizes, self.layout.device)
+            packed.layout = common.PackLayout(sizes, self.layout.device)
         return slots[None], packed
 
     def share_context(self, slots, sizes):
@@ -986,7 +1028,7 @@ class MegatronPPOCritic:
         gathered = torch.cat([torch.cat(some) for some in places])  # the place of each gathered key
         key_index = gathered.argsort()[torch.cat(key_places)].to(self.layout.device, non_blocking=True)
         own = places[self.layout.cp_rank]
-        layout = common.pack_layout(list(map(len, own)), self.layout.device, list(map(len, key_places)))
+        layout = common.PackLayout(list(map(len, own)), self.layout.device, list(map(len, key_places)))
         return slots[torch.cat(own)], layout, key_index
 
     def run_schedule(self, micros, reduce, forward_only=False):
@@ -1002,7 +1044,11 @@ class MegatronPPOCritic:
 
             def loss_of(outputs_BLN):
                 loss, kept = reduce(outputs_BLN.flatten(0, 1).squeeze(-1), micro)
-                return loss, torch.tensor(0, dtype=torch.int), kept  # 0: no tokens to divide by, see forward_backward
+                return (
+                    loss,
+                    torch.tensor(0, dtype=torch.int),
+                    kept,
+                )  # 0: no tokens to divide by, see forward_backward
 
             return outputs, loss_of
 
@@ -1048,7 +1094,9 @@ class MegatronPPOCritic:
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
         config = self.config
         self.train(True)
-        totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # loss, clipped, vpreds, actions
+        totals = torch.zeros(
+            4, dtype=torch.float64, device=self.layout.device
+        )  # loss, clipped, vpreds, actions
         norms = []  # of the mini-batches, NaN where the step was skipped
         for epoch in range(config.ppo_epochs):
             order = range(len(batch))
@@ -1080,7 +1128,9 @@ class MegatronPPOCritic:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums = self.run_schedule(micros, self.loss)
-        if self.padding_row is not None:  # as in transformers, where the padding token's embedding does not learn
+        if (
+            self.padding_row is not None
+        ):  # as in transformers, where the padding token's embedding does not learn
             self.modules[0].embedding.word_embeddings.weight.main_grad[self.padding_row].zero_()
         if not sums or self.layout.tp_rank > 0:  # tensor-parallel ranks all have the same
             return torch.zeros(4, dtype=torch.float64, device=self.layout.device)
@@ -1178,7 +1228,9 @@ class CriticWorker:
         else:
             value_range = config.value_range or getattr(self.model_config, "value_range", None) or value_range
             if not value_range:
-                raise UserError("--value-range: hl_gauss needs it, LOW and HIGH of the returns with a small margin")
+                raise UserError(
+                    "--value-range: hl_gauss needs it, LOW and HIGH of the returns with a small margin"
+                )
         options = (self.layout, value_range, total_steps)
         self.critic = MegatronPPOCritic(config, self.model_config, *options)
         torch.manual_seed(config.seed)  # random weights were drawn
@@ -1196,6 +1248,7 @@ class CriticWorker:
         config = self.config
         critic = self.critic
         budget = config.ppo_max_token_len_per_gpu
+        share = self.layout.cp_size
         least = check_budget(config, longest, row)
         if isinstance(budget, str):  # auto, or auto:GIB
             state = 0
@@ -1204,19 +1257,20 @@ class CriticWorker:
             turns = self.layout.pp_size * (2 if len(critic.model) > 1 else 1)
 
             def train(batch):  # as many micro-batches as a stage may hold at a time
-                batch.weights = common.loss_weights(batch, "token-mean")
                 critic.forward_backward([critic.micro_batch(batch, range(len(batch)))] * turns)
 
             critic.train(True)
             gib = float(budget[5:] or "inf")
-            budget = common.find_budget(train, longest, self.layout.cp_size, gib, state, self.device)
+            budget = common.find_budget(train, longest, share, gib, state, self.device)
             if budget < least:
-                raise UserError(f"--ppo-max-token-len-per-gpu auto: {row} has {longest} tokens, too many for the memory")
+                raise UserError(
+                    f"--ppo-max-token-len-per-gpu auto: {row} has {longest} tokens, too many for the memory"
+                )
         if halvings:
             smaller = max(budget >> halvings, least)
             print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu {budget} -> {smaller}")
             budget = smaller
-        critic.max_tokens = budget * self.layout.cp_size
+        critic.max_tokens = budget * share
 
     def check_batch(self, batch):
         """Raises UserError, ValueError or RuntimeError for rows that this critic cannot take, or not now."""
@@ -1286,7 +1340,11 @@ class CriticWorker:
             tensors += optimizer.get_parameters()
             tensors += [x for state in optimizer.optimizer.state.values() for x in state.values() if x.ndim]
         kept = {x.untyped_storage()._cdata: (x.untyped_storage(), True) for x in tensors}
-        buffers = [buffer.grad_data for chunk in critic.model for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+        buffers = [
+            buffer.grad_data
+            for chunk in critic.model
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        ]
         return [*kept.values(), *((x.untyped_storage(), False) for x in buffers)]
 
     # ---- Checkpoints and export ----------------------------------------------------------------------------
@@ -1297,9 +1355,8 @@ class CriticWorker:
 
         Sharded safetensors with the names of transformers: no pickle, any layout of either critic can read it.
         """
-        tmp = common.start_folder(folder)
-        self.checkpoint_writer()(tmp)
-        common.publish(tmp, folder)
+        with common.published(folder) as tmp:
+            self.checkpoint_writer()(tmp)
 
     def checkpoint_writer(self, copy=False):
         """write(tmp, group): writes the state of now into a folder; it is gathered, so always a copy."""
@@ -1309,7 +1366,9 @@ class CriticWorker:
         state["shape"] = self.shape()
 
         def write(tmp, group=None):
-            offsets = {name: {"saved_offsets": [first, 0, 0][: x.ndim]} for name, (first, x) in tensors.items()}
+            offsets = {
+                name: {"saved_offsets": [first, 0, 0][: x.ndim]} for name, (first, x) in tensors.items()
+            }
             if tensors:
                 mine = {name: x for name, (_, x) in tensors.items()}
                 metadata = {"format": "pt", SHARDING: json.dumps(offsets)}
@@ -1352,19 +1411,18 @@ class CriticWorker:
         index = {"metadata": {}, "weight_map": {}}
         for part in common.of_all_ranks(dict.fromkeys(state, file)):
             index["weight_map"] |= part
-        tmp = common.start_folder(folder)
-        if state:
-            save_file(state, f"{tmp}/{file}", metadata={"format": "pt"})
-        common.write_json(f"{tmp}/model.safetensors.index.json", index)
-        if RANK == 0:
-            outputs = self.config.value_bins if self.config.value_head == "hl_gauss" else 1
-            model_config = common.config_of_export(self.model_config, outputs, self.critic.value_range)
-            kind = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(model_config)]
-            model_config.architectures = [kind.__name__]
-            model_config.save_pretrained(tmp)
-            if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(tmp)
-        common.publish(tmp, folder)
+        outputs = self.config.value_bins if self.config.value_head == "hl_gauss" else 1
+        model_config = common.config_of_export(self.model_config, outputs, self.critic.value_range)
+        model_config.architectures = [
+            transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(model_config)].__name__
+        ]
+        with common.published(folder) as tmp:
+            if state:
+                save_file(state, f"{tmp}/{file}", metadata={"format": "pt"})
+            common.write_json(f"{tmp}/model.safetensors.index.json", index)
+            if RANK == 0:
+                for part in filter(None, (model_config, self.tokenizer)):
+                    part.save_pretrained(tmp)
 
 
 STATE = {  # what a step changes -> how a checkpoint names it, of the weight with the name {}
@@ -1393,25 +1451,14 @@ def checkpoint_tensors(critic, vocab_size):
 # ---- Main: value pretraining from rollouts -----------------------------------------------------------------
 
 
-def load_rows(run, tokenizer, model_config):
-    """[rows to learn from, rows to evaluate on or None], each one Batch, the same on every rank."""
-    options = {"limits": common.limits(model_config), "skip_bad_rows": run.skip_bad_rows}
-    sources = [run.rollouts, run.eval_rollouts]
-    if not run.rollouts:
-        sources = [common.toy_rows(8192, run.critic.seed), common.toy_rows(512, run.critic.seed, held_out=True)]
-    loaded = [common.read_rows(sources[0], tokenizer, with_values=run.recorded_values, **options), None]
-    if sources[1]:
-        loaded[1] = common.read_rows(sources[1], tokenizer, flag="--eval-rollouts", **options)
-    for rows in filter(None, loaded):
-        check_budget(run.critic, rows.longest[0], f"line {rows.longest[1] + 1} of the rollouts")
-    return loaded
-
-
 def main(run):
     config = run.critic
     tokenizer, model_config = common.load_config(config)
     check_model_flags(config, model_config)
-    train, held_out = load_rows(run, tokenizer, model_config)
+    options = {"skip_bad_rows": run.skip_bad_rows, "with_values": run.recorded_values}
+    files = (run.rollouts, run.eval_rollouts, config.seed)
+    train, held_out = common.load_rows(*files, tokenizer, model_config, **options)
+    check_budget(config, train.longest[0], f"line {train.longest[1] + 1} of the rollouts")
     size = min(run.train_batch_size or config.ppo_mini_batch_size, len(train))
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
     common.setup_distributed(config.timeout_minutes)
@@ -1424,7 +1471,9 @@ def main(run):
         longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
         common.print_rows(train, run.gamma)
-        print0(f"steps      {run.steps} updates x {size} rows, {total} optimizer steps, lr {worker.critic.peak_lr:g}")
+        print0(
+            f"steps      {run.steps} updates x {size} rows, {total} optimizer steps, lr {worker.critic.peak_lr:g}"
+        )
         shown, about = learn(run, worker, train, held_out, size, checkpoints)
         worker.export_hf(f"{run.out_dir}/hf")
     if shown is not None:

@@ -20,7 +20,9 @@ import contextlib
 import copy
 import dataclasses
 import datetime
+import functools
 import importlib
+import itertools
 import json
 import math
 import os
@@ -43,7 +45,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import tyro
 from pydantic import Field
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, state_dict
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -88,7 +90,9 @@ class ActorConfig:
     # loss
     clip_ratio_low: Annotated[float, Field(gt=0, le=1)] = 0.2  # PPO's clip range of the ratio, below 1
     clip_ratio_high: Rate = 0.2  # PPO's clip range of the ratio, above 1
-    clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0  # dual clip: the most a bad action costs (None: off)
+    clip_ratio_c: Annotated[float, Field(gt=1)] | None = (
+        3.0  # dual clip: the most a bad action costs (None: off)
+    )
     entropy_coeff: Weight = 0.0  # weight of the entropy bonus
     kl_loss_coef: Weight = 0.0  # weight of the KL to the reference in the loss (0: none)
     # how that KL is estimated (+: with the gradient of k2)
@@ -136,19 +140,31 @@ class Run(Generic[CriticConfig]):
     supervised_steps: Count = 250  # addition with a tiny-* actor: steps of supervised learning before PPO
 
     # reward
-    reward: str | None = None  # addition, gsm8k or FILE.py:FUNCTION, called as f(prompt, response, answer) -> number
-    reward_model: str | None = None  # folder or hub name of a reward model instead (one label, on the last token)
-    reward_timeout: Annotated[float, Field(gt=0, le=1e6)] = 10.0  # seconds for the reward or environment of a row
-    environment: str | None = None  # FILE.py:FUNCTION, f(prompt, response, answer) -> what follows the turn, or None
+    reward: str | None = (
+        None  # addition, gsm8k or FILE.py:FUNCTION, called as f(prompt, response, answer) -> number
+    )
+    reward_model: str | None = (
+        None  # folder or hub name of a reward model instead (one label, on the last token)
+    )
+    reward_timeout: Annotated[float, Field(gt=0, le=1e6)] = (
+        10.0  # seconds for the reward or environment of a row
+    )
+    environment: str | None = (
+        None  # FILE.py:FUNCTION, f(prompt, response, answer) -> what follows the turn, or None
+    )
     max_turns: Positive = 8  # turns of the policy in one row, if there is an environment
 
     # rollout
-    rollout: Literal["hf", "vllm"] = "hf"  # engine: transformers' generate on a whole copy of the actor, or vLLM
+    rollout: Literal["hf", "vllm"] = (
+        "hf"  # engine: transformers' generate on a whole copy of the actor, or vLLM
+    )
     train_batch_size: Positive = 256  # prompts of a step, over all ranks
     rollout_n: Positive = 1  # responses to each (torchrun would take --n for its own)
     max_response_length: Positive | None = None  # tokens, with observations (None: 8 for addition, else 256)
     temperature: Rate = 1.0  # of sampling, and of the log-probs that are learned from
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # sample only from the likeliest tokens with this probability
+    top_p: Annotated[float, Field(gt=0, le=1)] = (
+        1.0  # sample only from the likeliest tokens with this probability
+    )
     rollout_batch_size: Positive = 256  # rows generated at once by an engine
     dump_rollouts: bool = False  # write every step's rows as JSONL to out_dir/rollouts
 
@@ -262,7 +278,10 @@ def addition_prompts(n, seed, tokenizer, held_out=False):
     """n additions of two numbers of two digits; the prompts of the toy, with the same ones held out."""
     texts = dict.fromkeys(json.loads(row)["prompt"] for row in common.toy_rows(n, seed, held_out))
     answers = [str(sum(map(int, text.rstrip("=").split("+")))) for text in texts]
-    return [Prompt(tokenizer(text)["input_ids"], text, answer) for text, answer in zip(texts, answers, strict=True)]
+    return [
+        Prompt(tokenizer(text)["input_ids"], text, answer)
+        for text, answer in zip(texts, answers, strict=True)
+    ]
 
 
 def load_prompts(path, flag, run, tokenizer):
@@ -384,7 +403,9 @@ class RewardModel:
         if self.same_tokens:
             return ids
         if prompt.messages and self.tokenizer.chat_template:
-            return common.chat_ids(self.tokenizer, [*prompt.messages, {"role": "assistant", "content": text}], False)
+            return common.chat_ids(
+                self.tokenizer, [*prompt.messages, {"role": "assistant", "content": text}], False
+            )
         return self.tokenizer(prompt.text + text)["input_ids"]
 
     def scores(self, prompts, texts, batch):
@@ -482,11 +503,11 @@ def add_advantages(batch, scores, kl_coef, run):
     """
     kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
     rewards_T = -kl_coef * torch.where(batch.response_mask, kl_T, 0.0)
-    batch.token_level_rewards = rewards_T.index_add(0, common.last_actions(batch), torch.tensor(scores))
+    batch.token_level_rewards = rewards_T.index_add(0, batch.last_action, torch.tensor(scores))
     common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
     lam = run.lam_policy
     if run.length_adaptive_alpha is not None:
-        actions_B = common.actions_per_row(batch).double().clamp(min=1)
+        actions_B = batch.actions.double().clamp(min=1)
         lam = (1 - 1 / (run.length_adaptive_alpha * actions_B)).clamp(min=0)
     if lam is not None:
         returns_T = batch.returns
@@ -510,7 +531,9 @@ class Draw(LogitsProcessor):
 
     def __call__(self, ids_BL, logits_BV):
         log_p_BV = (logits_BV.float() / (self.temperature or 1.0)).log_softmax(-1)
-        if self.temperature:  # inverse of the distribution function: one number a token, the same on every device
+        if (
+            self.temperature
+        ):  # inverse of the distribution function: one number a token, the same on every device
             log_p_BV = self.nucleus(ids_BL, log_p_BV).log_softmax(-1)
             cdf_BV = log_p_BV.double().exp().cumsum(-1)
             u_B1 = self.u_BR[:, len(self.log_probs), None] * cdf_BV[:, -1:]
@@ -533,7 +556,9 @@ class HFRollout:
         self.stop_ids = task.stop_ids
         self.device = device
         self.dtype = common.compute_dtype(run.actor.param_dtype, device)
-        capped = getattr(task.model_config.get_text_config(), "attn_logit_softcapping", None)  # sdpa would drop it
+        capped = getattr(
+            task.model_config.get_text_config(), "attn_logit_softcapping", None
+        )  # sdpa would drop it
         options = {"attn_implementation": "eager" if capped else "sdpa", "dtype": self.dtype}
         options["trust_remote_code"] = run.actor.trust_remote_code
         with device:
@@ -615,14 +640,20 @@ class VLLMRollout:
 
     def start(self, folder, longest, size, trust_remote_code):
         """vLLM's LLM, with random weights; folder: where it finds the model's config."""
-        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
         for name, x in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
             os.environ.setdefault(name, x)  # without torchrun
         from vllm import LLM
         from vllm.distributed import parallel_state
         from vllm.platforms import current_platform
 
-        if self.on_cpu:  # its shared memory has one name in all runs of a machine, and stays: so it takes gloo
+        if (
+            self.on_cpu
+        ):  # its shared memory has one name in all runs of a machine, and stays: so it takes gloo
             from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
             CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
@@ -636,7 +667,9 @@ class VLLMRollout:
             max_model_len=longest,
             max_num_seqs=self.run.rollout_batch_size,
             gpu_memory_utilization=self.run.vllm.gpu_memory_utilization,
-            kv_cache_memory_bytes=2**30 if self.on_cpu else None,  # on CPU it would take its part of all memory
+            kv_cache_memory_bytes=2**30
+            if self.on_cpu
+            else None,  # on CPU it would take its part of all memory
             enforce_eager=self.on_cpu,
             enable_sleep_mode=self.run.offload and current_platform.is_sleep_mode_available(),
             tensor_parallel_size=size,
@@ -805,7 +838,9 @@ def log_probs_and_entropy(logits_of, hidden_AD, targets_A, vocab_size):
 
     def piece(hidden_CD, targets_C):
         log_p_CV = logits_of(hidden_CD).float().log_softmax(-1)
-        return torch.stack([log_p_CV.gather(1, targets_C[:, None])[:, 0], -(log_p_CV.exp() * log_p_CV).sum(-1)])
+        return torch.stack(
+            [log_p_CV.gather(1, targets_C[:, None])[:, 0], -(log_p_CV.exp() * log_p_CV).sum(-1)]
+        )
 
     size = max(1, LOGITS_AT_ONCE // vocab_size)
     pieces = []
@@ -827,8 +862,10 @@ class Policy(nn.Module):
         lm = self.lm
         mask_T = micro.response_mask
         softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
-        position_ids = torch.cat([torch.arange(n) for n in micro.lengths]).to(mask_T.device, non_blocking=True)
-        common.set_pack(micro.lengths, mask_T.device)
+        position_ids = torch.cat([torch.arange(n) for n in micro.lengths]).to(
+            mask_T.device, non_blocking=True
+        )
+        common.Pack.layout = common.PackLayout(micro.lengths, mask_T.device)
         inputs = {"input_ids": micro.input_ids[None], "position_ids": position_ids[None], "use_cache": False}
         hidden_TD = lm.get_decoder()(**inputs).last_hidden_state[0]
         head = lm.get_output_embeddings()
@@ -840,7 +877,9 @@ class Policy(nn.Module):
             return logits_CV / temperature
 
         action_A = mask_T.nonzero()[:, 0]
-        out_2A = log_probs_and_entropy(logits_of, hidden_TD[action_A - 1], micro.input_ids[action_A], len(head.weight))
+        out_2A = log_probs_and_entropy(
+            logits_of, hidden_TD[action_A - 1], micro.input_ids[action_A], len(head.weight)
+        )
         return torch.zeros(2, len(mask_T), device=mask_T.device).index_copy(1, action_A, out_2A)
 
 
@@ -869,12 +908,16 @@ class PolicyWorker:
             if config.model in common.TINY:
                 source = Policy(AutoModelForCausalLM.from_config(model_config, dtype=torch.float32))
             else:
-                source = Policy(common.load_pretrained(AutoModelForCausalLM, config.model, model_config, **options))
+                source = Policy(
+                    common.load_pretrained(AutoModelForCausalLM, config.model, model_config, **options)
+                )
         options |= {"attn_implementation": "packed", "dtype": torch.float32 if trains else self.dtype}
         with common.blame(f"--actor.model {config.model}: cannot be built"), torch.device("meta"):
             model = Policy(AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options))
         if not model.lm._can_set_attn_implementation():
-            raise UserError(f"--actor.model {config.model}: brings its own attention, which knows no packed rows")
+            raise UserError(
+                f"--actor.model {config.model}: brings its own attention, which knows no packed rows"
+            )
         if config.gradient_checkpointing and trains:
             model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.flops = common.flops_model(model, model_config)
@@ -886,18 +929,27 @@ class PolicyWorker:
         if trains:
             options = {"lr": config.lr, "weight_decay": config.weight_decay}
             self.optimizer = torch.optim.AdamW(self.model.parameters(), **options, fused=True)
+            for (
+                p
+            ) in self.model.parameters():  # as AdamW would at its first step, so a checkpoint always has it
+                moments = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
         self.optimizer_steps = 0  # taken, skipped ones not counted
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
 
     def shard(self, model, source):
         """The model, which is on meta, on FSDP2 over all ranks; rank 0 has it in `source` and sends the weights."""
         shards = self.config.fsdp_size if self.config.fsdp_size > 0 else WORLD_SIZE
-        mesh = init_device_mesh(self.device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            self.device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=("replicate", "shard")
+        )
         mesh = mesh["shard"] if shards == WORLD_SIZE else mesh
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for module in (*common.transformer_blocks(model), model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-        model.set_reduce_scatter_unused_params(True)  # an expert may have seen no token here, but some on another rank
+        model.set_reduce_scatter_unused_params(
+            True
+        )  # an expert may have seen no token here, but some on another rank
         model.to_empty(device=self.device)
         model.lm.tie_weights()  # to_empty made two of what is one
         common.send_weights(model, source)
@@ -925,9 +977,11 @@ class PolicyWorker:
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
-        return (batch.select(rows) if rows else common.masked_token()).to(self.device)
+        return (batch.select(rows) if rows else common.Batch.blank()).to(self.device)
 
-    @register(Dispatch.DP_COMPUTE_PROTO, needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages"))
+    @register(
+        Dispatch.DP_COMPUTE_PROTO, needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
+    )
     def update_policy(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
         names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy")
@@ -936,26 +990,22 @@ class PolicyWorker:
         for epoch in range(self.config.ppo_epochs):
             order = common.permutation(len(batch), self.run.seed, self.updates, epoch)
             for mini in batch.select(order).split(self.config.ppo_mini_batch_size):
-                norm, sums = self.step(mini, self.ppo_loss)
+                norm, sums = self.step(mini)
                 norms.append(norm)
                 if math.isfinite(norm):
                     totals += sums
         self.updates += 1
         dist.all_reduce(totals)
-        taken = [norm for norm in norms if math.isfinite(norm)]
-        loss, *sums, actions = totals.tolist()
-        means = [loss / len(taken), *(x / actions for x in sums)] if taken else [math.nan] * len(names)
-        metrics = {f"actor/{name}": x for name, x in zip(names, means, strict=True)}
-        metrics["actor/grad_norm"] = sum(taken) / len(taken) if taken else math.nan
-        metrics["actor/lr"] = self.optimizer.param_groups[0]["lr"]
-        return metrics | {"actor/skipped_steps": len(norms) - len(taken)}
+        return common.update_metrics("actor", names, totals, norms, self.optimizer.param_groups[0]["lr"])
 
-    def ppo_loss(self, micro, log_probs_T, entropy_T):
+    def loss(self, micro, log_probs_T, entropy_T):
         """-> (what is minimised, 0-dim; sums over the actions, see update_policy)."""
         c = self.config
         mask_T = micro.response_mask
         weights_T = micro.weights
-        if c.tis_cap is not None:  # tokens were drawn from the engine's mu: rho of IMPALA, 1802.01561, section 4.1
+        if (
+            c.tis_cap is not None
+        ):  # tokens were drawn from the engine's mu: rho of IMPALA, 1802.01561, section 4.1
             rho_T = (micro.old_log_probs - micro.rollout_log_probs).clamp(-20, 20).exp()
             weights_T = weights_T * rho_T.clamp(max=c.tis_cap)
         columns = (log_probs_T, micro.old_log_probs, micro.advantages, mask_T, weights_T)
@@ -965,19 +1015,7 @@ class PolicyWorker:
         kl = (micro.old_log_probs - log_probs_T).sum()
         return whole, [loss, clipped, dual, kl, ref_kl_T.sum(), entropy_T.sum(), mask_T.sum()]
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
-    def imitate(self, batch):
-        """One step of supervised learning of the actions of the rows of all ranks -> their mean cross-entropy."""
-
-        def loss_of(micro, log_probs_T, entropy_T):
-            loss = -(micro.weights * log_probs_T).sum()
-            return loss, [loss]
-
-        _, sums = self.step(batch, loss_of)
-        dist.all_reduce(sums)
-        return float(sums)
-
-    def step(self, mini, loss_of):
+    def step(self, mini):
         """One optimizer step on a global mini-batch -> (gradient norm before clipping, this rank's part of the sums).
 
         A norm that is not finite skips the step, on all ranks; so does a mini-batch without an action.
@@ -990,9 +1028,11 @@ class PolicyWorker:
         total = 0.0
         for rows in self.my_micro_batches(mini):
             micro = self.micro_batch(mini, rows)
-            loss, sums = loss_of(micro, *self.model(micro, self.run.temperature))
-            (loss * WORLD_SIZE).backward()  # the loss is a sum over all ranks, but FSDP averages gradients over them
-            total = total + torch.stack(sums).detach().double()
+            loss, sums = self.loss(micro, *self.model(micro, self.run.temperature))
+            (
+                loss * WORLD_SIZE
+            ).backward()  # the loss is a sum over all ranks, but FSDP averages gradients over them
+            total += torch.stack(sums).detach()
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip).full_tensor())
         if math.isfinite(norm):
             lr = common.learning_rate(self.optimizer_steps, config.lr, config.lr_warmup_steps)
@@ -1010,13 +1050,18 @@ class PolicyWorker:
     @register(Dispatch.ONE_TO_ALL)
     def offload(self):
         """Gives the device memory of weights and optimizer state to others."""
-        free_gathered(self.model)
-        common.move(self.model, self.optimizer, torch.device("cpu"))
+        self.move(torch.device("cpu"))
 
     @register(Dispatch.ONE_TO_ALL)
     def onload(self):
         """Takes it back."""
-        common.move(self.model, self.optimizer, self.device)
+        self.move(self.device)
+
+    def move(self, device):
+        free_gathered(self.model)
+        self.model.to(device)
+        if self.optimizer is not None:
+            common.move_state(self.optimizer, device)
 
     def checkpoint_tensors(self):
         """All state as one flat dict of tensors, which share the memory of the model and the optimizer."""
@@ -1035,7 +1080,11 @@ class PolicyWorker:
         state["shape"] = common.shape_of(self.model_config)
 
         def write(tmp, group=None):
-            dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True), process_group=group)
+            dcp.save(
+                tensors,
+                storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True),
+                process_group=group,
+            )
             common.write_json(f"{tmp}/trainer.json", state)
 
         return write
@@ -1056,15 +1105,14 @@ class PolicyWorker:
         for name, weight in self.weights():  # every rank takes part, rank 0 keeps them, on the host
             if RANK == 0:
                 state[name] = weight.cpu()
-        tmp = common.start_folder(folder)
-        if RANK == 0:
-            options = {"dtype": torch.float32, "trust_remote_code": self.config.trust_remote_code}
-            with torch.device("meta"):
-                skeleton = AutoModelForCausalLM.from_config(self.model_config, **options)
-            skeleton.generation_config = generation_config(self.config) or skeleton.generation_config
-            skeleton.save_pretrained(tmp, state_dict=state)
-            tokenizer.save_pretrained(tmp)
-        common.publish(tmp, folder)
+        with common.published(folder) as tmp:
+            if RANK == 0:
+                options = {"dtype": torch.float32, "trust_remote_code": self.config.trust_remote_code}
+                with torch.device("meta"):
+                    skeleton = AutoModelForCausalLM.from_config(self.model_config, **options)
+                skeleton.generation_config = generation_config(self.config) or skeleton.generation_config
+                skeleton.save_pretrained(tmp, state_dict=state)
+                tokenizer.save_pretrained(tmp)
 
 
 def generation_config(config):
@@ -1083,26 +1131,32 @@ def stop_tokens(config, tokenizer):
 # ---- The loop ----------------------------------------------------------------------------------------------
 
 
-def teaches(run):
-    """Whether the run begins with learn_to_add."""
-    return run.prompts is None and run.supervised_steps > 0 and run.actor.model in common.TINY
-
-
-def learn_to_add(run, task, device, folder):
-    """Supervised warm-up on a noisy adder, so that PPO starts with an actor that is sometimes right, in this folder.
+def learn_to_add(run, task, folder):
+    """Supervised warm-up on a noisy adder, by rank 0 alone, so that PPO starts with an actor that is sometimes right.
 
     The adder errs in three of four sums that carry and in three of five others; none of its prompts is held out.
     """
-    actor = dataclasses.replace(run.actor, lr=3e-3, lr_warmup_steps=0, loss_agg_mode="token-mean")
-    model_config = copy.deepcopy(task.model_config)
-    model_config.initializer_range = 0.1  # so narrow a model hardly moves away from the usual 0.02
-    worker = PolicyWorker(dataclasses.replace(run, actor=actor, temperature=1.0), model_config, device)
-    rows = common.read_rows(common.toy_rows(8192, run.seed, slips=(0.75, 0.6)), task.tokenizer)
-    for step in common.progress(range(run.supervised_steps), "supervised"):
-        picked = common.rows_of_step(step, len(rows), 256, run.seed)
-        loss = worker.imitate(rows.select(picked[RANK::WORLD_SIZE]))
-    worker.export_hf(folder, task.tokenizer)
-    print0(f"supervised {run.supervised_steps} steps x 256 rows, loss {loss:.3f}: {folder}")
+    with common.published(folder) as tmp:
+        if RANK == 0:
+            torch.manual_seed(run.seed)
+            model_config = copy.deepcopy(task.model_config)
+            model_config.initializer_range = 0.1  # so narrow a model hardly moves away from the usual 0.02
+            lm = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+            optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
+            rows = common.read_rows(common.toy_rows(8192, run.seed, slips=(0.75, 0.6)), task.tokenizer)
+            pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_value=-100)
+            for step in common.progress(range(run.supervised_steps), "supervised"):
+                batch = rows.select(common.rows_of_step(step, len(rows), 256, run.seed))
+                labels_T = torch.where(batch.response_mask, batch.input_ids, -100)
+                ids_BL, labels_BL = (pad(x_T.split(batch.lengths)) for x_T in (batch.input_ids, labels_T))
+                loss = lm(input_ids=ids_BL.clamp(min=0), labels=labels_BL).loss
+                loss.backward()
+                nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            lm.save_pretrained(tmp)
+            task.tokenizer.save_pretrained(tmp)
+            print0(f"supervised {run.supervised_steps} steps x 256 rows, loss {loss:.3f}: {folder}")
 
 
 def prompts_of_step(step, prompts, run):
@@ -1196,8 +1250,18 @@ def evaluate(engine, task, run, reward, step):
     scores = score(run, reward, prompts, replies, to_batch(prompts, replies, rows))
     samples = []
     for prompt, reply, x in zip(prompts, replies, scores, strict=True):
-        samples.append({"step": step, "prompt": prompt.text, "response": reply.text, "answer": prompt.answer, "reward": x})
-    samples, lengths, faults = zip(*of_all_rows((samples, [len(r.ids) for r in replies], [r.fault for r in replies])))
+        samples.append(
+            {
+                "step": step,
+                "prompt": prompt.text,
+                "response": reply.text,
+                "answer": prompt.answer,
+                "reward": x,
+            }
+        )
+    samples, lengths, faults = zip(
+        *of_all_rows((samples, [len(r.ids) for r in replies], [r.fault for r in replies])), strict=True
+    )
     show_fault(faults)
     if RANK == 0:
         path = f"{run.out_dir}/samples.jsonl"
@@ -1280,7 +1344,9 @@ def set_up(run):
         module.check_budget(run.critic, longest, row)
     reward = load_function(run.reward, "--reward") if run.reward else None
     observe = load_function(run.environment, "--environment") if run.environment else None
-    print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; at most {longest} tokens with the response")
+    print0(
+        f"prompts    {len(prompts):,}, {len(held_out):,} held out; at most {longest} tokens with the response"
+    )
     rows = run.train_batch_size * run.rollout_n
     print0(f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses = {rows} rows a step")
     stop_ids = stop_tokens(actor, tokenizer)
@@ -1289,50 +1355,46 @@ def set_up(run):
 
 def check_takes(model, model_config, tokenizer, longest):
     """UserError if a model cannot take rows of this many tokens, or does not know all of the actor's tokens."""
-    vocab_size, most = common.limits(model_config)
-    if longest > most:
-        raise UserError(f"--model {model}: takes {most} tokens, the longest prompt with its response has {longest}")
-    if vocab_size <= max(tokenizer.get_vocab().values()):
-        raise UserError(f"--model {model}: knows {vocab_size} tokens, the actor's tokenizer more")
+    row = common.Batch.blank(longest)
+    row.input_ids[0] = max(tokenizer.get_vocab().values())
+    with common.blame(f"--model {model}: does not go with these prompts"):
+        common.check_rows(row, model_config)
 
 
-def start_from(run, task, device, checkpoints):
+def start_from(run, task, checkpoints):
     """(run whose actor starts from the supervised one, which a new run makes now; step and KL coefficient to go on
     with)."""
     folder = checkpoints.folder
     state = {"step": 0, "kl_coef": run.kl_coef}
-    start = f"{run.out_dir}/supervised"
     if folder:
-        start = os.path.abspath(f"{folder}/../../supervised")
         common.verify(f"{folder}/loop.json")
-        state = json.loads(pathlib.Path(folder, "loop.json").read_text())
-        if state["step"] > run.steps:
-            raise UserError(f"--steps {run.steps}: {folder} has made {state['step']} already; give more")
-        if not run.target_kl or state["given_kl_coef"] != run.kl_coef:
-            state["kl_coef"] = run.kl_coef
-        if teaches(run) and fingerprint(start) != state["start"]:
-            raise UserError(f"--resume {folder}: {start} is not, or no longer, the actor that the run started from")
-        print0(f"resume     {folder}, step {state['step']}")
-    elif teaches(run):
-        learn_to_add(run, task, device, start)
-    if teaches(run):
+        saved = json.loads(pathlib.Path(folder, "loop.json").read_text())
+        state["step"] = saved["step"]
+        if run.target_kl:
+            state["kl_coef"] = saved["kl_coef"]
+        if saved["step"] > run.steps:
+            raise UserError(f"--steps {run.steps}: {folder} has made {saved['step']} already; give more")
+        print0(f"resume     {folder}, step {saved['step']}")
+    if run.prompts is None and run.supervised_steps and run.actor.model in common.TINY:
+        start = os.path.abspath(f"{folder}/../../supervised" if folder else f"{run.out_dir}/supervised")
+        if not folder:
+            learn_to_add(run, task, start)
+        common.verify(start)
         fresh = {"model": start, "override_config": "{}"}
-        same = all(getattr(run.critic, name) == getattr(run.actor, name) for name in fresh)
-        critic = dataclasses.replace(run.critic, **fresh) if same else run.critic
+        critic = run.critic
+        if (critic.model, critic.override_config) == (run.actor.model, run.actor.override_config):
+            critic = dataclasses.replace(critic, **fresh)
         run = dataclasses.replace(run, actor=dataclasses.replace(run.actor, **fresh), critic=critic)
     return run, state["step"], state["kl_coef"]
 
 
-def fingerprint(folder):
-    """What two published folders share only if all their files are equal; None of other folders."""
-    manifest = f"{folder}/{common.MANIFEST}"
-    return common.checksum(manifest) if os.path.exists(manifest) else None
-
-
 def checkpoint_writer(run, step, kl_coef, actor, critic):
     """write(tmp, group) of the whole state. Prompts and samples follow from the step, and need none."""
-    state = {"step": step, "kl_coef": kl_coef, "given_kl_coef": run.kl_coef, "start": fingerprint(run.actor.model)}
-    writers = {"actor": actor.checkpoint_writer(run.async_save), "critic": critic.checkpoint_writer(run.async_save)}
+    state = {"step": step, "kl_coef": kl_coef}
+    writers = {
+        "actor": actor.checkpoint_writer(run.async_save),
+        "critic": critic.checkpoint_writer(run.async_save),
+    }
 
     def write(tmp, group=None):
         for name, write_part in writers.items():
@@ -1389,7 +1451,7 @@ def main(run):
     device = common.setup_distributed(run.critic.timeout_minutes)
     options = (run.out_dir, run.resume, run.keep, run.async_save, run.critic.timeout_minutes)
     with common.Checkpoints(*options) as checkpoints:
-        run, first_step, kl_coef = start_from(run, task, device, checkpoints)
+        run, first_step, kl_coef = start_from(run, task, checkpoints)
         actor, reference, critic, reward_model, engine = build(run, task, device, checkpoints)
         phases = Phases(run.offload)
         last_step = first_step if checkpoints.is_own else 0
@@ -1397,6 +1459,7 @@ def main(run):
         start = time.perf_counter()
         skipped = 0
         for step in common.profiled(range(first_step, run.steps + 1), run.profile_steps, run.out_dir):
+            began = time.perf_counter()
             last = step == run.steps
             stop = checkpoints.sigterm_received()
             if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
@@ -1435,17 +1498,27 @@ def main(run):
             if step >= run.critic_warmup:
                 with phases("actor", actor):
                     metrics |= actor.update_policy(batch)
-                kl_coef = next_kl_coef(kl_coef, metrics["kl/reference"], ..., run.target_kl)
+                rows = run.train_batch_size * run.rollout_n
+                kl_coef = next_kl_coef(kl_coef, metrics["kl/reference"], rows, run.target_kl)
             skipped = common.count_skipped(skipped, metrics, batch, run.out_dir)
             if run.dump_rollouts:
                 common.write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl")
-            ...
+            metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
+            metrics |= phases.metrics
+            metrics["perf/rollout_tokens_per_second"] = metrics["rollout/tokens"] / (
+                time.perf_counter() - began
+            )
+            phases.metrics.clear()
+            logger.log(step + 1, metrics)
+            print_step(step + 1, run.steps, metrics)
         with phases("export", actor, critic):
             actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
             critic.export_hf(f"{run.out_dir}/critic_hf")
     logger.close()
     if first_step < run.steps:
-        common.write_report(run.out_dir, common.gather(batch), "rows of the last step", task.tokenizer, run.gamma, CURVES)
+        common.write_report(
+            run.out_dir, common.gather(batch), "rows of the last step", task.tokenizer, run.gamma, CURVES
+        )
     print0("seconds    " + "  ".join(f"{name} {x:,.1f}" for name, x in phases.seconds.items()))
     files = "hf, critic_hf, samples.jsonl, report.html, curves.png, metrics.jsonl, tensorboard"
     print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
