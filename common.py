@@ -57,6 +57,11 @@ RANK = int(os.environ.get("RANK", 0))  # torchrun sets these; plain `python` is 
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 OUT_OF_MEMORY = "OutOfMemoryError|MemoryError|can't allocate memory"  # of the device, of Python, of the host
+HINTS = {  # words of an error -> what to do
+    OUT_OF_MEMORY: "out of memory; --resume auto continues with half the token budget",
+    "No space left": "the disk is full (No space left on device); make room and use --resume auto",
+    "Timed out waiting|closed by peer|reset by peer|Broken pipe": "another rank died or hangs; look for its message",
+}
 
 
 class UserError(ValueError):
@@ -82,11 +87,8 @@ def print0(*args):
 
 
 def setup_distributed(timeout_minutes=30.0):
-    """Joins the process group (a group of one without torchrun) -> this rank's torch.device.
-
-    Collectives on host tensors use gloo, those on device tensors NCCL. A peer that does not answer within
-    timeout_minutes ends the run.
-    """
+    """Joins the process group (a group of one without torchrun) -> this rank's torch.device. Host tensors travel by
+    gloo, device tensors by NCCL. A peer that does not answer within timeout_minutes ends the run."""
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -112,14 +114,6 @@ def of_all_ranks(mine, group=None):
     everyones = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, mine, group)
     return everyones
-
-
-HINTS = {  # words of an error -> what to do
-    OUT_OF_MEMORY: "out of memory; --resume auto continues with half the token budget",
-    "No space left": "the disk is full (No space left on device); make room and use --resume auto",
-    "Timed out waiting|closed by peer|reset by peer|Broken pipe": "another rank died or hangs; look for its own "
-    "message, then use --resume auto",  # gloo's words
-}
 
 
 def launch(main):
@@ -157,27 +151,6 @@ def launch(main):
     os._exit(code)
 
 
-def peak_memory_gib(device):
-    """GiB at the highest point so far: of the device, or of the process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def peak_bytes(call, device):
-    """The most bytes of tensors that call() holds at a time, in addition to those that exist before."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(profile_memory=True) as log:
-        call()
-    events = [e for e in log.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
-
-
 def find_budget(train, longest, ranks, limit_gib, state_bytes, device):
     """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective).
 
@@ -185,13 +158,23 @@ def find_budget(train, longest, ranks, limit_gib, state_bytes, device):
     tell what a row costs. limit_gib: memory of a rank (inf: what the device has). state_bytes: of weights, gradients
     and optimizer state.
     """
-    row = Batch.blank(longest)
-    n = math.ceil(1024 * ranks / longest)
-    # the first creates what stays: gradients, workspaces
-    peaks = [peak_bytes(lambda k=k: train(concat([row] * k)), device) for k in (1, n, 2 * n)]
     limit = limit_gib * 2**30
-    if device.type == "cuda":
-        limit = min(limit, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+    n = math.ceil(1024 * ranks / longest)
+    peaks = []  # bytes of tensors at a time, in addition to those that exist before
+    for rows in (1, n, 2 * n):  # the first creates what stays: gradients, workspaces
+        batch = concat([Batch.blank(longest)] * rows)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            train(batch)
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+            limit = min(limit, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+        else:
+            with torch.profiler.profile(profile_memory=True) as log:
+                train(batch)
+            events = [e for e in log.profiler.kineto_results.events() if e.name() == "[memory]"]
+            events.sort(key=lambda e: e.start_ns())
+            peaks.append(max(itertools.accumulate(e.nbytes() for e in events)))
     cost = (peaks[2] - peaks[1]) / n  # of a row
     room = 0.9 * limit - state_bytes - (peaks[1] - n * cost)  # the allocator loses a tenth
     tokens = min(of_all_ranks(max(int(room / cost * longest / ranks), 0)))
@@ -233,20 +216,20 @@ class Batch:
     multi_modal_inputs: list | None = None  # B dicts, {} for a row without images
 
     ROWS = ("row_id", "truncated", "multi_modal_inputs")
-    FLOATS = ("token_level_rewards", "values", "returns", "advantages", "weights", "old_log_probs", "ref_log_probs",
-              "rollout_log_probs")  # fmt: skip
-
-    def __len__(self):
-        return len(self.row_id)
+    FLOATS = ("token_level_rewards", "values", "returns", "advantages", "weights", "old_log_probs",
+              "ref_log_probs", "rollout_log_probs")  # fmt: skip
 
     @classmethod
     def blank(cls, length=1):
-        """One row in which every token but the first is an action. With one token, it is what a rank without rows
+        """One row in which every token but the first is an action. Of one token, it is what a rank without rows
         computes to keep in step."""
         mask = torch.arange(length) > 0
         row = torch.tensor([-1])
         floats = dict.fromkeys(cls.FLOATS, mask * 0.0)
         return cls(mask.long(), torch.tensor([0, length], dtype=torch.int32), mask, row, row > 0, **floats)
+
+    def __len__(self):
+        return len(self.row_id)
 
     @property
     def lengths(self):
@@ -294,11 +277,11 @@ class Batch:
 
     def to(self, device):
         """The same rows with their (T,) columns on a device; lengths stay on the host."""
-        on_host = ("cu_seqlens", *self.ROWS)
-        columns = {name: x for name, x in vars(self).items() if x is not None and name not in on_host}
-        return dataclasses.replace(
-            self, **{name: x.to(device, non_blocking=True) for name, x in columns.items()}
-        )
+        moved = {}
+        for name in ("input_ids", "response_mask", *self.FLOATS):
+            if getattr(self, name) is not None:
+                moved[name] = getattr(self, name).to(device, non_blocking=True)
+        return dataclasses.replace(self, **moved)
 
     def split(self, size):
         """Consecutive pieces of `size` rows; the last one may be shorter."""
@@ -332,9 +315,9 @@ def concat(batches):
     for name in vars(batches[0]).keys() - columns.keys():
         parts = [getattr(batch, name) for batch in batches]
         if name == "multi_modal_inputs" and any(parts):
-            columns[name] = [
-                row for batch, part in zip(batches, parts, strict=True) for row in part or [{}] * len(batch)
-            ]
+            columns[name] = []
+            for batch, part in zip(batches, parts, strict=True):
+                columns[name] += part or [{}] * len(batch)
         elif any(part is not None for part in parts):
             columns[name] = torch.cat(parts)
     return Batch(**columns)
@@ -349,11 +332,11 @@ def gather(batch):
     if dist.is_initialized() and WORLD_SIZE > 1:
         parts = of_all_ranks(batch.select(range(len(batch))))  # pickle would send a view's whole storage
     whole = concat(parts)
-    order = whole.row_id.argsort()
-    twice = whole.row_id[order][1:][whole.row_id[order].diff() == 0]
+    whole = whole.select(whole.row_id.argsort().tolist())
+    twice = whole.row_id[1:][whole.row_id.diff() == 0]
     if len(twice):
         raise ValueError(f"row_id {twice[0]} occurs more than once: each rank passes the rows it owns")
-    return whole.select(order.tolist())
+    return whole
 
 
 # ---- Rows as JSON, one a line ------------------------------------------------------------------------------
@@ -363,18 +346,11 @@ Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[int], Field(min_length=1)]
 
 
-class Message(pydantic.BaseModel, extra="allow"):
-    """One message of a chat."""
-
-    role: str
-    content: str | list | None = None
-
-
 class Rollout(pydantic.BaseModel, strict=True):
     """One line of a JSONL file, with exactly one of each group; other keys are ignored."""
 
     prompt: Text | None = None  # text,
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None  # a chat, or token ids
+    messages: Annotated[list[dict], Field(min_length=1)] | None = None  # a chat, or token ids
     prompt_ids: Ids | None = None
 
     response: Text | None = None
@@ -392,8 +368,11 @@ class Rollout(pydantic.BaseModel, strict=True):
 
     @pydantic.model_validator(mode="after")
     def one_of_each(self):
-        groups = ("prompt", "messages", "prompt_ids"), ("response", "response_ids"), ("reward", "rewards")
-        for names in groups:
+        for names in (
+            ("prompt", "messages", "prompt_ids"),
+            ("response", "response_ids"),
+            ("reward", "rewards"),
+        ):
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) != 1:
                 raise ValueError(
@@ -403,15 +382,16 @@ class Rollout(pydantic.BaseModel, strict=True):
 
 
 def load_rows(rollouts, eval_rollouts, seed, *args, with_values=False, **options):
-    """(rows to learn from, rows to evaluate on or None), each one Batch, of these files or of the toy. What follows is
-    read_rows's."""
-    if rollouts is None:
-        toy = (toy_rows(8192, seed), toy_rows(512, seed, held_out=True))
-        return tuple(read_rows(lines, *args, **options) for lines in toy)
+    """(rows to learn from, rows to evaluate on or None), each one Batch, of these files or of the toy. More arguments
+    are read_rows's."""
     held_out = None
-    train = read_rows(rollouts, *args, with_values=with_values, **options)
-    if eval_rollouts is not None:
-        held_out = read_rows(eval_rollouts, *args, flag="--eval-rollouts", **options)
+    if rollouts is None:
+        train = read_rows(toy_rows(8192, seed), *args, **options)
+        held_out = read_rows(toy_rows(512, seed, held_out=True), *args, **options)
+    else:
+        train = read_rows(rollouts, *args, with_values=with_values, **options)
+        if eval_rollouts is not None:
+            held_out = read_rows(eval_rollouts, *args, flag="--eval-rollouts", **options)
     return train, held_out
 
 
@@ -437,16 +417,18 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", skip_bad_
     rows = []
     faults = []
     for number, line in enumerate(progress(lines, "rows")):
+        if not line.strip():
+            continue
         try:
-            if line.strip():
-                rollout = parse_rollout(line, tokenizer)
-                if place_images is not None:
-                    place_images(rollout, folder)
-                elif rollout.images:
-                    raise UserError("it has images, this model reads text only")
-                rows.append(batch_of_one(rollout, number, with_values))
-                if model_config is not None:
-                    check_rows(rows[-1], model_config)
+            rollout = parse_rollout(line, tokenizer)
+            if place_images is not None:
+                place_images(rollout, folder)
+            elif rollout.images:
+                raise UserError("it has images, this model reads text only")
+            row = batch_of_one(rollout, number, with_values)
+            if model_config is not None:
+                check_rows(row, model_config)
+            rows.append(row)
         except UserError as fault:
             faults.append(f"{name}:{number + 1}: {fault}"[:1000])
     if faults and not skip_bad_rows:
@@ -463,11 +445,11 @@ def parse_rollout(line, tokenizer):
     try:
         rollout = Rollout.model_validate_json(line)
     except pydantic.ValidationError as error:
-        raise UserError(sentence(error)) from None
+        raise UserError(first_fault(error)) from None
     if tokenizer is None and (rollout.prompt_ids is None or rollout.response_ids is None):
         raise UserError("it is text, and there is no tokenizer to read it with; give --tokenizer")
     if rollout.messages is not None:
-        rollout.prompt_ids = chat_ids(tokenizer, [message.model_dump() for message in rollout.messages])
+        rollout.prompt_ids = chat_ids(tokenizer, rollout.messages)
     elif rollout.prompt is not None:
         rollout.prompt_ids = tokenizer(rollout.prompt)["input_ids"]
     if rollout.response is not None:
@@ -478,19 +460,18 @@ def parse_rollout(line, tokenizer):
     return rollout
 
 
-def sentence(error):
-    """The first fault of a pydantic.ValidationError: the field, what it must be and what it is."""
+def first_fault(error):
+    """The first fault of a pydantic.ValidationError, as a sentence: the field, what it must be and what it is."""
     fault = error.errors()[0]
     text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     return f"{fault['loc'][0]}: {text}, not {fault['input']!r:.40}" if fault["loc"] else text
 
 
-def chat_ids(tokenizer, messages, add_generation_prompt=True):
+def chat_ids(tokenizer, messages, **options):
     """Token ids of messages in the tokenizer's chat template, which writes special tokens itself."""
     with blame("messages do not fit the tokenizer's chat template"):
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        options = {"add_generation_prompt": True, **options}
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -502,14 +483,13 @@ def batch_of_one(rollout, number, with_values):
         raise UserError("empty prompt or response")
     if with_values and rollout.values is None:
         raise UserError('it has no "values"')
-    columns = {}
-    for name in ("rewards", "values", "response_mask"):
-        numbers = getattr(rollout, name)
-        if numbers is None:
-            numbers = [float(name == "response_mask")] * n
-        if len(numbers) != n:
-            raise UserError(f"{name} has {len(numbers)} entries, the response has {n} tokens")
-        columns[name] = F.pad(torch.tensor(numbers, dtype=torch.float32), (len(ids) - n, 0))
+    columns = {"rewards": [0.0] * n, "values": [0.0] * n, "response_mask": [True] * n}
+    for name in columns:
+        given = getattr(rollout, name)
+        if given is not None and len(given) != n:
+            raise UserError(f"{name} has {len(given)} entries, the response has {n} tokens")
+        numbers = torch.tensor(columns[name] if given is None else given, dtype=torch.float32)
+        columns[name] = F.pad(numbers, (len(ids) - n, 0))
     mask = columns["response_mask"] > 0
     if rollout.reward is not None:
         columns["rewards"][mask.nonzero()[-1] if mask.any() else -1] = rollout.reward
@@ -531,21 +511,18 @@ def write_jsonl(batch, path):
     read_rows gives the same columns back, bit for bit, with rows numbered anew. Everything before the first
     action is the prompt. Images are left out.
     """
-    whole = gather(batch)
-    if RANK != 0:
-        return
     lines = []
-    for row in whole.split(1):
-        mask = row.response_mask
-        first = int(mask.int().argmax()) or len(mask) - 1
-        columns = {"response_ids": row.input_ids, "response_mask": mask.int()}
+    for row in gather(batch).split(1):
+        first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
+        columns = {"response_ids": row.input_ids, "response_mask": row.response_mask.int()}
         columns |= {"rewards": row.token_level_rewards, "values": row.values}
         columns = {name: x_T[first:].tolist() for name, x_T in columns.items() if x_T is not None}
         lines.append(
             {"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated), **columns}
         )
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    replace_lines(path, lines)
+    if RANK == 0:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        replace_lines(path, lines)
 
 
 # ---- Dispatch: every rank runs the same program; a decorator says what the arguments mean ------------------
@@ -622,15 +599,14 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
     rewards = rewards_T.double().tolist()
     values = values_T.double().tolist()
     mask = response_mask_T.tolist()
-    lam_B = torch.as_tensor(lam, dtype=torch.float64).expand(len(cu_seqlens) - 1).tolist()
-    next_B = torch.zeros(len(lam_B)).tolist() if bootstrap_B is None else bootstrap_B.tolist()
+    ends = cu_seqlens.tolist()
+    lam_B = torch.as_tensor(lam, dtype=torch.float64).expand(len(ends) - 1).tolist()
     advantages = [0.0] * len(rewards)
-    for (start, end), lam, next_value in zip(
-        itertools.pairwise(cu_seqlens.tolist()), lam_B, next_B, strict=True
-    ):
+    for b, lam in enumerate(lam_B):
+        next_value = 0.0 if bootstrap_B is None else float(bootstrap_B[b])
         advantage = reward = 0.0
         earliest = None
-        for t in reversed(range(start, end)):
+        for t in reversed(range(ends[b], ends[b + 1])):
             reward += rewards[t]
             if mask[t]:
                 advantage = reward + gamma * next_value - values[t] + gamma * lam * advantage
@@ -644,12 +620,11 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
     return advantages_T.float(), torch.where(response_mask_T, advantages_T + values_T, 0.0).float()
 
 
-def add_returns(batch, gamma, lam, bootstrap_truncated):
+def add_returns(batch, gamma, lam, bootstrap_truncated=False):
     """Fills advantages and returns from rewards and old values. With bootstrap_truncated the last value of a row
     that was cut off stands for what would follow: the state after the last action has no value of its own."""
     last_B = batch.last_action
-    cut_B = batch.truncated & (last_B >= 0) & bootstrap_truncated
-    tail_B = torch.where(cut_B, batch.values[last_B], 0.0)
+    tail_B = torch.where(batch.truncated & (last_B >= 0) & bootstrap_truncated, batch.values[last_B], 0.0)
     columns = (batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens)
     batch.advantages, batch.returns = gae(*columns, gamma, lam, tail_B)
 
@@ -668,21 +643,19 @@ def return_range(batch, gamma):
 
 
 def loss_weights(batch, mode, response_length_limit=None):
-    """(T,) weights whose sum with the token losses is the loss of a *global* mini-batch with at least one action.
+    """(T,) weights whose sum with the token losses is the loss of a *global* mini-batch with at least one action. A
+    token keeps its weight in every micro-batch, so the loss does not depend on how the mini-batch is cut.
 
         token-mean                1 / N_tokens
         seq-mean-token-sum        1 / N_seqs                            of rows that have an action
         seq-mean-token-mean       1 / (N_seqs len_i)                    len_i: actions of the token's row
         seq-mean-token-sum-norm   1 / (N_seqs response_length_limit)    (Dr. GRPO's constant, 2503.20783)
-
-    A token keeps its weight in every micro-batch, so the loss does not depend on how the mini-batch is cut.
     """
     if mode == "token-mean":
         return batch.response_mask / batch.response_mask.sum()
-    actions_B = batch.actions
-    weights_T = batch.response_mask / (actions_B > 0).sum()
+    weights_T = batch.response_mask / (batch.actions > 0).sum()
     if mode == "seq-mean-token-mean":
-        weights_T /= actions_B.clamp(min=1)[batch.row_of_token]
+        weights_T /= batch.actions.clamp(min=1)[batch.row_of_token]
     elif mode == "seq-mean-token-sum-norm":
         weights_T /= response_length_limit
     return weights_T
@@ -744,9 +717,7 @@ def explained_variance(values_A, returns_A):
 
 def auc(scores, labels):
     """Area under the ROC curve: the chance that a 1 scores above a 0, ties counting half (Mann & Whitney 1947).
-
-    (N,) scores, (N,) labels of 0 and 1 -> float; NaN unless both labels occur and every score is finite.
-    """
+    (N,) scores, (N,) labels of 0 and 1 -> float; NaN unless both labels occur and every score is finite."""
     ones = scores[labels > 0.5].double()
     zeros = scores[labels <= 0.5].double().sort().values
     if not len(ones) or not len(zeros) or not scores.isfinite().all():
@@ -780,24 +751,18 @@ def update_metrics(kind, names, totals, norms, lr):
     return {f"{kind}/{name}": x for name, x in metrics.items()}
 
 
-def last_value_and_reward(batch):
-    """(values of the last action, rewards) of the rows that have an action, one number each."""
-    last_B = batch.last_action
-    reward_B = torch.zeros(len(batch)).index_add(0, batch.row_of_token, batch.token_level_rewards)
-    return batch.values[last_B[last_B >= 0]], reward_B[last_B >= 0]
-
-
 def evaluate(rows, gamma):
     """Metrics of held-out rows with values, against the discounted sums of their rewards."""
     r_A = monte_carlo(rows, gamma)[rows.response_mask].double()
     v_A = rows.values[rows.response_mask].double()
-    value_B, reward_B = last_value_and_reward(rows)
+    acted_B = rows.actions > 0
+    reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)[acted_B]
     binary = bool(((reward_B == 0) | (reward_B == 1)).all())
     return {
         "eval/explained_var": explained_variance(v_A, r_A),
         "eval/vf_loss": float(0.5 * (v_A - r_A).square().mean()),
         "eval/constant_loss": float(0.5 * r_A.var(correction=0)),
-        "eval/auc": auc(value_B, reward_B) if binary else math.nan,
+        "eval/auc": auc(rows.values[rows.last_action[acted_B]], reward_B) if binary else math.nan,
     }
 
 
@@ -823,8 +788,9 @@ class PackLayout:
         self.pieces = [
             (*pair, len(list(same))) for pair, same in pairs
         ]  # (queries, keys, neighbours of that size)
-        cu_q = cumulative(torch.tensor(lengths)).to(device, non_blocking=True)
-        cu_k = cumulative(torch.tensor(key_lengths)).to(device, non_blocking=True)
+        cu_q, cu_k = (
+            cumulative(torch.tensor(x)).to(device, non_blocking=True) for x in (lengths, key_lengths)
+        )
         self.varlen = (cu_q, cu_k, max(lengths), max(key_lengths))  # as kernels for packed rows take it
 
 
@@ -839,16 +805,14 @@ class Pack:
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
                      softcap=None, is_causal=None, s_aux=None, **kwargs):  # fmt: skip
-    """Causal attention within each sequence of the packed row: q (1,H,T,D), k v (1,K,T,D) -> (1,T,H,D), None.
-
-    The signature is transformers' AttentionInterface.
-    """
+    """Causal attention within each sequence of the packed row: q (1,H,T,D), k v (1,K,T,D) -> (1,T,H,D), None. The
+    signature is transformers' AttentionInterface."""
     assert not dropout, "a critic has no dropout: with it the same batch would not give the same update"
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None or not causal or kwargs.get("position_bias") is not None:
         raise UserError(f"--use-remove-padding: {type(module).__name__} asks for more than causal attention "
                         "(a mask, a bias, later tokens), which packing drops; add --no-use-remove-padding")  # fmt: skip
-    query, key = query.to(value.dtype), key.to(value.dtype)  # float32 rotary tables make them wider
+    query, key = (x.to(value.dtype) for x in (query, key))  # float32 rotary tables make them wider
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out_1HTD = attention(Pack.layout, query, key, value, scale, sliding_window, softcap, s_aux)
     return out_1HTD.transpose(1, 2), None
@@ -863,93 +827,63 @@ def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
     flash-attn, else PyTorch's variable-length attention on CUDA in half precision, else one SDPA call for each
     piece of equal lengths; written out for soft-capped scores (Gemma 2) and attention sinks (gpt-oss).
     """
-    Pack.kernel = "eager" if softcap or sinks is not None else "sdpa"
     half = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
     if half and sinks is None and q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
+        size = (window - 1 if window else -1, 0)  # the 0 makes it causal
+        qkv = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]  # (T,H,D) each
         if flash_attn_varlen_func:
             Pack.kernel = "flash"
-        elif varlen_attn and not softcap:
+            options = {"softmax_scale": scale, "causal": True, "window_size": size, "softcap": softcap or 0.0}
+            return flash_attn_varlen_func(*qkv, *layout.varlen, **options).transpose(0, 1)[None]
+        if varlen_attn and not softcap:
             Pack.kernel = "varlen"
-    if Pack.kernel in ("flash", "varlen"):
-        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))  # (T,H,D) each
-        window_size = (window - 1 if window else -1, 0)  # the 0 makes it causal
-        if Pack.kernel == "flash":
-            out_THD = flash_attn_varlen_func(q, k, v, *layout.varlen, softmax_scale=scale, causal=True,
-                                             window_size=window_size, softcap=softcap or 0.0)  # fmt: skip
-        else:
-            out_THD = varlen_attn(
-                q, k, v, *layout.varlen, scale=scale, window_size=window_size, enable_gqa=True
-            )
-        return out_THD.transpose(0, 1)[None]
-    # by split, because the backward of a slice would fill the whole row with zeros, each time
+            options = {"scale": scale, "window_size": size, "enable_gqa": True}
+            return varlen_attn(*qkv, *layout.varlen, **options).transpose(0, 1)[None]
+    Pack.kernel = "eager" if softcap or sinks is not None else "sdpa"
     queries = [n * count for n, _, count in layout.pieces]
     keys = [n * count for _, n, count in layout.pieces]
+    # by split, because the backward of a slice would fill the whole row with zeros, each time
     columns = (q[0].split(queries, 1), k[0].split(keys, 1), v[0].split(keys, 1))
     outs = []
-    for (*_, count), *pieces in zip(layout.pieces, *columns, strict=True):
-        q, k, v = (x.unflatten(1, (count, -1)).transpose(0, 1) for x in pieces)
-        if Pack.kernel == "eager":
-            out_NHLD = eager_attention(q, k, v, scale, window, softcap, sinks)
-        else:
-            out_NHLD = sdpa_attention(q, k, v, scale, window)
+    for (*_, count), *piece in zip(layout.pieces, *columns, strict=True):
+        qkv = [x.unflatten(1, (count, -1)).transpose(0, 1) for x in piece]
+        out_NHLD = dense_attention(*qkv, scale, window, softcap, sinks)
         outs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).transpose(0, 1)[None]
 
 
-def sdpa_attention(q, k, v, scale, window=None):
-    """(N,H,L,D) attention of N sequences of one length by torch's fused kernel, with a mask only where a window
-    is shorter than the sequence or there are fewer queries than keys."""
+def dense_attention(q, k, v, scale, window, softcap, sinks):
+    """(N,H,L,D) attention of N sequences of one length: by torch's fused kernel, or written out."""
+    queries, keys = (x.shape[2] for x in (q, k))
     mask = None
-    if (window and k.shape[2] > window) or q.shape[2] < k.shape[2]:
-        mask = causal_mask(q.shape[2], k.shape[2], window, q.device)
-    if q.is_cuda:  # the kernels for float32 there know no grouped heads
-        k, v = repeat_heads(k, q), repeat_heads(v, q)
-    options = {"is_causal": mask is None, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    return F.scaled_dot_product_attention(q, k, v, mask, **options)
-
-
-def eager_attention(q, k, v, scale, window=None, softcap=None, sinks=None):
-    """(N,H,L,D) attention written out."""
-    scores_NHLL = q @ repeat_heads(k, q).transpose(-1, -2) * scale
+    if softcap or sinks is not None or queries < keys or (window and keys > window):
+        j = torch.arange(keys, device=q.device)
+        back = (
+            j[keys - queries :, None] - j
+        )  # queries stand at the last places, and see what is not too far back
+        mask = (back >= 0) & (back < (window or keys))
+    if q.is_cuda or softcap or sinks is not None:  # torch's float32 kernels on CUDA know no grouped heads
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    if not softcap and sinks is None:
+        options = {"is_causal": mask is None, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+        return F.scaled_dot_product_attention(q, k, v, mask, **options)
+    scores_NHLL = q @ k.transpose(-1, -2) * scale
     if softcap:
         scores_NHLL = softcap * torch.tanh(scores_NHLL / softcap)
-    scores_NHLL = scores_NHLL.masked_fill(~causal_mask(q.shape[2], k.shape[2], window, q.device), -math.inf)
+    scores_NHLL = scores_NHLL.masked_fill(~mask, -math.inf)
     if sinks is not None:  # one more column a head, which takes probability and gives no value
         column = sinks.view(1, -1, 1, 1).expand(*scores_NHLL.shape[:3], 1).to(scores_NHLL.dtype)
         scores_NHLL = torch.cat([scores_NHLL, column], -1)
-    probs_NHLL = scores_NHLL.softmax(-1, dtype=torch.float32)[..., : k.shape[2]].to(q.dtype)
-    return probs_NHLL @ repeat_heads(v, q)
-
-
-def repeat_heads(x, q):
-    """(N, K, L, D) -> (N, H, L, D): every key and value head as often as query heads share it."""
-    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
-
-
-def causal_mask(queries, keys, window, device):
-    """(queries, keys) bool: the query at place i sees key j if j <= i and, with a window, i - j < window.
-    Queries stand at the last places."""
-    j = torch.arange(keys, device=device)
-    back = j[keys - queries :, None] - j
-    return (back >= 0) & (back < (window or keys))
+    return scores_NHLL.softmax(-1, dtype=torch.float32)[..., :keys].to(q.dtype) @ v
 
 
 # ---- FLOPs of a value model: no vocabulary head, causal attention, active experts only ---------------------
 
 # dense bf16 TFLOP/s from the vendors' data sheets; the first whose words are in the device's name counts
 PEAK_TFLOPS = {
-    "H100 PCIE": 756, "H100 NVL": 835, "H200 NVL": 835, "GB200": 2250, "B200": 2250, "H200": 989, "GH200": 989,
-    "H800": 989, "H100": 989, "H20": 148, "A100": 312, "A800": 312, "L40S": 362, "A40": 149.7, "RTX 4090": 165,
-    "L4": 121, "A10": 125,
+    "H100 PCIE": 756, "H100 NVL": 835, "H200 NVL": 835, "B200": 2250, "H200": 989, "GH200": 989, "H800": 989,
+    "H100": 989, "H20": 148, "A100": 312, "A800": 312, "L40S": 362, "A40": 149.7, "L4": 121, "A10": 125,
 }  # fmt: skip
-
-
-def device_peak_flops(device, dtype):
-    """Dense bf16 FLOP/s of this device, NaN if the table does not know it (CPUs among them) or for another dtype."""
-    if device.type == "cpu" or dtype == torch.float32 or "MIG" in torch.cuda.get_device_name():
-        return math.nan
-    name = torch.cuda.get_device_name().upper().replace("-", " ") + " "
-    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if f" {key} " in name), math.nan)
 
 
 def flops_model(model, config):
@@ -970,34 +904,35 @@ def flops_model(model, config):
             weights += p.numel() * (active if ".experts." in name else 1)
     heads = get("num_attention_heads")
     pair = 4 * heads * (get("head_dim") or get("hidden_size") // heads)
-    window = get("sliding_window")
-    kinds = get("layer_types") or ["full" if get("use_sliding_window") is False else "sliding"] * get(
-        "num_hidden_layers"
-    )
+    full = getattr(config, "use_sliding_window", True) is False
+    kinds = get("layer_types") or ["full" if full else "sliding"] * get("num_hidden_layers")
 
     def forward_flops(length):
         total = 2 * weights * length
         for kind in kinds:
-            w = (
-                min(window or length, length) if "sliding" in kind else length
-            )  # query i sees min(i + 1, w) keys
-            total += pair * (w * (w + 1) / 2 + (length - w) * w)
+            w = min(get("sliding_window") or length, length) if "sliding" in kind else length
+            total += pair * (w * (w + 1) / 2 + (length - w) * w)  # query i sees min(i + 1, w) keys
         return total
 
     return forward_flops
 
 
 def performance(seconds, tokens, flops, device, dtype):
-    """perf/* metrics of an update that took `seconds` on this rank, equal on all ranks (a collective).
-
-    tokens, flops: of all ranks together.
-    """
-    slowest = torch.tensor([seconds, peak_memory_gib(device)])
+    """perf/* metrics of an update that took `seconds` on this rank, equal on all ranks (a collective). tokens, flops: of
+    all ranks together. MFU is NaN where the table does not know the device, and in float32."""
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
+    peak = math.nan
+    if device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated()
+        name = torch.cuda.get_device_name().upper().replace("-", " ") + " "
+        known = [tflops for key, tflops in PEAK_TFLOPS.items() if f" {key} " in name and " MIG " not in name]
+        peak = 1e12 * known[0] if known and dtype != torch.float32 else math.nan
+    slowest = torch.tensor([seconds, memory / 2**30])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     seconds, memory = slowest.tolist()
     return {
         "perf/tokens_per_second": tokens / seconds,
-        "perf/mfu": flops / (seconds * WORLD_SIZE * device_peak_flops(device, dtype)),
+        "perf/mfu": flops / (seconds * WORLD_SIZE * peak),
         "perf/peak_memory_gib": memory,
         "perf/time_update": seconds,
     }
@@ -1153,6 +1088,7 @@ def count_skipped(skipped, metrics, batch, out_dir):
 # ---- Checkpoints: folders that are complete or absent ------------------------------------------------------
 
 MANIFEST = "manifest.json"  # in a complete folder: file name -> SHA-256
+SIGTERM = threading.Event()  # schedulers announce the end by it
 
 
 @contextlib.contextmanager
@@ -1220,9 +1156,6 @@ def verify(folder):
         raise UserError(f"--resume {folder}: damaged, {faults[0]}; use an earlier checkpoint")
 
 
-SIGTERM = threading.Event()  # schedulers announce the end by it
-
-
 class Checkpoints:
     """The checkpoints of one run, as a context manager around it.
 
@@ -1234,10 +1167,8 @@ class Checkpoints:
     def __init__(self, out_dir, resume, keep, in_background, timeout_minutes):
         self.out_dir = out_dir
         self.keep = keep
-        self.group = None
-        self.saving = None
+        self.group = self.saving = self.background = None
         check_shared(out_dir)
-        self.background = None
         if in_background:
             timeout = datetime.timedelta(minutes=timeout_minutes)
             self.group = dist.new_group(backend="gloo", timeout=timeout)
@@ -1334,7 +1265,6 @@ def newest_checkpoint(out_dir):
         except UserError as error:
             print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
     print0(f"resume     auto: {out_dir} has no checkpoint to continue from, so this is a start")
-    return None
 
 
 def archive_old_run(out_dir, last_step):
@@ -1408,16 +1338,13 @@ def load_config(config):
         tokenizer = None
     with blame(f"--model {model}: no model there"):
         if model in TINY:
-            fields = tiny_config(model, len(tokenizer))
+            fields = tiny_config(model)
             kind = type(AutoConfig.for_model(**fields))
         else:
             kind = type(AutoConfig.from_pretrained(model, **trust))
             fields, _ = kind.get_config_dict(model)
     with blame(f"--override-config {config.override_config}"):
         overrides = dict(json.loads(config.override_config))
-        unknown = [key for key in overrides if key == "model_type" or not hasattr(kind(), key)]
-        if unknown:
-            raise ValueError(f"{kind.__name__} has no {unknown[0]!r} to override")
         if overrides.keys() & {
             "num_hidden_layers",
             "sliding_window",
@@ -1426,8 +1353,10 @@ def load_config(config):
         }:
             fields.pop("layer_types", None)  # the model derives its own
         for key, value in overrides.items():
-            nested = fields.get(key) if isinstance(value, dict) else None
-            fields[kind.attribute_map.get(key, key)] = {**(nested or {}), **value} if nested else value
+            if key == "model_type" or not hasattr(kind(), key):
+                raise UserError(f"--override-config: {kind.__name__} has no {key!r} to override")
+            nested = isinstance(value, dict) and isinstance(fields.get(key), dict)
+            fields[kind.attribute_map.get(key, key)] = fields[key] | value if nested else value
         model_config = kind.from_dict(fields)
     disable_dropout(model_config)
     return tokenizer, model_config
@@ -1519,20 +1448,18 @@ def load_value_head(score, name, value_range):
     """Takes over the head of a model's folder -> words on it; None: it has none of these outputs and this range."""
     folder = pathlib.Path(local_folder(name))
     over = json.loads((folder / "config.json").read_text()).get("value_range")
-    if list(over or ()) != list(value_range or ()):
-        return None
-    # of transformers' token-classification and reward models, and of TRL's
-    heads = ("score", "classifier", "v_head.summary", "v_head", "value_head.summary", "value_head")
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found |= {key: file.get_tensor(key) for key in file.keys() if key.rpartition(".")[0] in heads}
-    for head in heads:
-        weight = found.get(f"{head}.weight")
-        if weight is not None and weight.shape == score.weight.shape:
-            score.weight.data.copy_(weight)
-            score.bias.data.copy_(found.get(f"{head}.bias", torch.zeros(())))
-            return f"value head from its {head}.weight" + ("" if f"{head}.bias" in found else " (no bias: 0)")
+            # of transformers' token-classification and reward models, and of TRL's
+            heads = re.compile(r"(score|classifier|(v|value)_head(\.summary)?)\.(weight|bias)")
+            found |= {key: file.get_tensor(key) for key in file.keys() if heads.fullmatch(key)}
+    for key in sorted(found):
+        bias = key.removesuffix("weight") + "bias"
+        if found[key].shape == score.weight.shape and list(over or ()) == list(value_range or ()):
+            score.weight.data.copy_(found[key])
+            score.bias.data.copy_(found.get(bias, torch.zeros(())))
+            return f"value head from its {key}" + ("" if bias in found else " (no bias: 0)")
 
 
 def config_of_export(model_config, outputs, value_range):
@@ -1560,49 +1487,41 @@ IMAGE_WORDS = [
 ]  # the last ids of a vision-language preset
 
 
-def tiny_config(name, vocab_size):
+def tiny_config(name):
     """A preset as the fields of a config.json: two layers of 64 features, four heads, two of keys and values."""
     kind = TINY[name]
-    fields = {
+    vocab_size = len(char_tokenizer(name))
+    none = {"model_type": kind, "bos_token_id": None, "eos_token_id": None}
+    if kind == "gpt2":  # it names these differently
+        return {"vocab_size": vocab_size, "n_embd": 64, "n_layer": 2, "n_head": 4, **none}
+    text = {
         "vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 8192,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+        "pad_token_id": None, **none,
     }  # fmt: skip
-    if kind == "gpt2":  # it names these differently
-        fields = {
-            "vocab_size": vocab_size,
-            "n_embd": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        }
-    elif kind == "mistral":
-        fields["sliding_window"] = 256
+    if kind == "mistral":
+        text["sliding_window"] = 256
     elif kind == "gemma2":
-        fields |= {"sliding_window": 256, "query_pre_attn_scalar": 16}
+        text |= {"sliding_window": 256, "query_pre_attn_scalar": 16}
     elif kind == "qwen3_moe":
-        fields |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    elif kind.endswith("vl"):
-        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-        tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14,
-                 "out_hidden_size": 64}  # fmt: skip
-        if kind == "qwen3_vl":
-            fields["rope_parameters"]["mrope_interleaved"] = True
-            tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-        else:
-            tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
-        ids = {
-            "vision_start_token_id": vocab_size - 3,
-            "image_token_id": vocab_size - 2,
-            "vision_end_token_id": vocab_size - 1,
-        }
-        fields = {"text_config": fields, "vision_config": tower, **ids}
-    return {"model_type": kind, **fields}
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    if not kind.endswith("vl"):
+        return text
+    del text["model_type"]
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14}
+    if kind == "qwen3_vl":
+        text["rope_parameters"]["mrope_interleaved"] = True
+        tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    else:
+        tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
+    words = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+    ids = dict(zip(words, range(vocab_size - 3, vocab_size), strict=True))
+    return {"model_type": kind, "text_config": text, "vision_config": {**tower, "out_hidden_size": 64}, **ids}
 
 
 def char_tokenizer(model="tiny-qwen2"):
-    """One token a printable ASCII character, plus <pad>, <eos>, <unk> and IMAGE_WORDS; built in code."""
+    """One token a printable ASCII character, plus <pad>, <eos>, <unk> and, to read images, IMAGE_WORDS."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     characters = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
@@ -1692,8 +1611,7 @@ def report_numbers(rows, gamma):
     mask = rows.response_mask
     v_A = rows.values[mask].double()
     r_A = rows.returns[mask].double()
-    count_B = rows.actions
-    last = count_B[count_B > 0].cumsum(0) - 1
+    last = rows.actions[rows.actions > 0].cumsum(0) - 1
     first = F.pad(last + 1, (1, -1))
     numbers = {
         "explained variance": explained_variance(v_A, r_A),
@@ -1717,8 +1635,7 @@ def report_numbers(rows, gamma):
 def rows_to_show(rows, tokenizer, low, high):
     """(prompt, [(text, color, title) of its tokens]) of the 24 rows with the largest TD errors before the last action,
     which is how wrong it was in the end."""
-    last_B = rows.last_action
-    jump_T = rows.advantages.abs().index_fill(0, last_B[last_B >= 0], 0.0)
+    jump_T = rows.advantages.abs().index_fill(0, rows.last_action[rows.last_action >= 0], 0.0)
     jump_B = torch.zeros(len(rows)).scatter_reduce(0, rows.row_of_token, jump_T, "amax")
     shown = []
     for row in rows.select(jump_B.argsort(descending=True, stable=True)[:24].tolist()).split(1):
@@ -1746,17 +1663,16 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     v_A = rows.values[rows.response_mask]
     if RANK != 0 or not len(v_A) or not v_A.isfinite().all():
         return print0("report     none: no row has an action, or values are not finite")
-    rows = dataclasses.replace(rows, returns=monte_carlo(rows, gamma))
-    columns = (rows.token_level_rewards, rows.values, rows.response_mask, rows.cu_seqlens)
-    rows.advantages, _ = gae(*columns, gamma, lam=0.0)  # with lambda 0 they are TD errors
+    rows = dataclasses.replace(rows)
+    add_returns(rows, gamma, lam=0.0)  # with lambda 0 advantages are TD errors
+    rows.returns = monte_carlo(rows, gamma)
     numbers, calibration = report_numbers(rows, gamma)
     log = read_lines(f"{out_dir}/metrics.jsonl")
     panels = {"how often it is right, by value": {"": calibration}}
     for title, names in curves.items():
-        points = {
+        panels[title] = {
             name: [(row["step"], row[name]) for row in log if row.get(name) is not None] for name in names
         }
-        panels[title] = points
     figure = Figure(figsize=(13, 8), layout="constrained")
     for i, (title, lines) in enumerate(panels.items(), 1):
         panel = figure.add_subplot(2, 2, i, title=title)

@@ -229,7 +229,7 @@ def check_flags(run):
         pydantic.TypeAdapter(Run).validate_python(dataclasses.asdict(run))
     except pydantic.ValidationError as error:
         flag = ".".join(map(str, error.errors()[0]["loc"])).replace("_", "-")
-        raise UserError(f"--{flag}: {common.sentence(error)}") from None
+        raise UserError(f"--{flag}: {common.first_fault(error)}") from None
     shards = run.actor.fsdp_size
     rules = {
         "--lam-policy, --length-adaptive-alpha: give one of them": run.lam_policy is None or not run.length_adaptive_alpha,
