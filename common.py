@@ -239,7 +239,7 @@ class Batch:
     @property
     def longest(self):
         """(tokens, row_id) of the longest sequence; (0, -1) without any."""
-        return max(zip(self.lengths, self.row_id.tolist(), strict=True), default=(0, -1))
+        return max(zip(self.lengths, self.row_id.tolist()), default=(0, -1))
 
     @property
     def row_of_token(self):
@@ -316,7 +316,7 @@ def concat(batches):
         parts = [getattr(batch, name) for batch in batches]
         if name == "multi_modal_inputs" and any(parts):
             columns[name] = []
-            for batch, part in zip(batches, parts, strict=True):
+            for batch, part in zip(batches, parts):
                 columns[name] += part or [{}] * len(batch)
         elif any(part is not None for part in parts):
             columns[name] = torch.cat(parts)
@@ -346,7 +346,7 @@ Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[int], Field(min_length=1)]
 
 
-class Rollout(pydantic.BaseModel, strict=True):
+class Rollout(pydantic.BaseModel):
     """One line of a JSONL file, with exactly one of each group; other keys are ignored."""
 
     prompt: Text | None = None  # text,
@@ -746,7 +746,7 @@ def update_metrics(kind, names, totals, norms, lr):
     means = [math.nan] * (len(names) + 1)
     if taken:
         means = [loss / len(taken), *(x / actions for x in sums), sum(taken) / len(taken)]
-    metrics = dict(zip([*names, "grad_norm"], means, strict=True))
+    metrics = dict(zip([*names, "grad_norm"], means))
     metrics |= {"lr": lr, "skipped_steps": len(norms) - len(taken)}
     return {f"{kind}/{name}": x for name, x in metrics.items()}
 
@@ -784,7 +784,7 @@ class PackLayout:
 
     def __init__(self, lengths, device, key_lengths=None):
         key_lengths = key_lengths or lengths
-        pairs = itertools.groupby(zip(lengths, key_lengths, strict=True))
+        pairs = itertools.groupby(zip(lengths, key_lengths))
         self.pieces = [
             (*pair, len(list(same))) for pair, same in pairs
         ]  # (queries, keys, neighbours of that size)
@@ -845,7 +845,7 @@ def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
     # by split, because the backward of a slice would fill the whole row with zeros, each time
     columns = (q[0].split(queries, 1), k[0].split(keys, 1), v[0].split(keys, 1))
     outs = []
-    for (*_, count), *piece in zip(layout.pieces, *columns, strict=True):
+    for (*_, count), *piece in zip(layout.pieces, *columns):
         qkv = [x.unflatten(1, (count, -1)).transpose(0, 1) for x in piece]
         out_NHLD = dense_attention(*qkv, scale, window, softcap, sinks)
         outs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
@@ -1319,18 +1319,17 @@ def shape_of(model_config, **more):
 def load_config(config):
     """(tokenizer or None, transformers config) of config.model, with --override-config applied, dropout off."""
     model = config.model
-    trust = {"trust_remote_code": getattr(config, "trust_remote_code", False)}
     if model.startswith("tiny-") and model not in TINY and not os.path.isdir(model):
         raise UserError(f"--model {model}: no such preset; there are {', '.join(TINY)}")
     tokenizer = None
     if config.tokenizer:
         with blame(f"--tokenizer {config.tokenizer}: no tokenizer there"):
-            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, **trust)
+            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
     elif model in TINY:
         tokenizer = char_tokenizer(model)
     else:
         with contextlib.suppress(Exception):  # libraries raise a dozen kinds
-            tokenizer = AutoTokenizer.from_pretrained(model, **trust)
+            tokenizer = AutoTokenizer.from_pretrained(model)
     if tokenizer is None or len(tokenizer) <= len(
         tokenizer.all_special_ids
     ):  # transformers made an empty one up
@@ -1341,7 +1340,7 @@ def load_config(config):
             fields = tiny_config(model)
             kind = type(AutoConfig.for_model(**fields))
         else:
-            kind = type(AutoConfig.from_pretrained(model, **trust))
+            kind = type(AutoConfig.from_pretrained(model))
             fields, _ = kind.get_config_dict(model)
     with blame(f"--override-config {config.override_config}"):
         overrides = dict(json.loads(config.override_config))
@@ -1389,15 +1388,19 @@ def local_folder(name):
     return name if os.path.isdir(name) else snapshot_download(name, allow_patterns=patterns)
 
 
-def load_pretrained(kind, name, model_config, **options):
-    """A model of this AutoModel kind with a folder's weights. UserError: they do not load, or some are missing."""
+def load_model(kind, name, model_config, seed):
+    """(a model of this AutoModel kind in float32 on the host, words on its weights): a folder's, or random ones. UserError:
+    they do not load, or some are missing."""
+    torch.manual_seed(seed)
+    if name in TINY:
+        return kind.from_config(model_config, dtype=torch.float32), f"random weights (seed {seed})"
     with blame(f"--model {name}: its weights do not load"):
-        options |= {"config": model_config, "output_loading_info": True, "dtype": torch.float32}
+        options = {"config": model_config, "output_loading_info": True, "dtype": torch.float32}
         model, info = kind.from_pretrained(local_folder(name), **options)
     absent = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
     if absent:
         raise UserError(f"--model {name}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}")
-    return model
+    return model, f"{type(model).__name__} from {name}"
 
 
 def transformer_blocks(model):
@@ -1516,7 +1519,7 @@ def tiny_config(name):
     else:
         tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
     words = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
-    ids = dict(zip(words, range(vocab_size - 3, vocab_size), strict=True))
+    ids = dict(zip(words, range(vocab_size - 3, vocab_size)))
     return {"model_type": kind, "text_config": text, "vision_config": {**tower, "out_hidden_size": 64}, **ids}
 
 

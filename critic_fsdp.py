@@ -67,7 +67,6 @@ class Config:
     freeze_vision_tower: bool = False  # train only the language model and the head
     lora_rank: Count = 0  # train only the value head and low-rank adapters of this rank (0: no adapters)
     lora_alpha: Rate = 16.0  # adapters are scaled by alpha / rank
-    trust_remote_code: bool = False  # run model code that comes with the checkpoint
     seed: Count = 0  # of random weights, the value head and every shuffle
 
     # layout
@@ -243,29 +242,21 @@ class ValueModel(nn.Module):
 
 def read_weights(config, model_config, value_range):
     """A ValueModel on the host with its weights, and words on where they come from. Runs on rank 0 alone."""
-    torch.manual_seed(config.seed)
-    if config.model in common.TINY:
-        story = f"random weights (seed {config.seed})"
-        backbone = AutoModel.from_config(model_config, dtype=torch.float32)
-    else:
-        trust = {"trust_remote_code": config.trust_remote_code}
-        backbone = common.load_pretrained(AutoModel, config.model, model_config, **trust)
-        story = f"{type(backbone).__name__} from {config.model}"
+    backbone, story = common.load_model(AutoModel, config.model, model_config, config.seed)
     model = ValueModel(backbone, config)
-    head = common.init_value_head(model.score, config, value_range)
+    words = common.init_value_head(model.score, config, value_range)
     if config.lora_rank:
         torch.manual_seed(config.seed)
         add_lora(backbone, config)
-    return model, f"{story}; {head}"
+    return model, f"{story}; {words}"
 
 
 def build_skeleton(config, model_config, dtype=torch.float32):
     """A ValueModel on meta: no weights yet, but all that is settled without them. UserError: it cannot be built."""
     padded = "; add --no-use-remove-padding" if config.use_remove_padding else ""
-    options = {"trust_remote_code": config.trust_remote_code, "dtype": dtype}
-    options["attn_implementation"] = attention_of(config, model_config)
+    attention = attention_of(config, model_config)
     with common.blame(f"--model {config.model}: cannot be built{padded}"), torch.device("meta"):
-        backbone = AutoModel.from_config(model_config, **options)
+        backbone = AutoModel.from_config(model_config, dtype=dtype, attn_implementation=attention)
         model = ValueModel(backbone, config)
         if config.lora_rank:
             add_lora(backbone, config)
@@ -407,7 +398,7 @@ def with_images(backbone, ids_T, lengths, images):
     for key in ("pixel_values", "image_grid_thw"):
         pixels[key] = torch.cat([row[key] for row in images if row]).to(ids_T.device, non_blocking=True)
     places = []
-    for ids, row in zip(ids_T.split(lengths), images, strict=True):
+    for ids, row in zip(ids_T.split(lengths), images):
         is_image = (ids == image_token_id).int()[None]
         thw, _ = backbone.get_rope_index(ids[None], is_image, image_grid_thw=row.get("image_grid_thw"))
         places.append(torch.cat([torch.arange(len(ids), device=ids.device)[None], thw[:, 0]]))

@@ -279,7 +279,7 @@ def megatron_without_cuda():
         dist.all_to_all_single(
             received, torch.cat([x] * len(sizes)), sizes, [len(x)] * len(sizes), group=group
         )
-        for out, piece in zip(outputs, received.split(sizes), strict=True):
+        for out, piece in zip(outputs, received.split(sizes)):
             out.copy_(piece)
 
     def reduce_scatter(output, inputs, op=dist.ReduceOp.SUM, group=None, async_op=False):
@@ -526,7 +526,7 @@ def unshard(cut, shards, groups, head_dim, vocab_size):
     if cut == "inputs":
         return [torch.cat(shards, 1)]
     if cut == "outputs":
-        return [torch.cat(halves) for halves in zip(*(x.chunk(2) for x in shards), strict=True)]
+        return [torch.cat(halves) for halves in zip(*(x.chunk(2) for x in shards))]
     if cut == "vocabulary":
         return [torch.cat(shards)[:vocab_size]]
     by_group = torch.cat(shards).unflatten(0, (groups, -1))
@@ -575,7 +575,7 @@ def whole_weights(modules, vocab_size, local):
         replica %= dist.get_world_size(replicas(name))
         if (rank, dist.get_rank(replicas(name))) == (writer, replica):
             wholes = unshard(cut, shards, config.num_query_groups, config.kv_channels, vocab_size)
-            for part, whole in zip(parts, wholes, strict=True):
+            for part, whole in zip(parts, wholes):
                 kept[value_model_name(part)] = whole.float().cpu().contiguous().clone()
     return kept
 
@@ -939,7 +939,7 @@ class MegatronPPOCritic:
         chained = self.optimizer.chained_optimizers
         self.optimizers = [x for x in chained if not x.is_stub_optimizer and x.get_parameters()]
         for optimizer in self.optimizers:
-            groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
+            groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups)
             for i, (full, half) in enumerate(
                 groups
             ):  # it puts float32 weights first, but counts them as they came
@@ -997,7 +997,7 @@ class MegatronPPOCritic:
         if not config.use_remove_padding:
             sizes = [max(sizes)] * len(sizes)
         rows = torch.arange(total).split(lengths)
-        slots = [F.pad(row, (0, size - len(row)), value=total) for row, size in zip(rows, sizes, strict=True)]
+        slots = [F.pad(row, (0, size - len(row)), value=total) for row, size in zip(rows, sizes)]
         if not config.use_remove_padding:
             return torch.stack(slots), None
         if tail := -sum(sizes) % pack_unit(config):

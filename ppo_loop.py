@@ -74,7 +74,6 @@ class ActorConfig:
     model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
     tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own)
     override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-    trust_remote_code: bool = False  # run model code that comes with the checkpoint
 
     # layout, precision
     fsdp_size: int = -1  # ranks that share one copy of the weights; others hold replicas (-1: all share one)
@@ -278,10 +277,7 @@ def addition_prompts(n, seed, tokenizer, held_out=False):
     """n additions of two numbers of two digits; the prompts of the toy, with the same ones held out."""
     texts = dict.fromkeys(json.loads(row)["prompt"] for row in common.toy_rows(n, seed, held_out))
     answers = [str(sum(map(int, text.rstrip("=").split("+")))) for text in texts]
-    return [
-        Prompt(tokenizer(text)["input_ids"], text, answer)
-        for text, answer in zip(texts, answers, strict=True)
-    ]
+    return [Prompt(tokenizer(text)["input_ids"], text, answer) for text, answer in zip(texts, answers)]
 
 
 def load_prompts(path, flag, run, tokenizer):
@@ -410,7 +406,7 @@ class RewardModel:
 
     def scores(self, prompts, texts, batch):
         """Rewards of the caller's rows, a list (a collective)."""
-        rows = zip(prompts, texts, batch.split(1), strict=True)
+        rows = zip(prompts, texts, batch.split(1))
         rows = [self.ids(prompt, text, row.input_ids.tolist()) for prompt, text, row in rows]
         lengths = torch.tensor([len(ids) + 1 for ids in rows], dtype=torch.int64)
         last = lengths.cumsum(0) - 1
@@ -560,7 +556,6 @@ class HFRollout:
             task.model_config.get_text_config(), "attn_logit_softcapping", None
         )  # sdpa would drop it
         options = {"attn_implementation": "eager" if capped else "sdpa", "dtype": self.dtype}
-        options["trust_remote_code"] = run.actor.trust_remote_code
         with device:
             self.model = AutoModelForCausalLM.from_config(copy.deepcopy(task.model_config), **options).eval()
         self.weights = dict(self.model.named_parameters())
@@ -585,7 +580,7 @@ class HFRollout:
         size = self.run.rollout_batch_size
         replies = []
         for first in common.progress(range(0, len(rows), size), "rollout"):
-            prompts, keys, room = zip(*rows[first : first + size], strict=True)
+            prompts, keys, room = zip(*rows[first : first + size])
             ids_BL = pad([torch.tensor(ids) for ids in prompts]).to(self.device)
             mask_BL = pad([torch.ones(len(ids)) for ids in prompts]).to(self.device)
             u_BR = torch.stack([uniform(key, max(room)) for key in keys]).to(self.device)
@@ -593,7 +588,7 @@ class HFRollout:
             options = {"max_new_tokens": max(room), "logits_processor": [draw]}
             out_BR = self.model.generate(ids_BL, attention_mask=mask_BL, **options)[:, ids_BL.shape[1] :]
             log_probs_BR = torch.stack(draw.log_probs, 1)
-            for ids, log_probs, most in zip(out_BR.tolist(), log_probs_BR.tolist(), room, strict=True):
+            for ids, log_probs, most in zip(out_BR.tolist(), log_probs_BR.tolist(), room):
                 n = next((n for n, i in enumerate(ids[:most], 1) if i in self.stop_ids), None)
                 replies.append((ids[: n or most], log_probs[: n or most], n is not None))
         return replies
@@ -626,19 +621,18 @@ class VLLMRollout:
         size = run.vllm.tensor_parallel_size
         timeout = datetime.timedelta(minutes=run.critic.timeout_minutes)
         self.group, _ = dist.new_subgroups(size, timeout=timeout)  # neighbours, as vLLM has it
-        trust = {"trust_remote_code": run.actor.trust_remote_code}
         with torch.device("meta"):  # it knows what a checkpoint calls its tensors
-            self.skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(task.model_config), **trust)
+            self.skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(task.model_config))
         with as_before(), tempfile.TemporaryDirectory() as folder:
             model_config = copy.deepcopy(task.model_config)
             model_config.architectures = [type(self.skeleton).__name__]
             model_config.save_pretrained(folder)
             with common.blame(f"--rollout vllm: cannot run {run.actor.model}"):
-                self.llm = self.start(folder, task.longest, size, **trust)
+                self.llm = self.start(folder, task.longest, size)
         self.engines.append(self.llm)
         print0(f"vllm       {WORLD_SIZE // size} engines x {size} ranks")
 
-    def start(self, folder, longest, size, trust_remote_code):
+    def start(self, folder, longest, size):
         """vLLM's LLM, with random weights; folder: where it finds the model's config."""
         os.environ |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -658,11 +652,10 @@ class VLLMRollout:
 
             CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
         llm = LLM(
-            model=self.run.actor.model if trust_remote_code else folder,
+            model=folder,
             load_format="dummy",  # the first sync fills it
             skip_tokenizer_init=True,
             generation_config="vllm",  # no defaults of the model's own
-            trust_remote_code=trust_remote_code,
             dtype=self.dtype,
             max_model_len=longest,
             max_num_seqs=self.run.rollout_batch_size,
@@ -723,7 +716,7 @@ class VLLMRollout:
             out = self.llm.generate(asked, params, use_tqdm=RANK == 0 and sys.stderr.isatty())
         replies = []
         for reply in [x.outputs[0] for x in out[before : before + len(rows)]]:
-            log_probs = [at[token].logprob for at, token in zip(reply.logprobs, reply.token_ids, strict=True)]
+            log_probs = [at[token].logprob for at, token in zip(reply.logprobs, reply.token_ids)]
             replies.append((list(reply.token_ids), log_probs, reply.finish_reason == "stop"))
         return replies
 
@@ -774,13 +767,13 @@ class Reply:
 def roll_out(engine, task, prompts, keys, run, temperature):
     """A Reply to each prompt. Every row depends on its key alone."""
     replies = [Reply() for _ in prompts]
-    going = list(zip(prompts, keys, replies, strict=True))
+    going = list(zip(prompts, keys, replies))
     for turn in range(run.max_turns if task.observe else 1):
         rows = []
         for prompt, key, reply in going:
             rows.append((prompt.ids + reply.ids, f"{key} {turn}", run.max_response_length - len(reply.ids)))
         out = engine.generate(rows, temperature)
-        for (_, _, reply), (ids, log_probs, ended) in zip(going, out, strict=True):
+        for (_, _, reply), (ids, log_probs, ended) in zip(going, out):
             reply.add(ids, log_probs)
             reply.finished = ended
             reply.text = task.tokenizer.decode(reply.ids, skip_special_tokens=True)
@@ -812,7 +805,7 @@ def goes_on(prompt, reply, task, run):
 def to_batch(prompts, replies, row_ids):
     """Batch of prompts and replies, with the log-probs as the engine has them."""
     rows = []
-    for prompt, reply, row_id in zip(prompts, replies, row_ids, strict=True):
+    for prompt, reply, row_id in zip(prompts, replies, row_ids):
         n = len(prompt.ids)
         rows.append(common.Batch(
             input_ids=torch.tensor(prompt.ids + reply.ids),
@@ -844,7 +837,7 @@ def log_probs_and_entropy(logits_of, hidden_AD, targets_A, vocab_size):
 
     size = max(1, LOGITS_AT_ONCE // vocab_size)
     pieces = []
-    for chunk in zip(hidden_AD.split(size), targets_A.split(size), strict=True):
+    for chunk in zip(hidden_AD.split(size), targets_A.split(size)):
         pieces.append(checkpoint(piece, *chunk, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(pieces, 1)
 
@@ -895,55 +888,46 @@ class PolicyWorker:
     global batch, like the critic's; a reference has no optimizer."""
 
     def __init__(self, run, model_config, device, trains=True):
-        config = run.actor
         self.run = run
-        self.config = config
+        self.config = config = run.actor
         self.model_config = model_config
         self.device = device
         self.dtype = common.compute_dtype(config.param_dtype, device)
+        name = f"--actor.model {config.model}"
         source = None
-        options = {"trust_remote_code": config.trust_remote_code}
         if RANK == 0:
-            torch.manual_seed(run.seed)
-            if config.model in common.TINY:
-                source = Policy(AutoModelForCausalLM.from_config(model_config, dtype=torch.float32))
-            else:
-                source = Policy(
-                    common.load_pretrained(AutoModelForCausalLM, config.model, model_config, **options)
-                )
-        options |= {"attn_implementation": "packed", "dtype": torch.float32 if trains else self.dtype}
-        with common.blame(f"--actor.model {config.model}: cannot be built"), torch.device("meta"):
+            lm, _ = common.load_model(AutoModelForCausalLM, config.model, model_config, run.seed)
+            source = Policy(lm)
+        options = {"attn_implementation": "packed", "dtype": torch.float32 if trains else self.dtype}
+        with common.blame(f"{name}: cannot be built"), torch.device("meta"):
             model = Policy(AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options))
         if not model.lm._can_set_attn_implementation():
-            raise UserError(
-                f"--actor.model {config.model}: brings its own attention, which knows no packed rows"
-            )
+            raise UserError(f"{name}: brings its own attention, which knows no packed rows")
         if config.gradient_checkpointing and trains:
             model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.flops = common.flops_model(model, model_config)
-        self.model = self.shard(model.requires_grad_(trains), source)
         count = sum(p.numel() for p in model.parameters())
-        name = "actor     " if trains else "reference "
-        print0(f"{name} {config.model} ({model_config.model_type}), {count:,} parameters")
+        print0(
+            f"{'actor     ' if trains else 'reference '} {config.model} ({model_config.model_type}), {count:,} parameters"
+        )
+        self.model = self.shard(model.requires_grad_(trains))
+        common.send_weights(self.model, source)
         self.optimizer = None
         if trains:
             options = {"lr": config.lr, "weight_decay": config.weight_decay}
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), **options, fused=True)
-            for (
-                p
-            ) in self.model.parameters():  # as AdamW would at its first step, so a checkpoint always has it
+            self.optimizer = torch.optim.AdamW(model.parameters(), **options, fused=True)
+            # as AdamW makes it at its first step, so that a checkpoint always has it
+            for p in model.parameters():
                 moments = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
                 self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
         self.optimizer_steps = 0  # taken, skipped ones not counted
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
 
-    def shard(self, model, source):
-        """The model, which is on meta, on FSDP2 over all ranks; rank 0 has it in `source` and sends the weights."""
-        shards = self.config.fsdp_size if self.config.fsdp_size > 0 else WORLD_SIZE
-        mesh = init_device_mesh(
-            self.device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=("replicate", "shard")
-        )
-        mesh = mesh["shard"] if shards == WORLD_SIZE else mesh
+    def shard(self, model):
+        """The model, which is on meta, on FSDP2 over all ranks, still without weights."""
+        size = self.config.fsdp_size
+        shape = (WORLD_SIZE,) if size in (-1, WORLD_SIZE) else (WORLD_SIZE // size, size)
+        mesh = init_device_mesh(self.device.type, shape)
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for module in (*common.transformer_blocks(model), model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -952,7 +936,6 @@ class PolicyWorker:
         )  # an expert may have seen no token here, but some on another rank
         model.to_empty(device=self.device)
         model.lm.tie_weights()  # to_empty made two of what is one
-        common.send_weights(model, source)
         return model
 
     @register(Dispatch.DP_COMPUTE_PROTO)
@@ -1107,9 +1090,8 @@ class PolicyWorker:
                 state[name] = weight.cpu()
         with common.published(folder) as tmp:
             if RANK == 0:
-                options = {"dtype": torch.float32, "trust_remote_code": self.config.trust_remote_code}
                 with torch.device("meta"):
-                    skeleton = AutoModelForCausalLM.from_config(self.model_config, **options)
+                    skeleton = AutoModelForCausalLM.from_config(self.model_config, dtype=torch.float32)
                 skeleton.generation_config = generation_config(self.config) or skeleton.generation_config
                 skeleton.save_pretrained(tmp, state_dict=state)
                 tokenizer.save_pretrained(tmp)
@@ -1195,43 +1177,40 @@ def score(run, reward, prompts, replies, batch):
     if isinstance(reward, RewardModel):
         return reward.scores(prompts, [reply.text for reply in replies], batch)
     scores = []
-    for prompt, reply in zip(prompts, replies, strict=True):
+    for prompt, reply in zip(prompts, replies):
         made, fault = reward_of(reward, run.reward_timeout, prompt, reply.text)
         reply.fault = reply.fault or fault
         scores.append(made)
     return scores
 
 
-def of_all_rows(columns):
-    """Rows of lists with one entry for each of the caller's rows -> the rows of all ranks (a collective)."""
-    return [row for rows in common.of_all_ranks(list(zip(*columns, strict=True))) for row in rows]
-
-
-def show_fault(faults):
-    """Prints the first of what went wrong with rows."""
-    first = next(filter(None, faults), None)
-    if first:
-        print0(f"a row failed and counts as 0: {first}")
+def of_all_rows(rows):
+    """Objects, one for each of the caller's rows -> those of all ranks (a collective); prints the first fault."""
+    rows = [row for part in common.of_all_ranks(rows) for row in part]
+    for row in rows:
+        if row["fault"]:
+            print0(f"a row failed and counts as 0: {row['fault']}")
+            break
+    return rows
 
 
 def rollout_metrics(batch, scores, replies, run):
     """What a step's rows are like, over all ranks (a collective)."""
-    scores, faults = zip(*of_all_rows((scores, [reply.fault for reply in replies])), strict=True)
-    show_fault(faults)
-    late = sum(fault.startswith("timeout") for fault in faults)
+    rows = of_all_rows([{"reward": x, "fault": reply.fault} for x, reply in zip(scores, replies)])
+    late = sum(row["fault"].startswith("timeout") for row in rows)
+    rewards = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)
     whole = common.gather(batch)
     mask_T = whole.response_mask
     off_A = (whole.rollout_log_probs - whole.old_log_probs)[mask_T]
     # what top_p left out made the rest likelier, by -log top_p at most; that much is no fault
     off_A = (off_A - off_A.clamp(0, -math.log(run.top_p))).abs()
     kl_A = kl_penalty(whole.old_log_probs, whole.ref_log_probs, run.kl_penalty)[mask_T]
-    scores = torch.tensor(scores, dtype=torch.float64)
     return {
-        "reward/mean": scores.mean(),
-        "reward/std": scores.std(correction=0),
-        "reward/errors": len(faults) - faults.count("") - late,
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(correction=0),
+        "reward/errors": sum(bool(row["fault"]) for row in rows) - late,
         "reward/timeouts": late,
-        "rollout/actions": len(off_A) / len(whole),
+        "rollout/actions": len(off_A) / len(rows),
         "rollout/tokens": len(mask_T),
         "rollout/truncated": whole.truncated.double().mean(),
         "rollout/log_prob_diff": off_A.double().mean(),
@@ -1243,39 +1222,29 @@ def rollout_metrics(batch, scores, replies, run):
 def evaluate(engine, task, run, reward, step):
     """Rewards of held-out prompts -> metrics, equal on all ranks; adds transcripts to samples.jsonl and shows two."""
     each = max(run.eval_samples, 1)
-    rows = range(RANK, len(task.held_out) * each, WORLD_SIZE)
-    prompts = [task.held_out[row // each] for row in rows]
-    keys = [f"evaluation {run.seed} {row}" for row in rows]
+    row_ids = range(RANK, len(task.held_out) * each, WORLD_SIZE)
+    prompts = [task.held_out[row // each] for row in row_ids]
+    keys = [f"evaluation {run.seed} {row}" for row in row_ids]
     replies = roll_out(engine, task, prompts, keys, run, run.temperature if run.eval_samples else 0.0)
-    scores = score(run, reward, prompts, replies, to_batch(prompts, replies, rows))
-    samples = []
-    for prompt, reply, x in zip(prompts, replies, scores, strict=True):
-        samples.append(
-            {
-                "step": step,
-                "prompt": prompt.text,
-                "response": reply.text,
-                "answer": prompt.answer,
-                "reward": x,
-            }
-        )
-    samples, lengths, faults = zip(
-        *of_all_rows((samples, [len(r.ids) for r in replies], [r.fault for r in replies])), strict=True
-    )
-    show_fault(faults)
+    scores = score(run, reward, prompts, replies, to_batch(prompts, replies, row_ids))
+    rows = []
+    for prompt, reply, x in zip(prompts, replies, scores):
+        row = {"prompt": prompt.text, "response": reply.text, "answer": prompt.answer, "reward": x}
+        rows.append({"step": step, **row, "fault": reply.fault, "tokens": len(reply.ids)})
+    rows = of_all_rows(rows)
     if RANK == 0:
         path = f"{run.out_dir}/samples.jsonl"
         before = [row for row in common.read_lines(path) if row["step"] < step]
-        common.replace_lines(path, [*before, *samples[:8]])
+        common.replace_lines(path, before + rows[:8])
     metrics = {
-        "eval/reward": sum(x["reward"] for x in samples) / len(samples),
-        "eval/accuracy": sum(x["reward"] >= 1 for x in samples) / len(samples),
-        "eval/length": sum(lengths) / len(samples),
-        "eval/errors": len(faults) - faults.count(""),
+        "eval/reward": sum(row["reward"] for row in rows) / len(rows),
+        "eval/accuracy": sum(row["reward"] >= 1 for row in rows) / len(rows),
+        "eval/length": sum(row["tokens"] for row in rows) / len(rows),
+        "eval/errors": sum(bool(row["fault"]) for row in rows),
     }
     print0(f"held out   accuracy {metrics['eval/accuracy']:.3f}   reward {metrics['eval/reward']:.3f}")
-    for x in samples[:2]:
-        print0(f"  {x['prompt'][-60:]!r} -> {x['response'][-60:]!r}  reward {x['reward']:g}")
+    for row in rows[:2]:
+        print0(f"  {row['prompt'][-60:]!r} -> {row['response'][-60:]!r}  reward {row['reward']:g}")
     return metrics
 
 
@@ -1311,10 +1280,9 @@ def set_up(run):
         raise UserError(f"--actor.tokenizer: {actor.model} has none, and prompts are text; give one")
     inherited = {"lr": run.critic.lr or (1e-3 if addition else None)}
     if run.critic.model == "actor":
-        inherited["model"] = actor.model
-        for name in {"tokenizer", "override_config", "trust_remote_code"} & vars(run.critic).keys():
-            if getattr(run.critic, name) == getattr(type(run.critic), name):
-                inherited[name] = getattr(actor, name)
+        inherited |= {"model": actor.model, "tokenizer": run.critic.tokenizer or actor.tokenizer}
+        if run.critic.override_config == "{}":
+            inherited["override_config"] = actor.override_config
     run = dataclasses.replace(
         run,
         actor=actor,
