@@ -27,11 +27,9 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
 import jinja2
@@ -149,39 +147,6 @@ def launch(main):
         sys.stderr.write(message)
         sys.stderr.flush()
     os._exit(code)
-
-
-def find_budget(train, longest, ranks, limit_gib, state_bytes, device):
-    """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective).
-
-    train(batch) learns from a Batch, without a step; `ranks` share a row. Twice as many rows of the longest length
-    tell what a row costs. limit_gib: memory of a rank (inf: what the device has). state_bytes: of weights, gradients
-    and optimizer state.
-    """
-    limit = limit_gib * 2**30
-    n = math.ceil(1024 * ranks / longest)
-    peaks = []  # bytes of tensors at a time, in addition to those that exist before
-    for rows in (1, n, 2 * n):  # the first creates what stays: gradients, workspaces
-        batch = concat([Batch.blank(longest)] * rows)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            train(batch)
-            peaks.append(torch.cuda.max_memory_allocated() - before)
-            limit = min(limit, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
-        else:
-            with torch.profiler.profile(profile_memory=True) as log:
-                train(batch)
-            events = [e for e in log.profiler.kineto_results.events() if e.name() == "[memory]"]
-            events.sort(key=lambda e: e.start_ns())
-            peaks.append(max(itertools.accumulate(e.nbytes() for e in events)))
-    cost = (peaks[2] - peaks[1]) / n  # of a row
-    room = 0.9 * limit - state_bytes - (peaks[1] - n * cost)  # the allocator loses a tenth
-    tokens = min(of_all_ranks(max(int(room / cost * longest / ranks), 0)))
-    print0(
-        f"budget     {room / 2**30:.3g} GiB / {cost * ranks / longest:,.0f} bytes a token = {tokens:,} tokens"
-    )
-    return tokens
 
 
 # ---- The batch: flat and ragged from the file to the loss --------------------------------------------------
@@ -575,17 +540,6 @@ def rows_of_step(step, n, size, seed):
     return permutation(n, seed, "rows", step // pieces)[step % pieces :: pieces]
 
 
-def learning_rate(step, peak, warmup, total=None):
-    """The rate of optimizer step `step` (from 0): linear warm-up, whose first step is at peak / warmup, then
-    constant, or with `total` steps a cosine that ends at 0."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if total is None:
-        return peak
-    done = min((step - warmup) / max(total - warmup, 1), 1.0)
-    return peak * 0.5 * (1 + math.cos(math.pi * done))
-
-
 def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bootstrap_B=None):
     """Generalised advantage estimation over the actions of each row -> (advantages_T, returns_T) float32.
 
@@ -917,9 +871,10 @@ def flops_model(model, config):
     return forward_flops
 
 
-def performance(seconds, tokens, flops, device, dtype):
-    """perf/* metrics of an update that took `seconds` on this rank, equal on all ranks (a collective). tokens, flops: of
+def performance(start, tokens, flops, device, dtype):
+    """perf/* metrics of an update that began at `start` on this rank, equal on all ranks (a collective). tokens, flops: of
     all ranks together. MFU is NaN where the table does not know the device, and in float32."""
+    seconds = time.perf_counter() - start
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
     peak = math.nan
     if device.type == "cuda":
@@ -1088,7 +1043,6 @@ def count_skipped(skipped, metrics, batch, out_dir):
 # ---- Checkpoints: folders that are complete or absent ------------------------------------------------------
 
 MANIFEST = "manifest.json"  # in a complete folder: file name -> SHA-256
-SIGTERM = threading.Event()  # schedulers announce the end by it
 
 
 @contextlib.contextmanager
@@ -1154,82 +1108,6 @@ def verify(folder):
             faults.append(f"{name} is not what was written")
     if faults := sorted(itertools.chain(*of_all_ranks(faults))):
         raise UserError(f"--resume {folder}: damaged, {faults[0]}; use an earlier checkpoint")
-
-
-class Checkpoints:
-    """The checkpoints of one run, as a context manager around it.
-
-    resume: a folder to continue from, "auto" for the newest undamaged one of out_dir (if any), or None.
-    `folder` is that folder or None. `halvings`: how often this run ran out of memory before, which --resume
-    auto answers by halving the token budget as often.
-    """
-
-    def __init__(self, out_dir, resume, keep, in_background, timeout_minutes):
-        self.out_dir = out_dir
-        self.keep = keep
-        self.group = self.saving = self.background = None
-        check_shared(out_dir)
-        if in_background:
-            timeout = datetime.timedelta(minutes=timeout_minutes)
-            self.group = dist.new_group(backend="gloo", timeout=timeout)
-            self.background = ThreadPoolExecutor(1)
-        self.folder = os.path.abspath(resume) if resume else None
-        self.halvings = 0
-        if resume == "auto":
-            self.folder = newest_checkpoint(out_dir)
-            self.halvings = len(read_lines(f"{out_dir}/out_of_memory.jsonl"))
-        parent = os.path.dirname(os.path.realpath(self.folder or "/"))
-        if parent.endswith(".old"):
-            raise UserError(
-                f"--resume {resume}: was set aside and may be removed; move it out of {parent} first"
-            )
-        self.is_own = parent == os.path.realpath(f"{out_dir}/checkpoints")  # then out_dir's files go on
-
-    def __enter__(self):
-        signal.signal(signal.SIGTERM, lambda *_: SIGTERM.set())
-        return self
-
-    def __exit__(self, kind, error, trace):
-        """Notes that memory ran out; after an error it waits up to a minute for a save in the background."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        with contextlib.suppress(Exception):
-            if re.search(OUT_OF_MEMORY, repr(error)):
-                replace_lines(f"{self.out_dir}/out_of_memory.jsonl", [str(error)] * (self.halvings + 1))
-            if self.saving is not None:
-                self.saving.result(timeout=60)
-
-    def sigterm_received(self):
-        """Whether any rank has received SIGTERM (a collective)."""
-        received = torch.tensor(float(SIGTERM.is_set()))
-        dist.all_reduce(received)
-        return bool(received)
-
-    def save(self, step, write):
-        """Saves a step by write(tmp, group), then removes all but the last `keep` (a collective), in turn."""
-
-        def save():
-            with published(f"{self.out_dir}/checkpoints/step_{step}", self.group) as tmp:
-                write(tmp, self.group)
-            if self.keep and RANK == 0:
-                for _, path in steps_in(f"{self.out_dir}/checkpoints")[self.keep :]:
-                    os.rename(path, f"{path}.gone")  # at once: a crash leaves no half of it
-                    shutil.rmtree(f"{path}.gone", ignore_errors=True)
-
-        self.wait()
-        if self.background is None:
-            save()
-        else:
-            self.saving = self.background.submit(save)
-
-    def wait(self, block=True):
-        """Waits for the save in the background, or looks whether it has ended; raises its error."""
-        if self.saving is not None and (block or self.saving.done()):
-            self.saving.result()
-
-    def leave(self, step):
-        """Ends a run that SIGTERM stopped, with the exit status of a process that SIGTERM has ended."""
-        print0(f"SIGTERM    stopped after step {step} of {self.out_dir}; continue with --resume auto")
-        raise SystemExit(128 + signal.SIGTERM)
 
 
 def check_shared(out_dir):
@@ -1308,7 +1186,7 @@ def shape_of(model_config, **more):
     config that make the model, and what else the script names, if it is not empty."""
     fields = json.loads(model_config.to_json_string(use_diff=False))
     for key in ("transformers_version", "_name_or_path", "architectures", "dtype", "_attn_implementation",
-                "use_cache", "value_head", "value_range", "initializer_range"):  # fmt: skip
+                "use_cache", "initializer_range"):  # fmt: skip
         fields.pop(key, None)
     return fields | {key: x for key, x in json.loads(json.dumps(more)).items() if x}
 
@@ -1429,13 +1307,13 @@ def move_state(optimizer, device):
     torch.cuda.empty_cache()
 
 
-def init_value_head(score, config, value_range):
+def init_value_head(score, config, model_config):
     """Fills the head, an nn.Linear, by --value-head-init -> words on what happened."""
     nn.init.zeros_(score.weight)
     nn.init.zeros_(score.bias)
     story = None
     if config.model not in TINY and config.value_head_init in ("auto", "checkpoint"):
-        story = load_value_head(score, config.model, value_range)
+        story = load_value_head(score, config.model, model_config.value_range)
     if config.value_head_init == "checkpoint" and not story:
         raise UserError(f"--value-head-init checkpoint: {config.model} holds no such value head")
     if config.value_head_init == "zero":
@@ -1465,15 +1343,20 @@ def load_value_head(score, name, value_range):
             return f"value head from its {key}" + ("" if bias in found else " (no bias: 0)")
 
 
-def config_of_export(model_config, outputs, value_range):
-    """transformers config of a value model with this many outputs, for its Hugging Face folder."""
-    model_config = type(model_config).from_dict(model_config.to_dict())
-    model_config.num_labels = outputs
+def describe_head(model_config, config, value_range):
+    """Notes in a transformers config what the value head is: num_labels outputs, over value_range (None: one number)."""
+    model_config.num_labels = 1
+    stored = getattr(model_config, "value_range", None)
+    model_config.value_range = None
     model_config.classifier_dropout = 0.0
     model_config.dtype = torch.float32
-    model_config.value_range = value_range
-    model_config.value_head = "hl_gauss" if value_range else "scalar"
-    return model_config
+    if config.value_head == "hl_gauss":
+        model_config.num_labels = config.value_bins
+        model_config.value_range = config.value_range or stored or value_range
+        if not model_config.value_range:
+            raise UserError(
+                "--value-range: hl_gauss needs it, LOW and HIGH of the returns with a small margin"
+            )
 
 
 # ---- Tiny models, a tokenizer built in code, and the toy task: everything runs without a hub ---------------

@@ -25,9 +25,14 @@ import io
 import itertools
 import math
 import os
+import re
+import shutil
+import signal
 import sys
+import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
@@ -191,18 +196,10 @@ from PIL import Image, ImageOps
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as collectives
+from torch.distributed import fsdp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import CustomPolicy
 from transformers import AutoModel, Qwen2VLImageProcessorPil
 from transformers.pytorch_utils import Conv1D
@@ -214,7 +211,7 @@ transformers.logging.set_verbosity_error()  # the run says in one line what matt
 transformers.logging.disable_progress_bar()
 warnings.filterwarnings(
     "ignore", message="FSDP2-wrapped module .* returned a view"
-)  # nothing here writes into one
+)  # nothing here writes into it
 warnings.filterwarnings("ignore", message=".*`NO_SHARD`")  # FSDP1 on a single rank
 warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft sees by itself what GPT-2 needs
 
@@ -222,16 +219,13 @@ warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft se
 
 
 class ValueModel(nn.Module):
-    """Backbone without its vocabulary head, and v = w . h + b on the hidden state of every token.
+    """Backbone without its vocabulary head, and v = w . h + b on the hidden state of every token; with --value-head
+    hl_gauss the N logits of a distribution."""
 
-    With --value-head hl_gauss the head gives the N logits of a distribution, and common.hl_gauss_values its mean.
-    """
-
-    def __init__(self, backbone, config):
+    def __init__(self, backbone):
         super().__init__()
         self.model = backbone
-        outputs = config.value_bins if config.value_head == "hl_gauss" else 1
-        self.score = nn.Linear(backbone.config.get_text_config().hidden_size, outputs)
+        self.score = nn.Linear(backbone.config.get_text_config().hidden_size, backbone.config.num_labels)
 
     def forward(self, **inputs):
         """(B, L) ids -> (B, L) float32 values, or (B, L, N) logits, read *from* the hidden state of its position."""
@@ -240,11 +234,11 @@ class ValueModel(nn.Module):
             return self.score(hidden_BLD.float()).squeeze(-1)
 
 
-def read_weights(config, model_config, value_range):
+def read_weights(config, model_config):
     """A ValueModel on the host with its weights, and words on where they come from. Runs on rank 0 alone."""
     backbone, story = common.load_model(AutoModel, config.model, model_config, config.seed)
-    model = ValueModel(backbone, config)
-    words = common.init_value_head(model.score, config, value_range)
+    model = ValueModel(backbone)
+    words = common.init_value_head(model.score, config, model_config)
     if config.lora_rank:
         torch.manual_seed(config.seed)
         add_lora(backbone, config)
@@ -253,24 +247,24 @@ def read_weights(config, model_config, value_range):
 
 def build_skeleton(config, model_config, dtype=torch.float32):
     """A ValueModel on meta: no weights yet, but all that is settled without them. UserError: it cannot be built."""
-    padded = "; add --no-use-remove-padding" if config.use_remove_padding else ""
-    attention = attention_of(config, model_config)
-    with common.blame(f"--model {config.model}: cannot be built{padded}"), torch.device("meta"):
+    name = f"--model {config.model} ({model_config.model_type})"
+    with common.blame(f"{name}: cannot be built; try --no-use-remove-padding"), torch.device("meta"):
+        attention = attention_of(config, model_config)
         backbone = AutoModel.from_config(model_config, dtype=dtype, attn_implementation=attention)
-        model = ValueModel(backbone, config)
+        if config.use_remove_padding and not backbone._can_set_attn_implementation():
+            raise ValueError("it brings its own attention")
+        model = ValueModel(backbone)
         if config.lora_rank:
             add_lora(backbone, config)
-        decoder = backbone.get_decoder()
-        frozen = [backbone.visual] if config.freeze_vision_tower else []
+        if config.freeze_vision_tower:
+            backbone.visual.requires_grad_(False)
         if config.freeze_layers:
-            frozen += common.transformer_blocks(decoder)[: config.freeze_layers]
-            frozen += [m for m in decoder.modules() if isinstance(m, nn.Embedding)]
-    if padded and not backbone._can_set_attn_implementation():
-        raise UserError(f"--model {config.model}: {type(backbone).__name__} brings its own attention{padded}")
-    for module in frozen:
-        module.requires_grad_(False)
-    if config.gradient_checkpointing:
-        backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            decoder = backbone.get_decoder()
+            embeddings = [m for m in decoder.modules() if isinstance(m, nn.Embedding)]
+            for module in embeddings + common.transformer_blocks(decoder)[: config.freeze_layers]:
+                module.requires_grad_(False)
+        if config.gradient_checkpointing:
+            backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
@@ -303,20 +297,16 @@ def add_lora(backbone, config):
     inject_adapter_in_model(lora, backbone)
 
 
-def merge_lora(state, scale, transposed):
-    """Full state dict with adapters -> that of the same function without them, W + scale B A.
-
-    transposed: whether layers keep W as (in, out), as GPT-2's do.
-    """
-    merged = {}
-    for name, x in state.items():
-        layer = name.removesuffix(".base_layer.weight")
-        if layer != name:
-            delta = scale * state[f"{layer}.lora_B.default.weight"] @ state[f"{layer}.lora_A.default.weight"]
-            x = x + (delta.T if transposed else delta)
-        if ".lora_" not in name:
-            merged[name.replace(".base_layer.", ".")] = x
-    return merged
+def merge_lora(state, config, model_config):
+    """Full state dict with adapters -> that of the same function without them, W + alpha / r B A."""
+    model = build_skeleton(config, model_config).to_empty(device="cpu")
+    model.load_state_dict(state)
+    for module in model.modules():
+        if hasattr(module, "merge"):
+            module.merge()
+    return {
+        name.replace(".base_layer", ""): x for name, x in model.state_dict().items() if ".lora_" not in name
+    }
 
 
 def reads_images(model_config):
@@ -325,7 +315,7 @@ def reads_images(model_config):
 
 
 def load_image_processor(config, model_config):
-    """Pillow's processor, which all these models share (the same pixels on every machine), or None without one."""
+    """Pillow's processor, which all these models share (the same pixels on every machine); None: reads text only."""
     if not reads_images(model_config):
         return None
     if config.model in common.TINY:
@@ -337,16 +327,17 @@ def load_image_processor(config, model_config):
 def place_images(image_processor, image_token_id, rollout, folder):
     """Makes the image names of a row absolute and repeats each placeholder of a text prompt for every token of its
     image, after reading the images once. UserError: placeholders and images do not fit."""
-    names = rollout.images or []
-    rollout.images = [x if x.startswith("data:") else os.path.abspath(os.path.join(folder, x)) for x in names]
     sizes = []
-    if names:  # merge_size x merge_size patches are one token
+    if rollout.images:  # merge_size x merge_size patches are one token
+        rollout.images = [
+            x if x[:5] == "data:" else os.path.abspath(f"{folder or '.'}/{x}") for x in rollout.images
+        ]
         grids = read_images({"images": rollout.images}, image_processor)["image_grid_thw"]
         sizes = (grids.prod(1) // image_processor.merge_size**2).tolist()
     if rollout.prompt or rollout.messages:
         count = iter(sizes)
-        ids = rollout.prompt_ids
-        rollout.prompt_ids = [i for i in ids for _ in range(next(count, 1) if i == image_token_id else 1)]
+        repeats = [next(count, 1) if i == image_token_id else 1 for i in rollout.prompt_ids]
+        rollout.prompt_ids = [i for i, n in zip(rollout.prompt_ids, repeats) for _ in range(n)]
     ids = rollout.prompt_ids + rollout.response_ids
     runs = [len(list(run)) for is_image, run in itertools.groupby(ids, image_token_id.__eq__) if is_image]
     if runs != sizes:
@@ -364,12 +355,10 @@ def read_images(row, image_processor):
     pictures = []
     for image in row["images"]:
         with common.blame(f"image {image:.80}"):
-            source = (
-                io.BytesIO(base64.b64decode(image.partition(",")[2])) if image.startswith("data:") else image
-            )
+            source = io.BytesIO(base64.b64decode(image.partition(",")[2])) if image[:5] == "data:" else image
             with Image.open(source) as file:
                 pictures.append(ImageOps.exif_transpose(file).convert("RGB"))
-    with common.blame(f"images {', '.join(image[:80] for image in row['images'])}"):
+    with common.blame(f"images {row['images']!s:.200}"):
         return dict(image_processor(images=pictures, return_tensors="pt"))
 
 
@@ -381,27 +370,21 @@ def with_images(backbone, ids_T, lengths, images):
     ever above the cap of a micro-batch.
     """
     image_token_id = backbone.config.image_token_id
+    keys = ("pixel_values", "image_grid_thw")
     if not any(images):
         tower = backbone.config.vision_config
-        merge = tower.spatial_merge_size
+        n = tower.spatial_merge_size
         features = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
-        images = [
-            *images[:-1],
-            {
-                "pixel_values": torch.zeros(merge**2, features),
-                "image_grid_thw": torch.tensor([[1, merge, merge]]),
-            },
-        ]
+        black = dict(zip(keys, (torch.zeros(n * n, features), torch.tensor([[1, n, n]]))))
         ids_T = F.pad(ids_T, (0, 1), value=image_token_id)
         lengths = [*lengths[:-1], lengths[-1] + 1]
-    pixels = {}
-    for key in ("pixel_values", "image_grid_thw"):
-        pixels[key] = torch.cat([row[key] for row in images if row]).to(ids_T.device, non_blocking=True)
+        images = [*images[:-1], black]
     places = []
     for ids, row in zip(ids_T.split(lengths), images):
         is_image = (ids == image_token_id).int()[None]
         thw, _ = backbone.get_rope_index(ids[None], is_image, image_grid_thw=row.get("image_grid_thw"))
         places.append(torch.cat([torch.arange(len(ids), device=ids.device)[None], thw[:, 0]]))
+    pixels = {key: torch.cat([row[key] for row in images if row]).to(ids_T.device) for key in keys}
     return ids_T, lengths, torch.cat(places, 1), pixels
 
 
@@ -429,14 +412,11 @@ def make_layout(config, device):
     if config.strategy == "none":  # a copy on each rank is FSDP with one shard
         shards = 1
     mesh = init_device_mesh(device.type, (WORLD_SIZE // sp, sp), mesh_dim_names=("dp", "sp"))
-    fsdp_mesh = init_device_mesh(
-        device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=("replicate", "shard")
-    )
-    for group in (
-        *mesh.get_all_groups(),
-        *fsdp_mesh.get_all_groups(),
-    ):  # by themselves they have torch's time-out
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=config.timeout_minutes), group)
+    names = ("replicate", "shard")
+    fsdp_mesh = init_device_mesh(device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=names)
+    timeout = datetime.timedelta(minutes=config.timeout_minutes)  # by themselves the groups have torch's
+    for group in (*mesh.get_all_groups(), *fsdp_mesh.get_all_groups()):
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
     return Layout(
         device=device,
         dtype=common.compute_dtype(config.param_dtype, device),
@@ -449,12 +429,12 @@ def make_layout(config, device):
     )
 
 
-def build_value_model(config, model_config, layout, value_range):
+def build_value_model(config, model_config, layout):
     """(the sharded ValueModel, FLOPs of its forward, words on its size and on where its weights come from).
 
     Every rank builds on meta; rank 0 alone reads the weights and sends each rank its shards.
     """
-    source, story = read_weights(config, model_config, value_range) if RANK == 0 else (None, "")
+    source, story = read_weights(config, model_config) if RANK == 0 else (None, "")
     model = build_skeleton(config, model_config)
     flops = common.flops_model(model, model_config)
     count, trained = count_parameters(model)
@@ -466,12 +446,12 @@ def build_value_model(config, model_config, layout, value_range):
 def shard_fsdp2(model, config, layout):
     options = {"mesh": layout.fsdp_mesh, "reshard_after_forward": config.reshard_after_forward}
     if config.offload_policy:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=layout.device.type == "cuda")
-    policy = MixedPrecisionPolicy(param_dtype=layout.dtype, reduce_dtype=torch.float32)
+        options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=layout.device.type == "cuda")
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=layout.dtype, reduce_dtype=torch.float32)
     for block in common.transformer_blocks(model):
-        fully_shard(block, mp_policy=policy, **options)
-    fully_shard(model.score, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32), **options)
-    fully_shard(model, mp_policy=policy, **options)
+        fsdp.fully_shard(block, mp_policy=policy, **options)
+    fsdp.fully_shard(model.score, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.float32), **options)
+    fsdp.fully_shard(model, mp_policy=policy, **options)
     model.set_reduce_scatter_unused_params(
         True
     )  # an expert may have seen no token here, but some on another rank
@@ -484,7 +464,7 @@ def shard_fsdp2(model, config, layout):
 
 def shard_fsdp1(model, config, layout):
     mesh = layout.fsdp_mesh
-    policy = functools.partial(MixedPrecision, reduce_dtype=torch.float32)
+    policy = functools.partial(fsdp.MixedPrecision, reduce_dtype=torch.float32)
     units = dict.fromkeys(common.transformer_blocks(model), True)
     units[model.score] = {"mixed_precision": policy(param_dtype=torch.float32)}
     for name, module in model.named_modules():
@@ -493,12 +473,12 @@ def shard_fsdp1(model, config, layout):
         if adapter or config.freeze_layers and isinstance(module, nn.Embedding):
             units[module] = {"mixed_precision": policy(param_dtype=layout.dtype, cast_forward_inputs=True)}
     strategies = {  # (hybrid, reshard after forward)
-        (False, True): ShardingStrategy.FULL_SHARD,
-        (False, False): ShardingStrategy.SHARD_GRAD_OP,
-        (True, True): ShardingStrategy.HYBRID_SHARD,
-        (True, False): ShardingStrategy._HYBRID_SHARD_ZERO2,
+        (False, True): fsdp.ShardingStrategy.FULL_SHARD,
+        (False, False): fsdp.ShardingStrategy.SHARD_GRAD_OP,
+        (True, True): fsdp.ShardingStrategy.HYBRID_SHARD,
+        (True, False): fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2,
     }
-    return FSDP1(
+    return fsdp.FullyShardedDataParallel(
         model,
         device_mesh=mesh,
         device_id=layout.device,  # a torch.device, or FSDP1 refuses to work on CPU
@@ -627,15 +607,13 @@ class DataParallelPPOCritic:
     """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same on
     every rank, and work on this rank's share of it."""
 
-    def __init__(
-        self, config, model_config, layout, value_range=None, image_processor=None, total_steps=None
-    ):
+    def __init__(self, config, model_config, layout, image_processor=None, total_steps=None):
         self.config = config
         self.layout = layout
-        self.value_range = value_range
+        self.value_range = model_config.value_range  # of hl_gauss; None: the head gives a number
         self.image_processor = image_processor  # None: the model reads text only
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
-        self.model, self.flops, self.story = build_value_model(config, model_config, layout, value_range)
+        self.model, self.flops, self.story = build_value_model(config, model_config, layout)
         decoder = self.model.model.language_model if image_processor else self.model.model
         decoder.register_forward_pre_hook(slice_row, with_kwargs=True)
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
@@ -712,7 +690,7 @@ class DataParallelPPOCritic:
 
     def values(self, outputs, mask):
         """Values of the actions from what the head says of them; zero elsewhere."""
-        if self.config.value_head == "hl_gauss":
+        if self.value_range:
             outputs = common.hl_gauss_values(outputs, *self.value_range)
         return torch.where(mask, outputs, 0.0)
 
@@ -733,7 +711,7 @@ class DataParallelPPOCritic:
     def free_gathered(self):
         """Frees the gathered weights that FSDP keeps after a forward, for a backward that may not come."""
         for module in self.model.modules():
-            if isinstance(module, FSDPModule):
+            if isinstance(module, fsdp.FSDPModule):
                 module.reshard()
         if self.config.strategy == "fsdp1":
             for handle in self.model._all_handles:
@@ -794,12 +772,23 @@ class DataParallelPPOCritic:
         """These actions' part of the mini-batch loss, and of its sums (loss, clipped, vpreds, actions)."""
         vpreds = self.values(outputs, micro.response_mask)
         columns = (micro.returns, micro.response_mask, micro.weights)
-        if self.config.value_head == "hl_gauss":
+        if self.value_range:
             loss = common.hl_gauss_loss(outputs, *columns, *self.value_range)
             clipped = torch.zeros_like(loss)
         else:
             loss, clipped = common.value_loss(vpreds, micro.values, *columns, self.config.cliprange_value)
         return loss, torch.stack([loss, clipped, vpreds.sum(), micro.response_mask.sum()]).detach()
+
+    def learning_rate(self):
+        """The rate of the next step: linear warm-up, whose first step is at lr / steps, then constant or a cosine that
+        ends at 0. Skipped steps do not move it."""
+        warmup = self.config.lr_warmup_steps
+        if self.optimizer_steps < warmup:
+            return self.peak_lr * (self.optimizer_steps + 1) / warmup
+        if self.config.lr_scheduler_type == "constant":
+            return self.peak_lr
+        done = min((self.optimizer_steps - warmup) / max(self.total_steps - warmup, 1), 1.0)
+        return self.peak_lr * 0.5 * (1 + math.cos(math.pi * done))
 
     def optimizer_step(self):
         """Clips and steps -> gradient norm before clipping. A norm that is not finite skips the step, on all ranks."""
@@ -809,9 +798,7 @@ class DataParallelPPOCritic:
         else:
             norm = float(nn.utils.clip_grad_norm_(self.parameters, config.grad_clip).full_tensor())
         if math.isfinite(norm):
-            total = self.total_steps if config.lr_scheduler_type == "cosine" else None
-            lr = common.learning_rate(self.optimizer_steps, self.peak_lr, config.lr_warmup_steps, total)
-            self.optimizer.param_groups[0]["lr"] = lr
+            self.optimizer.param_groups[0]["lr"] = self.learning_rate()
             self.optimizer.step()
             self.optimizer_steps += 1
         self.optimizer.zero_grad()
@@ -849,15 +836,8 @@ class CriticWorker:
         config = self.config
         if config.lr_scheduler_type == "cosine" and not total_steps:
             raise UserError("--lr-scheduler-type cosine: init_model needs total_steps")
-        if config.value_head == "scalar":
-            value_range = None
-        else:
-            value_range = config.value_range or getattr(self.model_config, "value_range", None) or value_range
-            if not value_range:
-                raise UserError(
-                    "--value-range: hl_gauss needs it, LOW and HIGH of the returns with a small margin"
-                )
-        options = (self.layout, value_range, self.image_processor, total_steps)
+        common.describe_head(self.model_config, config, value_range)
+        options = (self.layout, self.image_processor, total_steps)
         self.critic = DataParallelPPOCritic(config, self.model_config, *options)
         torch.manual_seed(config.seed)  # random weights were drawn
         dp, sp, shards = self.layout.dp_size, self.layout.sp_size, self.layout.fsdp_mesh.shape[-1]
@@ -917,16 +897,7 @@ class CriticWorker:
             state = sum(map(local, critic.model.parameters())) + 3 * sum(map(local, critic.parameters))
             if config.defer_grad_sync:
                 state += 4 * sum(p.numel() for p in critic.parameters)
-            if config.offload_policy:
-                state = 0
-
-            def train(batch):
-                critic.forward_backward(critic.micro_batch(batch, range(len(batch))))
-
-            critic.model.train()
-            gib = float(budget[5:] or "inf")
-            budget = common.find_budget(train, longest, share, gib, state, self.device)
-            critic.optimizer.zero_grad()
+            budget = self.measure_budget(longest, share, 0 if config.offload_policy else state)
             if budget < least:
                 raise UserError(
                     f"--ppo-max-token-len-per-gpu auto: {row} has {longest} tokens, too many for the memory"
@@ -936,6 +907,43 @@ class CriticWorker:
             print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu {budget} -> {smaller}")
             budget = smaller
         critic.max_tokens = budget * share
+
+    def try_out(self, batch):
+        """Learns from a batch, without a step."""
+        self.critic.model.train()
+        self.critic.forward_backward(self.critic.micro_batch(batch, range(len(batch))))
+        self.critic.optimizer.zero_grad(set_to_none=False)
+
+    def measure_budget(self, longest, share, state_bytes):
+        """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective).
+
+        Twice as many of the longest rows tell what a row costs. share: ranks that share it. state_bytes: of weights,
+        gradients and optimizer state.
+        """
+        limit = float(self.config.ppo_max_token_len_per_gpu[5:] or "inf") * 2**30
+        n = math.ceil(1024 * share / longest)
+        peaks = []  # bytes of tensors at a time, in addition to those that exist before
+        for rows in (1, n, 2 * n):  # the first creates what stays: gradients, workspaces
+            batch = common.concat([common.Batch.blank(longest)] * rows)
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                self.try_out(batch)
+                peaks.append(torch.cuda.max_memory_allocated() - before)
+                limit = min(limit, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+            else:
+                with torch.profiler.profile(profile_memory=True) as log:
+                    self.try_out(batch)
+                events = [e for e in log.profiler.kineto_results.events() if e.name() == "[memory]"]
+                events.sort(key=lambda e: e.start_ns())
+                peaks.append(max(itertools.accumulate(e.nbytes() for e in events)))
+        cost = (peaks[2] - peaks[1]) / n  # of a row
+        room = 0.9 * limit - state_bytes - (peaks[1] - n * cost)  # the allocator loses a tenth
+        tokens = min(common.of_all_ranks(max(int(room / cost * longest / share), 0)))
+        print0(
+            f"budget     {room / 2**30:.3g} GiB / {cost * share / longest:,.0f} bytes a token = {tokens:,} tokens"
+        )
+        return tokens
 
     def check_batch(self, batch):
         """Raises UserError, ValueError or RuntimeError for rows that this critic cannot take, or not now."""
@@ -962,13 +970,12 @@ class CriticWorker:
         config = self.config
         start = time.perf_counter()
         metrics = self.critic.update_critic(batch)
-        seconds = time.perf_counter() - start
         frozen = config.freeze_layers / getattr(self.model_config.get_text_config(), "num_hidden_layers", 1)
         passes = 1 + (1 - frozen) * (1 if config.lora_rank else 2)  # forward, to inputs, to weights
         flops = passes * config.ppo_epochs * sum(map(self.critic.flops, batch.lengths))
         tokens = config.ppo_epochs * len(batch.input_ids)
-        performance = common.performance(seconds, tokens, flops, self.device, self.layout.dtype)
-        return metrics | common.batch_metrics(batch) | performance
+        metrics |= common.performance(start, tokens, flops, self.device, self.layout.dtype)
+        return metrics | common.batch_metrics(batch)
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self):
@@ -1042,7 +1049,7 @@ class CriticWorker:
     def shape(self):
         """What must be equal in a checkpoint and the run that continues it."""
         own = {"lora_rank": self.config.lora_rank, "freeze_layers": self.config.freeze_layers}
-        return common.shape_of(self.model_config, value_range=self.critic.value_range, **own)
+        return common.shape_of(self.model_config, **own)
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder):
@@ -1060,9 +1067,8 @@ class CriticWorker:
         with common.published(folder) as tmp:
             if RANK == 0:
                 if self.config.lora_rank:
-                    transposed = any(isinstance(m, Conv1D) for m in self.critic.model.modules())
-                    state = merge_lora(state, self.config.lora_alpha / self.config.lora_rank, transposed)
-                save_hf(state, self.model_config, self.critic.value_range, tmp)
+                    state = merge_lora(state, self.config, self.model_config)
+                save_hf(state, self.model_config, tmp)
                 for part in filter(None, (self.image_processor, self.tokenizer)):
                     part.save_pretrained(tmp)
 
@@ -1076,9 +1082,8 @@ def checkpoint_tensors(model, optimizer):
     return {**tensors, "rng": torch.get_rng_state()}, model_state, optimizer_state
 
 
-def save_hf(state, model_config, value_range, folder):
+def save_hf(state, model_config, folder):
     """Writes a full state dict of a value model ("model.*", "score.*") with transformers' own save_pretrained."""
-    model_config = common.config_of_export(model_config, len(state["score.weight"]), value_range)
     classifies = type(model_config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
     with torch.device("meta"):
         kind = transformers.AutoModelForTokenClassification if classifies else AutoModel
@@ -1097,6 +1102,82 @@ def save_hf(state, model_config, value_range, folder):
             for name, x in state.items()
         }
     skeleton.save_pretrained(folder, state_dict=state)
+
+
+class Checkpoints:
+    """The checkpoints of one run, as a context manager around it.
+
+    resume: a folder to continue from, "auto" for the newest undamaged one of out_dir (if any), or None.
+    `folder` is that folder or None. `halvings`: how often this run ran out of memory before, which --resume
+    auto answers by halving the token budget as often.
+    """
+
+    def __init__(self, out_dir, resume, keep, in_background, timeout_minutes):
+        self.out_dir = out_dir
+        self.keep = keep
+        self.saving = None
+        self.background = ThreadPoolExecutor(1) if in_background else None
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs its own
+        self.sigterm = threading.Event()  # schedulers announce the end by it
+        common.check_shared(out_dir)
+        self.folder = os.path.abspath(resume) if resume else None
+        self.halvings = 0
+        if resume == "auto":
+            self.folder = common.newest_checkpoint(out_dir)
+            self.halvings = len(common.read_lines(f"{out_dir}/out_of_memory.jsonl"))
+        parent = os.path.dirname(os.path.realpath(self.folder or "/"))
+        if parent.endswith(".old"):
+            raise UserError(
+                f"--resume {resume}: was set aside and may be removed; move it out of {parent} first"
+            )
+        self.is_own = parent == os.path.realpath(f"{out_dir}/checkpoints")  # then out_dir's files go on
+
+    def __enter__(self):
+        signal.signal(signal.SIGTERM, lambda *_: self.sigterm.set())
+        return self
+
+    def __exit__(self, kind, error, trace):
+        """Notes that memory ran out; after an error it waits up to a minute for a save in the background."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with contextlib.suppress(Exception):
+            if re.search(common.OUT_OF_MEMORY, repr(error)):
+                common.replace_lines(
+                    f"{self.out_dir}/out_of_memory.jsonl", [str(error)] * (self.halvings + 1)
+                )
+            if self.saving is not None:
+                self.saving.result(timeout=60)
+
+    def sigterm_received(self):
+        """Whether any rank has received SIGTERM (a collective)."""
+        return any(common.of_all_ranks(self.sigterm.is_set()))
+
+    def save(self, step, write):
+        """Saves a step by write(tmp, group), then removes all but the last `keep` (a collective), in turn."""
+
+        def save():
+            with common.published(f"{self.out_dir}/checkpoints/step_{step}", self.group) as tmp:
+                write(tmp, self.group)
+            if self.keep and RANK == 0:
+                for _, path in common.steps_in(f"{self.out_dir}/checkpoints")[self.keep :]:
+                    os.rename(path, f"{path}.gone")  # at once: a crash leaves no half of it
+                    shutil.rmtree(f"{path}.gone", ignore_errors=True)
+
+        self.wait()
+        if self.background is None:
+            save()
+        else:
+            self.saving = self.background.submit(save)
+
+    def wait(self, block=True):
+        """Waits for the save in the background, or looks whether it has ended; raises its error."""
+        if self.saving is not None and (block or self.saving.done()):
+            self.saving.result()
+
+    def leave(self, step):
+        """Ends a run that SIGTERM stopped, with the exit status of a process that SIGTERM has ended."""
+        print0(f"SIGTERM    stopped after step {step} of {self.out_dir}; continue with --resume auto")
+        raise SystemExit(128 + signal.SIGTERM)
 
 
 # ---- Plan: what a layout takes, worked out without launching it --------------------------------------------
@@ -1123,10 +1204,15 @@ def saved_bytes(config, model_config, lengths, device):
     return sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in own)
 
 
-def print_plan(config, model_config, lengths, ranks):
-    """Prints, as equations, what each of `ranks` ranks holds while it learns rows of these lengths, at its largest."""
+def print_plan(run):
+    """Prints, as equations, what each of run.plan ranks holds while it learns the longest rows."""
+    config = run.critic
+    ranks = run.plan
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = common.compute_dtype(config.param_dtype, device).itemsize
+    tokenizer, model_config = common.load_config(config)
+    common.describe_head(model_config, config, (0.0, 1.0))
+    lengths = common.load_rows(run.rollouts, None, config.seed, tokenizer, model_config)[0].lengths
     model = build_skeleton(config, model_config)
     count, trained = count_parameters(model)
     blocks = sorted(count_parameters(block)[0] for block in common.transformer_blocks(model))
@@ -1160,25 +1246,20 @@ def print_plan(config, model_config, lengths, ranks):
 
 def main(run):
     config = run.critic
-    tokenizer, model_config = common.load_config(config)
-    check_model_flags(config, model_config)
-    options = {"skip_bad_rows": run.skip_bad_rows, "with_values": run.recorded_values}
-    if reads_images(model_config):
-        image_processor = load_image_processor(config, model_config)
-        options["place_images"] = functools.partial(
-            place_images, image_processor, model_config.image_token_id
-        )
-    files = (run.rollouts, run.eval_rollouts, config.seed)
-    train, held_out = common.load_rows(*files, tokenizer, model_config, **options)
-    check_budget(config, train.longest[0], f"line {train.longest[1] + 1} of the rollouts")
     if run.plan:
-        return print_plan(config, model_config, train.lengths, run.plan)
+        return print_plan(run)
+    worker = CriticWorker(config)
+    options = {"skip_bad_rows": run.skip_bad_rows, "with_values": run.recorded_values}
+    if worker.image_processor is not None:
+        ids = worker.model_config.image_token_id
+        options["place_images"] = functools.partial(place_images, worker.image_processor, ids)
+    files = (run.rollouts, run.eval_rollouts, config.seed)
+    train, held_out = common.load_rows(*files, worker.tokenizer, worker.model_config, **options)
+    check_budget(config, train.longest[0], f"line {train.longest[1] + 1} of the rollouts")
     size = min(run.train_batch_size or config.ppo_mini_batch_size, len(train))
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
-    common.setup_distributed(config.timeout_minutes)
     options = (run.out_dir, run.resume, run.keep, run.async_save, config.timeout_minutes)
-    with common.Checkpoints(*options) as checkpoints:
-        worker = CriticWorker(config)
+    with Checkpoints(*options) as checkpoints:
         worker.init_model(total, common.return_range(train, run.gamma))
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
@@ -1191,7 +1272,7 @@ def main(run):
         shown, about = learn(run, worker, train, held_out, size, checkpoints)
         worker.export_hf(f"{run.out_dir}/hf")
     if shown is not None:
-        common.write_report(run.out_dir, shown, about, tokenizer, run.gamma)
+        common.write_report(run.out_dir, shown, about, worker.tokenizer, run.gamma)
     files = "hf, report.html, curves.png, metrics.jsonl, tensorboard"
     print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
 

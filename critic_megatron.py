@@ -15,7 +15,9 @@ Shapes are in the names: T tokens, sequences end to end; B sequences; L longest 
 S slots: the tokens and the padding of a micro-batch that this rank holds.
 """
 
+import contextlib
 import dataclasses
+import datetime
 import functools
 import heapq
 import itertools
@@ -25,10 +27,14 @@ import math
 import os
 import pathlib
 import re
+import shutil
+import signal
 import sys
+import threading
 import time
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
@@ -260,6 +266,7 @@ def megatron_without_cuda():
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
     torch.cuda.manual_seed = torch.manual_seed
+    torch.Tensor.pin_memory = lambda x: x.clone()  # what is offloaded must be a copy
     rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # of its tracker, and of recomputation
     rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     logging.getLogger(rng.__name__).setLevel(logging.ERROR)  # "CPU RNG state changed", at every recomputation
@@ -362,13 +369,13 @@ class CoreAttention(nn.Module):
         return out_SD if pack else out_SD.unflatten(0, (rows, length)).transpose(0, 1).contiguous()
 
 
-def read_weights(config, model_config, value_range):
+def read_weights(config, model_config):
     """(read, words on their origin): read(name) gives a weight by its Hugging Face name, KeyError: not there.
 
     Files are mapped, not loaded: a rank reads the pages of what it takes. Random weights are those of
     critic_fsdp.py, so every rank draws the whole model.
     """
-    head = nn.Linear(model_config.hidden_size, config.value_bins if config.value_head == "hl_gauss" else 1)
+    head = nn.Linear(model_config.hidden_size, model_config.num_labels)
     if config.model in common.TINY:
         torch.manual_seed(config.seed)
         tensors = AutoModel.from_config(model_config, dtype=torch.float32).state_dict()
@@ -376,7 +383,7 @@ def read_weights(config, model_config, value_range):
     else:
         tensors = StoredTensors(common.local_folder(config.model), "model.")
         story = f"{len(tensors)} tensors from {config.model}"
-    words = common.init_value_head(head, config, value_range)
+    words = common.init_value_head(head, config, model_config)
 
     def read(name):
         if name.startswith("score."):
@@ -731,15 +738,14 @@ def layer_spec(transformer, vp_stage):
     return block
 
 
-def build_value_model(config, model_config, layout, value_range):
+def build_value_model(config, model_config, layout):
     """(the chunks of the model on this rank, their weights as they were stored, FLOPs of a forward, words on its size
     and on where its weights come from)."""
     modules = []
     vpp = config.virtual_pipeline_model_parallel_size
-    outputs = config.value_bins if config.value_head == "hl_gauss" else 1
     with torch.device("meta"):
         skeleton = AutoModel.from_config(model_config, dtype=torch.float32)
-        skeleton.score = nn.Linear(model_config.hidden_size, outputs)
+        skeleton.score = nn.Linear(model_config.hidden_size, model_config.num_labels)
     with common.blame(f"--model {config.model}: cannot be built with these parallel sizes"):
         transformer = transformer_config(config, model_config, layout.dtype)
         for vp_stage in range(vpp) if vpp > 1 else (None,):
@@ -758,8 +764,8 @@ def build_value_model(config, model_config, layout, value_range):
             module.rotary_pos_emb.inv_freq = rotary.inv_freq.detach().to(layout.device)
             modules.append(module)
     if modules[-1].post_process:
-        modules[-1].output_layer = ValueHead(transformer, outputs).to(layout.device)
-    read, story = read_weights(config, model_config, value_range)
+        modules[-1].output_layer = ValueHead(transformer, model_config.num_labels).to(layout.device)
+    read, story = read_weights(config, model_config)
     stored = {}
     flag = f"--model {config.model}"
     for p, x in stored_shards(named_weights(modules), transformer.num_query_groups, read, flag):
@@ -908,14 +914,12 @@ class MegatronPPOCritic:
     """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same on
     every rank, and work on this rank's share of it."""
 
-    def __init__(self, config, model_config, layout, value_range=None, total_steps=None):
+    def __init__(self, config, model_config, layout, total_steps=None):
         self.config = config
         self.layout = layout
-        self.value_range = value_range
+        self.value_range = model_config.value_range  # of hl_gauss; None: the head gives a number
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
-        self.modules, stored, self.flops, self.story = build_value_model(
-            config, model_config, layout, value_range
-        )
+        self.modules, stored, self.flops, self.story = build_value_model(config, model_config, layout)
         self.transformer = self.modules[0].config
         self.padding_row = padding_row(self.modules[0], model_config)
         self.model = wrap(self.modules)  # the same chunks
@@ -1066,7 +1070,7 @@ class MegatronPPOCritic:
 
     def values(self, outputs, mask):
         """Values of the actions from what the head says of them; zero elsewhere."""
-        if self.config.value_head == "hl_gauss":
+        if self.value_range:
             outputs = common.hl_gauss_values(outputs, *self.value_range)
         return torch.where(mask, outputs, 0.0)
 
@@ -1140,12 +1144,23 @@ class MegatronPPOCritic:
         """These actions' part of the mini-batch loss, and of its sums (loss, clipped, vpreds, actions)."""
         vpreds = self.values(outputs, micro.response_mask)
         columns = (micro.returns, micro.response_mask, micro.weights)
-        if self.config.value_head == "hl_gauss":
+        if self.value_range:
             loss = common.hl_gauss_loss(outputs, *columns, *self.value_range)
             clipped = torch.zeros_like(loss)
         else:
             loss, clipped = common.value_loss(vpreds, micro.values, *columns, self.config.cliprange_value)
         return loss, torch.stack([loss, clipped, vpreds.sum(), micro.response_mask.sum()]).detach()
+
+    def learning_rate(self):
+        """The rate of the next step: linear warm-up, whose first step is at lr / steps, then constant or a cosine that
+        ends at 0. Skipped steps do not move it."""
+        warmup = self.config.lr_warmup_steps
+        if self.optimizer_steps < warmup:
+            return self.peak_lr * (self.optimizer_steps + 1) / warmup
+        if self.config.lr_scheduler_type == "constant":
+            return self.peak_lr
+        done = min((self.optimizer_steps - warmup) / max(self.total_steps - warmup, 1), 1.0)
+        return self.peak_lr * 0.5 * (1 + math.cos(math.pi * done))
 
     def optimizer_step(self):
         """Clips and steps -> gradient norm before clipping. A norm that is not finite skips the step, on all ranks."""
@@ -1155,10 +1170,8 @@ class MegatronPPOCritic:
         if math.isfinite(norm):
             for optimizer in self.optimizers:
                 clip_grad_by_total_norm_fp32(optimizer.get_parameters(), config.grad_clip, norm)
-            total = self.total_steps if config.lr_scheduler_type == "cosine" else None
-            lr = common.learning_rate(self.optimizer_steps, self.peak_lr, config.lr_warmup_steps, total)
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = self.learning_rate()
             self.optimizer.step_with_ready_grads()
             self.optimizer_steps += 1
         return norm
@@ -1211,7 +1224,7 @@ class CriticWorker:
         if config.ppo_max_token_len_per_gpu == "auto" and self.device.type == "cpu":
             raise UserError("--ppo-max-token-len-per-gpu auto: on a CPU give the memory of a rank, auto:GIB")
         self.layout = make_layout(config, self.device)
-        self.offloaded = []  # (storage, its bytes, its content on the host or None) while the critic is off the device
+        self.offloaded = False
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps=None, value_range=None):
@@ -1223,15 +1236,8 @@ class CriticWorker:
         config = self.config
         if config.lr_scheduler_type == "cosine" and not total_steps:
             raise UserError("--lr-scheduler-type cosine: init_model needs total_steps")
-        if config.value_head == "scalar":
-            value_range = None
-        else:
-            value_range = config.value_range or getattr(self.model_config, "value_range", None) or value_range
-            if not value_range:
-                raise UserError(
-                    "--value-range: hl_gauss needs it, LOW and HIGH of the returns with a small margin"
-                )
-        options = (self.layout, value_range, total_steps)
+        common.describe_head(self.model_config, config, value_range)
+        options = (self.layout, total_steps)
         self.critic = MegatronPPOCritic(config, self.model_config, *options)
         torch.manual_seed(config.seed)  # random weights were drawn
         print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
@@ -1254,14 +1260,7 @@ class CriticWorker:
             state = 0
             for name, p in named_weights(critic.modules):  # float32 gradients; masters and moments are shared
                 state += p.nbytes + 4 * p.numel() + 12 * p.numel() / dist.get_world_size(replicas(name))
-            turns = self.layout.pp_size * (2 if len(critic.model) > 1 else 1)
-
-            def train(batch):  # as many micro-batches as a stage may hold at a time
-                critic.forward_backward([critic.micro_batch(batch, range(len(batch)))] * turns)
-
-            critic.train(True)
-            gib = float(budget[5:] or "inf")
-            budget = common.find_budget(train, longest, share, gib, state, self.device)
+            budget = self.measure_budget(longest, share, state)
             if budget < least:
                 raise UserError(
                     f"--ppo-max-token-len-per-gpu auto: {row} has {longest} tokens, too many for the memory"
@@ -1271,6 +1270,43 @@ class CriticWorker:
             print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu {budget} -> {smaller}")
             budget = smaller
         critic.max_tokens = budget * share
+
+    def try_out(self, batch):
+        """Learns from a batch, without a step; from as many at a time as a pipeline stage may hold."""
+        self.critic.train(True)
+        turns = self.layout.pp_size * (2 if len(self.critic.model) > 1 else 1)
+        self.critic.forward_backward([self.critic.micro_batch(batch, range(len(batch)))] * turns)
+
+    def measure_budget(self, longest, share, state_bytes):
+        """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective).
+
+        Twice as many of the longest rows tell what a row costs. share: ranks that share it. state_bytes: of weights,
+        gradients and optimizer state.
+        """
+        limit = float(self.config.ppo_max_token_len_per_gpu[5:] or "inf") * 2**30
+        n = math.ceil(1024 * share / longest)
+        peaks = []  # bytes of tensors at a time, in addition to those that exist before
+        for rows in (1, n, 2 * n):  # the first creates what stays: gradients, workspaces
+            batch = common.concat([common.Batch.blank(longest)] * rows)
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                self.try_out(batch)
+                peaks.append(torch.cuda.max_memory_allocated() - before)
+                limit = min(limit, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+            else:
+                with torch.profiler.profile(profile_memory=True) as log:
+                    self.try_out(batch)
+                events = [e for e in log.profiler.kineto_results.events() if e.name() == "[memory]"]
+                events.sort(key=lambda e: e.start_ns())
+                peaks.append(max(itertools.accumulate(e.nbytes() for e in events)))
+        cost = (peaks[2] - peaks[1]) / n  # of a row
+        room = 0.9 * limit - state_bytes - (peaks[1] - n * cost)  # the allocator loses a tenth
+        tokens = min(common.of_all_ranks(max(int(room / cost * longest / share), 0)))
+        print0(
+            f"budget     {room / 2**30:.3g} GiB / {cost * share / longest:,.0f} bytes a token = {tokens:,} tokens"
+        )
+        return tokens
 
     def check_batch(self, batch):
         """Raises UserError, ValueError or RuntimeError for rows that this critic cannot take, or not now."""
@@ -1297,55 +1333,38 @@ class CriticWorker:
         config = self.config
         start = time.perf_counter()
         metrics = self.critic.update_critic(batch)
-        seconds = time.perf_counter() - start
         passes = 3  # forward, to inputs, to weights
         flops = passes * config.ppo_epochs * sum(map(self.critic.flops, batch.lengths))
         tokens = config.ppo_epochs * len(batch.input_ids)
-        performance = common.performance(seconds, tokens, flops, self.device, self.layout.dtype)
-        return metrics | common.batch_metrics(batch) | performance
+        metrics |= common.performance(start, tokens, flops, self.device, self.layout.dtype)
+        return metrics | common.batch_metrics(batch)
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self):
         """Gives the device memory of weights, gradients and optimizer state to others (a rollout engine)."""
-        if self.offloaded:
-            return
-        for storage, kept in self.storages():
-            host = None
-            if kept:
-                pinned = self.device.type == "cuda"
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned).untyped_storage()
-                host.copy_(storage)
-            self.offloaded.append((storage, storage.nbytes(), host))
-            storage.resize_(0)
+        for chunk in self.critic.model:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                buffer.offload_to_cpu()
         mpu.get_global_memory_buffer().buffer.clear()  # what sequence parallelism gathers tokens into
-        torch.cuda.empty_cache()
+        self.move(torch.device("cpu"))
+        self.offloaded = True
 
     @register(Dispatch.ONE_TO_ALL)
     def onload(self):
         """Takes it back."""
-        for storage, size, host in self.offloaded:
-            storage.resize_(size)
-            if host is not None:
-                storage.copy_(host)
-        self.offloaded = []
+        for chunk in self.critic.model:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                buffer.reload_from_cpu()
+        self.move(self.device)
+        self.offloaded = False
 
-    def storages(self):
-        """(storage, whether its content is kept) of all that is offloaded, each once: many tensors are views of one.
-
-        Gradients are not kept: the next mini-batch begins by setting them to zero.
-        """
-        critic = self.critic
-        tensors = [p.data for _, p in named_weights(critic.modules)]
-        for optimizer in critic.optimizers:
-            tensors += optimizer.get_parameters()
-            tensors += [x for state in optimizer.optimizer.state.values() for x in state.values() if x.ndim]
-        kept = {x.untyped_storage()._cdata: (x.untyped_storage(), True) for x in tensors}
-        buffers = [
-            buffer.grad_data
-            for chunk in critic.model
-            for buffer in chunk.buffers + chunk.expert_parallel_buffers
-        ]
-        return [*kept.values(), *((x.untyped_storage(), False) for x in buffers)]
+    def move(self, device):
+        for optimizer in self.critic.optimizers:
+            for p in itertools.chain(
+                *optimizer.shard_fp32_from_float16_groups
+            ):  # masters of half-precision weights
+                p.data = p.data.to(device)
+            common.move_state(optimizer.optimizer, device)
 
     # ---- Checkpoints and export ----------------------------------------------------------------------------
 
@@ -1397,7 +1416,7 @@ class CriticWorker:
 
     def shape(self):
         """What must be equal in a checkpoint and the run that continues it."""
-        return common.shape_of(self.model_config, value_range=self.critic.value_range)
+        return common.shape_of(self.model_config)
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder):
@@ -1411,17 +1430,14 @@ class CriticWorker:
         index = {"metadata": {}, "weight_map": {}}
         for part in common.of_all_ranks(dict.fromkeys(state, file)):
             index["weight_map"] |= part
-        outputs = self.config.value_bins if self.config.value_head == "hl_gauss" else 1
-        model_config = common.config_of_export(self.model_config, outputs, self.critic.value_range)
-        model_config.architectures = [
-            transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(model_config)].__name__
-        ]
+        kind = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(self.model_config)]
+        self.model_config.architectures = [kind.__name__]
         with common.published(folder) as tmp:
             if state:
                 save_file(state, f"{tmp}/{file}", metadata={"format": "pt"})
             common.write_json(f"{tmp}/model.safetensors.index.json", index)
             if RANK == 0:
-                for part in filter(None, (model_config, self.tokenizer)):
+                for part in filter(None, (self.model_config, self.tokenizer)):
                     part.save_pretrained(tmp)
 
 
@@ -1448,23 +1464,96 @@ def checkpoint_tensors(critic, vocab_size):
     return out
 
 
+class Checkpoints:
+    """The checkpoints of one run, as a context manager around it.
+
+    resume: a folder to continue from, "auto" for the newest undamaged one of out_dir (if any), or None.
+    `folder` is that folder or None. `halvings`: how often this run ran out of memory before, which --resume
+    auto answers by halving the token budget as often.
+    """
+
+    def __init__(self, out_dir, resume, keep, in_background, timeout_minutes):
+        self.out_dir = out_dir
+        self.keep = keep
+        self.saving = None
+        self.background = ThreadPoolExecutor(1) if in_background else None
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs its own
+        self.sigterm = threading.Event()  # schedulers announce the end by it
+        common.check_shared(out_dir)
+        self.folder = os.path.abspath(resume) if resume else None
+        self.halvings = 0
+        if resume == "auto":
+            self.folder = common.newest_checkpoint(out_dir)
+            self.halvings = len(common.read_lines(f"{out_dir}/out_of_memory.jsonl"))
+        parent = os.path.dirname(os.path.realpath(self.folder or "/"))
+        if parent.endswith(".old"):
+            raise UserError(
+                f"--resume {resume}: was set aside and may be removed; move it out of {parent} first"
+            )
+        self.is_own = parent == os.path.realpath(f"{out_dir}/checkpoints")  # then out_dir's files go on
+
+    def __enter__(self):
+        signal.signal(signal.SIGTERM, lambda *_: self.sigterm.set())
+        return self
+
+    def __exit__(self, kind, error, trace):
+        """Notes that memory ran out; after an error it waits up to a minute for a save in the background."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with contextlib.suppress(Exception):
+            if re.search(common.OUT_OF_MEMORY, repr(error)):
+                common.replace_lines(
+                    f"{self.out_dir}/out_of_memory.jsonl", [str(error)] * (self.halvings + 1)
+                )
+            if self.saving is not None:
+                self.saving.result(timeout=60)
+
+    def sigterm_received(self):
+        """Whether any rank has received SIGTERM (a collective)."""
+        return any(common.of_all_ranks(self.sigterm.is_set()))
+
+    def save(self, step, write):
+        """Saves a step by write(tmp, group), then removes all but the last `keep` (a collective), in turn."""
+
+        def save():
+            with common.published(f"{self.out_dir}/checkpoints/step_{step}", self.group) as tmp:
+                write(tmp, self.group)
+            if self.keep and RANK == 0:
+                for _, path in common.steps_in(f"{self.out_dir}/checkpoints")[self.keep :]:
+                    os.rename(path, f"{path}.gone")  # at once: a crash leaves no half of it
+                    shutil.rmtree(f"{path}.gone", ignore_errors=True)
+
+        self.wait()
+        if self.background is None:
+            save()
+        else:
+            self.saving = self.background.submit(save)
+
+    def wait(self, block=True):
+        """Waits for the save in the background, or looks whether it has ended; raises its error."""
+        if self.saving is not None and (block or self.saving.done()):
+            self.saving.result()
+
+    def leave(self, step):
+        """Ends a run that SIGTERM stopped, with the exit status of a process that SIGTERM has ended."""
+        print0(f"SIGTERM    stopped after step {step} of {self.out_dir}; continue with --resume auto")
+        raise SystemExit(128 + signal.SIGTERM)
+
+
 # ---- Main: value pretraining from rollouts -----------------------------------------------------------------
 
 
 def main(run):
     config = run.critic
-    tokenizer, model_config = common.load_config(config)
-    check_model_flags(config, model_config)
+    worker = CriticWorker(config)
     options = {"skip_bad_rows": run.skip_bad_rows, "with_values": run.recorded_values}
     files = (run.rollouts, run.eval_rollouts, config.seed)
-    train, held_out = common.load_rows(*files, tokenizer, model_config, **options)
+    train, held_out = common.load_rows(*files, worker.tokenizer, worker.model_config, **options)
     check_budget(config, train.longest[0], f"line {train.longest[1] + 1} of the rollouts")
     size = min(run.train_batch_size or config.ppo_mini_batch_size, len(train))
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
-    common.setup_distributed(config.timeout_minutes)
     options = (run.out_dir, run.resume, run.keep, run.async_save, config.timeout_minutes)
-    with common.Checkpoints(*options) as checkpoints:
-        worker = CriticWorker(config)
+    with Checkpoints(*options) as checkpoints:
         worker.init_model(total, common.return_range(train, run.gamma))
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
@@ -1477,7 +1566,7 @@ def main(run):
         shown, about = learn(run, worker, train, held_out, size, checkpoints)
         worker.export_hf(f"{run.out_dir}/hf")
     if shown is not None:
-        common.write_report(run.out_dir, shown, about, tokenizer, run.gamma)
+        common.write_report(run.out_dir, shown, about, worker.tokenizer, run.gamma)
     files = "hf, report.html, curves.png, metrics.jsonl, tensorboard"
     print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
 

@@ -1018,8 +1018,8 @@ class PolicyWorker:
             total += torch.stack(sums).detach()
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip).full_tensor())
         if math.isfinite(norm):
-            lr = common.learning_rate(self.optimizer_steps, config.lr, config.lr_warmup_steps)
-            self.optimizer.param_groups[0]["lr"] = lr
+            warm = min(1.0, (self.optimizer_steps + 1) / max(config.lr_warmup_steps, 1))
+            self.optimizer.param_groups[0]["lr"] = config.lr * warm
             self.optimizer.step()
             self.optimizer_steps += 1
         self.optimizer.zero_grad()
@@ -1418,7 +1418,7 @@ def main(run):
     run, task = set_up(run)
     device = common.setup_distributed(run.critic.timeout_minutes)
     options = (run.out_dir, run.resume, run.keep, run.async_save, run.critic.timeout_minutes)
-    with common.Checkpoints(*options) as checkpoints:
+    with critic_module(run.backend).Checkpoints(*options) as checkpoints:
         run, first_step, kl_coef = start_from(run, task, checkpoints)
         actor, reference, critic, reward_model, engine = build(run, task, device, checkpoints)
         phases = Phases(run.offload)
