@@ -980,6 +980,12 @@ def read_lines(path):
     return rows
 
 
+def note_out_of_memory(error, out_dir, times):
+    """Leaves a line for each time that this run ran out of memory, if that is what the error says."""
+    if re.search(OUT_OF_MEMORY, repr(error)):
+        replace_lines(f"{out_dir}/out_of_memory.jsonl", [str(error)] * times)
+
+
 def replace_lines(path, rows):
     """Replaces a JSONL file at once: after a crash it is the old one or the new one."""
     with open(f"{path}.tmp", "w") as file:
@@ -1046,9 +1052,10 @@ MANIFEST = "manifest.json"  # in a complete folder: file name -> SHA-256
 
 
 @contextlib.contextmanager
-def published(folder, group=None):
+def published(folder, group=None, keep=None):
     """`with published(folder) as tmp:` all ranks write into tmp, which then becomes the folder (a collective): checksums,
-    flush, one rename. A crash at any moment leaves the old folder or the new one.
+    flush, one rename. A crash at any moment leaves the old folder or the new one. keep: how many of the last step_N next
+    to it remain.
 
     Needs a file system that all ranks share. In a thread, `group` is one that no other thread uses.
     """
@@ -1069,13 +1076,22 @@ def published(folder, group=None):
         manifest.write_text(json.dumps(sums, indent=1, sort_keys=True))
         for path in (*paths, manifest, tmp):
             flush_to_disk(path)
-        shutil.rmtree(f"{folder}.old", ignore_errors=True)
+        remove(f"{folder}.old")
         if os.path.exists(folder):  # between these two renames the old folder is whole under the name .old
             os.rename(folder, f"{folder}.old")
         os.rename(tmp, folder)
         flush_to_disk(os.path.dirname(os.path.abspath(folder)))
-        shutil.rmtree(f"{folder}.old", ignore_errors=True)
+        remove(f"{folder}.old")
+        for _, path in steps_in(os.path.dirname(folder))[keep:] if keep else ():
+            remove(path)
     dist.barrier(group)
+
+
+def remove(folder):
+    """Removes a folder, if it is there, at once: a crash leaves no half of it under its name."""
+    if os.path.exists(folder):
+        os.rename(folder, f"{folder}.gone")
+        shutil.rmtree(f"{folder}.gone", ignore_errors=True)
 
 
 def checksum(path):
@@ -1110,8 +1126,9 @@ def verify(folder):
         raise UserError(f"--resume {folder}: damaged, {faults[0]}; use an earlier checkpoint")
 
 
-def check_shared(out_dir):
-    """UserError on all ranks unless each sees a folder that rank 0 makes in out_dir (a collective)."""
+def find_checkpoint(out_dir, resume):
+    """(folder to continue from or None; how often this run ran out of memory; whether out_dir's own files go on) (a
+    collective). resume: a folder, auto for the newest undamaged one of out_dir, or None."""
     made = None
     if RANK == 0:
         os.makedirs(out_dir, exist_ok=True)
@@ -1124,6 +1141,21 @@ def check_shared(out_dir):
         raise UserError(
             f"--out-dir {out_dir}: rank {seen.index(False)} does not see it; use storage that all share"
         )
+    if resume != "auto":
+        parent = os.path.dirname(os.path.realpath(resume or "/"))
+        if parent.endswith(".old"):
+            raise UserError(
+                f"--resume {resume}: was set aside and may be removed; move it out of {parent} first"
+            )
+        return resume and os.path.abspath(resume), 0, parent == os.path.realpath(f"{out_dir}/checkpoints")
+    for _, path in of_all_ranks(steps_in(os.path.abspath(f"{out_dir}/checkpoints")))[0]:
+        try:
+            verify(path)
+            return path, len(read_lines(f"{out_dir}/out_of_memory.jsonl")), True
+        except UserError as error:
+            print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
+    print0(f"resume     auto: {out_dir} has no checkpoint to continue from, so this is a start")
+    return None, len(read_lines(f"{out_dir}/out_of_memory.jsonl")), False
 
 
 def steps_in(folder):
@@ -1134,31 +1166,19 @@ def steps_in(folder):
     return sorted(((int(match[1]), str(path)) for match, path in found if match), reverse=True)
 
 
-def newest_checkpoint(out_dir):
-    """Folder of the last undamaged checkpoint of a run, or None; prints which it passes over (a collective)."""
-    for _, path in of_all_ranks(steps_in(os.path.abspath(f"{out_dir}/checkpoints")))[0]:
-        try:
-            verify(path)
-            return path
-        except UserError as error:
-            print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
-    print0(f"resume     auto: {out_dir} has no checkpoint to continue from, so this is a start")
-
-
 def archive_old_run(out_dir, last_step):
     """Moves checkpoints and rollouts after last_step (0: all) to checkpoints.old and rollouts.old, and removes
     what a killed run left half done."""
     for folder in (f"{out_dir}/checkpoints", f"{out_dir}/rollouts"):
-        for path in pathlib.Path(folder).glob("*"):
-            if path.suffix in (".tmp", ".gone"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in (*pathlib.Path(folder).glob("*.tmp"), *pathlib.Path(folder).glob("*.gone")):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         later = [path for step, path in steps_in(folder) if step > last_step]
         if later and not last_step:
-            shutil.rmtree(f"{folder}.old", ignore_errors=True)
+            remove(f"{folder}.old")
             print0(f"set aside  {folder} of an earlier run, to {folder}.old")
         for path in later:
             target = f"{folder}.old/{os.path.basename(path)}"
-            shutil.rmtree(target, ignore_errors=True)
+            remove(target)
             os.renames(path, target)
     if not last_step:
         pathlib.Path(out_dir, "out_of_memory.jsonl").unlink(missing_ok=True)

@@ -27,7 +27,6 @@ import math
 import os
 import pathlib
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -1480,18 +1479,7 @@ class Checkpoints:
         timeout = datetime.timedelta(minutes=timeout_minutes)
         self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs its own
         self.sigterm = threading.Event()  # schedulers announce the end by it
-        common.check_shared(out_dir)
-        self.folder = os.path.abspath(resume) if resume else None
-        self.halvings = 0
-        if resume == "auto":
-            self.folder = common.newest_checkpoint(out_dir)
-            self.halvings = len(common.read_lines(f"{out_dir}/out_of_memory.jsonl"))
-        parent = os.path.dirname(os.path.realpath(self.folder or "/"))
-        if parent.endswith(".old"):
-            raise UserError(
-                f"--resume {resume}: was set aside and may be removed; move it out of {parent} first"
-            )
-        self.is_own = parent == os.path.realpath(f"{out_dir}/checkpoints")  # then out_dir's files go on
+        self.folder, self.halvings, self.is_own = common.find_checkpoint(out_dir, resume)
 
     def __enter__(self):
         signal.signal(signal.SIGTERM, lambda *_: self.sigterm.set())
@@ -1501,10 +1489,7 @@ class Checkpoints:
         """Notes that memory ran out; after an error it waits up to a minute for a save in the background."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with contextlib.suppress(Exception):
-            if re.search(common.OUT_OF_MEMORY, repr(error)):
-                common.replace_lines(
-                    f"{self.out_dir}/out_of_memory.jsonl", [str(error)] * (self.halvings + 1)
-                )
+            common.note_out_of_memory(error, self.out_dir, self.halvings + 1)
             if self.saving is not None:
                 self.saving.result(timeout=60)
 
@@ -1516,12 +1501,9 @@ class Checkpoints:
         """Saves a step by write(tmp, group), then removes all but the last `keep` (a collective), in turn."""
 
         def save():
-            with common.published(f"{self.out_dir}/checkpoints/step_{step}", self.group) as tmp:
+            folder = f"{self.out_dir}/checkpoints/step_{step}"
+            with common.published(folder, self.group, self.keep) as tmp:
                 write(tmp, self.group)
-            if self.keep and RANK == 0:
-                for _, path in common.steps_in(f"{self.out_dir}/checkpoints")[self.keep :]:
-                    os.rename(path, f"{path}.gone")  # at once: a crash leaves no half of it
-                    shutil.rmtree(f"{path}.gone", ignore_errors=True)
 
         self.wait()
         if self.background is None:
