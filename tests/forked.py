@@ -6,7 +6,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -19,6 +18,7 @@ import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2
 import transformers.models.qwen3.modeling_qwen3
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
+from torch.distributed import TCPStore
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that Apex is not installed
@@ -26,18 +26,20 @@ with warnings.catch_warnings():
     import megatron.core.optimizer  # noqa: F401
 
 
+STORES = {}  # pid -> the store where it finds the other ranks: as long as this process lives
+
+
 def start(ranks, function, *args):
     """The pids of those processes, which the caller has to wait for."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the system chooses a free port
     gc.freeze()  # or each child collects among a million objects that never go, and copies their pages
     children = []
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
-            _child(rank, ranks, port, function, args)
+            _child(rank, ranks, store.port, function, args)
         children.append(pid)
+        STORES[pid] = store
     return children
 
 
@@ -99,6 +101,7 @@ def _child(rank, ranks, port, function, args):
         os.environ |= {
             "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",  # the store is there already
         }  # fmt: skip
         torch.set_num_threads(1)
         function(*args)
@@ -119,7 +122,7 @@ def script(arguments, env, cwd, out, alone):
     """Runs a script in a child as python does; out: where what it prints goes, .stdout and .stderr."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{out}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if alone else ():
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE") if alone else ():
         del os.environ[name]
     os.environ |= env
     os.chdir(cwd)

@@ -110,9 +110,9 @@ def succeeded(process):
 
 def write_manifest(folder):
     """The manifest of a folder as if what is in it now had been written so."""
-    manifest, folder = pathlib.Path(folder, common.MANIFEST), pathlib.Path(folder)
-    files = {name: common.checksum(folder / name) for name in common.files_of(folder) if name != common.MANIFEST}
-    manifest.write_text(json.dumps({"format": common.FORMAT, "files": files}, indent=1))
+    files = [path for path in pathlib.Path(folder).rglob("*") if path.is_file() and path.name != common.MANIFEST]
+    sums = {str(path.relative_to(folder)): common.checksum(path) for path in files}
+    pathlib.Path(folder, common.MANIFEST).write_text(json.dumps(sums, indent=1, sort_keys=True))
 
 
 def random_batch(n, seed=0, vocab_size=97, longest=40, idle=True):
@@ -157,10 +157,10 @@ def captured_gradients(critic):
     def note(*args, **kwargs):
         whole = contextlib.nullcontext()
         if critic.config.strategy == "fsdp1":
-            whole = critic_fsdp.FSDP1.summon_full_params(model, with_grads=True)
+            whole = critic_fsdp.fsdp.FullyShardedDataParallel.summon_full_params(model, with_grads=True)
         with whole:
             named = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in model.named_parameters()]
-            seen.append({n: critic_fsdp.full_tensor(p.grad).clone() for n, p in named if p.requires_grad})
+            seen.append({n: full_tensor(p.grad).clone() for n, p in named if p.requires_grad})
         return clip(*args, **kwargs)
 
     owner.clip_grad_norm_ = note
@@ -172,5 +172,10 @@ def captured_gradients(critic):
 
 def full_weights(critic):
     """name -> whole tensor of every weight of the value model (a collective)."""
-    state = critic_fsdp.get_model_state_dict(critic.model)
-    return {n: critic_fsdp.full_tensor(x).detach().clone() for n, x in state.items()}
+    state = critic_fsdp.state_dict.get_model_state_dict(critic.model)
+    return {n: full_tensor(x).detach().clone() for n, x in state.items()}
+
+
+def full_tensor(x):
+    """The whole of a sharded tensor (a collective), or the tensor itself."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
