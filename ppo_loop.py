@@ -1155,8 +1155,9 @@ class Phases:
 
     def __init__(self, offload):
         self.offload = offload
-        self.seconds = {}  # of the whole run
-        self.metrics = {}  # of the step
+        self.start = self.last = time.perf_counter()
+        self.steps = 0
+        self.seconds = {}  # of this step, by phase
 
     @contextlib.contextmanager
     def __call__(self, name, *workers):
@@ -1167,20 +1168,31 @@ class Phases:
         yield
         for worker in reversed(workers):
             worker.offload()
-        seconds = time.perf_counter() - start
-        self.metrics[f"time/{name}"] = self.metrics.get(f"time/{name}", 0.0) + seconds
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self, tokens):
+        """Metrics on the time of the step that ends now, which made this many tokens."""
+        now = time.perf_counter()
+        self.steps += 1
+        metrics = {f"time/{name}": x for name, x in self.seconds.items()}
+        metrics["perf/time_step"] = (now - self.start) / self.steps
+        metrics["perf/rollout_tokens_per_second"] = tokens / (now - self.last)
+        self.last = now
+        self.seconds = {}
+        return metrics
 
 
-def score(run, reward, prompts, replies, batch):
+def score(run, reward, phases, prompts, replies, batch):
     """Rewards of the caller's rows by rule or by model, a list (a collective). What went wrong is noted in a reply."""
     if isinstance(reward, RewardModel):
-        return reward.scores(prompts, [reply.text for reply in replies], batch)
+        with phases("reward", reward):
+            return reward.scores(prompts, [reply.text for reply in replies], batch)
     scores = []
-    for prompt, reply in zip(prompts, replies):
-        made, fault = reward_of(reward, run.reward_timeout, prompt, reply.text)
-        reply.fault = reply.fault or fault
-        scores.append(made)
+    with phases("reward"):
+        for prompt, reply in zip(prompts, replies):
+            made, fault = reward_of(reward, run.reward_timeout, prompt, reply.text)
+            reply.fault = reply.fault or fault
+            scores.append(made)
     return scores
 
 
@@ -1219,14 +1231,14 @@ def rollout_metrics(batch, scores, replies, run):
     }
 
 
-def evaluate(engine, task, run, reward, step):
+def evaluate(engine, task, run, reward, phases, step):
     """Rewards of held-out prompts -> metrics, equal on all ranks; adds transcripts to samples.jsonl and shows two."""
     each = max(run.eval_samples, 1)
     row_ids = range(RANK, len(task.held_out) * each, WORLD_SIZE)
     prompts = [task.held_out[row // each] for row in row_ids]
     keys = [f"evaluation {run.seed} {row}" for row in row_ids]
     replies = roll_out(engine, task, prompts, keys, run, run.temperature if run.eval_samples else 0.0)
-    scores = score(run, reward, prompts, replies, to_batch(prompts, replies, row_ids))
+    scores = score(run, reward, phases, prompts, replies, to_batch(prompts, replies, row_ids))
     rows = []
     for prompt, reply, x in zip(prompts, replies, scores):
         row = {"prompt": prompt.text, "response": reply.text, "answer": prompt.answer, "reward": x}
@@ -1374,11 +1386,11 @@ def checkpoint_writer(run, step, kl_coef, actor, critic):
 
 
 def build(run, task, device, checkpoints):
-    """(actor, reference or None, critic, reward model or None, rollout engine without weights yet) on all ranks, from
+    """(actor, reference or None, critic, reward function or model, rollout engine without weights yet) on all ranks, from
     the checkpoint if the run is resumed. With --offload they are made one after another."""
     folder = checkpoints.folder
     reference = None
-    reward_model = None
+    reward = task.reward
     away = lambda worker: worker.offload() if run.offload else None
     actor = PolicyWorker(run, task.model_config, device)
     if folder:
@@ -1388,8 +1400,8 @@ def build(run, task, device, checkpoints):
         reference = PolicyWorker(run, task.model_config, device, trains=False)
         away(reference)
     if run.reward_model:
-        reward_model = RewardModel(run, task.tokenizer)
-        away(reward_model)
+        reward = RewardModel(run, task.tokenizer)
+        away(reward)
     engine = (HFRollout if run.rollout == "hf" else VLLMRollout)(run, task, device)
     away(engine)
     with flags_of("critic"):  # the last, because it seeds torch's generator, or restores it
@@ -1400,7 +1412,7 @@ def build(run, task, device, checkpoints):
             critic.load_checkpoint(f"{folder}/critic")
         critic.set_budget(task.longest, "the longest prompt with its response", checkpoints.halvings)
         away(critic)
-    return actor, reference, critic, reward_model, engine
+    return actor, reference, critic, reward, engine
 
 
 def check_engine(run, metrics, engine):
@@ -1420,14 +1432,12 @@ def main(run):
     options = (run.out_dir, run.resume, run.keep, run.async_save, run.critic.timeout_minutes)
     with critic_module(run.backend).Checkpoints(*options) as checkpoints:
         run, first_step, kl_coef = start_from(run, task, checkpoints)
-        actor, reference, critic, reward_model, engine = build(run, task, device, checkpoints)
-        phases = Phases(run.offload)
+        actor, reference, critic, reward, engine = build(run, task, device, checkpoints)
         last_step = first_step if checkpoints.is_own else 0
         logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, run.evaluates(first_step))
-        start = time.perf_counter()
+        phases = Phases(run.offload)
         skipped = 0
         for step in common.profiled(range(first_step, run.steps + 1), run.profile_steps, run.out_dir):
-            began = time.perf_counter()
             last = step == run.steps
             stop = checkpoints.sigterm_received()
             if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
@@ -1441,16 +1451,13 @@ def main(run):
                 with phases("sync", actor):
                     engine.sync(actor.weights(engine.dtype))
                 if task.held_out and run.evaluates(step):
-                    with phases("evaluation", reward_model):
-                        logger.log(step, evaluate(engine, task, run, reward_model or task.reward, step))
+                    logger.log(step, evaluate(engine, task, run, reward, phases, step))
                 if last:
                     break
                 prompts, row_ids, keys = prompts_of_step(step, task.prompts, run)
-                with phases("rollout"):
-                    replies = roll_out(engine, task, prompts, keys, run, run.temperature)
-                    batch = to_batch(prompts, replies, row_ids)
-            with phases("reward", reward_model):
-                scores = score(run, reward_model or task.reward, prompts, replies, batch)
+                replies = roll_out(engine, task, prompts, keys, run, run.temperature)
+                batch = to_batch(prompts, replies, row_ids)
+            scores = score(run, reward, phases, prompts, replies, batch)
             with phases("log_probs", actor):
                 batch.old_log_probs = batch.ref_log_probs = actor.compute_log_probs(batch)
             if reference is not None:
@@ -1471,23 +1478,21 @@ def main(run):
             skipped = common.count_skipped(skipped, metrics, batch, run.out_dir)
             if run.dump_rollouts:
                 common.write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl")
-            metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
-            metrics |= phases.metrics
-            metrics["perf/rollout_tokens_per_second"] = metrics["rollout/tokens"] / (
-                time.perf_counter() - began
-            )
-            phases.metrics.clear()
+            metrics |= phases.take(metrics["rollout/tokens"])
             logger.log(step + 1, metrics)
             print_step(step + 1, run.steps, metrics)
-        with phases("export", actor, critic):
-            actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
-            critic.export_hf(f"{run.out_dir}/critic_hf")
-    logger.close()
-    if first_step < run.steps:
-        common.write_report(
-            run.out_dir, common.gather(batch), "rows of the last step", task.tokenizer, run.gamma, CURVES
-        )
-    print0("seconds    " + "  ".join(f"{name} {x:,.1f}" for name, x in phases.seconds.items()))
+        logger.close()
+        if first_step < run.steps:
+            about = "rows of the last step"
+            common.write_report(run.out_dir, common.gather(batch), about, task.tokenizer, run.gamma, CURVES)
+        export(run, task, phases, actor, critic)
+
+
+def export(run, task, phases, actor, critic):
+    """Writes the Hugging Face folders of actor and critic."""
+    with phases("export", actor, critic):
+        actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
+        critic.export_hf(f"{run.out_dir}/critic_hf")
     files = "hf, critic_hf, samples.jsonl, report.html, curves.png, metrics.jsonl, tensorboard"
     print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
 
