@@ -58,7 +58,7 @@ OUT_OF_MEMORY = "OutOfMemoryError|MemoryError|can't allocate memory"  # of the d
 HINTS = {  # words of an error -> what to do
     OUT_OF_MEMORY: "out of memory; --resume auto continues with half the token budget",
     "No space left": "the disk is full (No space left on device); make room and use --resume auto",
-    "Timed out waiting|closed by peer|reset by peer|Broken pipe": "another rank died or hangs; look for its message",
+    "Timed out waiting|closed by peer|reset by peer|Broken pipe": "another rank died or hangs; see its message",
 }
 
 
@@ -68,7 +68,8 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def blame(words):
-    """Turns an exception from in here into a UserError that begins with these words, the flag at fault first."""
+    """Turns an exception from in here into a UserError that begins with these words, the flag at fault
+    first."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
@@ -85,8 +86,9 @@ def print0(*args):
 
 
 def setup_distributed(timeout_minutes=30.0):
-    """Joins the process group (a group of one without torchrun) -> this rank's torch.device. Host tensors travel by
-    gloo, device tensors by NCCL. A peer that does not answer within timeout_minutes ends the run."""
+    """Joins the process group (a group of one without torchrun) -> this rank's torch.device. Host tensors
+    travel by gloo, device tensors by NCCL. A peer that does not answer within timeout_minutes ends the
+    run."""
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -120,9 +122,8 @@ def launch(main):
     It ends by os._exit, because gloo's threads outlive destroy_process_group and abort about one exit in six
     while the interpreter shuts down. Other ranks report after rank 0, so a shared error is printed once.
     """
-    if (
-        "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux"
-    ):  # ranks would outlive a killed torchrun
+    # ranks would outlive a killed torchrun
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
     code = 1
     message = ""
@@ -168,9 +169,8 @@ class Batch:
     response_mask: torch.Tensor  # (T,) bool: true on actions; never on the first token of a sequence
     row_id: torch.Tensor  # (B,) int64: global id; order and shuffles depend on it, never on the layout
     truncated: torch.Tensor  # (B,) bool: the response hit the length limit
-    token_level_rewards: torch.Tensor | None = (
-        None  # from here (T,) float32, zero where response_mask is false
-    )
+    # from here (T,) float32, zero where response_mask is false
+    token_level_rewards: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
@@ -186,8 +186,8 @@ class Batch:
 
     @classmethod
     def blank(cls, length=1):
-        """One row in which every token but the first is an action. Of one token, it is what a rank without rows
-        computes to keep in step."""
+        """One row in which every token but the first is an action. Of one token, it is what a rank without
+        rows computes to keep in step."""
         mask = torch.arange(length) > 0
         row = torch.tensor([-1])
         floats = dict.fromkeys(cls.FLOATS, mask * 0.0)
@@ -229,7 +229,8 @@ class Batch:
         return torch.cat([torch.zeros(0, dtype=torch.int64), *pieces])
 
     def select(self, rows):
-        """A new Batch of these rows (a sequence of indices), in that order; it shares no memory with this one."""
+        """A new Batch of these rows (a sequence of indices), in that order; it shares no memory with this
+        one."""
         tokens = self.token_index(rows)
         row_index = torch.tensor(list(rows), dtype=torch.int64)
         columns = {"cu_seqlens": cumulative(self.cu_seqlens.diff()[row_index])}
@@ -275,7 +276,8 @@ def cumulative(lengths):
 
 
 def concat(batches):
-    """One Batch of the rows of all, in order. A column must exist in every batch or in none, but for images."""
+    """One Batch of the rows of all, in order. A column must exist in every batch or in none, but for
+    images."""
     columns = {"cu_seqlens": cumulative(torch.cat([batch.cu_seqlens.diff() for batch in batches]))}
     for name in vars(batches[0]).keys() - columns.keys():
         parts = [getattr(batch, name) for batch in batches]
@@ -324,9 +326,8 @@ class Rollout(pydantic.BaseModel):
     reward: Number | None = None  # for the last action, or one for each response token
     rewards: list[Number] | None = None
 
-    response_mask: list[Annotated[bool, Field(strict=False)]] | None = (
-        None  # which response tokens are actions
-    )
+    # which response tokens are actions
+    response_mask: list[Annotated[bool, Field(strict=False)]] | None = None
     values: list[Number] | None = None  # of the response tokens, by the critic that was there
     truncated: bool | None = None  # the response hit the length limit
     images: list[str] | None = None  # files, relative to the JSONL, or data URLs
@@ -347,8 +348,8 @@ class Rollout(pydantic.BaseModel):
 
 
 def load_rows(rollouts, eval_rollouts, seed, *args, with_values=False, **options):
-    """(rows to learn from, rows to evaluate on or None), each one Batch, of these files or of the toy. More arguments
-    are read_rows's."""
+    """(rows to learn from, rows to evaluate on or None), each one Batch, of these files or of the toy. More
+    arguments are read_rows's."""
     held_out = None
     if rollouts is None:
         train = read_rows(toy_rows(8192, seed), *args, **options)
@@ -364,9 +365,9 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", skip_bad_
               place_images=None):  # fmt: skip
     """Rollouts of a JSONL file (or of its lines) as one Batch; row_id counts lines from 0.
 
-    A text "response" is closed with the tokenizer's end-of-sequence token unless the row is truncated: choosing
-    to stop is an action too. "values" are read only if with_values. place_images(rollout, folder) prepares a row's
-    images. With a transformers config rows have to fit the model.
+    A text "response" is closed with the tokenizer's end-of-sequence token unless the row is truncated:
+    choosing to stop is an action too. "values" are read only if with_values. place_images(rollout, folder)
+    prepares a row's images. With a transformers config rows have to fit the model.
 
     Raises UserError naming file, line and fault of the first bad row; with skip_bad_rows such rows are left
     out, counted and printed.
@@ -426,7 +427,8 @@ def parse_rollout(line, tokenizer):
 
 
 def first_fault(error):
-    """The first fault of a pydantic.ValidationError, as a sentence: the field, what it must be and what it is."""
+    """The first fault of a pydantic.ValidationError, as a sentence: the field, what it must be and what it
+    is."""
     fault = error.errors()[0]
     text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     return f"{fault['loc'][0]}: {text}, not {fault['input']!r:.40}" if fault["loc"] else text
@@ -503,9 +505,9 @@ def register(dispatch, needs=()):
 
     Under DP_COMPUTE_PROTO the rows of all ranks are gathered in row_id order, with the optional columns in
     `needs` and no others, and the method sees the *global* batch: what it computes cannot depend on who owned
-    which row. A (T,) result, one number per token of the global batch, is cut back to the caller's own rows in
-    the caller's order; other results (metrics) are returned as they are. ValueError: a needed column is missing.
-    """
+    which row. A (T,) result, one number per token of the global batch, is cut back to the caller's own rows
+    in the caller's order; other results (metrics) are returned as they are. ValueError: a needed column is
+    missing."""
 
     def decorate(method):
         @functools.wraps(method)
@@ -535,7 +537,8 @@ def permutation(n, *key):
 
 def rows_of_step(step, n, size, seed):
     """Indices of the rows of update `step` (from 0). Each pass over the n rows has its own order, cut into
-    updates of at most `size` rows as evenly as possible. A function of the step, so resuming needs no state."""
+    updates of at most `size` rows as evenly as possible. A function of the step, so resuming needs no
+    state."""
     pieces = math.ceil(n / size)
     return permutation(n, seed, "rows", step // pieces)[step % pieces :: pieces]
 
@@ -547,9 +550,8 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
         returns = A + V
 
     k counts actions only. A reward on another token goes to the action before it, which earned it, or to the
-    first. lam: a number, or (B,) one for each row. bootstrap_B: (B,) stands for all that would follow the last
-    action (None: every row ended). Zero where response_mask is false; float64 inside.
-    """
+    first. lam: a number, or (B,) one for each row. bootstrap_B: (B,) stands for all that would follow the
+    last action (None: every row ended). Zero where response_mask is false; float64 inside."""
     rewards = rewards_T.double().tolist()
     values = values_T.double().tolist()
     mask = response_mask_T.tolist()
@@ -575,8 +577,9 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
 
 
 def add_returns(batch, gamma, lam, bootstrap_truncated=False):
-    """Fills advantages and returns from rewards and old values. With bootstrap_truncated the last value of a row
-    that was cut off stands for what would follow: the state after the last action has no value of its own."""
+    """Fills advantages and returns from rewards and old values. With bootstrap_truncated the last value of a
+    row that was cut off stands for what would follow: the state after the last action has no value of its
+    own."""
     last_B = batch.last_action
     tail_B = torch.where(batch.truncated & (last_B >= 0) & bootstrap_truncated, batch.values[last_B], 0.0)
     columns = (batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens)
@@ -590,15 +593,17 @@ def monte_carlo(batch, gamma):
 
 
 def return_range(batch, gamma):
-    """(LOW, HIGH) of hl_gauss: what the returns span and a tenth of it on either side, so no Gaussian is cut off."""
+    """(LOW, HIGH) of hl_gauss: what the returns span and a tenth of it on either side, so no Gaussian is cut
+    off."""
     returns_A = monte_carlo(batch, gamma)[batch.response_mask]
     margin = 0.1 * float(returns_A.max() - returns_A.min()) or 1.0
     return float(returns_A.min()) - margin, float(returns_A.max()) + margin
 
 
 def loss_weights(batch, mode, response_length_limit=None):
-    """(T,) weights whose sum with the token losses is the loss of a *global* mini-batch with at least one action. A
-    token keeps its weight in every micro-batch, so the loss does not depend on how the mini-batch is cut.
+    """(T,) weights whose sum with the token losses is the loss of a *global* mini-batch with at least one
+    action. A token keeps its weight in every micro-batch, so the loss does not depend on how the mini-batch
+    is cut.
 
         token-mean                1 / N_tokens
         seq-mean-token-sum        1 / N_seqs                            of rows that have an action
@@ -620,9 +625,8 @@ def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, clipra
 
         L_t = 0.5 max( (v_t - R_t)^2, (clip(v_t, v_old - eps, v_old + eps) - R_t)^2 ),   loss = sum_t w_t L_t
 
-    PPO's clipping carried over to values (Schulman et al.'s code for 1707.06347). cliprange_value None is plain
-    squared error. What stands where response_mask is false never enters, not even a NaN.
-    """
+    PPO's clipping carried over to values (Schulman et al.'s code for 1707.06347). cliprange_value None is
+    plain squared error. What stands where response_mask is false never enters, not even a NaN."""
     v_T, old_T, returns_T = (
         torch.where(response_mask_T, x_T, 0.0) for x_T in (vpreds_T, values_T, returns_T)
     )
@@ -633,7 +637,8 @@ def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, clipra
 
 
 def hl_gauss_values(logits_TN, low, high):
-    """(T, N) logits of the bins -> (T,) values: the mean of the bins' centres, sum_i softmax(logits)_i c_i."""
+    """(T, N) logits of the bins -> (T,) values: the mean of the bins' centres, sum_i softmax(logits)_i
+    c_i."""
     half = (high - low) / logits_TN.shape[1] / 2
     centre_N = torch.linspace(low + half, high - half, logits_TN.shape[1], device=logits_TN.device)
     return (logits_TN.softmax(1) * centre_N).sum(1)
@@ -645,10 +650,10 @@ def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
         L_t = -sum_i p_i(R_t) log softmax(logits_t)_i,    loss = sum_t w_t L_t
         p_i = (Phi(e_i+1) - Phi(e_i)) / (Phi(e_N) - Phi(e_0)),    Phi: CDF of Normal(R, 0.75 bin widths)
 
-    N bins cut [low, high] evenly, with edges e_0 .. e_N; a return outside is moved to the end of the range. HL-Gauss,
-    Imani & White 1806.04613; the width, and values of deep RL learned this way: Farebrother et al. 2403.03950. Old
-    values do not enter: clipping has no counterpart here. Masked entries never enter, not even a NaN.
-    """
+    N bins cut [low, high] evenly, with edges e_0 .. e_N; a return outside is moved to the end of the range.
+    HL-Gauss, Imani & White 1806.04613; the width, and values of deep RL learned this way: Farebrother et al.
+    2403.03950. Old values do not enter: clipping has no counterpart here. Masked entries never enter, not
+    even a NaN."""
     bins = logits_TN.shape[1]
     edge_N = torch.linspace(low, high, bins + 1, device=logits_TN.device)
     sigma = 0.75 * (high - low) / bins
@@ -670,8 +675,9 @@ def explained_variance(values_A, returns_A):
 
 
 def auc(scores, labels):
-    """Area under the ROC curve: the chance that a 1 scores above a 0, ties counting half (Mann & Whitney 1947).
-    (N,) scores, (N,) labels of 0 and 1 -> float; NaN unless both labels occur and every score is finite."""
+    """Area under the ROC curve: the chance that a 1 scores above a 0, ties counting half (Mann & Whitney
+    1947). (N,) scores, (N,) labels of 0 and 1 -> float; NaN unless both labels occur and every score is
+    finite."""
     ones = scores[labels > 0.5].double()
     zeros = scores[labels <= 0.5].double().sort().values
     if not len(ones) or not len(zeros) or not scores.isfinite().all():
@@ -692,9 +698,9 @@ def batch_metrics(batch):
 
 
 def update_metrics(kind, names, totals, norms, lr):
-    """Metrics kind/name of an update. totals: sums over the actions of all ranks, one for each name and at the end the
-    number of actions; the first is the loss. norms: of the gradient of each mini-batch, not finite where it was skipped.
-    """
+    """Metrics kind/name of an update. totals: sums over the actions of all ranks, one for each name and at
+    the end the number of actions; the first is the loss. norms: of the gradient of each mini-batch, not
+    finite where it was skipped."""
     taken = [norm for norm in norms if math.isfinite(norm)]
     loss, *sums, actions = totals.tolist()
     means = [math.nan] * (len(names) + 1)
@@ -733,8 +739,9 @@ except ImportError:
 
 
 class PackLayout:
-    """Where sequences of these lengths, end to end, lie in a packed row, for queries and for the keys they see. With
-    fewer queries than keys, the queries are the last of their sequence (causal attention aligned at the end)."""
+    """Where sequences of these lengths, end to end, lie in a packed row, for queries and for the keys they
+    see. With fewer queries than keys, the queries are the last of their sequence (causal attention aligned at
+    the end)."""
 
     def __init__(self, lengths, device, key_lengths=None):
         key_lengths = key_lengths or lengths
@@ -749,23 +756,25 @@ class PackLayout:
 
 
 class Pack:
-    """The packed row that packed_attention reads in every layer. Set it before a forward and leave it until the
-    backward is over, because activation checkpointing runs the forward again."""
+    """The packed row that packed_attention reads in every layer. Set it before a forward and leave it until
+    the backward is over, because activation checkpointing runs the forward again."""
 
     layout = None  # PackLayout of the whole row, before it is sliced over sequence-parallel ranks
     group = None  # ranks that share the row, or None
     kernel = None  # what the last call used
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
-                     softcap=None, is_causal=None, s_aux=None, **kwargs):  # fmt: skip
-    """Causal attention within each sequence of the packed row: q (1,H,T,D), k v (1,K,T,D) -> (1,T,H,D), None. The
-    signature is transformers' AttentionInterface."""
+def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
+                     sliding_window=None, softcap=None, is_causal=None, s_aux=None, **kwargs):  # fmt: skip
+    """Causal attention within each sequence of the packed row: q (1,H,T,D), k v (1,K,T,D) -> (1,T,H,D), None.
+    The signature is transformers' AttentionInterface."""
     assert not dropout, "a critic has no dropout: with it the same batch would not give the same update"
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None or not causal or kwargs.get("position_bias") is not None:
-        raise UserError(f"--use-remove-padding: {type(module).__name__} asks for more than causal attention "
-                        "(a mask, a bias, later tokens), which packing drops; add --no-use-remove-padding")  # fmt: skip
+        name = type(module).__name__
+        raise UserError(
+            f"--use-remove-padding: {name} asks for more than causal attention; add --no-use-remove-padding"
+        )
     query, key = (x.to(value.dtype) for x in (query, key))  # float32 rotary tables make them wider
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out_1HTD = attention(Pack.layout, query, key, value, scale, sliding_window, softcap, s_aux)
@@ -778,8 +787,8 @@ transformers.AttentionInterface.register("packed", packed_attention)
 def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
     """(1,H,T,D) causal attention within the sequences of the layout, by the fastest kernel for these inputs.
 
-    flash-attn, else PyTorch's variable-length attention on CUDA in half precision, else one SDPA call for each
-    piece of equal lengths; written out for soft-capped scores (Gemma 2) and attention sinks (gpt-oss).
+    flash-attn, else PyTorch's variable-length attention on CUDA in half precision, else one SDPA call for
+    each piece of equal lengths; written out for soft-capped scores (Gemma 2) and attention sinks (gpt-oss).
     """
     half = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
     if half and sinks is None and q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
@@ -812,9 +821,8 @@ def dense_attention(q, k, v, scale, window, softcap, sinks):
     mask = None
     if softcap or sinks is not None or queries < keys or (window and keys > window):
         j = torch.arange(keys, device=q.device)
-        back = (
-            j[keys - queries :, None] - j
-        )  # queries stand at the last places, and see what is not too far back
+        # queries stand at the last places, and see what is not too far back
+        back = j[keys - queries :, None] - j
         mask = (back >= 0) & (back < (window or keys))
     if q.is_cuda or softcap or sinks is not None:  # torch's float32 kernels on CUDA know no grouped heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -843,10 +851,10 @@ PEAK_TFLOPS = {
 def flops_model(model, config):
     """f(length) -> FLOPs of one forward over a sequence of this many tokens; training costs three times that.
 
-    model: a value model (on meta is enough); config: of transformers. A token costs 2 FLOPs for each weight of a
-    matrix, of E experts only the active ones; a query and a key cost 4 for each feature of their heads, scores
-    and weighted sum. Embeddings cost nothing. A vision tower is left out, so MFU reads too low with images.
-    """
+    model: a value model (on meta is enough); config: of transformers. A token costs 2 FLOPs for each weight
+    of a matrix, of E experts only the active ones; a query and a key cost 4 for each feature of their heads,
+    scores and weighted sum. Embeddings cost nothing. A vision tower is left out, so MFU reads too low with
+    images."""
     config = config.get_text_config()
     get = lambda *names: next((x for name in names if (x := getattr(config, name, None))), 0)
     experts = get("num_experts", "num_local_experts", "n_routed_experts")
@@ -872,8 +880,9 @@ def flops_model(model, config):
 
 
 def performance(start, tokens, flops, device, dtype):
-    """perf/* metrics of an update that began at `start` on this rank, equal on all ranks (a collective). tokens, flops: of
-    all ranks together. MFU is NaN where the table does not know the device, and in float32."""
+    """perf/* metrics of an update that began at `start` on this rank, equal on all ranks (a collective).
+    tokens, flops: of all ranks together. MFU is NaN where the table does not know the device, and in
+    float32."""
     seconds = time.perf_counter() - start
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
     peak = math.nan
@@ -950,8 +959,9 @@ class Logger:
         """Logs an evaluation of the critic and prints one line about it."""
         self.log(step, m)
         print0(
-            f"held out   explained var {number(m['eval/explained_var'], '.3f')}   loss {m['eval/vf_loss']:.4f} "
-            f"(best constant {m['eval/constant_loss']:.4f})   AUC of the last value {number(m['eval/auc'], '.3f')}"
+            f"held out   explained var {number(m['eval/explained_var'], '.3f')}   loss {m['eval/vf_loss']:.4f}"
+            f" (best constant {m['eval/constant_loss']:.4f})"
+            f"   AUC of the last value {number(m['eval/auc'], '.3f')}"
         )
 
     def close(self):
@@ -1017,7 +1027,8 @@ def print_rows(rows, gamma):
 
 
 def profiled(steps, given, out_dir):
-    """The same steps; rank 0 records steps A to B of given "A:B" with torch.profiler, into out_dir/profile."""
+    """The same steps; rank 0 records steps A to B of given "A:B" with torch.profiler, into
+    out_dir/profile."""
     first, last = map(int, given.split(":")) if given and RANK == 0 else (0, -1)
     for step in steps:
         if not first <= step + 1 <= last:
@@ -1030,8 +1041,8 @@ def profiled(steps, given, out_dir):
 
 
 def count_skipped(skipped, metrics, batch, out_dir):
-    """How many updates in a row were skipped, with this one. UserError: values are not finite, or it is the tenth;
-    then the rows of the last one are left as JSONL (a collective)."""
+    """How many updates in a row were skipped, with this one. UserError: values are not finite, or it is the
+    tenth; then the rows of the last one are left as JSONL (a collective)."""
     if not math.isfinite(metrics.get("critic/values_mean", 0.0)):
         raise UserError("the critic's values are not finite, the training has diverged; use a lower --lr")
     acted = "critic/values_mean" in metrics
@@ -1040,8 +1051,8 @@ def count_skipped(skipped, metrics, batch, out_dir):
         path = f"{out_dir}/skipped_rows.jsonl"
         write_jsonl(batch, path)
         raise UserError(
-            f"{skipped} updates in a row were skipped, because their gradients are not finite; the rows of the "
-            f"last are in {path}, for --rollouts with --recorded-values"
+            f"{skipped} updates in a row were skipped: their gradients are not finite; the rows of the last "
+            f"are in {path}, for --rollouts with --recorded-values"
         )
     return skipped
 
@@ -1053,9 +1064,9 @@ MANIFEST = "manifest.json"  # in a complete folder: file name -> SHA-256
 
 @contextlib.contextmanager
 def published(folder, group=None, keep=None):
-    """`with published(folder) as tmp:` all ranks write into tmp, which then becomes the folder (a collective): checksums,
-    flush, one rename. A crash at any moment leaves the old folder or the new one. keep: how many of the last step_N next
-    to it remain.
+    """`with published(folder) as tmp:` all ranks write into tmp, which then becomes the folder (a
+    collective): checksums, flush, one rename. A crash at any moment leaves the old folder or the new one.
+    keep: how many of the last step_N next to it remain.
 
     Needs a file system that all ranks share. In a thread, `group` is one that no other thread uses.
     """
@@ -1108,7 +1119,8 @@ def flush_to_disk(path):
 
 
 def verify(folder):
-    """UserError on all ranks unless a published folder, or a part of one, is as it was written (a collective)."""
+    """UserError on all ranks unless a published folder, or a part of one, is as it was written (a
+    collective)."""
     root = folder if os.path.exists(f"{folder}/{MANIFEST}") else os.path.dirname(folder)
     with blame(f"--resume {folder}: no complete checkpoint here, no readable {MANIFEST}"):
         text = pathlib.Path(root, MANIFEST).read_text()
@@ -1127,8 +1139,8 @@ def verify(folder):
 
 
 def find_checkpoint(out_dir, resume):
-    """(folder to continue from or None; how often this run ran out of memory; whether out_dir's own files go on) (a
-    collective). resume: a folder, auto for the newest undamaged one of out_dir, or None."""
+    """(folder to continue from or None; how often this run ran out of memory; whether out_dir's own files go
+    on) (a collective). resume: a folder, auto for the newest undamaged one of out_dir, or None."""
     made = None
     if RANK == 0:
         os.makedirs(out_dir, exist_ok=True)
@@ -1167,8 +1179,8 @@ def steps_in(folder):
 
 
 def archive_old_run(out_dir, last_step):
-    """Moves checkpoints and rollouts after last_step (0: all) to checkpoints.old and rollouts.old, and removes
-    what a killed run left half done."""
+    """Moves checkpoints and rollouts after last_step (0: all) to checkpoints.old and rollouts.old, and
+    removes what a killed run left half done."""
     for folder in (f"{out_dir}/checkpoints", f"{out_dir}/rollouts"):
         for path in (*pathlib.Path(folder).glob("*.tmp"), *pathlib.Path(folder).glob("*.gone")):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -1202,8 +1214,8 @@ def open_checkpoint(folder, backends, shape):
 
 
 def shape_of(model_config, **more):
-    """What must be equal in two runs for one to continue the other, as plain JSON: the fields of a transformers
-    config that make the model, and what else the script names, if it is not empty."""
+    """What must be equal in two runs for one to continue the other, as plain JSON: the fields of a
+    transformers config that make the model, and what else the script names, if it is not empty."""
     fields = json.loads(model_config.to_json_string(use_diff=False))
     for key in ("transformers_version", "_name_or_path", "architectures", "dtype", "_attn_implementation",
                 "use_cache", "initializer_range"):  # fmt: skip
@@ -1215,7 +1227,8 @@ def shape_of(model_config, **more):
 
 
 def load_config(config):
-    """(tokenizer or None, transformers config) of config.model, with --override-config applied, dropout off."""
+    """(tokenizer or None, transformers config) of config.model, with --override-config applied, dropout
+    off."""
     model = config.model
     if model.startswith("tiny-") and model not in TINY and not os.path.isdir(model):
         raise UserError(f"--model {model}: no such preset; there are {', '.join(TINY)}")
@@ -1228,9 +1241,8 @@ def load_config(config):
     else:
         with contextlib.suppress(Exception):  # libraries raise a dozen kinds
             tokenizer = AutoTokenizer.from_pretrained(model)
-    if tokenizer is None or len(tokenizer) <= len(
-        tokenizer.all_special_ids
-    ):  # transformers made an empty one up
+    # transformers made an empty one up
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
         print0(f"tokenizer  none in {config.tokenizer or model}, so rows must be token ids")
         tokenizer = None
     with blame(f"--model {model}: no model there"):
@@ -1287,8 +1299,8 @@ def local_folder(name):
 
 
 def load_model(kind, name, model_config, seed):
-    """(a model of this AutoModel kind in float32 on the host, words on its weights): a folder's, or random ones. UserError:
-    they do not load, or some are missing."""
+    """(a model of this AutoModel kind in float32 on the host, words on its weights): a folder's, or random
+    ones. UserError: they do not load, or some are missing."""
     torch.manual_seed(seed)
     if name in TINY:
         return kind.from_config(model_config, dtype=torch.float32), f"random weights (seed {seed})"
@@ -1308,7 +1320,8 @@ def transformer_blocks(model):
 
 
 def send_weights(model, source):
-    """Fills a model that is spread over all ranks from `source`, the same model on rank 0's host (a collective)."""
+    """Fills a model that is spread over all ranks from `source`, the same model on rank 0's host (a
+    collective)."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, source.state_dict() if RANK == 0 else {}, options=options)
     buffers = list(source.buffers()) if RANK == 0 else []
@@ -1346,7 +1359,8 @@ def init_value_head(score, config, model_config):
 
 
 def load_value_head(score, name, value_range):
-    """Takes over the head of a model's folder -> words on it; None: it has none of these outputs and this range."""
+    """Takes over the head of a model's folder -> words on it; None: it has none of these outputs and this
+    range."""
     folder = pathlib.Path(local_folder(name))
     over = json.loads((folder / "config.json").read_text()).get("value_range")
     found = {}
@@ -1364,7 +1378,8 @@ def load_value_head(score, name, value_range):
 
 
 def describe_head(model_config, config, value_range):
-    """Notes in a transformers config what the value head is: num_labels outputs, over value_range (None: one number)."""
+    """Notes in a transformers config what the value head is: num_labels outputs, over value_range (None: one
+    number)."""
     model_config.num_labels = 1
     stored = getattr(model_config, "value_range", None)
     model_config.value_range = None
@@ -1394,7 +1409,8 @@ IMAGE_WORDS = [
 
 
 def tiny_config(name):
-    """A preset as the fields of a config.json: two layers of 64 features, four heads, two of keys and values."""
+    """A preset as the fields of a config.json: two layers of 64 features, four heads, two of keys and
+    values."""
     kind = TINY[name]
     vocab_size = len(char_tokenizer(name))
     none = {"model_type": kind, "bos_token_id": None, "eos_token_id": None}
@@ -1480,15 +1496,17 @@ NUMBERS = {  # of a report -> what they say
     "TD error": "standard deviation",
     "calibration error": "mean distance of value and frequency, 15 bins of equal width (1706.04599)",
 }
-PAGE = jinja2.Template(autoescape=True, source="""<!doctype html><meta charset="utf-8"><title>{{ title }}</title>
-<style>body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; color: #111827 }
+PAGE = jinja2.Template(autoescape=True, source="""<!doctype html><meta charset="utf-8">
+<title>{{ title }}</title><style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; color: #111827 }
 td { padding: 2px 16px 2px 0 } svg { width: 100%; height: auto } span { color: #111827; border-radius: 3px }
 pre { white-space: pre-wrap; margin: 6px 0; color: #6b7280 }</style>
 <h1>What the critic learned</h1><p>{{ title }}: {{ about }}</p><table>
-{% for name, x in numbers.items() %}<tr><td><b>{{ x }}</b><td>{{ name }}<td>{{ words[name] }}{% endfor %}</table>
-<h2>Where it changes its mind</h2><p>Each action is coloured by its value, read just before it, from
-{{ "%.2f" % low }} (orange) to {{ "%.2f" % high }} (blue); point at one for its numbers. These are the rows with
-the largest TD errors before their last action.</p>
+{% for name, x in numbers.items() %}<tr><td><b>{{ x }}</b><td>{{ name }}<td>{{ words[name] }}
+{% endfor %}</table><h2>Where it changes its mind</h2>
+<p>Each action is coloured by its value, read just before it, from {{ "%.2f" % low }} (orange) to
+{{ "%.2f" % high }} (blue); point at one for its numbers. These are the rows with the largest TD errors before
+their last action.</p>
 {% for prompt, actions in rows %}<pre>{{ prompt }}{% for text, color, title in actions -%}
 <span style="background: {{ color }}" title="{{ title }}">{{ text }}</span>{% endfor %}</pre>{% endfor %}
 <h2>Is it right, and when</h2>{{ figure|safe }}""")  # fmt: skip
@@ -1512,8 +1530,8 @@ def ceiling(rows):
 
 
 def report_numbers(rows, gamma):
-    """({each of NUMBERS: float}, points of the calibration curve) of rows with values, returns, and TD errors as
-    advantages."""
+    """({each of NUMBERS: float}, points of the calibration curve) of rows with values, returns, and TD errors
+    as advantages."""
     mask = rows.response_mask
     v_A = rows.values[mask].double()
     r_A = rows.returns[mask].double()
@@ -1539,8 +1557,8 @@ def report_numbers(rows, gamma):
 
 
 def rows_to_show(rows, tokenizer, low, high):
-    """(prompt, [(text, color, title) of its tokens]) of the 24 rows with the largest TD errors before the last action,
-    which is how wrong it was in the end."""
+    """(prompt, [(text, color, title) of its tokens]) of the 24 rows with the largest TD errors before the
+    last action, which is how wrong it was in the end."""
     jump_T = rows.advantages.abs().index_fill(0, rows.last_action[rows.last_action >= 0], 0.0)
     jump_B = torch.zeros(len(rows)).scatter_reduce(0, rows.row_of_token, jump_T, "amax")
     shown = []

@@ -8,8 +8,8 @@
     python critic_fsdp.py --help                          every flag
 
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level
-verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them. It leaves out
-rollout and policy. critic_megatron.py is the same function on Megatron-Core.
+verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them. It leaves
+out rollout and policy. critic_megatron.py is the same function on Megatron-Core.
 
 Shapes are in the names: T tokens, sequences end to end; B sequences; L longest sequence; D hidden features.
 """
@@ -73,16 +73,14 @@ class Config:
     seed: Count = 0  # of random weights, the value head and every shuffle
 
     # layout
-    strategy: Literal["fsdp2", "fsdp1", "none"] = (
-        "fsdp2"  # how weights are sharded (none: a copy on each rank)
-    )
+    # how weights are sharded (none: a copy on each rank)
+    strategy: Literal["fsdp2", "fsdp1", "none"] = "fsdp2"
     fsdp_size: int = -1  # ranks that share one copy of the weights; others hold replicas (-1: all share one)
     ulysses_size: Positive = 1  # ranks that share one sequence, each with some of the attention heads
     reshard_after_forward: bool = True  # free a layer's gathered weights until its backward: saves memory
     offload_policy: bool = False  # fsdp2 keeps weights, gradients and optimizer state on the host
-    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = (
-        30.0  # a collective that takes longer ends the run
-    )
+    # a collective that takes longer ends the run
+    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 30.0
 
     # precision and kernels
     # dtype of matrix products (auto: bfloat16, but float32 on CPU)
@@ -96,9 +94,8 @@ class Config:
     ppo_epochs: Positive = 1  # passes over the rows of one update
     ppo_mini_batch_size: Positive = 256  # rows of one optimizer step, over all ranks
     shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
-    ppo_max_token_len_per_gpu: Positive | Auto = (
-        16384  # tokens of a rank's micro-batch (auto[:GIB]: what fits)
-    )
+    # tokens of a rank's micro-batch (auto[:GIB]: what fits)
+    ppo_max_token_len_per_gpu: Positive | Auto = 16384
 
     # loss
     # PPO clip range around the old value (None: no clipping; hl_gauss never clips)
@@ -117,7 +114,8 @@ class Config:
 
 @dataclass(frozen=True)
 class Run:
-    """Learns a value function from rollouts, evaluates it, saves it as a checkpoint and a Hugging Face folder."""
+    """Learns a value function from rollouts, evaluates it, saves it as a checkpoint and a Hugging Face
+    folder."""
 
     critic: Annotated[Config, tyro.conf.arg(name="")] = Config()  # its flags have no prefix
     rollouts: str | None = None  # JSONL to learn from (None: the built-in toy task)
@@ -158,20 +156,22 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     c = flags
     norm = c.loss_agg_mode == "seq-mean-token-sum-norm"
     low, high = c.value_range or (0.0, 1.0)
+    sp = c.ulysses_size
     shards = world_size if c.fsdp_size == -1 else c.fsdp_size
     rules = {  # between flags
         f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < math.inf,
-        "--value-range: a scalar has none; add --value-head hl_gauss": c.value_head != "scalar" or not c.value_range,
+        "--value-range: needs --value-head hl_gauss": c.value_head != "scalar" or not c.value_range,
         "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm":
             norm == (c.response_length_limit is not None),
-        f"--ulysses-size {c.ulysses_size}: must divide the {world_size} ranks": world_size % c.ulysses_size == 0,
-        "--ulysses-size: needs packed rows; drop --no-use-remove-padding": c.ulysses_size == 1 or c.use_remove_padding,
+        f"--ulysses-size {sp}: must divide the {world_size} ranks": world_size % sp == 0,
+        "--ulysses-size: needs packed rows; drop --no-use-remove-padding": sp == 1 or c.use_remove_padding,
         f"--fsdp-size {c.fsdp_size}: must divide the {world_size} ranks, or be -1":
             shards > 0 and world_size % shards == 0,
         "--fsdp-size 1: fsdp1 cannot keep whole replicas; use --strategy none":
-            shards > 1 or c.strategy != "fsdp1" or world_size == 1,  # it would not even average over the replicas
-        "--offload-policy: fsdp1 has none; use --strategy fsdp2": not c.offload_policy or c.strategy != "fsdp1",
-        "--activation-offload: needs --gradient-checkpointing": not c.activation_offload or c.gradient_checkpointing,
+            shards > 1 or c.strategy != "fsdp1" or world_size == 1,  # it would not average over them
+        "--offload-policy: fsdp1 has none": not c.offload_policy or c.strategy != "fsdp1",
+        "--activation-offload: needs --gradient-checkpointing":
+            c.gradient_checkpointing or not c.activation_offload,
         "--freeze-layers: --lora-rank freezes all layers; drop one": not (c.lora_rank and c.freeze_layers),
         "--lora-rank: needs peft; pip install peft": not c.lora_rank or importlib.util.find_spec("peft"),
     }  # fmt: skip
@@ -207,9 +207,8 @@ from common import Dispatch, UserError, print0, register
 
 transformers.logging.set_verbosity_error()  # the run says in one line what matters of a load
 transformers.logging.disable_progress_bar()
-warnings.filterwarnings(
-    "ignore", message="FSDP2-wrapped module .* returned a view"
-)  # nothing here writes into it
+# nothing here writes into it
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
 warnings.filterwarnings("ignore", message=".*`NO_SHARD`")  # FSDP1 on a single rank
 warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft sees by itself what GPT-2 needs
 
@@ -217,8 +216,8 @@ warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft se
 
 
 class ValueModel(nn.Module):
-    """Backbone without its vocabulary head, and v = w . h + b on the hidden state of every token; with --value-head
-    hl_gauss the N logits of a distribution."""
+    """Backbone without its vocabulary head, and v = w . h + b on the hidden state of every token; with
+    --value-head hl_gauss the N logits of a distribution."""
 
     def __init__(self, backbone):
         super().__init__()
@@ -226,7 +225,8 @@ class ValueModel(nn.Module):
         self.score = nn.Linear(backbone.config.get_text_config().hidden_size, backbone.config.num_labels)
 
     def forward(self, **inputs):
-        """(B, L) ids -> (B, L) float32 values, or (B, L, N) logits, read *from* the hidden state of its position."""
+        """(B, L) ids -> (B, L) float32 values, or (B, L, N) logits, read *from* the hidden state of its
+        position."""
         hidden_BLD = self.model(use_cache=False, **inputs).last_hidden_state
         with torch.autocast(hidden_BLD.device.type, enabled=False):
             return self.score(hidden_BLD.float()).squeeze(-1)
@@ -244,7 +244,8 @@ def read_weights(config, model_config):
 
 
 def build_skeleton(config, model_config, dtype=torch.float32):
-    """A ValueModel on meta: no weights yet, but all that is settled without them. UserError: it cannot be built."""
+    """A ValueModel on meta: no weights yet, but all that is settled without them. UserError: it cannot be
+    built."""
     name = f"--model {config.model} ({model_config.model_type})"
     with common.blame(f"{name}: cannot be built; try --no-use-remove-padding"), torch.device("meta"):
         attention = attention_of(config, model_config)
@@ -284,8 +285,8 @@ def count_parameters(module):
 def add_lora(backbone, config):
     """Freezes the backbone and gives its linear layers adapters: W x + alpha / r B A x (LoRA, 2106.09685).
 
-    A is random and B zero, so values start unchanged. Experts that a mixture keeps in one tensor get no adapter.
-    """
+    A is random and B zero, so values start unchanged. Experts that a mixture keeps in one tensor get no
+    adapter."""
     from peft import LoraConfig, inject_adapter_in_model
 
     linear = [n for n, m in backbone.named_modules() if isinstance(m, nn.Linear | Conv1D)]
@@ -313,7 +314,8 @@ def reads_images(model_config):
 
 
 def load_image_processor(config, model_config):
-    """Pillow's processor, which all these models share (the same pixels on every machine); None: reads text only."""
+    """Pillow's processor, which all these models share (the same pixels on every machine); None: reads text
+    only."""
     if not reads_images(model_config):
         return None
     if config.model in common.TINY:
@@ -323,8 +325,8 @@ def load_image_processor(config, model_config):
 
 
 def place_images(image_processor, image_token_id, rollout, folder):
-    """Makes the image names of a row absolute and repeats each placeholder of a text prompt for every token of its
-    image, after reading the images once. UserError: placeholders and images do not fit."""
+    """Makes the image names of a row absolute and repeats each placeholder of a text prompt for every token
+    of its image, after reading the images once. UserError: placeholders and images do not fit."""
     sizes = []
     if rollout.images:  # merge_size x merge_size patches are one token
         rollout.images = [
@@ -345,9 +347,8 @@ def place_images(image_processor, image_token_id, rollout, folder):
 def read_images(row, image_processor):
     """One row's multi_modal_inputs -> {"pixel_values": (patches, features), "image_grid_thw": (images, 3)}.
 
-    A JSONL row has {"images": [absolute file name or data URL]}, which is read just before a forward, because the
-    pixels of all rows would fill the host. UserError names an image that cannot be read.
-    """
+    A JSONL row has {"images": [absolute file name or data URL]}, which is read just before a forward, because
+    the pixels of all rows would fill the host. UserError names an image that cannot be read."""
     if "images" not in row:
         return row
     pictures = []
@@ -361,12 +362,12 @@ def read_images(row, image_processor):
 
 
 def with_images(backbone, ids_T, lengths, images):
-    """(ids, lengths, (4, T) places in text, time, height and width, pixels) of rows with these images, B dicts.
+    """(ids, lengths, (4, T) places in text, time, height and width, pixels) of rows with these images, B
+    dicts.
 
-    Ranks that share the weights of the vision tower must run it together, so rows without any image get a black
-    one, whose one token ends the last row: no other token sees it, and its gradient is zero. It is the only token
-    ever above the cap of a micro-batch.
-    """
+    Ranks that share the weights of the vision tower must run it together, so rows without any image get a
+    black one, whose one token ends the last row: no other token sees it, and its gradient is zero. It is the
+    only token ever above the cap of a micro-batch."""
     image_token_id = backbone.config.image_token_id
     keys = ("pixel_values", "image_grid_thw")
     if not any(images):
@@ -390,8 +391,8 @@ def with_images(backbone, ids_T, lengths, images):
 
 
 class Layout(NamedTuple):
-    """Ranks as dp x sp (rank = dp_rank * sp_size + sp_rank): sp neighbours share each sequence, dp groups split the
-    rows. FSDP shards over all of them."""
+    """Ranks as dp x sp (rank = dp_rank * sp_size + sp_rank): sp neighbours share each sequence, dp groups
+    split the rows. FSDP shards over all of them."""
 
     device: torch.device
     dtype: torch.dtype  # of matrix products; master weights, gradients, optimizer and value head are float32
@@ -450,9 +451,8 @@ def shard_fsdp2(model, config, layout):
         fsdp.fully_shard(block, mp_policy=policy, **options)
     fsdp.fully_shard(model.score, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.float32), **options)
     fsdp.fully_shard(model, mp_policy=policy, **options)
-    model.set_reduce_scatter_unused_params(
-        True
-    )  # an expert may have seen no token here, but some on another rank
+    # an expert may have seen no token here, but some on another rank
+    model.set_reduce_scatter_unused_params(True)
     model.to_empty(device="cpu" if config.offload_policy else layout.device)
     for name, buffer in list(model.named_buffers()):  # these stay on the device
         module, _, name = name.rpartition(".")
@@ -491,9 +491,8 @@ def shard_fsdp1(model, config, layout):
 def ulysses_attention(module, query, key, value, attention_mask, s_aux=None, **options):
     """common.packed_attention of ranks that share the row (DeepSpeed-Ulysses, 2309.14509).
 
-    Each rank comes with its slice of the row and all heads, computes the whole row for its slice of the heads, and
-    leaves as it came: q (1, H, T/p, D) -> (1, T/p, H, D). No model code knows of it.
-    """
+    Each rank comes with its slice of the row and all heads, computes the whole row for its slice of the
+    heads, and leaves as it came: q (1, H, T/p, D) -> (1, T/p, H, D). No model code knows of it."""
     group = common.Pack.group
     p = dist.get_world_size(group)
     repeat = p // math.gcd(key.shape[1], p)  # fewer key heads than ranks: several ranks hold each
@@ -509,7 +508,8 @@ transformers.AttentionInterface.register("ulysses", ulysses_attention)
 
 
 def trade(x, group, scatter, gather):
-    """Splits x along one axis over the ranks and joins their pieces along another; autograd goes the way back."""
+    """Splits x along one axis over the ranks and joins their pieces along another; autograd goes the way
+    back."""
     p = dist.get_world_size(group)
     pieces = torch.cat(x.chunk(p, scatter)).contiguous()
     out = collectives.wait_tensor(collectives.all_to_all_single_autograd(pieces, None, None, group))
@@ -517,7 +517,8 @@ def trade(x, group, scatter, gather):
 
 
 def gather_slices(x, group):
-    """(T/p, ...) slices of the ranks of a group -> (T, ...) on all of them; backward adds the ranks' gradients up."""
+    """(T/p, ...) slices of the ranks of a group -> (T, ...) on all of them; backward adds the ranks'
+    gradients up."""
     return collectives.wait_tensor(collectives.all_gather_tensor_autograd(x.contiguous(), 0, group))
 
 
@@ -545,7 +546,8 @@ def slice_row(decoder, args, kwargs):
 
 
 def spread(costs, k):
-    """k lists of indices with nearly equal sums: longest first, each to the emptiest list (LPT, Graham 1969)."""
+    """k lists of indices with nearly equal sums: longest first, each to the emptiest list (LPT, Graham
+    1969)."""
     heap = [(0, j) for j in range(k)]
     parts = [[] for _ in range(k)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -558,9 +560,9 @@ def spread(costs, k):
 def micro_batches(lengths, costs, dp_size, max_tokens, padded=False):
     """For each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens.
 
-    Every rank computes the same table from all lengths, so all run equally many forwards without communicating,
-    as ranks that share weights must. A rank with less to do gets smaller or empty micro-batches.
-    """
+    Every rank computes the same table from all lengths, so all run equally many forwards without
+    communicating, as ranks that share weights must. A rank with less to do gets smaller or empty
+    micro-batches."""
 
     def tokens(rows):
         sizes = [lengths[i] for i in rows]
@@ -602,8 +604,8 @@ def check_budget(config, longest, row):
 
 
 class DataParallelPPOCritic:
-    """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same on
-    every rank, and work on this rank's share of it."""
+    """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same
+    on every rank, and work on this rank's share of it."""
 
     def __init__(self, config, model_config, layout, image_processor=None, total_steps=None):
         self.config = config
@@ -638,7 +640,8 @@ class DataParallelPPOCritic:
         return micro.to(self.layout.device)
 
     def forward(self, micro):
-        """What the head says of each action of a micro-batch: (T,) float32 values, or (T, N) logits; zero elsewhere.
+        """What the head says of each action of a micro-batch: (T,) float32 values, or (T, N) logits; zero
+        elsewhere.
 
         The value of an action is read *before* it, so what the head says moves one to the right:
 
@@ -694,7 +697,8 @@ class DataParallelPPOCritic:
 
     @torch.no_grad()
     def compute_values(self, batch):
-        """Values of the actions of the global batch: (T,) float32 on the host, zero elsewhere, equal on all ranks."""
+        """Values of the actions of the global batch: (T,) float32 on the host, zero elsewhere, equal on all
+        ranks."""
         self.model.eval()
         values_T = torch.zeros(len(batch.input_ids), device=self.layout.device)
         for rows in common.progress(self.my_micro_batches(batch), "values"):
@@ -716,12 +720,12 @@ class DataParallelPPOCritic:
                 handle.reshard(handle.uses_sharded_strategy)  # on a single rank only its views go back
 
     def update_critic(self, batch):
-        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
+        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all
+        ranks."""
         config = self.config
         self.model.train()
-        totals = torch.zeros(
-            4, dtype=torch.float64, device=self.layout.device
-        )  # loss, clipped, vpreds, actions
+        # loss, clipped, vpreds, actions
+        totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)
         norms = []  # of the mini-batches, NaN where the step was skipped
         for epoch in range(config.ppo_epochs):
             order = range(len(batch))
@@ -746,10 +750,11 @@ class DataParallelPPOCritic:
         return common.update_metrics("critic", names, totals, norms, self.optimizer.param_groups[0]["lr"])
 
     def forward_backward(self, micro, last=True):
-        """Adds the gradient of a micro-batch -> its sums (loss, clipped, vpreds, actions). last: of its mini-batch.
+        """Adds the gradient of a micro-batch -> its sums (loss, clipped, vpreds, actions). last: of its
+        mini-batch.
 
-        The loss is a sum over all ranks, but FSDP averages gradients over them: times dp x sp. Ranks that share a row all compute its loss, and gather_slices adds their gradients up: over sp.
-        """
+        The loss is a sum over all ranks, but FSDP averages gradients over them: times dp x sp. Ranks that
+        share a row all compute its loss, and gather_slices adds their gradients up: over sp."""
         strategy = self.config.strategy
         sync = last or not self.config.defer_grad_sync
         if strategy == "fsdp2":
@@ -778,8 +783,8 @@ class DataParallelPPOCritic:
         return loss, torch.stack([loss, clipped, vpreds.sum(), micro.response_mask.sum()]).detach()
 
     def learning_rate(self):
-        """The rate of the next step: linear warm-up, whose first step is at lr / steps, then constant or a cosine that
-        ends at 0. Skipped steps do not move it."""
+        """The rate of the next step: linear warm-up, whose first step is at lr / steps, then constant or a
+        cosine that ends at 0. Skipped steps do not move it."""
         warmup = self.config.lr_warmup_steps
         if self.optimizer_steps < warmup:
             return self.peak_lr * (self.optimizer_steps + 1) / warmup
@@ -789,7 +794,8 @@ class DataParallelPPOCritic:
         return self.peak_lr * 0.5 * (1 + math.cos(math.pi * done))
 
     def optimizer_step(self):
-        """Clips and steps -> gradient norm before clipping. A norm that is not finite skips the step, on all ranks."""
+        """Clips and steps -> gradient norm before clipping. A norm that is not finite skips the step, on all
+        ranks."""
         config = self.config
         if config.strategy == "fsdp1":
             norm = float(self.model.clip_grad_norm_(config.grad_clip))
@@ -828,9 +834,8 @@ class CriticWorker:
     def init_model(self, total_steps=None, value_range=None):
         """Builds the model and its optimizer, and refuses a model that cannot work as a critic here.
 
-        total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs. value_range: (LOW,
-        HIGH) of hl_gauss where neither --value-range nor the checkpoint has one.
-        """
+        total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs. value_range:
+        (LOW, HIGH) of hl_gauss where neither --value-range nor the checkpoint has one."""
         config = self.config
         if config.lr_scheduler_type == "cosine" and not total_steps:
             raise UserError("--lr-scheduler-type cosine: init_model needs total_steps")
@@ -847,8 +852,8 @@ class CriticWorker:
 
     @torch.no_grad()
     def check_model(self):
-        """UserError unless half of a row gets the hidden states behind another row and before its own end that it gets
-        alone with the model's own attention: nothing may see later tokens or other rows."""
+        """UserError unless half of a row gets the hidden states behind another row and before its own end
+        that it gets alone with the model's own attention: nothing may see later tokens or other rows."""
         config = self.config
         critic = self.critic
         backbone = critic.model.model
@@ -873,15 +878,15 @@ class CriticWorker:
             together_TD = gather_slices(together_TD, self.layout.sp_group)
         off = float((together_TD[2 * n : 3 * n] - alone_TD).float().norm() / alone_TD.float().norm())
         if not off < (1e-4 if self.layout.dtype == torch.float32 else 1e-1):
-            raise UserError(
-                f"{name} lets tokens see later ones or other rows (they differ by {off:.0e}); add --no-use-remove-padding"
-            )
+            words = "lets tokens see later ones or other rows; add --no-use-remove-padding"
+            raise UserError(f"{name} {words} (they differ by {off:.0e})")
         kernel = common.Pack.kernel if config.use_remove_padding else "padded"
         print0(f"attention  {kernel}; rows together are off rows alone by {off:.0e}")
 
     @register(Dispatch.ONE_TO_ALL)
     def set_budget(self, longest, row, halvings=0):
-        """Sets how many tokens a micro-batch may take; no update depends on it. UserError: the longest row is longer.
+        """Sets how many tokens a micro-batch may take; no update depends on it. UserError: the longest row is
+        longer.
 
         longest: tokens of the longest row to come; row: words that name it. halvings: see common.Checkpoints.
         """
@@ -897,9 +902,7 @@ class CriticWorker:
                 state += 4 * sum(p.numel() for p in critic.parameters)
             budget = self.measure_budget(longest, share, 0 if config.offload_policy else state)
             if budget < least:
-                raise UserError(
-                    f"--ppo-max-token-len-per-gpu auto: {row} has {longest} tokens, too many for the memory"
-                )
+                raise UserError(f"--ppo-max-token-len-per-gpu auto: {row} of {longest} tokens does not fit")
         if halvings:
             smaller = max(budget >> halvings, least)
             print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu {budget} -> {smaller}")
@@ -915,9 +918,8 @@ class CriticWorker:
     def measure_budget(self, longest, share, state_bytes):
         """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective).
 
-        Twice as many of the longest rows tell what a row costs. share: ranks that share it. state_bytes: of weights,
-        gradients and optimizer state.
-        """
+        Twice as many of the longest rows tell what a row costs. share: ranks that share it. state_bytes: of
+        weights, gradients and optimizer state."""
         limit = float(self.config.ppo_max_token_len_per_gpu[5:] or "inf") * 2**30
         n = math.ceil(1024 * share / longest)
         peaks = []  # bytes of tensors at a time, in addition to those that exist before
@@ -938,9 +940,8 @@ class CriticWorker:
         cost = (peaks[2] - peaks[1]) / n  # of a row
         room = 0.9 * limit - state_bytes - (peaks[1] - n * cost)  # the allocator loses a tenth
         tokens = min(common.of_all_ranks(max(int(room / cost * longest / share), 0)))
-        print0(
-            f"budget     {room / 2**30:.3g} GiB / {cost * share / longest:,.0f} bytes a token = {tokens:,} tokens"
-        )
+        token = cost * share / longest
+        print0(f"budget     {room / 2**30:.3g} GiB / {token:,.0f} bytes a token = {tokens:,} tokens")
         return tokens
 
     def check_batch(self, batch):
@@ -963,7 +964,8 @@ class CriticWorker:
 
     @register(Dispatch.DP_COMPUTE_PROTO, needs=("values", "returns"))
     def update_critic(self, batch):
-        """One PPO update on the rows of all ranks, with their old values and returns -> metrics, equal on all ranks."""
+        """One PPO update on the rows of all ranks, with their old values and returns -> metrics, equal on all
+        ranks."""
         self.check_batch(batch)
         config = self.config
         start = time.perf_counter()
@@ -996,9 +998,8 @@ class CriticWorker:
             for handle in model._all_handles:  # .to() would leave the local shard behind in the old memory
                 handle.flat_param_to(device)
                 handle.flat_param._local_shard = handle.flat_param.data
-                handle.flat_param._tensors = [None] * len(
-                    handle.flat_param._tensors
-                )  # views of the last forward
+                # views of the last forward
+                handle.flat_param._tensors = [None] * len(handle.flat_param._tensors)
         else:
             model.to(device)
         common.move_state(self.critic.optimizer, device)
@@ -1009,13 +1010,14 @@ class CriticWorker:
     def save_checkpoint(self, folder):
         """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not at all.
 
-        Sharded safetensors with the names of transformers: no pickle, any layout of either critic can read it.
-        """
+        Sharded safetensors with the names of transformers: no pickle, any layout of either critic can read
+        it."""
         with common.published(folder) as tmp:
             self.checkpoint_writer()(tmp)
 
     def checkpoint_writer(self, copy=False):
-        """write(tmp, group): writes the state of now into a folder; with `copy` training may change it meanwhile."""
+        """write(tmp, group): writes the state of now into a folder; with `copy` training may change it
+        meanwhile."""
         critic = self.critic
         tensors, _, _ = checkpoint_tensors(critic.model, critic.optimizer)
         if copy:
@@ -1032,7 +1034,8 @@ class CriticWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
-        """Restores what save_checkpoint of either critic wrote, on any layout. UserError: damaged or foreign."""
+        """Restores what save_checkpoint of either critic wrote, on any layout. UserError: damaged or
+        foreign."""
         critic = self.critic
         saved = common.open_checkpoint(folder, ("fsdp", "megatron"), self.shape())
         tensors, model_state, optimizer_state = checkpoint_tensors(critic.model, critic.optimizer)
@@ -1051,12 +1054,11 @@ class CriticWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder):
-        """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads: num_labels 1,
-        or a label a bin for hl_gauss, whose value_range is then in config.json.
+        """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads:
+        num_labels 1, or a label a bin for hl_gauss, whose value_range is then in config.json.
 
-        Adapters are merged in. An architecture without that class gets its backbone in the folder and the head in
-        value_head.safetensors; --model reads both kinds.
-        """
+        Adapters are merged in. An architecture without that class gets its backbone in the folder and the
+        head in value_head.safetensors; --model reads both kinds."""
         state = {}
         for name, x in state_dict.get_model_state_dict(self.critic.model).items():
             x = x.full_tensor()  # one at a time; rank 0 keeps it on the host
@@ -1081,7 +1083,8 @@ def checkpoint_tensors(model, optimizer):
 
 
 def save_hf(state, model_config, folder):
-    """Writes a full state dict of a value model ("model.*", "score.*") with transformers' own save_pretrained."""
+    """Writes a full state dict of a value model ("model.*", "score.*") with transformers' own
+    save_pretrained."""
     classifies = type(model_config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
     with torch.device("meta"):
         kind = transformers.AutoModelForTokenClassification if classifies else AutoModel
@@ -1165,8 +1168,8 @@ class Checkpoints:
 
 
 def saved_bytes(config, model_config, lengths, device):
-    """Bytes that autograd saves in a training forward over rows of these lengths, without weights: counted on fake
-    tensors, which have shapes and devices but no memory."""
+    """Bytes that autograd saves in a training forward over rows of these lengths, without weights: counted on
+    fake tensors, which have shapes and devices but no memory."""
     saved = {}
     model = build_skeleton(config, model_config, common.compute_dtype(config.param_dtype, device)).train()
     with FakeTensorMode():
@@ -1199,9 +1202,8 @@ def print_plan(run):
     blocks = sorted(count_parameters(block)[0] for block in common.transformer_blocks(model))
     gathered = count - sum(blocks[:-2]) if config.reshard_after_forward else count
     shards = {"none": 1}.get(config.strategy, ranks if config.fsdp_size == -1 else config.fsdp_size)
-    share = math.ceil(
-        config.ppo_mini_batch_size * config.ulysses_size / ranks
-    )  # rows of a rank and its peers
+    # rows of a rank and its peers
+    share = math.ceil(config.ppo_mini_batch_size * config.ulysses_size / ranks)
     longest = [math.ceil(n / config.ulysses_size) for n in sorted(lengths, reverse=True)[:share]]
     fits = sum(n <= config.ppo_max_token_len_per_gpu for n in itertools.accumulate(longest))
     alone = dataclasses.replace(config, ulysses_size=1)
@@ -1247,9 +1249,8 @@ def main(run):
         longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
         common.print_rows(train, run.gamma)
-        print0(
-            f"steps      {run.steps} updates x {size} rows, {total} optimizer steps, lr {worker.critic.peak_lr:g}"
-        )
+        lr = worker.critic.peak_lr
+        print0(f"steps      {run.steps} updates x {size} rows, {total} optimizer steps, lr {lr:g}")
         shown, about = learn(run, worker, train, held_out, size, checkpoints)
         worker.export_hf(f"{run.out_dir}/hf")
     if shown is not None:
@@ -1259,8 +1260,8 @@ def main(run):
 
 
 def learn(run, worker, train, held_out, size, checkpoints):
-    """Evaluates, saves and learns, from the step of the checkpoint on -> (rows with values for the report, or None;
-    words on them)."""
+    """Evaluates, saves and learns, from the step of the checkpoint on -> (rows with values for the report, or
+    None; words on them)."""
     first_step = worker.critic.updates
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")

@@ -1,15 +1,16 @@
 """A PPO critic for language models on Megatron-Core: one value model, one update, any layout.
 
     python critic_megatron.py                             toy task, a tiny model, a laptop CPU
-    torchrun --nproc-per-node 4 critic_megatron.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+    torchrun --nproc-per-node 2 critic_megatron.py --tensor-model-parallel-size 2
     torchrun --nproc-per-node 8 critic_megatron.py --model Qwen/Qwen2.5-7B --rollouts train.jsonl \\
         --eval-rollouts eval.jsonl --tensor-model-parallel-size 4 --gradient-checkpointing --out-dir out/7b
     python critic_megatron.py --help                      every flag
 
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level
-verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them. critic_fsdp.py is
-the same function on PyTorch FSDP: same sections, names and numbers, so a diff of the two shows what parallelism
-costs. This one leaves out images, adapters, frozen layers, activations on the host and a plan.
+verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them.
+critic_fsdp.py is the same function on PyTorch FSDP: same sections, names and numbers, so a diff of the two
+shows what parallelism costs. This one leaves out images, adapters, frozen layers, activations on the host and
+a plan.
 
 Shapes are in the names: T tokens, sequences end to end; B sequences; L longest sequence; D hidden features.
 S slots: the tokens and the padding of a micro-batch that this rank holds.
@@ -82,9 +83,8 @@ class Config:
     context_parallel_size: Positive = 1  # ranks that share each sequence, with a part of its tokens each
     expert_model_parallel_size: Positive = 1  # ranks that share the experts of a mixture
     expert_tensor_parallel_size: Positive | None = None  # ranks that share each expert (None: as for tensors)
-    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = (
-        30.0  # a collective that takes longer ends the run
-    )
+    # a collective that takes longer ends the run
+    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 30.0
 
     # precision and kernels
     # dtype of matrix products (auto: bfloat16, but float32 on CPU)
@@ -96,9 +96,8 @@ class Config:
     ppo_epochs: Positive = 1  # passes over the rows of one update
     ppo_mini_batch_size: Positive = 256  # rows of one optimizer step, over all ranks
     shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
-    ppo_max_token_len_per_gpu: Positive | Auto = (
-        16384  # tokens of a rank's micro-batch (auto[:GIB]: what fits)
-    )
+    # tokens of a rank's micro-batch (auto[:GIB]: what fits)
+    ppo_max_token_len_per_gpu: Positive | Auto = 16384
 
     # loss
     # PPO clip range around the old value (None: no clipping; hl_gauss never clips)
@@ -117,7 +116,8 @@ class Config:
 
 @dataclass(frozen=True)
 class Run:
-    """Learns a value function from rollouts, evaluates it, saves it as a checkpoint and a Hugging Face folder."""
+    """Learns a value function from rollouts, evaluates it, saves it as a checkpoint and a Hugging Face
+    folder."""
 
     critic: Annotated[Config, tyro.conf.arg(name="")] = Config()  # its flags have no prefix
     rollouts: str | None = None  # JSONL to learn from (None: the built-in toy task)
@@ -162,17 +162,18 @@ def mistake_in(flags):
     uneven = c.num_layers_in_first_pipeline_stage or c.num_layers_in_last_pipeline_stage
     rules = {  # between flags
         f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < math.inf,
-        "--value-range: a scalar has none; add --value-head hl_gauss": c.value_head != "scalar" or not c.value_range,
+        "--value-range: needs --value-head hl_gauss": c.value_head != "scalar" or not c.value_range,
         "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm":
             norm == (c.response_length_limit is not None),
-        f"--tensor-model-parallel-size: tensor {tp} x pipeline {pp} x context {cp} must divide the {WORLD_SIZE} ranks":
+        f"--tensor-model-parallel-size: tensor {tp} x pipeline {pp} x context {cp} must divide {WORLD_SIZE} ranks":
             WORLD_SIZE % (tp * pp * cp) == 0,
-        f"--expert-model-parallel-size: expert x expert tensor x pipeline = {experts} must divide the {WORLD_SIZE} ranks":
+        f"--expert-model-parallel-size: expert x its tensor x pipeline = {experts} must divide {WORLD_SIZE} ranks":
             WORLD_SIZE % experts == 0,
         "--virtual-pipeline-model-parallel-size: needs --pipeline-model-parallel-size above 1":
             c.virtual_pipeline_model_parallel_size == 1 or pp > 1,
-        "--num-layers-in-first-pipeline-stage: needs --pipeline-model-parallel-size above 1": not uneven or pp > 1,
-        "--context-parallel-size: needs packed rows; drop --no-use-remove-padding": cp == 1 or c.use_remove_padding,
+        "--num-layers-in-first-pipeline-stage: needs --pipeline-model-parallel-size": not uneven or pp > 1,
+        "--context-parallel-size: needs packed rows; drop --no-use-remove-padding":
+            cp == 1 or c.use_remove_padding,
     }  # fmt: skip
     return next((words for words, holds in rules.items() if not holds), None)
 
@@ -189,13 +190,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 import transformers
 
-if (
-    not torch.cuda.is_available()
-):  # else Megatron loads a compiler for its small functions, which nothing uses here
+# else Megatron loads a compiler for its small functions, which nothing uses here
+if not torch.cuda.is_available():
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-warnings.filterwarnings(
-    "ignore", message="(Transformer Engine and )?Apex (is|are) not installed"
-)  # at import: unused
+# at import: unused
+warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
 
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
@@ -239,9 +238,8 @@ class CudaMeansCpu(TorchFunctionMode):
         if "cuda" in str(kwargs.get("device")):
             kwargs = {**kwargs, "device": "cpu"}
         out = function(*args, **kwargs)
-        if function is torch.Tensor.type and isinstance(
-            out, str
-        ):  # optimizers test for "torch.cuda.FloatTensor"
+        # optimizers test for "torch.cuda.FloatTensor"
+        if function is torch.Tensor.type and isinstance(out, str):
             out = out.replace("torch.", "torch.cuda.")
         return out
 
@@ -249,9 +247,8 @@ class CudaMeansCpu(TorchFunctionMode):
 def megatron_without_cuda():
     """Lets Megatron-Core 0.16.1 run on CPU and gloo; does nothing where CUDA is present.
 
-    It replaces devices, streams, random states, and two collectives that gloo lacks for ranks of unequal size (of
-    tokens for experts that tensor-parallel ranks share); never computation.
-    """
+    It replaces devices, streams, random states, and two collectives that gloo lacks for ranks of unequal size
+    (of tokens for experts that tensor-parallel ranks share); never computation."""
     if torch.cuda.is_available() or torch.cuda.manual_seed is torch.manual_seed:  # the latter: done before
         return
     rng = tensor_parallel.random
@@ -311,9 +308,8 @@ class RMSNorm(nn.RMSNorm):
 
     def __init__(self, config, hidden_size, eps=1e-6, **_):
         super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = (
-            config.sequence_parallel
-        )  # Megatron then sums it over tensor-parallel ranks
+        # Megatron then sums it over tensor-parallel ranks
+        self.weight.sequence_parallel = config.sequence_parallel
 
 
 class ValueHead(nn.Linear):
@@ -330,29 +326,29 @@ class ValueHead(nn.Linear):
     def forward(self, hidden_SBD, weight=None, runtime_gather_output=None):
         """(S, B, D) -> (S, B, N) float32; with sequence parallelism of all tokens, on each rank the same."""
         out_SBN = F.linear(hidden_SBD.float(), self.weight, self.bias)
-        if (
-            self.sequence_parallel
-        ):  # every rank then computes the whole loss, and takes back its own gradient alone
+        # every rank then computes the whole loss, and takes back its own gradient alone
+        if self.sequence_parallel:
             gather = tensor_parallel.gather_from_sequence_parallel_region
             out_SBN = gather(out_SBN, tensor_parallel_output_grad=False)
         return out_SBN, None
 
 
 class CoreAttention(nn.Module):
-    """Causal attention within each sequence, by the kernels of common.py: packed rows, padded ones, context parallel.
+    """Causal attention within each sequence, by the kernels of common.py: packed rows, padded ones, context
+    parallel.
 
-    With context parallelism each rank has two pieces of every sequence (see lay_out). Keys and values are gathered,
-    and each piece sees the keys up to its own end: no head is split, and all ranks have equal work.
+    With context parallelism each rank has two pieces of every sequence (see lay_out). Keys and values are
+    gathered, and each piece sees the keys up to its own end: no head is split, and all ranks have equal work.
     """
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, pg_collection=None,
-                 **_):  # fmt: skip
+    def __init__(self, config, *_, softmax_scale=None, pg_collection=None, **__):
         super().__init__()
         self.scale = softmax_scale or config.kv_channels**-0.5
         self.context_group = pg_collection.cp
 
     def forward(self, query, key, value, attention_mask, packed_seq_params=None, **_):
-        """(S,H,D), (S,K,D) of a packed row -> (S, H D); (L,B,H,D), (L,B,K,D) of padded rows -> (L, B, H D)."""
+        """(S,H,D), (S,K,D) of a packed row -> (S, H D); (L,B,H,D), (L,B,K,D) of padded rows -> (L, B, H
+        D)."""
         pack = packed_seq_params
         if pack is None:  # causal attention needs to know no more of padding at the end
             length, rows = query.shape[:2]
@@ -398,8 +394,8 @@ SHARDING = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint notes which
 class StoredTensors(dict):
     """name -> tensor of a folder's safetensors, read when asked for; `prefix` is left out of names.
 
-    A tensor of a checkpoint may lie in several files, some of its rows in each: first row -> (file, name there).
-    """
+    A tensor of a checkpoint may lie in several files, some of its rows in each: first row -> (file, name
+    there)."""
 
     def __init__(self, folder, prefix=""):
         self.joined = functools.lru_cache(maxsize=2)(self.join)  # experts are asked for one by one
@@ -419,14 +415,13 @@ class StoredTensors(dict):
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
-EXPERT = re.compile(
-    r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight"
-)  # Hugging Face's name of an expert's weight
+# Hugging Face's name of an expert's weight
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def lookup_weight(tensors, name, form="{}"):
-    """A weight by its Hugging Face name, which is stored in this form; transformers holds the experts of a layer in
-    one tensor."""
+    """A weight by its Hugging Face name, which is stored in this form; transformers holds the experts of a
+    layer in one tensor."""
     expert = EXPERT.fullmatch(name)
     if form.format(name) in tensors or not expert:
         return tensors[form.format(name)]
@@ -473,8 +468,8 @@ def hf_names(name):
 
 
 def named_weights(modules):
-    """(global name, parameter) of what this rank holds, the value head last; layers and experts are counted over
-    ranks."""
+    """(global name, parameter) of what this rank holds, the value head last; layers and experts are counted
+    over ranks."""
     found = []
     for module in modules:
         for name, p in module.named_parameters():
@@ -526,7 +521,8 @@ def shard(cut, parts, groups, rank, size):
 
 
 def unshard(cut, shards, groups, head_dim, vocab_size):
-    """The whole parts in Hugging Face's form, from what all tensor-parallel ranks hold: the inverse of shard."""
+    """The whole parts in Hugging Face's form, from what all tensor-parallel ranks hold: the inverse of
+    shard."""
     if cut == "whole":
         return shards[:1]
     if cut == "inputs":
@@ -541,7 +537,8 @@ def unshard(cut, shards, groups, head_dim, vocab_size):
 
 
 def stored_shards(named, groups, read, flag):
-    """(parameter, what this rank holds of it, on the host) of named weights; read(name) gives a Hugging Face tensor.
+    """(parameter, what this rank holds of it, on the host) of named weights; read(name) gives a Hugging Face
+    tensor.
 
     After the last one comes a UserError on all ranks if some do not fit on any (a collective).
     """
@@ -561,11 +558,11 @@ def stored_shards(named, groups, read, flag):
 
 
 def whole_weights(modules, vocab_size, local):
-    """Hugging Face name -> tensor on the host, of the weights that this rank is to write; others only take part.
+    """Hugging Face name -> tensor on the host, of the weights that this rank is to write; others only take
+    part.
 
-    local(name, p) gives what this rank holds of a weight. A collective: tensor-parallel ranks gather one weight at a
-    time, and one rank keeps it. Ranks that hold the same layers take turns.
-    """
+    local(name, p) gives what this rank holds of a weight. A collective: tensor-parallel ranks gather one
+    weight at a time, and one rank keeps it. Ranks that hold the same layers take turns."""
     config = modules[0].config
     kept = {}
     for name, p in named_weights(modules):
@@ -587,8 +584,8 @@ def whole_weights(modules, vocab_size, local):
 
 
 def join_experts(weights):
-    """Weights with experts one by one -> name -> (first row, tensor), experts as transformers holds them: those of a
-    layer in one tensor, whose rows from the first on these are."""
+    """Weights with experts one by one -> name -> (first row, tensor), experts as transformers holds them:
+    those of a layer in one tensor, whose rows from the first on these are."""
     out = {}
     layers = {}
     for name, x in weights.items():
@@ -607,8 +604,8 @@ def join_experts(weights):
 
 
 class Layout(NamedTuple):
-    """Ranks as tp x cp x dp x pp. tp ranks share each product, cp ranks each sequence, pp ranks the layers; dp groups
-    split the rows. Experts are spread over the same ranks in their own way (ep x etp)."""
+    """Ranks as tp x cp x dp x pp. tp ranks share each product, cp ranks each sequence, pp ranks the layers;
+    dp groups split the rows. Experts are spread over the same ranks in their own way (ep x etp)."""
 
     device: torch.device
     dtype: torch.dtype  # of matrix products; master weights, gradients, optimizer and value head are float32
@@ -711,7 +708,7 @@ def transformer_config(config, model_config, dtype):
         overlap_p2p_comm=vpp > 1,  # with virtual stages, sends that wait for each other would hang
         batch_p2p_comm=False,
         deallocate_pipeline_outputs=True,  # what has been sent on is not needed here
-        calculate_per_token_loss=True,  # gradients are plain sums over micro-batches and ranks: see forward_backward
+        calculate_per_token_loss=True,  # gradients are plain sums, see forward_backward
         gradient_accumulation_fusion=False,  # this and what follows: kernels of Apex and Transformer Engine
         persist_layer_norm=False,
         apply_rope_fusion=False,
@@ -738,8 +735,8 @@ def layer_spec(transformer, vp_stage):
 
 
 def build_value_model(config, model_config, layout):
-    """(the chunks of the model on this rank, their weights as they were stored, FLOPs of a forward, words on its size
-    and on where its weights come from)."""
+    """(the chunks of the model on this rank, their weights as they were stored, FLOPs of a forward, words on
+    its size and on where its weights come from)."""
     modules = []
     vpp = config.virtual_pipeline_model_parallel_size
     with torch.device("meta"):
@@ -780,14 +777,14 @@ def padding_row(module, model_config):
     if not module.pre_process or model_config.pad_token_id is None:
         return None
     embedding = module.embedding.word_embeddings
-    row = (
-        model_config.pad_token_id % model_config.vocab_size - embedding.vocab_start_index
-    )  # below 0: from the end
+    # below 0: from the end
+    row = model_config.pad_token_id % model_config.vocab_size - embedding.vocab_start_index
     return row if 0 <= row < len(embedding.weight) else None
 
 
 def wrap(modules):
-    """The chunks with what casts their inputs, holds their gradients in one float32 buffer and adds those up."""
+    """The chunks with what casts their inputs, holds their gradients in one float32 buffer and adds those
+    up."""
     transformer = modules[0].config
     chunks = modules
     for module in modules:
@@ -798,9 +795,8 @@ def wrap(modules):
     exact = head.state_dict()
     if transformer.bf16:
         chunks = [Float16Module(transformer, module) for module in modules]
-    head.float().load_state_dict(
-        exact
-    )  # rounded it would differ by rank: each has the masters of a part of it
+    # rounded it would differ by rank: each has the masters of a part of it
+    head.float().load_state_dict(exact)
     options = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     return [DistributedDataParallel(transformer, options, chunk) for chunk in chunks]
 
@@ -809,7 +805,8 @@ def wrap(modules):
 
 
 def spread(costs, k):
-    """k lists of indices with nearly equal sums: longest first, each to the emptiest list (LPT, Graham 1969)."""
+    """k lists of indices with nearly equal sums: longest first, each to the emptiest list (LPT, Graham
+    1969)."""
     heap = [(0, j) for j in range(k)]
     parts = [[] for _ in range(k)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -822,9 +819,9 @@ def spread(costs, k):
 def micro_batches(lengths, costs, dp_size, max_tokens, padded=False, multiple=1):
     """For each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens.
 
-    Every rank computes the same table from all lengths, so all run equally many forwards without communicating,
-    as ranks that share weights must. A rank with less to do gets smaller or empty micro-batches. Their number is a
-    multiple of `multiple`, as the schedule of virtual pipeline stages wants.
+    Every rank computes the same table from all lengths, so all run equally many forwards without
+    communicating, as ranks that share weights must. A rank with less to do gets smaller or empty
+    micro-batches. Their number is a multiple of `multiple`, as the schedule of virtual pipeline stages wants.
     """
 
     def tokens(rows):
@@ -845,7 +842,8 @@ def micro_batches(lengths, costs, dp_size, max_tokens, padded=False, multiple=1)
 
 
 def row_unit(config):
-    """A row takes a multiple of this many slots: two pieces a context-parallel rank, or padding to share out."""
+    """A row takes a multiple of this many slots: two pieces a context-parallel rank, or padding to share
+    out."""
     if config.use_remove_padding:
         return 2 * config.context_parallel_size if config.context_parallel_size > 1 else 1
     return config.tensor_model_parallel_size if splits_sequence(config) else 1
@@ -858,7 +856,8 @@ def pack_unit(config):
 
 
 class MicroBatch(NamedTuple):
-    """What this rank computes of a micro-batch. Columns are of its S slots, and of the action that *follows* each."""
+    """What this rank computes of a micro-batch. Columns are of its S slots, and of the action that *follows*
+    each."""
 
     input_ids: torch.Tensor  # (1, S) packed, or (B, L) padded, S = B L
     packed: PackedSeqParams | None
@@ -870,12 +869,13 @@ class MicroBatch(NamedTuple):
 
 
 def check_model_flags(config, model_config):
-    """UserError for flags that this model does not go with, and for models that Megatron's layers do not compute."""
+    """UserError for flags that this model does not go with, and for models that Megatron's layers do not
+    compute."""
     c = model_config
     known = ("qwen2", "qwen3", "llama", "qwen3_moe")
     if c.model_type not in known:
         raise UserError(
-            f"--model {config.model}: {c.model_type} is not mapped to Megatron, as {known} are; use critic_fsdp.py"
+            f"--model {config.model}: {c.model_type} is not among {', '.join(known)}; use critic_fsdp.py"
         )
     fixed = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "quantization_config": None}
     odd = [f"{name} {getattr(c, name)}" for name, x in fixed.items() if getattr(c, name, x) != x]
@@ -910,8 +910,8 @@ def check_budget(config, longest, row):
 
 
 class MegatronPPOCritic:
-    """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same on
-    every rank, and work on this rank's share of it."""
+    """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same
+    on every rank, and work on this rank's share of it."""
 
     def __init__(self, config, model_config, layout, total_steps=None):
         self.config = config
@@ -935,7 +935,7 @@ class MegatronPPOCritic:
             bf16=self.transformer.bf16,
             use_distributed_optimizer=True,
         )
-        # {}: Megatron would spare biases and norms the weight decay; here as in critic_fsdp.py every weight has it
+        # {}: else Megatron would spare biases and norms the weight decay, unlike critic_fsdp.py
         unlike = {"config_overrides": {}, "use_gloo_process_groups": False}
         self.optimizer = get_megatron_optimizer(options, self.model, **unlike)
         # Megatron's distributed optimizers: one of the experts, where ranks share them, and one of the rest
@@ -943,9 +943,8 @@ class MegatronPPOCritic:
         self.optimizers = [x for x in chained if not x.is_stub_optimizer and x.get_parameters()]
         for optimizer in self.optimizers:
             groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups)
-            for i, (full, half) in enumerate(
-                groups
-            ):  # it puts float32 weights first, but counts them as they came
+            # it puts float32 weights first, but counts them as they came
+            for i, (full, half) in enumerate(groups):
                 optimizer.model_param_group_index_map |= {p: (i, j) for j, p in enumerate([*full, *half])}
             for group in optimizer.optimizer.param_groups:
                 group["fused"] = True  # one kernel
@@ -988,8 +987,8 @@ class MegatronPPOCritic:
         """Where the tokens of a micro-batch go -> (slots, PackedSeqParams or None).
 
         slots: (1, S) or (B, L) indices into the flat tokens, their number T where there is padding. A
-        context-parallel rank r of p has, of each row cut into 2 p pieces, piece r and piece 2 p - 1 - r: under a
-        causal mask that is equal work for all (Megatron's rotary embedding counts on that order).
+        context-parallel rank r of p has, of each row cut into 2 p pieces, piece r and piece 2 p - 1 - r:
+        under a causal mask that is equal work for all (Megatron's rotary embedding counts on that order).
 
             p = 2        row: 0 1 2 3 4 5 6 7        rank 0: 0 1 . . . . 6 7        rank 1: . . 2 3 4 5 . .
         """
@@ -1018,7 +1017,8 @@ class MegatronPPOCritic:
         return slots[None], packed
 
     def share_context(self, slots, sizes):
-        """This rank's slots of packed rows, their PackLayout, and where its keys lie among the gathered ones."""
+        """This rank's slots of packed rows, their PackLayout, and where its keys lie among the gathered
+        ones."""
         p = self.layout.cp_size
         mine = (self.layout.cp_rank, 2 * p - 1 - self.layout.cp_rank)
         places = [[] for _ in range(p)]  # of the tokens of each rank, in order
@@ -1037,9 +1037,8 @@ class MegatronPPOCritic:
     def run_schedule(self, micros, reduce, forward_only=False):
         """Sends all micro-batches through Megatron's schedule: forward, and unless forward_only backward.
 
-        On the last stage reduce(outputs_S, micro) gives a loss and anything to keep; a list of the latter is returned
-        there, an empty one elsewhere.
-        """
+        On the last stage reduce(outputs_S, micro) gives a loss and anything to keep; a list of the latter is
+        returned there, an empty one elsewhere."""
 
         def forward_step(micros, chunk):
             micro = next(micros)
@@ -1075,7 +1074,8 @@ class MegatronPPOCritic:
 
     @torch.no_grad()
     def compute_values(self, batch):
-        """Values of the actions of the global batch: (T,) float32 on the host, zero elsewhere, equal on all ranks."""
+        """Values of the actions of the global batch: (T,) float32 on the host, zero elsewhere, equal on all
+        ranks."""
         self.train(False)
         values_T = torch.zeros(len(batch.input_ids), device=self.layout.device)
         micros = [self.micro_batch(batch, rows) for rows in self.my_micro_batches(batch)]
@@ -1094,12 +1094,12 @@ class MegatronPPOCritic:
             chunk.train(mode)
 
     def update_critic(self, batch):
-        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
+        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all
+        ranks."""
         config = self.config
         self.train(True)
-        totals = torch.zeros(
-            4, dtype=torch.float64, device=self.layout.device
-        )  # loss, clipped, vpreds, actions
+        # loss, clipped, vpreds, actions
+        totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)
         norms = []  # of the mini-batches, NaN where the step was skipped
         for epoch in range(config.ppo_epochs):
             order = range(len(batch))
@@ -1122,18 +1122,18 @@ class MegatronPPOCritic:
         return common.update_metrics("critic", names, totals, norms, self.optimizer.param_groups[0]["lr"])
 
     def forward_backward(self, micros):
-        """Makes the gradient of a mini-batch, of all ranks -> this rank's sums (loss, clipped, vpreds, actions).
+        """Makes the gradient of a mini-batch, of all ranks -> this rank's sums (loss, clipped, vpreds,
+        actions).
 
-        Megatron would divide by micro-batches, tokens and ranks; with calculate_per_token_loss and a count of 0
-        tokens it divides by nothing. So each rank adds its own tokens' part, and the sum over all is the loss.
-        """
+        Megatron would divide by micro-batches, tokens and ranks; with calculate_per_token_loss and a count of
+        0 tokens it divides by nothing. So each rank adds its own tokens' part, and the sum over all is the
+        loss."""
         for chunk in self.model:  # here, because compute_values never needs the buffer zero
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums = self.run_schedule(micros, self.loss)
-        if (
-            self.padding_row is not None
-        ):  # as in transformers, where the padding token's embedding does not learn
+        # as in transformers, where the padding token's embedding does not learn
+        if self.padding_row is not None:
             self.modules[0].embedding.word_embeddings.weight.main_grad[self.padding_row].zero_()
         if not sums or self.layout.tp_rank > 0:  # tensor-parallel ranks all have the same
             return torch.zeros(4, dtype=torch.float64, device=self.layout.device)
@@ -1151,8 +1151,8 @@ class MegatronPPOCritic:
         return loss, torch.stack([loss, clipped, vpreds.sum(), micro.response_mask.sum()]).detach()
 
     def learning_rate(self):
-        """The rate of the next step: linear warm-up, whose first step is at lr / steps, then constant or a cosine that
-        ends at 0. Skipped steps do not move it."""
+        """The rate of the next step: linear warm-up, whose first step is at lr / steps, then constant or a
+        cosine that ends at 0. Skipped steps do not move it."""
         warmup = self.config.lr_warmup_steps
         if self.optimizer_steps < warmup:
             return self.peak_lr * (self.optimizer_steps + 1) / warmup
@@ -1162,9 +1162,10 @@ class MegatronPPOCritic:
         return self.peak_lr * 0.5 * (1 + math.cos(math.pi * done))
 
     def optimizer_step(self):
-        """Clips and steps -> gradient norm before clipping. A norm that is not finite skips the step, on all ranks."""
+        """Clips and steps -> gradient norm before clipping. A norm that is not finite skips the step, on all
+        ranks."""
         config = self.config
-        self.optimizer.prepare_grads()  # what Megatron's own step() does, but that one would also step on a NaN
+        self.optimizer.prepare_grads()  # as Megatron's own step() does, which would also step on a NaN
         norm = float(self.optimizer.get_grad_norm())
         if math.isfinite(norm):
             for optimizer in self.optimizers:
@@ -1176,8 +1177,8 @@ class MegatronPPOCritic:
         return norm
 
     def optimizer_shard(self, p):
-        """(AdamW, its float32 tensor, the place of that in the flattened weight) of the part of a weight that this
-        rank steps with; None if it has none."""
+        """(AdamW, its float32 tensor, the place of that in the flattened weight) of the part of a weight that
+        this rank steps with; None if it has none."""
         for optimizer in self.optimizers:
             if p in optimizer.model_param_group_index_map:
                 group, i = optimizer.model_param_group_index_map[p]
@@ -1186,8 +1187,8 @@ class MegatronPPOCritic:
                 return optimizer.optimizer, mine, slice(place.start, place.end)
 
     def master(self, name, p, kind="weight"):
-        """The float32 weight behind p, or a moment of it, from the ranks that share its optimizer state (a collective
-        of all that hold the weight)."""
+        """The float32 weight behind p, or a moment of it, from the ranks that share its optimizer state (a
+        collective of all that hold the weight)."""
         flat = torch.zeros(p.numel(), device=p.device)
         if found := self.optimizer_shard(p):
             adam, mine, place = found
@@ -1229,9 +1230,8 @@ class CriticWorker:
     def init_model(self, total_steps=None, value_range=None):
         """Builds the model and its optimizer.
 
-        total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs. value_range: (LOW,
-        HIGH) of hl_gauss where neither --value-range nor the checkpoint has one.
-        """
+        total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs. value_range:
+        (LOW, HIGH) of hl_gauss where neither --value-range nor the checkpoint has one."""
         config = self.config
         if config.lr_scheduler_type == "cosine" and not total_steps:
             raise UserError("--lr-scheduler-type cosine: init_model needs total_steps")
@@ -1246,7 +1246,8 @@ class CriticWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def set_budget(self, longest, row, halvings=0):
-        """Sets how many tokens a micro-batch may take; no update depends on it. UserError: the longest row is longer.
+        """Sets how many tokens a micro-batch may take; no update depends on it. UserError: the longest row is
+        longer.
 
         longest: tokens of the longest row to come; row: words that name it. halvings: see common.Checkpoints.
         """
@@ -1261,9 +1262,7 @@ class CriticWorker:
                 state += p.nbytes + 4 * p.numel() + 12 * p.numel() / dist.get_world_size(replicas(name))
             budget = self.measure_budget(longest, share, state)
             if budget < least:
-                raise UserError(
-                    f"--ppo-max-token-len-per-gpu auto: {row} has {longest} tokens, too many for the memory"
-                )
+                raise UserError(f"--ppo-max-token-len-per-gpu auto: {row} of {longest} tokens does not fit")
         if halvings:
             smaller = max(budget >> halvings, least)
             print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu {budget} -> {smaller}")
@@ -1279,9 +1278,8 @@ class CriticWorker:
     def measure_budget(self, longest, share, state_bytes):
         """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective).
 
-        Twice as many of the longest rows tell what a row costs. share: ranks that share it. state_bytes: of weights,
-        gradients and optimizer state.
-        """
+        Twice as many of the longest rows tell what a row costs. share: ranks that share it. state_bytes: of
+        weights, gradients and optimizer state."""
         limit = float(self.config.ppo_max_token_len_per_gpu[5:] or "inf") * 2**30
         n = math.ceil(1024 * share / longest)
         peaks = []  # bytes of tensors at a time, in addition to those that exist before
@@ -1302,9 +1300,8 @@ class CriticWorker:
         cost = (peaks[2] - peaks[1]) / n  # of a row
         room = 0.9 * limit - state_bytes - (peaks[1] - n * cost)  # the allocator loses a tenth
         tokens = min(common.of_all_ranks(max(int(room / cost * longest / share), 0)))
-        print0(
-            f"budget     {room / 2**30:.3g} GiB / {cost * share / longest:,.0f} bytes a token = {tokens:,} tokens"
-        )
+        token = cost * share / longest
+        print0(f"budget     {room / 2**30:.3g} GiB / {token:,.0f} bytes a token = {tokens:,} tokens")
         return tokens
 
     def check_batch(self, batch):
@@ -1327,7 +1324,8 @@ class CriticWorker:
 
     @register(Dispatch.DP_COMPUTE_PROTO, needs=("values", "returns"))
     def update_critic(self, batch):
-        """One PPO update on the rows of all ranks, with their old values and returns -> metrics, equal on all ranks."""
+        """One PPO update on the rows of all ranks, with their old values and returns -> metrics, equal on all
+        ranks."""
         self.check_batch(batch)
         config = self.config
         start = time.perf_counter()
@@ -1359,9 +1357,8 @@ class CriticWorker:
 
     def move(self, device):
         for optimizer in self.critic.optimizers:
-            for p in itertools.chain(
-                *optimizer.shard_fp32_from_float16_groups
-            ):  # masters of half-precision weights
+            # masters of half-precision weights
+            for p in itertools.chain(*optimizer.shard_fp32_from_float16_groups):
                 p.data = p.data.to(device)
             common.move_state(optimizer.optimizer, device)
 
@@ -1371,8 +1368,8 @@ class CriticWorker:
     def save_checkpoint(self, folder):
         """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not at all.
 
-        Sharded safetensors with the names of transformers: no pickle, any layout of either critic can read it.
-        """
+        Sharded safetensors with the names of transformers: no pickle, any layout of either critic can read
+        it."""
         with common.published(folder) as tmp:
             self.checkpoint_writer()(tmp)
 
@@ -1397,7 +1394,8 @@ class CriticWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
-        """Restores what save_checkpoint of either critic wrote, on any layout. UserError: damaged or foreign."""
+        """Restores what save_checkpoint of either critic wrote, on any layout. UserError: damaged or
+        foreign."""
         critic = self.critic
         saved = common.open_checkpoint(folder, ("fsdp", "megatron"), self.shape())
         tensors = StoredTensors(folder)  # mapped, not loaded: a rank reads the pages of what it takes
@@ -1419,8 +1417,8 @@ class CriticWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder):
-        """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads: num_labels 1,
-        or a label a bin for hl_gauss, whose value_range is then in config.json.
+        """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads:
+        num_labels 1, or a label a bin for hl_gauss, whose value_range is then in config.json.
 
         Every rank writes what it is the first to hold, in a file of its own.
         """
@@ -1542,9 +1540,8 @@ def main(run):
         longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
         common.print_rows(train, run.gamma)
-        print0(
-            f"steps      {run.steps} updates x {size} rows, {total} optimizer steps, lr {worker.critic.peak_lr:g}"
-        )
+        lr = worker.critic.peak_lr
+        print0(f"steps      {run.steps} updates x {size} rows, {total} optimizer steps, lr {lr:g}")
         shown, about = learn(run, worker, train, held_out, size, checkpoints)
         worker.export_hf(f"{run.out_dir}/hf")
     if shown is not None:
@@ -1554,8 +1551,8 @@ def main(run):
 
 
 def learn(run, worker, train, held_out, size, checkpoints):
-    """Evaluates, saves and learns, from the step of the checkpoint on -> (rows with values for the report, or None;
-    words on them)."""
+    """Evaluates, saves and learns, from the step of the checkpoint on -> (rows with values for the report, or
+    None; words on them)."""
     first_step = worker.critic.updates
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")

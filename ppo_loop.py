@@ -1,16 +1,18 @@
 """PPO for language models, end to end, with the critic of your choice.
 
-    python ppo_loop.py                                    a tiny actor learns to add, on a laptop CPU: two minutes
-    torchrun --nproc-per-node 2 ppo_loop.py               the same on two ranks: the same numbers
+    python ppo_loop.py                              a tiny actor learns to add, on a laptop CPU: two minutes
+    torchrun --nproc-per-node 2 ppo_loop.py         the same on two ranks: the same numbers
     torchrun --nproc-per-node 4 ppo_loop.py --critic megatron --critic.tensor-model-parallel-size 2 \\
-        --critic.pipeline-model-parallel-size 2           its critic on Megatron-Core, laid out as it likes
-    torchrun --nproc-per-node 8 ppo_loop.py --actor.model Qwen/Qwen2.5-0.5B-Instruct --prompts gsm8k/train.jsonl \\
-        --eval-prompts gsm8k/test.jsonl --prompt-key question --chat --reward gsm8k --max-response-length 512
+        --critic.pipeline-model-parallel-size 2     its critic on Megatron-Core, laid out as it likes
+    torchrun --nproc-per-node 8 ppo_loop.py --actor.model Qwen/Qwen2.5-0.5B-Instruct \\
+        --prompts gsm8k/train.jsonl --eval-prompts gsm8k/test.jsonl --prompt-key question --chat \\
+        --reward gsm8k --max-response-length 512
     python ppo_loop.py --help                             every flag; the critic's own are under --critic.
 
-Rollout, reward, reference, values, advantages, critic, actor, sync: main() at the end is the algorithm, the rest is
-what it calls. Actor and reference are Hugging Face models on FSDP2; the critic is the CriticWorker of critic_fsdp.py
-or critic_megatron.py, with its own model, layout and batches. Copy this file with those and common.py.
+Rollout, reward, reference, values, advantages, critic, actor, sync: main() at the end is the algorithm, the
+rest is what it calls. Actor and reference are Hugging Face models on FSDP2; the critic is the CriticWorker of
+critic_fsdp.py or critic_megatron.py, with its own model, layout and batches. Copy this file with those and
+common.py.
 
 Shapes are in the names: T tokens, sequences end to end; A actions (tokens the policy chose); B sequences; V
 vocabulary; D hidden features; R responses' tokens.
@@ -89,9 +91,8 @@ class ActorConfig:
     # loss
     clip_ratio_low: Annotated[float, Field(gt=0, le=1)] = 0.2  # PPO's clip range of the ratio, below 1
     clip_ratio_high: Rate = 0.2  # PPO's clip range of the ratio, above 1
-    clip_ratio_c: Annotated[float, Field(gt=1)] | None = (
-        3.0  # dual clip: the most a bad action costs (None: off)
-    )
+    # dual clip: the most a bad action costs (None: off)
+    clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0
     entropy_coeff: Weight = 0.0  # weight of the entropy bonus
     kl_loss_coef: Weight = 0.0  # weight of the KL to the reference in the loss (0: none)
     # how that KL is estimated (+: with the gradient of k2)
@@ -139,31 +140,25 @@ class Run(Generic[CriticConfig]):
     supervised_steps: Count = 250  # addition with a tiny-* actor: steps of supervised learning before PPO
 
     # reward
-    reward: str | None = (
-        None  # addition, gsm8k or FILE.py:FUNCTION, called as f(prompt, response, answer) -> number
-    )
-    reward_model: str | None = (
-        None  # folder or hub name of a reward model instead (one label, on the last token)
-    )
-    reward_timeout: Annotated[float, Field(gt=0, le=1e6)] = (
-        10.0  # seconds for the reward or environment of a row
-    )
-    environment: str | None = (
-        None  # FILE.py:FUNCTION, f(prompt, response, answer) -> what follows the turn, or None
-    )
+    # addition, gsm8k or FILE.py:FUNCTION, called as f(prompt, response, answer) -> number
+    reward: str | None = None
+    # folder or hub name of a reward model instead (one label, on the last token)
+    reward_model: str | None = None
+    # seconds for the reward or environment of a row
+    reward_timeout: Annotated[float, Field(gt=0, le=1e6)] = 10.0
+    # FILE.py:FUNCTION, f(prompt, response, answer) -> what follows the turn, or None
+    environment: str | None = None
     max_turns: Positive = 8  # turns of the policy in one row, if there is an environment
 
     # rollout
-    rollout: Literal["hf", "vllm"] = (
-        "hf"  # engine: transformers' generate on a whole copy of the actor, or vLLM
-    )
+    # engine: transformers' generate on a whole copy of the actor, or vLLM
+    rollout: Literal["hf", "vllm"] = "hf"
     train_batch_size: Positive = 256  # prompts of a step, over all ranks
     rollout_n: Positive = 1  # responses to each (torchrun would take --n for its own)
     max_response_length: Positive | None = None  # tokens, with observations (None: 8 for addition, else 256)
     temperature: Rate = 1.0  # of sampling, and of the log-probs that are learned from
-    top_p: Annotated[float, Field(gt=0, le=1)] = (
-        1.0  # sample only from the likeliest tokens with this probability
-    )
+    # sample only from the likeliest tokens with this probability
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     rollout_batch_size: Positive = 256  # rows generated at once by an engine
     dump_rollouts: bool = False  # write every step's rows as JSONL to out_dir/rollouts
 
@@ -231,15 +226,17 @@ def check_flags(run):
         raise UserError(f"--{flag}: {common.first_fault(error)}") from None
     shards = run.actor.fsdp_size
     rules = {
-        "--lam-policy, --length-adaptive-alpha: give one of them": run.lam_policy is None or not run.length_adaptive_alpha,
-        "--target-kl: adapts --kl-coef, which is 0; give it a value to begin with": not run.target_kl or run.kl_coef,
+        "--lam-policy, --length-adaptive-alpha: give one of them":
+            run.lam_policy is None or not run.length_adaptive_alpha,
+        "--target-kl: adapts --kl-coef, so give it a value above 0": not run.target_kl or run.kl_coef,
         "--eval-prompts: needs --prompts; addition has its own": run.prompts or not run.eval_prompts,
-        "--reward: needed with --prompts, or --reward-model": not run.prompts or run.reward or run.reward_model,
+        "--reward, --reward-model: --prompts needs one": not run.prompts or run.reward or run.reward_model,
         "--reward, --reward-model: give one of them": not (run.reward and run.reward_model),
         f"--actor.fsdp-size {shards}: must divide the {WORLD_SIZE} ranks, or be -1":
             shards == -1 or shards > 0 and WORLD_SIZE % shards == 0,
-        f"--vllm.tensor-parallel-size: must divide the {WORLD_SIZE} ranks": WORLD_SIZE % run.vllm.tensor_parallel_size == 0,
-        "--critic.ppo-max-token-len-per-gpu auto: would take what the actor needs; add --offload, or give auto:GIB":
+        f"--vllm.tensor-parallel-size: must divide the {WORLD_SIZE} ranks":
+            WORLD_SIZE % run.vllm.tensor_parallel_size == 0,
+        "--critic.ppo-max-token-len-per-gpu auto: takes what the actor needs; add --offload, or give auto:GIB":
             run.offload or run.critic.ppo_max_token_len_per_gpu != "auto",
     }  # fmt: skip
     for words, holds in rules.items():
@@ -347,7 +344,8 @@ class TookTooLong(BaseException):
 
 
 def guarded(function, seconds, *args):
-    """(its result, "") or (None, what went wrong). The alarm rings in Python code: a call into C is waited for."""
+    """(its result, "") or (None, what went wrong). The alarm rings in Python code: a call into C is waited
+    for."""
 
     def ring(*_):
         raise TookTooLong
@@ -395,7 +393,8 @@ class RewardModel:
         self.onload = self.worker.onload
 
     def ids(self, prompt, text, ids):
-        """The row as this model reads it: the policy's tokens if both have the same, else its own of the text."""
+        """The row as this model reads it: the policy's tokens if both have the same, else its own of the
+        text."""
         if self.same_tokens:
             return ids
         if prompt.messages and self.tokenizer.chat_template:
@@ -420,16 +419,17 @@ class RewardModel:
 # ---- Policy maths ------------------------------------------------------------------------------------------
 
 
-def policy_loss(log_probs_T, old_log_probs_T, advantages_T, response_mask_T, weights_T, clip_low=0.2, clip_high=0.2,
-                clip_dual=None):  # fmt: skip
-    """PPO's clipped objective -> (loss, actions where clipping decided, where the dual clip did), 0-dim tensors.
+def policy_loss(log_probs_T, old_log_probs_T, advantages_T, response_mask_T, weights_T, clip_low=0.2,
+                clip_high=0.2, clip_dual=None):  # fmt: skip
+    """PPO's clipped objective -> (loss, actions where clipping decided, where the dual clip did), 0-dim
+    tensors.
 
-        r_t = pi(a_t) / pi_old(a_t),  L_t = max( -r_t A_t, -clip(r_t, 1 - low, 1 + high) A_t ),  loss = sum_t w_t L_t
+        r_t = pi(a_t) / pi_old(a_t),  L_t = max( -r_t A_t, -clip(r_t, 1 - low, 1 + high) A_t )
+        loss = sum_t w_t L_t
 
-    1707.06347, eq. 7; low and high apart: DAPO, 2503.14476, eq. 10. clip_dual c > 1 bounds what a bad action can cost:
-    where A_t < 0, L_t is at most -c A_t (1912.09729, eq. 5). log r is kept within +-20. What stands where
-    response_mask is false never enters, not even a NaN.
-    """
+    1707.06347, eq. 7; low and high apart: DAPO, 2503.14476, eq. 10. clip_dual c > 1 bounds what a bad action
+    can cost: where A_t < 0, L_t is at most -c A_t (1912.09729, eq. 5). log r is kept within +-20. What stands
+    where response_mask is false never enters, not even a NaN."""
     columns = (log_probs_T - old_log_probs_T, advantages_T)
     log_ratio_T, a_T = (torch.where(response_mask_T, x_T, 0.0) for x_T in columns)
     ratio_T = log_ratio_T.clamp(-20, 20).exp()
@@ -462,11 +462,12 @@ def kl_penalty(log_probs_T, ref_log_probs_T, kind):
 
 
 def next_kl_coef(coef, kl, n, target=None):
-    """The KL coefficient after a batch of n rows with mean divergence kl (Ziegler et al. 1909.08593, sec. 2.2).
+    """The KL coefficient after a batch of n rows with mean divergence kl (Ziegler et al. 1909.08593, sec.
+    2.2).
 
-    target None keeps it fixed; otherwise coef *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon. The horizon is the
-    paper's 10,000 rows, or the n rows of a step if those are more: else coef could turn negative.
-    """
+    target None keeps it fixed; otherwise coef *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon. The
+    horizon is the paper's 10,000 rows, or the n rows of a step if those are more: else coef could turn
+    negative."""
     if target is None:
         return coef
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * n / max(10_000, n))
@@ -493,10 +494,10 @@ def masked_whiten(x_T, mask_T):
 def add_advantages(batch, scores, kl_coef, run):
     """Fills token_level_rewards, advantages and returns of the caller's rows (a collective).
 
-    The score of a row is earned by its last action; each action pays kl_coef for its KL to the reference. The critic
-    learns returns of run.lam, the actor may use another lambda (decoupled GAE of VC-PPO, 2503.01491, sec. 4.2), one
-    for each row of l actions with length_adaptive_alpha: 1 - 1/(alpha l) (VAPO, 2504.05118, sec. 4.2).
-    """
+    The score of a row is earned by its last action; each action pays kl_coef for its KL to the reference. The
+    critic learns returns of run.lam, the actor may use another lambda (decoupled GAE of VC-PPO, 2503.01491,
+    sec. 4.2), one for each row of l actions with length_adaptive_alpha: 1 - 1/(alpha l) (VAPO, 2504.05118,
+    sec. 4.2)."""
     kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
     rewards_T = -kl_coef * torch.where(batch.response_mask, kl_T, 0.0)
     batch.token_level_rewards = rewards_T.index_add(0, batch.last_action, torch.tensor(scores))
@@ -527,9 +528,8 @@ class Draw(LogitsProcessor):
 
     def __call__(self, ids_BL, logits_BV):
         log_p_BV = (logits_BV.float() / (self.temperature or 1.0)).log_softmax(-1)
-        if (
-            self.temperature
-        ):  # inverse of the distribution function: one number a token, the same on every device
+        # inverse of the distribution function: one number a token, the same on every device
+        if self.temperature:
             log_p_BV = self.nucleus(ids_BL, log_p_BV).log_softmax(-1)
             cdf_BV = log_p_BV.double().exp().cumsum(-1)
             u_B1 = self.u_BR[:, len(self.log_probs), None] * cdf_BV[:, -1:]
@@ -543,18 +543,16 @@ class Draw(LogitsProcessor):
 class HFRollout:
     """Generates with transformers on a whole copy of the policy, each rank for the rows it owns.
 
-    Every row draws its own random numbers from its key alone, so it gives the same sample in any batch and on any
-    number of ranks, up to rounding.
-    """
+    Every row draws its own random numbers from its key alone, so it gives the same sample in any batch and on
+    any number of ranks, up to rounding."""
 
     def __init__(self, run, task, device):
         self.run = run
         self.stop_ids = task.stop_ids
         self.device = device
         self.dtype = common.compute_dtype(run.actor.param_dtype, device)
-        capped = getattr(
-            task.model_config.get_text_config(), "attn_logit_softcapping", None
-        )  # sdpa would drop it
+        # sdpa would drop it
+        capped = getattr(task.model_config.get_text_config(), "attn_logit_softcapping", None)
         options = {"attn_implementation": "eager" if capped else "sdpa", "dtype": self.dtype}
         with device:
             self.model = AutoModelForCausalLM.from_config(copy.deepcopy(task.model_config), **options).eval()
@@ -574,8 +572,8 @@ class HFRollout:
         self.model.to(self.device)
 
     def generate(self, rows, temperature):
-        """(token ids of a prompt, key of its random numbers, most new tokens) of each row -> for each (token ids, their
-        log-probs as they were sampled, whether it ended by itself). temperature 0: greedy."""
+        """(token ids of a prompt, key of its random numbers, most new tokens) of each row -> for each (token
+        ids, their log-probs as they were sampled, whether it ended by itself). temperature 0: greedy."""
         pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
         size = self.run.rollout_batch_size
         replies = []
@@ -605,11 +603,11 @@ def uniform(key, n):
 
 
 class VLLMRollout:
-    """Generates with vLLM in this process: an engine on each rank, or one on every --vllm.tensor-parallel-size ranks.
+    """Generates with vLLM in this process: an engine on each rank, or one on every
+    --vllm.tensor-parallel-size ranks.
 
-    It has the methods of HFRollout. vLLM finds the trainer's process group and makes its own groups of it; an engine
-    that is deleted takes the trainer's group with it, so all live as long as the process.
-    """
+    It has the methods of HFRollout. vLLM finds the trainer's process group and makes its own groups of it; an
+    engine that is deleted takes the trainer's group with it, so all live as long as the process."""
 
     engines = []
 
@@ -645,9 +643,8 @@ class VLLMRollout:
         from vllm.distributed import parallel_state
         from vllm.platforms import current_platform
 
-        if (
-            self.on_cpu
-        ):  # its shared memory has one name in all runs of a machine, and stays: so it takes gloo
+        # its shared memory has one name in all runs of a machine, and stays: so it takes gloo
+        if self.on_cpu:
             from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
             CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
@@ -683,8 +680,9 @@ class VLLMRollout:
         self.llm.sleep(level=self.run.vllm.sleep_level)
 
     def sync(self, weights):
-        """Takes the actor's weights, (name, whole tensor) pairs in self.dtype, layer by layer; forgets cached keys and
-        values, which were the old weights'. Every rank calls it, for gathering weights is a collective."""
+        """Takes the actor's weights, (name, whole tensor) pairs in self.dtype, layer by layer; forgets cached
+        keys and values, which were the old weights'. Every rank calls it, for gathering weights is a
+        collective."""
         if self.on_cpu:
             self.llm.apply_model(forget_experts)
         stored = (revert_weight_conversion(self.skeleton, {name: weight}) for name, weight in weights)
@@ -697,20 +695,20 @@ class VLLMRollout:
         self.llm.reset_prefix_cache()
 
     def generate(self, rows, temperature):
-        """HFRollout's. Ranks that share an engine call it together; each gets the replies to its own prompts."""
+        """HFRollout's. Ranks that share an engine call it together; each gets the replies to its own
+        prompts."""
         from vllm import SamplingParams
 
         everyones = common.of_all_ranks(rows, self.group)
         before = sum(map(len, everyones[: dist.get_rank(self.group)]))
         asked = []
         params = []
+        options = {"temperature": temperature, "top_p": self.run.top_p if temperature else 1.0, "logprobs": 0}
+        options |= {"stop_token_ids": self.stop_ids, "ignore_eos": True, "detokenize": False}
         for ids, key, most in itertools.chain(*everyones):
             asked.append({"prompt_token_ids": ids})
-            params.append(SamplingParams(
-                seed=seed_of(key), max_tokens=most, temperature=temperature, top_p=self.run.top_p if temperature else 1.0,
-                stop_token_ids=self.stop_ids, ignore_eos=True, logprobs=0, detokenize=False,
-            ))  # fmt: skip
-        # on CPU the compiler takes longer than the rollout, and needs one for C++; and it draws from torch's generator
+            params.append(SamplingParams(seed=seed_of(key), max_tokens=most, **options))
+        # on CPU the compiler takes longer than the rollout; and vLLM draws from torch's generator
         eager = torch.compiler.set_stance("force_eager") if self.on_cpu else contextlib.nullcontext()
         with eager, torch.random.fork_rng(devices=()):
             out = self.llm.generate(asked, params, use_tqdm=RANK == 0 and sys.stderr.isatty())
@@ -729,7 +727,8 @@ def forget_experts(model):
 
 
 def repack_head(model):
-    """Runs in vLLM's CPU build: a head that is tied to the embeddings is a packed copy, and takes their weights again."""
+    """Runs in vLLM's CPU build: a head that is tied to the embeddings is a packed copy, and takes their
+    weights again."""
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead":
             module.quant_method.process_weights_after_loading(module)
@@ -786,7 +785,8 @@ def roll_out(engine, task, prompts, keys, run, temperature):
 
 
 def goes_on(prompt, reply, task, run):
-    """Asks the environment what follows a turn, and adds it to the reply -> whether the policy speaks again."""
+    """Asks the environment what follows a turn, and adds it to the reply -> whether the policy speaks
+    again."""
     if not reply.finished:
         return False
     said, reply.fault = guarded(task.observe, run.reward_timeout, prompt.text, reply.text, prompt.answer)
@@ -826,8 +826,8 @@ LOGITS_AT_ONCE = 2**25  # 128 MiB in float32
 def log_probs_and_entropy(logits_of, hidden_AD, targets_A, vocab_size):
     """-> (A,) log-probs of the targets, (A,) entropies of their distributions, float32.
 
-    logits_of: (C, D) -> (C, V). Never more than a chunk of logits is held: the backward pass computes each again.
-    """
+    logits_of: (C, D) -> (C, V). Never more than a chunk of logits is held: the backward pass computes each
+    again."""
 
     def piece(hidden_CD, targets_C):
         log_p_CV = logits_of(hidden_CD).float().log_softmax(-1)
@@ -850,8 +850,8 @@ class Policy(nn.Module):
         self.lm = lm
 
     def forward(self, micro, temperature):
-        """A micro-batch of T tokens -> (2, T) log-probs and entropies of its actions, zero elsewhere; each is read from
-        the hidden state before the action."""
+        """A micro-batch of T tokens -> (2, T) log-probs and entropies of its actions, zero elsewhere; each is
+        read from the hidden state before the action."""
         lm = self.lm
         mask_T = micro.response_mask
         softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
@@ -884,8 +884,8 @@ def free_gathered(model):
 
 
 class PolicyWorker:
-    """A policy spread over all ranks by FSDP2. Methods under DP_COMPUTE_PROTO take the rows a rank owns and work on the
-    global batch, like the critic's; a reference has no optimizer."""
+    """A policy spread over all ranks by FSDP2. Methods under DP_COMPUTE_PROTO take the rows a rank owns and
+    work on the global batch, like the critic's; a reference has no optimizer."""
 
     def __init__(self, run, model_config, device, trains=True):
         self.run = run
@@ -908,7 +908,8 @@ class PolicyWorker:
         self.flops = common.flops_model(model, model_config)
         count = sum(p.numel() for p in model.parameters())
         print0(
-            f"{'actor     ' if trains else 'reference '} {config.model} ({model_config.model_type}), {count:,} parameters"
+            f"{'actor     ' if trains else 'reference '} {config.model} ({model_config.model_type}), "
+            f"{count:,} parameters"
         )
         self.model = self.shard(model.requires_grad_(trains))
         common.send_weights(self.model, source)
@@ -931,9 +932,8 @@ class PolicyWorker:
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for module in (*common.transformer_blocks(model), model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-        model.set_reduce_scatter_unused_params(
-            True
-        )  # an expert may have seen no token here, but some on another rank
+        # an expert may have seen no token here, but some on another rank
+        model.set_reduce_scatter_unused_params(True)
         model.to_empty(device=self.device)
         model.lm.tie_weights()  # to_empty made two of what is one
         return model
@@ -966,7 +966,8 @@ class PolicyWorker:
         Dispatch.DP_COMPUTE_PROTO, needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
     )
     def update_policy(self, batch):
-        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all ranks."""
+        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all
+        ranks."""
         names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy")
         totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.device)
         norms = []  # of the mini-batches, NaN where the step was skipped
@@ -986,9 +987,8 @@ class PolicyWorker:
         c = self.config
         mask_T = micro.response_mask
         weights_T = micro.weights
-        if (
-            c.tis_cap is not None
-        ):  # tokens were drawn from the engine's mu: rho of IMPALA, 1802.01561, section 4.1
+        # tokens were drawn from the engine's mu: rho of IMPALA, 1802.01561, section 4.1
+        if c.tis_cap is not None:
             rho_T = (micro.old_log_probs - micro.rollout_log_probs).clamp(-20, 20).exp()
             weights_T = weights_T * rho_T.clamp(max=c.tis_cap)
         columns = (log_probs_T, micro.old_log_probs, micro.advantages, mask_T, weights_T)
@@ -999,7 +999,8 @@ class PolicyWorker:
         return whole, [loss, clipped, dual, kl, ref_kl_T.sum(), entropy_T.sum(), mask_T.sum()]
 
     def step(self, mini):
-        """One optimizer step on a global mini-batch -> (gradient norm before clipping, this rank's part of the sums).
+        """One optimizer step on a global mini-batch -> (gradient norm before clipping, this rank's part of
+        the sums).
 
         A norm that is not finite skips the step, on all ranks; so does a mini-batch without an action.
         """
@@ -1012,9 +1013,8 @@ class PolicyWorker:
         for rows in self.my_micro_batches(mini):
             micro = self.micro_batch(mini, rows)
             loss, sums = self.loss(micro, *self.model(micro, self.run.temperature))
-            (
-                loss * WORLD_SIZE
-            ).backward()  # the loss is a sum over all ranks, but FSDP averages gradients over them
+            # the loss is a sum over all ranks, but FSDP averages gradients over them
+            (loss * WORLD_SIZE).backward()
             total += torch.stack(sums).detach()
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip).full_tensor())
         if math.isfinite(norm):
@@ -1026,7 +1026,8 @@ class PolicyWorker:
         return norm, total
 
     def weights(self, dtype=torch.float32):
-        """(name, whole tensor) of each weight of the language model, one at a time, on every rank (a collective)."""
+        """(name, whole tensor) of each weight of the language model, one at a time, on every rank (a
+        collective)."""
         for name, p in self.model.lm.named_parameters():
             yield name, p.detach().to(dtype).full_tensor()
 
@@ -1055,7 +1056,8 @@ class PolicyWorker:
         return tensors
 
     def checkpoint_writer(self, copy=False):
-        """write(tmp, group): writes the state of now into a folder; with `copy` training may change it meanwhile."""
+        """write(tmp, group): writes the state of now into a folder; with `copy` training may change it
+        meanwhile."""
         tensors = self.checkpoint_tensors()
         if copy:
             tensors = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
@@ -1105,7 +1107,8 @@ def generation_config(config):
 
 
 def stop_tokens(config, tokenizer):
-    """Ids that end a turn: the tokenizer's end of sequence, and those of the model's generation_config.json."""
+    """Ids that end a turn: the tokenizer's end of sequence, and those of the model's
+    generation_config.json."""
     more = getattr(generation_config(config), "eos_token_id", None)
     return sorted({tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None})
 
@@ -1114,10 +1117,11 @@ def stop_tokens(config, tokenizer):
 
 
 def learn_to_add(run, task, folder):
-    """Supervised warm-up on a noisy adder, by rank 0 alone, so that PPO starts with an actor that is sometimes right.
+    """Supervised warm-up on a noisy adder, by rank 0 alone, so that PPO starts with an actor that is
+    sometimes right.
 
-    The adder errs in three of four sums that carry and in three of five others; none of its prompts is held out.
-    """
+    The adder errs in three of four sums that carry and in three of five others; none of its prompts is held
+    out."""
     with common.published(folder) as tmp:
         if RANK == 0:
             torch.manual_seed(run.seed)
@@ -1142,8 +1146,8 @@ def learn_to_add(run, task, folder):
 
 
 def prompts_of_step(step, prompts, run):
-    """(prompts, ids, keys) of this rank's rows of a step; neighbours share a prompt. From a row's key follow all random
-    numbers of its response."""
+    """(prompts, ids, keys) of this rank's rows of a step; neighbours share a prompt. From a row's key follow
+    all random numbers of its response."""
     picked = common.rows_of_step(step, len(prompts), run.train_batch_size, run.seed)
     row_ids = range(RANK, len(picked) * run.rollout_n, WORLD_SIZE)
     mine = [prompts[picked[row // run.rollout_n]] for row in row_ids]
@@ -1151,7 +1155,8 @@ def prompts_of_step(step, prompts, run):
 
 
 class Phases:
-    """`with phases("actor", actor):` times a phase, and with --offload has its workers, and no others, on the device."""
+    """`with phases("actor", actor):` times a phase, and with --offload has its workers, and no others, on the
+    device."""
 
     def __init__(self, offload):
         self.offload = offload
@@ -1183,7 +1188,8 @@ class Phases:
 
 
 def score(run, reward, phases, prompts, replies, batch):
-    """Rewards of the caller's rows by rule or by model, a list (a collective). What went wrong is noted in a reply."""
+    """Rewards of the caller's rows by rule or by model, a list (a collective). What went wrong is noted in a
+    reply."""
     if isinstance(reward, RewardModel):
         with phases("reward", reward):
             return reward.scores(prompts, [reply.text for reply in replies], batch)
@@ -1197,7 +1203,8 @@ def score(run, reward, phases, prompts, replies, batch):
 
 
 def of_all_rows(rows):
-    """Objects, one for each of the caller's rows -> those of all ranks (a collective); prints the first fault."""
+    """Objects, one for each of the caller's rows -> those of all ranks (a collective); prints the first
+    fault."""
     rows = [row for part in common.of_all_ranks(rows) for row in part]
     for row in rows:
         if row["fault"]:
@@ -1232,7 +1239,8 @@ def rollout_metrics(batch, scores, replies, run):
 
 
 def evaluate(engine, task, run, reward, phases, step):
-    """Rewards of held-out prompts -> metrics, equal on all ranks; adds transcripts to samples.jsonl and shows two."""
+    """Rewards of held-out prompts -> metrics, equal on all ranks; adds transcripts to samples.jsonl and shows
+    two."""
     each = max(run.eval_samples, 1)
     row_ids = range(RANK, len(task.held_out) * each, WORLD_SIZE)
     prompts = [task.held_out[row // each] for row in row_ids]
@@ -1266,10 +1274,12 @@ def print_step(step, steps, m):
     odd = {"reward errors": "reward/errors", "timeouts": "reward/timeouts", "skipped": "actor/skipped_steps"}
     odd = "".join(f"  {m[key]:.0f} {words}" for words, key in odd.items() if m.get(key))
     print0(
-        f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}  length {m['rollout/actions']:.1f}"
+        f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}"
+        f"  length {m['rollout/actions']:.1f}"
         f"  kl {n(m['kl/reference'], '.3f')}  entropy {n(m.get('actor/entropy'), '.3f')}"
         f"  clipped {n(m.get('actor/pg_clipfrac'), '.3f')}  |g| {n(m.get('actor/grad_norm'), '.2g'):>5}"
-        f"  value loss {n(m['critic/vf_loss'], '.4f')}  explained var {n(m['critic/explained_var'], '.2f'):>5}"
+        f"  value loss {n(m['critic/vf_loss'], '.4f')}"
+        f"  explained var {n(m['critic/explained_var'], '.2f'):>5}"
         f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {common.time_left(step, steps, m)}{odd}"
     )
 
@@ -1282,7 +1292,8 @@ CURVES = {  # panel -> metrics
 
 
 def set_up(run):
-    """(run with what follows from its task and its actor, the Task). UserError: flags, files or functions are wrong."""
+    """(run with what follows from its task and its actor, the Task). UserError: flags, files or functions are
+    wrong."""
     check_flags(run)
     addition = run.prompts is None
     actor = dataclasses.replace(run.actor, lr=run.actor.lr or (5e-4 if addition else 1e-6))
@@ -1334,7 +1345,8 @@ def set_up(run):
 
 
 def check_takes(model, model_config, tokenizer, longest):
-    """UserError if a model cannot take rows of this many tokens, or does not know all of the actor's tokens."""
+    """UserError if a model cannot take rows of this many tokens, or does not know all of the actor's
+    tokens."""
     row = common.Batch.blank(longest)
     row.input_ids[0] = max(tokenizer.get_vocab().values())
     with common.blame(f"--model {model}: does not go with these prompts"):
@@ -1342,8 +1354,8 @@ def check_takes(model, model_config, tokenizer, longest):
 
 
 def start_from(run, task, checkpoints):
-    """(run whose actor starts from the supervised one, which a new run makes now; step and KL coefficient to go on
-    with)."""
+    """(run whose actor starts from the supervised one, which a new run makes now; step and KL coefficient to
+    go on with)."""
     folder = checkpoints.folder
     state = {"step": 0, "kl_coef": run.kl_coef}
     if folder:
@@ -1386,8 +1398,8 @@ def checkpoint_writer(run, step, kl_coef, actor, critic):
 
 
 def build(run, task, device, checkpoints):
-    """(actor, reference or None, critic, reward function or model, rollout engine without weights yet) on all ranks, from
-    the checkpoint if the run is resumed. With --offload they are made one after another."""
+    """(actor, reference or None, critic, reward function or model, rollout engine without weights yet) on all
+    ranks, from the checkpoint if the run is resumed. With --offload they are made one after another."""
     folder = checkpoints.folder
     reference = None
     reward = task.reward
@@ -1416,13 +1428,13 @@ def build(run, task, device, checkpoints):
 
 
 def check_engine(run, metrics, engine):
-    """UserError if engine and actor, which have the same weights, do not make the same of the first rows: two ways
-    through a model, one of them with a cache and padding, the other packed."""
+    """UserError if engine and actor, which have the same weights, do not make the same of the first rows: two
+    ways through a model, one of them with a cache and padding, the other packed."""
     off = metrics["rollout/log_prob_diff"]
     if not off < (1e-3 if engine.dtype == torch.float32 else 0.5):
         raise UserError(
-            f"--actor.model {run.actor.model}: log-probs of the rollout are off the actor's by {off:.1e} a token; the "
-            "model does something to its logits that Policy.forward does not know, or rows see each other in a pack"
+            f"--actor.model {run.actor.model}: log-probs of the rollout are off the actor's by {off:.1e} a token; "
+            "the model changes its logits in a way that Policy does not know, or rows see each other in a pack"
         )
 
 
