@@ -58,7 +58,7 @@ OUT_OF_MEMORY = "OutOfMemoryError|MemoryError|can't allocate memory"  # of the d
 HINTS = {  # words of an error -> what to do
     OUT_OF_MEMORY: "out of memory; --resume auto continues with half the token budget",
     "No space left": "the disk is full (No space left on device); make room and use --resume auto",
-    "Timed out waiting|closed by peer|reset by peer|Broken pipe": "another rank died or hangs; see its message",
+    "Timed out waiting|closed by peer|reset by peer|Broken pipe": "another rank died or hangs",
 }
 
 
@@ -400,7 +400,7 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", skip_bad_
     if faults and not skip_bad_rows:
         raise UserError(f"{faults[0]} ({len(faults)} bad rows; --skip-bad-rows leaves them out)")
     if faults:
-        print0(f"{name}: left out {len(faults)} bad rows", *faults[:5], sep="\n  ")
+        print0("\n  ".join([f"{name}: left out {len(faults)} bad rows", *faults[:5]]))
     if not any(row.response_mask.any() for row in rows):
         raise UserError(f"{name}: no usable row, or none with an action")
     return concat(rows)
@@ -959,8 +959,8 @@ class Logger:
         """Logs an evaluation of the critic and prints one line about it."""
         self.log(step, m)
         print0(
-            f"held out   explained var {number(m['eval/explained_var'], '.3f')}   loss {m['eval/vf_loss']:.4f}"
-            f" (best constant {m['eval/constant_loss']:.4f})"
+            f"held out   explained var {number(m['eval/explained_var'], '.3f')}"
+            f"   loss {m['eval/vf_loss']:.4f} (best constant {m['eval/constant_loss']:.4f})"
             f"   AUC of the last value {number(m['eval/auc'], '.3f')}"
         )
 
@@ -1143,8 +1143,9 @@ def find_checkpoint(out_dir, resume):
     on) (a collective). resume: a folder, auto for the newest undamaged one of out_dir, or None."""
     made = None
     if RANK == 0:
-        os.makedirs(out_dir, exist_ok=True)
-        made = tempfile.mkdtemp(dir=out_dir)
+        with blame(f"--out-dir {out_dir}: cannot be written"):
+            os.makedirs(out_dir, exist_ok=True)
+            made = tempfile.mkdtemp(dir=out_dir)
     made = of_all_ranks(made)[0]
     seen = of_all_ranks(os.path.exists(made))
     if RANK == 0:
@@ -1252,7 +1253,7 @@ def load_config(config):
         else:
             kind = type(AutoConfig.from_pretrained(model))
             fields, _ = kind.get_config_dict(model)
-    with blame(f"--override-config {config.override_config}"):
+    with blame(f"--override-config {config.override_config}: must be a JSON object"):
         overrides = dict(json.loads(config.override_config))
         if overrides.keys() & {
             "num_hidden_layers",

@@ -142,7 +142,7 @@ class Run:
         return step in (0, self.steps) or bool(self.eval_every and step % self.eval_every == 0)
 
 
-def mistake_in(flags):
+def mistake_in(flags, world_size=WORLD_SIZE):
     """What is wrong with a Config or a Run, as one line that names the flag and the fix, or None."""
     try:
         pydantic.TypeAdapter(type(flags)).validate_python(dataclasses.asdict(flags))
@@ -153,7 +153,7 @@ def mistake_in(flags):
     if isinstance(flags, Run):
         if not flags.rollouts and (flags.eval_rollouts or flags.recorded_values):
             return "--eval-rollouts and --recorded-values: need --rollouts; the toy has its own rows"
-        return mistake_in(flags.critic)
+        return mistake_in(flags.critic, world_size)
     c = flags
     norm = c.loss_agg_mode == "seq-mean-token-sum-norm"
     low, high = c.value_range or (0.0, 1.0)
@@ -165,10 +165,10 @@ def mistake_in(flags):
         "--value-range: needs --value-head hl_gauss": c.value_head != "scalar" or not c.value_range,
         "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm":
             norm == (c.response_length_limit is not None),
-        f"--tensor-model-parallel-size: tensor {tp} x pipeline {pp} x context {cp} must divide {WORLD_SIZE} ranks":
-            WORLD_SIZE % (tp * pp * cp) == 0,
-        f"--expert-model-parallel-size: expert x its tensor x pipeline = {experts} must divide {WORLD_SIZE} ranks":
-            WORLD_SIZE % experts == 0,
+        f"--tensor-model-parallel-size: tensor {tp} x pipeline {pp} x context {cp} must divide {world_size}":
+            world_size % (tp * pp * cp) == 0,
+        f"--expert-model-parallel-size: expert x its tensor x pipeline = {experts} must divide {world_size}":
+            world_size % experts == 0,
         "--virtual-pipeline-model-parallel-size: needs --pipeline-model-parallel-size above 1":
             c.virtual_pipeline_model_parallel_size == 1 or pp > 1,
         "--num-layers-in-first-pipeline-stage: needs --pipeline-model-parallel-size": not uneven or pp > 1,

@@ -236,7 +236,7 @@ def check_flags(run):
             shards == -1 or shards > 0 and WORLD_SIZE % shards == 0,
         f"--vllm.tensor-parallel-size: must divide the {WORLD_SIZE} ranks":
             WORLD_SIZE % run.vllm.tensor_parallel_size == 0,
-        "--critic.ppo-max-token-len-per-gpu auto: takes what the actor needs; add --offload, or give auto:GIB":
+        "--critic.ppo-max-token-len-per-gpu auto: leaves the actor nothing; add --offload, or give auto:GIB":
             run.offload or run.critic.ppo_max_token_len_per_gpu != "auto",
     }  # fmt: skip
     for words, holds in rules.items():
@@ -1433,8 +1433,8 @@ def check_engine(run, metrics, engine):
     off = metrics["rollout/log_prob_diff"]
     if not off < (1e-3 if engine.dtype == torch.float32 else 0.5):
         raise UserError(
-            f"--actor.model {run.actor.model}: log-probs of the rollout are off the actor's by {off:.1e} a token; "
-            "the model changes its logits in a way that Policy does not know, or rows see each other in a pack"
+            f"--actor.model {run.actor.model}: log-probs of the rollout are off the actor's by {off:.1e} a "
+            "token; the model changes its logits in a way that Policy does not know, or rows see each other"
         )
 
 

@@ -21,13 +21,15 @@ def worker(**fields):
 def test_1_a_value_is_read_before_its_action():
     """The token of an action changes: which values of its row may change?
 
-    Those of the actions after it. Its own is read from the state before it, which has not seen it; a critic that read
-    it from the token's own position would know how the story goes on (and would be no baseline for that action).
+    Those of the actions after it. Its own is read from the state before it, which has not seen it; a critic that
+    read it from the token's own position would know how the story continues, and be no baseline for that action.
     """
-    w, batch = worker(), random_batch(1, idle=False)
-    changed, actions = batch.select([0]), batch.response_mask.nonzero().flatten().tolist()
+    w = worker()
+    batch = random_batch(1, idle=False)
+    changed = batch.select([0])
+    actions = batch.response_mask.nonzero().flatten().tolist()
     t = actions[len(actions) // 2]
-    changed.input_ids[t] = (changed.input_ids[t] + 1) % w.vocab_size
+    changed.input_ids[t] = (changed.input_ids[t] + 1) % 97
     moved = (w.compute_values(batch) != w.compute_values(changed)).nonzero().flatten().tolist()
     assert moved == [i for i in actions if i > t] != []
 
@@ -35,45 +37,49 @@ def test_1_a_value_is_read_before_its_action():
 def test_2_with_lambda_1_the_returns_do_not_depend_on_the_critic():
     """For which lambda do the returns not depend on the critic (without --bootstrap-truncated)?
 
-    For 1: they are then the sum of the rewards to come. For 0 they are one reward and what the critic says of the rest.
-    With that flag the critic is asked for what a row that was cut off lacks, whatever lambda is.
+    For 1: they are then the sum of the rewards to come. For 0 they are one reward and the critic's value of the
+    rest. With that flag the critic is asked for the part that a row lacks which was cut off, whatever lambda is.
     """
-    mask, cu = torch.tensor([0, 1, 1, 1]).bool(), torch.tensor([0, 4], dtype=torch.int32)
-    rewards, values = torch.tensor([0.0, 1.0, 2.0, 4.0]), torch.tensor([0.0, 0.5, -3.0, 0.25])
+    mask = torch.tensor([0, 1, 1, 1]).bool()
+    ends = torch.tensor([0, 4], dtype=torch.int32)
+    rewards = torch.tensor([0.0, 1.0, 2.0, 4.0])
+    values = torch.tensor([0.0, 0.5, -3.0, 0.25])
     for lam, answer in ((1.0, [0, 7, 6, 4]), (0.0, [0, 1 - 3, 2 + 0.25, 4])):
-        _, returns = common.gae(rewards, values, mask, cu, gamma=1.0, lam=lam)
+        _, returns = common.gae(rewards, values, mask, ends, gamma=1.0, lam=lam)
         assert returns.tolist() == pytest.approx(answer)
 
 
 def test_3_a_mean_of_means_depends_on_the_cut():
-    """Two micro-batches with the losses 4, and 0 0 0: what is the mean, what the mean of the two means? Which function
-    makes every cut give the first?
+    """Two micro-batches with the losses 4, and 0 0 0: what is the mean, what the mean of the two means? Which
+    function makes every cut give the first?
 
-    1 over the mini-batch, 2 as a mean of means. loss_weights does, from the counts of the whole mini-batch: what a
-    micro-batch contributes is then a plain sum.
+    1 over the mini-batch, 2 as a mean of means. loss_weights does: a token's weight comes from the counts of the
+    whole mini-batch and stays with the token, so what a micro-batch contributes is a plain sum.
     """
-    losses, cu = torch.tensor([0.0, 4.0, 0.0, 0.0, 0.0, 0.0]), torch.tensor([0, 2, 6], dtype=torch.int32)
-    mask = torch.tensor([0, 1, 0, 1, 1, 1]).bool()
-    counts = common.loss_counts(mask, cu)
-    of = lambda part, cu, counts: float(
-        (losses[part] * common.loss_weights(mask[part], cu, "token-mean", counts)).sum()
-    )
-    parts = [(slice(0, 2), torch.tensor([0, 2])), (slice(2, 6), torch.tensor([0, 4]))]
-    assert of(slice(0, 6), cu, counts) == sum(of(*part, counts) for part in parts) == 1
-    assert sum(of(*part, common.loss_counts(mask[part[0]], part[1])) for part in parts) / 2 == 2
+    batch = common.concat([common.Batch.blank(2), common.Batch.blank(4)])
+    losses = torch.tensor([0.0, 4.0, 0.0, 0.0, 0.0, 0.0])
+    batch.weights = common.loss_weights(batch, "token-mean")
+    assert float((losses * batch.weights).sum()) == 1
+    micros = batch.split(1)
+    parts = losses.split([2, 4])
+    assert sum(float((part * micro.weights).sum()) for part, micro in zip(parts, micros)) == 1
+    means = [
+        float((part * common.loss_weights(micro, "token-mean")).sum()) for part, micro in zip(parts, micros)
+    ]
+    assert sum(means) / 2 == 2
 
 
 def test_4_a_huber_loss(monkeypatch):
     """Put a Huber loss in place of the squares of value_loss, without the clipping. What keeps every layout at one
     update?
 
-    weights_T does, which come from counts of the whole mini-batch: the loss stays a weighted sum over tokens. Far
-    outliers now pull no harder than near ones. (With clipping the loss would be the larger one of two Huber losses.)
+    The weights do, which come from counts of the whole mini-batch: the loss stays a weighted sum over tokens. Far
+    outliers now pull no harder than near ones. (With clipping it would be the larger one of two Huber losses.)
     """
 
     def huber_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, *_, delta=1.0):
-        clean = lambda x_T: torch.where(response_mask_T, x_T, 0.0)
-        loss_T = F.huber_loss(clean(vpreds_T), clean(returns_T), reduction="none", delta=delta)
+        v_T, r_T = (torch.where(response_mask_T, x_T, 0.0) for x_T in (vpreds_T, returns_T))
+        loss_T = F.huber_loss(v_T, r_T, reduction="none", delta=delta)
         return (weights_T * loss_T).sum(), torch.zeros((), dtype=torch.int64)
 
     batch = random_batch(8, idle=False)
@@ -82,20 +88,21 @@ def test_4_a_huber_loss(monkeypatch):
     for name in ("squared", "huber"):
         if name == "huber":
             monkeypatch.setattr(common, "value_loss", huber_loss)
-        whole, cut = worker(cliprange_value=None), worker(cliprange_value=None, ppo_micro_batch_size_per_gpu=3)
+        whole = worker(cliprange_value=None)
+        cut = worker(cliprange_value=None, ppo_max_token_len_per_gpu=max(batch.lengths))
         norms[name] = whole.update_critic(batch)["critic/grad_norm"]
         assert cut.update_critic(batch)["critic/grad_norm"] == pytest.approx(norms[name], rel=1e-5)
     assert norms["huber"] < 0.1 * norms["squared"]
 
 
 def test_5_adamw_does_not_see_the_size_of_a_gradient():
-    """Delete `* WORLD_SIZE` in forward_backward and run two ranks: the norm halves, the first losses stay. Which two
-    things hide it, and when would they not?
+    """Delete `* self.layout.dp_size` in forward_backward and run two ranks: the norm halves, the first losses stay.
+    Which two things hide it, and when would they not?
 
-    AdamW divides the mean of the gradients by the root of their mean square: a factor that all steps share cancels, but
-    for its epsilon. And --grad-clip makes all norms above it one. So two ranks learn otherwise than one as soon as some
-    norms are clipped, and another, halved, is not. The metric critic/grad_norm shows it at once, and so do the tests of
-    layouts, which compare gradients before clipping.
+    AdamW divides the mean of the gradients by the root of their mean square: a factor that all steps share cancels,
+    but for its epsilon. And --grad-clip makes all norms above it one. So two ranks learn otherwise than one as soon
+    as some norms are clipped, and another, halved, is not. The metric critic/grad_norm shows it at once, and so do
+    the tests of layouts, which compare gradients before clipping.
     """
 
     def trained(norms, factor):
@@ -115,18 +122,19 @@ def test_5_adamw_does_not_see_the_size_of_a_gradient():
 ULYSSES = """
 import torch, torch.distributed as dist
 import common
+from critic_fsdp import gather_slices, trade
 
 def main():
     common.setup_distributed()
     group, rank = dist.group.WORLD, common.RANK
     x = torch.arange(4 * 10 * 3.0).view(1, 4, 10, 3)  # (1, H, T, D)
     mine = x.chunk(2, 2)[rank]
-    heads = common.SequenceToHeads.apply(mine, group)
+    heads = trade(mine, group, 1, 2)
     assert mine.shape == (1, 4, 5, 3) and heads.shape == (1, 2, 10, 3) and heads.equal(x.chunk(2, 1)[rank])
-    assert common.HeadsToSequence.apply(heads, group).equal(mine)
-    assert common.GatherSlices.apply(mine[0, 0, :, 0], group).equal(x[0, 0, :, 0])
+    assert trade(heads, group, 2, 1).equal(mine)
+    assert gather_slices(mine[0, 0, :, 0], group).equal(x[0, 0, :, 0])
 
-common.run(main)
+common.launch(main)
 """
 
 
@@ -134,8 +142,8 @@ def test_6_ulysses_trades_tokens_for_heads(tmp_path):
     """One row of ten tokens, two Ulysses ranks, four heads: who computes what, where?
 
     Each rank has five tokens of the row and all heads in norms, projections and MLPs; inside the attention function
-    two heads of all ten tokens: an all-to-all before, another after. GatherSlices then gives the ten values to both,
-    and both compute the same loss.
+    two heads of all ten tokens: an all-to-all before, another after. gather_slices then gives the ten values to
+    both, and both compute the same loss.
     """
     (tmp_path / "ulysses.py").write_text(ULYSSES)
     succeeded(torchrun(2, tmp_path / "ulysses.py"))
@@ -144,13 +152,13 @@ def test_6_ulysses_trades_tokens_for_heads(tmp_path):
 def test_7_context_parallel_ranks_have_a_piece_of_either_end():
     """A row of 8 tokens, two context-parallel ranks: which tokens has each, and why not halves?
 
-    Rank 0 has 0 1 6 7, rank 1 has 2 3 4 5. Token t sees t + 1 keys: halves would give 10 pairs to one rank and 26 to
-    the other, these pieces 18 to each.
+    Rank 0 has 0 1 6 7, rank 1 has 2 3 4 5. Token t sees t + 1 keys: halves would give 10 pairs to one rank and 26
+    to the other, these pieces 18 to each.
     """
     pairs = {}
     for rank, answer in enumerate(([0, 1, 6, 7], [2, 3, 4, 5])):
         layout = types.SimpleNamespace(cp_size=2, cp_rank=rank, device=torch.device("cpu"))
-        critic = types.SimpleNamespace(layout=layout, config=critic_megatron.Config())
+        critic = types.SimpleNamespace(layout=layout)
         slots, _, _ = critic_megatron.MegatronPPOCritic.share_context(critic, torch.arange(8), [8])
         assert slots.tolist() == answer
         pairs[rank] = sum(t + 1 for t in answer)
