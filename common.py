@@ -310,10 +310,10 @@ def gather(batch):
 
 Number = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)] | bool  # float32 can hold the square
 Text = Annotated[str, Field(min_length=1)]
-Ids = Annotated[list[int], Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1)]
 
 
-class Rollout(pydantic.BaseModel):
+class Rollout(pydantic.BaseModel, strict=True):
     """One line of a JSONL file, with exactly one of each group; other keys are ignored."""
 
     prompt: Text | None = None  # text,

@@ -272,7 +272,7 @@ def attention_of(config, model_config):
     if config.use_remove_padding:
         name = "ulysses" if config.ulysses_size > 1 else "packed"
     else:  # sdpa would drop a soft cap
-        name = "eager" if getattr(model_config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+        name = "eager" if getattr(model_config.get_text_config(), "attn_logit_softcapping", None) else None
     return {"": name, "text_config": name} if reads_images(model_config) else name
 
 

@@ -1234,7 +1234,7 @@ def rollout_metrics(batch, scores, replies, run):
         "rollout/truncated": whole.truncated.double().mean(),
         "rollout/log_prob_diff": off_A.double().mean(),
         "rollout/log_prob_diff_max": off_A.max(),
-        "kl/reference": kl_A.double().mean() if run.kl_coef or run.actor.kl_loss_coef else math.nan,
+        "kl/reference": float(kl_A.double().mean()) if run.kl_coef or run.actor.kl_loss_coef else math.nan,
     }
 
 

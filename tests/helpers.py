@@ -149,14 +149,16 @@ def rows_of(batch):
 
 @contextlib.contextmanager
 def captured_gradients(critic):
-    """Inside, the critic notes the whole gradient of every step before it is clipped, in the list this yields."""
+    """Inside, a critic of critic_fsdp.py or a PolicyWorker notes the whole gradient of every step before it is clipped,
+    in the list this yields."""
     seen, model = [], critic.model
-    owner = model if critic.config.strategy == "fsdp1" else torch.nn.utils  # whose clip_grad_norm_ the critic calls
+    fsdp1 = isinstance(model, critic_fsdp.fsdp.FullyShardedDataParallel)
+    owner = model if fsdp1 else torch.nn.utils  # whose clip_grad_norm_ is called
     clip = owner.clip_grad_norm_
 
     def note(*args, **kwargs):
         whole = contextlib.nullcontext()
-        if critic.config.strategy == "fsdp1":
+        if fsdp1:
             whole = critic_fsdp.fsdp.FullyShardedDataParallel.summon_full_params(model, with_grads=True)
         with whole:
             named = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in model.named_parameters()]

@@ -1,9 +1,9 @@
-"""Runs under torchrun: one mini-batch through every layout that so many ranks allow -> gradients before clipping.
+"""Puts one mini-batch through every layout of critic_fsdp.py on this many ranks -> gradients before clipping.
 
-    torchrun --nproc-per-node 4 tests/layouts.py OUT_FOLDER                of one model, which too goes there
-    torchrun --nproc-per-node 2 tests/layouts.py OUT_FOLDER models         some layouts, all models of test_layouts.py
+    torchrun --nproc-per-node 4 tests/layouts.py OUT_FOLDER           all layouts, one model
+    torchrun --nproc-per-node 2 tests/layouts.py OUT_FOLDER models    three layouts, all models of test_layouts.py
 
-test_layouts.py compares them with a plain float64 loop.
+Models and results go to OUT_FOLDER; test_layouts.py compares the results with a plain float64 loop.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import datetime
 import itertools
 import pathlib
 import sys
+import typing
 
 import torch
 import torch.distributed as dist
@@ -20,105 +21,119 @@ import common
 import critic_fsdp
 from common import RANK, WORLD_SIZE
 
-CPU = torch.device("cpu")
 ROWS = {
     "ragged": random_batch(21, seed=1),
     "eleven": random_batch(11, seed=3),  # for megatron_layouts.py
-    "two rows": random_batch(2, seed=2),  # there are ranks without any at W = 4
+    "two rows": random_batch(2, seed=2),  # on four ranks, two have none
 }
-
-BATCHING = {  # how the same rows are cut into micro-batches
-    "one micro-batch": {},
-    "budget 60": {"ppo_max_token_len_per_gpu": 60},
-    "budget 60, deferred": {"ppo_max_token_len_per_gpu": 60, "defer_grad_sync": True},
-    "3 rows": {"ppo_micro_batch_size_per_gpu": 3},
-    "1 row": {"ppo_micro_batch_size_per_gpu": 1},
-}
-
-
-MEMORY = {  # what saves memory or hides traffic, on two ranks
-    "fsdp2, kept gathered, prefetch": {"reshard_after_forward": False, "forward_prefetch": True},
-    "fsdp1, kept gathered, prefetch": {"strategy": "fsdp1", "reshard_after_forward": False, "forward_prefetch": True},
-    "fsdp2, offload policy": {"offload_policy": True},
-    "fsdp2, recompute, activations on the host": {"gradient_checkpointing": True, "activation_offload": True},
-    "fsdp1, recompute, activations on the host": {
-        "strategy": "fsdp1",
-        "gradient_checkpointing": True,
-        "activation_offload": True,
+MODES = typing.get_args(critic_fsdp.AggMode)
+BUDGET = {"ppo_max_token_len_per_gpu": 60}
+CASES = {  # name -> which rows, and Config fields: how micro-batches are cut and losses averaged
+    "one micro-batch": ("ragged", {}),
+    "budget 60": ("ragged", BUDGET),
+    "budget 60, deferred": ("ragged", {**BUDGET, "defer_grad_sync": True}),
+    "budget 40": ("ragged", {"ppo_max_token_len_per_gpu": 40}),  # the longest row fills a micro-batch alone
+    "rows on rank 0": ("ragged", BUDGET),
+    "fewer rows than ranks": ("two rows", {}),
+    **{
+        mode: ("ragged", {**BUDGET, "loss_agg_mode": mode, "response_length_limit": 50}) for mode in MODES[1:]
     },
 }
+FSDP1 = {"strategy": "fsdp1"}
+ON_HOST = {"gradient_checkpointing": True, "activation_offload": True}
+MEMORY = {  # what saves memory, on two ranks
+    "fsdp2, kept gathered": {"reshard_after_forward": False},
+    "fsdp1, kept gathered": {**FSDP1, "reshard_after_forward": False},
+    "fsdp2, offload policy": {"offload_policy": True},
+    "fsdp2, recompute, activations on the host": ON_HOST,
+    "fsdp1, recompute, activations on the host": {**FSDP1, **ON_HOST},
+}
+SOME = ("fsdp2, padded", "none, packed, recompute", "fsdp1, ulysses 2")  # these run all models
+WHOLE = (
+    "fsdp2, packed",
+    "fsdp1, padded",
+    "none, ulysses 2",
+    "fsdp2, 2 replicas, ulysses 2",
+)  # and these all cases
 
 
 def layouts():
-    """(name, Config fields) of every way to spread the model over WORLD_SIZE ranks."""
-    for strategy, packed in itertools.product(("fsdp2", "fsdp1", "none"), (True, False)):
-        for checkpointing in (False, True) if WORLD_SIZE < 4 else (False,):
-            name = f"{strategy}, {'packed' if packed else 'padded'}{', recompute' if checkpointing else ''}"
-            yield name, dict(strategy=strategy, use_remove_padding=packed, gradient_checkpointing=checkpointing)
-    for sp in (2, 4):
-        if WORLD_SIZE % sp == 0:
-            for strategy in ("fsdp2", "fsdp1", "none"):
-                yield f"{strategy}, ulysses {sp}", dict(strategy=strategy, ulysses_size=sp)
-    if WORLD_SIZE == 2:
-        yield from MEMORY.items()
-    if WORLD_SIZE == 4:
-        for strategy, sp in itertools.product(("fsdp2", "fsdp1"), (1, 2)):
-            yield f"{strategy}, 2 replicas, ulysses {sp}", dict(strategy=strategy, fsdp_size=2, ulysses_size=sp)
+    """name -> Config fields of every way to spread the model over WORLD_SIZE ranks."""
+    found = {}
+    for strategy in ("fsdp2", "fsdp1", "none"):
+        for packed, recompute in itertools.product((True, False), (False, True)):
+            if not recompute or WORLD_SIZE < 4:
+                name = f"{strategy}, {'packed' if packed else 'padded'}{', recompute' * recompute}"
+                found[name] = dict(use_remove_padding=packed, gradient_checkpointing=recompute)
+        for sp in (2, 4):
+            if WORLD_SIZE % sp == 0:
+                found[f"{strategy}, ulysses {sp}"] = {"ulysses_size": sp}
+            if WORLD_SIZE == 4 and strategy != "none":
+                found[f"{strategy}, 2 replicas, ulysses {sp // 2}"] = dict(fsdp_size=2, ulysses_size=sp // 2)
+    found = {name: {"strategy": name.split(",")[0], **fields} for name, fields in found.items()}
+    return found | MEMORY if WORLD_SIZE == 2 else found
 
 
-SOME = ("fsdp2, padded", "none, packed, recompute", "fsdp1, ulysses 2")
-WHOLE = ("fsdp2, packed", "fsdp1, padded", "none, ulysses 2", "fsdp2, 2 replicas, ulysses 2")  # are put through all
+def cases_of(layout):
+    """The cases that a layout runs. How rows are cut and counted does not depend on the strategy, so each strategy
+    runs all cases in one layout only."""
+    if layout in WHOLE:
+        return CASES
+    return (
+        ["budget 60"]
+        if layout in MEMORY or "recompute" in layout
+        else ["budget 60, deferred", "fewer rows than ranks"]
+    )
 
 
 def main(out, which="qwen2"):
     from test_layouts import MODELS, save_model
 
-    results, some = {}, SOME if which == "models" else ()
-    out, names = pathlib.Path(out), MODELS if some else (which,)
-    common.setup_distributed(timeout_minutes=15)
-    for name in names if RANK == 0 else ():
-        save_model(MODELS[name], out / name)
+    out = pathlib.Path(out)
+    names = list(MODELS) if which == "models" else [which]
+    common.setup_distributed()
+    if RANK == 0:
+        for name in names:
+            save_model(MODELS[name], out / name)
     dist.barrier()
-    for model, (name, fields) in itertools.product(names, layouts()):
-        if some and name not in some:
-            continue
-        worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=str(out / model), **fields))
-        worker.init_model()
-        for group in (*worker.layout.fsdp_mesh.get_all_groups(), worker.layout.dp_group, worker.layout.sp_group):
-            assert group is None or group._get_backend(CPU).options._timeout == datetime.timedelta(minutes=15), name
-        worker.critic.peak_lr = 0.0  # every case starts from the same weights: steps do not move them
-        worker.critic.config = dataclasses.replace(worker.config, weight_decay=0.0)
-
-        def run(case, rows, mine, worker=worker, model=model, name=name, **changes):
-            batch = ROWS[rows].select(mine)
-            config = dataclasses.replace(worker.config, **changes)
-            worker.critic.config = config
-            values = worker.compute_values(batch)
-            with captured_gradients(worker.critic) as seen:
-                metrics = worker.update_critic(batch)
-            assert metrics["critic/skipped_steps"] == 0 and len(seen) == 1
-            whole = dataclasses.replace(batch, values=values)
-            key = (model, name, case, rows, changes.get("loss_agg_mode", "token-mean"))
-            results[key] = {"gradients": seen.pop(), "values": common.gather(whole).values, "metrics": metrics}
-
-        if some or name in MEMORY or "recompute" in name:
-            run("budget 60", "ragged", range(RANK, 21, WORLD_SIZE), **BATCHING["budget 60"])
-            continue
-        spread, rank0 = range(RANK, 21, WORLD_SIZE), range(21) if RANK == 0 else []
-        few, whole = WORLD_SIZE == 4, name in WHOLE  # on two cores four ranks take their time
-        batching = ("budget 60", "budget 60, deferred", "1 row") if few else BATCHING
-        for case in batching if whole else ("budget 60, deferred",) if few else ("budget 60", "budget 60, deferred"):
-            run(case, "ragged", spread, **BATCHING[case])
-        if whole or WORLD_SIZE > 1:
-            run("fewer rows than ranks", "two rows", range(RANK, 2, WORLD_SIZE))
-        if not whole:  # how rows are cut and counted is the same with all strategies, each of which is there once
-            continue
-        for mode in common.LOSS_AGG_MODES[2:3] if few else common.LOSS_AGG_MODES[1:]:
-            run("budget 60", "ragged", spread, **BATCHING["budget 60"], loss_agg_mode=mode, response_length_limit=50)
-        run("rows on rank 0", "ragged", rank0, **BATCHING["budget 60"])
+    results = {}
+    for model, (layout, fields) in itertools.product(names, layouts().items()):
+        if len(names) == 1 or layout in SOME:
+            cases = cases_of(layout) if len(names) == 1 else ["budget 60"]
+            results |= {(model, layout, *key): x for key, x in results_of(out / model, fields, cases).items()}
     if RANK == 0:
         torch.save(results, out / "out.pt")
 
 
+def results_of(folder, fields, cases):
+    """(case, rows, way to average) -> gradients before clipping, values and metrics of one layout."""
+    fields = {"weight_decay": 0.0, "timeout_minutes": 15, **fields}
+    worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=str(folder), **fields))
+    worker.init_model()
+    config, critic, layout = worker.config, worker.critic, worker.layout
+    for group in (*layout.fsdp_mesh.get_all_groups(), layout.dp_group, layout.sp_group):
+        cpu = group and group._get_backend(torch.device("cpu"))
+        assert group is None or cpu.options._timeout == datetime.timedelta(minutes=15), fields
+    critic.peak_lr = 0.0  # every case starts from the same weights, because steps do not move them
+    results = {}
+    for case in cases:
+        rows, changes = CASES[case]
+        worker.config = critic.config = dataclasses.replace(config, **changes)
+        critic.max_tokens = None  # the worker sets the budget anew
+        everything = range(len(ROWS[rows]))
+        mine = everything[RANK::WORLD_SIZE]
+        if case == "rows on rank 0":
+            mine = everything if RANK == 0 else []
+        batch = ROWS[rows].select(mine)
+        values = worker.compute_values(batch)
+        with captured_gradients(critic) as seen:
+            metrics = worker.update_critic(batch)
+        assert metrics["critic/skipped_steps"] == 0 and len(seen) == 1
+        values = common.gather(dataclasses.replace(batch, values=values)).values
+        mode = critic.config.loss_agg_mode
+        results[case, rows, mode] = {"gradients": seen.pop(), "values": values, "metrics": metrics}
+    return results
+
+
 if __name__ == "__main__":
-    common.run(lambda: main(*sys.argv[1:]))
+    common.launch(lambda: main(*sys.argv[1:]))
