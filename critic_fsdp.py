@@ -73,8 +73,7 @@ class Config:
     seed: Count = 0  # of random weights, the value head and every shuffle
 
     # layout
-    # how weights are sharded (none: a copy on each rank)
-    strategy: Literal["fsdp2", "fsdp1", "none"] = "fsdp2"
+    strategy: Literal["fsdp2", "fsdp1", "none"] = "fsdp2"  # how weights are sharded (none: not at all)
     fsdp_size: int = -1  # ranks that share one copy of the weights; others hold replicas (-1: all share one)
     ulysses_size: Positive = 1  # ranks that share one sequence, each with some of the attention heads
     reshard_after_forward: bool = True  # free a layer's gathered weights until its backward: saves memory
@@ -83,9 +82,9 @@ class Config:
     timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 30.0
 
     # precision and kernels
+    use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
     # dtype of matrix products (auto: bfloat16, but float32 on CPU)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     activation_offload: bool = False  # keep what gradient checkpointing saves on the host
     defer_grad_sync: bool = False  # reduce gradients once a mini-batch: less traffic, a whole gradient a rank
@@ -98,9 +97,9 @@ class Config:
     ppo_max_token_len_per_gpu: Positive | Auto = 16384
 
     # loss
+    loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
     # PPO clip range around the old value (None: no clipping; hl_gauss never clips)
     cliprange_value: Rate | None = 0.5
-    loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
     response_length_limit: Positive | None = None  # the constant that seq-mean-token-sum-norm divides by
 
     # optimizer

@@ -87,9 +87,9 @@ class Config:
     timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 30.0
 
     # precision and kernels
+    use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
     # dtype of matrix products (auto: bfloat16, but float32 on CPU)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
 
     # batches
@@ -100,9 +100,9 @@ class Config:
     ppo_max_token_len_per_gpu: Positive | Auto = 16384
 
     # loss
+    loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
     # PPO clip range around the old value (None: no clipping; hl_gauss never clips)
     cliprange_value: Rate | None = 0.5
-    loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
     response_length_limit: Positive | None = None  # the constant that seq-mean-token-sum-norm divides by
 
     # optimizer
