@@ -1248,7 +1248,7 @@ def load_config(config):
         tokenizer = None
     with blame(f"--model {model}: no model there"):
         if model in TINY:
-            fields = tiny_config(model)
+            fields = tiny_config(model, len(tokenizer or char_tokenizer(model)))
             kind = type(AutoConfig.for_model(**fields))
         else:
             kind = type(AutoConfig.from_pretrained(model))
@@ -1409,11 +1409,10 @@ IMAGE_WORDS = [
 ]  # the last ids of a vision-language preset
 
 
-def tiny_config(name):
+def tiny_config(name, vocab_size):
     """A preset as the fields of a config.json: two layers of 64 features, four heads, two of keys and
     values."""
     kind = TINY[name]
-    vocab_size = len(char_tokenizer(name))
     none = {"model_type": kind, "bos_token_id": None, "eos_token_id": None}
     if kind == "gpt2":  # it names these differently
         return {"vocab_size": vocab_size, "n_embd": 64, "n_layer": 2, "n_head": 4, **none}

@@ -1219,6 +1219,7 @@ def print_plan(run):
         "gathered": (size * gathered, f"{gathered:,} x {size} bytes, of the layers that are whole at a time"),
         "activations": (held, f"what autograd saves of {sum(longest[:fits]):,} tokens"),
     }
+    parts["together"] = (sum(held for held, _ in parts.values()), "on a rank, at most")
     for name, (held, equation) in parts.items():
         print0(f"{name:12s} {held / 2**20:12,.1f} MiB = {equation}")
 
