@@ -186,8 +186,7 @@ class Batch:
 
     @classmethod
     def blank(cls, length=1):
-        """One row in which every token but the first is an action. Of one token, it is what a rank without
-        rows computes to keep in step."""
+        """One row of actions after its first token. A rank without rows computes one of a single token."""
         mask = torch.arange(length) > 0
         row = torch.tensor([-1])
         floats = dict.fromkeys(cls.FLOATS, mask * 0.0)
@@ -229,8 +228,7 @@ class Batch:
         return torch.cat([torch.zeros(0, dtype=torch.int64), *pieces])
 
     def select(self, rows):
-        """A new Batch of these rows (a sequence of indices), in that order; it shares no memory with this
-        one."""
+        """A new Batch of the rows with these indices, in that order; it shares no memory with this one."""
         tokens = self.token_index(rows)
         row_index = torch.tensor(list(rows), dtype=torch.int64)
         columns = {"cu_seqlens": cumulative(self.cu_seqlens.diff()[row_index])}
@@ -253,21 +251,26 @@ class Batch:
         """Consecutive pieces of `size` rows; the last one may be shorter."""
         return [self.select(range(len(self))[i : i + size]) for i in range(0, len(self), size)]
 
-    def check(self):
-        """Raises ValueError if the columns do not fit together; -> self."""
-        tokens = len(self.input_ids)
-        lengths = self.cu_seqlens.diff()
-        if self.cu_seqlens[0] != 0 or lengths.sum() != tokens or (lengths < 1).any():
-            raise ValueError(f"cu_seqlens must rise from 0 to the {tokens} tokens, is {self.cu_seqlens}")
-        for name, column in vars(self).items():
-            n = len(lengths) if name in self.ROWS else tokens
-            if column is not None and name != "cu_seqlens" and len(column) != n:
-                raise ValueError(f"{name} has {len(column)} entries instead of {n}")
-        early_B = self.response_mask[self.cu_seqlens[:-1].long()].bool()
-        if early_B.any():
-            row = self.row_id[early_B][0]
-            raise ValueError(f"row {row}: its first token cannot be an action, there is no state before it")
-        return self
+    def shuffled(self, *key):
+        """The same rows, in an order that follows from the key alone (say seed, step, epoch)."""
+        return self.select(permutation(len(self), *key))
+
+
+def check(batch):
+    """Raises ValueError if the columns of a batch do not fit together -> the batch."""
+    tokens = len(batch.input_ids)
+    lengths = batch.cu_seqlens.diff()
+    if batch.cu_seqlens[0] != 0 or lengths.sum() != tokens or (lengths < 1).any():
+        raise ValueError(f"cu_seqlens must rise from 0 to the {tokens} tokens, is {batch.cu_seqlens}")
+    for name, column in vars(batch).items():
+        n = len(lengths) if name in batch.ROWS else tokens
+        if column is not None and name != "cu_seqlens" and len(column) != n:
+            raise ValueError(f"{name} has {len(column)} entries instead of {n}")
+    early_B = batch.response_mask[batch.cu_seqlens[:-1].long()].bool()
+    if early_B.any():
+        row = batch.row_id[early_B][0]
+        raise ValueError(f"row {row}: its first token cannot be an action, there is no state before it")
+    return batch
 
 
 def cumulative(lengths):
@@ -295,7 +298,7 @@ def gather(batch):
 
     Raises ValueError if two ranks pass the same row, or if a batch is not sound.
     """
-    parts = [batch.check()]
+    parts = [check(batch)]
     if dist.is_initialized() and WORLD_SIZE > 1:
         parts = of_all_ranks(batch.select(range(len(batch))))  # pickle would send a view's whole storage
     whole = concat(parts)
@@ -347,9 +350,11 @@ class Rollout(pydantic.BaseModel, strict=True):
         return self
 
 
-def load_rows(rollouts, eval_rollouts, seed, *args, with_values=False, **options):
-    """(rows to learn from, rows to evaluate on or None), each one Batch, of these files or of the toy. More
-    arguments are read_rows's."""
+def load_rows(rollouts, eval_rollouts, seed, gamma, *args, with_values=False, **options):
+    """(rows to learn from, rows to evaluate on or None), each one Batch, of these files or of the toy.
+
+    Prints what there is to learn: rows, their returns, and how much of these a prompt alone can explain. More
+    arguments are those of read_rows."""
     held_out = None
     if rollouts is None:
         train = read_rows(toy_rows(8192, seed), *args, **options)
@@ -358,6 +363,12 @@ def load_rows(rollouts, eval_rollouts, seed, *args, with_values=False, **options
         train = read_rows(rollouts, *args, with_values=with_values, **options)
         if eval_rollouts is not None:
             held_out = read_rows(eval_rollouts, *args, flag="--eval-rollouts", **options)
+    rows = dataclasses.replace(train, returns=monte_carlo(train, gamma))
+    x = rows.returns[rows.response_mask].double()
+    sizes = f"{len(rows):,} rows, {len(rows.input_ids):,} tokens, {len(x):,} actions"
+    print0(f"rows       {sizes}, longest row {rows.longest[0]:,}")
+    print0(f"returns    {x.mean():.3g} +- {x.std(correction=0):.3g}, from {x.min():.3g} to {x.max():.3g}")
+    print0(f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt alone can explain of them")
     return train, held_out
 
 
@@ -411,7 +422,10 @@ def parse_rollout(line, tokenizer):
     try:
         rollout = Rollout.model_validate_json(line)
     except pydantic.ValidationError as error:
-        raise UserError(first_fault(error)) from None
+        fault = error.errors()[0]
+        text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        where = f"{fault['loc'][0]}: {text}, not {fault['input']!r:.40}" if fault["loc"] else text
+        raise UserError(where) from None
     if tokenizer is None and (rollout.prompt_ids is None or rollout.response_ids is None):
         raise UserError("it is text, and there is no tokenizer to read it with; give --tokenizer")
     if rollout.messages is not None:
@@ -424,14 +438,6 @@ def parse_rollout(line, tokenizer):
         if end is not None and not rollout.truncated and rollout.response_ids[-1:] != [end]:
             rollout.response_ids.append(end)
     return rollout
-
-
-def first_fault(error):
-    """The first fault of a pydantic.ValidationError, as a sentence: the field, what it must be and what it
-    is."""
-    fault = error.errors()[0]
-    text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return f"{fault['loc'][0]}: {text}, not {fault['input']!r:.40}" if fault["loc"] else text
 
 
 def chat_ids(tokenizer, messages, **options):
@@ -550,15 +556,14 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
         returns = A + V
 
     k counts actions only. A reward on another token goes to the action before it, which earned it, or to the
-    first. lam: a number, or (B,) one for each row. bootstrap_B: (B,) stands for all that would follow the
-    last action (None: every row ended). Zero where response_mask is false; float64 inside."""
+    first. bootstrap_B: (B,) stands for all that would follow the last action (None: every row ended). Zero
+    where response_mask is false; float64 inside."""
     rewards = rewards_T.double().tolist()
     values = values_T.double().tolist()
     mask = response_mask_T.tolist()
     ends = cu_seqlens.tolist()
-    lam_B = torch.as_tensor(lam, dtype=torch.float64).expand(len(ends) - 1).tolist()
     advantages = [0.0] * len(rewards)
-    for b, lam in enumerate(lam_B):
+    for b in range(len(ends) - 1):
         next_value = 0.0 if bootstrap_B is None else float(bootstrap_B[b])
         advantage = reward = 0.0
         earliest = None
@@ -913,6 +918,7 @@ class Logger:
     """
 
     def __init__(self, out_dir, settings, last_step=0, evaluates_again=True):
+        self.out_dir = out_dir
         self.board = None
         if RANK != 0:
             return
@@ -947,22 +953,30 @@ class Logger:
         """Logs an update of the critic and prints one aligned line about it."""
         self.log(step, m)
         skipped = f"  skipped {m['critic/skipped_steps']:.0f}" if m["critic/skipped_steps"] else ""
+        left = datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
         print0(
             f"step {step:>{len(str(steps))}}/{steps}  loss {number(m['critic/vf_loss'], '.4f')}"
             f"  explained var {number(m['critic/explained_var'], '.3f'):>6}"
             f"  |g| {number(m['critic/grad_norm'], '.3g'):>7}  lr {number(m['critic/lr'], '.1e')}"
             f"  {m['perf/tokens_per_second']:>7,.0f} tok/s  mfu {number(100 * m['perf/mfu'], '.1f')} %"
-            f"  {m['perf/peak_memory_gib']:.1f} GiB  eta {time_left(step, steps, m)}{skipped}"
+            f"  {m['perf/peak_memory_gib']:.1f} GiB  eta {left}{skipped}"
         )
 
-    def log_evaluation(self, step, m):
-        """Logs an evaluation of the critic and prints one line about it."""
+    def log_evaluation(self, step, rows, gamma):
+        """Evaluates held-out rows with values, logs it and prints one line about it."""
+        m = evaluate(rows, gamma)
         self.log(step, m)
         print0(
             f"held out   explained var {number(m['eval/explained_var'], '.3f')}"
             f"   loss {m['eval/vf_loss']:.4f} (best constant {m['eval/constant_loss']:.4f})"
             f"   AUC of the last value {number(m['eval/auc'], '.3f')}"
         )
+
+    def log_samples(self, step, rows):
+        """Replaces the samples of this step and later ones in samples.jsonl by these."""
+        if self.board is not None:
+            before = [row for row in read_lines(f"{self.out_dir}/samples.jsonl") if row["step"] < step]
+            replace_lines(f"{self.out_dir}/samples.jsonl", before + rows)
 
     def close(self):
         """Flushes everything, which the os._exit at the end of a run would not."""
@@ -974,11 +988,6 @@ class Logger:
 def number(x, form):
     """x in the given format, or -- where there is no number yet."""
     return "--" if x is None or math.isnan(x) else format(x, form)
-
-
-def time_left(step, steps, metrics):
-    """h:mm:ss until the run ends."""
-    return datetime.timedelta(seconds=round(metrics["perf/time_step"] * (steps - step)))
 
 
 def read_lines(path):
@@ -1014,16 +1023,6 @@ def write_json(path, state):
 def progress(items, what):
     """A bar over `items` on rank 0 of a terminal, shown only if the work takes longer than a few seconds."""
     return tqdm(items, desc=what, delay=3, leave=False, disable=True if RANK else None, dynamic_ncols=True)
-
-
-def print_rows(rows, gamma):
-    """Prints what there is to learn from: rows, returns, and how much of them a prompt alone can explain."""
-    rows = dataclasses.replace(rows, returns=monte_carlo(rows, gamma))
-    x = rows.returns[rows.response_mask].double()
-    sizes = f"{len(rows):,} rows, {len(rows.input_ids):,} tokens, {len(x):,} actions"
-    print0(f"rows       {sizes}, longest row {rows.longest[0]:,}")
-    print0(f"returns    {x.mean():.3g} +- {x.std(correction=0):.3g}, from {x.min():.3g} to {x.max():.3g}")
-    print0(f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt alone can explain of them")
 
 
 def profiled(steps, given, out_dir):

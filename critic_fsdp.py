@@ -76,7 +76,6 @@ class Config:
     strategy: Literal["fsdp2", "fsdp1", "none"] = "fsdp2"  # how weights are sharded (none: not at all)
     fsdp_size: int = -1  # ranks that share one copy of the weights; others hold replicas (-1: all share one)
     ulysses_size: Positive = 1  # ranks that share one sequence, each with some of the attention heads
-    reshard_after_forward: bool = True  # free a layer's gathered weights until its backward: saves memory
     offload_policy: bool = False  # fsdp2 keeps weights, gradients and optimizer state on the host
     # a collective that takes longer ends the run
     timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 30.0
@@ -442,7 +441,7 @@ def build_value_model(config, model_config, layout):
 
 
 def shard_fsdp2(model, config, layout):
-    options = {"mesh": layout.fsdp_mesh, "reshard_after_forward": config.reshard_after_forward}
+    options = {"mesh": layout.fsdp_mesh}
     if config.offload_policy:
         options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=layout.device.type == "cuda")
     policy = fsdp.MixedPrecisionPolicy(param_dtype=layout.dtype, reduce_dtype=torch.float32)
@@ -469,17 +468,12 @@ def shard_fsdp1(model, config, layout):
         adapter = ".lora_" in name and isinstance(module, nn.Linear)
         if adapter or config.freeze_layers and isinstance(module, nn.Embedding):
             units[module] = {"mixed_precision": policy(param_dtype=layout.dtype, cast_forward_inputs=True)}
-    strategies = {  # (hybrid, reshard after forward)
-        (False, True): fsdp.ShardingStrategy.FULL_SHARD,
-        (False, False): fsdp.ShardingStrategy.SHARD_GRAD_OP,
-        (True, True): fsdp.ShardingStrategy.HYBRID_SHARD,
-        (True, False): fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2,
-    }
+    hybrid = mesh.ndim == 2
     return fsdp.FullyShardedDataParallel(
         model,
         device_mesh=mesh,
         device_id=layout.device,  # a torch.device, or FSDP1 refuses to work on CPU
-        sharding_strategy=strategies[mesh.ndim == 2, config.reshard_after_forward],
+        sharding_strategy=fsdp.ShardingStrategy["HYBRID_SHARD" if hybrid else "FULL_SHARD"],
         auto_wrap_policy=CustomPolicy(lambda module: units.get(module, False)),
         mixed_precision=policy(param_dtype=layout.dtype, buffer_dtype=torch.float32),
         use_orig_params=True,
@@ -700,7 +694,7 @@ class DataParallelPPOCritic:
         ranks."""
         self.model.eval()
         values_T = torch.zeros(len(batch.input_ids), device=self.layout.device)
-        for rows in common.progress(self.my_micro_batches(batch), "values"):
+        for rows in self.my_micro_batches(batch):
             micro = self.micro_batch(batch, rows)
             v_T = self.values(self.forward(micro), micro.response_mask)
             if rows:
@@ -727,10 +721,8 @@ class DataParallelPPOCritic:
         totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)
         norms = []  # of the mini-batches, NaN where the step was skipped
         for epoch in range(config.ppo_epochs):
-            order = range(len(batch))
-            if config.shuffle:
-                order = common.permutation(len(batch), config.seed, self.updates, epoch)
-            for mini in batch.select(order).split(config.ppo_mini_batch_size):
+            rows = batch.shuffled(config.seed, self.updates, epoch) if config.shuffle else batch
+            for mini in rows.split(config.ppo_mini_batch_size):
                 norms.append(math.nan)
                 if not mini.response_mask.any():
                     continue  # without an action AdamW would move the weights all the same
@@ -923,7 +915,7 @@ class CriticWorker:
         n = math.ceil(1024 * share / longest)
         peaks = []  # bytes of tensors at a time, in addition to those that exist before
         for rows in (1, n, 2 * n):  # the first creates what stays: gradients, workspaces
-            batch = common.concat([common.Batch.blank(longest)] * rows)
+            batch = common.Batch.blank(longest).select([0] * rows)
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
@@ -1195,15 +1187,15 @@ def print_plan(run):
     size = common.compute_dtype(config.param_dtype, device).itemsize
     tokenizer, model_config = common.load_config(config)
     common.describe_head(model_config, config, (0.0, 1.0))
-    lengths = common.load_rows(run.rollouts, None, config.seed, tokenizer, model_config)[0].lengths
+    rows, _ = common.load_rows(run.rollouts, None, config.seed, run.gamma, tokenizer, model_config)
     model = build_skeleton(config, model_config)
     count, trained = count_parameters(model)
     blocks = sorted(count_parameters(block)[0] for block in common.transformer_blocks(model))
-    gathered = count - sum(blocks[:-2]) if config.reshard_after_forward else count
+    gathered = count - sum(blocks[:-2])
     shards = {"none": 1}.get(config.strategy, ranks if config.fsdp_size == -1 else config.fsdp_size)
     # rows of a rank and its peers
     share = math.ceil(config.ppo_mini_batch_size * config.ulysses_size / ranks)
-    longest = [math.ceil(n / config.ulysses_size) for n in sorted(lengths, reverse=True)[:share]]
+    longest = [math.ceil(n / config.ulysses_size) for n in sorted(rows.lengths, reverse=True)[:share]]
     fits = sum(n <= config.ppo_max_token_len_per_gpu for n in itertools.accumulate(longest))
     alone = dataclasses.replace(config, ulysses_size=1)
     held = saved_bytes(alone, model_config, longest[:fits], device)
@@ -1236,8 +1228,8 @@ def main(run):
     if worker.image_processor is not None:
         ids = worker.model_config.image_token_id
         options["place_images"] = functools.partial(place_images, worker.image_processor, ids)
-    files = (run.rollouts, run.eval_rollouts, config.seed)
-    train, held_out = common.load_rows(*files, worker.tokenizer, worker.model_config, **options)
+    source = (run.rollouts, run.eval_rollouts, config.seed, run.gamma)
+    train, held_out = common.load_rows(*source, worker.tokenizer, worker.model_config, **options)
     check_budget(config, train.longest[0], f"line {train.longest[1] + 1} of the rollouts")
     size = min(run.train_batch_size or config.ppo_mini_batch_size, len(train))
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
@@ -1248,7 +1240,6 @@ def main(run):
             worker.load_checkpoint(checkpoints.folder)
         longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
-        common.print_rows(train, run.gamma)
         lr = worker.critic.peak_lr
         print0(f"steps      {run.steps} updates x {size} rows, {total} optimizer steps, lr {lr:g}")
         shown, about = learn(run, worker, train, held_out, size, checkpoints)
@@ -1275,7 +1266,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
         stop = checkpoints.sigterm_received()
         if held_out is not None and run.evaluates(step):
             held_out.values = worker.critic.compute_values(held_out)
-            logger.log_evaluation(step, common.evaluate(held_out, run.gamma))
+            logger.log_evaluation(step, held_out, run.gamma)
         if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
             checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
         checkpoints.wait(block=last or stop)

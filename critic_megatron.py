@@ -78,8 +78,6 @@ class Config:
     sequence_parallel: bool = True  # they also share the tokens between the products (norms, residuals)
     pipeline_model_parallel_size: Positive = 1  # ranks that share the layers; each runs some of them
     virtual_pipeline_model_parallel_size: Positive = 1  # pieces of the model on each of them: less idling
-    num_layers_in_first_pipeline_stage: Positive | None = None  # (None: as many as in other stages)
-    num_layers_in_last_pipeline_stage: Positive | None = None  # (None: as many as in other stages)
     context_parallel_size: Positive = 1  # ranks that share each sequence, with a part of its tokens each
     expert_model_parallel_size: Positive = 1  # ranks that share the experts of a mixture
     expert_tensor_parallel_size: Positive | None = None  # ranks that share each expert (None: as for tensors)
@@ -159,7 +157,6 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     low, high = c.value_range or (0.0, 1.0)
     tp, pp, cp = c.tensor_model_parallel_size, c.pipeline_model_parallel_size, c.context_parallel_size
     experts = c.expert_model_parallel_size * (c.expert_tensor_parallel_size or tp) * pp
-    uneven = c.num_layers_in_first_pipeline_stage or c.num_layers_in_last_pipeline_stage
     rules = {  # between flags
         f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < math.inf,
         "--value-range: needs --value-head hl_gauss": c.value_head != "scalar" or not c.value_range,
@@ -171,7 +168,6 @@ def mistake_in(flags, world_size=WORLD_SIZE):
             world_size % experts == 0,
         "--virtual-pipeline-model-parallel-size: needs --pipeline-model-parallel-size above 1":
             c.virtual_pipeline_model_parallel_size == 1 or pp > 1,
-        "--num-layers-in-first-pipeline-stage: needs --pipeline-model-parallel-size": not uneven or pp > 1,
         "--context-parallel-size: needs packed rows; drop --no-use-remove-padding":
             cp == 1 or c.use_remove_padding,
     }  # fmt: skip
@@ -698,8 +694,6 @@ def transformer_config(config, model_config, dtype):
         sequence_parallel=splits_sequence(config),
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-        num_layers_in_first_pipeline_stage=config.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
@@ -1102,10 +1096,8 @@ class MegatronPPOCritic:
         totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)
         norms = []  # of the mini-batches, NaN where the step was skipped
         for epoch in range(config.ppo_epochs):
-            order = range(len(batch))
-            if config.shuffle:
-                order = common.permutation(len(batch), config.seed, self.updates, epoch)
-            for mini in batch.select(order).split(config.ppo_mini_batch_size):
+            rows = batch.shuffled(config.seed, self.updates, epoch) if config.shuffle else batch
+            for mini in rows.split(config.ppo_mini_batch_size):
                 norms.append(math.nan)
                 if not mini.response_mask.any():
                     continue  # without an action AdamW would move the weights all the same
@@ -1284,7 +1276,7 @@ class CriticWorker:
         n = math.ceil(1024 * share / longest)
         peaks = []  # bytes of tensors at a time, in addition to those that exist before
         for rows in (1, n, 2 * n):  # the first creates what stays: gradients, workspaces
-            batch = common.concat([common.Batch.blank(longest)] * rows)
+            batch = common.Batch.blank(longest).select([0] * rows)
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
@@ -1527,8 +1519,8 @@ def main(run):
     config = run.critic
     worker = CriticWorker(config)
     options = {"skip_bad_rows": run.skip_bad_rows, "with_values": run.recorded_values}
-    files = (run.rollouts, run.eval_rollouts, config.seed)
-    train, held_out = common.load_rows(*files, worker.tokenizer, worker.model_config, **options)
+    source = (run.rollouts, run.eval_rollouts, config.seed, run.gamma)
+    train, held_out = common.load_rows(*source, worker.tokenizer, worker.model_config, **options)
     check_budget(config, train.longest[0], f"line {train.longest[1] + 1} of the rollouts")
     size = min(run.train_batch_size or config.ppo_mini_batch_size, len(train))
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
@@ -1539,7 +1531,6 @@ def main(run):
             worker.load_checkpoint(checkpoints.folder)
         longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
-        common.print_rows(train, run.gamma)
         lr = worker.critic.peak_lr
         print0(f"steps      {run.steps} updates x {size} rows, {total} optimizer steps, lr {lr:g}")
         shown, about = learn(run, worker, train, held_out, size, checkpoints)
@@ -1566,7 +1557,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
         stop = checkpoints.sigterm_received()
         if held_out is not None and run.evaluates(step):
             held_out.values = worker.critic.compute_values(held_out)
-            logger.log_evaluation(step, common.evaluate(held_out, run.gamma))
+            logger.log_evaluation(step, held_out, run.gamma)
         if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
             checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
         checkpoints.wait(block=last or stop)

@@ -56,7 +56,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.core_model_loading import revert_weight_conversion
 
 import common
-from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
+from common import Dispatch, UserError, print0, register
+
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets these; plain `python` is a world of one
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
@@ -166,7 +169,6 @@ class Run(Generic[CriticConfig]):
     gamma: Fraction = 1.0  # discount of a reward per action
     lam: Fraction = 1.0  # GAE's lambda for the returns that the critic learns
     lam_policy: Fraction | None = None  # GAE's lambda for the advantages (None: as lam): decoupled GAE
-    length_adaptive_alpha: Rate | None = None  # instead of lam_policy: lambda is 1 - 1 / (alpha actions)
     whiten_advantages: bool = True  # give advantages mean 0 and deviation 1 over the global batch
     bootstrap_truncated: bool = False  # the last value stands for the future of a row that was cut off
 
@@ -179,7 +181,6 @@ class Run(Generic[CriticConfig]):
     steps: Positive = 100  # PPO steps
     critic_warmup: Count = 0  # first steps, in which the critic alone learns
     eval_every: Count = 20  # steps between evaluations (0: only at the start and the end)
-    eval_samples: Count = 0  # responses sampled for each prompt there (0: one, greedy)
     save_every: Count = 0  # steps between checkpoints (0: only at the end)
     keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
     async_save: bool = False  # write checkpoints in the background, from a copy of the state on the host
@@ -222,12 +223,12 @@ def check_flags(run):
     try:
         pydantic.TypeAdapter(Run).validate_python(dataclasses.asdict(run))
     except pydantic.ValidationError as error:
-        flag = ".".join(map(str, error.errors()[0]["loc"])).replace("_", "-")
-        raise UserError(f"--{flag}: {common.first_fault(error)}") from None
+        fault = error.errors()[0]
+        name = ".".join(map(str, fault["loc"])).replace("_", "-")
+        message = fault["msg"].replace("Input should be", "must be")
+        raise UserError(f"--{name} {fault['input']}: {message}") from None
     shards = run.actor.fsdp_size
     rules = {
-        "--lam-policy, --length-adaptive-alpha: give one of them":
-            run.lam_policy is None or not run.length_adaptive_alpha,
         "--target-kl: adapts --kl-coef, so give it a value above 0": not run.target_kl or run.kl_coef,
         "--eval-prompts: needs --prompts; addition has its own": run.prompts or not run.eval_prompts,
         "--reward, --reward-model: --prompts needs one": not run.prompts or run.reward or run.reward_model,
@@ -496,19 +497,14 @@ def add_advantages(batch, scores, kl_coef, run):
 
     The score of a row is earned by its last action; each action pays kl_coef for its KL to the reference. The
     critic learns returns of run.lam, the actor may use another lambda (decoupled GAE of VC-PPO, 2503.01491,
-    sec. 4.2), one for each row of l actions with length_adaptive_alpha: 1 - 1/(alpha l) (VAPO, 2504.05118,
     sec. 4.2)."""
     kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
     rewards_T = -kl_coef * torch.where(batch.response_mask, kl_T, 0.0)
     batch.token_level_rewards = rewards_T.index_add(0, batch.last_action, torch.tensor(scores))
     common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
-    lam = run.lam_policy
-    if run.length_adaptive_alpha is not None:
-        actions_B = batch.actions.double().clamp(min=1)
-        lam = (1 - 1 / (run.length_adaptive_alpha * actions_B)).clamp(min=0)
-    if lam is not None:
+    if run.lam_policy is not None:
         returns_T = batch.returns
-        common.add_returns(batch, run.gamma, lam, run.bootstrap_truncated)
+        common.add_returns(batch, run.gamma, run.lam_policy, run.bootstrap_truncated)
         batch.returns = returns_T
     if run.whiten_advantages:
         batch.advantages = masked_whiten(batch.advantages, batch.response_mask)
@@ -972,8 +968,8 @@ class PolicyWorker:
         totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.device)
         norms = []  # of the mini-batches, NaN where the step was skipped
         for epoch in range(self.config.ppo_epochs):
-            order = common.permutation(len(batch), self.run.seed, self.updates, epoch)
-            for mini in batch.select(order).split(self.config.ppo_mini_batch_size):
+            shuffled = batch.shuffled(self.run.seed, self.updates, epoch)
+            for mini in shuffled.split(self.config.ppo_mini_batch_size):
                 norm, sums = self.step(mini)
                 norms.append(norm)
                 if math.isfinite(norm):
@@ -1238,39 +1234,34 @@ def rollout_metrics(batch, scores, replies, run):
     }
 
 
-def evaluate(engine, task, run, reward, phases, step):
-    """Rewards of held-out prompts -> metrics, equal on all ranks; adds transcripts to samples.jsonl and shows
-    two."""
-    each = max(run.eval_samples, 1)
-    row_ids = range(RANK, len(task.held_out) * each, WORLD_SIZE)
-    prompts = [task.held_out[row // each] for row in row_ids]
-    keys = [f"evaluation {run.seed} {row}" for row in row_ids]
-    replies = roll_out(engine, task, prompts, keys, run, run.temperature if run.eval_samples else 0.0)
+def evaluate(engine, task, run, reward, phases, step, logger):
+    """Logs the rewards of greedy replies to held-out prompts, keeps eight in samples.jsonl and shows two."""
+    row_ids = range(RANK, len(task.held_out), WORLD_SIZE)
+    prompts = [task.held_out[row] for row in row_ids]
+    replies = roll_out(engine, task, prompts, map(str, row_ids), run, temperature=0.0)
     scores = score(run, reward, phases, prompts, replies, to_batch(prompts, replies, row_ids))
     rows = []
     for prompt, reply, x in zip(prompts, replies, scores):
         row = {"prompt": prompt.text, "response": reply.text, "answer": prompt.answer, "reward": x}
         rows.append({"step": step, **row, "fault": reply.fault, "tokens": len(reply.ids)})
     rows = of_all_rows(rows)
-    if RANK == 0:
-        path = f"{run.out_dir}/samples.jsonl"
-        before = [row for row in common.read_lines(path) if row["step"] < step]
-        common.replace_lines(path, before + rows[:8])
+    logger.log_samples(step, rows[:8])
     metrics = {
         "eval/reward": sum(row["reward"] for row in rows) / len(rows),
         "eval/accuracy": sum(row["reward"] >= 1 for row in rows) / len(rows),
         "eval/length": sum(row["tokens"] for row in rows) / len(rows),
         "eval/errors": sum(bool(row["fault"]) for row in rows),
     }
+    logger.log(step, metrics)
     print0(f"held out   accuracy {metrics['eval/accuracy']:.3f}   reward {metrics['eval/reward']:.3f}")
     for row in rows[:2]:
         print0(f"  {row['prompt'][-60:]!r} -> {row['response'][-60:]!r}  reward {row['reward']:g}")
-    return metrics
 
 
 def print_step(step, steps, m):
     """One aligned line that tells how a step went, in units a person reads."""
     n = common.number
+    left = datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
     odd = {"reward errors": "reward/errors", "timeouts": "reward/timeouts", "skipped": "actor/skipped_steps"}
     odd = "".join(f"  {m[key]:.0f} {words}" for words, key in odd.items() if m.get(key))
     print0(
@@ -1280,7 +1271,7 @@ def print_step(step, steps, m):
         f"  clipped {n(m.get('actor/pg_clipfrac'), '.3f')}  |g| {n(m.get('actor/grad_norm'), '.2g'):>5}"
         f"  value loss {n(m['critic/vf_loss'], '.4f')}"
         f"  explained var {n(m['critic/explained_var'], '.2f'):>5}"
-        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {common.time_left(step, steps, m)}{odd}"
+        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}{odd}"
     )
 
 
@@ -1463,7 +1454,7 @@ def main(run):
                 with phases("sync", actor):
                     engine.sync(actor.weights(engine.dtype))
                 if task.held_out and run.evaluates(step):
-                    logger.log(step, evaluate(engine, task, run, reward, phases, step))
+                    evaluate(engine, task, run, reward, phases, step, logger)
                 if last:
                     break
                 prompts, row_ids, keys = prompts_of_step(step, task.prompts, run)
