@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import heapq
 import importlib.util
 import io
 import itertools
@@ -112,8 +111,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Run:
-    """Learns a value function from rollouts, evaluates it, saves it as a checkpoint and a Hugging Face
-    folder."""
+    """Learns a value function from rollouts, evaluates it, saves a checkpoint and a Hugging Face folder."""
 
     critic: Annotated[Config, tyro.conf.arg(name="")] = Config()  # its flags have no prefix
     rollouts: str | None = None  # JSONL to learn from (None: the built-in toy task)
@@ -223,8 +221,7 @@ class ValueModel(nn.Module):
         self.score = nn.Linear(backbone.config.get_text_config().hidden_size, backbone.config.num_labels)
 
     def forward(self, **inputs):
-        """(B, L) ids -> (B, L) float32 values, or (B, L, N) logits, read *from* the hidden state of its
-        position."""
+        """(B, L) ids -> (B, L) float32 values, or (B, L, N) logits, each read from its own hidden state."""
         hidden_BLD = self.model(use_cache=False, **inputs).last_hidden_state
         with torch.autocast(hidden_BLD.device.type, enabled=False):
             return self.score(hidden_BLD.float()).squeeze(-1)
@@ -242,8 +239,7 @@ def read_weights(config, model_config):
 
 
 def build_skeleton(config, model_config, dtype=torch.float32):
-    """A ValueModel on meta: no weights yet, but all that is settled without them. UserError: it cannot be
-    built."""
+    """A ValueModel on meta: everything but the weights. UserError: it cannot be built."""
     name = f"--model {config.model} ({model_config.model_type})"
     with common.blame(f"{name}: cannot be built; try --no-use-remove-padding"), torch.device("meta"):
         attention = attention_of(config, model_config)
@@ -276,15 +272,17 @@ def attention_of(config, model_config):
 
 def count_parameters(module):
     """(all, those that train)."""
-    parameters = list(module.parameters())
-    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    count = trained = 0
+    for p in module.parameters():
+        count += p.numel()
+        trained += p.numel() * p.requires_grad
+    return count, trained
 
 
 def add_lora(backbone, config):
     """Freezes the backbone and gives its linear layers adapters: W x + alpha / r B A x (LoRA, 2106.09685).
 
-    A is random and B zero, so values start unchanged. Experts that a mixture keeps in one tensor get no
-    adapter."""
+    A is random and B zero, so values start unchanged. Experts in one tensor get no adapter."""
     from peft import LoraConfig, inject_adapter_in_model
 
     linear = [n for n, m in backbone.named_modules() if isinstance(m, nn.Linear | Conv1D)]
@@ -301,9 +299,8 @@ def merge_lora(state, config, model_config):
     for module in model.modules():
         if hasattr(module, "merge"):
             module.merge()
-    return {
-        name.replace(".base_layer", ""): x for name, x in model.state_dict().items() if ".lora_" not in name
-    }
+    merged = model.state_dict()
+    return {name.replace(".base_layer", ""): merged[name] for name in merged if ".lora_" not in name}
 
 
 def reads_images(model_config):
@@ -312,8 +309,7 @@ def reads_images(model_config):
 
 
 def load_image_processor(config, model_config):
-    """Pillow's processor, which all these models share (the same pixels on every machine); None: reads text
-    only."""
+    """Pillow's processor, which all these models share: the same pixels everywhere. None: reads text only."""
     if not reads_images(model_config):
         return None
     if config.model in common.TINY:
@@ -501,8 +497,7 @@ transformers.AttentionInterface.register("ulysses", ulysses_attention)
 
 
 def trade(x, group, scatter, gather):
-    """Splits x along one axis over the ranks and joins their pieces along another; autograd goes the way
-    back."""
+    """Splits x along one axis over the ranks and joins their pieces along another; backward undoes it."""
     p = dist.get_world_size(group)
     pieces = torch.cat(x.chunk(p, scatter)).contiguous()
     out = collectives.wait_tensor(collectives.all_to_all_single_autograd(pieces, None, None, group))
@@ -510,8 +505,7 @@ def trade(x, group, scatter, gather):
 
 
 def gather_slices(x, group):
-    """(T/p, ...) slices of the ranks of a group -> (T, ...) on all of them; backward adds the ranks'
-    gradients up."""
+    """(T/p, ...) slices of a group's ranks -> (T, ...) on each; backward adds up the ranks' gradients."""
     return collectives.wait_tensor(collectives.all_gather_tensor_autograd(x.contiguous(), 0, group))
 
 
@@ -539,14 +533,13 @@ def slice_row(decoder, args, kwargs):
 
 
 def spread(costs, k):
-    """k lists of indices with nearly equal sums: longest first, each to the emptiest list (LPT, Graham
-    1969)."""
-    heap = [(0, j) for j in range(k)]
+    """k lists of indices with nearly equal sums: the largest first, to the emptiest list (Graham 1969)."""
     parts = [[] for _ in range(k)]
+    loads = [0] * k
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        load, j = heap[0]
-        heapq.heapreplace(heap, (load + costs[i], j))
-        parts[j].append(i)
+        emptiest = loads.index(min(loads))
+        loads[emptiest] += costs[i]
+        parts[emptiest].append(i)
     return parts
 
 
@@ -554,15 +547,14 @@ def micro_batches(lengths, costs, dp_size, max_tokens, padded=False):
     """For each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens.
 
     Every rank computes the same table from all lengths, so all run equally many forwards without
-    communicating, as ranks that share weights must. A rank with less to do gets smaller or empty
-    micro-batches."""
+    communicating, as ranks that share weights must. A rank with less to do gets smaller or empty ones."""
 
     def tokens(rows):
         sizes = [lengths[i] for i in rows]
         return max(sizes, default=0) * len(sizes) if padded else sum(sizes)
 
     ranks = spread(costs, dp_size)
-    count = max(1, *[math.ceil(tokens(rows) / max_tokens) for rows in ranks]) if not padded else 1
+    count = 1
     while True:
         table = []
         for rows in ranks:
@@ -633,15 +625,14 @@ class DataParallelPPOCritic:
         return micro.to(self.layout.device)
 
     def forward(self, micro):
-        """What the head says of each action of a micro-batch: (T,) float32 values, or (T, N) logits; zero
-        elsewhere.
+        """What the head says of each action of a micro-batch: (T,) float32 values, or (T, N) logits.
 
         The value of an action is read *before* it, so what the head says moves one to the right:
 
             hidden           h0   h1   h2   h3   h4   h5
             v_T              v0   v1   v2   v3   v4   v5
             response_mask    0    0    1    1    0    1
-            result           0    0    v1   v2   0    v4
+            result           .    .    v1   v2   .    v4      never read elsewhere
 
         The first token of a sequence is never an action, so nothing crosses from one sequence into the next.
         """
@@ -654,8 +645,8 @@ class DataParallelPPOCritic:
                 self.model.model, ids_T, lengths, micro.multi_modal_inputs
             )
         forward = self.forward_packed if self.config.use_remove_padding else self.forward_padded
-        v_T = forward(ids_T, lengths, position_ids, **pixels)[: len(micro.input_ids)].roll(1, 0)
-        return torch.where(micro.response_mask, v_T.movedim(0, -1), 0.0).movedim(-1, 0)
+        v_T = forward(ids_T, lengths, position_ids, **pixels)
+        return v_T[: len(micro.input_ids)].roll(1, 0)
 
     def forward_packed(self, ids_T, lengths, position_ids, **pixels):
         """(T,) ids, sequences end to end -> (T,) values by position; no padding is computed."""
@@ -690,8 +681,7 @@ class DataParallelPPOCritic:
 
     @torch.no_grad()
     def compute_values(self, batch):
-        """Values of the actions of the global batch: (T,) float32 on the host, zero elsewhere, equal on all
-        ranks."""
+        """(T,) float32 values of the global batch's actions, zero elsewhere; on the host, on all ranks."""
         self.model.eval()
         values_T = torch.zeros(len(batch.input_ids), device=self.layout.device)
         for rows in self.my_micro_batches(batch):
@@ -713,8 +703,7 @@ class DataParallelPPOCritic:
                 handle.reshard(handle.uses_sharded_strategy)  # on a single rank only its views go back
 
     def update_critic(self, batch):
-        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all
-        ranks."""
+        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
         config = self.config
         self.model.train()
         # loss, clipped, vpreds, actions
@@ -785,8 +774,7 @@ class DataParallelPPOCritic:
         return self.peak_lr * 0.5 * (1 + math.cos(math.pi * done))
 
     def optimizer_step(self):
-        """Clips and steps -> gradient norm before clipping. A norm that is not finite skips the step, on all
-        ranks."""
+        """Clips and steps -> norm before clipping. All ranks skip the step if the norm is not finite."""
         config = self.config
         if config.strategy == "fsdp1":
             norm = float(self.model.clip_grad_norm_(config.grad_clip))
@@ -876,11 +864,9 @@ class CriticWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def set_budget(self, longest, row, halvings=0):
-        """Sets how many tokens a micro-batch may take; no update depends on it. UserError: the longest row is
-        longer.
+        """Sets how many tokens a micro-batch takes; no update depends on it. UserError: a row does not fit.
 
-        longest: tokens of the longest row to come; row: words that name it. halvings: see common.Checkpoints.
-        """
+        longest: tokens of the longest row to come; row: words that name it. halvings: see Checkpoints."""
         config = self.config
         critic = self.critic
         budget = config.ppo_max_token_len_per_gpu
@@ -955,8 +941,7 @@ class CriticWorker:
 
     @register(Dispatch.DP_COMPUTE_PROTO, needs=("values", "returns"))
     def update_critic(self, batch):
-        """One PPO update on the rows of all ranks, with their old values and returns -> metrics, equal on all
-        ranks."""
+        """One PPO update on the rows of all ranks, with old values and returns -> metrics, equal on all."""
         self.check_batch(batch)
         config = self.config
         start = time.perf_counter()
@@ -1001,14 +986,12 @@ class CriticWorker:
     def save_checkpoint(self, folder):
         """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not at all.
 
-        Sharded safetensors with the names of transformers: no pickle, any layout of either critic can read
-        it."""
+        Sharded safetensors with transformers' names, no pickle: any layout of either critic reads them."""
         with common.published(folder) as tmp:
             self.checkpoint_writer()(tmp)
 
     def checkpoint_writer(self, copy=False):
-        """write(tmp, group): writes the state of now into a folder; with `copy` training may change it
-        meanwhile."""
+        """write(tmp, group): writes the state of now into a folder. copy: training may go on meanwhile."""
         critic = self.critic
         tensors, _, _ = checkpoint_tensors(critic.model, critic.optimizer)
         if copy:
@@ -1025,8 +1008,7 @@ class CriticWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
-        """Restores what save_checkpoint of either critic wrote, on any layout. UserError: damaged or
-        foreign."""
+        """Restores what either critic saved, on any layout. UserError: damaged or of another model."""
         critic = self.critic
         saved = common.open_checkpoint(folder, ("fsdp", "megatron"), self.shape())
         tensors, model_state, optimizer_state = checkpoint_tensors(critic.model, critic.optimizer)
@@ -1074,26 +1056,23 @@ def checkpoint_tensors(model, optimizer):
 
 
 def save_hf(state, model_config, folder):
-    """Writes a full state dict of a value model ("model.*", "score.*") with transformers' own
-    save_pretrained."""
+    """Writes a full state dict of a value model ("model.*", "score.*") by transformers' save_pretrained."""
     classifies = type(model_config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
     with torch.device("meta"):
         kind = transformers.AutoModelForTokenClassification if classifies else AutoModel
         skeleton = kind.from_config(model_config, dtype=torch.float32)
+    names = {"model": "", "score": "score."}
     if classifies:
-        names = {"model.": f"{skeleton.base_model_prefix}.", "score.": "score."}
-        if not hasattr(skeleton, "score"):
-            names["score."] = "classifier."
+        names["model"] = f"{skeleton.base_model_prefix}."
+        names["score"] = "score." if hasattr(skeleton, "score") else "classifier."
     else:
-        names = {"model.": ""}
         head = {name: state.pop(name) for name in ("score.weight", "score.bias")}
         save_file(head, f"{folder}/value_head.safetensors", metadata={"format": "pt"})
-    for ours, theirs in names.items():
-        state = {
-            theirs + name.removeprefix(ours) if name.startswith(ours) else name: x
-            for name, x in state.items()
-        }
-    skeleton.save_pretrained(folder, state_dict=state)
+    theirs = {}
+    for name, x in state.items():
+        part, _, rest = name.partition(".")
+        theirs[names[part] + rest] = x
+    skeleton.save_pretrained(folder, state_dict=theirs)
 
 
 class Checkpoints:
@@ -1159,30 +1138,32 @@ class Checkpoints:
 
 
 def saved_bytes(config, model_config, lengths, device):
-    """Bytes that autograd saves in a training forward over rows of these lengths, without weights: counted on
-    fake tensors, which have shapes and devices but no memory."""
+    """Bytes that autograd saves in a training forward over packed rows of these lengths, without weights:
+    counted on fake tensors, which have shapes and devices but no memory."""
     saved = {}
     model = build_skeleton(config, model_config, common.compute_dtype(config.param_dtype, device)).train()
     with FakeTensorMode():
-        named = itertools.chain(model.named_parameters(), model.named_buffers())
-        blank = lambda x: torch.empty(x.shape, dtype=x.dtype, device=device, requires_grad=x.requires_grad)
-        weights = {name: blank(x) for name, x in named}
+        weights = {}
+        for name, x in itertools.chain(model.named_parameters(), model.named_buffers()):
+            weights[name] = torch.empty(x.shape, dtype=x.dtype, device=device, requires_grad=x.requires_grad)
         position_ids = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
-        if not config.use_remove_padding:
-            position_ids = torch.arange(max(lengths), device=device).expand(len(lengths), -1)
-        inputs = {"input_ids": torch.zeros_like(position_ids), "position_ids": position_ids}
         common.Pack.layout = common.PackLayout(lengths, device)
-        note = lambda x: saved.setdefault(x.untyped_storage()._cdata, x) is None or x
+
+        def note(x):
+            saved[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+            return x
+
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            inputs = {"input_ids": torch.zeros_like(position_ids), "position_ids": position_ids}
             torch.func.functional_call(model, weights, kwargs=inputs)
-    own = {x.untyped_storage()._cdata for x in weights.values()}
-    return sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in own)
+    for x in weights.values():
+        saved.pop(x.untyped_storage()._cdata, None)
+    return sum(saved.values())
 
 
 def print_plan(run):
     """Prints, as equations, what each of run.plan ranks holds while it learns the longest rows."""
-    config = run.critic
-    ranks = run.plan
+    config = dataclasses.replace(run.critic, ulysses_size=1, use_remove_padding=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = common.compute_dtype(config.param_dtype, device).itemsize
     tokenizer, model_config = common.load_config(config)
@@ -1192,18 +1173,18 @@ def print_plan(run):
     count, trained = count_parameters(model)
     blocks = sorted(count_parameters(block)[0] for block in common.transformer_blocks(model))
     gathered = count - sum(blocks[:-2])
-    shards = {"none": 1}.get(config.strategy, ranks if config.fsdp_size == -1 else config.fsdp_size)
-    # rows of a rank and its peers
-    share = math.ceil(config.ppo_mini_batch_size * config.ulysses_size / ranks)
-    longest = [math.ceil(n / config.ulysses_size) for n in sorted(rows.lengths, reverse=True)[:share]]
+    shards = run.plan if config.fsdp_size == -1 else config.fsdp_size
+    if config.strategy == "none":
+        shards = 1
+    sp = run.critic.ulysses_size
+    share = math.ceil(config.ppo_mini_batch_size * sp / run.plan)  # rows of a rank and its peers
+    longest = [math.ceil(n / sp) for n in sorted(rows.lengths, reverse=True)[:share]]
     fits = sum(n <= config.ppo_max_token_len_per_gpu for n in itertools.accumulate(longest))
-    alone = dataclasses.replace(config, ulysses_size=1)
-    held = saved_bytes(alone, model_config, longest[:fits], device)
+    held = saved_bytes(config, model_config, longest[:fits], device)
     if config.gradient_checkpointing:  # and what one layer saves when it is computed again
-        plain = dataclasses.replace(alone, gradient_checkpointing=False)
-        held = held * (not config.activation_offload) + saved_bytes(
-            plain, model_config, longest[:fits], device
-        ) / len(blocks)
+        plain = dataclasses.replace(config, gradient_checkpointing=False)
+        again = saved_bytes(plain, model_config, longest[:fits], device) / len(blocks)
+        held = again if config.activation_offload else held + again
     parts = {  # name -> (bytes, equation)
         "weights": (4 * count / shards, f"{count:,} x 4 bytes / {shards} shards"),
         "gradients": (4 * trained / shards, f"{trained:,} x 4 bytes / {shards} shards"),
@@ -1251,8 +1232,7 @@ def main(run):
 
 
 def learn(run, worker, train, held_out, size, checkpoints):
-    """Evaluates, saves and learns, from the step of the checkpoint on -> (rows with values for the report, or
-    None; words on them)."""
+    """Evaluates, saves and learns from the checkpoint's step on -> (rows with values to report, words)."""
     first_step = worker.critic.updates
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")

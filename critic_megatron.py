@@ -20,7 +20,6 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import heapq
 import itertools
 import json
 import logging
@@ -114,8 +113,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Run:
-    """Learns a value function from rollouts, evaluates it, saves it as a checkpoint and a Hugging Face
-    folder."""
+    """Learns a value function from rollouts, evaluates it, saves a checkpoint and a Hugging Face folder."""
 
     critic: Annotated[Config, tyro.conf.arg(name="")] = Config()  # its flags have no prefix
     rollouts: str | None = None  # JSONL to learn from (None: the built-in toy task)
@@ -343,8 +341,7 @@ class CoreAttention(nn.Module):
         self.context_group = pg_collection.cp
 
     def forward(self, query, key, value, attention_mask, packed_seq_params=None, **_):
-        """(S,H,D), (S,K,D) of a packed row -> (S, H D); (L,B,H,D), (L,B,K,D) of padded rows -> (L, B, H
-        D)."""
+        """Packed: (S,H,D), keys (S,K,D) -> (S, H D). Padded: (L,B,H,D), keys (L,B,K,D) -> (L, B, H D)."""
         pack = packed_seq_params
         if pack is None:  # causal attention needs to know no more of padding at the end
             length, rows = query.shape[:2]
@@ -416,8 +413,7 @@ EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def lookup_weight(tensors, name, form="{}"):
-    """A weight by its Hugging Face name, which is stored in this form; transformers holds the experts of a
-    layer in one tensor."""
+    """A weight by its Hugging Face name, stored in this form. Experts of a layer may be one tensor there."""
     expert = EXPERT.fullmatch(name)
     if form.format(name) in tensors or not expert:
         return tensors[form.format(name)]
@@ -464,8 +460,7 @@ def hf_names(name):
 
 
 def named_weights(modules):
-    """(global name, parameter) of what this rank holds, the value head last; layers and experts are counted
-    over ranks."""
+    """(global name, parameter) of what this rank holds; layers and experts are counted over all ranks."""
     found = []
     for module in modules:
         for name, p in module.named_parameters():
@@ -510,15 +505,13 @@ def shard(cut, parts, groups, rank, size):
         return torch.cat([part.chunk(size)[rank] for part in parts])
     if cut == "vocabulary":
         return F.pad(parts[0], (0, 0, 0, -len(parts[0]) % size)).chunk(size)[rank]
-    by_group = [
-        part.unflatten(0, (groups, -1)) for part in parts
-    ]  # heads: a group's queries, its key, its value
+    # heads: a group's queries, its key, its value
+    by_group = [part.unflatten(0, (groups, -1)) for part in parts]
     return torch.cat(by_group, 1).flatten(0, 1).chunk(size)[rank]
 
 
 def unshard(cut, shards, groups, head_dim, vocab_size):
-    """The whole parts in Hugging Face's form, from what all tensor-parallel ranks hold: the inverse of
-    shard."""
+    """The whole parts in Hugging Face's form, from what all ranks hold: the inverse of shard."""
     if cut == "whole":
         return shards[:1]
     if cut == "inputs":
@@ -777,8 +770,7 @@ def padding_row(module, model_config):
 
 
 def wrap(modules):
-    """The chunks with what casts their inputs, holds their gradients in one float32 buffer and adds those
-    up."""
+    """The chunks with what casts their inputs, and holds and adds up their gradients in float32."""
     transformer = modules[0].config
     chunks = modules
     for module in modules:
@@ -799,14 +791,13 @@ def wrap(modules):
 
 
 def spread(costs, k):
-    """k lists of indices with nearly equal sums: longest first, each to the emptiest list (LPT, Graham
-    1969)."""
-    heap = [(0, j) for j in range(k)]
+    """k lists of indices with nearly equal sums: the largest first, to the emptiest list (Graham 1969)."""
     parts = [[] for _ in range(k)]
+    loads = [0] * k
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        load, j = heap[0]
-        heapq.heapreplace(heap, (load + costs[i], j))
-        parts[j].append(i)
+        emptiest = loads.index(min(loads))
+        loads[emptiest] += costs[i]
+        parts[emptiest].append(i)
     return parts
 
 
@@ -823,7 +814,7 @@ def micro_batches(lengths, costs, dp_size, max_tokens, padded=False, multiple=1)
         return max(sizes, default=0) * len(sizes) if padded else sum(sizes)
 
     ranks = spread(costs, dp_size)
-    count = max(1, *[math.ceil(tokens(rows) / max_tokens) for rows in ranks]) if not padded else 1
+    count = 1
     while True:
         count = math.ceil(count / multiple) * multiple
         table = []
@@ -836,8 +827,7 @@ def micro_batches(lengths, costs, dp_size, max_tokens, padded=False, multiple=1)
 
 
 def row_unit(config):
-    """A row takes a multiple of this many slots: two pieces a context-parallel rank, or padding to share
-    out."""
+    """A row takes a multiple of this many slots: two pieces a context-parallel rank, or padding to share."""
     if config.use_remove_padding:
         return 2 * config.context_parallel_size if config.context_parallel_size > 1 else 1
     return config.tensor_model_parallel_size if splits_sequence(config) else 1
@@ -850,8 +840,7 @@ def pack_unit(config):
 
 
 class MicroBatch(NamedTuple):
-    """What this rank computes of a micro-batch. Columns are of its S slots, and of the action that *follows*
-    each."""
+    """What this rank computes of a micro-batch: S slots, and of each the action that *follows* it."""
 
     input_ids: torch.Tensor  # (1, S) packed, or (B, L) padded, S = B L
     packed: PackedSeqParams | None
@@ -863,8 +852,7 @@ class MicroBatch(NamedTuple):
 
 
 def check_model_flags(config, model_config):
-    """UserError for flags that this model does not go with, and for models that Megatron's layers do not
-    compute."""
+    """UserError for flags that this model does not go with, and for models unknown to Megatron's layers."""
     c = model_config
     known = ("qwen2", "qwen3", "llama", "qwen3_moe")
     if c.model_type not in known:
@@ -915,7 +903,7 @@ class MegatronPPOCritic:
         self.modules, stored, self.flops, self.story = build_value_model(config, model_config, layout)
         self.transformer = self.modules[0].config
         self.padding_row = padding_row(self.modules[0], model_config)
-        self.model = wrap(self.modules)  # the same chunks
+        self.model = nn.ModuleList(wrap(self.modules))  # the same chunks
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         options = OptimizerConfig(
             optimizer="adam",
@@ -931,7 +919,7 @@ class MegatronPPOCritic:
         )
         # {}: else Megatron would spare biases and norms the weight decay, unlike critic_fsdp.py
         unlike = {"config_overrides": {}, "use_gloo_process_groups": False}
-        self.optimizer = get_megatron_optimizer(options, self.model, **unlike)
+        self.optimizer = get_megatron_optimizer(options, list(self.model), **unlike)
         # Megatron's distributed optimizers: one of the experts, where ranks share them, and one of the rest
         chained = self.optimizer.chained_optimizers
         self.optimizers = [x for x in chained if not x.is_stub_optimizer and x.get_parameters()]
@@ -1011,8 +999,7 @@ class MegatronPPOCritic:
         return slots[None], packed
 
     def share_context(self, slots, sizes):
-        """This rank's slots of packed rows, their PackLayout, and where its keys lie among the gathered
-        ones."""
+        """This rank's slots of packed rows, their PackLayout, and where its keys lie among all gathered."""
         p = self.layout.cp_size
         mine = (self.layout.cp_rank, 2 * p - 1 - self.layout.cp_rank)
         places = [[] for _ in range(p)]  # of the tokens of each rank, in order
@@ -1053,7 +1040,7 @@ class MegatronPPOCritic:
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if several else iterators[0],
-            model=self.model if several else self.model[0],
+            model=list(self.model) if several else self.model[0],
             num_microbatches=len(micros),
             seq_length=1,  # unused: each micro-batch has its own
             micro_batch_size=1,
@@ -1068,9 +1055,8 @@ class MegatronPPOCritic:
 
     @torch.no_grad()
     def compute_values(self, batch):
-        """Values of the actions of the global batch: (T,) float32 on the host, zero elsewhere, equal on all
-        ranks."""
-        self.train(False)
+        """(T,) float32 values of the global batch's actions, zero elsewhere; on the host, on all ranks."""
+        self.model.eval()
         values_T = torch.zeros(len(batch.input_ids), device=self.layout.device)
         micros = [self.micro_batch(batch, rows) for rows in self.my_micro_batches(batch)]
 
@@ -1083,15 +1069,10 @@ class MegatronPPOCritic:
         dist.all_reduce(values_T)  # one rank of the last stages computed each token; others add 0
         return values_T.cpu()
 
-    def train(self, mode):
-        for chunk in self.model:
-            chunk.train(mode)
-
     def update_critic(self, batch):
-        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all
-        ranks."""
+        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
         config = self.config
-        self.train(True)
+        self.model.train()
         # loss, clipped, vpreds, actions
         totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)
         norms = []  # of the mini-batches, NaN where the step was skipped
@@ -1114,8 +1095,7 @@ class MegatronPPOCritic:
         return common.update_metrics("critic", names, totals, norms, self.optimizer.param_groups[0]["lr"])
 
     def forward_backward(self, micros):
-        """Makes the gradient of a mini-batch, of all ranks -> this rank's sums (loss, clipped, vpreds,
-        actions).
+        """Makes the gradient of a mini-batch, over all ranks -> this rank's sums, as `loss` gives them.
 
         Megatron would divide by micro-batches, tokens and ranks; with calculate_per_token_loss and a count of
         0 tokens it divides by nothing. So each rank adds its own tokens' part, and the sum over all is the
@@ -1154,8 +1134,7 @@ class MegatronPPOCritic:
         return self.peak_lr * 0.5 * (1 + math.cos(math.pi * done))
 
     def optimizer_step(self):
-        """Clips and steps -> gradient norm before clipping. A norm that is not finite skips the step, on all
-        ranks."""
+        """Clips and steps -> norm before clipping. All ranks skip the step if the norm is not finite."""
         config = self.config
         self.optimizer.prepare_grads()  # as Megatron's own step() does, which would also step on a NaN
         norm = float(self.optimizer.get_grad_norm())
@@ -1238,11 +1217,9 @@ class CriticWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def set_budget(self, longest, row, halvings=0):
-        """Sets how many tokens a micro-batch may take; no update depends on it. UserError: the longest row is
-        longer.
+        """Sets how many tokens a micro-batch takes; no update depends on it. UserError: a row does not fit.
 
-        longest: tokens of the longest row to come; row: words that name it. halvings: see common.Checkpoints.
-        """
+        longest: tokens of the longest row to come; row: words that name it. halvings: see Checkpoints."""
         config = self.config
         critic = self.critic
         budget = config.ppo_max_token_len_per_gpu
@@ -1263,7 +1240,7 @@ class CriticWorker:
 
     def try_out(self, batch):
         """Learns from a batch, without a step; from as many at a time as a pipeline stage may hold."""
-        self.critic.train(True)
+        self.critic.model.train()
         turns = self.layout.pp_size * (2 if len(self.critic.model) > 1 else 1)
         self.critic.forward_backward([self.critic.micro_batch(batch, range(len(batch)))] * turns)
 
@@ -1316,8 +1293,7 @@ class CriticWorker:
 
     @register(Dispatch.DP_COMPUTE_PROTO, needs=("values", "returns"))
     def update_critic(self, batch):
-        """One PPO update on the rows of all ranks, with their old values and returns -> metrics, equal on all
-        ranks."""
+        """One PPO update on the rows of all ranks, with old values and returns -> metrics, equal on all."""
         self.check_batch(batch)
         config = self.config
         start = time.perf_counter()
@@ -1360,8 +1336,7 @@ class CriticWorker:
     def save_checkpoint(self, folder):
         """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not at all.
 
-        Sharded safetensors with the names of transformers: no pickle, any layout of either critic can read
-        it."""
+        Sharded safetensors with transformers' names, no pickle: any layout of either critic reads them."""
         with common.published(folder) as tmp:
             self.checkpoint_writer()(tmp)
 
@@ -1386,8 +1361,7 @@ class CriticWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
-        """Restores what save_checkpoint of either critic wrote, on any layout. UserError: damaged or
-        foreign."""
+        """Restores what either critic saved, on any layout. UserError: damaged or of another model."""
         critic = self.critic
         saved = common.open_checkpoint(folder, ("fsdp", "megatron"), self.shape())
         tensors = StoredTensors(folder)  # mapped, not loaded: a rank reads the pages of what it takes
@@ -1542,8 +1516,7 @@ def main(run):
 
 
 def learn(run, worker, train, held_out, size, checkpoints):
-    """Evaluates, saves and learns, from the step of the checkpoint on -> (rows with values for the report, or
-    None; words on them)."""
+    """Evaluates, saves and learns from the checkpoint's step on -> (rows with values to report, words)."""
     first_step = worker.critic.updates
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
