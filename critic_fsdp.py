@@ -363,12 +363,11 @@ def with_images(backbone, ids_T, lengths, images):
     black one, whose one token ends the last row: no other token sees it, and its gradient is zero. It is the
     only token ever above the cap of a micro-batch."""
     image_token_id = backbone.config.image_token_id
-    keys = ("pixel_values", "image_grid_thw")
     if not any(images):
         tower = backbone.config.vision_config
         n = tower.spatial_merge_size
         features = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
-        black = dict(zip(keys, (torch.zeros(n * n, features), torch.tensor([[1, n, n]]))))
+        black = {"pixel_values": torch.zeros(n * n, features), "image_grid_thw": torch.tensor([[1, n, n]])}
         ids_T = F.pad(ids_T, (0, 1), value=image_token_id)
         lengths = [*lengths[:-1], lengths[-1] + 1]
         images = [*images[:-1], black]
@@ -376,8 +375,11 @@ def with_images(backbone, ids_T, lengths, images):
     for ids, row in zip(ids_T.split(lengths), images):
         is_image = (ids == image_token_id).int()[None]
         thw, _ = backbone.get_rope_index(ids[None], is_image, image_grid_thw=row.get("image_grid_thw"))
-        places.append(torch.cat([torch.arange(len(ids), device=ids.device)[None], thw[:, 0]]))
-    pixels = {key: torch.cat([row[key] for row in images if row]).to(ids_T.device) for key in keys}
+        text = torch.arange(len(ids), device=ids.device)
+        places.append(torch.cat([text[None], thw[:, 0]]))
+    pixels = {}
+    for key in ("pixel_values", "image_grid_thw"):
+        pixels[key] = torch.cat([row[key] for row in images if row]).to(ids_T.device)
     return ids_T, lengths, torch.cat(places, 1), pixels
 
 
@@ -486,10 +488,10 @@ def ulysses_attention(module, query, key, value, attention_mask, s_aux=None, **o
     p = dist.get_world_size(group)
     repeat = p // math.gcd(key.shape[1], p)  # fewer key heads than ranks: several ranks hold each
     key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
-    query, key, value = (trade(x.to(value.dtype), group, 1, 2) for x in (query, key, value))
+    traded = [trade(x.to(value.dtype), group, 1, 2) for x in (query, key, value)]
     if s_aux is not None:
         s_aux = s_aux.chunk(p)[dist.get_rank(group)]
-    out_1THD, _ = common.packed_attention(module, query, key, value, attention_mask, s_aux=s_aux, **options)
+    out_1THD, _ = common.packed_attention(module, *traded, attention_mask, s_aux=s_aux, **options)
     return trade(out_1THD, group, 1, 2), None
 
 
@@ -822,10 +824,12 @@ class CriticWorker:
         options = (self.layout, self.image_processor, total_steps)
         self.critic = DataParallelPPOCritic(config, self.model_config, *options)
         torch.manual_seed(config.seed)  # random weights were drawn
-        dp, sp, shards = self.layout.dp_size, self.layout.sp_size, self.layout.fsdp_mesh.shape[-1]
+        layout = self.layout
+        shards = layout.fsdp_mesh.shape[-1]
         weights = f"{config.strategy}, {shards} shards x {WORLD_SIZE // shards} replicas"
         print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
-        print0(f"layout     ranks {WORLD_SIZE} = dp {dp} x sp {sp}; weights: {weights}")
+        sizes = f"dp {layout.dp_size} x sp {layout.sp_size}"
+        print0(f"layout     ranks {WORLD_SIZE} = {sizes}; weights: {weights}")
         print0(f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32")
         self.check_model()
 
@@ -840,22 +844,22 @@ class CriticWorker:
         n = 8 * self.layout.sp_size
         ids_T = torch.arange(4 * n, device=self.device) * 7 % self.model_config.get_text_config().vocab_size
         places_T = torch.arange(2 * n, device=self.device).repeat(2)
+        half = slice(2 * n, 3 * n)  # of the second row
         seen = []
-        hook = critic.model.score.register_forward_pre_hook(
-            lambda head, args: seen.append(args[0].flatten(0, 1))
-        )
+        note = lambda head, args: seen.append(args[0].float().flatten(0, 1))
         critic.model.eval()
+        hook = critic.model.score.register_forward_pre_hook(note)
         with hook, common.blame(f"{name} does not run; try --no-use-remove-padding"):
             forward = critic.forward_packed if config.use_remove_padding else critic.forward_padded
             forward(ids_T, [2 * n, 2 * n], places_T)
             backbone.set_attn_implementation("eager")
-            critic.forward_padded(ids_T[2 * n : 3 * n], [n], places_T[:n])
+            critic.forward_padded(ids_T[half], [n], places_T[:n])
             backbone.set_attn_implementation(attention_of(config, self.model_config))
         critic.free_gathered()
         together_TD, alone_TD = seen
         if len(together_TD) < 4 * n:  # the slices of ranks that share the row
             together_TD = gather_slices(together_TD, self.layout.sp_group)
-        off = float((together_TD[2 * n : 3 * n] - alone_TD).float().norm() / alone_TD.float().norm())
+        off = float((together_TD[half] - alone_TD).norm() / alone_TD.norm())
         if not off < (1e-4 if self.layout.dtype == torch.float32 else 1e-1):
             words = "lets tokens see later ones or other rows; add --no-use-remove-padding"
             raise UserError(f"{name} {words} (they differ by {off:.0e})")
@@ -873,10 +877,11 @@ class CriticWorker:
         share = self.layout.sp_size
         least = check_budget(config, longest, row)
         if isinstance(budget, str):  # auto, or auto:GIB
-            local = lambda p: getattr(p, "_local_tensor", p).nbytes
-            state = sum(map(local, critic.model.parameters())) + 3 * sum(map(local, critic.parameters))
-            if config.defer_grad_sync:
-                state += 4 * sum(p.numel() for p in critic.parameters)
+            state = 0
+            for p in critic.model.parameters():  # float32 gradients and moments; whole gradients if deferred
+                whole = 4 * p.numel() if config.defer_grad_sync else 0
+                held = getattr(p, "_local_tensor", p).nbytes
+                state += 4 * held + whole if p.requires_grad else held
             budget = self.measure_budget(longest, share, 0 if config.offload_policy else state)
             if budget < least:
                 raise UserError(f"--ppo-max-token-len-per-gpu auto: {row} of {longest} tokens does not fit")

@@ -1211,8 +1211,9 @@ class CriticWorker:
         self.critic = MegatronPPOCritic(config, self.model_config, *options)
         torch.manual_seed(config.seed)  # random weights were drawn
         print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
-        tp, cp, dp, pp = self.layout.tp_size, self.layout.cp_size, self.layout.dp_size, self.layout.pp_size
-        print0(f"layout     ranks {WORLD_SIZE} = tp {tp} x cp {cp} x dp {dp} x pp {pp}")
+        layout = self.layout
+        sizes = f"tp {layout.tp_size} x cp {layout.cp_size} x dp {layout.dp_size} x pp {layout.pp_size}"
+        print0(f"layout     ranks {WORLD_SIZE} = {sizes}")
         print0(f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32")
 
     @register(Dispatch.ONE_TO_ALL)
