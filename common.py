@@ -42,6 +42,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from pydantic import Field
 from safetensors import safe_open
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
@@ -72,9 +73,15 @@ def blame(words):
     first."""
     try:
         yield
-    except (UserError, torch.OutOfMemoryError):
+    except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # libraries raise a dozen kinds
+    except UserError as error:
+        if str(error).startswith("--"):  # it names its flag already
+            raise
+        raise UserError(f"{words}: {error}") from None
+    except (Exception, CheckpointException) as error:  # libraries raise a dozen kinds
+        if isinstance(error, CheckpointException):  # which is a BaseException, and has one for each rank
+            error, _ = next(iter(error.failures.values()))
         cause = " ".join(str(error).split())[:300]
         raise UserError(f"{words} ({type(error).__name__}: {cause})") from None
 
@@ -97,8 +104,14 @@ def setup_distributed(timeout_minutes=30.0):
         with blame(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs"):
             torch.cuda.set_device(device)
     if not dist.is_initialized():
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes), **alone)
+        timeout = datetime.timedelta(minutes=timeout_minutes)
+        store = dist.HashStore()  # without torchrun
+        if "RANK" in os.environ:
+            store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        # after a restart, the store that torchrun shares with all ranks still has the addresses of dead ones
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=RANK, world_size=WORLD_SIZE)
     return device
 
 
@@ -1100,6 +1113,7 @@ def published(folder, group=None, keep=None):
 def remove(folder):
     """Removes a folder, if it is there, at once: a crash leaves no half of it under its name."""
     if os.path.exists(folder):
+        shutil.rmtree(f"{folder}.gone", ignore_errors=True)  # a crash may have left some of it
         os.rename(folder, f"{folder}.gone")
         shutil.rmtree(f"{folder}.gone", ignore_errors=True)
 
@@ -1124,7 +1138,7 @@ def verify(folder):
     with blame(f"--resume {folder}: no complete checkpoint here, no readable {MANIFEST}"):
         text = pathlib.Path(root, MANIFEST).read_text()
         sums = json.loads(text)
-        names = sorted(name for name in sums if f"{root}/{name}".startswith(folder))
+        names = sorted(name for name in sums if f"{root}/{name}".startswith(f"{folder}"))
         if text != json.dumps(sums, indent=1, sort_keys=True) or not names:
             raise ValueError("it is not as it was written")
     faults = []
@@ -1190,7 +1204,8 @@ def archive_old_run(out_dir, last_step):
             print0(f"set aside  {folder} of an earlier run, to {folder}.old")
         for path in later:
             target = f"{folder}.old/{os.path.basename(path)}"
-            remove(target)
+            if os.path.isdir(target):  # a file is replaced
+                remove(target)
             os.renames(path, target)
     if not last_step:
         pathlib.Path(out_dir, "out_of_memory.jsonl").unlink(missing_ok=True)
@@ -1262,7 +1277,7 @@ def load_config(config):
         }:
             fields.pop("layer_types", None)  # the model derives its own
         for key, value in overrides.items():
-            if key == "model_type" or not hasattr(kind(), key):
+            if key == "model_type" or not (key in fields or hasattr(kind(), key)):
                 raise UserError(f"--override-config: {kind.__name__} has no {key!r} to override")
             nested = isinstance(value, dict) and isinstance(fields.get(key), dict)
             fields[kind.attribute_map.get(key, key)] = fields[key] | value if nested else value
@@ -1518,10 +1533,10 @@ def ceiling(rows):
     ones. NaN if there are none, if all returns are equal, or if chance puts it below 0.
     """
     groups = {}
-    for row in rows.split(1):
-        first = int(row.response_mask.int().argmax())
-        if first:
-            groups.setdefault(tuple(row.input_ids[:first].tolist()), []).append(row.returns[first])
+    for start, end in itertools.pairwise(rows.cu_seqlens.tolist()):
+        first = start + int(rows.response_mask[start:end].int().argmax())
+        if first > start:
+            groups.setdefault(tuple(rows.input_ids[start:first].tolist()), []).append(rows.returns[first])
     groups = [torch.stack(group).double() for group in groups.values() if len(group) > 1]
     every = torch.cat([torch.zeros(0), *groups])
     within = sum(len(x) * x.var() for x in groups) / max(len(every), 1)

@@ -195,6 +195,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
 from transformers import AutoModel, Qwen2VLImageProcessorPil
 from transformers.pytorch_utils import Conv1D
 
@@ -246,6 +247,9 @@ def build_skeleton(config, model_config, dtype=torch.float32):
         backbone = AutoModel.from_config(model_config, dtype=dtype, attn_implementation=attention)
         if config.use_remove_padding and not backbone._can_set_attn_implementation():
             raise ValueError("it brings its own attention")
+        layers = set(getattr(model_config.get_text_config(), "layer_types", None) or ())
+        if config.use_remove_padding and (odd := layers - {"full_attention", "sliding_attention"}):
+            raise ValueError(f"packed rows might lose what its layers of {', '.join(sorted(odd))} do")
         model = ValueModel(backbone)
         if config.lora_rank:
             add_lora(backbone, config)
@@ -324,7 +328,7 @@ def place_images(image_processor, image_token_id, rollout, folder):
     sizes = []
     if rollout.images:  # merge_size x merge_size patches are one token
         rollout.images = [
-            x if x[:5] == "data:" else os.path.abspath(f"{folder or '.'}/{x}") for x in rollout.images
+            x if x[:5] == "data:" else os.path.abspath(os.path.join(folder, x)) for x in rollout.images
         ]
         grids = read_images({"images": rollout.images}, image_processor)["image_grid_thw"]
         sizes = (grids.prod(1) // image_processor.merge_size**2).tolist()
@@ -569,7 +573,12 @@ def micro_batches(lengths, costs, dp_size, max_tokens, padded=False):
 
 def check_model_flags(config, model_config):
     """UserError for flags that this model does not go with."""
-    heads = model_config.get_text_config().num_attention_heads
+    text = model_config.get_text_config()
+    heads = text.num_attention_heads
+    if config.freeze_layers > text.num_hidden_layers:
+        raise UserError(f"--freeze-layers {config.freeze_layers}: the model has {text.num_hidden_layers}")
+    if config.freeze_vision_tower and not reads_images(model_config):
+        raise UserError(f"--freeze-vision-tower: {config.model} reads text only")
     if heads % config.ulysses_size:
         raise UserError(
             f"--ulysses-size {config.ulysses_size}: must divide the model's {heads} attention heads"
@@ -900,28 +909,36 @@ class CriticWorker:
     def measure_budget(self, longest, share, state_bytes):
         """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective).
 
-        Twice as many of the longest rows tell what a row costs. share: ranks that share it. state_bytes: of
+        More and more of the longest rows tell what a row costs. share: ranks that share it. state_bytes: of
         weights, gradients and optimizer state."""
         limit = float(self.config.ppo_max_token_len_per_gpu[5:] or "inf") * 2**30
-        n = math.ceil(1024 * share / longest)
+        state_bytes = max(common.of_all_ranks(state_bytes))
+        n = math.ceil(512 * share / longest)
         peaks = []  # bytes of tensors at a time, in addition to those that exist before
-        for rows in (1, n, 2 * n):  # the first creates what stays: gradients, workspaces
+        for rows in (1, *(n << i for i in range(10))):  # the first creates what stays: gradients, workspaces
             batch = common.Batch.blank(longest).select([0] * rows)
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
                 self.try_out(batch)
-                peaks.append(torch.cuda.max_memory_allocated() - before)
+                peak = torch.cuda.max_memory_allocated() - before
                 limit = min(limit, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
             else:
                 with torch.profiler.profile(profile_memory=True) as log:
                     self.try_out(batch)
                 events = [e for e in log.profiler.kineto_results.events() if e.name() == "[memory]"]
                 events.sort(key=lambda e: e.start_ns())
-                peaks.append(max(itertools.accumulate(e.nbytes() for e in events)))
-        cost = (peaks[2] - peaks[1]) / n  # of a row
-        room = 0.9 * limit - state_bytes - (peaks[1] - n * cost)  # the allocator loses a tenth
-        tokens = min(common.of_all_ranks(max(int(room / cost * longest / share), 0)))
+                peak = max(itertools.accumulate(e.nbytes() for e in events))
+            peaks.append(max(common.of_all_ranks(peak)))
+            limit = min(common.of_all_ranks(limit))
+            room = 0.9 * limit - state_bytes  # the allocator loses a tenth
+            # the gradient of the largest weight makes the peak while rows are few: go on until rows make it
+            grows = len(peaks) > 3 and all(y > 1.6 * x for x, y in itertools.pairwise(peaks[-3:]))
+            if grows or (len(peaks) > 1 and 2 * peaks[-1] > room):  # twice as many would not fit
+                break
+        cost = (peaks[-1] - peaks[-2]) / (rows / 2) if grows else peaks[-1] / rows  # bytes of a row
+        room -= peaks[-1] - rows * cost
+        tokens = max(int(room / cost * longest / share), 0)
         token = cost * share / longest
         print0(f"budget     {room / 2**30:.3g} GiB / {token:,.0f} bytes a token = {tokens:,} tokens")
         return tokens
@@ -1027,7 +1044,9 @@ class CriticWorker:
 
     def shape(self):
         """What must be equal in a checkpoint and the run that continues it."""
-        own = {"lora_rank": self.config.lora_rank, "freeze_layers": self.config.freeze_layers}
+        config = self.config
+        own = {"lora_rank": config.lora_rank, "freeze_layers": config.freeze_layers}
+        own["lora_alpha"] = config.lora_rank and config.lora_alpha
         return common.shape_of(self.model_config, **own)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -1039,7 +1058,8 @@ class CriticWorker:
         head in value_head.safetensors; --model reads both kinds."""
         state = {}
         for name, x in state_dict.get_model_state_dict(self.critic.model).items():
-            x = x.full_tensor()  # one at a time; rank 0 keeps it on the host
+            if isinstance(x, DTensor):  # buffers are none, nor are the weights of FSDP1 on a single rank
+                x = x.full_tensor()  # one at a time; rank 0 keeps it on the host
             if RANK == 0:
                 state[name] = x.detach().cpu().contiguous()
         with common.published(folder) as tmp:
@@ -1053,7 +1073,11 @@ class CriticWorker:
 
 def checkpoint_tensors(model, optimizer):
     """All state as one flat dict of tensors, and the model's and optimizer's state dicts that share them."""
+    fresh = not optimizer.state
     model_state, optimizer_state = state_dict.get_state_dict(model, optimizer)
+    if fresh:  # it took an empty step to create the state: undo its count
+        for state in (*optimizer.state.values(), *optimizer_state["state"].values()):
+            state["step"].zero_()
     tensors = {f"model.{name}": x for name, x in model_state.items()}
     for name, state in optimizer_state["state"].items():
         tensors |= {f"optimizer.{name}.{key}": x for key, x in state.items()}
@@ -1172,30 +1196,37 @@ def print_plan(run):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = common.compute_dtype(config.param_dtype, device).itemsize
     tokenizer, model_config = common.load_config(config)
+    check_model_flags(run.critic, model_config)
     common.describe_head(model_config, config, (0.0, 1.0))
+    if isinstance(config.ppo_max_token_len_per_gpu, str):
+        raise UserError("--ppo-max-token-len-per-gpu auto: only a run can measure it; give --plan a number")
     rows, _ = common.load_rows(run.rollouts, None, config.seed, run.gamma, tokenizer, model_config)
+    check_budget(run.critic, rows.longest[0], f"line {rows.longest[1] + 1} of the rollouts")
     model = build_skeleton(config, model_config)
     count, trained = count_parameters(model)
-    blocks = sorted(count_parameters(block)[0] for block in common.transformer_blocks(model))
-    gathered = count - sum(blocks[:-2])
+    blocks = sorted(count_parameters(block) for block in common.transformer_blocks(model))
+    gathered = count - sum(n for n, _ in blocks[:-2])
     shards = run.plan if config.fsdp_size == -1 else config.fsdp_size
     if config.strategy == "none":
         shards = 1
     sp = run.critic.ulysses_size
     share = math.ceil(config.ppo_mini_batch_size * sp / run.plan)  # rows of a rank and its peers
     longest = [math.ceil(n / sp) for n in sorted(rows.lengths, reverse=True)[:share]]
+    if not run.critic.use_remove_padding:
+        longest = longest[:1] * len(longest)
     fits = sum(n <= config.ppo_max_token_len_per_gpu for n in itertools.accumulate(longest))
     held = saved_bytes(config, model_config, longest[:fits], device)
     if config.gradient_checkpointing:  # and what one layer saves when it is computed again
         plain = dataclasses.replace(config, gradient_checkpointing=False)
-        again = saved_bytes(plain, model_config, longest[:fits], device) / len(blocks)
+        layers = sum(trains > 0 for _, trains in blocks)
+        again = saved_bytes(plain, model_config, longest[:fits], device) / max(layers, 1)
         held = again if config.activation_offload else held + again
     parts = {  # name -> (bytes, equation)
         "weights": (4 * count / shards, f"{count:,} x 4 bytes / {shards} shards"),
         "gradients": (4 * trained / shards, f"{trained:,} x 4 bytes / {shards} shards"),
         "optimizer": (8 * trained / shards, f"{trained:,} x 8 bytes / {shards} shards"),
         "gathered": (size * gathered, f"{gathered:,} x {size} bytes, of the layers that are whole at a time"),
-        "activations": (held, f"what autograd saves of {sum(longest[:fits]):,} tokens"),
+        "activations": (held, f"what autograd saves of {sum(sizes[:fits]):,} tokens"),
     }
     parts["together"] = (sum(held for held, _ in parts.values()), "on a rank, at most")
     for name, (held, equation) in parts.items():
@@ -1271,7 +1302,9 @@ def learn(run, worker, train, held_out, size, checkpoints):
         checkpoints.leave(step)
     if held_out is not None:
         return held_out, "held-out rows"
-    return batch and common.gather(batch), "rows of the last update, with their values before it"
+    if batch is not None:  # it may be empty on a rank
+        batch = common.gather(batch)
+    return batch, "rows of the last update, with their values before it"
 
 
 if __name__ == "__main__":

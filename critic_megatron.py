@@ -220,6 +220,7 @@ transformers.logging.disable_progress_bar()
 warnings.filterwarnings("ignore", message="full scope is deprecated")
 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
 warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated")
+warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # where it offloads
 
 # ---- Megatron without CUDA, and without Transformer Engine -------------------------------------------------
 
@@ -390,9 +391,9 @@ class StoredTensors(dict):
     A tensor of a checkpoint may lie in several files, some of its rows in each: first row -> (file, name
     there)."""
 
-    def __init__(self, folder, prefix=""):
+    def __init__(self, folder, prefix="", flag="--model"):
         self.joined = functools.lru_cache(maxsize=2)(self.join)  # experts are asked for one by one
-        with common.blame(f"{folder}: its weights do not load"):
+        with common.blame(f"{flag} {folder}: its weights do not load"):
             for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
                 file = safe_open(path, "pt")
                 offsets = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
@@ -862,6 +863,8 @@ def check_model_flags(config, model_config):
     fixed = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "quantization_config": None}
     odd = [f"{name} {getattr(c, name)}" for name, x in fixed.items() if getattr(c, name, x) != x]
     odd += sorted(set(getattr(c, "layer_types", None) or ()) - {"full_attention"})
+    if c.model_type == "qwen3_moe" and c.sliding_window:  # its config has no layer_types
+        odd.append(f"sliding_window {c.sliding_window}")
     rope = c.rope_parameters
     if (
         rope["rope_type"] not in ("default", "linear", "llama3")
@@ -1061,7 +1064,7 @@ class MegatronPPOCritic:
         micros = [self.micro_batch(batch, rows) for rows in self.my_micro_batches(batch)]
 
         def reduce(outputs_S, micro):
-            if self.layout.tp_rank == 0:
+            if self.layout.tp_rank == 0 and len(values_T):
                 values_T.index_add_(0, micro.index, self.values(outputs_S, micro.response_mask))
             return outputs_S.sum(), None
 
@@ -1248,28 +1251,36 @@ class CriticWorker:
     def measure_budget(self, longest, share, state_bytes):
         """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective).
 
-        Twice as many of the longest rows tell what a row costs. share: ranks that share it. state_bytes: of
+        More and more of the longest rows tell what a row costs. share: ranks that share it. state_bytes: of
         weights, gradients and optimizer state."""
         limit = float(self.config.ppo_max_token_len_per_gpu[5:] or "inf") * 2**30
-        n = math.ceil(1024 * share / longest)
+        state_bytes = max(common.of_all_ranks(state_bytes))
+        n = math.ceil(512 * share / longest)
         peaks = []  # bytes of tensors at a time, in addition to those that exist before
-        for rows in (1, n, 2 * n):  # the first creates what stays: gradients, workspaces
+        for rows in (1, *(n << i for i in range(10))):  # the first creates what stays: gradients, workspaces
             batch = common.Batch.blank(longest).select([0] * rows)
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
                 self.try_out(batch)
-                peaks.append(torch.cuda.max_memory_allocated() - before)
+                peak = torch.cuda.max_memory_allocated() - before
                 limit = min(limit, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
             else:
                 with torch.profiler.profile(profile_memory=True) as log:
                     self.try_out(batch)
                 events = [e for e in log.profiler.kineto_results.events() if e.name() == "[memory]"]
                 events.sort(key=lambda e: e.start_ns())
-                peaks.append(max(itertools.accumulate(e.nbytes() for e in events)))
-        cost = (peaks[2] - peaks[1]) / n  # of a row
-        room = 0.9 * limit - state_bytes - (peaks[1] - n * cost)  # the allocator loses a tenth
-        tokens = min(common.of_all_ranks(max(int(room / cost * longest / share), 0)))
+                peak = max(itertools.accumulate(e.nbytes() for e in events))
+            peaks.append(max(common.of_all_ranks(peak)))
+            limit = min(common.of_all_ranks(limit))
+            room = 0.9 * limit - state_bytes  # the allocator loses a tenth
+            # the gradient of the largest weight makes the peak while rows are few: go on until rows make it
+            grows = len(peaks) > 3 and all(y > 1.6 * x for x, y in itertools.pairwise(peaks[-3:]))
+            if grows or (len(peaks) > 1 and 2 * peaks[-1] > room):  # twice as many would not fit
+                break
+        cost = (peaks[-1] - peaks[-2]) / (rows / 2) if grows else peaks[-1] / rows  # bytes of a row
+        room -= peaks[-1] - rows * cost
+        tokens = max(int(room / cost * longest / share), 0)
         token = cost * share / longest
         print0(f"budget     {room / 2**30:.3g} GiB / {token:,.0f} bytes a token = {tokens:,} tokens")
         return tokens
@@ -1365,7 +1376,7 @@ class CriticWorker:
         """Restores what either critic saved, on any layout. UserError: damaged or of another model."""
         critic = self.critic
         saved = common.open_checkpoint(folder, ("fsdp", "megatron"), self.shape())
-        tensors = StoredTensors(folder)  # mapped, not loaded: a rank reads the pages of what it takes
+        tensors = StoredTensors(folder, flag="--resume")  # mapped: a rank reads the pages of what it takes
         groups = critic.transformer.num_query_groups
         for kind, form in STATE.items():
             read = lambda part, form=form: lookup_weight(tensors, value_model_name(part), form)
@@ -1551,7 +1562,9 @@ def learn(run, worker, train, held_out, size, checkpoints):
         checkpoints.leave(step)
     if held_out is not None:
         return held_out, "held-out rows"
-    return batch and common.gather(batch), "rows of the last update, with their values before it"
+    if batch is not None:  # it may be empty on a rank
+        batch = common.gather(batch)
+    return batch, "rows of the last update, with their values before it"
 
 
 if __name__ == "__main__":

@@ -386,8 +386,12 @@ class RewardModel:
         own = ("tokenizer", "override_config", "value_head", "value_range", "lora_rank", "freeze_layers")
         fields = {x.name: x.default for x in dataclasses.fields(run.critic) if x.name in own}
         fields |= {"model": run.reward_model, "value_head_init": "checkpoint"}
-        self.worker = critic_module(run.backend).CriticWorker(dataclasses.replace(run.critic, **fields))
-        self.worker.init_model(1)
+        try:
+            self.worker = critic_module(run.backend).CriticWorker(dataclasses.replace(run.critic, **fields))
+            self.worker.init_model(1)
+        except UserError as error:
+            words = str(error).removeprefix(f"--model {run.reward_model}: ")
+            raise UserError(f"--reward-model {run.reward_model}: {words}") from None
         self.tokenizer = self.worker.tokenizer or tokenizer
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
         self.offload = self.worker.offload
@@ -399,9 +403,8 @@ class RewardModel:
         if self.same_tokens:
             return ids
         if prompt.messages and self.tokenizer.chat_template:
-            return common.chat_ids(
-                self.tokenizer, [*prompt.messages, {"role": "assistant", "content": text}], False
-            )
+            messages = [*prompt.messages, {"role": "assistant", "content": text}]
+            return common.chat_ids(self.tokenizer, messages, add_generation_prompt=False)
         return self.tokenizer(prompt.text + text)["input_ids"]
 
     def scores(self, prompts, texts, batch):
@@ -414,7 +417,8 @@ class RewardModel:
         mask_T = torch.zeros(len(ids_T), dtype=torch.bool)
         mask_T[last] = True  # one more token, whose place alone is read: the action whose state is the end
         whole = common.Batch(ids_T, common.cumulative(lengths), mask_T, batch.row_id, batch.truncated)
-        return self.worker.compute_values(whole)[last].tolist()
+        with flags_of("critic"):  # the budget
+            return self.worker.compute_values(whole)[last].tolist()
 
 
 # ---- Policy maths ------------------------------------------------------------------------------------------
@@ -801,7 +805,8 @@ def goes_on(prompt, reply, task, run):
 def to_batch(prompts, replies, row_ids):
     """Batch of prompts and replies, with the log-probs as the engine has them."""
     rows = []
-    for prompt, reply, row_id in zip(prompts, replies, row_ids):
+    blank = (Prompt([0], "", None), Reply(), -1)  # a rank may have no rows, but has the same columns
+    for prompt, reply, row_id in [blank, *zip(prompts, replies, row_ids)]:
         n = len(prompt.ids)
         rows.append(common.Batch(
             input_ids=torch.tensor(prompt.ids + reply.ids),
@@ -811,7 +816,7 @@ def to_batch(prompts, replies, row_ids):
             truncated=torch.tensor([not reply.finished]),
             rollout_log_probs=torch.tensor([0.0] * n + reply.log_probs),
         ))  # fmt: skip
-    return common.concat(rows)
+    return common.concat(rows).select(range(1, len(rows)))
 
 
 # ---- Actor and reference: a policy on FSDP2 ----------------------------------------------------------------
@@ -891,12 +896,13 @@ class PolicyWorker:
         self.dtype = common.compute_dtype(config.param_dtype, device)
         name = f"--actor.model {config.model}"
         source = None
-        if RANK == 0:
-            lm, _ = common.load_model(AutoModelForCausalLM, config.model, model_config, run.seed)
-            source = Policy(lm)
         options = {"attn_implementation": "packed", "dtype": torch.float32 if trains else self.dtype}
-        with common.blame(f"{name}: cannot be built"), torch.device("meta"):
-            model = Policy(AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options))
+        with flags_of("actor"), common.blame(f"--model {config.model}: cannot be built"):
+            if RANK == 0:
+                lm, _ = common.load_model(AutoModelForCausalLM, config.model, model_config, run.seed)
+                source = Policy(lm)
+            with torch.device("meta"):
+                model = Policy(AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options))
         if not model.lm._can_set_attn_implementation():
             raise UserError(f"{name}: brings its own attention, which knows no packed rows")
         if config.gradient_checkpointing and trains:
@@ -924,7 +930,8 @@ class PolicyWorker:
         """The model, which is on meta, on FSDP2 over all ranks, still without weights."""
         size = self.config.fsdp_size
         shape = (WORLD_SIZE,) if size in (-1, WORLD_SIZE) else (WORLD_SIZE // size, size)
-        mesh = init_device_mesh(self.device.type, shape)
+        names = ("replicate", "shard")[-len(shape) :]
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for module in (*common.transformer_blocks(model), model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
