@@ -1167,8 +1167,8 @@ class Checkpoints:
 
 
 def saved_bytes(config, model_config, lengths, device):
-    """Bytes that autograd saves in a training forward over packed rows of these lengths, without weights:
-    counted on fake tensors, which have shapes and devices but no memory."""
+    """Bytes that autograd saves in a training forward over rows of these lengths, without weights: counted on
+    fake tensors, which have shapes and devices but no memory."""
     saved = {}
     model = build_skeleton(config, model_config, common.compute_dtype(config.param_dtype, device)).train()
     with FakeTensorMode():
@@ -1176,6 +1176,8 @@ def saved_bytes(config, model_config, lengths, device):
         for name, x in itertools.chain(model.named_parameters(), model.named_buffers()):
             weights[name] = torch.empty(x.shape, dtype=x.dtype, device=device, requires_grad=x.requires_grad)
         position_ids = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
+        if not config.use_remove_padding:
+            position_ids = torch.arange(max(lengths), device=device).repeat(len(lengths), 1)
         common.Pack.layout = common.PackLayout(lengths, device)
 
         def note(x):
@@ -1192,7 +1194,7 @@ def saved_bytes(config, model_config, lengths, device):
 
 def print_plan(run):
     """Prints, as equations, what each of run.plan ranks holds while it learns the longest rows."""
-    config = dataclasses.replace(run.critic, ulysses_size=1, use_remove_padding=True)
+    config = dataclasses.replace(run.critic, ulysses_size=1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = common.compute_dtype(config.param_dtype, device).itemsize
     tokenizer, model_config = common.load_config(config)
@@ -1212,7 +1214,7 @@ def print_plan(run):
     sp = run.critic.ulysses_size
     share = math.ceil(config.ppo_mini_batch_size * sp / run.plan)  # rows of a rank and its peers
     longest = [math.ceil(n / sp) for n in sorted(rows.lengths, reverse=True)[:share]]
-    if not run.critic.use_remove_padding:
+    if not config.use_remove_padding:
         longest = longest[:1] * len(longest)
     fits = sum(n <= config.ppo_max_token_len_per_gpu for n in itertools.accumulate(longest))
     held = saved_bytes(config, model_config, longest[:fits], device)
@@ -1226,7 +1228,7 @@ def print_plan(run):
         "gradients": (4 * trained / shards, f"{trained:,} x 4 bytes / {shards} shards"),
         "optimizer": (8 * trained / shards, f"{trained:,} x 8 bytes / {shards} shards"),
         "gathered": (size * gathered, f"{gathered:,} x {size} bytes, of the layers that are whole at a time"),
-        "activations": (held, f"what autograd saves of {sum(sizes[:fits]):,} tokens"),
+        "activations": (held, f"what autograd saves of {sum(longest[:fits]):,} tokens"),
     }
     parts["together"] = (sum(held for held, _ in parts.values()), "on a rank, at most")
     for name, (held, equation) in parts.items():

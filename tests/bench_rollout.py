@@ -35,7 +35,9 @@ def bench(size: tuple[str, ...] = ("10m", "100m"), rows: int = 64, new: int = 64
         rounds: in turns, of which the median counts
     """
     device = common.setup_distributed()
-    print(f"{device}, {torch.get_num_threads()} threads, {rows} prompts of 8 to 64 tokens, {new} new ones each")
+    print(
+        f"{device}, {torch.get_num_threads()} threads, {rows} prompts of 8 to 64 tokens, {new} new ones each"
+    )
     for name in size:
         fields = dict(SIZES[name])
         heads = fields.pop("heads")
@@ -43,8 +45,8 @@ def bench(size: tuple[str, ...] = ("10m", "100m"), rows: int = 64, new: int = 64
             **fields, num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=2048,
             eos_token_id=None, bos_token_id=None, pad_token_id=None,
         )  # fmt: skip
-        flags = ["--rollout", "vllm", "--rollout-batch-size", str(rows)]
-        run, empty = ppo_loop.parse(flags), dict.fromkeys(ppo_loop.Task._fields)
+        run = ppo_loop.parse(["--rollout", "vllm", "--rollout-batch-size", str(rows)])
+        empty = dict.fromkeys(ppo_loop.Task._fields)
         task = ppo_loop.Task(**{**empty, "model_config": config, "stop_ids": [], "longest": 64 + new})
         engines = {
             "transformers": ppo_loop.HFRollout(run, task, device),
@@ -52,9 +54,8 @@ def bench(size: tuple[str, ...] = ("10m", "100m"), rows: int = 64, new: int = 64
         }
         torch.manual_seed(0)
         lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        print(
-            f"\n{name}: {sum(p.numel() for p in lm.parameters()) / 1e6:.1f} million parameters, {engines['vllm'].dtype}"
-        )
+        count = sum(p.numel() for p in lm.parameters())
+        print(f"\n{name}: {count / 1e6:.1f} million parameters, {engines['vllm'].dtype}")
         for engine_name, engine in engines.items():
             start = time.perf_counter()
             engine.sync((n, p.detach().to(device, engine.dtype)) for n, p in lm.named_parameters())
@@ -64,22 +65,23 @@ def bench(size: tuple[str, ...] = ("10m", "100m"), rows: int = 64, new: int = 64
         seen = {engine_name: [] for engine_name in engines}
         for turn in range(rounds + 1):  # the first warms up
             for engine_name, engine in engines.items():
-                keys = [f"{turn} {i}" for i in range(rows)]
-                wall, cpu = time.perf_counter(), time.process_time()
-                out = engine.generate(prompts, keys, [new] * rows, 1.0)
+                asked = [(ids, f"{turn} {i}", new) for i, ids in enumerate(prompts)]
+                wall = time.perf_counter()
+                cpu = time.process_time()
+                out = engine.generate(asked, 1.0)
                 spent = time.perf_counter() - wall, time.process_time() - cpu
                 assert sum(len(ids) for ids, _, _ in out) == rows * new
                 seen[engine_name] += [spent] if turn else []
         rates = {}
         for engine_name, spent in seen.items():
-            rates[engine_name] = [rows * new / statistics.median(column) for column in zip(*spent, strict=True)]
+            rates[engine_name] = [rows * new / statistics.median(column) for column in zip(*spent)]
             by_wall, by_cpu = rates[engine_name]
             print(f"  {engine_name:13s} {by_wall:8,.0f} tokens a second, {by_cpu:8,.0f} a second of CPU time")
-        ratios = [a / b for a, b in zip(rates["vllm"], rates["transformers"], strict=True)]
+        ratios = [a / b for a, b in zip(rates["vllm"], rates["transformers"])]
         print(f"  vllm / transformers: {ratios[0]:.2f} by wall time, {ratios[1]:.2f} by CPU time")
 
 
 if __name__ == "__main__":
     tyro.cli(bench)
     sys.stdout.flush()
-    os._exit(0)  # as common.run ends: vLLM would destroy the process group
+    os._exit(0)  # as common.launch ends: vLLM would destroy the process group

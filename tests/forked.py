@@ -1,4 +1,5 @@
-"""Ranks as forked children of one process that has imported the slow libraries: a launch costs a second, not twenty."""
+"""Ranks as forked children of one process that has imported the slow libraries: a launch costs a second, not
+twenty."""
 
 import gc
 import io
@@ -44,7 +45,8 @@ def start(ranks, function, *args):
 
 
 def run(ranks, function, *args, timeout=300):
-    """Calls function(*args) on `ranks` gloo processes, which import common and the critics anew; ends all if one fails.
+    """Calls function(*args) on `ranks` gloo processes, which import common and the critics anew; ends all if
+    one fails.
 
     A module that reads RANK when imported must not be imported here, so `function` imports what it needs.
     """
@@ -72,10 +74,9 @@ def wait(children, timeout):
 
 
 def scenarios(launches, launch):
-    """What a script of scenarios does with its command line, OUT_FOLDER [NAME...]: runs each of its (name, ranks,
-    function, args) of that name or function, or all, as launch(name, function, folder, args), and on 0 ranks here, as
-    function(folder). Ends with what failed.
-    """
+    """What a script of scenarios does with its command line, OUT_FOLDER [NAME...]: runs each of its (name,
+    ranks, function, args) of that name or function, or all, as launch(name, function, folder, args), and on 0
+    ranks here, as function(folder). Ends with what failed."""
     import matplotlib.pyplot  # noqa: F401
     import pytest  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
@@ -99,9 +100,10 @@ def _child(rank, ranks, port, function, args):
     code = 1
     try:
         os.environ |= {
-            "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",  # the store is there already
+            # the store is there already
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
         }  # fmt: skip
         torch.set_num_threads(1)
         function(*args)
@@ -122,7 +124,19 @@ def script(arguments, env, cwd, out, alone):
     """Runs a script in a child as python does; out: where what it prints goes, .stdout and .stderr."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{out}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE") if alone else ():
+    for name in (
+        (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "TORCHELASTIC_USE_AGENT_STORE",
+        )
+        if alone
+        else ()
+    ):
         del os.environ[name]
     os.environ |= env
     os.chdir(cwd)
@@ -131,8 +145,8 @@ def script(arguments, env, cwd, out, alone):
 
 
 def serve():
-    """Runs scripts for another process, several at a time: JSON lines come in, each folder gets what was printed, and
-    last a file `ended`. A job with `after` waits for that file of another."""
+    """Runs scripts for another process, several at a time: JSON lines come in, each folder gets what was
+    printed, and last a file `ended`. A job with `after` waits for that file of another."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         if os.fork():
@@ -150,7 +164,9 @@ def serve():
                 json.dump(failed, file)
             os.rename(f"{out}.tmp", os.path.join(job["folder"], "ended"))
             os._exit(0)
-    os.killpg(0, signal.SIGKILL)  # who has asked is gone: all that goes on ends, helpers.py makes a group of it
+    os.killpg(
+        0, signal.SIGKILL
+    )  # who has asked is gone: all that goes on ends, helpers.py makes a group of it
 
 
 def warm_up():
@@ -176,5 +192,8 @@ if __name__ == "__main__":
     import torch.utils.tensorboard  # noqa: F401
 
     warm_up()
-    sys.dont_write_bytecode, sys.pycache_prefix = False, sys.argv[1]  # each child would compile common.py anew
+    sys.dont_write_bytecode, sys.pycache_prefix = (
+        False,
+        sys.argv[1],
+    )  # each child would compile common.py anew
     serve()

@@ -27,7 +27,8 @@ needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the develo
 
 
 def run(*command, timeout=600, cwd=None, **env):
-    """Runs a command -> CompletedProcess with its output as text. A Python script starts as a fork, see forked.py."""
+    """Runs a command -> CompletedProcess with its output as text. A Python script starts as a fork, see
+    forked.py."""
     command = [str(c) for c in command]
     if command[0] == sys.executable and command[1].endswith(".py"):
         return launch(1, command[1:], timeout, cwd, env, alone=True)
@@ -62,7 +63,8 @@ def launch(*job, **options):
 
 
 def begin(ranks, arguments, timeout=600, cwd=None, env=None, alone=False, after=None):
-    """The same without waiting for it -> a folder, for ended(); after: the folder of one that has to end before."""
+    """The same without waiting for it -> a folder, for ended(); after: the folder of one that has to end
+    before."""
     folder = tempfile.mkdtemp(dir=SCRATCH.name)
     job = {"ranks": ranks, "arguments": [str(x) for x in arguments], "timeout": timeout, "env": env or {}}
     job |= {"cwd": str(cwd or os.getcwd()), "alone": alone, "folder": folder, "after": after}
@@ -79,10 +81,13 @@ def ended(folder):
         time.sleep(0.02)
     failed = json.loads(how.read_text())
     code = 0 if failed is None else int(failed.split()[-1]) if failed.startswith("exit status") else -9
-    return subprocess.CompletedProcess([], code, *(path.read_text() if path.exists() else "" for path in said))
+    return subprocess.CompletedProcess(
+        [], code, *(path.read_text() if path.exists() else "" for path in said)
+    )
 
 
-AHEAD = {  # what takes several ranks, and minutes: conftest.py begins it, so that it runs beside tests of one process
+# what takes several ranks, and minutes: conftest.py begins it, while tests of one process run
+AHEAD = {
     "test_layouts.py": [(1, "layouts.py"), (2, "layouts.py"), (4, "layouts.py"), (2, "layouts.py", "models")],
     "test_megatron_layouts.py": [(1, "megatron_layouts.py")],
     "test_megatron_ranks.py": [(1, "megatron_scenarios.py")],
@@ -110,13 +115,16 @@ def succeeded(process):
 
 def write_manifest(folder):
     """The manifest of a folder as if what is in it now had been written so."""
-    files = [path for path in pathlib.Path(folder).rglob("*") if path.is_file() and path.name != common.MANIFEST]
+    files = [
+        path for path in pathlib.Path(folder).rglob("*") if path.is_file() and path.name != common.MANIFEST
+    ]
     sums = {str(path.relative_to(folder)): common.checksum(path) for path in files}
     pathlib.Path(folder, common.MANIFEST).write_text(json.dumps(sums, indent=1, sort_keys=True))
 
 
 def random_batch(n, seed=0, vocab_size=97, longest=40, idle=True):
-    """n ragged multi-turn rows: prompts of 1 to 8 tokens, masks with holes; idle: some rows without any action."""
+    """n ragged multi-turn rows: prompts of 1 to 8 tokens, masks with holes; idle: some rows without any
+    action."""
     g = torch.Generator().manual_seed(seed)
     draw = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
     rows = []
@@ -149,8 +157,8 @@ def rows_of(batch):
 
 @contextlib.contextmanager
 def captured_gradients(critic):
-    """Inside, a critic of critic_fsdp.py or a PolicyWorker notes the whole gradient of every step before it is clipped,
-    in the list this yields."""
+    """Inside, a critic of critic_fsdp.py or a PolicyWorker notes the whole gradient of every step before it
+    is clipped, in the list this yields."""
     seen, model = [], critic.model
     fsdp1 = isinstance(model, critic_fsdp.fsdp.FullyShardedDataParallel)
     owner = model if fsdp1 else torch.nn.utils  # whose clip_grad_norm_ is called

@@ -1,14 +1,13 @@
 """Puts one mini-batch through every layout of critic_fsdp.py on this many ranks -> gradients before clipping.
 
     torchrun --nproc-per-node 4 tests/layouts.py OUT_FOLDER           all layouts, one model
-    torchrun --nproc-per-node 2 tests/layouts.py OUT_FOLDER models    three layouts, all models of test_layouts.py
+    torchrun --nproc-per-node 2 tests/layouts.py OUT_FOLDER models    three layouts, all models
 
 Models and results go to OUT_FOLDER; test_layouts.py compares the results with a plain float64 loop.
 """
 
 import dataclasses
 import datetime
-import itertools
 import pathlib
 import sys
 import typing
@@ -28,6 +27,7 @@ ROWS = {
 }
 MODES = typing.get_args(critic_fsdp.AggMode)
 BUDGET = {"ppo_max_token_len_per_gpu": 60}
+NORM = {**BUDGET, "response_length_limit": 50}
 CASES = {  # name -> which rows, and Config fields: how micro-batches are cut and losses averaged
     "one micro-batch": ("ragged", {}),
     "budget 60": ("ragged", BUDGET),
@@ -35,55 +35,43 @@ CASES = {  # name -> which rows, and Config fields: how micro-batches are cut an
     "budget 40": ("ragged", {"ppo_max_token_len_per_gpu": 40}),  # the longest row fills a micro-batch alone
     "rows on rank 0": ("ragged", BUDGET),
     "fewer rows than ranks": ("two rows", {}),
-    **{
-        mode: ("ragged", {**BUDGET, "loss_agg_mode": mode, "response_length_limit": 50}) for mode in MODES[1:]
-    },
+    **{mode: ("ragged", {**NORM, "loss_agg_mode": mode}) for mode in MODES[1:]},
 }
-FSDP1 = {"strategy": "fsdp1"}
 ON_HOST = {"gradient_checkpointing": True, "activation_offload": True}
 MEMORY = {  # what saves memory, on two ranks
-    "fsdp2, kept gathered": {"reshard_after_forward": False},
-    "fsdp1, kept gathered": {**FSDP1, "reshard_after_forward": False},
     "fsdp2, offload policy": {"offload_policy": True},
     "fsdp2, recompute, activations on the host": ON_HOST,
-    "fsdp1, recompute, activations on the host": {**FSDP1, **ON_HOST},
+    "fsdp1, recompute, activations on the host": {"strategy": "fsdp1", **ON_HOST},
 }
 SOME = ("fsdp2, padded", "none, packed, recompute", "fsdp1, ulysses 2")  # these run all models
-WHOLE = (
-    "fsdp2, packed",
-    "fsdp1, padded",
-    "none, ulysses 2",
-    "fsdp2, 2 replicas, ulysses 2",
-)  # and these all cases
+# and these all cases
+WHOLE = ("fsdp2, packed", "fsdp1, padded", "none, ulysses 2", "fsdp2, 2 replicas, ulysses 2")
 
 
 def layouts():
     """name -> Config fields of every way to spread the model over WORLD_SIZE ranks."""
-    found = {}
+    ways = {"packed": {}, "padded": {"use_remove_padding": False}}
+    if WORLD_SIZE < 4:
+        ways |= {f"{way}, recompute": {**ways[way], "gradient_checkpointing": True} for way in list(ways)}
+    ways |= {f"ulysses {sp}": {"ulysses_size": sp} for sp in (2, 4) if WORLD_SIZE % sp == 0}
+    if WORLD_SIZE == 4:
+        ways |= {f"2 replicas, ulysses {sp}": {"fsdp_size": 2, "ulysses_size": sp} for sp in (1, 2)}
+    found = dict(MEMORY) if WORLD_SIZE == 2 else {}
     for strategy in ("fsdp2", "fsdp1", "none"):
-        for packed, recompute in itertools.product((True, False), (False, True)):
-            if not recompute or WORLD_SIZE < 4:
-                name = f"{strategy}, {'packed' if packed else 'padded'}{', recompute' * recompute}"
-                found[name] = dict(use_remove_padding=packed, gradient_checkpointing=recompute)
-        for sp in (2, 4):
-            if WORLD_SIZE % sp == 0:
-                found[f"{strategy}, ulysses {sp}"] = {"ulysses_size": sp}
-            if WORLD_SIZE == 4 and strategy != "none":
-                found[f"{strategy}, 2 replicas, ulysses {sp // 2}"] = dict(fsdp_size=2, ulysses_size=sp // 2)
-    found = {name: {"strategy": name.split(",")[0], **fields} for name, fields in found.items()}
-    return found | MEMORY if WORLD_SIZE == 2 else found
+        for way, fields in ways.items():
+            if strategy != "none" or "fsdp_size" not in fields:
+                found[f"{strategy}, {way}"] = {"strategy": strategy, **fields}
+    return found
 
 
 def cases_of(layout):
-    """The cases that a layout runs. How rows are cut and counted does not depend on the strategy, so each strategy
-    runs all cases in one layout only."""
+    """The cases that a layout runs. How rows are cut and counted does not depend on the strategy, so each
+    strategy runs all cases in one layout only."""
     if layout in WHOLE:
         return CASES
-    return (
-        ["budget 60"]
-        if layout in MEMORY or "recompute" in layout
-        else ["budget 60, deferred", "fewer rows than ranks"]
-    )
+    if layout in MEMORY or "recompute" in layout:
+        return ["budget 60"]
+    return ["budget 60, deferred", "fewer rows than ranks"]
 
 
 def main(out, which="qwen2"):
@@ -97,23 +85,26 @@ def main(out, which="qwen2"):
             save_model(MODELS[name], out / name)
     dist.barrier()
     results = {}
-    for model, (layout, fields) in itertools.product(names, layouts().items()):
-        if len(names) == 1 or layout in SOME:
-            cases = cases_of(layout) if len(names) == 1 else ["budget 60"]
-            results |= {(model, layout, *key): x for key, x in results_of(out / model, fields, cases).items()}
+    for model in names:
+        for layout, fields in layouts().items():
+            if which != "models":
+                results |= results_of(model, layout, out, fields, cases_of(layout))
+            elif layout in SOME:
+                results |= results_of(model, layout, out, fields, ["budget 60"])
     if RANK == 0:
         torch.save(results, out / "out.pt")
 
 
-def results_of(folder, fields, cases):
-    """(case, rows, way to average) -> gradients before clipping, values and metrics of one layout."""
-    fields = {"weight_decay": 0.0, "timeout_minutes": 15, **fields}
-    worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=str(folder), **fields))
+def results_of(model, layout, out, fields, cases):
+    """(model, layout, case, rows, way to average) -> gradients before clipping, values and metrics."""
+    config = critic_fsdp.Config(model=str(out / model), weight_decay=0.0, timeout_minutes=15, **fields)
+    worker = critic_fsdp.CriticWorker(config)
     worker.init_model()
-    config, critic, layout = worker.config, worker.critic, worker.layout
-    for group in (*layout.fsdp_mesh.get_all_groups(), layout.dp_group, layout.sp_group):
-        cpu = group and group._get_backend(torch.device("cpu"))
-        assert group is None or cpu.options._timeout == datetime.timedelta(minutes=15), fields
+    critic = worker.critic
+    meshes = worker.layout
+    for group in filter(None, (*meshes.fsdp_mesh.get_all_groups(), meshes.dp_group, meshes.sp_group)):
+        options = group._get_backend(torch.device("cpu")).options
+        assert options._timeout == datetime.timedelta(minutes=15), layout
     critic.peak_lr = 0.0  # every case starts from the same weights, because steps do not move them
     results = {}
     for case in cases:
@@ -125,13 +116,12 @@ def results_of(folder, fields, cases):
         if case == "rows on rank 0":
             mine = everything if RANK == 0 else []
         batch = ROWS[rows].select(mine)
-        values = worker.compute_values(batch)
+        values = common.gather(dataclasses.replace(batch, values=worker.compute_values(batch))).values
         with captured_gradients(critic) as seen:
             metrics = worker.update_critic(batch)
         assert metrics["critic/skipped_steps"] == 0 and len(seen) == 1
-        values = common.gather(dataclasses.replace(batch, values=values)).values
-        mode = critic.config.loss_agg_mode
-        results[case, rows, mode] = {"gradients": seen.pop(), "values": values, "metrics": metrics}
+        key = (model, layout, case, rows, critic.config.loss_agg_mode)
+        results[key] = {"gradients": seen.pop(), "values": values, "metrics": metrics}
     return results
 
 

@@ -13,6 +13,13 @@ import forked
 import torch
 import torch.distributed as dist
 
+if __name__ != "__main__":  # the process that forks ranks must not have these: they read RANK when imported
+    import test_layouts
+    from layouts import ROWS
+
+    import common
+    import critic_megatron as cm
+
 SIZES = {  # of the flags NAME_parallel_size
     "tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "cp": "context",
     "ep": "expert_model", "etp": "expert_tensor",
@@ -21,14 +28,12 @@ OPTIONS = {
     "dp": {},  # what every rank without another task does
     "padded": {"use_remove_padding": False},
     "recompute": {"gradient_checkpointing": True},
-    "uneven": {"num_layers_in_first_pipeline_stage": 1},
     "whole-rows": {"sequence_parallel": False},
 }
 LAYOUTS = {  # ranks -> model -> layouts, for fields_of
     1: {"qwen2": "dp, padded, recompute", "qwen3": "dp", "llama": "dp", "qwen3-moe": "dp, recompute"},
     2: {
-        "qwen2": "dp, tp2, tp2 whole-rows, tp2 padded, cp2, "
-        "pp2, pp2 uneven, pp2 padded, pp2 recompute, pp2 vpp2",
+        "qwen2": "dp, tp2, tp2 whole-rows, tp2 padded, cp2, pp2, pp2 padded, pp2 recompute, pp2 vpp2",
         "qwen3": "tp2 recompute, cp2 recompute",
         "llama": "tp2, pp2 vpp2",
         "qwen3-moe": "ep2, etp2, tp2 etp1, tp2 etp2, tp2 ep2 etp1",
@@ -69,17 +74,6 @@ def fields_of(layout):
 def layouts(ranks):
     """(model, layout) of all layouts of this number of ranks."""
     return [(model, layout) for model, words in LAYOUTS[ranks].items() for layout in words.split(", ")]
-
-
-def build(model, total_steps=None, **fields):
-    """A CriticWorker with its model. Nothing below works before the first call of this."""
-    global common, cm
-    import common  # it reads RANK when imported, so the process that forks the ranks must not have it
-    import critic_megatron as cm
-
-    worker = cm.CriticWorker(cm.Config(model=str(model), **fields))
-    worker.init_model(total_steps)
-    return worker
 
 
 def whole_of(worker, part):
@@ -139,9 +133,8 @@ def noted_gradients(worker):
 
 def results_of(model, layout, folder):
     """{(model, layout, case, rows, mode): result} of all cases of a layout."""
-    from layouts import ROWS
-
-    worker = build(folder / model, **fields_of(layout))
+    worker = cm.CriticWorker(cm.Config(model=str(folder / model), **fields_of(layout)))
+    worker.init_model()
     critic, config = worker.critic, worker.config
     seen = noted_gradients(worker)
     smallest = cm.check_budget(config, ROWS["eleven"].longest[0], "the longest row")
@@ -192,19 +185,23 @@ def some_layouts(out, some):
 
 def save_models(folder):
     """Saves the models of all layouts."""
-    import test_layouts
     import test_megatron_layouts
 
     for name, config in test_megatron_layouts.FOUR_LAYERS.items():
         test_layouts.save_model(config, folder / name)
 
 
+def on_ranks(name, *args):
+    """Calls one of these functions on a rank."""
+    import megatron_layouts
+
+    getattr(megatron_layouts, name)(*args)
+
+
 if __name__ == "__main__":
     out = pathlib.Path(sys.argv[1])
-    forked.run(1, save_models, out / "models")
+    forked.run(1, on_ranks, "save_models", out / "models")
     for ranks in map(int, sys.argv[2:] or LAYOUTS):
         some = layouts(ranks)
-        for i in range(
-            0, len(some), 6
-        ):  # each layout leaves process groups behind, which slow a process down
-            forked.run(ranks, some_layouts, out, some[i : i + 6])
+        for i in range(0, len(some), 6):  # a layout leaves process groups behind, which slow a process down
+            forked.run(ranks, on_ranks, "some_layouts", out, some[i : i + 6])

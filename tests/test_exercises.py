@@ -21,9 +21,9 @@ def worker(**fields):
 def test_1_a_value_is_read_before_its_action():
     """The token of an action changes: which values of its row may change?
 
-    Those of the actions after it. Its own is read from the state before it, which has not seen it; a critic that
-    read it from the token's own position would know how the story continues, and be no baseline for that action.
-    """
+    Those of the actions after it. Its own is read from the state before it, which has not seen it; a critic
+    that read it from the token's own position would know how the story continues, and be no baseline for that
+    action."""
     w = worker()
     batch = random_batch(1, idle=False)
     changed = batch.select([0])
@@ -37,9 +37,9 @@ def test_1_a_value_is_read_before_its_action():
 def test_2_with_lambda_1_the_returns_do_not_depend_on_the_critic():
     """For which lambda do the returns not depend on the critic (without --bootstrap-truncated)?
 
-    For 1: they are then the sum of the rewards to come. For 0 they are one reward and the critic's value of the
-    rest. With that flag the critic is asked for the part that a row lacks which was cut off, whatever lambda is.
-    """
+    For 1: they are then the sum of the rewards to come. For 0 they are one reward and the critic's value of
+    the rest. With that flag the critic is asked for the part that a row lacks which was cut off, whatever
+    lambda is."""
     mask = torch.tensor([0, 1, 1, 1]).bool()
     ends = torch.tensor([0, 4], dtype=torch.int32)
     rewards = torch.tensor([0.0, 1.0, 2.0, 4.0])
@@ -53,9 +53,8 @@ def test_3_a_mean_of_means_depends_on_the_cut():
     """Two micro-batches with the losses 4, and 0 0 0: what is the mean, what the mean of the two means? Which
     function makes every cut give the first?
 
-    1 over the mini-batch, 2 as a mean of means. loss_weights does: a token's weight comes from the counts of the
-    whole mini-batch and stays with the token, so what a micro-batch contributes is a plain sum.
-    """
+    1 over the mini-batch, 2 as a mean of means. loss_weights does: a token's weight comes from the counts of
+    the whole mini-batch and stays with the token, so what a micro-batch contributes is a plain sum."""
     batch = common.concat([common.Batch.blank(2), common.Batch.blank(4)])
     losses = torch.tensor([0.0, 4.0, 0.0, 0.0, 0.0, 0.0])
     batch.weights = common.loss_weights(batch, "token-mean")
@@ -70,12 +69,12 @@ def test_3_a_mean_of_means_depends_on_the_cut():
 
 
 def test_4_a_huber_loss(monkeypatch):
-    """Put a Huber loss in place of the squares of value_loss, without the clipping. What keeps every layout at one
-    update?
+    """Put a Huber loss in place of the squares of value_loss, without the clipping. What keeps every layout
+    at one update?
 
-    The weights do, which come from counts of the whole mini-batch: the loss stays a weighted sum over tokens. Far
-    outliers now pull no harder than near ones. (With clipping it would be the larger one of two Huber losses.)
-    """
+    The weights do, which come from counts of the whole mini-batch: the loss stays a weighted sum over tokens.
+    Far outliers now pull no harder than near ones. (With clipping it would be the larger one of two Huber
+    losses.)"""
 
     def huber_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, *_, delta=1.0):
         v_T, r_T = (torch.where(response_mask_T, x_T, 0.0) for x_T in (vpreds_T, returns_T))
@@ -96,14 +95,13 @@ def test_4_a_huber_loss(monkeypatch):
 
 
 def test_5_adamw_does_not_see_the_size_of_a_gradient():
-    """Delete `* self.layout.dp_size` in forward_backward and run two ranks: the norm halves, the first losses stay.
-    Which two things hide it, and when would they not?
+    """Delete `* self.layout.dp_size` in forward_backward and run two ranks: the norm halves, the first losses
+    stay. Which two things hide it, and when would they not?
 
-    AdamW divides the mean of the gradients by the root of their mean square: a factor that all steps share cancels,
-    but for its epsilon. And --grad-clip makes all norms above it one. So two ranks learn otherwise than one as soon
-    as some norms are clipped, and another, halved, is not. The metric critic/grad_norm shows it at once, and so do
-    the tests of layouts, which compare gradients before clipping.
-    """
+    AdamW divides the mean of the gradients by the root of their mean square: a factor that all steps share
+    cancels, but for its epsilon. And --grad-clip makes all norms above it one. So two ranks learn otherwise
+    than one as soon as some norms are clipped, and another, halved, is not. The metric critic/grad_norm shows
+    it at once, and so do the tests of layouts, which compare gradients before clipping."""
 
     def trained(norms, factor):
         p = torch.nn.Parameter(torch.ones(3))
@@ -141,10 +139,9 @@ common.launch(main)
 def test_6_ulysses_trades_tokens_for_heads(tmp_path):
     """One row of ten tokens, two Ulysses ranks, four heads: who computes what, where?
 
-    Each rank has five tokens of the row and all heads in norms, projections and MLPs; inside the attention function
-    two heads of all ten tokens: an all-to-all before, another after. gather_slices then gives the ten values to
-    both, and both compute the same loss.
-    """
+    Each rank has five tokens of the row and all heads in norms, projections and MLPs; inside the attention
+    function two heads of all ten tokens: an all-to-all before, another after. gather_slices then gives the
+    ten values to both, and both compute the same loss."""
     (tmp_path / "ulysses.py").write_text(ULYSSES)
     succeeded(torchrun(2, tmp_path / "ulysses.py"))
 
@@ -152,9 +149,8 @@ def test_6_ulysses_trades_tokens_for_heads(tmp_path):
 def test_7_context_parallel_ranks_have_a_piece_of_either_end():
     """A row of 8 tokens, two context-parallel ranks: which tokens has each, and why not halves?
 
-    Rank 0 has 0 1 6 7, rank 1 has 2 3 4 5. Token t sees t + 1 keys: halves would give 10 pairs to one rank and 26
-    to the other, these pieces 18 to each.
-    """
+    Rank 0 has 0 1 6 7, rank 1 has 2 3 4 5. Token t sees t + 1 keys: halves would give 10 pairs to one rank
+    and 26 to the other, these pieces 18 to each."""
     pairs = {}
     for rank, answer in enumerate(([0, 1, 6, 7], [2, 3, 4, 5])):
         layout = types.SimpleNamespace(cp_size=2, cp_rank=rank, device=torch.device("cpu"))

@@ -1,6 +1,6 @@
-"""ppo_loop.py on one process: policy loss, actor, rollout, environment, rewards, advantages, prompts, flags, phases.
+"""ppo_loop.py on one process: policy loss, actor, rollout, environment, rewards, advantages, prompts, flags.
 
-What it computes is compared with plain loops over scalars, or with transformers, one unpacked row after another.
+What it computes is compared with plain loops over scalars, or with transformers, one unpacked row at a time.
 """
 
 import collections
@@ -11,6 +11,7 @@ import math
 import os
 import re
 import signal
+import sys
 import time
 import types
 
@@ -19,7 +20,6 @@ import pytest
 import torch
 import transformers
 from helpers import SHARED, captured_gradients, full_tensor, needs_shared, random_batch, rows_of
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
 import critic_fsdp
@@ -31,7 +31,13 @@ KINDS = ("tiny-qwen2", "tiny-llama", "tiny-gemma2", "tiny-gpt2", "tiny-qwen3-moe
 TIED = ("tiny-gemma2", "tiny-gpt2")  # their head is the embedding
 SHARP = '{"initializer_range": 0.1}'  # the usual 0.02 makes all tokens about as likely, which hides mistakes
 WINDOW = '{"initializer_range": 0.1, "sliding_window": 6}'  # shorter than the rows
-EOS = 1  # of the tokenizer of characters
+TOKENIZER = common.char_tokenizer()
+EOS = TOKENIZER.eos_token_id
+
+
+def ids_of(text):
+    """Its characters as token ids."""
+    return TOKENIZER(text)["input_ids"]
 
 
 def a_run(backend="fsdp", **fields):
@@ -56,10 +62,8 @@ def policy(kind="tiny-qwen2", temperature=1.0, trains=True, override_config=SHAR
 
 def plain(w, dtype=torch.float32):
     """The same weights in a model of transformers, which knows nothing of packs and shards."""
-    kernel = (
-        "eager" if w.model_config.model_type == "gemma2" else "sdpa"
-    )  # sdpa has no cap on attention logits
     config = copy.deepcopy(w.model_config)
+    kernel = "eager" if config.model_type == "gemma2" else "sdpa"  # sdpa has no cap on attention logits
     config._experts_implementation = "eager"  # the grouped matrix product knows no float64
     lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=kernel)
     weights = dict(w.weights())
@@ -92,7 +96,7 @@ def assert_close(log_probs, others):
 
 
 def batch_to_learn(w, n=9, seed=0):
-    """Rows with the columns of an update: old and reference log-probs near the actor's own, so that some clip."""
+    """Rows with the columns of an update: old and reference log-probs near the actor's own, so some clip."""
     batch = random_batch(n, seed)
     g = torch.Generator().manual_seed(seed)
     noise = lambda scale: scale * torch.randn(len(batch.input_ids), generator=g) * batch.response_mask
@@ -104,7 +108,7 @@ def batch_to_learn(w, n=9, seed=0):
     return batch
 
 
-# ---- The policy loss ---------------------------------------------------------------------------------------
+# ---- Actor -------------------------------------------------------------------------------------------------
 
 
 def loss_of_one_action(ratio, advantage, low, high, dual):
@@ -118,15 +122,14 @@ def loss_of_one_action(ratio, advantage, low, high, dual):
     return -ratio * advantage, -ratio * advantage, False, False
 
 
-LOSSES = [(0.2, 0.2, None), (0.1, 0.5, None), (0.3, 0.2, 1.5), (1.0, 0.28, 3.0)]
-
-
-@pytest.mark.parametrize("low, high, dual", LOSSES)
+@pytest.mark.parametrize("low, high, dual", [(0.1, 0.5, None), (0.3, 0.2, 1.5), (1.0, 0.28, 3.0)])
 def test_policy_loss_is_that_of_the_papers(low, high, dual):
-    """Its value, gradient and counts are those of a loop over the actions; masked entries may be NaN."""
+    """Its value, gradient and counts are those of a loop over the actions, some of which have not moved at
+    all. Masked entries may be NaN, and policies 200 nats apart."""
     g = torch.Generator().manual_seed(3)
     new_T, step_T, a_T, weights_T = torch.randn(4, 400, generator=g, dtype=torch.float64)
     mask_T = torch.rand(400, generator=g) < 0.7
+    step_T[:50] = 0
     old_T = new_T + step_T
     weights_T = weights_T.abs() * mask_T
     expected = []
@@ -144,56 +147,11 @@ def test_policy_loss_is_that_of_the_papers(low, high, dual):
     assert (new_T.grad[~mask_T] == 0).all()
     assert (n_clipped, n_cut) == (clipped.sum(), cut.sum())
 
-
-def test_policy_loss_of_policies_that_are_equal_or_far_apart():
-    """Of an unmoved policy it is plain policy gradient; of policies that are 200 nats apart it is finite."""
-    g = torch.Generator().manual_seed(4)
-    log_probs_T, a_T, weights_T = torch.randn(3, 50, generator=g, dtype=torch.float64)
-    new_T = log_probs_T.clone().requires_grad_()
-    mask_T = torch.ones(50, dtype=torch.bool)
-    loss, clipped, cut = ppo_loop.policy_loss(new_T, log_probs_T, a_T, mask_T, weights_T, 0.2, 0.2, 3.0)
-    loss.backward()
-    assert loss.item() == pytest.approx(-(weights_T * a_T).sum().item(), rel=1e-12)
-    torch.testing.assert_close(new_T.grad, -weights_T * a_T, rtol=1e-12, atol=0)
-    assert clipped == cut == 0
     new_T = torch.tensor([-200.0, 0.0], requires_grad=True)
-    columns = (new_T, torch.tensor([0.0, -200.0]), torch.tensor([1.0, -1.0]), mask_T[:2], torch.ones(2))
-    loss, _, _ = ppo_loop.policy_loss(*columns)
+    columns = (new_T, new_T.detach().flip(0), torch.tensor([1.0, -1.0]), torch.ones(2).bool(), torch.ones(2))
+    loss, _, _ = ppo_loop.policy_loss(*columns, low, high, dual)
     loss.backward()
     assert loss.isfinite() and new_T.grad.isfinite().all()
-
-
-# ---- Actor -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_log_probs_and_entropies_equal_transformers_row_by_row(kind, temperature=0.7):
-    """Those of the actor and of a reference, which has no optimizer; compared with one row after another."""
-    w = policy(kind, temperature)
-    head = w.model.lm.get_output_embeddings().weight
-    assert (w.model.lm.get_input_embeddings().weight is head) == (kind in TIED)  # also after sharding
-    batch = random_batch(7, seed=1)
-    lm = plain(w)
-    expected_T, entropy_T = torch.zeros(2, len(batch.input_ids), dtype=torch.float64)
-    with torch.no_grad():
-        for start, end in rows_of(batch):
-            log_p_LV = log_softmax_of(lm, batch.input_ids[start:end], temperature)
-            for t in range(start + 1, end):
-                if batch.response_mask[t]:
-                    before_V = log_p_LV[t - start - 1]
-                    expected_T[t] = before_V[batch.input_ids[t]]
-                    entropy_T[t] = torch.distributions.Categorical(logits=before_V).entropy()
-        assert entropy_T[batch.response_mask].std() > 0.05  # positions differ
-        log_probs_T, ours_T = w.model(w.micro_batch(batch, range(7)), temperature)
-    for ours, theirs in (
-        (w.compute_log_probs(batch), expected_T),
-        (log_probs_T, expected_T),
-        (ours_T, entropy_T),
-    ):
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-5)
-    reference = policy(kind, temperature, trains=False)
-    assert reference.optimizer is None and not any(p.requires_grad for p in reference.model.parameters())
-    assert torch.equal(w.compute_log_probs(batch), reference.compute_log_probs(batch))
 
 
 def kl_of(kind, log_ratio):
@@ -205,11 +163,12 @@ def kl_of(kind, log_ratio):
 
 
 def loss_by_hand(lm, batch, run):
-    """The loss of a mini-batch and its sums, one action after another."""
+    """(loss of a mini-batch, its sums, log-probs and entropies (T,)), one action after another."""
     config = run.actor
     rows = [(s, e, [t for t in range(s, e) if batch.response_mask[t]]) for s, e in rows_of(batch)]
     rows = [row for row in rows if row[2]]
-    actions = sum(len(row[2]) for row in rows)
+    actions = int(batch.response_mask.sum())
+    log_probs_T, entropy_T = torch.zeros(2, len(batch.input_ids), dtype=torch.float64)
     loss = 0.0
     sums = collections.Counter()
     for start, end, places in rows:
@@ -234,34 +193,46 @@ def loss_by_hand(lm, batch, run):
             kl = kl_of(config.kl_loss_type, log_p - batch.ref_log_probs[t])
             entropy = -(before_V.exp() * before_V).sum()
             loss = loss + weight * (pg + config.kl_loss_coef * kl - config.entropy_coeff * entropy)
-            sums["pg_loss"] += weight * float(pg)
-            for key, x in {
-                "pg_clipfrac": clipped, "pg_clipfrac_lower": cut, "ppo_kl": old - log_p, "kl_loss": kl,
-                "entropy": entropy,
-            }.items():  # fmt: skip
-                sums[key] += float(x) / actions
-    return loss, sums
+            log_probs_T[t], entropy_T[t] = log_p.item(), entropy.item()
+            means = {"pg_clipfrac": clipped, "pg_clipfrac_lower": cut, "ppo_kl": (old - log_p).item()}
+            means |= {"kl_loss": kl.item(), "entropy": entropy.item()}
+            sums["pg_loss"] += weight * pg.item()
+            sums.update({key: x / actions for key, x in means.items()})
+    return loss, sums, log_probs_T, entropy_T
 
 
-@pytest.mark.parametrize(
-    "kind, temperature, fields",
-    [
-        ("tiny-qwen2", 1.0, dict(kl_loss_coef=0.1, kl_loss_type="k1+")),
-        ("tiny-qwen2", 0.7, dict(loss_agg_mode="seq-mean-token-sum", entropy_coeff=0.1, clip_ratio_c=None)),
-        ("tiny-llama", 1.0, dict(loss_agg_mode="seq-mean-token-mean", kl_loss_coef=0.3, kl_loss_type="k3")),
-        ("tiny-gemma2", 1.0, dict(kl_loss_coef=0.3, kl_loss_type="k3+", entropy_coeff=0.05, tis_cap=1.3)),
-        ("tiny-gpt2", 1.3, dict(loss_agg_mode="seq-mean-token-sum-norm", kl_loss_coef=0.2, kl_loss_type="k1",
-                                clip_ratio_high=0.4)),
-        ("tiny-qwen3-moe", 1.0, dict(kl_loss_coef=0.2, kl_loss_type="abs", clip_ratio_c=1.2)),
-    ],
-)  # fmt: skip
-def test_the_actors_gradient_is_autograds_of_one_row_after_another(kind, temperature, fields):
-    """Gradient, norm and metrics of a step over several micro-batches; compared with transformers in float64."""
-    w = policy(kind, temperature, ppo_max_token_len_per_gpu=90, **fields)
+ACTORS = [
+    ("tiny-qwen2", 1.0, dict(kl_loss_coef=0.1, kl_loss_type="k1+")),
+    ("tiny-qwen2", 0.7, dict(loss_agg_mode="seq-mean-token-sum", entropy_coeff=0.1, clip_ratio_c=None)),
+    ("tiny-llama", 0.7, dict(loss_agg_mode="seq-mean-token-mean", kl_loss_coef=0.3, clip_ratio_high=0.4)),
+    ("tiny-gemma2", 0.7, dict(kl_loss_coef=0.3, kl_loss_type="k3+", entropy_coeff=0.05, tis_cap=1.3)),
+    ("tiny-gpt2", 0.7, dict(loss_agg_mode="seq-mean-token-sum-norm", kl_loss_coef=0.2, kl_loss_type="k1")),
+    ("tiny-qwen3-moe", 0.7, dict(kl_loss_coef=0.2, kl_loss_type="abs", clip_ratio_c=1.2)),
+]
+
+
+@pytest.mark.parametrize("kind, temperature, fields", ACTORS)
+def test_the_actor_does_what_transformers_does_with_one_row_after_another(kind, temperature, fields):
+    """Log-probs, entropies, and gradient, norm and metrics of a step over several micro-batches; compared
+    with autograd in float64. A reference has no optimizer, and the same log-probs."""
+    fields = {"ppo_max_token_len_per_gpu": 90, **fields}
+    w = policy(kind, temperature, **fields)
+    head = w.model.lm.get_output_embeddings().weight
+    assert (w.model.lm.get_input_embeddings().weight is head) == (kind in TIED)  # also after sharding
     batch = batch_to_learn(w)
     assert len(w.my_micro_batches(batch)) > 1
     lm = plain(w, torch.float64)
-    loss, sums = loss_by_hand(lm, batch, w.run)
+    loss, sums, expected_T, entropy_T = loss_by_hand(lm, batch, w.run)
+    assert entropy_T[batch.response_mask].std() > 0.05  # positions differ
+    log_probs_T = w.compute_log_probs(batch)
+    with torch.no_grad():
+        together_T, ours_T = w.model(w.micro_batch(batch, range(len(batch))), temperature)
+    for ours, theirs in ((log_probs_T, expected_T), (together_T, expected_T), (ours_T, entropy_T)):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-5)
+    reference = policy(kind, temperature, trains=False, **fields)
+    assert reference.optimizer is None and not any(p.requires_grad for p in reference.model.parameters())
+    assert torch.equal(log_probs_T, reference.compute_log_probs(batch))
+
     loss.backward()
     with captured_gradients(w) as seen:
         metrics = w.update_policy(batch)
@@ -276,25 +247,9 @@ def test_the_actors_gradient_is_autograds_of_one_row_after_another(kind, tempera
         assert metrics[f"actor/{key}"] == pytest.approx(x, rel=1e-4, abs=1e-6), key
 
 
-class Shapes(TorchDispatchMode):
-    """Notes how many rows of logits any result has."""
-
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.vocab_size = vocab_size
-        self.rows = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] == self.vocab_size:
-                self.rows.add(x.numel() // self.vocab_size)
-        return out
-
-
 def test_the_gradient_does_not_depend_on_micro_batches_or_chunks_of_logits(monkeypatch):
-    """And no more logits than a chunk exist at a time, none for the backward pass."""
-    seen = {}
+    """And the head never makes more than a chunk of logits, and none are kept for the backward pass."""
+    seen = []
     for budget, chunk in ((10_000, 10**6), (10_000, 5), (40, 10**6)):
         monkeypatch.setattr(ppo_loop, "LOGITS_AT_ONCE", chunk * 99)
         w = policy(ppo_max_token_len_per_gpu=budget, kl_loss_coef=0.1, entropy_coeff=0.1)
@@ -302,23 +257,22 @@ def test_the_gradient_does_not_depend_on_micro_batches_or_chunks_of_logits(monke
         micros = w.my_micro_batches(batch)
         assert (len(micros) == 1) == (budget == 10_000)
         actions = max(int(batch.select(rows).response_mask.sum()) for rows in micros)
-        kept = []
-        hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda x: kept.append(tuple(x.shape)) or x, lambda x: x
-        )  # noqa: B023
-        with Shapes(99) as shapes, hooks, captured_gradients(w) as gradients:
+        made, kept = set(), set()
+        head = w.model.lm.get_output_embeddings()
+        head.register_forward_hook(lambda head, args, out, made=made: made.add(tuple(out.shape)))
+        note = lambda x, kept=kept: kept.add(tuple(x.shape)) or x
+        hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)
+        with hooks, captured_gradients(w) as gradients:
             w.update_policy(batch)
-        head = (64, 99)  # its transposed weight
-        assert max(shapes.rows - {64}) == min(chunk, actions)
-        assert kept and not [shape for shape in kept if shape[-1:] == (99,) and shape != head]
-        [seen[budget, chunk]] = gradients
-    whole = seen.pop((10_000, 10**6))
-    for case, other in seen.items():
-        for name, x in whole.items():
-            assert (other[name] - x).norm() / x.norm() < 2e-6, (case, name)
+        assert max(made) == (min(chunk, actions), 99)
+        assert kept and not [shape for shape in kept if shape[-1:] == (99,) and shape != (64, 99)]  # the head
+        seen += gradients
+    for other in seen[1:]:
+        for name, x in seen[0].items():
+            assert (other[name] - x).norm() / x.norm() < 2e-6, name
 
 
-# ---- Rollout engine ----------------------------------------------------------------------------------------
+# ---- Rollout: engine, turns with an environment ------------------------------------------------------------
 
 
 def engine_of(w, stop=(EOS,), at_once=4, top_p=1.0):
@@ -342,8 +296,8 @@ ENGINES = [*((kind, SHARP) for kind in KINDS), ("tiny-gemma2", WINDOW), ("tiny-m
 
 @pytest.mark.parametrize("kind, override_config", ENGINES)
 def test_a_rollout_is_what_transformers_says_to_one_prompt_after_another(kind, override_config):
-    """Greedy tokens are those of transformers' generate. Log-probs, also of sampled tokens, are those of a plain
-    forward and of the actor."""
+    """Greedy tokens are those of transformers' generate, also after the engine was away. Log-probs, also of
+    sampled tokens, are those of a plain forward and of the actor."""
     w = policy(kind, temperature=0.7, override_config=override_config)
     lm = plain(w)
     stop = list(range(1, 99, 6))  # a sixth of the tokens ends a row
@@ -351,6 +305,9 @@ def test_a_rollout_is_what_transformers_says_to_one_prompt_after_another(kind, o
     engine = engine_of(w, stop)
     replies = engine.generate(rows, 0.0)
     assert_greedy(replies, lm, rows, stop)
+    engine.offload()
+    engine.onload()
+    assert engine.generate(rows, 0.0) == replies
     assert len({(ended, len(ids) == row[2]) for row, (ids, _, ended) in zip(rows, replies)}) >= 2
 
     rows = [(prompt, key, 10) for prompt, key, _ in rows]
@@ -382,8 +339,13 @@ def assert_greedy(replies, lm, rows, stop):
 
 @pytest.mark.parametrize("kind, override_config", ENGINES[:1] + ENGINES[3:4] + ENGINES[5:])
 def test_a_rows_sample_depends_on_nothing_but_its_key(kind, override_config):
+    """And a row ends only at a stop token, or where its room does."""
     w = policy(kind, override_config=override_config)
     assert_samples_follow_their_keys(engine_of(w, range(1, 99, 12), at_once=100))
+    endless = engine_of(w, ())
+    out = endless.generate([(prompt, "a", 5) for prompt in some_prompts()], 1.0)
+    assert [(len(ids), ended) for ids, _, ended in out] == [(5, False)] * 9
+    assert endless.generate([], 1.0) == []
 
 
 def assert_samples_follow_their_keys(engine):
@@ -410,7 +372,7 @@ def assert_samples_follow_their_keys(engine):
 
 
 def nucleus(log_p_V, top_p):
-    """Token -> its log-prob among the likeliest tokens that have this probability together, by a plain loop."""
+    """Token -> its log-prob among the likeliest tokens of this probability together, by a plain loop."""
     kept = {}
     for i in log_p_V.argsort(descending=True).tolist():
         if sum(kept.values()) < top_p:
@@ -427,89 +389,61 @@ def assert_drawn_from_the_nucleus(replies, lm, prompt, temperature, top_p):
         assert_close(log_probs, [expected[token]])
 
 
-def test_top_p_draws_from_the_nucleus_alone():
-    """1,000 evenly spaced random numbers draw each token as often as a loop over the probabilities says."""
+def test_samples_follow_the_softmax_or_its_nucleus():
+    """1,000 evenly spaced random numbers draw each token as often as a loop over the probabilities says; so
+    do those of the engine, within the chance of 6,000 samples."""
     u_BR = ((torch.arange(1000, dtype=torch.float64) + 0.5) / 1000)[:, None]
     for logits_V in (torch.tensor([3.0, 1.0, 2.0, 2.1, -1.0]), torch.tensor([0.0, 0.0, 0.0, 0.0, 9.0])):
         for top_p in (1e-6, 0.3, 0.5, 0.6, 0.9, 0.999):
             draw = ppo_loop.Draw(u_BR, 0.8, top_p)
             out_BV = draw(torch.zeros(1000, 1, dtype=torch.int64), logits_V.expand(1000, 5))
             assert (out_BV.isfinite().sum(1) == 1).all()
-            [token_B, log_prob_B] = (out_BV.argmax(1), draw.log_probs[0])
+            token_B = out_BV.argmax(1)
             expected = nucleus((logits_V / 0.8).log_softmax(0), top_p)
             for i in range(5):
                 share = math.exp(expected[i]) if i in expected else 0.0
                 assert abs(float((token_B == i).double().mean()) - share) <= 1e-3, (top_p, i)
-            assert_close(log_prob_B.tolist(), [expected[i] for i in token_B.tolist()])
-    w = policy()
-    rows = [([20, 30, 40], f"{i}", 1) for i in range(400)]
-    replies = engine_of(w, at_once=400, top_p=0.7).generate(rows, 0.8)
-    assert_drawn_from_the_nucleus(replies, plain(w), [20, 30, 40], 0.8, 0.7)
-
-
-def test_samples_follow_the_softmax():
+            assert_close(draw.log_probs[0].tolist(), [expected[i] for i in token_B.tolist()])
     w = policy()
     rows = [([20, 30, 40], f"{i}", 1) for i in range(6000)]
+    replies = engine_of(w, at_once=400, top_p=0.7).generate(rows[:400], 0.8)
+    assert_drawn_from_the_nucleus(replies, plain(w), [20, 30, 40], 0.8, 0.7)
     assert_drawn_from_the_softmax(engine_of(w, at_once=2000).generate(rows, 0.8), plain(w), [20, 30, 40])
 
 
 def assert_drawn_from_the_softmax(replies, lm, prompt):
     """First tokens are as frequent as the probabilities at temperature 0.8 say, not as those at 1."""
     counts_V = torch.bincount(torch.tensor([ids[0] for ids, _, _ in replies]), minlength=99).double()
-
-    def chi_square(temperature):
-        """(statistic, degrees of freedom), tokens expected less than five times taken together."""
+    excess = {}  # chi-square above its mean, in standard deviations; of tokens expected five times or more
+    for temperature in (0.8, 1.0):
         with torch.no_grad():
-            p_V = log_softmax_of(lm, torch.tensor(prompt), temperature)[-1].exp()
-        expected_V = counts_V.sum() * p_V
-        rare_V = expected_V < 5
-        observed = torch.cat([counts_V[~rare_V], counts_V[rare_V].sum()[None]])
-        expected = torch.cat([expected_V[~rare_V], expected_V[rare_V].sum()[None]])
-        enough = expected >= 5  # the rare ones may be rare even together
-        return float(((observed - expected) ** 2 / expected)[enough].sum()), int(enough.sum()) - 1
-
-    statistic, freedom = chi_square(0.8)
-    assert freedom > 20
-    assert abs(statistic - freedom) < 3.5 * math.sqrt(2 * freedom)  # too even is as wrong as too uneven
-    statistic, freedom = chi_square(1.0)  # the test would see a temperature that is a little off
-    assert statistic > freedom + 5 * math.sqrt(2 * freedom)
-
-
-def test_an_engine_without_stop_ids_fills_the_room():
-    engine = engine_of(policy(), ())
-    out = engine.generate([(prompt, "a", 5) for prompt in some_prompts()], 1.0)
-    assert [(len(ids), ended) for ids, _, ended in out] == [(5, False)] * 9
-    assert engine.generate([], 1.0) == []
-
-
-# ---- Turns with an environment -----------------------------------------------------------------------------
-
-
-class Script:
-    """An engine that says what it is told, turn by turn, each turn closed unless it ends in '...'."""
-
-    def __init__(self, tokenizer, turns):
-        self.tokenizer = tokenizer
-        self.turns = list(turns)
-        self.seen = []
-
-    def generate(self, rows, temperature):
-        self.seen.append([(self.tokenizer.decode(prompt), key, most) for prompt, key, most in rows])
-        out = []
-        for said, (_, _, most) in zip(self.turns.pop(0), rows):
-            ids = self.tokenizer(said.removesuffix("..."))["input_ids"] + [EOS] * (not said.endswith("..."))
-            out.append((ids[:most], [-0.5] * len(ids[:most]), len(ids) <= most and ids[-1] == EOS))
-        return out
+            expected_V = len(replies) * log_softmax_of(lm, torch.tensor(prompt), temperature)[-1].exp()
+        often_V = expected_V >= 5
+        freedom = int(often_V.sum()) - 1
+        assert freedom > 20
+        chi_square = ((counts_V - expected_V) ** 2 / expected_V)[often_V].sum()
+        excess[temperature] = float(chi_square - freedom) / math.sqrt(2 * freedom)
+    assert abs(excess[0.8]) < 3.5 and excess[1.0] > 5  # too even is as wrong as too uneven
 
 
 def play(turns, observe, n=1, **fields):
-    """roll_out of n prompts q0=, q1= ... -> (replies, what the engine was asked)."""
-    tokenizer = common.char_tokenizer()
-    prompts = [Prompt(tokenizer(f"q{i}=")["input_ids"], f"q{i}=", f"answer {i}") for i in range(n)]
+    """roll_out of prompts q0=, q1= ... with an engine that says these turns, each closed unless it ends in
+    "..." -> (replies, what the engine was asked)."""
+    asked = []
+
+    def generate(rows, temperature):
+        asked.append([(TOKENIZER.decode(prompt), key, most) for prompt, key, most in rows])
+        out = []
+        for said, (_, _, most) in zip(turns[len(asked) - 1], rows):
+            ids = ids_of(said.removesuffix("...")) + [EOS] * (not said.endswith("..."))
+            out.append((ids[:most], [-0.5] * len(ids[:most]), len(ids) <= most and ids[-1] == EOS))
+        return out
+
+    prompts = [Prompt(ids_of(f"q{i}="), f"q{i}=", f"answer {i}") for i in range(n)]
     run = a_run(**{"max_response_length": 30, "reward_timeout": 0.2, **fields})
-    engine = Script(tokenizer, turns)
-    task = a_task(tokenizer=tokenizer, observe=observe)
-    return ppo_loop.roll_out(engine, task, prompts, [f"key {i}" for i in range(n)], run, 1.0), engine.seen
+    task = a_task(tokenizer=TOKENIZER, observe=observe)
+    engine = types.SimpleNamespace(generate=generate)
+    return ppo_loop.roll_out(engine, task, prompts, [f"key {i}" for i in range(n)], run, 1.0), asked
 
 
 def test_turns_of_policy_and_environment_follow_each_other():
@@ -522,131 +456,108 @@ def test_turns_of_policy_and_environment_follow_each_other():
 
     replies, asked = play([["ab", "x"], ["cd"]], observe, n=2)
     a, b = replies
-    ids = lambda text: common.char_tokenizer()(text)["input_ids"]
-    assert a.ids == [*ids("ab"), EOS, *ids("[1]"), *ids("cd"), EOS]
+    assert a.ids == [*ids_of("ab"), EOS, *ids_of("[1]cd"), EOS]
     assert a.mask == [True] * 3 + [False] * 3 + [True] * 3
     assert a.log_probs == [-0.5] * 3 + [0.0] * 3 + [-0.5] * 3
-    assert b.ids == [*ids("x"), EOS] and b.mask == [True] * 2
+    assert b.ids == [*ids_of("x"), EOS] and b.mask == [True] * 2
     assert [(r.finished, r.text, r.fault) for r in replies] == [(True, "ab[1]cd", ""), (True, "x", "")]
     assert heard == [("q0=", "ab", "answer 0"), ("q1=", "x", "answer 1"), ("q0=", "ab[1]cd", "answer 0")]
     assert asked == [[("q0=", "key 0 0", 30), ("q1=", "key 1 0", 30)], [("q0=ab<eos>[1]", "key 0 1", 24)]]
-    batch = ppo_loop.to_batch([Prompt([7, 8, 9], "", None)] * 2, replies, [4, 6]).check()
+    batch = common.check(ppo_loop.to_batch([Prompt([7, 8, 9], "", None)] * 2, replies, [4, 6]))
     assert batch.response_mask.tolist() == [False] * 3 + a.mask + [False] * 3 + b.mask
     assert batch.rollout_log_probs.tolist() == [0.0] * 3 + a.log_probs + [0.0] * 3 + b.log_probs
     assert batch.input_ids.tolist() == [7, 8, 9, *a.ids, 7, 8, 9, *b.ids] and batch.lengths == [12, 5]
     assert batch.row_id.tolist() == [4, 6] and batch.truncated.tolist() == [False, False]
 
 
-@pytest.mark.parametrize(
-    "turns, fields, text, finished",
-    [
-        ([["abcdef"]], dict(max_response_length=4), "abcd", False),  # the turn itself does not fit
-        ([["abc"]], dict(max_response_length=7), "abc", False),  # the observation leaves no room for a turn
-        ([["abc"], ["d..."]], dict(max_response_length=8), "abc[1]d", False),  # it leaves exactly one token
-        ([["abc"], ["d"]], dict(max_response_length=9, max_turns=2), "abc[1]d", True),
-        ([["a"], ["b"], ["c"]], dict(max_turns=3), "a[1]b[1]c", True),
-    ],
-)
+ENDS = [  # turns, flags, the text of the row, whether it ended by itself
+    ([["abcdef"]], dict(max_response_length=4), "abcd", False),  # the turn itself does not fit
+    ([["abc"]], dict(max_response_length=7), "abc", False),  # the observation leaves no room for a turn
+    ([["abc"], ["d..."]], dict(max_response_length=8), "abc[1]d", False),  # it leaves exactly one token
+    ([["abc"], ["d"]], dict(max_response_length=9, max_turns=2), "abc[1]d", True),
+    ([["a"], ["b"], ["c"]], dict(max_response_length=30, max_turns=3), "a[1]b[1]c", True),
+]
+
+
+@pytest.mark.parametrize("turns, fields, text, finished", ENDS)
 def test_a_row_ends_where_its_room_or_its_turns_end(turns, fields, text, finished):
     calls = []
     [reply], asked = play(turns, lambda *_: calls.append(1) or "[1]", **fields)
     assert (reply.text, reply.finished, reply.fault, len(asked)) == (text, finished, "", len(turns))
     assert len(calls) <= fields.get("max_turns", 9) - 1  # after the last turn it is not asked again
-    assert len(reply.ids) == len(reply.mask) == len(reply.log_probs) and reply.mask[-1]
-    assert len(reply.ids) <= fields.get("max_response_length", 30)
+    assert len(reply.ids) == len(reply.mask) == len(reply.log_probs) <= fields["max_response_length"]
+    [reply], asked = play(turns, None, **fields)  # without an environment there is one turn
+    assert len(asked) == 1 and reply.text == turns[0][0][: fields["max_response_length"]] and all(reply.mask)
 
 
 def test_an_environments_faults_end_the_row_and_are_told():
-    def broken(prompt, response, answer):
-        if prompt == "q0=":
-            raise KeyError("tool")
-        while prompt == "q1=":
-            pass
-        return {"q2=": 5, "q3=": b"no", "q4=": None}[prompt]
-
-    replies, asked = play([["a", "b", "c", "d", "e"]], broken, n=5)
+    does = [lambda: {}["tool"], lambda: time.sleep(30), lambda: 5, lambda: b"no", lambda: None]
+    replies, asked = play([list("abcde")], lambda prompt, *_: does[int(prompt[1])](), n=5)
     assert [r.text for r in replies] == list("abcde") and len(asked) == 1 and all(r.finished for r in replies)
     words = ("KeyError: 'tool'", "timeout", "not 5", "not b'no'", "")
     assert all(word in reply.fault for word, reply in zip(words, replies)) and replies[4].fault == ""
 
 
-def test_without_an_environment_there_is_one_turn():
-    [a, b], asked = play([["ab", "cde..."]], None, n=2, max_response_length=3)
-    assert (a.finished, b.finished, a.text, b.text, len(asked)) == (True, False, "ab", "cde", 1)
+# ---- Rewards, advantages -----------------------------------------------------------------------------------
 
-
-# ---- Rewards -----------------------------------------------------------------------------------------------
-
-GSM8K = {  # response, answer -> reward
-    ("so it is\n#### 18", "...\n#### 18"): 1, ("#### 19", "#### 18"): 0, ("#### $1,234", "#### 1234"): 1,
-    ("#### 1234", "#### 1,234"): 1, ("#### 18.00", "#### 18"): 1, ("#### 18.", "#### 18"): 1,
-    ("#### .5", "#### 0.5"): 1, ("#### -7", "#### -7"): 1, ("#### 7", "#### -7"): 0, ("#### -$7", "#### -7"): 1,
-    ("#### $-7", "#### -7"): 1, ("#### 3 no,\n#### 5", "#### 5"): 1, ("#### 5 no,\n#### 3", "#### 5"): 0,
-    ("the answer is 5", "#### 5"): 0, ("####", "#### 5"): 0, ("", "#### 5"): 0, ("#### 5 apples", "#### 5"): 1,
-    ("####5", "#### 5"): 1, ("#### 5%", "#### 5"): 1, ("#### five", "#### 5"): 0, ("#### ,", "#### 5"): 0,
-    ("####" + " " * 20_000 + "x", "#### 5"): 0,
-}  # fmt: skip
+GSM8K = [  # answer, responses that are right, responses that are wrong
+    ("#### 5", ["#### 3 no,\n#### 5", "#### 5 apples", "####5", "#### 5%"],
+     ["#### 5 no,\n#### 3", "the answer is 5", "####", "", "#### five", "#### ,", "####" + " " * 20_000]),
+    ("...\n#### 18", ["so it is\n#### 18", "#### 18.00", "#### 18."], ["#### 19"]),
+    ("#### 1,234", ["#### 1234", "#### $1,234"], ["#### 1"]),
+    ("#### 1234", ["#### 1,234"], ["#### 234"]),
+    ("#### -7", ["#### -$7", "#### $-7"], ["#### 7"]),
+    ("#### 0.5", ["#### .5"], ["#### 5"]),
+]  # fmt: skip
 
 
 def test_addition_and_gsm8k_rewards():
     assert [ppo_loop.addition_reward("1+2=", x, "3") for x in ("3", "4", "", "3 ", "03")] == [1, 0, 0, 0, 0]
-    assert {texts: ppo_loop.gsm8k_reward("", *texts) for texts in GSM8K} == GSM8K
+    for answer, right, wrong in GSM8K:
+        assert all(ppo_loop.gsm8k_reward("", x, answer) == 1 for x in right), answer
+        assert all(ppo_loop.gsm8k_reward("", x, answer) == 0 for x in wrong), answer
 
 
 @needs_shared
-def test_gsm8k_knows_its_own_answers_and_agrees_with_its_authors():
-    """The verdicts of the reward on the solutions that the authors published, against their own labels."""
-    answers = [json.loads(line)["answer"] for line in open(SHARED / "data" / "gsm8k" / "test.jsonl")]
-    assert len(answers) == 1319 and all(ppo_loop.gsm8k_reward("", a, a) == 1 for a in answers)
+def test_gsm8k_agrees_with_its_authors():
+    """Its verdicts on published solutions are the authors' labels; a reference answer agrees with itself."""
     agrees = []
     for line in open(SHARED / "data" / "gsm8k" / "example_model_solutions.jsonl"):
         row = json.loads(line)
-        truth = row["ground_truth"].replace("A:", "####")
-        for key in row.keys() - {"question", "ground_truth"}:
-            ours = ppo_loop.gsm8k_reward("", row[key]["solution"].replace("A:", "####"), truth)
-            agrees.append(ours == row[key]["is_correct"])
-    assert len(agrees) == 4 * 1319 and all(agrees)
+        truth = row.pop("ground_truth")
+        theirs = [(x["solution"], x["is_correct"]) for key, x in row.items() if key != "question"]
+        for text, label in [(truth, True), *theirs]:
+            text, answer = (x.replace("A:", "####") for x in (text, truth))
+            agrees.append(ppo_loop.gsm8k_reward("", text, answer) == label)
+    assert len(agrees) == 5 * 1319 and all(agrees)
 
 
 def test_guarded_returns_what_a_function_returns_and_survives_what_it_does():
     end = time.perf_counter() + 5  # if nothing stopped these, the test should fail and not hang
 
-    def swallows_exceptions():
+    def spins(swallows=()):
         while time.perf_counter() < end:
             try:
-                time.sleep(0.01)
-            except Exception:
+                sum(range(1000))
+            except swallows:
                 pass
 
-    def spins():
-        while time.perf_counter() < end:
-            pass
-
-    def stops(kind):
-        raise kind("enough")
-
-    rang = []
-    before = signal.signal(signal.SIGALRM, lambda *_: rang.append(1))
-    mine = signal.getsignal(signal.SIGALRM)
+    before = signal.getsignal(signal.SIGALRM)
     late = (None, "timeout: took longer than 0.1 s")
-    try:
-        for function, args, expected in (
-            (lambda a, b: a + b, (1, 2), (3, "")),
-            (lambda: {}["x"], (), (None, "KeyError: 'x'")),
-            (stops, (SystemExit,), (None, "SystemExit: enough")),
-            (spins, (), late),
-            (time.sleep, (30,), late),
-            (swallows_exceptions, (), late),
-        ):
-            start = time.perf_counter()
-            assert ppo_loop.guarded(function, 0.1, *args) == expected
-            assert time.perf_counter() - start < 2
-            assert signal.getsignal(signal.SIGALRM) is mine and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-        with pytest.raises(KeyboardInterrupt):  # the user's own wish is no fault of the function
-            ppo_loop.guarded(stops, 0.1, KeyboardInterrupt)
-        assert signal.getsignal(signal.SIGALRM) is mine and not rang
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    for function, args, expected in (
+        (lambda a, b: a + b, (1, 2), (3, "")),
+        (lambda: {}["x"], (), (None, "KeyError: 'x'")),
+        (sys.exit, ("enough",), (None, "SystemExit: enough")),
+        (spins, (), late),
+        (spins, (Exception,), late),
+        (time.sleep, (30,), late),
+    ):
+        start = time.perf_counter()
+        assert ppo_loop.guarded(function, 0.1, *args) == expected
+        assert time.perf_counter() - start < 2 and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    with pytest.raises(KeyboardInterrupt):  # the user's own wish is no fault of the function
+        ppo_loop.guarded(signal.raise_signal, 0.1, signal.SIGINT)
+    assert signal.getsignal(signal.SIGALRM) is before
 
 
 def test_a_reward_that_is_no_number_counts_as_a_fault_and_as_0():
@@ -654,64 +565,35 @@ def test_a_reward_that_is_no_number_counts_as_a_fault_and_as_0():
     prompts = [Prompt([1], f"p{i}", i) for i in range(len(says))]
     replies = [Reply(text=f"r{i}") for i in range(len(says))]
     heard = []
-
-    def function(*args):
-        heard.append(args)
-        return says[args[2]]
-
-    scores = ppo_loop.score(a_run(), function, prompts, replies, None)
-    assert heard == [(f"p{i}", f"r{i}", i) for i in range(len(says))]
+    function = lambda prompt, response, i: heard.append((prompt, response)) or says[i]
+    scores = ppo_loop.score(a_run(), function, ppo_loop.Phases(False), prompts, replies, None)
+    assert heard == [(f"p{i}", f"r{i}") for i in range(len(says))]
     assert scores == [1, 0.25, 1] + [0] * 7 and all(type(x) is float for x in scores)
     assert not any(r.fault for r in replies[:3]) and all(r.fault for r in replies[3:])
 
 
-@pytest.mark.parametrize("flag", ["--reward", "--environment"])
-def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(flag, tmp_path):
+def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path, flag="--environment"):
     file = tmp_path / "mine.py"
     file.write_text("x = 3\n\ndef good(prompt, response, answer):\n    return len(response) * x\n")
     assert ppo_loop.load_function(f"{file}:good", flag)("", "abc", None) == 9
     for name in (f"{file}:bad", f"{file}", f"{tmp_path}/none.py:good", "math"):
         with pytest.raises(UserError, match=re.escape(f"{flag} {name}: ")):
             ppo_loop.load_function(name, flag)
-    for code, words in (
-        ("import nothing_like_this\n", "ModuleNotFoundError"),
-        ("def good(:\n", "SyntaxError"),
-    ):
+    for code, words in (("import nothing_like_this", "ModuleNotFoundError"), ("def good(:", "SyntaxError")):
         file.write_text(code)
         with pytest.raises(UserError, match=f"{flag} .*{words}"):
             ppo_loop.load_function(f"{file}:good", flag)
     assert ppo_loop.load_function("gsm8k", flag) is ppo_loop.gsm8k_reward
 
 
-def reward_model(folder, tokenizer, **fields):
-    """A reward model as people have them, saved with a tokenizer."""
-    config = transformers.AutoConfig.for_model(**common.tiny_config("tiny-llama") | fields)
-    config.num_labels = 1
-    config.pad_token_id = 0
-    torch.manual_seed(2)
-    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
-    torch.nn.init.normal_(model.score.weight, std=0.5)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model
-
-
 def reversed_characters():
     """Another tokenizer: the same characters, numbered from the other end."""
-    tokenizer = common.char_tokenizer()
-    core = json.loads(tokenizer.backend_tokenizer.to_str())
+    core = json.loads(TOKENIZER.backend_tokenizer.to_str())
     vocab = core["model"]["vocab"]
     core["model"]["vocab"] = {c: i if i < 3 else len(vocab) + 2 - i for c, i in vocab.items()}
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=type(tokenizer.backend_tokenizer).from_str(json.dumps(core)),
-        **{f"{name}_token": f"<{name}>" for name in ("pad", "eos", "unk")},
-    )
-
-
-def score_of(model, ids):
-    """What transformers' own model says of a row."""
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([ids])).logits.item()
+    special = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "unk")}
+    core = type(TOKENIZER.backend_tokenizer).from_str(json.dumps(core))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
@@ -719,29 +601,37 @@ def score_of(model, ids):
 def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_path):
     """Also of a text or chat in tokens of the reward model's own; rows as long as the budget fit."""
     common.setup_distributed()
-    policys = common.char_tokenizer()
-    tokenizer = policys if same_tokens else reversed_characters()
+    tokenizer = common.char_tokenizer() if same_tokens else reversed_characters()
     tokenizer.chat_template = "{% for m in messages %}({{ m['role'] }}){{ m['content'] }}{% endfor %}"
-    model = reward_model(tmp_path, tokenizer)
-    prompts = [Prompt(policys(text)["input_ids"], text, None) for text in ("1+2=", "hello ", "x", "12+34=")]
-    prompts.append(Prompt([5, 6], "hi", None, [{"role": "user", "content": "hi"}]))
+    config = transformers.AutoConfig.for_model(**common.tiny_config("tiny-llama", len(tokenizer)))
+    config.num_labels = 1
+    config.pad_token_id = 0
+    torch.manual_seed(2)
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    torch.nn.init.normal_(model.score.weight, std=0.5)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    chat = [{"role": "user", "content": "hi"}]
+    asked = [("1+2=", None), ("hello ", None), ("x", None), ("12+34=", None), ("hi", chat)]
+    prompts = [Prompt(ids_of(text), text, None, messages) for text, messages in asked]
     texts = ["3", "world", "y" * 30, "", "yo"]
-    close = lambda text: [*policys(text)["input_ids"], EOS]
-    replies = [Reply(close(t), [True] * len(close(t)), [0.0] * len(close(t)), True, t) for t in texts]
+    replies = [Reply(ids_of(x + "."), [True] * (len(x) + 1), [0.0] * (len(x) + 1), True, x) for x in texts]
     batch = ppo_loop.to_batch(prompts, replies, range(5))
-    run = a_run(backend, reward_model=str(tmp_path))
     longest = max(batch.lengths) + 1
-    critic = dataclasses.replace(run.critic, ppo_max_token_len_per_gpu=longest)
-    ours = ppo_loop.RewardModel(dataclasses.replace(run, critic=critic), policys)
+    run = a_run(backend, reward_model=str(tmp_path))
+    run = dataclasses.replace(run, critic=dataclasses.replace(run.critic, ppo_max_token_len_per_gpu=longest))
+    ours = ppo_loop.RewardModel(run, TOKENIZER)
     assert ours.same_tokens == same_tokens
-    scores = ppo_loop.score(run, ours, prompts, replies, batch)
+    scores = ppo_loop.score(run, ours, ppo_loop.Phases(False), prompts, replies, batch)
     for prompt, reply, score in zip(prompts, replies, scores):
         ids = prompt.ids + reply.ids
         if not same_tokens:
-            ids = tokenizer("(user)hi(assistant)yo" if prompt.messages else prompt.text + reply.text)[
-                "input_ids"
-            ]
-        assert score == pytest.approx(score_of(model, ids), abs=1e-5)
+            text = "(user)hi(assistant)yo" if prompt.messages else prompt.text + reply.text
+            ids = tokenizer(text)["input_ids"]
+        with torch.no_grad():
+            theirs = model(input_ids=torch.tensor([ids])).logits.item()
+        assert score == pytest.approx(theirs, abs=1e-5)
     assert max(scores) - min(scores) > 0.1
     if not same_tokens:  # a text that is longer in the other tokens
         texts[2] = "y" * (longest + 1)
@@ -749,53 +639,43 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
             ours.scores(prompts, texts, batch)
 
 
-# ---- Advantages --------------------------------------------------------------------------------------------
-
-
 def advantages_by_hand(batch, scores, kl_coef, run):
     """(rewards, advantages before whitening, returns), action by action backwards from each row's end."""
-    rewards, advantages, returns = torch.zeros(3, len(batch.input_ids), dtype=torch.float64)
+    rewards_T, advantages_T, returns_T = torch.zeros(3, len(batch.input_ids), dtype=torch.float64)
+    kl_T = kl_of(run.kl_penalty, (batch.old_log_probs - batch.ref_log_probs).double())
     for b, (start, end) in enumerate(rows_of(batch)):
         places = [t for t in range(start, end) if batch.response_mask[t]]
         lam_policy = run.lam if run.lam_policy is None else run.lam_policy
-        if run.length_adaptive_alpha is not None:
-            lam_policy = max(0.0, 1 - 1 / (run.length_adaptive_alpha * len(places)))
         after = float(batch.values[places[-1]]) if run.bootstrap_truncated and batch.truncated[b] else 0.0
         for_policy = for_critic = 0.0
         for t in reversed(places):
-            d = float(batch.old_log_probs[t] - batch.ref_log_probs[t])
             v = float(batch.values[t])
-            kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d, "abs": abs(d)}[run.kl_penalty]
-            rewards[t] = (scores[b] if t == places[-1] else 0.0) - kl_coef * kl
-            delta = float(rewards[t]) + run.gamma * after - v
-            for_policy = delta + run.gamma * lam_policy * for_policy
+            rewards_T[t] = (scores[b] if t == places[-1] else 0.0) - kl_coef * kl_T[t]
+            delta = float(rewards_T[t]) + run.gamma * after - v
+            advantages_T[t] = for_policy = delta + run.gamma * lam_policy * for_policy
             for_critic = delta + run.gamma * run.lam * for_critic
-            advantages[t] = for_policy
-            returns[t] = for_critic + v
+            returns_T[t] = for_critic + v
             after = v
-    return rewards, advantages, returns
+    return rewards_T, advantages_T, returns_T
 
 
-@pytest.mark.parametrize(
-    "kl_coef, fields",
-    [
-        (0.0, {}),
-        (0.3, dict(kl_penalty="k1", gamma=0.9, lam=0.8)),
-        (0.3, dict(kl_penalty="k3", lam=0.95, lam_policy=0.5, bootstrap_truncated=True)),
-        (0.1, dict(kl_penalty="abs", length_adaptive_alpha=0.3, lam=1.0, gamma=0.97)),
-        (0.1, dict(kl_penalty="k2", whiten_advantages=False, lam=0.0, lam_policy=1.0, bootstrap_truncated=True)),
-    ],
-)  # fmt: skip
+ADVANTAGES = [
+    (0.0, {}),
+    (0.3, dict(kl_penalty="k1", gamma=0.9, lam=0.8)),
+    (0.3, dict(kl_penalty="k3", lam=0.95, lam_policy=0.5, bootstrap_truncated=True)),
+    (0.1, dict(kl_penalty="abs", lam_policy=0.3, gamma=0.97)),
+    (0.1, dict(kl_penalty="k2", whiten_advantages=False, lam=0.0, lam_policy=1.0, bootstrap_truncated=True)),
+]
+
+
+@pytest.mark.parametrize("kl_coef, fields", ADVANTAGES)
 def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
     common.setup_distributed()
     run = a_run(**fields)
     batch = random_batch(8, 6, idle=False)
     g = torch.Generator().manual_seed(1)
-    noise = lambda: (
-        0.5 * torch.randn(len(batch.input_ids), generator=g) * batch.response_mask
-    )  # k3 ends at 10
-    batch.old_log_probs = noise()
-    batch.ref_log_probs = noise()
+    noise_2T = 0.5 * torch.randn(2, len(batch.input_ids), generator=g) * batch.response_mask  # k3 ends at 10
+    batch.old_log_probs, batch.ref_log_probs = noise_2T
     batch.truncated = torch.arange(8) % 3 == 0
     scores = torch.randn(8, generator=g).tolist()
     ppo_loop.add_advantages(batch, scores, kl_coef, run)
@@ -803,14 +683,13 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
     if run.whiten_advantages:
         x = advantages_T[batch.response_mask].numpy()
         advantages_T[batch.response_mask] = torch.from_numpy((x - x.mean()) / x.std(ddof=1))
-    for ours, theirs in (
-        (batch.token_level_rewards, rewards_T), (batch.advantages, advantages_T), (batch.returns, returns_T),
-    ):  # fmt: skip
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
-        assert (ours[~batch.response_mask] == 0).all()
+    ours = (batch.token_level_rewards, batch.advantages, batch.returns)
+    for ours_T, theirs_T in zip(ours, (rewards_T, advantages_T, returns_T)):
+        torch.testing.assert_close(ours_T.double(), theirs_T, rtol=1e-5, atol=1e-5)
+        assert (ours_T[~batch.response_mask] == 0).all()
 
 
-# ---- Prompts -----------------------------------------------------------------------------------------------
+# ---- Prompts, flags ----------------------------------------------------------------------------------------
 
 
 def prompts_of(tmp_path, *rows, tokenizer=None, **fields):
@@ -819,230 +698,169 @@ def prompts_of(tmp_path, *rows, tokenizer=None, **fields):
     lines = [row if isinstance(row, str | bytes) else json.dumps(row) for row in rows]
     file.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines))
     run = a_run(prompts=str(file), **fields)
-    return ppo_loop.load_prompts(str(file), "--prompts", run, tokenizer or common.char_tokenizer())
+    return ppo_loop.load_prompts(str(file), "--prompts", run, tokenizer or TOKENIZER)
 
 
-def test_prompts_of_text_and_of_chats(tmp_path):
+def test_prompts_of_text_and_of_chats(tmp_path, capsys):
     tokenizer = common.char_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-        "{% if add_generation_prompt %}A:{% endif %}"
-    )
-    ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    turns = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    tokenizer.chat_template = turns + "{% if add_generation_prompt %}A:{% endif %}"
     load = lambda *rows, **fields: prompts_of(tmp_path, *rows, tokenizer=tokenizer, **fields)
-    hi = [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}]
-    assert load({"prompt": "1+1=", "answer": "2"}, {"prompt": hi}) == [
-        Prompt(ids("1+1="), "1+1=", "2", None),
-        Prompt(ids("<system>S<user>hiA:"), "hi", None, hi),
-    ]
     user = [{"role": "user", "content": "hi"}]
-    chat = load({"question": "hi", "gold": 7}, chat=True, prompt_key="question", answer_key="gold")
-    assert chat == [Prompt(ids("<user>hiA:"), "hi", 7, user)]
+    chat = [{"role": "system", "content": "S"}, *user]
+    ours = load({"prompt": "1+1=", "answer": "2"}, {"prompt": chat})
+    assert ours[0] == Prompt(ids_of("1+1="), "1+1=", "2", None)
+    assert ours[1] == Prompt(ids_of("<system>S<user>hiA:"), "hi", None, chat)
+    ours = load({"question": "hi", "gold": 7}, chat=True, prompt_key="question", answer_key="gold")
+    assert ours == [Prompt(ids_of("<user>hiA:"), "hi", 7, user)]
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert load({"prompt": parts})[0].text == "ab"
 
-
-def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path, capsys):
     rows = [{"prompt": "a" * n} for n in (3, 6, 5, 9)]
-    assert [p.text for p in prompts_of(tmp_path, *rows, max_prompt_length=5)] == ["aaa", "aaaaa"]
+    assert [p.text for p in load(*rows, max_prompt_length=5)] == ["aaa", "aaaaa"]
     assert "left out 2 prompts above --max-prompt-length" in capsys.readouterr().out
     with pytest.raises(UserError, match="--prompts .*prompts.jsonl: no usable prompt"):
-        prompts_of(tmp_path, *rows, max_prompt_length=2)
+        load(*rows, max_prompt_length=2)
 
 
 BAD_PROMPTS = (
-    "{", b'{"prompt": "\xff"}', "[1]", "null", {"question": "x"}, {"prompt": None}, {"prompt": 5}, {"prompt": []},
-    {"prompt": [{"content": "x"}]}, {"prompt": [{"role": "user", "content": "x"}]},  # the tokenizer has no template
-    {"prompt": ""}, '{"prompt": "\\ud800"}', '{"prompt": [{"role": "user", "content": "\\ud800"}]}',
+    "{", b'{"prompt": "\xff"}', "[1]", "null", {"question": "x"}, {"prompt": None}, {"prompt": 5},
+    {"prompt": []}, {"prompt": [{"content": "x"}]}, {"prompt": ""}, '{"prompt": "\\ud800"}',
+    {"prompt": [{"role": "user", "content": "x"}]},  # the tokenizer has no template
+    {"prompt": "x", "answer": "five"},  # which the reward of gsm8k cannot read
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("row", BAD_PROMPTS)
 def test_a_bad_prompt_is_named_by_file_and_line(row, tmp_path):
-    rows = [{"prompt": "good"}, "", "  ", row, {"prompt": "too"}]  # line 4: blank lines count
-    with pytest.raises(UserError, match=r"^--prompts .*prompts.jsonl:4: ?[^\n]*\Z"):
-        prompts_of(tmp_path, *rows)
-
-
-def test_an_answer_that_the_reward_cannot_read_is_named_by_its_row(tmp_path):
-    with pytest.raises(UserError, match="prompts.jsonl:2.*'answer' is not an answer .*gsm8k"):
-        prompts_of(
-            tmp_path, {"prompt": "x", "answer": "#### 5"}, {"prompt": "x", "answer": "five"}, reward="gsm8k"
-        )
-
-
-@needs_shared
-def test_gsm8k_loads_with_a_real_tokenizer(tmp_path):
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(SHARED / "data" / "tokenizer")
-    rows = [json.loads(line) for line in list(open(SHARED / "data" / "gsm8k" / "train.jsonl"))[:500]]
-    prompts = prompts_of(tmp_path, *rows, tokenizer=tokenizer, prompt_key="question", reward="gsm8k")
-    assert [(p.text, p.answer) for p in prompts] == [(r["question"], r["answer"]) for r in rows]
-    assert prompts[0].ids == tokenizer(rows[0]["question"])["input_ids"]
-
-
-def test_additions_of_the_loop_are_those_of_the_toy_and_held_out_ones_are_others():
-    tokenizer = common.char_tokenizer()
-    prompts = ppo_loop.addition_prompts(2000, 0, tokenizer)
-    held_out = ppo_loop.addition_prompts(500, 0, tokenizer, held_out=True)
-    for p in prompts + held_out:
-        a, b = re.fullmatch(r"(\d\d)\+(\d\d)=", p.text).groups()
-        assert p.answer == str(int(a) + int(b)) and tokenizer.decode(p.ids) == p.text
-    texts = {p.text for p in prompts}
-    others = {p.text for p in held_out}
-    assert len(texts) == len(prompts) > 1000 and len(others) == len(held_out) > 200 and not texts & others
+    good = {"prompt": "good", "answer": "#### 5"}
+    with pytest.raises(UserError, match=r"^--prompts .*prompts.jsonl:4\b[^\n]*\Z"):  # blank lines count
+        prompts_of(tmp_path, good, "", "  ", row, good, reward="gsm8k")
 
 
 def test_prompts_of_a_step_and_the_keys_of_their_rows():
-    """Neighbouring rows share a prompt, a pass visits every prompt once, and each row of the run has its own key."""
+    """Neighbouring rows share a prompt, a pass visits each prompt once, each row of a run has its own key."""
     run = a_run(train_batch_size=4, rollout_n=2, seed=3)
     steps = [ppo_loop.prompts_of_step(step, list("abcdefghijkl"), run) for step in range(6)]
-    assert all(
-        prompts[::2] == prompts[1::2] and list(row_ids) == list(range(8)) for prompts, row_ids, _ in steps
-    )
+    for prompts, row_ids, _ in steps:
+        assert prompts[::2] == prompts[1::2] and list(row_ids) == list(range(8))
     first, second = ([p for prompts, _, _ in part for p in prompts[::2]] for part in (steps[:3], steps[3:]))
     assert sorted(first) == sorted(second) == list("abcdefghijkl") and first != second
     assert len({key for _, _, keys in steps for key in keys}) == 6 * 8
 
 
-# ---- Flags -------------------------------------------------------------------------------------------------
-
-
-def test_each_critic_brings_its_own_flags(capsys):
-    run = ppo_loop.parse(
-        ["--critic", "megatron", "--critic.tensor-model-parallel-size", "2", "--critic.lr", "0.5"]
-    )
-    assert run.backend == "megatron" and type(run.critic).__module__ == "critic_megatron"
+def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys):
+    parse = lambda flags: ppo_loop.parse(flags.split())
+    run = parse("--critic megatron --critic.tensor-model-parallel-size 2 --critic.lr 0.5")
+    assert (type(run.critic).__module__, run.backend) == ("critic_megatron", "megatron")
     assert (run.critic.tensor_model_parallel_size, run.critic.lr, run.critic.model) == (2, 0.5, "actor")
-    run = ppo_loop.parse(
-        ["--critic=fsdp", "--critic.ulysses-size", "2", "--actor.lr", "0.25", "--no-whiten-advantages"]
-    )
-    assert run.backend == "fsdp" and type(run.critic) is critic_fsdp.Config and run.critic.ulysses_size == 2
-    assert run.actor.lr == 0.25 and not run.whiten_advantages
-    assert ppo_loop.parse([]) == a_run()
-    for bad in (["--critic", "fsdp", "--critic.tensor-model-parallel-size", "2"], ["--critic", "verl"]):
+    run = parse("--critic=fsdp --critic.ulysses-size 2 --actor.lr 0.25 --no-whiten-advantages")
+    assert type(run.critic) is critic_fsdp.Config and run.critic.ulysses_size == 2
+    assert (run.backend, run.actor.lr, run.whiten_advantages) == ("fsdp", 0.25, False)
+    assert parse("") == a_run()
+    for bad in ("--critic fsdp --critic.tensor-model-parallel-size 2", "--critic verl"):
         with pytest.raises(SystemExit) as stop:
-            ppo_loop.parse(bad)
+            parse(bad)
         assert stop.value.code == 2
     assert "--critic" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_help_explains_every_flag(backend, capsys):
-    with pytest.raises(SystemExit):
-        ppo_loop.parse(["--critic", backend, "--help"])
-    lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
-    after = [(flag, words) for flag, words in zip(lines, lines[1:]) if flag.startswith("--")]
-    assert len(after) > 90 and not [flag for flag, words in after if words.startswith("(default")]
-
-
-def set_up(flags, tmp_path):
-    """What main() checks before there is a process group or a model."""
-    return ppo_loop.set_up(ppo_loop.parse([*flags.split(), "--out-dir", str(tmp_path)]))
+    for backend in ("fsdp", "megatron"):
+        with pytest.raises(SystemExit):
+            parse(f"--critic {backend} --help")
+        lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
+        after = [(flag, words) for flag, words in zip(lines, lines[1:]) if flag.startswith("--")]
+        assert len(after) > 90 and not [flag for flag, words in after if words.startswith("(default")]
 
 
 @pytest.fixture
-def few_prompts(monkeypatch):
-    """The built-in task with 40 prompts, whose turning into tokens would be most of the time of a test."""
+def set_up(monkeypatch, tmp_path):
+    """What main() checks before it builds a process group or a model; with 40 prompts only, for speed."""
     addition_prompts = ppo_loop.addition_prompts
-    monkeypatch.setattr(
-        ppo_loop, "addition_prompts", lambda n, *args, **more: addition_prompts(40, *args, **more)
-    )
+    few = lambda n, *args, **more: addition_prompts(40, *args, **more)
+    monkeypatch.setattr(ppo_loop, "addition_prompts", few)
+    return lambda flags: ppo_loop.set_up(ppo_loop.parse([*flags.split(), "--out-dir", str(tmp_path)]))
 
 
-BAD_FLAGS = (  # the first is the one at fault; prompts have 6 tokens and responses 8
-    "--rollout-n 0", "--steps 0", "--train-batch-size -1", "--max-response-length 0", "--temperature 0",
-    "--temperature nan", "--gamma 1.1", "--lam-policy -0.1", "--kl-coef nan", "--eval-every -1",
-    "--reward-timeout inf", "--lam-policy 0.5 --length-adaptive-alpha 0.1", "--target-kl 0.1", "--top-p 0",
-    "--top-p 1.1", "--eval-prompts x.jsonl", "--prompts x.jsonl --reward gsm8k",
-    "--reward gsm8k --reward-model rm", "--vllm.tensor-parallel-size 2", "--vllm.tensor-parallel-size 0",
-    "--vllm.gpu-memory-utilization 1.5", "--actor.tis-cap 0", "--actor.lr nan", "--actor.ppo-epochs 0",
-    "--actor.clip-ratio-low 1.5", "--actor.clip-ratio-c 1", "--actor.grad-clip nan", "--seed -1",
-    "--actor.fsdp-size 3", "--actor.override-config {", "--actor.override-config []", "--actor.model tiny-qwen7",
+BAD_FLAGS = [("--reward", "--prompts x.jsonl")]
+BAD_FLAGS += [(flags.split()[0], flags) for flags in (  # prompts have 6 tokens and responses 8
+    "--rollout-n 0", "--temperature nan", "--gamma 1.1", "--kl-coef nan", "--eval-every -1", "--top-p 0",
+    "--reward-timeout inf", "--target-kl 0.1",
+    "--temperature 0", "--eval-prompts x.jsonl", "--prompts x.jsonl --reward gsm8k",
+    "--reward gsm8k --reward-model rm", "--reward nothing.py:f", "--environment nothing.py:f",
+    "--vllm.tensor-parallel-size 2", "--vllm.gpu-memory-utilization 1.5", "--actor.tis-cap 0",
+    "--actor.clip-ratio-low 1.5", "--actor.clip-ratio-c 1", "--actor.grad-clip nan", "--actor.fsdp-size 3",
+    "--actor.override-config {", "--actor.override-config [1]", "--actor.model tiny-qwen7",
     "--actor.tokenizer /none", "--actor.ppo-max-token-len-per-gpu 13", "--critic.lr nan",
-    "--critic.ppo-mini-batch-size 0", "--critic.ulysses-size 3", "--critic.activation-offload",
-    "--critic.model tiny-qwen7", "--critic.ppo-max-token-len-per-gpu 13", "--critic.ppo-max-token-len-per-gpu auto",
+    "--critic.ulysses-size 3", "--critic.activation-offload", "--critic.model tiny-qwen7",
+    "--critic.ppo-max-token-len-per-gpu 13", "--critic.ppo-max-token-len-per-gpu auto",
     '--critic.model tiny-gpt2 --critic.override-config {"vocab_size":50}',
     '--critic.model tiny-gpt2 --critic.override-config {"n_positions":13}',
     '--actor.model tiny-llama --actor.override-config {"max_position_embeddings":13}',
-    "--critic.ppo-mini-batch-size 0 --critic megatron", "--reward nothing.py:f", "--environment nothing.py:f",
-)  # fmt: skip
+    "--critic.ppo-mini-batch-size 0 --critic megatron",
+)]  # fmt: skip
 
 
-@pytest.mark.parametrize("flags", [*BAD_FLAGS, "--prompts x.jsonl"])
-def test_a_bad_flag_is_one_line_that_names_it(flags, tmp_path, few_prompts):
-    with pytest.raises(UserError) as caught:
-        set_up(flags, tmp_path)
-    first = "--reward" if flags == "--prompts x.jsonl" else flags.split()[0]  # missing
-    assert re.match(rf"{first}(?![\w-])", str(caught.value)) and "\n" not in str(caught.value)
+@pytest.mark.parametrize("named, flags", BAD_FLAGS)
+def test_a_bad_flag_is_one_line_that_names_it(named, flags, set_up):
+    with pytest.raises(UserError, match=rf"^{named}(?![\w-])[^\n]*\Z"):
+        set_up(flags)
 
 
-def test_flags_that_can_work_are_taken(tmp_path, few_prompts):
+def test_flags_that_can_work_are_taken(set_up, tmp_path):
     """Budgets that just fit, sizes of the run, and what the critic takes over from the actor unless told."""
     for backend in ("fsdp", "megatron"):
         budgets = "--actor.ppo-max-token-len-per-gpu 14 --critic.ppo-max-token-len-per-gpu 14"
-        run, task = set_up(f"--critic {backend} {budgets} --kl-coef 0.1 --target-kl 0.1", tmp_path)
+        run, task = set_up(f"--critic {backend} {budgets} --kl-coef 0.1 --target-kl 0.1")
         assert (task.longest, task.stop_ids) == (14, [EOS])
-    run, task = set_up("--actor.model tiny-llama", tmp_path)
+    run, task = set_up("--actor.model tiny-llama")
+    for p in task.prompts + task.held_out:
+        assert sum(map(int, p.text[:-1].split("+"))) == int(p.answer) and p.ids == ids_of(p.text)
+    assert not {p.text for p in task.prompts} & {p.text for p in task.held_out}
     assert run.critic.model == run.actor.model == "tiny-llama" and task.model_config.model_type == "llama"
     assert (run.actor.lr, run.critic.lr, run.max_response_length, run.reward) == (5e-4, 1e-3, 8, "addition")
     file = tmp_path / "x.jsonl"
     file.write_text('{"prompt": "1+1=", "answer": "#### 2"}')
     flags = f"--actor.model tiny-llama --prompts {file} --reward gsm8k --critic.model tiny-gpt2"
-    run, _ = set_up(flags, tmp_path)
+    run, _ = set_up(flags)
     assert (run.actor.lr, run.max_response_length, run.reward) == (1e-6, 256, "gsm8k")
     assert run.critic.model == "tiny-gpt2" and run.critic.lr is None
 
 
-def test_what_is_found_while_models_are_built_is_named_by_its_flag(tmp_path, few_prompts):
-    policy().export_hf(tmp_path / "lm", common.char_tokenizer())
-    for flags in (
-        "--actor.model tiny-qwen2.5-vl",
-        "--critic.value-range --critic.value-head hl_gauss",
-        f"--reward-model {tmp_path}/none",
-        f"--reward-model {tmp_path}/lm",  # a language model has no value head
+def test_what_is_found_while_models_are_built_is_named_by_its_flag(tmp_path):
+    policy().export_hf(tmp_path / "lm", TOKENIZER)
+    for named, flags in (
+        ("--actor.model", "--actor.model tiny-qwen2.5-vl"),
+        ("--critic.value-range", "--critic.value-head hl_gauss"),
+        ("--reward-model", f"--reward-model {tmp_path}/none"),
+        ("--reward-model", f"--reward-model {tmp_path}/lm"),  # a language model has no value head
     ):
-        named, *rest = flags.split(" ", 1)
-        flags = " ".join(rest) if named == "--critic.value-range" else flags
-        run = ppo_loop.parse([*flags.split(), "--supervised-steps", "0", "--out-dir", str(tmp_path / "out")])
+        out = str(tmp_path / "out")
+        run = ppo_loop.parse([*flags.split(), "--supervised-steps", "0", "--out-dir", out])
         with pytest.raises(UserError, match=rf"^{named}\b[^\n]*\Z"):
             ppo_loop.main(run)
 
 
 def test_a_run_that_is_resumed_goes_on_where_it_was(tmp_path):
-    """With its step, its supervised actor, also after the run was moved, and the KL coefficient it had adapted."""
+    """With its step, the KL coefficient it had adapted, and its supervised actor, also after it was moved."""
     common.setup_distributed()
     with common.published(str(tmp_path / "a" / "checkpoints" / "step_2")) as tmp:
         common.write_json(f"{tmp}/loop.json", {"step": 2, "kl_coef": 0.02})
-    policy().export_hf(str(tmp_path / "a" / "supervised"), common.char_tokenizer())
-    os.rename(tmp_path / "a", tmp_path / "b")
-    began = str(tmp_path / "b" / "supervised")
-    critic = critic_fsdp.Config(model="tiny-qwen2")
+    policy().export_hf(str(tmp_path / "a" / "supervised"), TOKENIZER)
+    out = str(tmp_path / "b")
+    os.rename(tmp_path / "a", out)
 
-    def go_on(**fields):
-        checkpoints = types.SimpleNamespace(folder=str(tmp_path / "b" / "checkpoints" / "step_2"))
-        return ppo_loop.start_from(a_run(kl_coef=0.01, **fields), a_task(), checkpoints)
+    def go_on(critic="tiny-qwen2", **fields):
+        run = a_run(kl_coef=0.01, critic=critic_fsdp.Config(model=critic), **fields)
+        checkpoints = types.SimpleNamespace(folder=f"{out}/checkpoints/step_2")
+        run, step, kl_coef = ppo_loop.start_from(run, a_task(), checkpoints)
+        return run.actor.model, run.critic.model, step, kl_coef
 
-    run, step, kl_coef = go_on(target_kl=0.1, critic=critic)
-    assert (run.actor.model, run.critic.model, step, kl_coef) == (began, began, 2, 0.02)
-    run, _, kl_coef = go_on(critic=dataclasses.replace(critic, model="tiny-llama"))
-    assert (run.actor.model, run.critic.model, kl_coef) == (began, "tiny-llama", 0.01)
-    run, _, _ = go_on(actor=ActorConfig(model=str(tmp_path)))  # a run from a folder had no supervised one
-    assert run.actor.model == str(tmp_path)
+    assert go_on(target_kl=0.1) == (f"{out}/supervised", f"{out}/supervised", 2, 0.02)
+    assert go_on("tiny-llama") == (f"{out}/supervised", "tiny-llama", 2, 0.01)
+    assert go_on(actor=ActorConfig(model=out)) == (out, "tiny-qwen2", 2, 0.01)  # it had no supervised one
     with pytest.raises(UserError, match="^--steps 1: .*step_2"):
         go_on(steps=1)
-    (tmp_path / "b" / "supervised" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="supervised: damaged, config.json"):
+    with open(f"{out}/supervised/config.json", "w"), pytest.raises(UserError, match="damaged, config.json"):
         go_on()
-
-
-def test_an_actor_whose_tokens_see_later_ones_is_refused(tmp_path):
-    """BERT's attention in a causal language model: packed attention says what is wrong."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    config = transformers.BertConfig(vocab_size=97, tie_word_embeddings=False, **sizes)
-    transformers.BertLMHeadModel(config).save_pretrained(tmp_path)
-    w = policy(tmp_path, override_config="{}")
-    with pytest.raises(UserError, match="BertSelfAttention"):
-        w.compute_log_probs(random_batch(4))
 
 
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-3), (torch.bfloat16, 0.5)])
@@ -1058,31 +876,18 @@ def test_an_engine_that_is_off_the_actor_ends_the_run(dtype, most):
 
 
 def test_phases_bring_their_workers_and_send_them_home():
-    class Worker:
-        def __init__(self, name):
-            self.name = name
-
-        def onload(self):
-            seen.append(f"{self.name} on")
-
-        def offload(self):
-            seen.append(f"{self.name} off")
-
     seen = []
-    a, b = Worker("a"), Worker("b")
-    phases = ppo_loop.Phases(True)
-    with phases("x", a, None, b):
-        seen.append("work")
-        time.sleep(0.05)
-    assert seen == ["a on", "b on", "work", "b off", "a off"]
-    phases.metrics.clear()  # a new step
-    with phases("x", a):
-        time.sleep(0.02)
-    assert 0.02 <= phases.metrics["time/x"] < 5 and phases.seconds["x"] >= phases.metrics["time/x"] + 0.05
-    seen.clear()
-    with ppo_loop.Phases(False)("x", a, b):
-        seen.append("work")
-    assert seen == ["work"]
+    way = lambda words: lambda: seen.append(words)
+    a, b = (types.SimpleNamespace(onload=way(f"{x} on"), offload=way(f"{x} off")) for x in "ab")
+    for offload, expected in ((True, ["a on", "b on", "work", "b off", "a off"]), (False, ["work"])):
+        phases = ppo_loop.Phases(offload)
+        for _ in range(2):
+            with phases("x", a, None, b):
+                seen.append("work")
+                time.sleep(0.02)
+        assert seen == expected * 2
+        seen.clear()
+        assert 0.04 <= phases.take(100)["time/x"] < 5 and "time/x" not in phases.take(100)  # a new step
 
 
 def state_of(w):
@@ -1095,92 +900,58 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def save(w, folder):
-    """A checkpoint of the actor alone."""
-    with common.published(str(folder)) as tmp:
-        w.checkpoint_writer()(tmp)
-    return str(folder)
-
-
 @pytest.mark.parametrize("kind", ["tiny-qwen2", "tiny-gemma2"])
-def test_offload_and_onload_change_no_bit(kind):
-    """Of an actor against one that stays where it is, and of a synced engine, which has the actor's weights."""
-    stays = policy(kind)
-    goes = policy(kind)
-    batch = batch_to_learn(stays)
-    engine = engine_of(goes)
-    for _ in range(2):
-        stays.update_policy(batch)
-        goes.offload()
-        goes.onload()
-        goes.update_policy(batch)
-    assert same(state_of(stays), state_of(goes))
-    goes.offload()
-    goes.onload()
-    assert torch.equal(stays.compute_log_probs(batch), goes.compute_log_probs(batch))
-    head = goes.model.lm.get_output_embeddings().weight
-    assert (head is goes.model.lm.get_input_embeddings().weight) == (kind in TIED)
-    rows = [(prompt, f"key {i}", 5) for i, prompt in enumerate(some_prompts())]
-    before = engine.generate(rows, 1.0)
-    engine.sync(goes.weights(torch.float32))
-    assert same(dict(engine.model.state_dict()), dict(plain(goes).state_dict()))
-    synced = engine.generate(rows, 1.0)
-    engine.offload()
-    engine.onload()
-    assert engine.generate(rows, 1.0) == synced != before
-
-
-@pytest.mark.parametrize("kind", ["tiny-qwen2", "tiny-gpt2"])
 def test_a_checkpoint_restores_every_bit_and_the_next_update(kind, tmp_path):
+    """Also of an actor that was offloaded. A checkpoint of another model, or a damaged one, is refused."""
     fields = dict(ppo_mini_batch_size=3, lr_warmup_steps=10)
-    w = policy(kind, **fields)
-    again = policy(kind, **fields)
+    w, again = policy(kind, **fields), policy(kind, **fields)
     batch = batch_to_learn(w)
     w.update_policy(batch)
     saved = state_of(w)
-    folder = save(w, tmp_path / "c")
+    folder = str(tmp_path / "c")
+    with common.published(folder) as tmp:
+        w.checkpoint_writer()(tmp)
     assert same(state_of(w), saved) and any("exp_avg_sq" in name for name in saved)
     for _ in range(2):
         again.update_policy(batch_to_learn(again, seed=1))
     assert not same(state_of(again), saved)
     again.load_checkpoint(folder)
+    again.offload()
+    again.onload()
+    head = again.model.lm.get_output_embeddings().weight
+    assert (head is again.model.lm.get_input_embeddings().weight) == (kind in TIED)
     assert (again.updates, again.optimizer_steps) == (1, 3) and same(state_of(again), saved)
     metrics = w.update_policy(batch)
     assert again.update_policy(batch) == metrics and same(state_of(w), state_of(again))
     assert metrics["actor/lr"] == pytest.approx(1e-3 * 6 / 10)  # the sixth step of the warm-up
 
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    folder = save(policy(), tmp_path / "c")
-    policy(override_config='{"initializer_range": 0.5}').load_checkpoint(
-        folder
-    )  # of weights, which are there
+    policy(kind, override_config='{"initializer_range": 0.5}').load_checkpoint(folder)  # of the same shape
     with pytest.raises(UserError, match=f"--resume {folder}: is of another model: "):
-        policy(override_config='{"num_hidden_layers": 1}').load_checkpoint(folder)
+        policy(kind, override_config='{"num_hidden_layers": 1}').load_checkpoint(folder)
     os.remove(f"{folder}/trainer.json")
     with pytest.raises(UserError, match=f"--resume {folder}: damaged, trainer.json is missing"):
-        policy().load_checkpoint(folder)
+        w.load_checkpoint(folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_is_a_model_of_transformers_with_the_same_weights(kind, tmp_path):
+    """So is what a rollout engine has after a sync."""
     w = policy(kind, lr=1e-2)
+    engine = engine_of(w)
     batch = batch_to_learn(w)
     w.update_policy(batch)
-    w.export_hf(str(tmp_path / "hf"), common.char_tokenizer())
-    lm, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    w.export_hf(str(tmp_path), TOKENIZER)
+    lm, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
     weights = dict(w.weights())
     assert same(weights, {n: p.detach() for n, p in lm.named_parameters()})
     assert (lm.get_output_embeddings().weight is lm.get_input_embeddings().weight) == (kind in TIED)
-    again = policy(tmp_path / "hf", override_config="{}")
+    assert not same(dict(engine.model.state_dict()), dict(lm.state_dict()))
+    engine.sync(w.weights(torch.float32))
+    assert same(dict(engine.model.state_dict()), dict(lm.state_dict()))
+    again = policy(tmp_path, override_config="{}")
     assert same(weights, dict(again.weights()))
     torch.testing.assert_close(again.compute_log_probs(batch), w.compute_log_probs(batch), rtol=0, atol=1e-6)
-
-
-def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tmp_path):
-    tokenizer = common.char_tokenizer()
-    for eos, ids in ((None, [1]), (7, [1, 7]), ([7, 9], [1, 7, 9])):
+    for eos, ids in ((None, [1]), (7, [1, 7]), ([7, 9], [1, 7, 9])):  # both say what ends a turn
         transformers.GenerationConfig(eos_token_id=eos).save_pretrained(tmp_path)
-        assert ppo_loop.stop_tokens(ActorConfig(model=str(tmp_path)), tokenizer) == ids
-    assert ppo_loop.stop_tokens(ActorConfig(model="tiny-qwen2"), tokenizer) == [EOS]
+        assert ppo_loop.stop_tokens(ActorConfig(model=str(tmp_path)), TOKENIZER) == ids

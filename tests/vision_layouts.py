@@ -18,79 +18,72 @@ from common import RANK, WORLD_SIZE
 START, IMAGE, END = range(99, 102)  # the ids of the presets
 
 
-def image_rows(images, seed=1):
-    """A Batch with one row for each entry of `images`: a list of the (t, h, w) grids of its images, in patches."""
-    g, rows = torch.Generator().manual_seed(seed), []
+def image_rows(images):
+    """A Batch with one row for each list of grids (t, h, w) of images in patches; row i has 24 + i tokens."""
+    g = torch.Generator().manual_seed(1)
+    rows = []
     for i, grids in enumerate(images):
+        batch = common.Batch.blank(24 + i)
         ids = torch.randint(0, 99, (2 + i,), generator=g).tolist()
         for t, h, w in grids:
             ids += [START, *[IMAGE] * (t * h * w // 4), END]
-        prompt, response = len(ids), 3 + 2 * i
-        ids += torch.randint(0, 99, (response,), generator=g).tolist()
-        mask = torch.cat([torch.zeros(prompt), torch.ones(response)]).bool()
+        batch.row_id = torch.tensor([i])
+        batch.response_mask = torch.arange(24 + i) >= len(ids)
+        batch.input_ids = torch.randint(0, 99, (24 + i,), generator=g)
+        batch.input_ids[: len(ids)] = torch.tensor(ids)
+        batch.values, batch.returns = torch.randn(2, 24 + i, generator=g) * batch.response_mask
         pixels = torch.randn(sum(t * h * w for t, h, w in grids), 3 * 2 * 14 * 14, generator=g)
-        rows.append(
-            common.Batch(
-                input_ids=torch.tensor(ids),
-                cu_seqlens=torch.tensor([0, len(ids)], dtype=torch.int32),
-                response_mask=mask,
-                row_id=torch.tensor([i]),
-                truncated=torch.tensor([False]),
-                values=torch.randn(len(ids), generator=g) * mask,
-                returns=torch.randn(len(ids), generator=g) * mask,
-                multi_modal_inputs=[{"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)} if grids else {}],
-            )
-        )
+        row = {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
+        batch.multi_modal_inputs = [row if grids else {}]
+        rows.append(batch)
     return common.concat(rows)
 
 
 ROWS = image_rows([[(1, 4, 4)], [], [(1, 4, 8), (1, 6, 4)], [], [(1, 2, 2)]])
-BATCHING = {
-    "one micro-batch": {},
-    "1 row": {"ppo_micro_batch_size_per_gpu": 1},  # micro-batches without an image, at one time on one rank alone
-}
-LAYOUTS = {  # name -> Config fields, ways to cut the rows into micro-batches
-    "fsdp2": ({}, BATCHING),
-    "fsdp2, frozen": ({"freeze_vision_tower": True}, ["1 row"]),
-    "padded": ({"use_remove_padding": False}, BATCHING),
-}
-SPREAD = {  # over ranks
-    "fsdp1": ({"strategy": "fsdp1", "gradient_checkpointing": True}, ["1 row"]),
-    "fsdp1, frozen": ({"strategy": "fsdp1", "freeze_vision_tower": True}, ["1 row"]),
-    "none": ({"strategy": "none"}, ["1 row"]),
-    "none, frozen": ({"strategy": "none", "freeze_vision_tower": True}, ["1 row"]),
-    "ulysses": ({"ulysses_size": 2, "gradient_checkpointing": True}, BATCHING),
-    "ulysses, frozen": ({"ulysses_size": 2, "freeze_vision_tower": True}, ["1 row"]),
+FROZEN = {"freeze_vision_tower": True}
+LAYOUTS = {
+    "fsdp2": {},
+    "fsdp2, frozen": FROZEN,
+    "padded": {"use_remove_padding": False},
+    "fsdp1": {"strategy": "fsdp1", "gradient_checkpointing": True},
+    "fsdp1, frozen": {"strategy": "fsdp1", **FROZEN},
+    "none": {"strategy": "none"},
+    "none, frozen": {"strategy": "none", **FROZEN},
+    "ulysses": {"ulysses_size": 2, "gradient_checkpointing": True},
+    "ulysses, frozen": {"ulysses_size": 2, **FROZEN},
 }
 
 
 def results_of(model, layouts):
-    """(layout, batching) -> gradients before clipping, values and loss."""
+    """(layout, tokens of a micro-batch) -> gradients before clipping, values and loss."""
     results = {}
-    for name, (fields, cases) in layouts.items():
-        worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=str(model), shuffle=False, **fields))
+    for name in layouts:
+        config = critic_fsdp.Config(model=str(model), shuffle=False, weight_decay=0.0, **LAYOUTS[name])
+        worker = critic_fsdp.CriticWorker(config)
         worker.init_model()
-        worker.critic.peak_lr = 0.0  # every case starts from the same weights: steps do not move them
-        for case in cases:
-            worker.critic.config = dataclasses.replace(worker.config, weight_decay=0.0, **BATCHING[case])
+        worker.critic.peak_lr = 0.0  # each case starts from the same weights, because steps do not move them
+        # with 28, each row is a micro-batch, and at times only one rank has an image; with 1000 there is one
+        for tokens in (28, 1000) if name in ("fsdp2", "padded", "ulysses") else (28,):
+            budget = tokens // config.ulysses_size
+            worker.config = dataclasses.replace(config, ppo_max_token_len_per_gpu=budget)
+            worker.critic.max_tokens = None  # the worker sets it anew
             mine = ROWS.select(range(RANK, len(ROWS), WORLD_SIZE))
             if RANK == 1:  # rows 1 and 3: this rank owns no image and has no such column
                 mine.multi_modal_inputs = None
-            values = worker.compute_values(mine)
+            found = dataclasses.replace(mine, values=worker.compute_values(mine))
             with captured_gradients(worker.critic) as seen:
-                metrics = worker.update_critic(mine)
-            values = common.gather(dataclasses.replace(mine, values=values)).values
-            results[name, case] = {"gradients": seen.pop(), "values": values, "loss": metrics["critic/vf_loss"]}
+                loss = worker.update_critic(mine)["critic/vf_loss"]
+            values = common.gather(found).values
+            results[name, tokens] = {"gradients": seen.pop(), "values": values, "loss": loss}
     return results
 
 
 def main(out, model, *others):
-    results = {model: results_of(model, LAYOUTS | SPREAD)}
-    for other in others:  # what differs between models is the slicing of what their towers give
-        results[other] = results_of(other, {name: SPREAD[name] for name in ("fsdp1", "ulysses", "ulysses, frozen")})
+    some = ("fsdp1", "ulysses", "ulysses, frozen")  # models differ in how the output of their tower is sliced
+    results = {model: results_of(model, LAYOUTS)} | {other: results_of(other, some) for other in others}
     if RANK == 0:
         torch.save(results, out)
 
 
 if __name__ == "__main__":
-    common.run(lambda: main(*sys.argv[1:]))
+    common.launch(lambda: main(*sys.argv[1:]))
