@@ -11,18 +11,16 @@
 
 Rollout, reward, reference, values, advantages, critic, actor, sync: main() at the end is the algorithm, the
 rest is what it calls. Actor and reference are Hugging Face models on FSDP2; the critic is the CriticWorker of
-critic_fsdp.py or critic_megatron.py, with its own model, layout and batches. Copy this file with those and
-common.py.
+critic_fsdp.py or critic_megatron.py, with its own model and layout. Copy this file with those and common.py.
 
-Shapes are in the names: T tokens, sequences end to end; A actions (tokens the policy chose); B sequences; V
-vocabulary; D hidden features; R responses' tokens.
+Shapes are in the names: T tokens, sequences end to end; A actions (tokens the policy chose); C a chunk of
+them; B sequences; L tokens of a padded row; R tokens of a response; V vocabulary; D hidden features.
 """
 
 import contextlib
 import copy
 import dataclasses
 import datetime
-import functools
 import importlib
 import itertools
 import json
@@ -51,15 +49,13 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, TopPLogitsWarper
 from transformers.core_model_loading import revert_weight_conversion
 
 import common
-from common import Dispatch, UserError, print0, register
-
-RANK = int(os.environ.get("RANK", 0))  # torchrun sets these; plain `python` is a world of one
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
@@ -68,6 +64,7 @@ Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -92,14 +89,12 @@ class ActorConfig:
     ppo_max_token_len_per_gpu: Positive = 16384  # tokens of a rank's micro-batch, a hard cap
 
     # loss
-    clip_ratio_low: Annotated[float, Field(gt=0, le=1)] = 0.2  # PPO's clip range of the ratio, below 1
+    clip_ratio_low: Share = 0.2  # PPO's clip range of the ratio, below 1
     clip_ratio_high: Rate = 0.2  # PPO's clip range of the ratio, above 1
-    # dual clip: the most a bad action costs (None: off)
-    clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0
+    clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0  # dual clip, for bad actions (None: off)
     entropy_coeff: Weight = 0.0  # weight of the entropy bonus
     kl_loss_coef: Weight = 0.0  # weight of the KL to the reference in the loss (0: none)
-    # how that KL is estimated (+: with the gradient of k2)
-    kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3"
+    kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3"  # its estimator (+: gradient of k2)
     tis_cap: Rate | None = None  # weigh a token by pi_actor / pi_engine, at most this (None: no weighing)
     loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
 
@@ -115,8 +110,7 @@ class VLLMConfig:
     """The engine of --rollout vllm."""
 
     tensor_parallel_size: Positive = 1  # ranks that share one engine and its copy of the actor
-    # part of a device's memory that it takes while awake
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    gpu_memory_utilization: Share = 0.5  # part of a device's memory that it takes while awake
     sleep_level: Literal[1, 2] = 1  # with --offload its weights wait on the host (1), or are dropped (2)
 
 
@@ -127,7 +121,7 @@ CriticConfig = TypeVar("CriticConfig")  # of the script that --critic names
 class Run(Generic[CriticConfig]):
     """Trains a policy by PPO, evaluates it, saves it as a checkpoint and a Hugging Face folder."""
 
-    critic: Annotated[CriticConfig, tyro.conf.arg(name="critic")]
+    critic: CriticConfig
     actor: ActorConfig = ActorConfig()
     vllm: VLLMConfig = VLLMConfig()
     # whose flags are --critic.*
@@ -143,25 +137,19 @@ class Run(Generic[CriticConfig]):
     supervised_steps: Count = 250  # addition with a tiny-* actor: steps of supervised learning before PPO
 
     # reward
-    # addition, gsm8k or FILE.py:FUNCTION, called as f(prompt, response, answer) -> number
-    reward: str | None = None
-    # folder or hub name of a reward model instead (one label, on the last token)
-    reward_model: str | None = None
-    # seconds for the reward or environment of a row
-    reward_timeout: Annotated[float, Field(gt=0, le=1e6)] = 10.0
-    # FILE.py:FUNCTION, f(prompt, response, answer) -> what follows the turn, or None
-    environment: str | None = None
+    reward: str | None = None  # addition, gsm8k or FILE.py:FUNCTION, f(prompt, response, answer) -> number
+    reward_model: str | None = None  # or a reward model, by folder or hub name (one label, on the last token)
+    reward_timeout: Rate = 10.0  # seconds for the reward or environment of a row
+    environment: str | None = None  # FILE.py:FUNCTION, f(prompt, response, answer) -> observation or None
     max_turns: Positive = 8  # turns of the policy in one row, if there is an environment
 
     # rollout
-    # engine: transformers' generate on a whole copy of the actor, or vLLM
-    rollout: Literal["hf", "vllm"] = "hf"
+    rollout: Literal["hf", "vllm"] = "hf"  # engine: generate of transformers on a whole actor, or vLLM
     train_batch_size: Positive = 256  # prompts of a step, over all ranks
     rollout_n: Positive = 1  # responses to each (torchrun would take --n for its own)
     max_response_length: Positive | None = None  # tokens, with observations (None: 8 for addition, else 256)
     temperature: Rate = 1.0  # of sampling, and of the log-probs that are learned from
-    # sample only from the likeliest tokens with this probability
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Share = 1.0  # sample only from the likeliest tokens with this probability
     rollout_batch_size: Positive = 256  # rows generated at once by an engine
     dump_rollouts: bool = False  # write every step's rows as JSONL to out_dir/rollouts
 
@@ -273,19 +261,23 @@ class Task(NamedTuple):
 
 def addition_prompts(n, seed, tokenizer, held_out=False):
     """n additions of two numbers of two digits; the prompts of the toy, with the same ones held out."""
-    texts = dict.fromkeys(json.loads(row)["prompt"] for row in common.toy_rows(n, seed, held_out))
-    answers = [str(sum(map(int, text.rstrip("=").split("+")))) for text in texts]
-    return [Prompt(tokenizer(text)["input_ids"], text, answer) for text, answer in zip(texts, answers)]
+    prompts = []
+    rows = map(json.loads, common.toy_rows(n, seed, held_out))
+    for text in dict.fromkeys(row["prompt"] for row in rows):  # each once
+        a, b = text.rstrip("=").split("+")
+        prompts.append(Prompt(tokenizer(text)["input_ids"], text, str(int(a) + int(b))))
+    return prompts
 
 
 def load_prompts(path, flag, run, tokenizer):
     """Prompts of a JSONL file, without those that are too long. UserError names the first bad row."""
     prompts = []
-    with common.blame(f"{flag} {path}"), open(path, "rb") as file:
-        lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
-    for number, line in common.progress(lines, "prompts"):
-        with common.blame(f"{flag} {path}:{number}"):
-            prompts.append(parse_prompt(json.loads(line), run, tokenizer))
+    with common.blame(f"{flag} {path}"):
+        lines = pathlib.Path(path).read_bytes().splitlines()
+    for number, line in enumerate(common.progress(lines, "prompts"), 1):
+        if line.strip():
+            with common.blame(f"{flag} {path}:{number}"):
+                prompts.append(parse_prompt(json.loads(line), run, tokenizer))
     short = [prompt for prompt in prompts if len(prompt.ids) <= run.max_prompt_length]
     if len(short) < len(prompts):
         print0(f"{flag} {path}: left out {len(prompts) - len(short)} prompts above --max-prompt-length")
@@ -323,9 +315,13 @@ def addition_reward(prompt, response, answer):
 
 def gsm8k_reward(prompt, response, answer):
     """1 if the number after the last #### is the answer's (GSM8K's own rule, 2110.14168)."""
-    found = [re.findall(r"####\s*(?:\$\s*)?(-?\$?[\d,]*\.?\d+)", text) for text in (response, answer)]
-    ours, theirs = (float(re.sub("[$,]", "", numbers[-1])) if numbers else None for numbers in found)
-    return float(ours is not None and ours == theirs)
+
+    def last_number(text):
+        found = re.findall(r"####\s*(?:\$\s*)?(-?\$?[\d,]*\.?\d+)", text)
+        return float(re.sub("[$,]", "", found[-1])) if found else None
+
+    ours = last_number(response)
+    return float(ours is not None and ours == last_number(answer))
 
 
 REWARDS = {"addition": addition_reward, "gsm8k": gsm8k_reward}
@@ -345,8 +341,7 @@ class TookTooLong(BaseException):
 
 
 def guarded(function, seconds, *args):
-    """(its result, "") or (None, what went wrong). The alarm rings in Python code: a call into C is waited
-    for."""
+    """(its result, "") or (None, what went wrong). The alarm waits until a call into C returns."""
 
     def ring(*_):
         raise TookTooLong
@@ -368,19 +363,9 @@ def guarded(function, seconds, *args):
         signal.signal(signal.SIGALRM, before)
 
 
-def reward_of(function, seconds, prompt, text):
-    """(a reward by rule as a float, "") or (0.0, what went wrong)."""
-    made, fault = guarded(lambda: float(function(prompt.text, text, prompt.answer)), seconds)
-    if not fault and not abs(made) <= 1e15:
-        fault = "the reward must be a finite number"
-    return (0.0, fault) if fault else (made, "")
-
-
 class RewardModel:
-    """Scores whole rows: the one label of a sequence or token classifier, read on the last token.
-
-    That is the value of the state after the last action, so a worker of the critic's script does the work.
-    """
+    """Scores whole rows by the one label of a classifier, read on their last token. That is the value of the
+    state after the last action, so a worker of the critic's script computes it."""
 
     def __init__(self, run, tokenizer):
         own = ("tokenizer", "override_config", "value_head", "value_range", "lora_rank", "freeze_layers")
@@ -394,12 +379,9 @@ class RewardModel:
             raise UserError(f"--reward-model {run.reward_model}: {words}") from None
         self.tokenizer = self.worker.tokenizer or tokenizer
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
-        self.offload = self.worker.offload
-        self.onload = self.worker.onload
 
     def ids(self, prompt, text, ids):
-        """The row as this model reads it: the policy's tokens if both have the same, else its own of the
-        text."""
+        """The row in tokens of this model, which may have a tokenizer of its own."""
         if self.same_tokens:
             return ids
         if prompt.messages and self.tokenizer.chat_template:
@@ -409,16 +391,14 @@ class RewardModel:
 
     def scores(self, prompts, texts, batch):
         """Rewards of the caller's rows, a list (a collective)."""
-        rows = zip(prompts, texts, batch.split(1))
-        rows = [self.ids(prompt, text, row.input_ids.tolist()) for prompt, text, row in rows]
-        lengths = torch.tensor([len(ids) + 1 for ids in rows], dtype=torch.int64)
-        last = lengths.cumsum(0) - 1
-        ids_T = torch.tensor([i for ids in rows for i in [*ids, 0]], dtype=torch.int64)
-        mask_T = torch.zeros(len(ids_T), dtype=torch.bool)
-        mask_T[last] = True  # one more token, whose place alone is read: the action whose state is the end
-        whole = common.Batch(ids_T, common.cumulative(lengths), mask_T, batch.row_id, batch.truncated)
+        rows = []
+        for prompt, text, row in zip(prompts, texts, batch.split(1)):
+            rows.append(prompt._replace(ids=self.ids(prompt, text, row.input_ids.tolist())))
+        # one more action: its value is read on the last token of the row; which token it is does not matter
+        end = Reply(ids=[0], mask=[True], log_probs=[0.0])
+        whole = to_batch(rows, [end] * len(rows), batch.row_id.tolist())
         with flags_of("critic"):  # the budget
-            return self.worker.compute_values(whole)[last].tolist()
+            return self.worker.compute_values(whole)[whole.last_action].tolist()
 
 
 # ---- Policy maths ------------------------------------------------------------------------------------------
@@ -426,8 +406,7 @@ class RewardModel:
 
 def policy_loss(log_probs_T, old_log_probs_T, advantages_T, response_mask_T, weights_T, clip_low=0.2,
                 clip_high=0.2, clip_dual=None):  # fmt: skip
-    """PPO's clipped objective -> (loss, actions where clipping decided, where the dual clip did), 0-dim
-    tensors.
+    """PPO's clipped objective -> (loss, actions where clipping decided, where the dual clip did), all 0-dim.
 
         r_t = pi(a_t) / pi_old(a_t),  L_t = max( -r_t A_t, -clip(r_t, 1 - low, 1 + high) A_t )
         loss = sum_t w_t L_t
@@ -435,8 +414,8 @@ def policy_loss(log_probs_T, old_log_probs_T, advantages_T, response_mask_T, wei
     1707.06347, eq. 7; low and high apart: DAPO, 2503.14476, eq. 10. clip_dual c > 1 bounds what a bad action
     can cost: where A_t < 0, L_t is at most -c A_t (1912.09729, eq. 5). log r is kept within +-20. What stands
     where response_mask is false never enters, not even a NaN."""
-    columns = (log_probs_T - old_log_probs_T, advantages_T)
-    log_ratio_T, a_T = (torch.where(response_mask_T, x_T, 0.0) for x_T in columns)
+    log_ratio_T = torch.where(response_mask_T, log_probs_T - old_log_probs_T, 0.0)
+    a_T = torch.where(response_mask_T, advantages_T, 0.0)
     ratio_T = log_ratio_T.clamp(-20, 20).exp()
     free_T = -ratio_T * a_T
     clipped_T = -ratio_T.clamp(1 - clip_low, 1 + clip_high) * a_T
@@ -455,8 +434,7 @@ def kl_penalty(log_probs_T, ref_log_probs_T, kind):
         k3    q/p - 1 - log(q/p), with log(q/p) clamped to +-20 and the result to +-10
         k1+   and so on: that value, with the gradient of k2, which is the true gradient of the KL
 
-    Schulman, "Approximating KL divergence" (2020).
-    """
+    Schulman, "Approximating KL divergence" (2020)."""
     log_ratio_T = log_probs_T - ref_log_probs_T
     k2_T = 0.5 * log_ratio_T.square()
     if kind.endswith("+"):
@@ -467,22 +445,19 @@ def kl_penalty(log_probs_T, ref_log_probs_T, kind):
 
 
 def next_kl_coef(coef, kl, n, target=None):
-    """The KL coefficient after a batch of n rows with mean divergence kl (Ziegler et al. 1909.08593, sec.
-    2.2).
+    """The KL coefficient after a batch of n rows with mean divergence kl (1909.08593, section 2.2).
 
     target None keeps it fixed; otherwise coef *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon. The
-    horizon is the paper's 10,000 rows, or the n rows of a step if those are more: else coef could turn
-    negative."""
+    horizon is the paper's 10,000 rows, or n if that is more: else coef could turn negative."""
     if target is None:
         return coef
-    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * n / max(10_000, n))
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * n / max(10_000, n))
 
 
 def masked_whiten(x_T, mask_T):
-    """(x - mean) / std over the masked entries of all ranks together; zero elsewhere.
-
-    The variance is the unbiased one, of n - 1, and 1e-8 is added to it; a single entry has variance 0.
-    """
+    """(x - mean) / std over the masked entries of all ranks together; zero elsewhere. The variance is the
+    unbiased one, of n - 1, and 1e-8 is added to it; a single entry has variance 0."""
 
     def total(x):
         if dist.is_initialized():
@@ -499,9 +474,8 @@ def masked_whiten(x_T, mask_T):
 def add_advantages(batch, scores, kl_coef, run):
     """Fills token_level_rewards, advantages and returns of the caller's rows (a collective).
 
-    The score of a row is earned by its last action; each action pays kl_coef for its KL to the reference. The
-    critic learns returns of run.lam, the actor may use another lambda (decoupled GAE of VC-PPO, 2503.01491,
-    sec. 4.2)."""
+    The last action of a row earns its score; each action pays kl_coef for its KL to the reference. The critic
+    learns returns of run.lam, the actor may use another lambda (decoupled GAE, 2503.01491, section 4.2)."""
     kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
     rewards_T = -kl_coef * torch.where(batch.response_mask, kl_T, 0.0)
     batch.token_level_rewards = rewards_T.index_add(0, batch.last_action, torch.tensor(scores))
@@ -541,10 +515,8 @@ class Draw(LogitsProcessor):
 
 
 class HFRollout:
-    """Generates with transformers on a whole copy of the policy, each rank for the rows it owns.
-
-    Every row draws its own random numbers from its key alone, so it gives the same sample in any batch and on
-    any number of ranks, up to rounding."""
+    """Generates with transformers on a whole copy of the policy, each rank for the rows it owns. A row draws
+    its random numbers from its key alone, so up to rounding its sample is the same in any batch."""
 
     def __init__(self, run, task, device):
         self.run = run
@@ -556,14 +528,14 @@ class HFRollout:
         options = {"attn_implementation": "eager" if capped else "sdpa", "dtype": self.dtype}
         with device:
             self.model = AutoModelForCausalLM.from_config(copy.deepcopy(task.model_config), **options).eval()
-        self.weights = dict(self.model.named_parameters())
         self.model.generation_config = GenerationConfig(eos_token_id=task.stop_ids, pad_token_id=0)
 
     @torch.no_grad()
     def sync(self, weights):
         """Takes the actor's weights, (name, whole tensor) pairs in self.dtype."""
+        ours = dict(self.model.named_parameters())
         for name, weight in weights:
-            self.weights[name].copy_(weight)
+            ours[name].copy_(weight)
 
     def offload(self):
         self.model.to("cpu")
@@ -572,23 +544,28 @@ class HFRollout:
         self.model.to(self.device)
 
     def generate(self, rows, temperature):
-        """(token ids of a prompt, key of its random numbers, most new tokens) of each row -> for each (token
-        ids, their log-probs as they were sampled, whether it ended by itself). temperature 0: greedy."""
-        pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
+        """(token ids of a prompt, key of its random numbers, most new tokens) of each row -> for each
+        (token ids, their log-probs as sampled, whether it ended by itself). temperature 0: greedy."""
         size = self.run.rollout_batch_size
         replies = []
         for first in common.progress(range(0, len(rows), size), "rollout"):
             prompts, keys, room = zip(*rows[first : first + size])
-            ids_BL = pad([torch.tensor(ids) for ids in prompts]).to(self.device)
-            mask_BL = pad([torch.ones(len(ids)) for ids in prompts]).to(self.device)
-            u_BR = torch.stack([uniform(key, max(room)) for key in keys]).to(self.device)
-            draw = Draw(u_BR, temperature, self.run.top_p)
-            options = {"max_new_tokens": max(room), "logits_processor": [draw]}
-            out_BR = self.model.generate(ids_BL, attention_mask=mask_BL, **options)[:, ids_BL.shape[1] :]
+            ids = [torch.tensor(ids) for ids in prompts]
+            ids_BL = pad_sequence(ids, True, -1, padding_side="left").to(self.device)
+            u_BR = torch.empty(len(keys), max(room), dtype=torch.float64)
+            for u_R, key in zip(u_BR, keys):
+                u_R.uniform_(generator=torch.Generator().manual_seed(seed_of(key)))
+            draw = Draw(u_BR.to(self.device), temperature, self.run.top_p)
+            whole_BL = self.model.generate(
+                ids_BL.clamp(min=0), attention_mask=ids_BL >= 0,
+                max_new_tokens=max(room), logits_processor=[draw],
+            )  # fmt: skip
+            out_BR = whole_BL[:, ids_BL.shape[1] :]
             log_probs_BR = torch.stack(draw.log_probs, 1)
             for ids, log_probs, most in zip(out_BR.tolist(), log_probs_BR.tolist(), room):
-                n = next((n for n, i in enumerate(ids[:most], 1) if i in self.stop_ids), None)
-                replies.append((ids[: n or most], log_probs[: n or most], n is not None))
+                ends = [n for n, i in enumerate(ids[:most], 1) if i in self.stop_ids]
+                n = ends[0] if ends else most
+                replies.append((ids[:n], log_probs[:n], bool(ends)))
         return replies
 
 
@@ -597,14 +574,8 @@ def seed_of(key):
     return random.Random(key).getrandbits(63)
 
 
-def uniform(key, n):
-    """(n,) float64 numbers of [0, 1) that follow from the key."""
-    return torch.rand(n, generator=torch.Generator().manual_seed(seed_of(key)), dtype=torch.float64)
-
-
 class VLLMRollout:
-    """Generates with vLLM in this process: an engine on each rank, or one on every
-    --vllm.tensor-parallel-size ranks.
+    """Generates with vLLM in this process: one engine on every --vllm.tensor-parallel-size ranks.
 
     It has the methods of HFRollout. vLLM finds the trainer's process group and makes its own groups of it; an
     engine that is deleted takes the trainer's group with it, so all live as long as the process."""
@@ -619,10 +590,10 @@ class VLLMRollout:
         size = run.vllm.tensor_parallel_size
         timeout = datetime.timedelta(minutes=run.critic.timeout_minutes)
         self.group, _ = dist.new_subgroups(size, timeout=timeout)  # neighbours, as vLLM has it
+        model_config = copy.deepcopy(task.model_config)
         with torch.device("meta"):  # it knows what a checkpoint calls its tensors
-            self.skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(task.model_config))
+            self.skeleton = AutoModelForCausalLM.from_config(model_config)
         with as_before(), tempfile.TemporaryDirectory() as folder:
-            model_config = copy.deepcopy(task.model_config)
             model_config.architectures = [type(self.skeleton).__name__]
             model_config.save_pretrained(folder)
             with common.blame(f"--rollout vllm: cannot run {run.actor.model}"):
@@ -632,13 +603,10 @@ class VLLMRollout:
 
     def start(self, folder, longest, size):
         """vLLM's LLM, with random weights; folder: where it finds the model's config."""
-        os.environ |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        for name, x in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
-            os.environ.setdefault(name, x)  # without torchrun
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+        settings["VLLM_NO_USAGE_STATS"] = "1"
+        os.environ |= alone | os.environ | settings  # torchrun's numbers go before those of a rank alone
         from vllm import LLM
         from vllm.distributed import parallel_state
         from vllm.platforms import current_platform
@@ -657,9 +625,7 @@ class VLLMRollout:
             max_model_len=longest,
             max_num_seqs=self.run.rollout_batch_size,
             gpu_memory_utilization=self.run.vllm.gpu_memory_utilization,
-            kv_cache_memory_bytes=2**30
-            if self.on_cpu
-            else None,  # on CPU it would take its part of all memory
+            kv_cache_memory_bytes=2**30 if self.on_cpu else None,  # else a part of the host's memory
             enforce_eager=self.on_cpu,
             enable_sleep_mode=self.run.offload and current_platform.is_sleep_mode_available(),
             tensor_parallel_size=size,
@@ -680,9 +646,8 @@ class VLLMRollout:
         self.llm.sleep(level=self.run.vllm.sleep_level)
 
     def sync(self, weights):
-        """Takes the actor's weights, (name, whole tensor) pairs in self.dtype, layer by layer; forgets cached
-        keys and values, which were the old weights'. Every rank calls it, for gathering weights is a
-        collective."""
+        """Takes the actor's weights, (name, whole tensor) pairs in self.dtype, layer by layer (a collective);
+        forgets cached keys and values, which were the old weights'."""
         if self.on_cpu:
             self.llm.apply_model(forget_experts)
         stored = (revert_weight_conversion(self.skeleton, {name: weight}) for name, weight in weights)
@@ -695,25 +660,27 @@ class VLLMRollout:
         self.llm.reset_prefix_cache()
 
     def generate(self, rows, temperature):
-        """HFRollout's. Ranks that share an engine call it together; each gets the replies to its own
-        prompts."""
+        """As HFRollout.generate. Ranks that share an engine call it together."""
         from vllm import SamplingParams
 
         everyones = common.of_all_ranks(rows, self.group)
         before = sum(map(len, everyones[: dist.get_rank(self.group)]))
         asked = []
         params = []
-        options = {"temperature": temperature, "top_p": self.run.top_p if temperature else 1.0, "logprobs": 0}
-        options |= {"stop_token_ids": self.stop_ids, "ignore_eos": True, "detokenize": False}
         for ids, key, most in itertools.chain(*everyones):
             asked.append({"prompt_token_ids": ids})
-            params.append(SamplingParams(seed=seed_of(key), max_tokens=most, **options))
+            params.append(SamplingParams(
+                seed=seed_of(key), max_tokens=most, temperature=temperature, logprobs=0,
+                top_p=self.run.top_p if temperature else 1.0, stop_token_ids=self.stop_ids,
+                ignore_eos=True, detokenize=False,
+            ))  # fmt: skip
         # on CPU the compiler takes longer than the rollout; and vLLM draws from torch's generator
         eager = torch.compiler.set_stance("force_eager") if self.on_cpu else contextlib.nullcontext()
         with eager, torch.random.fork_rng(devices=()):
             out = self.llm.generate(asked, params, use_tqdm=RANK == 0 and sys.stderr.isatty())
         replies = []
-        for reply in [x.outputs[0] for x in out[before : before + len(rows)]]:
+        for mine in out[before : before + len(rows)]:
+            reply = mine.outputs[0]
             log_probs = [at[token].logprob for at, token in zip(reply.logprobs, reply.token_ids)]
             replies.append((list(reply.token_ids), log_probs, reply.finish_reason == "stop"))
         return replies
@@ -727,8 +694,7 @@ def forget_experts(model):
 
 
 def repack_head(model):
-    """Runs in vLLM's CPU build: a head that is tied to the embeddings is a packed copy, and takes their
-    weights again."""
+    """Runs in vLLM's CPU build: a tied head is a packed copy of the embeddings, and takes them again."""
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead":
             module.quant_method.process_weights_after_loading(module)
@@ -768,25 +734,24 @@ def roll_out(engine, task, prompts, keys, run, temperature):
     replies = [Reply() for _ in prompts]
     going = list(zip(prompts, keys, replies))
     for turn in range(run.max_turns if task.observe else 1):
+        if turn > 0:
+            going = [row for row in going if goes_on(row[0], row[2], task, run)]
+            if not any(common.of_all_ranks(bool(going))):
+                break
         rows = []
         for prompt, key, reply in going:
-            rows.append((prompt.ids + reply.ids, f"{key} {turn}", run.max_response_length - len(reply.ids)))
+            room = run.max_response_length - len(reply.ids)
+            rows.append((prompt.ids + reply.ids, f"{key} {turn}", room))
         out = engine.generate(rows, temperature)
         for (_, _, reply), (ids, log_probs, ended) in zip(going, out):
             reply.add(ids, log_probs)
             reply.finished = ended
             reply.text = task.tokenizer.decode(reply.ids, skip_special_tokens=True)
-        if not task.observe or turn == run.max_turns - 1:
-            break
-        going = [row for row in going if goes_on(*row[::2], task, run)]
-        if not any(common.of_all_ranks(bool(going))):
-            break
     return replies
 
 
 def goes_on(prompt, reply, task, run):
-    """Asks the environment what follows a turn, and adds it to the reply -> whether the policy speaks
-    again."""
+    """Adds to a reply what the environment says to it -> whether the policy has another turn."""
     if not reply.finished:
         return False
     said, reply.fault = guarded(task.observe, run.reward_timeout, prompt.text, reply.text, prompt.answer)
@@ -804,43 +769,29 @@ def goes_on(prompt, reply, task, run):
 
 def to_batch(prompts, replies, row_ids):
     """Batch of prompts and replies, with the log-probs as the engine has them."""
-    rows = []
-    blank = (Prompt([0], "", None), Reply(), -1)  # a rank may have no rows, but has the same columns
-    for prompt, reply, row_id in [blank, *zip(prompts, replies, row_ids)]:
+    ids = []
+    mask = []
+    log_probs = []
+    lengths = []
+    for prompt, reply in zip(prompts, replies):
         n = len(prompt.ids)
-        rows.append(common.Batch(
-            input_ids=torch.tensor(prompt.ids + reply.ids),
-            cu_seqlens=torch.tensor([0, n + len(reply.ids)], dtype=torch.int32),
-            response_mask=torch.tensor([False] * n + reply.mask),
-            row_id=torch.tensor([row_id]),
-            truncated=torch.tensor([not reply.finished]),
-            rollout_log_probs=torch.tensor([0.0] * n + reply.log_probs),
-        ))  # fmt: skip
-    return common.concat(rows).select(range(1, len(rows)))
+        ids += prompt.ids + reply.ids
+        mask += [False] * n + reply.mask
+        log_probs += [0.0] * n + reply.log_probs
+        lengths.append(n + len(reply.ids))
+    return common.Batch(  # a rank may have no rows, but has columns of the same kinds
+        input_ids=torch.tensor(ids).long(),
+        cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
+        response_mask=torch.tensor(mask).bool(),
+        row_id=torch.tensor(list(row_ids)).long(),
+        truncated=torch.tensor([not reply.finished for reply in replies]).bool(),
+        rollout_log_probs=torch.tensor(log_probs),
+    )
 
 
 # ---- Actor and reference: a policy on FSDP2 ----------------------------------------------------------------
 
 LOGITS_AT_ONCE = 2**25  # 128 MiB in float32
-
-
-def log_probs_and_entropy(logits_of, hidden_AD, targets_A, vocab_size):
-    """-> (A,) log-probs of the targets, (A,) entropies of their distributions, float32.
-
-    logits_of: (C, D) -> (C, V). Never more than a chunk of logits is held: the backward pass computes each
-    again."""
-
-    def piece(hidden_CD, targets_C):
-        log_p_CV = logits_of(hidden_CD).float().log_softmax(-1)
-        return torch.stack(
-            [log_p_CV.gather(1, targets_C[:, None])[:, 0], -(log_p_CV.exp() * log_p_CV).sum(-1)]
-        )
-
-    size = max(1, LOGITS_AT_ONCE // vocab_size)
-    pieces = []
-    for chunk in zip(hidden_AD.split(size), targets_A.split(size)):
-        pieces.append(checkpoint(piece, *chunk, use_reentrant=False, preserve_rng_state=False))
-    return torch.cat(pieces, 1)
 
 
 class Policy(nn.Module):
@@ -851,42 +802,36 @@ class Policy(nn.Module):
         self.lm = lm
 
     def forward(self, micro, temperature):
-        """A micro-batch of T tokens -> (2, T) log-probs and entropies of its actions, zero elsewhere; each is
-        read from the hidden state before the action."""
-        lm = self.lm
-        mask_T = micro.response_mask
-        softcap = getattr(lm.config.get_text_config(), "final_logit_softcapping", None)
-        position_ids = torch.cat([torch.arange(n) for n in micro.lengths]).to(
-            mask_T.device, non_blocking=True
-        )
-        common.Pack.layout = common.PackLayout(micro.lengths, mask_T.device)
-        inputs = {"input_ids": micro.input_ids[None], "position_ids": position_ids[None], "use_cache": False}
-        hidden_TD = lm.get_decoder()(**inputs).last_hidden_state[0]
-        head = lm.get_output_embeddings()
+        """(2, T) log-probs and entropies of the actions of a micro-batch, zero elsewhere."""
+        ids_T = micro.input_ids
+        place_T = torch.cat([torch.arange(n) for n in micro.lengths]).to(ids_T.device, non_blocking=True)
+        common.Pack.layout = common.PackLayout(micro.lengths, ids_T.device)
+        out = self.lm.get_decoder()(ids_T[None], position_ids=place_T[None], use_cache=False)
+        action_A = micro.response_mask.nonzero()[:, 0]
+        hidden_AD = out.last_hidden_state[0, action_A - 1]  # the state before each action
+        # the logits of a chunk at a time, which the backward pass computes again
+        size = max(1, LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight))
+        out_2A = []
+        for chunk in zip(hidden_AD.split(size), ids_T[action_A].split(size)):
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            out_2A.append(checkpoint(self.read, *chunk, temperature, **options))
+        out_2T = torch.zeros(2, len(ids_T), device=ids_T.device)
+        return out_2T.index_copy(1, action_A, torch.cat(out_2A, 1))
 
-        def logits_of(hidden_CD):
-            logits_CV = head(hidden_CD).float()
-            if softcap:
-                logits_CV = softcap * torch.tanh(logits_CV / softcap)
-            return logits_CV / temperature
-
-        action_A = mask_T.nonzero()[:, 0]
-        out_2A = log_probs_and_entropy(
-            logits_of, hidden_TD[action_A - 1], micro.input_ids[action_A], len(head.weight)
-        )
-        return torch.zeros(2, len(mask_T), device=mask_T.device).index_copy(1, action_A, out_2A)
-
-
-def free_gathered(model):
-    """Frees the gathered weights that FSDP keeps after a forward, for a backward that may not come."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    def read(self, hidden_CD, target_C, temperature):
+        """(2, C) log-probs of the targets, and entropies of their distributions, float32."""
+        logits_CV = self.lm.get_output_embeddings()(hidden_CD).float()
+        softcap = getattr(self.lm.config.get_text_config(), "final_logit_softcapping", None)
+        if softcap:
+            logits_CV = softcap * torch.tanh(logits_CV / softcap)
+        log_p_CV = (logits_CV / temperature).log_softmax(-1)
+        chosen_C = log_p_CV.gather(1, target_C[:, None])[:, 0]
+        return torch.stack([chosen_C, -(log_p_CV.exp() * log_p_CV).sum(-1)])
 
 
 class PolicyWorker:
-    """A policy spread over all ranks by FSDP2. Methods under DP_COMPUTE_PROTO take the rows a rank owns and
-    work on the global batch, like the critic's; a reference has no optimizer."""
+    """A policy spread over all ranks by FSDP2; a reference has no optimizer. Methods under DP_COMPUTE_PROTO
+    take the rows a rank owns and work on the global batch, the others have equal arguments on all ranks."""
 
     def __init__(self, run, model_config, device, trains=True):
         self.run = run
@@ -894,7 +839,6 @@ class PolicyWorker:
         self.model_config = model_config
         self.device = device
         self.dtype = common.compute_dtype(config.param_dtype, device)
-        name = f"--actor.model {config.model}"
         source = None
         options = {"attn_implementation": "packed", "dtype": torch.float32 if trains else self.dtype}
         with flags_of("actor"), common.blame(f"--model {config.model}: cannot be built"):
@@ -902,44 +846,44 @@ class PolicyWorker:
                 lm, _ = common.load_model(AutoModelForCausalLM, config.model, model_config, run.seed)
                 source = Policy(lm)
             with torch.device("meta"):
-                model = Policy(AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options))
-        if not model.lm._can_set_attn_implementation():
-            raise UserError(f"{name}: brings its own attention, which knows no packed rows")
+                lm = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options)
+        if not lm._can_set_attn_implementation():
+            raise UserError(f"--actor.model {config.model}: its own attention knows no packed rows")
         if config.gradient_checkpointing and trains:
-            model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.flops = common.flops_model(model, model_config)
-        count = sum(p.numel() for p in model.parameters())
-        print0(
-            f"{'actor     ' if trains else 'reference '} {config.model} ({model_config.model_type}), "
-            f"{count:,} parameters"
-        )
-        self.model = self.shard(model.requires_grad_(trains))
+            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        kind = "actor    " if trains else "reference"
+        print0(f"{kind}  {config.model} ({model_config.model_type}), {lm.num_parameters():,} parameters")
+        self.model = Policy(lm).requires_grad_(trains)
+        self.flops = common.flops_model(self.model, model_config)
+        self.shard()
         common.send_weights(self.model, source)
         self.optimizer = None
         if trains:
-            options = {"lr": config.lr, "weight_decay": config.weight_decay}
-            self.optimizer = torch.optim.AdamW(model.parameters(), **options, fused=True)
+            weights = list(self.model.parameters())
+            decay = config.weight_decay
+            self.optimizer = torch.optim.AdamW(weights, config.lr, weight_decay=decay, fused=True)
             # as AdamW makes it at its first step, so that a checkpoint always has it
-            for p in model.parameters():
-                moments = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+            for p in weights:
+                self.optimizer.state[p] = {
+                    "step": torch.zeros((), device=p.device),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
         self.optimizer_steps = 0  # taken, skipped ones not counted
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
 
-    def shard(self, model):
-        """The model, which is on meta, on FSDP2 over all ranks, still without weights."""
-        size = self.config.fsdp_size
-        shape = (WORLD_SIZE,) if size in (-1, WORLD_SIZE) else (WORLD_SIZE // size, size)
-        names = ("replicate", "shard")[-len(shape) :]
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+    def shard(self):
+        """Puts the model, which is on meta, on FSDP2 over all ranks, still without weights."""
+        shards = WORLD_SIZE if self.config.fsdp_size == -1 else self.config.fsdp_size
+        names = ("replicate", "shard")
+        mesh = init_device_mesh(self.device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=names)
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        for module in (*common.transformer_blocks(model), model):
+        for module in (*common.transformer_blocks(self.model), self.model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
         # an expert may have seen no token here, but some on another rank
-        model.set_reduce_scatter_unused_params(True)
-        model.to_empty(device=self.device)
-        model.lm.tie_weights()  # to_empty made two of what is one
-        return model
+        self.model.set_reduce_scatter_unused_params(True)
+        self.model.to_empty(device=self.device)
+        self.model.lm.tie_weights()  # to_empty made two of what is one
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     @torch.no_grad()
@@ -951,15 +895,18 @@ class PolicyWorker:
             out_T, _ = self.model(self.micro_batch(batch, rows), self.run.temperature)
             if rows:
                 log_probs_T[batch.token_index(rows).to(self.device)] = out_T
-        free_gathered(self.model)
+        # FSDP keeps gathered weights for a backward, which does not come here
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         dist.all_reduce(log_probs_T)  # one rank computed each token; others add 0
         return log_probs_T.cpu()
 
     def my_micro_batches(self, batch):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
-        costs = [self.flops(n) for n in batch.lengths]
+        costs = map(self.flops, batch.lengths)
         split = critic_module(self.run.backend).micro_batches
-        return split(batch.lengths, costs, WORLD_SIZE, self.config.ppo_max_token_len_per_gpu)[RANK]
+        return split(batch.lengths, list(costs), WORLD_SIZE, self.config.ppo_max_token_len_per_gpu)[RANK]
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
@@ -969,8 +916,7 @@ class PolicyWorker:
         Dispatch.DP_COMPUTE_PROTO, needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
     )
     def update_policy(self, batch):
-        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics, equal on all
-        ranks."""
+        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
         names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy")
         totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.device)
         norms = []  # of the mini-batches, NaN where the step was skipped
@@ -1002,11 +948,8 @@ class PolicyWorker:
         return whole, [loss, clipped, dual, kl, ref_kl_T.sum(), entropy_T.sum(), mask_T.sum()]
 
     def step(self, mini):
-        """One optimizer step on a global mini-batch -> (gradient norm before clipping, this rank's part of
-        the sums).
-
-        A norm that is not finite skips the step, on all ranks; so does a mini-batch without an action.
-        """
+        """One optimizer step on a global mini-batch -> (gradient norm before clipping, this rank's sums). A
+        norm that is not finite skips the step, on all ranks; so does a mini-batch without an action."""
         if not mini.response_mask.any():
             return math.nan, 0.0
         config = self.config
@@ -1029,23 +972,19 @@ class PolicyWorker:
         return norm, total
 
     def weights(self, dtype=torch.float32):
-        """(name, whole tensor) of each weight of the language model, one at a time, on every rank (a
-        collective)."""
+        """(name, whole tensor) of each weight of the language model, one at a time (a collective)."""
         for name, p in self.model.lm.named_parameters():
             yield name, p.detach().to(dtype).full_tensor()
 
-    @register(Dispatch.ONE_TO_ALL)
     def offload(self):
         """Gives the device memory of weights and optimizer state to others."""
         self.move(torch.device("cpu"))
 
-    @register(Dispatch.ONE_TO_ALL)
     def onload(self):
         """Takes it back."""
         self.move(self.device)
 
     def move(self, device):
-        free_gathered(self.model)
         self.model.to(device)
         if self.optimizer is not None:
             common.move_state(self.optimizer, device)
@@ -1059,8 +998,7 @@ class PolicyWorker:
         return tensors
 
     def checkpoint_writer(self, copy=False):
-        """write(tmp, group): writes the state of now into a folder; with `copy` training may change it
-        meanwhile."""
+        """write(tmp, group) of the state of now; with `copy` training may change it meanwhile."""
         tensors = self.checkpoint_tensors()
         if copy:
             tensors = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
@@ -1068,16 +1006,12 @@ class PolicyWorker:
         state["shape"] = common.shape_of(self.model_config)
 
         def write(tmp, group=None):
-            dcp.save(
-                tensors,
-                storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True),
-                process_group=group,
-            )
+            writer = HuggingFaceStorageWriter(tmp, save_distributed=True)
+            dcp.save(tensors, storage_writer=writer, process_group=group)
             common.write_json(f"{tmp}/trainer.json", state)
 
         return write
 
-    @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
         """Restores what checkpoint_writer wrote, on any world size. UserError: damaged or foreign."""
         saved = common.open_checkpoint(folder, ("actor",), common.shape_of(self.model_config))
@@ -1086,13 +1020,10 @@ class PolicyWorker:
         self.updates = saved["updates"]
         self.optimizer_steps = saved["optimizer_steps"]
 
-    @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder, tokenizer):
         """Writes the language model as a Hugging Face folder that AutoModelForCausalLM loads."""
-        state = {}
-        for name, weight in self.weights():  # every rank takes part, rank 0 keeps them, on the host
-            if RANK == 0:
-                state[name] = weight.cpu()
+        # every rank takes part, rank 0 keeps them, on the host
+        state = {name: weight.cpu() for name, weight in self.weights() if RANK == 0}
         with common.published(folder) as tmp:
             if RANK == 0:
                 with torch.device("meta"):
@@ -1110,21 +1041,18 @@ def generation_config(config):
 
 
 def stop_tokens(config, tokenizer):
-    """Ids that end a turn: the tokenizer's end of sequence, and those of the model's
-    generation_config.json."""
+    """Ids that end a turn: the tokenizer's end of sequence, and those of generation_config.json."""
     more = getattr(generation_config(config), "eos_token_id", None)
-    return sorted({tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None})
+    more = more if isinstance(more, list) else [more]
+    return sorted({tokenizer.eos_token_id, *more} - {None})
 
 
 # ---- The loop ----------------------------------------------------------------------------------------------
 
 
 def learn_to_add(run, task, folder):
-    """Supervised warm-up on a noisy adder, by rank 0 alone, so that PPO starts with an actor that is
-    sometimes right.
-
-    The adder errs in three of four sums that carry and in three of five others; none of its prompts is held
-    out."""
+    """Supervised warm-up by rank 0 on a noisy adder: PPO should start with an actor that is sometimes right.
+    It errs in three of four sums that carry and in three of five others; none of its prompts is held out."""
     with common.published(folder) as tmp:
         if RANK == 0:
             torch.manual_seed(run.seed)
@@ -1133,12 +1061,12 @@ def learn_to_add(run, task, folder):
             lm = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
             optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
             rows = common.read_rows(common.toy_rows(8192, run.seed, slips=(0.75, 0.6)), task.tokenizer)
-            pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_value=-100)
             for step in common.progress(range(run.supervised_steps), "supervised"):
                 batch = rows.select(common.rows_of_step(step, len(rows), 256, run.seed))
                 labels_T = torch.where(batch.response_mask, batch.input_ids, -100)
-                ids_BL, labels_BL = (pad(x_T.split(batch.lengths)) for x_T in (batch.input_ids, labels_T))
-                loss = lm(input_ids=ids_BL.clamp(min=0), labels=labels_BL).loss
+                ids_BL = pad_sequence(batch.input_ids.split(batch.lengths), True)
+                labels_BL = pad_sequence(labels_T.split(batch.lengths), True, -100)
+                loss = lm(ids_BL, labels=labels_BL).loss
                 loss.backward()
                 nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
                 optimizer.step()
@@ -1149,8 +1077,7 @@ def learn_to_add(run, task, folder):
 
 
 def prompts_of_step(step, prompts, run):
-    """(prompts, ids, keys) of this rank's rows of a step; neighbours share a prompt. From a row's key follow
-    all random numbers of its response."""
+    """(prompts, ids, keys of the random numbers) of this rank's rows of a step; neighbours share a prompt."""
     picked = common.rows_of_step(step, len(prompts), run.train_batch_size, run.seed)
     row_ids = range(RANK, len(picked) * run.rollout_n, WORLD_SIZE)
     mine = [prompts[picked[row // run.rollout_n]] for row in row_ids]
@@ -1158,8 +1085,7 @@ def prompts_of_step(step, prompts, run):
 
 
 class Phases:
-    """`with phases("actor", actor):` times a phase, and with --offload has its workers, and no others, on the
-    device."""
+    """`with phases("actor", actor):` times a phase; with --offload only its workers are on the device."""
 
     def __init__(self, offload):
         self.offload = offload
@@ -1191,35 +1117,40 @@ class Phases:
 
 
 def score(run, reward, phases, prompts, replies, batch):
-    """Rewards of the caller's rows by rule or by model, a list (a collective). What went wrong is noted in a
-    reply."""
+    """Rewards of the caller's rows, a list (a collective). A function that fails is noted in the reply."""
     if isinstance(reward, RewardModel):
-        with phases("reward", reward):
+        with phases("reward", reward.worker):
             return reward.scores(prompts, [reply.text for reply in replies], batch)
+
+    def checked(*args):
+        made = float(reward(*args))
+        if not abs(made) <= 1e15:
+            raise ValueError("the reward must be a finite number")
+        return made
+
     scores = []
     with phases("reward"):
         for prompt, reply in zip(prompts, replies):
-            made, fault = reward_of(reward, run.reward_timeout, prompt, reply.text)
+            made, fault = guarded(checked, run.reward_timeout, prompt.text, reply.text, prompt.answer)
             reply.fault = reply.fault or fault
-            scores.append(made)
+            scores.append(made or 0.0)
     return scores
 
 
 def of_all_rows(rows):
-    """Objects, one for each of the caller's rows -> those of all ranks (a collective); prints the first
-    fault."""
-    rows = [row for part in common.of_all_ranks(rows) for row in part]
-    for row in rows:
-        if row["fault"]:
-            print0(f"a row failed and counts as 0: {row['fault']}")
-            break
-    return rows
+    """Dicts, one for each of the caller's rows -> (those of all ranks, their faults) (a collective)."""
+    rows = list(itertools.chain(*common.of_all_ranks(rows)))
+    faults = [row["fault"] for row in rows if row["fault"]]
+    if faults:
+        print0(f"a row failed and counts as 0: {faults[0]}")
+    return rows, faults
 
 
 def rollout_metrics(batch, scores, replies, run):
     """What a step's rows are like, over all ranks (a collective)."""
-    rows = of_all_rows([{"reward": x, "fault": reply.fault} for x, reply in zip(scores, replies)])
-    late = sum(row["fault"].startswith("timeout") for row in rows)
+    mine = [{"reward": x, "fault": reply.fault} for x, reply in zip(scores, replies)]
+    rows, faults = of_all_rows(mine)
+    late = sum(fault.startswith("timeout") for fault in faults)
     rewards = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)
     whole = common.gather(batch)
     mask_T = whole.response_mask
@@ -1230,7 +1161,7 @@ def rollout_metrics(batch, scores, replies, run):
     return {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(correction=0),
-        "reward/errors": sum(bool(row["fault"]) for row in rows) - late,
+        "reward/errors": len(faults) - late,
         "reward/timeouts": late,
         "rollout/actions": len(off_A) / len(rows),
         "rollout/tokens": len(mask_T),
@@ -1248,16 +1179,19 @@ def evaluate(engine, task, run, reward, phases, step, logger):
     replies = roll_out(engine, task, prompts, map(str, row_ids), run, temperature=0.0)
     scores = score(run, reward, phases, prompts, replies, to_batch(prompts, replies, row_ids))
     rows = []
-    for prompt, reply, x in zip(prompts, replies, scores):
-        row = {"prompt": prompt.text, "response": reply.text, "answer": prompt.answer, "reward": x}
-        rows.append({"step": step, **row, "fault": reply.fault, "tokens": len(reply.ids)})
-    rows = of_all_rows(rows)
+    for prompt, reply, reward in zip(prompts, replies, scores):
+        rows.append({
+            "step": step, "prompt": prompt.text, "response": reply.text, "answer": prompt.answer,
+            "reward": reward, "fault": reply.fault, "tokens": len(reply.ids),
+        })  # fmt: skip
+    rows, faults = of_all_rows(rows)
     logger.log_samples(step, rows[:8])
+    rewards = [row["reward"] for row in rows]
     metrics = {
-        "eval/reward": sum(row["reward"] for row in rows) / len(rows),
-        "eval/accuracy": sum(row["reward"] >= 1 for row in rows) / len(rows),
+        "eval/reward": sum(rewards) / len(rows),
+        "eval/accuracy": sum(x >= 1 for x in rewards) / len(rows),
         "eval/length": sum(row["tokens"] for row in rows) / len(rows),
-        "eval/errors": sum(bool(row["fault"]) for row in rows),
+        "eval/errors": len(faults),
     }
     logger.log(step, metrics)
     print0(f"held out   accuracy {metrics['eval/accuracy']:.3f}   reward {metrics['eval/reward']:.3f}")
@@ -1269,8 +1203,8 @@ def print_step(step, steps, m):
     """One aligned line that tells how a step went, in units a person reads."""
     n = common.number
     left = datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
-    odd = {"reward errors": "reward/errors", "timeouts": "reward/timeouts", "skipped": "actor/skipped_steps"}
-    odd = "".join(f"  {m[key]:.0f} {words}" for words, key in odd.items() if m.get(key))
+    odd = {"reward/errors": "reward errors", "reward/timeouts": "timeouts", "actor/skipped_steps": "skipped"}
+    odd = "".join(f"  {m[key]:.0f} {words}" for key, words in odd.items() if m.get(key))
     print0(
         f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}"
         f"  length {m['rollout/actions']:.1f}"
@@ -1290,8 +1224,7 @@ CURVES = {  # panel -> metrics
 
 
 def set_up(run):
-    """(run with what follows from its task and its actor, the Task). UserError: flags, files or functions are
-    wrong."""
+    """(run with what follows from its task and its actor, the Task). UserError: mistakes of the user."""
     check_flags(run)
     addition = run.prompts is None
     actor = dataclasses.replace(run.actor, lr=run.actor.lr or (5e-4 if addition else 1e-6))
@@ -1299,15 +1232,17 @@ def set_up(run):
         tokenizer, model_config = common.load_config(actor)
     if tokenizer is None:
         raise UserError(f"--actor.tokenizer: {actor.model} has none, and prompts are text; give one")
-    inherited = {"lr": run.critic.lr or (1e-3 if addition else None)}
-    if run.critic.model == "actor":
-        inherited |= {"model": actor.model, "tokenizer": run.critic.tokenizer or actor.tokenizer}
-        if run.critic.override_config == "{}":
+    critic = run.critic
+    inherited = {"lr": critic.lr or (1e-3 if addition else None)}
+    if critic.model == "actor":
+        inherited |= {"model": actor.model, "tokenizer": critic.tokenizer or actor.tokenizer}
+        if critic.override_config == "{}":
             inherited["override_config"] = actor.override_config
+    critic = dataclasses.replace(critic, **inherited)
     run = dataclasses.replace(
         run,
         actor=actor,
-        critic=dataclasses.replace(run.critic, **inherited),
+        critic=critic,
         max_response_length=run.max_response_length or (8 if addition else 256),
         reward=run.reward or ("addition" if addition and not run.reward_model else None),
     )
@@ -1327,15 +1262,14 @@ def set_up(run):
         if longest > actor.ppo_max_token_len_per_gpu:
             raise UserError(f"--ppo-max-token-len-per-gpu: {row} has {longest} tokens")
     with flags_of("critic"):
-        _, critic_config = common.load_config(run.critic)
-        module.check_model_flags(run.critic, critic_config)
-        check_takes(run.critic.model, critic_config, tokenizer, longest)
-        module.check_budget(run.critic, longest, row)
+        _, critic_config = common.load_config(critic)
+        module.check_model_flags(critic, critic_config)
+        check_takes(critic.model, critic_config, tokenizer, longest)
+        module.check_budget(critic, longest, row)
     reward = load_function(run.reward, "--reward") if run.reward else None
     observe = load_function(run.environment, "--environment") if run.environment else None
-    print0(
-        f"prompts    {len(prompts):,}, {len(held_out):,} held out; at most {longest} tokens with the response"
-    )
+    words = f"at most {longest} tokens with the response"
+    print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; {words}")
     rows = run.train_batch_size * run.rollout_n
     print0(f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses = {rows} rows a step")
     stop_ids = stop_tokens(actor, tokenizer)
@@ -1343,8 +1277,7 @@ def set_up(run):
 
 
 def check_takes(model, model_config, tokenizer, longest):
-    """UserError if a model cannot take rows of this many tokens, or does not know all of the actor's
-    tokens."""
+    """UserError if a model cannot take rows of this many tokens, or lacks some of the actor's tokens."""
     row = common.Batch.blank(longest)
     row.input_ids[0] = max(tokenizer.get_vocab().values())
     with common.blame(f"--model {model}: does not go with these prompts"):
@@ -1352,68 +1285,71 @@ def check_takes(model, model_config, tokenizer, longest):
 
 
 def start_from(run, task, checkpoints):
-    """(run whose actor starts from the supervised one, which a new run makes now; step and KL coefficient to
-    go on with)."""
+    """(run, step, KL coefficient) to go on with. The actor of a toy run starts from the supervised one."""
     folder = checkpoints.folder
-    state = {"step": 0, "kl_coef": run.kl_coef}
+    step = 0
+    kl_coef = run.kl_coef
     if folder:
         common.verify(f"{folder}/loop.json")
         saved = json.loads(pathlib.Path(folder, "loop.json").read_text())
-        state["step"] = saved["step"]
+        step = saved["step"]
         if run.target_kl:
-            state["kl_coef"] = saved["kl_coef"]
-        if saved["step"] > run.steps:
-            raise UserError(f"--steps {run.steps}: {folder} has made {saved['step']} already; give more")
-        print0(f"resume     {folder}, step {saved['step']}")
-    if run.prompts is None and run.supervised_steps and run.actor.model in common.TINY:
-        start = os.path.abspath(f"{folder}/../../supervised" if folder else f"{run.out_dir}/supervised")
-        if not folder:
+            kl_coef = saved["kl_coef"]
+        if step > run.steps:
+            raise UserError(f"--steps {run.steps}: {folder} has made {step} already; give more")
+        print0(f"resume     {folder}, step {step}")
+    actor = run.actor
+    critic = run.critic
+    if run.prompts is None and run.supervised_steps and actor.model in common.TINY:
+        start = os.path.abspath(f"{run.out_dir}/supervised")
+        if folder:
+            start = os.path.abspath(f"{folder}/../../supervised")
+            common.verify(start)
+        else:
             learn_to_add(run, task, start)
-        common.verify(start)
         fresh = {"model": start, "override_config": "{}"}
-        critic = run.critic
-        if (critic.model, critic.override_config) == (run.actor.model, run.actor.override_config):
+        if (critic.model, critic.override_config) == (actor.model, actor.override_config):
             critic = dataclasses.replace(critic, **fresh)
-        run = dataclasses.replace(run, actor=dataclasses.replace(run.actor, **fresh), critic=critic)
-    return run, state["step"], state["kl_coef"]
+        run = dataclasses.replace(run, actor=dataclasses.replace(actor, **fresh), critic=critic)
+    return run, step, kl_coef
 
 
 def checkpoint_writer(run, step, kl_coef, actor, critic):
     """write(tmp, group) of the whole state. Prompts and samples follow from the step, and need none."""
-    state = {"step": step, "kl_coef": kl_coef}
-    writers = {
-        "actor": actor.checkpoint_writer(run.async_save),
-        "critic": critic.checkpoint_writer(run.async_save),
-    }
+    writers = {"actor": actor.checkpoint_writer(run.async_save)}
+    writers["critic"] = critic.checkpoint_writer(run.async_save)
 
     def write(tmp, group=None):
         for name, write_part in writers.items():
             os.makedirs(f"{tmp}/{name}", exist_ok=True)
             write_part(f"{tmp}/{name}", group)
-        common.write_json(f"{tmp}/loop.json", state)
+        common.write_json(f"{tmp}/loop.json", {"step": step, "kl_coef": kl_coef})
 
     return write
 
 
 def build(run, task, device, checkpoints):
     """(actor, reference or None, critic, reward function or model, rollout engine without weights yet) on all
-    ranks, from the checkpoint if the run is resumed. With --offload they are made one after another."""
+    ranks, from the checkpoint if the run is resumed. With --offload each is away while the next is made."""
     folder = checkpoints.folder
-    reference = None
-    reward = task.reward
-    away = lambda worker: worker.offload() if run.offload else None
+
+    def away(worker):
+        if run.offload:
+            worker.offload()
+        return worker
+
     actor = PolicyWorker(run, task.model_config, device)
     if folder:
         actor.load_checkpoint(f"{folder}/actor")
     away(actor)
+    reference = None
     if run.kl_coef or run.actor.kl_loss_coef:
-        reference = PolicyWorker(run, task.model_config, device, trains=False)
-        away(reference)
+        reference = away(PolicyWorker(run, task.model_config, device, trains=False))
+    reward = task.reward
     if run.reward_model:
         reward = RewardModel(run, task.tokenizer)
-        away(reward)
-    engine = (HFRollout if run.rollout == "hf" else VLLMRollout)(run, task, device)
-    away(engine)
+        away(reward.worker)
+    engine = away((HFRollout if run.rollout == "hf" else VLLMRollout)(run, task, device))
     with flags_of("critic"):  # the last, because it seeds torch's generator, or restores it
         critic = critic_module(run.backend).CriticWorker(run.critic)
         minis = math.ceil(run.train_batch_size * run.rollout_n / run.critic.ppo_mini_batch_size)
@@ -1426,8 +1362,7 @@ def build(run, task, device, checkpoints):
 
 
 def check_engine(run, metrics, engine):
-    """UserError if engine and actor, which have the same weights, do not make the same of the first rows: two
-    ways through a model, one of them with a cache and padding, the other packed."""
+    """UserError if engine and actor, which have the same weights, do not agree on the first rows."""
     off = metrics["rollout/log_prob_diff"]
     if not off < (1e-3 if engine.dtype == torch.float32 else 0.5):
         raise UserError(
@@ -1493,16 +1428,11 @@ def main(run):
             print_step(step + 1, run.steps, metrics)
         logger.close()
         if first_step < run.steps:
-            about = "rows of the last step"
-            common.write_report(run.out_dir, common.gather(batch), about, task.tokenizer, run.gamma, CURVES)
-        export(run, task, phases, actor, critic)
-
-
-def export(run, task, phases, actor, critic):
-    """Writes the Hugging Face folders of actor and critic."""
-    with phases("export", actor, critic):
-        actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
-        critic.export_hf(f"{run.out_dir}/critic_hf")
+            shown = (common.gather(batch), "rows of the last step")
+            common.write_report(run.out_dir, *shown, task.tokenizer, run.gamma, CURVES)
+        with phases("export", actor, critic):
+            actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
+            critic.export_hf(f"{run.out_dir}/critic_hf")
     files = "hf, critic_hf, samples.jsonl, report.html, curves.png, metrics.jsonl, tensorboard"
     print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
 
