@@ -44,6 +44,7 @@ from pydantic import Field
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.nn.attention.varlen import varlen_attn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
@@ -69,8 +70,7 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def blame(words):
-    """Turns an exception from in here into a UserError that begins with these words, the flag at fault
-    first."""
+    """Turns an exception from in here into a UserError that begins with `words`, which name the flag."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -94,8 +94,7 @@ def print0(*args):
 
 def setup_distributed(timeout_minutes=30.0):
     """Joins the process group (a group of one without torchrun) -> this rank's torch.device. Host tensors
-    travel by gloo, device tensors by NCCL. A peer that does not answer within timeout_minutes ends the
-    run."""
+    travel by gloo, device tensors by NCCL; a peer that is silent for timeout_minutes ends the run."""
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -116,7 +115,7 @@ def setup_distributed(timeout_minutes=30.0):
 
 
 def compute_dtype(name, device):
-    """torch.dtype of matrix products: of this name, or for auto bfloat16, on CPU float32."""
+    """The torch.dtype of this name; auto is bfloat16, and float32 on CPU."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, name)
@@ -130,11 +129,9 @@ def of_all_ranks(mine, group=None):
 
 
 def launch(main):
-    """Runs main() and ends the process: 0 on success, 2 on a UserError (one line, no traceback), else 1.
-
-    It ends by os._exit, because gloo's threads outlive destroy_process_group and abort about one exit in six
-    while the interpreter shuts down. Other ranks report after rank 0, so a shared error is printed once.
-    """
+    """Runs main() and ends the process: 0 on success, 2 on a UserError (one line, no traceback), else 1. It
+    ends by os._exit, because gloo's threads outlive destroy_process_group and abort about one exit in six
+    while the interpreter shuts down. Other ranks report after rank 0, so a shared error is printed once."""
     # ranks would outlive a killed torchrun
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
@@ -166,6 +163,9 @@ def launch(main):
 # ---- The batch: flat and ragged from the file to the loss --------------------------------------------------
 
 
+Floats = torch.Tensor | None  # a (T,) float32 column, zero where response_mask is false
+
+
 @dataclasses.dataclass
 class Batch:
     """B sequences end to end, T tokens in all. Padding exists only inside a forward that asks for it.
@@ -182,15 +182,14 @@ class Batch:
     response_mask: torch.Tensor  # (T,) bool: true on actions; never on the first token of a sequence
     row_id: torch.Tensor  # (B,) int64: global id; order and shuffles depend on it, never on the layout
     truncated: torch.Tensor  # (B,) bool: the response hit the length limit
-    # from here (T,) float32, zero where response_mask is false
-    token_level_rewards: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
-    advantages: torch.Tensor | None = None
-    weights: torch.Tensor | None = None  # of the token losses, see loss_weights
-    old_log_probs: torch.Tensor | None = None
-    ref_log_probs: torch.Tensor | None = None
-    rollout_log_probs: torch.Tensor | None = None  # as the rollout engine sampled them
+    token_level_rewards: Floats = None
+    values: Floats = None
+    returns: Floats = None
+    advantages: Floats = None
+    weights: Floats = None  # of the token losses, see loss_weights
+    old_log_probs: Floats = None
+    ref_log_probs: Floats = None
+    rollout_log_probs: Floats = None  # as the rollout engine sampled them
     multi_modal_inputs: list | None = None  # B dicts, {} for a row without images
 
     ROWS = ("row_id", "truncated", "multi_modal_inputs")
@@ -203,7 +202,7 @@ class Batch:
         mask = torch.arange(length) > 0
         row = torch.tensor([-1])
         floats = dict.fromkeys(cls.FLOATS, mask * 0.0)
-        return cls(mask.long(), torch.tensor([0, length], dtype=torch.int32), mask, row, row > 0, **floats)
+        return cls(mask.long(), cumulative(torch.tensor([length])), mask, row, row > 0, **floats)
 
     def __len__(self):
         return len(self.row_id)
@@ -262,7 +261,8 @@ class Batch:
 
     def split(self, size):
         """Consecutive pieces of `size` rows; the last one may be shorter."""
-        return [self.select(range(len(self))[i : i + size]) for i in range(0, len(self), size)]
+        rows = range(len(self))
+        return [self.select(rows[i : i + size]) for i in rows[::size]]
 
     def shuffled(self, *key):
         """The same rows, in an order that follows from the key alone (say seed, step, epoch)."""
@@ -292,27 +292,24 @@ def cumulative(lengths):
 
 
 def concat(batches):
-    """One Batch of the rows of all, in order. A column must exist in every batch or in none, but for
-    images."""
-    columns = {"cu_seqlens": cumulative(torch.cat([batch.cu_seqlens.diff() for batch in batches]))}
+    """One Batch of the rows of all, in order. Every batch has the same columns, except for images."""
+    lengths = [batch.cu_seqlens.diff() for batch in batches]
+    columns = {"cu_seqlens": cumulative(torch.cat(lengths))}
     for name in vars(batches[0]).keys() - columns.keys():
         parts = [getattr(batch, name) for batch in batches]
         if name == "multi_modal_inputs" and any(parts):
-            columns[name] = []
-            for batch, part in zip(batches, parts):
-                columns[name] += part or [{}] * len(batch)
+            filled = [part or [{}] * len(batch) for batch, part in zip(batches, parts)]
+            columns[name] = list(itertools.chain(*filled))
         elif any(part is not None for part in parts):
             columns[name] = torch.cat(parts)
     return Batch(**columns)
 
 
 def gather(batch):
-    """The rows of all ranks, on each of them, in row_id order (a collective).
-
-    Raises ValueError if two ranks pass the same row, or if a batch is not sound.
-    """
+    """The rows of all ranks, on each of them, in row_id order (a collective). Raises ValueError if two ranks
+    pass the same row, or if a batch is not sound."""
     parts = [check(batch)]
-    if dist.is_initialized() and WORLD_SIZE > 1:
+    if WORLD_SIZE > 1:
         parts = of_all_ranks(batch.select(range(len(batch))))  # pickle would send a view's whole storage
     whole = concat(parts)
     whole = whole.select(whole.row_id.argsort().tolist())
@@ -325,57 +322,46 @@ def gather(batch):
 # ---- Rows as JSON, one a line ------------------------------------------------------------------------------
 
 Number = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)] | bool  # float32 can hold the square
+ALTERNATIVES = (("prompt", "messages", "prompt_ids"), ("response", "response_ids"), ("reward", "rewards"))
 Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1)]
 
 
 class Rollout(pydantic.BaseModel, strict=True):
-    """One line of a JSONL file, with exactly one of each group; other keys are ignored."""
+    """One line of a JSONL file, with exactly one of each of ALTERNATIVES; other keys are ignored."""
 
-    prompt: Text | None = None  # text,
-    messages: Annotated[list[dict], Field(min_length=1)] | None = None  # a chat, or token ids
+    prompt: Text | None = None
+    messages: Annotated[list[dict], Field(min_length=1)] | None = None  # a chat
     prompt_ids: Ids | None = None
-
     response: Text | None = None
     response_ids: Ids | None = None
-
-    reward: Number | None = None  # for the last action, or one for each response token
-    rewards: list[Number] | None = None
-
-    # which response tokens are actions
-    response_mask: list[Annotated[bool, Field(strict=False)]] | None = None
+    reward: Number | None = None  # for the last action
+    rewards: list[Number] | None = None  # for each response token
+    response_mask: list[Annotated[bool, Field(strict=False)]] | None = None  # which of them are actions
     values: list[Number] | None = None  # of the response tokens, by the critic that was there
     truncated: bool | None = None  # the response hit the length limit
     images: list[str] | None = None  # files, relative to the JSONL, or data URLs
 
     @pydantic.model_validator(mode="after")
     def one_of_each(self):
-        for names in (
-            ("prompt", "messages", "prompt_ids"),
-            ("response", "response_ids"),
-            ("reward", "rewards"),
-        ):
+        for names in ALTERNATIVES:
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) != 1:
-                raise ValueError(
-                    f"needs exactly one of {', '.join(names)}; has {' and '.join(given) or 'none'}"
-                )
+                has = " and ".join(given) or "none"
+                raise ValueError(f"needs exactly one of {', '.join(names)}; has {has}")
         return self
 
 
 def load_rows(rollouts, eval_rollouts, seed, gamma, *args, with_values=False, **options):
-    """(rows to learn from, rows to evaluate on or None), each one Batch, of these files or of the toy.
-
-    Prints what there is to learn: rows, their returns, and how much of these a prompt alone can explain. More
-    arguments are those of read_rows."""
-    held_out = None
+    """(rows to learn from, rows to evaluate on or None), each one Batch, of these files or of the toy; prints
+    what there is to learn. More arguments are those of read_rows."""
     if rollouts is None:
-        train = read_rows(toy_rows(8192, seed), *args, **options)
-        held_out = read_rows(toy_rows(512, seed, held_out=True), *args, **options)
-    else:
-        train = read_rows(rollouts, *args, with_values=with_values, **options)
-        if eval_rollouts is not None:
-            held_out = read_rows(eval_rollouts, *args, flag="--eval-rollouts", **options)
+        rollouts = toy_rows(8192, seed)
+        eval_rollouts = toy_rows(512, seed, held_out=True)
+    train = read_rows(rollouts, *args, with_values=with_values, **options)
+    held_out = None
+    if eval_rollouts is not None:
+        held_out = read_rows(eval_rollouts, *args, flag="--eval-rollouts", **options)
     rows = dataclasses.replace(train, returns=monte_carlo(train, gamma))
     x = rows.returns[rows.response_mask].double()
     sizes = f"{len(rows):,} rows, {len(rows.input_ids):,} tokens, {len(x):,} actions"
@@ -387,15 +373,10 @@ def load_rows(rollouts, eval_rollouts, seed, gamma, *args, with_values=False, **
 
 def read_rows(source, tokenizer, model_config=None, flag="--rollouts", skip_bad_rows=False, with_values=False,
               place_images=None):  # fmt: skip
-    """Rollouts of a JSONL file (or of its lines) as one Batch; row_id counts lines from 0.
-
-    A text "response" is closed with the tokenizer's end-of-sequence token unless the row is truncated:
-    choosing to stop is an action too. "values" are read only if with_values. place_images(rollout, folder)
-    prepares a row's images. With a transformers config rows have to fit the model.
-
-    Raises UserError naming file, line and fault of the first bad row; with skip_bad_rows such rows are left
-    out, counted and printed.
-    """
+    """Rollouts of a JSONL file (or of its lines) as one Batch; row_id counts lines from 0. "values" are read
+    only if with_values. place_images(rollout, folder) prepares a row's images. With a transformers config
+    rows have to fit the model. UserError names file, line and fault of the first bad row; skip_bad_rows
+    leaves such rows out."""
     name = "toy"
     folder = ""
     lines = source
@@ -445,6 +426,7 @@ def parse_rollout(line, tokenizer):
         rollout.prompt_ids = chat_ids(tokenizer, rollout.messages)
     elif rollout.prompt is not None:
         rollout.prompt_ids = tokenizer(rollout.prompt)["input_ids"]
+    # choosing to stop is an action too, so a text ends with the end-of-sequence token, unless it is truncated
     if rollout.response is not None:
         rollout.response_ids = tokenizer(rollout.response, add_special_tokens=False)["input_ids"]
         end = tokenizer.eos_token_id
@@ -453,12 +435,11 @@ def parse_rollout(line, tokenizer):
     return rollout
 
 
-def chat_ids(tokenizer, messages, **options):
+def chat_ids(tokenizer, messages, add_generation_prompt=True, **options):
     """Token ids of messages in the tokenizer's chat template, which writes special tokens itself."""
+    options["add_generation_prompt"] = add_generation_prompt
     with blame("messages do not fit the tokenizer's chat template"):
-        options = {"add_generation_prompt": True, **options}
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
 
 
 def batch_of_one(rollout, number, with_values):
@@ -469,46 +450,48 @@ def batch_of_one(rollout, number, with_values):
         raise UserError("empty prompt or response")
     if with_values and rollout.values is None:
         raise UserError('it has no "values"')
-    columns = {"rewards": [0.0] * n, "values": [0.0] * n, "response_mask": [True] * n}
-    for name in columns:
+
+    def column(name, default):
         given = getattr(rollout, name)
-        if given is not None and len(given) != n:
+        if given is None:
+            given = [default] * n
+        if len(given) != n:
             raise UserError(f"{name} has {len(given)} entries, the response has {n} tokens")
-        numbers = torch.tensor(columns[name] if given is None else given, dtype=torch.float32)
-        columns[name] = F.pad(numbers, (len(ids) - n, 0))
-    mask = columns["response_mask"] > 0
+        return F.pad(torch.tensor(given, dtype=torch.float32), (len(ids) - n, 0))
+
+    rewards = column("rewards", 0.0)
+    values = column("values", 0.0)
+    mask = column("response_mask", True) > 0
     if rollout.reward is not None:
-        columns["rewards"][mask.nonzero()[-1] if mask.any() else -1] = rollout.reward
+        rewards[mask.nonzero()[-1] if mask.any() else -1] = rollout.reward
     return Batch(
         input_ids=torch.tensor(ids),
-        cu_seqlens=torch.tensor([0, len(ids)], dtype=torch.int32),
+        cu_seqlens=cumulative(torch.tensor([len(ids)])),
         response_mask=mask,
         row_id=torch.tensor([number]),
         truncated=torch.tensor([bool(rollout.truncated)]),
-        token_level_rewards=columns["rewards"],
-        values=columns["values"] * mask if with_values else None,
+        token_level_rewards=rewards,
+        values=values * mask if with_values else None,
         multi_modal_inputs=[{"images": rollout.images}] if rollout.images else None,
     )
 
 
 def write_jsonl(batch, path):
-    """Writes ids, masks, rewards, values and `truncated` of the rows of all ranks as JSONL (a collective).
-
-    read_rows gives the same columns back, bit for bit, with rows numbered anew. Everything before the first
-    action is the prompt. Images are left out.
-    """
-    lines = []
+    """Writes the rows of all ranks as JSONL, without images (a collective). read_rows gives the same columns
+    back, bit for bit, with rows numbered anew. Everything before the first action is the prompt."""
+    rollouts = []
     for row in gather(batch).split(1):
         first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
+        rollout = {"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated)}
         columns = {"response_ids": row.input_ids, "response_mask": row.response_mask.int()}
         columns |= {"rewards": row.token_level_rewards, "values": row.values}
-        columns = {name: x_T[first:].tolist() for name, x_T in columns.items() if x_T is not None}
-        lines.append(
-            {"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated), **columns}
-        )
+        for name, x_T in columns.items():
+            if x_T is not None:
+                rollout[name] = x_T[first:].tolist()
+        rollouts.append(rollout)
     if RANK == 0:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        replace_lines(path, lines)
+        replace_lines(path, rollouts)
 
 
 # ---- Dispatch: every rank runs the same program; a decorator says what the arguments mean ------------------
@@ -520,13 +503,10 @@ class Dispatch(enum.Enum):
 
 
 def register(dispatch, needs=()):
-    """Decorates a worker's method with its Dispatch.
-
-    Under DP_COMPUTE_PROTO the rows of all ranks are gathered in row_id order, with the optional columns in
-    `needs` and no others, and the method sees the *global* batch: what it computes cannot depend on who owned
-    which row. A (T,) result, one number per token of the global batch, is cut back to the caller's own rows
-    in the caller's order; other results (metrics) are returned as they are. ValueError: a needed column is
-    missing."""
+    """Decorates a worker's method with its Dispatch. Under DP_COMPUTE_PROTO it sees the *global* batch: the
+    rows of all ranks in row_id order, with the optional columns in `needs` and no others, so what it computes
+    cannot depend on who owned which row. A (T,) result is cut back to the caller's own rows in the caller's
+    order; others (metrics) are returned as they are. ValueError: a needed column is missing."""
 
     def decorate(method):
         @functools.wraps(method)
@@ -556,8 +536,7 @@ def permutation(n, *key):
 
 def rows_of_step(step, n, size, seed):
     """Indices of the rows of update `step` (from 0). Each pass over the n rows has its own order, cut into
-    updates of at most `size` rows as evenly as possible. A function of the step, so resuming needs no
-    state."""
+    updates of at most `size` rows as evenly as possible; resuming needs no state."""
     pieces = math.ceil(n / size)
     return permutation(n, seed, "rows", step // pieces)[step % pieces :: pieces]
 
@@ -569,8 +548,7 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
         returns = A + V
 
     k counts actions only. A reward on another token goes to the action before it, which earned it, or to the
-    first. bootstrap_B: (B,) stands for all that would follow the last action (None: every row ended). Zero
-    where response_mask is false; float64 inside."""
+    first. bootstrap_B stands for all that would follow the last action (None: every row ended)."""
     rewards = rewards_T.double().tolist()
     values = values_T.double().tolist()
     mask = response_mask_T.tolist()
@@ -595,11 +573,11 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
 
 
 def add_returns(batch, gamma, lam, bootstrap_truncated=False):
-    """Fills advantages and returns from rewards and old values. With bootstrap_truncated the last value of a
-    row that was cut off stands for what would follow: the state after the last action has no value of its
-    own."""
+    """Fills advantages and returns. With bootstrap_truncated the last value of a row that was cut off stands
+    for what would follow: the state after it has no value of its own."""
     last_B = batch.last_action
-    tail_B = torch.where(batch.truncated & (last_B >= 0) & bootstrap_truncated, batch.values[last_B], 0.0)
+    cut_off_B = batch.truncated & (last_B >= 0) & bootstrap_truncated
+    tail_B = torch.where(cut_off_B, batch.values[last_B], 0.0)
     columns = (batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens)
     batch.advantages, batch.returns = gae(*columns, gamma, lam, tail_B)
 
@@ -611,11 +589,10 @@ def monte_carlo(batch, gamma):
 
 
 def return_range(batch, gamma):
-    """(LOW, HIGH) of hl_gauss: what the returns span and a tenth of it on either side, so no Gaussian is cut
-    off."""
-    returns_A = monte_carlo(batch, gamma)[batch.response_mask]
-    margin = 0.1 * float(returns_A.max() - returns_A.min()) or 1.0
-    return float(returns_A.min()) - margin, float(returns_A.max()) + margin
+    """(LOW, HIGH) of hl_gauss: what the returns span, and a tenth more on either side to hold a Gaussian."""
+    low, high = monte_carlo(batch, gamma)[batch.response_mask].aminmax()
+    margin = 0.1 * float(high - low) or 1.0
+    return float(low) - margin, float(high) + margin
 
 
 def loss_weights(batch, mode, response_length_limit=None):
@@ -643,22 +620,23 @@ def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, clipra
 
         L_t = 0.5 max( (v_t - R_t)^2, (clip(v_t, v_old - eps, v_old + eps) - R_t)^2 ),   loss = sum_t w_t L_t
 
-    PPO's clipping carried over to values (Schulman et al.'s code for 1707.06347). cliprange_value None is
-    plain squared error. What stands where response_mask is false never enters, not even a NaN."""
-    v_T, old_T, returns_T = (
-        torch.where(response_mask_T, x_T, 0.0) for x_T in (vpreds_T, values_T, returns_T)
-    )
+    PPO's clipping carried over to values (Schulman et al.'s code for 1707.06347); cliprange_value None is
+    plain squared error. Masked entries never enter, not even a NaN."""
+    v_T = torch.where(response_mask_T, vpreds_T, 0.0)
+    old_T = torch.where(response_mask_T, values_T, 0.0)
+    returns_T = torch.where(response_mask_T, returns_T, 0.0)
     error_T = (v_T - returns_T).square()
     epsilon = math.inf if cliprange_value is None else cliprange_value
     clipped_T = (torch.clamp(v_T, old_T - epsilon, old_T + epsilon) - returns_T).square()
-    return 0.5 * (weights_T * torch.maximum(error_T, clipped_T)).sum(), (clipped_T > error_T).sum()
+    loss = 0.5 * (weights_T * torch.maximum(error_T, clipped_T)).sum()
+    return loss, (clipped_T > error_T).sum()
 
 
 def hl_gauss_values(logits_TN, low, high):
-    """(T, N) logits of the bins -> (T,) values: the mean of the bins' centres, sum_i softmax(logits)_i
-    c_i."""
-    half = (high - low) / logits_TN.shape[1] / 2
-    centre_N = torch.linspace(low + half, high - half, logits_TN.shape[1], device=logits_TN.device)
+    """(T, N) logits of the bins -> (T,) values: the mean of the bin centres, sum_i softmax(logits)_i c_i."""
+    bins = logits_TN.shape[1]
+    half = (high - low) / bins / 2
+    centre_N = torch.linspace(low + half, high - half, bins, device=logits_TN.device)
     return (logits_TN.softmax(1) * centre_N).sum(1)
 
 
@@ -669,9 +647,8 @@ def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
         p_i = (Phi(e_i+1) - Phi(e_i)) / (Phi(e_N) - Phi(e_0)),    Phi: CDF of Normal(R, 0.75 bin widths)
 
     N bins cut [low, high] evenly, with edges e_0 .. e_N; a return outside is moved to the end of the range.
-    HL-Gauss, Imani & White 1806.04613; the width, and values of deep RL learned this way: Farebrother et al.
-    2403.03950. Old values do not enter: clipping has no counterpart here. Masked entries never enter, not
-    even a NaN."""
+    HL-Gauss, Imani & White 1806.04613; the width is that of Farebrother et al. 2403.03950. Clipping has no
+    counterpart here, so old values do not enter. Masked entries never enter, not even a NaN."""
     bins = logits_TN.shape[1]
     edge_N = torch.linspace(low, high, bins + 1, device=logits_TN.device)
     sigma = 0.75 * (high - low) / bins
@@ -684,18 +661,17 @@ def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
 
 def explained_variance(values_A, returns_A):
     """1 - Var(R - V) / Var(R): 1 is perfect, 0 as good as a constant, NaN if all returns are equal."""
+    if len(returns_A) == 0:
+        return math.nan
     r_A = returns_A.double()
     error_A = r_A - values_A.double()
+    spread = r_A.var(correction=0)
     rounding = 1e-9 * (r_A.square().mean() + error_A.square().mean())
-    if len(r_A) == 0 or r_A.var(correction=0) <= rounding:
-        return math.nan
-    return float(1 - error_A.var(correction=0) / r_A.var(correction=0))
+    return float(1 - error_A.var(correction=0) / spread) if spread > rounding else math.nan
 
 
 def auc(scores, labels):
-    """Area under the ROC curve: the chance that a 1 scores above a 0, ties counting half (Mann & Whitney
-    1947). (N,) scores, (N,) labels of 0 and 1 -> float; NaN unless both labels occur and every score is
-    finite."""
+    """Area under the ROC curve: the chance that a 1 scores above a 0, ties counting half. NaN: undefined."""
     ones = scores[labels > 0.5].double()
     zeros = scores[labels <= 0.5].double().sort().values
     if not len(ones) or not len(zeros) or not scores.isfinite().all():
@@ -706,24 +682,27 @@ def auc(scores, labels):
 
 def batch_metrics(batch):
     """Values and returns of a batch's actions before it is learned, and how far they agree."""
-    columns = {name: getattr(batch, name)[batch.response_mask].double() for name in ("values", "returns")}
-    metrics = {"critic/explained_var": explained_variance(*columns.values())}
-    for name, x in columns.items():
-        if len(x):
-            numbers = {"mean": x.mean(), "std": x.std(correction=0), "min": x.min(), "max": x.max()}
-            metrics |= {f"critic/{name}_{key}": float(number) for key, number in numbers.items()}
+    values_A = batch.values[batch.response_mask].double()
+    returns_A = batch.returns[batch.response_mask].double()
+    metrics = {"critic/explained_var": explained_variance(values_A, returns_A)}
+    if len(values_A):
+        for name, x_A in (("values", values_A), ("returns", returns_A)):
+            metrics[f"critic/{name}_mean"] = float(x_A.mean())
+            metrics[f"critic/{name}_std"] = float(x_A.std(correction=0))
+            metrics[f"critic/{name}_min"] = float(x_A.min())
+            metrics[f"critic/{name}_max"] = float(x_A.max())
     return metrics
 
 
 def update_metrics(kind, names, totals, norms, lr):
-    """Metrics kind/name of an update. totals: sums over the actions of all ranks, one for each name and at
-    the end the number of actions; the first is the loss. norms: of the gradient of each mini-batch, not
-    finite where it was skipped."""
+    """Metrics kind/name of an update. totals: sums over the actions of all ranks, one for each name (the loss
+    first), then the number of actions. norms: of the gradients; one that is not finite was skipped."""
     taken = [norm for norm in norms if math.isfinite(norm)]
     loss, *sums, actions = totals.tolist()
     means = [math.nan] * (len(names) + 1)
     if taken:
-        means = [loss / len(taken), *(x / actions for x in sums), sum(taken) / len(taken)]
+        shares = [x / actions for x in sums]
+        means = [loss / len(taken), *shares, sum(taken) / len(taken)]
     metrics = dict(zip([*names, "grad_norm"], means))
     metrics |= {"lr": lr, "skipped_steps": len(norms) - len(taken)}
     return {f"{kind}/{name}": x for name, x in metrics.items()}
@@ -734,8 +713,9 @@ def evaluate(rows, gamma):
     r_A = monte_carlo(rows, gamma)[rows.response_mask].double()
     v_A = rows.values[rows.response_mask].double()
     acted_B = rows.actions > 0
-    reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)[acted_B]
-    binary = bool(((reward_B == 0) | (reward_B == 1)).all())
+    reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)
+    reward_B = reward_B[acted_B]
+    binary = set(reward_B.tolist()) <= {0.0, 1.0}
     return {
         "eval/explained_var": explained_variance(v_A, r_A),
         "eval/vf_loss": float(0.5 * (v_A - r_A).square().mean()),
@@ -750,26 +730,17 @@ try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:
     flash_attn_varlen_func = None
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
 
 
 class PackLayout:
-    """Where sequences of these lengths, end to end, lie in a packed row, for queries and for the keys they
-    see. With fewer queries than keys, the queries are the last of their sequence (causal attention aligned at
-    the end)."""
+    """Where sequences of these lengths lie in a packed row. Queries are the last of theirs, if fewer."""
 
     def __init__(self, lengths, device, key_lengths=None):
         key_lengths = key_lengths or lengths
-        pairs = itertools.groupby(zip(lengths, key_lengths))
-        self.pieces = [
-            (*pair, len(list(same))) for pair, same in pairs
-        ]  # (queries, keys, neighbours of that size)
-        cu_q, cu_k = (
-            cumulative(torch.tensor(x)).to(device, non_blocking=True) for x in (lengths, key_lengths)
-        )
+        neighbours = itertools.groupby(zip(lengths, key_lengths))
+        self.pieces = [(*sizes, len(list(same))) for sizes, same in neighbours]  # (queries, keys, how many)
+        cu_q = cumulative(torch.tensor(lengths)).to(device, non_blocking=True)
+        cu_k = cumulative(torch.tensor(key_lengths)).to(device, non_blocking=True)
         self.varlen = (cu_q, cu_k, max(lengths), max(key_lengths))  # as kernels for packed rows take it
 
 
@@ -789,11 +760,10 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     assert not dropout, "a critic has no dropout: with it the same batch would not give the same update"
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None or not causal or kwargs.get("position_bias") is not None:
-        name = type(module).__name__
-        raise UserError(
-            f"--use-remove-padding: {name} asks for more than causal attention; add --no-use-remove-padding"
-        )
-    query, key = (x.to(value.dtype) for x in (query, key))  # float32 rotary tables make them wider
+        fault = f"{type(module).__name__} asks for more than causal attention; add --no-use-remove-padding"
+        raise UserError(f"--use-remove-padding: {fault}")
+    query = query.to(value.dtype)  # float32 rotary tables make queries and keys wider
+    key = key.to(value.dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out_1HTD = attention(Pack.layout, query, key, value, scale, sliding_window, softcap, s_aux)
     return out_1HTD.transpose(1, 2), None
@@ -803,30 +773,37 @@ transformers.AttentionInterface.register("packed", packed_attention)
 
 
 def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
-    """(1,H,T,D) causal attention within the sequences of the layout, by the fastest kernel for these inputs.
-
-    flash-attn, else PyTorch's variable-length attention on CUDA in half precision, else one SDPA call for
-    each piece of equal lengths; written out for soft-capped scores (Gemma 2) and attention sinks (gpt-oss).
-    """
+    """(1,H,T,D) causal attention within the sequences of the layout: by flash-attn, else by PyTorch's varlen
+    kernel, both on CUDA in half precision, else by one SDPA call for each piece of equal lengths; written out
+    for soft-capped scores (Gemma 2) and attention sinks (gpt-oss)."""
     half = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
     if half and sinks is None and q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
         size = (window - 1 if window else -1, 0)  # the 0 makes it causal
         qkv = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]  # (T,H,D) each
         if flash_attn_varlen_func:
             Pack.kernel = "flash"
-            options = {"softmax_scale": scale, "causal": True, "window_size": size, "softcap": softcap or 0.0}
-            return flash_attn_varlen_func(*qkv, *layout.varlen, **options).transpose(0, 1)[None]
-        if varlen_attn and not softcap:
+            out_THD = flash_attn_varlen_func(
+                *qkv,
+                *layout.varlen,
+                softmax_scale=scale,
+                causal=True,
+                window_size=size,
+                softcap=softcap or 0.0,
+            )
+            return out_THD.transpose(0, 1)[None]
+        if not softcap:
             Pack.kernel = "varlen"
-            options = {"scale": scale, "window_size": size, "enable_gqa": True}
-            return varlen_attn(*qkv, *layout.varlen, **options).transpose(0, 1)[None]
+            out_THD = varlen_attn(*qkv, *layout.varlen, scale=scale, window_size=size, enable_gqa=True)
+            return out_THD.transpose(0, 1)[None]
     Pack.kernel = "eager" if softcap or sinks is not None else "sdpa"
     queries = [n * count for n, _, count in layout.pieces]
     keys = [n * count for _, n, count in layout.pieces]
     # by split, because the backward of a slice would fill the whole row with zeros, each time
-    columns = (q[0].split(queries, 1), k[0].split(keys, 1), v[0].split(keys, 1))
+    q_pieces = q[0].split(queries, 1)
+    k_pieces = k[0].split(keys, 1)
+    v_pieces = v[0].split(keys, 1)
     outs = []
-    for (*_, count), *piece in zip(layout.pieces, *columns):
+    for (*_, count), *piece in zip(layout.pieces, q_pieces, k_pieces, v_pieces):
         qkv = [x.unflatten(1, (count, -1)).transpose(0, 1) for x in piece]
         out_NHLD = dense_attention(*qkv, scale, window, softcap, sinks)
         outs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
@@ -835,26 +812,32 @@ def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
 
 def dense_attention(q, k, v, scale, window, softcap, sinks):
     """(N,H,L,D) attention of N sequences of one length: by torch's fused kernel, or written out."""
-    queries, keys = (x.shape[2] for x in (q, k))
+    queries = q.shape[2]
+    keys = k.shape[2]
+    written_out = softcap or sinks is not None
     mask = None
-    if softcap or sinks is not None or queries < keys or (window and keys > window):
+    if written_out or queries < keys or (window and keys > window):
         j = torch.arange(keys, device=q.device)
         # queries stand at the last places, and see what is not too far back
         back = j[keys - queries :, None] - j
         mask = (back >= 0) & (back < (window or keys))
-    if q.is_cuda or softcap or sinks is not None:  # torch's float32 kernels on CUDA know no grouped heads
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    if not softcap and sinks is None:
-        options = {"is_causal": mask is None, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-        return F.scaled_dot_product_attention(q, k, v, mask, **options)
+    if q.is_cuda or written_out:  # torch's float32 kernels on CUDA know no grouped heads
+        groups = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(groups, 1)
+        v = v.repeat_interleave(groups, 1)
+    if not written_out:
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     scores_NHLL = q @ k.transpose(-1, -2) * scale
     if softcap:
         scores_NHLL = softcap * torch.tanh(scores_NHLL / softcap)
     scores_NHLL = scores_NHLL.masked_fill(~mask, -math.inf)
     if sinks is not None:  # one more column a head, which takes probability and gives no value
-        column = sinks.view(1, -1, 1, 1).expand(*scores_NHLL.shape[:3], 1).to(scores_NHLL.dtype)
-        scores_NHLL = torch.cat([scores_NHLL, column], -1)
-    return scores_NHLL.softmax(-1, dtype=torch.float32)[..., :keys].to(q.dtype) @ v
+        column = sinks.view(1, -1, 1, 1).expand(*scores_NHLL.shape[:3], 1)
+        scores_NHLL = torch.cat([scores_NHLL, column.to(scores_NHLL.dtype)], -1)
+    weights_NHLL = scores_NHLL.softmax(-1, dtype=torch.float32)[..., :keys]
+    return weights_NHLL.to(q.dtype) @ v
 
 
 # ---- FLOPs of a value model: no vocabulary head, causal attention, active experts only ---------------------
@@ -868,29 +851,30 @@ PEAK_TFLOPS = {
 
 def flops_model(model, config):
     """f(length) -> FLOPs of one forward over a sequence of this many tokens; training costs three times that.
-
-    model: a value model (on meta is enough); config: of transformers. A token costs 2 FLOPs for each weight
-    of a matrix, of E experts only the active ones; a query and a key cost 4 for each feature of their heads,
-    scores and weighted sum. Embeddings cost nothing. A vision tower is left out, so MFU reads too low with
-    images."""
+    A token costs 2 FLOPs for each weight of a matrix, of E experts only the active ones; a query and a key
+    cost 4 for each feature of their heads. Embeddings cost nothing. A vision tower is left out, so MFU reads
+    too low with images. model: a value model, on meta is enough."""
     config = config.get_text_config()
-    get = lambda *names: next((x for name in names if (x := getattr(config, name, None))), 0)
-    experts = get("num_experts", "num_local_experts", "n_routed_experts")
-    active = get("num_experts_per_tok", "top_k_experts") / experts if experts else 1
+
+    def field(*names):
+        """The first of these fields that the config sets, or 0."""
+        return next(filter(None, (getattr(config, name, None) for name in names)), 0)
+
+    experts = field("num_experts", "num_local_experts")
+    active = field("num_experts_per_tok", "top_k_experts") / experts if experts else 1
     free = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     weights = 0.0
     for name, p in model.named_parameters():
         if p.ndim > 1 and p not in free and "visual" not in name:
             weights += p.numel() * (active if ".experts." in name else 1)
-    heads = get("num_attention_heads")
-    pair = 4 * heads * (get("head_dim") or get("hidden_size") // heads)
-    full = getattr(config, "use_sliding_window", True) is False
-    kinds = get("layer_types") or ["full" if full else "sliding"] * get("num_hidden_layers")
+    heads = field("num_attention_heads")
+    pair = 4 * heads * (field("head_dim") or field("hidden_size") // heads)
+    kinds = field("layer_types") or ["sliding"] * field("num_hidden_layers")
 
     def forward_flops(length):
         total = 2 * weights * length
         for kind in kinds:
-            w = min(get("sliding_window") or length, length) if "sliding" in kind else length
+            w = min(field("sliding_window") or length, length) if "sliding" in kind else length
             total += pair * (w * (w + 1) / 2 + (length - w) * w)  # query i sees min(i + 1, w) keys
         return total
 
@@ -899,16 +883,16 @@ def flops_model(model, config):
 
 def performance(start, tokens, flops, device, dtype):
     """perf/* metrics of an update that began at `start` on this rank, equal on all ranks (a collective).
-    tokens, flops: of all ranks together. MFU is NaN where the table does not know the device, and in
-    float32."""
+    tokens, flops: of all ranks. MFU is NaN in float32, and where the table does not know the device."""
     seconds = time.perf_counter() - start
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
     peak = math.nan
     if device.type == "cuda":
         memory = torch.cuda.max_memory_allocated()
         name = torch.cuda.get_device_name().upper().replace("-", " ") + " "
-        known = [tflops for key, tflops in PEAK_TFLOPS.items() if f" {key} " in name and " MIG " not in name]
-        peak = 1e12 * known[0] if known and dtype != torch.float32 else math.nan
+        if dtype != torch.float32 and " MIG " not in name:
+            known = (1e12 * tflops for key, tflops in PEAK_TFLOPS.items() if f" {key} " in name)
+            peak = next(known, math.nan)
     slowest = torch.tensor([seconds, memory / 2**30])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     seconds, memory = slowest.tolist()
@@ -925,10 +909,8 @@ def performance(start, tokens, flops, device, dtype):
 
 class Logger:
     """metrics.jsonl and TensorBoard in out_dir, and the lines that rank 0 prints; other ranks do nothing.
-
-    settings: what run.json records. last_step: the step from which this run continues in the same files (0: a
-    new run). Later steps are dropped from them, and so is an evaluation at last_step that is made again.
-    """
+    settings: what run.json records. last_step: from where this run continues in the same files (0: a new
+    run). Later steps are dropped from them, and so is an evaluation at last_step that is made again."""
 
     def __init__(self, out_dir, settings, last_step=0, evaluates_again=True):
         self.out_dir = out_dir
@@ -988,8 +970,8 @@ class Logger:
     def log_samples(self, step, rows):
         """Replaces the samples of this step and later ones in samples.jsonl by these."""
         if self.board is not None:
-            before = [row for row in read_lines(f"{self.out_dir}/samples.jsonl") if row["step"] < step]
-            replace_lines(f"{self.out_dir}/samples.jsonl", before + rows)
+            path = f"{self.out_dir}/samples.jsonl"
+            replace_lines(path, [row for row in read_lines(path) if row["step"] < step] + rows)
 
     def close(self):
         """Flushes everything, which the os._exit at the end of a run would not."""
@@ -1020,10 +1002,9 @@ def note_out_of_memory(error, out_dir, times):
 
 def replace_lines(path, rows):
     """Replaces a JSONL file at once: after a crash it is the old one or the new one."""
-    with open(f"{path}.tmp", "w") as file:
-        file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
+    text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
+    pathlib.Path(f"{path}.tmp").write_text(text)
+    flush_to_disk(f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
 
@@ -1039,8 +1020,7 @@ def progress(items, what):
 
 
 def profiled(steps, given, out_dir):
-    """The same steps; rank 0 records steps A to B of given "A:B" with torch.profiler, into
-    out_dir/profile."""
+    """The same steps; rank 0 records steps A to B of given "A:B" with torch.profiler in out_dir/profile."""
     first, last = map(int, given.split(":")) if given and RANK == 0 else (0, -1)
     for step in steps:
         if not first <= step + 1 <= last:
@@ -1053,12 +1033,13 @@ def profiled(steps, given, out_dir):
 
 
 def count_skipped(skipped, metrics, batch, out_dir):
-    """How many updates in a row were skipped, with this one. UserError: values are not finite, or it is the
-    tenth; then the rows of the last one are left as JSONL (a collective)."""
-    if not math.isfinite(metrics.get("critic/values_mean", 0.0)):
+    """How many updates in a row were skipped, with this one (a collective). UserError: values are not finite,
+    or it is the tenth; then the rows of the last one are left as JSONL."""
+    if "critic/values_mean" not in metrics:  # no row had an action
+        return skipped
+    if not math.isfinite(metrics["critic/values_mean"]):
         raise UserError("the critic's values are not finite, the training has diverged; use a lower --lr")
-    acted = "critic/values_mean" in metrics
-    skipped = skipped + 1 if acted and math.isnan(metrics["critic/grad_norm"]) else 0
+    skipped = skipped + 1 if math.isnan(metrics["critic/grad_norm"]) else 0
     if skipped == 10:
         path = f"{out_dir}/skipped_rows.jsonl"
         write_jsonl(batch, path)
@@ -1076,12 +1057,9 @@ MANIFEST = "manifest.json"  # in a complete folder: file name -> SHA-256
 
 @contextlib.contextmanager
 def published(folder, group=None, keep=None):
-    """`with published(folder) as tmp:` all ranks write into tmp, which then becomes the folder (a
-    collective): checksums, flush, one rename. A crash at any moment leaves the old folder or the new one.
-    keep: how many of the last step_N next to it remain.
-
-    Needs a file system that all ranks share. In a thread, `group` is one that no other thread uses.
-    """
+    """`with published(folder) as tmp:` all ranks write into tmp, on storage that they share, and it becomes
+    the folder (a collective): checksums, flush, one rename. A crash leaves the old folder or the new one.
+    keep: how many of the last step_N next to it remain. In a thread, `group` is one of its own."""
     if os.path.exists(folder) and os.listdir(folder) and not os.path.exists(f"{folder}/{MANIFEST}"):
         raise UserError(f"--out-dir: {folder} holds something else, which is not overwritten; move it")
     tmp = f"{folder}.tmp"
@@ -1092,8 +1070,13 @@ def published(folder, group=None, keep=None):
     yield tmp
     dist.barrier(group)
     paths = sorted(pathlib.Path(tmp).rglob("*"))
-    mine = {str(path.relative_to(tmp)): checksum(path) for path in paths[RANK::WORLD_SIZE] if path.is_file()}
-    sums = {name: x for part in of_all_ranks(mine, group) for name, x in part.items()}
+    mine = {}
+    for path in paths[RANK::WORLD_SIZE]:
+        if path.is_file():
+            mine[str(path.relative_to(tmp))] = checksum(path)
+    sums = {}
+    for part in of_all_ranks(mine, group):
+        sums |= part
     if RANK == 0:
         manifest = pathlib.Path(tmp, MANIFEST)
         manifest.write_text(json.dumps(sums, indent=1, sort_keys=True))
@@ -1103,10 +1086,12 @@ def published(folder, group=None, keep=None):
         if os.path.exists(folder):  # between these two renames the old folder is whole under the name .old
             os.rename(folder, f"{folder}.old")
         os.rename(tmp, folder)
-        flush_to_disk(os.path.dirname(os.path.abspath(folder)))
+        parent = os.path.dirname(os.path.abspath(folder))
+        flush_to_disk(parent)
         remove(f"{folder}.old")
-        for _, path in steps_in(os.path.dirname(folder))[keep:] if keep else ():
-            remove(path)
+        if keep:
+            for _, path in steps_in(parent)[keep:]:
+                remove(path)
     dist.barrier(group)
 
 
@@ -1132,8 +1117,7 @@ def flush_to_disk(path):
 
 
 def verify(folder):
-    """UserError on all ranks unless a published folder, or a part of one, is as it was written (a
-    collective)."""
+    """UserError on all ranks unless a published folder, or a part of one, is as written (a collective)."""
     root = folder if os.path.exists(f"{folder}/{MANIFEST}") else os.path.dirname(folder)
     with blame(f"--resume {folder}: no complete checkpoint here, no readable {MANIFEST}"):
         text = pathlib.Path(root, MANIFEST).read_text()
@@ -1147,13 +1131,14 @@ def verify(folder):
             faults.append(f"{name} is missing")
         elif checksum(f"{root}/{name}") != sums[name]:
             faults.append(f"{name} is not what was written")
-    if faults := sorted(itertools.chain(*of_all_ranks(faults))):
+    faults = sorted(itertools.chain(*of_all_ranks(faults)))
+    if faults:
         raise UserError(f"--resume {folder}: damaged, {faults[0]}; use an earlier checkpoint")
 
 
 def find_checkpoint(out_dir, resume):
-    """(folder to continue from or None; how often this run ran out of memory; whether out_dir's own files go
-    on) (a collective). resume: a folder, auto for the newest undamaged one of out_dir, or None."""
+    """(folder to continue from or None; how often this run ran out of memory; whether out_dir's files go on)
+    (a collective). resume: a folder, auto for the newest undamaged one of out_dir, or None."""
     made = None
     if RANK == 0:
         with blame(f"--out-dir {out_dir}: cannot be written"):
@@ -1164,40 +1149,42 @@ def find_checkpoint(out_dir, resume):
     if RANK == 0:
         os.rmdir(made)
     if not all(seen):
-        raise UserError(
-            f"--out-dir {out_dir}: rank {seen.index(False)} does not see it; use storage that all share"
-        )
+        fault = f"rank {seen.index(False)} does not see it; use storage that all share"
+        raise UserError(f"--out-dir {out_dir}: {fault}")
+    checkpoints = os.path.abspath(f"{out_dir}/checkpoints")
     if resume != "auto":
         parent = os.path.dirname(os.path.realpath(resume or "/"))
         if parent.endswith(".old"):
-            raise UserError(
-                f"--resume {resume}: was set aside and may be removed; move it out of {parent} first"
-            )
-        return resume and os.path.abspath(resume), 0, parent == os.path.realpath(f"{out_dir}/checkpoints")
-    for _, path in of_all_ranks(steps_in(os.path.abspath(f"{out_dir}/checkpoints")))[0]:
+            fault = f"was set aside and may be removed; move it out of {parent} first"
+            raise UserError(f"--resume {resume}: {fault}")
+        return resume and os.path.abspath(resume), 0, parent == os.path.realpath(checkpoints)
+    times = len(read_lines(f"{out_dir}/out_of_memory.jsonl"))
+    for _, path in of_all_ranks(steps_in(checkpoints))[0]:
         try:
             verify(path)
-            return path, len(read_lines(f"{out_dir}/out_of_memory.jsonl")), True
+            return path, times, True
         except UserError as error:
             print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
     print0(f"resume     auto: {out_dir} has no checkpoint to continue from, so this is a start")
-    return None, len(read_lines(f"{out_dir}/out_of_memory.jsonl")), False
+    return None, times, False
 
 
 def steps_in(folder):
     """[(step, path)] of the step_N and step_N.jsonl in a folder, the last step first."""
-    found = [
-        (re.fullmatch(r"step_(\d+)(\.jsonl)?", path.name), path) for path in pathlib.Path(folder).glob("*")
-    ]
-    return sorted(((int(match[1]), str(path)) for match, path in found if match), reverse=True)
+    found = []
+    for path in pathlib.Path(folder).glob("step_*"):
+        match = re.fullmatch(r"step_(\d+)(\.jsonl)?", path.name)
+        if match:
+            found.append((int(match[1]), str(path)))
+    return sorted(found, reverse=True)
 
 
 def archive_old_run(out_dir, last_step):
-    """Moves checkpoints and rollouts after last_step (0: all) to checkpoints.old and rollouts.old, and
-    removes what a killed run left half done."""
+    """Moves checkpoints and rollouts after last_step (0: all) to *.old; removes what a killed run left."""
     for folder in (f"{out_dir}/checkpoints", f"{out_dir}/rollouts"):
-        for path in (*pathlib.Path(folder).glob("*.tmp"), *pathlib.Path(folder).glob("*.gone")):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for pattern in ("*.tmp", "*.gone"):
+            for path in pathlib.Path(folder).glob(pattern):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         later = [path for step, path in steps_in(folder) if step > last_step]
         if later and not last_step:
             remove(f"{folder}.old")
@@ -1229,21 +1216,20 @@ def open_checkpoint(folder, backends, shape):
 
 
 def shape_of(model_config, **more):
-    """What must be equal in two runs for one to continue the other, as plain JSON: the fields of a
-    transformers config that make the model, and what else the script names, if it is not empty."""
+    """What two runs must share for one to continue the other, as plain JSON: the config, and `more`."""
     fields = json.loads(model_config.to_json_string(use_diff=False))
     for key in ("transformers_version", "_name_or_path", "architectures", "dtype", "_attn_implementation",
                 "use_cache", "initializer_range"):  # fmt: skip
         fields.pop(key, None)
-    return fields | {key: x for key, x in json.loads(json.dumps(more)).items() if x}
+    more = json.loads(json.dumps(more))
+    return fields | {key: x for key, x in more.items() if x}
 
 
 # ---- A model's folder: tokenizer, config, weights, value head ----------------------------------------------
 
 
 def load_config(config):
-    """(tokenizer or None, transformers config) of config.model, with --override-config applied, dropout
-    off."""
+    """(tokenizer or None, transformers config) of config.model, with --override-config, without dropout."""
     model = config.model
     if model.startswith("tiny-") and model not in TINY and not os.path.isdir(model):
         raise UserError(f"--model {model}: no such preset; there are {', '.join(TINY)}")
@@ -1269,12 +1255,8 @@ def load_config(config):
             fields, _ = kind.get_config_dict(model)
     with blame(f"--override-config {config.override_config}: must be a JSON object"):
         overrides = dict(json.loads(config.override_config))
-        if overrides.keys() & {
-            "num_hidden_layers",
-            "sliding_window",
-            "use_sliding_window",
-            "max_window_layers",
-        }:
+        windows = {"sliding_window", "use_sliding_window", "max_window_layers"}
+        if overrides.keys() & {"num_hidden_layers", *windows}:
             fields.pop("layer_types", None)  # the model derives its own
         for key, value in overrides.items():
             if key == "model_type" or not (key in fields or hasattr(kind(), key)):
@@ -1302,7 +1284,7 @@ def check_rows(batch, model_config):
     most = getattr(text, "max_position_embeddings", None) or math.inf
     if length > most:
         raise UserError(f"row {row}: {length} tokens, more than the model's max_position_embeddings, {most}")
-    odd = batch.input_ids[(batch.input_ids < 0) | (batch.input_ids >= text.vocab_size)]
+    odd = batch.input_ids[batch.input_ids >= text.vocab_size]
     if len(odd):
         raise UserError(f"token id {odd[0]} is outside the model's vocabulary of {text.vocab_size}")
 
@@ -1314,14 +1296,14 @@ def local_folder(name):
 
 
 def load_model(kind, name, model_config, seed):
-    """(a model of this AutoModel kind in float32 on the host, words on its weights): a folder's, or random
-    ones. UserError: they do not load, or some are missing."""
+    """(a float32 model of this AutoModel kind on the host, words on its weights: a folder's or random)."""
     torch.manual_seed(seed)
     if name in TINY:
         return kind.from_config(model_config, dtype=torch.float32), f"random weights (seed {seed})"
     with blame(f"--model {name}: its weights do not load"):
-        options = {"config": model_config, "output_loading_info": True, "dtype": torch.float32}
-        model, info = kind.from_pretrained(local_folder(name), **options)
+        model, info = kind.from_pretrained(
+            local_folder(name), config=model_config, output_loading_info=True, dtype=torch.float32
+        )
     absent = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
     if absent:
         raise UserError(f"--model {name}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}")
@@ -1330,19 +1312,20 @@ def load_model(kind, name, model_config, seed):
 
 def transformer_blocks(model):
     """The layers to shard one by one: classes that the model's authors say must not be split."""
-    names = {n for m in model.modules() for n in (getattr(m, "_no_split_modules", None) or ())}
+    names = set()
+    for m in model.modules():
+        names |= set(getattr(m, "_no_split_modules", None) or ())
     return [m for m in model.modules() if type(m).__name__ in names]
 
 
 def send_weights(model, source):
-    """Fills a model that is spread over all ranks from `source`, the same model on rank 0's host (a
-    collective)."""
+    """Fills a model spread over all ranks from `source`, the same one on rank 0's host (a collective)."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, source.state_dict() if RANK == 0 else {}, options=options)
-    buffers = list(source.buffers()) if RANK == 0 else []
-    for i, buffer in enumerate(model.buffers()):  # rotary tables are in no state dict
+    buffers = source.buffers() if RANK == 0 else None
+    for buffer in model.buffers():  # rotary tables are in no state dict
         if RANK == 0:
-            buffer.copy_(buffers[i])
+            buffer.copy_(next(buffers))
         dist.broadcast(buffer, src=0)
 
 
@@ -1359,44 +1342,47 @@ def init_value_head(score, config, model_config):
     """Fills the head, an nn.Linear, by --value-head-init -> words on what happened."""
     nn.init.zeros_(score.weight)
     nn.init.zeros_(score.bias)
+    if config.value_head_init == "zero":
+        return "value head zero"
     story = None
     if config.model not in TINY and config.value_head_init in ("auto", "checkpoint"):
         story = load_value_head(score, config.model, model_config.value_range)
     if config.value_head_init == "checkpoint" and not story:
         raise UserError(f"--value-head-init checkpoint: {config.model} holds no such value head")
-    if config.value_head_init == "zero":
-        return "value head zero"
     if not story:
         std = 1 / math.sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
-        nn.init.normal_(score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
+        generator = torch.Generator().manual_seed(config.seed)
+        nn.init.normal_(score.weight, std=std, generator=generator)
         story = f"value head new, normal(0, {std:.3f})"
     return story
 
 
 def load_value_head(score, name, value_range):
-    """Takes over the head of a model's folder -> words on it; None: it has none of these outputs and this
-    range."""
+    """Takes over the head of a model's folder -> words on it; None: it has none of this shape and range."""
     folder = pathlib.Path(local_folder(name))
-    over = json.loads((folder / "config.json").read_text()).get("value_range")
+    stored_range = json.loads((folder / "config.json").read_text()).get("value_range")
+    if list(stored_range or ()) != list(value_range or ()):
+        return None
+    # of transformers' token-classification and reward models, and of TRL's
+    heads = re.compile(r"(score|classifier|(v|value)_head(\.summary)?)\.(weight|bias)")
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            # of transformers' token-classification and reward models, and of TRL's
-            heads = re.compile(r"(score|classifier|(v|value)_head(\.summary)?)\.(weight|bias)")
             found |= {key: file.get_tensor(key) for key in file.keys() if heads.fullmatch(key)}
     for key in sorted(found):
-        bias = key.removesuffix("weight") + "bias"
-        if found[key].shape == score.weight.shape and list(over or ()) == list(value_range or ()):
+        if found[key].shape == score.weight.shape:
             score.weight.data.copy_(found[key])
-            score.bias.data.copy_(found.get(bias, torch.zeros(())))
-            return f"value head from its {key}" + ("" if bias in found else " (no bias: 0)")
+            bias = found.get(key.removesuffix("weight") + "bias")
+            if bias is None:
+                return f"value head from its {key} (no bias: 0)"
+            score.bias.data.copy_(bias)
+            return f"value head from its {key}"
 
 
 def describe_head(model_config, config, value_range):
-    """Notes in a transformers config what the value head is: num_labels outputs, over value_range (None: one
-    number)."""
-    model_config.num_labels = 1
+    """Notes the value head in a transformers config: num_labels outputs, over value_range or None."""
     stored = getattr(model_config, "value_range", None)
+    model_config.num_labels = 1
     model_config.value_range = None
     model_config.classifier_dropout = 0.0
     model_config.dtype = torch.float32
@@ -1404,9 +1390,8 @@ def describe_head(model_config, config, value_range):
         model_config.num_labels = config.value_bins
         model_config.value_range = config.value_range or stored or value_range
         if not model_config.value_range:
-            raise UserError(
-                "--value-range: hl_gauss needs it, LOW and HIGH of the returns with a small margin"
-            )
+            words = "hl_gauss needs it, LOW and HIGH of the returns with a small margin"
+            raise UserError(f"--value-range: {words}")
 
 
 # ---- Tiny models, a tokenizer built in code, and the toy task: everything runs without a hub ---------------
@@ -1416,16 +1401,11 @@ TINY = {  # real architectures with random weights; sizes change with --override
     "tiny-gemma2": "gemma2", "tiny-gpt2": "gpt2", "tiny-qwen3-moe": "qwen3_moe",
     "tiny-qwen2.5-vl": "qwen2_5_vl", "tiny-qwen3-vl": "qwen3_vl",
 }  # fmt: skip
-IMAGE_WORDS = [
-    "<|vision_start|>",
-    "<|image_pad|>",
-    "<|vision_end|>",
-]  # the last ids of a vision-language preset
+IMAGE_WORDS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
 
 
 def tiny_config(name, vocab_size):
-    """A preset as the fields of a config.json: two layers of 64 features, four heads, two of keys and
-    values."""
+    """A preset as the fields of a config.json: two layers, 64 features, four heads, two for keys."""
     kind = TINY[name]
     none = {"model_type": kind, "bos_token_id": None, "eos_token_id": None}
     if kind == "gpt2":  # it names these differently
@@ -1461,7 +1441,8 @@ def char_tokenizer(model="tiny-qwen2"):
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     characters = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
-    core = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
+    vocabulary = {c: i for i, c in enumerate(characters)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
@@ -1472,11 +1453,9 @@ def char_tokenizer(model="tiny-qwen2"):
 
 def toy_rows(n, seed, held_out=False, slips=(0.9, 0.05)):
     """n JSON lines: rollouts of a policy that adds two-digit numbers by column and mostly forgets to carry.
-
     There is a rule to find: whether the units carry tells before the first digit how this will probably end,
     and the digits then tell how it did. The prompts of held_out rows never occur in the others. slips: how
-    often it errs where the units carry, and where they do not.
-    """
+    often it errs where the units carry, and where they do not."""
     rng = random.Random(f"toy {seed} {held_out}")
     lines = []
     while len(lines) < n:
@@ -1488,9 +1467,8 @@ def toy_rows(n, seed, held_out=False, slips=(0.9, 0.05)):
         answer = a + b
         if rng.random() < slips[not carries]:
             answer += -10 if carries else 1
-        lines.append(
-            json.dumps({"prompt": f"{a}+{b}=", "response": str(answer), "reward": float(answer == a + b)})
-        )
+        rollout = {"prompt": f"{a}+{b}=", "response": str(answer), "reward": float(answer == a + b)}
+        lines.append(json.dumps(rollout))
     return lines
 
 
@@ -1527,65 +1505,68 @@ their last action.</p>
 
 
 def ceiling(rows):
-    """1 - within-prompt variance / variance of returns at the first action: what the prompt's mean explains.
-
-    Over prompts (equal tokens before the first action) with several rows; both variances are the unbiased
-    ones. NaN if there are none, if all returns are equal, or if chance puts it below 0.
-    """
+    """1 - within-prompt variance / variance of returns at the first action: what the prompt's mean explains,
+    over prompts (equal tokens before the first action) with several rows; both variances are unbiased. NaN if
+    there are none, if all returns are equal, or if chance puts it below 0."""
     groups = {}
     for start, end in itertools.pairwise(rows.cu_seqlens.tolist()):
         first = start + int(rows.response_mask[start:end].int().argmax())
         if first > start:
-            groups.setdefault(tuple(rows.input_ids[start:first].tolist()), []).append(rows.returns[first])
+            prompt = tuple(rows.input_ids[start:first].tolist())
+            groups.setdefault(prompt, []).append(rows.returns[first])
     groups = [torch.stack(group).double() for group in groups.values() if len(group) > 1]
-    every = torch.cat([torch.zeros(0), *groups])
-    within = sum(len(x) * x.var() for x in groups) / max(len(every), 1)
-    return float(1 - within / every.var()) if groups and 0 < every.var() >= within else math.nan
+    if not groups:
+        return math.nan
+    every = torch.cat(groups)
+    within = sum(len(x) * x.var() for x in groups) / len(every)
+    spread = every.var()
+    return float(1 - within / spread) if 0 < spread >= within else math.nan
 
 
 def report_numbers(rows, gamma):
-    """({each of NUMBERS: float}, points of the calibration curve) of rows with values, returns, and TD errors
-    as advantages."""
-    mask = rows.response_mask
-    v_A = rows.values[mask].double()
-    r_A = rows.returns[mask].double()
+    """({each of NUMBERS: float}, points of the calibration curve). Advantages of the rows are TD errors."""
+    v_A = rows.values[rows.response_mask].double()
+    r_A = rows.returns[rows.response_mask].double()
     last = rows.actions[rows.actions > 0].cumsum(0) - 1
     first = F.pad(last + 1, (1, -1))
+    curve = []
+    error = math.nan
+    if set(r_A.tolist()) == {0.0, 1.0}:  # then values are chances
+        p_A = v_A.clamp(0, 1)
+        bin_A = (p_A * 15).long().clamp(max=14)
+        bins = [bin_A == i for i in bin_A.unique()]
+        curve = [(float(p_A[at].mean()), float(r_A[at].mean())) for at in bins]
+        error = float(sum((p_A - r_A)[at].sum().abs() for at in bins) / len(p_A))
     numbers = {
         "explained variance": explained_variance(v_A, r_A),
         "at the first action": explained_variance(v_A[first], r_A[first]),
         "ceiling": ceiling(rows),
         "at the last action": explained_variance(v_A[last], r_A[last]),
         "AUC": evaluate(rows, gamma)["eval/auc"],
-        "TD error": float(rows.advantages[mask].std(correction=0)),
-        "calibration error": math.nan,
+        "TD error": float(rows.advantages[rows.response_mask].std(correction=0)),
+        "calibration error": error,
     }
-    curve = []
-    if set(r_A.tolist()) == {0.0, 1.0}:  # then values are chances
-        p_A = v_A.clamp(0, 1)
-        bin_A = (p_A * 15).long().clamp(max=14)
-        bins = [bin_A == i for i in bin_A.unique()]
-        curve = [(float(p_A[at].mean()), float(r_A[at].mean())) for at in bins]
-        numbers["calibration error"] = float(sum((p_A - r_A)[at].sum().abs() for at in bins) / len(p_A))
     return numbers, curve
 
 
 def rows_to_show(rows, tokenizer, low, high):
-    """(prompt, [(text, color, title) of its tokens]) of the 24 rows with the largest TD errors before the
-    last action, which is how wrong it was in the end."""
-    jump_T = rows.advantages.abs().index_fill(0, rows.last_action[rows.last_action >= 0], 0.0)
+    """(prompt, [(text, color, title)]) of the 24 rows with the largest TD errors before the last action."""
+    last = rows.last_action
+    jump_T = rows.advantages.abs().index_fill(0, last[last >= 0], 0.0)
     jump_B = torch.zeros(len(rows)).scatter_reduce(0, rows.row_of_token, jump_T, "amax")
     shown = []
-    for row in rows.select(jump_B.argsort(descending=True, stable=True)[:24].tolist()).split(1):
-        texts = [tokenizer.decode([i]) if tokenizer else f"{i} " for i in row.input_ids[:2000].tolist()]
+    worst = jump_B.argsort(descending=True, stable=True)[:24]
+    for row in rows.select(worst.tolist()).split(1):
+        ids = row.input_ids[:2000].tolist()
+        texts = [tokenizer.decode([i]) if tokenizer else f"{i} " for i in ids]
         first = int(row.response_mask.int().argmax())
         actions = []
         for t in range(first, len(texts)):
-            shade = float((2 * row.values[t] - low - high) / max(high - low, 1e-9)) * row.response_mask[t]
-            color = f"rgba({'37,99,235' if shade > 0 else '249,115,22'},{abs(shade):.2f})"
-            title = (
-                f"value {row.values[t]:.3g}\nreturn {row.returns[t]:.3g}\nTD error {row.advantages[t]:.3g}"
-            )
+            value = row.values[t]
+            shade = float((2 * value - low - high) / max(high - low, 1e-9)) * row.response_mask[t]
+            blue_or_orange = "37,99,235" if shade > 0 else "249,115,22"
+            color = f"rgba({blue_or_orange},{abs(shade):.2f})"
+            title = f"value {value:.3g}\nreturn {row.returns[t]:.3g}\nTD error {row.advantages[t]:.3g}"
             actions.append((texts[t], color, title))
         shown.append(("".join(texts[:first]), actions))
     return shown
@@ -1593,9 +1574,7 @@ def rows_to_show(rows, tokenizer, low, high):
 
 def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     """curves.png and report.html, a page on what the critic learned; prints its numbers (rank 0 alone).
-
-    rows: with values. about: words on which rows they are. curves: panels of metrics, like CURVES.
-    """
+    rows: with values. about: words on which rows they are. curves: three panels of metrics, like CURVES."""
     from matplotlib.figure import Figure
 
     v_A = rows.values[rows.response_mask]
@@ -1605,26 +1584,36 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     add_returns(rows, gamma, lam=0.0)  # with lambda 0 advantages are TD errors
     rows.returns = monte_carlo(rows, gamma)
     numbers, calibration = report_numbers(rows, gamma)
+    numbers = {name: number(x, ".3f") for name, x in numbers.items()}
+    panels = {"how often it is right, by value": {"how often it is right, by value": calibration}}
     log = read_lines(f"{out_dir}/metrics.jsonl")
-    panels = {"how often it is right, by value": {"": calibration}}
     for title, names in curves.items():
-        panels[title] = {
-            name: [(row["step"], row[name]) for row in log if row.get(name) is not None] for name in names
-        }
+        panels[title] = {}
+        for name in names:
+            rows_with = [row for row in log if row.get(name) is not None]
+            panels[title][name] = [(row["step"], row[name]) for row in rows_with]
     figure = Figure(figsize=(13, 8), layout="constrained")
-    for i, (title, lines) in enumerate(panels.items(), 1):
-        panel = figure.add_subplot(2, 2, i, title=title)
+    for panel, (title, lines) in zip(figure.subplots(2, 2).flat, panels.items()):
         for label, points in lines.items():
-            panel.plot(*torch.tensor(points).reshape(-1, 2).T, ".-", label=label or title)
+            panel.plot(*torch.tensor(points).reshape(-1, 2).T, ".-", label=label)
+        panel.set_title(title)
         panel.legend()
     figure.savefig(f"{out_dir}/curves.png", dpi=120)
     svg = io.StringIO()
     figure.savefig(svg, format="svg")
-    low, high = v_A.sort().values[[len(v_A) // 100, -1 - len(v_A) // 100]].tolist()
-    numbers = {name: number(x, ".3f") for name, x in numbers.items()}
+    edge = len(v_A) // 100
+    low, high = v_A.sort().values[[edge, -1 - edge]].tolist()
     about = f"{len(rows):,} {about}, {len(v_A):,} actions"
-    page = {"title": out_dir, "about": about, "numbers": numbers, "words": NUMBERS, "low": low, "high": high}
-    page |= {"rows": rows_to_show(rows, tokenizer, low, high), "figure": svg.getvalue()}
-    pathlib.Path(out_dir, "report.html").write_text(PAGE.render(page), encoding="utf-8")
+    page = PAGE.render(
+        title=out_dir,
+        about=about,
+        numbers=numbers,
+        words=NUMBERS,
+        low=low,
+        high=high,
+        rows=rows_to_show(rows, tokenizer, low, high),
+        figure=svg.getvalue(),
+    )
+    pathlib.Path(out_dir, "report.html").write_text(page, encoding="utf-8")
     print0(f"report     {out_dir}/report.html: {about}")
     print0("  " + ", ".join(f"{name} {x}" for name, x in numbers.items()))
