@@ -73,17 +73,13 @@ def blame(words):
     """Turns an exception from in here into a UserError that begins with `words`, which name the flag."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
-    except UserError as error:
-        if str(error).startswith("--"):  # it names its flag already
-            raise
-        raise UserError(f"{words}: {error}") from None
     except (Exception, CheckpointException) as error:  # libraries raise a dozen kinds
+        if isinstance(error, torch.OutOfMemoryError) or str(error).startswith("--"):  # it names its flag
+            raise
         if isinstance(error, CheckpointException):  # which is a BaseException, and has one for each rank
             error, _ = next(iter(error.failures.values()))
-        cause = " ".join(str(error).split())[:300]
-        raise UserError(f"{words} ({type(error).__name__}: {cause})") from None
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        raise UserError(f"{words} ({kind}{' '.join(str(error).split())[:300]})") from None
 
 
 def print0(*args):
@@ -170,7 +166,6 @@ Floats = torch.Tensor | None  # a (T,) float32 column, zero where response_mask 
 class Batch:
     """B sequences end to end, T tokens in all. Padding exists only inside a forward that asks for it.
 
-    index            0    1    2    3    4    5
     token            p0   p1   a0   a1   o0   a2      p prompt . a action . o observation (tool output)
     response_mask    0    0    1    1    0    1
     hidden           h0   h1   h2   h3   h4   h5
@@ -596,15 +591,13 @@ def return_range(batch, gamma):
 
 
 def loss_weights(batch, mode, response_length_limit=None):
-    """(T,) weights whose sum with the token losses is the loss of a *global* mini-batch with at least one
-    action. A token keeps its weight in every micro-batch, so the loss does not depend on how the mini-batch
-    is cut.
+    """(T,) weights of the token losses in the loss of a *global* mini-batch with an action. A token keeps its
+    weight in every micro-batch, so the loss does not depend on how the mini-batch is cut.
 
         token-mean                1 / N_tokens
         seq-mean-token-sum        1 / N_seqs                            of rows that have an action
         seq-mean-token-mean       1 / (N_seqs len_i)                    len_i: actions of the token's row
-        seq-mean-token-sum-norm   1 / (N_seqs response_length_limit)    (Dr. GRPO's constant, 2503.20783)
-    """
+        seq-mean-token-sum-norm   1 / (N_seqs response_length_limit)    (Dr. GRPO's constant, 2503.20783)"""
     if mode == "token-mean":
         return batch.response_mask / batch.response_mask.sum()
     weights_T = batch.response_mask / (batch.actions > 0).sum()

@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import heapq
 import importlib.util
 import io
 import itertools
@@ -541,11 +542,11 @@ def slice_row(decoder, args, kwargs):
 def spread(costs, k):
     """k lists of indices with nearly equal sums: the largest first, to the emptiest list (Graham 1969)."""
     parts = [[] for _ in range(k)]
-    loads = [0] * k
+    heap = [(0, j) for j in range(k)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        emptiest = loads.index(min(loads))
-        loads[emptiest] += costs[i]
-        parts[emptiest].append(i)
+        load, j = heap[0]
+        heapq.heapreplace(heap, (load + costs[i], j))
+        parts[j].append(i)
     return parts
 
 

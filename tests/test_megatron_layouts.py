@@ -45,7 +45,7 @@ def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
     return out
 
 
-@pytest.mark.parametrize("ranks, cases", [(1, 11), (2, 30), (4, 15), (8, 4)])
+@pytest.mark.parametrize("ranks, cases", [(1, 11), (2, 29), (4, 15), (8, 4)])
 def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases, launched):
     out, references = launched
     results = {}

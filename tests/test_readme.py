@@ -5,16 +5,17 @@ Commands run as they are written, but those that train for minutes have fewer --
 
 import dataclasses
 import importlib.util
+import os
 import re
 import shlex
 import shutil
-import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import bench
 import browser
 import pytest
+import torch.distributed as dist
 import tyro
 from helpers import ROOT, SHARED, begin, ended, run, succeeded
 
@@ -34,6 +35,7 @@ STEPS = {  # what takes minutes -> steps of its run here, the first of the run a
 }
 
 
+PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # torchrun, if no environment is activated
 WITH = ("rows.jsonl", "compare_runs.py")  # of the tests' folder
 
 
@@ -104,7 +106,7 @@ def started(line, folder):
 def typed(line, folder):
     """Runs a command in a folder; the first one of torchrun in a shell, word for word."""
     first = next(x for kind, x in COMMANDS if kind == "run" and x.startswith("torchrun"))
-    return run("bash", "-c", line, cwd=folder) if line == first else ended(started(line, folder))
+    return run("bash", "-c", line, cwd=folder, PATH=PATH) if line == first else ended(started(line, folder))
 
 
 @pytest.fixture(scope="module")
@@ -166,11 +168,10 @@ def test_command_runs(line, copy, ppo):
 
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "nodes"])
 def test_command_for_two_machines_runs_as_two_agents_on_one(line, copy):
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        line = line.replace(":29500", f":{s.getsockname()[1]}")
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # a port that is free
+    line = line.replace(":29500", f":{store.port} --rdzv-conf is_host=0")
     with ThreadPoolExecutor() as machines:
-        first, second = machines.map(lambda _: run("bash", "-c", line, cwd=copy), range(2))
+        first, second = machines.map(lambda _: run("bash", "-c", line, cwd=copy, PATH=PATH), range(2))
     said = sorted([succeeded(first), succeeded(second)], key=len)
     assert "saved " not in said[0] and said[1].splitlines()[-1].startswith("saved ")
     assert re.search(r"^layout     ranks 2 = ", said[1], flags=re.M)
