@@ -169,8 +169,7 @@ class Batch:
     token            p0   p1   a0   a1   o0   a2      p prompt . a action . o observation (tool output)
     response_mask    0    0    1    1    0    1
     hidden           h0   h1   h2   h3   h4   h5
-    values           0    0    v(h1) v(h2) 0  v(h4)   the value of an action is read just before it
-    """
+    values           0    0    v(h1) v(h2) 0  v(h4)   the value of an action is read just before it"""
 
     input_ids: torch.Tensor  # (T,) int64
     cu_seqlens: torch.Tensor  # (B+1,) int32: sequence b is [cu_seqlens[b], cu_seqlens[b+1])

@@ -431,9 +431,7 @@ def make_layout(config, device):
 
 def build_value_model(config, model_config, layout):
     """(the sharded ValueModel, FLOPs of its forward, words on its size and on where its weights come from).
-
-    Every rank builds on meta; rank 0 alone reads the weights and sends each rank its shards.
-    """
+    Every rank builds on meta; rank 0 alone reads the weights and sends each rank its shards."""
     source, story = read_weights(config, model_config) if RANK == 0 else (None, "")
     model = build_skeleton(config, model_config)
     flops = common.flops_model(model, model_config)
@@ -518,9 +516,7 @@ def gather_slices(x, group):
 
 def slice_row(decoder, args, kwargs):
     """A forward pre-hook: each rank of a sequence-parallel group continues with its slice of the packed row.
-
-    It runs where the decoder begins, after a vision tower, which all ranks of the group run on all images.
-    """
+    It runs where the decoder begins, after a vision tower, which all these ranks run on all images."""
     group = common.Pack.group
     if group is None:
         return None
@@ -646,8 +642,7 @@ class DataParallelPPOCritic:
             response_mask    0    0    1    1    0    1
             result           .    .    v1   v2   .    v4      never read elsewhere
 
-        The first token of a sequence is never an action, so nothing crosses from one sequence into the next.
-        """
+        The first token of a sequence is never an action, so nothing crosses into the next sequence."""
         ids_T = micro.input_ids
         lengths = micro.lengths
         position_ids = torch.cat([torch.arange(n) for n in lengths]).to(ids_T.device, non_blocking=True)
@@ -910,8 +905,7 @@ class CriticWorker:
     def measure_budget(self, longest, share, state_bytes):
         """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective).
 
-        More and more of the longest rows tell what a row costs. share: ranks that share it. state_bytes: of
-        weights, gradients and optimizer state."""
+        More and more of the longest rows tell what one costs. share: ranks that share a row."""
         limit = float(self.config.ppo_max_token_len_per_gpu[5:] or "inf") * 2**30
         state_bytes = max(common.of_all_ranks(state_bytes))
         n = math.ceil(512 * share / longest)
@@ -1109,9 +1103,8 @@ class Checkpoints:
     """The checkpoints of one run, as a context manager around it.
 
     resume: a folder to continue from, "auto" for the newest undamaged one of out_dir (if any), or None.
-    `folder` is that folder or None. `halvings`: how often this run ran out of memory before, which --resume
-    auto answers by halving the token budget as often.
-    """
+    `folder` is that folder or None. `halvings`: how often this run ran out of memory before; --resume auto
+    then halves the token budget as often."""
 
     def __init__(self, out_dir, resume, keep, in_background, timeout_minutes):
         self.out_dir = out_dir

@@ -193,11 +193,8 @@ warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|ar
 
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -250,9 +247,7 @@ def megatron_without_cuda():
     rng = tensor_parallel.random
     moe = token_dispatcher.MoEAlltoAllTokenDispatcher
     CudaMeansCpu().__enter__()
-    warnings.filterwarnings(
-        "ignore", message="When using sequence parallelism it is recommended to set .*CUDA"
-    )
+    warnings.filterwarnings("ignore", message="When using sequence parallelism .*CUDA")
     torch._dynamo.config.disable = True  # compiling its small functions would take minutes
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
@@ -309,10 +304,8 @@ class RMSNorm(nn.RMSNorm):
 
 
 class ValueHead(nn.Linear):
-    """v = w . h + b on the hidden state of every token, in float32, whole on each tensor-parallel rank.
-
-    It replaces GPTModel's vocabulary head. With --value-head hl_gauss it gives N logits.
-    """
+    """v = w . h + b on the hidden state of every token, in float32, whole on each tensor-parallel rank. It
+    replaces GPTModel's vocabulary head. With --value-head hl_gauss it gives N logits."""
 
     def __init__(self, config, outputs):
         super().__init__(config.hidden_size, outputs)
@@ -330,12 +323,10 @@ class ValueHead(nn.Linear):
 
 
 class CoreAttention(nn.Module):
-    """Causal attention within each sequence, by the kernels of common.py: packed rows, padded ones, context
-    parallel.
+    """Causal attention within each sequence of packed or padded rows, by the kernels of common.py.
 
     With context parallelism each rank has two pieces of every sequence (see lay_out). Keys and values are
-    gathered, and each piece sees the keys up to its own end: no head is split, and all ranks have equal work.
-    """
+    gathered, and each piece sees the keys up to its own end: no head is split, all ranks have equal work."""
 
     def __init__(self, config, *_, softmax_scale=None, pg_collection=None, **__):
         super().__init__()
@@ -361,10 +352,8 @@ class CoreAttention(nn.Module):
 
 def read_weights(config, model_config):
     """(read, words on their origin): read(name) gives a weight by its Hugging Face name, KeyError: not there.
-
     Files are mapped, not loaded: a rank reads the pages of what it takes. Random weights are those of
-    critic_fsdp.py, so every rank draws the whole model.
-    """
+    critic_fsdp.py, so every rank draws the whole model."""
     head = nn.Linear(model_config.hidden_size, model_config.num_labels)
     if config.model in common.TINY:
         torch.manual_seed(config.seed)
@@ -389,8 +378,7 @@ SHARDING = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint notes which
 class StoredTensors(dict):
     """name -> tensor of a folder's safetensors, read when asked for; `prefix` is left out of names.
 
-    A tensor of a checkpoint may lie in several files, some of its rows in each: first row -> (file, name
-    there)."""
+    A tensor of a checkpoint may lie in several files, some rows in each: first row -> (file, name there)."""
 
     def __init__(self, folder, prefix="", flag="--model"):
         self.joined = functools.lru_cache(maxsize=2)(self.join)  # experts are asked for one by one
@@ -528,11 +516,8 @@ def unshard(cut, shards, groups, head_dim, vocab_size):
 
 
 def stored_shards(named, groups, read, flag):
-    """(parameter, what this rank holds of it, on the host) of named weights; read(name) gives a Hugging Face
-    tensor.
-
-    After the last one comes a UserError on all ranks if some do not fit on any (a collective).
-    """
+    """(parameter, what this rank holds of it, on the host) of named weights; read(name): of Hugging Face's.
+    After the last one comes a UserError on all ranks if some do not fit on any (a collective)."""
     problems = []
     for name, p in named:
         cut, parts = hf_names(name)
@@ -807,9 +792,8 @@ def micro_batches(lengths, costs, dp_size, max_tokens, padded=False, multiple=1)
     """For each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens.
 
     Every rank computes the same table from all lengths, so all run equally many forwards without
-    communicating, as ranks that share weights must. A rank with less to do gets smaller or empty
-    micro-batches. Their number is a multiple of `multiple`, as the schedule of virtual pipeline stages wants.
-    """
+    communicating, as ranks that share weights must. A rank with less to do gets smaller or empty ones.
+    Their number is a multiple of `multiple`, as the schedule of virtual pipeline stages wants."""
 
     def tokens(rows):
         sizes = [lengths[i] for i in rows]
@@ -867,10 +851,8 @@ def check_model_flags(config, model_config):
     if c.model_type == "qwen3_moe" and c.sliding_window:  # its config has no layer_types
         odd.append(f"sliding_window {c.sliding_window}")
     rope = c.rope_parameters
-    if (
-        rope["rope_type"] not in ("default", "linear", "llama3")
-        or rope.get("partial_rotary_factor", 1.0) != 1.0
-    ):
+    known = ("default", "linear", "llama3")
+    if rope["rope_type"] not in known or rope.get("partial_rotary_factor", 1.0) != 1.0:
         odd.append(f"rope {rope['rope_type']}")
     if odd:
         raise UserError(
@@ -976,8 +958,7 @@ class MegatronPPOCritic:
         context-parallel rank r of p has, of each row cut into 2 p pieces, piece r and piece 2 p - 1 - r:
         under a causal mask that is equal work for all (Megatron's rotary embedding counts on that order).
 
-            p = 2        row: 0 1 2 3 4 5 6 7        rank 0: 0 1 . . . . 6 7        rank 1: . . 2 3 4 5 . .
-        """
+            p = 2        row: 0 1 2 3 4 5 6 7        rank 0: 0 1 . . . . 6 7        rank 1: . . 2 3 4 5 . ."""
         config = self.config
         total = sum(lengths)
         unit = row_unit(config)
@@ -1031,11 +1012,7 @@ class MegatronPPOCritic:
 
             def loss_of(outputs_BLN):
                 loss, kept = reduce(outputs_BLN.flatten(0, 1).squeeze(-1), micro)
-                return (
-                    loss,
-                    torch.tensor(0, dtype=torch.int),
-                    kept,
-                )  # 0: no tokens to divide by, see forward_backward
+                return loss, torch.tensor(0, dtype=torch.int), kept  # 0 tokens, see forward_backward
 
             return outputs, loss_of
 
@@ -1102,8 +1079,7 @@ class MegatronPPOCritic:
         """Makes the gradient of a mini-batch, over all ranks -> this rank's sums, as `loss` gives them.
 
         Megatron would divide by micro-batches, tokens and ranks; with calculate_per_token_loss and a count of
-        0 tokens it divides by nothing. So each rank adds its own tokens' part, and the sum over all is the
-        loss."""
+        0 tokens it divides by nothing. So each rank adds its own tokens' part, and all together the loss."""
         for chunk in self.model:  # here, because compute_values never needs the buffer zero
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -1152,8 +1128,7 @@ class MegatronPPOCritic:
         return norm
 
     def optimizer_shard(self, p):
-        """(AdamW, its float32 tensor, the place of that in the flattened weight) of the part of a weight that
-        this rank steps with; None if it has none."""
+        """(AdamW, its float32 tensor, the place of that in the flat weight) of this rank's part, or None."""
         for optimizer in self.optimizers:
             if p in optimizer.model_param_group_index_map:
                 group, i = optimizer.model_param_group_index_map[p]
@@ -1162,8 +1137,7 @@ class MegatronPPOCritic:
                 return optimizer.optimizer, mine, slice(place.start, place.end)
 
     def master(self, name, p, kind="weight"):
-        """The float32 weight behind p, or a moment of it, from the ranks that share its optimizer state (a
-        collective of all that hold the weight)."""
+        """The float32 weight behind p, or a moment of it (a collective of all that hold the weight)."""
         flat = torch.zeros(p.numel(), device=p.device)
         if found := self.optimizer_shard(p):
             adam, mine, place = found
@@ -1252,8 +1226,7 @@ class CriticWorker:
     def measure_budget(self, longest, share, state_bytes):
         """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective).
 
-        More and more of the longest rows tell what a row costs. share: ranks that share it. state_bytes: of
-        weights, gradients and optimizer state."""
+        More and more of the longest rows tell what one costs. share: ranks that share a row."""
         limit = float(self.config.ppo_max_token_len_per_gpu[5:] or "inf") * 2**30
         state_bytes = max(common.of_all_ranks(state_bytes))
         n = math.ceil(512 * share / longest)
@@ -1399,8 +1372,7 @@ class CriticWorker:
         """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads:
         num_labels 1, or a label a bin for hl_gauss, whose value_range is then in config.json.
 
-        Every rank writes what it is the first to hold, in a file of its own.
-        """
+        Every rank writes what it is the first to hold, in a file of its own."""
         state = whole_weights(self.critic.modules, self.model_config.vocab_size, self.critic.master)
         file = f"model-{RANK:05d}.safetensors"
         index = {"metadata": {}, "weight_map": {}}
@@ -1425,10 +1397,8 @@ STATE = {  # what a step changes -> how a checkpoint names it, of the weight wit
 
 
 def checkpoint_tensors(critic, vocab_size):
-    """name -> (first row, tensor on the host): what this rank writes of all state (a collective).
-
-    Weights, moments and AdamW's count of steps are those of critic_fsdp.py.
-    """
+    """name -> (first row, tensor on the host): what this rank writes of all state (a collective), which is
+    weights, moments and AdamW's count of steps, as critic_fsdp.py has them."""
     out = {"rng": (0, torch.get_rng_state())} if RANK == 0 else {}
     for kind, form in STATE.items():
         local = functools.partial(critic.master, kind=kind)
@@ -1444,9 +1414,8 @@ class Checkpoints:
     """The checkpoints of one run, as a context manager around it.
 
     resume: a folder to continue from, "auto" for the newest undamaged one of out_dir (if any), or None.
-    `folder` is that folder or None. `halvings`: how often this run ran out of memory before, which --resume
-    auto answers by halving the token budget as often.
-    """
+    `folder` is that folder or None. `halvings`: how often this run ran out of memory before; --resume auto
+    then halves the token budget as often."""
 
     def __init__(self, out_dir, resume, keep, in_background, timeout_minutes):
         self.out_dir = out_dir
