@@ -5,10 +5,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for a hub
 os.environ["OMP_NUM_THREADS"] = "1"  # models are so small that threads would only wait for each other
 
 
+QUICK = ("test_budget.py", "test_common.py", "test_exercises.py", "test_ppo_loop.py")
+
+
 def pytest_collection_modifyitems(items):
-    """What other processes do meanwhile is asked for last."""
+    """Marks whole files as quick, and asks last for what other processes do meanwhile."""
     from helpers import AHEAD
 
+    for item in items:
+        if item.path.name in QUICK:
+            item.add_marker("quick")
     items.sort(key=lambda item: item.path.name in AHEAD)
 
 

@@ -13,8 +13,6 @@ import tokenize
 import pytest
 from helpers import ROOT
 
-pytestmark = pytest.mark.quick
-
 SCRIPTS = ("common", "critic_fsdp", "critic_megatron", "ppo_loop")
 CRITICS = ("critic_fsdp", "critic_megatron")
 TOP_LEVEL = {f"{name}.py" for name in SCRIPTS} | {"tests", "requirements.txt", "README.md", "LICENSE"}
