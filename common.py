@@ -245,14 +245,6 @@ class Batch:
                 columns[name] = column[row_index if name in self.ROWS else tokens]
         return Batch(**columns)
 
-    def to(self, device):
-        """The same rows with their (T,) columns on a device; lengths stay on the host."""
-        moved = {}
-        for name in ("input_ids", "response_mask", *self.FLOATS):
-            if getattr(self, name) is not None:
-                moved[name] = getattr(self, name).to(device, non_blocking=True)
-        return dataclasses.replace(self, **moved)
-
     def split(self, size):
         """Consecutive pieces of `size` rows; the last one may be shorter."""
         rows = range(len(self))

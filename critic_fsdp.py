@@ -630,7 +630,10 @@ class DataParallelPPOCritic:
         if self.image_processor is not None:
             images = micro.multi_modal_inputs or [{}] * len(micro)
             micro.multi_modal_inputs = [read_images(row, self.image_processor) for row in images]
-        return micro.to(self.layout.device)
+        for name in ("input_ids", "response_mask", *micro.FLOATS):  # lengths stay on the host
+            if getattr(micro, name) is not None:
+                setattr(micro, name, getattr(micro, name).to(self.layout.device, non_blocking=True))
+        return micro
 
     def forward(self, micro):
         """What the head says of each action of a micro-batch: (T,) float32 values, or (T, N) logits.

@@ -910,7 +910,11 @@ class PolicyWorker:
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
-        return (batch.select(rows) if rows else common.Batch.blank()).to(self.device)
+        micro = batch.select(rows) if rows else common.Batch.blank()
+        for name in ("input_ids", "response_mask", *micro.FLOATS):  # lengths stay on the host
+            if getattr(micro, name) is not None:
+                setattr(micro, name, getattr(micro, name).to(self.device, non_blocking=True))
+        return micro
 
     @register(
         Dispatch.DP_COMPUTE_PROTO, needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
