@@ -735,6 +735,7 @@ class Pack:
     layout = None  # PackLayout of the whole row, before it is sliced over sequence-parallel ranks
     group = None  # ranks that share the row, or None
     kernel = None  # what the last call used
+    windows = set()  # sliding windows that layers have asked for
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
@@ -746,6 +747,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     if attention_mask is not None or not causal or kwargs.get("position_bias") is not None:
         fault = f"{type(module).__name__} asks for more than causal attention; add --no-use-remove-padding"
         raise UserError(f"--use-remove-padding: {fault}")
+    Pack.windows.add(sliding_window)
     query = query.to(value.dtype)  # float32 rotary tables make queries and keys wider
     key = key.to(value.dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
