@@ -77,8 +77,7 @@ class Config:
     fsdp_size: int = -1  # ranks that share one copy of the weights; others hold replicas (-1: all share one)
     ulysses_size: Positive = 1  # ranks that share one sequence, each with some of the attention heads
     offload_policy: bool = False  # fsdp2 keeps weights, gradients and optimizer state on the host
-    # a collective that takes longer ends the run
-    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 30.0
+    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 30.0  # a longer collective ends the run
 
     # precision and kernels
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
@@ -92,13 +91,11 @@ class Config:
     ppo_epochs: Positive = 1  # passes over the rows of one update
     ppo_mini_batch_size: Positive = 256  # rows of one optimizer step, over all ranks
     shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
-    # tokens of a rank's micro-batch (auto[:GIB]: what fits)
-    ppo_max_token_len_per_gpu: Positive | Auto = 16384
+    ppo_max_token_len_per_gpu: Positive | Auto = 16384  # tokens of a micro-batch (auto[:GIB]: what fits)
 
     # loss
     loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
-    # PPO clip range around the old value (None: no clipping; hl_gauss never clips)
-    cliprange_value: Rate | None = 0.5
+    cliprange_value: Rate | None = 0.5  # PPO clip range around the old value (None: off; not for hl_gauss)
     response_length_limit: Positive | None = None  # the constant that seq-mean-token-sum-norm divides by
 
     # optimizer
@@ -716,8 +713,7 @@ class DataParallelPPOCritic:
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
         config = self.config
         self.model.train()
-        # loss, clipped, vpreds, actions
-        totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)
+        totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # as `loss` gives them
         norms = []  # of the mini-batches, NaN where the step was skipped
         for epoch in range(config.ppo_epochs):
             rows = batch.shuffled(config.seed, self.updates, epoch) if config.shuffle else batch

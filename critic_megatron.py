@@ -81,8 +81,7 @@ class Config:
     context_parallel_size: Positive = 1  # ranks that share each sequence, with a part of its tokens each
     expert_model_parallel_size: Positive = 1  # ranks that share the experts of a mixture
     expert_tensor_parallel_size: Positive | None = None  # ranks that share each expert (None: as for tensors)
-    # a collective that takes longer ends the run
-    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 30.0
+    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 30.0  # a longer collective ends the run
 
     # precision and kernels
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
@@ -94,13 +93,11 @@ class Config:
     ppo_epochs: Positive = 1  # passes over the rows of one update
     ppo_mini_batch_size: Positive = 256  # rows of one optimizer step, over all ranks
     shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
-    # tokens of a rank's micro-batch (auto[:GIB]: what fits)
-    ppo_max_token_len_per_gpu: Positive | Auto = 16384
+    ppo_max_token_len_per_gpu: Positive | Auto = 16384  # tokens of a micro-batch (auto[:GIB]: what fits)
 
     # loss
     loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
-    # PPO clip range around the old value (None: no clipping; hl_gauss never clips)
-    cliprange_value: Rate | None = 0.5
+    cliprange_value: Rate | None = 0.5  # PPO clip range around the old value (None: off; not for hl_gauss)
     response_length_limit: Positive | None = None  # the constant that seq-mean-token-sum-norm divides by
 
     # optimizer
@@ -1054,8 +1051,7 @@ class MegatronPPOCritic:
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
         config = self.config
         self.model.train()
-        # loss, clipped, vpreds, actions
-        totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)
+        totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # as `loss` gives them
         norms = []  # of the mini-batches, NaN where the step was skipped
         for epoch in range(config.ppo_epochs):
             rows = batch.shuffled(config.seed, self.updates, epoch) if config.shuffle else batch
