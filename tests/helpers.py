@@ -17,7 +17,7 @@ import pytest
 import torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SHARED = ROOT.parent / "shared"  # development data beside the repository, see its README
+SHARED = ROOT.parent / "shared"  # development data next to the repository, see its README
 sys.path.insert(0, str(ROOT))
 
 import common  # noqa: E402

@@ -41,7 +41,7 @@ WITH = ("rows.jsonl", "compare_runs.py")  # of the tests' folder
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The scripts alone, in a folder of their own beside the development data."""
+    """The scripts alone, in a folder of their own, next to the development data."""
     folder = tmp_path_factory.mktemp("copy")
     (folder / "main").mkdir()
     for file in (*ROOT.glob("*.py"), *(ROOT / "tests" / name for name in WITH)):
@@ -111,7 +111,7 @@ def typed(line, folder):
 
 @pytest.fixture(scope="module")
 def ppo(copy):
-    """The longest of them, beside the others."""
+    """The longest of them, while others run."""
     return started(LONGEST, copy)
 
 
