@@ -1,7 +1,7 @@
-"""The critics as their users start them: flags, errors, resume, and the same numbers on any number of
-ranks."""
+"""The critics as their users start them: flags, errors, resume, the same numbers on any number of ranks."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -22,9 +22,16 @@ ROWS = ROOT / "tests" / "rows.jsonl"
 GOOD = {"prompt": "1+1=", "response": "2", "reward": 1.0}
 
 
+def start(out_dir, flags, ranks=1, **paths):
+    """Runs critic_fsdp.py on this many ranks; paths: flags whose values may hold blanks."""
+    named = [(f"--{name.replace('_', '-')}", path) for name, path in {**paths, "out_dir": out_dir}.items()]
+    command = [SCRIPT, *flags.split(), *itertools.chain(*named)]
+    return torchrun(ranks, *command) if ranks > 1 else run(sys.executable, *command)
+
+
 def metrics_of(out_dir):
     """(step, name) -> value of a run's metrics.jsonl, without times."""
-    rows = [json.loads(line) for line in open(out_dir / "metrics.jsonl")]
+    rows = common.read_lines(out_dir / "metrics.jsonl")
     return {(r["step"], key): x for r in rows for key, x in r.items() if key.startswith(("critic/", "eval/"))}
 
 
@@ -49,7 +56,6 @@ def test_help_explains_every_flag_without_importing_torch(script):
 
 BAD_FLAGS = [
     ("--ppo-mini-batch-size 0: must be greater than 0", Config(ppo_mini_batch_size=0)),
-    ("--lr nan: must be", Config(lr=math.nan)),
     ("--lr inf: must be a finite number", Config(lr=math.inf)),
     ("--seed -1: must be greater than or equal to 0", Config(seed=-1)),
     ("--strategy fsdp3: must be 'fsdp2', 'fsdp1' or 'none'", Config(strategy="fsdp3")),
@@ -65,10 +71,7 @@ BAD_FLAGS = [
     ("--response-length-limit: belongs to", Config(loss_agg_mode="seq-mean-token-sum-norm")),
     ("--response-length-limit: belongs to", Config(response_length_limit=9)),
     ("--value-range: needs --value-head hl_gauss", Config(value_range=(0.0, 1.0))),
-    (
-        "--value-range (1.0, 0.0): LOW must be below HIGH",
-        Config(value_head="hl_gauss", value_range=(1.0, 0.0)),
-    ),
+    ("--value-range (1.0, 0.0): LOW must be", Config(value_head="hl_gauss", value_range=(1.0, 0.0))),
     ("--freeze-layers: --lora-rank freezes all layers", Config(lora_rank=2, freeze_layers=1)),
     ("--steps 0: must be greater than 0", Run(steps=0)),
     ("--lam 1.5: must be less than or equal to 1", Run(lam=1.5)),
@@ -76,38 +79,31 @@ BAD_FLAGS = [
     ("--profile-steps 3", Run(profile_steps="3")),
     ("--eval-rollouts", Run(eval_rollouts="x.jsonl")),
     ("--eval-rollouts and --recorded-values: need", Run(recorded_values=True)),
-]
-BAD_MEGATRON_FLAGS = [
-    ("--tensor-model-parallel-size: tensor 3", {"tensor_model_parallel_size": 3}),
-    ("--expert-model-parallel-size:", {"expert_model_parallel_size": 3}),
-    ("--virtual-pipeline-model-parallel-size:", {"virtual_pipeline_model_parallel_size": 2}),
-    ("--context-parallel-size: needs packed rows", {"context_parallel_size": 2, "use_remove_padding": False}),
-]
+    ("--tensor-model-parallel-size: tensor 3", critic_megatron.Config(tensor_model_parallel_size=3)),
+    ("--expert-model-parallel-size:", critic_megatron.Config(expert_model_parallel_size=3)),
+    ("--virtual-pipeline-model-parallel-size:",
+     critic_megatron.Config(virtual_pipeline_model_parallel_size=2)),
+    ("--context-parallel-size: needs packed rows",
+     critic_megatron.Config(context_parallel_size=2, use_remove_padding=False)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("message, flags", BAD_FLAGS)
 def test_impossible_flags_are_named(message, flags):
-    assert critic_fsdp.mistake_in(flags, world_size=4).startswith(message)
+    script = sys.modules[type(flags).__module__]
+    assert script.mistake_in(flags, world_size=4).startswith(message)
 
 
-@pytest.mark.parametrize("message, fields", BAD_MEGATRON_FLAGS)
-def test_impossible_flags_of_megatron_are_named(message, fields):
-    assert critic_megatron.mistake_in(critic_megatron.Config(**fields), world_size=4).startswith(message)
+BAD_MODELS = [
+    ("--override-config {: ", {"override_config": "{"}),
+    ("--override-config: Qwen2Config has no 'hidden_sizes'", {"override_config": '{"hidden_sizes": 3}'}),
+    ("--model tiny-qwen9: no such preset", {"model": "tiny-qwen9"}),
+    ("--model nowhere/at-all: no model there", {"model": "nowhere/at-all"}),
+    ("--tokenizer nowhere: no tokenizer there", {"tokenizer": "nowhere"}),
+]
 
 
-@pytest.mark.parametrize(
-    "message, fields",
-    [
-        ("--override-config {: ", {"override_config": "{"}),
-        (
-            "--override-config: Qwen2Config has no 'hidden_sizes' to override",
-            {"override_config": '{"hidden_sizes": 3}'},
-        ),
-        ("--model tiny-qwen9: no such preset", {"model": "tiny-qwen9"}),
-        ("--model nowhere/at-all: no model there", {"model": "nowhere/at-all"}),
-        ("--tokenizer nowhere: no tokenizer there", {"tokenizer": "nowhere"}),
-    ],
-)
+@pytest.mark.parametrize("message, fields", BAD_MODELS)
 def test_a_model_that_is_not_there_is_named(message, fields):
     with pytest.raises(UserError, match=f"^{re.escape(message)}"):
         common.load_config(Config(**fields))
@@ -123,49 +119,34 @@ def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
         assert (unknown.stdout + unknown.stderr).count("Unrecognized options:") == said
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({**GOOD, "reward": math.nan}))
+    out = tmp_path / "out"
     line = rf"error: --rollouts {rows}:1: reward: must be a .*number.*--skip-bad-rows"
-    alone = run(sys.executable, SCRIPT, "--rollouts", rows, "--out-dir", tmp_path / "out")
-    assert alone.returncode == 2 and re.fullmatch(line + ".*\n", alone.stderr), alone.stderr
-    together = torchrun(2, SCRIPT, "--rollouts", rows, "--out-dir", tmp_path / "out", really=True)
+    together = torchrun(2, SCRIPT, "--rollouts", rows, "--out-dir", out, really=True)
     assert together.returncode != 0 and len(re.findall(f"^{line}", together.stderr, flags=re.M)) == 1
-    tight = run(sys.executable, SCRIPT, "--ppo-max-token-len-per-gpu", 5, "--out-dir", tmp_path / "out")
-    assert tight.returncode == 2 and re.match(
-        r"error: --ppo-max-token-len-per-gpu 5: line \d+ .* has 10 tokens; give at least 10\n", tight.stderr
-    )
-    nowhere = run(sys.executable, SCRIPT, "--out-dir", "/proc/nowhere")
-    assert nowhere.returncode == 2 and nowhere.stderr.startswith("error: --out-dir /proc/nowhere")
+    budget = r"error: --ppo-max-token-len-per-gpu 5: line \d+ .* has 10 tokens; give at least 10\n"
+    for process, said in (
+        (start(out, "", rollouts=rows), line + ".*\n"),
+        (start(out, "--ppo-max-token-len-per-gpu 5"), budget),
+        (start("/proc/nowhere", ""), "error: --out-dir /proc/nowhere.*\n"),
+    ):
+        assert process.returncode == 2 and re.fullmatch(said, process.stderr), process.stderr
 
 
 def test_bad_rows_are_left_out_and_counted_where_asked(tmp_path):
     rows = tmp_path / "rows.jsonl"
     good = [json.dumps({**GOOD, "reward": i % 2}) for i in range(4)]
     rows.write_text("\n".join([*good, json.dumps({**GOOD, "reward": math.nan}), "{"]))
-    flags = ("--rollouts", rows, "--skip-bad-rows", "--steps", 1, "--out-dir", tmp_path / "out")
-    out = succeeded(run(sys.executable, SCRIPT, *flags))
+    out = succeeded(start(tmp_path / "out", "--skip-bad-rows --steps 1", rollouts=rows))
     assert f"--rollouts {rows}: left out 2 bad rows\n" in out and f"{rows}:5: reward: must be" in out
     assert "steps      1 updates x 4 rows" in out
 
 
 def test_a_run_that_diverges_stops_and_says_so(tmp_path):
-    """1e15: attention scores overflow. Far above, squares of norms do, to values that some CPUs find
+    """At 1e15 attention scores overflow. Far above, squares of norms do, to values that some CPUs find
     finite."""
-    flags = (
-        "--rollouts",
-        ROWS,
-        "--lr",
-        1e15,
-        "--grad-clip",
-        "inf",
-        "--steps",
-        50,
-        "--out-dir",
-        tmp_path / "out",
-    )
-    process = run(sys.executable, SCRIPT, *flags)
-    assert (
-        process.returncode == 2
-        and "not finite, the training has diverged; use a lower --lr" in process.stderr
-    )
+    process = start(tmp_path / "out", "--lr 1e15 --grad-clip inf --steps 50", rollouts=ROWS)
+    words = "not finite, the training has diverged; use a lower --lr"
+    assert process.returncode == 2 and words in process.stderr, process.stderr
 
 
 def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
@@ -174,32 +155,17 @@ def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
 
     Three updates of two steps each: rounding grows along a trajectory, since AdamW divides by what may be
     almost 0."""
+    small = "--strategy fsdp1 --no-use-remove-padding --ppo-max-token-len-per-gpu 300"
     layouts = {
-        "1 rank": (1, ()),
-        "2 ranks, fsdp1, padded, small budget": (
-            2,
-            ("--strategy", "fsdp1", "--no-use-remove-padding", "--ppo-max-token-len-per-gpu", 300),
-        ),
-        "4 ranks, ulysses 2, 2 replicas": (4, ("--ulysses-size", 2, "--fsdp-size", 2)),
+        "1 rank": (1, ""),
+        "2 ranks, fsdp1, padded, small budget": (2, small),
+        "4 ranks, ulysses 2, 2 replicas": (4, "--ulysses-size 2 --fsdp-size 2"),
     }
     seen = {}
     for name, (ranks, flags) in layouts.items():
-        out = tmp_path / name.replace(" ", "_")
-        flags += (
-            "--lr",
-            1e-4,
-            "--steps",
-            3,
-            "--eval-every",
-            3,
-            "--ppo-mini-batch-size",
-            64,
-            "--out-dir",
-            out,
-        )
-        flags += ("--train-batch-size", 128, "--rollouts", ROWS, "--eval-rollouts", ROWS)
-        succeeded(torchrun(ranks, SCRIPT, *flags) if ranks > 1 else run(sys.executable, SCRIPT, *flags))
-        seen[name] = metrics_of(out)
+        flags += " --lr 1e-4 --steps 3 --eval-every 3 --ppo-mini-batch-size 64 --train-batch-size 128"
+        succeeded(start(tmp_path / name, flags, ranks, rollouts=ROWS, eval_rollouts=ROWS))
+        seen[name] = metrics_of(tmp_path / name)
     first = seen.pop("1 rank")
     for name, metrics in seen.items():
         assert metrics.keys() == first.keys()
@@ -214,20 +180,15 @@ def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
 
 def test_resume_gives_the_run_that_was_never_interrupted(tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    flags = ["--steps", 6, "--eval-every", 2, "--ppo-mini-batch-size", 32, "--train-batch-size", 64]
-    flags += [
-        "--rollouts",
-        ROWS,
-        "--eval-rollouts",
-        ROWS,
-        "--lr-scheduler-type",
-        "cosine",
-        "--lr-warmup-steps",
-        2,
-    ]
-    succeeded(run(sys.executable, SCRIPT, *flags, "--save-every", 4, "--out-dir", whole))
+
+    def go(out_dir, steps, flags="", **paths):
+        flags += f" --steps {steps} --eval-every 2 --ppo-mini-batch-size 32 --train-batch-size 64"
+        flags += " --lr-scheduler-type cosine --lr-warmup-steps 2"
+        return start(out_dir, flags, rollouts=ROWS, eval_rollouts=ROWS, **paths)
+
+    succeeded(go(whole, 6, "--save-every 4"))
     checkpoint = whole / "checkpoints" / "step_4"
-    out = succeeded(run(sys.executable, SCRIPT, *flags, "--resume", checkpoint, "--out-dir", resumed))
+    out = succeeded(go(resumed, 6, resume=checkpoint))
     assert "step 5/6" in out and "step 4/6" not in out
     before, after = metrics_of(whole), metrics_of(resumed)
     assert {step for step, _ in after} == {4, 5, 6}
@@ -235,15 +196,13 @@ def test_resume_gives_the_run_that_was_never_interrupted(tmp_path):
     assert {p.name for p in (whole / "checkpoints").iterdir()} == {"step_4", "step_6"}
     for name in ("curves.png", "run.json", "tensorboard", "hf/config.json"):
         assert (whole / name).exists(), name
-    late = run(sys.executable, SCRIPT, "--steps", 3, "--resume", checkpoint, "--out-dir", tmp_path / "late")
+    late = go(tmp_path / "late", 3, resume=checkpoint)
     assert late.returncode == 2 and "--steps 3" in late.stderr and "has made 4 already" in late.stderr
     # another end, in the same folder: metrics of later steps are gone, their checkpoint is set aside
-    flags[1] = 5
-    succeeded(run(sys.executable, SCRIPT, *flags, "--resume", checkpoint, "--out-dir", whole))
+    succeeded(go(whole, 5, resume=checkpoint))
     names = [sorted(p.name for p in (whole / x).iterdir()) for x in ("checkpoints", "checkpoints.old")]
     assert names == [["step_4", "step_5"], ["step_6"]]
-    aside = whole / "checkpoints.old" / "step_6"
-    late = run(sys.executable, SCRIPT, *flags, "--resume", aside, "--out-dir", whole)
+    late = go(whole, 5, resume=whole / "checkpoints.old" / "step_6")
     assert late.returncode == 2 and "was set aside" in late.stderr
     lines = (whole / "metrics.jsonl").read_text().splitlines()
     assert max(step for step, _ in metrics_of(whole)) == 5 and sum("critic/vf_loss" in x for x in lines) == 5
@@ -253,17 +212,16 @@ def test_returns_from_lambda_truncation_and_recorded_values(tmp_path):
     """What the script trains on is GAE of the rows' own rewards and values, with the flags it was given."""
     batch = random_batch(12, vocab_size=60, idle=False)
     common.write_jsonl(batch, f"{tmp_path}/rows.jsonl")
-    flags = ("--rollouts", tmp_path / "rows.jsonl", "--steps", 1, "--gamma", 0.9, "--lam", 0.5)
-    flags += ("--recorded-values", "--bootstrap-truncated", "--out-dir", tmp_path / "out")
-    succeeded(run(sys.executable, SCRIPT, *flags))
+    flags = "--steps 1 --gamma 0.9 --lam 0.5 --recorded-values --bootstrap-truncated"
+    succeeded(start(tmp_path / "out", flags, rollouts=tmp_path / "rows.jsonl"))
     tail = torch.where(batch.truncated, batch.values[batch.last_action], 0.0)
     columns = (batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens)
     _, returns = common.gae(*columns, 0.9, 0.5, bootstrap_B=tail)
     metrics = metrics_of(tmp_path / "out")
-    returns_A, values_A = returns[batch.response_mask].double(), batch.values[batch.response_mask].double()
-    assert metrics[1, "critic/returns_mean"] == pytest.approx(float(returns_A.mean()), rel=1e-6)
-    assert metrics[1, "critic/returns_std"] == pytest.approx(float(returns_A.std(correction=0)), rel=1e-6)
-    assert metrics[1, "critic/values_mean"] == pytest.approx(float(values_A.mean()), rel=1e-6)
+    for name, x_T in (("returns", returns), ("values", batch.values)):
+        x_A = x_T[batch.response_mask].double()
+        assert metrics[1, f"critic/{name}_mean"] == pytest.approx(float(x_A.mean()), rel=1e-6)
+        assert metrics[1, f"critic/{name}_std"] == pytest.approx(float(x_A.std(correction=0)), rel=1e-6)
     assert batch.truncated.any() and not torch.equal(returns, common.gae(*columns, 0.9, 0.5)[1])
 
 
@@ -276,12 +234,12 @@ def test_every_pass_takes_every_row_once(n, size, steps):
     assert max(map(len, rows)) <= size and max(map(len, rows)) - min(map(len, rows)) <= 1
 
 
-@pytest.mark.parametrize(
-    "last_step, evaluates_again, left", [(2, True, [0, 1, 2, 4]), (2, False, [0, 1, 2, 2, 4]), (0, True, [4])]
-)
+CONTINUED = [(2, True, [0, 1, 2, 4]), (2, False, [0, 1, 2, 2, 4]), (0, True, [4])]
+
+
+@pytest.mark.parametrize("last_step, evaluates_again, left", CONTINUED)
 def test_a_folder_holds_one_run(last_step, evaluates_again, left, tmp_path):
-    """What a run finds in its out_dir that it does not continue is set aside, and never mixed with its
-    own."""
+    """What a run finds in its out_dir that it does not continue is set aside, never mixed with its own."""
     for step in range(1, 5):
         (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
         (tmp_path / "rollouts").mkdir(exist_ok=True)
@@ -293,11 +251,8 @@ def test_a_folder_holds_one_run(last_step, evaluates_again, left, tmp_path):
     logger.log(4, {"critic/vf_loss": 0.5, "critic/lr": math.nan})
     logger.close()
     log = common.read_lines(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in log] == left and log[-1] == {
-        "step": 4,
-        "critic/vf_loss": 0.5,
-        "critic/lr": None,
-    }
+    assert [row["step"] for row in log] == left
+    assert log[-1] == {"step": 4, "critic/vf_loss": 0.5, "critic/lr": None}
     kept = {n for n in (1, 2) if last_step}
     for name, ending in (("checkpoints", ""), ("rollouts", ".jsonl")):
         for folder, steps in ((name, kept), (f"{name}.old", {1, 2, 3, 4} - kept)):

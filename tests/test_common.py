@@ -4,18 +4,13 @@ So are the policy's formulas in ppo_loop.py that verl has too, and how both crit
 """
 
 import dataclasses
-import functools
-import importlib
 import inspect
 import itertools
 import json
 import math
-import os
 import pathlib
-import random
 import re
 import time
-import typing
 
 import pytest
 import torch
@@ -30,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import critic_fsdp
+import critic_megatron
 import ppo_loop
 from common import UserError
 
@@ -59,10 +55,9 @@ def flat(mask_BR, **columns):
 def test_value_loss_equals_verl(oracle):
     """Four aggregation modes x four clip ranges: loss, clip fraction and gradient."""
     case = oracle["algos"]["vloss_in"]
-    results = oracle["algos"]["vloss"]
     batch = flat(case["response_mask"], values=case["values"], returns=case["returns"])
-    assert len(results) == 16
-    for key, expected in results.items():
+    assert len(oracle["algos"]["vloss"]) == 16
+    for key, expected in oracle["algos"]["vloss"].items():
         mode, clip = key.split("|")
         vpreds = flatten(case["vpreds"]).requires_grad_()
         weights = common.loss_weights(batch, mode, case["vpreds"].shape[1])
@@ -71,9 +66,8 @@ def test_value_loss_equals_verl(oracle):
         loss.backward()
         # verl sums over sequences in the last mode
         times = int((batch.actions > 0).sum()) if mode == "seq-mean-token-sum-norm" else 1
-        share = clipped / batch.response_mask.sum()
         assert_close(loss * times, expected["loss"], rtol=1e-6, atol=1e-7)
-        assert_close(share, expected["clipfrac"], rtol=1e-6, atol=1e-7)
+        assert_close(clipped / batch.response_mask.sum(), expected["clipfrac"], rtol=1e-6, atol=1e-7)
         assert_close(vpreds.grad * times, flatten(expected["grad"]), rtol=1e-5, atol=1e-8)
 
 
@@ -152,37 +146,17 @@ def test_gae_equals_a_plain_loop(rows, gamma, lam, bootstrapped):
     assert_close(torch.stack(found).double(), expected, rtol=1e-6, atol=1e-5)
 
 
-def test_masked_entries_never_count_and_clip_can_be_off():
-    v = torch.tensor([1.0, 2.0, 5.0], requires_grad=True)
+def test_masked_entries_never_count():
+    """Not even a NaN, with clipping or without; where fewer than two entries count, whitening gives zeros."""
     bad = torch.tensor([0.0, math.nan, 0.0])
     mask = torch.tensor([True, False, True])
-    loss, clipped = common.value_loss(v, bad, bad, mask, mask / 2, cliprange_value=None)
-    loss.backward()
-    assert loss.item() == 0.5 * (1 + 25) / 2 and int(clipped) == 0
-    assert v.grad.tolist() == [0.5, 0.0, 2.5]
-    common.value_loss(v, bad, bad, mask, mask / 2, cliprange_value=0.2)[0].backward()
-    assert v.grad.isfinite().all()
+    for clip in (None, 0.2):
+        v = torch.tensor([1.0, 2.0, 5.0], requires_grad=True)
+        loss, clipped = common.value_loss(v, bad, bad, mask, mask / 2, clip)
+        loss.backward()
+        assert loss.item() == 0.5 * (1 + 25) / 2 and v.grad.tolist() == [0.5, 0.0, 2.5] and clipped == 0
     for mask in ([True, False, False], [False, False, False]):
         assert ppo_loop.masked_whiten(v.detach(), torch.tensor(mask)).tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("mode", typing.get_args(critic_fsdp.AggMode))
-def test_loss_weights_and_counts_equal_a_plain_loop(mode):
-    batch = random_batch(11, seed=5)
-    rows = [[t for t in range(*ends) if batch.response_mask[t]] for ends in rows_of(batch)]
-    assert batch.actions.tolist() == [*map(len, rows)]
-    assert batch.last_action.tolist() == [max(actions, default=-1) for actions in rows] and [] in rows
-    n_seqs = sum(map(bool, rows))
-    expected = torch.zeros(len(batch.input_ids))
-    for actions in rows:
-        for t in actions:
-            expected[t] = {
-                "token-mean": 1 / sum(map(len, rows)),
-                "seq-mean-token-sum": 1 / n_seqs,
-                "seq-mean-token-mean": 1 / n_seqs / len(actions),
-                "seq-mean-token-sum-norm": 1 / n_seqs / 33,
-            }[mode]
-    assert_close(common.loss_weights(batch, mode, 33), expected, rtol=1e-6, atol=0)
 
 
 def test_explained_variance_and_auc_equal_plain_formulas():
@@ -193,9 +167,8 @@ def test_explained_variance_and_auc_equal_plain_formulas():
     assert common.explained_variance(values, returns) == pytest.approx(float(expected), rel=1e-6)
     row = common.Batch.blank(200)
     _, rounding = common.gae(row.token_level_rewards, values, row.response_mask, row.cu_seqlens, 0.9)
-    for constant in (torch.ones(200), rounding, 1 + 1e-6 * returns):
-        assert math.isnan(common.explained_variance(values[1:], constant[1:]))
-    assert math.isnan(common.explained_variance(values[:0], returns[:0]))
+    for constant in (torch.ones(200), rounding, 1 + 1e-6 * returns, returns[:1]):
+        assert math.isnan(common.explained_variance(values[1 : len(constant)], constant[1:]))
 
     labels = (torch.rand(80, generator=g) < 0.4).float()
     scores = torch.randint(0, 9, (80,), generator=g)
@@ -216,13 +189,12 @@ def assert_same(a, b):
         assert x is y is None or torch.equal(x, y), name
 
 
-def test_select_split_and_concat_keep_rows_whole():
+def test_rows_stay_whole_in_pieces_selections_and_together():
     batch = random_batch(9)
     batch.multi_modal_inputs = [{"pixels": torch.tensor([i])} for i in range(9)]
     assert_same(common.concat(batch.split(4)), batch)
     assert [len(piece) for piece in batch.split(4)] == [4, 4, 1]
-    picked = batch.select([5, 0, 8])
-    for ours, i in zip(picked.split(1), (5, 0, 8)):
+    for ours, i in zip(batch.select([5, 0, 8]).split(1), (5, 0, 8)):
         ends = slice(*rows_of(batch)[i])
         assert torch.equal(ours.input_ids, batch.input_ids[ends])
         assert torch.equal(ours.values, batch.values[ends])
@@ -230,29 +202,33 @@ def test_select_split_and_concat_keep_rows_whole():
     nothing = batch.select([])
     assert len(nothing) == 0 and nothing.cu_seqlens.tolist() == [0] and nothing.lengths == []
     assert_same(common.concat([nothing, batch, nothing]), batch)
-    batch.values = None
     with pytest.raises(TypeError):  # a column is in every batch or in none
-        common.concat([batch, random_batch(2)])
-
-
-def test_gather_sorts_rows_and_refuses_what_is_not_sound():
-    batch = random_batch(4)
-    assert_same(common.gather(batch.select([2, 0, 3, 1])), batch)
+        common.concat([dataclasses.replace(batch, values=None), random_batch(2)])
+    acts = [[t for t in range(*ends) if batch.response_mask[t]] for ends in rows_of(batch)]
+    assert batch.actions.tolist() == [*map(len, acts)] and 0 in batch.actions
+    assert batch.last_action.tolist() == [max(places, default=-1) for places in acts]
+    assert_same(common.gather(batch.select([2, 0, 3, 8, 7, 6, 5, 4, 1])), batch)
     with pytest.raises(ValueError, match="row_id 1 occurs more than once"):
         common.gather(common.concat([batch, batch.select([1])]))
+
+
+UNSOUND = [  # words, column, what it is in a row of two tokens
+    ("row 5: its first token cannot be an action", "response_mask", [True, True]),
+    ("cu_seqlens must rise from 0 to the 2 tokens", "cu_seqlens", [0, 3]),
+    ("cu_seqlens must rise from 0 to the 2 tokens", "cu_seqlens", [1, 2]),
+    ("values has 3 entries", "values", [0.0, 0.0, 0.0]),
+    ("truncated has 2 entries", "truncated", [False, False]),
+]
+
+
+@pytest.mark.parametrize("fault, name, column", UNSOUND)
+def test_a_batch_that_is_not_sound_is_refused(fault, name, column):
     row = dataclasses.replace(common.Batch.blank(2), row_id=torch.tensor([5]))
-    for fault, name, column in (
-        ("row 5: its first token cannot be an action", "response_mask", [True, True]),
-        ("cu_seqlens must rise from 0 to the 2 tokens", "cu_seqlens", [0, 3]),
-        ("cu_seqlens must rise from 0 to the 2 tokens", "cu_seqlens", [1, 2]),
-        ("values has 3 entries", "values", [0.0, 0.0, 0.0]),
-        ("truncated has 2 entries", "truncated", [False, False]),
-    ):
-        with pytest.raises(ValueError, match=fault):
-            common.gather(dataclasses.replace(row, **{name: torch.tensor(column)}))
+    with pytest.raises(ValueError, match=fault):
+        common.gather(dataclasses.replace(row, **{name: torch.tensor(column)}))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 12))
 def test_jsonl_round_trip_is_exact(tmp_path_factory, seed, n):
     path = str(tmp_path_factory.mktemp("jsonl") / "rows.jsonl")
@@ -286,34 +262,28 @@ def test_text_and_chat_rows():
 
 
 GOOD = {"prompt_ids": [1, 2], "response_ids": [3, 4], "reward": 1.0}
+IDLE = {**GOOD, "response_mask": [0, 0]}
 BAD_ROWS = {  # what is wrong -> how the row differs from GOOD or reads, and words of the message
     "not json": ("{", "JSON"),
     "not utf-8": (b'{"prompt": "\xff"}', "JSON"),
     "too deep": ("[" * 100_000, "JSON"),
     "no reward": ({"reward": None}, "one of reward, rewards; has none"),
     "two prompts": ({"prompt": "a"}, "one of prompt, messages, prompt_ids; has prompt and prompt_ids"),
-    "empty prompt": ({"prompt_ids": []}, "prompt_ids: "),
     "empty response text": ({"response_ids": None, "response": ""}, "response: "),
     "prompt of another type": ({"prompt_ids": None, "prompt": 7}, "prompt: must be a valid string, not 7"),
-    "messages of another type": ({"prompt_ids": None, "messages": ["hi"]}, "messages: must be"),
     "no chat template": ({"prompt_ids": None, "messages": [{"role": "user"}]}, "chat template"),
     "huge reward": ({"reward": 10**400}, "reward: must be a finite number"),
     "reward whose square is infinite": ({"reward": 1e30}, "reward: must be less"),
     "reward as text": ({"reward": "1"}, "reward: must be a valid number, not '1'"),
     "NaN in rewards": ({"reward": None, "rewards": [0.0, math.nan]}, "rewards: must be a finite number"),
     "rewards of another length": ({"reward": None, "rewards": [1.0]}, "rewards has 1 entries"),
-    "mask of another length": ({"response_mask": [1]}, "response_mask has 1 entries"),
     "mask of other things": ({"response_mask": [1, 2]}, "response_mask: must be"),
     "id out of the vocabulary": ({"response_ids": [3, 50]}, "50 is outside the model's vocabulary of 50"),
     "negative id": ({"response_ids": [3, -1]}, "response_ids: must be"),
     "id beyond 64 bits": ({"response_ids": [3, 2**63]}, "response_ids: must be"),
-    "ids of another type": ({"response_ids": [3, 1.5]}, "response_ids: must be a valid integer"),
     "too long": ({"prompt_ids": [1] * 30}, "32 tokens, more than the model's max_position_embeddings, 20"),
-    "truncated of another type": ({"truncated": "no"}, "truncated: must be"),
     "images": ({"images": ["a.png"]}, "images"),
     "no values": ({}, '"values"'),
-    "values of another length": ({"values": [1, 2, 3]}, "values has 3 entries"),
-    "NaN in values": ({"values": [1, math.nan]}, "values: must be a finite number"),
 }
 
 
@@ -326,27 +296,28 @@ def test_a_bad_row_is_named_with_file_line_and_fault(name, tmp_path, capsys):
     path.write_bytes(b"\n".join([good, bad if isinstance(bad, bytes) else bad.encode(), good]))
     fields = common.tiny_config("tiny-qwen2", 50) | {"max_position_embeddings": 20}
     reader = (str(path), common.char_tokenizer(), transformers.AutoConfig.for_model(**fields))
-    read = functools.partial(common.read_rows, *reader, with_values="values" in name)
+    with_values = name == "no values"
     with pytest.raises(UserError) as error:
-        read()
-    assert f"--rollouts {path}:2: " in str(error.value) and fault in str(error.value)
-    assert "\n" not in str(error.value)
-    batch = read(skip_bad_rows=True)
+        common.read_rows(*reader, with_values=with_values)
+    message = str(error.value)
+    assert f"--rollouts {path}:2: " in message and fault in message and "\n" not in message
+    batch = common.read_rows(*reader, with_values=with_values, skip_bad_rows=True)
     assert batch.row_id.tolist() == [0, 2]
-    assert "values" not in name or batch.values.tolist() == 2 * [0, 0, 0, 2]  # of actions alone
+    assert not with_values or batch.values.tolist() == 2 * [0, 0, 0, 2]  # of actions alone
     said = capsys.readouterr().out
     assert "left out 1 bad rows" in said and fault in said
 
 
-def test_a_missing_an_empty_and_a_hopeless_file(tmp_path):
+HOPELESS = [(None, "No such file"), ("\n", "no usable"), ("{}", "no usable"), (json.dumps(IDLE), "an action")]
+
+
+@pytest.mark.parametrize("text, fault", HOPELESS)
+def test_a_file_with_nothing_to_learn_is_refused(text, fault, tmp_path):
     path = tmp_path / "rows.jsonl"
-    idle = json.dumps({**GOOD, "reward": 0, "response_mask": [0, 0]})
-    words = ("--rollouts .*No such file", "no usable row", "no usable row", "none with an action")
-    for text, fault in zip(("", "\n", "{}", idle), words):
-        if text:
-            path.write_text(text)
-        with pytest.raises(UserError, match=fault):
-            common.read_rows(str(path), None, skip_bad_rows=text == "{}")
+    if text:
+        path.write_text(text)
+    with pytest.raises(UserError, match=f"--rollouts {path}.*{fault}"):
+        common.read_rows(str(path), None, skip_bad_rows=text == "{}")
 
 
 # ---- Partitioning ------------------------------------------------------------------------------------------
@@ -371,7 +342,7 @@ def test_spread_is_a_partition_within_the_bounds_of_longest_first(costs, k):
         assert fullest <= min(max(loads(costs, way)) for way in ways) * (4 / 3 - 1 / (3 * k))
 
 
-@pytest.mark.parametrize("script, most", [("critic_fsdp", 1), ("critic_megatron", 4)])
+@pytest.mark.parametrize("script, most", [(critic_fsdp, 1), (critic_megatron, 4)])
 @settings(deadline=None)
 @given(data=st.data())
 def test_ranks_make_equally_many_micro_batches_within_the_token_budget(script, most, data):
@@ -381,7 +352,7 @@ def test_ranks_make_equally_many_micro_batches_within_the_token_budget(script, m
     ranks, cap, multiple = (data.draw(st.integers(*ends)) for ends in ((1, 5), (60, 200), (1, most)))
     pad = data.draw(st.booleans())
     options = {"multiple": multiple} if most > 1 else {}
-    table = importlib.import_module(script).micro_batches(lengths, costs, ranks, cap, pad, **options)
+    table = script.micro_batches(lengths, costs, ranks, cap, pad, **options)
     [count] = {len(parts) for parts in table}
     assert len(table) == ranks and count % multiple == 0
     assert sorted(i for parts in table for part in parts for i in part) == list(range(len(lengths)))
@@ -392,16 +363,14 @@ def test_ranks_make_equally_many_micro_batches_within_the_token_budget(script, m
     assert pad or count <= 1.05 * 2 * fullest / cap + 1 + multiple
 
 
-def test_splitting_many_rows_that_fill_more_than_half_a_micro_batch_is_quick():
-    lengths = random.Random(0).choices(range(51, 100), k=20_000)
+def test_many_rows_that_share_no_micro_batch_are_split_in_few_tries(monkeypatch):
+    """All fill more than half of one."""
+    spread = critic_fsdp.spread
+    tries = []
+    monkeypatch.setattr(critic_fsdp, "spread", lambda *args: tries.append(args) or spread(*args))
+    lengths = [51 + i % 49 for i in range(2000)]
     [parts] = critic_fsdp.micro_batches(lengths, lengths, 1, 100)
-    assert sum(map(bool, parts)) == 20_000 and len(parts) <= 1.05 * 20_000 + 1
-
-
-def test_permutations_depend_on_their_key_alone():
-    first = common.permutation(50, 0, 3, 1)
-    assert first == common.permutation(50, 0, 3, 1) != common.permutation(50, 0, 3, 2)
-    assert sorted(common.permutation(50, 1, "rows", 0)) == list(range(50))
+    assert sum(map(bool, parts)) == 2000 and len(parts) <= 1.05 * 2000 + 1 and len(tries) < 200
 
 
 # ---- Attention over packed rows ----------------------------------------------------------------------------
@@ -504,18 +473,20 @@ PEAKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PEAKS)
-def test_mfu_is_of_the_devices_own_peak_or_not_known(name, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: f"NVIDIA {name}")
+def test_mfu_is_of_the_devices_own_peak_or_not_known(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**31)
     host = common.setup_distributed()
+    gpu = torch.device("cuda")
     measure = lambda *where: common.performance(time.perf_counter() - 2, 10, 1e15, *where)
-    found = measure(torch.device("cuda"), torch.bfloat16)
-    rate = 1e15 / found["perf/time_update"] / (PEAKS[name] * 1e12)
-    assert found["perf/mfu"] == pytest.approx(rate, nan_ok=True) and found["perf/peak_memory_gib"] == 2
-    assert found["perf/tokens_per_second"] == pytest.approx(10 / found["perf/time_update"])
-    for where in ((torch.device("cuda"), torch.float32), (host, torch.bfloat16)):
-        assert math.isnan(measure(*where)["perf/mfu"])
+    for name, peak in PEAKS.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: f"NVIDIA {name}")
+        found = measure(gpu, torch.bfloat16)
+        rate = 1e15 / found["perf/time_update"] / (peak * 1e12)
+        assert found["perf/mfu"] == pytest.approx(rate, nan_ok=True), name
+        assert found["perf/tokens_per_second"] == pytest.approx(10 / found["perf/time_update"])
+        assert found["perf/peak_memory_gib"] == 2
+        for where in ((gpu, torch.float32), (host, torch.bfloat16)):
+            assert math.isnan(measure(*where)["perf/mfu"])
 
 
 @pytest.mark.parametrize("name", common.TINY)
@@ -560,12 +531,12 @@ def test_a_folder_is_published_whole_and_damage_is_named(tmp_path):
     manifest = folder / common.MANIFEST
     for text in ("12345", "54321"):  # the second time the folder is replaced
         with common.published(str(folder), keep=2) as tmp:
-            os.mkdir(f"{tmp}/actor")
+            pathlib.Path(tmp, "actor").mkdir()
             pathlib.Path(tmp, "actor", "weights").write_text(text)
             assert not weights.exists() or weights.read_text() == "12345"
         assert weights.read_text() == text
-        common.verify(str(folder))
-        common.verify(f"{folder}/actor")  # a part of a folder, by the manifest of the whole
+        for part in (folder, folder / "actor"):  # which has no manifest of its own
+            common.verify(str(part))
     for n in (1, 2, 10):
         with common.published(f"{tmp_path}/step_{n}", keep=2):
             pass
@@ -574,11 +545,12 @@ def test_a_folder_is_published_whole_and_damage_is_named(tmp_path):
         raise RuntimeError("the disk is full")
     common.verify(str(folder))  # it is still the old one
     weights.write_text("55321")
-    with pytest.raises(UserError, match=f"--resume {folder}: .*actor/weights is not what was written"):
+    verify_fails = lambda words: pytest.raises(UserError, match=f"--resume {folder}: {words}")
+    with verify_fails(".*actor/weights is not what was written"):
         common.verify(str(folder))
     for text in ("{}", "[1]", manifest.read_text()[:-1]):
         manifest.write_text(text)
-        with pytest.raises(UserError, match=f"--resume {folder}: no complete checkpoint here"):
+        with verify_fails("no complete checkpoint here"):
             common.verify(str(folder))
     manifest.unlink()
     with pytest.raises(UserError, match="--out-dir: .* holds something else"), common.published(str(folder)):
@@ -591,13 +563,13 @@ def test_toy_rows_have_the_rule_they_promise():
     assert train == common.toy_rows(4000, 0) != common.toy_rows(4000, 1)
     rows, others = (map(json.loads, lines) for lines in (train, common.toy_rows(500, 0, held_out=True)))
     held_out = {row["prompt"] for row in others}
-    right = {True: [], False: []}
+    right = {True: [], False: []}  # whether the units carry -> rewards
     for row in rows:
         a, b = map(int, row["prompt"][:-1].split("+"))
         assert row["reward"] == float(int(row["response"]) == a + b) and row["prompt"] not in held_out
         right[a % 10 + b % 10 >= 10].append(row["reward"])
-    assert sum(right[True]) / len(right[True]) == pytest.approx(0.10, abs=0.03)
-    assert sum(right[False]) / len(right[False]) == pytest.approx(0.95, abs=0.03)
+    for carries, share in ((True, 0.10), (False, 0.95)):
+        assert sum(right[carries]) / len(right[carries]) == pytest.approx(share, abs=0.03)
 
 
 def test_the_five_tokens_of_the_readme():
