@@ -316,7 +316,7 @@ def background(script, short):
 
 def logger(script, short):
     """kill -9 while the logs of earlier runs are rewritten: metrics.jsonl, TensorBoard's, samples.jsonl."""
-    names = ["metrics.jsonl.tmp", "tensorboard", "samples.jsonl.tmp"][: 3 if script == "ppo_loop" else 2]
+    names = ["metrics.jsonl.tmp", "tensorboard/*", "samples.jsonl.tmp"][: 3 if script == "ppo_loop" else 2]
     out = copy_of_golden(script, "logger", steps=range(1, 5))
     os.truncate(out / "metrics.jsonl", (out / "metrics.jsonl").stat().st_size - 7)  # as a crash leaves it
     shutil.copytree(out / "hf", out / "hf.old.gone")  # as a crash leaves it too
@@ -328,11 +328,10 @@ def logger(script, short):
 
 
 def kill_at(script, out, name):
-    """kill -9 when this file, or a new one in TensorBoard's folder, appears."""
-    seen = set(out.glob("tensorboard/*"))
+    """kill -9 when a file of this name appears that was not there."""
+    seen = set(out.glob(name))
     job = Job(script, out, "--resume", "auto", slow=0.2)
-    new = lambda: set(out.glob("tensorboard/*")) - seen if name == "tensorboard" else (out / name).exists()
-    until(lambda: job.poll() or new(), name)
+    until(lambda: job.poll() or set(out.glob(name)) - seen, name)
     assert not job.poll(), job
     job.send(signal.SIGKILL)
     job.wait()

@@ -285,8 +285,7 @@ def damages(files, scratch):
         "no shape": ({"trainer.json": b'{"updates": 1}'}, "not a checkpoint of this script (KeyError"),
         "other script": ({"trainer.json": json.dumps({**note, "backend": "x"}).encode()}, "another script"),
         "other model": (shape(hidden_size=128), "another model: hidden_size 128 there, 64 here"),
-        "adapters": (shape(lora_rank=3), "another model: lora_rank 3 there"),
-        "other head": (shape(value_range=[0, 1]), "value_range [0, 1] there, None here"),
+        "adapters": (shape(lora_rank=3), "another model: lora_rank 3 there, None here"),
     }
 
 
@@ -336,8 +335,7 @@ def offload_changes_nothing(folder):
 def an_automatic_budget_fills_the_memory(folder):
     """On one rank; and on two stages, of which the first holds what two micro-batches save."""
     layout = {1: {}, 2: {PP: 2}}[common.WORLD_SIZE]
-    limit = 0.03
-    auto = make(ppo_max_token_len_per_gpu=f"auto:{limit}", **layout)
+    auto = make(ppo_max_token_len_per_gpu="auto:0.03", **layout)
     metrics = auto.update_critic(rows(3))
     for name, x in make(ppo_max_token_len_per_gpu=64, **layout).update_critic(rows(3)).items():
         assert name.startswith("perf/") or math.isclose(metrics[name], x, rel_tol=1e-6), (name, x)
@@ -350,7 +348,7 @@ def an_automatic_budget_fills_the_memory(folder):
     weights = sum(p.numel() for p in auto.critic.modules[0].parameters())
     held = torch.tensor(peak + 16.0 * weights)  # weights, gradients and both moments in float32
     dist.all_reduce(held, dist.ReduceOp.MAX)
-    assert 0.8 < held / (limit * 2**30) < 0.92, held
+    assert 0.8 < held / (0.03 * 2**30) < 0.92, held
 
 
 # ---- What is not finite, and what does not fit -------------------------------------------------------------
@@ -411,13 +409,11 @@ def a_padding_token_may_count_from_the_end(folder):
 
 SIZES = [  # model's config, layout, what Megatron says of them
     ({"num_attention_heads": 3, "num_key_value_heads": 3}, {TP: 2}, "num_attention_heads (3)"),
-    ({"num_attention_heads": 6, "num_key_value_heads": 3}, {TP: 2}, "num_query_groups (3)"),
     ({"intermediate_size": 33}, {TP: 2}, "33 is not divisible by 2"),
     ({"num_hidden_layers": 3}, {PP: 2}, "num_layers should be divisible"),
     ({"num_hidden_layers": 6}, {PP: 2, VPP: 2}, "should be divisible by vp_size 2"),
     ({}, {EP: 2}, "num_moe_experts must be"),
     ({"num_experts": 3}, {EP: 2, **MOE}, "MoELayer"),
-    ({"moe_intermediate_size": 33}, {TP: 2, **MOE}, "33 is not divisible by 2"),
     ({"num_experts_per_tok": 1, "norm_topk_prob": True}, MOE, "topk is 1"),
 ]
 
@@ -522,17 +518,11 @@ def check_export(path, batch, values, config):
     model, info = kind.from_pretrained(path, output_loading_info=True, dtype=torch.float32)
     assert not any(info.values()), (path, info)
     assert len(model.get_input_embeddings().weight) == model.config.vocab_size == 99
-    categorical = config.value_head == "hl_gauss"
-    assert model.config.num_labels == (config.value_bins if categorical else 1)
-
-    @torch.no_grad()
-    def outputs_of(_, ids):
-        logits = model(input_ids=ids).logits[0]
-        if categorical:
-            return torch.stack([plain_value(x, *model.config.value_range) for x in logits])
-        return logits[:, 0]
-
-    expected, _ = plain_loop(batch, outputs_of)
+    span = model.config.value_range
+    assert model.config.num_labels == (config.value_bins if span else 1)
+    assert bool(span) == (config.value_head == "hl_gauss")
+    value_of = lambda logits: plain_value(logits, *span) if span else logits[0]
+    expected, _ = plain_loop(batch, lambda _, ids: model(input_ids=ids).logits[0], value_of)
     torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
 
 

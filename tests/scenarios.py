@@ -61,14 +61,14 @@ def rows_come_back_in_the_callers_order():
 
 def not_finite_on_one_rank():
     """An overflow among one rank's rows skips the step on every rank and leaves the weights as they were."""
+    batch = random_batch(8, vocab_size=60, idle=False)
+    batch.returns[batch.response_mask.nonzero()[0]] = 1e30  # its square is not finite in float32
     for layout, fields in LAYOUTS.items():
         worker = make(**fields)
-        batch = random_batch(8, vocab_size=60, idle=False)
-        batch.returns[batch.response_mask.nonzero()[0]] = 1e30  # its square is not finite in float32
         before = full_weights(worker.critic)
         metrics = worker.update_critic(mine(batch))
         assert metrics["critic/skipped_steps"] == 1 and worker.critic.optimizer_steps == 0, layout
-        assert all(torch.equal(x, before[n]) for n, x in full_weights(worker.critic).items()), layout
+        torch.testing.assert_close(full_weights(worker.critic), before, rtol=0, atol=0, msg=layout)
 
 
 def a_weight_may_be_used_on_one_rank_alone():
@@ -129,24 +129,23 @@ def save_and_go_on(folder):
 def resume_and_go_on(folder):
     """The same from the checkpoints of two ranks, on every layout of this world size. It is equal bit for
     bit on two ranks with the same layout, whatever moves or recomputes there."""
-    batches = [mine(random_batch(16, seed, vocab_size=60)) for seed in range(4)]
+    batches = [mine(random_batch(16, seed, vocab_size=60)) for seed in (2, 3)]
     fitting = [fields for fields in LAYOUTS.values() if WORLD_SIZE % fields.get("ulysses_size", 1) == 0]
     runs = [(fields, "fsdp1", False) for fields in fitting]  # how it goes on, what was saved, bit for bit
     if WORLD_SIZE == 4:
         runs.append(({"fsdp_size": 2}, "fsdp1", False))
     elif WORLD_SIZE == 2:
-        runs += [({}, saved, False) for saved in LAYOUTS]
-        runs += [(fields, saved, True) for saved, fields in LAYOUTS.items()]
         on_host = {"gradient_checkpointing": True, "activation_offload": True}
-        for saved in ("fsdp2", "fsdp1"):
-            runs.append(({"strategy": saved, **on_host}, saved, True))
+        runs += [({}, saved, False) for saved in LAYOUTS if saved != "fsdp1"]
+        runs += [(fields, saved, True) for saved, fields in LAYOUTS.items()]
+        runs += [({"strategy": saved, **on_host}, saved, True) for saved in ("fsdp2", "fsdp1")]
         runs.append(({"offload_policy": True}, "fsdp2", True))
     for fields, saved, exact in runs:
         worker = make(ppo_max_token_len_per_gpu=100, **fields)
         worker.compute_values(batches[0])  # it must let go of gathered weights
         worker.load_checkpoint(f"{folder}/{saved}")
         expected_metrics, expected_weights = torch.load(f"{folder}/{saved}.pt", weights_only=True)
-        for batch, expected in zip(batches[2:], expected_metrics, strict=True):
+        for batch, expected in zip(batches, expected_metrics, strict=True):
             worker.offload()
             worker.onload()
             for key, x in worker.update_critic(batch).items():
@@ -266,24 +265,21 @@ def bad_input_ends_every_rank(folder):
     built = []
     critic_fsdp.build_value_model = lambda *_: built.append(1)
     few = json.dumps({"vocab_size": 50, "max_position_embeddings": 20})
-    odd = json.dumps({"num_attention_heads": 1, "num_key_value_heads": 1})
     cases = [  # flags of the critic, of the run, words of the message
         ({}, {"rollouts": f"{folder}/none.jsonl"}, "--rollouts"),
         ({"tokenizer": folder}, {}, "--tokenizer"),
         ({"model": folder}, {}, "--model"),
-        ({"ulysses_size": 3}, {}, "--ulysses-size 3: must divide the 2 ranks"),
-        ({"ulysses_size": 2, "override_config": odd}, {}, "attention heads"),
+        ({"ulysses_size": 2, "override_config": '{"num_attention_heads": 1}'}, {}, "attention heads"),
         ({"fsdp_size": 5}, {}, "--fsdp-size 5: must divide the 2 ranks"),
     ]
     for name, (change, fault) in BAD_ROWS.items():
-        path = pathlib.Path(folder, f"{name}.jsonl")
         if isinstance(change, dict):
+            path = pathlib.Path(folder, f"{name}.jsonl")
             flags = {"rollouts": str(path), "recorded_values": "values" in name}
             cases.append(({"override_config": few}, flags, fault))
+            lines = map(json.dumps, ({**GOOD, "values": [1, 2]}, {**GOOD, **change}))
             if RANK == 0:
-                path.write_text(
-                    json.dumps({**GOOD, "values": [1, 2]}) + "\n" + json.dumps({**GOOD, **change})
-                )
+                path.write_text("\n".join(lines))
     common.setup_distributed()
     dist.barrier()
     for critic, fields, fault in cases:

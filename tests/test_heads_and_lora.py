@@ -1,6 +1,7 @@
 """Categorical value heads, adapters and frozen layers: maths, layouts, checkpoints, exports, the script."""
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -9,6 +10,7 @@ import torch
 import transformers
 from helpers import ROOT, captured_gradients, full_weights, random_batch, succeeded, torchrun
 from scenarios import VARIANTS, one_gradient
+from test_critic_fsdp import assert_same_weights, worker
 from test_layouts import MODELS, clipped_loss, difference, plain_loop, save_model
 
 import common
@@ -17,13 +19,6 @@ from common import UserError
 from critic_fsdp import Config, CriticWorker, Run
 
 LOAD = transformers.AutoModelForTokenClassification.from_pretrained
-
-
-def worker(**fields):
-    w = CriticWorker(Config(**fields))
-    w.init_model()
-    return w
-
 
 # ---- HL-Gauss against plain loops --------------------------------------------------------------------------
 
@@ -118,6 +113,12 @@ def trains(name, variant):
     return variant == "hl_gauss" or not name.startswith(("model.embed_tokens.", "model.layers.0."))
 
 
+def names_with_moments(critic):
+    """The weights that AdamW has moments of."""
+    _, _, state = critic_fsdp.checkpoint_tensors(critic.model, critic.optimizer)
+    return {name for name, moments in state["state"].items() if "exp_avg" in moments}
+
+
 def compare(result, expected, variant):
     """Asserts that a result is the reference, from the same weights, and moved exactly what trains -> largest
     relative difference."""
@@ -147,17 +148,22 @@ def references(tmp_path_factory):
         w.save_checkpoint(folder / variant)
         _, result = one_gradient(folder / "model", folder / variant, **fields)
         made[variant] = result["weights"], reference(folder / "model", result, variant)
-        compare(result, made[variant], variant)
     return folder, made
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("strategy", ["fsdp1", "none"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1", "none"])
 def test_one_rank_makes_the_gradient_of_a_plain_loop(strategy, variant, references):
     folder, made = references
     fields = {**VARIANTS[variant], "strategy": strategy, "gradient_checkpointing": strategy == "fsdp1"}
-    _, result = one_gradient(folder / "model", folder / variant, **fields)
+    w, result = one_gradient(folder / "model", folder / variant, **fields)
     compare(result, made[variant], variant)
+    assert names_with_moments(w.critic) == {name for name in result["weights"] if trains(name, variant)}
+
+
+CHANGES = {  # a field that makes another model of each variant, so that its checkpoints are refused
+    "lora": ("lora_alpha", 7.0), "hl_gauss": ("value_range", (0.0, 1.0)), "freeze": ("freeze_layers", 2),
+}  # fmt: skip
 
 
 def test_two_ranks_make_it_on_every_layout_and_exchange_checkpoints(references, tmp_path):
@@ -173,8 +179,11 @@ def test_two_ranks_make_it_on_every_layout_and_exchange_checkpoints(references, 
     for variant, fields in VARIANTS.items():
         back = worker(model=str(folder / "model"), **fields)
         back.load_checkpoint(folder / f"{variant} of 2")
-        for name, x in full_weights(back.critic).items():
-            assert torch.equal(x, results[variant, "ulysses"]["after"][name]), (variant, name)
+        assert_same_weights(back, results[variant, "ulysses"]["after"])
+        name, x = CHANGES[variant]
+        other = worker(model=str(folder / "model"), **fields | {name: x})
+        with pytest.raises(UserError, match=f"another model: {name} .* there, .* here"):
+            other.load_checkpoint(folder / f"{variant} of 2")
 
 
 # ---- Adapters, checkpoints, exports, the script ------------------------------------------------------------
@@ -195,37 +204,10 @@ def test_adapters_begin_as_nothing_and_follow_the_seed():
         assert ".lora_B." in name or not torch.equal(x, adapters["none"][name])
 
 
-# one field that makes another model of each variant, so that its checkpoints are refused
-CHANGES = {
-    "lora": ("lora_alpha", 7.0),
-    "hl_gauss": ("value_range", (0.0, 1.0)),
-    "freeze": ("freeze_layers", 2),
-}
-SOME = [("lora", "fsdp1"), ("lora", "none"), ("freeze", "fsdp1"), ("freeze", "none"), ("hl_gauss", "none")]
+SOME = [*itertools.product(("lora", "freeze"), ("fsdp1", "none")), ("lora", "fsdp2"), ("hl_gauss", "none")]
 
 
-@pytest.mark.parametrize("variant, strategy", [*SOME, ("lora", "fsdp2")])
-def test_resume_equals_going_on_bit_for_bit(variant, strategy, tmp_path):
-    fields = dict(strategy=strategy, ppo_mini_batch_size=6, **VARIANTS[variant])
-    w, again = (worker(**fields) for _ in range(2))
-    first, second = (random_batch(12, seed, vocab_size=60) for seed in range(2))
-    w.update_critic(first)
-    w.save_checkpoint(tmp_path / "c")
-    again.load_checkpoint(tmp_path / "c")
-    ours, theirs = (x.update_critic(second) for x in (w, again))
-    assert all(ours[key] == theirs[key] for key in ours if key.startswith("critic/"))
-    weights = full_weights(again.critic)
-    assert all(torch.equal(x, weights[name]) for name, x in full_weights(w.critic).items())
-    tensors, _, _ = critic_fsdp.checkpoint_tensors(w.critic.model, w.critic.optimizer)
-    moments = {n.removeprefix("optimizer.").rpartition(".")[0] for n in tensors if n.startswith("optimizer.")}
-    assert moments == {name for name in weights if trains(name, variant)}
-    if strategy == "none":
-        name, other = CHANGES[variant]
-        with pytest.raises(UserError, match=f"another model: {name} .* there, .* here"):
-            worker(**fields | {name: other}).load_checkpoint(tmp_path / "c")
-
-
-@pytest.mark.parametrize("variant, strategy", [*SOME, ("lora", "fsdp2")])
+@pytest.mark.parametrize("variant, strategy", SOME)
 def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
     """Gradients are close to those of float32. Adapters and frozen layers spare the backward pass what MFU
     must not count: of a forward and twice that, 2 in all are left here."""
@@ -245,33 +227,43 @@ def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
     assert float((close - true).norm() / true.norm()) < 0.05
 
 
-HL_GAUSS = {"value_head": "hl_gauss", "value_bins": 11}
-EXPORTS = [("tiny-qwen2", "fsdp1", {}), ("tiny-gpt2", "fsdp1", {}), ("tiny-qwen3-moe", "none", {}),
-           ("opt", "fsdp2", {}), ("tiny-qwen2", "fsdp2", HL_GAUSS)]  # fmt: skip
+LORA = {"lora_rank": 4}
+HL_GAUSS = {"value_head": "hl_gauss", "value_bins": 11, "value_range": (-1.5, 2.0)}
+EXPORTS = [
+    ("tiny-qwen2", {}), ("tiny-qwen2", {"strategy": "fsdp1", **LORA}), ("tiny-qwen2", {**LORA, **HL_GAUSS}),
+    ("tiny-gpt2", {}), ("tiny-gpt2", {"strategy": "fsdp1", **LORA}),
+    ("tiny-qwen3-moe", {}), ("tiny-qwen3-moe", {"strategy": "none", **LORA}),
+    ("gemma3", {}), ("opt", LORA),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("model, strategy, head", EXPORTS)
-def test_an_export_holds_merged_adapters_and_the_head(model, strategy, head, tmp_path):
-    """This script and plain transformers get the same values from the folder of a critic that has learned.
-    GPT-2 keeps its matrices transposed; OPT has no token-classification class."""
-    if model == "opt":
-        model = str(tmp_path / "base")
-        transformers.AutoModel.from_config(MODELS["opt"]).save_pretrained(model)
-    batch = random_batch(8, vocab_size=60)
-    span = (-1.5, 2.0) if head else None
-    w = worker(model=model, strategy=strategy, lr=0.02, lora_rank=4, **head, value_range=span)
+@pytest.mark.parametrize("model, fields", EXPORTS)
+def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields, tmp_path):
+    """This script and plain transformers get them from the folder of a critic that has learned. GPT-2 keeps
+    its matrices transposed; Gemma 3 and OPT have no token-classification class."""
+    hf, batch = tmp_path / "hf", random_batch(8, vocab_size=60)
+    if model in MODELS:
+        transformers.AutoModel.from_config(MODELS[model]).save_pretrained(tmp_path / "base")
+    w = worker(model=str(tmp_path / "base") if model in MODELS else model, lr=0.02, **fields)
+    w.export_hf(hf)
+    (hf / "stale").write_text("")
     before = w.compute_values(batch)
     w.update_critic(batch)
     values = w.compute_values(batch)
     assert (values - before).abs().max() > 1e-2
-    w.export_hf(tmp_path / "hf")
-    again = worker(model=str(tmp_path / "hf"), value_head_init="checkpoint", **head)
+    w.export_hf(hf)
+    assert {p.name for p in tmp_path.iterdir()} <= {"base", "hf"} and not (hf / "stale").exists()
+    span = fields.get("value_range")
+    head = HL_GAUSS | {"value_range": None} if span else {}  # config.json has the range
+    again = worker(model=str(hf), value_head_init="checkpoint", **head)
     torch.testing.assert_close(again.compute_values(batch), values, rtol=0, atol=1e-5)
-    if "base" in model:
+    if model in MODELS:
+        assert (hf / "value_head.safetensors").exists()
         return
-    plain, info = LOAD(tmp_path / "hf", output_loading_info=True)
+    assert again.tokenizer("1+1=")["input_ids"] == w.tokenizer("1+1=")["input_ids"]
+    plain, info = LOAD(hf, output_loading_info=True)
     assert not any(info.values()), info
-    value_of = lambda logits: plain_value(logits, *span) if head else logits[0]
+    value_of = lambda logits: plain_value(logits, *span) if span else logits[0]
     theirs, _ = plain_loop(batch, lambda _, ids: plain(input_ids=ids).logits[0], value_of)
     torch.testing.assert_close(theirs, values, rtol=0, atol=1e-5)
     assert plain.config.value_range == (span and list(span))
