@@ -151,7 +151,11 @@ def load_model(folder, attention):
 def bare(_, work, folder, batch):
     model, optimizer = load_model(folder, "packed")
     [parts] = critic_fsdp.micro_batches(batch.lengths, batch.lengths, 1, work.budget)
-    packs = [batch.select(rows).to(DEVICE) for rows in parts]
+    packs = [batch.select(rows) for rows in parts]
+    for pack in packs:
+        for name in ("input_ids", "response_mask", *pack.FLOATS):
+            if getattr(pack, name) is not None:
+                setattr(pack, name, getattr(pack, name).to(DEVICE))
     places = [torch.arange(n, device=DEVICE) for pack in packs for n in pack.lengths]
     positions = torch.cat(places).split([len(pack.input_ids) for pack in packs])
     actions = batch.response_mask.sum()
