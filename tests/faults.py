@@ -417,7 +417,7 @@ def memory(script, short):
     while any((job := Job(script, out, *wide, "--resume", "auto", memory=300 if short else 200)).wait()):
         tries += 1
         said = job.text(0)[1] + job.text(1)[1]
-        assert "can't allocate memory" in said and "error: out of memory; --resume auto" in said, said
+        assert "can't allocate memory" in said and ": out of memory; --resume auto" in said, said
         assert tries < 5, said
     tokens = 1024 >> tries
     assert f"so --ppo-max-token-len-per-gpu 1024 -> {tokens}" in job.text(0)[0], (tries, job)
