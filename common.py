@@ -128,9 +128,8 @@ def launch(main):
     """Runs main() and ends the process: 0 on success, 2 on a UserError (one line, no traceback), else 1. It
     ends by os._exit, because gloo's threads outlive destroy_process_group and abort about one exit in six
     while the interpreter shuts down. Other ranks report after rank 0, so a shared error is printed once."""
-    # ranks would outlive a killed torchrun
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # else ranks outlive torchrun
     code = 1
     message = ""
     try:
@@ -404,8 +403,9 @@ def parse_rollout(line, tokenizer):
     except pydantic.ValidationError as error:
         fault = error.errors()[0]
         text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        where = f"{fault['loc'][0]}: {text}, not {fault['input']!r:.40}" if fault["loc"] else text
-        raise UserError(where) from None
+        if fault["loc"]:
+            text = f"{fault['loc'][0]}: {text}, not {fault['input']!r:.40}"
+        raise UserError(text) from None
     if tokenizer is None and (rollout.prompt_ids is None or rollout.response_ids is None):
         raise UserError("it is text, and there is no tokenizer to read it with; give --tokenizer")
     if rollout.messages is not None:
@@ -421,11 +421,11 @@ def parse_rollout(line, tokenizer):
     return rollout
 
 
-def chat_ids(tokenizer, messages, add_generation_prompt=True, **options):
+def chat_ids(tokenizer, messages, add_generation_prompt=True):
     """Token ids of messages in the tokenizer's chat template, which writes special tokens itself."""
-    options["add_generation_prompt"] = add_generation_prompt
+    options = {"add_generation_prompt": add_generation_prompt, "return_dict": False}
     with blame("messages do not fit the tokenizer's chat template"):
-        return tokenizer.apply_chat_template(messages, return_dict=False, **options)
+        return tokenizer.apply_chat_template(messages, **options)
 
 
 def batch_of_one(rollout, number, with_values):
@@ -1108,7 +1108,7 @@ def verify(folder):
     with blame(f"--resume {folder}: no complete checkpoint here, no readable {MANIFEST}"):
         text = pathlib.Path(root, MANIFEST).read_text()
         sums = json.loads(text)
-        names = sorted(name for name in sums if f"{root}/{name}".startswith(f"{folder}"))
+        names = sorted(name for name in sums if f"{root}/{name}".startswith(str(folder)))
         if text != json.dumps(sums, indent=1, sort_keys=True) or not names:
             raise ValueError("it is not as it was written")
     faults = []

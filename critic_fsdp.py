@@ -568,11 +568,11 @@ def micro_batches(lengths, costs, dp_size, max_tokens, padded=False):
 def check_model_flags(config, model_config):
     """UserError for flags that this model does not go with."""
     text = model_config.get_text_config()
-    heads = text.num_attention_heads
     if config.freeze_layers > text.num_hidden_layers:
         raise UserError(f"--freeze-layers {config.freeze_layers}: the model has {text.num_hidden_layers}")
     if config.freeze_vision_tower and not reads_images(model_config):
         raise UserError(f"--freeze-vision-tower: {config.model} reads text only")
+    heads = text.num_attention_heads
     if heads % config.ulysses_size:
         raise UserError(
             f"--ulysses-size {config.ulysses_size}: must divide the model's {heads} attention heads"
@@ -915,7 +915,7 @@ class CriticWorker:
         state_bytes = max(common.of_all_ranks(state_bytes))
         n = math.ceil(512 * share / longest)
         peaks = []  # bytes of tensors at a time, in addition to those that exist before
-        for rows in (1, *(n << i for i in range(10))):  # the first creates what stays: gradients, workspaces
+        for rows in (1, *(n * 2**i for i in range(10))):  # the first creates gradients and workspaces
             batch = common.Batch.blank(longest).select([0] * rows)
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()

@@ -848,8 +848,8 @@ def check_model_flags(config, model_config):
     if c.model_type == "qwen3_moe" and c.sliding_window:  # its config has no layer_types
         odd.append(f"sliding_window {c.sliding_window}")
     rope = c.rope_parameters
-    known = ("default", "linear", "llama3")
-    if rope["rope_type"] not in known or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    mapped = ("default", "linear", "llama3")
+    if rope["rope_type"] not in mapped or rope.get("partial_rotary_factor", 1.0) != 1.0:
         odd.append(f"rope {rope['rope_type']}")
     if odd:
         raise UserError(
@@ -1227,7 +1227,7 @@ class CriticWorker:
         state_bytes = max(common.of_all_ranks(state_bytes))
         n = math.ceil(512 * share / longest)
         peaks = []  # bytes of tensors at a time, in addition to those that exist before
-        for rows in (1, *(n << i for i in range(10))):  # the first creates what stays: gradients, workspaces
+        for rows in (1, *(n * 2**i for i in range(10))):  # the first creates gradients and workspaces
             batch = common.Batch.blank(longest).select([0] * rows)
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
