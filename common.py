@@ -8,6 +8,7 @@ Shapes are in the names:
     H query heads   K key and value heads   D features of a head
 """
 
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -79,7 +80,7 @@ def blame(words):
         if isinstance(error, CheckpointException):  # which is a BaseException, and has one for each rank
             error, _ = next(iter(error.failures.values()))
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        raise UserError(f"{words} ({kind}{' '.join(str(error).split())[:300]})") from None
+        raise UserError(f"{words} ({kind}{' '.join(str(error).split()):.300})") from None
 
 
 def print0(*args):
@@ -103,9 +104,8 @@ def setup_distributed(timeout_minutes=30.0):
         store = dist.HashStore()  # without torchrun
         if "RANK" in os.environ:
             store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-        # after a restart, the store that torchrun shares with all ranks still has the addresses of dead ones
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        # torchrun's store outlives a restart, and still has the addresses of dead ranks
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group(backend, timeout=timeout, store=store, rank=RANK, world_size=WORLD_SIZE)
     return device
 
@@ -285,7 +285,7 @@ def concat(batches):
         if name == "multi_modal_inputs" and any(parts):
             filled = [part or [{}] * len(batch) for batch, part in zip(batches, parts)]
             columns[name] = list(itertools.chain(*filled))
-        elif any(part is not None for part in parts):
+        elif parts[0] is not None:
             columns[name] = torch.cat(parts)
     return Batch(**columns)
 
@@ -337,31 +337,10 @@ class Rollout(pydantic.BaseModel, strict=True):
         return self
 
 
-def load_rows(rollouts, eval_rollouts, seed, gamma, *args, with_values=False, **options):
-    """(rows to learn from, rows to evaluate on or None), each one Batch, of these files or of the toy; prints
-    what there is to learn. More arguments are those of read_rows."""
-    if rollouts is None:
-        rollouts = toy_rows(8192, seed)
-        eval_rollouts = toy_rows(512, seed, held_out=True)
-    train = read_rows(rollouts, *args, with_values=with_values, **options)
-    held_out = None
-    if eval_rollouts is not None:
-        held_out = read_rows(eval_rollouts, *args, flag="--eval-rollouts", **options)
-    rows = dataclasses.replace(train, returns=monte_carlo(train, gamma))
-    x = rows.returns[rows.response_mask].double()
-    sizes = f"{len(rows):,} rows, {len(rows.input_ids):,} tokens, {len(x):,} actions"
-    print0(f"rows       {sizes}, longest row {rows.longest[0]:,}")
-    print0(f"returns    {x.mean():.3g} +- {x.std(correction=0):.3g}, from {x.min():.3g} to {x.max():.3g}")
-    print0(f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt alone can explain of them")
-    return train, held_out
-
-
-def read_rows(source, tokenizer, model_config=None, flag="--rollouts", skip_bad_rows=False, with_values=False,
-              place_images=None):  # fmt: skip
+def read_rows(source, tokenizer, model_config=None, flag="--rollouts", with_values=False, place_images=None):
     """Rollouts of a JSONL file (or of its lines) as one Batch; row_id counts lines from 0. "values" are read
     only if with_values. place_images(rollout, folder) prepares a row's images. With a transformers config
-    rows have to fit the model. UserError names file, line and fault of the first bad row; skip_bad_rows
-    leaves such rows out."""
+    rows have to fit the model. UserError names file, line and fault of the first bad row."""
     name = "toy"
     folder = ""
     lines = source
@@ -387,13 +366,25 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", skip_bad_
             rows.append(row)
         except UserError as fault:
             faults.append(f"{name}:{number + 1}: {fault}"[:1000])
-    if faults and not skip_bad_rows:
-        raise UserError(f"{faults[0]} ({len(faults)} bad rows; --skip-bad-rows leaves them out)")
     if faults:
-        print0("\n  ".join([f"{name}: left out {len(faults)} bad rows", *faults[:5]]))
+        raise UserError(f"{faults[0]} (bad rows in all: {len(faults)})")
     if not any(row.response_mask.any() for row in rows):
-        raise UserError(f"{name}: no usable row, or none with an action")
+        raise UserError(f"{name}: no row has an action")
     return concat(rows)
+
+
+def describe_rows(rows, gamma):
+    """Prints what there is to learn -> (LOW, HIGH) of hl_gauss: what the returns span, and a tenth more on
+    either side to hold a Gaussian."""
+    rows = dataclasses.replace(rows, returns=monte_carlo(rows, gamma))
+    x_A = rows.returns[rows.response_mask].double()
+    low, high = x_A.aminmax()
+    sizes = f"{len(rows):,} rows, {len(rows.input_ids):,} tokens, {len(x_A):,} actions"
+    print0(f"rows       {sizes}, longest row {rows.longest[0]:,}")
+    print0(f"returns    {x_A.mean():.3g} +- {x_A.std(correction=0):.3g}, from {low:.3g} to {high:.3g}")
+    print0(f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt alone can explain of them")
+    margin = 0.1 * float(high - low) or 1.0
+    return float(low) - margin, float(high) + margin
 
 
 def parse_rollout(line, tokenizer):
@@ -468,13 +459,14 @@ def write_jsonl(batch, path):
     rollouts = []
     for row in gather(batch).split(1):
         first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
-        rollout = {"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated)}
-        columns = {"response_ids": row.input_ids, "response_mask": row.response_mask.int()}
-        columns |= {"rewards": row.token_level_rewards, "values": row.values}
-        for name, x_T in columns.items():
-            if x_T is not None:
-                rollout[name] = x_T[first:].tolist()
-        rollouts.append(rollout)
+        rollouts.append({
+            "prompt_ids": row.input_ids[:first].tolist(),
+            "response_ids": row.input_ids[first:].tolist(),
+            "response_mask": row.response_mask[first:].tolist(),
+            "rewards": row.token_level_rewards[first:].tolist(),
+            "values": row.values[first:].tolist(),
+            "truncated": bool(row.truncated),
+        })  # fmt: skip
     if RANK == 0:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         replace_lines(path, rollouts)
@@ -574,13 +566,6 @@ def monte_carlo(batch, gamma):
     return gae(batch.token_level_rewards, zeros_T, batch.response_mask, batch.cu_seqlens, gamma)[1]
 
 
-def return_range(batch, gamma):
-    """(LOW, HIGH) of hl_gauss: what the returns span, and a tenth more on either side to hold a Gaussian."""
-    low, high = monte_carlo(batch, gamma)[batch.response_mask].aminmax()
-    margin = 0.1 * float(high - low) or 1.0
-    return float(low) - margin, float(high) + margin
-
-
 def loss_weights(batch, mode, response_length_limit=None):
     """(T,) weights of the token losses in the loss of a *global* mini-batch with an action. A token keeps its
     weight in every micro-batch, so the loss does not depend on how the mini-batch is cut.
@@ -671,10 +656,9 @@ def batch_metrics(batch):
     metrics = {"critic/explained_var": explained_variance(values_A, returns_A)}
     if len(values_A):
         for name, x_A in (("values", values_A), ("returns", returns_A)):
-            metrics[f"critic/{name}_mean"] = float(x_A.mean())
-            metrics[f"critic/{name}_std"] = float(x_A.std(correction=0))
-            metrics[f"critic/{name}_min"] = float(x_A.min())
-            metrics[f"critic/{name}_max"] = float(x_A.max())
+            statistics = (x_A.mean(), x_A.std(correction=0), x_A.min(), x_A.max())
+            for kind, x in zip(("mean", "std", "min", "max"), statistics):
+                metrics[f"critic/{name}_{kind}"] = float(x)
     return metrics
 
 
@@ -682,13 +666,11 @@ def update_metrics(kind, names, totals, norms, lr):
     """Metrics kind/name of an update. totals: sums over the actions of all ranks, one for each name (the loss
     first), then the number of actions. norms: of the gradients; one that is not finite was skipped."""
     taken = [norm for norm in norms if math.isfinite(norm)]
+    steps = len(taken) or math.nan  # then everything is NaN
     loss, *sums, actions = totals.tolist()
-    means = [math.nan] * (len(names) + 1)
-    if taken:
-        shares = [x / actions for x in sums]
-        means = [loss / len(taken), *shares, sum(taken) / len(taken)]
-    metrics = dict(zip([*names, "grad_norm"], means))
-    metrics |= {"lr": lr, "skipped_steps": len(norms) - len(taken)}
+    shares = [x / (actions or math.nan) for x in sums]
+    metrics = dict(zip(names, [loss / steps, *shares]))
+    metrics |= {"grad_norm": sum(taken) / steps, "lr": lr, "skipped_steps": len(norms) - len(taken)}
     return {f"{kind}/{name}": x for name, x in metrics.items()}
 
 
@@ -839,32 +821,22 @@ def flops_model(model, config):
     """f(length) -> FLOPs of one forward over a sequence of this many tokens; training costs three times that.
     A token costs 2 FLOPs for each weight of a matrix, of E experts only the active ones; a query and a key
     cost 4 for each feature of their heads. Embeddings cost nothing. A vision tower is left out, so MFU reads
-    too low with images. model: a value model, on meta is enough."""
+    too low with images; sliding windows are not, so it reads too high with them. model: a value model, on
+    meta is enough."""
     config = config.get_text_config()
-
-    def field(*names):
-        """The first of these fields that the config sets, or 0."""
-        return next(filter(None, (getattr(config, name, None) for name in names)), 0)
-
-    experts = field("num_experts", "num_local_experts")
-    active = field("num_experts_per_tok", "top_k_experts") / experts if experts else 1
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    active = 1
+    if experts:
+        active = (getattr(config, "num_experts_per_tok", None) or config.top_k_experts) / experts
     free = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     weights = 0.0
     for name, p in model.named_parameters():
         if p.ndim > 1 and p not in free and "visual" not in name:
             weights += p.numel() * (active if ".experts." in name else 1)
-    heads = field("num_attention_heads")
-    pair = 4 * heads * (field("head_dim") or field("hidden_size") // heads)
-    kinds = field("layer_types") or ["sliding"] * field("num_hidden_layers")
-
-    def forward_flops(length):
-        total = 2 * weights * length
-        for kind in kinds:
-            w = min(field("sliding_window") or length, length) if "sliding" in kind else length
-            total += pair * (w * (w + 1) / 2 + (length - w) * w)  # query i sees min(i + 1, w) keys
-        return total
-
-    return forward_flops
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    pairs = 4 * config.num_hidden_layers * heads * head_dim / 2
+    return lambda length: 2 * weights * length + pairs * length * (length + 1)
 
 
 def performance(start, tokens, flops, device, dtype):
@@ -900,12 +872,13 @@ class Logger:
 
     def __init__(self, out_dir, settings, last_step=0, evaluates_again=True):
         self.out_dir = out_dir
+        self.skipped = 0  # updates in a row
         self.board = None
         if RANK != 0:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        archive_old_run(out_dir, last_step)
+        set_aside(out_dir, last_step)
         about = {"command": sys.argv, "ranks": WORLD_SIZE, "torch": torch.__version__}
         about["transformers"] = transformers.__version__
         replace_lines(f"{out_dir}/run.json", [{**settings, "run": about}])
@@ -918,6 +891,32 @@ class Logger:
         if not last_step:
             shutil.rmtree(f"{out_dir}/tensorboard", ignore_errors=True)
         self.board = SummaryWriter(f"{out_dir}/tensorboard", purge_step=last_step + 1)
+
+    def profiled(self, steps, given):
+        """The same steps; rank 0 records steps A to B of given "A:B" with torch.profiler."""
+        first, last = map(int, given.split(":")) if given and RANK == 0 else (0, -1)
+        for step in steps:
+            if not first <= step + 1 <= last:
+                yield step
+                continue
+            os.makedirs(f"{self.out_dir}/profile", exist_ok=True)
+            with torch.profiler.profile(record_shapes=True, profile_memory=True) as trace:
+                yield step
+            trace.export_chrome_trace(f"{self.out_dir}/profile/step_{step + 1}.json.gz")
+
+    def check_progress(self, metrics, batch):
+        """UserError if values are not finite, or the gradients of ten updates in a row; then the rows of the
+        last one are left as JSONL (a collective)."""
+        if "critic/values_mean" not in metrics:  # no row had an action
+            return
+        if not math.isfinite(metrics["critic/values_mean"]):
+            raise UserError("the critic's values are not finite, the training has diverged; use a lower --lr")
+        self.skipped = self.skipped + 1 if math.isnan(metrics["critic/grad_norm"]) else 0
+        if self.skipped == 10:
+            path = f"{self.out_dir}/skipped_rows.jsonl"
+            write_jsonl(batch, path)
+            words = "10 updates in a row were skipped, their gradients are not finite; the last rows are in"
+            raise UserError(f"{words} {path}, for --rollouts with --recorded-values")
 
     def log(self, step, metrics):
         """metrics: dict of name -> number; one that is not finite is logged as null."""
@@ -980,12 +979,6 @@ def read_lines(path):
     return rows
 
 
-def note_out_of_memory(error, out_dir, times):
-    """Leaves a line for each time that this run ran out of memory, if that is what the error says."""
-    if re.search(OUT_OF_MEMORY, repr(error)):
-        replace_lines(f"{out_dir}/out_of_memory.jsonl", [str(error)] * times)
-
-
 def replace_lines(path, rows):
     """Replaces a JSONL file at once: after a crash it is the old one or the new one."""
     text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
@@ -1003,37 +996,6 @@ def write_json(path, state):
 def progress(items, what):
     """A bar over `items` on rank 0 of a terminal, shown only if the work takes longer than a few seconds."""
     return tqdm(items, desc=what, delay=3, leave=False, disable=True if RANK else None, dynamic_ncols=True)
-
-
-def profiled(steps, given, out_dir):
-    """The same steps; rank 0 records steps A to B of given "A:B" with torch.profiler in out_dir/profile."""
-    first, last = map(int, given.split(":")) if given and RANK == 0 else (0, -1)
-    for step in steps:
-        if not first <= step + 1 <= last:
-            yield step
-            continue
-        os.makedirs(f"{out_dir}/profile", exist_ok=True)
-        with torch.profiler.profile(record_shapes=True, profile_memory=True) as trace:
-            yield step
-        trace.export_chrome_trace(f"{out_dir}/profile/step_{step + 1}.json.gz")
-
-
-def count_skipped(skipped, metrics, batch, out_dir):
-    """How many updates in a row were skipped, with this one (a collective). UserError: values are not finite,
-    or it is the tenth; then the rows of the last one are left as JSONL."""
-    if "critic/values_mean" not in metrics:  # no row had an action
-        return skipped
-    if not math.isfinite(metrics["critic/values_mean"]):
-        raise UserError("the critic's values are not finite, the training has diverged; use a lower --lr")
-    skipped = skipped + 1 if math.isnan(metrics["critic/grad_norm"]) else 0
-    if skipped == 10:
-        path = f"{out_dir}/skipped_rows.jsonl"
-        write_jsonl(batch, path)
-        raise UserError(
-            f"{skipped} updates in a row were skipped: their gradients are not finite; the rows of the last "
-            f"are in {path}, for --rollouts with --recorded-values"
-        )
-    return skipped
 
 
 # ---- Checkpoints: folders that are complete or absent ------------------------------------------------------
@@ -1056,34 +1018,29 @@ def published(folder, group=None, keep=None):
     yield tmp
     dist.barrier(group)
     paths = sorted(pathlib.Path(tmp).rglob("*"))
-    mine = {}
-    for path in paths[RANK::WORLD_SIZE]:
-        if path.is_file():
-            mine[str(path.relative_to(tmp))] = checksum(path)
-    sums = {}
-    for part in of_all_ranks(mine, group):
-        sums |= part
+    files = [path for path in paths if path.is_file()]
+    mine = {str(path.relative_to(tmp)): checksum(path) for path in files[RANK::WORLD_SIZE]}
+    sums = dict(collections.ChainMap(*of_all_ranks(mine, group)))
     if RANK == 0:
         manifest = pathlib.Path(tmp, MANIFEST)
         manifest.write_text(json.dumps(sums, indent=1, sort_keys=True))
         for path in (*paths, manifest, tmp):
             flush_to_disk(path)
-        remove(f"{folder}.old")
-        if os.path.exists(folder):  # between these two renames the old folder is whole under the name .old
-            os.rename(folder, f"{folder}.old")
+        remove(f"{folder}.was")
+        if os.path.exists(folder):  # between these two renames the old folder is whole under the name .was
+            os.rename(folder, f"{folder}.was")
         os.rename(tmp, folder)
         parent = os.path.dirname(os.path.abspath(folder))
         flush_to_disk(parent)
-        remove(f"{folder}.old")
-        if keep:
-            for _, path in steps_in(parent)[keep:]:
-                remove(path)
+        remove(f"{folder}.was")
+        for _, path in steps_in(parent)[keep:] if keep else ():
+            remove(path)
     dist.barrier(group)
 
 
 def remove(folder):
     """Removes a folder, if it is there, at once: a crash leaves no half of it under its name."""
-    if os.path.exists(folder):
+    if os.path.isdir(folder):
         shutil.rmtree(f"{folder}.gone", ignore_errors=True)  # a crash may have left some of it
         os.rename(folder, f"{folder}.gone")
         shutil.rmtree(f"{folder}.gone", ignore_errors=True)
@@ -1122,9 +1079,9 @@ def verify(folder):
         raise UserError(f"--resume {folder}: damaged, {faults[0]}; use an earlier checkpoint")
 
 
-def find_checkpoint(out_dir, resume):
-    """(folder to continue from or None; how often this run ran out of memory; whether out_dir's files go on)
-    (a collective). resume: a folder, auto for the newest undamaged one of out_dir, or None."""
+def check_shared(out_dir):
+    """Makes out_dir. UserError: it cannot be written, or a rank does not see what rank 0 writes (a
+    collective)."""
     made = None
     if RANK == 0:
         with blame(f"--out-dir {out_dir}: cannot be written"):
@@ -1137,22 +1094,6 @@ def find_checkpoint(out_dir, resume):
     if not all(seen):
         fault = f"rank {seen.index(False)} does not see it; use storage that all share"
         raise UserError(f"--out-dir {out_dir}: {fault}")
-    checkpoints = os.path.abspath(f"{out_dir}/checkpoints")
-    if resume != "auto":
-        parent = os.path.dirname(os.path.realpath(resume or "/"))
-        if parent.endswith(".old"):
-            fault = f"was set aside and may be removed; move it out of {parent} first"
-            raise UserError(f"--resume {resume}: {fault}")
-        return resume and os.path.abspath(resume), 0, parent == os.path.realpath(checkpoints)
-    times = len(read_lines(f"{out_dir}/out_of_memory.jsonl"))
-    for _, path in of_all_ranks(steps_in(checkpoints))[0]:
-        try:
-            verify(path)
-            return path, times, True
-        except UserError as error:
-            print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
-    print0(f"resume     auto: {out_dir} has no checkpoint to continue from, so this is a start")
-    return None, times, False
 
 
 def steps_in(folder):
@@ -1165,40 +1106,20 @@ def steps_in(folder):
     return sorted(found, reverse=True)
 
 
-def archive_old_run(out_dir, last_step):
-    """Moves checkpoints and rollouts after last_step (0: all) to *.old; removes what a killed run left."""
+def set_aside(out_dir, last_step):
+    """Renames what another run saved after last_step to *.old; removes what a killed run left behind."""
     for folder in (f"{out_dir}/checkpoints", f"{out_dir}/rollouts"):
-        for pattern in ("*.tmp", "*.gone"):
-            for path in pathlib.Path(folder).glob(pattern):
+        for path in pathlib.Path(folder).glob("*.*"):
+            if path.suffix in (".tmp", ".gone"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         later = [path for step, path in steps_in(folder) if step > last_step]
-        if later and not last_step:
-            remove(f"{folder}.old")
-            print0(f"set aside  {folder} of an earlier run, to {folder}.old")
         for path in later:
-            target = f"{folder}.old/{os.path.basename(path)}"
-            if os.path.isdir(target):  # a file is replaced
-                remove(target)
-            os.renames(path, target)
+            remove(f"{path}.old")
+            os.replace(path, f"{path}.old")
+        if later:
+            print0(f"set aside  {len(later)} of another run in {folder}, as step_*.old")
     if not last_step:
-        pathlib.Path(out_dir, "out_of_memory.jsonl").unlink(missing_ok=True)
-
-
-def open_checkpoint(folder, backends, shape):
-    """trainer.json of a checkpoint that one of `backends` wrote for a model of this `shape`, see shape_of (a
-    collective). UserError on all ranks: damaged, or of another script or model."""
-    verify(folder)
-    with blame(f"--resume {folder}: not a checkpoint of this script"):
-        saved = json.loads(pathlib.Path(folder, "trainer.json").read_text())
-        there = saved["shape"]
-    if saved["backend"] not in backends:
-        raise UserError(f"--resume {folder}: is of another script; give its hf folder as --model")
-    differ = [key for key in sorted({**there, **shape}) if there.get(key) != shape.get(key)]
-    if differ:
-        words = "; ".join(f"{key} {there.get(key)} there, {shape.get(key)} here" for key in differ)
-        raise UserError(f"--resume {folder}: is of another model: {words:.500}")
-    print0(f"resume     {folder}, update {saved['updates']}")
-    return saved
+        pathlib.Path(out_dir, "out_of_memory").unlink(missing_ok=True)
 
 
 def shape_of(model_config, **more):
@@ -1330,21 +1251,18 @@ def init_value_head(score, config, model_config):
     nn.init.zeros_(score.bias)
     if config.value_head_init == "zero":
         return "value head zero"
-    story = None
-    if config.model not in TINY and config.value_head_init in ("auto", "checkpoint"):
-        story = load_value_head(score, config.model, model_config.value_range)
-    if config.value_head_init == "checkpoint" and not story:
+    if config.model not in TINY and config.value_head_init != "normal":
+        if name := load_value_head(score, config.model, model_config.value_range):
+            return f"value head from its {name}"
+    if config.value_head_init == "checkpoint":
         raise UserError(f"--value-head-init checkpoint: {config.model} holds no such value head")
-    if not story:
-        std = 1 / math.sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
-        generator = torch.Generator().manual_seed(config.seed)
-        nn.init.normal_(score.weight, std=std, generator=generator)
-        story = f"value head new, normal(0, {std:.3f})"
-    return story
+    std = 1 / math.sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
+    nn.init.normal_(score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
+    return f"value head new, normal(0, {std:.3f})"
 
 
 def load_value_head(score, name, value_range):
-    """Takes over the head of a model's folder -> words on it; None: it has none of this shape and range."""
+    """Takes over the head of a model's folder -> its name there; None: none has this shape and range."""
     folder = pathlib.Path(local_folder(name))
     stored_range = json.loads((folder / "config.json").read_text()).get("value_range")
     if list(stored_range or ()) != list(value_range or ()):
@@ -1358,11 +1276,8 @@ def load_value_head(score, name, value_range):
     for key in sorted(found):
         if found[key].shape == score.weight.shape:
             score.weight.data.copy_(found[key])
-            bias = found.get(key.removesuffix("weight") + "bias")
-            if bias is None:
-                return f"value head from its {key} (no bias: 0)"
-            score.bias.data.copy_(bias)
-            return f"value head from its {key}"
+            score.bias.data.copy_(found.get(key.replace("weight", "bias"), score.bias))
+            return key
 
 
 def describe_head(model_config, config, value_range):
@@ -1543,15 +1458,13 @@ def rows_to_show(rows, tokenizer, low, high):
     shown = []
     worst = jump_B.argsort(descending=True, stable=True)[:24]
     for row in rows.select(worst.tolist()).split(1):
-        ids = row.input_ids[:2000].tolist()
-        texts = [tokenizer.decode([i]) if tokenizer else f"{i} " for i in ids]
+        texts = [tokenizer.decode([i]) if tokenizer else f"{i} " for i in row.input_ids[:2000].tolist()]
         first = int(row.response_mask.int().argmax())
         actions = []
         for t in range(first, len(texts)):
             value = row.values[t]
             shade = float((2 * value - low - high) / max(high - low, 1e-9)) * row.response_mask[t]
-            blue_or_orange = "37,99,235" if shade > 0 else "249,115,22"
-            color = f"rgba({blue_or_orange},{abs(shade):.2f})"
+            color = f"rgba({'37,99,235' if shade > 0 else '249,115,22'},{abs(shade):.2f})"
             title = f"value {value:.3g}\nreturn {row.returns[t]:.3g}\nTD error {row.advantages[t]:.3g}"
             actions.append((texts[t], color, title))
         shown.append(("".join(texts[:first]), actions))
@@ -1571,17 +1484,15 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     rows.returns = monte_carlo(rows, gamma)
     numbers, calibration = report_numbers(rows, gamma)
     numbers = {name: number(x, ".3f") for name, x in numbers.items()}
-    panels = {"how often it is right, by value": {"how often it is right, by value": calibration}}
-    log = read_lines(f"{out_dir}/metrics.jsonl")
-    for title, names in curves.items():
-        panels[title] = {}
-        for name in names:
-            rows_with = [row for row in log if row.get(name) is not None]
-            panels[title][name] = [(row["step"], row[name]) for row in rows_with]
     figure = Figure(figsize=(13, 8), layout="constrained")
-    for panel, (title, lines) in zip(figure.subplots(2, 2).flat, panels.items()):
-        for label, points in lines.items():
-            panel.plot(*torch.tensor(points).reshape(-1, 2).T, ".-", label=label)
+    calibrated, *others = figure.subplots(2, 2).flat
+    calibrated.plot([x for x, _ in calibration], [y for _, y in calibration], ".-")
+    calibrated.set_title("how often it is right, by value")
+    log = read_lines(f"{out_dir}/metrics.jsonl")
+    for panel, (title, names) in zip(others, curves.items()):
+        for name in names:
+            measured = [row for row in log if row.get(name) is not None]
+            panel.plot([row["step"] for row in measured], [row[name] for row in measured], ".-", label=name)
         panel.set_title(title)
         panel.legend()
     figure.savefig(f"{out_dir}/curves.png", dpi=120)
@@ -1590,16 +1501,9 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     edge = len(v_A) // 100
     low, high = v_A.sort().values[[edge, -1 - edge]].tolist()
     about = f"{len(rows):,} {about}, {len(v_A):,} actions"
-    page = PAGE.render(
-        title=out_dir,
-        about=about,
-        numbers=numbers,
-        words=NUMBERS,
-        low=low,
-        high=high,
-        rows=rows_to_show(rows, tokenizer, low, high),
-        figure=svg.getvalue(),
-    )
+    shown = rows_to_show(rows, tokenizer, low, high)
+    parts = {"about": about, "numbers": numbers, "words": NUMBERS, "rows": shown, "figure": svg.getvalue()}
+    page = PAGE.render(parts, title=out_dir, low=low, high=high)
     pathlib.Path(out_dir, "report.html").write_text(page, encoding="utf-8")
     print0(f"report     {out_dir}/report.html: {about}")
     print0("  " + ", ".join(f"{name} {x}" for name, x in numbers.items()))

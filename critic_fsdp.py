@@ -23,8 +23,11 @@ import heapq
 import importlib.util
 import io
 import itertools
+import json
 import math
 import os
+import pathlib
+import re
 import signal
 import sys
 import threading
@@ -114,7 +117,6 @@ class Run:
     critic: Annotated[Config, tyro.conf.arg(name="")] = Config()  # its flags have no prefix
     rollouts: str | None = None  # JSONL to learn from (None: the built-in toy task)
     eval_rollouts: str | None = None  # JSONL to evaluate on (None: no evaluation; the toy has its own)
-    skip_bad_rows: bool = False  # leave bad rows out and report them, instead of stopping at the first
     recorded_values: bool = False  # take old values from the file's "values" instead of computing them
     gamma: Fraction = 1.0  # discount of a reward per action
     lam: Fraction = 1.0  # GAE's lambda for the returns (1: Monte Carlo, the rewards alone)
@@ -231,9 +233,8 @@ def read_weights(config, model_config):
     backbone, story = common.load_model(AutoModel, config.model, model_config, config.seed)
     model = ValueModel(backbone)
     words = common.init_value_head(model.score, config, model_config)
-    if config.lora_rank:
-        torch.manual_seed(config.seed)
-        add_lora(backbone, config)
+    torch.manual_seed(config.seed)
+    add_lora(backbone, config)
     return model, f"{story}; {words}"
 
 
@@ -243,14 +244,12 @@ def build_skeleton(config, model_config, dtype=torch.float32):
     with common.blame(f"{name}: cannot be built; try --no-use-remove-padding"), torch.device("meta"):
         attention = attention_of(config, model_config)
         backbone = AutoModel.from_config(model_config, dtype=dtype, attn_implementation=attention)
-        if config.use_remove_padding and not backbone._can_set_attn_implementation():
-            raise ValueError("it brings its own attention")
         layers = set(getattr(model_config.get_text_config(), "layer_types", None) or ())
-        if config.use_remove_padding and (odd := layers - {"full_attention", "sliding_attention"}):
-            raise ValueError(f"packed rows might lose what its layers of {', '.join(sorted(odd))} do")
+        odd = layers - {"full_attention", "sliding_attention"}
+        if config.use_remove_padding and (odd or not backbone._can_set_attn_implementation()):
+            raise ValueError(f"its own attention does not know packed rows {sorted(odd) or ''}")
         model = ValueModel(backbone)
-        if config.lora_rank:
-            add_lora(backbone, config)
+        add_lora(backbone, config)
         if config.freeze_vision_tower:
             backbone.visual.requires_grad_(False)
         if config.freeze_layers:
@@ -282,16 +281,16 @@ def count_parameters(module):
 
 
 def add_lora(backbone, config):
-    """Freezes the backbone and gives its linear layers adapters: W x + alpha / r B A x (LoRA, 2106.09685).
+    """With --lora-rank r, freezes the backbone and gives its linear layers adapters: W x + alpha / r B A x
+    (LoRA, 2106.09685). A is random and B zero, so values start unchanged. Experts in one tensor get none."""
+    if config.lora_rank:
+        from peft import LoraConfig, inject_adapter_in_model
 
-    A is random and B zero, so values start unchanged. Experts in one tensor get no adapter."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    linear = [n for n, m in backbone.named_modules() if isinstance(m, nn.Linear | Conv1D)]
-    if config.freeze_vision_tower:
-        linear = [name for name in linear if not name.startswith("visual.")]
-    lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=linear)
-    inject_adapter_in_model(lora, backbone)
+        linear = [n for n, m in backbone.named_modules() if isinstance(m, nn.Linear | Conv1D)]
+        if config.freeze_vision_tower:
+            linear = [name for name in linear if not name.startswith("visual.")]
+        lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=linear)
+        inject_adapter_in_model(lora, backbone)
 
 
 def merge_lora(state, config, model_config):
@@ -325,15 +324,14 @@ def place_images(image_processor, image_token_id, rollout, folder):
     of its image, after reading the images once. UserError: placeholders and images do not fit."""
     sizes = []
     if rollout.images:  # merge_size x merge_size patches are one token
-        rollout.images = [
-            x if x[:5] == "data:" else os.path.abspath(os.path.join(folder, x)) for x in rollout.images
-        ]
+        names = rollout.images
+        rollout.images = [x if x[:5] == "data:" else os.path.abspath(os.path.join(folder, x)) for x in names]
         grids = read_images({"images": rollout.images}, image_processor)["image_grid_thw"]
         sizes = (grids.prod(1) // image_processor.merge_size**2).tolist()
     if rollout.prompt or rollout.messages:
         count = iter(sizes)
-        repeats = [next(count, 1) if i == image_token_id else 1 for i in rollout.prompt_ids]
-        rollout.prompt_ids = [i for i, n in zip(rollout.prompt_ids, repeats) for _ in range(n)]
+        pieces = [[i] * (next(count, 1) if i == image_token_id else 1) for i in rollout.prompt_ids]
+        rollout.prompt_ids = list(itertools.chain(*pieces))
     ids = rollout.prompt_ids + rollout.response_ids
     runs = [len(list(run)) for is_image, run in itertools.groupby(ids, image_token_id.__eq__) if is_image]
     if runs != sizes:
@@ -358,8 +356,7 @@ def read_images(row, image_processor):
 
 
 def with_images(backbone, ids_T, lengths, images):
-    """(ids, lengths, (4, T) places in text, time, height and width, pixels) of rows with these images, B
-    dicts.
+    """(ids, lengths, (4, T) places in text, time, height and width, pixels) of B rows with these images.
 
     Ranks that share the weights of the vision tower must run it together, so rows without any image get a
     black one, whose one token ends the last row: no other token sees it, and its gradient is zero. It is the
@@ -377,11 +374,9 @@ def with_images(backbone, ids_T, lengths, images):
     for ids, row in zip(ids_T.split(lengths), images):
         is_image = (ids == image_token_id).int()[None]
         thw, _ = backbone.get_rope_index(ids[None], is_image, image_grid_thw=row.get("image_grid_thw"))
-        text = torch.arange(len(ids), device=ids.device)
-        places.append(torch.cat([text[None], thw[:, 0]]))
-    pixels = {}
-    for key in ("pixel_values", "image_grid_thw"):
-        pixels[key] = torch.cat([row[key] for row in images if row]).to(ids_T.device)
+        places.append(torch.cat([torch.arange(len(ids), device=ids.device)[None], thw[:, 0]]))
+    keys = ("pixel_values", "image_grid_thw")
+    pixels = {key: torch.cat([row[key] for row in images if row]).to(ids_T.device) for key in keys}
     return ids_T, lengths, torch.cat(places, 1), pixels
 
 
@@ -402,12 +397,17 @@ class Layout(NamedTuple):
     fsdp_mesh: dist.DeviceMesh  # (world,), or (replicas, fsdp_size) for hybrid sharding
 
 
+def shards_of(config, ranks):
+    """How many of the ranks share one copy of the weights."""
+    if config.strategy == "none":  # a copy on each rank is FSDP with one shard
+        return 1
+    return ranks if config.fsdp_size == -1 else config.fsdp_size
+
+
 def make_layout(config, device):
     """Builds the process groups."""
     sp = config.ulysses_size
-    shards = WORLD_SIZE if config.fsdp_size == -1 else config.fsdp_size
-    if config.strategy == "none":  # a copy on each rank is FSDP with one shard
-        shards = 1
+    shards = shards_of(config, WORLD_SIZE)
     mesh = init_device_mesh(device.type, (WORLD_SIZE // sp, sp), mesh_dim_names=("dp", "sp"))
     names = ("replicate", "shard")
     fsdp_mesh = init_device_mesh(device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=names)
@@ -480,10 +480,9 @@ def shard_fsdp1(model, config, layout):
 
 
 def ulysses_attention(module, query, key, value, attention_mask, s_aux=None, **options):
-    """common.packed_attention of ranks that share the row (DeepSpeed-Ulysses, 2309.14509).
-
-    Each rank comes with its slice of the row and all heads, computes the whole row for its slice of the
-    heads, and leaves as it came: q (1, H, T/p, D) -> (1, T/p, H, D). No model code knows of it."""
+    """common.packed_attention of ranks that share the row (DeepSpeed-Ulysses, 2309.14509). Each rank comes
+    with its slice of the row and all heads, computes the whole row for its slice of the heads, and leaves as
+    it came: q (1, H, T/p, D) -> (1, T/p, H, D). No model code knows of it."""
     group = common.Pack.group
     p = dist.get_world_size(group)
     repeat = p // math.gcd(key.shape[1], p)  # fewer key heads than ranks: several ranks hold each
@@ -610,7 +609,7 @@ class DataParallelPPOCritic:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         options = {"lr": self.peak_lr, "betas": config.betas, "weight_decay": config.weight_decay}
         self.optimizer = torch.optim.AdamW(self.parameters, **options, fused=True)  # one kernel
-        self.max_tokens = None  # of a micro-batch of the ranks that share it, see CriticWorker.set_budget
+        self.max_tokens = 0  # of a micro-batch of the ranks that share it, see CriticWorker.set_budget
         self.optimizer_steps = 0  # taken, skipped ones not counted: the position of the schedule
         self.updates = 0  # calls of update_critic: with seed and epoch the key of every shuffle
 
@@ -645,15 +644,13 @@ class DataParallelPPOCritic:
         The first token of a sequence is never an action, so nothing crosses into the next sequence."""
         ids_T = micro.input_ids
         lengths = micro.lengths
-        position_ids = torch.cat([torch.arange(n) for n in lengths]).to(ids_T.device, non_blocking=True)
+        places_T = torch.cat([torch.arange(n) for n in lengths]).to(ids_T.device, non_blocking=True)
         pixels = {}
         if self.image_processor is not None:
-            ids_T, lengths, position_ids, pixels = with_images(
-                self.model.model, ids_T, lengths, micro.multi_modal_inputs
-            )
+            images = micro.multi_modal_inputs
+            ids_T, lengths, places_T, pixels = with_images(self.model.model, ids_T, lengths, images)
         forward = self.forward_packed if self.config.use_remove_padding else self.forward_padded
-        v_T = forward(ids_T, lengths, position_ids, **pixels)
-        return v_T[: len(micro.input_ids)].roll(1, 0)
+        return forward(ids_T, lengths, places_T, **pixels)[: len(micro.input_ids)].roll(1, 0)
 
     def forward_packed(self, ids_T, lengths, position_ids, **pixels):
         """(T,) ids, sequences end to end -> (T,) values by position; no padding is computed."""
@@ -787,7 +784,8 @@ class DataParallelPPOCritic:
         else:
             norm = float(nn.utils.clip_grad_norm_(self.parameters, config.grad_clip).full_tensor())
         if math.isfinite(norm):
-            self.optimizer.param_groups[0]["lr"] = self.learning_rate()
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate()
             self.optimizer.step()
             self.optimizer_steps += 1
         self.optimizer.zero_grad()
@@ -817,7 +815,7 @@ class CriticWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps=None, value_range=None):
-        """Builds the model and its optimizer, and refuses a model that cannot work as a critic here.
+        """Builds the model and its optimizer.
 
         total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs. value_range:
         (LOW, HIGH) of hl_gauss where neither --value-range nor the checkpoint has one."""
@@ -828,12 +826,12 @@ class CriticWorker:
         options = (self.layout, self.image_processor, total_steps)
         self.critic = DataParallelPPOCritic(config, self.model_config, *options)
         torch.manual_seed(config.seed)  # random weights were drawn
+        print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
         layout = self.layout
         shards = layout.fsdp_mesh.shape[-1]
-        weights = f"{config.strategy}, {shards} shards x {WORLD_SIZE // shards} replicas"
-        print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
-        sizes = f"dp {layout.dp_size} x sp {layout.sp_size}"
-        print0(f"layout     ranks {WORLD_SIZE} = {sizes}; weights: {weights}")
+        sizes = f"dp {layout.dp_size} x sp {layout.sp_size}; weights: {config.strategy}, "
+        sizes += f"{shards} shards x {WORLD_SIZE // shards} replicas"
+        print0(f"layout     ranks {WORLD_SIZE} = {sizes}")
         print0(f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32")
         self.check_model()
 
@@ -870,8 +868,8 @@ class CriticWorker:
             words = "lets tokens see later ones or other rows; add --no-use-remove-padding"
             raise UserError(f"{name} {words} (they differ by {off:.0e})")
         slides = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
-        window = getattr(text, "sliding_window", None)
-        if config.use_remove_padding and slides and window and window not in common.Pack.windows:
+        window = getattr(text, "sliding_window", None) if slides and config.use_remove_padding else None
+        if window and window not in common.Pack.windows:
             raise UserError(f"{name} keeps its sliding window to itself; add --no-use-remove-padding")
         kernel = common.Pack.kernel if config.use_remove_padding else "padded"
         print0(f"attention  {kernel}; rows together are off rows alone by {off:.0e}")
@@ -910,13 +908,15 @@ class CriticWorker:
     def measure_budget(self, longest, share, state_bytes):
         """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective).
 
-        More and more of the longest rows tell what one costs. share: ranks that share a row."""
+        Twice as many of the longest rows each time, until twice as many might not fit, tell what a token
+        costs. share: ranks that share a row."""
         limit = float(self.config.ppo_max_token_len_per_gpu[5:] or "inf") * 2**30
         state_bytes = max(common.of_all_ranks(state_bytes))
-        n = math.ceil(512 * share / longest)
-        peaks = []  # bytes of tensors at a time, in addition to those that exist before
-        for rows in (1, *(n * 2**i for i in range(10))):  # the first creates gradients and workspaces
-            batch = common.Batch.blank(longest).select([0] * rows)
+        row = common.Batch.blank(longest)
+        self.try_out(row)  # creates gradients and workspaces
+        rows = math.ceil(512 * share / longest)
+        for doubling in range(6):
+            batch = row.select([0] * rows * 2**doubling)
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
@@ -929,18 +929,14 @@ class CriticWorker:
                 events = [e for e in log.profiler.kineto_results.events() if e.name() == "[memory]"]
                 events.sort(key=lambda e: e.start_ns())
                 peak = max(itertools.accumulate(e.nbytes() for e in events))
-            peaks.append(max(common.of_all_ranks(peak)))
+            peak = max(common.of_all_ranks(peak))  # in addition to what exists before
             limit = min(common.of_all_ranks(limit))
             room = 0.9 * limit - state_bytes  # the allocator loses a tenth
-            # the gradient of the largest weight makes the peak while rows are few: go on until rows make it
-            grows = len(peaks) > 3 and all(y > 1.6 * x for x, y in itertools.pairwise(peaks[-3:]))
-            if grows or (len(peaks) > 1 and 2 * peaks[-1] > room):  # twice as many would not fit
+            if 2 * peak > room:
                 break
-        cost = (peaks[-1] - peaks[-2]) / (rows / 2) if grows else peaks[-1] / rows  # bytes of a row
-        room -= peaks[-1] - rows * cost
-        tokens = max(int(room / cost * longest / share), 0)
-        token = cost * share / longest
-        print0(f"budget     {room / 2**30:.3g} GiB / {token:,.0f} bytes a token = {tokens:,} tokens")
+        cost = peak * share / len(batch.input_ids)  # at least: a part of it is the same for any rows
+        tokens = max(int(room / cost), 0)
+        print0(f"budget     {room / 2**30:.3g} GiB / {cost:,.0f} bytes a token = {tokens:,} tokens")
         return tokens
 
     def check_batch(self, batch):
@@ -948,9 +944,8 @@ class CriticWorker:
         if self.offloaded:
             raise RuntimeError("the critic is offloaded: call onload() first")
         longest, row = batch.longest
-        least = check_budget(self.config, longest, f"row {row}") * self.layout.sp_size
-        if self.critic.max_tokens is None or least > self.critic.max_tokens:
-            self.set_budget(max(longest, 1), f"row {row}")
+        if longest > self.critic.max_tokens:
+            self.set_budget(longest, f"row {row}")
         common.check_rows(batch, self.model_config)
         if batch.multi_modal_inputs and self.image_processor is None:
             raise ValueError("multi_modal_inputs: this critic reads text only")
@@ -977,7 +972,7 @@ class CriticWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self):
-        """Gives the device memory of weights and optimizer state to others (a rollout engine)."""
+        """Gives the device memory of weights, gradients and optimizer state to others (a rollout engine)."""
         self.move(torch.device("cpu"))
         self.offloaded = True
 
@@ -1032,7 +1027,7 @@ class CriticWorker:
     def load_checkpoint(self, folder):
         """Restores what either critic saved, on any layout. UserError: damaged or of another model."""
         critic = self.critic
-        saved = common.open_checkpoint(folder, ("fsdp", "megatron"), self.shape())
+        saved = open_checkpoint(folder, ("fsdp", "megatron"), self.shape())
         tensors, model_state, optimizer_state = checkpoint_tensors(critic.model, critic.optimizer)
         with common.blame(f"--resume {folder}: does not fit this critic"):
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
@@ -1104,6 +1099,23 @@ def save_hf(state, model_config, folder):
     skeleton.save_pretrained(folder, state_dict=theirs)
 
 
+def open_checkpoint(folder, backends, shape):
+    """trainer.json of a checkpoint that one of `backends` wrote for a model of this `shape`, see
+    common.shape_of (a collective). UserError on all ranks: damaged, or of another script or model."""
+    common.verify(folder)
+    with common.blame(f"--resume {folder}: not a checkpoint of this script"):
+        saved = json.loads(pathlib.Path(folder, "trainer.json").read_text())
+        there = saved["shape"]
+    if saved["backend"] not in backends:
+        raise UserError(f"--resume {folder}: is of another script; give its hf folder as --model")
+    differ = [key for key in sorted({**there, **shape}) if there.get(key) != shape.get(key)]
+    if differ:
+        words = "; ".join(f"{key} {there.get(key)} there, {shape.get(key)} here" for key in differ)
+        raise UserError(f"--resume {folder}: is of another model: {words:.500}")
+    print0(f"resume     {folder}, update {saved['updates']}")
+    return saved
+
+
 class Checkpoints:
     """The checkpoints of one run, as a context manager around it.
 
@@ -1119,7 +1131,27 @@ class Checkpoints:
         timeout = datetime.timedelta(minutes=timeout_minutes)
         self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs its own
         self.sigterm = threading.Event()  # schedulers announce the end by it
-        self.folder, self.halvings, self.is_own = common.find_checkpoint(out_dir, resume)
+        common.check_shared(out_dir)
+        self.out_of_memory = pathlib.Path(out_dir, "out_of_memory")  # a byte for each time
+        self.halvings = 0
+        self.folder = resume and os.path.abspath(resume)
+        if resume == "auto":
+            self.find_newest()
+        parent = os.path.dirname(os.path.realpath(self.folder or "/"))
+        self.is_own = parent == os.path.realpath(f"{out_dir}/checkpoints")  # then out_dir's files go on
+
+    def find_newest(self):
+        if self.out_of_memory.exists():
+            self.halvings = self.out_of_memory.stat().st_size
+        self.folder = None
+        for _, path in common.of_all_ranks(common.steps_in(f"{self.out_dir}/checkpoints"))[0]:
+            try:
+                common.verify(path)
+                self.folder = os.path.abspath(path)
+                return
+            except UserError as error:
+                print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
+        print0(f"resume     auto: {self.out_dir} has no checkpoint to continue from, so this is a start")
 
     def __enter__(self):
         signal.signal(signal.SIGTERM, lambda *_: self.sigterm.set())
@@ -1129,7 +1161,8 @@ class Checkpoints:
         """Notes that memory ran out; after an error it waits up to a minute for a save in the background."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with contextlib.suppress(Exception):
-            common.note_out_of_memory(error, self.out_dir, self.halvings + 1)
+            if re.search(common.OUT_OF_MEMORY, repr(error)):
+                self.out_of_memory.write_text("x" * (self.halvings + 1))
             if self.saving is not None:
                 self.saving.result(timeout=60)
 
@@ -1166,17 +1199,16 @@ class Checkpoints:
 
 
 def saved_bytes(config, model_config, lengths, device):
-    """Bytes that autograd saves in a training forward over rows of these lengths, without weights: counted on
-    fake tensors, which have shapes and devices but no memory."""
+    """Bytes that autograd saves in a training forward over rows of these lengths (all equal, if padded),
+    without weights: counted on fake tensors, which have shapes and devices but no memory."""
     saved = {}
     model = build_skeleton(config, model_config, common.compute_dtype(config.param_dtype, device)).train()
     with FakeTensorMode():
         weights = {}
         for name, x in itertools.chain(model.named_parameters(), model.named_buffers()):
             weights[name] = torch.empty(x.shape, dtype=x.dtype, device=device, requires_grad=x.requires_grad)
-        position_ids = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
-        if not config.use_remove_padding:
-            position_ids = torch.arange(max(lengths), device=device).repeat(len(lengths), 1)
+        position_ids = torch.cat([torch.arange(n, device=device) for n in lengths])
+        position_ids = position_ids.view(1 if config.use_remove_padding else len(lengths), -1)
         common.Pack.layout = common.PackLayout(lengths, device)
 
         def note(x):
@@ -1194,6 +1226,7 @@ def saved_bytes(config, model_config, lengths, device):
 def print_plan(run):
     """Prints, as equations, what each of run.plan ranks holds while it learns the longest rows."""
     config = dataclasses.replace(run.critic, ulysses_size=1)
+    sp = run.critic.ulysses_size
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = common.compute_dtype(config.param_dtype, device).itemsize
     tokenizer, model_config = common.load_config(config)
@@ -1201,27 +1234,23 @@ def print_plan(run):
     common.describe_head(model_config, config, (0.0, 1.0))
     if isinstance(config.ppo_max_token_len_per_gpu, str):
         raise UserError("--ppo-max-token-len-per-gpu auto: only a run can measure it; give --plan a number")
-    rows, _ = common.load_rows(run.rollouts, None, config.seed, run.gamma, tokenizer, model_config)
+    rows, _ = load_rows(run, tokenizer, model_config)
     check_budget(run.critic, rows.longest[0], f"line {rows.longest[1] + 1} of the rollouts")
     model = build_skeleton(config, model_config)
     count, trained = count_parameters(model)
     blocks = sorted(count_parameters(block) for block in common.transformer_blocks(model))
     gathered = count - sum(n for n, _ in blocks[:-2])
-    shards = run.plan if config.fsdp_size == -1 else config.fsdp_size
-    if config.strategy == "none":
-        shards = 1
-    sp = run.critic.ulysses_size
+    shards = shards_of(config, run.plan)
     share = math.ceil(config.ppo_mini_batch_size * sp / run.plan)  # rows of a rank and its peers
     longest = [math.ceil(n / sp) for n in sorted(rows.lengths, reverse=True)[:share]]
     if not config.use_remove_padding:
         longest = longest[:1] * len(longest)
     fits = sum(n <= config.ppo_max_token_len_per_gpu for n in itertools.accumulate(longest))
-    held = saved_bytes(config, model_config, longest[:fits], device)
+    held = 0 if config.activation_offload else saved_bytes(config, model_config, longest[:fits], device)
     if config.gradient_checkpointing:  # and what one layer saves when it is computed again
         plain = dataclasses.replace(config, gradient_checkpointing=False)
         layers = sum(trains > 0 for _, trains in blocks)
-        again = saved_bytes(plain, model_config, longest[:fits], device) / max(layers, 1)
-        held = again if config.activation_offload else held + again
+        held += saved_bytes(plain, model_config, longest[:fits], device) / max(layers, 1)
     parts = {  # name -> (bytes, equation)
         "weights": (4 * count / shards, f"{count:,} x 4 bytes / {shards} shards"),
         "gradients": (4 * trained / shards, f"{trained:,} x 4 bytes / {shards} shards"),
@@ -1242,18 +1271,16 @@ def main(run):
     if run.plan:
         return print_plan(run)
     worker = CriticWorker(config)
-    options = {"skip_bad_rows": run.skip_bad_rows, "with_values": run.recorded_values}
+    place = None
     if worker.image_processor is not None:
-        ids = worker.model_config.image_token_id
-        options["place_images"] = functools.partial(place_images, worker.image_processor, ids)
-    source = (run.rollouts, run.eval_rollouts, config.seed, run.gamma)
-    train, held_out = common.load_rows(*source, worker.tokenizer, worker.model_config, **options)
+        place = functools.partial(place_images, worker.image_processor, worker.model_config.image_token_id)
+    train, held_out = load_rows(run, worker.tokenizer, worker.model_config, place)
     check_budget(config, train.longest[0], f"line {train.longest[1] + 1} of the rollouts")
     size = min(run.train_batch_size or config.ppo_mini_batch_size, len(train))
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
     options = (run.out_dir, run.resume, run.keep, run.async_save, config.timeout_minutes)
     with Checkpoints(*options) as checkpoints:
-        worker.init_model(total, common.return_range(train, run.gamma))
+        worker.init_model(total, common.describe_rows(train, run.gamma))
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
         longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
@@ -1268,6 +1295,20 @@ def main(run):
     print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
 
 
+def load_rows(run, tokenizer, model_config, place_images=None):
+    """(rows to learn from, rows to evaluate on or None), of the run's files or of the toy."""
+    seed = run.critic.seed
+    source = (tokenizer, model_config)
+    if run.rollouts is None:
+        train = common.read_rows(common.toy_rows(8192, seed), *source)
+        return train, common.read_rows(common.toy_rows(512, seed, held_out=True), *source)
+    options = {"place_images": place_images}
+    train = common.read_rows(run.rollouts, *source, with_values=run.recorded_values, **options)
+    if run.eval_rollouts is None:
+        return train, None
+    return train, common.read_rows(run.eval_rollouts, *source, flag="--eval-rollouts", **options)
+
+
 def learn(run, worker, train, held_out, size, checkpoints):
     """Evaluates, saves and learns from the checkpoint's step on -> (rows with values to report, words)."""
     first_step = worker.critic.updates
@@ -1277,8 +1318,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, run.evaluates(first_step))
     start = time.perf_counter()
     batch = None
-    skipped = 0
-    for step in common.profiled(range(first_step, run.steps + 1), run.profile_steps, run.out_dir):
+    for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
         last = step == run.steps
         stop = checkpoints.sigterm_received()
         if held_out is not None and run.evaluates(step):
@@ -1296,7 +1336,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
             batch.values = worker.compute_values(batch)
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)
-        skipped = common.count_skipped(skipped, metrics, batch, run.out_dir)
+        logger.check_progress(metrics, batch)
         metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
         logger.log_update(step + 1, run.steps, metrics)
     if not last:

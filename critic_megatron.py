@@ -116,7 +116,6 @@ class Run:
     critic: Annotated[Config, tyro.conf.arg(name="")] = Config()  # its flags have no prefix
     rollouts: str | None = None  # JSONL to learn from (None: the built-in toy task)
     eval_rollouts: str | None = None  # JSONL to evaluate on (None: no evaluation; the toy has its own)
-    skip_bad_rows: bool = False  # leave bad rows out and report them, instead of stopping at the first
     recorded_values: bool = False  # take old values from the file's "values" instead of computing them
     gamma: Fraction = 1.0  # discount of a reward per action
     lam: Fraction = 1.0  # GAE's lambda for the returns (1: Monte Carlo, the rewards alone)
@@ -918,7 +917,7 @@ class MegatronPPOCritic:
                 optimizer.reload_model_params(several if len(stored) > 1 else stored[0])
         self.transformer.finalize_model_grads_func = finalize_model_grads
         self.transformer.grad_scale_func = self.optimizer.scale_loss
-        self.max_tokens = None  # of a micro-batch of the ranks that share it, see CriticWorker.set_budget
+        self.max_tokens = 0  # of a micro-batch of the ranks that share it, see CriticWorker.set_budget
         self.optimizer_steps = 0  # taken, skipped ones not counted: the position of the schedule
         self.updates = 0  # calls of update_critic: with seed and epoch the key of every shuffle
 
@@ -928,9 +927,8 @@ class MegatronPPOCritic:
         padded = not self.config.use_remove_padding
         unit = row_unit(self.config)
         lengths = [math.ceil(n / unit) * unit for n in batch.lengths]
-        most = self.max_tokens // pack_unit(self.config) * pack_unit(self.config)
         multiple = self.layout.pp_size if len(self.model) > 1 else 1
-        table = micro_batches(lengths, costs, self.layout.dp_size, most, padded, multiple)
+        table = micro_batches(lengths, costs, self.layout.dp_size, self.max_tokens, padded, multiple)
         return table[self.layout.dp_rank]
 
     def micro_batch(self, batch, rows):
@@ -1211,24 +1209,26 @@ class CriticWorker:
             smaller = max(budget >> halvings, least)
             print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu {budget} -> {smaller}")
             budget = smaller
-        critic.max_tokens = budget * share
+        critic.max_tokens = budget * share // pack_unit(config) * pack_unit(config)
 
     def try_out(self, batch):
-        """Learns from a batch, without a step; from as many at a time as a pipeline stage may hold."""
+        """Learns from a batch, without a step."""
         self.critic.model.train()
-        turns = self.layout.pp_size * (2 if len(self.critic.model) > 1 else 1)
+        turns = self.layout.pp_size * (2 if len(self.critic.model) > 1 else 1)  # what a stage may hold
         self.critic.forward_backward([self.critic.micro_batch(batch, range(len(batch)))] * turns)
 
     def measure_budget(self, longest, share, state_bytes):
         """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective).
 
-        More and more of the longest rows tell what one costs. share: ranks that share a row."""
+        Twice as many of the longest rows each time, until twice as many might not fit, tell what a token
+        costs. share: ranks that share a row."""
         limit = float(self.config.ppo_max_token_len_per_gpu[5:] or "inf") * 2**30
         state_bytes = max(common.of_all_ranks(state_bytes))
-        n = math.ceil(512 * share / longest)
-        peaks = []  # bytes of tensors at a time, in addition to those that exist before
-        for rows in (1, *(n * 2**i for i in range(10))):  # the first creates gradients and workspaces
-            batch = common.Batch.blank(longest).select([0] * rows)
+        row = common.Batch.blank(longest)
+        self.try_out(row)  # creates gradients and workspaces
+        rows = math.ceil(512 * share / longest)
+        for doubling in range(6):
+            batch = row.select([0] * rows * 2**doubling)
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
@@ -1241,18 +1241,14 @@ class CriticWorker:
                 events = [e for e in log.profiler.kineto_results.events() if e.name() == "[memory]"]
                 events.sort(key=lambda e: e.start_ns())
                 peak = max(itertools.accumulate(e.nbytes() for e in events))
-            peaks.append(max(common.of_all_ranks(peak)))
+            peak = max(common.of_all_ranks(peak))  # in addition to what exists before
             limit = min(common.of_all_ranks(limit))
             room = 0.9 * limit - state_bytes  # the allocator loses a tenth
-            # the gradient of the largest weight makes the peak while rows are few: go on until rows make it
-            grows = len(peaks) > 3 and all(y > 1.6 * x for x, y in itertools.pairwise(peaks[-3:]))
-            if grows or (len(peaks) > 1 and 2 * peaks[-1] > room):  # twice as many would not fit
+            if 2 * peak > room:
                 break
-        cost = (peaks[-1] - peaks[-2]) / (rows / 2) if grows else peaks[-1] / rows  # bytes of a row
-        room -= peaks[-1] - rows * cost
-        tokens = max(int(room / cost * longest / share), 0)
-        token = cost * share / longest
-        print0(f"budget     {room / 2**30:.3g} GiB / {token:,.0f} bytes a token = {tokens:,} tokens")
+        cost = peak * share / len(batch.input_ids)  # at least: a part of it is the same for any rows
+        tokens = max(int(room / cost), 0)
+        print0(f"budget     {room / 2**30:.3g} GiB / {cost:,.0f} bytes a token = {tokens:,} tokens")
         return tokens
 
     def check_batch(self, batch):
@@ -1260,9 +1256,8 @@ class CriticWorker:
         if self.offloaded:
             raise RuntimeError("the critic is offloaded: call onload() first")
         longest, row = batch.longest
-        least = check_budget(self.config, longest, f"row {row}") * self.layout.cp_size
-        if self.critic.max_tokens is None or least > self.critic.max_tokens:
-            self.set_budget(max(longest, 1), f"row {row}")
+        if longest > self.critic.max_tokens:
+            self.set_budget(longest, f"row {row}")
         common.check_rows(batch, self.model_config)
         if batch.multi_modal_inputs:
             raise ValueError("multi_modal_inputs: this critic reads text only")
@@ -1323,9 +1318,9 @@ class CriticWorker:
             self.checkpoint_writer()(tmp)
 
     def checkpoint_writer(self, copy=False):
-        """write(tmp, group): writes the state of now into a folder; it is gathered, so always a copy."""
+        """write(tmp, group): writes the state of now into a folder. copy: training may go on meanwhile."""
         critic = self.critic
-        tensors = checkpoint_tensors(critic, self.model_config.vocab_size)
+        tensors = checkpoint_tensors(critic, self.model_config.vocab_size)  # gathered, so always a copy
         state = {"backend": "megatron", "updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
         state["shape"] = self.shape()
 
@@ -1345,7 +1340,7 @@ class CriticWorker:
     def load_checkpoint(self, folder):
         """Restores what either critic saved, on any layout. UserError: damaged or of another model."""
         critic = self.critic
-        saved = common.open_checkpoint(folder, ("fsdp", "megatron"), self.shape())
+        saved = open_checkpoint(folder, ("fsdp", "megatron"), self.shape())
         tensors = StoredTensors(folder, flag="--resume")  # mapped: a rank reads the pages of what it takes
         groups = critic.transformer.num_query_groups
         for kind, form in STATE.items():
@@ -1406,6 +1401,23 @@ def checkpoint_tensors(critic, vocab_size):
     return out
 
 
+def open_checkpoint(folder, backends, shape):
+    """trainer.json of a checkpoint that one of `backends` wrote for a model of this `shape`, see
+    common.shape_of (a collective). UserError on all ranks: damaged, or of another script or model."""
+    common.verify(folder)
+    with common.blame(f"--resume {folder}: not a checkpoint of this script"):
+        saved = json.loads(pathlib.Path(folder, "trainer.json").read_text())
+        there = saved["shape"]
+    if saved["backend"] not in backends:
+        raise UserError(f"--resume {folder}: is of another script; give its hf folder as --model")
+    differ = [key for key in sorted({**there, **shape}) if there.get(key) != shape.get(key)]
+    if differ:
+        words = "; ".join(f"{key} {there.get(key)} there, {shape.get(key)} here" for key in differ)
+        raise UserError(f"--resume {folder}: is of another model: {words:.500}")
+    print0(f"resume     {folder}, update {saved['updates']}")
+    return saved
+
+
 class Checkpoints:
     """The checkpoints of one run, as a context manager around it.
 
@@ -1421,7 +1433,27 @@ class Checkpoints:
         timeout = datetime.timedelta(minutes=timeout_minutes)
         self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs its own
         self.sigterm = threading.Event()  # schedulers announce the end by it
-        self.folder, self.halvings, self.is_own = common.find_checkpoint(out_dir, resume)
+        common.check_shared(out_dir)
+        self.out_of_memory = pathlib.Path(out_dir, "out_of_memory")  # a byte for each time
+        self.halvings = 0
+        self.folder = resume and os.path.abspath(resume)
+        if resume == "auto":
+            self.find_newest()
+        parent = os.path.dirname(os.path.realpath(self.folder or "/"))
+        self.is_own = parent == os.path.realpath(f"{out_dir}/checkpoints")  # then out_dir's files go on
+
+    def find_newest(self):
+        if self.out_of_memory.exists():
+            self.halvings = self.out_of_memory.stat().st_size
+        self.folder = None
+        for _, path in common.of_all_ranks(common.steps_in(f"{self.out_dir}/checkpoints"))[0]:
+            try:
+                common.verify(path)
+                self.folder = os.path.abspath(path)
+                return
+            except UserError as error:
+                print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
+        print0(f"resume     auto: {self.out_dir} has no checkpoint to continue from, so this is a start")
 
     def __enter__(self):
         signal.signal(signal.SIGTERM, lambda *_: self.sigterm.set())
@@ -1431,7 +1463,8 @@ class Checkpoints:
         """Notes that memory ran out; after an error it waits up to a minute for a save in the background."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with contextlib.suppress(Exception):
-            common.note_out_of_memory(error, self.out_dir, self.halvings + 1)
+            if re.search(common.OUT_OF_MEMORY, repr(error)):
+                self.out_of_memory.write_text("x" * (self.halvings + 1))
             if self.saving is not None:
                 self.saving.result(timeout=60)
 
@@ -1470,15 +1503,13 @@ class Checkpoints:
 def main(run):
     config = run.critic
     worker = CriticWorker(config)
-    options = {"skip_bad_rows": run.skip_bad_rows, "with_values": run.recorded_values}
-    source = (run.rollouts, run.eval_rollouts, config.seed, run.gamma)
-    train, held_out = common.load_rows(*source, worker.tokenizer, worker.model_config, **options)
+    train, held_out = load_rows(run, worker.tokenizer, worker.model_config)
     check_budget(config, train.longest[0], f"line {train.longest[1] + 1} of the rollouts")
     size = min(run.train_batch_size or config.ppo_mini_batch_size, len(train))
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
     options = (run.out_dir, run.resume, run.keep, run.async_save, config.timeout_minutes)
     with Checkpoints(*options) as checkpoints:
-        worker.init_model(total, common.return_range(train, run.gamma))
+        worker.init_model(total, common.describe_rows(train, run.gamma))
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
         longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
@@ -1493,6 +1524,20 @@ def main(run):
     print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
 
 
+def load_rows(run, tokenizer, model_config, place_images=None):
+    """(rows to learn from, rows to evaluate on or None), of the run's files or of the toy."""
+    seed = run.critic.seed
+    source = (tokenizer, model_config)
+    if run.rollouts is None:
+        train = common.read_rows(common.toy_rows(8192, seed), *source)
+        return train, common.read_rows(common.toy_rows(512, seed, held_out=True), *source)
+    options = {"place_images": place_images}
+    train = common.read_rows(run.rollouts, *source, with_values=run.recorded_values, **options)
+    if run.eval_rollouts is None:
+        return train, None
+    return train, common.read_rows(run.eval_rollouts, *source, flag="--eval-rollouts", **options)
+
+
 def learn(run, worker, train, held_out, size, checkpoints):
     """Evaluates, saves and learns from the checkpoint's step on -> (rows with values to report, words)."""
     first_step = worker.critic.updates
@@ -1502,8 +1547,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, run.evaluates(first_step))
     start = time.perf_counter()
     batch = None
-    skipped = 0
-    for step in common.profiled(range(first_step, run.steps + 1), run.profile_steps, run.out_dir):
+    for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
         last = step == run.steps
         stop = checkpoints.sigterm_received()
         if held_out is not None and run.evaluates(step):
@@ -1521,7 +1565,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
             batch.values = worker.compute_values(batch)
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)
-        skipped = common.count_skipped(skipped, metrics, batch, run.out_dir)
+        logger.check_progress(metrics, batch)
         metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
         logger.log_update(step + 1, run.steps, metrics)
     if not last:

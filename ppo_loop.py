@@ -1018,7 +1018,8 @@ class PolicyWorker:
 
     def load_checkpoint(self, folder):
         """Restores what checkpoint_writer wrote, on any world size. UserError: damaged or foreign."""
-        saved = common.open_checkpoint(folder, ("actor",), common.shape_of(self.model_config))
+        module = critic_module(self.run.backend)
+        saved = module.open_checkpoint(folder, ("actor",), common.shape_of(self.model_config))
         with common.blame(f"--resume {folder}: does not fit this actor"):
             dcp.load(self.checkpoint_tensors(), storage_reader=HuggingFaceStorageReader(folder))
         self.updates = saved["updates"]
@@ -1385,8 +1386,7 @@ def main(run):
         last_step = first_step if checkpoints.is_own else 0
         logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, run.evaluates(first_step))
         phases = Phases(run.offload)
-        skipped = 0
-        for step in common.profiled(range(first_step, run.steps + 1), run.profile_steps, run.out_dir):
+        for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
             last = step == run.steps
             stop = checkpoints.sigterm_received()
             if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
@@ -1424,7 +1424,7 @@ def main(run):
                     metrics |= actor.update_policy(batch)
                 rows = run.train_batch_size * run.rollout_n
                 kl_coef = next_kl_coef(kl_coef, metrics["kl/reference"], rows, run.target_kl)
-            skipped = common.count_skipped(skipped, metrics, batch, run.out_dir)
+            logger.check_progress(metrics, batch)
             if run.dump_rollouts:
                 common.write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl")
             metrics |= phases.take(metrics["rollout/tokens"])

@@ -319,7 +319,7 @@ def logger(script, short):
     names = ["metrics.jsonl.tmp", "tensorboard/*", "samples.jsonl.tmp"][: 3 if script == "ppo_loop" else 2]
     out = copy_of_golden(script, "logger", steps=range(1, 5))
     os.truncate(out / "metrics.jsonl", (out / "metrics.jsonl").stat().st_size - 7)  # as a crash leaves it
-    shutil.copytree(out / "hf", out / "hf.old.gone")  # as a crash leaves it too
+    shutil.copytree(out / "hf", out / "hf.was.gone")  # as a crash leaves it too
     for name in names:
         kill_at(script, out, name)
     Job(script, out, "--resume", "auto").succeeds()

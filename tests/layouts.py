@@ -110,7 +110,7 @@ def results_of(model, layout, out, fields, cases):
     for case in cases:
         rows, changes = CASES[case]
         worker.config = critic.config = dataclasses.replace(config, **changes)
-        critic.max_tokens = None  # the worker sets the budget anew
+        critic.max_tokens = 0  # the worker sets the budget anew
         everything = range(len(ROWS[rows]))
         mine = everything[RANK::WORLD_SIZE]
         if case == "rows on rank 0":

@@ -97,7 +97,7 @@ NEW = "new, normal(0, 0.124)"
 STORIES = {  # kind of checkpoint -> where its value head comes from
     **dict.fromkeys(("LM", "tied LM", "LM in bfloat16", "two labels"), NEW),
     "token classification": "from its score.weight",
-    "reward model": "from its score.weight (no bias: 0)",
+    "reward model": "from its score.weight",
     "TRL": "from its v_head.summary.weight",
 }
 
@@ -467,7 +467,8 @@ def test_planned_activations_are_what_autograd_saves(model, dtype, fields):
     lengths = [9, 30, 9, 17]
     _, model_config = common.load_config(config)
     common.describe_head(model_config, config, None)
-    planned = critic_fsdp.saved_bytes(config, model_config, lengths, torch.device("cpu"))
+    laid_out = lengths if config.use_remove_padding else [30] * 4
+    planned = critic_fsdp.saved_bytes(config, model_config, laid_out, torch.device("cpu"))
 
     real = critic_fsdp.build_skeleton(config, model_config, getattr(torch, dtype)).to_empty(device="cpu")
     weights = {x.untyped_storage()._cdata for x in (*real.parameters(), *real.buffers())}

@@ -71,7 +71,7 @@ def flags(kind):
     return found
 
 
-@pytest.mark.parametrize("kind, count", [("Config", 25), ("Run", 15)])
+@pytest.mark.parametrize("kind, count", [("Config", 25), ("Run", 14)])
 def test_a_flag_that_both_have_means_and_defaults_to_the_same(kind, count):
     fsdp, megatron = flags(getattr(critic_fsdp, kind)), flags(getattr(cm, kind))
     shared = [name for name in fsdp if name in megatron and name not in ("critic", "out_dir")]
@@ -123,7 +123,7 @@ def critic_of(rank=0, dp_size=1, **fields):
         pp_size=config.pipeline_model_parallel_size, dp_size=dp_size, dp_rank=0,
     )  # fmt: skip
     critic.model = [None] * config.virtual_pipeline_model_parallel_size
-    critic.max_tokens = None
+    critic.max_tokens = 0
     return critic
 
 

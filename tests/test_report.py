@@ -230,10 +230,11 @@ def test_a_run_leaves_the_same_report_on_any_number_of_ranks(tmp_path):
 
 
 def test_chosen_steps_are_profiled_and_no_others(tmp_path):
-    assert list(common.profiled(range(5), None, str(tmp_path))) == list(range(5))
-    assert not list(tmp_path.iterdir())
+    logger = common.Logger(str(tmp_path), {})
+    assert list(logger.profiled(range(5), None)) == list(range(5))
+    assert not (tmp_path / "profile").exists()
     seen = []
-    for step in common.profiled(range(5), "2:3", str(tmp_path)):
+    for step in logger.profiled(range(5), "2:3"):
         seen.append((torch.ones(2 + step, 2) @ torch.ones(2, 2)).shape)
     assert seen == [(2, 2), (3, 2), (4, 2), (5, 2), (6, 2)]
     files = sorted((tmp_path / "profile").iterdir())

@@ -193,7 +193,6 @@ def test_a_bad_image_is_a_bad_row(rollouts):
             read(w, rollouts)
         line = str(error.value)
         assert line.startswith(f"--rollouts {rollouts}:5: ") and fault in line and "\n" not in line, line
-        assert read(w, rollouts, skip_bad_rows=True).row_id.tolist() == [0, 1, 2, 3], fault
     with pytest.raises(UserError, match=":1: it has images, this model reads text only"):
         common.read_rows(str(rollouts), w.tokenizer)
 
