@@ -94,7 +94,7 @@ class ActorConfig:
     clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0  # dual clip, for bad actions (None: off)
     entropy_coeff: Weight = 0.0  # weight of the entropy bonus
     kl_loss_coef: Weight = 0.0  # weight of the KL to the reference in the loss (0: none)
-    kl_loss_type: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3"  # its estimator (+: gradient of k2)
+    kl_loss_type: Literal["k1", "k2", "k3", "abs"] = "k3"  # how it is estimated
     tis_cap: Rate | None = None  # weigh a token by pi_actor / pi_engine, at most this (None: no weighing)
     loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
 
@@ -261,11 +261,11 @@ class Task(NamedTuple):
 
 def addition_prompts(n, seed, tokenizer, held_out=False):
     """n additions of two numbers of two digits; the prompts of the toy, with the same ones held out."""
+    texts = [json.loads(row)["prompt"] for row in common.toy_rows(n, seed, held_out)]
     prompts = []
-    rows = map(json.loads, common.toy_rows(n, seed, held_out))
-    for text in dict.fromkeys(row["prompt"] for row in rows):  # each once
-        a, b = text.rstrip("=").split("+")
-        prompts.append(Prompt(tokenizer(text)["input_ids"], text, str(int(a) + int(b))))
+    for text in dict.fromkeys(texts):  # each once
+        answer = sum(map(int, text[:-1].split("+")))
+        prompts.append(Prompt(tokenizer(text)["input_ids"], text, str(answer)))
     return prompts
 
 
@@ -380,23 +380,21 @@ class RewardModel:
         self.tokenizer = self.worker.tokenizer or tokenizer
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
 
-    def ids(self, prompt, text, ids):
+    def ids(self, prompt, reply):
         """The row in tokens of this model, which may have a tokenizer of its own."""
         if self.same_tokens:
-            return ids
+            return prompt.ids + reply.ids
         if prompt.messages and self.tokenizer.chat_template:
-            messages = [*prompt.messages, {"role": "assistant", "content": text}]
+            messages = [*prompt.messages, {"role": "assistant", "content": reply.text}]
             return common.chat_ids(self.tokenizer, messages, add_generation_prompt=False)
-        return self.tokenizer(prompt.text + text)["input_ids"]
+        return self.tokenizer(prompt.text + reply.text)["input_ids"]
 
-    def scores(self, prompts, texts, batch):
+    def scores(self, prompts, replies, row_ids):
         """Rewards of the caller's rows, a list (a collective)."""
-        rows = []
-        for prompt, text, row in zip(prompts, texts, batch.split(1)):
-            rows.append(prompt._replace(ids=self.ids(prompt, text, row.input_ids.tolist())))
+        rows = [prompt._replace(ids=self.ids(prompt, reply)) for prompt, reply in zip(prompts, replies)]
         # one more action: its value is read on the last token of the row; which token it is does not matter
         end = Reply(ids=[0], mask=[True], log_probs=[0.0])
-        whole = to_batch(rows, [end] * len(rows), batch.row_id.tolist())
+        whole = to_batch(rows, [end] * len(rows), row_ids)
         with flags_of("critic"):  # the budget
             return self.worker.compute_values(whole)[whole.last_action].tolist()
 
@@ -432,16 +430,13 @@ def kl_penalty(log_probs_T, ref_log_probs_T, kind):
         abs   |log p - log q|
         k2    (log p - log q)^2 / 2
         k3    q/p - 1 - log(q/p), with log(q/p) clamped to +-20 and the result to +-10
-        k1+   and so on: that value, with the gradient of k2, which is the true gradient of the KL
 
     Schulman, "Approximating KL divergence" (2020)."""
     log_ratio_T = log_probs_T - ref_log_probs_T
-    k2_T = 0.5 * log_ratio_T.square()
-    if kind.endswith("+"):
-        return kl_penalty(log_probs_T, ref_log_probs_T, kind[:-1]).detach() + k2_T - k2_T.detach()
-    log_inverse_T = (-log_ratio_T).clamp(-20, 20)
-    k3_T = (log_inverse_T.exp() - log_inverse_T - 1).clamp(-10, 10)
-    return {"k1": log_ratio_T, "abs": log_ratio_T.abs(), "k2": k2_T, "k3": k3_T}[kind]
+    if kind == "k3":
+        log_inverse_T = (-log_ratio_T).clamp(-20, 20)
+        return (log_inverse_T.exp() - log_inverse_T - 1).clamp(-10, 10)
+    return {"k1": log_ratio_T, "abs": log_ratio_T.abs(), "k2": 0.5 * log_ratio_T.square()}[kind]
 
 
 def next_kl_coef(coef, kl, n, target=None):
@@ -772,18 +767,17 @@ def to_batch(prompts, replies, row_ids):
     ids = []
     mask = []
     log_probs = []
-    lengths = []
+    ends = [0]
     for prompt, reply in zip(prompts, replies):
-        n = len(prompt.ids)
         ids += prompt.ids + reply.ids
-        mask += [False] * n + reply.mask
-        log_probs += [0.0] * n + reply.log_probs
-        lengths.append(n + len(reply.ids))
+        mask += [False] * len(prompt.ids) + reply.mask
+        log_probs += [0.0] * len(prompt.ids) + reply.log_probs
+        ends.append(len(ids))
     return common.Batch(  # a rank may have no rows, but has columns of the same kinds
         input_ids=torch.tensor(ids).long(),
-        cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
+        cu_seqlens=torch.tensor(ends).int(),
         response_mask=torch.tensor(mask).bool(),
-        row_id=torch.tensor(list(row_ids)).long(),
+        row_id=torch.tensor(row_ids).long(),
         truncated=torch.tensor([not reply.finished for reply in replies]).bool(),
         rollout_log_probs=torch.tensor(log_probs),
     )
@@ -1121,11 +1115,11 @@ class Phases:
         return metrics
 
 
-def score(run, reward, phases, prompts, replies, batch):
+def score(run, reward, phases, prompts, replies, row_ids):
     """Rewards of the caller's rows, a list (a collective). A function that fails is noted in the reply."""
     if isinstance(reward, RewardModel):
         with phases("reward", reward.worker):
-            return reward.scores(prompts, [reply.text for reply in replies], batch)
+            return reward.scores(prompts, replies, row_ids)
 
     def checked(*args):
         made = float(reward(*args))
@@ -1182,7 +1176,7 @@ def evaluate(engine, task, run, reward, phases, step, logger):
     row_ids = range(RANK, len(task.held_out), WORLD_SIZE)
     prompts = [task.held_out[row] for row in row_ids]
     replies = roll_out(engine, task, prompts, map(str, row_ids), run, temperature=0.0)
-    scores = score(run, reward, phases, prompts, replies, to_batch(prompts, replies, row_ids))
+    scores = score(run, reward, phases, prompts, replies, row_ids)
     rows = []
     for prompt, reply, reward in zip(prompts, replies, scores):
         rows.append({
@@ -1191,10 +1185,9 @@ def evaluate(engine, task, run, reward, phases, step, logger):
         })  # fmt: skip
     rows, faults = of_all_rows(rows)
     logger.log_samples(step, rows[:8])
-    rewards = [row["reward"] for row in rows]
     metrics = {
-        "eval/reward": sum(rewards) / len(rows),
-        "eval/accuracy": sum(x >= 1 for x in rewards) / len(rows),
+        "eval/reward": sum(row["reward"] for row in rows) / len(rows),
+        "eval/accuracy": sum(row["reward"] >= 1 for row in rows) / len(rows),
         "eval/length": sum(row["tokens"] for row in rows) / len(rows),
         "eval/errors": len(faults),
     }
@@ -1244,13 +1237,9 @@ def set_up(run):
         if critic.override_config == "{}":
             inherited["override_config"] = actor.override_config
     critic = dataclasses.replace(critic, **inherited)
-    run = dataclasses.replace(
-        run,
-        actor=actor,
-        critic=critic,
-        max_response_length=run.max_response_length or (8 if addition else 256),
-        reward=run.reward or ("addition" if addition and not run.reward_model else None),
-    )
+    room = run.max_response_length or (8 if addition else 256)
+    rule = run.reward or ("addition" if addition and not run.reward_model else None)
+    run = dataclasses.replace(run, actor=actor, critic=critic, max_response_length=room, reward=rule)
     held_out = []
     if addition:
         prompts = addition_prompts(8192, run.seed, tokenizer)
@@ -1406,7 +1395,7 @@ def main(run):
                 prompts, row_ids, keys = prompts_of_step(step, task.prompts, run)
                 replies = roll_out(engine, task, prompts, keys, run, run.temperature)
                 batch = to_batch(prompts, replies, row_ids)
-            scores = score(run, reward, phases, prompts, replies, batch)
+            scores = score(run, reward, phases, prompts, replies, row_ids)
             with phases("log_probs", actor):
                 batch.old_log_probs = batch.ref_log_probs = actor.compute_log_probs(batch)
             if reference is not None:
