@@ -40,14 +40,14 @@ from typing import Annotated, Literal, NamedTuple
 import pydantic
 import tyro
 from pydantic import Field
+from pydantic import NonNegativeInt as Count
+from pydantic import PositiveInt as Positive
 
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these; plain `python` is a world of one
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -195,7 +195,6 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor
 from transformers import AutoModel, Qwen2VLImageProcessorPil
 from transformers.pytorch_utils import Conv1D
 
@@ -439,20 +438,19 @@ def build_value_model(config, model_config, layout):
 
 
 def shard_fsdp2(model, config, layout):
-    options = {"mesh": layout.fsdp_mesh}
+    home = fsdp.OffloadPolicy()
     if config.offload_policy:
-        options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=layout.device.type == "cuda")
-    policy = fsdp.MixedPrecisionPolicy(param_dtype=layout.dtype, reduce_dtype=torch.float32)
-    for block in common.transformer_blocks(model):
-        fsdp.fully_shard(block, mp_policy=policy, **options)
-    fsdp.fully_shard(model.score, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.float32), **options)
-    fsdp.fully_shard(model, mp_policy=policy, **options)
+        home = fsdp.CPUOffloadPolicy(pin_memory=layout.device.type == "cuda")
+    for module in (*common.transformer_blocks(model), model.score, model):
+        dtype = torch.float32 if module is model.score else layout.dtype
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        fsdp.fully_shard(module, mesh=layout.fsdp_mesh, mp_policy=policy, offload_policy=home)
     # an expert may have seen no token here, but some on another rank
     model.set_reduce_scatter_unused_params(True)
     model.to_empty(device="cpu" if config.offload_policy else layout.device)
-    for name, buffer in list(model.named_buffers()):  # these stay on the device
-        module, _, name = name.rpartition(".")
-        model.get_submodule(module)._buffers[name] = torch.empty_like(buffer, device=layout.device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):  # these stay on the device
+            module._buffers[name] = torch.empty_like(buffer, device=layout.device)
     return model
 
 
@@ -525,7 +523,7 @@ def slice_row(decoder, args, kwargs):
     if "visual_pos_masks" in sliced:  # Qwen3-VL's deepstack: a row of features for each token of an image
         counts = [int(mask.sum()) for mask in kwargs["visual_pos_masks"].chunk(p, 1)]
         sliced["deepstack_visual_embeds"] = [x.split(counts)[rank] for x in kwargs["deepstack_visual_embeds"]]
-    return args, {**kwargs, **sliced}
+    return args, kwargs | sliced
 
 
 # ---- Batching: rows over ranks, a rank's rows over micro-batches -------------------------------------------
@@ -596,14 +594,14 @@ class DataParallelPPOCritic:
     """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same
     on every rank, and work on this rank's share of it."""
 
-    def __init__(self, config, model_config, layout, image_processor=None, total_steps=None):
+    def __init__(self, config, model_config, layout, total_steps=None):
         self.config = config
         self.layout = layout
         self.value_range = model_config.value_range  # of hl_gauss; None: the head gives a number
-        self.image_processor = image_processor  # None: the model reads text only
+        self.image_processor = load_image_processor(config, model_config)  # None: the model reads text only
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
         self.model, self.flops, self.story = build_value_model(config, model_config, layout)
-        decoder = self.model.model.language_model if image_processor else self.model.model
+        decoder = self.model.model.language_model if self.image_processor else self.model.model
         decoder.register_forward_pre_hook(slice_row, with_kwargs=True)
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -652,30 +650,26 @@ class DataParallelPPOCritic:
         forward = self.forward_packed if self.config.use_remove_padding else self.forward_padded
         return forward(ids_T, lengths, places_T, **pixels)[: len(micro.input_ids)].roll(1, 0)
 
-    def forward_packed(self, ids_T, lengths, position_ids, **pixels):
+    def forward_packed(self, ids_T, lengths, places_T, **pixels):
         """(T,) ids, sequences end to end -> (T,) values by position; no padding is computed."""
         layout = self.layout
         pad = -len(ids_T) % layout.sp_size  # up to a multiple, as a sequence of its own
         common.Pack.layout = common.PackLayout(lengths + [pad] if pad else lengths, ids_T.device)
         common.Pack.group = layout.sp_group
-        ids_T, position_ids = (F.pad(x, (0, pad)).unsqueeze(-2) for x in (ids_T, position_ids))
+        ids_1T, places_1T = (F.pad(x, (0, pad)).unsqueeze(-2) for x in (ids_T, places_T))
         # where the decoder begins, slice_row (a hook of __init__) leaves this rank its part of the row
-        v_T = self.model(input_ids=ids_T, position_ids=position_ids, **pixels)[0]
+        v_T = self.model(input_ids=ids_1T, position_ids=places_1T, **pixels)[0]
         if layout.sp_group is not None:
             v_T = gather_slices(v_T, layout.sp_group)
         return v_T[: len(v_T) - pad]
 
-    def forward_padded(self, ids_T, lengths, position_ids, **pixels):
+    def forward_padded(self, ids_T, lengths, places_T, **pixels):
         """(T,) ids -> (T,) values by position, through a right-padded (B, L) batch."""
         common.Pack.group = None  # no rank takes a slice
-        pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True)
-        ids_BL = pad(ids_T.split(lengths))
-        mask_BL = pad(torch.ones_like(ids_T).split(lengths))
-        position_ids = pad([x.movedim(-1, 0) for x in position_ids.split(lengths, -1)])
-        if position_ids.ndim == 3:  # (B, L, 4) with images
-            position_ids = position_ids.movedim(-1, 0)
-        v_BL = self.model(input_ids=ids_BL, attention_mask=mask_BL, position_ids=position_ids, **pixels)
-        return v_BL[mask_BL.bool()]
+        mask_BL = nn.utils.rnn.pad_sequence(torch.ones_like(ids_T).split(lengths), batch_first=True)
+        index_BL = mask_BL.flatten().cumsum(0).view_as(mask_BL) - 1  # of padding: any token
+        inputs = {"input_ids": ids_T[index_BL] * mask_BL, "position_ids": places_T[..., index_BL] * mask_BL}
+        return self.model(attention_mask=mask_BL, **inputs, **pixels)[mask_BL.bool()]
 
     def values(self, outputs, mask):
         """Values of the actions from what the head says of them; zero elsewhere."""
@@ -823,7 +817,7 @@ class CriticWorker:
         if config.lr_scheduler_type == "cosine" and not total_steps:
             raise UserError("--lr-scheduler-type cosine: init_model needs total_steps")
         common.describe_head(self.model_config, config, value_range)
-        options = (self.layout, self.image_processor, total_steps)
+        options = (self.layout, total_steps)
         self.critic = DataParallelPPOCritic(config, self.model_config, *options)
         torch.manual_seed(config.seed)  # random weights were drawn
         print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
@@ -1051,12 +1045,8 @@ class CriticWorker:
 
         Adapters are merged in. An architecture without that class gets its backbone in the folder and the
         head in value_head.safetensors; --model reads both kinds."""
-        state = {}
-        for name, x in state_dict.get_model_state_dict(self.critic.model).items():
-            if isinstance(x, DTensor):  # buffers are none, nor are the weights of FSDP1 on a single rank
-                x = x.full_tensor()  # one at a time; rank 0 keeps it on the host
-            if RANK == 0:
-                state[name] = x.detach().cpu().contiguous()
+        options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole on rank 0
+        state = state_dict.get_model_state_dict(self.critic.model, options=options)
         with common.published(folder) as tmp:
             if RANK == 0:
                 if self.config.lora_rank:

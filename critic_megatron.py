@@ -41,6 +41,8 @@ from typing import Annotated, Literal, NamedTuple
 import pydantic
 import tyro
 from pydantic import Field
+from pydantic import NonNegativeInt as Count
+from pydantic import PositiveInt as Positive
 
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these; plain `python` is a world of one
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -48,8 +50,6 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron counts on 
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
