@@ -8,8 +8,8 @@
     python critic_fsdp.py --help                          every flag
 
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level
-verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them. It leaves
-out rollout and policy. critic_megatron.py is the same function on Megatron-Core.
+verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them.
+critic_megatron.py is the same function on Megatron-Core.
 
 Shapes are in the names: T tokens, sequences end to end; B sequences; L longest sequence; D hidden features.
 """
@@ -798,14 +798,13 @@ class CriticWorker:
         self.config = config
         self.tokenizer, self.model_config = common.load_config(config)
         check_model_flags(config, self.model_config)
-        self.image_processor = load_image_processor(config, self.model_config)
         self.device = common.setup_distributed(config.timeout_minutes)
         if config.ppo_max_token_len_per_gpu == "auto" and self.device.type == "cpu":
             raise UserError("--ppo-max-token-len-per-gpu auto: on a CPU give the memory of a rank, auto:GIB")
-        if config.defer_grad_sync and config.strategy == "fsdp1" and config.param_dtype == "bfloat16":
-            raise UserError("--defer-grad-sync: fsdp1 would add gradients up in bfloat16; use fsdp2")
         self.layout = make_layout(config, self.device)
         self.offloaded = False
+        if config.defer_grad_sync and config.strategy == "fsdp1" and self.layout.dtype != torch.float32:
+            raise UserError("--defer-grad-sync: fsdp1 would add gradients up in bfloat16; use fsdp2")
 
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps=None, value_range=None):
@@ -822,9 +821,9 @@ class CriticWorker:
         torch.manual_seed(config.seed)  # random weights were drawn
         print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
         layout = self.layout
-        shards = layout.fsdp_mesh.shape[-1]
-        sizes = f"dp {layout.dp_size} x sp {layout.sp_size}; weights: {config.strategy}, "
-        sizes += f"{shards} shards x {WORLD_SIZE // shards} replicas"
+        shards = shards_of(config, WORLD_SIZE)
+        weights = f"{config.strategy}, {shards} shards x {WORLD_SIZE // shards} replicas"
+        sizes = f"dp {layout.dp_size} x sp {layout.sp_size}; weights: {weights}"
         print0(f"layout     ranks {WORLD_SIZE} = {sizes}")
         print0(f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32")
         self.check_model()
@@ -941,7 +940,7 @@ class CriticWorker:
         if longest > self.critic.max_tokens:
             self.set_budget(longest, f"row {row}")
         common.check_rows(batch, self.model_config)
-        if batch.multi_modal_inputs and self.image_processor is None:
+        if batch.multi_modal_inputs and self.critic.image_processor is None:
             raise ValueError("multi_modal_inputs: this critic reads text only")
 
     @register(Dispatch.DP_COMPUTE_PROTO)
@@ -1033,9 +1032,8 @@ class CriticWorker:
 
     def shape(self):
         """What must be equal in a checkpoint and the run that continues it."""
-        config = self.config
-        own = {"lora_rank": config.lora_rank, "freeze_layers": config.freeze_layers}
-        own["lora_alpha"] = config.lora_rank and config.lora_alpha
+        own = {"freeze_layers": self.config.freeze_layers, "lora_rank": self.config.lora_rank}
+        own["lora_alpha"] = self.config.lora_rank and self.config.lora_alpha
         return common.shape_of(self.model_config, **own)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -1052,7 +1050,7 @@ class CriticWorker:
                 if self.config.lora_rank:
                     state = merge_lora(state, self.config, self.model_config)
                 save_hf(state, self.model_config, tmp)
-                for part in filter(None, (self.image_processor, self.tokenizer)):
+                for part in filter(None, (self.critic.image_processor, self.tokenizer)):
                     part.save_pretrained(tmp)
 
 
@@ -1201,16 +1199,13 @@ def saved_bytes(config, model_config, lengths, device):
         position_ids = position_ids.view(1 if config.use_remove_padding else len(lengths), -1)
         common.Pack.layout = common.PackLayout(lengths, device)
 
-        def note(x):
-            saved[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        note = lambda x: saved.setdefault(x.untyped_storage()._cdata, x)
+        with torch.autograd.graph.saved_tensors_hooks(note, note):  # there is no backward
             inputs = {"input_ids": torch.zeros_like(position_ids), "position_ids": position_ids}
             torch.func.functional_call(model, weights, kwargs=inputs)
     for x in weights.values():
         saved.pop(x.untyped_storage()._cdata, None)
-    return sum(saved.values())
+    return sum(x.untyped_storage().nbytes() for x in saved.values())
 
 
 def print_plan(run):
@@ -1261,10 +1256,7 @@ def main(run):
     if run.plan:
         return print_plan(run)
     worker = CriticWorker(config)
-    place = None
-    if worker.image_processor is not None:
-        place = functools.partial(place_images, worker.image_processor, worker.model_config.image_token_id)
-    train, held_out = load_rows(run, worker.tokenizer, worker.model_config, place)
+    train, held_out = load_rows(run, worker.tokenizer, worker.model_config)
     check_budget(config, train.longest[0], f"line {train.longest[1] + 1} of the rollouts")
     size = min(run.train_batch_size or config.ppo_mini_batch_size, len(train))
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
@@ -1285,18 +1277,20 @@ def main(run):
     print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
 
 
-def load_rows(run, tokenizer, model_config, place_images=None):
+def load_rows(run, tokenizer, model_config):
     """(rows to learn from, rows to evaluate on or None), of the run's files or of the toy."""
+    options = {"tokenizer": tokenizer, "model_config": model_config}
+    if image_processor := load_image_processor(run.critic, model_config):
+        ids = model_config.image_token_id
+        options["place_images"] = functools.partial(place_images, image_processor, ids)
     seed = run.critic.seed
-    source = (tokenizer, model_config)
     if run.rollouts is None:
-        train = common.read_rows(common.toy_rows(8192, seed), *source)
-        return train, common.read_rows(common.toy_rows(512, seed, held_out=True), *source)
-    options = {"place_images": place_images}
-    train = common.read_rows(run.rollouts, *source, with_values=run.recorded_values, **options)
+        train = common.read_rows(common.toy_rows(8192, seed), **options)
+        return train, common.read_rows(common.toy_rows(512, seed, held_out=True), **options)
+    train = common.read_rows(run.rollouts, with_values=run.recorded_values, **options)
     if run.eval_rollouts is None:
         return train, None
-    return train, common.read_rows(run.eval_rollouts, *source, flag="--eval-rollouts", **options)
+    return train, common.read_rows(run.eval_rollouts, flag="--eval-rollouts", **options)
 
 
 def learn(run, worker, train, held_out, size, checkpoints):

@@ -1524,18 +1524,17 @@ def main(run):
     print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
 
 
-def load_rows(run, tokenizer, model_config, place_images=None):
+def load_rows(run, tokenizer, model_config):
     """(rows to learn from, rows to evaluate on or None), of the run's files or of the toy."""
+    options = {"tokenizer": tokenizer, "model_config": model_config}
     seed = run.critic.seed
-    source = (tokenizer, model_config)
     if run.rollouts is None:
-        train = common.read_rows(common.toy_rows(8192, seed), *source)
-        return train, common.read_rows(common.toy_rows(512, seed, held_out=True), *source)
-    options = {"place_images": place_images}
-    train = common.read_rows(run.rollouts, *source, with_values=run.recorded_values, **options)
+        train = common.read_rows(common.toy_rows(8192, seed), **options)
+        return train, common.read_rows(common.toy_rows(512, seed, held_out=True), **options)
+    train = common.read_rows(run.rollouts, with_values=run.recorded_values, **options)
     if run.eval_rollouts is None:
         return train, None
-    return train, common.read_rows(run.eval_rollouts, *source, flag="--eval-rollouts", **options)
+    return train, common.read_rows(run.eval_rollouts, flag="--eval-rollouts", **options)
 
 
 def learn(run, worker, train, held_out, size, checkpoints):

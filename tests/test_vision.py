@@ -143,7 +143,8 @@ def rollouts(tmp_path):
 
 
 def read(w, path, **options):
-    place = functools.partial(critic_fsdp.place_images, w.image_processor, IMAGE)
+    image_processor = critic_fsdp.load_image_processor(w.config, w.model_config)
+    place = functools.partial(critic_fsdp.place_images, image_processor, IMAGE)
     return common.read_rows(str(path), w.tokenizer, w.model_config, place_images=place, **options)
 
 
@@ -152,7 +153,7 @@ def test_images_of_rows_are_those_of_the_processor(name, rollouts):
     w = worker(model=name)
     batch = read(w, rollouts)
     files = (rollouts.parent / "pictures" / "a.png", rollouts.parent / "b.png")
-    a, b = (dict(w.image_processor(images=[Image.open(file)], return_tensors="pt")) for file in files)
+    a, b = (dict(w.critic.image_processor(images=[Image.open(file)], return_tensors="pt")) for file in files)
     assert a["image_grid_thw"].tolist() == [[1, 6, 4]] and b["image_grid_thw"].tolist() == [[1, 4, 8]]
     both = {key: torch.cat([b[key], a[key]]) for key in a}
     placeholders = [(ids == IMAGE).sum().item() for ids in batch.input_ids.split(batch.lengths)]
