@@ -872,7 +872,9 @@ class Logger:
 
     def __init__(self, out_dir, settings, last_step=0, evaluates_again=True):
         self.out_dir = out_dir
-        self.skipped = 0  # updates in a row
+        self.start = time.perf_counter()
+        self.updates = 0  # since then
+        self.skipped = 0  # of them, the last in a row
         self.board = None
         if RANK != 0:
             return
@@ -931,6 +933,8 @@ class Logger:
 
     def log_update(self, step, steps, m):
         """Logs an update of the critic and prints one aligned line about it."""
+        self.updates += 1
+        m["perf/time_step"] = (time.perf_counter() - self.start) / self.updates
         self.log(step, m)
         skipped = f"  skipped {m['critic/skipped_steps']:.0f}" if m["critic/skipped_steps"] else ""
         left = datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))

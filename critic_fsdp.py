@@ -390,7 +390,7 @@ class Layout(NamedTuple):
     dtype: torch.dtype  # of matrix products; master weights, gradients, optimizer and value head are float32
     dp_rank: int
     dp_size: int
-    dp_group: dist.ProcessGroup  # ranks with the same place in their sequence-parallel group
+    sp_rank: int
     sp_size: int
     sp_group: dist.ProcessGroup | None
     fsdp_mesh: dist.DeviceMesh  # (world,), or (replicas, fsdp_size) for hybrid sharding
@@ -418,7 +418,7 @@ def make_layout(config, device):
         dtype=common.compute_dtype(config.param_dtype, device),
         dp_rank=mesh.get_local_rank("dp"),
         dp_size=WORLD_SIZE // sp,
-        dp_group=mesh.get_group("dp"),
+        sp_rank=mesh.get_local_rank("sp"),
         sp_size=sp,
         sp_group=mesh.get_group("sp") if sp > 1 else None,
         fsdp_mesh=fsdp_mesh["shard"] if shards == WORLD_SIZE else fsdp_mesh,
@@ -685,10 +685,10 @@ class DataParallelPPOCritic:
         for rows in self.my_micro_batches(batch):
             micro = self.micro_batch(batch, rows)
             v_T = self.values(self.forward(micro), micro.response_mask)
-            if rows:
+            if rows and self.layout.sp_rank == 0:  # ranks that share a row all have the same
                 values_T[batch.token_index(rows).to(v_T.device)] = v_T
         self.free_gathered()
-        dist.all_reduce(values_T, group=self.layout.dp_group)  # one group computed each token; others add 0
+        dist.all_reduce(values_T)  # one rank has each token's value; others add 0
         return values_T.cpu()
 
     def free_gathered(self):
@@ -722,7 +722,7 @@ class DataParallelPPOCritic:
                     norms[-1] = norm
                     totals += sums
         self.updates += 1
-        dist.all_reduce(totals, group=self.layout.dp_group)
+        dist.all_reduce(totals)
         names = ("vf_loss", "vf_clipfrac", "vpred_mean")
         return common.update_metrics("critic", names, totals, norms, self.optimizer.param_groups[0]["lr"])
 
@@ -746,7 +746,7 @@ class DataParallelPPOCritic:
             (loss * self.layout.dp_size).backward()
         if strategy == "fsdp1" and WORLD_SIZE == 1:  # there FSDP1 forgets units without a gradient
             self.free_gathered()
-        return sums
+        return sums * (self.layout.sp_rank == 0)  # ranks that share a row all have the same
 
     def loss(self, outputs, micro):
         """These actions' part of the mini-batch loss, and of its sums (loss, clipped, vpreds, actions)."""
@@ -966,14 +966,14 @@ class CriticWorker:
     @register(Dispatch.ONE_TO_ALL)
     def offload(self):
         """Gives the device memory of weights, gradients and optimizer state to others (a rollout engine)."""
-        self.move(torch.device("cpu"))
         self.offloaded = True
+        self.move(torch.device("cpu"))
 
     @register(Dispatch.ONE_TO_ALL)
     def onload(self):
         """Takes it back."""
-        self.move(self.device)
         self.offloaded = False
+        self.move(self.device)
 
     def move(self, device):
         model = self.critic.model
@@ -1300,18 +1300,16 @@ def learn(run, worker, train, held_out, size, checkpoints):
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     last_step = first_step if checkpoints.is_own else 0
     logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, run.evaluates(first_step))
-    start = time.perf_counter()
     batch = None
     for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
-        last = step == run.steps
-        stop = checkpoints.sigterm_received()
+        ends = step == run.steps or checkpoints.sigterm_received()
         if held_out is not None and run.evaluates(step):
             held_out.values = worker.critic.compute_values(held_out)
             logger.log_evaluation(step, held_out, run.gamma)
-        if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
+        if step > first_step and (ends or (run.save_every and step % run.save_every == 0)):
             checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
-        checkpoints.wait(block=last or stop)
-        if last or stop:
+        checkpoints.wait(block=ends)
+        if ends:
             logger.close()
             break
         picked = common.rows_of_step(step, len(train), size, run.critic.seed)
@@ -1321,9 +1319,8 @@ def learn(run, worker, train, held_out, size, checkpoints):
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)
         logger.check_progress(metrics, batch)
-        metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
         logger.log_update(step + 1, run.steps, metrics)
-    if not last:
+    if step < run.steps:
         checkpoints.leave(step)
     if held_out is not None:
         return held_out, "held-out rows"

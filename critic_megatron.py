@@ -1042,7 +1042,7 @@ class MegatronPPOCritic:
             return outputs_S.sum(), None
 
         self.run_schedule(micros, reduce, forward_only=True)
-        dist.all_reduce(values_T)  # one rank of the last stages computed each token; others add 0
+        dist.all_reduce(values_T)  # one rank has each token's value; others add 0
         return values_T.cpu()
 
     def update_critic(self, batch):
@@ -1284,23 +1284,20 @@ class CriticWorker:
     @register(Dispatch.ONE_TO_ALL)
     def offload(self):
         """Gives the device memory of weights, gradients and optimizer state to others (a rollout engine)."""
-        for chunk in self.critic.model:
-            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                buffer.offload_to_cpu()
-        mpu.get_global_memory_buffer().buffer.clear()  # what sequence parallelism gathers tokens into
-        self.move(torch.device("cpu"))
         self.offloaded = True
+        self.move(torch.device("cpu"))
 
     @register(Dispatch.ONE_TO_ALL)
     def onload(self):
         """Takes it back."""
-        for chunk in self.critic.model:
-            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                buffer.reload_from_cpu()
-        self.move(self.device)
         self.offloaded = False
+        self.move(self.device)
 
     def move(self, device):
+        for chunk in self.critic.model:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                (buffer.offload_to_cpu if self.offloaded else buffer.reload_from_cpu)()
+        mpu.get_global_memory_buffer().buffer.clear()  # what sequence parallelism gathers tokens into
         for optimizer in self.critic.optimizers:
             # masters of half-precision weights
             for p in itertools.chain(*optimizer.shard_fp32_from_float16_groups):
@@ -1544,18 +1541,16 @@ def learn(run, worker, train, held_out, size, checkpoints):
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     last_step = first_step if checkpoints.is_own else 0
     logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, run.evaluates(first_step))
-    start = time.perf_counter()
     batch = None
     for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
-        last = step == run.steps
-        stop = checkpoints.sigterm_received()
+        ends = step == run.steps or checkpoints.sigterm_received()
         if held_out is not None and run.evaluates(step):
             held_out.values = worker.critic.compute_values(held_out)
             logger.log_evaluation(step, held_out, run.gamma)
-        if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
+        if step > first_step and (ends or (run.save_every and step % run.save_every == 0)):
             checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
-        checkpoints.wait(block=last or stop)
-        if last or stop:
+        checkpoints.wait(block=ends)
+        if ends:
             logger.close()
             break
         picked = common.rows_of_step(step, len(train), size, run.critic.seed)
@@ -1565,9 +1560,8 @@ def learn(run, worker, train, held_out, size, checkpoints):
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)
         logger.check_progress(metrics, batch)
-        metrics["perf/time_step"] = (time.perf_counter() - start) / (step + 1 - first_step)
         logger.log_update(step + 1, run.steps, metrics)
-    if not last:
+    if step < run.steps:
         checkpoints.leave(step)
     if held_out is not None:
         return held_out, "held-out rows"
