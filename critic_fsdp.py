@@ -195,6 +195,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
 from transformers import AutoModel, Qwen2VLImageProcessorPil
 from transformers.pytorch_utils import Conv1D
 
@@ -1043,8 +1044,12 @@ class CriticWorker:
 
         Adapters are merged in. An architecture without that class gets its backbone in the folder and the
         head in value_head.safetensors; --model reads both kinds."""
-        options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole on rank 0
-        state = state_dict.get_model_state_dict(self.critic.model, options=options)
+        state = {}  # by the library's full_state_dict FSDP1 would crash on a CPU
+        for name, x in state_dict.get_model_state_dict(self.critic.model).items():
+            if isinstance(x, DTensor):  # buffers are none, nor are the weights of FSDP1 on a single rank
+                x = x.full_tensor()  # one at a time; rank 0 keeps it on the host
+            if RANK == 0:
+                state[name] = x.detach().cpu().contiguous()
         with common.published(folder) as tmp:
             if RANK == 0:
                 if self.config.lora_rank:
