@@ -35,9 +35,8 @@ def bench(size: tuple[str, ...] = ("10m", "100m"), rows: int = 64, new: int = 64
         rounds: in turns, of which the median counts
     """
     device = common.setup_distributed()
-    print(
-        f"{device}, {torch.get_num_threads()} threads, {rows} prompts of 8 to 64 tokens, {new} new ones each"
-    )
+    threads = torch.get_num_threads()
+    print(f"{device}, {threads} threads, {rows} prompts of 8 to 64 tokens, {new} new ones each")
     for name in size:
         fields = dict(SIZES[name])
         heads = fields.pop("heads")
@@ -48,10 +47,8 @@ def bench(size: tuple[str, ...] = ("10m", "100m"), rows: int = 64, new: int = 64
         run = ppo_loop.parse(["--rollout", "vllm", "--rollout-batch-size", str(rows)])
         empty = dict.fromkeys(ppo_loop.Task._fields)
         task = ppo_loop.Task(**{**empty, "model_config": config, "stop_ids": [], "longest": 64 + new})
-        engines = {
-            "transformers": ppo_loop.HFRollout(run, task, device),
-            "vllm": ppo_loop.VLLMRollout(run, task, device),
-        }
+        kinds = {"transformers": ppo_loop.HFRollout, "vllm": ppo_loop.VLLMRollout}
+        engines = {engine_name: kind(run, task, device) for engine_name, kind in kinds.items()}
         torch.manual_seed(0)
         lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         count = sum(p.numel() for p in lm.parameters())

@@ -1,5 +1,4 @@
-"""Ranks as forked children of one process that has imported the slow libraries: a launch costs a second, not
-twenty."""
+"""Ranks as forks of one process that has imported the slow libraries: a launch takes a second, not twenty."""
 
 import gc
 import io
@@ -28,6 +27,7 @@ with warnings.catch_warnings():
 
 
 STORES = {}  # pid -> the store where it finds the other ranks: as long as this process lives
+NUMBERS = {}  # of this rank, as torchrun tells them
 
 
 def start(ranks, function, *args):
@@ -45,11 +45,8 @@ def start(ranks, function, *args):
 
 
 def run(ranks, function, *args, timeout=300):
-    """Calls function(*args) on `ranks` gloo processes, which import common and the critics anew; ends all if
-    one fails.
-
-    A module that reads RANK when imported must not be imported here, so `function` imports what it needs.
-    """
+    """Calls function(*args) on `ranks` gloo processes; ends all if one fails. A module that reads RANK when
+    imported must not be imported here, so `function` imports what it needs."""
     failed = wait(start(ranks, function, *args), timeout)
     if failed:
         raise SystemExit(f"{function.__name__} on {ranks} ranks: {failed}")
@@ -77,11 +74,7 @@ def scenarios(launches, launch):
     """What a script of scenarios does with its command line, OUT_FOLDER [NAME...]: runs each of its (name,
     ranks, function, args) of that name or function, or all, as launch(name, function, folder, args), and on 0
     ranks here, as function(folder). Ends with what failed."""
-    import matplotlib.pyplot  # noqa: F401
-    import pytest  # noqa: F401
-    import torch.utils.tensorboard  # noqa: F401
-    import tyro  # noqa: F401
-
+    warm_up()
     (folder, *names), failed = sys.argv[1:], []
     for name, ranks, function, args in launches:
         if names and not {name, function.__name__} & set(names):
@@ -99,24 +92,24 @@ def scenarios(launches, launch):
 def _child(rank, ranks, port, function, args):
     code = 1
     try:
-        os.environ |= {
+        NUMBERS.update({
             "RANK": str(rank), "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             # the store is there already
             "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
-        }  # fmt: skip
+        })  # fmt: skip
+        os.environ |= NUMBERS
         torch.set_num_threads(1)
         function(*args)
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         sys.stderr.write("" if isinstance(stop.code, int | None) else f"{stop.code}\n")
-        sys.stderr.flush()
     except BaseException:
         sys.stderr.write(f"rank {rank}:\n{traceback.format_exc()}")
-        sys.stderr.flush()
     finally:
+        sys.stderr.flush()
         sys.stdout.flush()
         os._exit(code)
 
@@ -125,19 +118,7 @@ def script(arguments, env, cwd, out, alone):
     """Runs a script in a child as python does; out: where what it prints goes, .stdout and .stderr."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{out}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
-    for name in (
-        (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-            "TORCHELASTIC_USE_AGENT_STORE",
-        )
-        if alone
-        else ()
-    ):
+    for name in NUMBERS if alone else ():
         del os.environ[name]
     os.environ |= env
     os.chdir(cwd)
@@ -165,14 +146,14 @@ def serve():
                 json.dump(failed, file)
             os.rename(f"{out}.tmp", os.path.join(job["folder"], "ended"))
             os._exit(0)
-    os.killpg(
-        0, signal.SIGKILL
-    )  # who has asked is gone: all that goes on ends, helpers.py makes a group of it
+    os.killpg(0, signal.SIGKILL)  # who has asked is gone: all that goes on ends, its group from helpers.py
 
 
 def warm_up():
     """What the first of its kind takes a second or two for."""
     import matplotlib
+    import pytest  # noqa: F401
+    import torch.utils.tensorboard  # noqa: F401
     import tyro
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -190,11 +171,7 @@ def warm_up():
 
 
 if __name__ == "__main__":
-    import torch.utils.tensorboard  # noqa: F401
-
     warm_up()
-    sys.dont_write_bytecode, sys.pycache_prefix = (
-        False,
-        sys.argv[1],
-    )  # each child would compile common.py anew
+    sys.dont_write_bytecode = False  # or each child would compile common.py anew
+    sys.pycache_prefix = sys.argv[1]
     serve()

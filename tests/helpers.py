@@ -36,11 +36,8 @@ def run(*command, timeout=600, cwd=None, **env):
     return subprocess.run(command, cwd=cwd, env=env, timeout=timeout, text=True, capture_output=True)
 
 
-def torchrun(ranks, *command, really=False, timeout=600, cwd=None, **env):
-    """Runs a script on `ranks` gloo processes: forks, or with `really` what torchrun starts."""
-    if really:
-        launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
-        return run(*launcher, *command, timeout=timeout, cwd=cwd, **env)
+def torchrun(ranks, *command, timeout=600, cwd=None, **env):
+    """Runs a script on `ranks` gloo processes, which are forks."""
     return launch(ranks, [str(c) for c in command], timeout, cwd, env)
 
 

@@ -85,123 +85,101 @@ BAD_FLAGS = [
      critic_megatron.Config(virtual_pipeline_model_parallel_size=2)),
     ("--context-parallel-size: needs packed rows",
      critic_megatron.Config(context_parallel_size=2, use_remove_padding=False)),
+    ("--override-config {: ", Config(override_config="{")),
+    ("--override-config: Qwen2Config has no 'hidden_sizes'", Config(override_config='{"hidden_sizes": 3}')),
+    ("--model tiny-qwen9: no such preset", Config(model="tiny-qwen9")),
+    ("--model nowhere/at-all: no model there", Config(model="nowhere/at-all")),
+    ("--tokenizer nowhere: no tokenizer there", Config(tokenizer="nowhere")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("message, flags", BAD_FLAGS)
-def test_impossible_flags_are_named(message, flags):
+def test_impossible_flags_and_models_that_are_not_there_are_named(message, flags):
     script = sys.modules[type(flags).__module__]
-    assert script.mistake_in(flags, world_size=4).startswith(message)
-
-
-BAD_MODELS = [
-    ("--override-config {: ", {"override_config": "{"}),
-    ("--override-config: Qwen2Config has no 'hidden_sizes'", {"override_config": '{"hidden_sizes": 3}'}),
-    ("--model tiny-qwen9: no such preset", {"model": "tiny-qwen9"}),
-    ("--model nowhere/at-all: no model there", {"model": "nowhere/at-all"}),
-    ("--tokenizer nowhere: no tokenizer there", {"tokenizer": "nowhere"}),
-]
-
-
-@pytest.mark.parametrize("message, fields", BAD_MODELS)
-def test_a_model_that_is_not_there_is_named(message, fields):
-    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
-        common.load_config(Config(**fields))
+    mistake = script.mistake_in(flags, world_size=4)
+    if mistake is None:
+        with pytest.raises(UserError) as error:
+            common.load_config(flags)
+        mistake = str(error.value)
+    assert mistake.startswith(message)
 
 
 def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
-    """A flag before torch is imported; a row on one process, and under torchrun; a budget; a folder."""
-    flag = run(sys.executable, SCRIPT, "--ppo-epochs", 0)
-    assert (flag.returncode, flag.stderr) == (2, "error: --ppo-epochs 0: must be greater than 0\n")
+    """A flag; a row, on two ranks; a budget; a folder; training that diverges; a flag that does not exist."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({**GOOD, "reward": math.nan}))
+    out = tmp_path / "out"
+    row = rf"--rollouts {rows}:1: reward: must be a .*number.* \(bad rows in all: 1\)"
+    diverged = "the critic's values are not finite, the training has diverged; use a lower --lr"
+    budget = r"--ppo-max-token-len-per-gpu 5: line \d+ .* has 10 tokens; give at least 10"
+    for process, said in (
+        (start(out, "--ppo-epochs 0"), "--ppo-epochs 0: must be greater than 0"),
+        (start(out, "", 2, rollouts=rows), row),
+        (start(out, "--ppo-max-token-len-per-gpu 5", rollouts=ROWS), budget),
+        (start("/proc/nowhere", "", rollouts=ROWS), "--out-dir /proc/nowhere.*"),
+        # attention scores overflow; far above it squares of norms do, to values that some CPUs find finite
+        (start(out, "--lr 1e15 --grad-clip inf --steps 50", rollouts=ROWS), diverged),
+    ):
+        assert process.returncode == 2 and re.fullmatch(f"error: {said}\n", process.stderr), process.stderr
     for rank, said in (("0", 1), ("1", 0)):
         unknown = run(sys.executable, SCRIPT, "--lrr", "3", RANK=rank, WORLD_SIZE="2")
         assert unknown.returncode == 2
         assert (unknown.stdout + unknown.stderr).count("Unrecognized options:") == said
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({**GOOD, "reward": math.nan}))
-    out = tmp_path / "out"
-    line = rf"error: --rollouts {rows}:1: reward: must be a .*number.* \(bad rows in all: 1\)"
-    together = torchrun(2, SCRIPT, "--rollouts", rows, "--out-dir", out, really=True)
-    assert together.returncode != 0 and len(re.findall(f"^{line}", together.stderr, flags=re.M)) == 1
-    budget = r"error: --ppo-max-token-len-per-gpu 5: line \d+ .* has 10 tokens; give at least 10\n"
-    for process, said in (
-        (start(out, "", rollouts=rows), line + ".*\n"),
-        (start(out, "--ppo-max-token-len-per-gpu 5"), budget),
-        (start("/proc/nowhere", ""), "error: --out-dir /proc/nowhere.*\n"),
-    ):
-        assert process.returncode == 2 and re.fullmatch(said, process.stderr), process.stderr
-
-
-def test_a_run_that_diverges_stops_and_says_so(tmp_path):
-    """At 1e15 attention scores overflow. Far above, squares of norms do, to values that some CPUs find
-    finite."""
-    process = start(tmp_path / "out", "--lr 1e15 --grad-clip inf --steps 50", rollouts=ROWS)
-    words = "not finite, the training has diverged; use a lower --lr"
-    assert process.returncode == 2 and words in process.stderr, process.stderr
 
 
 def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
-    """Every metric of every step, one process against 2 and 4 ranks, relative difference below 1e-5
-    (printed).
-
-    Three updates of two steps each: rounding grows along a trajectory, since AdamW divides by what may be
-    almost 0."""
-    small = "--strategy fsdp1 --no-use-remove-padding --ppo-max-token-len-per-gpu 300"
+    """Every metric of every step, one process against 2 and 4 ranks, to 1e-5 relatively. Three updates of two
+    steps each: rounding grows along a trajectory, since AdamW divides by what may be almost 0."""
     layouts = {
-        "1 rank": (1, ""),
-        "2 ranks, fsdp1, padded, small budget": (2, small),
-        "4 ranks, ulysses 2, 2 replicas": (4, "--ulysses-size 2 --fsdp-size 2"),
+        "one": (1, ""),
+        "padded": (2, "--strategy fsdp1 --no-use-remove-padding --ppo-max-token-len-per-gpu 300"),
+        "ulysses": (4, "--ulysses-size 2 --fsdp-size 2"),
     }
-    seen = {}
+    # signed statistics of values that are about 1 in size are compared on that scale, others on their own
+    signed = re.compile("mean|min|max|explained|auc").search
+    first = None
     for name, (ranks, flags) in layouts.items():
         flags += " --lr 1e-4 --steps 3 --eval-every 3 --ppo-mini-batch-size 64 --train-batch-size 128"
         succeeded(start(tmp_path / name, flags, ranks, rollouts=ROWS, eval_rollouts=ROWS))
-        seen[name] = metrics_of(tmp_path / name)
-    first = seen.pop("1 rank")
-    for name, metrics in seen.items():
+        metrics = metrics_of(tmp_path / name)
+        first = first or metrics
         assert metrics.keys() == first.keys()
-        # signed statistics of values that are about 1 in size are compared on that scale, others on their own
-        signed = re.compile("mean|min|max|explained|auc").search
-        scale = lambda key, signed=signed: max(abs(first[key]), 1.0 if signed(key[1]) else 1e-12)
-        differences = {k: abs(x - first[k]) / scale(k) for k, x in metrics.items() if first[k] is not None}
+        scales = {key: max(abs(x or 0.0), 1.0 if signed(key[1]) else 1e-12) for key, x in first.items()}
+        differences = {k: abs(x - first[k]) / scales[k] for k, x in metrics.items() if first[k] is not None}
         worst = max(differences, key=differences.get)
-        print(f"  {name:38s} {len(metrics)} metrics, largest relative difference {differences[worst]:.1e}")
-        assert differences[worst] < 1e-5, (name, worst)
+        assert differences[worst] < 1e-5, (name, worst, differences[worst])
 
 
 def test_resume_gives_the_run_that_was_never_interrupted(tmp_path):
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    """In the same folder: metrics of later steps are written again, and their checkpoint is set aside."""
 
-    def go(out_dir, steps, flags="", **paths):
-        flags += f" --steps {steps} --eval-every 2 --ppo-mini-batch-size 32 --train-batch-size 64"
-        flags += " --lr-scheduler-type cosine --lr-warmup-steps 2"
-        return start(out_dir, flags, rollouts=ROWS, eval_rollouts=ROWS, **paths)
+    def go(out_dir="out", steps=6, **paths):
+        flags = f"--steps {steps} --eval-every 2 --save-every 4 --ppo-mini-batch-size 32"
+        flags += " --train-batch-size 64 --lr-scheduler-type cosine --lr-warmup-steps 2"
+        return start(tmp_path / out_dir, flags, rollouts=ROWS, eval_rollouts=ROWS, **paths)
 
-    succeeded(go(whole, 6, "--save-every 4"))
-    checkpoint = whole / "checkpoints" / "step_4"
-    out = succeeded(go(resumed, 6, resume=checkpoint))
-    assert "step 5/6" in out and "step 4/6" not in out
-    before, after = metrics_of(whole), metrics_of(resumed)
-    assert {step for step, _ in after} == {4, 5, 6}
-    assert all(x == before[key] for key, x in after.items())
-    assert {p.name for p in (whole / "checkpoints").iterdir()} == {"step_4", "step_6"}
+    succeeded(go())
+    whole = metrics_of(tmp_path / "out")
     for name in ("curves.png", "run.json", "tensorboard", "hf/config.json"):
-        assert (whole / name).exists(), name
-    late = go(tmp_path / "late", 3, resume=checkpoint)
+        assert (tmp_path / "out" / name).exists(), name
+    folder = tmp_path / "out" / "checkpoints"
+    out = succeeded(go(resume=folder / "step_4"))
+    assert "step 5/6" in out and "step 4/6" not in out
+    assert {p.name for p in folder.iterdir()} == {"step_4", "step_6", "step_6.old"}
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert metrics_of(tmp_path / "out") == whole and sum("critic/vf_loss" in x for x in lines) == 6
+    late = go("late", 3, resume=folder / "step_4")
     assert late.returncode == 2 and "--steps 3" in late.stderr and "has made 4 already" in late.stderr
-    # another end, in the same folder: metrics of later steps are gone, their checkpoint is set aside
-    succeeded(go(whole, 5, resume=checkpoint))
-    assert {p.name for p in (whole / "checkpoints").iterdir()} == {"step_4", "step_5", "step_6.old"}
-    lines = (whole / "metrics.jsonl").read_text().splitlines()
-    assert max(step for step, _ in metrics_of(whole)) == 5 and sum("critic/vf_loss" in x for x in lines) == 5
 
 
 def test_returns_from_lambda_truncation_and_recorded_values(tmp_path):
     """What the script trains on is GAE of the rows' own rewards and values, with the flags it was given."""
     batch = random_batch(12, vocab_size=60, idle=False)
-    common.write_jsonl(batch, f"{tmp_path}/rows.jsonl")
+    rows = tmp_path / "rows.jsonl"
+    common.write_jsonl(batch, str(rows))
     flags = "--steps 1 --gamma 0.9 --lam 0.5 --recorded-values --bootstrap-truncated"
-    succeeded(start(tmp_path / "out", flags, rollouts=tmp_path / "rows.jsonl"))
+    out = succeeded(start(tmp_path / "out", flags, rollouts=rows))
+    assert "steps      1 updates x 12 rows" in out
     tail = torch.where(batch.truncated, batch.values[batch.last_action], 0.0)
     columns = (batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens)
     _, returns = common.gae(*columns, 0.9, 0.5, bootstrap_B=tail)
@@ -211,15 +189,6 @@ def test_returns_from_lambda_truncation_and_recorded_values(tmp_path):
         assert metrics[1, f"critic/{name}_mean"] == pytest.approx(float(x_A.mean()), rel=1e-6)
         assert metrics[1, f"critic/{name}_std"] == pytest.approx(float(x_A.std(correction=0)), rel=1e-6)
     assert batch.truncated.any() and not torch.equal(returns, common.gae(*columns, 0.9, 0.5)[1])
-
-
-@pytest.mark.parametrize("n, size, steps", [(10, 4, 5), (3, 8, 4), (8, 8, 3)])
-def test_every_pass_takes_every_row_once(n, size, steps):
-    rows = [common.rows_of_step(step, n, size, seed=0) for step in range(steps)]
-    in_a_pass = math.ceil(n / size)
-    for first in range(0, steps - in_a_pass + 1, in_a_pass):
-        assert sorted(sum(rows[first : first + in_a_pass], [])) == list(range(n))
-    assert max(map(len, rows)) <= size and max(map(len, rows)) - min(map(len, rows)) <= 1
 
 
 CONTINUED = [(2, True, [0, 1, 2, 4]), (2, False, [0, 1, 2, 2, 4]), (0, True, [4])]
@@ -265,5 +234,3 @@ def test_updates_that_are_skipped_are_counted_and_end_the_run(tmp_path):
         logger.check_progress(skipped, batch)
     back = common.read_rows(f"{tmp_path}/skipped_rows.jsonl", None, with_values=True)
     assert back.values.equal(torch.where(batch.response_mask, batch.values, 0.0))
-    with pytest.raises(UserError, match="values are not finite.* lower --lr$"):
-        logger.check_progress({**made, "critic/values_mean": math.nan}, batch)

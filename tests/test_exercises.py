@@ -9,7 +9,7 @@ from helpers import random_batch, succeeded, torchrun
 
 import common
 import critic_megatron
-from critic_fsdp import Config, CriticWorker
+from critic_fsdp import Config, CriticWorker, gather_slices, trade
 
 
 def worker(**fields):
@@ -59,12 +59,9 @@ def test_3_a_mean_of_means_depends_on_the_cut():
     losses = torch.tensor([0.0, 4.0, 0.0, 0.0, 0.0, 0.0])
     batch.weights = common.loss_weights(batch, "token-mean")
     assert float((losses * batch.weights).sum()) == 1
-    micros = batch.split(1)
-    parts = losses.split([2, 4])
-    assert sum(float((part * micro.weights).sum()) for part, micro in zip(parts, micros)) == 1
-    means = [
-        float((part * common.loss_weights(micro, "token-mean")).sum()) for part, micro in zip(parts, micros)
-    ]
+    parts = list(zip(losses.split([2, 4]), batch.split(1)))
+    assert sum(float((part * micro.weights).sum()) for part, micro in parts) == 1
+    means = [float((part * common.loss_weights(micro, "token-mean")).sum()) for part, micro in parts]
     assert sum(means) / 2 == 2
 
 
@@ -117,14 +114,10 @@ def test_5_adamw_does_not_see_the_size_of_a_gradient():
     assert off(29, 0.4) > 1e-3 and off(29, 1.5) > 1e-3
 
 
-ULYSSES = """
-import torch, torch.distributed as dist
-import common
-from critic_fsdp import gather_slices, trade
-
-def main():
+def ulysses():
+    """What each of the two ranks of the next exercise finds."""
     common.setup_distributed()
-    group, rank = dist.group.WORLD, common.RANK
+    group, rank = torch.distributed.group.WORLD, common.RANK
     x = torch.arange(4 * 10 * 3.0).view(1, 4, 10, 3)  # (1, H, T, D)
     mine = x.chunk(2, 2)[rank]
     heads = trade(mine, group, 1, 2)
@@ -132,18 +125,14 @@ def main():
     assert trade(heads, group, 2, 1).equal(mine)
     assert gather_slices(mine[0, 0, :, 0], group).equal(x[0, 0, :, 0])
 
-common.launch(main)
-"""
 
-
-def test_6_ulysses_trades_tokens_for_heads(tmp_path):
+def test_6_ulysses_trades_tokens_for_heads():
     """One row of ten tokens, two Ulysses ranks, four heads: who computes what, where?
 
     Each rank has five tokens of the row and all heads in norms, projections and MLPs; inside the attention
     function two heads of all ten tokens: an all-to-all before, another after. gather_slices then gives the
     ten values to both, and both compute the same loss."""
-    (tmp_path / "ulysses.py").write_text(ULYSSES)
-    succeeded(torchrun(2, tmp_path / "ulysses.py"))
+    succeeded(torchrun(2, __file__))
 
 
 def test_7_context_parallel_ranks_have_a_piece_of_either_end():
@@ -151,11 +140,12 @@ def test_7_context_parallel_ranks_have_a_piece_of_either_end():
 
     Rank 0 has 0 1 6 7, rank 1 has 2 3 4 5. Token t sees t + 1 keys: halves would give 10 pairs to one rank
     and 26 to the other, these pieces 18 to each."""
-    pairs = {}
     for rank, answer in enumerate(([0, 1, 6, 7], [2, 3, 4, 5])):
         layout = types.SimpleNamespace(cp_size=2, cp_rank=rank, device=torch.device("cpu"))
         critic = types.SimpleNamespace(layout=layout)
         slots, _, _ = critic_megatron.MegatronPPOCritic.share_context(critic, torch.arange(8), [8])
-        assert slots.tolist() == answer
-        pairs[rank] = sum(t + 1 for t in answer)
-    assert pairs == {0: 18, 1: 18}
+        assert slots.tolist() == answer and sum(t + 1 for t in answer) == 18
+
+
+if __name__ == "__main__":
+    common.launch(ulysses)
