@@ -2,7 +2,7 @@
 
     python tests/faults.py                  all of them: some minutes on two cores
     python tests/faults.py NAME...          some of FAULTS, below
-    python tests/faults.py --short          fewer of each, as test_faults.py runs them
+    python tests/faults.py --short          fewer of each, as test_bench.py runs them
 
 A fault must not change how a run ends. Its last checkpoint (weights, optimizer, counters), exported weights,
 rollouts, samples, metrics.jsonl (except times and memory) and what TensorBoard shows are compared, bit for
@@ -76,10 +76,9 @@ def flags_of(script, *flags):
 def run_script(arguments, said=None, slow=0.0, lax=False, memory=None):
     """Runs a script in this process, without its report, which takes two seconds of matplotlib.
 
-    said: files for what this rank prints, in a session of its own. slow: seconds by which the start of a
-    save, each flush and each rename are delayed, so that a fault can hit them. lax: rewards of a file may
-    have any size. memory: MiB that the steps may take on top of what exists before them.
-    """
+    said: files for what this rank prints, in a session of its own. slow: seconds of delay before each save,
+    flush and rename, so that a fault can hit them. lax: rewards of a file may have any size. memory: MiB that
+    the steps may take on top of what exists before them."""
     import common
 
     if said:
@@ -130,8 +129,7 @@ class Job:
         return len(self.codes) == len(self.pids)
 
     def wait(self, timeout=240):
-        """Exit codes by rank. Like torchrun, it sends SIGTERM to the others once one has failed. No process
-        that a rank started may outlive it."""
+        """Exit codes by rank. As by torchrun, one that fails ends the others. No process outlives it."""
         until(lambda: self.poll() or any(self.codes.values()), self, timeout)
         self.send(signal.SIGTERM)
         until(self.poll, self, timeout)
@@ -278,8 +276,7 @@ def assert_same_end(out, script, absent=()):
 
 
 def kills(script, short):
-    """kill -9 of all ranks or of one at random moments, each time followed by --resume auto, until the run is
-    through. The last run saves in the background, and so do half of those that are killed in a save."""
+    """kill -9 of all ranks or of one at random moments, then --resume auto; some save in the background."""
     rng, out, times = random.Random(script), folder() / f"{script}.kills", 2 if short else 7
     saving = sum(kill_once(script, out, i, rng) for i in range(times))
     Job(script, out, "--resume", "auto", "--async-save").succeeds()
@@ -407,8 +404,7 @@ def full(script, short):
 
 
 def memory(script, short):
-    """A rank that may not have as much memory as a step takes: --resume auto halves the token budget until it
-    fits. The metrics are those of a run with enough memory, up to rounding."""
+    """Less memory than a step takes: --resume auto halves the token budget until it fits; equal metrics."""
     wide = ("--train-batch-size", 192, "--ppo-mini-batch-size", 192, "--steps", 1, "--eval-every", 0)
     wide += ("--override-config", '{"intermediate_size": 8192}', "--ppo-max-token-len-per-gpu", 1024)
     out, other = folder() / f"{script}.memory", folder() / f"{script}.roomy"
@@ -455,8 +451,7 @@ TORCHRUN = {  # name -> nodes, signal, whether rank 1 receives it, and not torch
 
 
 def torchrun(script, short):
-    """A rank dies or hangs, and torchrun --max-restarts 1 brings the run back by itself; torchrun ends or
-    dies, and its ranks end too."""
+    """A rank dies or hangs, and torchrun brings the run back; torchrun ends or dies, and its ranks too."""
     golden(script)
     with ThreadPoolExecutor(3) as pool:
         waits = list(pool.map(under_torchrun, TORCHRUN))
@@ -513,9 +508,8 @@ def under_torchrun(name):
 
 
 def storm(script, short):
-    """Rewards so large that each gradient overflows: of critics by a file that `lax` lets them read, of PPO
-    by a cost of the KL. After ten skipped updates the run ends with a critic that is what it was, and the
-    rows that it leaves make the skipped update again."""
+    """Rewards (of PPO the cost of the KL) so large that each gradient overflows. After ten skipped updates
+    the run ends, the critic is what it was, and the rows that it leaves make the skipped update again."""
     ppo, out, again = script == "ppo_loop", copy_of_golden(script, "storm"), folder() / f"{script}.again"
     lines = [json.dumps({**row, "reward": 1e30}) + "\n" for row in rows_of(ROWS)]
     (folder() / "storm.jsonl").write_text("".join(lines))

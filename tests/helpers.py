@@ -2,8 +2,10 @@
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -27,8 +29,7 @@ needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the develo
 
 
 def run(*command, timeout=600, cwd=None, **env):
-    """Runs a command -> CompletedProcess with its output as text. A Python script starts as a fork, see
-    forked.py."""
+    """Runs a command -> CompletedProcess with its output as text. A Python script is a fork of forked.py."""
     command = [str(c) for c in command]
     if command[0] == sys.executable and command[1].endswith(".py"):
         return launch(1, command[1:], timeout, cwd, env, alone=True)
@@ -60,8 +61,7 @@ def launch(*job, **options):
 
 
 def begin(ranks, arguments, timeout=600, cwd=None, env=None, alone=False, after=None):
-    """The same without waiting for it -> a folder, for ended(); after: the folder of one that has to end
-    before."""
+    """The same without waiting -> a folder, for ended(); after: the folder of one that has to end before."""
     folder = tempfile.mkdtemp(dir=SCRATCH.name)
     job = {"ranks": ranks, "arguments": [str(x) for x in arguments], "timeout": timeout, "env": env or {}}
     job |= {"cwd": str(cwd or os.getcwd()), "alone": alone, "folder": folder, "after": after}
@@ -86,8 +86,7 @@ def ended(folder):
 # what takes several ranks, and minutes: conftest.py begins it, while tests of one process run
 AHEAD = {
     "test_layouts.py": [(1, "layouts.py"), (2, "layouts.py"), (4, "layouts.py"), (2, "layouts.py", "models")],
-    "test_megatron_layouts.py": [(1, "megatron_layouts.py")],
-    "test_megatron_ranks.py": [(1, "megatron_scenarios.py")],
+    "test_megatron_layouts.py": [(1, "megatron_layouts.py"), (1, "megatron_scenarios.py")],
     "test_ppo_ranks.py": [(1, "ppo_scenarios.py")],
     **({"test_vllm.py": [(1, "vllm_scenarios.py")]} if importlib.util.find_spec("vllm") else {}),
 }
@@ -120,8 +119,7 @@ def write_manifest(folder):
 
 
 def random_batch(n, seed=0, vocab_size=97, longest=40, idle=True):
-    """n ragged multi-turn rows: prompts of 1 to 8 tokens, masks with holes; idle: some rows without any
-    action."""
+    """n ragged multi-turn rows: prompts of 1 to 8 tokens, masks with holes; idle: some have no action."""
     g = torch.Generator().manual_seed(seed)
     draw = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
     rows = []
@@ -154,8 +152,7 @@ def rows_of(batch):
 
 @contextlib.contextmanager
 def captured_gradients(critic):
-    """Inside, a critic of critic_fsdp.py or a PolicyWorker notes the whole gradient of every step before it
-    is clipped, in the list this yields."""
+    """A list where an FSDP critic or a PolicyWorker notes the whole gradient of each step, not clipped."""
     seen, model = [], critic.model
     fsdp1 = isinstance(model, critic_fsdp.fsdp.FullyShardedDataParallel)
     owner = model if fsdp1 else torch.nn.utils  # whose clip_grad_norm_ is called
@@ -175,6 +172,42 @@ def captured_gradients(critic):
         yield seen
     finally:
         owner.clip_grad_norm_ = clip
+
+
+def one_update(worker, batch):
+    """Values of the whole batch; gradient and metrics of an update by this rank's rows, of one step."""
+    values = common.gather(dataclasses.replace(batch, values=worker.compute_values(batch))).values
+    with captured_gradients(worker.critic) as seen:
+        metrics = worker.update_critic(batch)
+    assert metrics["critic/skipped_steps"] == 0 and len(seen) == 1
+    return {"gradients": seen[0], "values": values, "metrics": metrics}
+
+
+def mine(batch):
+    """This rank's rows of a batch."""
+    return batch.select(range(common.RANK, len(batch), common.WORLD_SIZE))
+
+
+def assert_rows_come_back(worker, batch):
+    """Values do not depend on who owns which rows; every caller gets its own rows in its own order."""
+    worker.set_budget(batch.longest[0], "the longest row")
+    expected = worker.critic.compute_values(batch)
+    assert expected[batch.response_mask].unique().numel() > 50
+    order = common.permutation(len(batch), "owners")
+    for cut in (0, 5, len(batch)):  # none, some and all of the rows are on the last rank
+        own = order[cut:] if common.RANK == 0 else order[:cut]
+        values = worker.compute_values(batch.select(own))
+        torch.testing.assert_close(values, expected[batch.token_index(own)], rtol=0, atol=0)
+    with pytest.raises(ValueError, match="row_id 0 occurs more than once"):
+        worker.compute_values(batch)
+
+
+def peak_bytes(call):
+    """The most memory that tensors of a call take at once."""
+    with torch.profiler.profile(profile_memory=True) as log:
+        call()
+    events = [e for e in log.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
 
 
 def full_weights(critic):

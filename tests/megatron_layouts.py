@@ -137,16 +137,16 @@ def results_of(model, layout, folder):
     worker.init_model()
     critic, config = worker.critic, worker.config
     seen = noted_gradients(worker)
-    smallest = cm.check_budget(config, ROWS["eleven"].longest[0], "the longest row")
+    smallest = cm.check_budget(config, ROWS["ragged"].longest[0], "the longest row")
     ranks = common.WORLD_SIZE
     spread = range(common.RANK, 11, ranks)
     cases = {  # case -> (rows, those of this rank, tokens of a micro-batch)
-        "budget 64": ("eleven", spread, 64),
-        "one micro-batch": ("eleven", spread, 1000),
-        "smallest budget": ("eleven", spread, smallest),
-        "rows on rank 0": ("eleven", range(0 if common.RANK else 11), 64),
+        "budget 64": ("ragged", spread, 64),
+        "one micro-batch": ("ragged", spread, 1000),
+        "smallest budget": ("ragged", spread, smallest),
+        "rows on rank 0": ("ragged", range(0 if common.RANK else 11), 64),
         "fewer rows than ranks": ("two rows", range(common.RANK, 2, ranks), 64),
-        **dict.fromkeys(MODES, ("eleven", spread, 64)),
+        **dict.fromkeys(MODES, ("ragged", spread, 64)),
     }
     results = {}
     for case in (*MORE.get((ranks, model, layout), ()), "budget 64"):

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import pathlib
+import sys
 
 import forked
 import torch
@@ -20,7 +21,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 if __name__ != "__main__":  # the process that forks ranks must not have these: they read RANK when imported
-    from helpers import full_tensor, random_batch, write_manifest
+    from helpers import assert_rows_come_back, full_tensor, mine, peak_bytes, random_batch, write_manifest
     from megatron_layouts import computed, whole_of
     from test_heads_and_lora import plain_value
     from test_layouts import difference, plain_loop
@@ -46,11 +47,6 @@ def make(**fields):
     worker = script.CriticWorker(script.Config(**fields))
     worker.init_model(STEPS)
     return worker
-
-
-def mine(batch):
-    """This rank's rows."""
-    return batch.select(range(common.RANK, len(batch), common.WORLD_SIZE))
 
 
 def rows(seed, n=16):
@@ -340,11 +336,9 @@ def an_automatic_budget_fills_the_memory(folder):
     for name, x in make(ppo_max_token_len_per_gpu=64, **layout).update_critic(rows(3)).items():
         assert name.startswith("perf/") or math.isclose(metrics[name], x, rel_tol=1e-6), (name, x)
     full = common.concat([common.Batch.blank(40)] * (auto.critic.max_tokens // 40))
-    auto.critic.forward_backward([auto.critic.micro_batch(full, range(len(full)))])  # makes what stays
-    with torch.profiler.profile(profile_memory=True) as log:
-        auto.critic.forward_backward([auto.critic.micro_batch(full, range(len(full)))] * 4)
-    events = [e for e in log.profiler.kineto_results.events() if e.name() == "[memory]"]
-    peak = max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+    micro = lambda: auto.critic.micro_batch(full, range(len(full)))
+    auto.critic.forward_backward([micro()])  # makes what stays
+    peak = peak_bytes(lambda: auto.critic.forward_backward([micro()] * 4))
     weights = sum(p.numel() for p in auto.critic.modules[0].parameters())
     held = torch.tensor(peak + 16.0 * weights)  # weights, gradients and both moments in float32
     dist.all_reduce(held, dist.ReduceOp.MAX)
@@ -474,19 +468,8 @@ def bfloat16_keeps_master_weights(folder):
 
 
 def rows_come_back_in_the_callers_order(folder):
-    """Values do not depend on who owns which rows; every caller gets its own rows in its own order."""
-    everything = random_batch(13)
     for fields in ({}, {TP: 2}, {PP: 2}):
-        worker = make(ppo_max_token_len_per_gpu=100, **fields)
-        worker.set_budget(40, "the longest row")
-        expected = worker.critic.compute_values(everything)
-        assert expected[everything.response_mask].unique().numel() > 50
-        order = common.permutation(13, "owners")
-        for cut in (0, 5, 13):  # none, some and all of the rows on the last rank
-            some = order[cut:] if common.RANK == 0 else order[:cut]
-            values = worker.compute_values(everything.select(some))
-            torch.testing.assert_close(values, expected[everything.token_index(some)], rtol=0, atol=0)
-        assert_refused(ValueError, ("row_id 0 occurs",), worker.compute_values, everything)
+        assert_rows_come_back(make(ppo_max_token_len_per_gpu=100, **fields), random_batch(13))
 
 
 EXPORTS = {  # ranks -> name of the folder -> Config fields; 99 characters do not go evenly over 2 ranks
@@ -543,27 +526,34 @@ def exports_load_elsewhere(folder):
 
 LAUNCHES = [  # ranks and scenarios, in this order: some read what others before them leave in the folder
     (1, [bfloat16_learns_alike_on_every_layout, an_automatic_budget_fills_the_memory, begin]),
-    (2, [begin, megatron_goes_on, fsdp_takes_back, a_checkpoint_that_is_saved_again_is_the_same]),
-    (2, [damage_is_refused, rows_come_back_in_the_callers_order, export]),
-    (2, [offload_changes_nothing, an_automatic_budget_fills_the_memory]),
-    (2, [what_is_not_finite_skips_the_step, a_padding_token_may_count_from_the_end]),
-    (2, [sizes_that_do_not_divide_are_named, bfloat16_keeps_master_weights]),
-    (2, [bfloat16_learns_alike_on_every_layout]),
+    (2, [begin, megatron_goes_on]),
+    (2, [fsdp_takes_back, a_checkpoint_that_is_saved_again_is_the_same, damage_is_refused]),
+    (2, [rows_come_back_in_the_callers_order, export, offload_changes_nothing]),
+    (2, [an_automatic_budget_fills_the_memory, what_is_not_finite_skips_the_step]),
+    (2, [a_padding_token_may_count_from_the_end, sizes_that_do_not_divide_are_named]),
+    (2, [bfloat16_keeps_master_weights, bfloat16_learns_alike_on_every_layout]),
     (4, [megatron_goes_on, export, bfloat16_learns_alike_on_every_layout]),
     (1, [exports_load_elsewhere, megatron_goes_on, fsdp_takes_back]),
     (2, [exports_load_elsewhere]),
 ]
-LAUNCHES = [(f"{f.__name__} on {ranks}", ranks, f, ()) for ranks, some in LAUNCHES for f in some]
+NAMES = [f"{scenario.__name__} on {ranks}" for ranks, some in LAUNCHES for scenario in some]
 
 
-def launch(name, function, folder, args):
-    """On every rank: one scenario."""
+def launch(folder, names):
+    """On every rank: some scenarios, one after another."""
     import megatron_scenarios
 
-    getattr(megatron_scenarios, function.__name__)(pathlib.Path(folder))
-    dist.barrier()
-    megatron_scenarios.common.print0(f"ok {name}")
+    for name in names:
+        getattr(megatron_scenarios, name)(pathlib.Path(folder))
+        dist.barrier()
+        megatron_scenarios.common.print0(f"ok {name} on {megatron_scenarios.common.WORLD_SIZE}")
 
 
 if __name__ == "__main__":
-    forked.scenarios(LAUNCHES, launch)
+    import pytest  # noqa: F401  # here, so that no rank has to
+
+    folder, *chosen = sys.argv[1:]
+    for ranks, some in LAUNCHES:
+        names = [scenario.__name__ for scenario in some]
+        if names := [name for name in names if not chosen or name in chosen]:
+            forked.run(ranks, launch, folder, names)

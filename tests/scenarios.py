@@ -15,7 +15,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import captured_gradients, full_weights, random_batch
+from helpers import ROOT, assert_rows_come_back, captured_gradients, full_weights, mine, random_batch
 from test_common import BAD_ROWS, GOOD
 from test_layouts import plain_loop
 from torch.distributed.fsdp import FSDPModule
@@ -28,6 +28,7 @@ import ppo_loop
 from common import RANK, WORLD_SIZE, UserError
 from critic_fsdp import Config, CriticWorker, Run
 
+ROWS = str(ROOT / "tests" / "rows.jsonl")
 LAYOUTS = {name: {"strategy": name} for name in ("fsdp2", "fsdp1", "none")} | {"ulysses": {"ulysses_size": 2}}
 
 
@@ -38,25 +39,8 @@ def make(**fields):
     return worker
 
 
-def mine(batch):
-    """This rank's rows of a batch."""
-    return batch.select(range(RANK, len(batch), WORLD_SIZE))
-
-
 def rows_come_back_in_the_callers_order():
-    """Values do not depend on who owns which rows; every caller gets its own rows in its own order."""
-    batch = random_batch(13, vocab_size=60)
-    worker = make()
-    everything = batch if RANK == 0 else batch.select([])
-    everything.values = worker.compute_values(everything)
-    expected = common.gather(everything).values
-    order = common.permutation(13, "owners")
-    for cut in (0, 5, 13):  # none, some and all of the rows are on the last rank
-        own = order[cut:] if RANK == 0 else order[:cut]
-        values = worker.compute_values(batch.select(own))
-        torch.testing.assert_close(values, expected[batch.token_index(own)], rtol=0, atol=0)
-    with pytest.raises(ValueError, match="row_id 0 occurs more than once"):
-        worker.compute_values(batch)
+    assert_rows_come_back(make(), random_batch(13, vocab_size=60))
 
 
 def not_finite_on_one_rank():
@@ -72,8 +56,8 @@ def not_finite_on_one_rank():
 
 
 def a_weight_may_be_used_on_one_rank_alone():
-    """Each rank sends its tokens to one of two experts. The gradients are those of a plain loop over the
-    rank's rows, all-reduced by hand; an expert that no rank uses decays all the same."""
+    """Each rank sends its tokens to one of two experts. Gradients are those of a plain loop over the rank's
+    rows, all-reduced by hand; an expert that no rank uses decays all the same."""
     mlp = modeling_qwen2.Qwen2MLP
     expert = 0
 
@@ -207,7 +191,7 @@ def the_plan_is_what_a_rank_holds():
     local = lambda x: (x.to_local() if isinstance(x, DTensor) else x).nbytes
     for layout, fields in LAYOUTS.items():
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            critic_fsdp.main(Run(critic=Config(**fields), plan=WORLD_SIZE))
+            critic_fsdp.main(Run(critic=Config(**fields), rollouts=ROWS, plan=WORLD_SIZE))
         text = common.of_all_ranks(said.getvalue())[0]
         found = re.findall(r"(\w+) .* = ([\d,]+) x (\d) bytes / (\d) shards", text)
         planned = {name: int(n.replace(",", "")) * int(size) / int(k) for name, n, size, k in found}
@@ -256,6 +240,16 @@ def heads_and_adapters(model, folder, out):
             fields = {**VARIANTS[variant], "gradient_checkpointing": layout in ("fsdp1", "ulysses"), **more}
             worker, results[variant, layout] = one_gradient(model, folder / variant, **fields)
         worker.save_checkpoint(folder / f"{variant} of {WORLD_SIZE}")
+    if RANK == 0:
+        torch.save(results, out)
+
+
+def images_on_every_layout(out, model, *others):
+    """What layouts make of rows with images. Models differ in how the output of their tower is sliced."""
+    from test_vision import LAYOUTS, results_of
+
+    some = ("fsdp1", "ulysses", "ulysses, frozen")
+    results = {model: results_of(model, LAYOUTS)} | {other: results_of(other, some) for other in others}
     if RANK == 0:
         torch.save(results, out)
 

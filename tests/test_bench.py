@@ -1,9 +1,13 @@
-"""bench.py runs, and its contestants compute the same values."""
+"""What faults.py injects, in its short form; bench.py runs, and its contestants compute the same values."""
 
 import re
 import sys
 
 from helpers import ROOT, run, succeeded
+
+
+def test_nothing_is_lost():
+    print("\n" + succeeded(run(sys.executable, ROOT / "tests" / "faults.py", "--short", timeout=900)))
 
 
 def test_contestants_say_the_same():

@@ -244,14 +244,6 @@ def test_a_model_that_sees_the_future_is_refused_packed_and_padded(tmp_path):
         worker(model=str(tmp_path), use_remove_padding=False)
 
 
-@pytest.mark.parametrize("name", common.TINY)
-def test_packed_and_padded_values_of_every_preset_are_the_same(name):
-    packed, padded = (worker(model=name, seed=5, use_remove_padding=x) for x in (True, False))
-    batch = batch_for(packed, 9)
-    values = [w.compute_values(batch) for w in (packed, padded)]
-    torch.testing.assert_close(*values, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_row_above_the_token_budget_is_named_and_no_micro_batch_exceeds_it(packed):
     w = worker(ppo_max_token_len_per_gpu=50, use_remove_padding=packed)
@@ -450,10 +442,7 @@ def test_an_automatic_budget_fills_the_memory_and_changes_no_update(gib, fields,
         assert name.startswith("perf/") or metrics[name] == pytest.approx(x, rel=1e-6), name
     longest = max(batch.lengths)
     full = common.concat([common.Batch.blank(longest)] * (auto.critic.max_tokens // longest))
-    with torch.profiler.profile(profile_memory=True) as log:
-        auto.critic.forward_backward(full)
-    events = [e for e in log.profiler.kineto_results.events() if e.name() == "[memory]"]
-    peak = max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+    peak = helpers.peak_bytes(lambda: auto.critic.forward_backward(full))
     state = 16 * sum(p.numel() for p in auto.critic.model.parameters())
     assert 0.8 < (peak + state) / (gib * 2**30) < 0.91
 
@@ -587,10 +576,9 @@ def test_a_checkpoint_holds_no_pickle_and_what_is_foreign_is_named(tmp_path):
     shards = [name for name in names if name.endswith(".safetensors")]
     assert names == {*shards, "trainer.json", common.MANIFEST} and shards
     assert {p.name for p in tmp_path.iterdir()} == {"c"}
-    for key, value in {"num_hidden_layers": 1, "rms_norm_eps": 0.5}.items():
-        other = worker(override_config=json.dumps({key: value}))
-        with pytest.raises(UserError, match=f"is of another model: .*{key} .* there, {value}.* here"):
-            other.load_checkpoint(folder)
+    other = worker(override_config='{"rms_norm_eps": 0.5}')
+    with pytest.raises(UserError, match="is of another model: .*rms_norm_eps .* there, 0.5.* here"):
+        other.load_checkpoint(folder)
     worker(seed=3, ppo_epochs=2).load_checkpoint(folder)  # these may change
     for content in ("{", "{}"):
         (folder / "trainer.json").write_text(content)

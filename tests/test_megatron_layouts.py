@@ -4,7 +4,9 @@ import pytest
 import torch
 import transformers
 from helpers import ended, scenarios, succeeded
+from layouts import ROWS
 from megatron_layouts import LAYOUTS, MODES, layouts
+from megatron_scenarios import NAMES
 from safetensors.torch import load_file
 from test_layouts import GROUPED, compare, reference_of
 
@@ -27,11 +29,12 @@ def launched():
     """(folder that megatron_layouts.py writes, model -> (rows, mode) -> results of the float64 loop)."""
     waits_for, out = scenarios(1, "megatron_layouts.py")
     succeeded(ended(waits_for))
-    cases = {name: [("eleven", "token-mean"), ("two rows", "token-mean")] for name in FOUR_LAYERS}
-    cases["qwen2"] += [("eleven", mode) for mode in MODES]
+    cases = {name: [("ragged", "token-mean"), ("two rows", "token-mean")] for name in FOUR_LAYERS}
+    cases["qwen2"] += [("ragged", mode) for mode in MODES]
     references = {}
     for name, some in cases.items():
-        references[name] = {case: reference_of(out / "models" / name, *case) for case in some}
+        of = lambda rows, mode, name=name: reference_of(out / "models" / name, ROWS[rows], mode)
+        references[name] = {case: of(*case) for case in some}
     return out, references
 
 
@@ -57,7 +60,7 @@ def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases, laun
         some = {key: x for key, x in results.items() if key[:2] == (model, layout)}
         error = compare(some, references[model])[layout]
         after = next(x["weights"] for x in some.values() if "weights" in x)
-        gradients = references[model]["eleven", "token-mean"][2]
+        gradients = references[model]["ragged", "token-mean"][2]
         expected = stepped(weights_of(out / "models" / model), gradients)
         assert after.keys() == expected.keys()
         # where the gradient is next to nothing AdamW divides rounding by rounding
@@ -67,6 +70,13 @@ def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases, laun
         assert step < 1e-6, (model, layout, step)
         assert sum(int(x.sum()) for x in sizeable.values()) > 0.7 * sum(x.numel() for x in sizeable.values())
         print(f"{model:10s} {layout:25s} {error:8.1e} {step:8.1e}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_several_ranks(name):
+    """See megatron_scenarios.py."""
+    process = ended(scenarios(1, "megatron_scenarios.py")[0])
+    assert f"ok {name}" in process.stdout, process.stderr
 
 
 def weights_of(folder):
