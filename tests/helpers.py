@@ -85,11 +85,13 @@ def ended(folder):
 
 # what takes several ranks, and minutes: conftest.py begins it, while tests of one process run
 AHEAD = {
-    "test_layouts.py": [(1, "layouts.py"), (2, "layouts.py"), (4, "layouts.py"), (2, "layouts.py", "models")],
-    "test_megatron_layouts.py": [(1, "megatron_layouts.py"), (1, "megatron_scenarios.py")],
+    "test_layouts.py": [*((n, "test_layouts.py") for n in (1, 2, 4)), (2, "test_layouts.py", "models")],
+    "test_megatron_layouts.py": [(1, "megatron_layouts.py")],
+    "test_scenarios.py": [(1, "megatron_scenarios.py")],
     "test_ppo_ranks.py": [(1, "ppo_scenarios.py")],
-    **({"test_vllm.py": [(1, "vllm_scenarios.py")]} if importlib.util.find_spec("vllm") else {}),
 }
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+AHEAD["test_scenarios.py"] += [(1, "vllm_scenarios.py")] if HAS_VLLM else []
 BEGUN = {}  # ranks, script, arguments -> where ended() waits for it, and the folder that it writes into
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 if __name__ != "__main__":  # the process that forks ranks must not have these: they read RANK when imported
     import test_layouts
-    from layouts import ROWS
+    from test_layouts import ROWS
 
     import common
     import critic_megatron as cm

@@ -98,7 +98,7 @@ def a_weight_may_be_used_on_one_rank_alone():
 
 def save_and_go_on(folder):
     """Two updates, a checkpoint of every layout, two more updates -> their metrics and weights next to it."""
-    batches = [mine(random_batch(16, seed, vocab_size=60)) for seed in range(4)]
+    batches = [mine(random_batch(8, seed, vocab_size=60)) for seed in range(4)]
     for name, fields in LAYOUTS.items():
         worker = make(ppo_max_token_len_per_gpu=100, **fields)
         for batch in batches[:2]:
@@ -113,7 +113,7 @@ def save_and_go_on(folder):
 def resume_and_go_on(folder):
     """The same from the checkpoints of two ranks, on every layout of this world size. It is equal bit for
     bit on two ranks with the same layout, whatever moves or recomputes there."""
-    batches = [mine(random_batch(16, seed, vocab_size=60)) for seed in (2, 3)]
+    batches = [mine(random_batch(8, seed, vocab_size=60)) for seed in (2, 3)]
     fitting = [fields for fields in LAYOUTS.values() if WORLD_SIZE % fields.get("ulysses_size", 1) == 0]
     runs = [(fields, "fsdp1", False) for fields in fitting]  # how it goes on, what was saved, bit for bit
     if WORLD_SIZE == 4:

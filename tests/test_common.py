@@ -159,23 +159,15 @@ def test_masked_entries_never_count():
         assert ppo_loop.masked_whiten(v.detach(), torch.tensor(mask)).tolist() == [0, 0, 0]
 
 
-def test_explained_variance_and_auc_equal_plain_formulas():
-    g = torch.Generator().manual_seed(0)
-    returns = torch.randn(200, generator=g)
-    values = returns + 0.5 * torch.randn(200, generator=g) + 7
-    expected = 1 - (returns - values).double().var() / returns.double().var()
-    assert common.explained_variance(values, returns) == pytest.approx(float(expected), rel=1e-6)
+def test_explained_variance_and_auc_are_not_always_defined():
+    """Where they are, test_critic_fsdp.py has plain formulas."""
+    values, returns = torch.randn(2, 200, generator=torch.Generator().manual_seed(0))
     row = common.Batch.blank(200)
     _, rounding = common.gae(row.token_level_rewards, values, row.response_mask, row.cu_seqlens, 0.9)
     for constant in (torch.ones(200), rounding, 1 + 1e-6 * returns, returns[:1]):
         assert math.isnan(common.explained_variance(values[1 : len(constant)], constant[1:]))
-
-    labels = (torch.rand(80, generator=g) < 0.4).float()
-    scores = torch.randint(0, 9, (80,), generator=g)
-    pairs = itertools.product(scores[labels == 1].tolist(), scores[labels == 0].tolist())
-    wins = [(p > n) + 0.5 * (p == n) for p, n in pairs]
-    assert common.auc(scores, labels) == pytest.approx(sum(wins) / len(wins))
-    assert math.isnan(common.auc(scores, labels * 0)) and math.isnan(common.auc(scores / 0, labels))
+    labels = (values > 0).float()
+    assert math.isnan(common.auc(values, labels * 0)) and math.isnan(common.auc(values / 0, labels))
 
 
 # ---- Batch and JSONL ---------------------------------------------------------------------------------------

@@ -1,11 +1,26 @@
-"""One update: the gradient before clipping is the same on every layout, and it is that of a plain loop."""
+"""One update: the gradient before clipping is the same on every layout, and it is that of a plain loop.
+
+As a script it puts one mini-batch through every layout on this many ranks, for the tests to compare:
+
+    torchrun --nproc-per-node 2 tests/test_layouts.py OUT_FOLDER [models]
+"""
+
+import dataclasses
+import datetime
+import pathlib
+import sys
+import typing
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
-from helpers import ended, rows_of, scenarios, succeeded
-from layouts import MODES, ROWS, SOME
+from helpers import ended, one_update, random_batch, rows_of, scenarios, succeeded
 from safetensors.torch import load_file, save_file
+
+import common
+import critic_fsdp
+from common import RANK, WORLD_SIZE
 
 SIZES = dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
 SIZES["max_position_embeddings"] = 128
@@ -117,7 +132,7 @@ def assert_agrees(what, result, values, loss, gradients):
 
 
 def compare(results, reference):
-    """Asserts that results of layouts.py agree with the reference -> layout: largest difference."""
+    """Results of layouts agree with the reference -> layout: largest difference."""
     worst = {}
     for (_, layout, case, *of), result in results.items():
         error = assert_agrees((layout, case, *of), result, *reference[tuple(of)])
@@ -125,8 +140,115 @@ def compare(results, reference):
     return worst
 
 
+# ---- Layouts -----------------------------------------------------------------------------------------------
+
+# of two rows, some ranks have none
+ROWS = {"ragged": random_batch(11, seed=3), "two rows": random_batch(2, seed=2)}
+MODES = typing.get_args(critic_fsdp.AggMode)
+BUDGET = {"ppo_max_token_len_per_gpu": 60}
+NORM = {**BUDGET, "response_length_limit": 50}
+CASES = {  # name -> which rows, and Config fields: how micro-batches are cut and losses averaged
+    "one micro-batch": ("ragged", {}),
+    "budget 60": ("ragged", BUDGET),
+    "budget 60, deferred": ("ragged", {**BUDGET, "defer_grad_sync": True}),
+    "budget 40": ("ragged", {"ppo_max_token_len_per_gpu": 40}),  # the longest row fills a micro-batch alone
+    "rows on rank 0": ("ragged", BUDGET),
+    "fewer rows than ranks": ("two rows", {}),
+    **{mode: ("ragged", {**NORM, "loss_agg_mode": mode}) for mode in MODES[1:]},
+}
+ON_HOST = {"gradient_checkpointing": True, "activation_offload": True}
+MEMORY = {  # what saves memory, on two ranks
+    "fsdp2, offload policy": {"offload_policy": True},
+    "fsdp2, recompute, activations on the host": ON_HOST,
+    "fsdp1, recompute, activations on the host": {"strategy": "fsdp1", **ON_HOST},
+}
+SOME = ("fsdp2, padded", "none, packed, recompute", "fsdp1, ulysses 2")  # these run all models
+WHOLE = {  # ranks -> layouts that run all cases
+    2: ("fsdp2, packed", "fsdp1, padded", "none, ulysses 2"),
+    4: ("fsdp2, 2 replicas, ulysses 2",),
+}
+
+
+def layouts():
+    """name -> Config fields of every way to spread the model over WORLD_SIZE ranks."""
+    ways = {"packed": {}, "padded": {"use_remove_padding": False}}
+    if WORLD_SIZE < 4:
+        ways |= {f"{way}, recompute": {**ways[way], "gradient_checkpointing": True} for way in list(ways)}
+    ways |= {f"ulysses {sp}": {"ulysses_size": sp} for sp in (2, 4) if WORLD_SIZE % sp == 0}
+    if WORLD_SIZE == 4:
+        ways |= {f"2 replicas, ulysses {sp}": {"fsdp_size": 2, "ulysses_size": sp} for sp in (1, 2)}
+    found = dict(MEMORY) if WORLD_SIZE == 2 else {}
+    for strategy in ("fsdp2", "fsdp1", "none"):
+        for way, fields in ways.items():
+            plain = way in ("packed", "padded")  # for them two ranks tell whether a strategy goes wrong
+            if (
+                WORLD_SIZE == 4
+                and strategy != "fsdp2"
+                and plain
+                or strategy == "none"
+                and "fsdp_size" in fields
+            ):
+                continue
+            found[f"{strategy}, {way}"] = {"strategy": strategy, **fields}
+    return found
+
+
+def cases_of(layout):
+    """The cases that a layout runs. How rows are cut and counted does not depend on the strategy."""
+    if layout in WHOLE.get(WORLD_SIZE, ()):
+        return CASES
+    if layout in MEMORY or "recompute" in layout:
+        return ["budget 60"]
+    return ["budget 60, deferred", "fewer rows than ranks"]
+
+
+def main(out, which="qwen2"):
+    """Models and results go to a folder; `models`: three layouts of all models, else all layouts of one."""
+    out = pathlib.Path(out)
+    names = list(MODELS) if which == "models" else [which]
+    common.setup_distributed()
+    if RANK == 0:
+        for name in names:
+            save_model(MODELS[name], out / name)
+    dist.barrier()
+    results = {}
+    for model in names:
+        for layout, fields in layouts().items():
+            if which != "models":
+                results |= results_of(model, layout, out, fields, cases_of(layout))
+            elif layout in SOME:
+                results |= results_of(model, layout, out, fields, ["budget 60"])
+    if RANK == 0:
+        torch.save(results, out / "out.pt")
+
+
+def results_of(model, layout, out, fields, cases):
+    """(model, layout, case, rows, way to average) -> gradients before clipping, values and metrics."""
+    config = critic_fsdp.Config(model=str(out / model), weight_decay=0.0, timeout_minutes=15, **fields)
+    worker = critic_fsdp.CriticWorker(config)
+    worker.init_model()
+    critic = worker.critic
+    meshes = worker.layout
+    for group in filter(None, (*meshes.fsdp_mesh.get_all_groups(), meshes.dp_group, meshes.sp_group)):
+        options = group._get_backend(torch.device("cpu")).options
+        assert options._timeout == datetime.timedelta(minutes=15), layout
+    critic.peak_lr = 0.0  # every case starts from the same weights, because steps do not move them
+    results = {}
+    for case in cases:
+        rows, changes = CASES[case]
+        worker.config = critic.config = dataclasses.replace(config, **changes)
+        critic.max_tokens = None  # the worker sets the budget anew
+        everything = range(len(ROWS[rows]))
+        mine = everything[RANK::WORLD_SIZE]
+        if case == "rows on rank 0":
+            mine = everything if RANK == 0 else []
+        batch = ROWS[rows].select(mine)
+        results[model, layout, case, rows, critic.config.loss_agg_mode] = one_update(worker, batch)
+    return results
+
+
 def launched(*job):
-    """(folder of the models, what layouts.py found)."""
+    """(folder of the models, what this script found)."""
     waits_for, out = scenarios(*job)
     succeeded(ended(waits_for))
     return out, torch.load(out / "out.pt", weights_only=True)
@@ -142,7 +264,7 @@ def reference(tmp_path_factory):
 
 @pytest.mark.parametrize("ranks, cases", [(1, 18), (2, 48), (4, 31)])
 def test_every_layout_makes_the_same_gradient(ranks, cases, reference):
-    _, results = launched(ranks, "layouts.py")
+    _, results = launched(ranks, "test_layouts.py")
     assert len(results) == cases
     print(f"\nlargest relative difference of a gradient to float64, {ranks} ranks, {cases} cases")
     for layout, error in compare(results, reference).items():
@@ -151,9 +273,13 @@ def test_every_layout_makes_the_same_gradient(ranks, cases, reference):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_makes_the_same_gradient_packed_padded_and_with_ulysses(name):
-    folder, results = launched(2, "layouts.py", "models")
+    folder, results = launched(2, "test_layouts.py", "models")
     of_model = {key: result for key, result in results.items() if key[0] == name}
     assert len(of_model) == len(SOME)
     expected = reference_of(folder / name, ROWS["ragged"])
     worst = compare(of_model, {("ragged", "token-mean"): expected})
     print(f"\n  {name:12s}", "  ".join(f"{layout} {error:.1e}" for layout, error in worst.items()))
+
+
+if __name__ == "__main__":
+    common.launch(lambda: main(*sys.argv[1:]))

@@ -4,11 +4,9 @@ import pytest
 import torch
 import transformers
 from helpers import ended, scenarios, succeeded
-from layouts import ROWS
 from megatron_layouts import LAYOUTS, MODES, layouts
-from megatron_scenarios import NAMES
 from safetensors.torch import load_file
-from test_layouts import GROUPED, compare, reference_of
+from test_layouts import GROUPED, ROWS, compare, reference_of
 
 SIZES = {**GROUPED, "num_hidden_layers": 4}  # 4 heads of queries, 2 of keys and values
 LLAMA3 = {
@@ -70,13 +68,6 @@ def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases, laun
         assert step < 1e-6, (model, layout, step)
         assert sum(int(x.sum()) for x in sizeable.values()) > 0.7 * sum(x.numel() for x in sizeable.values())
         print(f"{model:10s} {layout:25s} {error:8.1e} {step:8.1e}")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_on_several_ranks(name):
-    """See megatron_scenarios.py."""
-    process = ended(scenarios(1, "megatron_scenarios.py")[0])
-    assert f"ok {name}" in process.stdout, process.stderr
 
 
 def weights_of(folder):
