@@ -285,7 +285,7 @@ def concat(batches):
         if name == "multi_modal_inputs" and any(parts):
             filled = [part or [{}] * len(batch) for batch, part in zip(batches, parts)]
             columns[name] = list(itertools.chain(*filled))
-        elif parts[0] is not None:
+        elif any(part is not None for part in parts):
             columns[name] = torch.cat(parts)
     return Batch(**columns)
 

@@ -96,13 +96,8 @@ def test_kl_and_its_coefficient_equal_verl(oracle):
     case = oracle["algos"]["kl_in"]
     q = case["ref_logprob"]
     for kind in ("k1", "k2", "k3", "abs"):
-        p = case["logprob"].clone().requires_grad_()
         expected = oracle["algos"]["kl"][kind]
-        assert_close(ppo_loop.kl_penalty(p, q, kind).detach(), expected, rtol=1e-6, atol=1e-7)
-        straight = ppo_loop.kl_penalty(p, q, f"{kind}+")
-        assert_close(straight.detach(), expected, rtol=1e-5, atol=1e-6)
-        straight.sum().backward()
-        assert_close(p.grad, case["logprob"] - q, rtol=1e-5, atol=1e-6)  # d/dp of (p - q)^2 / 2
+        assert_close(ppo_loop.kl_penalty(case["logprob"], q, kind), expected, rtol=1e-6, atol=1e-7)
     case = oracle["algos"]["adaptive_kl"]
     assert case["horizon"] == 10_000  # as ours, unless a step has more rows
     coefs = [case["init"]]

@@ -229,7 +229,7 @@ def results_of(model, layout, out, fields, cases):
     worker.init_model()
     critic = worker.critic
     meshes = worker.layout
-    for group in filter(None, (*meshes.fsdp_mesh.get_all_groups(), meshes.dp_group, meshes.sp_group)):
+    for group in filter(None, (*meshes.fsdp_mesh.get_all_groups(), meshes.sp_group)):
         options = group._get_backend(torch.device("cpu")).options
         assert options._timeout == datetime.timedelta(minutes=15), layout
     critic.peak_lr = 0.0  # every case starts from the same weights, because steps do not move them
@@ -237,7 +237,7 @@ def results_of(model, layout, out, fields, cases):
     for case in cases:
         rows, changes = CASES[case]
         worker.config = critic.config = dataclasses.replace(config, **changes)
-        critic.max_tokens = None  # the worker sets the budget anew
+        critic.max_tokens = 0  # the worker sets the budget anew
         everything = range(len(ROWS[rows]))
         mine = everything[RANK::WORLD_SIZE]
         if case == "rows on rank 0":

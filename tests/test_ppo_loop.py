@@ -160,8 +160,6 @@ def test_policy_loss_is_that_of_the_papers(low, high, dual):
 
 def kl_of(kind, log_ratio):
     """An estimate of KL from log p/q of one token, with its gradient, from Schulman's note."""
-    if kind.endswith("+"):  # that value, the gradient of k2
-        return kl_of(kind[:-1], log_ratio).detach() + log_ratio**2 / 2 - (log_ratio**2 / 2).detach()
     k3 = torch.exp(-log_ratio) - 1 + log_ratio
     return {"k1": log_ratio, "k2": log_ratio**2 / 2, "abs": abs(log_ratio), "k3": k3}[kind]
 

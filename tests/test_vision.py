@@ -71,7 +71,7 @@ def results_of(model, layouts):
         for tokens in (28, 1000) if name in ("fsdp2", "padded", "ulysses") else (28,):
             budget = tokens // config.ulysses_size
             w.config = dataclasses.replace(config, ppo_max_token_len_per_gpu=budget)
-            w.critic.max_tokens = None  # the worker sets it anew
+            w.critic.max_tokens = 0  # the worker sets it anew
             rows = mine(ROWS)
             if common.RANK == 1:  # rows 1 and 3: this rank owns no image and has no such column
                 rows.multi_modal_inputs = None
