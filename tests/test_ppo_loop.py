@@ -607,7 +607,7 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
     run = dataclasses.replace(run, critic=dataclasses.replace(run.critic, ppo_max_token_len_per_gpu=longest))
     ours = ppo_loop.RewardModel(run, TOKENIZER)
     assert ours.same_tokens == same_tokens
-    scores = ppo_loop.score(run, ours, ppo_loop.Phases(False), prompts, replies, batch)
+    scores = ppo_loop.score(run, ours, ppo_loop.Phases(False), prompts, replies, range(5))
     for prompt, reply, score in zip(prompts, replies, scores):
         ids = prompt.ids + reply.ids
         if not same_tokens:
@@ -618,9 +618,9 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
         assert score == pytest.approx(theirs, abs=1e-5)
     assert max(scores) - min(scores) > 0.1
     if not same_tokens:  # a text that is longer in the other tokens
-        texts[2] = "y" * (longest + 1)
+        replies[2].text = "y" * (longest + 1)
         with pytest.raises(UserError, match=f"--critic.ppo-max-token-len-per-gpu {longest}: row 2"):
-            ours.scores(prompts, texts, batch)
+            ours.scores(prompts, replies, range(5))
 
 
 ADVANTAGES = [
