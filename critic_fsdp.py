@@ -1195,20 +1195,16 @@ def saved_bytes(config, model_config, lengths, device):
     """Bytes that autograd saves in a training forward over rows of these lengths (all equal, if padded),
     without weights: counted on fake tensors, which have shapes and devices but no memory."""
     saved = {}
+    note = lambda x: saved.setdefault(x.untyped_storage()._cdata, x)
     model = build_skeleton(config, model_config, common.compute_dtype(config.param_dtype, device)).train()
-    with FakeTensorMode():
-        weights = {}
-        for name, x in itertools.chain(model.named_parameters(), model.named_buffers()):
-            weights[name] = torch.empty(x.shape, dtype=x.dtype, device=device, requires_grad=x.requires_grad)
-        position_ids = torch.cat([torch.arange(n, device=device) for n in lengths])
-        position_ids = position_ids.view(1 if config.use_remove_padding else len(lengths), -1)
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, note)  # there is no backward
+    with FakeTensorMode(allow_non_fake_inputs=True), hooks:
+        model.to_empty(device=device)
+        places_T = torch.cat([torch.arange(n, device=device) for n in lengths])
+        places_BL = places_T.view(1 if config.use_remove_padding else len(lengths), -1)
         common.Pack.layout = common.PackLayout(lengths, device)
-
-        note = lambda x: saved.setdefault(x.untyped_storage()._cdata, x)
-        with torch.autograd.graph.saved_tensors_hooks(note, note):  # there is no backward
-            inputs = {"input_ids": torch.zeros_like(position_ids), "position_ids": position_ids}
-            torch.func.functional_call(model, weights, kwargs=inputs)
-    for x in weights.values():
+        model(input_ids=torch.zeros_like(places_BL), position_ids=places_BL)
+    for x in (*model.parameters(), *model.buffers()):
         saved.pop(x.untyped_storage()._cdata, None)
     return sum(x.untyped_storage().nbytes() for x in saved.values())
 
