@@ -14,14 +14,12 @@ critic_megatron.py is the same function on Megatron-Core.
 Shapes are in the names: T tokens, sequences end to end; B sequences; L longest sequence; D hidden features.
 """
 
-import base64
 import contextlib
 import dataclasses
 import datetime
 import functools
 import heapq
 import importlib.util
-import io
 import itertools
 import json
 import math
@@ -186,7 +184,6 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
-from PIL import Image, ImageOps
 from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as collectives
@@ -197,6 +194,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, Qwen2VLImageProcessorPil
+from transformers.image_utils import load_image
 from transformers.pytorch_utils import Conv1D
 
 import common
@@ -348,9 +346,7 @@ def read_images(row, image_processor):
     pictures = []
     for image in row["images"]:
         with common.blame(f"image {image:.80}"):
-            source = io.BytesIO(base64.b64decode(image.partition(",")[2])) if image[:5] == "data:" else image
-            with Image.open(source) as file:
-                pictures.append(ImageOps.exif_transpose(file).convert("RGB"))
+            pictures.append(load_image(image))
     with common.blame(f"images {row['images']!s:.200}"):
         return dict(image_processor(images=pictures, return_tensors="pt"))
 
