@@ -7,15 +7,15 @@
     python critic_megatron.py --help                      every flag
 
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level
-verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them.
-critic_fsdp.py is the same function on PyTorch FSDP: same sections, names and numbers, so a diff of the two
-shows what parallelism costs. This one leaves out images, adapters, frozen layers, activations on the host and
-a plan.
+verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them. It leaves
+out images, adapters, frozen layers, activations on the host and a plan. critic_fsdp.py is the same function
+on PyTorch FSDP: same sections, names and numbers, so a diff of the two shows what parallelism costs.
 
 Shapes are in the names: T tokens, sequences end to end; B sequences; L longest sequence; D hidden features.
 S slots: the tokens and the padding of a micro-batch that this rank holds.
 """
 
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -32,7 +32,6 @@ import signal
 import sys
 import threading
 import time
-import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -225,7 +224,7 @@ class CudaMeansCpu(TorchFunctionMode):
     def __torch_function__(self, function, kinds, args=(), kwargs=None):
         kwargs = kwargs or {}
         if "cuda" in str(kwargs.get("device")):
-            kwargs = {**kwargs, "device": "cpu"}
+            kwargs["device"] = "cpu"
         out = function(*args, **kwargs)
         # optimizers test for "torch.cuda.FloatTensor"
         if function is torch.Tensor.type and isinstance(out, str):
@@ -247,38 +246,31 @@ def megatron_without_cuda():
     torch._dynamo.config.disable = True  # compiling its small functions would take minutes
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
-    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     torch.cuda.manual_seed = torch.manual_seed
     torch.Tensor.pin_memory = lambda x: x.clone()  # what is offloaded must be a copy
-    rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # of its tracker, and of recomputation
+    rng._get_cuda_rng_state = torch.cuda.get_rng_state  # of its tracker, and of recomputation
     rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     logging.getLogger(rng.__name__).setLevel(logging.ERROR)  # "CPU RNG state changed", at every recomputation
 
     def sizes_to_host(self, point, tokens_per_expert=None):  # Megatron does it on a CUDA stream
         for name in ("input_splits", "output_splits", "output_splits_tp"):
-            if torch.is_tensor(getattr(self, name, None)):
+            if torch.is_tensor(getattr(self, name)):
                 setattr(self, name, getattr(self, name).numpy())
         return tokens_per_expert
 
-    moe.cuda_dtoh_stream = types.SimpleNamespace()
+    moe.cuda_dtoh_stream = False  # else it makes one
     moe._maybe_dtoh_and_synchronize = sizes_to_host
 
-    def all_gather(outputs, x, group=None, async_op=False):
-        sizes = [len(out) for out in outputs]
-        received = x.new_empty(sum(sizes), *x.shape[1:])
-        dist.all_to_all_single(
-            received, torch.cat([x] * len(sizes)), sizes, [len(x)] * len(sizes), group=group
-        )
-        for out, piece in zip(outputs, received.split(sizes)):
-            out.copy_(piece)
+    def all_gather(outputs, x, group):
+        outputs[dist.get_rank(group)].copy_(x)
+        for rank, out in enumerate(outputs):
+            dist.broadcast(out, group=group, group_src=rank)
 
-    def reduce_scatter(output, inputs, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        sizes = [len(x) for x in inputs]
-        received = output.new_empty(len(sizes), *output.shape)
-        dist.all_to_all_single(
-            received.flatten(0, 1), torch.cat(inputs), [len(output)] * len(sizes), sizes, group=group
-        )
-        output.copy_(received.sum(0))
+    def reduce_scatter(output, inputs, group):
+        total = torch.cat(inputs)
+        dist.all_reduce(total, group=group)
+        output.copy_(total.split([len(x) for x in inputs])[dist.get_rank(group)])
 
     dist.all_gather = all_gather
     dist.reduce_scatter = reduce_scatter
@@ -305,74 +297,62 @@ class ValueHead(nn.Linear):
 
     def __init__(self, config, outputs):
         super().__init__(config.hidden_size, outputs)
-        self.sequence_parallel = config.sequence_parallel
         self.weight.sequence_parallel = self.bias.sequence_parallel = config.sequence_parallel
 
-    def forward(self, hidden_SBD, weight=None, runtime_gather_output=None):
+    def forward(self, hidden_SBD, **_):
         """(S, B, D) -> (S, B, N) float32; with sequence parallelism of all tokens, on each rank the same."""
         out_SBN = F.linear(hidden_SBD.float(), self.weight, self.bias)
         # every rank then computes the whole loss, and takes back its own gradient alone
-        if self.sequence_parallel:
+        if self.weight.sequence_parallel:
             gather = tensor_parallel.gather_from_sequence_parallel_region
             out_SBN = gather(out_SBN, tensor_parallel_output_grad=False)
         return out_SBN, None
 
 
 class CoreAttention(nn.Module):
-    """Causal attention within each sequence of packed or padded rows, by the kernels of common.py.
+    """Causal attention within each sequence of a packed row, by the kernels of common.py.
 
     With context parallelism each rank has two pieces of every sequence (see lay_out). Keys and values are
     gathered, and each piece sees the keys up to its own end: no head is split, all ranks have equal work."""
 
-    def __init__(self, config, *_, softmax_scale=None, pg_collection=None, **__):
+    def __init__(self, config, **_):
         super().__init__()
-        self.scale = softmax_scale or config.kv_channels**-0.5
-        self.context_group = pg_collection.cp
+        self.scale = config.kv_channels**-0.5
 
     def forward(self, query, key, value, attention_mask, packed_seq_params=None, **_):
-        """Packed: (S,H,D), keys (S,K,D) -> (S, H D). Padded: (L,B,H,D), keys (L,B,K,D) -> (L, B, H D)."""
+        """(S, H, D), keys and values (S, K, D) -> (S, H D)."""
         pack = packed_seq_params
-        if pack is None:  # causal attention needs to know no more of padding at the end
-            length, rows = query.shape[:2]
-            layout = common.PackLayout([length] * rows, query.device)
-            query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        else:
-            layout = pack.layout
-            if pack.key_index is not None:
-                gather = tensor_parallel.gather_from_sequence_parallel_region  # backward: reduce-scatter
-                key, value = (gather(x, group=self.context_group)[pack.key_index] for x in (key, value))
+        if pack.key_index is not None:
+            gather = tensor_parallel.gather_from_sequence_parallel_region  # backward: reduce-scatter
+            group = mpu.get_context_parallel_group()
+            key, value = (gather(x, group=group)[pack.key_index] for x in (key, value))
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        out_SD = common.attention(layout, query, key, value, self.scale)[0].transpose(0, 1).flatten(1)
-        return out_SD if pack else out_SD.unflatten(0, (rows, length)).transpose(0, 1).contiguous()
+        return common.attention(pack.layout, query, key, value, self.scale)[0].transpose(0, 1).flatten(1)
 
 
 def read_weights(config, model_config):
-    """(read, words on their origin): read(name) gives a weight by its Hugging Face name, KeyError: not there.
-    Files are mapped, not loaded: a rank reads the pages of what it takes. Random weights are those of
-    critic_fsdp.py, so every rank draws the whole model."""
+    """(tensors by the names of critic_fsdp.py, words on their origin). Files are mapped, not loaded: a
+    rank reads the pages of what it takes. Random weights are those of critic_fsdp.py, so every rank draws the
+    whole model."""
     head = nn.Linear(model_config.hidden_size, model_config.num_labels)
     if config.model in common.TINY:
         torch.manual_seed(config.seed)
-        tensors = AutoModel.from_config(model_config, dtype=torch.float32).state_dict()
+        backbone = AutoModel.from_config(model_config, dtype=torch.float32)
+        tensors = {f"model.{name}": x for name, x in backbone.state_dict().items()}
         story = f"random weights (seed {config.seed})"
     else:
         tensors = StoredTensors(common.local_folder(config.model), "model.")
         story = f"{len(tensors)} tensors from {config.model}"
     words = common.init_value_head(head, config, model_config)
-
-    def read(name):
-        if name.startswith("score."):
-            return head.get_parameter(name.removeprefix("score.")).detach()
-        return lookup_weight(tensors, name)
-
-    return read, f"{story}; {words}"
+    score = {f"score.{name}": x for name, x in head.state_dict().items()}
+    return collections.ChainMap(score, tensors), f"{story}; {words}"
 
 
 SHARDING = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint notes which part of a tensor a file has
 
 
 class StoredTensors(dict):
-    """name -> tensor of a folder's safetensors, read when asked for; `prefix` is left out of names.
+    """name -> tensor of a folder's safetensors, read when asked for. Names get a `prefix` that they lack.
 
     A tensor of a checkpoint may lie in several files, some rows in each: first row -> (file, name there)."""
 
@@ -384,7 +364,7 @@ class StoredTensors(dict):
                 offsets = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
                 for name in file.keys():
                     first, *_ = [*offsets.get(name, {}).get("saved_offsets", ()), 0]
-                    self.setdefault(name.removeprefix(prefix), {})[first] = file, name
+                    self.setdefault(prefix + name.removeprefix(prefix), {})[first] = file, name
 
     def __getitem__(self, name):
         return self.joined(name)
@@ -394,31 +374,30 @@ class StoredTensors(dict):
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
-# Hugging Face's name of an expert's weight
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+# where transformers has them: a row an expert, gate above up
+JOINED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
 def lookup_weight(tensors, name, form="{}"):
-    """A weight by its Hugging Face name, stored in this form. Experts of a layer may be one tensor there."""
+    """A weight by its name, stored in this form. Experts of a layer may be one tensor there."""
     expert = EXPERT.fullmatch(name)
     if form.format(name) in tensors or not expert:
         return tensors[form.format(name)]
     experts, i, kind = expert.groups()
-    if kind == "down":
-        return tensors[form.format(f"{experts}.down_proj")][int(i)]
-    return tensors[form.format(f"{experts}.gate_up_proj")][int(i)].chunk(2)[kind == "up"]
+    x = tensors[form.format(f"{experts}.{JOINED[kind]}")][int(i)]
+    return x if kind == "down" else x.chunk(2)[kind == "up"]
 
 
 # ---- Weights: megatron-core and Hugging Face ---------------------------------------------------------------
 
-# megatron-core's name -> how tensor-parallel ranks share it, and its parts by Hugging Face's names
+# megatron-core's name -> how tensor-parallel ranks share it, its parts by the names of critic_fsdp.py. What
+# lies in a layer is named after decoder.layers.N here and model.layers.N there.
 WEIGHTS = {
-    "embedding.word_embeddings.weight": ("vocabulary", "embed_tokens.weight"),
-    "decoder.final_layernorm.weight": ("whole", "norm.weight"),
+    "embedding.word_embeddings.weight": ("vocabulary", "model.embed_tokens.weight"),
+    "decoder.final_layernorm.weight": ("whole", "model.norm.weight"),
     "output_layer.weight": ("whole", "score.weight"),
     "output_layer.bias": ("whole", "score.bias"),
-}
-LAYER = {  # after decoder.layers.N. here and layers.N. there
     "input_layernorm.weight": ("whole", "input_layernorm.weight"),
     "self_attention.linear_qkv.weight": ("heads", *(f"self_attn.{x}_proj.weight" for x in "qkv")),
     "self_attention.linear_qkv.bias": ("heads", *(f"self_attn.{x}_proj.bias" for x in "qkv")),
@@ -429,49 +408,39 @@ LAYER = {  # after decoder.layers.N. here and layers.N. there
     "mlp.router.weight": ("whole", "mlp.gate.weight"),
     "mlp.linear_fc1.weight": ("outputs", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": ("inputs", "mlp.down_proj.weight"),
-}
+    "mlp.experts.local_experts.{}.linear_fc1.weight":
+        ("outputs", "mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+    "mlp.experts.local_experts.{}.linear_fc2.weight": ("inputs", "mlp.experts.{}.down_proj.weight"),
+}  # fmt: skip
 
 
 def hf_names(name):
-    """(how ranks share it, its names in Hugging Face's backbone) of a weight by its global name."""
-    if name in WEIGHTS:
-        cut, *parts = WEIGHTS[name]
-        return cut, parts
-    _, _, layer, rest = name.split(".", 3)
-    expert = re.match(r"mlp\.experts\.local_experts\.(\d+)\.", rest)
-    cut, *parts = LAYER[f"mlp.{rest[expert.end() :]}" if expert else rest]
-    if expert:
-        parts = [part.replace("mlp.", f"mlp.experts.{expert[1]}.") for part in parts]
-    return cut, [f"layers.{layer}.{part}" for part in parts]
+    """(how ranks share it, the names of its parts in critic_fsdp.py) of a weight by its global name."""
+    numbers = re.findall(r"\.(\d+)", name)
+    form = re.sub(r"\.\d+", ".{}", name).removeprefix("decoder.layers.{}.")
+    cut, *parts = WEIGHTS[form]
+    prefix = "model.layers.{}." if numbers else ""
+    return cut, [f"{prefix}{part}".format(*numbers) for part in parts]
 
 
 def named_weights(modules):
     """(global name, parameter) of what this rank holds; layers and experts are counted over all ranks."""
-    found = []
     for module in modules:
         for name, p in module.named_parameters():
-            if layer := re.match(r"decoder\.layers\.(\d+)\.", name):
-                number = module.decoder.layers[int(layer[1])].layer_number - 1
-                name = f"decoder.layers.{number}.{name[layer.end() :]}"
-            if expert := re.search(r"local_experts\.(\d+)", name):
-                here = module.config.num_moe_experts // mpu.get_expert_model_parallel_world_size()
-                number = int(expert[1]) + mpu.get_expert_model_parallel_rank() * here
-                name = f"{name[: expert.start(1)]}{number}{name[expert.end(1) :]}"
-            found.append((name, p))
-    return found
-
-
-def value_model_name(part):
-    """A Hugging Face name as critic_fsdp.py's value model has it, and every checkpoint."""
-    return part if part.startswith("score.") else f"model.{part}"
+            words = name.split(".")
+            if words[1] == "layers":
+                layer = module.decoder.layers[int(words[2])]
+                words[2] = f"{layer.layer_number - 1}"
+                if "local_experts" in words:
+                    words[6] = f"{layer.mlp.local_expert_indices[int(words[6])]}"
+            yield ".".join(words), p
 
 
 def tensor_group(name):
-    """(group, rank, size) of the ranks that share this weight by tensor parallelism."""
-    group = mpu.get_tensor_model_parallel_group()
+    """Ranks that share this weight by tensor parallelism."""
     if ".experts." in name:
-        group = mpu.get_expert_tensor_parallel_group()
-    return group, dist.get_rank(group), dist.get_world_size(group)
+        return mpu.get_expert_tensor_parallel_group()
+    return mpu.get_tensor_model_parallel_group()
 
 
 def replicas(name):
@@ -511,27 +480,8 @@ def unshard(cut, shards, groups, head_dim, vocab_size):
     return [part.flatten(0, 1) for part in by_group.split([queries, head_dim, head_dim], 1)]
 
 
-def stored_shards(named, groups, read, flag):
-    """(parameter, what this rank holds of it, on the host) of named weights; read(name): of Hugging Face's.
-    After the last one comes a UserError on all ranks if some do not fit on any (a collective)."""
-    problems = []
-    for name, p in named:
-        cut, parts = hf_names(name)
-        _, rank, size = tensor_group(name)
-        try:
-            x = shard(cut, [read(part) for part in parts], groups, rank, size)
-            if x.shape != p.shape:
-                raise RuntimeError(f"is {tuple(x.shape)} instead of {tuple(p.shape)}")
-            yield p, x
-        except (KeyError, RuntimeError, IndexError) as error:  # not there, or parts that do not fit together
-            problems.append(f"{parts[0]} ({type(error).__name__}: {error})")
-    if problems := sorted(itertools.chain(*common.of_all_ranks(problems))):
-        raise UserError(f"{flag}: {len(problems)} weights do not fit, e.g. {problems[0]}")
-
-
 def whole_weights(modules, vocab_size, local):
-    """Hugging Face name -> tensor on the host, of the weights that this rank is to write; others only take
-    part.
+    """name -> whole tensor on the host, of the weights that this rank is to write; others only take part.
 
     local(name, p) gives what this rank holds of a weight. A collective: tensor-parallel ranks gather one
     weight at a time, and one rank keeps it. Ranks that hold the same layers take turns."""
@@ -539,19 +489,15 @@ def whole_weights(modules, vocab_size, local):
     kept = {}
     for name, p in named_weights(modules):
         cut, parts = hf_names(name)
-        group, rank, size = tensor_group(name)
+        group = tensor_group(name)
         mine = local(name, p).contiguous()
-        shards = [mine]
-        if cut != "whole" and size > 1:
-            shards = [torch.empty_like(mine) for _ in range(size)]
-            dist.all_gather(shards, mine, group=group)
+        shards = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(shards, mine, group=group)
         layer = re.match(r"decoder\.layers\.(\d+)", name)
-        replica, writer = divmod(int(layer[1]) if layer else 0, size)
-        replica %= dist.get_world_size(replicas(name))
-        if (rank, dist.get_rank(replicas(name))) == (writer, replica):
+        replica, writer = divmod(int(layer[1]) if layer else 0, group.size())
+        if group.rank() == writer and replicas(name).rank() == replica % replicas(name).size():
             wholes = unshard(cut, shards, config.num_query_groups, config.kv_channels, vocab_size)
-            for part, whole in zip(parts, wholes):
-                kept[value_model_name(part)] = whole.float().cpu().contiguous().clone()
+            kept |= {part: whole.float().cpu().contiguous() for part, whole in zip(parts, wholes)}
     return kept
 
 
@@ -559,16 +505,15 @@ def join_experts(weights):
     """Weights with experts one by one -> name -> (first row, tensor), experts as transformers holds them:
     those of a layer in one tensor, whose rows from the first on these are."""
     out = {}
-    layers = {}
+    layers = {}  # name of such a tensor -> expert -> its matrices, gate before up
     for name, x in weights.items():
         if expert := EXPERT.fullmatch(name):
-            layers.setdefault(expert[1], {}).setdefault(int(expert[2]), {})[expert[3]] = x
+            experts, i, kind = expert.groups()
+            layers.setdefault(f"{experts}.{JOINED[kind]}", {}).setdefault(int(i), []).append(x)
         else:
             out[name] = 0, x
     for name, experts in layers.items():
-        gate_up = [torch.cat([experts[i]["gate"], experts[i]["up"]]) for i in sorted(experts)]
-        out[f"{name}.gate_up_proj"] = min(experts), torch.stack(gate_up)
-        out[f"{name}.down_proj"] = min(experts), torch.stack([experts[i]["down"] for i in sorted(experts)])
+        out[name] = min(experts), torch.stack([torch.cat(experts[i]) for i in sorted(experts)])
     return out
 
 
@@ -584,25 +529,23 @@ class Layout(NamedTuple):
     dp_rank: int
     dp_size: int
     tp_rank: int
-    tp_size: int
     cp_rank: int
-    cp_size: int
-    pp_size: int
+
+
+def parallel_sizes(config):
+    """The flags that both Megatron's groups and its model know by the same name."""
+    sizes = {name: x for name, x in vars(config).items() if name.endswith("parallel_size")}
+    if config.virtual_pipeline_model_parallel_size == 1:
+        sizes["virtual_pipeline_model_parallel_size"] = None
+    return sizes
 
 
 def make_layout(config, device):
     """Builds the process groups."""
     megatron_without_cuda()
-    if mpu.is_initialized():  # they are global: a worker made before this one is now without its groups
-        mpu.destroy_model_parallel()
-    vpp = config.virtual_pipeline_model_parallel_size
+    mpu.destroy_model_parallel()  # they are global: a worker made before this one is now without its groups
     mpu.initialize_model_parallel(
-        config.tensor_model_parallel_size,
-        config.pipeline_model_parallel_size,
-        vpp if vpp > 1 else None,
-        context_parallel_size=config.context_parallel_size,
-        expert_model_parallel_size=config.expert_model_parallel_size,
-        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        **parallel_sizes(config),
         distributed_timeout_minutes=config.timeout_minutes,
         create_gloo_process_groups=False,  # for ways to save optimizer state that are not used here
     )
@@ -613,10 +556,7 @@ def make_layout(config, device):
         dp_rank=mpu.get_data_parallel_rank(),
         dp_size=mpu.get_data_parallel_world_size(),
         tp_rank=mpu.get_tensor_model_parallel_rank(),
-        tp_size=mpu.get_tensor_model_parallel_world_size(),
         cp_rank=mpu.get_context_parallel_rank(),
-        cp_size=mpu.get_context_parallel_world_size(),
-        pp_size=mpu.get_pipeline_model_parallel_world_size(),
     )
 
 
@@ -629,21 +569,17 @@ def transformer_config(config, model_config, dtype):
     """Megatron's description of the model and of how it is computed."""
     c = model_config
     fields = {}
-    vpp = config.virtual_pipeline_model_parallel_size
     if getattr(c, "num_experts", None):
-        sparse = [
-            i not in c.mlp_only_layers and (i + 1) % c.decoder_sparse_step == 0
-            for i in range(c.num_hidden_layers)
-        ]
         fields |= dict(
             num_moe_experts=c.num_experts,
             moe_router_topk=c.num_experts_per_tok,
             moe_ffn_hidden_size=c.moe_intermediate_size,
-            moe_layer_freq=list(map(int, sparse)),
-            moe_router_score_function="softmax",
+            moe_layer_freq=[
+                int(i not in c.mlp_only_layers and (i + 1) % c.decoder_sparse_step == 0)
+                for i in range(c.num_hidden_layers)
+            ],
             moe_router_pre_softmax=not c.norm_topk_prob,  # softmax over all experts, or over the chosen ones
             moe_router_load_balancing_type="none",
-            moe_aux_loss_coeff=0.0,
         )
     if config.gradient_checkpointing:
         fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -653,7 +589,7 @@ def transformer_config(config, model_config, dtype):
         ffn_hidden_size=c.intermediate_size,
         num_attention_heads=c.num_attention_heads,
         num_query_groups=c.num_key_value_heads,
-        kv_channels=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        kv_channels=getattr(c, "head_dim", None),  # None: the rest divided by the heads
         normalization="RMSNorm",
         layernorm_epsilon=c.rms_norm_eps,
         activation_func=F.silu,
@@ -666,33 +602,23 @@ def transformer_config(config, model_config, dtype):
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        tensor_model_parallel_size=config.tensor_model_parallel_size,
         sequence_parallel=splits_sequence(config),
-        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
-        context_parallel_size=config.context_parallel_size,
-        expert_model_parallel_size=config.expert_model_parallel_size,
-        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         variable_seq_lengths=True,  # stages tell each other the size of each micro-batch
         moe_token_dispatcher_type="alltoall",
-        overlap_p2p_comm=vpp > 1,  # with virtual stages, sends that wait for each other would hang
+        # with virtual stages, sends that wait for each other would hang
+        overlap_p2p_comm=config.virtual_pipeline_model_parallel_size > 1,
         batch_p2p_comm=False,
         deallocate_pipeline_outputs=True,  # what has been sent on is not needed here
         calculate_per_token_loss=True,  # gradients are plain sums, see forward_backward
-        gradient_accumulation_fusion=False,  # this and what follows: kernels of Apex and Transformer Engine
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
+        finalize_model_grads_func=finalize_model_grads,
+        **parallel_sizes(config),
         **fields,
     )
 
 
 def layer_spec(transformer, vp_stage):
     """The layers of one piece of the model: Megatron's own, with the norm and the attention above."""
-    options = {"use_transformer_engine": False, "normalization": "RMSNorm", "vp_stage": vp_stage}
-    block = get_gpt_decoder_block_spec(transformer, **options)
+    block = get_gpt_decoder_block_spec(transformer, use_transformer_engine=False, vp_stage=vp_stage)
     block.layer_norm = RMSNorm
     for spec in block.layer_specs:
         layer = spec.submodules
@@ -705,41 +631,35 @@ def layer_spec(transformer, vp_stage):
 
 
 def build_value_model(config, model_config, layout):
-    """(the chunks of the model on this rank, their weights as they were stored, FLOPs of a forward, words on
-    its size and on where its weights come from)."""
+    """(the chunks of the model on this rank, the weights to fill them with, FLOPs of a forward, words on its
+    size and on where its weights come from)."""
     modules = []
-    vpp = config.virtual_pipeline_model_parallel_size
+    tp = config.tensor_model_parallel_size
     with torch.device("meta"):
-        skeleton = AutoModel.from_config(model_config, dtype=torch.float32)
-        skeleton.score = nn.Linear(model_config.hidden_size, model_config.num_labels)
+        model = AutoModel.from_config(model_config, dtype=torch.float32)
+        model.score = nn.Linear(model_config.hidden_size, model_config.num_labels)
     with common.blame(f"--model {config.model}: cannot be built with these parallel sizes"):
         transformer = transformer_config(config, model_config, layout.dtype)
-        for vp_stage in range(vpp) if vpp > 1 else (None,):
+        for vp_stage in range(config.virtual_pipeline_model_parallel_size):
             module = GPTModel(
                 transformer,
                 layer_spec(transformer, vp_stage),
-                vocab_size=math.ceil(model_config.vocab_size / layout.tp_size) * layout.tp_size,
+                vocab_size=math.ceil(model_config.vocab_size / tp) * tp,
                 max_sequence_length=model_config.max_position_embeddings,
                 pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
                 post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-                share_embeddings_and_output_weights=False,
                 position_embedding_type="rope",
                 vp_stage=vp_stage,
             )
-            rotary = type(skeleton.rotary_emb)(model_config)
+            rotary = type(model.rotary_emb)(model_config)
             module.rotary_pos_emb.inv_freq = rotary.inv_freq.detach().to(layout.device)
             modules.append(module)
-    if modules[-1].post_process:
-        modules[-1].output_layer = ValueHead(transformer, model_config.num_labels).to(layout.device)
-    read, story = read_weights(config, model_config)
-    stored = {}
-    flag = f"--model {config.model}"
-    for p, x in stored_shards(named_weights(modules), transformer.num_query_groups, read, flag):
-        stored[p] = x.contiguous()
-        p.data.copy_(x)
-    stored = [{name: stored[p] for name, p in module.named_parameters()} for module in modules]
-    count = sum(p.numel() for p in skeleton.parameters())
-    return modules, stored, common.flops_model(skeleton, model_config), f"{count:,} parameters: {story}"
+    if module.post_process:
+        module.output_layer = ValueHead(transformer, model_config.num_labels).to(layout.device)
+    tensors, story = read_weights(config, model_config)
+    flops = common.flops_model(model, model_config)
+    count = sum(p.numel() for p in model.parameters())
+    return modules, tensors, flops, f"{count:,} parameters: {story}"
 
 
 def padding_row(module, model_config):
@@ -752,22 +672,16 @@ def padding_row(module, model_config):
     return row if 0 <= row < len(embedding.weight) else None
 
 
-def wrap(modules):
-    """The chunks with what casts their inputs, and holds and adds up their gradients in float32."""
-    transformer = modules[0].config
-    chunks = modules
-    for module in modules:
-        for name, p in module.named_parameters():
-            if ".experts." in name:  # Megatron says so from two expert ranks on only
-                p.allreduce = False  # but over the experts' own replicas
-    head = modules[-1].output_layer if modules[-1].post_process else nn.Module()
-    exact = head.state_dict()
-    if transformer.bf16:
-        chunks = [Float16Module(transformer, module) for module in modules]
-    # rounded it would differ by rank: each has the masters of a part of it
-    head.float().load_state_dict(exact)
+def wrap(module):
+    """A chunk with what casts its inputs, and holds and adds up its gradients in float32."""
+    for name, p in module.named_parameters():
+        if ".experts." in name:  # Megatron says so from two expert ranks on only
+            p.allreduce = False  # but over the experts' own replicas
+    chunk = Float16Module(module.config, module) if module.config.bf16 else module
+    if module.post_process:
+        module.output_layer.float()
     options = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    return [DistributedDataParallel(transformer, options, chunk) for chunk in chunks]
+    return DistributedDataParallel(module.config, options, chunk)
 
 
 # ---- Batching: rows over ranks, a rank's rows over micro-batches -------------------------------------------
@@ -786,10 +700,10 @@ def spread(costs, k):
 
 def micro_batches(lengths, costs, dp_size, max_tokens, padded=False, multiple=1):
     """For each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens.
+    Their number is a multiple of `multiple`, as the schedule of virtual pipeline stages wants.
 
     Every rank computes the same table from all lengths, so all run equally many forwards without
-    communicating, as ranks that share weights must. A rank with less to do gets smaller or empty ones.
-    Their number is a multiple of `multiple`, as the schedule of virtual pipeline stages wants."""
+    communicating, as ranks that share weights must. A rank with less to do gets smaller or empty ones."""
 
     def tokens(rows):
         sizes = [lengths[i] for i in rows]
@@ -809,23 +723,20 @@ def micro_batches(lengths, costs, dp_size, max_tokens, padded=False, multiple=1)
 
 
 def row_unit(config):
-    """A row takes a multiple of this many slots: two pieces a context-parallel rank, or padding to share."""
-    if config.use_remove_padding:
-        return 2 * config.context_parallel_size if config.context_parallel_size > 1 else 1
-    return config.tensor_model_parallel_size if splits_sequence(config) else 1
+    """A row takes a multiple of this many slots: each context-parallel rank has two equal pieces of it."""
+    return 2 * config.context_parallel_size if config.context_parallel_size > 1 else 1
 
 
 def pack_unit(config):
-    """A packed micro-batch is padded at its end to a multiple of this many slots."""
-    shared = config.tensor_model_parallel_size if config.use_remove_padding and splits_sequence(config) else 1
-    return row_unit(config) * shared
+    """A micro-batch is padded at its end to a multiple of this many slots, which ranks can share."""
+    return row_unit(config) * (config.tensor_model_parallel_size if splits_sequence(config) else 1)
 
 
 class MicroBatch(NamedTuple):
     """What this rank computes of a micro-batch: S slots, and of each the action that *follows* it."""
 
-    input_ids: torch.Tensor  # (1, S) packed, or (B, L) padded, S = B L
-    packed: PackedSeqParams | None
+    input_ids: torch.Tensor  # (1, S)
+    packed: PackedSeqParams
     response_mask: torch.Tensor
     index: torch.Tensor  # int64: the action's place in the flat columns of the whole batch
     values: torch.Tensor | None = None
@@ -834,7 +745,7 @@ class MicroBatch(NamedTuple):
 
 
 def check_model_flags(config, model_config):
-    """UserError for flags that this model does not go with, and for models unknown to Megatron's layers."""
+    """UserError for flags that this model does not go with."""
     c = model_config
     known = ("qwen2", "qwen3", "llama", "qwen3_moe")
     if c.model_type not in known:
@@ -860,8 +771,7 @@ def check_model_flags(config, model_config):
 
 def check_budget(config, longest, row):
     """UserError unless the longest row fits into a micro-batch. row: words that name it."""
-    least = math.ceil(longest / pack_unit(config)) * pack_unit(config)
-    least = math.ceil(least / config.context_parallel_size)
+    least = (longest + -longest % pack_unit(config)) // config.context_parallel_size
     given = config.ppo_max_token_len_per_gpu
     if isinstance(given, int) and given < least:
         raise UserError(
@@ -882,41 +792,35 @@ class MegatronPPOCritic:
         self.layout = layout
         self.value_range = model_config.value_range  # of hl_gauss; None: the head gives a number
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
-        self.modules, stored, self.flops, self.story = build_value_model(config, model_config, layout)
+        self.modules, tensors, self.flops, self.story = build_value_model(config, model_config, layout)
         self.transformer = self.modules[0].config
         self.padding_row = padding_row(self.modules[0], model_config)
-        self.model = nn.ModuleList(wrap(self.modules))  # the same chunks
+        self.model = nn.ModuleList(map(wrap, self.modules))  # the same chunks
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         options = OptimizerConfig(
-            optimizer="adam",
-            decoupled_weight_decay=True,
             lr=self.peak_lr,
             weight_decay=config.weight_decay,
             adam_beta1=config.betas[0],
             adam_beta2=config.betas[1],
-            clip_grad=config.grad_clip,
-            params_dtype=layout.dtype,
             bf16=self.transformer.bf16,
             use_distributed_optimizer=True,
         )
         # {}: else Megatron would spare biases and norms the weight decay, unlike critic_fsdp.py
-        unlike = {"config_overrides": {}, "use_gloo_process_groups": False}
-        self.optimizer = get_megatron_optimizer(options, list(self.model), **unlike)
-        # Megatron's distributed optimizers: one of the experts, where ranks share them, and one of the rest
-        chained = self.optimizer.chained_optimizers
-        self.optimizers = [x for x in chained if not x.is_stub_optimizer and x.get_parameters()]
+        self.optimizer = get_megatron_optimizer(
+            options, list(self.model), config_overrides={}, use_gloo_process_groups=False
+        )
+        for group in self.optimizer.param_groups:
+            group["fused"] = True  # one kernel
+        # Megatron's distributed optimizers: one of the experts and one of the rest
+        self.optimizers = self.optimizer.chained_optimizers
+        self.masters = {}  # weight -> (AdamW, its float32 tensor of this rank's part, the place of the part)
         for optimizer in self.optimizers:
-            groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups)
-            # it puts float32 weights first, but counts them as they came
-            for i, (full, half) in enumerate(groups):
-                optimizer.model_param_group_index_map |= {p: (i, j) for j, p in enumerate([*full, *half])}
-            for group in optimizer.optimizer.param_groups:
-                group["fused"] = True  # one kernel
-            if self.transformer.bf16:  # master weights from the file, not rounded
-                several = {f"model{i}": weights for i, weights in enumerate(stored)}
-                optimizer.reload_model_params(several if len(stored) > 1 else stored[0])
-        self.transformer.finalize_model_grads_func = finalize_model_grads
-        self.transformer.grad_scale_func = self.optimizer.scale_loss
+            weights = [*optimizer.model_float16_groups, *optimizer.model_fp32_groups]
+            masters = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
+            for p, master in zip(itertools.chain(*weights), itertools.chain(*masters)):
+                place = optimizer._get_model_param_range_map(p)["param"]
+                self.masters[p] = optimizer.optimizer, master, slice(place.start, place.end)
+        self.restore(tensors, f"--model {config.model}")
         self.max_tokens = 0  # of a micro-batch of the ranks that share it, see CriticWorker.set_budget
         self.optimizer_steps = 0  # taken, skipped ones not counted: the position of the schedule
         self.updates = 0  # calls of update_critic: with seed and epoch the key of every shuffle
@@ -927,7 +831,7 @@ class MegatronPPOCritic:
         padded = not self.config.use_remove_padding
         unit = row_unit(self.config)
         lengths = [math.ceil(n / unit) * unit for n in batch.lengths]
-        multiple = self.layout.pp_size if len(self.model) > 1 else 1
+        multiple = self.config.pipeline_model_parallel_size if len(self.model) > 1 else 1
         table = micro_batches(lengths, costs, self.layout.dp_size, self.max_tokens, padded, multiple)
         return table[self.layout.dp_rank]
 
@@ -935,23 +839,24 @@ class MegatronPPOCritic:
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
         micro = batch.select(rows) if rows else common.Batch.blank()
         slots, packed = self.lay_out(micro.lengths)
-        columns = {"index": batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)}
-        for name in ("response_mask", "values", "returns", "weights"):
-            columns[name] = getattr(micro, name)
+        index = batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)
 
         def to_slots(x_T):
-            return F.pad(x_T, (0, 1))[slots.flatten()].to(self.layout.device, non_blocking=True)
+            return F.pad(x_T, (0, 1))[slots].to(self.layout.device, non_blocking=True)
 
         # the shift, to the left; of the first token of a row the mask is false: nothing rolls from row to row
-        columns = {name: to_slots(x_T.roll(-1)) for name, x_T in columns.items() if x_T is not None}
-        return MicroBatch(to_slots(micro.input_ids).view(slots.shape), packed, **columns)
+        columns = {"index": to_slots(index.roll(-1))}
+        for name in ("response_mask", "values", "returns", "weights"):
+            if getattr(micro, name) is not None:
+                columns[name] = to_slots(getattr(micro, name).roll(-1))
+        return MicroBatch(to_slots(micro.input_ids)[None], packed, **columns)
 
     def lay_out(self, lengths):
-        """Where the tokens of a micro-batch go -> (slots, PackedSeqParams or None).
+        """Where the tokens of a micro-batch go -> (slots, PackedSeqParams).
 
-        slots: (1, S) or (B, L) indices into the flat tokens, their number T where there is padding. A
-        context-parallel rank r of p has, of each row cut into 2 p pieces, piece r and piece 2 p - 1 - r:
-        under a causal mask that is equal work for all (Megatron's rotary embedding counts on that order).
+        slots: (S,) indices into the flat tokens, their number T where there is padding. A context-parallel
+        rank r of p has, of each row cut into 2 p pieces, piece r and piece 2 p - 1 - r: under a causal mask
+        that is equal work for all (Megatron's rotary embedding counts on that order).
 
             p = 2        row: 0 1 2 3 4 5 6 7        rank 0: 0 1 . . . . 6 7        rank 1: . . 2 3 4 5 . ."""
         config = self.config
@@ -962,61 +867,49 @@ class MegatronPPOCritic:
             sizes = [max(sizes)] * len(sizes)
         rows = torch.arange(total).split(lengths)
         slots = [F.pad(row, (0, size - len(row)), value=total) for row, size in zip(rows, sizes)]
-        if not config.use_remove_padding:
-            return torch.stack(slots), None
         if tail := -sum(sizes) % pack_unit(config):
             sizes.append(tail)
             slots.append(torch.full((tail,), total))
+        slots = torch.cat(slots)
         packed = PackedSeqParams(qkv_format="thd", max_seqlen_q=max(sizes), max_seqlen_kv=max(sizes))
         # on the host: rotary embedding reads the numbers
         packed.cu_seqlens_q = packed.cu_seqlens_kv = common.cumulative(torch.tensor(sizes))
-        slots = torch.cat(slots)
+        packed.layout = common.PackLayout(sizes, self.layout.device)
         packed.key_index = None
-        if self.layout.cp_size > 1:
+        if config.context_parallel_size > 1:
             slots, packed.layout, packed.key_index = self.share_context(slots, sizes)
-        else:
-            packed.layout = common.PackLayout(sizes, self.layout.device)
-        return slots[None], packed
+        return slots, packed
 
     def share_context(self, slots, sizes):
         """This rank's slots of packed rows, their PackLayout, and where its keys lie among all gathered."""
-        p = self.layout.cp_size
-        mine = (self.layout.cp_rank, 2 * p - 1 - self.layout.cp_rank)
-        places = [[] for _ in range(p)]  # of the tokens of each rank, in order
-        key_places = []
-        for row in torch.arange(sum(sizes)).split(sizes):
-            pieces = row.chunk(2 * p)
-            for rank in range(p):
-                places[rank] += [pieces[rank], pieces[2 * p - 1 - rank]]
-            key_places += [row[: (i + 1) * len(pieces[0])] for i in mine]
-        gathered = torch.cat([torch.cat(some) for some in places])  # the place of each gathered key
-        key_index = gathered.argsort()[torch.cat(key_places)].to(self.layout.device, non_blocking=True)
+        p = self.config.context_parallel_size
+        pairs = [(rank, 2 * p - 1 - rank) for rank in range(p)]
+        rows = [row.chunk(2 * p) for row in torch.arange(len(slots)).split(sizes)]
+        places = [[row[i] for row in rows for i in pair] for pair in pairs]  # of each rank's tokens, in order
         own = places[self.layout.cp_rank]
-        layout = common.PackLayout(list(map(len, own)), self.layout.device, list(map(len, key_places)))
+        keys = [torch.cat(row[: i + 1]) for row in rows for i in pairs[self.layout.cp_rank]]
+        gathered = torch.cat(list(itertools.chain(*places)))  # the place of each gathered key
+        key_index = gathered.argsort()[torch.cat(keys)].to(self.layout.device, non_blocking=True)
+        layout = common.PackLayout(list(map(len, own)), self.layout.device, list(map(len, keys)))
         return slots[torch.cat(own)], layout, key_index
 
     def run_schedule(self, micros, reduce, forward_only=False):
         """Sends all micro-batches through Megatron's schedule: forward, and unless forward_only backward.
-
-        On the last stage reduce(outputs_S, micro) gives a loss and anything to keep; a list of the latter is
-        returned there, an empty one elsewhere."""
+        On the last stage reduce(outputs_S, micro) gives their loss."""
 
         def forward_step(micros, chunk):
             micro = next(micros)
-            outputs = chunk(micro.input_ids, None, None, packed_seq_params=micro.packed)
 
-            def loss_of(outputs_BLN):
-                loss, kept = reduce(outputs_BLN.flatten(0, 1).squeeze(-1), micro)
-                return loss, torch.tensor(0, dtype=torch.int), kept  # 0 tokens, see forward_backward
+            def loss_of(outputs_1SN):
+                loss = reduce(outputs_1SN[0].squeeze(-1), micro)
+                return loss, torch.tensor(0, dtype=torch.int), None  # 0 tokens, see forward_backward
 
-            return outputs, loss_of
+            return chunk(micro.input_ids, None, None, packed_seq_params=micro.packed), loss_of
 
-        iterators = [iter(micros) for _ in self.model]
-        several = len(self.model) > 1
-        return get_forward_backward_func()(
+        get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iterators if several else iterators[0],
-            model=list(self.model) if several else self.model[0],
+            data_iterator=[iter(micros) for _ in self.model],
+            model=list(self.model),
             num_microbatches=len(micros),
             seq_length=1,  # unused: each micro-batch has its own
             micro_batch_size=1,
@@ -1039,7 +932,7 @@ class MegatronPPOCritic:
         def reduce(outputs_S, micro):
             if self.layout.tp_rank == 0 and len(values_T):
                 values_T.index_add_(0, micro.index, self.values(outputs_S, micro.response_mask))
-            return outputs_S.sum(), None
+            return outputs_S.sum()
 
         self.run_schedule(micros, reduce, forward_only=True)
         dist.all_reduce(values_T)  # one rank has each token's value; others add 0
@@ -1058,8 +951,9 @@ class MegatronPPOCritic:
                 if not mini.response_mask.any():
                     continue  # without an action AdamW would move the weights all the same
                 mini.weights = common.loss_weights(mini, config.loss_agg_mode, config.response_length_limit)
-                micros = [self.micro_batch(mini, rows) for rows in self.my_micro_batches(mini)]
-                sums = self.forward_backward(micros)  # Megatron's schedule is the loop over them
+                micros = self.my_micro_batches(mini)
+                # Megatron's schedule is the loop over them
+                sums = self.forward_backward([self.micro_batch(mini, rows) for rows in micros])
                 norm = self.optimizer_step()
                 if math.isfinite(norm):
                     norms[-1] = norm
@@ -1076,14 +970,19 @@ class MegatronPPOCritic:
         0 tokens it divides by nothing. So each rank adds its own tokens' part, and all together the loss."""
         for chunk in self.model:  # here, because compute_values never needs the buffer zero
             chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        sums = self.run_schedule(micros, self.loss)
+        sums = torch.zeros(4, dtype=torch.float64, device=self.layout.device)
+
+        def reduce(outputs_S, micro):
+            loss, part = self.loss(outputs_S, micro)
+            if self.layout.tp_rank == 0:  # tensor-parallel ranks all have the same
+                sums.add_(part)
+            return loss
+
+        self.run_schedule(micros, reduce)
         # as in transformers, where the padding token's embedding does not learn
         if self.padding_row is not None:
             self.modules[0].embedding.word_embeddings.weight.main_grad[self.padding_row].zero_()
-        if not sums or self.layout.tp_rank > 0:  # tensor-parallel ranks all have the same
-            return torch.zeros(4, dtype=torch.float64, device=self.layout.device)
-        return torch.stack(sums).double().sum(0)
+        return sums
 
     def loss(self, outputs, micro):
         """These actions' part of the mini-batch loss, and of its sums (loss, clipped, vpreds, actions)."""
@@ -1119,36 +1018,47 @@ class MegatronPPOCritic:
                 group["lr"] = self.learning_rate()
             self.optimizer.step_with_ready_grads()
             self.optimizer_steps += 1
+        self.optimizer.zero_grad()
         return norm
-
-    def optimizer_shard(self, p):
-        """(AdamW, its float32 tensor, the place of that in the flat weight) of this rank's part, or None."""
-        for optimizer in self.optimizers:
-            if p in optimizer.model_param_group_index_map:
-                group, i = optimizer.model_param_group_index_map[p]
-                place = optimizer._get_model_param_range_map(p)["param"]
-                mine = optimizer.optimizer.param_groups[group]["params"][i]
-                return optimizer.optimizer, mine, slice(place.start, place.end)
 
     def master(self, name, p, kind="weight"):
         """The float32 weight behind p, or a moment of it (a collective of all that hold the weight)."""
         flat = torch.zeros(p.numel(), device=p.device)
-        if found := self.optimizer_shard(p):
-            adam, mine, place = found
+        if p in self.masters:
+            adam, mine, place = self.masters[p]
             flat[place] = mine.detach() if kind == "weight" else adam.state[mine].get(kind, 0.0)
         dist.all_reduce(flat, group=replicas(name))
         return flat.view_as(p)
 
     @torch.no_grad()
-    def restore(self, kind, p, x):
-        """Takes what this rank holds of a whole weight or moment: the inverse of master; no communication."""
-        if kind == "weight":
-            p.copy_(x)
-        if found := self.optimizer_shard(p):
-            adam, mine, place = found
-            if kind != "weight":  # torch makes it at the first step
-                mine = adam.state[mine].setdefault(kind, torch.zeros_like(mine))
-            mine.copy_(x.flatten()[place])
+    def restore(self, tensors, flag, kind="weight", form="{}"):
+        """Takes all weights, or a moment of each, from stored tensors in this form: the inverse of master.
+        UserError on all ranks if some do not fit on any (a collective)."""
+        problems = []
+        for name, p in named_weights(self.modules):
+            cut, parts = hf_names(name)
+            group = tensor_group(name)
+            try:
+                wholes = [lookup_weight(tensors, part, form) for part in parts]
+                x = shard(cut, wholes, self.transformer.num_query_groups, group.rank(), group.size())
+                if x.shape != p.shape:
+                    raise RuntimeError(f"is {tuple(x.shape)} instead of {tuple(p.shape)}")
+            except (
+                KeyError,
+                RuntimeError,
+                IndexError,
+            ) as error:  # not there, or parts that do not fit together
+                problems.append(f"{parts[0]} ({type(error).__name__}: {error})")
+                continue
+            if kind == "weight":
+                p.copy_(x)
+            if p in self.masters:
+                adam, mine, place = self.masters[p]
+                if kind != "weight":  # torch makes it at the first step
+                    mine = adam.state[mine].setdefault(kind, torch.zeros_like(mine))
+                mine.copy_(x.flatten()[place])
+        if problems := sorted(itertools.chain(*common.of_all_ranks(problems))):
+            raise UserError(f"{flag}: {len(problems)} weights do not fit, e.g. {problems[0]}")
 
 
 # ---- The worker: life cycle, memory, metrics ---------------------------------------------------------------
@@ -1179,12 +1089,12 @@ class CriticWorker:
         if config.lr_scheduler_type == "cosine" and not total_steps:
             raise UserError("--lr-scheduler-type cosine: init_model needs total_steps")
         common.describe_head(self.model_config, config, value_range)
-        options = (self.layout, total_steps)
-        self.critic = MegatronPPOCritic(config, self.model_config, *options)
+        self.critic = MegatronPPOCritic(config, self.model_config, self.layout, total_steps)
         torch.manual_seed(config.seed)  # random weights were drawn
         print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
         layout = self.layout
-        sizes = f"tp {layout.tp_size} x cp {layout.cp_size} x dp {layout.dp_size} x pp {layout.pp_size}"
+        sizes = f"tp {config.tensor_model_parallel_size} x cp {config.context_parallel_size} x "
+        sizes += f"dp {layout.dp_size} x pp {config.pipeline_model_parallel_size}"
         print0(f"layout     ranks {WORLD_SIZE} = {sizes}")
         print0(f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32")
 
@@ -1196,12 +1106,12 @@ class CriticWorker:
         config = self.config
         critic = self.critic
         budget = config.ppo_max_token_len_per_gpu
-        share = self.layout.cp_size
+        share = config.context_parallel_size
         least = check_budget(config, longest, row)
         if isinstance(budget, str):  # auto, or auto:GIB
             state = 0
             for name, p in named_weights(critic.modules):  # float32 gradients; masters and moments are shared
-                state += p.nbytes + 4 * p.numel() + 12 * p.numel() / dist.get_world_size(replicas(name))
+                state += p.nbytes + 4 * p.numel() + 12 * p.numel() / replicas(name).size()
             budget = self.measure_budget(longest, share, state)
             if budget < least:
                 raise UserError(f"--ppo-max-token-len-per-gpu auto: {row} of {longest} tokens does not fit")
@@ -1214,7 +1124,9 @@ class CriticWorker:
     def try_out(self, batch):
         """Learns from a batch, without a step."""
         self.critic.model.train()
-        turns = self.layout.pp_size * (2 if len(self.critic.model) > 1 else 1)  # what a stage may hold
+        turns = self.config.pipeline_model_parallel_size * min(
+            len(self.critic.model), 2
+        )  # what a stage may hold
         self.critic.forward_backward([self.critic.micro_batch(batch, range(len(batch)))] * turns)
 
     def measure_budget(self, longest, share, state_bytes):
@@ -1339,14 +1251,10 @@ class CriticWorker:
         critic = self.critic
         saved = open_checkpoint(folder, ("fsdp", "megatron"), self.shape())
         tensors = StoredTensors(folder, flag="--resume")  # mapped: a rank reads the pages of what it takes
-        groups = critic.transformer.num_query_groups
         for kind, form in STATE.items():
-            read = lambda part, form=form: lookup_weight(tensors, value_model_name(part), form)
-            for p, x in stored_shards(named_weights(critic.modules), groups, read, f"--resume {folder}"):
-                critic.restore(kind, p, x)
-        for optimizer in critic.optimizers:
-            for p, state in optimizer.optimizer.state.items():  # a tensor each: the step adds 1 in place
-                state["step"] = torch.tensor(float(saved["optimizer_steps"]), device=p.device)
+            critic.restore(tensors, f"--resume {folder}", kind, form)
+        for adam, mine, _ in critic.masters.values():  # a tensor each: the step adds 1 in place
+            adam.state[mine]["step"] = torch.tensor(float(saved["optimizer_steps"]), device=mine.device)
         torch.set_rng_state(tensors["rng"])
         critic.updates = saved["updates"]
         critic.optimizer_steps = saved["optimizer_steps"]
@@ -1363,9 +1271,8 @@ class CriticWorker:
         Every rank writes what it is the first to hold, in a file of its own."""
         state = whole_weights(self.critic.modules, self.model_config.vocab_size, self.critic.master)
         file = f"model-{RANK:05d}.safetensors"
-        index = {"metadata": {}, "weight_map": {}}
-        for part in common.of_all_ranks(dict.fromkeys(state, file)):
-            index["weight_map"] |= part
+        files = collections.ChainMap(*common.of_all_ranks(dict.fromkeys(state, file)))
+        index = {"metadata": {}, "weight_map": dict(files)}
         kind = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(self.model_config)]
         self.model_config.architectures = [kind.__name__]
         with common.published(folder) as tmp:

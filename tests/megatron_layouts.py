@@ -82,8 +82,8 @@ def whole_of(worker, part):
 
     def local(name, p):
         flat = torch.zeros(p.numel())
-        if found := worker.critic.optimizer_shard(p):
-            adam, mine, place = found
+        if p in worker.critic.masters:
+            adam, mine, place = worker.critic.masters[p]
             flat[place] = part(adam, mine).detach()
         dist.all_reduce(flat, group=cm.replicas(name))
         return flat.view_as(p)
@@ -110,7 +110,7 @@ def assert_replicas_agree(critic):
     for name, p in cm.named_weights(critic.modules):
         groups = [cm.replicas(name)]
         if cm.hf_names(name)[0] == "whole":
-            groups.append(cm.tensor_group(name)[0])
+            groups.append(cm.tensor_group(name))
         for group in groups:
             most, least = p.detach().clone(), p.detach().clone()
             dist.all_reduce(most, dist.ReduceOp.MAX, group=group)

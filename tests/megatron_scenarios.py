@@ -387,7 +387,7 @@ def spoiling_schedule(critic, number):
         kept = schedule(*args)
         if common.RANK == 1:
             matrices = [p for p in critic.modules[-1].decoder.layers.parameters() if p.ndim == 2]
-            p, place = [(p, found[2]) for p in matrices if (found := critic.optimizer_shard(p))][-1]
+            p, place = [(p, critic.masters[p][2]) for p in matrices if p in critic.masters][-1]
             p.main_grad.view(-1)[place.start] = number
         return kept
 

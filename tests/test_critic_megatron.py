@@ -119,9 +119,8 @@ def critic_of(rank=0, dp_size=1, **fields):
     critic = object.__new__(cm.MegatronPPOCritic)
     critic.config = config
     critic.layout = types.SimpleNamespace(
-        device=torch.device("cpu"), cp_size=config.context_parallel_size, cp_rank=rank,
-        pp_size=config.pipeline_model_parallel_size, dp_size=dp_size, dp_rank=0,
-    )  # fmt: skip
+        device=torch.device("cpu"), cp_rank=rank, dp_size=dp_size, dp_rank=0
+    )
     critic.model = [None] * config.virtual_pipeline_model_parallel_size
     critic.max_tokens = 0
     return critic
@@ -170,9 +169,10 @@ def test_what_is_cut_for_tensor_parallel_ranks_goes_together_again(cut, parts, s
 
 def test_names_of_weights():
     cut, parts = cm.hf_names("decoder.layers.11.self_attention.linear_proj.weight")
-    assert (cut, parts) == ("inputs", ["layers.11.self_attn.o_proj.weight"])
+    assert (cut, parts) == ("inputs", ["model.layers.11.self_attn.o_proj.weight"])
     cut, parts = cm.hf_names("decoder.layers.2.mlp.experts.local_experts.13.linear_fc1.weight")
-    assert (cut, parts) == ("outputs", [f"layers.2.mlp.experts.13.{x}_proj.weight" for x in ("gate", "up")])
+    gate_up = [f"model.layers.2.mlp.experts.13.{x}_proj.weight" for x in ("gate", "up")]
+    assert (cut, parts) == ("outputs", gate_up)
 
 
 @settings(deadline=None)
@@ -184,7 +184,7 @@ def test_names_of_weights():
 def test_context_parallel_ranks_have_every_token_once_and_see_what_is_before_it(lengths, cp, tp):
     ranks = [critic_of(rank, **{CP: cp, TP: tp}).lay_out(lengths) for rank in range(cp)]
     total = sum(lengths)
-    slots = [slots[0].tolist() for slots, _ in ranks]
+    slots = [slots.tolist() for slots, _ in ranks]
     assert len({len(x) for x in slots}) == 1 and len(slots[0]) % tp == 0
     gathered = [i for x in slots for i in x]
     assert sorted(i for i in gathered if i < total) == list(range(total))
@@ -210,7 +210,8 @@ def test_context_parallel_ranks_have_every_token_once_and_see_what_is_before_it(
 
 def test_padded_rows_are_laid_out_in_rows():
     slots, packed = critic_of(**{TP: 4}, use_remove_padding=False).lay_out([3, 5])
-    assert packed is None and slots.tolist() == [[0, 1, 2, 8, 8, 8, 8, 8], [3, 4, 5, 6, 7, 8, 8, 8]]
+    assert slots.tolist() == [0, 1, 2, 8, 8, 3, 4, 5, 6, 7, 8, 8]  # and two for four ranks to share
+    assert packed.layout.pieces == [(5, 5, 2), (2, 2, 1)]
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
@@ -234,14 +235,14 @@ def test_stored_tensors_are_found_under_every_name_they_go_by(tmp_path):
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=36)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    expected = model.model.state_dict()
+    expected = {f"model.{name}": x for name, x in model.model.state_dict().items()}
     model.save_pretrained(tmp_path / "causal", max_shard_size="50KB")
     model.model.save_pretrained(tmp_path / "base")
     assert len(list((tmp_path / "causal").glob("*.safetensors"))) > 1
-    expert = "layers.0.mlp.experts"
+    expert = "model.layers.0.mlp.experts"
     for folder in ("causal", "base"):
         stored = cm.StoredTensors(tmp_path / folder, "model.")
-        names = ["layers.0.self_attn.q_proj.weight", "norm.weight"]
+        names = ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"]
         names += [f"{expert}.{i}.{kind}_proj.weight" for i in range(4) for kind in ("gate", "up", "down")]
         for name in names:
             assert torch.equal(cm.lookup_weight(stored, name), cm.lookup_weight(expected, name)), name

@@ -141,8 +141,9 @@ def test_7_context_parallel_ranks_have_a_piece_of_either_end():
     Rank 0 has 0 1 6 7, rank 1 has 2 3 4 5. Token t sees t + 1 keys: halves would give 10 pairs to one rank
     and 26 to the other, these pieces 18 to each."""
     for rank, answer in enumerate(([0, 1, 6, 7], [2, 3, 4, 5])):
-        layout = types.SimpleNamespace(cp_size=2, cp_rank=rank, device=torch.device("cpu"))
-        critic = types.SimpleNamespace(layout=layout)
+        layout = types.SimpleNamespace(cp_rank=rank, device=torch.device("cpu"))
+        config = critic_megatron.Config(context_parallel_size=2)
+        critic = types.SimpleNamespace(config=config, layout=layout)
         slots, _, _ = critic_megatron.MegatronPPOCritic.share_context(critic, torch.arange(8), [8])
         assert slots.tolist() == answer and sum(t + 1 for t in answer) == 18
 
