@@ -271,11 +271,8 @@ def attention_of(config, model_config):
 
 def count_parameters(module):
     """(all, those that train)."""
-    count = trained = 0
-    for p in module.parameters():
-        count += p.numel()
-        trained += p.numel() * p.requires_grad
-    return count, trained
+    sizes = [(p.numel(), p.numel() * p.requires_grad) for p in module.parameters()]
+    return tuple(map(sum, zip(*sizes)))
 
 
 def add_lora(backbone, config):
@@ -813,14 +810,12 @@ class CriticWorker:
         if config.lr_scheduler_type == "cosine" and not total_steps:
             raise UserError("--lr-scheduler-type cosine: init_model needs total_steps")
         common.describe_head(self.model_config, config, value_range)
-        options = (self.layout, total_steps)
-        self.critic = DataParallelPPOCritic(config, self.model_config, *options)
+        self.critic = DataParallelPPOCritic(config, self.model_config, self.layout, total_steps)
         torch.manual_seed(config.seed)  # random weights were drawn
         print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
         layout = self.layout
-        shards = shards_of(config, WORLD_SIZE)
-        weights = f"{config.strategy}, {shards} shards x {WORLD_SIZE // shards} replicas"
-        sizes = f"dp {layout.dp_size} x sp {layout.sp_size}; weights: {weights}"
+        shards = f"weights in {shards_of(config, WORLD_SIZE)} shards ({config.strategy})"
+        sizes = f"dp {layout.dp_size} x sp {layout.sp_size}; {shards}"
         print0(f"layout     ranks {WORLD_SIZE} = {sizes}")
         print0(f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32")
         self.check_model()
@@ -855,8 +850,9 @@ class CriticWorker:
             together_TD = gather_slices(together_TD, self.layout.sp_group)
         off = float((together_TD[half] - alone_TD).norm() / alone_TD.norm())
         if not off < (1e-4 if self.layout.dtype == torch.float32 else 1e-1):
-            words = "lets tokens see later ones or other rows; add --no-use-remove-padding"
-            raise UserError(f"{name} {words} (they differ by {off:.0e})")
+            raise UserError(
+                f"{name} sees other rows or later tokens ({off:.0e}); add --no-use-remove-padding"
+            )
         slides = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
         window = getattr(text, "sliding_window", None) if slides and config.use_remove_padding else None
         if window and window not in common.Pack.windows:

@@ -7,9 +7,9 @@
     python critic_megatron.py --help                      every flag
 
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level
-verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them. It leaves
-out images, adapters, frozen layers, activations on the host and a plan. critic_fsdp.py is the same function
-on PyTorch FSDP: same sections, names and numbers, so a diff of the two shows what parallelism costs.
+verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them.
+critic_fsdp.py is the same function on PyTorch FSDP, in the same sections and names: a diff of the two shows
+what parallelism costs. This one has no images, adapters, frozen layers, activations on the host and plan.
 
 Shapes are in the names: T tokens, sequences end to end; B sequences; L longest sequence; D hidden features.
 S slots: the tokens and the padding of a micro-batch that this rank holds.
@@ -1043,11 +1043,7 @@ class MegatronPPOCritic:
                 x = shard(cut, wholes, self.transformer.num_query_groups, group.rank(), group.size())
                 if x.shape != p.shape:
                     raise RuntimeError(f"is {tuple(x.shape)} instead of {tuple(p.shape)}")
-            except (
-                KeyError,
-                RuntimeError,
-                IndexError,
-            ) as error:  # not there, or parts that do not fit together
+            except (KeyError, RuntimeError, IndexError) as error:
                 problems.append(f"{parts[0]} ({type(error).__name__}: {error})")
                 continue
             if kind == "weight":
