@@ -195,7 +195,7 @@ class Batch:
         mask = torch.arange(length) > 0
         row = torch.tensor([-1])
         floats = dict.fromkeys(cls.FLOATS, mask * 0.0)
-        return cls(mask.long(), cumulative(torch.tensor([length])), mask, row, row > 0, **floats)
+        return cls(mask.long(), cumulative([length]), mask, row, row > 0, **floats)
 
     def __len__(self):
         return len(self.row_id)
@@ -218,7 +218,7 @@ class Batch:
     @property
     def actions(self):
         """(B,) int64: how many actions each sequence has."""
-        return F.pad(self.response_mask.cumsum(0), (1, 0))[self.cu_seqlens.long()].diff()
+        return F.pad(self.response_mask.cumsum(0), (1, 0))[self.cu_seqlens].diff()
 
     @property
     def last_action(self):
@@ -230,12 +230,12 @@ class Batch:
         """Indices into the (T,) columns of the tokens of these rows, in the order of `rows`."""
         starts = self.cu_seqlens.tolist()
         pieces = [torch.arange(starts[r], starts[r + 1]) for r in rows]
-        return torch.cat([torch.zeros(0, dtype=torch.int64), *pieces])
+        return torch.cat([torch.zeros(0).long(), *pieces])
 
     def select(self, rows):
         """A new Batch of the rows with these indices, in that order; it shares no memory with this one."""
         tokens = self.token_index(rows)
-        row_index = torch.tensor(list(rows), dtype=torch.int64)
+        row_index = torch.tensor(list(rows)).long()
         columns = {"cu_seqlens": cumulative(self.cu_seqlens.diff()[row_index])}
         for name, column in vars(self).items():
             if isinstance(column, list):
@@ -264,7 +264,7 @@ def check(batch):
         n = len(lengths) if name in batch.ROWS else tokens
         if column is not None and name != "cu_seqlens" and len(column) != n:
             raise ValueError(f"{name} has {len(column)} entries instead of {n}")
-    early_B = batch.response_mask[batch.cu_seqlens[:-1].long()].bool()
+    early_B = batch.response_mask[batch.cu_seqlens[:-1]]
     if early_B.any():
         row = batch.row_id[early_B][0]
         raise ValueError(f"row {row}: its first token cannot be an action, there is no state before it")
@@ -272,8 +272,8 @@ def check(batch):
 
 
 def cumulative(lengths):
-    """(B,) lengths -> (B+1,) int32 [0, l0, l0+l1, ...]."""
-    return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    """B lengths, in a list or a tensor -> (B+1,) int32 [0, l0, l0+l1, ...]."""
+    return F.pad(torch.as_tensor(lengths).cumsum(0), (1, 0)).int()
 
 
 def concat(batches):
@@ -397,15 +397,15 @@ def parse_rollout(line, tokenizer):
         if fault["loc"]:
             text = f"{fault['loc'][0]}: {text}, not {fault['input']!r:.40}"
         raise UserError(text) from None
-    if tokenizer is None and (rollout.prompt_ids is None or rollout.response_ids is None):
+    if tokenizer is None and not (rollout.prompt_ids and rollout.response_ids):
         raise UserError("it is text, and there is no tokenizer to read it with; give --tokenizer")
-    if rollout.messages is not None:
+    if rollout.messages:
         rollout.prompt_ids = chat_ids(tokenizer, rollout.messages)
-    elif rollout.prompt is not None:
-        rollout.prompt_ids = tokenizer(rollout.prompt)["input_ids"]
+    elif rollout.prompt:
+        rollout.prompt_ids = tokenizer.encode(rollout.prompt)
     # choosing to stop is an action too, so a text ends with the end-of-sequence token, unless it is truncated
-    if rollout.response is not None:
-        rollout.response_ids = tokenizer(rollout.response, add_special_tokens=False)["input_ids"]
+    if rollout.response:
+        rollout.response_ids = tokenizer.encode(rollout.response, add_special_tokens=False)
         end = tokenizer.eos_token_id
         if end is not None and not rollout.truncated and rollout.response_ids[-1:] != [end]:
             rollout.response_ids.append(end)
@@ -414,9 +414,10 @@ def parse_rollout(line, tokenizer):
 
 def chat_ids(tokenizer, messages, add_generation_prompt=True):
     """Token ids of messages in the tokenizer's chat template, which writes special tokens itself."""
-    options = {"add_generation_prompt": add_generation_prompt, "return_dict": False}
     with blame("messages do not fit the tokenizer's chat template"):
-        return tokenizer.apply_chat_template(messages, **options)
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, return_dict=False
+        )
 
 
 def batch_of_one(rollout, number, with_values):
@@ -437,18 +438,17 @@ def batch_of_one(rollout, number, with_values):
         return F.pad(torch.tensor(given, dtype=torch.float32), (len(ids) - n, 0))
 
     rewards = column("rewards", 0.0)
-    values = column("values", 0.0)
     mask = column("response_mask", True) > 0
     if rollout.reward is not None:
-        rewards[mask.nonzero()[-1] if mask.any() else -1] = rollout.reward
+        rewards[mask.nonzero()[-1:]] = rollout.reward
     return Batch(
         input_ids=torch.tensor(ids),
-        cu_seqlens=cumulative(torch.tensor([len(ids)])),
+        cu_seqlens=cumulative([len(ids)]),
         response_mask=mask,
         row_id=torch.tensor([number]),
         truncated=torch.tensor([bool(rollout.truncated)]),
         token_level_rewards=rewards,
-        values=values * mask if with_values else None,
+        values=column("values", 0.0) * mask if with_values else None,
         multi_modal_inputs=[{"images": rollout.images}] if rollout.images else None,
     )
 
@@ -459,14 +459,16 @@ def write_jsonl(batch, path):
     rollouts = []
     for row in gather(batch).split(1):
         first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
-        rollouts.append({
-            "prompt_ids": row.input_ids[:first].tolist(),
-            "response_ids": row.input_ids[first:].tolist(),
-            "response_mask": row.response_mask[first:].tolist(),
-            "rewards": row.token_level_rewards[first:].tolist(),
-            "values": row.values[first:].tolist(),
-            "truncated": bool(row.truncated),
-        })  # fmt: skip
+        columns = {
+            "response_ids": row.input_ids,
+            "response_mask": row.response_mask,
+            "rewards": row.token_level_rewards,
+            "values": row.values,
+        }
+        rollout = {name: x_T[first:].tolist() for name, x_T in columns.items()}
+        rollout["prompt_ids"] = row.input_ids[:first].tolist()
+        rollout["truncated"] = bool(row.truncated)
+        rollouts.append(rollout)
     if RANK == 0:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         replace_lines(path, rollouts)
@@ -492,8 +494,8 @@ def register(dispatch, needs=()):
             missing = [name for name in needs if getattr(batch, name) is None]
             if missing:
                 raise ValueError(f"{method.__name__} needs the columns {', '.join(missing)} of the batch")
-            unused = [name for name in Batch.FLOATS if name not in needs]
-            whole = gather(dataclasses.replace(batch, **dict.fromkeys(unused)))
+            unused = dict.fromkeys(set(Batch.FLOATS).difference(needs))
+            whole = gather(dataclasses.replace(batch, **unused))
             result = method(self, whole)
             if not isinstance(result, torch.Tensor):
                 return result
@@ -553,9 +555,8 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
 def add_returns(batch, gamma, lam, bootstrap_truncated=False):
     """Fills advantages and returns. With bootstrap_truncated the last value of a row that was cut off stands
     for what would follow: the state after it has no value of its own."""
-    last_B = batch.last_action
-    cut_off_B = batch.truncated & (last_B >= 0) & bootstrap_truncated
-    tail_B = torch.where(cut_off_B, batch.values[last_B], 0.0)
+    last_values_B = batch.values[batch.last_action]
+    tail_B = torch.where(batch.truncated & bootstrap_truncated, last_values_B, 0.0)
     columns = (batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens)
     batch.advantages, batch.returns = gae(*columns, gamma, lam, tail_B)
 
@@ -640,11 +641,12 @@ def explained_variance(values_A, returns_A):
 
 
 def auc(scores, labels):
-    """Area under the ROC curve: the chance that a 1 scores above a 0, ties counting half. NaN: undefined."""
-    ones = scores[labels > 0.5].double()
-    zeros = scores[labels <= 0.5].double().sort().values
-    if not len(ones) or not len(zeros) or not scores.isfinite().all():
+    """Area under the ROC curve: the chance that a 1 scores above a 0, ties counting half. NaN unless scores
+    are finite and labels are 0 and 1, some of each."""
+    if set(labels.tolist()) != {0.0, 1.0} or not scores.isfinite().all():
         return math.nan
+    ones = scores[labels == 1].double()
+    zeros = scores[labels == 0].double().sort().values
     below = torch.searchsorted(zeros, ones) + torch.searchsorted(zeros, ones, right=True)
     return float(below.double().mean() / (2 * len(zeros)))
 
@@ -654,11 +656,12 @@ def batch_metrics(batch):
     values_A = batch.values[batch.response_mask].double()
     returns_A = batch.returns[batch.response_mask].double()
     metrics = {"critic/explained_var": explained_variance(values_A, returns_A)}
-    if len(values_A):
-        for name, x_A in (("values", values_A), ("returns", returns_A)):
-            statistics = (x_A.mean(), x_A.std(correction=0), x_A.min(), x_A.max())
-            for kind, x in zip(("mean", "std", "min", "max"), statistics):
-                metrics[f"critic/{name}_{kind}"] = float(x)
+    for name, x_A in (("values", values_A), ("returns", returns_A)):
+        if len(x_A):
+            metrics[f"critic/{name}_mean"] = float(x_A.mean())
+            metrics[f"critic/{name}_std"] = float(x_A.std(correction=0))
+            metrics[f"critic/{name}_min"] = float(x_A.min())
+            metrics[f"critic/{name}_max"] = float(x_A.max())
     return metrics
 
 
@@ -680,13 +683,11 @@ def evaluate(rows, gamma):
     v_A = rows.values[rows.response_mask].double()
     acted_B = rows.actions > 0
     reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)
-    reward_B = reward_B[acted_B]
-    binary = set(reward_B.tolist()) <= {0.0, 1.0}
     return {
         "eval/explained_var": explained_variance(v_A, r_A),
         "eval/vf_loss": float(0.5 * (v_A - r_A).square().mean()),
         "eval/constant_loss": float(0.5 * r_A.var(correction=0)),
-        "eval/auc": auc(rows.values[rows.last_action[acted_B]], reward_B) if binary else math.nan,
+        "eval/auc": auc(rows.values[rows.last_action[acted_B]], reward_B[acted_B]),
     }
 
 
@@ -705,8 +706,8 @@ class PackLayout:
         key_lengths = key_lengths or lengths
         neighbours = itertools.groupby(zip(lengths, key_lengths))
         self.pieces = [(*sizes, len(list(same))) for sizes, same in neighbours]  # (queries, keys, how many)
-        cu_q = cumulative(torch.tensor(lengths)).to(device, non_blocking=True)
-        cu_k = cumulative(torch.tensor(key_lengths)).to(device, non_blocking=True)
+        cu_q = cumulative(lengths).to(device, non_blocking=True)
+        cu_k = cumulative(key_lengths).to(device, non_blocking=True)
         self.varlen = (cu_q, cu_k, max(lengths), max(key_lengths))  # as kernels for packed rows take it
 
 
@@ -745,33 +746,26 @@ def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
     kernel, both on CUDA in half precision, else by one SDPA call for each piece of equal lengths; written out
     for soft-capped scores (Gemma 2) and attention sinks (gpt-oss)."""
     half = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
-    if half and sinks is None and q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0:
+    fits = sinks is None and q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
+    if half and fits and (flash_attn_varlen_func or not softcap):
+        inputs = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]  # (T,H,D) each
+        inputs += layout.varlen
         size = (window - 1 if window else -1, 0)  # the 0 makes it causal
-        qkv = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]  # (T,H,D) each
         if flash_attn_varlen_func:
             Pack.kernel = "flash"
-            out_THD = flash_attn_varlen_func(
-                *qkv,
-                *layout.varlen,
-                softmax_scale=scale,
-                causal=True,
-                window_size=size,
-                softcap=softcap or 0.0,
-            )
-            return out_THD.transpose(0, 1)[None]
-        if not softcap:
+            options = {"causal": True, "window_size": size, "softcap": softcap or 0.0}
+            out_THD = flash_attn_varlen_func(*inputs, softmax_scale=scale, **options)
+        else:
             Pack.kernel = "varlen"
-            out_THD = varlen_attn(*qkv, *layout.varlen, scale=scale, window_size=size, enable_gqa=True)
-            return out_THD.transpose(0, 1)[None]
+            out_THD = varlen_attn(*inputs, scale=scale, window_size=size, enable_gqa=True)
+        return out_THD.transpose(0, 1)[None]
     Pack.kernel = "eager" if softcap or sinks is not None else "sdpa"
     queries = [n * count for n, _, count in layout.pieces]
     keys = [n * count for _, n, count in layout.pieces]
     # by split, because the backward of a slice would fill the whole row with zeros, each time
-    q_pieces = q[0].split(queries, 1)
-    k_pieces = k[0].split(keys, 1)
-    v_pieces = v[0].split(keys, 1)
+    pieces = zip(layout.pieces, q[0].split(queries, 1), k[0].split(keys, 1), v[0].split(keys, 1))
     outs = []
-    for (*_, count), *piece in zip(layout.pieces, q_pieces, k_pieces, v_pieces):
+    for (*_, count), *piece in pieces:
         qkv = [x.unflatten(1, (count, -1)).transpose(0, 1) for x in piece]
         out_NHLD = dense_attention(*qkv, scale, window, softcap, sinks)
         outs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
@@ -795,7 +789,7 @@ def dense_attention(q, k, v, scale, window, softcap, sinks):
         v = v.repeat_interleave(groups, 1)
     if not written_out:
         return F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=not q.is_cuda
         )
     scores_NHLL = q @ k.transpose(-1, -2) * scale
     if softcap:
@@ -851,13 +845,11 @@ def performance(start, tokens, flops, device, dtype):
         if dtype != torch.float32 and " MIG " not in name:
             known = (1e12 * tflops for key, tflops in PEAK_TFLOPS.items() if f" {key} " in name)
             peak = next(known, math.nan)
-    slowest = torch.tensor([seconds, memory / 2**30])
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    seconds, memory = slowest.tolist()
+    seconds, memory = map(max, zip(*of_all_ranks((seconds, memory))))
     return {
         "perf/tokens_per_second": tokens / seconds,
         "perf/mfu": flops / (seconds * WORLD_SIZE * peak),
-        "perf/peak_memory_gib": memory,
+        "perf/peak_memory_gib": memory / 2**30,
         "perf/time_update": seconds,
     }
 
@@ -881,8 +873,12 @@ class Logger:
         from torch.utils.tensorboard import SummaryWriter
 
         set_aside(out_dir, last_step)
-        about = {"command": sys.argv, "ranks": WORLD_SIZE, "torch": torch.__version__}
-        about["transformers"] = transformers.__version__
+        about = {
+            "command": sys.argv,
+            "ranks": WORLD_SIZE,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
         replace_lines(f"{out_dir}/run.json", [{**settings, "run": about}])
         log = f"{out_dir}/metrics.jsonl"
         rows = [row for row in read_lines(log) if last_step and row["step"] <= last_step]
@@ -1024,11 +1020,10 @@ def published(folder, group=None, keep=None):
     paths = sorted(pathlib.Path(tmp).rglob("*"))
     files = [path for path in paths if path.is_file()]
     mine = {str(path.relative_to(tmp)): checksum(path) for path in files[RANK::WORLD_SIZE]}
-    sums = dict(collections.ChainMap(*of_all_ranks(mine, group)))
+    sums = collections.ChainMap(*of_all_ranks(mine, group))
+    write_json(f"{tmp}/{MANIFEST}", dict(sorted(sums.items())))
     if RANK == 0:
-        manifest = pathlib.Path(tmp, MANIFEST)
-        manifest.write_text(json.dumps(sums, indent=1, sort_keys=True))
-        for path in (*paths, manifest, tmp):
+        for path in (*paths, f"{tmp}/{MANIFEST}", tmp):
             flush_to_disk(path)
         remove(f"{folder}.was")
         if os.path.exists(folder):  # between these two renames the old folder is whole under the name .was
@@ -1070,7 +1065,7 @@ def verify(folder):
         text = pathlib.Path(root, MANIFEST).read_text()
         sums = json.loads(text)
         names = sorted(name for name in sums if f"{root}/{name}".startswith(str(folder)))
-        if text != json.dumps(sums, indent=1, sort_keys=True) or not names:
+        if text != json.dumps(sums, indent=1) or not names:
             raise ValueError("it is not as it was written")
     faults = []
     for name in names[RANK::WORLD_SIZE]:
@@ -1096,8 +1091,7 @@ def check_shared(out_dir):
     if RANK == 0:
         os.rmdir(made)
     if not all(seen):
-        fault = f"rank {seen.index(False)} does not see it; use storage that all share"
-        raise UserError(f"--out-dir {out_dir}: {fault}")
+        raise UserError(f"--out-dir {out_dir}: rank {seen.index(False)} does not see it; use shared storage")
 
 
 def steps_in(folder):
@@ -1128,12 +1122,11 @@ def set_aside(out_dir, last_step):
 
 def shape_of(model_config, **more):
     """What two runs must share for one to continue the other, as plain JSON: the config, and `more`."""
-    fields = json.loads(model_config.to_json_string(use_diff=False))
+    fields = model_config.to_dict() | {key: x for key, x in more.items() if x}
     for key in ("transformers_version", "_name_or_path", "architectures", "dtype", "_attn_implementation",
                 "use_cache", "initializer_range"):  # fmt: skip
         fields.pop(key, None)
-    more = json.loads(json.dumps(more))
-    return fields | {key: x for key, x in more.items() if x}
+    return json.loads(json.dumps(fields))
 
 
 # ---- A model's folder: tokenizer, config, weights, value head ----------------------------------------------
@@ -1166,8 +1159,8 @@ def load_config(config):
             fields, _ = kind.get_config_dict(model)
     with blame(f"--override-config {config.override_config}: must be a JSON object"):
         overrides = dict(json.loads(config.override_config))
-        windows = {"sliding_window", "use_sliding_window", "max_window_layers"}
-        if overrides.keys() & {"num_hidden_layers", *windows}:
+        windows = {"num_hidden_layers", "sliding_window", "use_sliding_window", "max_window_layers"}
+        if windows & overrides.keys():
             fields.pop("layer_types", None)  # the model derives its own
         for key, value in overrides.items():
             if key == "model_type" or not (key in fields or hasattr(kind(), key)):
@@ -1269,7 +1262,7 @@ def load_value_head(score, name, value_range):
     """Takes over the head of a model's folder -> its name there; None: none has this shape and range."""
     folder = pathlib.Path(local_folder(name))
     stored_range = json.loads((folder / "config.json").read_text()).get("value_range")
-    if list(stored_range or ()) != list(value_range or ()):
+    if stored_range != (value_range and list(value_range)):
         return None
     # of transformers' token-classification and reward models, and of TRL's
     heads = re.compile(r"(score|classifier|(v|value)_head(\.summary)?)\.(weight|bias)")
@@ -1295,50 +1288,46 @@ def describe_head(model_config, config, value_range):
         model_config.num_labels = config.value_bins
         model_config.value_range = config.value_range or stored or value_range
         if not model_config.value_range:
-            words = "hl_gauss needs it, LOW and HIGH of the returns with a small margin"
-            raise UserError(f"--value-range: {words}")
+            raise UserError("--value-range: hl_gauss needs it, LOW and HIGH of the returns and a margin")
 
 
 # ---- Tiny models, a tokenizer built in code, and the toy task: everything runs without a hub ---------------
 
+TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14,
+         "out_hidden_size": 64}  # fmt: skip
 TINY = {  # real architectures with random weights; sizes change with --override-config
-    "tiny-qwen2": "qwen2", "tiny-qwen3": "qwen3", "tiny-llama": "llama", "tiny-mistral": "mistral",
-    "tiny-gemma2": "gemma2", "tiny-gpt2": "gpt2", "tiny-qwen3-moe": "qwen3_moe",
-    "tiny-qwen2.5-vl": "qwen2_5_vl", "tiny-qwen3-vl": "qwen3_vl",
-}  # fmt: skip
+    "tiny-qwen2": {},
+    "tiny-qwen3": {},
+    "tiny-llama": {},
+    "tiny-mistral": {"sliding_window": 256},
+    "tiny-gemma2": {"sliding_window": 256, "query_pre_attn_scalar": 16},
+    "tiny-gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},
+    "tiny-qwen3-moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "tiny-qwen2.5-vl": {**TOWER, "window_size": 56, "fullatt_block_indexes": [1]},
+    "tiny-qwen3-vl": {**TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+}
 IMAGE_WORDS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
 
 
 def tiny_config(name, vocab_size):
     """A preset as the fields of a config.json: two layers, 64 features, four heads, two for keys."""
-    kind = TINY[name]
-    none = {"model_type": kind, "bos_token_id": None, "eos_token_id": None}
-    if kind == "gpt2":  # it names these differently
-        return {"vocab_size": vocab_size, "n_embd": 64, "n_layer": 2, "n_head": 4, **none}
+    kind = re.sub("[-.]", "_", name.removeprefix("tiny-"))
+    special = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
+    if kind == "gpt2":  # it names the others differently
+        return {"model_type": kind, **special, **TINY[name]}
     text = {
-        "vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 8192,
-        "pad_token_id": None, **none,
+        "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 8192, "pad_token_id": None,
+        **special,
     }  # fmt: skip
-    if kind == "mistral":
-        text["sliding_window"] = 256
-    elif kind == "gemma2":
-        text |= {"sliding_window": 256, "query_pre_attn_scalar": 16}
-    elif kind == "qwen3_moe":
-        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     if not kind.endswith("vl"):
-        return text
-    del text["model_type"]
+        return {"model_type": kind, **text, **TINY[name]}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14}
     if kind == "qwen3_vl":
         text["rope_parameters"]["mrope_interleaved"] = True
-        tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-    else:
-        tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
     words = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
     ids = dict(zip(words, range(vocab_size - 3, vocab_size)))
-    return {"model_type": kind, "text_config": text, "vision_config": {**tower, "out_hidden_size": 64}, **ids}
+    return {"model_type": kind, "text_config": text, "vision_config": TINY[name], **ids}
 
 
 def char_tokenizer(model="tiny-qwen2"):
@@ -1414,11 +1403,11 @@ def ceiling(rows):
     over prompts (equal tokens before the first action) with several rows; both variances are unbiased. NaN if
     there are none, if all returns are equal, or if chance puts it below 0."""
     groups = {}
-    for start, end in itertools.pairwise(rows.cu_seqlens.tolist()):
-        first = start + int(rows.response_mask[start:end].int().argmax())
-        if first > start:
-            prompt = tuple(rows.input_ids[start:first].tolist())
-            groups.setdefault(prompt, []).append(rows.returns[first])
+    columns = (rows.response_mask, rows.input_ids, rows.returns)
+    for mask, ids, returns in zip(*(x_T.split(rows.lengths) for x_T in columns)):
+        first = int(mask.int().argmax())
+        if first:
+            groups.setdefault(tuple(ids[:first].tolist()), []).append(returns[first])
     groups = [torch.stack(group).double() for group in groups.values() if len(group) > 1]
     if not groups:
         return math.nan
@@ -1456,8 +1445,8 @@ def report_numbers(rows, gamma):
 
 def rows_to_show(rows, tokenizer, low, high):
     """(prompt, [(text, color, title)]) of the 24 rows with the largest TD errors before the last action."""
-    last = rows.last_action
-    jump_T = rows.advantages.abs().index_fill(0, last[last >= 0], 0.0)
+    jump_T = rows.advantages.abs()
+    jump_T[rows.last_action] = 0.0  # also at -1, where no row jumps
     jump_B = torch.zeros(len(rows)).scatter_reduce(0, rows.row_of_token, jump_T, "amax")
     shown = []
     worst = jump_B.argsort(descending=True, stable=True)[:24]
@@ -1505,9 +1494,16 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     edge = len(v_A) // 100
     low, high = v_A.sort().values[[edge, -1 - edge]].tolist()
     about = f"{len(rows):,} {about}, {len(v_A):,} actions"
-    shown = rows_to_show(rows, tokenizer, low, high)
-    parts = {"about": about, "numbers": numbers, "words": NUMBERS, "rows": shown, "figure": svg.getvalue()}
-    page = PAGE.render(parts, title=out_dir, low=low, high=high)
+    page = PAGE.render(
+        title=out_dir,
+        about=about,
+        numbers=numbers,
+        words=NUMBERS,
+        low=low,
+        high=high,
+        rows=rows_to_show(rows, tokenizer, low, high),
+        figure=svg.getvalue(),
+    )
     pathlib.Path(out_dir, "report.html").write_text(page, encoding="utf-8")
     print0(f"report     {out_dir}/report.html: {about}")
     print0("  " + ", ".join(f"{name} {x}" for name, x in numbers.items()))
