@@ -1,8 +1,5 @@
 """Utilities that the scripts of this repository share. Nothing here knows FSDP, Megatron or who calls.
 
-In this order: how a process starts and ends, the flat Batch, rows as JSON, dispatch over ranks, PPO maths,
-attention over packed rows, FLOPs, logs, checkpoint folders, a model's folder, tiny models, the report.
-
 Shapes are in the names:
     T tokens, sequences end to end   B sequences   A actions   L longest sequence   N bins of a value
     H query heads   K key and value heads   D features of a head
@@ -27,7 +24,6 @@ import resource
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 import zlib
@@ -90,8 +86,7 @@ def print0(*args):
 
 
 def setup_distributed(timeout_minutes=30.0):
-    """Joins the process group (a group of one without torchrun) -> this rank's torch.device. Host tensors
-    travel by gloo, device tensors by NCCL; a peer that is silent for timeout_minutes ends the run."""
+    """Joins the process group -> this rank's torch.device. A peer that is silent so long ends the run."""
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -125,9 +120,8 @@ def of_all_ranks(mine, group=None):
 
 
 def launch(main):
-    """Runs main() and ends the process: 0 on success, 2 on a UserError (one line, no traceback), else 1. It
-    ends by os._exit, because gloo's threads outlive destroy_process_group and abort about one exit in six
-    while the interpreter shuts down. Other ranks report after rank 0, so a shared error is printed once."""
+    """Runs main() and ends the process: 0 on success, 2 on a UserError (one line, no traceback), else 1, by
+    os._exit, because gloo's threads outlive destroy_process_group and abort about one exit in six."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # else ranks outlive torchrun
     code = 1
@@ -156,7 +150,6 @@ def launch(main):
 
 
 # ---- The batch: flat and ragged from the file to the loss --------------------------------------------------
-
 
 Floats = torch.Tensor | None  # a (T,) float32 column, zero where response_mask is false
 
@@ -235,7 +228,7 @@ class Batch:
     def select(self, rows):
         """A new Batch of the rows with these indices, in that order; it shares no memory with this one."""
         tokens = self.token_index(rows)
-        row_index = torch.tensor(list(rows)).long()
+        row_index = torch.tensor(rows).long()
         columns = {"cu_seqlens": cumulative(self.cu_seqlens.diff()[row_index])}
         for name, column in vars(self).items():
             if isinstance(column, list):
@@ -291,8 +284,7 @@ def concat(batches):
 
 
 def gather(batch):
-    """The rows of all ranks, on each of them, in row_id order (a collective). Raises ValueError if two ranks
-    pass the same row, or if a batch is not sound."""
+    """The rows of all ranks, on each, in row_id order (a collective). ValueError: two ranks pass one row."""
     parts = [check(batch)]
     if WORLD_SIZE > 1:
         parts = of_all_ranks(batch.select(range(len(batch))))  # pickle would send a view's whole storage
@@ -332,15 +324,15 @@ class Rollout(pydantic.BaseModel, strict=True):
         for names in ALTERNATIVES:
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) != 1:
-                has = " and ".join(given) or "none"
-                raise ValueError(f"needs exactly one of {', '.join(names)}; has {has}")
+                raise ValueError(
+                    f"needs exactly one of {', '.join(names)}; has {' and '.join(given) or 'none'}"
+                )
         return self
 
 
 def read_rows(source, tokenizer, model_config=None, flag="--rollouts", with_values=False, place_images=None):
-    """Rollouts of a JSONL file (or of its lines) as one Batch; row_id counts lines from 0. "values" are read
-    only if with_values. place_images(rollout, folder) prepares a row's images. With a transformers config
-    rows have to fit the model. UserError names file, line and fault of the first bad row."""
+    """Rollouts of a JSONL file (or of its lines) as one Batch; row_id counts lines from 0. They have to fit
+    model_config; place_images(rollout, folder) prepares images. UserError names the first bad row."""
     name = "toy"
     folder = ""
     lines = source
@@ -365,7 +357,7 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", with_valu
                 check_rows(row, model_config)
             rows.append(row)
         except UserError as fault:
-            faults.append(f"{name}:{number + 1}: {fault}"[:1000])
+            faults.append(f"{name}:{number + 1}: {fault}")
     if faults:
         raise UserError(f"{faults[0]} (bad rows in all: {len(faults)})")
     if not any(row.response_mask.any() for row in rows):
@@ -374,17 +366,16 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", with_valu
 
 
 def describe_rows(rows, gamma):
-    """Prints what there is to learn -> (LOW, HIGH) of hl_gauss: what the returns span, and a tenth more on
-    either side to hold a Gaussian."""
+    """Prints what there is to learn -> (LOW, HIGH) of hl_gauss: the span of the returns and a tenth more."""
     rows = dataclasses.replace(rows, returns=monte_carlo(rows, gamma))
     x_A = rows.returns[rows.response_mask].double()
-    low, high = x_A.aminmax()
+    low, high = map(float, x_A.aminmax())
     sizes = f"{len(rows):,} rows, {len(rows.input_ids):,} tokens, {len(x_A):,} actions"
     print0(f"rows       {sizes}, longest row {rows.longest[0]:,}")
     print0(f"returns    {x_A.mean():.3g} +- {x_A.std(correction=0):.3g}, from {low:.3g} to {high:.3g}")
     print0(f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt alone can explain of them")
-    margin = 0.1 * float(high - low) or 1.0
-    return float(low) - margin, float(high) + margin
+    margin = 0.1 * (high - low) or 1.0
+    return low - margin, high + margin
 
 
 def parse_rollout(line, tokenizer):
@@ -454,8 +445,8 @@ def batch_of_one(rollout, number, with_values):
 
 
 def write_jsonl(batch, path):
-    """Writes the rows of all ranks as JSONL, without images (a collective). read_rows gives the same columns
-    back, bit for bit, with rows numbered anew. Everything before the first action is the prompt."""
+    """Writes the rows of all ranks as JSONL, without images (a collective); read_rows gives the same columns
+    back, bit for bit. Everything before the first action is the prompt."""
     rollouts = []
     for row in gather(batch).split(1):
         first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
@@ -485,8 +476,7 @@ class Dispatch(enum.Enum):
 def register(dispatch, needs=()):
     """Decorates a worker's method with its Dispatch. Under DP_COMPUTE_PROTO it sees the *global* batch: the
     rows of all ranks in row_id order, with the optional columns in `needs` and no others, so what it computes
-    cannot depend on who owned which row. A (T,) result is cut back to the caller's own rows in the caller's
-    order; others (metrics) are returned as they are. ValueError: a needed column is missing."""
+    cannot depend on who owned which row. A (T,) result is cut back to the caller's rows in their order."""
 
     def decorate(method):
         @functools.wraps(method)
@@ -515,8 +505,7 @@ def permutation(n, *key):
 
 
 def rows_of_step(step, n, size, seed):
-    """Indices of the rows of update `step` (from 0). Each pass over the n rows has its own order, cut into
-    updates of at most `size` rows as evenly as possible; resuming needs no state."""
+    """Indices of the rows of update `step`, at most `size`. Each pass over the n rows has its own order."""
     pieces = math.ceil(n / size)
     return permutation(n, seed, "rows", step // pieces)[step % pieces :: pieces]
 
@@ -529,8 +518,8 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
 
     k counts actions only. A reward on another token goes to the action before it, which earned it, or to the
     first. bootstrap_B stands for all that would follow the last action (None: every row ended)."""
-    rewards = rewards_T.double().tolist()
-    values = values_T.double().tolist()
+    rewards = rewards_T.tolist()
+    values = values_T.tolist()
     mask = response_mask_T.tolist()
     ends = cu_seqlens.tolist()
     advantages = [0.0] * len(rewards)
@@ -553,18 +542,17 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
 
 
 def add_returns(batch, gamma, lam, bootstrap_truncated=False):
-    """Fills advantages and returns. With bootstrap_truncated the last value of a row that was cut off stands
-    for what would follow: the state after it has no value of its own."""
-    last_values_B = batch.values[batch.last_action]
-    tail_B = torch.where(batch.truncated & bootstrap_truncated, last_values_B, 0.0)
-    columns = (batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens)
-    batch.advantages, batch.returns = gae(*columns, gamma, lam, tail_B)
+    """Fills advantages and returns. bootstrap_truncated: the last value stands for what was cut off."""
+    tail_B = torch.where(batch.truncated & bootstrap_truncated, batch.values[batch.last_action], 0.0)
+    batch.advantages, batch.returns = gae(
+        batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens, gamma, lam, tail_B
+    )
 
 
 def monte_carlo(batch, gamma):
     """(T,) discounted sums of the rewards from each action on."""
-    zeros_T = torch.zeros(len(batch.input_ids))
-    return gae(batch.token_level_rewards, zeros_T, batch.response_mask, batch.cu_seqlens, gamma)[1]
+    rewards_T = batch.token_level_rewards
+    return gae(rewards_T, 0 * rewards_T, batch.response_mask, batch.cu_seqlens, gamma)[1]
 
 
 def loss_weights(batch, mode, response_length_limit=None):
@@ -590,11 +578,10 @@ def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, clipra
 
         L_t = 0.5 max( (v_t - R_t)^2, (clip(v_t, v_old - eps, v_old + eps) - R_t)^2 ),   loss = sum_t w_t L_t
 
-    PPO's clipping carried over to values (Schulman et al.'s code for 1707.06347); cliprange_value None is
-    plain squared error. Masked entries never enter, not even a NaN."""
-    v_T = torch.where(response_mask_T, vpreds_T, 0.0)
-    old_T = torch.where(response_mask_T, values_T, 0.0)
-    returns_T = torch.where(response_mask_T, returns_T, 0.0)
+    As in the code of 1707.06347; without a cliprange_value nothing is clipped. Masked entries never enter,
+    not even a NaN."""
+    columns = (vpreds_T, values_T, returns_T)
+    v_T, old_T, returns_T = [torch.where(response_mask_T, x_T, 0.0) for x_T in columns]
     error_T = (v_T - returns_T).square()
     epsilon = math.inf if cliprange_value is None else cliprange_value
     clipped_T = (torch.clamp(v_T, old_T - epsilon, old_T + epsilon) - returns_T).square()
@@ -617,8 +604,8 @@ def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
         p_i = (Phi(e_i+1) - Phi(e_i)) / (Phi(e_N) - Phi(e_0)),    Phi: CDF of Normal(R, 0.75 bin widths)
 
     N bins cut [low, high] evenly, with edges e_0 .. e_N; a return outside is moved to the end of the range.
-    HL-Gauss, Imani & White 1806.04613; the width is that of Farebrother et al. 2403.03950. Clipping has no
-    counterpart here, so old values do not enter. Masked entries never enter, not even a NaN."""
+    HL-Gauss, Imani & White 1806.04613; the width is that of Farebrother et al. 2403.03950. Old values do not
+    enter, nor do masked entries, not even a NaN."""
     bins = logits_TN.shape[1]
     edge_N = torch.linspace(low, high, bins + 1, device=logits_TN.device)
     sigma = 0.75 * (high - low) / bins
@@ -641,12 +628,11 @@ def explained_variance(values_A, returns_A):
 
 
 def auc(scores, labels):
-    """Area under the ROC curve: the chance that a 1 scores above a 0, ties counting half. NaN unless scores
-    are finite and labels are 0 and 1, some of each."""
+    """Chance that a 1 scores above a 0, ties counting half. NaN unless labels are 0 and 1, some of each."""
     if set(labels.tolist()) != {0.0, 1.0} or not scores.isfinite().all():
         return math.nan
-    ones = scores[labels == 1].double()
-    zeros = scores[labels == 0].double().sort().values
+    ones = scores[labels == 1]
+    zeros = scores[labels == 0].sort().values
     below = torch.searchsorted(zeros, ones) + torch.searchsorted(zeros, ones, right=True)
     return float(below.double().mean() / (2 * len(zeros)))
 
@@ -658,10 +644,12 @@ def batch_metrics(batch):
     metrics = {"critic/explained_var": explained_variance(values_A, returns_A)}
     for name, x_A in (("values", values_A), ("returns", returns_A)):
         if len(x_A):
-            metrics[f"critic/{name}_mean"] = float(x_A.mean())
-            metrics[f"critic/{name}_std"] = float(x_A.std(correction=0))
-            metrics[f"critic/{name}_min"] = float(x_A.min())
-            metrics[f"critic/{name}_max"] = float(x_A.max())
+            metrics |= {
+                f"critic/{name}_mean": float(x_A.mean()),
+                f"critic/{name}_std": float(x_A.std(correction=0)),
+                f"critic/{name}_min": float(x_A.min()),
+                f"critic/{name}_max": float(x_A.max()),
+            }
     return metrics
 
 
@@ -706,14 +694,12 @@ class PackLayout:
         key_lengths = key_lengths or lengths
         neighbours = itertools.groupby(zip(lengths, key_lengths))
         self.pieces = [(*sizes, len(list(same))) for sizes, same in neighbours]  # (queries, keys, how many)
-        cu_q = cumulative(lengths).to(device, non_blocking=True)
-        cu_k = cumulative(key_lengths).to(device, non_blocking=True)
-        self.varlen = (cu_q, cu_k, max(lengths), max(key_lengths))  # as kernels for packed rows take it
+        cu = [cumulative(n).to(device, non_blocking=True) for n in (lengths, key_lengths)]
+        self.varlen = (*cu, max(lengths), max(key_lengths))  # as kernels for packed rows take it
 
 
 class Pack:
-    """The packed row that packed_attention reads in every layer. Set it before a forward and leave it until
-    the backward is over, because activation checkpointing runs the forward again."""
+    """What packed_attention reads in every layer, until the backward is over: checkpointing runs it again."""
 
     layout = None  # PackLayout of the whole row, before it is sliced over sequence-parallel ranks
     group = None  # ranks that share the row, or None
@@ -723,18 +709,18 @@ class Pack:
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
                      sliding_window=None, softcap=None, is_causal=None, s_aux=None, **kwargs):  # fmt: skip
-    """Causal attention within each sequence of the packed row: q (1,H,T,D), k v (1,K,T,D) -> (1,T,H,D), None.
-    The signature is transformers' AttentionInterface."""
-    assert not dropout, "a critic has no dropout: with it the same batch would not give the same update"
+    """transformers' AttentionInterface of a packed row: q (1,H,T,D), k v (1,K,T,D) -> (1,T,H,D), None. There
+    is never dropout: with it the same batch would not give the same update."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None or not causal or kwargs.get("position_bias") is not None:
-        fault = f"{type(module).__name__} asks for more than causal attention; add --no-use-remove-padding"
-        raise UserError(f"--use-remove-padding: {fault}")
+        raise UserError(
+            f"--use-remove-padding: {type(module).__name__} asks for more than causal attention; "
+            "add --no-use-remove-padding"
+        )
     Pack.windows.add(sliding_window)
     query = query.to(value.dtype)  # float32 rotary tables make queries and keys wider
     key = key.to(value.dtype)
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out_1HTD = attention(Pack.layout, query, key, value, scale, sliding_window, softcap, s_aux)
+    out_1HTD = attention(Pack.layout, query, key, value, scaling, sliding_window, softcap, s_aux)
     return out_1HTD.transpose(1, 2), None
 
 
@@ -753,8 +739,9 @@ def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
         size = (window - 1 if window else -1, 0)  # the 0 makes it causal
         if flash_attn_varlen_func:
             Pack.kernel = "flash"
-            options = {"causal": True, "window_size": size, "softcap": softcap or 0.0}
-            out_THD = flash_attn_varlen_func(*inputs, softmax_scale=scale, **options)
+            out_THD = flash_attn_varlen_func(
+                *inputs, softmax_scale=scale, causal=True, window_size=size, softcap=softcap or 0.0
+            )
         else:
             Pack.kernel = "varlen"
             out_THD = varlen_attn(*inputs, scale=scale, window_size=size, enable_gqa=True)
@@ -813,10 +800,9 @@ PEAK_TFLOPS = {
 
 def flops_model(model, config):
     """f(length) -> FLOPs of one forward over a sequence of this many tokens; training costs three times that.
-    A token costs 2 FLOPs for each weight of a matrix, of E experts only the active ones; a query and a key
-    cost 4 for each feature of their heads. Embeddings cost nothing. A vision tower is left out, so MFU reads
-    too low with images; sliding windows are not, so it reads too high with them. model: a value model, on
-    meta is enough."""
+    A token costs 2 for each weight of a matrix, of E experts only the active ones; a query and a key cost 4
+    for each feature of their heads. Embeddings cost nothing. MFU reads too low with images, because a vision
+    tower is left out, and too high with sliding windows. model: on meta is enough."""
     config = config.get_text_config()
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     active = 1
@@ -829,22 +815,22 @@ def flops_model(model, config):
             weights += p.numel() * (active if ".experts." in name else 1)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    pairs = 4 * config.num_hidden_layers * heads * head_dim / 2
+    pairs = 2 * config.num_hidden_layers * heads * head_dim
     return lambda length: 2 * weights * length + pairs * length * (length + 1)
 
 
 def performance(start, tokens, flops, device, dtype):
-    """perf/* metrics of an update that began at `start` on this rank, equal on all ranks (a collective).
-    tokens, flops: of all ranks. MFU is NaN in float32, and where the table does not know the device."""
+    """perf/* metrics of an update that began at `start`; tokens, flops: of all ranks (a collective). MFU is
+    NaN in float32, and where the table does not know the device."""
     seconds = time.perf_counter() - start
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
-    peak = math.nan
+    known = []
     if device.type == "cuda":
         memory = torch.cuda.max_memory_allocated()
-        name = torch.cuda.get_device_name().upper().replace("-", " ") + " "
+        name = torch.cuda.get_device_name().upper()
         if dtype != torch.float32 and " MIG " not in name:
-            known = (1e12 * tflops for key, tflops in PEAK_TFLOPS.items() if f" {key} " in name)
-            peak = next(known, math.nan)
+            known = [x for words, x in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", name)]
+    peak = 1e12 * known[0] if known else math.nan
     seconds, memory = map(max, zip(*of_all_ranks((seconds, memory))))
     return {
         "perf/tokens_per_second": tokens / seconds,
@@ -858,9 +844,9 @@ def performance(start, tokens, flops, device, dtype):
 
 
 class Logger:
-    """metrics.jsonl and TensorBoard in out_dir, and the lines that rank 0 prints; other ranks do nothing.
-    settings: what run.json records. last_step: from where this run continues in the same files (0: a new
-    run). Later steps are dropped from them, and so is an evaluation at last_step that is made again."""
+    """metrics.jsonl and TensorBoard in out_dir, and the lines that rank 0 prints. settings: what run.json
+    records. last_step: from where this run continues in the same files (0: a new run). Later steps are
+    dropped from them, and so is an evaluation at last_step that is made again."""
 
     def __init__(self, out_dir, settings, last_step=0, evaluates_again=True):
         self.out_dir = out_dir
@@ -872,23 +858,37 @@ class Logger:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        set_aside(out_dir, last_step)
-        about = {
+        self.set_aside(last_step)
+        settings["run"] = {
             "command": sys.argv,
             "ranks": WORLD_SIZE,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
-        replace_lines(f"{out_dir}/run.json", [{**settings, "run": about}])
+        replace_lines(f"{out_dir}/run.json", [settings])
         log = f"{out_dir}/metrics.jsonl"
         rows = [row for row in read_lines(log) if last_step and row["step"] <= last_step]
         if evaluates_again:
             rows = [row for row in rows if row["step"] < last_step or "perf/time_step" in row]
         replace_lines(log, rows)
         self.file = open(log, "a", buffering=1)
-        if not last_step:
-            shutil.rmtree(f"{out_dir}/tensorboard", ignore_errors=True)
         self.board = SummaryWriter(f"{out_dir}/tensorboard", purge_step=last_step + 1)
+
+    def set_aside(self, last_step):
+        """Renames what another run saved after last_step to *.old; removes what a killed run left behind."""
+        for folder in (f"{self.out_dir}/checkpoints", f"{self.out_dir}/rollouts"):
+            for path in pathlib.Path(folder).glob("*.*"):
+                if path.suffix in (".tmp", ".gone"):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            later = [path for step, path in steps_in(folder) if step > last_step]
+            for path in later:
+                remove(f"{path}.old")
+                os.replace(path, f"{path}.old")
+            if later:
+                print0(f"set aside  {len(later)} of another run in {folder}, as step_*.old")
+        if not last_step:
+            pathlib.Path(self.out_dir, "out_of_memory").unlink(missing_ok=True)
+            shutil.rmtree(f"{self.out_dir}/tensorboard", ignore_errors=True)
 
     def profiled(self, steps, given):
         """The same steps; rank 0 records steps A to B of given "A:B" with torch.profiler."""
@@ -903,8 +903,7 @@ class Logger:
             trace.export_chrome_trace(f"{self.out_dir}/profile/step_{step + 1}.json.gz")
 
     def check_progress(self, metrics, batch):
-        """UserError if values are not finite, or the gradients of ten updates in a row; then the rows of the
-        last one are left as JSONL (a collective)."""
+        """UserError if values are not finite, or the gradients of ten updates in a row (a collective)."""
         if "critic/values_mean" not in metrics:  # no row had an action
             return
         if not math.isfinite(metrics["critic/values_mean"]):
@@ -959,9 +958,8 @@ class Logger:
             replace_lines(path, [row for row in read_lines(path) if row["step"] < step] + rows)
 
     def close(self):
-        """Flushes everything, which the os._exit at the end of a run would not."""
+        """Flushes TensorBoard, which the os._exit at the end of a run would not."""
         if self.board is not None:
-            self.file.close()
             self.board.close()
 
 
@@ -974,15 +972,13 @@ def read_lines(path):
     """The rows of one of our JSONL files, without a last line that a crash cut short; no file has no rows."""
     rows = []
     with contextlib.suppress(OSError, ValueError), open(path) as file:
-        for line in file:
-            rows.append(json.loads(line))
+        rows += map(json.loads, file)  # those before a fault stay
     return rows
 
 
 def replace_lines(path, rows):
     """Replaces a JSONL file at once: after a crash it is the old one or the new one."""
-    text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
-    pathlib.Path(f"{path}.tmp").write_text(text)
+    pathlib.Path(f"{path}.tmp").write_text("".join(f"{json.dumps(row, default=str)}\n" for row in rows))
     flush_to_disk(f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
@@ -995,7 +991,7 @@ def write_json(path, state):
 
 def progress(items, what):
     """A bar over `items` on rank 0 of a terminal, shown only if the work takes longer than a few seconds."""
-    return tqdm(items, desc=what, delay=3, leave=False, disable=True if RANK else None, dynamic_ncols=True)
+    return tqdm(items, what, delay=3, leave=False, disable=RANK > 0 or None, dynamic_ncols=True)
 
 
 # ---- Checkpoints: folders that are complete or absent ------------------------------------------------------
@@ -1005,9 +1001,9 @@ MANIFEST = "manifest.json"  # in a complete folder: file name -> SHA-256
 
 @contextlib.contextmanager
 def published(folder, group=None, keep=None):
-    """`with published(folder) as tmp:` all ranks write into tmp, on storage that they share, and it becomes
-    the folder (a collective): checksums, flush, one rename. A crash leaves the old folder or the new one.
-    keep: how many of the last step_N next to it remain. In a thread, `group` is one of its own."""
+    """`with published(folder) as tmp:` all ranks write into tmp, on shared storage, and it becomes the folder
+    (a collective). A crash leaves the old folder or the new one. keep: how many of the last step_N next to it
+    remain. In a thread, `group` is one of its own."""
     if os.path.exists(folder) and os.listdir(folder) and not os.path.exists(f"{folder}/{MANIFEST}"):
         raise UserError(f"--out-dir: {folder} holds something else, which is not overwritten; move it")
     tmp = f"{folder}.tmp"
@@ -1064,7 +1060,7 @@ def verify(folder):
     with blame(f"--resume {folder}: no complete checkpoint here, no readable {MANIFEST}"):
         text = pathlib.Path(root, MANIFEST).read_text()
         sums = json.loads(text)
-        names = sorted(name for name in sums if f"{root}/{name}".startswith(str(folder)))
+        names = [name for name in sums if f"{root}/{name}".startswith(str(folder))]
         if text != json.dumps(sums, indent=1) or not names:
             raise ValueError("it is not as it was written")
     faults = []
@@ -1073,23 +1069,21 @@ def verify(folder):
             faults.append(f"{name} is missing")
         elif checksum(f"{root}/{name}") != sums[name]:
             faults.append(f"{name} is not what was written")
-    faults = sorted(itertools.chain(*of_all_ranks(faults)))
+    faults = sum(of_all_ranks(faults), [])
     if faults:
         raise UserError(f"--resume {folder}: damaged, {faults[0]}; use an earlier checkpoint")
 
 
 def check_shared(out_dir):
-    """Makes out_dir. UserError: it cannot be written, or a rank does not see what rank 0 writes (a
-    collective)."""
-    made = None
+    """Makes out_dir (a collective). UserError: it cannot be written, or a rank does not see it."""
+    probe = f"{out_dir}/probe.tmp"
     if RANK == 0:
         with blame(f"--out-dir {out_dir}: cannot be written"):
-            os.makedirs(out_dir, exist_ok=True)
-            made = tempfile.mkdtemp(dir=out_dir)
-    made = of_all_ranks(made)[0]
-    seen = of_all_ranks(os.path.exists(made))
+            os.makedirs(probe, exist_ok=True)
+    dist.barrier()
+    seen = of_all_ranks(os.path.exists(probe))
     if RANK == 0:
-        os.rmdir(made)
+        os.rmdir(probe)
     if not all(seen):
         raise UserError(f"--out-dir {out_dir}: rank {seen.index(False)} does not see it; use shared storage")
 
@@ -1102,22 +1096,6 @@ def steps_in(folder):
         if match:
             found.append((int(match[1]), str(path)))
     return sorted(found, reverse=True)
-
-
-def set_aside(out_dir, last_step):
-    """Renames what another run saved after last_step to *.old; removes what a killed run left behind."""
-    for folder in (f"{out_dir}/checkpoints", f"{out_dir}/rollouts"):
-        for path in pathlib.Path(folder).glob("*.*"):
-            if path.suffix in (".tmp", ".gone"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        later = [path for step, path in steps_in(folder) if step > last_step]
-        for path in later:
-            remove(f"{path}.old")
-            os.replace(path, f"{path}.old")
-        if later:
-            print0(f"set aside  {len(later)} of another run in {folder}, as step_*.old")
-    if not last_step:
-        pathlib.Path(out_dir, "out_of_memory").unlink(missing_ok=True)
 
 
 def shape_of(model_config, **more):
@@ -1135,8 +1113,6 @@ def shape_of(model_config, **more):
 def load_config(config):
     """(tokenizer or None, transformers config) of config.model, with --override-config, without dropout."""
     model = config.model
-    if model.startswith("tiny-") and model not in TINY and not os.path.isdir(model):
-        raise UserError(f"--model {model}: no such preset; there are {', '.join(TINY)}")
     tokenizer = None
     if config.tokenizer:
         with blame(f"--tokenizer {config.tokenizer}: no tokenizer there"):
@@ -1150,7 +1126,7 @@ def load_config(config):
     if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
         print0(f"tokenizer  none in {config.tokenizer or model}, so rows must be token ids")
         tokenizer = None
-    with blame(f"--model {model}: no model there"):
+    with blame(f"--model {model}: no model there; presets are {', '.join(TINY)}"):
         if model in TINY:
             fields = tiny_config(model, len(tokenizer or char_tokenizer(model)))
             kind = type(AutoConfig.for_model(**fields))
@@ -1195,8 +1171,9 @@ def check_rows(batch, model_config):
 
 def local_folder(name):
     """The folder of a model; one on the hub is downloaded."""
-    patterns = ["*.json", "*.safetensors", "*.py"]
-    return name if os.path.isdir(name) else snapshot_download(name, allow_patterns=patterns)
+    if os.path.isdir(name):
+        return name
+    return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.py"])
 
 
 def load_model(kind, name, model_config, seed):
@@ -1216,21 +1193,22 @@ def load_model(kind, name, model_config, seed):
 
 def transformer_blocks(model):
     """The layers to shard one by one: classes that the model's authors say must not be split."""
-    names = set()
-    for m in model.modules():
-        names |= set(getattr(m, "_no_split_modules", None) or ())
+    names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     return [m for m in model.modules() if type(m).__name__ in names]
 
 
 def send_weights(model, source):
     """Fills a model spread over all ranks from `source`, the same one on rank 0's host (a collective)."""
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, source.state_dict() if RANK == 0 else {}, options=options)
+    set_model_state_dict(
+        model,
+        source.state_dict() if RANK == 0 else {},
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
     buffers = source.buffers() if RANK == 0 else None
     for buffer in model.buffers():  # rotary tables are in no state dict
         if RANK == 0:
             buffer.copy_(next(buffers))
-        dist.broadcast(buffer, src=0)
+        dist.broadcast(buffer, 0)
 
 
 def move_state(optimizer, device):
@@ -1295,7 +1273,7 @@ def describe_head(model_config, config, value_range):
 
 TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14,
          "out_hidden_size": 64}  # fmt: skip
-TINY = {  # real architectures with random weights; sizes change with --override-config
+TINY = {  # real architectures with random weights: what they add to tiny_config, or their vision tower
     "tiny-qwen2": {},
     "tiny-qwen3": {},
     "tiny-llama": {},
@@ -1311,15 +1289,13 @@ IMAGE_WORDS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
 
 def tiny_config(name, vocab_size):
     """A preset as the fields of a config.json: two layers, 64 features, four heads, two for keys."""
-    kind = re.sub("[-.]", "_", name.removeprefix("tiny-"))
-    special = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
-    if kind == "gpt2":  # it names the others differently
-        return {"model_type": kind, **special, **TINY[name]}
-    text = {
-        "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 8192, "pad_token_id": None,
-        **special,
-    }  # fmt: skip
+    kind = re.sub("[-.]", "_", name.removeprefix("tiny-"))  # tiny-qwen2.5-vl -> qwen2_5_vl
+    text = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
+    if kind != "gpt2":  # which names these differently
+        text |= {
+            "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 8192, "pad_token_id": None,
+        }  # fmt: skip
     if not kind.endswith("vl"):
         return {"model_type": kind, **text, **TINY[name]}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
@@ -1327,7 +1303,7 @@ def tiny_config(name, vocab_size):
         text["rope_parameters"]["mrope_interleaved"] = True
     words = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
     ids = dict(zip(words, range(vocab_size - 3, vocab_size)))
-    return {"model_type": kind, "text_config": text, "vision_config": TINY[name], **ids}
+    return {"model_type": kind, "text_config": text, "vision_config": dict(TINY[name]), **ids}
 
 
 def char_tokenizer(model="tiny-qwen2"):
@@ -1335,21 +1311,22 @@ def char_tokenizer(model="tiny-qwen2"):
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     characters = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
-    vocabulary = {c: i for i, c in enumerate(characters)}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    if model.endswith("vl"):
-        special["additional_special_tokens"] = IMAGE_WORDS
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=IMAGE_WORDS if model.endswith("vl") else None,
+    )
 
 
 def toy_rows(n, seed, held_out=False, slips=(0.9, 0.05)):
-    """n JSON lines: rollouts of a policy that adds two-digit numbers by column and mostly forgets to carry.
-    There is a rule to find: whether the units carry tells before the first digit how this will probably end,
-    and the digits then tell how it did. The prompts of held_out rows never occur in the others. slips: how
-    often it errs where the units carry, and where they do not."""
+    """n JSON lines: rollouts of a policy that adds two-digit numbers by column and mostly forgets to carry,
+    so the units tell before the first digit how this will probably end. Prompts of held_out rows never occur
+    in the others. slips: how often it errs where the units carry, and where they do not."""
     rng = random.Random(f"toy {seed} {held_out}")
     lines = []
     while len(lines) < n:
@@ -1399,9 +1376,8 @@ their last action.</p>
 
 
 def ceiling(rows):
-    """1 - within-prompt variance / variance of returns at the first action: what the prompt's mean explains,
-    over prompts (equal tokens before the first action) with several rows; both variances are unbiased. NaN if
-    there are none, if all returns are equal, or if chance puts it below 0."""
+    """1 - within-prompt variance / variance of returns at the first action, over prompts (equal tokens before
+    it) with several rows. NaN if all returns are equal, or if chance puts it below 0."""
     groups = {}
     columns = (rows.response_mask, rows.input_ids, rows.returns)
     for mask, ids, returns in zip(*(x_T.split(rows.lengths) for x_T in columns)):
@@ -1465,8 +1441,8 @@ def rows_to_show(rows, tokenizer, low, high):
 
 
 def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
-    """curves.png and report.html, a page on what the critic learned; prints its numbers (rank 0 alone).
-    rows: with values. about: words on which rows they are. curves: three panels of metrics, like CURVES."""
+    """Writes curves.png and report.html, prints its numbers. rows: with values. about: words on them."""
+    import numpy as np
     from matplotlib.figure import Figure
 
     v_A = rows.values[rows.response_mask]
@@ -1491,8 +1467,7 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     figure.savefig(f"{out_dir}/curves.png", dpi=120)
     svg = io.StringIO()
     figure.savefig(svg, format="svg")
-    edge = len(v_A) // 100
-    low, high = v_A.sort().values[[edge, -1 - edge]].tolist()
+    low, high = np.percentile(v_A, [1, 99])
     about = f"{len(rows):,} {about}, {len(v_A):,} actions"
     page = PAGE.render(
         title=out_dir,

@@ -87,7 +87,7 @@ BAD_FLAGS = [
      critic_megatron.Config(context_parallel_size=2, use_remove_padding=False)),
     ("--override-config {: ", Config(override_config="{")),
     ("--override-config: Qwen2Config has no 'hidden_sizes'", Config(override_config='{"hidden_sizes": 3}')),
-    ("--model tiny-qwen9: no such preset", Config(model="tiny-qwen9")),
+    ("--model tiny-qwen9: no model there; presets are tiny-qwen2", Config(model="tiny-qwen9")),
     ("--model nowhere/at-all: no model there", Config(model="nowhere/at-all")),
     ("--tokenizer nowhere: no tokenizer there", Config(tokenizer="nowhere")),
 ]  # fmt: skip
