@@ -1076,7 +1076,7 @@ def verify(folder):
 
 def check_shared(out_dir):
     """Makes out_dir (a collective). UserError: it cannot be written, or a rank does not see it."""
-    probe = f"{out_dir}/probe.tmp"
+    probe = f"{out_dir}/{of_all_ranks(time.time_ns())[0]}.tmp"  # a name that is fresh
     if RANK == 0:
         with blame(f"--out-dir {out_dir}: cannot be written"):
             os.makedirs(probe, exist_ok=True)

@@ -132,7 +132,8 @@ class Run:
 
     def evaluates(self, step):
         """Whether the run evaluates after this many updates."""
-        return step in (0, self.steps) or bool(self.eval_every and step % self.eval_every == 0)
+        now_and_then = self.eval_every > 0 and step % self.eval_every == 0
+        return now_and_then or step in (0, self.steps)
 
 
 def mistake_in(flags, world_size=WORLD_SIZE):
@@ -202,8 +203,7 @@ from common import Dispatch, UserError, print0, register
 
 transformers.logging.set_verbosity_error()  # the run says in one line what matters of a load
 transformers.logging.disable_progress_bar()
-# nothing here writes into it
-warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # not written to
 warnings.filterwarnings("ignore", message=".*`NO_SHARD`")  # FSDP1 on a single rank
 warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft sees by itself what GPT-2 needs
 
@@ -231,7 +231,6 @@ def read_weights(config, model_config):
     backbone, story = common.load_model(AutoModel, config.model, model_config, config.seed)
     model = ValueModel(backbone)
     words = common.init_value_head(model.score, config, model_config)
-    torch.manual_seed(config.seed)
     add_lora(backbone, config)
     return model, f"{story}; {words}"
 
@@ -321,7 +320,8 @@ def place_images(image_processor, image_token_id, rollout, folder):
     if rollout.images:  # merge_size x merge_size patches are one token
         names = rollout.images
         rollout.images = [x if x[:5] == "data:" else os.path.abspath(os.path.join(folder, x)) for x in names]
-        grids = read_images({"images": rollout.images}, image_processor)["image_grid_thw"]
+        with common.blame(f"images {rollout.images!s:.200}"):
+            grids = read_images({"images": rollout.images}, image_processor)["image_grid_thw"]
         sizes = (grids.prod(1) // image_processor.merge_size**2).tolist()
     if rollout.prompt or rollout.messages:
         count = iter(sizes)
@@ -337,15 +337,10 @@ def read_images(row, image_processor):
     """One row's multi_modal_inputs -> {"pixel_values": (patches, features), "image_grid_thw": (images, 3)}.
 
     A JSONL row has {"images": [absolute file name or data URL]}, which is read just before a forward, because
-    the pixels of all rows would fill the host. UserError names an image that cannot be read."""
+    the pixels of all rows would fill the host."""
     if "images" not in row:
         return row
-    pictures = []
-    for image in row["images"]:
-        with common.blame(f"image {image:.80}"):
-            pictures.append(load_image(image))
-    with common.blame(f"images {row['images']!s:.200}"):
-        return dict(image_processor(images=pictures, return_tensors="pt"))
+    return dict(image_processor(images=[load_image(x) for x in row["images"]], return_tensors="pt"))
 
 
 def with_images(backbone, ids_T, lengths, images):
@@ -439,8 +434,7 @@ def shard_fsdp2(model, config, layout):
         dtype = torch.float32 if module is model.score else layout.dtype
         policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         fsdp.fully_shard(module, mesh=layout.fsdp_mesh, mp_policy=policy, offload_policy=home)
-    # an expert may have seen no token here, but some on another rank
-    model.set_reduce_scatter_unused_params(True)
+    model.set_reduce_scatter_unused_params(True)  # an expert may have no token here, but some elsewhere
     model.to_empty(device="cpu" if config.offload_policy else layout.device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):  # these stay on the device
@@ -458,12 +452,11 @@ def shard_fsdp1(model, config, layout):
         adapter = ".lora_" in name and isinstance(module, nn.Linear)
         if adapter or config.freeze_layers and isinstance(module, nn.Embedding):
             units[module] = {"mixed_precision": policy(param_dtype=layout.dtype, cast_forward_inputs=True)}
-    hybrid = mesh.ndim == 2
     return fsdp.FullyShardedDataParallel(
         model,
         device_mesh=mesh,
         device_id=layout.device,  # a torch.device, or FSDP1 refuses to work on CPU
-        sharding_strategy=fsdp.ShardingStrategy["HYBRID_SHARD" if hybrid else "FULL_SHARD"],
+        sharding_strategy=fsdp.ShardingStrategy["HYBRID_SHARD" if mesh.ndim == 2 else "FULL_SHARD"],
         auto_wrap_policy=CustomPolicy(lambda module: units.get(module, False)),
         mixed_precision=policy(param_dtype=layout.dtype, buffer_dtype=torch.float32),
         use_orig_params=True,
@@ -651,8 +644,7 @@ class DataParallelPPOCritic:
         common.Pack.layout = common.PackLayout(lengths + [pad] if pad else lengths, ids_T.device)
         common.Pack.group = layout.sp_group
         ids_1T, places_1T = (F.pad(x, (0, pad)).unsqueeze(-2) for x in (ids_T, places_T))
-        # where the decoder begins, slice_row (a hook of __init__) leaves this rank its part of the row
-        v_T = self.model(input_ids=ids_1T, position_ids=places_1T, **pixels)[0]
+        v_T = self.model(input_ids=ids_1T, position_ids=places_1T, **pixels)[0]  # slice_row, a hook, cuts it
         if layout.sp_group is not None:
             v_T = gather_slices(v_T, layout.sp_group)
         return v_T[: len(v_T) - pad]
@@ -701,7 +693,9 @@ class DataParallelPPOCritic:
         totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # as `loss` gives them
         norms = []  # of the mini-batches, NaN where the step was skipped
         for epoch in range(config.ppo_epochs):
-            rows = batch.shuffled(config.seed, self.updates, epoch) if config.shuffle else batch
+            rows = batch
+            if config.shuffle:
+                rows = batch.shuffled(config.seed, self.updates, epoch)
             for mini in rows.split(config.ppo_mini_batch_size):
                 norms.append(math.nan)
                 if not mini.response_mask.any():
@@ -718,7 +712,8 @@ class DataParallelPPOCritic:
         self.updates += 1
         dist.all_reduce(totals)
         names = ("vf_loss", "vf_clipfrac", "vpred_mean")
-        return common.update_metrics("critic", names, totals, norms, self.optimizer.param_groups[0]["lr"])
+        lr = self.optimizer.param_groups[0]["lr"]
+        return common.update_metrics("critic", names, totals, norms, lr)
 
     def forward_backward(self, micro, last=True):
         """Adds the gradient of a micro-batch -> its sums (loss, clipped, vpreds, actions). last: of its
@@ -751,7 +746,8 @@ class DataParallelPPOCritic:
             clipped = torch.zeros_like(loss)
         else:
             loss, clipped = common.value_loss(vpreds, micro.values, *columns, self.config.cliprange_value)
-        return loss, torch.stack([loss, clipped, vpreds.sum(), micro.response_mask.sum()]).detach()
+        sums = torch.stack([loss, clipped, vpreds.sum(), micro.response_mask.sum()])
+        return loss, sums.detach()
 
     def learning_rate(self):
         """The rate of the next step: linear warm-up, whose first step is at lr / steps, then constant or a
@@ -761,7 +757,8 @@ class DataParallelPPOCritic:
             return self.peak_lr * (self.optimizer_steps + 1) / warmup
         if self.config.lr_scheduler_type == "constant":
             return self.peak_lr
-        done = min((self.optimizer_steps - warmup) / max(self.total_steps - warmup, 1), 1.0)
+        steps = max(self.total_steps - warmup, 1)
+        done = min((self.optimizer_steps - warmup) / steps, 1.0)
         return self.peak_lr * 0.5 * (1 + math.cos(math.pi * done))
 
     def optimizer_step(self):
@@ -908,7 +905,8 @@ class CriticWorker:
                 before = torch.cuda.memory_allocated()
                 self.try_out(batch)
                 peak = torch.cuda.max_memory_allocated() - before
-                limit = min(limit, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+                free, _ = torch.cuda.mem_get_info()
+                limit = min(limit, free + torch.cuda.memory_reserved())
             else:
                 with torch.profiler.profile(profile_memory=True) as log:
                     self.try_out(batch)
@@ -951,7 +949,8 @@ class CriticWorker:
         metrics = self.critic.update_critic(batch)
         frozen = config.freeze_layers / getattr(self.model_config.get_text_config(), "num_hidden_layers", 1)
         passes = 1 + (1 - frozen) * (1 if config.lora_rank else 2)  # forward, to inputs, to weights
-        flops = passes * config.ppo_epochs * sum(map(self.critic.flops, batch.lengths))
+        flops = sum(map(self.critic.flops, batch.lengths))
+        flops *= passes * config.ppo_epochs
         tokens = config.ppo_epochs * len(batch.input_ids)
         metrics |= common.performance(start, tokens, flops, self.device, self.layout.dtype)
         return metrics | common.batch_metrics(batch)
@@ -977,8 +976,7 @@ class CriticWorker:
             for handle in model._all_handles:  # .to() would leave the local shard behind in the old memory
                 handle.flat_param_to(device)
                 handle.flat_param._local_shard = handle.flat_param.data
-                # views of the last forward
-                handle.flat_param._tensors = [None] * len(handle.flat_param._tensors)
+                handle.flat_param._tensors = [None] * len(handle.flat_param._tensors)  # old views
         else:
             model.to(device)
         common.move_state(self.critic.optimizer, device)
@@ -999,8 +997,8 @@ class CriticWorker:
         tensors, _, _ = checkpoint_tensors(critic.model, critic.optimizer)
         if copy:
             tensors = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
-        state = {"backend": "fsdp", "updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
-        state["shape"] = self.shape()
+        state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
+        state |= {"of": "critic", "shape": self.shape()}
 
         def write(tmp, group=None):
             writer = HuggingFaceStorageWriter(tmp, save_distributed=True)
@@ -1013,7 +1011,7 @@ class CriticWorker:
     def load_checkpoint(self, folder):
         """Restores what either critic saved, on any layout. UserError: damaged or of another model."""
         critic = self.critic
-        saved = open_checkpoint(folder, ("fsdp", "megatron"), self.shape())
+        saved = open_checkpoint(folder, "critic", self.shape())
         tensors, model_state, optimizer_state = checkpoint_tensors(critic.model, critic.optimizer)
         with common.blame(f"--resume {folder}: does not fit this critic"):
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
@@ -1084,19 +1082,21 @@ def save_hf(state, model_config, folder):
     skeleton.save_pretrained(folder, state_dict=theirs)
 
 
-def open_checkpoint(folder, backends, shape):
-    """trainer.json of a checkpoint that one of `backends` wrote for a model of this `shape`, see
+def open_checkpoint(folder, of, shape):
+    """trainer.json of a checkpoint of a "critic" (or an "actor"), whose model has this `shape`, see
     common.shape_of (a collective). UserError on all ranks: damaged, or of another script or model."""
     common.verify(folder)
     with common.blame(f"--resume {folder}: not a checkpoint of this script"):
         saved = json.loads(pathlib.Path(folder, "trainer.json").read_text())
         there = saved["shape"]
-    if saved["backend"] not in backends:
+    if saved["of"] != of:
         raise UserError(f"--resume {folder}: is of another script; give its hf folder as --model")
-    differ = [key for key in sorted({**there, **shape}) if there.get(key) != shape.get(key)]
+    differ = []
+    for key in sorted({**there, **shape}):
+        if there.get(key) != shape.get(key):
+            differ.append(f"{key} {there.get(key)} there, {shape.get(key)} here")
     if differ:
-        words = "; ".join(f"{key} {there.get(key)} there, {shape.get(key)} here" for key in differ)
-        raise UserError(f"--resume {folder}: is of another model: {words:.500}")
+        raise UserError(f"--resume {folder}: is of another model: {'; '.join(differ):.500}")
     print0(f"resume     {folder}, update {saved['updates']}")
     return saved
 
@@ -1187,10 +1187,9 @@ def saved_bytes(config, model_config, lengths, device):
     """Bytes that autograd saves in a training forward over rows of these lengths (all equal, if padded),
     without weights: counted on fake tensors, which have shapes and devices but no memory."""
     saved = {}
-    note = lambda x: saved.setdefault(x.untyped_storage()._cdata, x)
+    note = lambda x: saved.setdefault(x.untyped_storage()._cdata, x)  # there is no backward
     model = build_skeleton(config, model_config, common.compute_dtype(config.param_dtype, device)).train()
-    hooks = torch.autograd.graph.saved_tensors_hooks(note, note)  # there is no backward
-    with FakeTensorMode(allow_non_fake_inputs=True), hooks:
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.autograd.graph.saved_tensors_hooks(note, note):
         model.to_empty(device=device)
         places_T = torch.cat([torch.arange(n, device=device) for n in lengths])
         places_BL = places_T.view(1 if config.use_remove_padding else len(lengths), -1)
@@ -1258,7 +1257,9 @@ def main(run):
         worker.init_model(total, common.describe_rows(train, run.gamma))
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
-        longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
+        longest, _ = train.longest
+        if held_out is not None:
+            longest = max(longest, held_out.longest[0])
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
         lr = worker.critic.peak_lr
         print0(f"steps      {run.steps} updates x {size} rows, {total} optimizer steps, lr {lr:g}")
@@ -1273,9 +1274,9 @@ def main(run):
 def load_rows(run, tokenizer, model_config):
     """(rows to learn from, rows to evaluate on or None), of the run's files or of the toy."""
     options = {"tokenizer": tokenizer, "model_config": model_config}
-    if image_processor := load_image_processor(run.critic, model_config):
+    if processor := load_image_processor(run.critic, model_config):
         ids = model_config.image_token_id
-        options["place_images"] = functools.partial(place_images, image_processor, ids)
+        options["place_images"] = functools.partial(place_images, processor, ids)
     seed = run.critic.seed
     if run.rollouts is None:
         train = common.read_rows(common.toy_rows(8192, seed), **options)
@@ -1292,14 +1293,17 @@ def learn(run, worker, train, held_out, size, checkpoints):
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     last_step = first_step if checkpoints.is_own else 0
-    logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, run.evaluates(first_step))
+    settings = dataclasses.asdict(run)
+    logger = common.Logger(run.out_dir, settings, last_step, run.evaluates(first_step))
     batch = None
-    for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
+    steps = range(first_step, run.steps + 1)
+    for step in logger.profiled(steps, run.profile_steps):
         ends = step == run.steps or checkpoints.sigterm_received()
         if held_out is not None and run.evaluates(step):
             held_out.values = worker.critic.compute_values(held_out)
             logger.log_evaluation(step, held_out, run.gamma)
-        if step > first_step and (ends or (run.save_every and step % run.save_every == 0)):
+        due = run.save_every > 0 and step % run.save_every == 0
+        if step > first_step and (due or ends):
             checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
         checkpoints.wait(block=ends)
         if ends:

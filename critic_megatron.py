@@ -131,7 +131,8 @@ class Run:
 
     def evaluates(self, step):
         """Whether the run evaluates after this many updates."""
-        return step in (0, self.steps) or bool(self.eval_every and step % self.eval_every == 0)
+        now_and_then = self.eval_every > 0 and step % self.eval_every == 0
+        return now_and_then or step in (0, self.steps)
 
 
 def mistake_in(flags, world_size=WORLD_SIZE):
@@ -698,9 +699,8 @@ def spread(costs, k):
     return parts
 
 
-def micro_batches(lengths, costs, dp_size, max_tokens, padded=False, multiple=1):
+def micro_batches(lengths, costs, dp_size, max_tokens, padded=False):
     """For each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens.
-    Their number is a multiple of `multiple`, as the schedule of virtual pipeline stages wants.
 
     Every rank computes the same table from all lengths, so all run equally many forwards without
     communicating, as ranks that share weights must. A rank with less to do gets smaller or empty ones."""
@@ -712,7 +712,6 @@ def micro_batches(lengths, costs, dp_size, max_tokens, padded=False, multiple=1)
     ranks = spread(costs, dp_size)
     count = 1
     while True:
-        count = math.ceil(count / multiple) * multiple
         table = []
         for rows in ranks:
             parts = spread([lengths[i] for i in rows], count)
@@ -831,9 +830,10 @@ class MegatronPPOCritic:
         padded = not self.config.use_remove_padding
         unit = row_unit(self.config)
         lengths = [math.ceil(n / unit) * unit for n in batch.lengths]
+        table = micro_batches(lengths, costs, self.layout.dp_size, self.max_tokens, padded)
         multiple = self.config.pipeline_model_parallel_size if len(self.model) > 1 else 1
-        table = micro_batches(lengths, costs, self.layout.dp_size, self.max_tokens, padded, multiple)
-        return table[self.layout.dp_rank]
+        empty = -len(table[0]) % multiple  # what the schedule of virtual pipeline stages wants
+        return table[self.layout.dp_rank] + [[]] * empty
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
@@ -945,7 +945,9 @@ class MegatronPPOCritic:
         totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # as `loss` gives them
         norms = []  # of the mini-batches, NaN where the step was skipped
         for epoch in range(config.ppo_epochs):
-            rows = batch.shuffled(config.seed, self.updates, epoch) if config.shuffle else batch
+            rows = batch
+            if config.shuffle:
+                rows = batch.shuffled(config.seed, self.updates, epoch)
             for mini in rows.split(config.ppo_mini_batch_size):
                 norms.append(math.nan)
                 if not mini.response_mask.any():
@@ -961,7 +963,8 @@ class MegatronPPOCritic:
         self.updates += 1
         dist.all_reduce(totals)
         names = ("vf_loss", "vf_clipfrac", "vpred_mean")
-        return common.update_metrics("critic", names, totals, norms, self.optimizer.param_groups[0]["lr"])
+        lr = self.optimizer.param_groups[0]["lr"]
+        return common.update_metrics("critic", names, totals, norms, lr)
 
     def forward_backward(self, micros):
         """Makes the gradient of a mini-batch, over all ranks -> this rank's sums, as `loss` gives them.
@@ -993,7 +996,8 @@ class MegatronPPOCritic:
             clipped = torch.zeros_like(loss)
         else:
             loss, clipped = common.value_loss(vpreds, micro.values, *columns, self.config.cliprange_value)
-        return loss, torch.stack([loss, clipped, vpreds.sum(), micro.response_mask.sum()]).detach()
+        sums = torch.stack([loss, clipped, vpreds.sum(), micro.response_mask.sum()])
+        return loss, sums.detach()
 
     def learning_rate(self):
         """The rate of the next step: linear warm-up, whose first step is at lr / steps, then constant or a
@@ -1003,7 +1007,8 @@ class MegatronPPOCritic:
             return self.peak_lr * (self.optimizer_steps + 1) / warmup
         if self.config.lr_scheduler_type == "constant":
             return self.peak_lr
-        done = min((self.optimizer_steps - warmup) / max(self.total_steps - warmup, 1), 1.0)
+        steps = max(self.total_steps - warmup, 1)
+        done = min((self.optimizer_steps - warmup) / steps, 1.0)
         return self.peak_lr * 0.5 * (1 + math.cos(math.pi * done))
 
     def optimizer_step(self):
@@ -1142,7 +1147,8 @@ class CriticWorker:
                 before = torch.cuda.memory_allocated()
                 self.try_out(batch)
                 peak = torch.cuda.max_memory_allocated() - before
-                limit = min(limit, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+                free, _ = torch.cuda.mem_get_info()
+                limit = min(limit, free + torch.cuda.memory_reserved())
             else:
                 with torch.profiler.profile(profile_memory=True) as log:
                     self.try_out(batch)
@@ -1184,7 +1190,8 @@ class CriticWorker:
         start = time.perf_counter()
         metrics = self.critic.update_critic(batch)
         passes = 3  # forward, to inputs, to weights
-        flops = passes * config.ppo_epochs * sum(map(self.critic.flops, batch.lengths))
+        flops = sum(map(self.critic.flops, batch.lengths))
+        flops *= passes * config.ppo_epochs
         tokens = config.ppo_epochs * len(batch.input_ids)
         metrics |= common.performance(start, tokens, flops, self.device, self.layout.dtype)
         return metrics | common.batch_metrics(batch)
@@ -1226,8 +1233,8 @@ class CriticWorker:
         """write(tmp, group): writes the state of now into a folder. copy: training may go on meanwhile."""
         critic = self.critic
         tensors = checkpoint_tensors(critic, self.model_config.vocab_size)  # gathered, so always a copy
-        state = {"backend": "megatron", "updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
-        state["shape"] = self.shape()
+        state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
+        state |= {"of": "critic", "shape": self.shape()}
 
         def write(tmp, group=None):
             offsets = {
@@ -1245,7 +1252,7 @@ class CriticWorker:
     def load_checkpoint(self, folder):
         """Restores what either critic saved, on any layout. UserError: damaged or of another model."""
         critic = self.critic
-        saved = open_checkpoint(folder, ("fsdp", "megatron"), self.shape())
+        saved = open_checkpoint(folder, "critic", self.shape())
         tensors = StoredTensors(folder, flag="--resume")  # mapped: a rank reads the pages of what it takes
         for kind, form in STATE.items():
             critic.restore(tensors, f"--resume {folder}", kind, form)
@@ -1301,19 +1308,21 @@ def checkpoint_tensors(critic, vocab_size):
     return out
 
 
-def open_checkpoint(folder, backends, shape):
-    """trainer.json of a checkpoint that one of `backends` wrote for a model of this `shape`, see
+def open_checkpoint(folder, of, shape):
+    """trainer.json of a checkpoint of a "critic" (or an "actor"), whose model has this `shape`, see
     common.shape_of (a collective). UserError on all ranks: damaged, or of another script or model."""
     common.verify(folder)
     with common.blame(f"--resume {folder}: not a checkpoint of this script"):
         saved = json.loads(pathlib.Path(folder, "trainer.json").read_text())
         there = saved["shape"]
-    if saved["backend"] not in backends:
+    if saved["of"] != of:
         raise UserError(f"--resume {folder}: is of another script; give its hf folder as --model")
-    differ = [key for key in sorted({**there, **shape}) if there.get(key) != shape.get(key)]
+    differ = []
+    for key in sorted({**there, **shape}):
+        if there.get(key) != shape.get(key):
+            differ.append(f"{key} {there.get(key)} there, {shape.get(key)} here")
     if differ:
-        words = "; ".join(f"{key} {there.get(key)} there, {shape.get(key)} here" for key in differ)
-        raise UserError(f"--resume {folder}: is of another model: {words:.500}")
+        raise UserError(f"--resume {folder}: is of another model: {'; '.join(differ):.500}")
     print0(f"resume     {folder}, update {saved['updates']}")
     return saved
 
@@ -1412,7 +1421,9 @@ def main(run):
         worker.init_model(total, common.describe_rows(train, run.gamma))
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
-        longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
+        longest, _ = train.longest
+        if held_out is not None:
+            longest = max(longest, held_out.longest[0])
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
         lr = worker.critic.peak_lr
         print0(f"steps      {run.steps} updates x {size} rows, {total} optimizer steps, lr {lr:g}")
@@ -1443,14 +1454,17 @@ def learn(run, worker, train, held_out, size, checkpoints):
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     last_step = first_step if checkpoints.is_own else 0
-    logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, run.evaluates(first_step))
+    settings = dataclasses.asdict(run)
+    logger = common.Logger(run.out_dir, settings, last_step, run.evaluates(first_step))
     batch = None
-    for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
+    steps = range(first_step, run.steps + 1)
+    for step in logger.profiled(steps, run.profile_steps):
         ends = step == run.steps or checkpoints.sigterm_received()
         if held_out is not None and run.evaluates(step):
             held_out.values = worker.critic.compute_values(held_out)
             logger.log_evaluation(step, held_out, run.gamma)
-        if step > first_step and (ends or (run.save_every and step % run.save_every == 0)):
+        due = run.save_every > 0 and step % run.save_every == 0
+        if step > first_step and (due or ends):
             checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
         checkpoints.wait(block=ends)
         if ends:

@@ -220,7 +220,7 @@ BAD = [  # changes of a row, words of its fault
     ({"images": ["rows.jsonl"]}, "UnidentifiedImageError"),
     ({"images": ["cut.jpg"]}, "truncated"),
     ({"images": ["strip.png"]}, "aspect ratio"),
-    ({"images": ["data:image/png;base64,iVBORw0"]}, "image data:image/png;base64,iVBORw0"),
+    ({"images": ["data:image/png;base64,iVBORw0"]}, "data:image/png;base64,iVBORw0"),
     ({"images": [7]}, "images: must be a valid string"),
     ({"images": ["b.png"] * 2}, "runs of [8] tokens, its images have [8, 8]"),
     ({}, "runs of [1] tokens, its images have 0"),
