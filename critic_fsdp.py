@@ -318,8 +318,9 @@ def place_images(image_processor, image_token_id, rollout, folder):
     of its image, after reading the images once. UserError: placeholders and images do not fit."""
     sizes = []
     if rollout.images:  # merge_size x merge_size patches are one token
-        names = rollout.images
-        rollout.images = [x if x[:5] == "data:" else os.path.abspath(os.path.join(folder, x)) for x in names]
+        for i, name in enumerate(rollout.images):
+            if not name.startswith("data:"):
+                rollout.images[i] = os.path.abspath(os.path.join(folder, name))
         with common.blame(f"images {rollout.images!s:.200}"):
             grids = read_images({"images": rollout.images}, image_processor)["image_grid_thw"]
         sizes = (grids.prod(1) // image_processor.merge_size**2).tolist()
@@ -354,7 +355,8 @@ def with_images(backbone, ids_T, lengths, images):
         tower = backbone.config.vision_config
         n = tower.spatial_merge_size
         features = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
-        black = {"pixel_values": torch.zeros(n * n, features), "image_grid_thw": torch.tensor([[1, n, n]])}
+        grid = torch.tensor([[1, n, n]])
+        black = {"pixel_values": torch.zeros(n * n, features), "image_grid_thw": grid}
         ids_T = F.pad(ids_T, (0, 1), value=image_token_id)
         lengths = [*lengths[:-1], lengths[-1] + 1]
         images = [*images[:-1], black]
@@ -362,9 +364,11 @@ def with_images(backbone, ids_T, lengths, images):
     for ids, row in zip(ids_T.split(lengths), images):
         is_image = (ids == image_token_id).int()[None]
         thw, _ = backbone.get_rope_index(ids[None], is_image, image_grid_thw=row.get("image_grid_thw"))
-        places.append(torch.cat([torch.arange(len(ids), device=ids.device)[None], thw[:, 0]]))
-    keys = ("pixel_values", "image_grid_thw")
-    pixels = {key: torch.cat([row[key] for row in images if row]).to(ids_T.device) for key in keys}
+        text = torch.arange(len(ids), device=ids.device)
+        places.append(torch.cat([text[None], thw[:, 0]]))
+    pixels = {}
+    for key in ("pixel_values", "image_grid_thw"):
+        pixels[key] = torch.cat([row[key] for row in images if row]).to(ids_T.device)
     return ids_T, lengths, torch.cat(places, 1), pixels
 
 
@@ -629,13 +633,15 @@ class DataParallelPPOCritic:
         The first token of a sequence is never an action, so nothing crosses into the next sequence."""
         ids_T = micro.input_ids
         lengths = micro.lengths
-        places_T = torch.cat([torch.arange(n) for n in lengths]).to(ids_T.device, non_blocking=True)
+        places_T = torch.cat([torch.arange(n) for n in lengths])
+        places_T = places_T.to(ids_T.device, non_blocking=True)
         pixels = {}
         if self.image_processor is not None:
             images = micro.multi_modal_inputs
             ids_T, lengths, places_T, pixels = with_images(self.model.model, ids_T, lengths, images)
         forward = self.forward_packed if self.config.use_remove_padding else self.forward_padded
-        return forward(ids_T, lengths, places_T, **pixels)[: len(micro.input_ids)].roll(1, 0)
+        v_T = forward(ids_T, lengths, places_T, **pixels)
+        return v_T[: len(micro.input_ids)].roll(1, 0)
 
     def forward_packed(self, ids_T, lengths, places_T, **pixels):
         """(T,) ids, sequences end to end -> (T,) values by position; no padding is computed."""
@@ -643,8 +649,9 @@ class DataParallelPPOCritic:
         pad = -len(ids_T) % layout.sp_size  # up to a multiple, as a sequence of its own
         common.Pack.layout = common.PackLayout(lengths + [pad] if pad else lengths, ids_T.device)
         common.Pack.group = layout.sp_group
-        ids_1T, places_1T = (F.pad(x, (0, pad)).unsqueeze(-2) for x in (ids_T, places_T))
-        v_T = self.model(input_ids=ids_1T, position_ids=places_1T, **pixels)[0]  # slice_row, a hook, cuts it
+        ids_1T = F.pad(ids_T, (0, pad))[None]
+        places = F.pad(places_T, (0, pad)).unsqueeze(-2)
+        v_T = self.model(input_ids=ids_1T, position_ids=places, **pixels)[0]  # slice_row, a hook, cuts it
         if layout.sp_group is not None:
             v_T = gather_slices(v_T, layout.sp_group)
         return v_T[: len(v_T) - pad]
@@ -652,10 +659,12 @@ class DataParallelPPOCritic:
     def forward_padded(self, ids_T, lengths, places_T, **pixels):
         """(T,) ids -> (T,) values by position, through a right-padded (B, L) batch."""
         common.Pack.group = None  # no rank takes a slice
-        mask_BL = nn.utils.rnn.pad_sequence(torch.ones_like(ids_T).split(lengths), batch_first=True)
+        ones = torch.ones_like(ids_T).split(lengths)
+        mask_BL = nn.utils.rnn.pad_sequence(ones, batch_first=True)
         index_BL = mask_BL.flatten().cumsum(0).view_as(mask_BL) - 1  # of padding: any token
-        inputs = {"input_ids": ids_T[index_BL] * mask_BL, "position_ids": places_T[..., index_BL] * mask_BL}
-        return self.model(attention_mask=mask_BL, **inputs, **pixels)[mask_BL.bool()]
+        inputs = {"input_ids": ids_T[index_BL] * mask_BL, "attention_mask": mask_BL}
+        v_BL = self.model(position_ids=places_T[..., index_BL] * mask_BL, **inputs, **pixels)
+        return v_BL[mask_BL.bool()]
 
     def values(self, outputs, mask):
         """Values of the actions from what the head says of them; zero elsewhere."""
