@@ -48,7 +48,7 @@ from pydantic import Field
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, TopPLogitsWarper
@@ -65,6 +65,7 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
+KL = Literal["k1", "k2", "k3", "abs"]  # see kl_penalty
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -94,7 +95,7 @@ class ActorConfig:
     clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0  # dual clip, for bad actions (None: off)
     entropy_coeff: Weight = 0.0  # weight of the entropy bonus
     kl_loss_coef: Weight = 0.0  # weight of the KL to the reference in the loss (0: none)
-    kl_loss_type: Literal["k1", "k2", "k3", "abs"] = "k3"  # how it is estimated
+    kl_loss_type: KL = "k3"  # how it is estimated
     tis_cap: Rate | None = None  # weigh a token by pi_actor / pi_engine, at most this (None: no weighing)
     loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
 
@@ -162,7 +163,7 @@ class Run(Generic[CriticConfig]):
 
     # KL to the reference in the reward
     kl_coef: Weight = 0.0  # cost of a nat, token by token (0: nothing)
-    kl_penalty: Literal["k1", "k2", "k3", "abs"] = "k1"  # how it is estimated
+    kl_penalty: KL = "k1"  # how it is estimated
     target_kl: Rate | None = None  # adapt kl_coef so that the KL of a token stays near this (None: fixed)
 
     # run
@@ -180,7 +181,7 @@ class Run(Generic[CriticConfig]):
 
     def evaluates(self, step):
         """Whether the run evaluates after this many steps."""
-        return step in (0, self.steps) or bool(self.eval_every and step % self.eval_every == 0)
+        return step == self.steps or step % (self.eval_every or self.steps) == 0
 
 
 def parse(args):
@@ -290,17 +291,17 @@ def parse_prompt(row, run, tokenizer):
     """A row, a dict -> Prompt. An exception says what is wrong with it."""
     if run.prompt_key not in row:
         raise ValueError(f"has no {run.prompt_key!r}, only {', '.join(sorted(row))}; see --prompt-key")
-    prompt = row[run.prompt_key]
+    text = row[run.prompt_key]
     answer = row.get(run.answer_key)
-    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    text = messages[-1]["content"]
-    if isinstance(text, list):  # parts of a message
-        text = "".join(part.get("text", "") for part in text)
-    if run.chat or messages is prompt:
+    messages = None
+    if run.chat or isinstance(text, list):
+        messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
+        text = messages[-1]["content"]
         ids = common.chat_ids(tokenizer, messages)
     else:
         ids = tokenizer(text)["input_ids"]
-        messages = None
+    if isinstance(text, list):  # parts of a message
+        text = "".join(part.get("text", "") for part in text)
     if not ids:
         raise ValueError("empty prompt")
     if run.reward in REWARDS and not REWARDS[run.reward](text, answer, answer):
@@ -393,7 +394,7 @@ class RewardModel:
         """Rewards of the caller's rows, a list (a collective)."""
         rows = [prompt._replace(ids=self.ids(prompt, reply)) for prompt, reply in zip(prompts, replies)]
         # one more action: its value is read on the last token of the row; which token it is does not matter
-        end = Reply(ids=[0], mask=[True], log_probs=[0.0])
+        end = Reply([0], [True], [0.0])
         whole = to_batch(rows, [end] * len(rows), row_ids)
         with flags_of("critic"):  # the budget
             return self.worker.compute_values(whole)[whole.last_action].tolist()
@@ -402,8 +403,7 @@ class RewardModel:
 # ---- Policy maths ------------------------------------------------------------------------------------------
 
 
-def policy_loss(log_probs_T, old_log_probs_T, advantages_T, response_mask_T, weights_T, clip_low=0.2,
-                clip_high=0.2, clip_dual=None):  # fmt: skip
+def policy_loss(log_probs_T, old_T, advantages_T, mask_T, weights_T, clip_low, clip_high, clip_dual):
     """PPO's clipped objective -> (loss, actions where clipping decided, where the dual clip did), all 0-dim.
 
         r_t = pi(a_t) / pi_old(a_t),  L_t = max( -r_t A_t, -clip(r_t, 1 - low, 1 + high) A_t )
@@ -411,9 +411,9 @@ def policy_loss(log_probs_T, old_log_probs_T, advantages_T, response_mask_T, wei
 
     1707.06347, eq. 7; low and high apart: DAPO, 2503.14476, eq. 10. clip_dual c > 1 bounds what a bad action
     can cost: where A_t < 0, L_t is at most -c A_t (1912.09729, eq. 5). log r is kept within +-20. What stands
-    where response_mask is false never enters, not even a NaN."""
-    log_ratio_T = torch.where(response_mask_T, log_probs_T - old_log_probs_T, 0.0)
-    a_T = torch.where(response_mask_T, advantages_T, 0.0)
+    where the mask is false never enters, not even a NaN."""
+    log_ratio_T = torch.where(mask_T, log_probs_T - old_T, 0.0)
+    a_T = torch.where(mask_T, advantages_T, 0.0)
     ratio_T = log_ratio_T.clamp(-20, 20).exp()
     free_T = -ratio_T * a_T
     clipped_T = -ratio_T.clamp(1 - clip_low, 1 + clip_high) * a_T
@@ -453,17 +453,11 @@ def next_kl_coef(coef, kl, n, target=None):
 def masked_whiten(x_T, mask_T):
     """(x - mean) / std over the masked entries of all ranks together; zero elsewhere. The variance is the
     unbiased one, of n - 1, and 1e-8 is added to it; a single entry has variance 0."""
-
-    def total(x):
-        if dist.is_initialized():
-            dist.all_reduce(x)
-        return x
-
-    x_T = torch.where(mask_T, x_T, 0.0).double()
-    n = total(mask_T.sum()).clamp(min=1)
-    centred_T = torch.where(mask_T, x_T - total(x_T.sum()) / n, 0.0)
-    var = total(centred_T.square().sum()) / (n - 1).clamp(min=1)
-    return (centred_T * torch.rsqrt(var + 1e-8)).float()
+    x_A = x_T[mask_T].double()
+    all_A = torch.cat(common.of_all_ranks(x_A))
+    std = (all_A.var(correction=min(1, len(all_A) - 1)) + 1e-8).sqrt()
+    white_A = (x_A - all_A.mean()) / std
+    return torch.zeros_like(x_T).masked_scatter(mask_T, white_A.float())
 
 
 def add_advantages(batch, scores, kl_coef, run):
@@ -472,8 +466,7 @@ def add_advantages(batch, scores, kl_coef, run):
     The last action of a row earns its score; each action pays kl_coef for its KL to the reference. The critic
     learns returns of run.lam, the actor may use another lambda (decoupled GAE, 2503.01491, section 4.2)."""
     kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
-    rewards_T = -kl_coef * torch.where(batch.response_mask, kl_T, 0.0)
-    batch.token_level_rewards = rewards_T.index_add(0, batch.last_action, torch.tensor(scores))
+    batch.token_level_rewards = (-kl_coef * kl_T).index_add(0, batch.last_action, torch.tensor(scores))
     common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
     if run.lam_policy is not None:
         returns_T = batch.returns
@@ -486,20 +479,20 @@ def add_advantages(batch, scores, kl_coef, run):
 # ---- Rollout: an engine makes tokens, a batch comes of them ------------------------------------------------
 
 
+@dataclass
 class Draw(LogitsProcessor):
-    """Chooses each row's next token by its own random numbers u_BR, and leaves generate no other choice."""
+    """Chooses each row's next token by its own random numbers, and leaves generate no other choice."""
 
-    def __init__(self, u_BR, temperature, top_p):
-        self.u_BR = u_BR
-        self.temperature = temperature  # 0: greedy
-        self.nucleus = TopPLogitsWarper(top_p)
-        self.log_probs = []  # (B,) of each step's tokens, as they were drawn
+    u_BR: torch.Tensor
+    temperature: float  # 0: greedy
+    top_p: float
+    log_probs: list = field(default_factory=list)  # (B,) of each step's tokens, as they were drawn
 
     def __call__(self, ids_BL, logits_BV):
         log_p_BV = (logits_BV.float() / (self.temperature or 1.0)).log_softmax(-1)
         # inverse of the distribution function: one number a token, the same on every device
         if self.temperature:
-            log_p_BV = self.nucleus(ids_BL, log_p_BV).log_softmax(-1)
+            log_p_BV = TopPLogitsWarper(self.top_p)(ids_BL, log_p_BV).log_softmax(-1)
             cdf_BV = log_p_BV.double().exp().cumsum(-1)
             u_B1 = self.u_BR[:, len(self.log_probs), None] * cdf_BV[:, -1:]
             chosen_B1 = torch.searchsorted(cdf_BV, u_B1, right=True).clamp(max=cdf_BV.shape[1] - 1)
@@ -547,9 +540,8 @@ class HFRollout:
             prompts, keys, room = zip(*rows[first : first + size])
             ids = [torch.tensor(ids) for ids in prompts]
             ids_BL = pad_sequence(ids, True, -1, padding_side="left").to(self.device)
-            u_BR = torch.empty(len(keys), max(room), dtype=torch.float64)
-            for u_R, key in zip(u_BR, keys):
-                u_R.uniform_(generator=torch.Generator().manual_seed(seed_of(key)))
+            sources = [torch.Generator().manual_seed(seed_of(key)) for key in keys]
+            u_BR = torch.stack([torch.rand(max(room), generator=g, dtype=torch.float64) for g in sources])
             draw = Draw(u_BR.to(self.device), temperature, self.run.top_p)
             whole_BL = self.model.generate(
                 ids_BL.clamp(min=0), attention_mask=ids_BL >= 0,
@@ -588,20 +580,27 @@ class VLLMRollout:
         model_config = copy.deepcopy(task.model_config)
         with torch.device("meta"):  # it knows what a checkpoint calls its tensors
             self.skeleton = AutoModelForCausalLM.from_config(model_config)
-        with as_before(), tempfile.TemporaryDirectory() as folder:
-            model_config.architectures = [type(self.skeleton).__name__]
+        model_config.architectures = [type(self.skeleton).__name__]
+        # torch's threads and random numbers stay as they are
+        threads = torch.get_num_threads()
+        set_num_threads = torch.set_num_threads
+        with tempfile.TemporaryDirectory() as folder:
             model_config.save_pretrained(folder)
-            with common.blame(f"--rollout vllm: cannot run {run.actor.model}"):
-                self.llm = self.start(folder, task.longest, size)
+            with warnings.catch_warnings(action="ignore"), torch.random.fork_rng():
+                with common.blame(f"--rollout vllm: cannot run {run.actor.model}"):
+                    self.llm = self.start(folder, task.longest, size)
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
         self.engines.append(self.llm)
         print0(f"vllm       {WORLD_SIZE // size} engines x {size} ranks")
 
     def start(self, folder, longest, size):
         """vLLM's LLM, with random weights; folder: where it finds the model's config."""
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-        settings["VLLM_NO_USAGE_STATS"] = "1"
-        os.environ |= alone | os.environ | settings  # torchrun's numbers go before those of a rank alone
+        defaults = {  # what the environment says goes before them, as torchrun's numbers do
+            "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+        }  # fmt: skip
+        os.environ |= defaults | os.environ
         from vllm import LLM
         from vllm.distributed import parallel_state
         from vllm.platforms import current_platform
@@ -670,8 +669,8 @@ class VLLMRollout:
                 ignore_eos=True, detokenize=False,
             ))  # fmt: skip
         # on CPU the compiler takes longer than the rollout; and vLLM draws from torch's generator
-        eager = torch.compiler.set_stance("force_eager") if self.on_cpu else contextlib.nullcontext()
-        with eager, torch.random.fork_rng(devices=()):
+        stance = "force_eager" if self.on_cpu else "default"
+        with torch.compiler.set_stance(stance), torch.random.fork_rng(devices=()):
             out = self.llm.generate(asked, params, use_tqdm=RANK == 0 and sys.stderr.isatty())
         replies = []
         for mine in out[before : before + len(rows)]:
@@ -693,18 +692,6 @@ def repack_head(model):
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead":
             module.quant_method.process_weights_after_loading(module)
-
-
-@contextlib.contextmanager
-def as_before():
-    """Undoes what vLLM does to torch's threads and random numbers when it starts."""
-    threads = torch.get_num_threads()
-    set_num_threads = torch.set_num_threads
-    devices = range(torch.cuda.device_count())
-    with torch.random.fork_rng(devices), warnings.catch_warnings(action="ignore"):
-        yield
-    torch.set_num_threads = set_num_threads
-    torch.set_num_threads(threads)
 
 
 @dataclass
@@ -750,7 +737,7 @@ def goes_on(prompt, reply, task, run):
     if not reply.finished:
         return False
     said, reply.fault = guarded(task.observe, run.reward_timeout, prompt.text, reply.text, prompt.answer)
-    if said is not None and not isinstance(said, str):
+    if not isinstance(said, str | None):
         reply.fault = f"an environment answers with text or None, not {said!r:.40}"
     if said is None or reply.fault:
         return False
@@ -764,22 +751,21 @@ def goes_on(prompt, reply, task, run):
 
 def to_batch(prompts, replies, row_ids):
     """Batch of prompts and replies, with the log-probs as the engine has them."""
-    ids = []
-    mask = []
-    log_probs = []
+    all_rows = Reply()
     ends = [0]
     for prompt, reply in zip(prompts, replies):
-        ids += prompt.ids + reply.ids
-        mask += [False] * len(prompt.ids) + reply.mask
-        log_probs += [0.0] * len(prompt.ids) + reply.log_probs
-        ends.append(len(ids))
+        all_rows.add(prompt.ids)
+        all_rows.ids += reply.ids
+        all_rows.mask += reply.mask
+        all_rows.log_probs += reply.log_probs
+        ends.append(len(all_rows.ids))
     return common.Batch(  # a rank may have no rows, but has columns of the same kinds
-        input_ids=torch.tensor(ids).long(),
+        input_ids=torch.tensor(all_rows.ids).long(),
         cu_seqlens=torch.tensor(ends).int(),
-        response_mask=torch.tensor(mask).bool(),
+        response_mask=torch.tensor(all_rows.mask).bool(),
         row_id=torch.tensor(row_ids).long(),
         truncated=torch.tensor([not reply.finished for reply in replies]).bool(),
-        rollout_log_probs=torch.tensor(log_probs),
+        rollout_log_probs=torch.tensor(all_rows.log_probs),
     )
 
 
@@ -807,8 +793,7 @@ class Policy(nn.Module):
         size = max(1, LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight))
         out_2A = []
         for chunk in zip(hidden_AD.split(size), ids_T[action_A].split(size)):
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            out_2A.append(checkpoint(self.read, *chunk, temperature, **options))
+            out_2A.append(checkpoint(self.read, *chunk, temperature, use_reentrant=False))
         out_2T = torch.zeros(2, len(ids_T), device=ids_T.device)
         return out_2T.index_copy(1, action_A, torch.cat(out_2A, 1))
 
@@ -854,8 +839,9 @@ class PolicyWorker:
         self.optimizer = None
         if trains:
             weights = list(self.model.parameters())
-            decay = config.weight_decay
-            self.optimizer = torch.optim.AdamW(weights, config.lr, weight_decay=decay, fused=True)
+            self.optimizer = torch.optim.AdamW(
+                weights, config.lr, weight_decay=config.weight_decay, fused=True
+            )
             # as AdamW makes it at its first step, so that a checkpoint always has it
             for p in weights:
                 self.optimizer.state[p] = {
@@ -889,10 +875,7 @@ class PolicyWorker:
             out_T, _ = self.model(self.micro_batch(batch, rows), self.run.temperature)
             if rows:
                 log_probs_T[batch.token_index(rows).to(self.device)] = out_T
-        # FSDP keeps gathered weights for a backward, which does not come here
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self.model.reshard()  # FSDP keeps what is not in a layer for a backward, which does not come here
         dist.all_reduce(log_probs_T)  # one rank computed each token; others add 0
         return log_probs_T.cpu()
 
@@ -1025,10 +1008,9 @@ class PolicyWorker:
         state = {name: weight.cpu() for name, weight in self.weights() if RANK == 0}
         with common.published(folder) as tmp:
             if RANK == 0:
-                with torch.device("meta"):
-                    skeleton = AutoModelForCausalLM.from_config(self.model_config, dtype=torch.float32)
-                skeleton.generation_config = generation_config(self.config) or skeleton.generation_config
-                skeleton.save_pretrained(tmp, state_dict=state)
+                lm = self.model.lm
+                lm.generation_config = generation_config(self.config) or lm.generation_config
+                lm.save_pretrained(tmp, state_dict=state)
                 tokenizer.save_pretrained(tmp)
 
 
@@ -1060,12 +1042,12 @@ def learn_to_add(run, task, folder):
             lm = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
             optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
             rows = common.read_rows(common.toy_rows(8192, run.seed, slips=(0.75, 0.6)), task.tokenizer)
+            labels_T = torch.where(rows.response_mask, rows.input_ids, -100)
+            ids_BL = pad_sequence(rows.input_ids.split(rows.lengths), True)
+            labels_BL = pad_sequence(labels_T.split(rows.lengths), True, -100)
             for step in common.progress(range(run.supervised_steps), "supervised"):
-                batch = rows.select(common.rows_of_step(step, len(rows), 256, run.seed))
-                labels_T = torch.where(batch.response_mask, batch.input_ids, -100)
-                ids_BL = pad_sequence(batch.input_ids.split(batch.lengths), True)
-                labels_BL = pad_sequence(labels_T.split(batch.lengths), True, -100)
-                loss = lm(ids_BL, labels=labels_BL).loss
+                picked = common.rows_of_step(step, len(rows), 256, run.seed)
+                loss = lm(ids_BL[picked], labels=labels_BL[picked]).loss
                 loss.backward()
                 nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
                 optimizer.step()
@@ -1378,7 +1360,7 @@ def main(run):
         for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
             last = step == run.steps
             stop = checkpoints.sigterm_received()
-            if step > first_step and (last or stop or (run.save_every and step % run.save_every == 0)):
+            if step > first_step and (stop or step % (run.save_every or run.steps) == 0 or last):
                 with phases("checkpoint", actor, critic):
                     checkpoints.save(step, checkpoint_writer(run, step, kl_coef, actor, critic))
             checkpoints.wait(block=last or stop)

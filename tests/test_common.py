@@ -73,6 +73,7 @@ def test_value_loss_equals_verl(oracle):
 
 @needs_shared
 def test_gae_and_whitening_equal_verl(oracle):
+    common.setup_distributed()
     case = oracle["algos"]["gae_in"]
     m = case["response_mask"].bool()
     rewards = case["token_level_rewards"] * m  # verl drops a reward on a masked token
@@ -143,6 +144,7 @@ def test_gae_equals_a_plain_loop(rows, gamma, lam, bootstrapped):
 
 def test_masked_entries_never_count():
     """Not even a NaN, with clipping or without; where fewer than two entries count, whitening gives zeros."""
+    common.setup_distributed()
     bad = torch.tensor([0.0, math.nan, 0.0])
     mask = torch.tensor([True, False, True])
     for clip in (None, 0.2):
@@ -555,6 +557,7 @@ def test_toy_rows_have_the_rule_they_promise():
 
 def test_the_five_tokens_of_the_readme():
     """Its numbers, to the digits that it gives."""
+    common.setup_distributed()
     text = (ROOT / "README.md").read_text().partition("Five tokens by hand")[2].partition("\n\n| metric")[0]
     lines = re.findall(r"^\| *`?([^`|]+?)`? *\|((?: [-.\d]+ \|){5})", text, flags=re.M)
     said = {name: torch.tensor([float(x) for x in cells.split("|")[:-1]]) for name, cells in lines}
