@@ -345,7 +345,7 @@ def guarded(function, seconds, *args):
     """(its result, "") or (None, what went wrong). The alarm waits until a call into C returns."""
 
     def ring(*_):
-        raise TookTooLong
+        raise TookTooLong(f"no answer within {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, ring)
     try:
@@ -354,8 +354,6 @@ def guarded(function, seconds, *args):
             return function(*args), ""
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    except TookTooLong:
-        return None, f"timeout: took longer than {seconds:g} s"
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # sys.exit, asyncio.CancelledError: the row's fault, not the run's
@@ -376,8 +374,7 @@ class RewardModel:
             self.worker = critic_module(run.backend).CriticWorker(dataclasses.replace(run.critic, **fields))
             self.worker.init_model(1)
         except UserError as error:
-            words = str(error).removeprefix(f"--model {run.reward_model}: ")
-            raise UserError(f"--reward-model {run.reward_model}: {words}") from None
+            raise UserError(f"--reward-model: {error}") from None
         self.tokenizer = self.worker.tokenizer or tokenizer
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
 
@@ -502,7 +499,26 @@ class Draw(LogitsProcessor):
         return torch.full_like(logits_BV, -math.inf).scatter(1, chosen_B1, 0.0)
 
 
-class HFRollout:
+class Moves:
+    """Has a model, maybe an optimizer, and gives its device memory to others for a while."""
+
+    optimizer = None
+
+    def offload(self):
+        """Gives it."""
+        self.move(torch.device("cpu"))
+
+    def onload(self):
+        """Takes it back."""
+        self.move(self.device)
+
+    def move(self, device):
+        self.model.to(device)
+        if self.optimizer is not None:
+            common.move_state(self.optimizer, device)
+
+
+class HFRollout(Moves):
     """Generates with transformers on a whole copy of the policy, each rank for the rows it owns. A row draws
     its random numbers from its key alone, so up to rounding its sample is the same in any batch."""
 
@@ -521,15 +537,8 @@ class HFRollout:
     @torch.no_grad()
     def sync(self, weights):
         """Takes the actor's weights, (name, whole tensor) pairs in self.dtype."""
-        ours = dict(self.model.named_parameters())
         for name, weight in weights:
-            ours[name].copy_(weight)
-
-    def offload(self):
-        self.model.to("cpu")
-
-    def onload(self):
-        self.model.to(self.device)
+            self.model.get_parameter(name).copy_(weight)
 
     def generate(self, rows, temperature):
         """(token ids of a prompt, key of its random numbers, most new tokens) of each row -> for each
@@ -543,11 +552,9 @@ class HFRollout:
             sources = [torch.Generator().manual_seed(seed_of(key)) for key in keys]
             u_BR = torch.stack([torch.rand(max(room), generator=g, dtype=torch.float64) for g in sources])
             draw = Draw(u_BR.to(self.device), temperature, self.run.top_p)
-            whole_BL = self.model.generate(
-                ids_BL.clamp(min=0), attention_mask=ids_BL >= 0,
-                max_new_tokens=max(room), logits_processor=[draw],
-            )  # fmt: skip
-            out_BR = whole_BL[:, ids_BL.shape[1] :]
+            options = {"max_new_tokens": max(room), "logits_processor": [draw]}
+            out_BL = self.model.generate(ids_BL.clamp(min=0), attention_mask=ids_BL >= 0, **options)
+            out_BR = out_BL[:, ids_BL.shape[1] :]
             log_probs_BR = torch.stack(draw.log_probs, 1)
             for ids, log_probs, most in zip(out_BR.tolist(), log_probs_BR.tolist(), room):
                 ends = [n for n, i in enumerate(ids[:most], 1) if i in self.stop_ids]
@@ -602,7 +609,7 @@ class VLLMRollout:
         }  # fmt: skip
         os.environ |= defaults | os.environ
         from vllm import LLM
-        from vllm.distributed import parallel_state
+        from vllm.distributed.parallel_state import get_tp_group
         from vllm.platforms import current_platform
 
         # its shared memory has one name in all runs of a machine, and stays: so it takes gloo
@@ -628,7 +635,7 @@ class VLLMRollout:
             seed=0,  # of nothing: requests bring their own
         )
         if size > 1:  # more shared memory, which nothing removes when common.launch ends the process
-            parallel_state.get_tp_group().mq_broadcaster = None
+            get_tp_group().mq_broadcaster = None
         return llm
 
     def onload(self):
@@ -644,8 +651,11 @@ class VLLMRollout:
         forgets cached keys and values, which were the old weights'."""
         if self.on_cpu:
             self.llm.apply_model(forget_experts)
-        stored = (revert_weight_conversion(self.skeleton, {name: weight}) for name, weight in weights)
-        named = (pair for some in stored for pair in some.items())
+        named = (
+            pair
+            for name, weight in weights
+            for pair in revert_weight_conversion(self.skeleton, {name: weight}).items()
+        )
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
         if self.on_cpu:
             self.llm.apply_model(repack_head)
@@ -665,8 +675,7 @@ class VLLMRollout:
             asked.append({"prompt_token_ids": ids})
             params.append(SamplingParams(
                 seed=seed_of(key), max_tokens=most, temperature=temperature, logprobs=0,
-                top_p=self.run.top_p if temperature else 1.0, stop_token_ids=self.stop_ids,
-                ignore_eos=True, detokenize=False,
+                top_p=self.run.top_p, stop_token_ids=self.stop_ids, ignore_eos=True, detokenize=False,
             ))  # fmt: skip
         # on CPU the compiler takes longer than the rollout; and vLLM draws from torch's generator
         stance = "force_eager" if self.on_cpu else "default"
@@ -720,10 +729,10 @@ def roll_out(engine, task, prompts, keys, run, temperature):
             going = [row for row in going if goes_on(row[0], row[2], task, run)]
             if not any(common.of_all_ranks(bool(going))):
                 break
-        rows = []
-        for prompt, key, reply in going:
-            room = run.max_response_length - len(reply.ids)
-            rows.append((prompt.ids + reply.ids, f"{key} {turn}", room))
+        rows = [
+            (prompt.ids + reply.ids, f"{key} {turn}", run.max_response_length - len(reply.ids))
+            for prompt, key, reply in going
+        ]
         out = engine.generate(rows, temperature)
         for (_, _, reply), (ids, log_probs, ended) in zip(going, out):
             reply.add(ids, log_probs)
@@ -790,10 +799,9 @@ class Policy(nn.Module):
         action_A = micro.response_mask.nonzero()[:, 0]
         hidden_AD = out.last_hidden_state[0, action_A - 1]  # the state before each action
         # the logits of a chunk at a time, which the backward pass computes again
-        size = max(1, LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight))
-        out_2A = []
-        for chunk in zip(hidden_AD.split(size), ids_T[action_A].split(size)):
-            out_2A.append(checkpoint(self.read, *chunk, temperature, use_reentrant=False))
+        size = LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight)
+        chunks = zip(hidden_AD.split(size), ids_T[action_A].split(size))
+        out_2A = [checkpoint(self.read, *chunk, temperature, use_reentrant=False) for chunk in chunks]
         out_2T = torch.zeros(2, len(ids_T), device=ids_T.device)
         return out_2T.index_copy(1, action_A, torch.cat(out_2A, 1))
 
@@ -808,7 +816,7 @@ class Policy(nn.Module):
         return torch.stack([chosen_C, -(log_p_CV.exp() * log_p_CV).sum(-1)])
 
 
-class PolicyWorker:
+class PolicyWorker(Moves):
     """A policy spread over all ranks by FSDP2; a reference has no optimizer. Methods under DP_COMPUTE_PROTO
     take the rows a rank owns and work on the global batch, the others have equal arguments on all ranks."""
 
@@ -826,17 +834,23 @@ class PolicyWorker:
                 source = Policy(lm)
             with torch.device("meta"):
                 lm = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options)
-        if not lm._can_set_attn_implementation():
-            raise UserError(f"--actor.model {config.model}: its own attention knows no packed rows")
         if config.gradient_checkpointing and trains:
             lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         kind = "actor    " if trains else "reference"
         print0(f"{kind}  {config.model} ({model_config.model_type}), {lm.num_parameters():,} parameters")
         self.model = Policy(lm).requires_grad_(trains)
         self.flops = common.flops_model(self.model, model_config)
-        self.shard()
+        shards = WORLD_SIZE if config.fsdp_size == -1 else config.fsdp_size
+        sizes = (WORLD_SIZE // shards, shards)
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        for module in (*common.transformer_blocks(self.model), self.model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        # an expert may have seen no token here, but some on another rank
+        self.model.set_reduce_scatter_unused_params(True)
+        self.model.to_empty(device=device)
+        lm.tie_weights()  # to_empty made two of what is one
         common.send_weights(self.model, source)
-        self.optimizer = None
         if trains:
             weights = list(self.model.parameters())
             self.optimizer = torch.optim.AdamW(
@@ -851,19 +865,6 @@ class PolicyWorker:
                 }
         self.optimizer_steps = 0  # taken, skipped ones not counted
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
-
-    def shard(self):
-        """Puts the model, which is on meta, on FSDP2 over all ranks, still without weights."""
-        shards = WORLD_SIZE if self.config.fsdp_size == -1 else self.config.fsdp_size
-        names = ("replicate", "shard")
-        mesh = init_device_mesh(self.device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=names)
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        for module in (*common.transformer_blocks(self.model), self.model):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-        # an expert may have seen no token here, but some on another rank
-        self.model.set_reduce_scatter_unused_params(True)
-        self.model.to_empty(device=self.device)
-        self.model.lm.tie_weights()  # to_empty made two of what is one
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     @torch.no_grad()
@@ -921,8 +922,10 @@ class PolicyWorker:
         if c.tis_cap is not None:
             rho_T = (micro.old_log_probs - micro.rollout_log_probs).clamp(-20, 20).exp()
             weights_T = weights_T * rho_T.clamp(max=c.tis_cap)
-        columns = (log_probs_T, micro.old_log_probs, micro.advantages, mask_T, weights_T)
-        loss, clipped, dual = policy_loss(*columns, c.clip_ratio_low, c.clip_ratio_high, c.clip_ratio_c)
+        clips = (c.clip_ratio_low, c.clip_ratio_high, c.clip_ratio_c)
+        loss, clipped, dual = policy_loss(
+            log_probs_T, micro.old_log_probs, micro.advantages, mask_T, weights_T, *clips
+        )
         ref_kl_T = kl_penalty(log_probs_T, micro.ref_log_probs, c.kl_loss_type)
         whole = loss + (micro.weights * (c.kl_loss_coef * ref_kl_T - c.entropy_coeff * entropy_T)).sum()
         kl = (micro.old_log_probs - log_probs_T).sum()
@@ -957,19 +960,6 @@ class PolicyWorker:
         for name, p in self.model.lm.named_parameters():
             yield name, p.detach().to(dtype).full_tensor()
 
-    def offload(self):
-        """Gives the device memory of weights and optimizer state to others."""
-        self.move(torch.device("cpu"))
-
-    def onload(self):
-        """Takes it back."""
-        self.move(self.device)
-
-    def move(self, device):
-        self.model.to(device)
-        if self.optimizer is not None:
-            common.move_state(self.optimizer, device)
-
     def checkpoint_tensors(self):
         """All state as one flat dict of tensors, which share the memory of the model and the optimizer."""
         tensors = {}
@@ -983,8 +973,10 @@ class PolicyWorker:
         tensors = self.checkpoint_tensors()
         if copy:
             tensors = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
-        state = {"backend": "actor", "updates": self.updates, "optimizer_steps": self.optimizer_steps}
-        state["shape"] = common.shape_of(self.model_config)
+        state = {
+            "backend": "actor", "updates": self.updates, "optimizer_steps": self.optimizer_steps,
+            "shape": common.shape_of(self.model_config),
+        }  # fmt: skip
 
         def write(tmp, group=None):
             writer = HuggingFaceStorageWriter(tmp, save_distributed=True)
@@ -1131,7 +1123,6 @@ def rollout_metrics(batch, scores, replies, run):
     """What a step's rows are like, over all ranks (a collective)."""
     mine = [{"reward": x, "fault": reply.fault} for x, reply in zip(scores, replies)]
     rows, faults = of_all_rows(mine)
-    late = sum(fault.startswith("timeout") for fault in faults)
     rewards = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)
     whole = common.gather(batch)
     mask_T = whole.response_mask
@@ -1142,8 +1133,7 @@ def rollout_metrics(batch, scores, replies, run):
     return {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(correction=0),
-        "reward/errors": len(faults) - late,
-        "reward/timeouts": late,
+        "reward/errors": len(faults),
         "rollout/actions": len(off_A) / len(rows),
         "rollout/tokens": len(mask_T),
         "rollout/truncated": whole.truncated.double().mean(),
@@ -1159,13 +1149,13 @@ def evaluate(engine, task, run, reward, phases, step, logger):
     prompts = [task.held_out[row] for row in row_ids]
     replies = roll_out(engine, task, prompts, map(str, row_ids), run, temperature=0.0)
     scores = score(run, reward, phases, prompts, replies, row_ids)
-    rows = []
-    for prompt, reply, reward in zip(prompts, replies, scores):
-        rows.append({
+    rows, faults = of_all_rows([
+        {
             "step": step, "prompt": prompt.text, "response": reply.text, "answer": prompt.answer,
             "reward": reward, "fault": reply.fault, "tokens": len(reply.ids),
-        })  # fmt: skip
-    rows, faults = of_all_rows(rows)
+        }
+        for prompt, reply, reward in zip(prompts, replies, scores)
+    ])  # fmt: skip
     logger.log_samples(step, rows[:8])
     metrics = {
         "eval/reward": sum(row["reward"] for row in rows) / len(rows),
@@ -1183,7 +1173,7 @@ def print_step(step, steps, m):
     """One aligned line that tells how a step went, in units a person reads."""
     n = common.number
     left = datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
-    odd = {"reward/errors": "reward errors", "reward/timeouts": "timeouts", "actor/skipped_steps": "skipped"}
+    odd = {"reward/errors": "reward errors", "actor/skipped_steps": "skipped"}
     odd = "".join(f"  {m[key]:.0f} {words}" for key, words in odd.items() if m.get(key))
     print0(
         f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}"
@@ -1203,6 +1193,9 @@ CURVES = {  # panel -> metrics
 }
 
 
+LONGEST = "the longest prompt with its response"
+
+
 def set_up(run):
     """(run with what follows from its task and its actor, the Task). UserError: mistakes of the user."""
     check_flags(run)
@@ -1220,44 +1213,36 @@ def set_up(run):
             inherited["override_config"] = actor.override_config
     critic = dataclasses.replace(critic, **inherited)
     room = run.max_response_length or (8 if addition else 256)
-    rule = run.reward or ("addition" if addition and not run.reward_model else None)
+    rule = run.reward or (None if run.reward_model else "addition")
     run = dataclasses.replace(run, actor=actor, critic=critic, max_response_length=room, reward=rule)
-    held_out = []
     if addition:
         prompts = addition_prompts(8192, run.seed, tokenizer)
         held_out = addition_prompts(512, run.seed, tokenizer, held_out=True)
     else:
         prompts = load_prompts(run.prompts, "--prompts", run, tokenizer)
-        if run.eval_prompts:
-            held_out = load_prompts(run.eval_prompts, "--eval-prompts", run, tokenizer)
+        more = run.eval_prompts
+        held_out = load_prompts(more, "--eval-prompts", run, tokenizer) if more else []
     longest = max(len(prompt.ids) for prompt in prompts + held_out) + run.max_response_length
-    row = "the longest prompt with its response"
-    module = critic_module(run.backend)
-    with flags_of("actor"):
-        check_takes(actor.model, model_config, tokenizer, longest)
-        if longest > actor.ppo_max_token_len_per_gpu:
-            raise UserError(f"--ppo-max-token-len-per-gpu: {row} has {longest} tokens")
-    with flags_of("critic"):
-        _, critic_config = common.load_config(critic)
-        module.check_model_flags(critic, critic_config)
-        check_takes(critic.model, critic_config, tokenizer, longest)
-        module.check_budget(critic, longest, row)
-    reward = load_function(run.reward, "--reward") if run.reward else None
-    observe = load_function(run.environment, "--environment") if run.environment else None
-    words = f"at most {longest} tokens with the response"
-    print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; {words}")
-    rows = run.train_batch_size * run.rollout_n
-    print0(f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses = {rows} rows a step")
-    stop_ids = stop_tokens(actor, tokenizer)
-    return run, Task(tokenizer, model_config, prompts, held_out, reward, observe, stop_ids, longest)
-
-
-def check_takes(model, model_config, tokenizer, longest):
-    """UserError if a model cannot take rows of this many tokens, or lacks some of the actor's tokens."""
     row = common.Batch.blank(longest)
     row.input_ids[0] = max(tokenizer.get_vocab().values())
-    with common.blame(f"--model {model}: does not go with these prompts"):
-        common.check_rows(row, model_config)
+    with flags_of("actor"):
+        if longest > actor.ppo_max_token_len_per_gpu:
+            raise UserError(f"--ppo-max-token-len-per-gpu: {LONGEST} has {longest} tokens")
+        with common.blame(f"--model {actor.model}: does not go with these prompts"):
+            common.check_rows(row, model_config)
+    with flags_of("critic"):
+        _, critic_config = common.load_config(critic)
+        module = critic_module(run.backend)
+        module.check_model_flags(critic, critic_config)
+        module.check_budget(critic, longest, LONGEST)
+        with common.blame(f"--model {critic.model}: does not go with these prompts"):
+            common.check_rows(row, critic_config)
+    reward = load_function(run.reward, "--reward") if run.reward else None
+    observe = load_function(run.environment, "--environment") if run.environment else None
+    print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens")
+    print0(f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses a step")
+    stop_ids = stop_tokens(actor, tokenizer)
+    return run, Task(tokenizer, model_config, prompts, held_out, reward, observe, stop_ids, longest)
 
 
 def start_from(run, task, checkpoints):
@@ -1332,7 +1317,7 @@ def build(run, task, device, checkpoints):
         critic.init_model(run.steps * run.critic.ppo_epochs * minis)
         if folder:
             critic.load_checkpoint(f"{folder}/critic")
-        critic.set_budget(task.longest, "the longest prompt with its response", checkpoints.halvings)
+        critic.set_budget(task.longest, LONGEST, checkpoints.halvings)
         away(critic)
     return actor, reference, critic, reward, engine
 

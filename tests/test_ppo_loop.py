@@ -483,7 +483,7 @@ def test_an_environments_faults_end_the_row_and_are_told():
     does = [lambda: {}["tool"], lambda: time.sleep(30), lambda: 5, lambda: b"no", lambda: None]
     replies, asked = play([list("abcde")], lambda prompt, *_: does[int(prompt[1])](), n=5)
     assert [r.text for r in replies] == list("abcde") and len(asked) == 1 and all(r.finished for r in replies)
-    words = ("KeyError: 'tool'", "timeout", "not 5", "not b'no'", "")
+    words = ("KeyError: 'tool'", "TookTooLong", "not 5", "not b'no'", "")
     assert all(word in reply.fault for word, reply in zip(words, replies)) and replies[4].fault == ""
 
 
@@ -530,7 +530,7 @@ def test_guarded_returns_what_a_function_returns_and_survives_what_it_does():
                 sum(range(1000))
 
     before = signal.getsignal(signal.SIGALRM)
-    late = (None, "timeout: took longer than 0.1 s")
+    late = (None, "TookTooLong: no answer within 0.1 s")
     for function, args, expected in (
         (lambda a, b: a + b, (1, 2), (3, "")),
         (lambda: {}["x"], (), (None, "KeyError: 'x'")),
