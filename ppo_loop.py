@@ -17,6 +17,7 @@ Shapes are in the names: T tokens, sequences end to end; A actions (tokens the p
 them; B sequences; L tokens of a padded row; R tokens of a response; V vocabulary; D hidden features.
 """
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -45,9 +46,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import tyro
 from pydantic import Field
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -59,8 +58,8 @@ from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
+Positive = pydantic.PositiveInt
+Count = pydantic.NonNegativeInt
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -103,7 +102,7 @@ class ActorConfig:
     lr: Rate | None = None  # learning rate of AdamW (None: 5e-4 for the built-in task, 1e-6 otherwise)
     lr_warmup_steps: Count = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
     weight_decay: Weight = 0.01  # decoupled, on every weight
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0  # largest norm of the whole gradient (inf: no clipping)
+    grad_clip: pydantic.PositiveFloat = 1.0  # largest norm of the whole gradient (inf: no clipping)
 
 
 @dataclass(frozen=True)
@@ -203,8 +202,8 @@ def flags_of(part):
     try:
         yield
     except UserError as error:
-        own = re.sub(r"(?<!\S)--(?!resume|out-dir|nproc)(?=[a-z])", f"--{part}.", str(error))
-        raise UserError(own) from None
+        flag = r"(?<!\S)--(?!resume|out-dir|nproc)(?=[a-z])"
+        raise UserError(re.sub(flag, f"--{part}.", str(error))) from None
 
 
 def check_flags(run):
@@ -367,11 +366,12 @@ class RewardModel:
     state after the last action, so a worker of the critic's script computes it."""
 
     def __init__(self, run, tokenizer):
-        own = ("tokenizer", "override_config", "value_head", "value_range", "lora_rank", "freeze_layers")
-        fields = {x.name: x.default for x in dataclasses.fields(run.critic) if x.name in own}
-        fields |= {"model": run.reward_model, "value_head_init": "checkpoint"}
+        config = dataclasses.replace(
+            run.critic, model=run.reward_model, tokenizer=None, override_config="{}",
+            value_head="scalar", value_head_init="checkpoint", value_range=None,
+        )  # fmt: skip
         try:
-            self.worker = critic_module(run.backend).CriticWorker(dataclasses.replace(run.critic, **fields))
+            self.worker = critic_module(run.backend).CriticWorker(config)
             self.worker.init_model(1)
         except UserError as error:
             raise UserError(f"--reward-model: {error}") from None
@@ -842,7 +842,7 @@ class PolicyWorker(Moves):
         self.flops = common.flops_model(self.model, model_config)
         shards = WORLD_SIZE if config.fsdp_size == -1 else config.fsdp_size
         sizes = (WORLD_SIZE // shards, shards)
-        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
+        mesh = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for module in (*common.transformer_blocks(self.model), self.model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -870,12 +870,11 @@ class PolicyWorker(Moves):
     @torch.no_grad()
     def compute_log_probs(self, batch):
         """Log-probs of the actions of the caller's rows at --temperature: (T,) float32, zero elsewhere."""
-        self.model.eval()
         log_probs_T = torch.zeros(len(batch.input_ids), device=self.device)
         for rows in common.progress(self.my_micro_batches(batch), "log-probs"):
             out_T, _ = self.model(self.micro_batch(batch, rows), self.run.temperature)
             if rows:
-                log_probs_T[batch.token_index(rows).to(self.device)] = out_T
+                log_probs_T[batch.token_index(rows)] = out_T
         self.model.reshard()  # FSDP keeps what is not in a layer for a backward, which does not come here
         dist.all_reduce(log_probs_T)  # one rank computed each token; others add 0
         return log_probs_T.cpu()
@@ -920,7 +919,7 @@ class PolicyWorker(Moves):
         weights_T = micro.weights
         # tokens were drawn from the engine's mu: rho of IMPALA, 1802.01561, section 4.1
         if c.tis_cap is not None:
-            rho_T = (micro.old_log_probs - micro.rollout_log_probs).clamp(-20, 20).exp()
+            rho_T = (micro.old_log_probs - micro.rollout_log_probs).exp()
             weights_T = weights_T * rho_T.clamp(max=c.tis_cap)
         clips = (c.clip_ratio_low, c.clip_ratio_high, c.clip_ratio_c)
         loss, clipped, dual = policy_loss(
@@ -938,7 +937,6 @@ class PolicyWorker(Moves):
             return math.nan, 0.0
         config = self.config
         mini.weights = common.loss_weights(mini, config.loss_agg_mode, self.run.max_response_length)
-        self.model.train()
         total = 0.0
         for rows in self.my_micro_batches(mini):
             micro = self.micro_batch(mini, rows)
@@ -979,7 +977,7 @@ class PolicyWorker(Moves):
         }  # fmt: skip
 
         def write(tmp, group=None):
-            writer = HuggingFaceStorageWriter(tmp, save_distributed=True)
+            writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True)
             dcp.save(tensors, storage_writer=writer, process_group=group)
             common.write_json(f"{tmp}/trainer.json", state)
 
@@ -990,7 +988,7 @@ class PolicyWorker(Moves):
         module = critic_module(self.run.backend)
         saved = module.open_checkpoint(folder, ("actor",), common.shape_of(self.model_config))
         with common.blame(f"--resume {folder}: does not fit this actor"):
-            dcp.load(self.checkpoint_tensors(), storage_reader=HuggingFaceStorageReader(folder))
+            dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))
         self.updates = saved["updates"]
         self.optimizer_steps = saved["optimizer_steps"]
 
@@ -1064,7 +1062,7 @@ class Phases:
         self.offload = offload
         self.start = self.last = time.perf_counter()
         self.steps = 0
-        self.seconds = {}  # of this step, by phase
+        self.seconds = collections.Counter()  # of this step, by phase
 
     @contextlib.contextmanager
     def __call__(self, name, *workers):
@@ -1075,7 +1073,7 @@ class Phases:
         yield
         for worker in reversed(workers):
             worker.offload()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.seconds[name] += time.perf_counter() - start
 
     def take(self, tokens):
         """Metrics on the time of the step that ends now, which made this many tokens."""
@@ -1085,13 +1083,13 @@ class Phases:
         metrics["perf/time_step"] = (now - self.start) / self.steps
         metrics["perf/rollout_tokens_per_second"] = tokens / (now - self.last)
         self.last = now
-        self.seconds = {}
+        self.seconds.clear()
         return metrics
 
 
 def score(run, reward, phases, prompts, replies, row_ids):
     """Rewards of the caller's rows, a list (a collective). A function that fails is noted in the reply."""
-    if isinstance(reward, RewardModel):
+    if run.reward_model:
         with phases("reward", reward.worker):
             return reward.scores(prompts, replies, row_ids)
 
@@ -1110,20 +1108,24 @@ def score(run, reward, phases, prompts, replies, row_ids):
     return scores
 
 
-def of_all_rows(rows):
-    """Dicts, one for each of the caller's rows -> (those of all ranks, their faults) (a collective)."""
-    rows = list(itertools.chain(*common.of_all_ranks(rows)))
+def of_all_rows(prompts, replies, scores):
+    """(each row of all ranks as a dict, their rewards, how many failed) (a collective)."""
+    mine = [
+        {
+            "prompt": prompt.text, "response": reply.text, "answer": prompt.answer,
+            "reward": x, "fault": reply.fault, "tokens": len(reply.ids),
+        }
+        for prompt, reply, x in zip(prompts, replies, scores)
+    ]  # fmt: skip
+    rows = list(itertools.chain(*common.of_all_ranks(mine)))
     faults = [row["fault"] for row in rows if row["fault"]]
     if faults:
         print0(f"a row failed and counts as 0: {faults[0]}")
-    return rows, faults
+    return rows, torch.tensor([row["reward"] for row in rows], dtype=torch.float64), len(faults)
 
 
-def rollout_metrics(batch, scores, replies, run):
+def rollout_metrics(batch, rewards, faults, run):
     """What a step's rows are like, over all ranks (a collective)."""
-    mine = [{"reward": x, "fault": reply.fault} for x, reply in zip(scores, replies)]
-    rows, faults = of_all_rows(mine)
-    rewards = torch.tensor([row["reward"] for row in rows], dtype=torch.float64)
     whole = common.gather(batch)
     mask_T = whole.response_mask
     off_A = (whole.rollout_log_probs - whole.old_log_probs)[mask_T]
@@ -1133,8 +1135,8 @@ def rollout_metrics(batch, scores, replies, run):
     return {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(correction=0),
-        "reward/errors": len(faults),
-        "rollout/actions": len(off_A) / len(rows),
+        "reward/errors": faults,
+        "rollout/actions": len(off_A) / len(rewards),
         "rollout/tokens": len(mask_T),
         "rollout/truncated": whole.truncated.double().mean(),
         "rollout/log_prob_diff": off_A.double().mean(),
@@ -1149,22 +1151,11 @@ def evaluate(engine, task, run, reward, phases, step, logger):
     prompts = [task.held_out[row] for row in row_ids]
     replies = roll_out(engine, task, prompts, map(str, row_ids), run, temperature=0.0)
     scores = score(run, reward, phases, prompts, replies, row_ids)
-    rows, faults = of_all_rows([
-        {
-            "step": step, "prompt": prompt.text, "response": reply.text, "answer": prompt.answer,
-            "reward": reward, "fault": reply.fault, "tokens": len(reply.ids),
-        }
-        for prompt, reply, reward in zip(prompts, replies, scores)
-    ])  # fmt: skip
-    logger.log_samples(step, rows[:8])
-    metrics = {
-        "eval/reward": sum(row["reward"] for row in rows) / len(rows),
-        "eval/accuracy": sum(row["reward"] >= 1 for row in rows) / len(rows),
-        "eval/length": sum(row["tokens"] for row in rows) / len(rows),
-        "eval/errors": len(faults),
-    }
-    logger.log(step, metrics)
-    print0(f"held out   accuracy {metrics['eval/accuracy']:.3f}   reward {metrics['eval/reward']:.3f}")
+    rows, rewards, faults = of_all_rows(prompts, replies, scores)
+    logger.log_samples(step, [{"step": step, **row} for row in rows[:8]])
+    right = (rewards >= 1).double().mean()
+    logger.log(step, {"eval/reward": rewards.mean(), "eval/accuracy": right, "eval/errors": faults})
+    print0(f"held out   accuracy {right:.3f}   reward {rewards.mean():.3f}")
     for row in rows[:2]:
         print0(f"  {row['prompt'][-60:]!r} -> {row['response'][-60:]!r}  reward {row['reward']:g}")
 
@@ -1277,10 +1268,10 @@ def start_from(run, task, checkpoints):
 
 def checkpoint_writer(run, step, kl_coef, actor, critic):
     """write(tmp, group) of the whole state. Prompts and samples follow from the step, and need none."""
-    writers = {"actor": actor.checkpoint_writer(run.async_save)}
-    writers["critic"] = critic.checkpoint_writer(run.async_save)
+    parts = {"actor": actor, "critic": critic}
+    writers = {name: part.checkpoint_writer(run.async_save) for name, part in parts.items()}
 
-    def write(tmp, group=None):
+    def write(tmp, group):
         for name, write_part in writers.items():
             os.makedirs(f"{tmp}/{name}", exist_ok=True)
             write_part(f"{tmp}/{name}", group)
@@ -1368,7 +1359,8 @@ def main(run):
             if reference is not None:
                 with phases("reference", reference):
                     batch.ref_log_probs = reference.compute_log_probs(batch)
-            metrics = rollout_metrics(batch, scores, replies, run)
+            _, rewards, faults = of_all_rows(prompts, replies, scores)
+            metrics = rollout_metrics(batch, rewards, faults, run)
             if step == first_step:
                 check_engine(run, metrics, engine)
             with phases("critic", critic):
