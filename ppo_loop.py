@@ -37,7 +37,7 @@ import tempfile
 import time
 import warnings
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 import torch
@@ -114,14 +114,11 @@ class VLLMConfig:
     sleep_level: Literal[1, 2] = 1  # with --offload its weights wait on the host (1), or are dropped (2)
 
 
-CriticConfig = TypeVar("CriticConfig")  # of the script that --critic names
-
-
 @dataclass(frozen=True)
-class Run(Generic[CriticConfig]):
+class Run:
     """Trains a policy by PPO, evaluates it, saves it as a checkpoint and a Hugging Face folder."""
 
-    critic: CriticConfig
+    critic: Any  # Config of the script that --critic names
     actor: ActorConfig = ActorConfig()
     vllm: VLLMConfig = VLLMConfig()
     # whose flags are --critic.*
@@ -188,7 +185,7 @@ def parse(args):
     backend = "megatron" if re.search(r"--critic[ =]megatron", " ".join(args)) else "fsdp"
     config = critic_module(backend).Config
     default = Run(critic=config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size))
-    return tyro.cli(Run[config], default=default, description=__doc__, args=args, console_outputs=RANK == 0)
+    return tyro.cli(Run, default=default, description=__doc__, args=args, console_outputs=RANK == 0)
 
 
 def critic_module(backend):
@@ -213,8 +210,7 @@ def check_flags(run):
     except pydantic.ValidationError as error:
         fault = error.errors()[0]
         name = ".".join(map(str, fault["loc"])).replace("_", "-")
-        message = fault["msg"].replace("Input should be", "must be")
-        raise UserError(f"--{name} {fault['input']}: {message}") from None
+        raise UserError(f"--{name} {fault['input']}: {fault['msg']}") from None
     shards = run.actor.fsdp_size
     rules = {
         "--target-kl: adapts --kl-coef, so give it a value above 0": not run.target_kl or run.kl_coef,
@@ -261,23 +257,22 @@ class Task(NamedTuple):
 
 def addition_prompts(n, seed, tokenizer, held_out=False):
     """n additions of two numbers of two digits; the prompts of the toy, with the same ones held out."""
-    texts = [json.loads(row)["prompt"] for row in common.toy_rows(n, seed, held_out)]
-    prompts = []
-    for text in dict.fromkeys(texts):  # each once
+    prompts = {}  # by text: each once
+    for row in common.toy_rows(n, seed, held_out):
+        text = json.loads(row)["prompt"]
         answer = sum(map(int, text[:-1].split("+")))
-        prompts.append(Prompt(tokenizer(text)["input_ids"], text, str(answer)))
-    return prompts
+        prompts[text] = Prompt(tokenizer(text)["input_ids"], text, str(answer))
+    return list(prompts.values())
 
 
 def load_prompts(path, flag, run, tokenizer):
     """Prompts of a JSONL file, without those that are too long. UserError names the first bad row."""
     prompts = []
-    with common.blame(f"{flag} {path}"):
-        lines = pathlib.Path(path).read_bytes().splitlines()
-    for number, line in enumerate(common.progress(lines, "prompts"), 1):
-        if line.strip():
-            with common.blame(f"{flag} {path}:{number}"):
-                prompts.append(parse_prompt(json.loads(line), run, tokenizer))
+    with common.blame(f"{flag} {path}"), open(path, "rb") as file:
+        for number, line in enumerate(common.progress(file, "prompts"), 1):
+            if line.strip():
+                with common.blame(f"{flag} {path}:{number}"):
+                    prompts.append(parse_prompt(json.loads(line), run, tokenizer))
     short = [prompt for prompt in prompts if len(prompt.ids) <= run.max_prompt_length]
     if len(short) < len(prompts):
         print0(f"{flag} {path}: left out {len(prompts) - len(short)} prompts above --max-prompt-length")
@@ -500,16 +495,14 @@ class Draw(LogitsProcessor):
 
 
 class Moves:
-    """Has a model, maybe an optimizer, and gives its device memory to others for a while."""
+    """Has a model, maybe an optimizer, and lends its device memory to others."""
 
     optimizer = None
 
     def offload(self):
-        """Gives it."""
         self.move(torch.device("cpu"))
 
     def onload(self):
-        """Takes it back."""
         self.move(self.device)
 
     def move(self, device):
@@ -595,7 +588,7 @@ class VLLMRollout:
             model_config.save_pretrained(folder)
             with warnings.catch_warnings(action="ignore"), torch.random.fork_rng():
                 with common.blame(f"--rollout vllm: cannot run {run.actor.model}"):
-                    self.llm = self.start(folder, task.longest, size)
+                    self.start(folder, task.longest, size)
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
         self.engines.append(self.llm)
@@ -617,7 +610,7 @@ class VLLMRollout:
             from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
             CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
-        llm = LLM(
+        self.llm = LLM(
             model=folder,
             load_format="dummy",  # the first sync fills it
             skip_tokenizer_init=True,
@@ -634,9 +627,8 @@ class VLLMRollout:
             logprobs_mode="processed_logprobs",  # of what is sampled from: after temperature and top-p
             seed=0,  # of nothing: requests bring their own
         )
-        if size > 1:  # more shared memory, which nothing removes when common.launch ends the process
-            get_tp_group().mq_broadcaster = None
-        return llm
+        # more shared memory, which nothing removes when common.launch ends the process
+        get_tp_group().mq_broadcaster = None
 
     def onload(self):
         """Wakes the weights. Only after a sync is there a cache, and something to generate with."""
@@ -746,9 +738,9 @@ def goes_on(prompt, reply, task, run):
     if not reply.finished:
         return False
     said, reply.fault = guarded(task.observe, run.reward_timeout, prompt.text, reply.text, prompt.answer)
-    if not isinstance(said, str | None):
-        reply.fault = f"an environment answers with text or None, not {said!r:.40}"
-    if said is None or reply.fault:
+    if not isinstance(said, str):
+        if said is not None:
+            reply.fault = f"an environment answers with text or None, not {said!r:.40}"
         return False
     said = said.encode(errors="replace").decode()  # half a surrogate pair is no text: "?" for it
     ids = task.tokenizer(said, add_special_tokens=False)["input_ids"]
@@ -834,8 +826,8 @@ class PolicyWorker(Moves):
                 source = Policy(lm)
             with torch.device("meta"):
                 lm = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options)
-        if config.gradient_checkpointing and trains:
-            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if config.gradient_checkpointing:
+            lm.gradient_checkpointing_enable()
         kind = "actor    " if trains else "reference"
         print0(f"{kind}  {config.model} ({model_config.model_type}), {lm.num_parameters():,} parameters")
         self.model = Policy(lm).requires_grad_(trains)
@@ -858,11 +850,8 @@ class PolicyWorker(Moves):
             )
             # as AdamW makes it at its first step, so that a checkpoint always has it
             for p in weights:
-                self.optimizer.state[p] = {
-                    "step": torch.zeros((), device=p.device),
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
-                }
+                state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                self.optimizer.state[p] = {"step": torch.zeros((), device=device), **state}
         self.optimizer_steps = 0  # taken, skipped ones not counted
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
 
@@ -904,10 +893,7 @@ class PolicyWorker(Moves):
         for epoch in range(self.config.ppo_epochs):
             shuffled = batch.shuffled(self.run.seed, self.updates, epoch)
             for mini in shuffled.split(self.config.ppo_mini_batch_size):
-                norm, sums = self.step(mini)
-                norms.append(norm)
-                if math.isfinite(norm):
-                    totals += sums
+                norms.append(self.step(mini, totals))
         self.updates += 1
         dist.all_reduce(totals)
         return common.update_metrics("actor", names, totals, norms, self.optimizer.param_groups[0]["lr"])
@@ -930,11 +916,11 @@ class PolicyWorker(Moves):
         kl = (micro.old_log_probs - log_probs_T).sum()
         return whole, [loss, clipped, dual, kl, ref_kl_T.sum(), entropy_T.sum(), mask_T.sum()]
 
-    def step(self, mini):
-        """One optimizer step on a global mini-batch -> (gradient norm before clipping, this rank's sums). A
-        norm that is not finite skips the step, on all ranks; so does a mini-batch without an action."""
+    def step(self, mini, totals):
+        """One optimizer step on a global mini-batch -> gradient norm before clipping; adds to totals.
+        A norm that is not finite skips the step, on all ranks; so does a mini-batch without an action."""
         if not mini.response_mask.any():
-            return math.nan, 0.0
+            return math.nan
         config = self.config
         mini.weights = common.loss_weights(mini, config.loss_agg_mode, self.run.max_response_length)
         total = 0.0
@@ -950,8 +936,9 @@ class PolicyWorker(Moves):
             self.optimizer.param_groups[0]["lr"] = config.lr * warm
             self.optimizer.step()
             self.optimizer_steps += 1
+            totals += total
         self.optimizer.zero_grad()
-        return norm, total
+        return norm
 
     def weights(self, dtype=torch.float32):
         """(name, whole tensor) of each weight of the language model, one at a time (a collective)."""
@@ -987,8 +974,7 @@ class PolicyWorker(Moves):
         """Restores what checkpoint_writer wrote, on any world size. UserError: damaged or foreign."""
         module = critic_module(self.run.backend)
         saved = module.open_checkpoint(folder, ("actor",), common.shape_of(self.model_config))
-        with common.blame(f"--resume {folder}: does not fit this actor"):
-            dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))
+        dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))
         self.updates = saved["updates"]
         self.optimizer_steps = saved["optimizer_steps"]
 
@@ -1120,7 +1106,7 @@ def of_all_rows(prompts, replies, scores):
     rows = list(itertools.chain(*common.of_all_ranks(mine)))
     faults = [row["fault"] for row in rows if row["fault"]]
     if faults:
-        print0(f"a row failed and counts as 0: {faults[0]}")
+        print0(f"{len(faults)} rows failed and count as 0: {faults[0]}")
     return rows, torch.tensor([row["reward"] for row in rows], dtype=torch.float64), len(faults)
 
 
@@ -1164,8 +1150,6 @@ def print_step(step, steps, m):
     """One aligned line that tells how a step went, in units a person reads."""
     n = common.number
     left = datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
-    odd = {"reward/errors": "reward errors", "actor/skipped_steps": "skipped"}
-    odd = "".join(f"  {m[key]:.0f} {words}" for key, words in odd.items() if m.get(key))
     print0(
         f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}"
         f"  length {m['rollout/actions']:.1f}"
@@ -1173,7 +1157,7 @@ def print_step(step, steps, m):
         f"  clipped {n(m.get('actor/pg_clipfrac'), '.3f')}  |g| {n(m.get('actor/grad_norm'), '.2g'):>5}"
         f"  value loss {n(m['critic/vf_loss'], '.4f')}"
         f"  explained var {n(m['critic/explained_var'], '.2f'):>5}"
-        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}{odd}"
+        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}"
     )
 
 
@@ -1268,8 +1252,10 @@ def start_from(run, task, checkpoints):
 
 def checkpoint_writer(run, step, kl_coef, actor, critic):
     """write(tmp, group) of the whole state. Prompts and samples follow from the step, and need none."""
-    parts = {"actor": actor, "critic": critic}
-    writers = {name: part.checkpoint_writer(run.async_save) for name, part in parts.items()}
+    writers = {
+        "actor": actor.checkpoint_writer(run.async_save),
+        "critic": critic.checkpoint_writer(run.async_save),
+    }
 
     def write(tmp, group):
         for name, write_part in writers.items():
