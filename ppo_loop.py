@@ -9,9 +9,8 @@
         --reward gsm8k --max-response-length 512
     python ppo_loop.py --help                             every flag; the critic's own are under --critic.
 
-Rollout, reward, reference, values, advantages, critic, actor, sync: main() at the end is the algorithm, the
-rest is what it calls. Actor and reference are Hugging Face models on FSDP2; the critic is the CriticWorker of
-critic_fsdp.py or critic_megatron.py, with its own model and layout. Copy this file with those and common.py.
+main() at the end is the algorithm, the rest is what it calls. Actor and reference are Hugging Face models on
+FSDP2; the critic is the CriticWorker of critic_fsdp.py or critic_megatron.py. Copy this file with those.
 
 Shapes are in the names: T tokens, sequences end to end; A actions (tokens the policy chose); C a chunk of
 them; B sequences; L tokens of a padded row; R tokens of a response; V vocabulary; D hidden features.
@@ -27,7 +26,6 @@ import itertools
 import json
 import math
 import os
-import pathlib
 import random
 import re
 import runpy
@@ -76,18 +74,15 @@ class ActorConfig:
     model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
     tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own)
     override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-
     # layout, precision
     fsdp_size: int = -1  # ranks that share one copy of the weights; others hold replicas (-1: all share one)
     # dtype of matrix products (auto: bfloat16, but float32 on CPU)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
-
     # batches
     ppo_epochs: Positive = 1  # passes over the rows of one update
     ppo_mini_batch_size: Positive = 128  # rows of one optimizer step, over all ranks
     ppo_max_token_len_per_gpu: Positive = 16384  # tokens of a rank's micro-batch, a hard cap
-
     # loss
     clip_ratio_low: Share = 0.2  # PPO's clip range of the ratio, below 1
     clip_ratio_high: Rate = 0.2  # PPO's clip range of the ratio, above 1
@@ -97,7 +92,6 @@ class ActorConfig:
     kl_loss_type: KL = "k3"  # how it is estimated
     tis_cap: Rate | None = None  # weigh a token by pi_actor / pi_engine, at most this (None: no weighing)
     loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
-
     # optimizer
     lr: Rate | None = None  # learning rate of AdamW (None: 5e-4 for the built-in task, 1e-6 otherwise)
     lr_warmup_steps: Count = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
@@ -123,7 +117,6 @@ class Run:
     vllm: VLLMConfig = VLLMConfig()
     # whose flags are --critic.*
     backend: Annotated[Literal["fsdp", "megatron"], tyro.conf.arg(name="critic")] = "fsdp"
-
     # task
     prompts: str | None = None  # JSONL (None: the built-in addition)
     eval_prompts: str | None = None  # JSONL to evaluate on (None: no evaluation; addition has its own)
@@ -132,14 +125,12 @@ class Run:
     chat: bool = False  # send a text prompt through the tokenizer's chat template, as a user's message
     max_prompt_length: Positive = 1024  # longer prompts, in tokens, are left out and counted
     supervised_steps: Count = 250  # addition with a tiny-* actor: steps of supervised learning before PPO
-
     # reward
     reward: str | None = None  # addition, gsm8k or FILE.py:FUNCTION, f(prompt, response, answer) -> number
     reward_model: str | None = None  # or a reward model, by folder or hub name (one label, on the last token)
     reward_timeout: Rate = 10.0  # seconds for the reward or environment of a row
     environment: str | None = None  # FILE.py:FUNCTION, f(prompt, response, answer) -> observation or None
     max_turns: Positive = 8  # turns of the policy in one row, if there is an environment
-
     # rollout
     rollout: Literal["hf", "vllm"] = "hf"  # engine: generate of transformers on a whole actor, or vLLM
     train_batch_size: Positive = 256  # prompts of a step, over all ranks
@@ -149,19 +140,16 @@ class Run:
     top_p: Share = 1.0  # sample only from the likeliest tokens with this probability
     rollout_batch_size: Positive = 256  # rows generated at once by an engine
     dump_rollouts: bool = False  # write every step's rows as JSONL to out_dir/rollouts
-
     # advantages
     gamma: Fraction = 1.0  # discount of a reward per action
     lam: Fraction = 1.0  # GAE's lambda for the returns that the critic learns
     lam_policy: Fraction | None = None  # GAE's lambda for the advantages (None: as lam): decoupled GAE
     whiten_advantages: bool = True  # give advantages mean 0 and deviation 1 over the global batch
     bootstrap_truncated: bool = False  # the last value stands for the future of a row that was cut off
-
     # KL to the reference in the reward
     kl_coef: Weight = 0.0  # cost of a nat, token by token (0: nothing)
     kl_penalty: KL = "k1"  # how it is estimated
     target_kl: Rate | None = None  # adapt kl_coef so that the KL of a token stays near this (None: fixed)
-
     # run
     steps: Positive = 100  # PPO steps
     critic_warmup: Count = 0  # first steps, in which the critic alone learns
@@ -204,7 +192,7 @@ def flags_of(part):
 
 
 def check_flags(run):
-    """Raises UserError for flags that cannot work, before a process group or a model is built."""
+    """UserError for flags that cannot work, before a process group or a model is built."""
     try:
         pydantic.TypeAdapter(Run).validate_python(dataclasses.asdict(run))
     except pydantic.ValidationError as error:
@@ -357,8 +345,8 @@ def guarded(function, seconds, *args):
 
 
 class RewardModel:
-    """Scores whole rows by the one label of a classifier, read on their last token. That is the value of the
-    state after the last action, so a worker of the critic's script computes it."""
+    """Scores whole rows by the one label of a classifier, read on their last token: the value of the state
+    after the last action, so a worker of the critic's script computes it."""
 
     def __init__(self, run, tokenizer):
         config = dataclasses.replace(
@@ -399,11 +387,10 @@ def policy_loss(log_probs_T, old_T, advantages_T, mask_T, weights_T, clip_low, c
     """PPO's clipped objective -> (loss, actions where clipping decided, where the dual clip did), all 0-dim.
 
         r_t = pi(a_t) / pi_old(a_t),  L_t = max( -r_t A_t, -clip(r_t, 1 - low, 1 + high) A_t )
-        loss = sum_t w_t L_t
+        loss = sum_t w_t L_t            a bad action costs at most -c A_t, if there is a clip_dual c > 1
 
-    1707.06347, eq. 7; low and high apart: DAPO, 2503.14476, eq. 10. clip_dual c > 1 bounds what a bad action
-    can cost: where A_t < 0, L_t is at most -c A_t (1912.09729, eq. 5). log r is kept within +-20. What stands
-    where the mask is false never enters, not even a NaN."""
+    1707.06347, eq. 7; low and high apart: 2503.14476, eq. 10; c: 1912.09729, eq. 5. log r is kept within
+    +-20. What stands where the mask is false never enters, not even a NaN."""
     log_ratio_T = torch.where(mask_T, log_probs_T - old_T, 0.0)
     a_T = torch.where(mask_T, advantages_T, 0.0)
     ratio_T = log_ratio_T.clamp(-20, 20).exp()
@@ -416,14 +403,8 @@ def policy_loss(log_probs_T, old_T, advantages_T, mask_T, weights_T, clip_low, c
 
 
 def kl_penalty(log_probs_T, ref_log_probs_T, kind):
-    """Per-token estimate of KL(policy || reference) from the log-probs of the chosen tokens.
-
-        k1    log p - log q
-        abs   |log p - log q|
-        k2    (log p - log q)^2 / 2
-        k3    q/p - 1 - log(q/p), with log(q/p) clamped to +-20 and the result to +-10
-
-    Schulman, "Approximating KL divergence" (2020)."""
+    """Estimates of KL(policy || reference) from log p and log q of the chosen tokens: k1 is log p - log q,
+    abs its magnitude, k2 half its square, k3 q/p - 1 - log(q/p) (Schulman, "Approximating KL divergence")."""
     log_ratio_T = log_probs_T - ref_log_probs_T
     if kind == "k3":
         log_inverse_T = (-log_ratio_T).clamp(-20, 20)
@@ -432,10 +413,8 @@ def kl_penalty(log_probs_T, ref_log_probs_T, kind):
 
 
 def next_kl_coef(coef, kl, n, target=None):
-    """The KL coefficient after a batch of n rows with mean divergence kl (1909.08593, section 2.2).
-
-    target None keeps it fixed; otherwise coef *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon. The
-    horizon is the paper's 10,000 rows, or n if that is more: else coef could turn negative."""
+    """The KL coefficient after a batch of n rows with mean divergence kl (1909.08593, section 2.2). Its
+    horizon is 10,000 rows, or n if that is more: else the coefficient could turn negative."""
     if target is None:
         return coef
     error = min(max(kl / target - 1, -0.2), 0.2)
@@ -443,20 +422,16 @@ def next_kl_coef(coef, kl, n, target=None):
 
 
 def masked_whiten(x_T, mask_T):
-    """(x - mean) / std over the masked entries of all ranks together; zero elsewhere. The variance is the
-    unbiased one, of n - 1, and 1e-8 is added to it; a single entry has variance 0."""
+    """(x - mean) / std over the masked entries of all ranks, zero elsewhere; 1e-8 is added to variance."""
     x_A = x_T[mask_T].double()
     all_A = torch.cat(common.of_all_ranks(x_A))
     std = (all_A.var(correction=min(1, len(all_A) - 1)) + 1e-8).sqrt()
-    white_A = (x_A - all_A.mean()) / std
-    return torch.zeros_like(x_T).masked_scatter(mask_T, white_A.float())
+    return torch.zeros_like(x_T).masked_scatter(mask_T, ((x_A - all_A.mean()) / std).float())
 
 
 def add_advantages(batch, scores, kl_coef, run):
-    """Fills token_level_rewards, advantages and returns of the caller's rows (a collective).
-
-    The last action of a row earns its score; each action pays kl_coef for its KL to the reference. The critic
-    learns returns of run.lam, the actor may use another lambda (decoupled GAE, 2503.01491, section 4.2)."""
+    """Fills token_level_rewards, advantages and returns of the caller's rows (a collective). Each action pays
+    for its KL to the reference, the last one earns the score. Decoupled GAE: 2503.01491, section 4.2."""
     kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
     batch.token_level_rewards = (-kl_coef * kl_T).index_add(0, batch.last_action, torch.tensor(scores))
     common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
@@ -482,8 +457,7 @@ class Draw(LogitsProcessor):
 
     def __call__(self, ids_BL, logits_BV):
         log_p_BV = (logits_BV.float() / (self.temperature or 1.0)).log_softmax(-1)
-        # inverse of the distribution function: one number a token, the same on every device
-        if self.temperature:
+        if self.temperature:  # one number a token: the inverse of the distribution function
             log_p_BV = TopPLogitsWarper(self.top_p)(ids_BL, log_p_BV).log_softmax(-1)
             cdf_BV = log_p_BV.double().exp().cumsum(-1)
             u_B1 = self.u_BR[:, len(self.log_probs), None] * cdf_BV[:, -1:]
@@ -495,7 +469,7 @@ class Draw(LogitsProcessor):
 
 
 class Moves:
-    """Has a model, maybe an optimizer, and lends its device memory to others."""
+    """Has a model and maybe an optimizer, whose device memory others can have for a while."""
 
     optimizer = None
 
@@ -512,19 +486,19 @@ class Moves:
 
 
 class HFRollout(Moves):
-    """Generates with transformers on a whole copy of the policy, each rank for the rows it owns. A row draws
-    its random numbers from its key alone, so up to rounding its sample is the same in any batch."""
+    """Generates with transformers on a whole copy of the policy, each rank for the rows it owns. A row's
+    random numbers follow from its key, so up to rounding its sample is the same in any batch."""
 
     def __init__(self, run, task, device):
         self.run = run
         self.stop_ids = task.stop_ids
         self.device = device
         self.dtype = common.compute_dtype(run.actor.param_dtype, device)
-        # sdpa would drop it
         capped = getattr(task.model_config.get_text_config(), "attn_logit_softcapping", None)
+        # sdpa would drop it
         options = {"attn_implementation": "eager" if capped else "sdpa", "dtype": self.dtype}
         with device:
-            self.model = AutoModelForCausalLM.from_config(copy.deepcopy(task.model_config), **options).eval()
+            self.model = AutoModelForCausalLM.from_config(copy.deepcopy(task.model_config), **options)
         self.model.generation_config = GenerationConfig(eos_token_id=task.stop_ids, pad_token_id=0)
 
     @torch.no_grad()
@@ -534,8 +508,8 @@ class HFRollout(Moves):
             self.model.get_parameter(name).copy_(weight)
 
     def generate(self, rows, temperature):
-        """(token ids of a prompt, key of its random numbers, most new tokens) of each row -> for each
-        (token ids, their log-probs as sampled, whether it ended by itself). temperature 0: greedy."""
+        """(token ids of a prompt, key of its random numbers, most new tokens) of each row -> for each (token
+        ids, their log-probs as sampled, whether it ended by itself). temperature 0: greedy."""
         size = self.run.rollout_batch_size
         replies = []
         for first in common.progress(range(0, len(rows), size), "rollout"):
@@ -545,8 +519,10 @@ class HFRollout(Moves):
             sources = [torch.Generator().manual_seed(seed_of(key)) for key in keys]
             u_BR = torch.stack([torch.rand(max(room), generator=g, dtype=torch.float64) for g in sources])
             draw = Draw(u_BR.to(self.device), temperature, self.run.top_p)
-            options = {"max_new_tokens": max(room), "logits_processor": [draw]}
-            out_BL = self.model.generate(ids_BL.clamp(min=0), attention_mask=ids_BL >= 0, **options)
+            out_BL = self.model.generate(
+                ids_BL.clamp(min=0), attention_mask=ids_BL >= 0,
+                max_new_tokens=max(room), logits_processor=[draw],
+            )  # fmt: skip
             out_BR = out_BL[:, ids_BL.shape[1] :]
             log_probs_BR = torch.stack(draw.log_probs, 1)
             for ids, log_probs, most in zip(out_BR.tolist(), log_probs_BR.tolist(), room):
@@ -562,10 +538,8 @@ def seed_of(key):
 
 
 class VLLMRollout:
-    """Generates with vLLM in this process: one engine on every --vllm.tensor-parallel-size ranks.
-
-    It has the methods of HFRollout. vLLM finds the trainer's process group and makes its own groups of it; an
-    engine that is deleted takes the trainer's group with it, so all live as long as the process."""
+    """Like HFRollout, with vLLM in this process: one engine on every --vllm.tensor-parallel-size ranks. An
+    engine that is deleted takes the trainer's process group with it, so all live as long as the process."""
 
     engines = []
 
@@ -605,8 +579,7 @@ class VLLMRollout:
         from vllm.distributed.parallel_state import get_tp_group
         from vllm.platforms import current_platform
 
-        # its shared memory has one name in all runs of a machine, and stays: so it takes gloo
-        if self.on_cpu:
+        if self.on_cpu:  # its shared memory has one name in all runs of a machine, and stays: gloo instead
             from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
             CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
@@ -627,8 +600,7 @@ class VLLMRollout:
             logprobs_mode="processed_logprobs",  # of what is sampled from: after temperature and top-p
             seed=0,  # of nothing: requests bring their own
         )
-        # more shared memory, which nothing removes when common.launch ends the process
-        get_tp_group().mq_broadcaster = None
+        get_tp_group().mq_broadcaster = None  # it is shared memory, which common.launch would leave behind
 
     def onload(self):
         """Wakes the weights. Only after a sync is there a cache, and something to generate with."""
@@ -639,8 +611,7 @@ class VLLMRollout:
         self.llm.sleep(level=self.run.vllm.sleep_level)
 
     def sync(self, weights):
-        """Takes the actor's weights, (name, whole tensor) pairs in self.dtype, layer by layer (a collective);
-        forgets cached keys and values, which were the old weights'."""
+        """Takes the actor's weights, (name, whole tensor) pairs in self.dtype (a collective)."""
         if self.on_cpu:
             self.llm.apply_model(forget_experts)
         named = (
@@ -653,7 +624,7 @@ class VLLMRollout:
             self.llm.apply_model(repack_head)
         if self.llm.llm_engine.is_sleeping():
             self.llm.wake_up(tags=["kv_cache"])
-        self.llm.reset_prefix_cache()
+        self.llm.reset_prefix_cache()  # it has keys and values of the old weights
 
     def generate(self, rows, temperature):
         """As HFRollout.generate. Ranks that share an engine call it together."""
@@ -717,7 +688,7 @@ def roll_out(engine, task, prompts, keys, run, temperature):
     replies = [Reply() for _ in prompts]
     going = list(zip(prompts, keys, replies))
     for turn in range(run.max_turns if task.observe else 1):
-        if turn > 0:
+        if turn:
             going = [row for row in going if goes_on(row[0], row[2], task, run)]
             if not any(common.of_all_ranks(bool(going))):
                 break
@@ -790,7 +761,7 @@ class Policy(nn.Module):
         out = self.lm.get_decoder()(ids_T[None], position_ids=place_T[None], use_cache=False)
         action_A = micro.response_mask.nonzero()[:, 0]
         hidden_AD = out.last_hidden_state[0, action_A - 1]  # the state before each action
-        # the logits of a chunk at a time, which the backward pass computes again
+        # logits of a chunk at a time, which the backward pass computes again
         size = LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight)
         chunks = zip(hidden_AD.split(size), ids_T[action_A].split(size))
         out_2A = [checkpoint(self.read, *chunk, temperature, use_reentrant=False) for chunk in chunks]
@@ -809,8 +780,7 @@ class Policy(nn.Module):
 
 
 class PolicyWorker(Moves):
-    """A policy spread over all ranks by FSDP2; a reference has no optimizer. Methods under DP_COMPUTE_PROTO
-    take the rows a rank owns and work on the global batch, the others have equal arguments on all ranks."""
+    """A policy spread over all ranks by FSDP2; a reference has no optimizer."""
 
     def __init__(self, run, model_config, device, trains=True):
         self.run = run
@@ -838,8 +808,7 @@ class PolicyWorker(Moves):
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for module in (*common.transformer_blocks(self.model), self.model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-        # an expert may have seen no token here, but some on another rank
-        self.model.set_reduce_scatter_unused_params(True)
+        self.model.set_reduce_scatter_unused_params(True)  # experts may have seen tokens on other ranks only
         self.model.to_empty(device=device)
         lm.tie_weights()  # to_empty made two of what is one
         common.send_weights(self.model, source)
@@ -860,7 +829,7 @@ class PolicyWorker(Moves):
     def compute_log_probs(self, batch):
         """Log-probs of the actions of the caller's rows at --temperature: (T,) float32, zero elsewhere."""
         log_probs_T = torch.zeros(len(batch.input_ids), device=self.device)
-        for rows in common.progress(self.my_micro_batches(batch), "log-probs"):
+        for rows in self.my_micro_batches(batch):
             out_T, _ = self.model(self.micro_batch(batch, rows), self.run.temperature)
             if rows:
                 log_probs_T[batch.token_index(rows)] = out_T
@@ -870,9 +839,9 @@ class PolicyWorker(Moves):
 
     def my_micro_batches(self, batch):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
-        costs = map(self.flops, batch.lengths)
+        costs = [self.flops(n) for n in batch.lengths]
         split = critic_module(self.run.backend).micro_batches
-        return split(batch.lengths, list(costs), WORLD_SIZE, self.config.ppo_max_token_len_per_gpu)[RANK]
+        return split(batch.lengths, costs, WORLD_SIZE, self.config.ppo_max_token_len_per_gpu)[RANK]
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
@@ -917,8 +886,8 @@ class PolicyWorker(Moves):
         return whole, [loss, clipped, dual, kl, ref_kl_T.sum(), entropy_T.sum(), mask_T.sum()]
 
     def step(self, mini, totals):
-        """One optimizer step on a global mini-batch -> gradient norm before clipping; adds to totals.
-        A norm that is not finite skips the step, on all ranks; so does a mini-batch without an action."""
+        """One optimizer step on a global mini-batch -> gradient norm before clipping; adds to totals. A norm
+        that is not finite skips the step on all ranks, and so does a mini-batch without an action."""
         if not mini.response_mask.any():
             return math.nan
         config = self.config
@@ -927,8 +896,7 @@ class PolicyWorker(Moves):
         for rows in self.my_micro_batches(mini):
             micro = self.micro_batch(mini, rows)
             loss, sums = self.loss(micro, *self.model(micro, self.run.temperature))
-            # the loss is a sum over all ranks, but FSDP averages gradients over them
-            (loss * WORLD_SIZE).backward()
+            (loss * WORLD_SIZE).backward()  # a sum over all ranks, but FSDP averages gradients over them
             total += torch.stack(sums).detach()
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip).full_tensor())
         if math.isfinite(norm):
@@ -979,8 +947,7 @@ class PolicyWorker(Moves):
         self.optimizer_steps = saved["optimizer_steps"]
 
     def export_hf(self, folder, tokenizer):
-        """Writes the language model as a Hugging Face folder that AutoModelForCausalLM loads."""
-        # every rank takes part, rank 0 keeps them, on the host
+        """Writes the language model as a Hugging Face folder; all ranks take part, rank 0 has the weights."""
         state = {name: weight.cpu() for name, weight in self.weights() if RANK == 0}
         with common.published(folder) as tmp:
             if RANK == 0:
@@ -1008,8 +975,7 @@ def stop_tokens(config, tokenizer):
 
 
 def learn_to_add(run, task, folder):
-    """Supervised warm-up by rank 0 on a noisy adder: PPO should start with an actor that is sometimes right.
-    It errs in three of four sums that carry and in three of five others; none of its prompts is held out."""
+    """Supervised warm-up on rank 0: PPO should start with a noisy adder, an actor that is sometimes right."""
     with common.published(folder) as tmp:
         if RANK == 0:
             torch.manual_seed(run.seed)
@@ -1110,7 +1076,7 @@ def of_all_rows(prompts, replies, scores):
     return rows, torch.tensor([row["reward"] for row in rows], dtype=torch.float64), len(faults)
 
 
-def rollout_metrics(batch, rewards, faults, run):
+def rollout_metrics(batch, run, rows, rewards, faults):
     """What a step's rows are like, over all ranks (a collective)."""
     whole = common.gather(batch)
     mask_T = whole.response_mask
@@ -1122,7 +1088,7 @@ def rollout_metrics(batch, rewards, faults, run):
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(correction=0),
         "reward/errors": faults,
-        "rollout/actions": len(off_A) / len(rewards),
+        "rollout/actions": len(off_A) / len(rows),
         "rollout/tokens": len(mask_T),
         "rollout/truncated": whole.truncated.double().mean(),
         "rollout/log_prob_diff": off_A.double().mean(),
@@ -1166,8 +1132,6 @@ CURVES = {  # panel -> metrics
     "how far the policy has moved": ("actor/entropy", "kl/reference"),
     "explained variance": ("critic/explained_var",),
 }
-
-
 LONGEST = "the longest prompt with its response"
 
 
@@ -1227,7 +1191,8 @@ def start_from(run, task, checkpoints):
     kl_coef = run.kl_coef
     if folder:
         common.verify(f"{folder}/loop.json")
-        saved = json.loads(pathlib.Path(folder, "loop.json").read_text())
+        with open(f"{folder}/loop.json") as file:
+            saved = json.load(file)
         step = saved["step"]
         if run.target_kl:
             kl_coef = saved["kl_coef"]
@@ -1267,8 +1232,8 @@ def checkpoint_writer(run, step, kl_coef, actor, critic):
 
 
 def build(run, task, device, checkpoints):
-    """(actor, reference or None, critic, reward function or model, rollout engine without weights yet) on all
-    ranks, from the checkpoint if the run is resumed. With --offload each is away while the next is made."""
+    """(actor, reference or None, critic, reward function or model, rollout engine without weights yet), from
+    the checkpoint if the run is resumed. With --offload each is away while the next is made."""
     folder = checkpoints.folder
 
     def away(worker):
@@ -1303,10 +1268,8 @@ def check_engine(run, metrics, engine):
     """UserError if engine and actor, which have the same weights, do not agree on the first rows."""
     off = metrics["rollout/log_prob_diff"]
     if not off < (1e-3 if engine.dtype == torch.float32 else 0.5):
-        raise UserError(
-            f"--actor.model {run.actor.model}: log-probs of the rollout are off the actor's by {off:.1e} a "
-            "token; the model changes its logits in a way that Policy does not know, or rows see each other"
-        )
+        words = "a token; Policy does not know how this model makes its logits, or rows see each other"
+        raise UserError(f"--actor.model {run.actor.model}: the rollout is off the actor by {off:.1e} {words}")
 
 
 def main(run):
@@ -1345,8 +1308,7 @@ def main(run):
             if reference is not None:
                 with phases("reference", reference):
                     batch.ref_log_probs = reference.compute_log_probs(batch)
-            _, rewards, faults = of_all_rows(prompts, replies, scores)
-            metrics = rollout_metrics(batch, rewards, faults, run)
+            metrics = rollout_metrics(batch, run, *of_all_rows(prompts, replies, scores))
             if step == first_step:
                 check_engine(run, metrics, engine)
             with phases("critic", critic):
@@ -1356,8 +1318,8 @@ def main(run):
             if step >= run.critic_warmup:
                 with phases("actor", actor):
                     metrics |= actor.update_policy(batch)
-                rows = run.train_batch_size * run.rollout_n
-                kl_coef = next_kl_coef(kl_coef, metrics["kl/reference"], rows, run.target_kl)
+                n = run.train_batch_size * run.rollout_n
+                kl_coef = next_kl_coef(kl_coef, metrics["kl/reference"], n, run.target_kl)
             logger.check_progress(metrics, batch)
             if run.dump_rollouts:
                 common.write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl")
