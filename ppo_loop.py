@@ -198,7 +198,8 @@ def check_flags(run):
     except pydantic.ValidationError as error:
         fault = error.errors()[0]
         name = ".".join(map(str, fault["loc"])).replace("_", "-")
-        raise UserError(f"--{name} {fault['input']}: {fault['msg']}") from None
+        message = fault["msg"].replace("Input should be", "must be")
+        raise UserError(f"--{name} {fault['input']}: {message}") from None
     shards = run.actor.fsdp_size
     rules = {
         "--target-kl: adapts --kl-coef, so give it a value above 0": not run.target_kl or run.kl_coef,
@@ -349,12 +350,11 @@ class RewardModel:
     after the last action, so a worker of the critic's script computes it."""
 
     def __init__(self, run, tokenizer):
-        config = dataclasses.replace(
-            run.critic, model=run.reward_model, tokenizer=None, override_config="{}",
-            value_head="scalar", value_head_init="checkpoint", value_range=None,
-        )  # fmt: skip
+        own = ("tokenizer", "override_config", "value_head", "value_range", "lora_rank", "freeze_layers")
+        fields = {x.name: x.default for x in dataclasses.fields(run.critic) if x.name in own}
+        fields |= {"model": run.reward_model, "value_head_init": "checkpoint"}
         try:
-            self.worker = critic_module(run.backend).CriticWorker(config)
+            self.worker = critic_module(run.backend).CriticWorker(dataclasses.replace(run.critic, **fields))
             self.worker.init_model(1)
         except UserError as error:
             raise UserError(f"--reward-model: {error}") from None
@@ -764,7 +764,8 @@ class Policy(nn.Module):
         # logits of a chunk at a time, which the backward pass computes again
         size = LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight)
         chunks = zip(hidden_AD.split(size), ids_T[action_A].split(size))
-        out_2A = [checkpoint(self.read, *chunk, temperature, use_reentrant=False) for chunk in chunks]
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        out_2A = [checkpoint(self.read, *chunk, temperature, **options) for chunk in chunks]
         out_2T = torch.zeros(2, len(ids_T), device=ids_T.device)
         return out_2T.index_copy(1, action_A, torch.cat(out_2A, 1))
 
@@ -796,7 +797,9 @@ class PolicyWorker(Moves):
                 source = Policy(lm)
             with torch.device("meta"):
                 lm = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options)
-        if config.gradient_checkpointing:
+        if not lm._can_set_attn_implementation():
+            raise UserError(f"--actor.model {config.model}: its own attention knows no packed rows")
+        if config.gradient_checkpointing and trains:
             lm.gradient_checkpointing_enable()
         kind = "actor    " if trains else "reference"
         print0(f"{kind}  {config.model} ({model_config.model_type}), {lm.num_parameters():,} parameters")
@@ -927,7 +930,7 @@ class PolicyWorker(Moves):
         if copy:
             tensors = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
         state = {
-            "backend": "actor", "updates": self.updates, "optimizer_steps": self.optimizer_steps,
+            "of": "actor", "updates": self.updates, "optimizer_steps": self.optimizer_steps,
             "shape": common.shape_of(self.model_config),
         }  # fmt: skip
 
@@ -941,8 +944,9 @@ class PolicyWorker(Moves):
     def load_checkpoint(self, folder):
         """Restores what checkpoint_writer wrote, on any world size. UserError: damaged or foreign."""
         module = critic_module(self.run.backend)
-        saved = module.open_checkpoint(folder, ("actor",), common.shape_of(self.model_config))
-        dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))
+        saved = module.open_checkpoint(folder, "actor", common.shape_of(self.model_config))
+        with common.blame(f"--resume {folder}: does not fit this actor"):
+            dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))
         self.updates = saved["updates"]
         self.optimizer_steps = saved["optimizer_steps"]
 
@@ -1116,6 +1120,8 @@ def print_step(step, steps, m):
     """One aligned line that tells how a step went, in units a person reads."""
     n = common.number
     left = datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
+    odd = {"reward/errors": "reward errors", "actor/skipped_steps": "skipped"}
+    odd = "".join(f"  {m[key]:.0f} {words}" for key, words in odd.items() if m.get(key))
     print0(
         f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}"
         f"  length {m['rollout/actions']:.1f}"
@@ -1123,7 +1129,7 @@ def print_step(step, steps, m):
         f"  clipped {n(m.get('actor/pg_clipfrac'), '.3f')}  |g| {n(m.get('actor/grad_norm'), '.2g'):>5}"
         f"  value loss {n(m['critic/vf_loss'], '.4f')}"
         f"  explained var {n(m['critic/explained_var'], '.2f'):>5}"
-        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}"
+        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}{odd}"
     )
 
 

@@ -150,7 +150,7 @@ def golden_runs_agree(folder):
     assert coefs[:2] == [0.05] * 2 and len(set(coefs)) == 3, coefs  # it adapts as soon as the actor learns
     for row in steps_of(first):
         assert 0.05 < row["reward/mean"] < 0.95  # something is earned, not all
-        assert row["reward/errors"] == row["reward/timeouts"] == 0
+        assert row["reward/errors"] == 0
         assert {key for key, x in row.items() if x is None} == {"perf/mfu"}, row  # of a CPU
 
 

@@ -137,7 +137,7 @@ def test_command_runs(line, copy, ppo):
     if re.match(r".* ppo_loop.py .*gsm8k", line):
         rows = common.read_lines(copy / "out" / "ppo_gsm8k" / "metrics.jsonl")
         [row] = [row for row in rows if "reward/mean" in row]  # others are evaluations
-        assert row["reward/errors"] == row["reward/timeouts"] == 0 and row["rollout/log_prob_diff"] < 1e-5
+        assert row["reward/errors"] == 0 and row["rollout/log_prob_diff"] < 1e-5
         assert row["rollout/tokens"] > 32 * 32 and row["actor/entropy"] > 1 and row["actor/grad_norm"] > 0
     if re.match(r".* critic_fsdp.py .*gsm8k", line):  # before any step
         assert held_out(shown)[0] == pytest.approx(held_out(out)[0], abs=0.01)
