@@ -228,7 +228,7 @@ def metrics_of(out):
 
 def end_of(out):
     """Everything that two equal runs have in common."""
-    files = [*out.glob("*hf/*.safetensors"), *out.glob("rollouts/*")]
+    files = [*out.glob("*hf/*.safetensors"), *out.glob("rollouts/*.jsonl")]
     return {
         "checkpoint": state_of(checkpoint(out, steps_of(out)[0])),
         "files": {str(path.relative_to(out)): path.read_bytes() for path in files},
@@ -590,14 +590,14 @@ def rows(script, short):
     line = st.one_of(st.one_of(row, value).map(json.dumps).map(str.encode), st.binary(max_size=12))
 
     def check(case):
-        lines, with_values, skip = case
-        batch = common.check(common.read_rows(lines, tokenizer, model_config, "toy", skip, with_values))
+        lines, with_values = case
+        batch = common.check(common.read_rows(lines, tokenizer, model_config, "toy", with_values))
         assert batch.token_level_rewards.isfinite().all()
         assert batch.values is None or batch.values.isfinite().all()
         assert 0 <= int(batch.input_ids.min()) and int(batch.input_ids.max()) < len(tokenizer)
         assert max(batch.lengths) <= 32 and len(batch) <= len(lines)
 
-    cases = st.tuples(st.lists(line, min_size=1, max_size=3), st.booleans(), st.booleans())
+    cases = st.tuples(st.lists(line, min_size=1, max_size=3), st.booleans())
     return 150 if short else 1000, cases, check
 
 
