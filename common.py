@@ -324,9 +324,8 @@ class Rollout(pydantic.BaseModel, strict=True):
         for names in ALTERNATIVES:
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) != 1:
-                raise ValueError(
-                    f"needs exactly one of {', '.join(names)}; has {' and '.join(given) or 'none'}"
-                )
+                has = " and ".join(given) or "none"
+                raise ValueError(f"needs exactly one of {', '.join(names)}; has {has}")
         return self
 
 
@@ -405,10 +404,9 @@ def parse_rollout(line, tokenizer):
 
 def chat_ids(tokenizer, messages, add_generation_prompt=True):
     """Token ids of messages in the tokenizer's chat template, which writes special tokens itself."""
+    options = {"add_generation_prompt": add_generation_prompt, "return_dict": False}
     with blame("messages do not fit the tokenizer's chat template"):
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, return_dict=False
-        )
+        return tokenizer.apply_chat_template(messages, **options)
 
 
 def batch_of_one(rollout, number, with_values):
@@ -450,16 +448,11 @@ def write_jsonl(batch, path):
     rollouts = []
     for row in gather(batch).split(1):
         first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
-        columns = {
-            "response_ids": row.input_ids,
-            "response_mask": row.response_mask,
-            "rewards": row.token_level_rewards,
-            "values": row.values,
-        }
+        columns = {"response_ids": row.input_ids, "response_mask": row.response_mask}
+        columns |= {"rewards": row.token_level_rewards, "values": row.values}
         rollout = {name: x_T[first:].tolist() for name, x_T in columns.items()}
-        rollout["prompt_ids"] = row.input_ids[:first].tolist()
-        rollout["truncated"] = bool(row.truncated)
-        rollouts.append(rollout)
+        prompt = row.input_ids[:first].tolist()
+        rollouts.append({"prompt_ids": prompt, "truncated": bool(row.truncated), **rollout})
     if RANK == 0:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         replace_lines(path, rollouts)
@@ -644,12 +637,10 @@ def batch_metrics(batch):
     metrics = {"critic/explained_var": explained_variance(values_A, returns_A)}
     for name, x_A in (("values", values_A), ("returns", returns_A)):
         if len(x_A):
-            metrics |= {
-                f"critic/{name}_mean": float(x_A.mean()),
-                f"critic/{name}_std": float(x_A.std(correction=0)),
-                f"critic/{name}_min": float(x_A.min()),
-                f"critic/{name}_max": float(x_A.max()),
-            }
+            metrics[f"critic/{name}_mean"] = float(x_A.mean())
+            metrics[f"critic/{name}_std"] = float(x_A.std(correction=0))
+            metrics[f"critic/{name}_min"] = float(x_A.min())
+            metrics[f"critic/{name}_max"] = float(x_A.max())
     return metrics
 
 
@@ -859,13 +850,9 @@ class Logger:
         from torch.utils.tensorboard import SummaryWriter
 
         self.set_aside(last_step)
-        settings["run"] = {
-            "command": sys.argv,
-            "ranks": WORLD_SIZE,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        }
-        replace_lines(f"{out_dir}/run.json", [settings])
+        about = {"command": sys.argv, "ranks": WORLD_SIZE, "torch": torch.__version__}
+        about["transformers"] = transformers.__version__
+        replace_lines(f"{out_dir}/run.json", [{**settings, "run": about}])
         log = f"{out_dir}/metrics.jsonl"
         rows = [row for row in read_lines(log) if last_step and row["step"] <= last_step]
         if evaluates_again:
@@ -1042,8 +1029,8 @@ def remove(folder):
 
 
 def checksum(path):
-    """SHA-256 of a file."""
-    with open(path, "rb") as file:
+    """SHA-256 of a file; None: it is missing."""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -1063,15 +1050,9 @@ def verify(folder):
         names = [name for name in sums if f"{root}/{name}".startswith(str(folder))]
         if text != json.dumps(sums, indent=1) or not names:
             raise ValueError("it is not as it was written")
-    faults = []
-    for name in names[RANK::WORLD_SIZE]:
-        if not os.path.exists(f"{root}/{name}"):
-            faults.append(f"{name} is missing")
-        elif checksum(f"{root}/{name}") != sums[name]:
-            faults.append(f"{name} is not what was written")
-    faults = sum(of_all_ranks(faults), [])
-    if faults:
-        raise UserError(f"--resume {folder}: damaged, {faults[0]}; use an earlier checkpoint")
+    damaged = [name for name in names[RANK::WORLD_SIZE] if checksum(f"{root}/{name}") != sums[name]]
+    if damaged := sum(of_all_ranks(damaged), []):
+        raise UserError(f"--resume {folder}: {damaged[0]} is missing or damaged; use an earlier checkpoint")
 
 
 def check_shared(out_dir):
@@ -1092,8 +1073,7 @@ def steps_in(folder):
     """[(step, path)] of the step_N and step_N.jsonl in a folder, the last step first."""
     found = []
     for path in pathlib.Path(folder).glob("step_*"):
-        match = re.fullmatch(r"step_(\d+)(\.jsonl)?", path.name)
-        if match:
+        if match := re.fullmatch(r"step_(\d+)(\.jsonl)?", path.name):
             found.append((int(match[1]), str(path)))
     return sorted(found, reverse=True)
 
@@ -1122,8 +1102,7 @@ def load_config(config):
     else:
         with contextlib.suppress(Exception):  # libraries raise a dozen kinds
             tokenizer = AutoTokenizer.from_pretrained(model)
-    # transformers made an empty one up
-    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):  # or it made an empty one up
         print0(f"tokenizer  none in {config.tokenizer or model}, so rows must be token ids")
         tokenizer = None
     with blame(f"--model {model}: no model there; presets are {', '.join(TINY)}"):
@@ -1314,13 +1293,10 @@ def char_tokenizer(model="tiny-qwen2"):
     core = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        additional_special_tokens=IMAGE_WORDS if model.endswith("vl") else None,
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    if model.endswith("vl"):
+        special["additional_special_tokens"] = IMAGE_WORDS
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
 
 
 def toy_rows(n, seed, held_out=False, slips=(0.9, 0.05)):
@@ -1469,16 +1445,9 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     figure.savefig(svg, format="svg")
     low, high = np.percentile(v_A, [1, 99])
     about = f"{len(rows):,} {about}, {len(v_A):,} actions"
-    page = PAGE.render(
-        title=out_dir,
-        about=about,
-        numbers=numbers,
-        words=NUMBERS,
-        low=low,
-        high=high,
-        rows=rows_to_show(rows, tokenizer, low, high),
-        figure=svg.getvalue(),
-    )
+    shown = rows_to_show(rows, tokenizer, low, high)
+    parts = {"about": about, "numbers": numbers, "words": NUMBERS, "rows": shown, "figure": svg.getvalue()}
+    page = PAGE.render(parts, title=out_dir, low=low, high=high)
     pathlib.Path(out_dir, "report.html").write_text(page, encoding="utf-8")
     print0(f"report     {out_dir}/report.html: {about}")
     print0("  " + ", ".join(f"{name} {x}" for name, x in numbers.items()))
