@@ -58,8 +58,6 @@ def toy(folder, name, *flags):
     ppo(folder / name, "--actor.model", str(folder / "actor"), *TOY, *flags)
 
 
-# ---- What a run leaves -------------------------------------------------------------------------------------
-
 PARTS = ("hf/", "critic_hf/", "checkpoints/step_4/actor/", "checkpoints/step_4/critic/")
 
 
@@ -115,9 +113,6 @@ def sampled(out):
     return {(name, i): row["response_ids"] for name, rows in steps.items() for i, row in enumerate(rows)}
 
 
-# ---- The same run on every layout --------------------------------------------------------------------------
-
-
 def start(folder, *flags):
     """The actor all runs start from."""
     common.setup_distributed()
@@ -162,9 +157,6 @@ def one_row(folder, name, *flags):
         assert_close_runs([folder / name], folder / "one row, fsdp 1")
 
 
-# ---- Resume, offload ---------------------------------------------------------------------------------------
-
-
 def goes_on(folder, name, layout, *flags):
     """Steps 3 and 4 from the checkpoint that a golden run has left after its second are its own: with
     the other critic on its ranks as far as 1e-4; on its own layout bit for bit, also with --offload, which
@@ -177,8 +169,6 @@ def goes_on(folder, name, layout, *flags):
         if layout == name:
             assert_same_run(whole, out, f"{name}, resumed")
 
-
-# ---- The actor's update ------------------------------------------------------------------------------------
 
 UPDATES = {  # rows -> what is made of them; 2 rows leave ranks of 4 without any
     "21 rows": (21, {"entropy_coeff": 0.01, "kl_loss_coef": 0.1}),
@@ -246,9 +236,6 @@ def one_update(path, n, fields):
     return {"gradients": seen[0], "metrics": metrics, "weights": weights, "batch": batch, "before": before}
 
 
-# ---- Functions from files ----------------------------------------------------------------------------------
-
-
 def faulty_reward(prompt, response, answer):
     """Raises on some rows, gives nonsense on others, never returns on a third kind: no run may end of it."""
     if prompt.startswith("1"):
@@ -294,9 +281,6 @@ def functions_of_a_file(folder):
         assert metrics["reward/errors"] == errors + timeouts, metrics
         faults.append((errors, timeouts))
     assert len(faults) == 3 and all(map(sum, zip(*faults))) and turns == {1, 2, 3}, (faults, turns)
-
-
-# ---- A lost rank -------------------------------------------------------------------------------------------
 
 
 def a_lost_rank_is_reported(folder):

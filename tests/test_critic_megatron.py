@@ -19,8 +19,6 @@ import critic_megatron as cm
 from common import UserError
 from critic_megatron import Config
 
-# ---- Siblings: what a reader of one script finds in the other ----------------------------------------------
-
 
 def sections(module):
     """The titles of a script's banners, up to the colon."""
@@ -81,8 +79,6 @@ def test_a_flag_that_both_have_means_and_defaults_to_the_same(kind, count):
     absent = "freeze_layers freeze_vision_tower lora_rank lora_alpha defer_grad_sync plan".split()
     assert fsdp.keys() - megatron.keys() <= {*layout, *absent}
 
-
-# ---- Models that are not mapped, and rows that are too long ------------------------------------------------
 
 TP, PP, CP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
 SIZES = dict(
@@ -149,9 +145,6 @@ def test_the_longest_row_fits_with_its_padding_and_after_every_halving(fields, l
     tight = dataclasses.replace(config, ppo_max_token_len_per_gpu=least - 1)
     with pytest.raises(UserError, match=f"per-gpu {least - 1}: row 7 .* 101 tokens; .* {least}$"):
         cm.check_budget(tight, 101, "row 7")
-
-
-# ---- Weights, slots, micro-batches -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cut, parts", [

@@ -20,8 +20,6 @@ from critic_fsdp import Config, CriticWorker, Run
 
 LOAD = transformers.AutoModelForTokenClassification.from_pretrained
 
-# ---- HL-Gauss against plain loops --------------------------------------------------------------------------
-
 
 def plain_targets(target, low, high, bins):
     """Gaussian mass of each bin over that of the range, with math.erf."""
@@ -74,9 +72,6 @@ def test_the_value_of_a_target_is_its_return_and_of_zeros_the_centre_of_the_rang
     batch = random_batch(6, vocab_size=60)
     zero = worker(**VARIANTS["hl_gauss"], value_head_init="zero").compute_values(batch)
     torch.testing.assert_close(zero, 0.25 * batch.response_mask)
-
-
-# ---- Every layout makes the gradient of a plain loop -------------------------------------------------------
 
 
 def reference(folder, result, variant):
@@ -178,9 +173,6 @@ def test_two_ranks_make_it_on_every_layout_and_exchange_checkpoints(references, 
         other = worker(model=str(folder / "model"), **fields | {name: x})
         with pytest.raises(UserError, match=f"another model: {name} .* there, .* here"):
             other.load_checkpoint(folder / f"{variant} of 2")
-
-
-# ---- Adapters, checkpoints, exports, the script ------------------------------------------------------------
 
 
 def test_adapters_begin_as_nothing_and_follow_the_seed():

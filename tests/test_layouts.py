@@ -140,8 +140,6 @@ def compare(results, reference):
     return worst
 
 
-# ---- Layouts -----------------------------------------------------------------------------------------------
-
 # of two rows, some ranks have none
 ROWS = {"ragged": random_batch(11, seed=3), "two rows": random_batch(2, seed=2)}
 MODES = typing.get_args(critic_fsdp.AggMode)

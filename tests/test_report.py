@@ -58,9 +58,6 @@ def explained(pairs):
     return 1 - statistics.pvariance([r - v for v, r in pairs]) / statistics.pvariance(returns)
 
 
-# ---- Numbers -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_every_number_and_the_calibration_curve_equal_a_plain_loop(gamma):
     rows = judged_rows(150, 40, gamma=gamma)
@@ -113,9 +110,6 @@ def test_the_ceiling_is_what_knowing_each_prompt_explains():
     assert ceiling(prompts, noise) == same(0, abs=0.03)
     assert math.isnan(ceiling(torch.arange(10_000), returns)) and math.isnan(ceiling(prompts, torch.ones(1)))
     assert math.isnan(ceiling(prompts, torch.arange(10_000) % 5))  # chance puts it below 0
-
-
-# ---- The page ----------------------------------------------------------------------------------------------
 
 
 def write(folder, rows, tokenizer=None, curves=common.CURVES):
@@ -195,9 +189,6 @@ def test_the_figure_shows_the_metrics_and_the_calibration_curve(tmp_path, curves
     rows.values[rows.response_mask] = math.nan
     with pytest.raises(FileNotFoundError):
         write(tmp_path, rows)
-
-
-# ---- Runs, and the profiler --------------------------------------------------------------------------------
 
 
 def test_a_run_leaves_the_same_report_on_any_number_of_ranks(tmp_path):

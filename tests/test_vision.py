@@ -162,8 +162,6 @@ def test_positions_are_those_of_each_image_alone():
     assert pixels["image_grid_thw"].tolist() == [[1, 2, 2]]
 
 
-# ---- Images in rows ----------------------------------------------------------------------------------------
-
 SEE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
@@ -245,9 +243,6 @@ def test_a_bad_image_is_a_bad_row(rollouts):
         assert line.startswith(f"--rollouts {rollouts}:5: ") and fault in line and "\n" not in line, line
     with pytest.raises(UserError, match=":1: it has images, this model reads text only"):
         common.read_rows(str(rollouts), w.tokenizer)
-
-
-# ---- A frozen tower, folders, and what is refused ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -66,8 +66,6 @@ def move(w, step):
         p.add_(0.05 * torch.sin(100 * p + step))
 
 
-# ---- The engine has the actor's weights --------------------------------------------------------------------
-
 MODELS = [  # a mixture of experts is the first: vLLM makes the groups of the first engine for all
     *((kind, {}) for kind in ("tiny-qwen3-moe", "tiny-qwen2", "tiny-qwen3", "tiny-llama", "tiny-gpt2")),
     *((kind, {"sliding_window": 50}) for kind in ("tiny-mistral", "tiny-gemma2")),
@@ -173,9 +171,6 @@ def on_ranks(folder, size=1):
     assert not shared_memory(), shared_memory()
 
 
-# ---- Sampling, sleep ---------------------------------------------------------------------------------------
-
-
 def samples(folder):
     """What it draws follows from a row's key and the actor's distribution, in the nucleus too."""
     w, prompt = policy(), [20, 30, 40]
@@ -212,9 +207,6 @@ def sleeps(folder):
             move(w, change)
             engine.sync(w.weights(engine.dtype))
             tests.assert_greedy(engine.generate(rows, 0.0), tests.plain(w), rows, STOP)
-
-
-# ---- The process around it ---------------------------------------------------------------------------------
 
 
 def shared_memory():
@@ -296,9 +288,6 @@ def errors(folder):
     w.model_config = tests.transformers.AutoConfig.for_model("gpt_neo", **fields)
     with pytest.raises(common.UserError, match="--rollout vllm: cannot run tiny-qwen2 .*GPTNeoForCausalLM"):
         engine_of(w)
-
-
-# ---- PPO ---------------------------------------------------------------------------------------------------
 
 
 def learns(folder, name, *flags):
