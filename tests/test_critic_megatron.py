@@ -122,16 +122,10 @@ def critic_of(rank=0, dp_size=1, **fields):
     return critic
 
 
-@pytest.mark.parametrize(
-    "fields, least",
-    [
-        ({}, 101),
-        ({TP: 2}, 102),
-        ({CP: 2}, 52),  # four pieces of 26, of which a rank has two
-        ({CP: 2, TP: 2}, 52),
-        ({TP: 2, "use_remove_padding": False}, 102),
-    ],
-)
+@pytest.mark.parametrize("fields, least", [
+    ({}, 101), ({TP: 2}, 102), ({TP: 2, "use_remove_padding": False}, 102),
+    ({CP: 2}, 52), ({CP: 2, TP: 2}, 52),  # four pieces of 26, of which a rank has two
+])  # fmt: skip
 def test_the_longest_row_fits_with_its_padding_and_after_every_halving(fields, least):
     """For a row of 101 tokens; memory has run out three times with a budget of 200."""
     config = Config(**fields, ppo_max_token_len_per_gpu=200)
@@ -168,12 +162,11 @@ def test_names_of_weights():
     assert (cut, parts) == ("outputs", gate_up)
 
 
+few = st.lists(st.integers(1, 30), min_size=1, max_size=6)
+
+
 @settings(deadline=None)
-@given(
-    st.lists(st.integers(1, 30), min_size=1, max_size=6),
-    st.sampled_from([1, 2, 3, 4]),
-    st.sampled_from([1, 2, 4]),
-)
+@given(few, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]))
 def test_context_parallel_ranks_have_every_token_once_and_see_what_is_before_it(lengths, cp, tp):
     ranks = [critic_of(rank, **{CP: cp, TP: tp}).lay_out(lengths) for rank in range(cp)]
     total = sum(lengths)
