@@ -32,14 +32,14 @@ def run(*command, timeout=600, cwd=None, **env):
     """Runs a command -> CompletedProcess with its output as text. A Python script is a fork of forked.py."""
     command = [str(c) for c in command]
     if command[0] == sys.executable and command[1].endswith(".py"):
-        return launch(1, command[1:], timeout, cwd, env, alone=True)
+        return ended(begin(1, command[1:], timeout, cwd, env, alone=True))
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
     return subprocess.run(command, cwd=cwd, env=env, timeout=timeout, text=True, capture_output=True)
 
 
 def torchrun(ranks, *command, timeout=600, cwd=None, **env):
     """Runs a script on `ranks` gloo processes, which are forks."""
-    return launch(ranks, [str(c) for c in command], timeout, cwd, env)
+    return ended(begin(ranks, command, timeout, cwd, env))
 
 
 SCRATCH = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -55,13 +55,8 @@ def forks():
     return process
 
 
-def launch(*job, **options):
-    """A script and its arguments on some forks -> CompletedProcess."""
-    return ended(begin(*job, **options))
-
-
 def begin(ranks, arguments, timeout=600, cwd=None, env=None, alone=False, after=None):
-    """The same without waiting -> a folder, for ended(); after: the folder of one that has to end before."""
+    """A script and its arguments on some forks -> a folder, for ended(); after: that of one to end before."""
     folder = tempfile.mkdtemp(dir=SCRATCH.name)
     job = {"ranks": ranks, "arguments": [str(x) for x in arguments], "timeout": timeout, "env": env or {}}
     job |= {"cwd": str(cwd or os.getcwd()), "alone": alone, "folder": folder, "after": after}
@@ -78,9 +73,8 @@ def ended(folder):
         time.sleep(0.02)
     failed = json.loads(how.read_text())
     code = 0 if failed is None else int(failed.split()[-1]) if failed.startswith("exit status") else -9
-    return subprocess.CompletedProcess(
-        [], code, *(path.read_text() if path.exists() else "" for path in said)
-    )
+    said = [path.read_text() if path.exists() else "" for path in said]
+    return subprocess.CompletedProcess([], code, *said)
 
 
 # what takes several ranks, and minutes: conftest.py begins it, while tests of one process run
@@ -113,9 +107,8 @@ def succeeded(process):
 
 def write_manifest(folder):
     """The manifest of a folder as if what is in it now had been written so."""
-    files = [
-        path for path in pathlib.Path(folder).rglob("*") if path.is_file() and path.name != common.MANIFEST
-    ]
+    files = [path for path in pathlib.Path(folder).rglob("*") if path.is_file()]
+    files = [path for path in files if path.name != common.MANIFEST]
     sums = {str(path.relative_to(folder)): common.checksum(path) for path in files}
     pathlib.Path(folder, common.MANIFEST).write_text(json.dumps(sums, indent=1, sort_keys=True))
 
@@ -150,6 +143,20 @@ def rows_of(batch):
     """(start, end) of each sequence."""
     cu = batch.cu_seqlens.tolist()
     return list(zip(cu, cu[1:], strict=False))
+
+
+def actions_of(batch):
+    """The indices of each row's actions."""
+    return [[t for t in range(*ends) if batch.response_mask[t]] for ends in rows_of(batch)]
+
+
+@contextlib.contextmanager
+def refused(words, begin="", end="", kind=common.UserError):
+    """What is done within must raise an error of this kind: one line with these words, and these ends."""
+    with pytest.raises(kind) as error:
+        yield
+    said = str(error.value)
+    assert words in said and said.startswith(begin) and said.endswith(end) and "\n" not in said, said
 
 
 @contextlib.contextmanager

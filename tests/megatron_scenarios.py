@@ -21,7 +21,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 if __name__ != "__main__":  # the process that forks ranks must not have these: they read RANK when imported
-    from helpers import assert_rows_come_back, full_tensor, mine, peak_bytes, random_batch, write_manifest
+    import helpers
+    from helpers import assert_rows_come_back, full_tensor, mine, random_batch, refused
     from megatron_layouts import computed, whole_of
     from test_heads_and_lora import plain_value
     from test_layouts import difference, plain_loop
@@ -86,16 +87,6 @@ def assert_same(ours, theirs, what):
     assert ours.keys() == theirs.keys(), what
     other = [n for n, x in ours.items() if not torch.equal(x, theirs[n])]
     assert not other, (what, other)
-
-
-def assert_refused(kind, words, function, *args):
-    """function(*args) raises an error of this kind, one line with all these words in it."""
-    try:
-        function(*args)
-    except kind as error:
-        assert all(x in str(error) for x in words) and "\n" not in str(error), (words, str(error))
-    else:
-        raise AssertionError(f"went unnoticed: {words}")
 
 
 def counters(worker):
@@ -251,11 +242,11 @@ def damage_is_refused(folder):
                     if not content:
                         (path / file).unlink()
                 if name != "other bytes":
-                    write_manifest(path)
+                    helpers.write_manifest(path)
             dist.barrier()
             for worker, some in zip(here, words * (3 - len(words)), strict=True):
-                some = (f"--resume {path}: ", some)
-                assert_refused(common.UserError, some, worker.load_checkpoint, str(path))
+                with refused(some, f"--resume {path}: "):
+                    worker.load_checkpoint(str(path))
 
 
 def damages(files, scratch):
@@ -308,8 +299,9 @@ def offload_changes_nothing(folder):
             moves.offload()
             weights = [p for module in moves.critic.modules for p in module.parameters()]
             assert all(x.untyped_storage().nbytes() == 0 for p in weights for x in (p, p.main_grad))
-            for refused in (moves.compute_values, moves.update_critic):
-                assert_refused(RuntimeError, ("is offloaded",), refused, rows(0))
+            for method in (moves.compute_values, moves.update_critic):
+                with refused("is offloaded", kind=RuntimeError):
+                    method(rows(0))
             moves.onload()
             moves.onload()
             buffers = [b for c in moves.critic.model for b in c.buffers + c.expert_parallel_buffers]
@@ -338,7 +330,7 @@ def an_automatic_budget_fills_the_memory(folder):
     full = common.concat([common.Batch.blank(40)] * (auto.critic.max_tokens // 40))
     micro = lambda: auto.critic.micro_batch(full, range(len(full)))
     auto.critic.forward_backward([micro()])  # makes what stays
-    peak = peak_bytes(lambda: auto.critic.forward_backward([micro()] * 4))
+    peak = helpers.peak_bytes(lambda: auto.critic.forward_backward([micro()] * 4))
     weights = sum(p.numel() for p in auto.critic.modules[0].parameters())
     held = torch.tensor(peak + 16.0 * weights)  # weights, gradients and both moments in float32
     dist.all_reduce(held, dist.ReduceOp.MAX)
@@ -416,7 +408,8 @@ def sizes_that_do_not_divide_are_named(folder):
     """Megatron's own words, in one line that begins with the flag."""
     for changes, fields, words in SIZES:
         fields = {**fields, "override_config": json.dumps(changes)}
-        assert_refused(common.UserError, ("--model tiny-", words), functools.partial(make, **fields))
+        with refused(words, "--model tiny-"):
+            make(**fields)
 
 
 # ---- bfloat16 ----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from helpers import ROOT, random_batch, run, succeeded, torchrun
+from ppo_scenarios import metrics_of
 
 import common
 import critic_fsdp
@@ -27,12 +28,6 @@ def start(out_dir, flags, ranks=1, **paths):
     named = [(f"--{name.replace('_', '-')}", path) for name, path in {**paths, "out_dir": out_dir}.items()]
     command = [SCRIPT, *flags.split(), *itertools.chain(*named)]
     return torchrun(ranks, *command) if ranks > 1 else run(sys.executable, *command)
-
-
-def metrics_of(out_dir):
-    """(step, name) -> value of a run's metrics.jsonl, without times."""
-    rows = common.read_lines(out_dir / "metrics.jsonl")
-    return {(r["step"], key): x for r in rows for key, x in r.items() if key.startswith(("critic/", "eval/"))}
 
 
 @pytest.mark.parametrize("script", [critic_fsdp, critic_megatron])

@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
-from helpers import ROOT, SHARED, needs_shared, random_batch, rows_of
+from helpers import ROOT, SHARED, actions_of, needs_shared, random_batch, refused, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -193,7 +193,7 @@ def test_rows_stay_whole_in_pieces_selections_and_together():
     assert_same(common.concat([nothing, batch, nothing]), batch)
     with pytest.raises(TypeError):  # a column is in every batch or in none
         common.concat([dataclasses.replace(batch, values=None), random_batch(2)])
-    acts = [[t for t in range(*ends) if batch.response_mask[t]] for ends in rows_of(batch)]
+    acts = actions_of(batch)
     assert batch.actions.tolist() == [*map(len, acts)] and 0 in batch.actions
     assert batch.last_action.tolist() == [max(places, default=-1) for places in acts]
     assert_same(common.gather(batch.select([2, 0, 3, 8, 7, 6, 5, 4, 1])), batch)
@@ -285,12 +285,8 @@ def test_a_bad_row_is_named_with_file_line_and_fault(name, tmp_path):
     path.write_bytes(b"\n".join([good, bad if isinstance(bad, bytes) else bad.encode(), good]))
     fields = common.tiny_config("tiny-qwen2", 50) | {"max_position_embeddings": 20}
     reader = (str(path), common.char_tokenizer(), transformers.AutoConfig.for_model(**fields))
-    with_values = name == "no values"
-    with pytest.raises(UserError) as error:
-        common.read_rows(*reader, with_values=with_values)
-    message = str(error.value)
-    assert f"--rollouts {path}:2: " in message and fault in message and "\n" not in message
-    assert message.endswith("(bad rows in all: 1)")
+    with refused(fault, f"--rollouts {path}:2: ", "(bad rows in all: 1)"):
+        common.read_rows(*reader, with_values=name == "no values")
 
 
 HOPELESS = [(None, "No such file"), ("\n", "an action"), (json.dumps(IDLE), "an action")]

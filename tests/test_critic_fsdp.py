@@ -10,7 +10,7 @@ import helpers
 import pytest
 import torch
 import transformers
-from helpers import full_weights, random_batch, rows_of
+from helpers import full_weights, random_batch
 from safetensors.torch import load_file, save_file
 from scenarios import VARIANTS
 from torch.distributed.fsdp._flat_param import FlatParameter
@@ -367,9 +367,8 @@ def test_evaluation_equals_plain_formulas():
     rows.values = (2 * rows.values).round() / 2  # some are equal, and count half in the AUC
     rows.token_level_rewards = torch.zeros(len(rows.input_ids))
     targets, scores = [], ([], [])
-    for i, (start, end) in enumerate(rows_of(rows)):
+    for i, actions in enumerate(helpers.actions_of(rows)):
         right = float(i % 3 == 0)
-        actions = [t for t in range(start, end) if rows.response_mask[t]]
         targets += [right * gamma**k for k in reversed(range(len(actions)))]
         if actions:
             rows.token_level_rewards[actions[-1]] = right

@@ -6,16 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import random_batch, succeeded, torchrun
+from test_critic_fsdp import worker
 
 import common
 import critic_megatron
-from critic_fsdp import Config, CriticWorker, gather_slices, trade
-
-
-def worker(**fields):
-    w = CriticWorker(Config(**fields))
-    w.init_model()
-    return w
+from critic_fsdp import gather_slices, trade
 
 
 def test_1_a_value_is_read_before_its_action():

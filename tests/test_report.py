@@ -12,7 +12,7 @@ import types
 import browser
 import pytest
 import torch
-from helpers import ROOT, rows_of, succeeded, torchrun
+from helpers import ROOT, actions_of, rows_of, succeeded, torchrun
 from matplotlib.figure import Figure
 
 import common
@@ -45,11 +45,6 @@ def judged_rows(n, prompts, longest=12, gamma=1.0):
             ahead = gamma * float(rows.values[t])
             tail *= gamma
     return rows
-
-
-def actions_of(rows):
-    """The indices of each row's actions."""
-    return [[t for t in range(*ends) if rows.response_mask[t]] for ends in rows_of(rows)]
 
 
 def explained(pairs):

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 import transformers
-from helpers import ROOT, full_weights, mine, one_update, random_batch, succeeded, torchrun
+from helpers import ROOT, full_weights, mine, one_update, random_batch, refused, succeeded, torchrun
 from PIL import Image
 from safetensors.torch import save_file
 from test_critic_fsdp import STRATEGIES, assert_same_weights, worker
@@ -237,10 +237,8 @@ def test_a_bad_image_is_a_bad_row(rollouts):
     for change, fault in BAD:
         bad = {"prompt": f"{SEE}?", "response": "a", "reward": 1, **change}
         rollouts.write_text(good + json.dumps(bad) + "\n")
-        with pytest.raises(UserError) as error:
+        with refused(fault, f"--rollouts {rollouts}:5: "):
             read(w, rollouts)
-        line = str(error.value)
-        assert line.startswith(f"--rollouts {rollouts}:5: ") and fault in line and "\n" not in line, line
     with pytest.raises(UserError, match=":1: it has images, this model reads text only"):
         common.read_rows(str(rollouts), w.tokenizer)
 
