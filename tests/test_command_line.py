@@ -49,7 +49,7 @@ def test_help_explains_every_flag_without_importing_torch(script):
     assert "toy task, a tiny model, a laptop CPU" in text
 
 
-BAD_FLAGS = [
+@pytest.mark.parametrize("message, flags", [
     ("--ppo-mini-batch-size 0: must be greater than 0", Config(ppo_mini_batch_size=0)),
     ("--lr inf: must be a finite number", Config(lr=math.inf)),
     ("--seed -1: must be greater than or equal to 0", Config(seed=-1)),
@@ -85,10 +85,7 @@ BAD_FLAGS = [
     ("--model tiny-qwen9: no model there; presets are tiny-qwen2", Config(model="tiny-qwen9")),
     ("--model nowhere/at-all: no model there", Config(model="nowhere/at-all")),
     ("--tokenizer nowhere: no tokenizer there", Config(tokenizer="nowhere")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("message, flags", BAD_FLAGS)
+])  # fmt: skip
 def test_impossible_flags_and_models_that_are_not_there_are_named(message, flags):
     script = sys.modules[type(flags).__module__]
     mistake = script.mistake_in(flags, world_size=4)
@@ -186,10 +183,9 @@ def test_returns_from_lambda_truncation_and_recorded_values(tmp_path):
     assert batch.truncated.any() and not torch.equal(returns, common.gae(*columns, 0.9, 0.5)[1])
 
 
-CONTINUED = [(2, True, [0, 1, 2, 4]), (2, False, [0, 1, 2, 2, 4]), (0, True, [4])]
-
-
-@pytest.mark.parametrize("last_step, evaluates_again, left", CONTINUED)
+@pytest.mark.parametrize("last_step, evaluates_again, left", [
+    (2, True, [0, 1, 2, 4]), (2, False, [0, 1, 2, 2, 4]), (0, True, [4])
+])  # fmt: skip
 def test_a_folder_holds_one_run(last_step, evaluates_again, left, tmp_path):
     """What a run finds in its out_dir that it does not continue is set aside, never mixed with its own."""
     for step in range(1, 5):

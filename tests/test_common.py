@@ -201,16 +201,13 @@ def test_rows_stay_whole_in_pieces_selections_and_together():
         common.gather(common.concat([batch, batch.select([1])]))
 
 
-UNSOUND = [  # words, column, what it is in a row of two tokens
+@pytest.mark.parametrize("fault, name, column", [  # words, column, what it is in a row of two tokens
     ("row 5: its first token cannot be an action", "response_mask", [True, True]),
     ("cu_seqlens must rise from 0 to the 2 tokens", "cu_seqlens", [0, 3]),
     ("cu_seqlens must rise from 0 to the 2 tokens", "cu_seqlens", [1, 2]),
     ("values has 3 entries", "values", [0.0, 0.0, 0.0]),
     ("truncated has 2 entries", "truncated", [False, False]),
-]
-
-
-@pytest.mark.parametrize("fault, name, column", UNSOUND)
+])  # fmt: skip
 def test_a_batch_that_is_not_sound_is_refused(fault, name, column):
     row = dataclasses.replace(common.Batch.blank(2), row_id=torch.tensor([5]))
     with pytest.raises(ValueError, match=fault):
@@ -289,10 +286,9 @@ def test_a_bad_row_is_named_with_file_line_and_fault(name, tmp_path):
         common.read_rows(*reader, with_values=name == "no values")
 
 
-HOPELESS = [(None, "No such file"), ("\n", "an action"), (json.dumps(IDLE), "an action")]
-
-
-@pytest.mark.parametrize("text, fault", HOPELESS)
+@pytest.mark.parametrize("text, fault", [
+    (None, "No such file"), ("\n", "an action"), (json.dumps(IDLE), "an action")
+])  # fmt: skip
 def test_a_file_with_nothing_to_learn_is_refused(text, fault, tmp_path):
     path = tmp_path / "rows.jsonl"
     if text:
@@ -445,7 +441,6 @@ def test_the_gpu_kernels_are_called_as_their_signatures_want(name, softcap, wind
 
 
 # ---- FLOPs -------------------------------------------------------------------------------------------------
-
 
 PEAKS = {
     "H100 80GB HBM3": 989, "H100 PCIe": 756, "H200": 989, "H200 NVL": 835, "H20": 148, "A100-SXM4-80GB": 312,

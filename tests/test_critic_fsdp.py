@@ -153,10 +153,8 @@ def test_seeds_learning_rates_value_heads_and_overrides(tmp_path):
     assert not any(x.any() for n, x in full_weights(zero.critic).items() if n.startswith("score."))
     assert zero.critic.peak_lr == 1e-5
     assert worker().critic.peak_lr == 1e-3 and worker(lr=0.1).critic.peak_lr == 0.1
-    for fields, name in (
-        ({"model": str(tmp_path), "value_head_init": "normal"}, "score.weight"),
-        ({}, "model.layers.0.mlp.up_proj.weight"),
-    ):
+    drawn = {"score.weight": {"model": str(tmp_path), "value_head_init": "normal"}}
+    for name, fields in (drawn | {"model.layers.0.mlp.up_proj.weight": {}}).items():
         one, same, other = (full_weights(worker(**fields, seed=s).critic)[name] for s in (0, 0, 1))
         assert torch.equal(one, same) and not torch.equal(one, other), name
     save_checkpoint_of("two labels", tmp_path)
@@ -188,18 +186,15 @@ def test_weights_that_do_not_load_are_named(tmp_path):
 
 SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 GROUPED = {**SMALL, "intermediate_size": 64, "num_key_value_heads": 1}
-DROPOUT = [
+OPT = {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32}
+MIXTRAL = {**GROUPED, "num_local_experts": 4}
+
+
+@pytest.mark.parametrize("config", [
     transformers.GPT2Config(**SMALL, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5),
-    transformers.OPTConfig(
-        **SMALL, ffn_dim=64, word_embed_proj_dim=32, dropout=0.5, attention_dropout=0.5, layerdrop=0.5
-    ),
-    transformers.MixtralConfig(
-        **GROUPED, num_local_experts=4, attention_dropout=0.5, router_jitter_noise=0.5
-    ),
-]
-
-
-@pytest.mark.parametrize("config", DROPOUT, ids=lambda config: config.model_type)
+    transformers.OPTConfig(**OPT, dropout=0.5, attention_dropout=0.5, layerdrop=0.5),
+    transformers.MixtralConfig(**MIXTRAL, attention_dropout=0.5, router_jitter_noise=0.5),
+], ids=lambda config: config.model_type)  # fmt: skip
 @pytest.mark.parametrize("packed", [True, False])
 def test_dropout_is_off_everywhere(config, packed, tmp_path):
     transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
@@ -214,19 +209,17 @@ def test_dropout_is_off_everywhere(config, packed, tmp_path):
 
 # ---- Packing -----------------------------------------------------------------------------------------------
 
-REFUSED = {
-    "state space": transformers.BambaConfig(
-        **GROUPED, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, attn_layer_indices=[1]
-    ),
-    "attention of its own": transformers.BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=2),
-    "attention of its own, by class": transformers.FalconConfig(**SMALL),
-}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]}
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_packing_would_change_is_refused_and_runs_padded(name, tmp_path):
+@pytest.mark.parametrize("config", [
+    transformers.BambaConfig(**GROUPED, **MAMBA),  # a state space, and two with an attention of their own
+    transformers.BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=2),
+    transformers.FalconConfig(**SMALL),  # which its classes show
+], ids=lambda config: config.model_type)  # fmt: skip
+def test_a_model_that_packing_would_change_is_refused_and_runs_padded(config, tmp_path):
     """Padded, a row among others has the values that it has alone."""
-    transformers.AutoModel.from_config(REFUSED[name]).save_pretrained(tmp_path)
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="--model .*--no-use-remove-padding"):
         worker(model=str(tmp_path), value_head_init="zero")  # zero: values alone would show no leak
     w = worker(model=str(tmp_path), use_remove_padding=False)
@@ -537,7 +530,6 @@ def test_a_move_leaves_nothing_in_the_old_memory(strategy, monkeypatch):
 
 
 # ---- Checkpoints -------------------------------------------------------------------------------------------
-
 
 RESUMED = [*itertools.product(STRATEGIES, ("", "lora"))]
 RESUMED += [("fsdp1", "freeze"), ("none", "freeze"), ("none", "hl_gauss")]

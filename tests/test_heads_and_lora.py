@@ -150,11 +150,6 @@ def test_one_rank_makes_the_gradient_of_a_plain_loop(strategy, variant, referenc
     assert names_with_moments(w.critic) == {name for name in result["weights"] if trains(name, variant)}
 
 
-CHANGES = {  # a field that makes another model of each variant, so that its checkpoints are refused
-    "lora": ("lora_alpha", 7.0), "hl_gauss": ("value_range", (0.0, 1.0)), "freeze": ("freeze_layers", 2),
-}  # fmt: skip
-
-
 def test_two_ranks_make_it_on_every_layout_and_exchange_checkpoints(references, tmp_path):
     folder, made = references
     out = tmp_path / "out.pt"
@@ -165,11 +160,12 @@ def test_two_ranks_make_it_on_every_layout_and_exchange_checkpoints(references, 
     print("\nlargest relative difference of a gradient to float64, 2 ranks")
     for (variant, layout), result in results.items():
         print(f"  {variant:10s}{layout:10s} {compare(result, made[variant], variant):.1e}")
-    for variant, fields in VARIANTS.items():
+    # a field that makes another model of each variant, so that its checkpoints are refused
+    others = {"lora_alpha": 7.0, "value_range": (0.0, 1.0), "freeze_layers": 2}
+    for (variant, fields), (name, x) in zip(VARIANTS.items(), others.items(), strict=True):
         back = worker(model=str(folder / "model"), **fields)
         back.load_checkpoint(folder / f"{variant} of 2")
         assert_same_weights(back, results[variant, "ulysses"]["after"])
-        name, x = CHANGES[variant]
         other = worker(model=str(folder / "model"), **fields | {name: x})
         with pytest.raises(UserError, match=f"another model: {name} .* there, .* here"):
             other.load_checkpoint(folder / f"{variant} of 2")
@@ -190,10 +186,9 @@ def test_adapters_begin_as_nothing_and_follow_the_seed():
         assert ".lora_B." in name or not torch.equal(x, adapters["none"][name])
 
 
-SOME = [*itertools.product(("lora", "freeze"), ("fsdp1", "none")), ("lora", "fsdp2"), ("hl_gauss", "none")]
-
-
-@pytest.mark.parametrize("variant, strategy", SOME)
+@pytest.mark.parametrize("variant, strategy", [
+    *itertools.product(("lora", "freeze"), ("fsdp1", "none")), ("lora", "fsdp2"), ("hl_gauss", "none")
+])  # fmt: skip
 def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
     """Gradients are close to those of float32. Adapters and frozen layers spare the backward pass what MFU
     must not count: of a forward and twice that, 2 in all are left here."""
@@ -214,16 +209,15 @@ def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
 
 
 LORA = {"lora_rank": 4}
-HL_GAUSS = {"value_head": "hl_gauss", "value_bins": 11, "value_range": (-1.5, 2.0)}
-EXPORTS = [
+HL_GAUSS = VARIANTS["hl_gauss"]
+
+
+@pytest.mark.parametrize("model, fields", [
     ("tiny-qwen2", {}), ("tiny-qwen2", {"strategy": "fsdp1", **LORA}), ("tiny-qwen2", {**LORA, **HL_GAUSS}),
     ("tiny-gpt2", {}), ("tiny-gpt2", {"strategy": "fsdp1", **LORA}),
     ("tiny-qwen3-moe", {}), ("tiny-qwen3-moe", {"strategy": "none", **LORA}),
     ("gemma3", {}), ("opt", LORA),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("model, fields", EXPORTS)
+])  # fmt: skip
 def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields, tmp_path):
     """This script and plain transformers get them from the folder of a critic that has learned. GPT-2 keeps
     its matrices transposed; Gemma 3 and OPT have no token-classification class."""

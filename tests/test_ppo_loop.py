@@ -203,20 +203,15 @@ def loss_by_hand(lm, batch, run):
     return loss, sums, log_probs_T, entropy_T
 
 
-ACTORS = [
+@pytest.mark.parametrize("kind, temperature, fields", [
     ("tiny-qwen2", 1.0, dict(kl_loss_coef=0.1, kl_loss_type="abs")),
     ("tiny-qwen2", 0.7, dict(loss_agg_mode="seq-mean-token-sum", entropy_coeff=0.1, clip_ratio_c=None)),
     ("tiny-llama", 0.7, dict(loss_agg_mode="seq-mean-token-mean", kl_loss_coef=0.3, clip_ratio_high=0.4)),
     ("tiny-gemma2", 0.7, dict(kl_loss_coef=0.3, kl_loss_type="k3", entropy_coeff=0.05, tis_cap=1.3)),
     ("tiny-gpt2", 0.7, dict(loss_agg_mode="seq-mean-token-sum-norm", kl_loss_coef=0.2, kl_loss_type="k1")),
     ("tiny-qwen3-moe", 0.7, dict(kl_loss_coef=0.2, kl_loss_type="abs", clip_ratio_c=1.2)),
-]
-
-
-@pytest.mark.parametrize("kind, temperature, fields", ACTORS)
-def test_the_actor_does_what_transformers_does_with_one_row_after_another(
-    kind, temperature, fields, monkeypatch
-):
+])  # fmt: skip
+def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fields, monkeypatch):
     """Log-probs, entropies, and gradient, norm and metrics of a step over several micro-batches, compared
     with autograd in float64; and the gradient with that of one micro-batch and all logits at once. The head
     makes only a chunk of logits at a time, and keeps none for the backward pass. A reference has no
@@ -327,9 +322,8 @@ def assert_greedy(replies, lm, rows, stop):
     worst = 0.0
     assert len(replies) == len(rows)
     for (prompt, _, most), (ids, log_probs, ended) in zip(rows, replies):
-        settings = transformers.GenerationConfig(
-            do_sample=False, max_new_tokens=most, eos_token_id=stop, pad_token_id=0, bos_token_id=None
-        )
+        special = {"eos_token_id": stop, "pad_token_id": 0, "bos_token_id": None}
+        settings = transformers.GenerationConfig(do_sample=False, max_new_tokens=most, **special)
         ids_1L = torch.tensor([prompt])
         theirs_1L = lm.generate(ids_1L, settings, attention_mask=torch.ones_like(ids_1L))
         assert ids == theirs_1L[0, len(prompt) :].tolist()
@@ -459,16 +453,13 @@ def test_turns_of_policy_and_environment_follow_each_other():
     assert batch.row_id.tolist() == [4, 6] and batch.truncated.tolist() == [False, False]
 
 
-ENDS = [  # turns, flags, the text of the row, whether it ended by itself
+@pytest.mark.parametrize("turns, fields, text, finished", [  # finished: by itself
     ([["abcdef"]], dict(max_response_length=4), "abcd", False),  # the turn itself does not fit
     ([["abc"]], dict(max_response_length=7), "abc", False),  # the observation leaves no room for a turn
     ([["abc"], ["d..."]], dict(max_response_length=8), "abc[1]d", False),  # it leaves exactly one token
     ([["abc"], ["d"]], dict(max_response_length=9, max_turns=2), "abc[1]d", True),
     ([["a"], ["b"], ["c"]], dict(max_response_length=30, max_turns=3), "a[1]b[1]c", True),
-]
-
-
-@pytest.mark.parametrize("turns, fields, text, finished", ENDS)
+])  # fmt: skip
 def test_a_row_ends_where_its_room_or_its_turns_end(turns, fields, text, finished):
     calls = []
     [reply], asked = play(turns, lambda *_: calls.append(1) or "[1]", **fields)
@@ -623,16 +614,13 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
             ours.scores(prompts, replies, range(5))
 
 
-ADVANTAGES = [
+@pytest.mark.parametrize("kl_coef, fields", [
     (0.0, {}),
     (0.3, dict(kl_penalty="k1", gamma=0.9, lam=0.8)),
     (0.3, dict(kl_penalty="k3", lam=0.95, lam_policy=0.5, bootstrap_truncated=True)),
     (0.1, dict(kl_penalty="abs", lam_policy=0.3, gamma=0.97)),
     (0.1, dict(kl_penalty="k2", whiten_advantages=False, lam=0.0, lam_policy=1.0, bootstrap_truncated=True)),
-]
-
-
-@pytest.mark.parametrize("kl_coef, fields", ADVANTAGES)
+])  # fmt: skip
 def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
     """Action by action, backwards from the end of each row."""
     common.setup_distributed()
@@ -702,15 +690,12 @@ def test_prompts_of_text_and_of_chats(tmp_path, capsys):
         load(*rows, max_prompt_length=2)
 
 
-BAD_PROMPTS = (
+@pytest.mark.parametrize("row", (
     "{", b'{"prompt": "\xff"}', "[1]", "null", {"question": "x"}, {"prompt": None}, {"prompt": 5},
     {"prompt": []}, {"prompt": [{"content": "x"}]}, {"prompt": ""}, '{"prompt": "\\ud800"}',
     {"prompt": [{"role": "user", "content": "x"}]},  # the tokenizer has no template
     {"prompt": "x", "answer": "five"},  # which the reward of gsm8k cannot read
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("row", BAD_PROMPTS)
+))  # fmt: skip
 def test_a_bad_prompt_is_named_by_file_and_line(row, tmp_path):
     good = {"prompt": "good", "answer": "#### 5"}
     with pytest.raises(UserError, match=r"^--prompts .*prompts.jsonl:4\b[^\n]*\Z"):  # blank lines count
@@ -734,13 +719,11 @@ def test_prompts_of_a_step_and_the_keys_of_their_rows(n, size):
 
 def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys):
     parse = lambda flags: ppo_loop.parse(flags.split())
-    for backend, critic, flag in (
-        ("fsdp", "--critic=fsdp", "ulysses-size"),
-        ("megatron", "--critic megatron", "tensor-model-parallel-size"),
-    ):
+    own = {"--critic=fsdp": "ulysses-size", "--critic megatron": "tensor-model-parallel-size"}
+    for critic, flag in own.items():
+        backend = critic.removeprefix("--critic")[1:]
         run = parse(f"{critic} --critic.{flag} 2 --actor.lr 0.25 --no-whiten-advantages")
-        name = flag.replace("-", "_")
-        fields = {"model": "actor", "ppo_mini_batch_size": 128, name: 2}
+        fields = {"model": "actor", "ppo_mini_batch_size": 128, flag.replace("-", "_"): 2}
         critic = ppo_loop.critic_module(backend).Config(**fields)
         assert run == a_run(backend, critic=critic, actor=ActorConfig(lr=0.25), whiten_advantages=False)
         with pytest.raises(SystemExit):

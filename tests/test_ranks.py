@@ -56,14 +56,11 @@ FSDP = "DataParallelPPOCritic, {}"
 MEGATRON = "MegatronPPOCritic, {'%s_model_parallel_size': 2}"
 
 
-@pytest.mark.parametrize(
-    "module, critic, act, line",
-    [
-        ("critic_fsdp", FSDP, "raise common.UserError('--x 1: no')", "error on rank 1: --x 1: no"),
-        ("critic_megatron", MEGATRON % "pipeline", "raise KeyError('oops')", "'oops'"),
-        ("critic_megatron", MEGATRON % "tensor", "time.sleep(1000)", "error: another rank died or hangs"),
-    ],
-)
+@pytest.mark.parametrize("module, critic, act, line", [
+    ("critic_fsdp", FSDP, "raise common.UserError('--x 1: no')", "error on rank 1: --x 1: no"),
+    ("critic_megatron", MEGATRON % "pipeline", "raise KeyError('oops')", "'oops'"),
+    ("critic_megatron", MEGATRON % "tensor", "time.sleep(1000)", "error: another rank died or hangs"),
+])  # fmt: skip
 def test_when_one_rank_fails_all_end_and_a_message_is_seen(module, critic, act, line, tmp_path):
     script = tmp_path / "fails.py"
     rows = str(ROOT / "tests" / "rows.jsonl")
