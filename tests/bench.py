@@ -55,7 +55,6 @@ MODELS = {  # of Qwen2
     "10m": dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=6, heads=6),
     "100m": dict(hidden_size=768, intermediate_size=2304, num_hidden_layers=12, heads=12),
     "1b": dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, heads=32),
-    "7b": dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, heads=28),
 }
 OURS = {"fsdp": "critic_fsdp", "megatron": "critic_megatron"}
 CONTESTANTS = ("bare", *OURS, "verl padded", "verl packed", "verl lent")
@@ -68,13 +67,11 @@ class Work:
     model: Literal[tuple(MODELS)] = "10m"  # how many weights
     mix: Literal["gsm8k", "long-tail", "equal"] = "gsm8k"  # lengths of rows
     rows: int = 64  # of one update, which is one optimizer step
-    length: int = 256  # of --mix equal: tokens of a row; of long-tail: the median
-    longest: int = 4096  # where long-tail is cut off
+    length: int = 256  # of --mix equal: tokens of a row; of long-tail, which ends at 4096: the median
     budget: int = 4096  # most tokens of a micro-batch, of all contestants
     vocab_size: int = 2048  # of the model; GSM8K's tokenizer has 2,000
     ranks: int = 1  # processes of each contestant; only the critics take more than one
     flags: str = "{}"  # more flags of the critic's Config, as JSON
-    seed: int = 0  # of weights and rows
 
 
 @dataclass(frozen=True)
@@ -94,23 +91,20 @@ class Run:
 
 def make_rows(work):
     """A common.Batch with old values and returns, the same in every process."""
-    torch.manual_seed(work.seed)
+    torch.manual_seed(0)
     if work.mix == "gsm8k":
         tokenizer = AutoTokenizer.from_pretrained(DATA / "tokenizer")
         file = str(DATA / "gsm8k_rollouts" / "train.jsonl")
         batch = common.read_rows(file, tokenizer, model_config(work))
-        batch = batch.select(common.permutation(len(batch), work.seed)[: work.rows])
+        batch = batch.select(common.permutation(len(batch), 0)[: work.rows])
     else:
         lengths = torch.full((work.rows,), work.length)
         if work.mix == "long-tail":  # log-normal: one row in six is at least three times the median
-            lengths = (work.length * torch.randn(work.rows).mul(1.1).exp()).long().clamp(16, work.longest)
-        batch = common.Batch(
-            input_ids=torch.randint(work.vocab_size, (int(lengths.sum()),)),
-            cu_seqlens=common.cumulative(lengths),
-            response_mask=torch.cat([torch.arange(n) >= n // 4 for n in lengths.tolist()]),
-            row_id=torch.arange(work.rows),
-            truncated=torch.zeros(work.rows, dtype=torch.bool),
-        )
+            lengths = (work.length * torch.randn(work.rows).mul(1.1).exp()).long().clamp(16, 4096)
+        batch = common.concat([common.Batch.blank(n) for n in lengths.tolist()])
+        batch.row_id = torch.arange(work.rows)
+        batch.input_ids = torch.randint(work.vocab_size, (len(batch.input_ids),))
+        batch.response_mask = torch.cat([torch.arange(n) >= n // 4 for n in batch.lengths])
     batch.values, batch.returns = (torch.randn(len(batch.input_ids)) * batch.response_mask for _ in range(2))
     return batch
 
@@ -125,7 +119,7 @@ def model_config(work):
 
 def write_model(work, folder):
     """A token classifier with random weights, which all contestants load."""
-    torch.manual_seed(work.seed)
+    torch.manual_seed(0)
     AutoModelForTokenClassification.from_config(model_config(work)).save_pretrained(folder)
 
 
@@ -282,10 +276,8 @@ def measure(call):
 
 def measure_peak(call):
     """{peak: GiB above what was held before} of a call."""
-    # VmRSS is what is held, VmHWM the most since it was reset
-    status = lambda name: int(
-        re.search(rf"{name}:\s*(\d+)", pathlib.Path("/proc/self/status").read_text())[1]
-    )
+    path = pathlib.Path("/proc/self/status")  # VmRSS is what is held, VmHWM the most since it was reset
+    status = lambda name: int(re.search(rf"{name}:\s*(\d+)", path.read_text())[1])
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated() / 2**30
@@ -449,9 +441,7 @@ def series(title, works, rounds, names=("fsdp",)):
     print()
     print_line(title, "tokens", "values s", "tok/s", "update s", "tok/s", "peak GiB")
     print("|---" * 7 + "|")
-    labels = []
-    contestants = []
-    out = {}
+    labels, contestants, out = [], [], {}
     with tempfile.TemporaryDirectory() as folder:
         for i, (label, work) in enumerate(works.items()):
             write_model(work, f"{folder}/{i}")
@@ -490,11 +480,10 @@ def growth_tables(work, rounds, picture):
     from matplotlib import pyplot
 
     work = replace(work, mix="equal", length=128, rows=32)
+    shorter = {n: replace(work, rows=n, length=4096 // n) for n in (8, 32, 128, 512)}
     grow = {
         "tokens, in more rows": {n * 128: replace(work, rows=n) for n in (16, 32, 64, 128)},
-        "rows of equally many tokens": {
-            n: replace(work, rows=n, length=4096 // n) for n in (8, 32, 128, 512)
-        },
+        "rows of equally many tokens": shorter,
         "tokens of one row": {n: replace(work, rows=1, length=n) for n in (512, 1024, 2048, 4096)},
         "vocabulary": {n: replace(work, vocab_size=n) for n in (2048, 8192, 32768, 131072)},
         "ranks": {n: replace(work, ranks=n) for n in (1, 2, 4)},
@@ -517,8 +506,7 @@ def growth_tables(work, rounds, picture):
 
 
 def main(run):
-    work = run.work
-    names = run.contestants
+    work, names = run.work, run.contestants
     if work.mix == "gsm8k" and not DATA.is_dir():
         sys.exit(f"--mix gsm8k: needs the development data in {DATA}; take long-tail or equal")
     if importlib.util.find_spec("verl") is None:

@@ -4,7 +4,6 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for a hub
 os.environ["OMP_NUM_THREADS"] = "1"  # models are so small that threads would only wait for each other
 
-
 QUICK = ("test_budget.py", "test_common.py", "test_exercises.py", "test_ppo_loop.py")
 
 

@@ -338,23 +338,21 @@ CHANGED = "damaged, .* is not what was written; use an earlier checkpoint"
 UNREADABLE = "no complete checkpoint here, no readable manifest.json"
 halve = lambda old: old[: len(old) // 2]
 flip = lambda old: halve(old) + bytes([old[len(old) // 2] ^ 4]) + old[len(old) // 2 + 1 :]
-DAMAGE = {  # name -> file (None: the largest), what becomes of its bytes (None: it goes), what is said
-    "truncated": (None, halve, CHANGED),
-    "missing": (None, None, "damaged, .* is missing; use an earlier checkpoint"),
-    "one bit": (None, flip, CHANGED),
-    "one bit of JSON": ("trainer.json", flip, CHANGED),
-    "no manifest": ("manifest.json", None, UNREADABLE),
-    "one bit of the manifest": ("manifest.json", flip, f"damaged|{UNREADABLE}"),
-}
+DAMAGE = (  # name, file (None: the largest), what becomes of its bytes (None: it goes), what is said
+    ("truncated", None, halve, CHANGED),
+    ("missing", None, None, "damaged, .* is missing; use an earlier checkpoint"),
+    ("one_bit", None, flip, CHANGED),
+    ("one_bit_of_JSON", "trainer.json", flip, CHANGED),
+    ("no_manifest", "manifest.json", None, UNREADABLE),
+    ("one_bit_of_the_manifest", "manifest.json", flip, f"damaged|{UNREADABLE}"),
+)
 
 
 def damage(script, short):
     """A damaged last checkpoint: --resume refuses its path, and --resume auto takes the one before."""
-    kinds = list(DAMAGE) if script == "critic_fsdp" else list(DAMAGE)[1::2]
-    kinds = ("one bit", "no manifest") if short else kinds
-    for kind in kinds:
-        out = copy_of_golden(script, kind.replace(" ", "_"), steps=(STEPS - 1, STEPS))
-        name, act, pattern = DAMAGE[kind]
+    kinds = DAMAGE[2:5:2] if short else DAMAGE if script == "critic_fsdp" else DAMAGE[1::2]
+    for kind, name, act, pattern in kinds:
+        out = copy_of_golden(script, kind, steps=(STEPS - 1, STEPS))
         file = max(checkpoint(out).rglob(name or "*.*"), key=lambda path: path.stat().st_size)
         file.write_bytes(act(file.read_bytes())) if act else file.unlink()
         pattern = rf"{checkpoint(out)}(/\S+)?: ({pattern})"

@@ -25,7 +25,6 @@ with warnings.catch_warnings():
     import megatron.core.models.gpt
     import megatron.core.optimizer  # noqa: F401
 
-
 STORES = {}  # pid -> the store where it finds the other ranks: as long as this process lives
 NUMBERS = {}  # of this rank, as torchrun tells them
 

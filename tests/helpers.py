@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
 import critic_fsdp  # noqa: E402
 
+SCRATCH = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the development data in {SHARED}")
 
 
@@ -40,9 +41,6 @@ def run(*command, timeout=600, cwd=None, **env):
 def torchrun(ranks, *command, timeout=600, cwd=None, **env):
     """Runs a script on `ranks` gloo processes, which are forks."""
     return ended(begin(ranks, command, timeout, cwd, env))
-
-
-SCRATCH = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 
 
 @functools.cache

@@ -97,8 +97,6 @@ def of_critic(metrics):
     return {name: x for name, x in metrics.items() if name.startswith("critic/")}
 
 
-# ---- Checkpoints -------------------------------------------------------------------------------------------
-
 FSDP2 = {"strategy": "fsdp2"}
 SAVED = {  # name -> model, number of ranks and their layout where it begins, ranks -> layouts of Megatron
     "llama": ({"model": "tiny-llama", **FOUR_LAYERS}, 1, {"strategy": "none"}, {2: [{PP: 2, VPP: 2}]}),
@@ -227,8 +225,7 @@ def a_checkpoint_that_is_saved_again_is_the_same(folder):
 
 
 def damage_is_refused(folder):
-    """Either critic names a checkpoint that is of another model, or damaged in ways that its manifest hides;
-    test_common.py has what the manifest shows."""
+    """Either critic names a checkpoint of another model, or damaged as its manifest does not show."""
     path = folder / "damaged"
     here = (make(**MOE, **{EP: 2}), make(**MOE, **FSDP2))
     for writer in here:
@@ -274,9 +271,6 @@ def damages(files, scratch):
         "other model": (shape(hidden_size=128), "another model: hidden_size 128 there, 64 here"),
         "adapters": (shape(lora_rank=3), "another model: lora_rank 3 there, None here"),
     }
-
-
-# ---- Memory ------------------------------------------------------------------------------------------------
 
 
 def offload_changes_nothing(folder):
@@ -337,9 +331,6 @@ def an_automatic_budget_fills_the_memory(folder):
     assert 0.8 < held / (0.03 * 2**30) < 0.92, held
 
 
-# ---- What is not finite, and what does not fit -------------------------------------------------------------
-
-
 def what_is_not_finite_skips_the_step(folder):
     """Whether a return is NaN, the loss overflows, or one number of a gradient is wrong on one rank: no rank
     steps, and the schedule stays. The next mini-batch is stepped as if the one before had never been."""
@@ -393,26 +384,20 @@ def a_padding_token_may_count_from_the_end(folder):
     assert first == second and (first is None) == (common.RANK == 0)
 
 
-SIZES = [  # model's config, layout, what Megatron says of them
-    ({"num_attention_heads": 3, "num_key_value_heads": 3}, {TP: 2}, "num_attention_heads (3)"),
-    ({"intermediate_size": 33}, {TP: 2}, "33 is not divisible by 2"),
-    ({"num_hidden_layers": 3}, {PP: 2}, "num_layers should be divisible"),
-    ({"num_hidden_layers": 6}, {PP: 2, VPP: 2}, "should be divisible by vp_size 2"),
-    ({}, {EP: 2}, "num_moe_experts must be"),
-    ({"num_experts": 3}, {EP: 2, **MOE}, "MoELayer"),
-    ({"num_experts_per_tok": 1, "norm_topk_prob": True}, MOE, "topk is 1"),
-]
-
-
 def sizes_that_do_not_divide_are_named(folder):
     """Megatron's own words, in one line that begins with the flag."""
-    for changes, fields, words in SIZES:
+    for changes, fields, words in (
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, {TP: 2}, "num_attention_heads (3)"),
+        ({"intermediate_size": 33}, {TP: 2}, "33 is not divisible by 2"),
+        ({"num_hidden_layers": 3}, {PP: 2}, "num_layers should be divisible"),
+        ({"num_hidden_layers": 6}, {PP: 2, VPP: 2}, "should be divisible by vp_size 2"),
+        ({}, {EP: 2}, "num_moe_experts must be"),
+        ({"num_experts": 3}, {EP: 2, **MOE}, "MoELayer"),
+        ({"num_experts_per_tok": 1, "norm_topk_prob": True}, MOE, "topk is 1"),
+    ):
         fields = {**fields, "override_config": json.dumps(changes)}
         with refused(words, "--model tiny-"):
             make(**fields)
-
-
-# ---- bfloat16 ----------------------------------------------------------------------------------------------
 
 
 def bfloat16_learns_alike_on_every_layout(folder):
@@ -455,9 +440,6 @@ def bfloat16_keeps_master_weights(folder):
         assert moved.median() > 1e-6 and changed < 0.1, (fields, moved.median(), changed)
         assert half.critic.modules[-1].output_layer.weight.dtype == torch.float32
         assert (now["score.weight"] != before["score.weight"]).all(), fields
-
-
-# ---- Heads, rows and folders -------------------------------------------------------------------------------
 
 
 def rows_come_back_in_the_callers_order(folder):

@@ -33,6 +33,7 @@ GOLDEN = {  # the same run on these ranks with these flags
     "megatron tp 2": (2, TP_2),
     "megatron tp 2 pp 2": (4, (*TP_2, "--critic.pipeline-model-parallel-size", "2")),
 }
+PARTS = ("hf/", "critic_hf/", "checkpoints/step_4/actor/", "checkpoints/step_4/critic/")  # with tensors
 
 
 def right_digits(prompt, response, answer):
@@ -56,9 +57,6 @@ def toy(folder, name, *flags):
     common.write_report = lambda *_: None
     take_prompts(128)
     ppo(folder / name, "--actor.model", str(folder / "actor"), *TOY, *flags)
-
-
-PARTS = ("hf/", "critic_hf/", "checkpoints/step_4/actor/", "checkpoints/step_4/critic/")
 
 
 def steps_of(out):
@@ -170,13 +168,6 @@ def goes_on(folder, name, layout, *flags):
             assert_same_run(whole, out, f"{name}, resumed")
 
 
-UPDATES = {  # rows -> what is made of them; 2 rows leave ranks of 4 without any
-    "21 rows": (21, {"entropy_coeff": 0.01, "kl_loss_coef": 0.1}),
-    "small micro-batches": (21, {"ppo_max_token_len_per_gpu": 48, "loss_agg_mode": "seq-mean-token-mean"}),
-    "2 rows": (2, {"gradient_checkpointing": True}),
-}
-
-
 def update_of_the_actor(folder):
     """Gradients before clipping, norm, metrics and weights of one update are those of one rank.
 
@@ -185,7 +176,12 @@ def update_of_the_actor(folder):
     are the same to 1e-6 of the largest. Where it is next to nothing (keys' biases have none but rounding) the
     sign may be either.
     """
-    for name, (n, fields) in UPDATES.items():
+    cut = {"ppo_max_token_len_per_gpu": 48, "loss_agg_mode": "seq-mean-token-mean"}
+    for name, n, fields in (
+        ("21 rows", 21, {"entropy_coeff": 0.01, "kl_loss_coef": 0.1}),
+        ("small micro-batches", 21, cut),
+        ("2 rows", 2, {"gradient_checkpointing": True}),  # which leave ranks of 4 without any
+    ):
         path = folder / f"update of {name}.pt"
         for fsdp_size in {1: [-1], 2: [-1, 1], 4: [-1, 2, 1]}[common.WORLD_SIZE]:
             what = (name, fsdp_size)
@@ -214,8 +210,7 @@ def update_of_the_actor(folder):
 
 def one_update(path, n, fields):
     """What update_policy makes of random rows. All take the rows that one rank has made and saved, with its
-    old log-probs, which are those of all. Without the 2 the loss is next to nothing, and so are its first
-    digits."""
+    old log-probs, which are those of all. Without the 2 the loss is next to nothing."""
     from helpers import captured_gradients
     from test_ppo_loop import batch_to_learn, policy
 

@@ -173,8 +173,7 @@ def test_explained_variance_and_auc_are_not_always_defined():
 def assert_same(a, b):
     """Both batches hold the same rows, bit for bit."""
     for name in "input_ids cu_seqlens response_mask row_id truncated token_level_rewards values".split():
-        x = getattr(a, name)
-        y = getattr(b, name)
+        x, y = (getattr(batch, name) for batch in (a, b))
         assert x is y is None or torch.equal(x, y), name
 
 
@@ -442,18 +441,18 @@ def test_the_gpu_kernels_are_called_as_their_signatures_want(name, softcap, wind
 
 # ---- FLOPs -------------------------------------------------------------------------------------------------
 
-PEAKS = {
-    "H100 80GB HBM3": 989, "H100 PCIe": 756, "H200": 989, "H200 NVL": 835, "H20": 148, "A100-SXM4-80GB": 312,
-    "L4": 121, "L40S": 362, "A10": 125, "H100 80GB HBM3 MIG 1g.10gb": math.nan, "T1000": math.nan,
-}  # fmt: skip
-
 
 def test_mfu_is_of_the_devices_own_peak_or_not_known(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**31)
     host = common.setup_distributed()
     gpu = torch.device("cuda")
     measure = lambda *where: common.performance(time.perf_counter() - 2, 10, 1e15, *where)
-    for name, peak in PEAKS.items():
+    peaks = {
+        "H100 80GB HBM3": 989, "H100 PCIe": 756, "H200": 989, "H200 NVL": 835, "H20": 148, "L4": 121,
+        "A100-SXM4-80GB": 312, "L40S": 362, "A10": 125, "H100 80GB HBM3 MIG 1g.10gb": math.nan,
+        "T1000": math.nan,
+    }  # fmt: skip
+    for name, peak in peaks.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: f"NVIDIA {name}")
         found = measure(gpu, torch.bfloat16)
         rate = 1e15 / found["perf/time_update"] / (peak * 1e12)

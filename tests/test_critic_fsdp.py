@@ -41,9 +41,6 @@ def assert_same_weights(ours, theirs):
     torch.testing.assert_close(full_weights(ours.critic), theirs, rtol=0, atol=0)
 
 
-# ---- verl's own run ----------------------------------------------------------------------------------------
-
-
 @helpers.needs_shared
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("packed", [True, False])
@@ -59,15 +56,11 @@ def test_three_steps_equal_verl(strategy, packed, tmp_path):
     is_token = padded["attention_mask"].bool()
     # (12, 9) of responses, which take the last 9 of 16 positions -> (T,)
     flat = lambda x: torch.nn.functional.pad(x, (7, 0))[is_token]
-    batch = common.Batch(
-        input_ids=padded["input_ids"][is_token],
-        cu_seqlens=common.cumulative(is_token.sum(1)),
-        response_mask=flat(padded["response_mask"]).bool(),
-        row_id=torch.arange(12),
-        truncated=torch.zeros(12, dtype=torch.bool),
-        returns=flat(padded["returns"]),
-        values=flat(case["old_values"]),
-    )
+    batch = common.concat([common.Batch.blank(n) for n in is_token.sum(1).tolist()])
+    batch.row_id = torch.arange(12)
+    batch.input_ids = padded["input_ids"][is_token]
+    batch.response_mask = flat(padded["response_mask"]).bool()
+    batch.values, batch.returns = flat(case["old_values"]), flat(padded["returns"])
     names = "ppo_mini_batch_size ppo_max_token_len_per_gpu ppo_epochs cliprange_value grad_clip lr"
     fields = {name: case["critic"][name] for name in (*names.split(), "weight_decay", "loss_agg_mode")}
     fields |= {"betas": tuple(case["critic"]["betas"]), "strategy": strategy, "use_remove_padding": packed}
@@ -91,7 +84,7 @@ def test_three_steps_equal_verl(strategy, packed, tmp_path):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=atol, msg=name)
 
 
-# ---- Checkpoints of every kind -----------------------------------------------------------------------------
+# ---- Checkpoints of every kind, packing --------------------------------------------------------------------
 
 NEW = "new, normal(0, 0.124)"
 STORIES = {  # kind of checkpoint -> where its value head comes from
@@ -188,6 +181,7 @@ SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 GROUPED = {**SMALL, "intermediate_size": 64, "num_key_value_heads": 1}
 OPT = {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32}
 MIXTRAL = {**GROUPED, "num_local_experts": 4}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]}
 
 
 @pytest.mark.parametrize("config", [
@@ -205,11 +199,6 @@ def test_dropout_is_off_everywhere(config, packed, tmp_path):
     w.critic.model.train()
     for _ in range(3):
         torch.testing.assert_close(w.critic.forward(micro), quiet, rtol=1e-5, atol=1e-6)
-
-
-# ---- Packing -----------------------------------------------------------------------------------------------
-
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]}
 
 
 @pytest.mark.parametrize("config", [
@@ -418,16 +407,12 @@ def test_metrics_are_means_over_tokens_and_steps_not_over_micro_batches():
 
 # ---- Memory: the automatic budget, the plan, offloading ----------------------------------------------------
 
-AUTOMATIC = [  # GiB, Config fields
-    (0.02, {}),
-    (0.02, {"use_remove_padding": False}),
-    (0.02, {"gradient_checkpointing": True}),
-    # the gradient of the embedding takes more than many tokens do
-    (0.125, {"gradient_checkpointing": True, "override_config": '{"vocab_size": 50000}'}),
-]
+KEPT = [{}, {"use_remove_padding": False}, {"gradient_checkpointing": True}]  # what backward passes need
+# the gradient of this embedding takes more than many tokens do
+LARGE = {"gradient_checkpointing": True, "override_config": '{"vocab_size": 50000}'}
 
 
-@pytest.mark.parametrize("gib, fields", AUTOMATIC, ids=str)
+@pytest.mark.parametrize("gib, fields", [*((0.02, fields) for fields in KEPT), (0.125, LARGE)], ids=str)
 def test_an_automatic_budget_fills_the_memory_and_changes_no_update(gib, fields, capsys):
     auto, batch = worker(ppo_max_token_len_per_gpu=f"auto:{gib}", **fields), random_batch(40)
     metrics = auto.update_critic(batch)
@@ -441,7 +426,7 @@ def test_an_automatic_budget_fills_the_memory_and_changes_no_update(gib, fields,
     assert 0.8 < (peak + state) / (gib * 2**30) < 0.91
 
 
-@pytest.mark.parametrize("fields", [fields for _, fields in AUTOMATIC[:3]], ids=str)
+@pytest.mark.parametrize("fields", KEPT, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", ["tiny-qwen2", "tiny-gemma2", "tiny-gpt2"])
 def test_planned_activations_are_what_autograd_saves(model, dtype, fields):
@@ -531,11 +516,11 @@ def test_a_move_leaves_nothing_in_the_old_memory(strategy, monkeypatch):
 
 # ---- Checkpoints -------------------------------------------------------------------------------------------
 
-RESUMED = [*itertools.product(STRATEGIES, ("", "lora"))]
-RESUMED += [("fsdp1", "freeze"), ("none", "freeze"), ("none", "hl_gauss")]
 
-
-@pytest.mark.parametrize("strategy, variant", RESUMED)
+@pytest.mark.parametrize("strategy, variant", [
+    *itertools.product(STRATEGIES, ("", "lora")),
+    ("fsdp1", "freeze"), ("none", "freeze"), ("none", "hl_gauss"),
+])  # fmt: skip
 def test_resume_equals_going_on_bit_for_bit(strategy, variant, tmp_path):
     """From a checkpoint before the first step, and after an update; and the saves change nothing."""
     fields = {"ppo_mini_batch_size": 6, "lr_warmup_steps": 9, **VARIANTS.get(variant, {})}

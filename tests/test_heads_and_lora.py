@@ -19,6 +19,8 @@ from common import UserError
 from critic_fsdp import Config, CriticWorker, Run
 
 LOAD = transformers.AutoModelForTokenClassification.from_pretrained
+LORA = {"lora_rank": 4}
+HL_GAUSS = VARIANTS["hl_gauss"]
 
 
 def plain_targets(target, low, high, bins):
@@ -206,10 +208,6 @@ def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
     assert all(g.dtype == torch.float32 for g in seen[0].values()) and seen[0].keys() == whole[0].keys()
     close, true = (torch.cat([g[name].flatten() for name in seen[0]]) for g in (seen[0], whole[0]))
     assert float((close - true).norm() / true.norm()) < 0.05
-
-
-LORA = {"lora_rank": 4}
-HL_GAUSS = VARIANTS["hl_gauss"]
 
 
 @pytest.mark.parametrize("model, fields", [

@@ -214,8 +214,7 @@ def loss_by_hand(lm, batch, run):
 def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fields, monkeypatch):
     """Log-probs, entropies, and gradient, norm and metrics of a step over several micro-batches, compared
     with autograd in float64; and the gradient with that of one micro-batch and all logits at once. The head
-    makes only a chunk of logits at a time, and keeps none for the backward pass. A reference has no
-    optimizer, and the same log-probs."""
+    makes a chunk of logits at a time, and keeps none. A reference without optimizer has equal log-probs."""
     monkeypatch.setattr(ppo_loop, "LOGITS_AT_ONCE", 5 * 99)
     fields = {"ppo_max_token_len_per_gpu": 90, **fields}
     w = policy(kind, temperature, **fields)
@@ -480,20 +479,18 @@ def test_an_environments_faults_end_the_row_and_are_told():
 
 # ---- Rewards, advantages -----------------------------------------------------------------------------------
 
-GSM8K = [  # answer, responses that are right, responses that are wrong
-    ("#### 5", ["#### 3 no,\n#### 5", "#### 5 apples", "####5", "#### 5%"],
-     ["#### 5 no,\n#### 3", "the answer is 5", "####", "", "#### five", "#### ,", "####" + " " * 20_000]),
-    ("...\n#### 18", ["so it is\n#### 18", "#### 18.00", "#### 18."], ["#### 19"]),
-    ("#### 1,234", ["#### 1234", "#### $1,234"], ["#### 1"]),
-    ("#### 1234", ["#### 1,234"], ["#### 234"]),
-    ("#### -7", ["#### -$7", "#### $-7"], ["#### 7"]),
-    ("#### 0.5", ["#### .5"], ["#### 5"]),
-]  # fmt: skip
-
 
 def test_addition_and_gsm8k_rewards():
     assert [ppo_loop.addition_reward("1+2=", x, "3") for x in ("3", "4", "", "3 ", "03")] == [1, 0, 0, 0, 0]
-    for answer, right, wrong in GSM8K:
+    wrongs = ["#### 5 no,\n#### 3", "the answer is 5", "#### five", "#### ,", "####", "####" + " " * 20_000]
+    for answer, right, wrong in (
+        ("#### 5", ["#### 3 no,\n#### 5", "#### 5 apples", "####5", "#### 5%"], ["", *wrongs]),
+        ("...\n#### 18", ["so it is\n#### 18", "#### 18.00", "#### 18."], ["#### 19"]),
+        ("#### 1,234", ["#### 1234", "#### $1,234"], ["#### 1"]),
+        ("#### 1234", ["#### 1,234"], ["#### 234"]),
+        ("#### -7", ["#### -$7", "#### $-7"], ["#### 7"]),
+        ("#### 0.5", ["#### .5"], ["#### 5"]),
+    ):
         assert all(ppo_loop.gsm8k_reward("", x, answer) == 1 for x in right), answer
         assert all(ppo_loop.gsm8k_reward("", x, answer) == 0 for x in wrong), answer
 
@@ -749,8 +746,9 @@ def parse(monkeypatch, tmp_path):
     return lambda flags: ppo_loop.parse([*flags.split(), *more])
 
 
-BAD_FLAGS = [("--reward", "--prompts x.jsonl"), ("--critic.value-range", "--critic.value-head hl_gauss")]
-BAD_FLAGS += [(flags.split()[0], flags) for flags in (  # prompts have 6 tokens and responses 8
+@pytest.mark.parametrize("named, flags", [
+    ("--reward", "--prompts x.jsonl"), ("--critic.value-range", "--critic.value-head hl_gauss"),
+    *((flags.split()[0], flags) for flags in (  # prompts have 6 tokens and responses 8
     "--rollout-n 0", "--gamma 1.1", "--kl-coef nan", "--eval-every -1", "--top-p 0", "--reward-timeout inf",
     "--temperature 0", "--target-kl 0.1", "--eval-prompts x.jsonl", "--prompts x.jsonl --reward gsm8k",
     "--reward gsm8k --reward-model rm", "--reward nothing.py:f", "--environment nothing.py:f",
@@ -763,10 +761,7 @@ BAD_FLAGS += [(flags.split()[0], flags) for flags in (  # prompts have 6 tokens 
     '--critic.model tiny-gpt2 --critic.override-config {"n_positions":13}',
     '--actor.model tiny-llama --actor.override-config {"max_position_embeddings":13}',
     "--actor.model tiny-qwen2.5-vl", "--reward-model /none", "--reward-model LM",  # it has no value head
-)]  # fmt: skip
-
-
-@pytest.mark.parametrize("named, flags", BAD_FLAGS)
+))])  # fmt: skip
 def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path):
     """Also what is found only while models are built."""
     if "LM" in flags:
@@ -856,8 +851,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_restores_every_bit_and_an_export_is_a_model_of_transformers(kind, tmp_path):
-    """The next update is the same, also of an actor that was offloaded. A checkpoint of another model is
-    refused."""
+    """The next update is the same, also of an actor that was offloaded. Another model's is refused."""
     fields = dict(ppo_mini_batch_size=3, lr_warmup_steps=10)
     w, again = policy(kind, **fields), policy(kind, **fields)
     engine = engine_of(w)

@@ -1,19 +1,14 @@
 """What takes several processes, see scenarios.py; and how a run ends when one of them fails."""
 
+import inspect
+
 import pytest
+import scenarios
 from helpers import ROOT, succeeded, torchrun
 
 SCENARIOS = ROOT / "tests" / "scenarios.py"
-ON_TWO_RANKS = (
-    "rows_come_back_in_the_callers_order",
-    "not_finite_on_one_rank",
-    "a_weight_may_be_used_on_one_rank_alone",
-    "whitening_is_over_all_ranks",
-    "gradients_of_bfloat16_are_reduced_in_float32",
-    "gathered_weights_are_let_go",
-    "the_plan_is_what_a_rank_holds",
-    "an_automatic_budget_is_that_of_the_rank_with_least_memory",
-)
+OF_FILE = [f for _, f in inspect.getmembers(scenarios, inspect.isfunction) if f.__module__ == "scenarios"]
+ON_TWO_RANKS = [f.__name__ for f in OF_FILE if not inspect.signature(f).parameters]  # others take arguments
 
 
 @pytest.fixture(scope="module")

@@ -33,10 +33,7 @@ STEPS = {  # what takes minutes -> steps of its run here, the first of the run a
     r"torchrun \S+ 2 ppo_loop.py .*gsm8k": 1,
     r"torchrun .* --steps 10": 3,  # several of one kind
 }
-
-
 PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # torchrun, if no environment is activated
-WITH = ("rows.jsonl", "compare_runs.py")  # of the tests' folder
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +41,7 @@ def copy(tmp_path_factory):
     """The scripts alone, in a folder of their own, next to the development data."""
     folder = tmp_path_factory.mktemp("copy")
     (folder / "main").mkdir()
-    for file in (*ROOT.glob("*.py"), *(ROOT / "tests" / name for name in WITH)):
+    for file in (*ROOT.glob("*.py"), ROOT / "tests" / "rows.jsonl", ROOT / "tests" / "compare_runs.py"):
         (folder / "main" / file.relative_to(ROOT)).parent.mkdir(exist_ok=True)
         shutil.copy(file, folder / "main" / file.relative_to(ROOT))
     (folder / "shared").symlink_to(SHARED)

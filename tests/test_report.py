@@ -22,8 +22,7 @@ same = pytest.approx
 
 
 def judged_rows(n, prompts, longest=12, gamma=1.0):
-    """n rows that answer some prompts, rewarded with 0 or 1, with values that know a little. Returns, and TD
-    errors as advantages, by hand."""
+    """Rows that answer some prompts, rewarded with 0 or 1. By hand: returns, and TD errors as advantages."""
     rng = random.Random(0)
     lines = []
     for _ in range(n):

@@ -21,6 +21,7 @@ from common import UserError
 from critic_fsdp import Config, CriticWorker
 
 START, IMAGE, END = range(99, 102)  # the ids of the presets
+SEE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 def image_rows(images):
@@ -162,9 +163,6 @@ def test_positions_are_those_of_each_image_alone():
     assert pixels["image_grid_thw"].tolist() == [[1, 2, 2]]
 
 
-SEE = "<|vision_start|><|image_pad|><|vision_end|>"
-
-
 def draw(path, size, seed=0):
     """Saves a picture of noise."""
     g = torch.Generator().manual_seed(seed)
@@ -213,28 +211,28 @@ def test_images_of_rows_are_those_of_the_processor(name, rollouts):
     assert torch.equal(differs, batch.response_mask & (batch.row_of_token == 0))
 
 
-BAD = [  # changes of a row, words of its fault
-    ({"images": ["c.png"]}, "c.png"),
-    ({"images": ["rows.jsonl"]}, "UnidentifiedImageError"),
-    ({"images": ["cut.jpg"]}, "truncated"),
-    ({"images": ["strip.png"]}, "aspect ratio"),
-    ({"images": ["data:image/png;base64,iVBORw0"]}, "data:image/png;base64,iVBORw0"),
-    ({"images": [7]}, "images: must be a valid string"),
-    ({"images": ["b.png"] * 2}, "runs of [8] tokens, its images have [8, 8]"),
-    ({}, "runs of [1] tokens, its images have 0"),
-    # token ids have a placeholder for each token of an image, and something between images
-    ({"prompt": None, "prompt_ids": [5, IMAGE, 6], "images": ["b.png"]}, "runs of [1] tokens"),
-    ({"prompt": None, "prompt_ids": [5, *[IMAGE] * 16, 6], "images": ["b.png"] * 2}, "runs of [16] tokens"),
-]
-
-
 def test_a_bad_image_is_a_bad_row(rollouts):
     draw(rollouts.parent / "strip.png", (1, 300))
     draw(rollouts.parent / "cut.jpg", (100, 100))
     (rollouts.parent / "cut.jpg").write_bytes((rollouts.parent / "cut.jpg").read_bytes()[:2000])
     w = CriticWorker(Config(model="tiny-qwen3-vl"))
     good = rollouts.read_text()
-    for change, fault in BAD:
+    for change, fault in (
+        ({"images": ["c.png"]}, "c.png"),
+        ({"images": ["rows.jsonl"]}, "UnidentifiedImageError"),
+        ({"images": ["cut.jpg"]}, "truncated"),
+        ({"images": ["strip.png"]}, "aspect ratio"),
+        ({"images": ["data:image/png;base64,iVBORw0"]}, "data:image/png;base64,iVBORw0"),
+        ({"images": [7]}, "images: must be a valid string"),
+        ({"images": ["b.png"] * 2}, "runs of [8] tokens, its images have [8, 8]"),
+        ({}, "runs of [1] tokens, its images have 0"),
+        # token ids have a placeholder for each token of an image, and something between images
+        ({"prompt": None, "prompt_ids": [5, IMAGE, 6], "images": ["b.png"]}, "runs of [1] tokens"),
+        (
+            {"prompt": None, "prompt_ids": [5, *[IMAGE] * 16, 6], "images": ["b.png"] * 2},
+            "runs of [16] tokens",
+        ),
+    ):
         bad = {"prompt": f"{SEE}?", "response": "a", "reward": 1, **change}
         rollouts.write_text(good + json.dumps(bad) + "\n")
         with refused(fault, f"--rollouts {rollouts}:5: "):

@@ -66,17 +66,14 @@ def move(w, step):
         p.add_(0.05 * torch.sin(100 * p + step))
 
 
-MODELS = [  # a mixture of experts is the first: vLLM makes the groups of the first engine for all
-    *((kind, {}) for kind in ("tiny-qwen3-moe", "tiny-qwen2", "tiny-qwen3", "tiny-llama", "tiny-gpt2")),
-    *((kind, {"sliding_window": 50}) for kind in ("tiny-mistral", "tiny-gemma2")),
-    ("tiny-qwen2", {"tie_word_embeddings": True}),
-]
-
-
 def weights_arrive(folder):
-    """Whatever the weights, greedy tokens and log-probs are those of transformers, also of prompts that the
-    cache has from before a sync."""
-    for kind, overrides in MODELS:
+    """Greedy tokens and log-probs are those of transformers, also of prompts cached before a sync."""
+    # a mixture of experts is the first: vLLM makes the groups of the first engine for all
+    for kind, overrides in (
+        *((kind, {}) for kind in ("tiny-qwen3-moe", "tiny-qwen2", "tiny-qwen3", "tiny-llama", "tiny-gpt2")),
+        *((kind, {"sliding_window": 50}) for kind in ("tiny-mistral", "tiny-gemma2")),
+        ("tiny-qwen2", {"tie_word_embeddings": True}),
+    ):
         w = policy(kind, **overrides)
         engine = engine_of(w)
         rows, seen, worst = rows_of(), set(), 0.0
@@ -253,12 +250,6 @@ def the_process_is_as_it_was(folder):
     assert total.item() == 3.0
 
 
-def memory(key):
-    """Bytes of VmRSS, or of VmHWM: the most since it was reset."""
-    (line,) = [x for x in open("/proc/self/status") if x.startswith(key)]
-    return int(line.split()[1]) * 1024
-
-
 def soak(folder, syncs):
     """Syncs of a model of many layers: none leaves a copy behind, none takes one on its way. Measured with
     copies of 40 MiB: 22 to 30 on the way, 65 if the weights are a list; 20 MiB come and go with gloo."""
@@ -266,6 +257,8 @@ def soak(folder, syncs):
     copy = sum(p.numel() for p in w.model.parameters()) * 4
     engine, rows = engine_of(w, longest=60), list(zip(prompts_of((5, 40)), "ab", (4, 4), strict=True))
     held, peaks = [], []
+    kib = lambda key: next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith(key))
+    memory = lambda key: kib(key) * 1024  # bytes of VmRSS, or of VmHWM: the most since it was reset
     for i in range(syncs):
         ctypes.CDLL(None).malloc_trim(0)  # what is free, but was not given back, would hide what is taken
         pathlib.Path("/proc/self/clear_refs").write_text("5")  # the most is now what it is
