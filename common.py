@@ -1,8 +1,7 @@
 """Utilities that the scripts of this repository share. Nothing here knows FSDP, Megatron or who calls.
 
-Shapes are in the names:
-    T tokens, sequences end to end   B sequences   A actions   L longest sequence   N bins of a value
-    H query heads   K key and value heads   D features of a head
+Shapes are in the names: T tokens, sequences end to end; B sequences; A actions; L longest sequence; N bins of
+a value; H query heads; K key and value heads; D features of a head.
 """
 
 import collections
@@ -138,7 +137,10 @@ def launch(main):
         code = stop.code
     except BaseException:
         message = traceback.format_exc()
-        message += "".join(f"error: {hint}\n" for words, hint in HINTS.items() if re.search(words, message))
+        trace = message
+        for words, hint in HINTS.items():
+            if re.search(words, trace):
+                message += f"error: {hint}\n"
     if code and RANK > 0:
         time.sleep(5)  # torchrun ends this process as soon as rank 0 is gone
         message = message.replace("error:", f"error on rank {RANK}:", 1)
@@ -301,7 +303,8 @@ def gather(batch):
 Number = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)] | bool  # float32 can hold the square
 ALTERNATIVES = (("prompt", "messages", "prompt_ids"), ("response", "response_ids"), ("reward", "rewards"))
 Text = Annotated[str, Field(min_length=1)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1)]
+Id = Annotated[int, Field(ge=0, lt=2**63)]
+Ids = Annotated[list[Id], Field(min_length=1)]
 
 
 class Rollout(pydantic.BaseModel, strict=True):
@@ -467,9 +470,8 @@ class Dispatch(enum.Enum):
 
 
 def register(dispatch, needs=()):
-    """Decorates a worker's method with its Dispatch. Under DP_COMPUTE_PROTO it sees the *global* batch: the
-    rows of all ranks in row_id order, with the optional columns in `needs` and no others, so what it computes
-    cannot depend on who owned which row. A (T,) result is cut back to the caller's rows in their order."""
+    """Decorates a worker's method. Under DP_COMPUTE_PROTO it sees the *global* batch, in row_id order, with
+    the optional columns in `needs` alone; a (T,) result is cut back to the caller's rows."""
 
     def decorate(method):
         @functools.wraps(method)
@@ -509,8 +511,8 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
         delta_k = r_k + gamma V_{k+1} - V_k,    A_k = delta_k + gamma lam A_{k+1}    (1506.02438, eq. 11-16)
         returns = A + V
 
-    k counts actions only. A reward on another token goes to the action before it, which earned it, or to the
-    first. bootstrap_B stands for all that would follow the last action (None: every row ended)."""
+    k counts actions; a reward on another token goes to the action before it, or to the first. bootstrap_B
+    stands for all that would follow the last action (None: every row ended)."""
     rewards = rewards_T.tolist()
     values = values_T.tolist()
     mask = response_mask_T.tolist()
@@ -549,13 +551,12 @@ def monte_carlo(batch, gamma):
 
 
 def loss_weights(batch, mode, response_length_limit=None):
-    """(T,) weights of the token losses in the loss of a *global* mini-batch with an action. A token keeps its
-    weight in every micro-batch, so the loss does not depend on how the mini-batch is cut.
+    """(T,) weights of the token losses of a *global* mini-batch with an action, in whichever micro-batches.
 
-        token-mean                1 / N_tokens
-        seq-mean-token-sum        1 / N_seqs                            of rows that have an action
-        seq-mean-token-mean       1 / (N_seqs len_i)                    len_i: actions of the token's row
-        seq-mean-token-sum-norm   1 / (N_seqs response_length_limit)    (Dr. GRPO's constant, 2503.20783)"""
+    token-mean                1 / N_tokens
+    seq-mean-token-sum        1 / N_seqs                            of rows that have an action
+    seq-mean-token-mean       1 / (N_seqs len_i)                    len_i: actions of the token's row
+    seq-mean-token-sum-norm   1 / (N_seqs response_length_limit)    (Dr. GRPO's constant, 2503.20783)"""
     if mode == "token-mean":
         return batch.response_mask / batch.response_mask.sum()
     weights_T = batch.response_mask / (batch.actions > 0).sum()
@@ -571,8 +572,7 @@ def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, clipra
 
         L_t = 0.5 max( (v_t - R_t)^2, (clip(v_t, v_old - eps, v_old + eps) - R_t)^2 ),   loss = sum_t w_t L_t
 
-    As in the code of 1707.06347; without a cliprange_value nothing is clipped. Masked entries never enter,
-    not even a NaN."""
+    As in the code of 1707.06347; None clips nothing. Masked entries never enter, not even a NaN."""
     columns = (vpreds_T, values_T, returns_T)
     v_T, old_T, returns_T = [torch.where(response_mask_T, x_T, 0.0) for x_T in columns]
     error_T = (v_T - returns_T).square()
@@ -597,8 +597,7 @@ def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
         p_i = (Phi(e_i+1) - Phi(e_i)) / (Phi(e_N) - Phi(e_0)),    Phi: CDF of Normal(R, 0.75 bin widths)
 
     N bins cut [low, high] evenly, with edges e_0 .. e_N; a return outside is moved to the end of the range.
-    HL-Gauss, Imani & White 1806.04613; the width is that of Farebrother et al. 2403.03950. Old values do not
-    enter, nor do masked entries, not even a NaN."""
+    HL-Gauss, 1806.04613; width as in 2403.03950. Old values and masked entries never enter, not even NaN."""
     bins = logits_TN.shape[1]
     edge_N = torch.linspace(low, high, bins + 1, device=logits_TN.device)
     sigma = 0.75 * (high - low) / bins
@@ -719,11 +718,11 @@ transformers.AttentionInterface.register("packed", packed_attention)
 
 
 def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
-    """(1,H,T,D) causal attention within the sequences of the layout: by flash-attn, else by PyTorch's varlen
-    kernel, both on CUDA in half precision, else by one SDPA call for each piece of equal lengths; written out
-    for soft-capped scores (Gemma 2) and attention sinks (gpt-oss)."""
+    """(1,H,T,D) causal attention within the sequences of the layout: in half precision on CUDA by flash-attn
+    or PyTorch's varlen kernel, else by SDPA; written out for soft caps (Gemma 2) and sinks (gpt-oss)."""
     half = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
-    fits = sinks is None and q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
+    head_dim = q.shape[-1]
+    fits = sinks is None and head_dim == v.shape[-1] <= 256 and head_dim % 8 == 0
     if half and fits and (flash_attn_varlen_func or not softcap):
         inputs = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]  # (T,H,D) each
         inputs += layout.varlen
@@ -741,9 +740,11 @@ def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
     queries = [n * count for n, _, count in layout.pieces]
     keys = [n * count for _, n, count in layout.pieces]
     # by split, because the backward of a slice would fill the whole row with zeros, each time
-    pieces = zip(layout.pieces, q[0].split(queries, 1), k[0].split(keys, 1), v[0].split(keys, 1))
+    q_pieces = q[0].split(queries, 1)
+    k_pieces = k[0].split(keys, 1)
+    v_pieces = v[0].split(keys, 1)
     outs = []
-    for (*_, count), *piece in pieces:
+    for (*_, count), *piece in zip(layout.pieces, q_pieces, k_pieces, v_pieces):
         qkv = [x.unflatten(1, (count, -1)).transpose(0, 1) for x in piece]
         out_NHLD = dense_attention(*qkv, scale, window, softcap, sinks)
         outs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
@@ -758,8 +759,7 @@ def dense_attention(q, k, v, scale, window, softcap, sinks):
     mask = None
     if written_out or queries < keys or (window and keys > window):
         j = torch.arange(keys, device=q.device)
-        # queries stand at the last places, and see what is not too far back
-        back = j[keys - queries :, None] - j
+        back = j[keys - queries :, None] - j  # queries stand at the last places
         mask = (back >= 0) & (back < (window or keys))
     if q.is_cuda or written_out:  # torch's float32 kernels on CUDA know no grouped heads
         groups = q.shape[1] // k.shape[1]
@@ -784,16 +784,19 @@ def dense_attention(q, k, v, scale, window, softcap, sinks):
 
 # dense bf16 TFLOP/s from the vendors' data sheets; the first whose words are in the device's name counts
 PEAK_TFLOPS = {
-    "H100 PCIE": 756, "H100 NVL": 835, "H200 NVL": 835, "B200": 2250, "H200": 989, "GH200": 989, "H800": 989,
-    "H100": 989, "H20": 148, "A100": 312, "A800": 312, "L40S": 362, "A40": 149.7, "L4": 121, "A10": 125,
+    "H100 PCIE": 756, "H100 NVL": 835, "H200 NVL": 835,
+    "H100": 989, "H200": 989, "GH200": 989, "H800": 989,
+    "B200": 2250, "H20": 148,
+    "A100": 312, "A800": 312,
+    "L40S": 362,
+    "L4": 121,
 }  # fmt: skip
 
 
 def flops_model(model, config):
     """f(length) -> FLOPs of one forward over a sequence of this many tokens; training costs three times that.
-    A token costs 2 for each weight of a matrix, of E experts only the active ones; a query and a key cost 4
-    for each feature of their heads. Embeddings cost nothing. MFU reads too low with images, because a vision
-    tower is left out, and too high with sliding windows. model: on meta is enough."""
+    A token costs 2 for each weight of a matrix, of experts the active ones; a query and a key cost 4 for each
+    feature of their heads. Vision towers are left out, sliding windows are not. model: on meta will do."""
     config = config.get_text_config()
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     active = 1
@@ -835,9 +838,8 @@ def performance(start, tokens, flops, device, dtype):
 
 
 class Logger:
-    """metrics.jsonl and TensorBoard in out_dir, and the lines that rank 0 prints. settings: what run.json
-    records. last_step: from where this run continues in the same files (0: a new run). Later steps are
-    dropped from them, and so is an evaluation at last_step that is made again."""
+    """metrics.jsonl, TensorBoard and run.json (settings) in out_dir, and the lines that rank 0 prints. What
+    files say after last_step is dropped (0: a new run), and an evaluation at last_step that is made again."""
 
     def __init__(self, out_dir, settings, last_step=0, evaluates_again=True):
         self.out_dir = out_dir
@@ -851,7 +853,6 @@ class Logger:
 
         self.set_aside(last_step)
         about = {"command": sys.argv, "ranks": WORLD_SIZE, "torch": torch.__version__}
-        about["transformers"] = transformers.__version__
         replace_lines(f"{out_dir}/run.json", [{**settings, "run": about}])
         log = f"{out_dir}/metrics.jsonl"
         rows = [row for row in read_lines(log) if last_step and row["step"] <= last_step]
@@ -938,12 +939,6 @@ class Logger:
             f"   AUC of the last value {number(m['eval/auc'], '.3f')}"
         )
 
-    def log_samples(self, step, rows):
-        """Replaces the samples of this step and later ones in samples.jsonl by these."""
-        if self.board is not None:
-            path = f"{self.out_dir}/samples.jsonl"
-            replace_lines(path, [row for row in read_lines(path) if row["step"] < step] + rows)
-
     def close(self):
         """Flushes TensorBoard, which the os._exit at the end of a run would not."""
         if self.board is not None:
@@ -988,9 +983,8 @@ MANIFEST = "manifest.json"  # in a complete folder: file name -> SHA-256
 
 @contextlib.contextmanager
 def published(folder, group=None, keep=None):
-    """`with published(folder) as tmp:` all ranks write into tmp, on shared storage, and it becomes the folder
-    (a collective). A crash leaves the old folder or the new one. keep: how many of the last step_N next to it
-    remain. In a thread, `group` is one of its own."""
+    """`with published(folder) as tmp:` all ranks write into tmp and it becomes the folder; a crash leaves the
+    old one or the new one (a collective of `group`). keep: how many of the last step_N next to it remain."""
     if os.path.exists(folder) and os.listdir(folder) and not os.path.exists(f"{folder}/{MANIFEST}"):
         raise UserError(f"--out-dir: {folder} holds something else, which is not overwritten; move it")
     tmp = f"{folder}.tmp"
@@ -1035,7 +1029,6 @@ def checksum(path):
 
 
 def flush_to_disk(path):
-    """fsync of a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -1132,8 +1125,8 @@ def disable_dropout(model_config):
     for key, value in vars(model_config).items():
         if isinstance(value, transformers.PreTrainedConfig):
             disable_dropout(value)
-        elif ("drop" in key or "jitter" in key) and type(value) in (int, float):
-            setattr(model_config, key, type(value)(0))
+        elif ("drop" in key or "jitter" in key) and isinstance(value, float):
+            setattr(model_config, key, 0.0)
 
 
 def check_rows(batch, model_config):
@@ -1211,7 +1204,8 @@ def init_value_head(score, config, model_config):
     if config.value_head_init == "checkpoint":
         raise UserError(f"--value-head-init checkpoint: {config.model} holds no such value head")
     std = 1 / math.sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
-    nn.init.normal_(score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
+    generator = torch.Generator().manual_seed(config.seed)
+    nn.init.normal_(score.weight, std=std, generator=generator)
     return f"value head new, normal(0, {std:.3f})"
 
 
@@ -1300,9 +1294,8 @@ def char_tokenizer(model="tiny-qwen2"):
 
 
 def toy_rows(n, seed, held_out=False, slips=(0.9, 0.05)):
-    """n JSON lines: rollouts of a policy that adds two-digit numbers by column and mostly forgets to carry,
-    so the units tell before the first digit how this will probably end. Prompts of held_out rows never occur
-    in the others. slips: how often it errs where the units carry, and where they do not."""
+    """n JSON lines: a policy adds two-digit numbers by column and mostly forgets to carry. No prompt is both
+    held_out and not. slips: how often it errs where the units carry, and where they do not."""
     rng = random.Random(f"toy {seed} {held_out}")
     lines = []
     while len(lines) < n:
@@ -1370,19 +1363,20 @@ def ceiling(rows):
 
 
 def report_numbers(rows, gamma):
-    """({each of NUMBERS: float}, points of the calibration curve). Advantages of the rows are TD errors."""
+    """({each of NUMBERS: float}, (n, 2) calibration curve). Advantages of the rows are TD errors."""
     v_A = rows.values[rows.response_mask].double()
     r_A = rows.returns[rows.response_mask].double()
     last = rows.actions[rows.actions > 0].cumsum(0) - 1
     first = F.pad(last + 1, (1, -1))
-    curve = []
+    curve = torch.zeros(0, 2)
     error = math.nan
     if set(r_A.tolist()) == {0.0, 1.0}:  # then values are chances
         p_A = v_A.clamp(0, 1)
         bin_A = (p_A * 15).long().clamp(max=14)
-        bins = [bin_A == i for i in bin_A.unique()]
-        curve = [(float(p_A[at].mean()), float(r_A[at].mean())) for at in bins]
-        error = float(sum((p_A - r_A)[at].sum().abs() for at in bins) / len(p_A))
+        count = bin_A.bincount(minlength=15)
+        sums = torch.stack([bin_A.bincount(p_A, 15), bin_A.bincount(r_A, 15)], 1)
+        curve = (sums / count[:, None])[count > 0]
+        error = float(sums.diff().abs().sum() / len(p_A))
     numbers = {
         "explained variance": explained_variance(v_A, r_A),
         "at the first action": explained_variance(v_A[first], r_A[first]),
@@ -1403,12 +1397,14 @@ def rows_to_show(rows, tokenizer, low, high):
     shown = []
     worst = jump_B.argsort(descending=True, stable=True)[:24]
     for row in rows.select(worst.tolist()).split(1):
-        texts = [tokenizer.decode([i]) if tokenizer else f"{i} " for i in row.input_ids[:2000].tolist()]
+        ids = row.input_ids[:2000].tolist()
+        texts = [tokenizer.decode([i]) if tokenizer else f"{i} " for i in ids]
         first = int(row.response_mask.int().argmax())
         actions = []
         for t in range(first, len(texts)):
             value = row.values[t]
-            shade = float((2 * value - low - high) / max(high - low, 1e-9)) * row.response_mask[t]
+            span = max(high - low, 1e-9)
+            shade = float((2 * value - low - high) / span) * row.response_mask[t]
             color = f"rgba({'37,99,235' if shade > 0 else '249,115,22'},{abs(shade):.2f})"
             title = f"value {value:.3g}\nreturn {row.returns[t]:.3g}\nTD error {row.advantages[t]:.3g}"
             actions.append((texts[t], color, title))
@@ -1431,13 +1427,14 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     numbers = {name: number(x, ".3f") for name, x in numbers.items()}
     figure = Figure(figsize=(13, 8), layout="constrained")
     calibrated, *others = figure.subplots(2, 2).flat
-    calibrated.plot([x for x, _ in calibration], [y for _, y in calibration], ".-")
+    calibrated.plot(*calibration.T, ".-")
     calibrated.set_title("how often it is right, by value")
     log = read_lines(f"{out_dir}/metrics.jsonl")
     for panel, (title, names) in zip(others, curves.items()):
         for name in names:
             measured = [row for row in log if row.get(name) is not None]
-            panel.plot([row["step"] for row in measured], [row[name] for row in measured], ".-", label=name)
+            steps = [row["step"] for row in measured]
+            panel.plot(steps, [row[name] for row in measured], ".-", label=name)
         panel.set_title(title)
         panel.legend()
     figure.savefig(f"{out_dir}/curves.png", dpi=120)

@@ -142,7 +142,8 @@ def mistake_in(flags, world_size=WORLD_SIZE):
         pydantic.TypeAdapter(type(flags)).validate_python(dataclasses.asdict(flags))
     except pydantic.ValidationError as error:
         fault = error.errors()[0]
-        name = next(part for part in fault["loc"] if part != "critic").replace("_", "-")
+        name = next(part for part in fault["loc"] if part != "critic")
+        name = name.replace("_", "-")
         return f"--{name} {fault['input']}: {fault['msg'].replace('Input should be', 'must be')}"
     if isinstance(flags, Run):
         if not flags.rollouts and (flags.eval_rollouts or flags.recorded_values):
@@ -170,7 +171,10 @@ def mistake_in(flags, world_size=WORLD_SIZE):
         "--freeze-layers: --lora-rank freezes all layers; drop one": not (c.lora_rank and c.freeze_layers),
         "--lora-rank: needs peft; pip install peft": not c.lora_rank or importlib.util.find_spec("peft"),
     }  # fmt: skip
-    return next((words for words, holds in rules.items() if not holds), None)
+    for words, holds in rules.items():
+        if not holds:
+            return words
+    return None
 
 
 if __name__ == "__main__":  # here, because the imports below take ten seconds
@@ -217,7 +221,8 @@ class ValueModel(nn.Module):
     def __init__(self, backbone):
         super().__init__()
         self.model = backbone
-        self.score = nn.Linear(backbone.config.get_text_config().hidden_size, backbone.config.num_labels)
+        width = backbone.config.get_text_config().hidden_size
+        self.score = nn.Linear(width, backbone.config.num_labels)
 
     def forward(self, **inputs):
         """(B, L) ids -> (B, L) float32 values, or (B, L, N) logits, each read from its own hidden state."""
@@ -524,7 +529,8 @@ def spread(costs, k):
     """k lists of indices with nearly equal sums: the largest first, to the emptiest list (Graham 1969)."""
     parts = [[] for _ in range(k)]
     heap = [(0, j) for j in range(k)]
-    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+    largest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
+    for i in largest_first:
         load, j = heap[0]
         heapq.heapreplace(heap, (load + costs[i], j))
         parts[j].append(i)
@@ -754,7 +760,8 @@ class DataParallelPPOCritic:
             loss = common.hl_gauss_loss(outputs, *columns, *self.value_range)
             clipped = torch.zeros_like(loss)
         else:
-            loss, clipped = common.value_loss(vpreds, micro.values, *columns, self.config.cliprange_value)
+            cliprange = self.config.cliprange_value
+            loss, clipped = common.value_loss(vpreds, micro.values, *columns, cliprange)
         sums = torch.stack([loss, clipped, vpreds.sum(), micro.response_mask.sum()])
         return loss, sums.detach()
 
@@ -1289,7 +1296,8 @@ def load_rows(run, tokenizer, model_config):
     seed = run.critic.seed
     if run.rollouts is None:
         train = common.read_rows(common.toy_rows(8192, seed), **options)
-        return train, common.read_rows(common.toy_rows(512, seed, held_out=True), **options)
+        held_out = common.toy_rows(512, seed, held_out=True)
+        return train, common.read_rows(held_out, **options)
     train = common.read_rows(run.rollouts, with_values=run.recorded_values, **options)
     if run.eval_rollouts is None:
         return train, None

@@ -1108,7 +1108,10 @@ def evaluate(engine, task, run, reward, phases, step, logger):
     replies = roll_out(engine, task, prompts, map(str, row_ids), run, temperature=0.0)
     scores = score(run, reward, phases, prompts, replies, row_ids)
     rows, rewards, faults = of_all_rows(prompts, replies, scores)
-    logger.log_samples(step, [{"step": step, **row} for row in rows[:8]])
+    if RANK == 0:
+        path = f"{run.out_dir}/samples.jsonl"
+        samples = [row for row in common.read_lines(path) if row["step"] < step]
+        common.replace_lines(path, samples + [{"step": step, **row} for row in rows[:8]])
     right = (rewards >= 1).double().mean()
     logger.log(step, {"eval/reward": rewards.mean(), "eval/accuracy": right, "eval/errors": faults})
     print0(f"held out   accuracy {right:.3f}   reward {rewards.mean():.3f}")

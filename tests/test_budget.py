@@ -19,16 +19,16 @@ TOP_LEVEL = {f"{name}.py" for name in SCRIPTS} | {"tests", "requirements.txt", "
 TEXT = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
 TREE = {name: ast.parse(text) for name, text in TEXT.items()}
 
-LINES = {"common": 1605, "critic_fsdp": 1312, "critic_megatron": 1540, "ppo_loop": 1450}
-LINES_IN_ALL = 5900
-TOKENS_IN_ALL = 44000  # to become 38,000
-TOKENS_A_LINE = {"common": 10, "critic_fsdp": 10.4, "critic_megatron": 10, "ppo_loop": 10}
-TESTS = 8524
-FLAGS = {"critic_fsdp": 52, "critic_megatron": 48, "ppo_loop": 99}
-NAMES_OF_COMMON = {"critic_fsdp": 45, "critic_megatron": 43, "ppo_loop": 42}
-REACHED = {"critic_fsdp": 28, "critic_megatron": 25}  # definitions that one update_critic reaches
-SHARE = {"critic_fsdp": 55, "critic_megatron": 55}  # % of their lines that stand in the script
-SAME = 44  # % of the shorter critic's lines that stand in the other as well; to become 50
+LINES = {"common": 1450, "critic_fsdp": 1347, "critic_megatron": 1500, "ppo_loop": 1350}
+LINES_IN_ALL = 5645  # to become 5,300
+TOKENS_IN_ALL = 41600  # to become 38,000
+TOKENS_A_LINE = {"common": 10, "critic_fsdp": 10, "critic_megatron": 10, "ppo_loop": 10}
+TESTS = 7980
+FLAGS = {"critic_fsdp": 51, "critic_megatron": 47, "ppo_loop": 99}
+NAMES_OF_COMMON = {"critic_fsdp": 45, "critic_megatron": 43, "ppo_loop": 41}
+REACHED = {"critic_fsdp": 26, "critic_megatron": 25}  # definitions that one update_critic reaches
+SHARE = {"critic_fsdp": 58, "critic_megatron": 58}  # % of their lines that stand in the script
+SAME = 50  # % of the shorter critic's lines that stand in the other as well
 
 
 def nodes(name, *kinds):
