@@ -788,8 +788,8 @@ PEAK_TFLOPS = {
     "H100": 989, "H200": 989, "GH200": 989, "H800": 989,
     "B200": 2250, "H20": 148,
     "A100": 312, "A800": 312,
-    "L40S": 362,
-    "L4": 121,
+    "L40S": 362, "L4": 121,
+    "A40": 149.7, "A10": 125,
 }  # fmt: skip
 
 
@@ -973,7 +973,7 @@ def write_json(path, state):
 
 def progress(items, what):
     """A bar over `items` on rank 0 of a terminal, shown only if the work takes longer than a few seconds."""
-    return tqdm(items, what, delay=3, leave=False, disable=RANK > 0 or None, dynamic_ncols=True)
+    return tqdm(items, what, delay=3, leave=False, disable=RANK > 0 or None)
 
 
 # ---- Checkpoints: folders that are complete or absent ------------------------------------------------------
@@ -1045,7 +1045,7 @@ def verify(folder):
             raise ValueError("it is not as it was written")
     damaged = [name for name in names[RANK::WORLD_SIZE] if checksum(f"{root}/{name}") != sums[name]]
     if damaged := sum(of_all_ranks(damaged), []):
-        raise UserError(f"--resume {folder}: {damaged[0]} is missing or damaged; use an earlier checkpoint")
+        raise UserError(f"--resume {folder}: damaged, {damaged[0]} is missing or changed; use an earlier one")
 
 
 def check_shared(out_dir):
@@ -1437,7 +1437,7 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
             panel.plot(steps, [row[name] for row in measured], ".-", label=name)
         panel.set_title(title)
         panel.legend()
-    figure.savefig(f"{out_dir}/curves.png", dpi=120)
+    figure.savefig(f"{out_dir}/curves.png")
     svg = io.StringIO()
     figure.savefig(svg, format="svg")
     low, high = np.percentile(v_A, [1, 99])

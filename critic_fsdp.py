@@ -331,8 +331,10 @@ def place_images(image_processor, image_token_id, rollout, folder):
         sizes = (grids.prod(1) // image_processor.merge_size**2).tolist()
     if rollout.prompt or rollout.messages:
         count = iter(sizes)
-        pieces = [[i] * (next(count, 1) if i == image_token_id else 1) for i in rollout.prompt_ids]
-        rollout.prompt_ids = list(itertools.chain(*pieces))
+        ids = []
+        for i in rollout.prompt_ids:
+            ids += [i] * (next(count, 1) if i == image_token_id else 1)
+        rollout.prompt_ids = ids
     ids = rollout.prompt_ids + rollout.response_ids
     runs = [len(list(run)) for is_image, run in itertools.groupby(ids, image_token_id.__eq__) if is_image]
     if runs != sizes:
@@ -863,9 +865,8 @@ class CriticWorker:
             together_TD = gather_slices(together_TD, self.layout.sp_group)
         off = float((together_TD[half] - alone_TD).norm() / alone_TD.norm())
         if not off < (1e-4 if self.layout.dtype == torch.float32 else 1e-1):
-            raise UserError(
-                f"{name} sees other rows or later tokens ({off:.0e}); add --no-use-remove-padding"
-            )
+            words = "lets tokens see later ones or other rows; add --no-use-remove-padding"
+            raise UserError(f"{name} {words} (they differ by {off:.0e})")
         slides = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
         window = getattr(text, "sliding_window", None) if slides and config.use_remove_padding else None
         if window and window not in common.Pack.windows:

@@ -334,7 +334,7 @@ def kill_at(script, out, name):
     job.wait()
 
 
-CHANGED = "is missing or damaged; use an earlier checkpoint"
+CHANGED = "damaged, .* is missing or changed; use an earlier one"
 UNREADABLE = "no complete checkpoint here, no readable manifest.json"
 halve = lambda old: old[: len(old) // 2]
 flip = lambda old: halve(old) + bytes([old[len(old) // 2] ^ 4]) + old[len(old) // 2 + 1 :]

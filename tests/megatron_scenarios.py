@@ -262,7 +262,7 @@ def damages(files, scratch):
         return {"trainer.json": json.dumps({**note, "shape": {**note["shape"], **fields}}).encode()}
 
     return {
-        "other bytes": ({shard: content[:-9] + bytes(9 * [7])}, f"{shard} is missing or damaged"),
+        "other bytes": ({shard: content[:-9] + bytes(9 * [7])}, f"{shard} is missing or changed"),
         "no shard": ({shard: b""}, "weights do not fit, e.g. ", "does not fit this critic"),
         "half a shard": ({shard: content[:9000]}, "do not load (", "does not fit"),
         "some experts lack a moment": ({shard: scratch.read_bytes()}, "fit, e.g. ", "does not fit"),
