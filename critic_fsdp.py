@@ -1143,6 +1143,7 @@ class Checkpoints:
         self.is_own = parent == os.path.realpath(f"{out_dir}/checkpoints")  # then out_dir's files go on
 
     def find_newest(self):
+        """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""
         if self.out_of_memory.exists():
             self.halvings = self.out_of_memory.stat().st_size
         self.folder = None
