@@ -468,24 +468,7 @@ class Draw(LogitsProcessor):
         return torch.full_like(logits_BV, -math.inf).scatter(1, chosen_B1, 0.0)
 
 
-class Moves:
-    """Has a model and maybe an optimizer, whose device memory others can have for a while."""
-
-    optimizer = None
-
-    def offload(self):
-        self.move(torch.device("cpu"))
-
-    def onload(self):
-        self.move(self.device)
-
-    def move(self, device):
-        self.model.to(device)
-        if self.optimizer is not None:
-            common.move_state(self.optimizer, device)
-
-
-class HFRollout(Moves):
+class HFRollout:
     """Generates with transformers on a whole copy of the policy, each rank for the rows it owns. A row's
     random numbers follow from its key, so up to rounding its sample is the same in any batch."""
 
@@ -506,6 +489,12 @@ class HFRollout(Moves):
         """Takes the actor's weights, (name, whole tensor) pairs in self.dtype."""
         for name, weight in weights:
             self.model.get_parameter(name).copy_(weight)
+
+    def offload(self):
+        self.model.to("cpu")
+
+    def onload(self):
+        self.model.to(self.device)
 
     def generate(self, rows, temperature):
         """(token ids of a prompt, key of its random numbers, most new tokens) of each row -> for each (token
@@ -780,7 +769,7 @@ class Policy(nn.Module):
         return torch.stack([chosen_C, -(log_p_CV.exp() * log_p_CV).sum(-1)])
 
 
-class PolicyWorker(Moves):
+class PolicyWorker:
     """A policy spread over all ranks by FSDP2; a reference has no optimizer."""
 
     def __init__(self, run, model_config, device, trains=True):
@@ -815,6 +804,7 @@ class PolicyWorker(Moves):
         self.model.to_empty(device=device)
         lm.tie_weights()  # to_empty made two of what is one
         common.send_weights(self.model, source)
+        self.optimizer = None
         if trains:
             weights = list(self.model.parameters())
             self.optimizer = torch.optim.AdamW(
@@ -826,6 +816,19 @@ class PolicyWorker(Moves):
                 self.optimizer.state[p] = {"step": torch.zeros((), device=device), **state}
         self.optimizer_steps = 0  # taken, skipped ones not counted
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
+
+    def offload(self):
+        """Gives the device memory of weights and optimizer state to others."""
+        self.move(torch.device("cpu"))
+
+    def onload(self):
+        """Takes it back."""
+        self.move(self.device)
+
+    def move(self, device):
+        self.model.to(device)
+        if self.optimizer is not None:
+            common.move_state(self.optimizer, device)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     @torch.no_grad()
