@@ -98,8 +98,8 @@ def setup_distributed(timeout_minutes=30.0):
         store = dist.HashStore()  # without torchrun
         if "RANK" in os.environ:
             store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-        # torchrun's store outlives a restart, and still has the addresses of dead ranks
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it has addresses of dead ranks
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         dist.init_process_group(backend, timeout=timeout, store=store, rank=RANK, world_size=WORLD_SIZE)
     return device
 

@@ -21,7 +21,7 @@ TREE = {name: ast.parse(text) for name, text in TEXT.items()}
 
 LINES = {"common": 1450, "critic_fsdp": 1349, "critic_megatron": 1499, "ppo_loop": 1353}
 LINES_IN_ALL = 5651  # to become 5,300
-TOKENS_IN_ALL = 41620  # to become 38,000
+TOKENS_IN_ALL = 41628  # to become 38,000
 TOKENS_A_LINE = {"common": 10, "critic_fsdp": 10, "critic_megatron": 10, "ppo_loop": 10}
 TESTS = 7980
 FLAGS = {"critic_fsdp": 51, "critic_megatron": 47, "ppo_loop": 99}
