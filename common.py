@@ -98,7 +98,7 @@ def setup_distributed(timeout_minutes=30.0):
         store = dist.HashStore()  # without torchrun
         if "RANK" in os.environ:
             store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it has addresses of dead ranks
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives dead ranks
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         dist.init_process_group(backend, timeout=timeout, store=store, rank=RANK, world_size=WORLD_SIZE)
     return device

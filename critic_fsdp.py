@@ -275,8 +275,9 @@ def attention_of(config, model_config):
 
 def count_parameters(module):
     """(all, those that train)."""
-    sizes = [(p.numel(), p.numel() * p.requires_grad) for p in module.parameters()]
-    return tuple(map(sum, zip(*sizes)))
+    count = sum(p.numel() for p in module.parameters())
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    return count, trained
 
 
 def add_lora(backbone, config):
@@ -438,13 +439,13 @@ def build_value_model(config, model_config, layout):
 
 
 def shard_fsdp2(model, config, layout):
-    home = fsdp.OffloadPolicy()
+    offload = fsdp.OffloadPolicy()
     if config.offload_policy:
-        home = fsdp.CPUOffloadPolicy(pin_memory=layout.device.type == "cuda")
+        offload = fsdp.CPUOffloadPolicy(pin_memory=layout.device.type == "cuda")
     for module in (*common.transformer_blocks(model), model.score, model):
         dtype = torch.float32 if module is model.score else layout.dtype
         policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        fsdp.fully_shard(module, mesh=layout.fsdp_mesh, mp_policy=policy, offload_policy=home)
+        fsdp.fully_shard(module, mesh=layout.fsdp_mesh, mp_policy=policy, offload_policy=offload)
     model.set_reduce_scatter_unused_params(True)  # an expert may have no token here, but some elsewhere
     model.to_empty(device="cpu" if config.offload_policy else layout.device)
     for module in model.modules():

@@ -1217,7 +1217,10 @@ class CriticWorker:
     def move(self, device):
         for chunk in self.critic.model:
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                (buffer.offload_to_cpu if self.offloaded else buffer.reload_from_cpu)()
+                if self.offloaded:
+                    buffer.offload_to_cpu()
+                else:
+                    buffer.reload_from_cpu()
         mpu.get_global_memory_buffer().buffer.clear()  # what sequence parallelism gathers tokens into
         for optimizer in self.critic.optimizers:
             # masters of half-precision weights

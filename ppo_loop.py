@@ -44,6 +44,8 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import tyro
 from pydantic import Field
+from pydantic import NonNegativeInt as Count
+from pydantic import PositiveInt as Positive
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
@@ -56,8 +58,6 @@ from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
-Positive = pydantic.PositiveInt
-Count = pydantic.NonNegativeInt
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -165,7 +165,8 @@ class Run:
 
     def evaluates(self, step):
         """Whether the run evaluates after this many steps."""
-        return step == self.steps or step % (self.eval_every or self.steps) == 0
+        now_and_then = self.eval_every > 0 and step % self.eval_every == 0
+        return now_and_then or step in (0, self.steps)
 
 
 def parse(args):
@@ -423,10 +424,17 @@ def next_kl_coef(coef, kl, n, target=None):
 
 def masked_whiten(x_T, mask_T):
     """(x - mean) / std over the masked entries of all ranks, zero elsewhere; 1e-8 is added to variance."""
+
+    def total(x):
+        dist.all_reduce(x)
+        return x
+
     x_A = x_T[mask_T].double()
-    all_A = torch.cat(common.of_all_ranks(x_A))
-    std = (all_A.var(correction=min(1, len(all_A) - 1)) + 1e-8).sqrt()
-    return torch.zeros_like(x_T).masked_scatter(mask_T, ((x_A - all_A.mean()) / std).float())
+    n = total(mask_T.sum())
+    centred_A = x_A - total(x_A.sum()) / n.clamp(min=1)
+    var = total(centred_A.square().sum()) / (n - 1).clamp(min=1)
+    white_A = centred_A * torch.rsqrt(var + 1e-8)
+    return torch.zeros_like(x_T).masked_scatter(mask_T, white_A.float())
 
 
 def add_advantages(batch, scores, kl_coef, run):
@@ -1297,7 +1305,8 @@ def main(run):
         for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
             last = step == run.steps
             stop = checkpoints.sigterm_received()
-            if step > first_step and (stop or step % (run.save_every or run.steps) == 0 or last):
+            due = run.save_every > 0 and step % run.save_every == 0
+            if step > first_step and (due or last or stop):
                 with phases("checkpoint", actor, critic):
                     checkpoints.save(step, checkpoint_writer(run, step, kl_coef, actor, critic))
             checkpoints.wait(block=last or stop)
