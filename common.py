@@ -56,7 +56,7 @@ OUT_OF_MEMORY = "OutOfMemoryError|MemoryError|can't allocate memory"  # of the d
 HINTS = {  # words of an error -> what to do
     OUT_OF_MEMORY: "out of memory; --resume auto continues with half the token budget",
     "No space left": "the disk is full (No space left on device); make room and use --resume auto",
-    "Timed out waiting|closed by peer|reset by peer|Broken pipe": "another rank died or hangs",
+    "Timed out waiting|closed by peer|reset by peer|Broken pipe|likely closed": "another rank died or hangs",
 }
 
 
@@ -278,8 +278,7 @@ def concat(batches):
     for name in vars(batches[0]).keys() - columns.keys():
         parts = [getattr(batch, name) for batch in batches]
         if name == "multi_modal_inputs" and any(parts):
-            filled = [part or [{}] * len(batch) for batch, part in zip(batches, parts)]
-            columns[name] = list(itertools.chain(*filled))
+            columns[name] = [x for batch, part in zip(batches, parts) for x in part or [{}] * len(batch)]
         elif any(part is not None for part in parts):
             columns[name] = torch.cat(parts)
     return Batch(**columns)
@@ -389,6 +388,8 @@ def parse_rollout(line, tokenizer):
         text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         if fault["loc"]:
             text = f"{fault['loc'][0]}: {text}, not {fault['input']!r:.40}"
+        elif fault["type"] == "json_invalid":
+            text = f"a row must be one JSON object on one line; {text}"
         raise UserError(text) from None
     if tokenizer is None and not (rollout.prompt_ids and rollout.response_ids):
         raise UserError("it is text, and there is no tokenizer to read it with; give --tokenizer")
@@ -409,6 +410,8 @@ def chat_ids(tokenizer, messages, add_generation_prompt=True):
     """Token ids of messages in the tokenizer's chat template, which writes special tokens itself."""
     options = {"add_generation_prompt": add_generation_prompt, "return_dict": False}
     with blame("messages do not fit the tokenizer's chat template"):
+        if not all({"role", "content"} <= message.keys() for message in messages):
+            raise UserError("each message needs a role and content")
         return tokenizer.apply_chat_template(messages, **options)
 
 
@@ -445,23 +448,15 @@ def batch_of_one(rollout, number, with_values):
     )
 
 
-def write_jsonl(batch, path):
-    """Writes the rows of all ranks as JSONL, without images (a collective); read_rows gives the same columns
-    back, bit for bit. Everything before the first action is the prompt."""
-    rollouts = []
-    for row in gather(batch).split(1):
-        first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
-        columns = {"response_ids": row.input_ids, "response_mask": row.response_mask}
-        columns |= {"rewards": row.token_level_rewards, "values": row.values}
-        rollout = {name: x_T[first:].tolist() for name, x_T in columns.items()}
-        prompt = row.input_ids[:first].tolist()
-        rollouts.append({"prompt_ids": prompt, "truncated": bool(row.truncated), **rollout})
-    if RANK == 0:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        replace_lines(path, rollouts)
-
-
 # ---- Dispatch: every rank runs the same program; a decorator says what the arguments mean ------------------
+
+
+@contextlib.contextmanager
+def named_range(name):
+    """Gives what runs inside a name in traces of torch.profiler, and of nsys on CUDA."""
+    nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_available() else contextlib.nullcontext()
+    with torch.profiler.record_function(name), nvtx:
+        yield
 
 
 class Dispatch(enum.Enum):
@@ -481,7 +476,8 @@ def register(dispatch, needs=()):
                 raise ValueError(f"{method.__name__} needs the columns {', '.join(missing)} of the batch")
             unused = dict.fromkeys(set(Batch.FLOATS).difference(needs))
             whole = gather(dataclasses.replace(batch, **unused))
-            result = method(self, whole)
+            with named_range(method.__name__):
+                result = method(self, whole)
             if not isinstance(result, torch.Tensor):
                 return result
             return result[whole.token_index(torch.searchsorted(whole.row_id, batch.row_id).tolist())]
@@ -627,20 +623,6 @@ def auc(scores, labels):
     zeros = scores[labels == 0].sort().values
     below = torch.searchsorted(zeros, ones) + torch.searchsorted(zeros, ones, right=True)
     return float(below.double().mean() / (2 * len(zeros)))
-
-
-def batch_metrics(batch):
-    """Values and returns of a batch's actions before it is learned, and how far they agree."""
-    values_A = batch.values[batch.response_mask].double()
-    returns_A = batch.returns[batch.response_mask].double()
-    metrics = {"critic/explained_var": explained_variance(values_A, returns_A)}
-    for name, x_A in (("values", values_A), ("returns", returns_A)):
-        if len(x_A):
-            metrics[f"critic/{name}_mean"] = float(x_A.mean())
-            metrics[f"critic/{name}_std"] = float(x_A.std(correction=0))
-            metrics[f"critic/{name}_min"] = float(x_A.min())
-            metrics[f"critic/{name}_max"] = float(x_A.max())
-    return metrics
 
 
 def update_metrics(kind, names, totals, norms, lr):
@@ -813,35 +795,48 @@ def flops_model(model, config):
     return lambda length: 2 * weights * length + pairs * length * (length + 1)
 
 
-def performance(start, tokens, flops, device, dtype):
-    """perf/* metrics of an update that began at `start`; tokens, flops: of all ranks (a collective). MFU is
-    NaN in float32, and where the table does not know the device."""
+def describe_update(batch, start, epochs, flops, layout):
+    """Metrics of an update's rows, with values from before it, and of its speed since `start` (a collective).
+    flops: f(length of a row), of an epoch. MFU is NaN in float32, and on devices not in the table."""
     seconds = time.perf_counter() - start
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
-    known = []
-    if device.type == "cuda":
+    peak = math.nan
+    if layout.device.type == "cuda":
         memory = torch.cuda.max_memory_allocated()
         name = torch.cuda.get_device_name().upper()
-        if dtype != torch.float32 and " MIG " not in name:
-            known = [x for words, x in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", name)]
-    peak = 1e12 * known[0] if known else math.nan
+        if layout.dtype != torch.float32 and " MIG " not in name:
+            known = (x for words, x in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", name))
+            peak = 1e12 * next(known, math.nan)
     seconds, memory = map(max, zip(*of_all_ranks((seconds, memory))))
-    return {
-        "perf/tokens_per_second": tokens / seconds,
-        "perf/mfu": flops / (seconds * WORLD_SIZE * peak),
+    columns = {name: getattr(batch, name)[batch.response_mask].double() for name in ("values", "returns")}
+    metrics = {
+        "perf/tokens_per_second": epochs * len(batch.input_ids) / seconds,
+        "perf/mfu": epochs * sum(map(flops, batch.lengths)) / (seconds * WORLD_SIZE * peak),
         "perf/peak_memory_gib": memory / 2**30,
         "perf/time_update": seconds,
+        "critic/explained_var": explained_variance(*columns.values()),
     }
+    for name, x_A in columns.items():
+        if len(x_A):
+            metrics[f"critic/{name}_mean"] = float(x_A.mean())
+            metrics[f"critic/{name}_std"] = float(x_A.std(correction=0))
+            metrics[f"critic/{name}_min"] = float(x_A.min())
+            metrics[f"critic/{name}_max"] = float(x_A.max())
+    return metrics
 
 
 # ---- Logs: what the user sees, and what a run leaves -------------------------------------------------------
 
 
+ORDER = ("rollouts", "prompts", "train_batch_size", "ppo_mini_batch_size", "seed")  # flags that choose rows
+
+
 class Logger:
     """metrics.jsonl, TensorBoard and run.json (settings) in out_dir, and the lines that rank 0 prints. What
-    files say after last_step is dropped (0: a new run), and an evaluation at last_step that is made again."""
+    files say after last_step is dropped (0: a new run), and an evaluation at last_step that is made again.
+    folder: the checkpoint that the run continues."""
 
-    def __init__(self, out_dir, settings, last_step=0, evaluates_again=True):
+    def __init__(self, out_dir, settings, last_step=0, evaluates_again=True, folder=None):
         self.out_dir = out_dir
         self.start = time.perf_counter()
         self.updates = 0  # since then
@@ -851,6 +846,8 @@ class Logger:
             return
         from torch.utils.tensorboard import SummaryWriter
 
+        for before in read_lines(f"{folder}/../../run.json"):
+            self.name_changes(before, json.loads(json.dumps(settings, default=str)))
         self.set_aside(last_step)
         about = {"command": sys.argv, "ranks": WORLD_SIZE, "torch": torch.__version__}
         replace_lines(f"{out_dir}/run.json", [{**settings, "run": about}])
@@ -861,6 +858,16 @@ class Logger:
         replace_lines(log, rows)
         self.file = open(log, "a", buffering=1)
         self.board = SummaryWriter(f"{out_dir}/tensorboard", purge_step=last_step + 1)
+
+    def name_changes(self, before, settings, part=""):
+        """Prints which flags are not those of the run that this one continues."""
+        for name, x in settings.items():
+            was = before.get(name)
+            if isinstance(x, dict):
+                self.name_changes(was, x, f"{name}.")
+            elif was != x and name != "resume":
+                words = ": rows may come twice or not at all" if name in ORDER else ""
+                print0(f"changed    --{part}{name.replace('_', '-')} {was} -> {x}{words}")
 
     def set_aside(self, last_step):
         """Renames what another run saved after last_step to *.old; removes what a killed run left behind."""
@@ -890,18 +897,15 @@ class Logger:
                 yield step
             trace.export_chrome_trace(f"{self.out_dir}/profile/step_{step + 1}.json.gz")
 
-    def check_progress(self, metrics, batch):
-        """UserError if values are not finite, or the gradients of ten updates in a row (a collective)."""
+    def check_progress(self, metrics):
+        """UserError if values are not finite, or the gradients of ten updates in a row."""
         if "critic/values_mean" not in metrics:  # no row had an action
             return
         if not math.isfinite(metrics["critic/values_mean"]):
             raise UserError("the critic's values are not finite, the training has diverged; use a lower --lr")
         self.skipped = self.skipped + 1 if math.isnan(metrics["critic/grad_norm"]) else 0
         if self.skipped == 10:
-            path = f"{self.out_dir}/skipped_rows.jsonl"
-            write_jsonl(batch, path)
-            words = "10 updates in a row were skipped, their gradients are not finite; the last rows are in"
-            raise UserError(f"{words} {path}, for --rollouts with --recorded-values")
+            raise UserError("10 updates in a row were skipped: gradients are not finite; use a lower --lr")
 
     def log(self, step, metrics):
         """metrics: dict of name -> number; one that is not finite is logged as null."""
@@ -938,11 +942,6 @@ class Logger:
             f"   loss {m['eval/vf_loss']:.4f} (best constant {m['eval/constant_loss']:.4f})"
             f"   AUC of the last value {number(m['eval/auc'], '.3f')}"
         )
-
-    def close(self):
-        """Flushes TensorBoard, which the os._exit at the end of a run would not."""
-        if self.board is not None:
-            self.board.close()
 
 
 def number(x, form):
@@ -994,13 +993,18 @@ def published(folder, group=None, keep=None):
     dist.barrier(group)
     yield tmp
     dist.barrier(group)
-    paths = sorted(pathlib.Path(tmp).rglob("*"))
-    files = [path for path in paths if path.is_file()]
-    mine = {str(path.relative_to(tmp)): checksum(path) for path in files[RANK::WORLD_SIZE]}
-    sums = collections.ChainMap(*of_all_ranks(mine, group))
-    write_json(f"{tmp}/{MANIFEST}", dict(sorted(sums.items())))
+    files = [path for path in pathlib.Path(tmp).rglob("*") if path.is_file()]
+    seen = {str(path.relative_to(tmp)) for path in files}  # at least what this rank has written
+    names = sorted(set().union(*of_all_ranks(seen, group)))
+    sums = None  # a rank that misses a file
+    if all(os.path.exists(f"{tmp}/{name}") for name in names):
+        sums = {name: checksum(f"{tmp}/{name}") for name in names[RANK::WORLD_SIZE]}
+    parts = of_all_ranks(sums, group)
+    if None in parts:
+        raise UserError(f"--out-dir: rank {parts.index(None)} does not see all of {tmp}; use shared storage")
+    write_json(f"{tmp}/{MANIFEST}", dict(sorted(collections.ChainMap(*parts).items())))
     if RANK == 0:
-        for path in (*paths, f"{tmp}/{MANIFEST}", tmp):
+        for path in (*pathlib.Path(tmp).rglob("*"), tmp):
             flush_to_disk(path)
         remove(f"{folder}.was")
         if os.path.exists(folder):  # between these two renames the old folder is whole under the name .was
@@ -1023,8 +1027,8 @@ def remove(folder):
 
 
 def checksum(path):
-    """SHA-256 of a file; None: it is missing."""
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+    """SHA-256 of a file; None: it cannot be read."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -1037,12 +1041,13 @@ def flush_to_disk(path):
 def verify(folder):
     """UserError on all ranks unless a published folder, or a part of one, is as written (a collective)."""
     root = folder if os.path.exists(f"{folder}/{MANIFEST}") else os.path.dirname(folder)
+    manifests = of_all_ranks(checksum(f"{root}/{MANIFEST}"))
     with blame(f"--resume {folder}: no complete checkpoint here, no readable {MANIFEST}"):
         text = pathlib.Path(root, MANIFEST).read_text()
         sums = json.loads(text)
         names = [name for name in sums if f"{root}/{name}".startswith(str(folder))]
-        if text != json.dumps(sums, indent=1) or not names:
-            raise ValueError("it is not as it was written")
+        if text != json.dumps(sums, indent=1) or not names or len(set(manifests)) > 1:
+            raise ValueError("it is not as it was written, or not the same for all ranks")
     damaged = [name for name in names[RANK::WORLD_SIZE] if checksum(f"{root}/{name}") != sums[name]]
     if damaged := sum(of_all_ranks(damaged), []):
         raise UserError(f"--resume {folder}: damaged, {damaged[0]} is missing or changed; use an earlier one")
@@ -1055,11 +1060,14 @@ def check_shared(out_dir):
         with blame(f"--out-dir {out_dir}: cannot be written"):
             os.makedirs(probe, exist_ok=True)
     dist.barrier()
-    seen = of_all_ranks(os.path.exists(probe))
+    deadline = time.monotonic() + 30  # a network file system remembers for a while what it has not found
+    while not os.path.exists(probe) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    blind = [host for host in of_all_ranks("" if os.path.exists(probe) else os.uname().nodename) if host]
     if RANK == 0:
         os.rmdir(probe)
-    if not all(seen):
-        raise UserError(f"--out-dir {out_dir}: rank {seen.index(False)} does not see it; use shared storage")
+    if blind:
+        raise UserError(f"--out-dir {out_dir}: host {blind[0]} does not see it; use shared storage")
 
 
 def steps_in(folder):
@@ -1102,6 +1110,8 @@ def load_config(config):
         if model in TINY:
             fields = tiny_config(model, len(tokenizer or char_tokenizer(model)))
             kind = type(AutoConfig.for_model(**fields))
+        elif os.path.exists(f"{model}/trainer.json"):
+            raise ValueError("it is a checkpoint, for --resume; its run's hf folder holds the weights")
         else:
             kind = type(AutoConfig.from_pretrained(model))
             fields, _ = kind.get_config_dict(model)
@@ -1133,9 +1143,14 @@ def check_rows(batch, model_config):
     """UserError if a row is too long for a model, or has token ids outside its vocabulary."""
     text = model_config.get_text_config()
     length, row = batch.longest
-    most = getattr(text, "max_position_embeddings", None) or math.inf
+    limit = "max_position_embeddings"
+    most = getattr(text, limit, None) or math.inf
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # a longer row would turn all rows of its forward differently
+        limit = "original_max_position_embeddings"
+        most = rope[limit]
     if length > most:
-        raise UserError(f"row {row}: {length} tokens, more than the model's max_position_embeddings, {most}")
+        raise UserError(f"row {row}: {length} tokens, more than the model's {limit}, {most}")
     odd = batch.input_ids[batch.input_ids >= text.vocab_size]
     if len(odd):
         raise UserError(f"token id {odd[0]} is outside the model's vocabulary of {text.vocab_size}")
@@ -1145,7 +1160,7 @@ def local_folder(name):
     """The folder of a model; one on the hub is downloaded."""
     if os.path.isdir(name):
         return name
-    return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.py"])
+    return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])
 
 
 def load_model(kind, name, model_config, seed):
@@ -1160,7 +1175,7 @@ def load_model(kind, name, model_config, seed):
     absent = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
     if absent:
         raise UserError(f"--model {name}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}")
-    return model, f"{type(model).__name__} from {name}"
+    return model, f"{type(model).__name__} from {name}, its weights alone"
 
 
 def transformer_blocks(model):
@@ -1326,7 +1341,6 @@ NUMBERS = {  # of a report -> what they say
     "at the last action": "explained variance where the whole response is known",
     "AUC": "chance that the last value of a right response is above that of a wrong one",
     "TD error": "standard deviation",
-    "calibration error": "mean distance of value and frequency, 15 bins of equal width (1706.04599)",
 }
 PAGE = jinja2.Template(autoescape=True, source="""<!doctype html><meta charset="utf-8">
 <title>{{ title }}</title><style>
@@ -1341,7 +1355,7 @@ pre { white-space: pre-wrap; margin: 6px 0; color: #6b7280 }</style>
 their last action.</p>
 {% for prompt, actions in rows %}<pre>{{ prompt }}{% for text, color, title in actions -%}
 <span style="background: {{ color }}" title="{{ title }}">{{ text }}</span>{% endfor %}</pre>{% endfor %}
-<h2>Is it right, and when</h2>{{ figure|safe }}""")  # fmt: skip
+<h2>How it learned</h2>{{ figure|safe }}""")  # fmt: skip
 
 
 def ceiling(rows):
@@ -1363,30 +1377,19 @@ def ceiling(rows):
 
 
 def report_numbers(rows, gamma):
-    """({each of NUMBERS: float}, (n, 2) calibration curve). Advantages of the rows are TD errors."""
+    """{each of NUMBERS: float}. Advantages of the rows are TD errors."""
     v_A = rows.values[rows.response_mask].double()
     r_A = rows.returns[rows.response_mask].double()
     last = rows.actions[rows.actions > 0].cumsum(0) - 1
     first = F.pad(last + 1, (1, -1))
-    curve = torch.zeros(0, 2)
-    error = math.nan
-    if set(r_A.tolist()) == {0.0, 1.0}:  # then values are chances
-        p_A = v_A.clamp(0, 1)
-        bin_A = (p_A * 15).long().clamp(max=14)
-        count = bin_A.bincount(minlength=15)
-        sums = torch.stack([bin_A.bincount(p_A, 15), bin_A.bincount(r_A, 15)], 1)
-        curve = (sums / count[:, None])[count > 0]
-        error = float(sums.diff().abs().sum() / len(p_A))
-    numbers = {
+    return {
         "explained variance": explained_variance(v_A, r_A),
         "at the first action": explained_variance(v_A[first], r_A[first]),
         "ceiling": ceiling(rows),
         "at the last action": explained_variance(v_A[last], r_A[last]),
         "AUC": evaluate(rows, gamma)["eval/auc"],
         "TD error": float(rows.advantages[rows.response_mask].std(correction=0)),
-        "calibration error": error,
     }
-    return numbers, curve
 
 
 def rows_to_show(rows, tokenizer, low, high):
@@ -1423,14 +1426,10 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     rows = dataclasses.replace(rows)
     add_returns(rows, gamma, lam=0.0)  # with lambda 0 advantages are TD errors
     rows.returns = monte_carlo(rows, gamma)
-    numbers, calibration = report_numbers(rows, gamma)
-    numbers = {name: number(x, ".3f") for name, x in numbers.items()}
-    figure = Figure(figsize=(13, 8), layout="constrained")
-    calibrated, *others = figure.subplots(2, 2).flat
-    calibrated.plot(*calibration.T, ".-")
-    calibrated.set_title("how often it is right, by value")
+    numbers = {name: number(x, ".3f") for name, x in report_numbers(rows, gamma).items()}
+    figure = Figure(figsize=(15, 4), layout="constrained")
     log = read_lines(f"{out_dir}/metrics.jsonl")
-    for panel, (title, names) in zip(others, curves.items()):
+    for panel, (title, names) in zip(figure.subplots(1, 3), curves.items()):
         for name in names:
             measured = [row for row in log if row.get(name) is not None]
             steps = [row["step"] for row in measured]

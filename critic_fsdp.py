@@ -156,7 +156,8 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     shards = world_size if c.fsdp_size == -1 else c.fsdp_size
     rules = {  # between flags
         f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < math.inf,
-        "--value-range: needs --value-head hl_gauss": c.value_head != "scalar" or not c.value_range,
+        "--value-bins, --value-range: need --value-head hl_gauss":
+            c.value_head != "scalar" or not c.value_range and c.value_bins == Config.value_bins,
         "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm":
             norm == (c.response_length_limit is not None),
         f"--ulysses-size {sp}: must divide the {world_size} ranks": world_size % sp == 0,
@@ -431,6 +432,8 @@ def build_value_model(config, model_config, layout):
     Every rank builds on meta; rank 0 alone reads the weights and sends each rank its shards."""
     source, story = read_weights(config, model_config) if RANK == 0 else (None, "")
     model = build_skeleton(config, model_config)
+    if odd := {name for name, _ in model.score.named_parameters()} - {"weight", "bias"}:
+        raise UserError(f"score.{min(odd)}: save_hf exports one layer; change it before you train more")
     flops = common.flops_model(model, model_config)
     count, trained = count_parameters(model)
     model = (shard_fsdp1 if config.strategy == "fsdp1" else shard_fsdp2)(model, config, layout)
@@ -721,9 +724,10 @@ class DataParallelPPOCritic:
                 mini.weights = common.loss_weights(mini, config.loss_agg_mode, config.response_length_limit)
                 sums = torch.zeros_like(totals)
                 micros = self.my_micro_batches(mini)
-                for i, rows in enumerate(micros, 1):
-                    sums += self.forward_backward(self.micro_batch(mini, rows), last=i == len(micros))
-                norm = self.optimizer_step()
+                with common.named_range("mini-batch"):
+                    for i, rows in enumerate(micros, 1):
+                        sums += self.forward_backward(self.micro_batch(mini, rows), last=i == len(micros))
+                    norm = self.optimizer_step()
                 if math.isfinite(norm):
                     norms[-1] = norm
                     totals += sums
@@ -733,6 +737,7 @@ class DataParallelPPOCritic:
         lr = self.optimizer.param_groups[0]["lr"]
         return common.update_metrics("critic", names, totals, norms, lr)
 
+    @common.named_range("micro-batch")
     def forward_backward(self, micro, last=True):
         """Adds the gradient of a micro-batch -> its sums (loss, clipped, vpreds, actions). last: of its
         mini-batch.
@@ -780,6 +785,7 @@ class DataParallelPPOCritic:
         done = min((self.optimizer_steps - warmup) / steps, 1.0)
         return self.peak_lr * 0.5 * (1 + math.cos(math.pi * done))
 
+    @common.named_range("optimizer step")
     def optimizer_step(self):
         """Clips and steps -> norm before clipping. All ranks skip the step if the norm is not finite."""
         config = self.config
@@ -830,9 +836,9 @@ class CriticWorker:
         torch.manual_seed(config.seed)  # random weights were drawn
         print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
         layout = self.layout
+        sizes = f"dp {layout.dp_size} x sp {layout.sp_size}"
         shards = f"weights in {shards_of(config, WORLD_SIZE)} shards ({config.strategy})"
-        sizes = f"dp {layout.dp_size} x sp {layout.sp_size}; {shards}"
-        print0(f"layout     ranks {WORLD_SIZE} = {sizes}")
+        print0(f"layout     ranks {WORLD_SIZE} = {sizes}; {shards}")
         print0(f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32")
         self.check_model()
 
@@ -965,13 +971,10 @@ class CriticWorker:
         config = self.config
         start = time.perf_counter()
         metrics = self.critic.update_critic(batch)
-        frozen = config.freeze_layers / getattr(self.model_config.get_text_config(), "num_hidden_layers", 1)
+        frozen = config.freeze_layers / self.model_config.get_text_config().num_hidden_layers
         passes = 1 + (1 - frozen) * (1 if config.lora_rank else 2)  # forward, to inputs, to weights
-        flops = sum(map(self.critic.flops, batch.lengths))
-        flops *= passes * config.ppo_epochs
-        tokens = config.ppo_epochs * len(batch.input_ids)
-        metrics |= common.performance(start, tokens, flops, self.device, self.layout.dtype)
-        return metrics | common.batch_metrics(batch)
+        flops = lambda length: passes * self.critic.flops(length)
+        return metrics | common.describe_update(batch, start, config.ppo_epochs, flops, self.layout)
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self):
@@ -1073,7 +1076,8 @@ def checkpoint_tensors(model, optimizer):
     model_state, optimizer_state = state_dict.get_state_dict(model, optimizer)
     if fresh:  # it took an empty step to create the state: undo its count
         for state in (*optimizer.state.values(), *optimizer_state["state"].values()):
-            state["step"].zero_()
+            if "step" in state:  # not every optimizer counts
+                state["step"].zero_()
     tensors = {f"model.{name}": x for name, x in model_state.items()}
     for name, state in optimizer_state["state"].items():
         tensors |= {f"optimizer.{name}.{key}": x for key, x in state.items()}
@@ -1109,12 +1113,10 @@ def open_checkpoint(folder, of, shape):
         there = saved["shape"]
     if saved["of"] != of:
         raise UserError(f"--resume {folder}: is of another script; give its hf folder as --model")
-    differ = []
-    for key in sorted({**there, **shape}):
-        if there.get(key) != shape.get(key):
-            differ.append(f"{key} {there.get(key)} there, {shape.get(key)} here")
-    if differ:
-        raise UserError(f"--resume {folder}: is of another model: {'; '.join(differ):.500}")
+    if there != shape:
+        differ = [key for key in {**there, **shape} if there.get(key) != shape.get(key)]
+        words = [f"{key} {there.get(key)} there, {shape.get(key)} here" for key in sorted(differ)]
+        raise UserError(f"--resume {folder}: is of another model: {'; '.join(words):.500}")
     print0(f"resume     {folder}, update {saved['updates']}")
     return saved
 
@@ -1137,11 +1139,11 @@ class Checkpoints:
         common.check_shared(out_dir)
         self.out_of_memory = pathlib.Path(out_dir, "out_of_memory")  # a byte for each time
         self.halvings = 0
-        self.folder = resume and os.path.abspath(resume)
+        self.folder = resume and os.path.realpath(resume)
         if resume == "auto":
             self.find_newest()
-        parent = os.path.dirname(os.path.realpath(self.folder or "/"))
-        self.is_own = parent == os.path.realpath(f"{out_dir}/checkpoints")  # then out_dir's files go on
+        own = os.path.realpath(f"{out_dir}/checkpoints/step_")
+        self.is_own = str(self.folder).startswith(own)  # then out_dir's files go on
 
     def find_newest(self):
         """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""
@@ -1151,7 +1153,7 @@ class Checkpoints:
         for _, path in common.of_all_ranks(common.steps_in(f"{self.out_dir}/checkpoints"))[0]:
             try:
                 common.verify(path)
-                self.folder = os.path.abspath(path)
+                self.folder = os.path.realpath(path)
                 return
             except UserError as error:
                 print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
@@ -1179,7 +1181,7 @@ class Checkpoints:
 
         def save():
             folder = f"{self.out_dir}/checkpoints/step_{step}"
-            with common.published(folder, self.group, self.keep) as tmp:
+            with common.named_range("save"), common.published(folder, self.group, self.keep) as tmp:
                 write(tmp, self.group)
 
         self.wait()
@@ -1220,7 +1222,7 @@ def saved_bytes(config, model_config, lengths, device):
 
 
 def print_plan(run):
-    """Prints, as equations, what each of run.plan ranks holds while it learns the longest rows."""
+    """Prints, as equations, what each of run.plan ranks holds at most: all rows count as the longest."""
     config = dataclasses.replace(run.critic, ulysses_size=1)
     sp = run.critic.ulysses_size
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -1237,22 +1239,20 @@ def print_plan(run):
     blocks = sorted(count_parameters(block) for block in common.transformer_blocks(model))
     gathered = count - sum(n for n, _ in blocks[:-2])
     shards = shards_of(config, run.plan)
+    longest = math.ceil(rows.longest[0] / sp)  # tokens of it on a rank
     share = math.ceil(config.ppo_mini_batch_size * sp / run.plan)  # rows of a rank and its peers
-    longest = [math.ceil(n / sp) for n in sorted(rows.lengths, reverse=True)[:share]]
-    if not config.use_remove_padding:
-        longest = longest[:1] * len(longest)
-    fits = sum(n <= config.ppo_max_token_len_per_gpu for n in itertools.accumulate(longest))
-    held = 0 if config.activation_offload else saved_bytes(config, model_config, longest[:fits], device)
+    lengths = [longest] * min(share, len(rows), config.ppo_max_token_len_per_gpu // longest)
+    held = 0 if config.activation_offload else saved_bytes(config, model_config, lengths, device)
     if config.gradient_checkpointing:  # and what one layer saves when it is computed again
         plain = dataclasses.replace(config, gradient_checkpointing=False)
         layers = sum(trains > 0 for _, trains in blocks)
-        held += saved_bytes(plain, model_config, longest[:fits], device) / max(layers, 1)
+        held += saved_bytes(plain, model_config, lengths, device) / max(layers, 1)
     parts = {  # name -> (bytes, equation)
         "weights": (4 * count / shards, f"{count:,} x 4 bytes / {shards} shards"),
         "gradients": (4 * trained / shards, f"{trained:,} x 4 bytes / {shards} shards"),
         "optimizer": (8 * trained / shards, f"{trained:,} x 8 bytes / {shards} shards"),
         "gathered": (size * gathered, f"{gathered:,} x {size} bytes, of the layers that are whole at a time"),
-        "activations": (held, f"what autograd saves of {sum(longest[:fits]):,} tokens"),
+        "activations": (held, f"what autograd saves of {len(lengths)} rows x {longest:,} tokens"),
     }
     parts["together"] = (sum(held for held, _ in parts.values()), "on a rank, at most")
     for name, (held, equation) in parts.items():
@@ -1281,7 +1281,8 @@ def main(run):
             longest = max(longest, held_out.longest[0])
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
         lr = worker.critic.peak_lr
-        print0(f"steps      {run.steps} updates x {size} rows, {total} optimizer steps, lr {lr:g}")
+        minis = f"mini-batches of {min(size, config.ppo_mini_batch_size)} rows"
+        print0(f"steps      {run.steps} updates x {size} rows, {minis}, {total} optimizer steps, lr {lr:g}")
         shown, about = learn(run, worker, train, held_out, size, checkpoints)
         worker.export_hf(f"{run.out_dir}/hf")
     if shown is not None:
@@ -1296,15 +1297,15 @@ def load_rows(run, tokenizer, model_config):
     if processor := load_image_processor(run.critic, model_config):
         ids = model_config.image_token_id
         options["place_images"] = functools.partial(place_images, processor, ids)
-    seed = run.critic.seed
-    if run.rollouts is None:
-        train = common.read_rows(common.toy_rows(8192, seed), **options)
-        held_out = common.toy_rows(512, seed, held_out=True)
-        return train, common.read_rows(held_out, **options)
-    train = common.read_rows(run.rollouts, with_values=run.recorded_values, **options)
-    if run.eval_rollouts is None:
-        return train, None
-    return train, common.read_rows(run.eval_rollouts, flag="--eval-rollouts", **options)
+    train = run.rollouts
+    held_out = run.eval_rollouts
+    if train is None:
+        train = common.toy_rows(8192, run.critic.seed)
+        held_out = common.toy_rows(512, run.critic.seed, held_out=True)
+    train = common.read_rows(train, with_values=run.recorded_values, **options)
+    if held_out is not None:
+        held_out = common.read_rows(held_out, flag="--eval-rollouts", **options)
+    return train, held_out
 
 
 def learn(run, worker, train, held_out, size, checkpoints):
@@ -1313,8 +1314,8 @@ def learn(run, worker, train, held_out, size, checkpoints):
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     last_step = first_step if checkpoints.is_own else 0
-    settings = dataclasses.asdict(run)
-    logger = common.Logger(run.out_dir, settings, last_step, run.evaluates(first_step))
+    options = (dataclasses.asdict(run), last_step, run.evaluates(first_step), checkpoints.folder)
+    logger = common.Logger(run.out_dir, *options)
     batch = None
     steps = range(first_step, run.steps + 1)
     for step in logger.profiled(steps, run.profile_steps):
@@ -1327,7 +1328,6 @@ def learn(run, worker, train, held_out, size, checkpoints):
             checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
         checkpoints.wait(block=ends)
         if ends:
-            logger.close()
             break
         picked = common.rows_of_step(step, len(train), size, run.critic.seed)
         batch = train.select(picked[RANK::WORLD_SIZE])
@@ -1335,7 +1335,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
             batch.values = worker.compute_values(batch)
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)
-        logger.check_progress(metrics, batch)
+        logger.check_progress(metrics)
         logger.log_update(step + 1, run.steps, metrics)
     if step < run.steps:
         checkpoints.leave(step)

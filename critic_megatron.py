@@ -155,7 +155,8 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     experts = c.expert_model_parallel_size * (c.expert_tensor_parallel_size or tp) * pp
     rules = {  # between flags
         f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < math.inf,
-        "--value-range: needs --value-head hl_gauss": c.value_head != "scalar" or not c.value_range,
+        "--value-bins, --value-range: need --value-head hl_gauss":
+            c.value_head != "scalar" or not c.value_range and c.value_bins == Config.value_bins,
         "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm":
             norm == (c.response_length_limit is not None),
         f"--tensor-model-parallel-size: tensor {tp} x pipeline {pp} x context {cp} must divide {world_size}":
@@ -347,7 +348,7 @@ def read_weights(config, model_config):
         story = f"random weights (seed {config.seed})"
     else:
         tensors = StoredTensors(common.local_folder(config.model), "model.")
-        story = f"{len(tensors)} tensors from {config.model}"
+        story = f"{len(tensors)} tensors from {config.model}, its weights alone"
     words = common.init_value_head(head, config, model_config)
     score = {f"score.{name}": x for name, x in head.state_dict().items()}
     return collections.ChainMap(score, tensors), f"{story}; {words}"
@@ -902,6 +903,7 @@ class MegatronPPOCritic:
         """Sends all micro-batches through Megatron's schedule: forward, and unless forward_only backward.
         On the last stage reduce(outputs_S, micro) gives their loss."""
 
+        @common.named_range("micro-batch")
         def forward_step(micros, chunk):
             micro = next(micros)
 
@@ -959,9 +961,10 @@ class MegatronPPOCritic:
                     continue  # without an action AdamW would move the weights all the same
                 mini.weights = common.loss_weights(mini, config.loss_agg_mode, config.response_length_limit)
                 micros = self.my_micro_batches(mini)
-                # Megatron's schedule is the loop over them
-                sums = self.forward_backward([self.micro_batch(mini, rows) for rows in micros])
-                norm = self.optimizer_step()
+                with common.named_range("mini-batch"):
+                    # Megatron's schedule is the loop over them
+                    sums = self.forward_backward([self.micro_batch(mini, rows) for rows in micros])
+                    norm = self.optimizer_step()
                 if math.isfinite(norm):
                     norms[-1] = norm
                     totals += sums
@@ -1017,6 +1020,7 @@ class MegatronPPOCritic:
         done = min((self.optimizer_steps - warmup) / steps, 1.0)
         return self.peak_lr * 0.5 * (1 + math.cos(math.pi * done))
 
+    @common.named_range("optimizer step")
     def optimizer_step(self):
         """Clips and steps -> norm before clipping. All ranks skip the step if the norm is not finite."""
         config = self.config
@@ -1196,11 +1200,8 @@ class CriticWorker:
         start = time.perf_counter()
         metrics = self.critic.update_critic(batch)
         passes = 3  # forward, to inputs, to weights
-        flops = sum(map(self.critic.flops, batch.lengths))
-        flops *= passes * config.ppo_epochs
-        tokens = config.ppo_epochs * len(batch.input_ids)
-        metrics |= common.performance(start, tokens, flops, self.device, self.layout.dtype)
-        return metrics | common.batch_metrics(batch)
+        flops = lambda length: passes * self.critic.flops(length)
+        return metrics | common.describe_update(batch, start, config.ppo_epochs, flops, self.layout)
 
     @register(Dispatch.ONE_TO_ALL)
     def offload(self):
@@ -1326,12 +1327,10 @@ def open_checkpoint(folder, of, shape):
         there = saved["shape"]
     if saved["of"] != of:
         raise UserError(f"--resume {folder}: is of another script; give its hf folder as --model")
-    differ = []
-    for key in sorted({**there, **shape}):
-        if there.get(key) != shape.get(key):
-            differ.append(f"{key} {there.get(key)} there, {shape.get(key)} here")
-    if differ:
-        raise UserError(f"--resume {folder}: is of another model: {'; '.join(differ):.500}")
+    if there != shape:
+        differ = [key for key in {**there, **shape} if there.get(key) != shape.get(key)]
+        words = [f"{key} {there.get(key)} there, {shape.get(key)} here" for key in sorted(differ)]
+        raise UserError(f"--resume {folder}: is of another model: {'; '.join(words):.500}")
     print0(f"resume     {folder}, update {saved['updates']}")
     return saved
 
@@ -1354,11 +1353,11 @@ class Checkpoints:
         common.check_shared(out_dir)
         self.out_of_memory = pathlib.Path(out_dir, "out_of_memory")  # a byte for each time
         self.halvings = 0
-        self.folder = resume and os.path.abspath(resume)
+        self.folder = resume and os.path.realpath(resume)
         if resume == "auto":
             self.find_newest()
-        parent = os.path.dirname(os.path.realpath(self.folder or "/"))
-        self.is_own = parent == os.path.realpath(f"{out_dir}/checkpoints")  # then out_dir's files go on
+        own = os.path.realpath(f"{out_dir}/checkpoints/step_")
+        self.is_own = str(self.folder).startswith(own)  # then out_dir's files go on
 
     def find_newest(self):
         """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""
@@ -1368,7 +1367,7 @@ class Checkpoints:
         for _, path in common.of_all_ranks(common.steps_in(f"{self.out_dir}/checkpoints"))[0]:
             try:
                 common.verify(path)
-                self.folder = os.path.abspath(path)
+                self.folder = os.path.realpath(path)
                 return
             except UserError as error:
                 print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
@@ -1396,7 +1395,7 @@ class Checkpoints:
 
         def save():
             folder = f"{self.out_dir}/checkpoints/step_{step}"
-            with common.published(folder, self.group, self.keep) as tmp:
+            with common.named_range("save"), common.published(folder, self.group, self.keep) as tmp:
                 write(tmp, self.group)
 
         self.wait()
@@ -1436,7 +1435,8 @@ def main(run):
             longest = max(longest, held_out.longest[0])
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
         lr = worker.critic.peak_lr
-        print0(f"steps      {run.steps} updates x {size} rows, {total} optimizer steps, lr {lr:g}")
+        minis = f"mini-batches of {min(size, config.ppo_mini_batch_size)} rows"
+        print0(f"steps      {run.steps} updates x {size} rows, {minis}, {total} optimizer steps, lr {lr:g}")
         shown, about = learn(run, worker, train, held_out, size, checkpoints)
         worker.export_hf(f"{run.out_dir}/hf")
     if shown is not None:
@@ -1448,15 +1448,15 @@ def main(run):
 def load_rows(run, tokenizer, model_config):
     """(rows to learn from, rows to evaluate on or None), of the run's files or of the toy."""
     options = {"tokenizer": tokenizer, "model_config": model_config}
-    seed = run.critic.seed
-    if run.rollouts is None:
-        train = common.read_rows(common.toy_rows(8192, seed), **options)
-        held_out = common.toy_rows(512, seed, held_out=True)
-        return train, common.read_rows(held_out, **options)
-    train = common.read_rows(run.rollouts, with_values=run.recorded_values, **options)
-    if run.eval_rollouts is None:
-        return train, None
-    return train, common.read_rows(run.eval_rollouts, flag="--eval-rollouts", **options)
+    train = run.rollouts
+    held_out = run.eval_rollouts
+    if train is None:
+        train = common.toy_rows(8192, run.critic.seed)
+        held_out = common.toy_rows(512, run.critic.seed, held_out=True)
+    train = common.read_rows(train, with_values=run.recorded_values, **options)
+    if held_out is not None:
+        held_out = common.read_rows(held_out, flag="--eval-rollouts", **options)
+    return train, held_out
 
 
 def learn(run, worker, train, held_out, size, checkpoints):
@@ -1465,8 +1465,8 @@ def learn(run, worker, train, held_out, size, checkpoints):
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     last_step = first_step if checkpoints.is_own else 0
-    settings = dataclasses.asdict(run)
-    logger = common.Logger(run.out_dir, settings, last_step, run.evaluates(first_step))
+    options = (dataclasses.asdict(run), last_step, run.evaluates(first_step), checkpoints.folder)
+    logger = common.Logger(run.out_dir, *options)
     batch = None
     steps = range(first_step, run.steps + 1)
     for step in logger.profiled(steps, run.profile_steps):
@@ -1479,7 +1479,6 @@ def learn(run, worker, train, held_out, size, checkpoints):
             checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
         checkpoints.wait(block=ends)
         if ends:
-            logger.close()
             break
         picked = common.rows_of_step(step, len(train), size, run.critic.seed)
         batch = train.select(picked[RANK::WORLD_SIZE])
@@ -1487,7 +1486,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
             batch.values = worker.compute_values(batch)
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)
-        logger.check_progress(metrics, batch)
+        logger.check_progress(metrics)
         logger.log_update(step + 1, run.steps, metrics)
     if step < run.steps:
         checkpoints.leave(step)

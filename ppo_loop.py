@@ -171,10 +171,17 @@ class Run:
 
 def parse(args):
     """Run from the command line. --critic is looked up first: it says which flags are behind --critic.*."""
-    backend = "megatron" if re.search(r"--critic[ =]megatron", " ".join(args)) else "fsdp"
+    given = re.search(r"--critic[ =](\S+)", " ".join(args))
+    backend = given[1] if given else "fsdp"
+    if backend not in ("fsdp", "megatron"):
+        raise UserError(f"--critic {backend}: must be fsdp or megatron; flags of its own are --critic.*")
     config = critic_module(backend).Config
     default = Run(critic=config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size))
-    return tyro.cli(Run, default=default, description=__doc__, args=args, console_outputs=RANK == 0)
+    options = {"args": args, "console_outputs": RANK == 0, "return_unknown_args": True}
+    run, unknown = tyro.cli(Run, default=default, description=__doc__, **options)
+    if unknown:
+        raise UserError(f"{unknown[0]}: no flag with --critic {backend}; --help explains all")
+    return run
 
 
 def critic_module(backend):
@@ -261,7 +268,7 @@ def load_prompts(path, flag, run, tokenizer):
     with common.blame(f"{flag} {path}"), open(path, "rb") as file:
         for number, line in enumerate(common.progress(file, "prompts"), 1):
             if line.strip():
-                with common.blame(f"{flag} {path}:{number}"):
+                with common.blame(f"{flag} {path}:{number}, one JSON object a line"):
                     prompts.append(parse_prompt(json.loads(line), run, tokenizer))
     short = [prompt for prompt in prompts if len(prompt.ids) <= run.max_prompt_length]
     if len(short) < len(prompts):
@@ -280,8 +287,8 @@ def parse_prompt(row, run, tokenizer):
     messages = None
     if run.chat or isinstance(text, list):
         messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
-        text = messages[-1]["content"]
         ids = common.chat_ids(tokenizer, messages)
+        text = messages[-1]["content"]
     else:
         ids = tokenizer(text)["input_ids"]
     if isinstance(text, list):  # parts of a message
@@ -351,7 +358,8 @@ class RewardModel:
     after the last action, so a worker of the critic's script computes it."""
 
     def __init__(self, run, tokenizer):
-        own = ("tokenizer", "override_config", "value_head", "value_range", "lora_rank", "freeze_layers")
+        own = ("tokenizer", "override_config", "value_head", "value_bins", "value_range", "lora_rank",
+               "freeze_layers")  # fmt: skip
         fields = {x.name: x.default for x in dataclasses.fields(run.critic) if x.name in own}
         fields |= {"model": run.reward_model, "value_head_init": "checkpoint"}
         try:
@@ -738,6 +746,22 @@ def to_batch(prompts, replies, row_ids):
     )
 
 
+def write_jsonl(batch, path):
+    """Writes the rows of all ranks as JSONL, without images (a collective); read_rows gives the same columns
+    back, bit for bit. Everything before the first action is the prompt."""
+    rollouts = []
+    for row in common.gather(batch).split(1):
+        first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
+        columns = {"response_ids": row.input_ids, "response_mask": row.response_mask}
+        columns |= {"rewards": row.token_level_rewards, "values": row.values}
+        rollout = {name: x_T[first:].tolist() for name, x_T in columns.items()}
+        prompt = row.input_ids[:first].tolist()
+        rollouts.append({"prompt_ids": prompt, "truncated": bool(row.truncated), **rollout})
+    if RANK == 0:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        common.replace_lines(path, rollouts)
+
+
 # ---- Actor and reference: a policy on FSDP2 ----------------------------------------------------------------
 
 LOGITS_AT_ONCE = 2**25  # 128 MiB in float32
@@ -1035,11 +1059,12 @@ class Phases:
     def __call__(self, name, *workers):
         start = time.perf_counter()
         workers = [worker for worker in workers if worker and self.offload]
-        for worker in workers:
-            worker.onload()
-        yield
-        for worker in reversed(workers):
-            worker.offload()
+        with common.named_range(name):
+            for worker in workers:
+                worker.onload()
+            yield
+            for worker in reversed(workers):
+                worker.offload()
         self.seconds[name] += time.perf_counter() - start
 
     def take(self, tokens):
@@ -1199,7 +1224,10 @@ def set_up(run):
     reward = load_function(run.reward, "--reward") if run.reward else None
     observe = load_function(run.environment, "--environment") if run.environment else None
     print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens")
+    rows = run.train_batch_size * run.rollout_n
+    minis = [min(rows, config.ppo_mini_batch_size) for config in (actor, critic)]
     print0(f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses a step")
+    print0(f"update     mini-batches of {minis[0]} rows for the actor, {minis[1]} for the critic")
     stop_ids = stop_tokens(actor, tokenizer)
     return run, Task(tokenizer, model_config, prompts, held_out, reward, observe, stop_ids, longest)
 
@@ -1300,7 +1328,8 @@ def main(run):
         run, first_step, kl_coef = start_from(run, task, checkpoints)
         actor, reference, critic, reward, engine = build(run, task, device, checkpoints)
         last_step = first_step if checkpoints.is_own else 0
-        logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, run.evaluates(first_step))
+        options = (dataclasses.asdict(run), last_step, run.evaluates(first_step), checkpoints.folder)
+        logger = common.Logger(run.out_dir, *options)
         phases = Phases(run.offload)
         for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
             last = step == run.steps
@@ -1311,7 +1340,6 @@ def main(run):
                     checkpoints.save(step, checkpoint_writer(run, step, kl_coef, actor, critic))
             checkpoints.wait(block=last or stop)
             if stop and not last:
-                logger.close()
                 checkpoints.leave(step)
             with phases("generation", engine):
                 with phases("sync", actor):
@@ -1341,13 +1369,12 @@ def main(run):
                     metrics |= actor.update_policy(batch)
                 n = run.train_batch_size * run.rollout_n
                 kl_coef = next_kl_coef(kl_coef, metrics["kl/reference"], n, run.target_kl)
-            logger.check_progress(metrics, batch)
+            logger.check_progress(metrics)
             if run.dump_rollouts:
-                common.write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl")
+                write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl")
             metrics |= phases.take(metrics["rollout/tokens"])
             logger.log(step + 1, metrics)
             print_step(step + 1, run.steps, metrics)
-        logger.close()
         if first_step < run.steps:
             shown = (common.gather(batch), "rows of the last step")
             common.write_report(run.out_dir, *shown, task.tokenizer, run.gamma, CURVES)

@@ -507,26 +507,20 @@ def under_torchrun(name):
 
 def storm(script, short):
     """Rewards (of PPO the cost of the KL) so large that each gradient overflows. After ten skipped updates
-    the run ends, the critic is what it was, and the rows that it leaves make the skipped update again."""
-    ppo, out, again = script == "ppo_loop", copy_of_golden(script, "storm"), folder() / f"{script}.again"
+    the run ends, and the critic is what it was."""
+    ppo, out = script == "ppo_loop", copy_of_golden(script, "storm")
     lines = [json.dumps({**row, "reward": 1e30}) + "\n" for row in rows_of(ROWS)]
     (folder() / "storm.jsonl").write_text("".join(lines))
     bad = ("--kl-coef", 1e30, "--target-kl", "None") if ppo else ("--rollouts", folder() / "storm.jsonl")
     job = Job(script, out, *bad, "--steps", STEPS + 12, "--resume", "auto", lax=True)
-    rows = out / "skipped_rows.jsonl"
-    job.ends_with(f"10 updates in a row were skipped.* {rows}, for --rollouts with --recorded-values")
+    job.ends_with("10 updates in a row were skipped: gradients are not finite; use a lower --lr")
     last = STEPS + 9
-    assert steps_of(out)[0] == last and len(rows_of(rows)) == (8 if ppo else 16)
+    assert steps_of(out)[0] == last
     before, after = (state_of(checkpoint(out, step)) for step in (STEPS, last))
     of_critic = [name for name in after if not name.startswith("actor/")]
     changed = [name for name in of_critic if after[name] != before[name] and not name.endswith(" rng")]
     assert before.keys() == after.keys() and {name[-5:] for name in changed} == {".json"}, changed
-    resume = checkpoint(out, last) / ("critic" if ppo else "")
-    flags = ("--rollouts", rows, "--recorded-values", "--resume", resume, "--steps", last + 1)
-    Job("critic_fsdp" if ppo else script, again, *flags, ranks=SCRIPTS[script][0], lax=True).succeeds()
-    (row,) = [row for row in metrics_of(again) if "critic/vf_loss" in row]
-    assert row["step"] == last + 1 and row["critic/skipped_steps"] and not row["critic/grad_norm"], row
-    return 1, "ends after 10 updates, the critic untouched; its rows make it again"
+    return 1, "ends after 10 updates, the critic untouched"
 
 
 # ---- Fuzz: hypothesis, the same inputs each time -----------------------------------------------------------

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import math
+import os
 import pathlib
 import re
 import sys
@@ -280,6 +281,24 @@ def bad_input_ends_every_rank(folder):
         with refused(fault):
             critic_fsdp.main(Run(critic=Config(**critic), out_dir=f"{folder}/out", **fields))
         assert not built, fault
+
+
+def what_a_rank_does_not_see_is_an_error_on_all(folder):
+    """A save that misses files of another rank leaves no checkpoint; a folder that one rank lacks is none."""
+    exists = os.path.exists
+    common.setup_distributed()
+    for blind in range(WORLD_SIZE):
+        with refused(f"--out-dir: rank {blind} does not see all of {folder}/step_1.tmp"):
+            with common.published(f"{folder}/step_1") as tmp:
+                pathlib.Path(tmp, f"{RANK}").touch()
+                if RANK == blind:
+                    os.path.exists = lambda path: f"{path}" != f"{tmp}/{1 - RANK}" and exists(path)
+        os.path.exists = exists
+        assert not exists(f"{folder}/step_1")
+    with common.published(f"{folder}/step_1"):
+        pass
+    with refused("no complete checkpoint here", f"--resume {folder}/step_"):
+        common.verify(f"{folder}/step_{1 - RANK}")
 
 
 def an_automatic_budget_is_that_of_the_rank_with_least_memory():

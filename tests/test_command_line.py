@@ -15,6 +15,7 @@ from ppo_scenarios import metrics_of
 import common
 import critic_fsdp
 import critic_megatron
+import ppo_loop
 from common import UserError
 from critic_fsdp import Config, Run
 
@@ -65,7 +66,8 @@ def test_help_explains_every_flag_without_importing_torch(script):
     ("--ppo-max-token-len-per-gpu auto:x", Config(ppo_max_token_len_per_gpu="auto:x")),
     ("--response-length-limit: belongs to", Config(loss_agg_mode="seq-mean-token-sum-norm")),
     ("--response-length-limit: belongs to", Config(response_length_limit=9)),
-    ("--value-range: needs --value-head hl_gauss", Config(value_range=(0.0, 1.0))),
+    ("--value-bins, --value-range: need --value-head hl_gauss", Config(value_range=(0.0, 1.0))),
+    ("--value-bins, --value-range: need --value-head hl_gauss", critic_megatron.Config(value_bins=11)),
     ("--value-range (1.0, 0.0): LOW must be", Config(value_head="hl_gauss", value_range=(1.0, 0.0))),
     ("--freeze-layers: --lora-rank freezes all layers", Config(lora_rank=2, freeze_layers=1)),
     ("--steps 0: must be greater than 0", Run(steps=0)),
@@ -94,6 +96,12 @@ def test_impossible_flags_and_models_that_are_not_there_are_named(message, flags
             common.load_config(flags)
         mistake = str(error.value)
     assert mistake.startswith(message)
+
+
+def test_a_checkpoint_is_no_model_folder_and_is_told_from_one(tmp_path):
+    (tmp_path / "trainer.json").touch()
+    with pytest.raises(UserError, match="--model .*it is a checkpoint, for --resume; its run's hf folder"):
+        common.load_config(Config(model=str(tmp_path)))
 
 
 def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
@@ -156,7 +164,7 @@ def test_resume_gives_the_run_that_was_never_interrupted(tmp_path):
         assert (tmp_path / "out" / name).exists(), name
     folder = tmp_path / "out" / "checkpoints"
     out = succeeded(go(resume=folder / "step_4"))
-    assert "step 5/6" in out and "step 4/6" not in out
+    assert "step 5/6" in out and "step 4/6" not in out and "changed" not in out
     assert {p.name for p in folder.iterdir()} == {"step_4", "step_6", "step_6.old"}
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert metrics_of(tmp_path / "out") == whole and sum("critic/vf_loss" in x for x in lines) == 6
@@ -168,7 +176,7 @@ def test_returns_from_lambda_truncation_and_recorded_values(tmp_path):
     """What the script trains on is GAE of the rows' own rewards and values, with the flags it was given."""
     batch = random_batch(12, vocab_size=60, idle=False)
     rows = tmp_path / "rows.jsonl"
-    common.write_jsonl(batch, str(rows))
+    ppo_loop.write_jsonl(batch, str(rows))
     flags = "--steps 1 --gamma 0.9 --lam 0.5 --recorded-values --bootstrap-truncated"
     out = succeeded(start(tmp_path / "out", flags, rollouts=rows))
     assert "steps      1 updates x 12 rows" in out
@@ -197,7 +205,6 @@ def test_a_folder_holds_one_run(last_step, evaluates_again, left, tmp_path):
     common.replace_lines(tmp_path / "metrics.jsonl", sorted(rows, key=lambda row: row["step"]))
     logger = common.Logger(str(tmp_path), {"steps": 7}, last_step, evaluates_again)
     logger.log(4, {"critic/vf_loss": 0.5, "critic/lr": math.nan})
-    logger.close()
     log = common.read_lines(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in log] == left
     assert log[-1] == {"step": 4, "critic/vf_loss": 0.5, "critic/lr": None}
@@ -213,15 +220,25 @@ def test_a_folder_holds_one_run(last_step, evaluates_again, left, tmp_path):
     assert board.Tags()["scalars"] == ["critic/vf_loss"] and board.Scalars("critic/vf_loss")[0].value == 0.5
 
 
+def test_a_run_that_goes_on_says_which_flags_are_others(tmp_path, capsys):
+    folder = tmp_path / "first" / "checkpoints" / "step_3"
+    folder.mkdir(parents=True)
+    settings = dataclasses.asdict(Run(critic=Config(betas=(0.8, 0.9)), resume=None))
+    common.Logger(str(tmp_path / "first"), settings, 3)
+    settings |= {"critic": {**settings["critic"], "lr": 0.1}, "resume": "auto", "train_batch_size": 8}
+    common.Logger(str(tmp_path), settings, folder=folder)
+    assert capsys.readouterr().out.splitlines() == [
+        "changed    --critic.lr None -> 0.1",
+        "changed    --train-batch-size None -> 8: rows may come twice or not at all",
+    ]
+
+
 def test_updates_that_are_skipped_are_counted_and_end_the_run(tmp_path):
-    batch = random_batch(4, idle=False)
     made, skipped = ({"critic/values_mean": 0.1, "critic/grad_norm": norm} for norm in (1.0, math.nan))
     idle = {"critic/grad_norm": math.nan}  # no row had an action
     logger = common.Logger(str(tmp_path), {})
     for metrics, expected in ((skipped, 1), (made, 0), (idle, 0), *((skipped, n) for n in range(1, 10))):
-        logger.check_progress(metrics, batch)
+        logger.check_progress(metrics)
         assert logger.skipped == expected
-    with pytest.raises(UserError, match=f"10 updates in a row were skipped.*{tmp_path}/skipped_rows.jsonl"):
-        logger.check_progress(skipped, batch)
-    back = common.read_rows(f"{tmp_path}/skipped_rows.jsonl", None, with_values=True)
-    assert back.values.equal(torch.where(batch.response_mask, batch.values, 0.0))
+    with pytest.raises(UserError, match="10 updates in a row were skipped"):
+        logger.check_progress(skipped)

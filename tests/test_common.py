@@ -11,6 +11,7 @@ import math
 import pathlib
 import re
 import time
+import types
 
 import pytest
 import torch
@@ -218,7 +219,7 @@ def test_a_batch_that_is_not_sound_is_refused(fault, name, column):
 def test_jsonl_round_trip_is_exact(tmp_path_factory, seed, n):
     path = str(tmp_path_factory.mktemp("jsonl") / "rows.jsonl")
     batch = random_batch(n, seed)
-    common.write_jsonl(batch, path)
+    ppo_loop.write_jsonl(batch, path)
     assert_same(common.read_rows(path, None, with_values=True), batch)
     assert_same(common.read_rows(path, None), dataclasses.replace(batch, values=None))
 
@@ -256,7 +257,9 @@ BAD_ROWS = {  # what is wrong -> how the row differs from GOOD or reads, and wor
     "two prompts": ({"prompt": "a"}, "one of prompt, messages, prompt_ids; has prompt and prompt_ids"),
     "empty response text": ({"response_ids": None, "response": ""}, "response: "),
     "prompt of another type": ({"prompt_ids": None, "prompt": 7}, "prompt: must be a valid string, not 7"),
-    "no chat template": ({"prompt_ids": None, "messages": [{"role": "user"}]}, "chat template"),
+    "no chat template": ({"prompt_ids": None, "messages": [{"role": "user", "content": "a"}]}, "template"),
+    "message without content": ({"prompt_ids": None, "messages": [{"role": "user"}]}, "a role and content"),
+    "pretty-printed": ("{", "a row must be one JSON object on one line"),
     "huge reward": ({"reward": 10**400}, "reward: must be a finite number"),
     "reward whose square is infinite": ({"reward": 1e30}, "reward: must be less"),
     "reward as text": ({"reward": "1"}, "reward: must be a valid number, not '1'"),
@@ -446,7 +449,13 @@ def test_mfu_is_of_the_devices_own_peak_or_not_known(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**31)
     host = common.setup_distributed()
     gpu = torch.device("cuda")
-    measure = lambda *where: common.performance(time.perf_counter() - 2, 10, 1e15, *where)
+    batch = common.Batch.blank(10)
+    flops = lambda length: 1e14 * length
+
+    def measure(device, dtype):
+        layout = types.SimpleNamespace(device=device, dtype=dtype)
+        return common.describe_update(batch, time.perf_counter() - 2, 1, flops, layout)
+
     peaks = {
         "H100 80GB HBM3": 989, "H100 PCIe": 756, "H200": 989, "H200 NVL": 835, "H20": 148, "L4": 121,
         "A100-SXM4-80GB": 312, "L40S": 362, "A10": 125, "H100 80GB HBM3 MIG 1g.10gb": math.nan,
@@ -529,6 +538,23 @@ def test_a_folder_is_published_whole_and_damage_is_named(tmp_path):
     with pytest.raises(UserError, match="--out-dir: .* holds something else"), common.published(str(folder)):
         raise AssertionError("without a manifest it is not one of ours, and must stay")
     assert (folder / "actor").exists()
+
+
+def test_a_row_that_would_turn_others_differently_is_refused():
+    """transformers takes longrope's frequencies for a whole forward from its longest row."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [9.0] * 8}
+    sizes = {**common.tiny_config("tiny-llama", 99), "model_type": "phi3", "rope_parameters": rope}
+    sizes |= {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+    config = transformers.AutoConfig.for_model(**sizes)
+    model = transformers.AutoModel.from_config(config)
+    for p in model.parameters():
+        p.data *= 5  # so that attention is not nearly even
+    values = lambda n: model(torch.arange(2 * n).view(2, n)).last_hidden_state[0, :8]
+    assert_close(values(16), values(8), rtol=0, atol=1e-4)
+    assert (values(17) - values(8)).abs().max() > 1e-2
+    common.check_rows(common.Batch.blank(16), config)
+    with refused("17 tokens, more than the model's original_max_position_embeddings, 16"):
+        common.check_rows(common.Batch.blank(17), config)
 
 
 def test_toy_rows_have_the_rule_they_promise():

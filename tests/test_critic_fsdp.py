@@ -474,9 +474,9 @@ def test_a_plan_is_printed_as_equations_that_hold(capsys, tmp_path):
     assert one != two == four  # the root and two layers at most
     again = lambda **fields: plan(layers=4, gradient_checkpointing=True, **fields)["activations"][0]
     assert again(freeze_layers=3) == pytest.approx(again(), rel=0.35)  # one layer is computed again
-    for padded, tokens in ((True, 200), (False, 250)):  # of padded rows, no more than a micro-batch takes
-        activations = plan(use_remove_padding=not padded, ppo_max_token_len_per_gpu=260)["activations"]
-        assert activations[1].endswith(f" of {tokens} tokens")
+    for budget, n in ((260, 2), (1000, 5)):  # what a micro-batch takes, or all there are
+        activations = plan(ppo_max_token_len_per_gpu=budget)["activations"]
+        assert activations[1].endswith(f" of {n} rows x 100 tokens")
     with pytest.raises(UserError, match="--ppo-max-token-len-per-gpu auto: only a run can measure it"):
         plan(ppo_max_token_len_per_gpu="auto:1")
     with pytest.raises(UserError, match="--ppo-max-token-len-per-gpu 99: line 1 .*100 tokens"):
@@ -542,6 +542,38 @@ def test_resume_equals_going_on_bit_for_bit(strategy, variant, tmp_path):
                 assert name.startswith("perf/") or x == metrics[step][name], name
             assert torch.equal(torch.rand(3), random[step])
         assert_same_weights(again, w)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_another_optimizer_is_saved_and_resumed(strategy, tmp_path):
+    """A fork swaps it. SGD counts no steps, and RMSprop has one moment."""
+    for kind in (torch.optim.SGD, torch.optim.RMSprop):
+
+        def forked(kind=kind):
+            w = worker(strategy=strategy)
+            w.critic.optimizer = kind(w.critic.parameters, momentum=0.9)
+            return w
+
+        w = forked()
+        for step in range(2):
+            folder = tmp_path / f"{kind.__name__}{step}"
+            w.save_checkpoint(folder)
+            again = forked()
+            again.load_checkpoint(folder)
+            for critic in (w, again):
+                critic.update_critic(batch_for(w))
+            assert_same_weights(again, w)
+
+
+def test_a_head_that_an_export_cannot_hold_is_refused_before_it_trains(monkeypatch):
+    class Deeper(critic_fsdp.ValueModel):
+        def __init__(self, backbone):
+            super().__init__(backbone)
+            self.score.norm = torch.nn.LayerNorm(64)
+
+    monkeypatch.setattr(critic_fsdp, "ValueModel", Deeper)
+    with pytest.raises(UserError, match="score.norm.bias: save_hf exports one layer"):
+        worker()
 
 
 def test_a_checkpoint_holds_no_pickle_and_what_is_foreign_is_named(tmp_path):

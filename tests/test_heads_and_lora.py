@@ -195,13 +195,14 @@ def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
     """Gradients are close to those of float32. Adapters and frozen layers spare the backward pass what MFU
     must not count: of a forward and twice that, 2 in all are left here."""
     # the MFU of a CPU is not known, so the FLOPs stand in its place
-    monkeypatch.setattr(common, "performance", lambda start, tokens, flops, *where: {"perf/flops": flops})
+    count = lambda batch, start, epochs, flops, layout: {"flops": epochs * sum(map(flops, batch.lengths))}
+    monkeypatch.setattr(common, "describe_update", count)
     w = worker(strategy=strategy, param_dtype="bfloat16", gradient_checkpointing=True, **VARIANTS[variant])
     exact = worker(**VARIANTS[variant])
     batch = random_batch(12, vocab_size=60)
     with captured_gradients(w.critic) as seen:
         metrics = w.update_critic(batch)
-    passes = metrics["perf/flops"] / sum(map(w.critic.flops, batch.lengths))
+    passes = metrics["flops"] / sum(map(w.critic.flops, batch.lengths))
     assert passes == pytest.approx(3 if variant == "hl_gauss" else 2, rel=1e-3)
     with captured_gradients(exact.critic) as whole:
         exact.update_critic(batch)
@@ -264,7 +265,11 @@ def test_the_script_finds_the_range_and_keeps_it(tmp_path):
     options = {"critic": exported, "rollouts": str(wider), "out_dir": str(tmp_path / "more")}
     critic_fsdp.main(dataclasses.replace(run, **options))
     assert span(tmp_path / "more") == span(out)  # not that of the wider rows
-    for change in ({"value_range": (0.0, 1.0)}, {"value_bins": 11}, {"value_head": "scalar"}):
+    for change in (
+        {"value_range": (0.0, 1.0)},
+        {"value_bins": 11},
+        {"value_head": "scalar", "value_bins": 51},
+    ):
         with pytest.raises(UserError, match="--value-head-init checkpoint: .* no such value head"):
             worker(**vars(exported) | change)
     worker(model=exported.model).export_hf(tmp_path / "scalar" / "hf")  # with a new head

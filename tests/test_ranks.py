@@ -1,10 +1,11 @@
 """What takes several processes, see scenarios.py; and how a run ends when one of them fails."""
 
 import inspect
+import re
 
 import pytest
 import scenarios
-from helpers import ROOT, succeeded, torchrun
+from helpers import ROOT, begin, ended, succeeded, torchrun
 
 SCENARIOS = ROOT / "tests" / "scenarios.py"
 OF_FILE = [f for _, f in inspect.getmembers(scenarios, inspect.isfunction) if f.__module__ == "scenarios"]
@@ -22,8 +23,30 @@ def test_on_two_ranks(name, two_ranks):
     assert f"ok {name}" in two_ranks.stdout, two_ranks.stderr
 
 
-def test_bad_input_ends_every_rank(tmp_path):
-    assert "ok" in succeeded(torchrun(2, SCENARIOS, "bad_input_ends_every_rank", tmp_path))
+ALONE = """
+import os, runpy, sys
+os.makedirs(os.environ["RANK"])
+os.chdir(os.environ["RANK"])  # as on a machine with a disk of its own
+sys.argv.pop(0)
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_disks_of_their_own(tmp_path_factory):
+    """Runs whose ranks share no disk, which they notice within half a minute: begun here, and asked last."""
+    begun = {}
+    for script in ("critic_fsdp.py", "critic_megatron.py", "ppo_loop.py"):
+        folder = tmp_path_factory.mktemp(script)
+        (folder / "alone.py").write_text(ALONE)
+        begun[script] = folder, begin(2, (folder / "alone.py", ROOT / script, "--steps", 1), cwd=folder)
+    return begun
+
+
+@pytest.mark.parametrize("name", ["bad_input_ends_every_rank", "what_a_rank_does_not_see_is_an_error_on_all"])
+def test_on_two_ranks_with_a_folder(name, tmp_path):
+    assert "ok" in succeeded(torchrun(2, SCENARIOS, name, tmp_path))
 
 
 def test_checkpoints_go_from_any_layout_to_any_other(tmp_path):
@@ -63,3 +86,12 @@ def test_when_one_rank_fails_all_end_and_a_message_is_seen(module, critic, act, 
     script.write_text(FAILS.format(root=str(ROOT), **words))
     process = torchrun(2, script, timeout=120)
     assert process.returncode in (1, 2) and line in process.stderr, process.stderr
+
+
+@pytest.mark.parametrize("script", ["critic_fsdp.py", "critic_megatron.py", "ppo_loop.py"])
+def test_ranks_that_share_no_disk_end_before_the_first_step(script, on_disks_of_their_own):
+    folder, begun = on_disks_of_their_own[script]
+    process = ended(begun)
+    words = rf"error: --out-dir out/{script[:-3]}: host \S+ does not see it; use shared storage\n"
+    assert process.returncode == 2 and re.search(words, process.stderr), process.stderr
+    assert "step 1/1" not in process.stdout and not list(folder.glob("*/out/*/checkpoints"))
