@@ -216,10 +216,10 @@ from common import Dispatch, UserError, print0, register
 transformers.logging.set_verbosity_error()  # the run says in one line what matters of a load
 transformers.logging.disable_progress_bar()
 # of megatron-core 0.16.1 with this torch; there is nothing to do about them here
-warnings.filterwarnings("ignore", message="full scope is deprecated")
-warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated")
-warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # where it offloads
+warnings.filterwarnings(
+    "ignore",
+    "(full scope|`torch.distributed.*|TypedStorage) is deprecated|The .grad attribute|moe_ffn_hidden_size is",
+)
 
 # ---- Megatron without CUDA, and without Transformer Engine -------------------------------------------------
 
@@ -315,6 +315,13 @@ class ValueHead(nn.Linear):
         return out_SBN, None
 
 
+class OutputProjection(tensor_parallel.RowParallelLinear):
+    """Of attention, with a bias; by Megatron's own flag the MLP would have one too."""
+
+    def __init__(self, *sizes, bias, **options):
+        super().__init__(*sizes, bias=True, **options)
+
+
 class CoreAttention(nn.Module):
     """Causal attention within each sequence of a packed row, by the kernels of common.py.
 
@@ -385,11 +392,20 @@ EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 JOINED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
+def mixtral_name(name):
+    """A weight's name in the folder of a Mixtral; models and checkpoints call it as in the others."""
+    name = name.replace("mlp", "block_sparse_moe").replace("gate_proj", "w1")
+    return name.replace("up_proj", "w3").replace("down_proj", "w2")
+
+
 def lookup_weight(tensors, name, form="{}"):
     """A weight by its name, stored in this form. Experts of a layer may be one tensor there."""
+    stored = form.format(mixtral_name(name))
+    if stored not in tensors:
+        stored = form.format(name)
     expert = EXPERT.fullmatch(name)
-    if form.format(name) in tensors or not expert:
-        return tensors[form.format(name)]
+    if stored in tensors or not expert:
+        return tensors[stored]
     experts, i, kind = expert.groups()
     x = tensors[form.format(f"{experts}.{JOINED[kind]}")][int(i)]
     return x if kind == "down" else x.chunk(2)[kind == "up"]
@@ -410,14 +426,17 @@ WEIGHTS = {
     "self_attention.q_layernorm.weight": ("whole", "self_attn.q_norm.weight"),
     "self_attention.k_layernorm.weight": ("whole", "self_attn.k_norm.weight"),
     "self_attention.linear_proj.weight": ("inputs", "self_attn.o_proj.weight"),
+    "self_attention.linear_proj.bias": ("whole", "self_attn.o_proj.bias"),
     "pre_mlp_layernorm.weight": ("whole", "post_attention_layernorm.weight"),
     "mlp.router.weight": ("whole", "mlp.gate.weight"),
-    "mlp.linear_fc1.weight": ("outputs", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.linear_fc2.weight": ("inputs", "mlp.down_proj.weight"),
-    "mlp.experts.local_experts.{}.linear_fc1.weight":
-        ("outputs", "mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
-    "mlp.experts.local_experts.{}.linear_fc2.weight": ("inputs", "mlp.experts.{}.down_proj.weight"),
-}  # fmt: skip
+    "mlp.shared_experts.gate_weight": ("whole", "mlp.shared_expert_gate.weight"),
+}
+# a layer's MLP, an expert, and the expert that all tokens of a Qwen2-MoE share
+MLPS = {"": "", ".experts.local_experts.{}": ".experts.{}", ".shared_experts": ".shared_expert"}
+for ours, theirs in MLPS.items():
+    gate = f"mlp{theirs}.gate_proj.weight"
+    WEIGHTS[f"mlp{ours}.linear_fc1.weight"] = "outputs", gate, f"mlp{theirs}.up_proj.weight"
+    WEIGHTS[f"mlp{ours}.linear_fc2.weight"] = "inputs", f"mlp{theirs}.down_proj.weight"
 
 
 def hf_names(name):
@@ -571,24 +590,9 @@ def splits_sequence(config):
     return config.sequence_parallel and config.tensor_model_parallel_size > 1
 
 
-def transformer_config(config, model_config, dtype):
-    """Megatron's description of the model and of how it is computed."""
+def transformer_config(config, model_config, names, dtype):
+    """Megatron's description of the model and of how it is computed. names: of its weights."""
     c = model_config
-    fields = {}
-    if getattr(c, "num_experts", None):
-        fields |= dict(
-            num_moe_experts=c.num_experts,
-            moe_router_topk=c.num_experts_per_tok,
-            moe_ffn_hidden_size=c.moe_intermediate_size,
-            moe_layer_freq=[
-                int(i not in c.mlp_only_layers and (i + 1) % c.decoder_sparse_step == 0)
-                for i in range(c.num_hidden_layers)
-            ],
-            moe_router_pre_softmax=not c.norm_topk_prob,  # softmax over all experts, or over the chosen ones
-            moe_router_load_balancing_type="none",
-        )
-    if config.gradient_checkpointing:
-        fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return TransformerConfig(
         num_layers=c.num_hidden_layers,
         hidden_size=c.hidden_size,
@@ -596,15 +600,24 @@ def transformer_config(config, model_config, dtype):
         num_attention_heads=c.num_attention_heads,
         num_query_groups=c.num_key_value_heads,
         kv_channels=getattr(c, "head_dim", None),  # None: the rest divided by the heads
-        normalization="RMSNorm",
         layernorm_epsilon=c.rms_norm_eps,
         activation_func=F.silu,
         gated_linear_unit=True,
         add_bias_linear=False,
-        add_qkv_bias=c.model_type == "qwen2",
-        qk_layernorm=c.model_type.startswith("qwen3"),
+        add_qkv_bias="layers.0.self_attn.q_proj.bias" in names,
+        qk_layernorm="layers.0.self_attn.q_norm.weight" in names,
+        num_moe_experts=getattr(c, "num_experts", None),
+        moe_router_topk=getattr(c, "num_experts_per_tok", 2),
+        moe_ffn_hidden_size=getattr(c, "moe_intermediate_size", None),  # None: as without experts
+        moe_layer_freq=[int(f"layers.{i}.mlp.gate.weight" in names) for i in range(c.num_hidden_layers)],
+        moe_router_pre_softmax=not getattr(c, "norm_topk_prob", True),  # over all experts, or the chosen
+        moe_shared_expert_intermediate_size=getattr(c, "shared_expert_intermediate_size", None),
+        moe_shared_expert_gate=True,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        recompute_granularity="full" if config.gradient_checkpointing else None,
+        recompute_method="uniform",
+        recompute_num_layers=1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -618,11 +631,10 @@ def transformer_config(config, model_config, dtype):
         calculate_per_token_loss=True,  # gradients are plain sums, see forward_backward
         finalize_model_grads_func=finalize_model_grads,
         **parallel_sizes(config),
-        **fields,
     )
 
 
-def layer_spec(transformer, vp_stage):
+def layer_spec(transformer, names, vp_stage):
     """The layers of one piece of the model: Megatron's own, with the norm and the attention above."""
     block = get_gpt_decoder_block_spec(transformer, use_transformer_engine=False, vp_stage=vp_stage)
     block.layer_norm = RMSNorm
@@ -631,6 +643,8 @@ def layer_spec(transformer, vp_stage):
         attention = layer.self_attention.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         attention.core_attention = CoreAttention
+        if "layers.0.self_attn.o_proj.bias" in names:
+            attention.linear_proj = OutputProjection
         if transformer.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     return block
@@ -645,11 +659,12 @@ def build_value_model(config, model_config, layout):
         model = AutoModel.from_config(model_config, dtype=torch.float32)
         model.score = nn.Linear(model_config.hidden_size, model_config.num_labels)
     with common.blame(f"--model {config.model}: cannot be built with these parallel sizes"):
-        transformer = transformer_config(config, model_config, layout.dtype)
+        names = model.state_dict()
+        transformer = transformer_config(config, model_config, names, layout.dtype)
         for vp_stage in range(config.virtual_pipeline_model_parallel_size):
             module = GPTModel(
                 transformer,
-                layer_spec(transformer, vp_stage),
+                layer_spec(transformer, names, vp_stage),
                 vocab_size=math.ceil(model_config.vocab_size / tp) * tp,
                 max_sequence_length=model_config.max_position_embeddings,
                 pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -752,16 +767,14 @@ class MicroBatch(NamedTuple):
 def check_model_flags(config, model_config):
     """UserError for flags that this model does not go with."""
     c = model_config
-    known = ("qwen2", "qwen3", "llama", "qwen3_moe")
+    known = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
     if c.model_type not in known:
         raise UserError(
             f"--model {config.model}: {c.model_type} is not among {', '.join(known)}; use critic_fsdp.py"
         )
-    fixed = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "quantization_config": None}
-    odd = [f"{name} {getattr(c, name)}" for name, x in fixed.items() if getattr(c, name, x) != x]
-    odd += sorted(set(getattr(c, "layer_types", None) or ()) - {"full_attention"})
-    if c.model_type == "qwen3_moe" and c.sliding_window:  # its config has no layer_types
-        odd.append(f"sliding_window {c.sliding_window}")
+    fixed = {"mlp_bias": False, "hidden_act": "silu", "quantization_config": None, "sliding_window": None}
+    # 0: a window that is off
+    odd = [f"{name} {getattr(c, name)}" for name, x in fixed.items() if getattr(c, name, x) not in (x, 0)]
     rope = c.rope_parameters
     mapped = ("default", "linear", "llama3")
     if rope["rope_type"] not in mapped or rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -770,7 +783,7 @@ def check_model_flags(config, model_config):
         raise UserError(
             f"--model {config.model}: {', '.join(odd)} is not mapped to Megatron; use critic_fsdp.py"
         )
-    if c.model_type == "qwen3_moe" and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+    if hasattr(c, "num_experts") and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise UserError("--no-sequence-parallel: a mixture of experts needs it with tensor parallelism")
 
 
@@ -1103,9 +1116,8 @@ class CriticWorker:
         self.critic = MegatronPPOCritic(config, self.model_config, self.layout, total_steps)
         torch.manual_seed(config.seed)  # random weights were drawn
         print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
-        layout = self.layout
         sizes = f"tp {config.tensor_model_parallel_size} x cp {config.context_parallel_size} x "
-        sizes += f"dp {layout.dp_size} x pp {config.pipeline_model_parallel_size}"
+        sizes += f"dp {self.layout.dp_size} x pp {config.pipeline_model_parallel_size}"
         print0(f"layout     ranks {WORLD_SIZE} = {sizes}")
         print0(f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32")
 
@@ -1283,6 +1295,8 @@ class CriticWorker:
 
         Every rank writes what it is the first to hold, in a file of its own."""
         state = whole_weights(self.critic.modules, self.model_config.vocab_size, self.critic.master)
+        if self.model_config.model_type == "mixtral":
+            state = {mixtral_name(name): x for name, x in state.items()}
         file = f"model-{RANK:05d}.safetensors"
         files = collections.ChainMap(*common.of_all_ranks(dict.fromkeys(state, file)))
         index = {"metadata": {}, "weight_map": dict(files)}
