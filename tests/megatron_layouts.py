@@ -42,7 +42,10 @@ LAYOUTS = {  # ranks -> model -> layouts, for fields_of
         "qwen2": "tp4, pp4, cp4, tp2 pp2, pp2 cp2, pp2 vpp2 dp, cp2 dp",
         "qwen3": "tp2 cp2",
         "llama": "tp2 dp",
+        "mistral": "tp2 pp2",
         "qwen3-moe": "ep4, ep2 dp, ep2 cp2, pp2 ep2",
+        "mixtral": "tp2 pp2 ep2 etp1",
+        "qwen2-moe": "tp2 pp2 ep2 etp1",
     },
     8: {
         "qwen2": "tp2 pp2 cp2",

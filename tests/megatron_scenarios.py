@@ -11,6 +11,7 @@ import gc
 import itertools
 import json
 import math
+import os
 import pathlib
 import sys
 
@@ -34,7 +35,14 @@ if __name__ != "__main__":  # the process that forks ranks must not have these: 
 TP, PP, EP, CP = (f"{x}_parallel_size" for x in ("tensor_model", "pipeline_model", "expert_model", "context"))
 VPP = "virtual_pipeline_model_parallel_size"
 FOUR_LAYERS = {"override_config": '{"num_hidden_layers": 4}'}
+BIASES = {"override_config": '{"num_hidden_layers": 4, "attention_bias": true}'}
+MISTRAL = {"model": "tiny-mistral"}
+MISTRAL["override_config"] = '{"num_hidden_layers": 4, "sliding_window": null}'
 MOE = {"model": "tiny-qwen3-moe"}
+MIXTURES = {  # models without a preset, in folders of models/ -> what they add to tiny-qwen2
+    "mixtral": {"num_local_experts": 4},
+    "qwen2-moe": {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+}
 BFLOAT16 = {"param_dtype": "bfloat16"}
 HL_GAUSS = {"value_head": "hl_gauss", "value_bins": 11, "value_range": (-3.0, 3.0)}
 LR = 1e-3
@@ -99,11 +107,12 @@ def of_critic(metrics):
 
 FSDP2 = {"strategy": "fsdp2"}
 SAVED = {  # name -> model, number of ranks and their layout where it begins, ranks -> layouts of Megatron
-    "llama": ({"model": "tiny-llama", **FOUR_LAYERS}, 1, {"strategy": "none"}, {2: [{PP: 2, VPP: 2}]}),
+    "llama": ({"model": "tiny-llama", **BIASES}, 1, {"strategy": "none"}, {2: [{PP: 2, VPP: 2}]}),
     "qwen3, hl_gauss": ({"model": "tiny-qwen3", **HL_GAUSS}, 1, FSDP2, {2: [{TP: 2}, {CP: 2}]}),
     "qwen2": ({}, 2, FSDP2, {2: [{TP: 2}, {}]}),
     "qwen2, fsdp1": (HL_GAUSS, 2, {"strategy": "fsdp1"}, {2: [{PP: 2}]}),
-    "mixture": (MOE, 2, FSDP2, {2: [{EP: 2}, {TP: 2}]}),
+    "mixtral": ({"model": "models/mixtral"}, 2, FSDP2, {2: [{EP: 2}]}),
+    "qwen2-moe": ({"model": "models/qwen2-moe"}, 2, FSDP2, {2: [{TP: 2}]}),
     "dense": (FOUR_LAYERS, 2, {TP: 2}, {2: [{TP: 2}, {PP: 2}, {PP: 2, VPP: 2}], 4: [{}]}),
     "moe": (MOE, 2, {EP: 2}, {1: [{}], 2: [{EP: 2}, {TP: 2}], 4: [{EP: 4}]}),
     "dense, bfloat16": (BFLOAT16, 2, {TP: 2}, {2: [{TP: 2}, {}]}),
@@ -113,6 +122,10 @@ SAVED = {  # name -> model, number of ranks and their layout where it begins, ra
 
 def begin(folder):
     """Updates of one step and of two, a checkpoint, two more updates; keeps what they came to."""
+    for name, fields in MIXTURES.items() if common.WORLD_SIZE == 1 else ():
+        fields = common.tiny_config("tiny-qwen2", 99) | {"model_type": name.replace("-", "_")} | fields
+        config = transformers.AutoConfig.for_model(**fields)
+        transformers.AutoModel.from_config(config).save_pretrained(f"models/{name}")
     for name, (fields, ranks, layout, _) in SAVED.items():
         if ranks != common.WORLD_SIZE:
             continue
@@ -449,11 +462,12 @@ def rows_come_back_in_the_callers_order(folder):
 
 EXPORTS = {  # ranks -> name of the folder -> Config fields; 99 characters do not go evenly over 2 ranks
     2: {
-        "ep 2": {EP: 2, **MOE},
+        "mixtral": {EP: 2, "model": "models/mixtral"},
+        "qwen2-moe": {EP: 2, "model": "models/qwen2-moe"},
         "tied": {TP: 2, "override_config": '{"tie_word_embeddings": true}'},
         "hl_gauss": {PP: 2, **HL_GAUSS},
     },
-    4: {"tp 2 pp 2": {TP: 2, PP: 2, **FOUR_LAYERS}},
+    4: {"tp 2 pp 2": {TP: 2, PP: 2, **MISTRAL}},
 }
 
 
@@ -486,7 +500,7 @@ def check_export(path, batch, values, config):
 
 def exports_load_elsewhere(folder):
     """The folders as --model of this critic on another layout; on one rank of critic_fsdp.py too."""
-    names = ["ep 2", "tp 2 pp 2"]
+    names = ["mixtral", "tp 2 pp 2"]
     layouts = [{TP: 2}]
     if common.WORLD_SIZE == 1:
         names = [name for some in EXPORTS.values() for name in some]
@@ -518,6 +532,7 @@ def launch(folder, names):
     """On every rank: some scenarios, one after another."""
     import megatron_scenarios
 
+    os.chdir(folder)  # where the folders of models are
     for name in names:
         getattr(megatron_scenarios, name)(pathlib.Path(folder))
         dist.barrier()
@@ -528,6 +543,7 @@ if __name__ == "__main__":
     import pytest  # noqa: F401  # here, so that no rank has to
 
     folder, *chosen = sys.argv[1:]
+    folder = os.path.abspath(folder)
     for ranks, some in LAUNCHES:
         names = [scenario.__name__ for scenario in some]
         if names := [name for name in names if not chosen or name in chosen]:

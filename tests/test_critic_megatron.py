@@ -88,15 +88,14 @@ SIZES = dict(
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
 BAD_MODELS = {  # what the error says -> a model that it is about
-    "gemma2 is not among": transformers.Gemma2Config(**SIZES),
+    "gemma2 is not among qwen2, .*, llama, mistral, mixtral, ": transformers.Gemma2Config(**SIZES),
     "mlp_bias True": transformers.LlamaConfig(**SIZES, mlp_bias=True),
-    "attention_bias True": transformers.Qwen3Config(**SIZES, attention_bias=True),
     "hidden_act gelu": transformers.LlamaConfig(**SIZES, hidden_act="gelu"),
-    "sliding_attention": transformers.Qwen2Config(**SIZES, **WINDOW, max_window_layers=0),
-    "sliding_window 8": transformers.Qwen3MoeConfig(**SIZES, **WINDOW, num_experts=4),
+    "sliding_window 8": transformers.Qwen2Config(**SIZES, **WINDOW, max_window_layers=0),
+    "sliding_window 9": transformers.MistralConfig(**SIZES, sliding_window=9),
     "quantization_config": transformers.LlamaConfig(**SIZES, quantization_config={"quant_method": "fp8"}),
     "rope yarn": transformers.LlamaConfig(**SIZES, rope_parameters=YARN),
-    "--no-sequence-parallel": transformers.Qwen3MoeConfig(**SIZES, num_experts=4),
+    "--no-sequence-parallel": transformers.MixtralConfig(**SIZES, num_local_experts=4),
 }
 
 
@@ -107,6 +106,7 @@ def test_what_a_model_does_not_go_with_is_named(words):
     with pytest.raises(UserError, match=words):
         cm.check_model_flags(config, BAD_MODELS[words])
     cm.check_model_flags(config, transformers.Qwen2Config(**SIZES))
+    cm.check_model_flags(Config(), transformers.Qwen2MoeConfig(**SIZES))  # its window is 0
 
 
 def critic_of(rank=0, dp_size=1, **fields):
@@ -216,10 +216,17 @@ def test_micro_batches_keep_the_budget_and_the_number_that_the_schedule_wants(vp
     assert len(counts) == 1 and counts.pop() % vpp == 0
 
 
-def test_stored_tensors_are_found_under_every_name_they_go_by(tmp_path):
+MIXTURES = {
+    "qwen3-moe": transformers.Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=36),
+    "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4),
+}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_stored_tensors_are_found_under_every_name_they_go_by(kind, tmp_path):
     """Base models and models with a head, in one file or several, experts one by one or together."""
     torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=36)
+    config = MIXTURES[kind]
     model = transformers.AutoModelForCausalLM.from_config(config)
     expected = {f"model.{name}": x for name, x in model.model.state_dict().items()}
     model.save_pretrained(tmp_path / "causal", max_shard_size="50KB")
@@ -228,7 +235,7 @@ def test_stored_tensors_are_found_under_every_name_they_go_by(tmp_path):
     expert = "model.layers.0.mlp.experts"
     for folder in ("causal", "base"):
         stored = cm.StoredTensors(tmp_path / folder, "model.")
-        names = ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"]
+        names = ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight"]
         names += [f"{expert}.{i}.{kind}_proj.weight" for i in range(4) for kind in ("gate", "up", "down")]
         for name in names:
             assert torch.equal(cm.lookup_weight(stored, name), cm.lookup_weight(expected, name)), name
