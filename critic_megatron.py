@@ -393,7 +393,7 @@ JOINED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
 def mixtral_name(name):
-    """A weight's name in the folder of a Mixtral; models and checkpoints call it as in the others."""
+    """A weight's name in the folder of a Mixtral; in its model and in checkpoints it has the usual one."""
     name = name.replace("mlp", "block_sparse_moe").replace("gate_proj", "w1")
     return name.replace("up_proj", "w3").replace("down_proj", "w2")
 
@@ -591,7 +591,7 @@ def splits_sequence(config):
 
 
 def transformer_config(config, model_config, names, dtype):
-    """Megatron's description of the model and of how it is computed. names: of its weights."""
+    """Megatron's description of the model and of how it is computed. names: of transformers' weights."""
     c = model_config
     return TransformerConfig(
         num_layers=c.num_hidden_layers,
@@ -608,7 +608,7 @@ def transformer_config(config, model_config, names, dtype):
         qk_layernorm="layers.0.self_attn.q_norm.weight" in names,
         num_moe_experts=getattr(c, "num_experts", None),
         moe_router_topk=getattr(c, "num_experts_per_tok", 2),
-        moe_ffn_hidden_size=getattr(c, "moe_intermediate_size", None),  # None: as without experts
+        moe_ffn_hidden_size=getattr(c, "moe_intermediate_size", None),  # None: intermediate_size
         moe_layer_freq=[int(f"layers.{i}.mlp.gate.weight" in names) for i in range(c.num_hidden_layers)],
         moe_router_pre_softmax=not getattr(c, "norm_topk_prob", True),  # over all experts, or the chosen
         moe_shared_expert_intermediate_size=getattr(c, "shared_expert_intermediate_size", None),
@@ -773,7 +773,7 @@ def check_model_flags(config, model_config):
             f"--model {config.model}: {c.model_type} is not among {', '.join(known)}; use critic_fsdp.py"
         )
     fixed = {"mlp_bias": False, "hidden_act": "silu", "quantization_config": None, "sliding_window": None}
-    # 0: a window that is off
+    # 0: a window of Qwen2-MoE that is off
     odd = [f"{name} {getattr(c, name)}" for name, x in fixed.items() if getattr(c, name, x) not in (x, 0)]
     rope = c.rope_parameters
     mapped = ("default", "linear", "llama3")
