@@ -550,7 +550,7 @@ def loss_weights(batch, mode, response_length_limit=None):
     """(T,) weights of the token losses of a *global* mini-batch with an action, in whichever micro-batches.
 
     token-mean                1 / N_tokens
-    seq-mean-token-sum        1 / N_seqs                            of rows that have an action
+    seq-mean-token-sum        1 / N_seqs             of rows with an action (verl 0.9.1: of all rows)
     seq-mean-token-mean       1 / (N_seqs len_i)                    len_i: actions of the token's row
     seq-mean-token-sum-norm   1 / (N_seqs response_length_limit)    (Dr. GRPO's constant, 2503.20783)"""
     if mode == "token-mean":

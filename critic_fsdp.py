@@ -132,8 +132,7 @@ class Run:
 
     def evaluates(self, step):
         """Whether the run evaluates after this many updates."""
-        now_and_then = self.eval_every > 0 and step % self.eval_every == 0
-        return now_and_then or step in (0, self.steps)
+        return step in (0, self.steps) or self.eval_every > 0 and step % self.eval_every == 0
 
 
 def mistake_in(flags, world_size=WORLD_SIZE):
@@ -1276,9 +1275,7 @@ def main(run):
         worker.init_model(total, common.describe_rows(train, run.gamma))
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
-        longest, _ = train.longest
-        if held_out is not None:
-            longest = max(longest, held_out.longest[0])
+        longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
         lr = worker.critic.peak_lr
         minis = f"mini-batches of {min(size, config.ppo_mini_batch_size)} rows"

@@ -165,8 +165,7 @@ class Run:
 
     def evaluates(self, step):
         """Whether the run evaluates after this many steps."""
-        now_and_then = self.eval_every > 0 and step % self.eval_every == 0
-        return now_and_then or step in (0, self.steps)
+        return step in (0, self.steps) or self.eval_every > 0 and step % self.eval_every == 0
 
 
 def parse(args):

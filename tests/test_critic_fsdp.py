@@ -544,6 +544,15 @@ def test_resume_equals_going_on_bit_for_bit(strategy, variant, tmp_path):
         assert_same_weights(again, w)
 
 
+def test_a_mixture_computes_in_bfloat16_under_every_strategy():
+    fields = {"model": "tiny-qwen3-moe", "param_dtype": "bfloat16"}
+    batch = random_batch(8, vocab_size=60)
+    half, *others = (worker(strategy=name, **fields).compute_values(batch) for name in STRATEGIES)
+    assert all(torch.equal(values, half) for values in others)
+    whole = worker(**{**fields, "param_dtype": "float32"}).compute_values(batch)
+    assert 1e-4 < (half - whole).abs().max() < 1e-1
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_another_optimizer_is_saved_and_resumed(strategy, tmp_path):
     """A fork swaps it. SGD counts no steps, and RMSprop has one moment."""
