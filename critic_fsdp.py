@@ -1018,7 +1018,7 @@ class CriticWorker:
         if copy:
             tensors = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
         state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
-        state |= {"of": "critic", "shape": self.shape()}
+        state["shape"] = self.shape()
 
         def write(tmp, group=None):
             writer = HuggingFaceStorageWriter(tmp, save_distributed=True)
@@ -1031,7 +1031,7 @@ class CriticWorker:
     def load_checkpoint(self, folder):
         """Restores what either critic saved, on any layout. UserError: damaged or of another model."""
         critic = self.critic
-        saved = open_checkpoint(folder, "critic", self.shape())
+        saved = open_checkpoint(folder, self.shape())
         tensors, model_state, optimizer_state = checkpoint_tensors(critic.model, critic.optimizer)
         with common.blame(f"--resume {folder}: does not fit this critic"):
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
@@ -1103,15 +1103,13 @@ def save_hf(state, model_config, folder):
     skeleton.save_pretrained(folder, state_dict=theirs)
 
 
-def open_checkpoint(folder, of, shape):
-    """trainer.json of a checkpoint of a "critic" (or an "actor"), whose model has this `shape`, see
-    common.shape_of (a collective). UserError on all ranks: damaged, or of another script or model."""
+def open_checkpoint(folder, shape):
+    """trainer.json of a checkpoint whose model has this `shape` (common.shape_of), a collective. UserError
+    on all ranks: damaged, or of another model."""
     common.verify(folder)
     with common.blame(f"--resume {folder}: not a checkpoint of this script"):
         saved = json.loads(pathlib.Path(folder, "trainer.json").read_text())
         there = saved["shape"]
-    if saved["of"] != of:
-        raise UserError(f"--resume {folder}: is of another script; give its hf folder as --model")
     if there != shape:
         differ = [key for key in {**there, **shape} if there.get(key) != shape.get(key)]
         words = [f"{key} {there.get(key)} there, {shape.get(key)} here" for key in sorted(differ)]

@@ -1255,7 +1255,7 @@ class CriticWorker:
         critic = self.critic
         tensors = checkpoint_tensors(critic, self.model_config.vocab_size)  # gathered, so always a copy
         state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
-        state |= {"of": "critic", "shape": self.shape()}
+        state["shape"] = self.shape()
 
         def write(tmp, group=None):
             offsets = {
@@ -1273,7 +1273,7 @@ class CriticWorker:
     def load_checkpoint(self, folder):
         """Restores what either critic saved, on any layout. UserError: damaged or of another model."""
         critic = self.critic
-        saved = open_checkpoint(folder, "critic", self.shape())
+        saved = open_checkpoint(folder, self.shape())
         tensors = StoredTensors(folder, flag="--resume")  # mapped: a rank reads the pages of what it takes
         for kind, form in STATE.items():
             critic.restore(tensors, f"--resume {folder}", kind, form)
@@ -1331,15 +1331,13 @@ def checkpoint_tensors(critic, vocab_size):
     return out
 
 
-def open_checkpoint(folder, of, shape):
-    """trainer.json of a checkpoint of a "critic" (or an "actor"), whose model has this `shape`, see
-    common.shape_of (a collective). UserError on all ranks: damaged, or of another script or model."""
+def open_checkpoint(folder, shape):
+    """trainer.json of a checkpoint whose model has this `shape` (common.shape_of), a collective. UserError
+    on all ranks: damaged, or of another model."""
     common.verify(folder)
     with common.blame(f"--resume {folder}: not a checkpoint of this script"):
         saved = json.loads(pathlib.Path(folder, "trainer.json").read_text())
         there = saved["shape"]
-    if saved["of"] != of:
-        raise UserError(f"--resume {folder}: is of another script; give its hf folder as --model")
     if there != shape:
         differ = [key for key in {**there, **shape} if there.get(key) != shape.get(key)]
         words = [f"{key} {there.get(key)} there, {shape.get(key)} here" for key in sorted(differ)]

@@ -964,7 +964,7 @@ class PolicyWorker:
         if copy:
             tensors = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
         state = {
-            "of": "actor", "updates": self.updates, "optimizer_steps": self.optimizer_steps,
+            "updates": self.updates, "optimizer_steps": self.optimizer_steps,
             "shape": common.shape_of(self.model_config),
         }  # fmt: skip
 
@@ -978,7 +978,7 @@ class PolicyWorker:
     def load_checkpoint(self, folder):
         """Restores what checkpoint_writer wrote, on any world size. UserError: damaged or foreign."""
         module = critic_module(self.run.backend)
-        saved = module.open_checkpoint(folder, "actor", common.shape_of(self.model_config))
+        saved = module.open_checkpoint(folder, common.shape_of(self.model_config))
         with common.blame(f"--resume {folder}: does not fit this actor"):
             dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))
         self.updates = saved["updates"]

@@ -368,7 +368,7 @@ def foreign(script, short):
     others = [folder(), checkpoint(golden("ppo_loop")), checkpoint(golden("ppo_loop")) / "actor"]
     if script == "ppo_loop":
         others = [folder(), checkpoint(golden("critic_fsdp")), checkpoint(golden("critic_megatron"))]
-    words = "is of another script|not a checkpoint of|no complete checkpoint|does not fit"
+    words = "is of another model|not a checkpoint of|no complete checkpoint|does not fit"
     for other in others:
         Job(script, folder() / "foreign", "--resume", other).ends_with(f"--resume {other}.*({words})")
     out = copy_of_golden(script, "foreign")

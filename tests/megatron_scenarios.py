@@ -280,7 +280,6 @@ def damages(files, scratch):
         "half a shard": ({shard: content[:9000]}, "do not load (", "does not fit"),
         "some experts lack a moment": ({shard: scratch.read_bytes()}, "fit, e.g. ", "does not fit"),
         "no shape": ({"trainer.json": b'{"updates": 1}'}, "not a checkpoint of this script (KeyError"),
-        "other script": ({"trainer.json": json.dumps({**note, "of": "x"}).encode()}, "another script"),
         "other model": (shape(hidden_size=128), "another model: hidden_size 128 there, 64 here"),
         "adapters": (shape(lora_rank=3), "another model: lora_rank 3 there, None here"),
     }
