@@ -17,6 +17,7 @@ import time
 
 import pytest
 import torch
+from safetensors import safe_open
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"  # development data next to the repository, see its README
@@ -26,7 +27,6 @@ import common  # noqa: E402
 import critic_fsdp  # noqa: E402
 
 SCRATCH = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the development data in {SHARED}")
 
 
 def run(*command, timeout=600, cwd=None, **env):
@@ -41,6 +41,18 @@ def run(*command, timeout=600, cwd=None, **env):
 def torchrun(ranks, *command, timeout=600, cwd=None, **env):
     """Runs a script on `ranks` gloo processes, which are forks."""
     return ended(begin(ranks, command, timeout, cwd, env))
+
+
+@functools.cache
+def verl():
+    """What verl 0.6.1 computed, see verl_0.6.1.md: nested dicts of tensors and numbers."""
+    with safe_open(ROOT / "tests" / "verl_0.6.1.safetensors", "pt") as file:
+        found = json.loads(file.metadata()["numbers"])
+        for key in file.keys():
+            *path, name = key.split("/")
+            place = functools.reduce(lambda at, part: at.setdefault(part, {}), path, found)
+            place[name] = file.get_tensor(key)
+    return found
 
 
 @functools.cache

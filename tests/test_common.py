@@ -18,7 +18,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
-from helpers import ROOT, SHARED, actions_of, needs_shared, random_batch, refused, rows_of
+from helpers import ROOT, actions_of, random_batch, refused, rows_of, verl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -29,12 +29,6 @@ import critic_fsdp
 import critic_megatron
 import ppo_loop
 from common import UserError
-
-
-@pytest.fixture(scope="module")
-def oracle():
-    """What verl 0.6.1 computed, see ../shared/data/README.md."""
-    return torch.load(SHARED / "oracle" / "verl_0.6.1_fp32.pt", weights_only=True)
 
 
 def flatten(x_BR):
@@ -52,13 +46,12 @@ def flat(mask_BR, **columns):
 # ---- PPO maths ---------------------------------------------------------------------------------------------
 
 
-@needs_shared
-def test_value_loss_equals_verl(oracle):
+def test_value_loss_equals_verl():
     """Four aggregation modes x four clip ranges: loss, clip fraction and gradient."""
-    case = oracle["algos"]["vloss_in"]
+    case, results = (verl()["value_loss"][name] for name in ("in", "out"))
     batch = flat(case["response_mask"], values=case["values"], returns=case["returns"])
-    assert len(oracle["algos"]["vloss"]) == 16
-    for key, expected in oracle["algos"]["vloss"].items():
+    assert len(results) == 16
+    for key, expected in results.items():
         mode, clip = key.split("|")
         vpreds = flatten(case["vpreds"]).requires_grad_()
         weights = common.loss_weights(batch, mode, case["vpreds"].shape[1])
@@ -72,35 +65,32 @@ def test_value_loss_equals_verl(oracle):
         assert_close(vpreds.grad * times, flatten(expected["grad"]), rtol=1e-5, atol=1e-8)
 
 
-@needs_shared
-def test_gae_and_whitening_equal_verl(oracle):
+def test_gae_and_whitening_equal_verl():
     common.setup_distributed()
-    case = oracle["algos"]["gae_in"]
-    m = case["response_mask"].bool()
+    case, results = (verl()["gae"][name] for name in ("in", "out"))
+    m = case["response_mask"]
     rewards = case["token_level_rewards"] * m  # verl drops a reward on a masked token
     batch = flat(m, token_level_rewards=rewards, values=case["values"])
     mask = batch.response_mask
-    for key, expected in oracle["algos"]["gae"].items():
+    for key, expected in results.items():
         columns = (batch.token_level_rewards, batch.values, mask, batch.cu_seqlens)
         advantages, returns = common.gae(*columns, *map(float, key.split("|")))
         assert_close(returns[mask], expected["returns"][m], rtol=1e-5, atol=1e-6)
         white = ppo_loop.masked_whiten(advantages, mask)  # as verl returns them
         assert_close(white[mask], expected["advantages"][m], rtol=1e-5, atol=1e-6)
-    case = oracle["algos"]["whiten"]
-    mask = case["mask"].bool()
+    case = verl()["whiten"]
+    mask = case["mask"]
     white = ppo_loop.masked_whiten(case["in"].flatten(), mask.flatten()).view_as(mask)
-    assert_close(white[mask], case["shift"][mask], rtol=1e-5, atol=1e-6)
+    assert_close(white[mask], case["out"][mask], rtol=1e-5, atol=1e-6)
     assert (white[~mask] == 0).all()
 
 
-@needs_shared
-def test_kl_and_its_coefficient_equal_verl(oracle):
-    case = oracle["algos"]["kl_in"]
-    q = case["ref_logprob"]
-    for kind in ("k1", "k2", "k3", "abs"):
-        expected = oracle["algos"]["kl"][kind]
-        assert_close(ppo_loop.kl_penalty(case["logprob"], q, kind), expected, rtol=1e-6, atol=1e-7)
-    case = oracle["algos"]["adaptive_kl"]
+def test_kl_and_its_coefficient_equal_verl():
+    case, results = (verl()["kl"][name] for name in ("in", "out"))
+    for kind, expected in results.items():
+        found = ppo_loop.kl_penalty(case["logprob"], case["ref_logprob"], kind)
+        assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    case = verl()["adaptive_kl"]
     assert case["horizon"] == 10_000  # as ours, unless a step has more rows
     coefs = [case["init"]]
     for kl, n in case["updates"]:
@@ -488,9 +478,8 @@ def test_flops_equal_torchs_counter(name):
         assert rest in (0, axes * length * 8 * 2)  # the rotary table of angles, once
 
 
-@needs_shared
-def test_flops_follow_verls_formula_but_for_the_head_and_causality(oracle):
-    case = oracle["flops"]["qwen2"]
+def test_flops_follow_verls_formula_but_for_the_head_and_causality():
+    case = verl()["flops"]
     c = case["config"]
     config = transformers.Qwen2Config(**c)
     with torch.device("meta"):

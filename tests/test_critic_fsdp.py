@@ -41,44 +41,37 @@ def assert_same_weights(ours, theirs):
     torch.testing.assert_close(full_weights(ours.critic), theirs, rtol=0, atol=0)
 
 
-@helpers.needs_shared
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("packed", [True, False])
 def test_three_steps_equal_verl(strategy, packed, tmp_path):
     """Values, gradients before clipping, metrics, weights and Adam's moments of verl 0.6.1 in float32."""
-    oracle = torch.load(helpers.SHARED / "oracle" / "verl_0.6.1_fp32.pt", weights_only=True)
-    case, padded = oracle["cases"]["micro4"], oracle["batch"]
-    odd = ("attn_implementation", "hidden_dropout", "summary_dropout_prob")
-    hf = {k: v for k, v in oracle["hf_config"].items() if k not in odd}
-    model = transformers.Qwen2ForTokenClassification(transformers.Qwen2Config(**hf))
-    model.load_state_dict(oracle["init_state"])
+    case = helpers.verl()["steps"]
+    padded = case["batch"]
+    model = transformers.Qwen2ForTokenClassification(transformers.Qwen2Config(**case["model"]))
+    model.load_state_dict(case["before"])
     model.save_pretrained(tmp_path)
-    is_token = padded["attention_mask"].bool()
+    is_token = padded["attention_mask"]
     # (12, 9) of responses, which take the last 9 of 16 positions -> (T,)
-    flat = lambda x: torch.nn.functional.pad(x, (7, 0))[is_token]
+    flat = lambda name: torch.nn.functional.pad(padded[name], (7, 0))[is_token]
     batch = common.concat([common.Batch.blank(n) for n in is_token.sum(1).tolist()])
     batch.row_id = torch.arange(12)
     batch.input_ids = padded["input_ids"][is_token]
-    batch.response_mask = flat(padded["response_mask"]).bool()
-    batch.values, batch.returns = flat(case["old_values"]), flat(padded["returns"])
-    names = "ppo_mini_batch_size ppo_max_token_len_per_gpu ppo_epochs cliprange_value grad_clip lr"
-    fields = {name: case["critic"][name] for name in (*names.split(), "weight_decay", "loss_agg_mode")}
-    fields |= {"betas": tuple(case["critic"]["betas"]), "strategy": strategy, "use_remove_padding": packed}
+    batch.response_mask, batch.values, batch.returns = map(flat, ("response_mask", "values", "returns"))
+    fields = {**case["critic"], "strategy": strategy, "use_remove_padding": packed}
     w = worker(model=str(tmp_path), shuffle=False, **fields)
-    torch.testing.assert_close(w.compute_values(batch), flat(case["values"]), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(w.compute_values(batch), batch.values, rtol=1e-5, atol=2e-6)
     for step, mini in enumerate(batch.split(4)):
         with helpers.captured_gradients(w.critic) as seen:
             metrics = w.update_critic(mini)
         for key, numbers in case["metrics"].items():
             assert metrics[key] == pytest.approx(numbers[step], rel=1e-5, abs=1e-6), (step, key)
-        for name, gradient in case["pre_clip_grads"][step].items():
+        for name, gradient in case["gradients"][str(step)].items():
             atol = 1e-5 * float(gradient.abs().max())
             torch.testing.assert_close(seen[0][name], gradient, rtol=1e-5, atol=atol)
-    weights = full_weights(w.critic)
-    torch.testing.assert_close(weights, {n: case["final_state"][n] for n in weights}, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(full_weights(w.critic), case["after"], rtol=1e-5, atol=1e-6)
     tensors, _, _ = critic_fsdp.checkpoint_tensors(w.critic.model, w.critic.optimizer)
-    for name, key in itertools.product(case["adam"], ("exp_avg", "exp_avg_sq")):
-        expected = case["adam"][name][key]
+    for name, key in itertools.product(case["after"], ("exp_avg", "exp_avg_sq")):
+        expected = case[key][name]
         ours = helpers.full_tensor(tensors[f"optimizer.{name}.{key}"])
         atol = 1e-6 * float(expected.abs().max())
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=atol, msg=name)
