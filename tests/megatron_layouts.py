@@ -136,9 +136,10 @@ def noted_gradients(worker):
 
 def results_of(model, layout, folder):
     """{(model, layout, case, rows, mode): result} of all cases of a layout."""
-    worker = cm.CriticWorker(cm.Config(model=str(folder / model), **fields_of(layout)))
+    worker = cm.CriticWorker(cm.Config(model=str(folder / model), weight_decay=0.1, **fields_of(layout)))
     worker.init_model()
     critic, config = worker.critic, worker.config
+    assert all(group["wd_mult"] == 1 for group in critic.optimizer.param_groups)  # norms and biases decay too
     seen = noted_gradients(worker)
     smallest = cm.check_budget(config, ROWS["ragged"].longest[0], "the longest row")
     ranks = common.WORLD_SIZE
@@ -160,8 +161,6 @@ def results_of(model, layout, folder):
         worker.set_budget(ROWS[rows].longest[0], "the longest row")
         step = case == "budget 64"  # the others come first and leave the weights alone
         critic.peak_lr = 1e-2 * step
-        for group in critic.optimizer.param_groups:
-            group["weight_decay"] = 0.1 * step
         for optimizer in critic.optimizers:
             optimizer.optimizer.state.clear()  # forget the moments of the case before
         batch = ROWS[rows].select(mine)
