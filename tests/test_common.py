@@ -8,6 +8,7 @@ import inspect
 import itertools
 import json
 import math
+import os
 import pathlib
 import re
 import time
@@ -495,8 +496,20 @@ def test_flops_follow_verls_formula_but_for_the_head_and_causality():
 # ---- Folders, toy, README ----------------------------------------------------------------------------------
 
 
-def test_a_folder_is_published_whole_and_damage_is_named(tmp_path):
+def test_a_folder_is_published_whole_and_damage_is_named(tmp_path, monkeypatch):
+    """What takes a name is on the disk before, and then the name."""
     common.setup_distributed()
+    flushed, fsync, rename = set(), os.fsync, os.rename
+    inode = lambda path: os.stat(path).st_ino
+
+    def rename_what_is_flushed(old, new):
+        assert {inode(path) for path in (old, *pathlib.Path(old).rglob("*"))} <= flushed
+        flushed.discard(inode(tmp_path))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.add(inode(file)) or fsync(file))
+    for name in ("rename", "replace"):  # which are the same, but for Windows
+        monkeypatch.setattr(os, name, rename_what_is_flushed)
     folder = tmp_path / "step_3"
     weights = folder / "actor" / "weights"
     manifest = folder / common.MANIFEST
@@ -505,13 +518,14 @@ def test_a_folder_is_published_whole_and_damage_is_named(tmp_path):
             pathlib.Path(tmp, "actor").mkdir()
             pathlib.Path(tmp, "actor", "weights").write_text(text)
             assert not weights.exists() or weights.read_text() == "12345"
-        assert weights.read_text() == text
+        assert weights.read_text() == text and inode(tmp_path) in flushed
         for part in (folder, folder / "actor"):  # which has no manifest of its own
             common.verify(str(part))
     for n in (1, 2, 10):
         with common.published(f"{tmp_path}/step_{n}", keep=2):
             pass
     assert {path.name for path in tmp_path.iterdir()} == {"step_3", "step_10"}
+    common.replace_lines(tmp_path / "log", [{}])
     with pytest.raises(RuntimeError), common.published(str(folder)):
         raise RuntimeError("the disk is full")
     common.verify(str(folder))  # it is still the old one

@@ -1,5 +1,6 @@
 """critic_fsdp.py on one process: verl's recorded run, checkpoints, packing, precision, schedule, memory."""
 
+import contextlib
 import gc
 import itertools
 import json
@@ -192,6 +193,24 @@ def test_dropout_is_off_everywhere(config, packed, tmp_path):
     w.critic.model.train()
     for _ in range(3):
         torch.testing.assert_close(w.critic.forward(micro), quiet, rtol=1e-5, atol=1e-6)
+
+
+def test_no_decoder_of_transformers_has_a_dropout_of_its_own():
+    """All of its dropouts are told by floats of its config that disable_dropout finds, whatever they are."""
+    left, built = [], 0
+    for kind in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        with contextlib.suppress(Exception), torch.device("meta"):  # some cannot be built as they come
+            config = kind()
+            chances = [name for name, x in vars(config).items() if isinstance(x, float) and 0 <= x < 1]
+            vars(config).update(dict.fromkeys(chances, 0.5))
+            config.get_text_config().num_hidden_layers = 2
+            common.disable_dropout(config)
+            model = transformers.AutoModel.from_config(config)
+            built += 1
+            for name, x in itertools.chain(*(vars(module).items() for module in model.modules())):
+                if (name == "p" or "drop" in name or "jitter" in name) and isinstance(x, float) and x > 0:
+                    left.append((kind.__name__, name, x))
+    assert built > 100 and not left, (built, left)
 
 
 @pytest.mark.parametrize("config", [
@@ -522,10 +541,13 @@ def test_resume_equals_going_on_bit_for_bit(strategy, variant, tmp_path):
     metrics, random = [], []
     for step, batch in enumerate(batches):
         w.save_checkpoint(tmp_path / f"step_{step}")
+        write = w.checkpoint_writer(copy=True)
         metrics.append(w.update_critic(batch))
         random.append(torch.rand(3))
         untouched.update_critic(batch)
     assert_same_weights(w, untouched)
+    with common.published(tmp_path / "step_1") as tmp:  # again, from the copy of before the update
+        write(tmp)
     for first in (0, 1):
         again = worker(strategy=strategy, **fields)
         again.compute_values(batches[0])  # a model in use must let go of its gathered weights

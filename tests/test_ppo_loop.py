@@ -699,18 +699,23 @@ def test_a_bad_prompt_is_named_by_file_and_line(row, tmp_path):
         prompts_of(tmp_path, good, "", "  ", row, good, reward="gsm8k")
 
 
-@pytest.mark.parametrize("n, size", [(10, 4), (3, 8), (8, 8)])
+@pytest.mark.parametrize("n, size", [(10, 4), (7, 8), (8, 8)])
 def test_prompts_of_a_step_and_the_keys_of_their_rows(n, size):
-    """Neighbouring rows share a prompt, a pass visits each prompt once, each row of a run has its own key."""
-    run = a_run(train_batch_size=size, rollout_n=2, seed=3)
+    """Neighbouring rows share a prompt, a pass visits each prompt once, each row of a run has its own key. The
+    order is another one in each pass, and with each seed."""
     a_pass = math.ceil(n / size)
-    steps = [ppo_loop.prompts_of_step(step, list(range(n)), run) for step in range(2 * a_pass)]
+
+    def steps_of(seed):
+        run = a_run(train_batch_size=size, rollout_n=2, seed=seed)
+        return [ppo_loop.prompts_of_step(step, list(range(n)), run) for step in range(2 * a_pass)]
+
+    steps = steps_of(3)
     for prompts, row_ids, _ in steps:
         assert prompts[::2] == prompts[1::2] and list(row_ids) == list(range(len(prompts)))
         assert n // a_pass <= len(prompts) / 2 <= min(size, math.ceil(n / a_pass))
-    picked = [prompts[::2] for prompts, _, _ in steps]
-    first, second = sum(picked[:a_pass], []), sum(picked[a_pass:], [])
-    assert sorted(first) == sorted(second) == list(range(n)) and first != second
+    picked, others = ([prompts[::2] for prompts, _, _ in some] for some in (steps, steps_of(4)))
+    first, second, other = (sum(some, []) for some in (picked[:a_pass], picked[a_pass:], others[:a_pass]))
+    assert sorted(first) == sorted(second) == list(range(n)) and first != second and first != other
     assert len({key for _, _, keys in steps for key in keys}) == 2 * n * 2
 
 
@@ -869,9 +874,14 @@ def test_a_checkpoint_restores_every_bit_and_an_export_is_a_model_of_transformer
     again.onload()
     assert tied(again.model.lm) == (kind in TIED)
     assert (again.updates, again.optimizer_steps) == (1, 3) and same(state_of(again), saved)
+    write = w.checkpoint_writer(copy=True)
     metrics = w.update_policy(batch)
     assert again.update_policy(batch) == metrics and same(state_of(w), state_of(again))
     assert metrics["actor/lr"] == pytest.approx(1e-3 * 6 / 10)  # the sixth step of the warm-up
+    with common.published(folder) as tmp:
+        write(tmp)
+    again.load_checkpoint(folder)
+    assert same(state_of(again), saved)  # of before the update
 
     policy(kind, override_config='{"initializer_range": 0.5}').load_checkpoint(folder)  # of the same shape
     with pytest.raises(UserError, match=f"--resume {folder}: is of another model: "):
