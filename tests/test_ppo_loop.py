@@ -701,7 +701,7 @@ def test_a_bad_prompt_is_named_by_file_and_line(row, tmp_path):
 
 @pytest.mark.parametrize("n, size", [(10, 4), (7, 8), (8, 8)])
 def test_prompts_of_a_step_and_the_keys_of_their_rows(n, size):
-    """Neighbouring rows share a prompt, a pass visits each prompt once, each row of a run has its own key. The
+    """Neighbours share a prompt, a pass visits each prompt once, each row of a run has its own key. The
     order is another one in each pass, and with each seed."""
     a_pass = math.ceil(n / size)
 
