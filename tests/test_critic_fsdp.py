@@ -58,8 +58,8 @@ def test_three_steps_equal_verl(strategy, packed, tmp_path):
     batch.row_id = torch.arange(12)
     batch.input_ids = padded["input_ids"][is_token]
     batch.response_mask, batch.values, batch.returns = map(flat, ("response_mask", "values", "returns"))
-    fields = {**case["critic"], "strategy": strategy, "use_remove_padding": packed}
-    w = worker(model=str(tmp_path), shuffle=False, **fields)
+    fields = {"model": str(tmp_path), "shuffle": False, **case["critic"]}
+    w = worker(strategy=strategy, use_remove_padding=packed, **fields)
     torch.testing.assert_close(w.compute_values(batch), batch.values, rtol=1e-5, atol=2e-6)
     for step, mini in enumerate(batch.split(4)):
         with helpers.captured_gradients(w.critic) as seen:
@@ -201,8 +201,7 @@ def test_no_decoder_of_transformers_has_a_dropout_of_its_own():
     for kind in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         with contextlib.suppress(Exception), torch.device("meta"):  # some cannot be built as they come
             config = kind()
-            chances = [name for name, x in vars(config).items() if isinstance(x, float) and 0 <= x < 1]
-            vars(config).update(dict.fromkeys(chances, 0.5))
+            vars(config).update({n: 0.5 for n, x in vars(config).items() if isinstance(x, float) and x < 1})
             config.get_text_config().num_hidden_layers = 2
             common.disable_dropout(config)
             model = transformers.AutoModel.from_config(config)

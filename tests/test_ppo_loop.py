@@ -7,6 +7,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -704,19 +705,16 @@ def test_prompts_of_a_step_and_the_keys_of_their_rows(n, size):
     """Neighbours share a prompt, a pass visits each prompt once, each row of a run has its own key. The
     order is another one in each pass, and with each seed."""
     a_pass = math.ceil(n / size)
-
-    def steps_of(seed):
-        run = a_run(train_batch_size=size, rollout_n=2, seed=seed)
-        return [ppo_loop.prompts_of_step(step, list(range(n)), run) for step in range(2 * a_pass)]
-
-    steps = steps_of(3)
+    pieces = itertools.product((3, 4), range(2 * a_pass))  # seed, step
+    runs = {seed: a_run(train_batch_size=size, rollout_n=2, seed=seed) for seed in (3, 4)}
+    steps = [ppo_loop.prompts_of_step(step, range(n), runs[seed]) for seed, step in pieces]
     for prompts, row_ids, _ in steps:
         assert prompts[::2] == prompts[1::2] and list(row_ids) == list(range(len(prompts)))
         assert n // a_pass <= len(prompts) / 2 <= min(size, math.ceil(n / a_pass))
-    picked, others = ([prompts[::2] for prompts, _, _ in some] for some in (steps, steps_of(4)))
-    first, second, other = (sum(some, []) for some in (picked[:a_pass], picked[a_pass:], others[:a_pass]))
-    assert sorted(first) == sorted(second) == list(range(n)) and first != second and first != other
-    assert len({key for _, _, keys in steps for key in keys}) == 2 * n * 2
+    picked = [prompts[::2] for prompts, _, _ in steps]
+    passes = [sum(picked[i : i + a_pass], []) for i in range(0, len(picked), a_pass)]
+    assert all(sorted(x) == list(range(n)) for x in passes) and len({*map(tuple, passes)}) == 4
+    assert len({key for _, _, keys in steps for key in keys}) == 2 * 2 * n * 2
 
 
 def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys):
@@ -863,9 +861,11 @@ def test_a_checkpoint_restores_every_bit_and_an_export_is_a_model_of_transformer
     w.update_policy(batch)
     saved = state_of(w)
     folder = str(tmp_path / "c")
-    with common.published(folder) as tmp:
-        w.checkpoint_writer()(tmp)
+    write = w.checkpoint_writer(copy=True)
     assert same(state_of(w), saved) and any("exp_avg_sq" in name for name in saved)
+    metrics = w.update_policy(batch)
+    with common.published(folder) as tmp:
+        write(tmp)  # what was before this update
     for _ in range(2):
         again.update_policy(batch_to_learn(again, seed=1))
     assert not same(state_of(again), saved)
@@ -874,14 +874,8 @@ def test_a_checkpoint_restores_every_bit_and_an_export_is_a_model_of_transformer
     again.onload()
     assert tied(again.model.lm) == (kind in TIED)
     assert (again.updates, again.optimizer_steps) == (1, 3) and same(state_of(again), saved)
-    write = w.checkpoint_writer(copy=True)
-    metrics = w.update_policy(batch)
     assert again.update_policy(batch) == metrics and same(state_of(w), state_of(again))
     assert metrics["actor/lr"] == pytest.approx(1e-3 * 6 / 10)  # the sixth step of the warm-up
-    with common.published(folder) as tmp:
-        write(tmp)
-    again.load_checkpoint(folder)
-    assert same(state_of(again), saved)  # of before the update
 
     policy(kind, override_config='{"initializer_range": 0.5}').load_checkpoint(folder)  # of the same shape
     with pytest.raises(UserError, match=f"--resume {folder}: is of another model: "):
