@@ -91,8 +91,7 @@ def ended(folder):
 AHEAD = {
     "test_layouts.py": [*((n, "test_layouts.py") for n in (1, 2, 4)), (2, "test_layouts.py", "models")],
     "test_megatron_layouts.py": [(1, "megatron_layouts.py")],
-    "test_scenarios.py": [(1, "megatron_scenarios.py")],
-    "test_ppo_ranks.py": [(1, "ppo_scenarios.py")],
+    "test_scenarios.py": [(1, "megatron_scenarios.py"), (1, "ppo_scenarios.py")],
 }
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 AHEAD["test_scenarios.py"] += [(1, "vllm_scenarios.py")] if HAS_VLLM else []

@@ -1,19 +1,22 @@
-"""What takes several ranks of Megatron, or vLLM: see megatron_scenarios.py and vllm_scenarios.py."""
+"""What takes several ranks of critic_megatron.py or ppo_loop.py, or vLLM: the scripts *_scenarios.py."""
+
+import re
 
 import megatron_scenarios
+import ppo_scenarios
 import pytest
 import vllm_scenarios
 from helpers import HAS_VLLM, ended, scenarios
 
-
-@pytest.mark.parametrize("name", megatron_scenarios.NAMES)
-def test_megatron(name):
-    process = ended(scenarios(1, "megatron_scenarios.py")[0])
-    assert f"ok {name}" in process.stdout, process.stderr
+SCRIPTS = (megatron_scenarios, ppo_scenarios, vllm_scenarios)
+ALL = [(script.__name__, name) for script in SCRIPTS for name in script.NAMES]
 
 
-@pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed")
-@pytest.mark.parametrize("name", vllm_scenarios.NAMES)
-def test_vllm(name):
-    process = ended(scenarios(1, "vllm_scenarios.py")[0])
-    assert f"ok {name}:" in process.stdout, process.stdout[-5000:] + process.stderr
+@pytest.mark.parametrize("script, name", ALL)
+def test_on_several_ranks(script, name):
+    """All of a script are started at once: to import everything again and again would take longest."""
+    if script == "vllm_scenarios" and not HAS_VLLM:
+        pytest.skip("vllm is not installed")
+    process = ended(scenarios(1, f"{script}.py")[0])
+    ok = re.search(rf"^ok {re.escape(name)}(:|$)", process.stdout, flags=re.M)
+    assert ok, process.stdout[-5000:] + process.stderr
