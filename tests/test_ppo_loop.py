@@ -702,8 +702,7 @@ def test_a_bad_prompt_is_named_by_file_and_line(row, tmp_path):
 
 @pytest.mark.parametrize("n, size", [(10, 4), (7, 8), (8, 8)])
 def test_prompts_of_a_step_and_the_keys_of_their_rows(n, size):
-    """Neighbours share a prompt, a pass visits each prompt once, each row of a run has its own key. The
-    order is another one in each pass, and with each seed."""
+    """Neighbours share a prompt, each pass of each seed has an order of its own, each row its own key."""
     a_pass = math.ceil(n / size)
     pieces = itertools.product((3, 4), range(2 * a_pass))  # seed, step
     runs = {seed: a_run(train_batch_size=size, rollout_n=2, seed=seed) for seed in (3, 4)}

@@ -76,10 +76,9 @@ def test_a_critic_needs_nothing_but_common_and_rows(script, tmp_path):
     """Alone with them it trains, saves, resumes and exports, and reads its export."""
     for file in (script, "common.py", "tests/rows.jsonl"):
         shutil.copy(ROOT / file, tmp_path)
-    train = (sys.executable, script, "--rollouts", "rows.jsonl", "--out-dir")
+    train = (sys.executable, script, "--rollouts", "rows.jsonl", "--keep", 1, "--out-dir")
     succeeded(run(*train, "out", "--steps", 1, cwd=tmp_path, PYTHONPATH=""))
-    more = ("--steps", 2, "--resume", "auto", "--save-every", 1, "--keep", 1)
-    more = succeeded(run(*train, "out", *more, cwd=tmp_path, PYTHONPATH=""))
+    more = succeeded(run(*train, "out", "--steps", 2, "--resume", "auto", cwd=tmp_path, PYTHONPATH=""))
     assert "step_1, update 1\n" in more and "\nsaved      out: checkpoints/step_2, hf" in more
     assert os.listdir(tmp_path / "out" / "checkpoints") == ["step_2"]
     again = run(*train, "again", "--steps", 1, "--model", "out/hf", cwd=tmp_path, PYTHONPATH="")

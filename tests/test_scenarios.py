@@ -9,10 +9,9 @@ import vllm_scenarios
 from helpers import HAS_VLLM, ended, scenarios
 
 SCRIPTS = (megatron_scenarios, ppo_scenarios, vllm_scenarios)
-ALL = [(script.__name__, name) for script in SCRIPTS for name in script.NAMES]
 
 
-@pytest.mark.parametrize("script, name", ALL)
+@pytest.mark.parametrize("script, name", [(s.__name__, name) for s in SCRIPTS for name in s.NAMES])
 def test_on_several_ranks(script, name):
     """All of a script are started at once: to import everything again and again would take longest."""
     if script == "vllm_scenarios" and not HAS_VLLM:
