@@ -87,14 +87,13 @@ def ended(folder):
     return subprocess.CompletedProcess([], code, *said)
 
 
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
 # what takes several ranks, and minutes: conftest.py begins it, while tests of one process run
 AHEAD = {
     "test_layouts.py": [*((n, "test_layouts.py") for n in (1, 2, 4)), (2, "test_layouts.py", "models")],
     "test_megatron_layouts.py": [(1, "megatron_layouts.py")],
-    "test_scenarios.py": [(1, "megatron_scenarios.py"), (1, "ppo_scenarios.py")],
+    "test_scenarios.py": [(1, f"{name}_scenarios.py") for name in ("megatron", "ppo", *["vllm"] * HAS_VLLM)],
 }
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
-AHEAD["test_scenarios.py"] += [(1, "vllm_scenarios.py")] if HAS_VLLM else []
 BEGUN = {}  # ranks, script, arguments -> where ended() waits for it, and the folder that it writes into
 
 
