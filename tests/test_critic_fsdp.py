@@ -201,11 +201,9 @@ def test_no_decoder_of_transformers_has_a_dropout_of_its_own():
     for kind in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         with contextlib.suppress(Exception), torch.device("meta"):  # some cannot be built as they come
             config = kind()
-            parts = [
-                x for x in (config, *vars(config).values()) if isinstance(x, transformers.PreTrainedConfig)
-            ]
-            for part in parts:
-                vars(part).update({n: 0.5 for n, x in vars(part).items() if isinstance(x, float) and x < 1})
+            nested = [x for x in vars(config).values() if isinstance(x, transformers.PreTrainedConfig)]
+            for fields in map(vars, (config, *nested)):
+                fields |= {name: 0.5 for name, x in fields.items() if isinstance(x, float) and x < 1}
             config.get_text_config().num_hidden_layers = 2
             common.disable_dropout(config)
             models.append(transformers.AutoModel.from_config(config))
