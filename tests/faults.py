@@ -73,12 +73,13 @@ def flags_of(script, *flags):
 # ---- Processes ---------------------------------------------------------------------------------------------
 
 
-def run_script(arguments, said=None, slow=0.0, lax=False, memory=None):
+def run_script(arguments, said=None, slow=0.0, lax=False, memory=None, apart=None):
     """Runs a script in this process, without its report, which takes two seconds of matplotlib.
 
     said: files for what this rank prints, in a session of its own. slow: seconds of delay before each save,
     flush and rename, so that a fault can hit them. lax: rewards of a file may have any size. memory: MiB that
-    the steps may take on top of what exists before them."""
+    the steps may take on top of what exists before them. apart: a checkpoint; each rank works in a folder of
+    its own, and rank 0 alone has the checkpoint there, as `there`."""
     import common
 
     if said:
@@ -86,6 +87,11 @@ def run_script(arguments, said=None, slow=0.0, lax=False, memory=None):
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(f"{said}.{os.environ['RANK']}.{name}", os.O_WRONLY | os.O_CREAT, 0o600), number)
 
+    if apart:
+        os.makedirs(disk := f"{said}.{os.environ['RANK']}.disk")
+        os.chdir(disk)
+        if os.environ["RANK"] == "0":
+            os.symlink(apart, "there")
     if slow:
         slowly = lambda function: lambda *args: (time.sleep(slow), function(*args))[1]
         common.published, common.flush_to_disk = slowly(common.published), slowly(common.flush_to_disk)
@@ -378,6 +384,19 @@ def foreign(script, short):
         job.ends_with(f"--resume {checkpoint(out)}.*is of another model: ")
     assert_same_end(out, script)
     return len(others) + 2, "one line, exit 2, auto too; nothing is touched"
+
+
+def apart(script, short):
+    """Ranks of two machines that share no disk, or not the checkpoint that they are to resume."""
+    there, out = checkpoint(golden(script)), folder() / f"{script}.apart"
+    job = Job(script, "out", ranks=2, apart=there)
+    job.ends_with("--out-dir out: host .* does not see it; use shared storage")
+    assert not list(folder().glob(f"{pathlib.Path(job.said).name}.*.disk/out/checkpoints/*"))
+    Job(script, out, "--resume", "there", ranks=2, apart=there).ends_with(
+        "--resume .*: no complete checkpoint"
+    )
+    assert not steps_of(out)
+    return 2, "one line, exit 2, before the first step"
 
 
 def full(script, short):
@@ -676,7 +695,8 @@ def folders(script, short):
 
 FAULTS = {  # fault -> the scripts that it is tried on, with --short the first
     kills: SCRIPTS, background: SCRIPTS, logger: ("ppo_loop", "critic_fsdp"), damage: SCRIPTS,
-    foreign: SCRIPTS, full: SCRIPTS, memory: ("critic_fsdp", "critic_megatron"), sigterm: SCRIPTS,
+    foreign: SCRIPTS, apart: SCRIPTS, full: SCRIPTS, memory: ("critic_fsdp", "critic_megatron"),
+    sigterm: SCRIPTS,
     torchrun: ("critic_fsdp",), storm: SCRIPTS, rows: ("critic_fsdp",), flags: SCRIPTS, folders: SCRIPTS,
 }  # fmt: skip
 
@@ -693,7 +713,7 @@ def main(names, short):
     assert names <= {fault.__name__ for fault in FAULTS}, names
     try:
         for fault, scripts in FAULTS.items():
-            if names and fault.__name__ not in names or short and fault in (foreign, torchrun):
+            if names and fault.__name__ not in names or short and fault in (foreign, apart, torchrun):
                 continue
             for script in list(scripts)[: 1 if short else None]:
                 began = time.monotonic()
