@@ -994,6 +994,7 @@ class CriticWorker:
         self.critic.free_gathered()
         if self.config.strategy == "fsdp1":
             for handle in model._all_handles:  # .to() would leave the local shard behind in the old memory
+                handle.flat_param.grad = None  # zero_grad() knows only views of it
                 handle.flat_param_to(device)
                 handle.flat_param._local_shard = handle.flat_param.data
                 handle.flat_param._tensors = [None] * len(handle.flat_param._tensors)  # old views

@@ -90,6 +90,7 @@ def ended(folder):
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 # what takes several ranks, and minutes: conftest.py begins it, while tests of one process run
 AHEAD = {
+    "test_device.py": [(1, "test_device.py"), (2, "test_device.py")],
     "test_layouts.py": [*((n, "test_layouts.py") for n in (1, 2, 4)), (2, "test_layouts.py", "models")],
     "test_megatron_layouts.py": [(1, "megatron_layouts.py")],
     "test_scenarios.py": [(1, f"{name}_scenarios.py") for name in ("megatron", "ppo", *["vllm"] * HAS_VLLM)],

@@ -1,0 +1,443 @@
+"""A CUDA device made of host memory: after install(), `torch.zeros(3, device="cuda")` works on a CPU build.
+
+A tensor of the device is a plain torch.Tensor whose storage says cuda:0 and whose bytes lie on the host. torch
+finds no CUDA kernel for it and calls `kernel`, below autograd as for CUDA, which refuses what a device refuses,
+computes on the CPU, and makes a tensor of the device of the result. What a script sees of it:
+
+    host tensors, or a host generator, next to tensors of the device are an error, and so is freed memory
+    memory that nothing has written yet is NaN
+    a non-blocking copy to pinned memory arrives when the host waits; until then there is NaN
+    pinned memory that changes under a non-blocking copy from it is an error
+    WAITS counts where the host waits for the device: (what, line of the script) -> times
+
+A process has one device with one stream; collectives go over gloo. It shows nothing of speed, of the order of
+several streams, of real kernels, or of NCCL. Places in tables of C++ methods are those of torch 2.13.
+"""
+
+import collections
+import contextlib
+import ctypes
+import mmap
+import os
+import platform
+import sys
+import types
+import warnings
+import weakref
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils._pytree import tree_leaves, tree_map
+
+RUNS_HERE = torch.__version__.startswith("2.13.") and (sys.platform, platform.machine()) == (
+    "linux",
+    "x86_64",
+)
+REASON = "the pretended device knows the inside of torch 2.13 on Linux, x86-64"
+HOST = torch.device("cpu")
+MEMORY = 2**28  # bytes that the device has
+RANDOM = torch.Generator()  # of the device
+WAITS = collections.Counter()
+used = {"now": 0, "peak": 0}  # bytes of the device
+late = []  # copies to pinned memory that are under way: (target, what it will hold)
+leaving = []  # copies from pinned memory that are under way: (source, what it held)
+pinned = set()  # addresses of pinned memory
+freed = set()  # storages of the device that were resized to 0
+works = []  # what is sent and received, and its tensors
+kept = []  # what C++ points to, and registrations
+nbytes, resize, storage_copy = (getattr(torch.UntypedStorage, x) for x in ("nbytes", "resize_", "copy_"))
+pointer = ctypes.pythonapi.PyCapsule_GetPointer
+pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+
+def use(size):
+    used["now"] += size
+    used["peak"] = max(used.values())
+
+
+def allocated(*_):
+    """Bytes of the device that tensors have, without those whose sending has ended."""
+    works[:] = [work for work in works if not work[0].is_completed()]
+    return used["now"]
+
+
+def address(x):
+    return x.untyped_storage().data_ptr()
+
+
+def to_device(host):
+    """A host tensor's memory as a tensor of the device."""
+    use(nbytes(host.untyped_storage()))
+    weakref.finalize(host, use, -nbytes(host.untyped_storage()))  # it lives as long as the storage made here
+    capsule = torch.utils.dlpack.to_dlpack(host)
+    ctypes.c_int64.from_address(pointer(capsule, b"dltensor") + 8).value = 2  # CUDA, index 0
+    x = torch._C._from_dlpack(capsule)
+    freed.discard(x.untyped_storage()._cdata)
+    return x
+
+
+def to_host(x):
+    """A tensor of the device as a host tensor of the same memory."""
+    storage = x.untyped_storage()
+    if storage._cdata in freed and x.numel():
+        raise RuntimeError(f"the memory of {tuple(x.shape)} {x.dtype} was freed")
+    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), HOST, nbytes(storage))
+    return torch.empty(0, dtype=x.dtype).set_(memory, x.storage_offset(), x.shape, x.stride())
+
+
+def view(x, like):
+    """A view of x's storage with the type, shape and place of a host tensor."""
+    out = x.detach()
+    if x.dtype != like.dtype:
+        out = out.as_strided_((nbytes(x.untyped_storage()) // x.itemsize,), (1,), 0).view(like.dtype)
+    return out.as_strided_(like.shape, like.stride(), like.storage_offset())
+
+
+def unwritten(x):
+    """x with what lies in memory that nothing has written."""
+    if x.is_floating_point():
+        return x.fill_(torch.nan)
+    return x.fill_(2**29) if x.dtype in (torch.int32, torch.int64) else x
+
+
+def wait(what):
+    """The host waits for the device here, so copies arrive."""
+    frame = sys._getframe()
+    while frame and (frame.f_code.co_filename == __file__ or "/lib/" in frame.f_code.co_filename):
+        frame = frame.f_back
+    WAITS[
+        what, f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "backward"
+    ] += 1
+    arrive()
+
+
+def arrive(place=None):
+    """Copies arrive, or only those to this place in pinned memory, which the device is about to read."""
+    for pair in [pair for pair in late if place in (None, address(pair[0]))]:
+        late[:] = [other for other in late if other is not pair]
+        pair[0].copy_(pair[1])
+    while leaving and place is None:
+        source, was = (x.contiguous().view(-1).view(torch.uint8) for x in leaving.pop())
+        if not torch.equal(source, was):
+            raise RuntimeError("pinned memory was changed under a non-blocking copy from it")
+
+
+def pin(x):
+    pinned.add(address(x))
+    weakref.finalize(x, pinned.discard, address(x))
+    return x
+
+
+# ---- Operations --------------------------------------------------------------------------------------------
+
+# operations whose result the host has to know; those that take indices; those that take numbers of the host
+ASKS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+)
+INDEXES = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+NUMBERS = ("_foreach", "_fused", "index_put", "_index_put", "fill_", "masked_fill", "where")
+
+
+def kernel(op, *args, **kwargs):
+    """Any operation that is not written out below."""
+    name = op._schema.name.removeprefix("aten::")
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    indices = [x for x in args[1] if x is not None] if name in INDEXES and args[0].is_cuda else []
+    numbers = torch.Tag.pointwise in op.tags or name.startswith(NUMBERS)
+    for x in tensors:
+        if not (x.is_cuda or any(x is i for i in indices) or (numbers and x.dim() == 0)):
+            words = f"{op} got {tuple(x.shape)} {x.dtype} on the host"
+            raise RuntimeError(f"Expected all tensors to be on the same device, cuda:0, but {words}")
+    counted = name == "repeat_interleave" and kwargs.get("output_size") is None
+    if name in ASKS or counted or any(x.dtype == torch.bool or not x.is_cuda for x in indices):
+        wait(name)
+    if kwargs.get("generator") not in (None, RANDOM):
+        raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+    hosts = {id(x): to_host(x) for x in tensors if x.is_cuda}
+    outs = [kwargs.get(a.name) for a in op._schema.arguments if a.is_out]
+    grow = [x for x in tree_leaves(outs) if x is not None and not x.numel()]  # out= without a size yet
+    hosts |= {id(x): torch.empty(x.shape, dtype=x.dtype) for x in grow}
+    given, named = tree_map(
+        lambda x: hosts.get(id(x), HOST if isinstance(x, torch.device) else x), (args, kwargs)
+    )
+    named.pop("pin_memory", None)
+    named |= {a.name: RANDOM for a in op._schema.arguments if a.name == "generator"}
+    kinds = zip(op._schema.arguments, args, strict=False)
+    if any(str(a.type) == "Tensor" and isinstance(x, int | float) for a, x in kinds):
+        op = op.overloadpacket  # which takes numbers for tensors
+    if name == "histc":  # which CUDA has for integers too
+        out = op(given[0].float(), *given[1:], **named).to(args[0].dtype)
+    else:
+        out = op(*given, **named)
+    for x in grow:
+        x.data = to_device(hosts[id(x)])
+    same = {id(hosts[id(x)]): x for x in tensors if x.is_cuda}
+    memory = {address(hosts[id(x)]): x for x in tensors if x.is_cuda and x.numel()}
+
+    def back(y):
+        if not isinstance(y, torch.Tensor) or id(y) in same:
+            return same.get(id(y), y)
+        if y.numel() and address(y) in memory:
+            return view(memory[address(y)], y)
+        return to_device(unwritten(y) if name.startswith(("empty", "new_empty")) else y)
+
+    return tree_map(back, out)
+
+
+def copy_(target, source, non_blocking=False):
+    if target.is_cuda and source.is_cuda:
+        to_host(target).copy_(to_host(source))
+    elif target.is_cuda:
+        if not non_blocking:
+            wait("copy from the host")
+        elif address(source) in pinned and source.numel():
+            arrive(address(source))
+            leaving.append((source.detach(), source.detach().clone()))
+        to_host(target).copy_(source)
+    elif non_blocking and address(target) in pinned:
+        late.append((target.detach(), to_host(source).to(target.dtype, copy=True)))
+        unwritten(target.detach())
+    else:
+        wait("copy to the host")
+        target.copy_(to_host(source))
+    return target
+
+
+def to_copy(
+    x, *, dtype=None, layout=None, device=None, pin_memory=None, non_blocking=False, memory_format=None
+):
+    device = torch.device(device or x.device)
+    if device.type == "meta":
+        return torch.empty_like(x, dtype=dtype, device=device)
+    like = to_host(x) if x.is_cuda else x
+    out = torch.empty_like(like, dtype=dtype, memory_format=memory_format or torch.preserve_format)
+    out = to_device(out) if device.type == "cuda" else pin(out) if non_blocking else out
+    return copy_(out, x, non_blocking)
+
+
+def set_(x, source, offset=0, size=None, stride=None):
+    """x.set_(tensor), and x.set_(storage ...), which then has a second storage of the same memory."""
+    if isinstance(source, torch.Tensor):
+        x.data = view(source, to_host(source))
+        return x
+    memory = torch._C._construct_storage_from_data_pointer(source.data_ptr(), HOST, nbytes(source))
+    whole = torch.empty(0, dtype=torch.uint8).set_(memory)
+    weakref.finalize(whole, lambda: source)
+    size = (nbytes(source) // x.itemsize,) if size is None else size
+    stride = stride or torch.empty(size, device="meta").stride()
+    x.data = view(to_device(whole), torch.empty(0, dtype=x.dtype).set_(memory, offset, size, stride))
+    return x
+
+
+def resize_(x, size, *, memory_format=None):
+    x.data = to_device(unwritten(torch.empty(size, dtype=x.dtype)))
+    return x
+
+
+def storage_resize(storage, size):
+    """To 0 and back, as FSDP frees memory."""
+    if not storage.is_cuda:
+        return resize(storage, size)
+    whole, it = nbytes(storage), storage._cdata
+    assert size in (0, whole), f"a storage of {whole} bytes cannot become {size}"
+    if whole and (it in freed) == (size > 0):
+        use(whole if size else -whole)
+        (freed.discard if size else freed.add)(it)
+        ctypes.memset(storage.data_ptr(), 0xFF, whole)  # NaN
+    return storage
+
+
+def sdpa(q, k, v, mask=None, dropout=0.0, causal=False, *, scale=None, enable_gqa=False):
+    written_out = torch.ops.aten._scaled_dot_product_attention_math  # which adds its mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+    return written_out(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa)[0]
+
+
+def flash(grad, q, k, v, cu_q, cu_k, longest_q, longest_k, causal, scale, left, right):
+    """Attention of packed rows (T,H,D), queries the last of theirs -> [out, logsumexp], or the gradients."""
+    assert q.dtype == k.dtype == v.dtype == torch.bfloat16 and cu_q.dtype == cu_k.dtype == torch.int32
+    assert q.shape[-1] % 8 == 0 and all(x.is_cuda and x.stride(-1) == 1 for x in (q, k, v, cu_q, cu_k))
+    assert isinstance(longest_q, int) and isinstance(longest_k, int) and (causal or right == 0)
+    q, k, v, cu_q, cu_k = map(to_host, (q, k, v, cu_q, cu_k))
+    assert (len(q), len(k)) == (cu_q[-1], cu_k[-1]) and cu_q.diff().max() <= longest_q
+    (row_q, to_end_q), (row_k, to_end_k) = (
+        (row := torch.searchsorted(cu[1:], place := torch.arange(cu[-1]), right=True), cu[1:][row] - place)
+        for cu in (cu_q, cu_k)
+    )
+    back = to_end_k - to_end_q[:, None]  # how far a key lies behind a query
+    seen = (row_q[:, None] == row_k) & (back >= 0) & ((back <= left) | (left is None or left < 0))
+    groups = q.shape[1] // k.shape[1]
+    q_, k_, v_ = (x.transpose(0, 1).float() for x in (q, k, v))
+    k_, v_ = (x.repeat_interleave(groups, 0) for x in (k_, v_))
+    scale = scale or q.shape[-1] ** -0.5
+    scores = (q_ @ k_.mT * scale).masked_fill(~seen, -torch.inf)
+    p = scores.softmax(-1)
+    if grad is None:
+        return to_device((p @ v_).transpose(0, 1).to(q.dtype).contiguous()), to_device(scores.logsumexp(-1))
+    g = to_host(grad).transpose(0, 1).float()
+    of_scores = p * (g @ v_.mT - (g * (p @ v_)).sum(-1, keepdim=True)) * scale
+    of_k, of_v = ((x.mT @ y).unflatten(0, (-1, groups)).sum(1) for x, y in ((of_scores, q_), (p, g)))
+    return [to_device(x.transpose(0, 1).to(q.dtype).contiguous()) for x in (of_scores @ k_, of_k, of_v)]
+
+
+def flash_forward(*args, scale=None, window_size_left=None, window_size_right=None, **_):
+    *given, _dropout, causal, _mask = args
+    out = flash(None, *given, causal, scale, window_size_left, window_size_right)
+    seed, unused = (to_device(torch.zeros(2, dtype=torch.uint64)) for _ in range(2))
+    return *out, seed, unused, to_device(torch.zeros(0))
+
+
+def flash_backward(*args, scale=None, window_size_left=None, window_size_right=None):
+    grad, q, k, v, _out, _sums, *sizes, _dropout, causal, _seed, _unused = args
+    return tuple(flash(grad, q, k, v, *sizes, causal, scale, window_size_left, window_size_right))
+
+
+def collective(op):
+    """A collective by gloo, which sees the same memory. Who sends does not wait for who receives."""
+
+    def call(*args):
+        allocated()
+        hosts = {
+            id(x): (to_host(x), x) for x in tree_leaves(args) if isinstance(x, torch.Tensor) and x.is_cuda
+        }
+        out = op(*tree_map(lambda x: hosts[id(x)][0] if id(x) in hosts else x, args))
+        work = dist.Work.unbox(out[-1] if isinstance(out, tuple | list) else out)
+        if op.name().startswith(("c10d::send", "c10d::recv")):
+            works.append((work, hosts))
+        else:
+            work.wait()
+        back = {id(host): x for host, x in hosts.values()}
+        return tree_map(lambda y: back.get(id(y), y), out)
+
+    return call
+
+
+class Nccl(dist.ProcessGroupGloo):
+    """What groups have for the device."""
+
+    Options = types.SimpleNamespace
+
+    def __init__(self, store, rank, size, options):
+        super().__init__(store, rank, size, timeout=options._timeout)
+
+
+# ---- What torch believes -----------------------------------------------------------------------------------
+
+
+class Stream:
+    """The one stream, and its events."""
+
+    device, device_type, device_index, stream_id, cuda_stream = torch.device("cuda", 0), 1, 0, 0, 0
+
+    def __init__(self, *_, **__):
+        pass
+
+    def nothing(self, *_, **__):
+        return self
+
+    __enter__ = __exit__ = wait_stream = wait_event = record = wait = nothing
+    record_event = lambda self, event=None: event or Stream()
+    synchronize = lambda self: wait("synchronize")
+    query = lambda self: arrive() or True
+    is_capturing = lambda self: False
+
+
+def answering(thing, answers):
+    """A C++ object's table of methods, some of which (by number) return a constant instead."""
+    table = ctypes.c_void_p.from_address(thing).value
+    table = (ctypes.c_void_p * 60)(*(ctypes.c_void_p * 60).from_address(table))
+    code = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    for method, x in answers.items():
+        table[method] = ctypes.addressof(ctypes.c_char.from_buffer(code, code.tell()))
+        code.write(b"\xb8" + x.to_bytes(4, "little") + b"\x31\xd2\xc3")  # mov eax, x; xor edx, edx; ret
+    kept.append([table, code])
+    return ctypes.addressof(table)
+
+
+def believe():
+    """Tells torch's C++ that there is CUDA: a "device guard" (in a CPU build Meta's is the nearest) says which
+    device and stream are current, and "hooks" say what there is."""
+    library = lambda name: ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", name))
+    guards = (ctypes.c_void_p * 20).in_dll(library("libc10.so"), "_ZN3c104impl26device_guard_impl_registryE")
+    ones, zeros = dict.fromkeys((0, 1, 2, *range(5, 10), 14, 15), 1), dict.fromkeys((11, 12, 13), 0)
+    guard = (ctypes.c_void_p * 2)(answering(guards[14], ones | zeros))
+    guards[1] = ctypes.addressof(guard)
+    find = library("libtorch_cpu.so")["_ZN2at6detail12getCUDAHooksEv"]
+    find.restype = ctypes.c_void_p
+    hooks = find()
+    table = answering(hooks, dict.fromkeys((2, 3, 4, 6, 16), 1) | {8: 0})
+    ctypes.c_void_p.from_address(hooks).value = table
+    kept.append(guard)
+
+
+def install():
+    """From now on this process has a CUDA device. It must not have asked for LOCAL_RANK before."""
+    os.environ["LOCAL_RANK"] = "0"
+    believe()
+    aten, _, c10d = libraries = [torch.library.Library(x, "IMPL") for x in ("aten", "_", "c10d")]
+    kept.append(libraries)
+    own = {"copy_": copy_, "_to_copy": to_copy, "resize_": resize_, "scaled_dot_product_attention": sdpa}
+    own |= {"_flash_attention_forward": flash_forward, "_flash_attention_backward": flash_backward}
+    own |= {f"set_.source_{x}": set_ for x in ("Storage", "Storage_storage_offset", "Tensor")}
+    with warnings.catch_warnings(action="ignore"):  # that kernels are replaced
+        libraries[1].fallback(kernel, "CUDA")
+        for name, function in own.items():
+            aten.impl(name, function, "CUDA")
+        aten.impl("scaled_dot_product_attention", sdpa, "AutogradCUDA")
+        for name in torch._C._dispatch_get_all_op_names():
+            if name.startswith("c10d::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
+                op = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
+                c10d.impl(name.removeprefix("c10d::"), collective(op), "CUDA", allow_override=True)
+    distributed_c10d.is_nccl_available, distributed_c10d.ProcessGroupNCCL = (lambda: True), Nccl
+
+    storage, tensor, cuda, stream = torch.UntypedStorage, torch.Tensor, torch.cuda, Stream()
+    storage.nbytes = storage.size = lambda s: 0 if s.is_cuda and s._cdata in freed else nbytes(s)
+    storage.resize_, tensor.record_stream = storage_resize, lambda *_: None
+    tensor.pin_memory = lambda x, *_: x if x.is_pinned() else pin(x.detach().clone())
+    tensor.is_pinned = lambda x, *_: address(x) in pinned
+    torch.utils._device._device_constructors()  # `with device:` looks for these functions as they were
+    for name in ("empty", "empty_like", "zeros", "zeros_like"):
+        make = getattr(torch, name)
+        setattr(
+            torch,
+            name,
+            lambda *x, pin_memory=False, make=make, **y: pin(make(*x, **y)) if pin_memory else make(*x, **y),
+        )
+    says = {  # what functions of torch.cuda and torch.accelerator return
+        "is_available": True, "is_initialized": True, "_lazy_init": None, "init": None, "device_count": 1,
+        "current_device": 0, "set_device": None, "current_device_index": 0, "set_device_index": None,
+        "current_accelerator": torch.device("cuda"), "device": contextlib.nullcontext(), "empty_cache": None,
+        "current_stream": stream, "default_stream": stream, "set_stream": None, "is_bf16_supported": True,
+        "is_current_stream_capturing": False, "get_device_capability": (9, 0), "get_device_name": "NVIDIA H100",
+    }  # fmt: skip
+    answers = {name: lambda *_, x=x, **__: x for name, x in says.items()}
+    answers |= {"memory_allocated": allocated, "memory_reserved": allocated}
+    answers |= {"max_memory_allocated": lambda *_: used["peak"]}
+    answers["mem_get_info"] = lambda *_: (MEMORY - allocated(), MEMORY)
+    answers["reset_peak_memory_stats"] = lambda *_: used.update(peak=used["now"])
+    answers |= {"get_rng_state": lambda *_, **__: RANDOM.get_state(), "manual_seed": RANDOM.manual_seed}
+    answers |= {
+        "set_rng_state": lambda x, *_, **__: RANDOM.set_state(x),
+        "manual_seed_all": RANDOM.manual_seed,
+    }
+    answers |= {
+        "Stream": Stream,
+        "Event": Stream,
+        "synchronize": stream.synchronize,
+        "stream": lambda s: s or stream,
+    }
+    answers["default_generators"] = (RANDOM,)
+    for module in (cuda, cuda.memory, cuda.random, torch.accelerator, torch.accelerator.memory):
+        for name, x in answers.items():
+            if hasattr(module, name):
+                setattr(module, name, x)
+    torch._dynamo.config.disable = True  # there is no compiler
