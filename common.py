@@ -88,10 +88,10 @@ def setup_distributed(timeout_minutes=30.0):
     """Joins the process group -> this rank's torch.device. A peer that is silent so long ends the run."""
     device = torch.device("cpu")
     backend = "gloo"
-    if torch.cuda.is_available():
+    if torch.accelerator.is_available() and sys.platform != "darwin":  # a Mac's GPU is left alone
         device = torch.device("cuda", LOCAL_RANK)
         backend = "cpu:gloo,cuda:nccl"
-        with blame(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs"):
+        with blame(f"--nproc-per-node: this machine has {torch.cuda.device_count()} CUDA devices"):
             torch.cuda.set_device(device)
     if not dist.is_initialized():
         timeout = datetime.timedelta(minutes=timeout_minutes)
@@ -225,7 +225,7 @@ class Batch:
         """Indices into the (T,) columns of the tokens of these rows, in the order of `rows`."""
         starts = self.cu_seqlens.tolist()
         pieces = [torch.arange(starts[r], starts[r + 1]) for r in rows]
-        return torch.cat([torch.zeros(0).long(), *pieces])
+        return torch.cat([torch.arange(0), *pieces])
 
     def select(self, rows):
         """A new Batch of the rows with these indices, in that order; it shares no memory with this one."""
@@ -408,11 +408,12 @@ def parse_rollout(line, tokenizer):
 
 def chat_ids(tokenizer, messages, add_generation_prompt=True):
     """Token ids of messages in the tokenizer's chat template, which writes special tokens itself."""
-    options = {"add_generation_prompt": add_generation_prompt, "return_dict": False}
     with blame("messages do not fit the tokenizer's chat template"):
         if not all({"role", "content"} <= message.keys() for message in messages):
             raise UserError("each message needs a role and content")
-        return tokenizer.apply_chat_template(messages, **options)
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, return_dict=False
+        )
 
 
 def batch_of_one(rollout, number, with_values):
@@ -984,6 +985,8 @@ MANIFEST = "manifest.json"  # in a complete folder: file name -> SHA-256
 def published(folder, group=None, keep=None):
     """`with published(folder) as tmp:` all ranks write into tmp and it becomes the folder; a crash leaves the
     old one or the new one (a collective of `group`). keep: how many of the last step_N next to it remain."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(LOCAL_RANK)  # a thread begins with the first one
     if os.path.exists(folder) and os.listdir(folder) and not os.path.exists(f"{folder}/{MANIFEST}"):
         raise UserError(f"--out-dir: {folder} holds something else, which is not overwritten; move it")
     tmp = f"{folder}.tmp"
@@ -1185,16 +1188,14 @@ def transformer_blocks(model):
 
 
 def send_weights(model, source):
-    """Fills a model spread over all ranks from `source`, the same one on rank 0's host (a collective)."""
+    """Fills a model spread over all ranks from `source`, the same one on rank 0's host, elsewhere None."""
     set_model_state_dict(
         model,
-        source.state_dict() if RANK == 0 else {},
+        source.state_dict() if source else {},
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
     )
-    buffers = source.buffers() if RANK == 0 else None
-    for buffer in model.buffers():  # rotary tables are in no state dict
-        if RANK == 0:
-            buffer.copy_(next(buffers))
+    for buffer, x in zip(model.buffers(), (source or model).buffers()):  # rotary tables are in no state dict
+        buffer.copy_(x)
         dist.broadcast(buffer, 0)
 
 

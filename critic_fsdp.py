@@ -437,6 +437,8 @@ def build_value_model(config, model_config, layout):
     count, trained = count_parameters(model)
     model = (shard_fsdp1 if config.strategy == "fsdp1" else shard_fsdp2)(model, config, layout)
     common.send_weights(model, source)
+    for buffer in model.buffers():  # which --offload-policy does not move
+        buffer.data = buffer.to(layout.device)
     return model, flops, f"{count:,} parameters, {trained:,} of them train: {story}"
 
 
@@ -449,11 +451,7 @@ def shard_fsdp2(model, config, layout):
         policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         fsdp.fully_shard(module, mesh=layout.fsdp_mesh, mp_policy=policy, offload_policy=offload)
     model.set_reduce_scatter_unused_params(True)  # an expert may have no token here, but some elsewhere
-    model.to_empty(device="cpu" if config.offload_policy else layout.device)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):  # these stay on the device
-            module._buffers[name] = torch.empty_like(buffer, device=layout.device)
-    return model
+    return model.to_empty(device="cpu" if config.offload_policy else layout.device)
 
 
 def shard_fsdp1(model, config, layout):
@@ -670,12 +668,12 @@ class DataParallelPPOCritic:
     def forward_padded(self, ids_T, lengths, places_T, **pixels):
         """(T,) ids -> (T,) values by position, through a right-padded (B, L) batch."""
         common.Pack.group = None  # no rank takes a slice
-        ones = torch.ones_like(ids_T).split(lengths)
-        mask_BL = nn.utils.rnn.pad_sequence(ones, batch_first=True)
-        index_BL = mask_BL.flatten().cumsum(0).view_as(mask_BL) - 1  # of padding: any token
+        rows = torch.arange(len(ids_T)).split(lengths)
+        index_BL = nn.utils.rnn.pad_sequence(rows, True, -1).to(ids_T.device, non_blocking=True)
+        mask_BL = (index_BL >= 0).long()
         inputs = {"input_ids": ids_T[index_BL] * mask_BL, "attention_mask": mask_BL}
         v_BL = self.model(position_ids=places_T[..., index_BL] * mask_BL, **inputs, **pixels)
-        return v_BL[mask_BL.bool()]
+        return torch.cat([v_L[:n] for v_L, n in zip(v_BL, lengths)])  # for a mask the host would wait
 
     def values(self, outputs, mask):
         """Values of the actions from what the head says of them; zero elsewhere."""
@@ -692,7 +690,7 @@ class DataParallelPPOCritic:
             micro = self.micro_batch(batch, rows)
             v_T = self.values(self.forward(micro), micro.response_mask)
             if rows and self.layout.sp_rank == 0:  # ranks that share a row all have the same
-                values_T[batch.token_index(rows).to(v_T.device)] = v_T
+                values_T[batch.token_index(rows).to(v_T.device, non_blocking=True)] = v_T
         self.free_gathered()
         dist.all_reduce(values_T)  # one rank has each token's value; others add 0
         return values_T.cpu()

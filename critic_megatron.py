@@ -628,7 +628,6 @@ def transformer_config(config, model_config, names, dtype):
         batch_p2p_comm=False,
         deallocate_pipeline_outputs=True,  # what has been sent on is not needed here
         calculate_per_token_loss=True,  # gradients are plain sums, see forward_backward
-        finalize_model_grads_func=finalize_model_grads,
         **parallel_sizes(config),
     )
 
@@ -921,7 +920,7 @@ class MegatronPPOCritic:
 
             def loss_of(outputs_1SN):
                 loss = reduce(outputs_1SN[0].squeeze(-1), micro)
-                return loss, torch.tensor(0, dtype=torch.int), None  # 0 tokens, see forward_backward
+                return loss, torch.tensor(0, dtype=torch.int), None  # a count that nothing reads
 
             return chunk(micro.input_ids, None, None, packed_seq_params=micro.packed), loss_of
 
@@ -989,8 +988,9 @@ class MegatronPPOCritic:
     def forward_backward(self, micros):
         """Makes the gradient of a mini-batch, over all ranks -> this rank's sums, as `loss` gives them.
 
-        Megatron would divide by micro-batches, tokens and ranks; with calculate_per_token_loss and a count of
-        0 tokens it divides by nothing. So each rank adds its own tokens' part, and all together the loss."""
+        Megatron would divide by micro-batches, tokens and ranks; with calculate_per_token_loss, and without
+        a count of tokens at the end, it divides by nothing. So each rank adds its own tokens' part, and all
+        together the loss."""
         for chunk in self.model:  # here, because compute_values never needs the buffer zero
             chunk.zero_grad_buffer()
         sums = torch.zeros(4, dtype=torch.float64, device=self.layout.device)
@@ -1002,6 +1002,7 @@ class MegatronPPOCritic:
             return loss
 
         self.run_schedule(micros, reduce)
+        finalize_model_grads(list(self.model))
         # as in transformers, where the padding token's embedding does not learn
         if self.padding_row is not None:
             self.modules[0].embedding.word_embeddings.weight.main_grad[self.padding_row].zero_()
@@ -1037,7 +1038,11 @@ class MegatronPPOCritic:
         """Clips and steps -> norm before clipping. All ranks skip the step if the norm is not finite."""
         config = self.config
         self.optimizer.prepare_grads()  # as Megatron's own step() does, which would also step on a NaN
-        norm = float(self.optimizer.get_grad_norm())
+        # get_grad_norm() would wait for the device at every weight
+        grads = [g for optimizer in self.optimizers for g in optimizer.get_main_grads_for_grad_norm()]
+        square = nn.utils.get_total_norm(grads).to(self.layout.device).square()
+        dist.all_reduce(square)
+        norm = math.sqrt(square)
         if math.isfinite(norm):
             for optimizer in self.optimizers:
                 clip_grad_by_total_norm_fp32(optimizer.get_parameters(), config.grad_clip, norm)

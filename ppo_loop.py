@@ -779,7 +779,7 @@ class Policy(nn.Module):
         place_T = torch.cat([torch.arange(n) for n in micro.lengths]).to(ids_T.device, non_blocking=True)
         common.Pack.layout = common.PackLayout(micro.lengths, ids_T.device)
         out = self.lm.get_decoder()(ids_T[None], position_ids=place_T[None], use_cache=False)
-        action_A = micro.response_mask.nonzero()[:, 0]
+        action_A = micro.response_mask.nonzero()[:, 0].to(ids_T.device, non_blocking=True)
         hidden_AD = out.last_hidden_state[0, action_A - 1]  # the state before each action
         # logits of a chunk at a time, which the backward pass computes again
         size = LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight)
@@ -869,7 +869,7 @@ class PolicyWorker:
         for rows in self.my_micro_batches(batch):
             out_T, _ = self.model(self.micro_batch(batch, rows), self.run.temperature)
             if rows:
-                log_probs_T[batch.token_index(rows)] = out_T
+                log_probs_T[batch.token_index(rows).to(self.device, non_blocking=True)] = out_T
         self.model.reshard()  # FSDP keeps what is not in a layer for a backward, which does not come here
         dist.all_reduce(log_probs_T)  # one rank computed each token; others add 0
         return log_probs_T.cpu()
@@ -883,7 +883,7 @@ class PolicyWorker:
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
         micro = batch.select(rows) if rows else common.Batch.blank()
-        for name in ("input_ids", "response_mask", *micro.FLOATS):  # lengths stay on the host
+        for name in ("input_ids", *micro.FLOATS):  # lengths and the mask stay on the host
             if getattr(micro, name) is not None:
                 setattr(micro, name, getattr(micro, name).to(self.device, non_blocking=True))
         return micro
@@ -907,7 +907,7 @@ class PolicyWorker:
     def loss(self, micro, log_probs_T, entropy_T):
         """-> (what is minimised, 0-dim; sums over the actions, see update_policy)."""
         c = self.config
-        mask_T = micro.response_mask
+        mask_T = micro.response_mask.to(self.device, non_blocking=True)
         weights_T = micro.weights
         # tokens were drawn from the engine's mu: rho of IMPALA, 1802.01561, section 4.1
         if c.tis_cap is not None:

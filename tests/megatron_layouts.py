@@ -124,13 +124,13 @@ def assert_replicas_agree(critic):
 def noted_gradients(worker):
     """A list, to which from now on every step adds the whole gradient before it is clipped."""
     seen = []
-    norm = worker.critic.optimizer.get_grad_norm
+    prepare = worker.critic.optimizer.prepare_grads
 
     def note():
+        prepare()
         seen.append(whole_of(worker, lambda _, p: p.grad))
-        return norm()
 
-    worker.critic.optimizer.get_grad_norm = note
+    worker.critic.optimizer.prepare_grads = note
     return seen
 
 

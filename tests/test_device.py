@@ -20,7 +20,8 @@ if __name__ == "__main__":  # before anything asks for a device, or its number
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from helpers import ended, mine, random_batch, scenarios  # noqa: E402
+from helpers import SCRATCH, ended, mine, random_batch, scenarios  # noqa: E402
+from test_layouts import MODELS, save_model  # noqa: E402
 
 import common  # noqa: E402
 import critic_fsdp  # noqa: E402
@@ -30,6 +31,7 @@ BATCH = random_batch(6, vocab_size=60)
 SIZES = {"ppo_mini_batch_size": 3, "ppo_max_token_len_per_gpu": 60}
 EXACT = {"param_dtype": "float32"}
 MOE = {**EXACT, "model": "tiny-qwen3-moe"}
+DEEPSEEK = f"{SCRATCH.name}/deepseek-v3"  # it has persistent buffers
 PADDED = {**EXACT, "use_remove_padding": False}
 ACTIVATIONS = {**EXACT, "gradient_checkpointing": True, "activation_offload": True}
 TP = {"tensor_model_parallel_size": 2}
@@ -37,7 +39,7 @@ LAYOUTS = {  # ranks -> name -> what differs from the defaults
     1: {
         "fsdp2": {**EXACT}, "fsdp1": {**EXACT, "strategy": "fsdp1"}, "none": {**EXACT, "strategy": "none"},
         "bfloat16": {}, "padded": PADDED, "activation offload": ACTIVATIONS,
-        "offload policy, experts": {**MOE, "offload_policy": True},
+        "offload policy, experts": {**EXACT, "model": DEEPSEEK, "offload_policy": True},
         "megatron": EXACT, "megatron bfloat16": {}, "megatron padded": PADDED, "megatron experts": MOE,
     },
     2: {
@@ -55,6 +57,8 @@ def made(name, fields):
     module = critic_fsdp
     if name.startswith("megatron"):
         import critic_megatron as module
+    if fields.get("model") == DEEPSEEK:
+        save_model(MODELS["deepseek-v3"], pathlib.Path(DEEPSEEK))
     worker = module.CriticWorker(module.Config(**SIZES, **fields))
     worker.init_model()
     worker.set_budget(BATCH.longest[0], "the longest row")
@@ -62,16 +66,17 @@ def made(name, fields):
 
 
 def learned(worker, move=lambda: None):
-    """Values of the batch before and after an update, and its metrics. move() comes before each."""
-    rows = mine(BATCH)
-    move()
-    before = worker.compute_values(rows)
-    move()
-    metrics = worker.update_critic(rows)
-    move()
-    after = worker.compute_values(rows)
+    """Values of the batch before and after an update, its metrics, and where each call waited. move() comes
+    before each."""
+    rows, results, waits = mine(BATCH), [], []
+    for call in (worker.compute_values, worker.update_critic, worker.compute_values):
+        move()
+        device.WAITS.clear()
+        results.append(call(rows))
+        waits.append(dict(device.WAITS))
+    before, metrics, after = results
     values = [common.gather(dataclasses.replace(rows, values=x)).values for x in (before, after)]
-    return {"values": values, "metrics": metrics}
+    return {"values": values, "metrics": metrics, "waits": waits}
 
 
 def layout(name, fields):
@@ -159,7 +164,7 @@ def of_device(ranks, name):
 @pytest.fixture(scope="module")
 def host():
     """Model -> what FSDP on the host learns."""
-    return {name: learned(made("", {"model": name})) for name in ("tiny-qwen2", "tiny-qwen3-moe")}
+    return {name: learned(made("", {"model": name})) for name in ("tiny-qwen2", "tiny-qwen3-moe", DEEPSEEK)}
 
 
 @pytest.mark.parametrize("ranks, name", [(n, name) for n, names in LAYOUTS.items() for name in names])
