@@ -1,14 +1,14 @@
-"""A CUDA device made of host memory: after install(), `torch.zeros(3, device="cuda")` works on a CPU build.
+"""A CUDA device made of host memory: after install(), torch.zeros(3, device="cuda") works on a CPU build.
 
-A tensor of the device is a plain torch.Tensor whose storage says cuda:0 and whose bytes lie on the host. torch
-finds no CUDA kernel for it and calls `kernel`, below autograd as for CUDA, which refuses what a device refuses,
-computes on the CPU, and makes a tensor of the device of the result. What a script sees of it:
+A tensor of the device is a plain torch.Tensor whose storage says cuda:0 and whose bytes lie on the host. As
+torch finds no CUDA kernel for it, it calls `kernel`, below autograd like one for CUDA, which refuses what a
+device refuses, computes on the CPU, and makes a tensor of the device of the result. A script sees:
 
     host tensors, or a host generator, next to tensors of the device are an error, and so is freed memory
     memory that nothing has written yet is NaN
     a non-blocking copy to pinned memory arrives when the host waits; until then there is NaN
     pinned memory that changes under a non-blocking copy from it is an error
-    WAITS counts where the host waits for the device: (what, line of the script) -> times
+    WAITS counts where the host waits for the device: (what, line of a script) -> times
 
 A process has one device with one stream; collectives go over gloo. It shows nothing of speed, of the order of
 several streams, of real kernels, or of NCCL. Places in tables of C++ methods are those of torch 2.13.
@@ -17,10 +17,12 @@ several streams, of real kernels, or of NCCL. Places in tables of C++ methods ar
 import collections
 import contextlib
 import ctypes
+import linecache
 import mmap
 import os
 import platform
 import sys
+import threading
 import types
 import warnings
 import weakref
@@ -44,6 +46,7 @@ used = {"now": 0, "peak": 0}  # bytes of the device
 late = []  # copies to pinned memory that are under way: (target, what it will hold)
 leaving = []  # copies from pinned memory that are under way: (source, what it held)
 pinned = set()  # addresses of pinned memory
+THREADS = set()  # that have chosen their device: each begins with the first one
 freed = set()  # storages of the device that were resized to 0
 works = []  # what is sent and received, and its tensors
 kept = []  # what C++ points to, and registrations
@@ -107,9 +110,8 @@ def wait(what):
     frame = sys._getframe()
     while frame and (frame.f_code.co_filename == __file__ or "/lib/" in frame.f_code.co_filename):
         frame = frame.f_back
-    WAITS[
-        what, f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "backward"
-    ] += 1
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame else "backward"
+    WAITS[what, line.strip()] += 1
     arrive()
 
 
@@ -128,6 +130,11 @@ def pin(x):
     pinned.add(address(x))
     weakref.finalize(x, pinned.discard, address(x))
     return x
+
+
+def pinning(make):
+    """A factory of torch that takes pin_memory."""
+    return lambda *x, pin_memory=False, **y: pin(make(*x, **y)) if pin_memory else make(*x, **y)
 
 
 # ---- Operations --------------------------------------------------------------------------------------------
@@ -364,8 +371,8 @@ def answering(thing, answers):
 
 
 def believe():
-    """Tells torch's C++ that there is CUDA: a "device guard" (in a CPU build Meta's is the nearest) says which
-    device and stream are current, and "hooks" say what there is."""
+    """Tells torch's C++ that there is CUDA. A "device guard" says which device and stream are current (a CPU
+    build has none for CUDA; Meta's is changed), and "hooks" say what there is."""
     library = lambda name: ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", name))
     guards = (ctypes.c_void_p * 20).in_dll(library("libc10.so"), "_ZN3c104impl26device_guard_impl_registryE")
     ones, zeros = dict.fromkeys((0, 1, 2, *range(5, 10), 14, 15), 1), dict.fromkeys((11, 12, 13), 0)
@@ -406,18 +413,13 @@ def install():
     tensor.is_pinned = lambda x, *_: address(x) in pinned
     torch.utils._device._device_constructors()  # `with device:` looks for these functions as they were
     for name in ("empty", "empty_like", "zeros", "zeros_like"):
-        make = getattr(torch, name)
-        setattr(
-            torch,
-            name,
-            lambda *x, pin_memory=False, make=make, **y: pin(make(*x, **y)) if pin_memory else make(*x, **y),
-        )
+        setattr(torch, name, pinning(getattr(torch, name)))
     says = {  # what functions of torch.cuda and torch.accelerator return
         "is_available": True, "is_initialized": True, "_lazy_init": None, "init": None, "device_count": 1,
-        "current_device": 0, "set_device": None, "current_device_index": 0, "set_device_index": None,
+        "current_device": 0, "current_device_index": 0, "set_device_index": None,
         "current_accelerator": torch.device("cuda"), "device": contextlib.nullcontext(), "empty_cache": None,
         "current_stream": stream, "default_stream": stream, "set_stream": None, "is_bf16_supported": True,
-        "is_current_stream_capturing": False, "get_device_capability": (9, 0), "get_device_name": "NVIDIA H100",
+        "is_current_stream_capturing": False, "get_device_capability": (9, 0), "get_device_name": "H100",
     }  # fmt: skip
     answers = {name: lambda *_, x=x, **__: x for name, x in says.items()}
     answers |= {"memory_allocated": allocated, "memory_reserved": allocated}
@@ -425,17 +427,10 @@ def install():
     answers["mem_get_info"] = lambda *_: (MEMORY - allocated(), MEMORY)
     answers["reset_peak_memory_stats"] = lambda *_: used.update(peak=used["now"])
     answers |= {"get_rng_state": lambda *_, **__: RANDOM.get_state(), "manual_seed": RANDOM.manual_seed}
-    answers |= {
-        "set_rng_state": lambda x, *_, **__: RANDOM.set_state(x),
-        "manual_seed_all": RANDOM.manual_seed,
-    }
-    answers |= {
-        "Stream": Stream,
-        "Event": Stream,
-        "synchronize": stream.synchronize,
-        "stream": lambda s: s or stream,
-    }
-    answers["default_generators"] = (RANDOM,)
+    answers |= {"set_rng_state": lambda x, *_, **__: RANDOM.set_state(x), "stream": lambda s: s or stream}
+    answers |= {"manual_seed_all": RANDOM.manual_seed, "synchronize": stream.synchronize}
+    answers |= {"Stream": Stream, "Event": Stream}
+    answers |= {"default_generators": (RANDOM,), "set_device": lambda _: THREADS.add(threading.get_ident())}
     for module in (cuda, cuda.memory, cuda.random, torch.accelerator, torch.accelerator.memory):
         for name, x in answers.items():
             if hasattr(module, name):

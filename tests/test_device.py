@@ -1,4 +1,4 @@
-"""All three scripts through their CUDA branches, on a pretended device: pretend_device.py says what that shows.
+"""All three scripts through their CUDA branches on a pretended device; pretend_device.py says what it shows.
 
 As a script it runs everything on this many ranks, for the tests to compare with the host:
 
@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import pathlib
 import sys
+import threading
 
 import pretend_device as device
 
@@ -20,7 +21,7 @@ if __name__ == "__main__":  # before anything asks for a device, or its number
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from helpers import SCRATCH, ended, mine, random_batch, scenarios  # noqa: E402
+from helpers import SCRATCH, ended, mine, random_batch, refused, scenarios  # noqa: E402
 from test_layouts import MODELS, save_model  # noqa: E402
 
 import common  # noqa: E402
@@ -97,14 +98,46 @@ def layout(name, fields):
     return learned(worker, move)
 
 
+def refusals(out):
+    """What a device refuses, and how what has not arrived yet shows."""
+    there, here = torch.ones(3, device="cuda"), torch.ones(3)
+    with refused("on the same device", kind=RuntimeError):
+        there + here
+    with refused("generator", kind=RuntimeError):
+        torch.randn(3, device="cuda", generator=torch.Generator())
+    with pytest.raises(TypeError):
+        there.numpy()
+    assert torch.empty(3, device="cuda").isnan().all()
+    early = there.to("cpu", non_blocking=True)
+    assert early.isnan().all()
+    torch.cuda.synchronize()
+    assert (early == 1).all()
+    pinned = here.pin_memory()
+    there.copy_(pinned, non_blocking=True)
+    pinned.zero_()
+    with refused("changed under a non-blocking copy", kind=RuntimeError):
+        torch.cuda.synchronize()
+    there.untyped_storage().resize_(0)
+    with refused("was freed", kind=RuntimeError):
+        there.sum()
+
+
 def run_fsdp(out):
     """A run with `auto`, a save in the background, and a resumed one; its export is a reward model below."""
-    rows = common.toy_rows
-    common.toy_rows = lambda n, *args, **options: rows(n // 64, *args, **options)
-    for steps, resume in ((2, None), (3, "auto")):
-        config = critic_fsdp.Config(ppo_max_token_len_per_gpu="auto:0.01", ppo_mini_batch_size=16)
-        options = {"async_save": True, "save_every": 1, "resume": resume, "out_dir": str(out / "fsdp")}
-        critic_fsdp.main(critic_fsdp.Run(config, steps=steps, **options))
+    write = critic_fsdp.dcp.save
+
+    def save(*args, **options):
+        """In the background: a thread that has not chosen its device is on the first one."""
+        assert threading.get_ident() in device.THREADS
+        assert threading.current_thread() is not threading.main_thread()
+        write(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(critic_fsdp.dcp, "save", save)
+        for steps, resume in ((2, None), (3, "auto")):
+            config = critic_fsdp.Config(ppo_max_token_len_per_gpu="auto:0.01", ppo_mini_batch_size=16)
+            options = {"async_save": True, "save_every": 1, "resume": resume, "out_dir": str(out / "fsdp")}
+            critic_fsdp.main(critic_fsdp.Run(config, steps=steps, **options))
     said = [row for row in common.read_lines(out / "fsdp" / "metrics.jsonl") if "critic/vf_loss" in row]
     assert [row["step"] for row in said] == [1, 2, 3]
 
@@ -129,14 +162,38 @@ def run_ppo(out):
     flags += f" --eval-every 0 --critic.ppo-mini-batch-size 8 --out-dir {out / 'ppo'}"
     if common.WORLD_SIZE == 1:
         flags += f" --reward-model {out / 'fsdp' / 'hf'}"
-    prompts = ppo_loop.addition_prompts
-    ppo_loop.addition_prompts = lambda n, *args, **options: prompts(n // 64, *args, **options)
     ppo_loop.main(ppo_loop.parse(flags.split()))
+
+
+def actor_and_rollout(out):
+    """Where the actor waits in both of its calls, and how often the rollout for two lengths of responses."""
+    import ppo_loop
+
+    flags = f"--critic.model tiny-qwen2 --actor.ppo-mini-batch-size 3 --out-dir {out / 'actor'}"
+    run, task = ppo_loop.set_up(ppo_loop.parse([*flags.split(), "--actor.ppo-max-token-len-per-gpu", "60"]))
+    actor = ppo_loop.PolicyWorker(run, task.model_config, torch.device("cuda"))
+    rows = dataclasses.replace(BATCH, advantages=BATCH.returns, rollout_log_probs=BATCH.values)
+    found = {}
+    device.WAITS.clear()
+    rows.old_log_probs = rows.ref_log_probs = actor.compute_log_probs(rows)
+    found["log-probs"] = dict(device.WAITS)
+    device.WAITS.clear()
+    actor.update_policy(rows)
+    found["update"] = dict(device.WAITS)
+    engine = ppo_loop.HFRollout(run, task, torch.device("cuda"))
+    for length in (4, 8):
+        device.WAITS.clear()
+        engine.generate([(prompt.ids, "key", length) for prompt in task.prompts[:3]], 0.0)
+        found[length] = device.WAITS.total()
+    return found
 
 
 def main(out, *names):
     """Everything on this many ranks, or some of it; each part leaves a file of its name when it is done."""
+    common.setup_distributed()
     common.write_report = lambda *_: None  # takes a second of matplotlib
+    rows = common.toy_rows
+    common.toy_rows = lambda n, *args, **options: rows(min(n, 128), *args, **options)
     parts = {name: (lambda name=name, x=x: layout(name, x)) for name, x in LAYOUTS[common.WORLD_SIZE].items()}
     for part in PARTS[common.WORLD_SIZE]:
         parts[part.__name__] = lambda part=part: part(out)
@@ -150,7 +207,7 @@ def main(out, *names):
             torch.save(result, out / name)
 
 
-PARTS = {1: (run_fsdp, resume_in_megatron, run_ppo), 2: (run_ppo,)}
+PARTS = {1: (refusals, actor_and_rollout, run_fsdp, resume_in_megatron, run_ppo), 2: (run_ppo,)}
 
 
 def of_device(ranks, name):
@@ -167,7 +224,10 @@ def host():
     return {name: learned(made("", {"model": name})) for name in ("tiny-qwen2", "tiny-qwen3-moe", DEEPSEEK)}
 
 
-@pytest.mark.parametrize("ranks, name", [(n, name) for n, names in LAYOUTS.items() for name in names])
+ALL = [(n, name) for n, names in LAYOUTS.items() for name in names]
+
+
+@pytest.mark.parametrize("ranks, name", ALL)
 def test_a_layout_learns_what_the_host_learns(ranks, name, host):
     """On every layout of both critics, with the model away between phases."""
     fields = LAYOUTS[ranks][name]
@@ -179,6 +239,49 @@ def test_a_layout_learns_what_the_host_learns(ranks, name, host):
         torch.testing.assert_close(x, y, rtol=0, atol=most)
     for key in ("critic/vf_loss", "critic/grad_norm"):
         assert ours["metrics"][key] == pytest.approx(expected["metrics"][key], rel=1e-4 if exact else 0.1)
+
+
+THEIRS = {  # layout -> where a library waits in it: what for, a part of the line of the script
+    "padded": ("_local_scalar_dense", "self.model("),  # is there any padding?
+    "fsdp1": ("synchronize", ""),  # before each gather
+    "offload policy, experts": ("", ""),
+    "megatron experts": ("", "return chunk("),
+    "megatron experts, context": ("", "return chunk("),
+    "megatron pipeline": ("", "get_forward_backward_func()("),  # stages tell each other shapes
+    "megatron tensor": ("_index_put_impl_", ""),  # the embedding of other ranks' words
+    "megatron tensor bfloat16": ("_index_put_impl_", ""),
+}
+
+
+@pytest.mark.parametrize("ranks, name", ALL)
+def test_the_host_waits_for_no_micro_batch(ranks, name):
+    """Once for the values of all, once for each of two mini-batches (the norm), once for the metrics."""
+    what, part = THEIRS.get(name, (None, None))
+    counts = []
+    for waits in of_device(ranks, name)["waits"][:2]:
+        ours = {
+            key: n for key, n in waits.items() if not (name in THEIRS and what in key[0] and part in key[1])
+        }
+        counts.append(sum(ours.values()))
+    moved = name == "fsdp1"  # clip_grad_norm_ makes a number on the host, once
+    assert counts == ([0, 0] if THEIRS.get(name) == ("", "") else [1, 3 + moved])
+
+
+def test_the_actor_waits_as_the_critic_does_and_a_rollout_once_a_token():
+    """transformers' generate asks after each token whether all rows have ended."""
+    waits = of_device(1, "actor_and_rollout")
+    assert (sum(waits["log-probs"].values()), sum(waits["update"].values())) == (1, 3)
+    assert waits[8] - waits[4] == 4
+
+
+def test_a_device_that_is_not_cuda_is_refused(monkeypatch):
+    """One line, where torch has an accelerator that these scripts do not know; a Mac computes on its CPU."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "platform", "linux")
+    with refused("this machine has 0 CUDA devices"):
+        common.setup_distributed()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert common.setup_distributed().type == "cpu"
 
 
 @pytest.mark.parametrize("ranks, name", [(n, part.__name__) for n, parts in PARTS.items() for part in parts])
