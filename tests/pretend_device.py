@@ -7,7 +7,6 @@ device refuses, computes on the CPU, and makes a tensor of the device of the res
     host tensors, or a host generator, next to tensors of the device are an error, and so is freed memory
     memory that nothing has written yet is NaN
     a non-blocking copy to pinned memory arrives when the host waits; until then there is NaN
-    pinned memory that changes under a non-blocking copy from it is an error
     WAITS counts where the host waits for the device: (what, line of a script) -> times
 
 A process has one device with one stream; collectives go over gloo. It shows nothing of speed, of the order of
@@ -44,13 +43,12 @@ RANDOM = torch.Generator()  # of the device
 WAITS = collections.Counter()
 used = {"now": 0, "peak": 0}  # bytes of the device
 late = []  # copies to pinned memory that are under way: (target, what it will hold)
-leaving = []  # copies from pinned memory that are under way: (source, what it held)
 pinned = set()  # addresses of pinned memory
 THREADS = set()  # that have chosen their device: each begins with the first one
 freed = set()  # storages of the device that were resized to 0
 works = []  # what is sent and received, and its tensors
 kept = []  # what C++ points to, and registrations
-nbytes, resize, storage_copy = (getattr(torch.UntypedStorage, x) for x in ("nbytes", "resize_", "copy_"))
+nbytes, resize = torch.UntypedStorage.nbytes, torch.UntypedStorage.resize_
 pointer = ctypes.pythonapi.PyCapsule_GetPointer
 pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
@@ -120,10 +118,6 @@ def arrive(place=None):
     for pair in [pair for pair in late if place in (None, address(pair[0]))]:
         late[:] = [other for other in late if other is not pair]
         pair[0].copy_(pair[1])
-    while leaving and place is None:
-        source, was = (x.contiguous().view(-1).view(torch.uint8) for x in leaving.pop())
-        if not torch.equal(source, was):
-            raise RuntimeError("pinned memory was changed under a non-blocking copy from it")
 
 
 def pin(x):
@@ -205,9 +199,7 @@ def copy_(target, source, non_blocking=False):
     elif target.is_cuda:
         if not non_blocking:
             wait("copy from the host")
-        elif address(source) in pinned and source.numel():
-            arrive(address(source))
-            leaving.append((source.detach(), source.detach().clone()))
+        arrive(address(source))
         to_host(target).copy_(source)
     elif non_blocking and address(target) in pinned:
         late.append((target.detach(), to_host(source).to(target.dtype, copy=True)))
@@ -241,11 +233,6 @@ def set_(x, source, offset=0, size=None, stride=None):
     size = (nbytes(source) // x.itemsize,) if size is None else size
     stride = stride or torch.empty(size, device="meta").stride()
     x.data = view(to_device(whole), torch.empty(0, dtype=x.dtype).set_(memory, offset, size, stride))
-    return x
-
-
-def resize_(x, size, *, memory_format=None):
-    x.data = to_device(unwritten(torch.empty(size, dtype=x.dtype)))
     return x
 
 
@@ -392,7 +379,7 @@ def install():
     believe()
     aten, _, c10d = libraries = [torch.library.Library(x, "IMPL") for x in ("aten", "_", "c10d")]
     kept.append(libraries)
-    own = {"copy_": copy_, "_to_copy": to_copy, "resize_": resize_, "scaled_dot_product_attention": sdpa}
+    own = {"copy_": copy_, "_to_copy": to_copy, "scaled_dot_product_attention": sdpa}
     own |= {"_flash_attention_forward": flash_forward, "_flash_attention_backward": flash_backward}
     own |= {f"set_.source_{x}": set_ for x in ("Storage", "Storage_storage_offset", "Tensor")}
     with warnings.catch_warnings(action="ignore"):  # that kernels are replaced
