@@ -8,6 +8,7 @@ As a script it runs everything on this many ranks, for the tests to compare with
 import dataclasses
 import gc
 import pathlib
+import re
 import sys
 import threading
 
@@ -279,6 +280,13 @@ def test_a_device_that_is_not_cuda_is_refused(monkeypatch):
         common.setup_distributed()
     monkeypatch.setattr(sys, "platform", "darwin")
     assert common.setup_distributed().type == "cpu"
+
+
+def test_what_nccl_says_of_a_lost_rank_is_explained():
+    """If it is raised in Python at all: a time-out ends the process from a thread of NCCL's own."""
+    text = "A call failed possibly due to a network error or a remote process exiting prematurely."
+    found = [hint for words, hint in common.HINTS.items() if re.search(words, text)]
+    assert found == ["another rank died or hangs"]
 
 
 @pytest.mark.parametrize("ranks, name", [(n, part.__name__) for n, parts in PARTS.items() for part in parts])
