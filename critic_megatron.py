@@ -1363,8 +1363,8 @@ class Checkpoints:
         self.keep = keep
         self.saving = None
         self.background = ThreadPoolExecutor(1) if in_background else None
-        timeout = datetime.timedelta(minutes=timeout_minutes)
-        self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs its own
+        # a thread needs its own
+        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
         self.sigterm = threading.Event()  # schedulers announce the end by it
         common.check_shared(out_dir)
         self.out_of_memory = pathlib.Path(out_dir, "out_of_memory")  # a byte for each time

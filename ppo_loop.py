@@ -581,7 +581,6 @@ class VLLMRollout:
         os.environ |= defaults | os.environ
         from vllm import LLM
         from vllm.distributed.parallel_state import get_tp_group
-        from vllm.platforms import current_platform
 
         if self.on_cpu:  # its shared memory has one name in all runs of a machine, and stays: gloo instead
             from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -598,7 +597,7 @@ class VLLMRollout:
             gpu_memory_utilization=self.run.vllm.gpu_memory_utilization,
             kv_cache_memory_bytes=2**30 if self.on_cpu else None,  # else a part of the host's memory
             enforce_eager=self.on_cpu,
-            enable_sleep_mode=self.run.offload and current_platform.is_sleep_mode_available(),
+            enable_sleep_mode=self.run.offload and not self.on_cpu,
             tensor_parallel_size=size,
             distributed_executor_backend="external_launcher",  # each torchrun process runs its own part
             logprobs_mode="processed_logprobs",  # of what is sampled from: after temperature and top-p
