@@ -56,7 +56,7 @@ OUT_OF_MEMORY = "OutOfMemoryError|MemoryError|can't allocate memory"  # of the d
 HINTS = {  # words of an error -> what to do
     OUT_OF_MEMORY: "out of memory; --resume auto continues with half the token budget",
     "No space left": "the disk is full (No space left on device); make room and use --resume auto",
-    "Timed out|closed by peer|reset by|Broken pipe|likely closed|remote process": "another rank died or hangs",
+    "Timed out|(closed|reset) by peer|Broken pipe|likely closed|remote process": "another rank died or hangs",
 }
 
 

@@ -140,8 +140,7 @@ def mistake_in(flags, world_size=WORLD_SIZE):
         pydantic.TypeAdapter(type(flags)).validate_python(dataclasses.asdict(flags))
     except pydantic.ValidationError as error:
         fault = error.errors()[0]
-        name = next(part for part in fault["loc"] if part != "critic")
-        name = name.replace("_", "-")
+        name = next(part for part in fault["loc"] if part != "critic").replace("_", "-")
         return f"--{name} {fault['input']}: {fault['msg'].replace('Input should be', 'must be')}"
     if isinstance(flags, Run):
         if not flags.rollouts and (flags.eval_rollouts or flags.recorded_values):
@@ -1372,8 +1371,8 @@ class Checkpoints:
         self.folder = resume and os.path.realpath(resume)
         if resume == "auto":
             self.find_newest()
-        own = os.path.realpath(f"{out_dir}/checkpoints/step_")
-        self.is_own = str(self.folder).startswith(own)  # then out_dir's files go on
+        # whether it continues the run of out_dir, whose files then go on
+        self.is_own = str(self.folder).startswith(os.path.realpath(f"{out_dir}/checkpoints/step_"))
 
     def find_newest(self):
         """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""
