@@ -137,11 +137,10 @@ def launch(main):
         code = stop.code
     except BaseException:
         message = traceback.format_exc()
-        trace = message
         for words, hint in HINTS.items():
-            if re.search(words, trace):
+            if re.search(words, message):
                 message += f"error: {hint}\n"
-    if code and RANK > 0:
+    if code and RANK:
         time.sleep(5)  # torchrun ends this process as soon as rank 0 is gone
         message = message.replace("error:", f"error on rank {RANK}:", 1)
     with contextlib.suppress(OSError):  # the streams may be files on a full disk
@@ -607,7 +606,7 @@ def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
 
 def explained_variance(values_A, returns_A):
     """1 - Var(R - V) / Var(R): 1 is perfect, 0 as good as a constant, NaN if all returns are equal."""
-    if len(returns_A) == 0:
+    if not len(returns_A):
         return math.nan
     r_A = returns_A.double()
     error_A = r_A - values_A.double()
@@ -1204,7 +1203,9 @@ def move_state(optimizer, device):
     for state in optimizer.state.values():
         for name, x in state.items():
             if name != "step":  # a scalar, which stays
-                state[name] = x.to(device)
+                state[name] = x.to(device, non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # once: what goes to the host goes to pinned memory, and is there only now
     torch.cuda.empty_cache()
 
 
@@ -1220,8 +1221,7 @@ def init_value_head(score, config, model_config):
     if config.value_head_init == "checkpoint":
         raise UserError(f"--value-head-init checkpoint: {config.model} holds no such value head")
     std = 1 / math.sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
-    generator = torch.Generator().manual_seed(config.seed)
-    nn.init.normal_(score.weight, std=std, generator=generator)
+    nn.init.normal_(score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
     return f"value head new, normal(0, {std:.3f})"
 
 

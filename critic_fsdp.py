@@ -624,8 +624,8 @@ class DataParallelPPOCritic:
             images = micro.multi_modal_inputs or [{}] * len(micro)
             micro.multi_modal_inputs = [read_images(row, self.image_processor) for row in images]
         for name in ("input_ids", "response_mask", *micro.FLOATS):  # lengths stay on the host
-            if getattr(micro, name) is not None:
-                setattr(micro, name, getattr(micro, name).to(self.layout.device, non_blocking=True))
+            if (x := getattr(micro, name)) is not None:
+                setattr(micro, name, x.to(self.layout.device, non_blocking=True))
         return micro
 
     def forward(self, micro):
@@ -669,7 +669,7 @@ class DataParallelPPOCritic:
         common.Pack.group = None  # no rank takes a slice
         rows = torch.arange(len(ids_T)).split(lengths)
         index_BL = nn.utils.rnn.pad_sequence(rows, True, -1).to(ids_T.device, non_blocking=True)
-        mask_BL = (index_BL >= 0).long()
+        mask_BL = index_BL >= 0
         inputs = {"input_ids": ids_T[index_BL] * mask_BL, "attention_mask": mask_BL}
         v_BL = self.model(position_ids=places_T[..., index_BL] * mask_BL, **inputs, **pixels)
         return torch.cat([v_L[:n] for v_L, n in zip(v_BL, lengths)])  # for a mask the host would wait
@@ -996,7 +996,7 @@ class CriticWorker:
                 handle.flat_param._local_shard = handle.flat_param.data
                 handle.flat_param._tensors = [None] * len(handle.flat_param._tensors)  # old views
         else:
-            model.to(device)
+            model.to(device)  # blocking, because FSDP2 reads on the host what has come there
         common.move_state(self.critic.optimizer, device)
 
     # ---- Checkpoints and export ----------------------------------------------------------------------------

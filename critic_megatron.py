@@ -1001,7 +1001,7 @@ class MegatronPPOCritic:
             return loss
 
         self.run_schedule(micros, reduce)
-        finalize_model_grads(list(self.model))
+        finalize_model_grads(self.model)
         # as in transformers, where the padding token's embedding does not learn
         if self.padding_row is not None:
             self.modules[0].embedding.word_embeddings.weight.main_grad[self.padding_row].zero_()

@@ -883,8 +883,8 @@ class PolicyWorker:
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
         micro = batch.select(rows) if rows else common.Batch.blank()
         for name in ("input_ids", *micro.FLOATS):  # lengths and the mask stay on the host
-            if getattr(micro, name) is not None:
-                setattr(micro, name, getattr(micro, name).to(self.device, non_blocking=True))
+            if (x := getattr(micro, name)) is not None:
+                setattr(micro, name, x.to(self.device, non_blocking=True))
         return micro
 
     @register(

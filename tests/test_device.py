@@ -87,8 +87,10 @@ def layout(name, fields):
     worker = made(name, fields)
 
     def move():
+        device.WAITS.clear()
         whole = device.allocated() - before
         worker.offload()
+        assert not any("state[name]" in line for _, line in device.WAITS)  # AdamW's state goes without a wait
         left = device.allocated() - before
         assert fields.get("offload_policy") or left < 0.1 * whole, (
             left,
