@@ -91,6 +91,7 @@ def layout(name, fields):
         whole = device.allocated() - before
         worker.offload()
         assert not any("state[name]" in line for _, line in device.WAITS)  # AdamW's state goes without a wait
+        assert not device.late  # but has arrived
         left = device.allocated() - before
         assert fields.get("offload_policy") or left < 0.1 * whole, (
             left,
