@@ -832,9 +832,9 @@ class CriticWorker:
         torch.manual_seed(config.seed)  # random weights were drawn
         print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
         layout = self.layout
-        sizes = f"dp {layout.dp_size} x sp {layout.sp_size}"
-        shards = f"weights in {shards_of(config, WORLD_SIZE)} shards ({config.strategy})"
-        print0(f"layout     ranks {WORLD_SIZE} = {sizes}; {shards}")
+        sizes = f"dp {layout.dp_size} x sp {layout.sp_size}; "
+        sizes += f"weights in {shards_of(config, WORLD_SIZE)} shards ({config.strategy})"
+        print0(f"layout     ranks {WORLD_SIZE} = {sizes}")
         print0(f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32")
         self.check_model()
 
@@ -1137,8 +1137,8 @@ class Checkpoints:
         self.folder = resume and os.path.realpath(resume)
         if resume == "auto":
             self.find_newest()
-        # whether it continues the run of out_dir, whose files then go on
-        self.is_own = str(self.folder).startswith(os.path.realpath(f"{out_dir}/checkpoints/step_"))
+        own = os.path.realpath(f"{out_dir}/checkpoints/step_")
+        self.is_own = str(self.folder).startswith(own)  # then the files of out_dir go on
 
     def find_newest(self):
         """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""

@@ -1119,8 +1119,9 @@ class CriticWorker:
         self.critic = MegatronPPOCritic(config, self.model_config, self.layout, total_steps)
         torch.manual_seed(config.seed)  # random weights were drawn
         print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
+        layout = self.layout
         sizes = f"tp {config.tensor_model_parallel_size} x cp {config.context_parallel_size} x "
-        sizes += f"dp {self.layout.dp_size} x pp {config.pipeline_model_parallel_size}"
+        sizes += f"dp {layout.dp_size} x pp {config.pipeline_model_parallel_size}"
         print0(f"layout     ranks {WORLD_SIZE} = {sizes}")
         print0(f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32")
 
@@ -1150,9 +1151,8 @@ class CriticWorker:
     def try_out(self, batch):
         """Learns from a batch, without a step."""
         self.critic.model.train()
-        turns = self.config.pipeline_model_parallel_size * min(
-            len(self.critic.model), 2
-        )  # what a stage may hold
+        stages = self.config.pipeline_model_parallel_size
+        turns = stages * min(len(self.critic.model), 2)  # what a stage may hold
         self.critic.forward_backward([self.critic.micro_batch(batch, range(len(batch)))] * turns)
 
     def measure_budget(self, longest, share, state_bytes):
@@ -1371,8 +1371,8 @@ class Checkpoints:
         self.folder = resume and os.path.realpath(resume)
         if resume == "auto":
             self.find_newest()
-        # whether it continues the run of out_dir, whose files then go on
-        self.is_own = str(self.folder).startswith(os.path.realpath(f"{out_dir}/checkpoints/step_"))
+        own = os.path.realpath(f"{out_dir}/checkpoints/step_")
+        self.is_own = str(self.folder).startswith(own)  # then the files of out_dir go on
 
     def find_newest(self):
         """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""
