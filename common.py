@@ -766,9 +766,11 @@ def dense_attention(q, k, v, scale, window, softcap, sinks):
 
 # dense bf16 TFLOP/s from the vendors' data sheets; the first pattern in the device's name counts
 PEAK_TFLOPS = {
-    "H100 PCIE": 756, "H[12]00 NVL": 835, "(H|GH)[128]00": 989,
-    "B200": 2250, "H20": 148,
-    "A[18]00": 312, "L40S": 362, "L4": 121, "A40": 149.7, "A10": 125,
+    "H100 PCIE": 756, "H[12]00 NVL": 835,
+    "(H|GH)[128]00": 989, "H20": 148,
+    "B200": 2250,
+    "A[18]00": 312, "A40": 149.7, "A10": 125,
+    "L40S": 362, "L4": 121,
 }  # fmt: skip
 
 
