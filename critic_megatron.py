@@ -820,7 +820,7 @@ class MegatronPPOCritic:
             bf16=self.transformer.bf16,
             use_distributed_optimizer=True,
         )
-        # {}: else Megatron would spare biases and norms the weight decay, unlike critic_fsdp.py
+        # {}: else biases and norms are a group apart, which Megatron's scheduler would spare the weight decay
         self.optimizer = get_megatron_optimizer(
             options, list(self.model), config_overrides={}, use_gloo_process_groups=False
         )
