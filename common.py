@@ -408,8 +408,8 @@ def parse_rollout(line, tokenizer):
 def chat_ids(tokenizer, messages, add_generation_prompt=True):
     """Token ids of messages in the tokenizer's chat template, which writes special tokens itself."""
     with blame("messages do not fit the tokenizer's chat template"):
-        if not all({"role", "content"} <= message.keys() for message in messages):
-            raise UserError("each message needs a role and content")
+        if not all({"content", "tool_calls"} & message.keys() for message in messages):
+            raise UserError("each message needs content")
         return tokenizer.apply_chat_template(
             messages, add_generation_prompt=add_generation_prompt, return_dict=False
         )
@@ -550,7 +550,7 @@ def loss_weights(batch, mode, response_length_limit=None):
     """(T,) weights of the token losses of a *global* mini-batch with an action, in whichever micro-batches.
 
     token-mean                1 / N_tokens
-    seq-mean-token-sum        1 / N_seqs             of rows with an action (verl 0.9.1: of all rows)
+    seq-mean-token-sum        1 / N_seqs             of rows with an action (of all rows in later verl)
     seq-mean-token-mean       1 / (N_seqs len_i)                    len_i: actions of the token's row
     seq-mean-token-sum-norm   1 / (N_seqs response_length_limit)    (Dr. GRPO's constant, 2503.20783)"""
     if mode == "token-mean":
@@ -767,7 +767,8 @@ def dense_attention(q, k, v, scale, window, softcap, sinks):
 # dense bf16 TFLOP/s from the vendors' data sheets; the first pattern in the device's name counts
 PEAK_TFLOPS = {
     "H100 PCIE": 756, "H[12]00 NVL": 835,
-    "(H|GH)[128]00": 989, "H20": 148,
+    "(H|GH)[128]00": 989,
+    "H20": 148,
     "B200": 2250,
     "A[18]00": 312, "A40": 149.7, "A10": 125,
     "L40S": 362, "L4": 121,
@@ -796,7 +797,7 @@ def flops_model(model, config):
 
 def describe_update(batch, start, epochs, flops, layout):
     """Metrics of an update's rows, with values from before it, and of its speed since `start` (a collective).
-    flops: f(length of a row), of an epoch. MFU is NaN in float32, and on devices not in the table."""
+    flops(length): those of a row in one epoch. MFU is NaN in float32, and on devices not in the table."""
     seconds = time.perf_counter() - start
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
     peak = math.nan
@@ -859,14 +860,14 @@ class Logger:
         self.board = SummaryWriter(f"{out_dir}/tensorboard", purge_step=last_step + 1)
 
     def name_changes(self, before, settings, part=""):
-        """Prints which flags are not those of the run that this one continues."""
+        """Prints which settings are not those of the run that this one continues."""
         for name, x in settings.items():
-            was = before.get(name)
+            was = before.get(name, x)
             if isinstance(x, dict):
                 self.name_changes(was, x, f"{name}.")
             elif was != x and name != "resume":
-                words = ": rows may come twice or not at all" if name in ORDER else ""
-                print0(f"changed    --{part}{name.replace('_', '-')} {was} -> {x}{words}")
+                words = ": rows may come in another order, twice or not at all" if name in ORDER else ""
+                print0(f"changed    {part}{name} {was} -> {x}{words}")
 
     def set_aside(self, last_step):
         """Renames what another run saved after last_step to *.old; removes what a killed run left behind."""
@@ -995,12 +996,11 @@ def published(folder, group=None, keep=None):
     yield tmp
     dist.barrier(group)
     files = [path for path in pathlib.Path(tmp).rglob("*") if path.is_file()]
-    seen = {str(path.relative_to(tmp)) for path in files}  # at least what this rank has written
-    names = sorted(set().union(*of_all_ranks(seen, group)))
-    sums = None  # a rank that misses a file
-    if all(os.path.exists(f"{tmp}/{name}") for name in names):
-        sums = {name: checksum(f"{tmp}/{name}") for name in names[RANK::WORLD_SIZE]}
-    parts = of_all_ranks(sums, group)
+    found = {str(path.relative_to(tmp)) for path in files}  # at least what this rank has written
+    names = sorted(set().union(*of_all_ranks(found, group)))
+    sums = {name: checksum(f"{tmp}/{name}") for name in names[RANK::WORLD_SIZE]}
+    seen = None not in sums.values() and all(os.path.exists(f"{tmp}/{name}") for name in names)
+    parts = of_all_ranks(sums if seen else None, group)
     if None in parts:
         raise UserError(f"--out-dir: rank {parts.index(None)} does not see all of {tmp}; use shared storage")
     write_json(f"{tmp}/{MANIFEST}", dict(sorted(collections.ChainMap(*parts).items())))
@@ -1056,7 +1056,7 @@ def verify(folder):
 
 def check_shared(out_dir):
     """Makes out_dir (a collective). UserError: it cannot be written, or a rank does not see it."""
-    probe = f"{out_dir}/{of_all_ranks(time.time_ns())[0]}.tmp"  # a name that is fresh
+    probe = f"{out_dir}/checkpoints/{of_all_ranks(time.time_ns())[0]}.tmp"  # a name that is fresh
     if RANK == 0:
         with blame(f"--out-dir {out_dir}: cannot be written"):
             os.makedirs(probe, exist_ok=True)
@@ -1064,11 +1064,12 @@ def check_shared(out_dir):
     deadline = time.monotonic() + 30  # a network file system remembers for a while what it has not found
     while not os.path.exists(probe) and time.monotonic() < deadline:
         time.sleep(0.1)
-    blind = [host for host in of_all_ranks("" if os.path.exists(probe) else os.uname().nodename) if host]
+    blind = "" if os.path.exists(probe) else os.uname().nodename
+    blind = max(of_all_ranks(blind))
     if RANK == 0:
         os.rmdir(probe)
     if blind:
-        raise UserError(f"--out-dir {out_dir}: host {blind[0]} does not see it; use shared storage")
+        raise UserError(f"--out-dir {out_dir}: host {blind} does not see it; use shared storage")
 
 
 def steps_in(folder):
@@ -1176,7 +1177,7 @@ def load_model(kind, name, model_config, seed):
     absent = sorted(info["missing_keys"]) + sorted(key for key, *_ in info["mismatched_keys"])
     if absent:
         raise UserError(f"--model {name}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}")
-    return model, f"{type(model).__name__} from {name}, its weights alone"
+    return model, f"{type(model).__name__} from {name} (no optimizer state)"
 
 
 def transformer_blocks(model):

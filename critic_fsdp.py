@@ -355,8 +355,7 @@ def with_images(backbone, ids_T, lengths, images):
     """(ids, lengths, (4, T) places in text, time, height and width, pixels) of B rows with these images.
 
     Ranks that share the weights of the vision tower must run it together, so rows without any image get a
-    black one, whose one token ends the last row: no other token sees it, and its gradient is zero. It is the
-    only token ever above the cap of a micro-batch."""
+    black one, whose one token ends the last row, maybe above the cap: no other sees it, its gradient is 0."""
     image_token_id = backbone.config.image_token_id
     if not any(images):
         tower = backbone.config.vision_config
@@ -431,7 +430,7 @@ def build_value_model(config, model_config, layout):
     source, story = read_weights(config, model_config) if RANK == 0 else (None, "")
     model = build_skeleton(config, model_config)
     if odd := {name for name, _ in model.score.named_parameters()} - {"weight", "bias"}:
-        raise UserError(f"score.{min(odd)}: save_hf exports one layer; change it before you train more")
+        raise UserError(f"score.{min(odd)}: teach save_hf to export it, then drop this check")
     flops = common.flops_model(model, model_config)
     count, trained = count_parameters(model)
     model = (shard_fsdp1 if config.strategy == "fsdp1" else shard_fsdp2)(model, config, layout)
@@ -1137,8 +1136,8 @@ class Checkpoints:
         self.folder = resume and os.path.realpath(resume)
         if resume == "auto":
             self.find_newest()
-        own = os.path.realpath(f"{out_dir}/checkpoints/step_")
-        self.is_own = str(self.folder).startswith(own)  # then the files of out_dir go on
+        own = os.path.realpath(f"{out_dir}/checkpoints")
+        self.is_own = os.path.dirname(self.folder or "/") == own  # then the files of out_dir go on
 
     def find_newest(self):
         """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""
@@ -1217,7 +1216,7 @@ def saved_bytes(config, model_config, lengths, device):
 
 
 def print_plan(run):
-    """Prints, as equations, what each of run.plan ranks holds at most: all rows count as the longest."""
+    """Prints, as equations, what each of run.plan ranks holds at most: rows count as the longest."""
     config = dataclasses.replace(run.critic, ulysses_size=1)
     sp = run.critic.ulysses_size
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -1236,7 +1235,10 @@ def print_plan(run):
     shards = shards_of(config, run.plan)
     longest = math.ceil(rows.longest[0] / sp)  # tokens of it on a rank
     share = math.ceil(config.ppo_mini_batch_size * sp / run.plan)  # rows of a rank and its peers
-    lengths = [longest] * min(share, len(rows), config.ppo_max_token_len_per_gpu // longest)
+    tokens = min(longest * min(share, len(rows)), config.ppo_max_token_len_per_gpu)
+    lengths = [tokens]
+    if not config.use_remove_padding:
+        lengths = [longest] * (tokens // longest)
     held = 0 if config.activation_offload else saved_bytes(config, model_config, lengths, device)
     if config.gradient_checkpointing:  # and what one layer saves when it is computed again
         plain = dataclasses.replace(config, gradient_checkpointing=False)
@@ -1247,7 +1249,7 @@ def print_plan(run):
         "gradients": (4 * trained / shards, f"{trained:,} x 4 bytes / {shards} shards"),
         "optimizer": (8 * trained / shards, f"{trained:,} x 8 bytes / {shards} shards"),
         "gathered": (size * gathered, f"{gathered:,} x {size} bytes, of the layers that are whole at a time"),
-        "activations": (held, f"what autograd saves of {len(lengths)} rows x {longest:,} tokens"),
+        "activations": (held, f"what autograd saves of {sum(lengths):,} tokens"),
     }
     parts["together"] = (sum(held for held, _ in parts.values()), "on a rank, at most")
     for name, (held, equation) in parts.items():

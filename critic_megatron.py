@@ -353,7 +353,7 @@ def read_weights(config, model_config):
         story = f"random weights (seed {config.seed})"
     else:
         tensors = StoredTensors(common.local_folder(config.model), "model.")
-        story = f"{len(tensors)} tensors from {config.model}, its weights alone"
+        story = f"{len(tensors)} tensors from {config.model} (no optimizer state)"
     words = common.init_value_head(head, config, model_config)
     score = {f"score.{name}": x for name, x in head.state_dict().items()}
     return collections.ChainMap(score, tensors), f"{story}; {words}"
@@ -609,7 +609,7 @@ def transformer_config(config, model_config, names, dtype):
         moe_ffn_hidden_size=getattr(c, "moe_intermediate_size", None),  # None: intermediate_size
         moe_layer_freq=[int(f"layers.{i}.mlp.gate.weight" in names) for i in range(c.num_hidden_layers)],
         moe_router_pre_softmax=not getattr(c, "norm_topk_prob", True),  # over all experts, or the chosen
-        moe_shared_expert_intermediate_size=getattr(c, "shared_expert_intermediate_size", None),
+        moe_shared_expert_intermediate_size=getattr(c, "shared_expert_intermediate_size", None) or None,
         moe_shared_expert_gate=True,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -913,7 +913,7 @@ class MegatronPPOCritic:
         """Sends all micro-batches through Megatron's schedule: forward, and unless forward_only backward.
         On the last stage reduce(outputs_S, micro) gives their loss."""
 
-        @common.named_range("micro-batch")
+        @common.named_range("micro-batch")  # its forward; the schedule itself runs the backward
         def forward_step(micros, chunk):
             micro = next(micros)
 
@@ -1371,8 +1371,8 @@ class Checkpoints:
         self.folder = resume and os.path.realpath(resume)
         if resume == "auto":
             self.find_newest()
-        own = os.path.realpath(f"{out_dir}/checkpoints/step_")
-        self.is_own = str(self.folder).startswith(own)  # then the files of out_dir go on
+        own = os.path.realpath(f"{out_dir}/checkpoints")
+        self.is_own = os.path.dirname(self.folder or "/") == own  # then the files of out_dir go on
 
     def find_newest(self):
         """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""

@@ -176,10 +176,16 @@ def parse(args):
         raise UserError(f"--critic {backend}: must be fsdp or megatron; flags of its own are --critic.*")
     config = critic_module(backend).Config
     default = Run(critic=config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size))
-    options = {"args": args, "console_outputs": RANK == 0, "return_unknown_args": True}
-    run, unknown = tyro.cli(Run, default=default, description=__doc__, **options)
+    run, unknown = tyro.cli(
+        Run,
+        default=default,
+        description=__doc__,
+        args=args,
+        console_outputs=RANK == 0,
+        return_unknown_args=True,
+    )
     if unknown:
-        raise UserError(f"{unknown[0]}: no flag with --critic {backend}; --help explains all")
+        raise UserError(f"{unknown[0]}: is unknown with --critic {backend}; --help explains all flags")
     return run
 
 
@@ -1222,10 +1228,9 @@ def set_up(run):
     reward = load_function(run.reward, "--reward") if run.reward else None
     observe = load_function(run.environment, "--environment") if run.environment else None
     print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens")
-    rows = run.train_batch_size * run.rollout_n
-    minis = [min(rows, config.ppo_mini_batch_size) for config in (actor, critic)]
+    minis = f"at most {actor.ppo_mini_batch_size} rows (critic {critic.ppo_mini_batch_size})"
     print0(f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses a step")
-    print0(f"update     mini-batches of {minis[0]} rows for the actor, {minis[1]} for the critic")
+    print0(f"update     mini-batches of {minis}")
     stop_ids = stop_tokens(actor, tokenizer)
     return run, Task(tokenizer, model_config, prompts, held_out, reward, observe, stop_ids, longest)
 
@@ -1248,9 +1253,9 @@ def start_from(run, task, checkpoints):
     actor = run.actor
     critic = run.critic
     if run.prompts is None and run.supervised_steps and actor.model in common.TINY:
-        start = os.path.abspath(f"{run.out_dir}/supervised")
+        start = os.path.realpath(f"{run.out_dir}/supervised")
         if folder:
-            start = os.path.abspath(f"{folder}/../../supervised")
+            start = os.path.realpath(f"{folder}/../../supervised")
             common.verify(start)
         else:
             learn_to_add(run, task, start)

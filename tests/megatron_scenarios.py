@@ -316,7 +316,7 @@ def offload_changes_nothing(folder):
         assert torch.equal(moves.compute_values(rows(0)), values), fields
         assert_same(shards(moves), state, fields)
         to = torch.Tensor.to
-        torch.Tensor.to = lambda x, device: x.clone().share_memory_()
+        torch.Tensor.to = lambda x, device, **_: x.clone().share_memory_()
         moves.offload()
         torch.Tensor.to = to
         gc.collect()

@@ -228,8 +228,8 @@ def test_a_run_that_goes_on_says_which_flags_are_others(tmp_path, capsys):
     settings |= {"critic": {**settings["critic"], "lr": 0.1}, "resume": "auto", "train_batch_size": 8}
     common.Logger(str(tmp_path), settings, folder=folder)
     assert capsys.readouterr().out.splitlines() == [
-        "changed    --critic.lr None -> 0.1",
-        "changed    --train-batch-size None -> 8: rows may come twice or not at all",
+        "changed    critic.lr None -> 0.1",
+        "changed    train_batch_size None -> 8: rows may come in another order, twice or not at all",
     ]
 
 

@@ -485,9 +485,9 @@ def test_a_plan_is_printed_as_equations_that_hold(capsys, tmp_path):
     assert one != two == four  # the root and two layers at most
     again = lambda **fields: plan(layers=4, gradient_checkpointing=True, **fields)["activations"][0]
     assert again(freeze_layers=3) == pytest.approx(again(), rel=0.35)  # one layer is computed again
-    for budget, n in ((260, 2), (1000, 5)):  # what a micro-batch takes, or all there are
-        activations = plan(ppo_max_token_len_per_gpu=budget)["activations"]
-        assert activations[1].endswith(f" of {n} rows x 100 tokens")
+    for padded, budget, tokens in ((False, 260, 260), (True, 260, 200), (True, 1000, 500)):  # 5 rows in all
+        fields = {"use_remove_padding": not padded, "ppo_max_token_len_per_gpu": budget}
+        assert plan(**fields)["activations"][1].endswith(f" of {tokens} tokens")
     with pytest.raises(UserError, match="--ppo-max-token-len-per-gpu auto: only a run can measure it"):
         plan(ppo_max_token_len_per_gpu="auto:1")
     with pytest.raises(UserError, match="--ppo-max-token-len-per-gpu 99: line 1 .*100 tokens"):
@@ -569,7 +569,7 @@ def test_a_mixture_computes_in_bfloat16_under_every_strategy():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_another_optimizer_is_saved_and_resumed(strategy, tmp_path):
-    """A fork swaps it. SGD counts no steps, and RMSprop has one moment."""
+    """A fork swaps it. SGD counts no steps, and RMSprop has moments of other names."""
     for kind in (torch.optim.SGD, torch.optim.RMSprop):
 
         def forked(kind=kind):
@@ -595,7 +595,7 @@ def test_a_head_that_an_export_cannot_hold_is_refused_before_it_trains(monkeypat
             self.score.norm = torch.nn.LayerNorm(64)
 
     monkeypatch.setattr(critic_fsdp, "ValueModel", Deeper)
-    with pytest.raises(UserError, match="score.norm.bias: save_hf exports one layer"):
+    with pytest.raises(UserError, match="score.norm.bias: teach save_hf to export it"):
         worker()
 
 

@@ -731,7 +731,7 @@ def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys):
         after = [(flag, words) for flag, words in zip(lines, lines[1:]) if flag.startswith("--")]
         assert len(after) > 90 and not [flag for flag, words in after if words.startswith("(default")]
     assert parse("") == a_run()
-    with pytest.raises(UserError, match="--critic.tensor-model-parallel-size: no flag with --critic fsdp"):
+    with pytest.raises(UserError, match="--critic.tensor-model-parallel-size: is unknown with --critic fsdp"):
         parse("--critic fsdp --critic.tensor-model-parallel-size 2")
     with pytest.raises(UserError, match="--critic fsdp2: must be fsdp or megatron"):
         parse("--critic fsdp2")
