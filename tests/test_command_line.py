@@ -220,12 +220,23 @@ def test_a_folder_holds_one_run(last_step, evaluates_again, left, tmp_path):
     assert board.Tags()["scalars"] == ["critic/vf_loss"] and board.Scalars("critic/vf_loss")[0].value == 0.5
 
 
+@pytest.mark.parametrize("script", [critic_fsdp, critic_megatron])
+def test_a_critic_of_a_ppo_run_is_another_run(script, tmp_path):
+    """What PPO saved in the same folder is then set aside, and not removed by --keep."""
+    common.setup_distributed()
+    step = tmp_path / "checkpoints" / "step_2"
+    (step / "critic").mkdir(parents=True)
+    for folder, is_own in ((step, True), (step / "critic", False), (tmp_path / "step_2", False)):
+        assert script.Checkpoints(str(tmp_path), str(folder), None, False, 1.0).is_own == is_own
+
+
 def test_a_run_that_goes_on_says_which_flags_are_others(tmp_path, capsys):
     folder = tmp_path / "first" / "checkpoints" / "step_3"
     folder.mkdir(parents=True)
     settings = dataclasses.asdict(Run(critic=Config(betas=(0.8, 0.9)), resume=None))
     common.Logger(str(tmp_path / "first"), settings, 3)
     settings |= {"critic": {**settings["critic"], "lr": 0.1}, "resume": "auto", "train_batch_size": 8}
+    settings["actor"] = {"lr": 0.2}  # of another script
     common.Logger(str(tmp_path), settings, folder=folder)
     assert capsys.readouterr().out.splitlines() == [
         "changed    critic.lr None -> 0.1",

@@ -532,6 +532,10 @@ def test_a_folder_is_published_whole_and_damage_is_named(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"log", "step_3", "step_10"}
     with pytest.raises(RuntimeError), common.published(str(folder)):
         raise RuntimeError("the disk is full")
+    with monkeypatch.context() as patch, refused("rank 0 does not see all of"):
+        patch.setattr(common, "checksum", lambda path: None)  # a file that cannot be read
+        with common.published(str(folder)) as tmp:
+            pathlib.Path(tmp, "weights").touch()
     common.verify(str(folder))  # it is still the old one
     weights.write_text("55321")
     verify_fails = lambda words: pytest.raises(UserError, match=f"--resume {folder}: {words}")

@@ -138,7 +138,7 @@ def run_fsdp(out):
             options = {"async_save": True, "save_every": 1, "resume": resume, "out_dir": str(out / "fsdp")}
             critic_fsdp.main(critic_fsdp.Run(config, steps=steps, **options))
     named = {"compute_values", "update_critic", "mini-batch", "micro-batch", "optimizer step", "save"}
-    assert device.RANGES == named
+    assert named <= device.RANGES
     said = [row for row in common.read_lines(out / "fsdp" / "metrics.jsonl") if "critic/vf_loss" in row]
     assert [row["step"] for row in said] == [1, 2, 3]
 

@@ -19,7 +19,9 @@ FOUR_LAYERS = {
     "qwen3": transformers.Qwen3Config(**SIZES, head_dim=16, attention_bias=True),
     "llama": transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3, attention_bias=True),
     "mistral": transformers.MistralConfig(**SIZES, head_dim=16, sliding_window=None),
-    "qwen3-moe": transformers.Qwen3MoeConfig(**SIZES, head_dim=8, norm_topk_prob=True, **MIXTURE),
+    "qwen3-moe": transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=8, norm_topk_prob=True, shared_expert_intermediate_size=0, **MIXTURE
+    ),  # the 0 is in the configs of Qwen3-Coder
     "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4),
     "qwen2-moe": transformers.Qwen2MoeConfig(**SIZES, shared_expert_intermediate_size=48, **MIXTURE),
 }
