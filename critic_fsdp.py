@@ -78,7 +78,7 @@ class Config:
     fsdp_size: int = -1  # ranks that share one copy of the weights; others hold replicas (-1: all share one)
     ulysses_size: Positive = 1  # ranks that share one sequence, each with some of the attention heads
     offload_policy: bool = False  # fsdp2 keeps weights, gradients and optimizer state on the host
-    timeout_minutes: Annotated[float, Field(gt=0, le=1e6)] = 30.0  # a longer collective ends the run
+    timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0  # a longer collective ends the run
 
     # precision and kernels
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
