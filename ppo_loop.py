@@ -273,7 +273,7 @@ def load_prompts(path, flag, run, tokenizer):
     with common.blame(f"{flag} {path}"), open(path, "rb") as file:
         for number, line in enumerate(common.progress(file, "prompts"), 1):
             if line.strip():
-                with common.blame(f"{flag} {path}:{number}, one JSON object a line"):
+                with common.blame(f"{flag} {path}:{number}: must be one JSON object with a prompt"):
                     prompts.append(parse_prompt(json.loads(line), run, tokenizer))
     short = [prompt for prompt in prompts if len(prompt.ids) <= run.max_prompt_length]
     if len(short) < len(prompts):
