@@ -405,13 +405,18 @@ def parse_rollout(line, tokenizer):
     return rollout
 
 
-def chat_ids(tokenizer, messages, add_generation_prompt=True):
-    """Token ids of messages in the tokenizer's chat template, which writes special tokens itself."""
+def chat_ids(tokenizer, messages, complete=False):
+    """Token ids of messages in the tokenizer's chat template, which writes special tokens itself. Unless they
+    are complete, the assistant is next: its last message goes on, or a new one begins."""
     with blame("messages do not fit the tokenizer's chat template"):
         if not all({"content", "tool_calls"} & message.keys() for message in messages):
             raise UserError("each message needs content")
+        goes_on = not complete and messages[-1].get("role") == "assistant"
         return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, return_dict=False
+            messages,
+            add_generation_prompt=not (complete or goes_on),
+            continue_final_message=goes_on,
+            return_dict=False,
         )
 
 

@@ -19,23 +19,61 @@ them; B sequences; L tokens of a padded row; R tokens of a response; V vocabular
 import collections
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import datetime
-import importlib
+import importlib.util
+import inspect
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Annotated, Any, Literal, NamedTuple
+
+# ---- A worker process: calls a reward or an environment of the user, and imports nothing of what follows ---
+
+
+def attempt(function, *args):
+    """(what the function returns: text, a number or None, "") or (None, what went wrong)."""
+    try:
+        made = function(*args)
+        return made if made is None or isinstance(made, str) else float(made), ""
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit, asyncio.CancelledError: the row's fault, not the run's
+        return None, f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+
+
+def serve(path, name, descriptor):
+    """Answers rows that come through a pipe, until its rank ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: also in the middle of a row
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which torchrun sends to all; the rank decides
+    pipe = Connection(int(descriptor))
+    function = runpy.run_path(path)[name]
+    pipe.send("ready")
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            pipe.send(attempt(function, *pipe.recv()))
+    os._exit(0)
+
+
+if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
+    serve(*sys.argv[2:])
 
 import pydantic
 import torch
@@ -217,6 +255,13 @@ def check_flags(run):
     rules = {
         "--target-kl: adapts --kl-coef, so give it a value above 0": not run.target_kl or run.kl_coef,
         "--eval-prompts: needs --prompts; addition has its own": run.prompts or not run.eval_prompts,
+        "--chat: needs --prompts": run.prompts or not run.chat,
+        "--eval-every: needs --eval-prompts":
+            run.eval_prompts or not run.prompts or run.eval_every == Run.eval_every,
+        "--max-turns: needs --environment": run.environment or run.max_turns == Run.max_turns,
+        "--vllm.sleep-level: needs --offload": run.offload or run.vllm.sleep_level == VLLMConfig.sleep_level,
+        "--rollout vllm: vllm is not installed; README.md says how":
+            run.rollout == "hf" or importlib.util.find_spec("vllm"),
         "--reward, --reward-model: --prompts needs one": not run.prompts or run.reward or run.reward_model,
         "--reward, --reward-model: give one of them": not (run.reward and run.reward_model),
         f"--actor.fsdp-size {shards}: must divide the {WORLD_SIZE} ranks, or be -1":
@@ -280,6 +325,9 @@ def load_prompts(path, flag, run, tokenizer):
         print0(f"{flag} {path}: left out {len(prompts) - len(short)} prompts above --max-prompt-length")
     if not short:
         raise UserError(f"{flag} {path}: no usable prompt")
+    without = sum(prompt.answer is None for prompt in short)
+    if without and run.reward:
+        print0(f"{flag} {path}: {without} of {len(short)} prompts have no {run.answer_key!r}")
     return short
 
 
@@ -324,38 +372,59 @@ def gsm8k_reward(prompt, response, answer):
 REWARDS = {"addition": addition_reward, "gsm8k": gsm8k_reward}
 
 
-def load_function(name, flag):
-    """A built-in reward, or FUNCTION of FILE.py, whose code is run."""
+def load_function(name, flag, run, prompts):
+    """A built-in reward, or FUNCTION of FILE.py in worker processes."""
     if name in REWARDS:
         return REWARDS[name]
     path, _, function = name.rpartition(":")
     with common.blame(f"{flag} {name}: must be FILE.py:FUNCTION, or one of {', '.join(REWARDS)}"):
-        return runpy.run_path(path)[function]
+        signature = inspect.signature(runpy.run_path(path)[function])
+        signature.bind("prompt", "response", "answer")
+    *_, answer = signature.parameters.values()
+    without = all(prompt.answer is None for prompt in prompts)
+    if without and flag == "--reward" and answer.default is answer.empty:
+        raise UserError(f"--answer-key {run.answer_key}: no prompt has it, and {name} has no default for it")
+    return Workers(path, function, run.reward_timeout)
 
 
-class TookTooLong(BaseException):
-    """Not an Exception: a function that catches those must not swallow it."""
+class Workers:
+    """Calls a function of the user in processes of this rank, each with one row at a time. They are fresh
+    ones, because forks of a process with threads and a device may hang. A function must keep no state."""
 
+    def __init__(self, path, function, seconds):
+        self.command = [sys.executable, __file__, "serve", path, function]
+        self.seconds = seconds
+        self.mine = threading.local()  # each thread's process, and the pipe to it
+        count = max(8, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        self.threads = ThreadPoolExecutor(count, initializer=self.start)
 
-def guarded(function, seconds, *args):
-    """(its result, "") or (None, what went wrong). The alarm waits until a call into C returns."""
+    def start(self):
+        self.mine.pipe, theirs = multiprocessing.Pipe()
+        descriptor = theirs.fileno()
+        self.mine.process = subprocess.Popen([*self.command, str(descriptor)], pass_fds=[descriptor])
+        theirs.close()
+        self.mine.pipe.recv()  # it is ready: a row's clock starts when it is sent
 
-    def ring(*_):
-        raise TookTooLong(f"no answer within {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    try:
+    def ask(self, row):
+        """attempt(function, *row) in this thread's process, which is replaced if it takes too long."""
         try:
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-            return function(*args), ""
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # sys.exit, asyncio.CancelledError: the row's fault, not the run's
-        return None, f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-    finally:
-        signal.signal(signal.SIGALRM, before)
+            self.mine.pipe.send(row)
+            if self.mine.pipe.poll(self.seconds):
+                return self.mine.pipe.recv()
+            fault = f"no answer within {self.seconds:g} s"
+        except (EOFError, OSError):
+            fault = "its process has died"
+        self.mine.process.kill()
+        self.start()
+        return None, fault
+
+
+def ask_all(function, rows, what):
+    """attempt(function, *row) of each row, in their order."""
+    if not isinstance(function, Workers):
+        return [attempt(function, *row) for row in rows]
+    asked = [function.threads.submit(function.ask, row) for row in rows]
+    return [answer.result() for answer in common.progress(asked, what)]
 
 
 class RewardModel:
@@ -374,14 +443,16 @@ class RewardModel:
             raise UserError(f"--reward-model: {error}") from None
         self.tokenizer = self.worker.tokenizer or tokenizer
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
+        if not (self.same_tokens or self.tokenizer.chat_template):
+            print0("reward     the reward model has no chat template: of a chat it reads the last message")
 
     def ids(self, prompt, reply):
         """The row in tokens of this model, which may have a tokenizer of its own."""
         if self.same_tokens:
             return prompt.ids + reply.ids
         if prompt.messages and self.tokenizer.chat_template:
-            messages = [*prompt.messages, {"role": "assistant", "content": reply.text}]
-            return common.chat_ids(self.tokenizer, messages, add_generation_prompt=False)
+            messages = [*prompt.messages, *reply.turns]
+            return common.chat_ids(self.tokenizer, messages, complete=True)
         return self.tokenizer(prompt.text + reply.text)["input_ids"]
 
     def scores(self, prompts, replies, row_ids):
@@ -499,8 +570,8 @@ class HFRollout:
         self.device = device
         self.dtype = common.compute_dtype(run.actor.param_dtype, device)
         capped = getattr(task.model_config.get_text_config(), "attn_logit_softcapping", None)
-        # sdpa would drop it
-        options = {"attn_implementation": "eager" if capped else "sdpa", "dtype": self.dtype}
+        # sdpa, which would drop it, or for models without it eager
+        options = {"attn_implementation": "eager" if capped else None, "dtype": self.dtype}
         with device:
             self.model = AutoModelForCausalLM.from_config(copy.deepcopy(task.model_config), **options)
         self.model.generation_config = GenerationConfig(eos_token_id=task.stop_ids, pad_token_id=0)
@@ -683,8 +754,12 @@ class Reply:
     mask: list = field(default_factory=list)  # true on what the policy chose
     log_probs: list = field(default_factory=list)  # of the engine; 0 elsewhere
     finished: bool = False  # by the policy or the environment, not by the length limit
-    text: str = ""
+    turns: list = field(default_factory=list)  # what was said, as chat messages
     fault: str = ""  # what went wrong in the environment
+
+    @property
+    def text(self):
+        return "".join(turn["content"] for turn in self.turns)
 
     def add(self, ids, log_probs=None):
         self.ids += ids
@@ -698,7 +773,7 @@ def roll_out(engine, task, prompts, keys, run, temperature):
     going = list(zip(prompts, keys, replies))
     for turn in range(run.max_turns if task.observe else 1):
         if turn:
-            going = [row for row in going if goes_on(row[0], row[2], task, run)]
+            going = listen(going, task, run)
             if not any(common.of_all_ranks(bool(going))):
                 break
         rows = [
@@ -709,25 +784,47 @@ def roll_out(engine, task, prompts, keys, run, temperature):
         for (_, _, reply), (ids, log_probs, ended) in zip(going, out):
             reply.add(ids, log_probs)
             reply.finished = ended
-            reply.text = task.tokenizer.decode(reply.ids, skip_special_tokens=True)
+            words = task.tokenizer.decode(ids, skip_special_tokens=True)
+            reply.turns.append({"role": "assistant", "content": words})
     return replies
 
 
-def goes_on(prompt, reply, task, run):
-    """Adds to a reply what the environment says to it -> whether the policy has another turn."""
-    if not reply.finished:
-        return False
-    said, reply.fault = guarded(task.observe, run.reward_timeout, prompt.text, reply.text, prompt.answer)
-    if not isinstance(said, str):
-        if said is not None:
+def listen(going, task, run):
+    """Adds what the environment says to the replies that have ended -> rows in which the policy goes on."""
+    ended = [row for row in going if row[2].finished]
+    rows = [
+        (prompt.text, reply.turns if prompt.messages else reply.text, prompt.answer)
+        for prompt, _, reply in ended
+    ]
+    going = []
+    for row, (said, fault) in zip(ended, ask_all(task.observe, rows, "environment")):
+        prompt, _, reply = row
+        reply.fault = fault
+        if isinstance(said, str):
+            said = said.encode(errors="replace").decode()  # half a surrogate pair is no text: "?" for it
+            message = {"role": "user", "content": said}
+            ids = observation_ids(task.tokenizer, message, prompt.messages, reply.ids[-1])
+            reply.finished = len(reply.ids) + len(ids) < run.max_response_length
+            if reply.finished:
+                reply.add(ids)
+                reply.turns.append(message)
+                going.append(row)
+        elif said is not None:
             reply.fault = f"an environment answers with text or None, not {said!r:.40}"
-        return False
-    said = said.encode(errors="replace").decode()  # half a surrogate pair is no text: "?" for it
-    ids = task.tokenizer(said, add_special_tokens=False)["input_ids"]
-    reply.finished = len(reply.ids) + len(ids) < run.max_response_length
-    if reply.finished:
-        reply.add(ids)
-    return reply.finished
+    return going
+
+
+def observation_ids(tokenizer, message, chat, last):
+    """Token ids of what an environment says; in a chat with the template's words around it, up to the next
+    turn. last: the token that ended the turn before, which the template may write as well."""
+    if not chat:
+        return tokenizer(message["content"], add_special_tokens=False)["input_ids"]
+    before = "the turn before"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": before}, message]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    _, _, new = text.partition(before)
+    ids = tokenizer(new.lstrip(), add_special_tokens=False)["input_ids"]
+    return ids[1:] if ids[:1] == [last] else ids
 
 
 def to_batch(prompts, replies, row_ids):
@@ -1089,18 +1186,15 @@ def score(run, reward, phases, prompts, replies, row_ids):
         with phases("reward", reward.worker):
             return reward.scores(prompts, replies, row_ids)
 
-    def checked(*args):
-        made = float(reward(*args))
-        if not abs(made) <= 1e15:
-            raise ValueError("the reward must be a finite number")
-        return made
-
+    rows = [(prompt.text, reply.text, prompt.answer) for prompt, reply in zip(prompts, replies)]
     scores = []
     with phases("reward"):
-        for prompt, reply in zip(prompts, replies):
-            made, fault = guarded(checked, run.reward_timeout, prompt.text, reply.text, prompt.answer)
+        for reply, (made, fault) in zip(replies, ask_all(reward, rows, "reward")):
+            if not (isinstance(made, float) and abs(made) <= 1e15):
+                fault = fault or f"a reward is a finite number, not {made!r:.40}"
+                made = 0.0
             reply.fault = reply.fault or fault
-            scores.append(made or 0.0)
+            scores.append(made)
     return scores
 
 
@@ -1115,6 +1209,8 @@ def of_all_rows(prompts, replies, scores):
     ]  # fmt: skip
     rows = list(itertools.chain(*common.of_all_ranks(mine)))
     faults = [row["fault"] for row in rows if row["fault"]]
+    if faults and len(faults) == len(rows):
+        raise UserError(f"--reward, --environment: all {len(rows)} rows failed: {faults[0]}")
     if faults:
         print0(f"{len(faults)} rows failed and count as 0: {faults[0]}")
     return rows, torch.tensor([row["reward"] for row in rows], dtype=torch.float64), len(faults)
@@ -1152,9 +1248,13 @@ def evaluate(engine, task, run, reward, phases, step, logger):
         path = f"{run.out_dir}/samples.jsonl"
         samples = [row for row in common.read_lines(path) if row["step"] < step]
         common.replace_lines(path, samples + [{"step": step, **row} for row in rows[:8]])
-    right = (rewards >= 1).double().mean()
-    logger.log(step, {"eval/reward": rewards.mean(), "eval/accuracy": right, "eval/errors": faults})
-    print0(f"held out   accuracy {right:.3f}   reward {rewards.mean():.3f}")
+    metrics = {"eval/reward": rewards.mean(), "eval/errors": faults}
+    words = f"reward {rewards.mean():.3f}"
+    if set(rewards.tolist()) <= {0.0, 1.0}:  # else it would be no accuracy
+        metrics["eval/accuracy"] = rewards.mean()
+        words = f"accuracy {rewards.mean():.3f}   {words}"
+    logger.log(step, metrics)
+    print0(f"held out   {words}")
     for row in rows[:2]:
         print0(f"  {row['prompt'][-60:]!r} -> {row['response'][-60:]!r}  reward {row['reward']:g}")
 
@@ -1177,7 +1277,7 @@ def print_step(step, steps, m):
 
 
 CURVES = {  # panel -> metrics
-    "reward": ("reward/mean", "eval/accuracy"),
+    "reward": ("reward/mean", "eval/reward"),
     "how far the policy has moved": ("actor/entropy", "kl/reference"),
     "explained variance": ("critic/explained_var",),
 }
@@ -1193,6 +1293,8 @@ def set_up(run):
         tokenizer, model_config = common.load_config(actor)
     if tokenizer is None:
         raise UserError(f"--actor.tokenizer: {actor.model} has none, and prompts are text; give one")
+    if run.chat and not tokenizer.chat_template:
+        raise UserError(f"--chat: the tokenizer of {actor.model} has no chat template")
     critic = run.critic
     inherited = {"lr": critic.lr or (1e-3 if addition else None)}
     if critic.model == "actor":
@@ -1225,12 +1327,14 @@ def set_up(run):
         module.check_budget(critic, longest, LONGEST)
         with common.blame(f"--model {critic.model}: does not go with these prompts"):
             common.check_rows(row, critic_config)
-    reward = load_function(run.reward, "--reward") if run.reward else None
-    observe = load_function(run.environment, "--environment") if run.environment else None
+    reward = load_function(run.reward, "--reward", run, prompts) if run.reward else None
+    observe = load_function(run.environment, "--environment", run, prompts) if run.environment else None
     print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens")
     minis = f"at most {actor.ppo_mini_batch_size} rows (critic {critic.ppo_mini_batch_size})"
     print0(f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses a step")
     print0(f"update     mini-batches of {minis}")
+    if run.critic_warmup >= run.steps:
+        print0(f"warm-up    --critic-warmup {run.critic_warmup}, as many as --steps: the actor never learns")
     stop_ids = stop_tokens(actor, tokenizer)
     return run, Task(tokenizer, model_config, prompts, held_out, reward, observe, stop_ids, longest)
 

@@ -4,12 +4,15 @@ What it computes is compared with plain loops over scalars, or with transformers
 """
 
 import collections
-import contextlib
 import copy
 import dataclasses
+import importlib.util
 import itertools
 import json
 import math
+import multiprocessing
+import os
+import pathlib
 import re
 import signal
 import sys
@@ -356,6 +359,21 @@ def assert_samples_follow_their_keys(engine):
     assert [ids for ids, _, _ in shorter] == [ids[:2] for ids, _, _ in together]
 
 
+def test_a_model_without_sdpa_rolls_out_by_its_own_attention(tmp_path):
+    """gpt-oss, whose attention has sinks: greedy tokens as transformers says them."""
+    config = transformers.GptOssConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, eos_token_id=None,
+        pad_token_id=None, initializer_range=0.5,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    lm.save_pretrained(tmp_path)
+    w = policy(tmp_path, override_config="{}")
+    rows = [(prompt, f"{i}", 6) for i, prompt in enumerate(some_prompts(4))]
+    assert_greedy(engine_of(w).generate(rows, 0.0), lm, rows, [EOS])
+
+
 def nucleus(log_p_V, top_p):
     """Token -> its log-prob among the likeliest tokens of this probability together, by a plain loop."""
     kept = {}
@@ -425,10 +443,15 @@ def play(turns, observe, n=1, **fields):
         return out
 
     prompts = [Prompt(ids_of(f"q{i}="), f"q{i}=", f"answer {i}") for i in range(n)]
-    run = a_run(**{"max_response_length": 30, "reward_timeout": 0.2, **fields})
+    run = a_run(**{"max_response_length": 30, **fields})
     task = a_task(tokenizer=TOKENIZER, observe=observe)
     engine = types.SimpleNamespace(generate=generate)
     return ppo_loop.roll_out(engine, task, prompts, [f"key {i}" for i in range(n)], run, 1.0), asked
+
+
+def said(text, *columns):
+    """A Reply of one turn with this text."""
+    return Reply(*columns, turns=[{"role": "assistant", "content": text}])
 
 
 def test_turns_of_policy_and_environment_follow_each_other():
@@ -470,12 +493,68 @@ def test_a_row_ends_where_its_room_or_its_turns_end(turns, fields, text, finishe
     assert len(asked) == 1 and reply.text == turns[0][0][: fields["max_response_length"]] and all(reply.mask)
 
 
+CHATML = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}END\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("closes", (True, False))
+def test_a_chat_with_an_environment_is_what_the_template_makes_of_it(closes):
+    """All tokens of a dialogue of three turns are those of the chat template for its messages. The policy's
+    last token of a turn is the first one of the template's words between turns, or another."""
+    common.setup_distributed()
+    tokenizer = common.char_tokenizer()
+    end = "<eos>" if closes else ""
+    tokenizer.chat_template = CHATML.replace("END", end)
+    heard = []
+
+    def observe(prompt, response, answer):
+        heard.append((prompt, copy.deepcopy(response), answer))
+        return f"no {len(heard)}" if len(heard) < 3 else None
+
+    user = [{"role": "user", "content": "hi"}]
+    prompts = [Prompt(common.chat_ids(tokenizer, user), "hi", "yes", user)]
+    said = ["a?", "b?", "c?"]
+
+    def generate(rows, temperature):
+        return [(ids_of(said[len(heard)]) + [EOS], [-0.5] * 3, True) for _ in rows]
+
+    run = a_run(max_response_length=99)
+    task = a_task(tokenizer=tokenizer, observe=observe)
+    engine = types.SimpleNamespace(generate=generate)
+    [reply] = ppo_loop.roll_out(engine, task, prompts, ["key"], run, 1.0)
+    turns = [
+        {"role": role, "content": text}
+        for role, text in zip(["assistant", "user"] * 3, ["a?", "no 1", "b?", "no 2", "c?"])
+    ]
+    assert reply.turns == turns and heard == [("hi", turns[:n], "yes") for n in (1, 3, 5)]
+    whole = tokenizer.apply_chat_template([*user, *turns], tokenize=False)
+    text = tokenizer.decode(prompts[0].ids + reply.ids)
+    if not closes:  # the policy ends its turns by a token that the template does not know
+        text = text.replace("<eos>", "")
+        whole = whole.replace("?\n", "?")
+    assert text == whole.removesuffix("\n")
+    assert tokenizer.decode([i for i, own in zip(reply.ids, reply.mask) if own]) == "a?<eos>b?<eos>c?<eos>"
+
+
+def test_a_chat_that_ends_in_an_assistants_message_goes_on():
+    """Its tokens are those of the template up to the end of that message, without a second header."""
+    tokenizer = common.char_tokenizer()
+    tokenizer.chat_template = CHATML.replace("END", "<eos>")
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I think"}]
+    assert tokenizer.decode(common.chat_ids(tokenizer, chat)) == "<user>hi<eos>\n<assistant>I think"
+    assert tokenizer.decode(common.chat_ids(tokenizer, chat[:1])) == "<user>hi<eos>\n<assistant>"
+    whole = tokenizer.decode(common.chat_ids(tokenizer, chat, complete=True))
+    assert whole == "<user>hi<eos>\n<assistant>I think<eos>\n"
+
+
 def test_an_environments_faults_end_the_row_and_are_told():
-    does = [lambda: {}["tool"], lambda: time.sleep(30), lambda: 5, lambda: b"no", lambda: None]
-    replies, asked = play([list("abcde")], lambda prompt, *_: does[int(prompt[1])](), n=5)
-    assert [r.text for r in replies] == list("abcde") and len(asked) == 1 and all(r.finished for r in replies)
-    words = ("KeyError: 'tool'", "TookTooLong", "not 5", "not b'no'", "")
-    assert all(word in reply.fault for word, reply in zip(words, replies)) and replies[4].fault == ""
+    does = [lambda: {}["tool"], lambda: 5, lambda: b"no", lambda: None]
+    replies, asked = play([list("abcd")], lambda prompt, *_: does[int(prompt[1])](), n=4)
+    assert [r.text for r in replies] == list("abcd") and len(asked) == 1 and all(r.finished for r in replies)
+    words = ("KeyError: 'tool'", "not 5", "could not convert string to float: b'no'", "")
+    assert all(word in reply.fault for word, reply in zip(words, replies)) and replies[3].fault == ""
 
 
 # ---- Rewards, advantages -----------------------------------------------------------------------------------
@@ -510,35 +589,117 @@ def test_gsm8k_agrees_with_its_authors():
     assert len(agrees) == 5 * 1319 and all(agrees)
 
 
-def test_guarded_returns_what_a_function_returns_and_survives_what_it_does():
-    end = time.perf_counter() + 5  # if nothing stopped it, the test should fail and not hang
+FUNCTIONS = """
+import contextlib, glob, os, signal, sys, time
 
-    def spins():
-        while time.perf_counter() < end:
-            with contextlib.suppress(Exception):
+def adds(prompt, response, answer=0):
+    return len(prompt) + len(response) + answer
+
+def odd(prompt, response, answer):
+    if prompt == "spins":  # whatever it catches, and without the alarm
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        while True:
+            with contextlib.suppress(BaseException):
                 sum(range(1000))
+    return {"sleeps": lambda: time.sleep(30), "raises": lambda: {}["x"], "exits": lambda: sys.exit("enough"),
+            "dies": lambda: os._exit(3), "modules": lambda: " ".join(sys.modules), "pid": os.getpid,
+            }[prompt]()
 
-    before = signal.getsignal(signal.SIGALRM)
-    late = (None, "TookTooLong: no answer within 0.1 s")
-    for function, args, expected in (
-        (lambda a, b: a + b, (1, 2), (3, "")),
-        (lambda: {}["x"], (), (None, "KeyError: 'x'")),
-        (sys.exit, ("enough",), (None, "SystemExit: enough")),
-        (spins, (), late),
-        (time.sleep, (30,), late),
+def waits(prompt, response, answer):
+    with open(prompt, "w") as file:
+        file.write(str(os.getpid()))
+    while True:
+        pass
+
+def meets(prompt, response, answer):
+    open(prompt, "w").close()
+    while len(glob.glob(os.path.dirname(prompt) + "/*.here")) < 8:
+        time.sleep(0.01)
+    return 8
+
+def short(prompt, response):
+    return 1
+"""
+
+
+@pytest.fixture
+def functions(tmp_path):
+    """Workers for a function of FUNCTIONS."""
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    run = lambda seconds: a_run(reward_timeout=seconds)
+    prompts = [Prompt([1], "", "an answer")]
+    load = lambda name, flag="--reward", seconds=10.0, prompts=prompts: ppo_loop.load_function(
+        f"{tmp_path}/mine.py:{name}", flag, run(seconds), prompts
+    )
+    return load
+
+
+def test_a_users_function_runs_in_processes_that_end_what_hangs(functions):
+    """Answers in the order of the rows, faults told, a process that hangs or dies replaced, and nothing heavy
+    in any of them."""
+    odd = functions("odd", seconds=0.5)
+    rows = [(name, "", None) for name in ("raises", "exits", "dies", "spins", "sleeps", "pid", "modules")]
+    *faults, (pid, _), (modules, _) = ppo_loop.ask_all(odd, rows, "reward")
+    late = "no answer within 0.5 s"
+    words = ["KeyError: 'x'", "SystemExit: enough", "its process has died", late, late]
+    assert faults == [(None, fault) for fault in words]
+    assert pid != os.getpid() and not {"torch", "numpy", "ppo_loop"} & set(modules.split())
+    assert ppo_loop.ask_all(odd, rows[-2:-1] * 20, "reward")[0][1] == ""  # also where one was replaced
+    adds = functions("adds")
+    rows = [("p" * n, "r", 100) for n in range(40)]
+    assert ppo_loop.ask_all(adds, rows, "reward") == [(n + 101.0, "") for n in range(40)]
+
+
+def test_rows_of_a_users_function_run_at_once(functions, tmp_path):
+    """Eight rows that wait for each other, by default, whatever the number of cores."""
+    rows = [(f"{tmp_path}/{n}.here", "", None) for n in range(8)]
+    assert ppo_loop.ask_all(functions("meets", seconds=60.0), rows, "reward") == [(8.0, "")] * 8
+
+
+def test_no_process_of_a_killed_rank_remains(functions, tmp_path):
+    """Also of functions that are busy."""
+    rows = [(f"{tmp_path}/{n}.pid", "", None) for n in range(8)]
+    ask = lambda: ppo_loop.ask_all(functions("waits", seconds=600.0), rows, "reward")
+    rank = multiprocessing.get_context("fork").Process(target=ask)
+    rank.start()
+    while not all((pathlib.Path(row[0]).exists() and pathlib.Path(row[0]).read_text()) for row in rows):
+        time.sleep(0.05)
+    states = [pathlib.Path("/proc", pathlib.Path(row[0]).read_text(), "stat") for row in rows]
+    assert all(state.exists() for state in states)
+    rank.kill()
+    rank.join()
+    goes_on = lambda state: state.exists() and state.read_text().split()[2] != "Z"
+    while any(map(goes_on, states)):  # else the test never ends
+        time.sleep(0.05)
+
+
+def test_a_function_without_prompts_that_have_answers(functions):
+    """A reward that needs one is refused; with a default it is not, nor is an environment."""
+    bare = [Prompt([1], "x", None)] * 2
+    with pytest.raises(
+        UserError, match="--answer-key answer: no prompt has it, and .*mine.py:odd has no def"
     ):
-        start = time.perf_counter()
-        assert ppo_loop.guarded(function, 0.1, *args) == expected
-        assert time.perf_counter() - start < 2 and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-    with pytest.raises(KeyboardInterrupt):  # the user's own wish is no fault of the function
-        ppo_loop.guarded(signal.default_int_handler, 0.1, signal.SIGINT, None)
-    assert signal.getsignal(signal.SIGALRM) is before
+        functions("odd", prompts=bare)
+    functions("odd", prompts=[*bare, Prompt([1], "x", 0)])
+    functions("odd", "--environment", prompts=bare)
+    assert ppo_loop.ask_all(functions("adds", prompts=bare), [("ab", "c", 0)], "reward") == [(3.0, "")]
+
+
+def test_attempt_tells_what_went_wrong_and_passes_the_users_own_wish_on():
+    for function, expected in (
+        (lambda: 3, (3.0, "")), (lambda: "text", ("text", "")), (lambda: None, (None, "")),
+        (lambda: [1], (None, "TypeError: float() argument must be a string or a real number, not 'list'")),
+        (lambda: sys.exit("enough"), (None, "SystemExit: enough")),
+    ):  # fmt: skip
+        assert ppo_loop.attempt(function) == expected
+    with pytest.raises(KeyboardInterrupt):
+        ppo_loop.attempt(signal.default_int_handler, signal.SIGINT, None)
 
 
 def test_a_reward_that_is_no_number_counts_as_a_fault_and_as_0():
     says = [1, 0.25, numpy.True_, None, math.nan, math.inf, "x", [1], 10**5000, numpy.float16("inf")]
     prompts = [Prompt([1], f"p{i}", i) for i in range(len(says))]
-    replies = [Reply(text=f"r{i}") for i in range(len(says))]
+    replies = [said(f"r{i}") for i in range(len(says))]
     heard = []
     function = lambda prompt, response, i: heard.append((prompt, response)) or says[i]
     scores = ppo_loop.score(a_run(), function, ppo_loop.Phases(False), prompts, replies, None)
@@ -549,14 +710,16 @@ def test_a_reward_that_is_no_number_counts_as_a_fault_and_as_0():
 
 def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path):
     file = tmp_path / "mine.py"
-    load = lambda name: ppo_loop.load_function(name, "--environment")
+    load = lambda name: ppo_loop.load_function(name, "--environment", a_run(), [])
     good = "x = 3\n\ndef good(prompt, response, answer):\n    return len(response) * x\n"
-    file.write_text(good)
-    assert load(f"{file}:good")("", "abc", None) == 9 and load("gsm8k") is ppo_loop.gsm8k_reward
-    names = [f"{file}:bad", f"{file}", f"{tmp_path}/none.py:good", "math"]
+    file.write_text(good + "\ndef few(prompt, response):\n    return 1\n")
+    assert ppo_loop.ask_all(load(f"{file}:good"), [("", "abc", None)], "") == [(9.0, "")]
+    assert load("gsm8k") is ppo_loop.gsm8k_reward
+    names = [f"{file}:bad", f"{file}:few", f"{file}", f"{tmp_path}/none.py:good", "math"]
     code = ["import nothing_like_this", "def good(:"]
-    for text, name in [*((good, name) for name in names), *((text, f"{file}:good") for text in code)]:
-        file.write_text(text)
+    for text, name in [*((None, name) for name in names), *((text, f"{file}:good") for text in code)]:
+        if text:
+            file.write_text(text)
         with pytest.raises(UserError, match=re.escape(f"--environment {name}: ")):
             load(name)
 
@@ -589,7 +752,7 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
     asked = [("1+2=", None), ("hello ", None), ("x", None), ("12+34=", None), ("hi", chat)]
     prompts = [Prompt(ids_of(text), text, None, messages) for text, messages in asked]
     texts = ["3", "world", "y" * 30, "", "yo"]
-    replies = [Reply(ids_of(x + "."), [True] * (len(x) + 1), [0.0] * (len(x) + 1), True, x) for x in texts]
+    replies = [said(x, ids_of(x + "."), [True] * (len(x) + 1), [0.0] * (len(x) + 1), True) for x in texts]
     batch = ppo_loop.to_batch(prompts, replies, range(5))
     longest = max(batch.lengths) + 1
     run = a_run(backend, reward_model=str(tmp_path))
@@ -607,9 +770,39 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
         assert score == pytest.approx(theirs, abs=1e-5)
     assert max(scores) - min(scores) > 0.1
     if not same_tokens:  # a text that is longer in the other tokens
-        replies[2].text = "y" * (longest + 1)
+        replies[2].turns[0]["content"] = "y" * (longest + 1)
         with pytest.raises(UserError, match=f"--critic.ppo-max-token-len-per-gpu {longest}: row 2"):
             ours.scores(prompts, replies, range(5))
+
+
+def test_rewards_that_all_fail_end_the_run_and_some_are_counted(capsys):
+    prompts = [Prompt([1], f"p{i}", i) for i in range(3)]
+    replies = [said(f"r{i}") for i in range(3)]
+    for reply in replies[:2]:
+        reply.fault = "KeyError: 'x'"
+    rows, rewards, faults = ppo_loop.of_all_rows(prompts, replies, [0.0, 0.0, 1.0])
+    assert (faults, rewards.tolist()) == (2, [0.0, 0.0, 1.0]) and [row["response"] for row in rows][2] == "r2"
+    assert "2 rows failed and count as 0: KeyError: 'x'" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--reward, --environment: all 2 rows failed: KeyError: 'x'"):
+        ppo_loop.of_all_rows(prompts[:2], replies[:2], [0.0, 0.0])
+
+
+@pytest.mark.parametrize("rewards, words", [
+    ([1.0, 0.0, 1.0], "accuracy 0.667   reward 0.667"), ([1.0, 0.5, 1.0], "reward 0.833"),
+])  # fmt: skip
+def test_accuracy_is_told_only_of_right_and_wrong(rewards, words, tmp_path, capsys):
+    common.setup_distributed()
+    held_out = [Prompt([1], f"{i}", i) for i in range(3)]
+    engine = types.SimpleNamespace(generate=lambda rows, _: [([4, EOS], [0.0] * 2, True)] * len(rows))
+    logged = {}
+    logger = types.SimpleNamespace(log=lambda step, metrics: logged.update(metrics))
+    run = a_run(out_dir=str(tmp_path), max_response_length=9)
+    task = a_task(held_out=held_out, tokenizer=TOKENIZER)
+    reward = lambda prompt, response, i: rewards[i]
+    ppo_loop.evaluate(engine, task, run, reward, ppo_loop.Phases(False), 3, logger)
+    assert f"held out   {words}\n" in capsys.readouterr().out
+    assert logged["eval/reward"] == pytest.approx(sum(rewards) / 3) and logged["eval/errors"] == 0
+    assert ("eval/accuracy" in logged) == ("accuracy" in words)
 
 
 @pytest.mark.parametrize("kl_coef, fields", [
@@ -762,16 +955,24 @@ def parse(monkeypatch, tmp_path):
     '--critic.model tiny-gpt2 --critic.override-config {"n_positions":13}',
     '--actor.model tiny-llama --actor.override-config {"max_position_embeddings":13}',
     "--actor.model tiny-qwen2.5-vl", "--reward-model /none", "--reward-model LM",  # it has no value head
+    *([] if importlib.util.find_spec("vllm") else ["--rollout vllm"]),
+    "--chat", "--max-turns 3", "--vllm.sleep-level 2", "--answer-key none --reward FILE --prompts ROWS",
+    "--eval-every 5 --reward FILE --prompts ROWS", "--chat --reward FILE --prompts ROWS",
 ))])  # fmt: skip
 def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path):
     """Also what is found only while models are built."""
     if "LM" in flags:
         policy().export_hf(tmp_path / "lm", TOKENIZER)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
+    (tmp_path / "mine.py").write_text("def f(prompt, response, answer):\n    return 1")
+    files = {"LM": "lm", "ROWS": "rows.jsonl", "FILE": "mine.py:f"}
+    for word, file in files.items():
+        flags = flags.replace(word, str(tmp_path / file))
     with pytest.raises(UserError, match=rf"^{named}(?![\w-])[^\n]*\Z"):
-        ppo_loop.main(parse(flags.replace("LM", str(tmp_path / "lm"))))
+        ppo_loop.main(parse(flags))
 
 
-def test_flags_that_can_work_are_taken(parse, tmp_path):
+def test_flags_that_can_work_are_taken(parse, tmp_path, capsys):
     """Budgets that just fit, sizes of the run, and what the critic takes over from the actor unless told."""
     set_up = lambda flags: ppo_loop.set_up(parse(flags))
     for backend in ("fsdp", "megatron"):
@@ -789,6 +990,12 @@ def test_flags_that_can_work_are_taken(parse, tmp_path):
     run, _ = set_up(f"--actor.model tiny-llama --prompts {file} --reward gsm8k --critic.model tiny-gpt2")
     assert (run.actor.lr, run.max_response_length, run.reward) == (1e-6, 256, "gsm8k")
     assert run.critic.model == "tiny-gpt2" and run.critic.lr is None
+    capsys.readouterr()
+    file.write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "1+2="}')
+    (tmp_path / "mine.py").write_text("def f(prompt, response, answer):\n    return 1")
+    set_up(f"--prompts {file} --reward {tmp_path}/mine.py:f --critic-warmup 5 --steps 5")
+    told = capsys.readouterr().out
+    assert "1 of 2 prompts have no 'answer'" in told and "the actor never learns" in told
 
 
 def test_a_run_that_is_resumed_goes_on_where_it_was(tmp_path):
