@@ -57,7 +57,7 @@ CRITIC = (
 PPO = (
     "--supervised-steps", 0, "--prompts", ROWS, "--eval-prompts", ROWS, "--prompt-key", "prompt",
     "--answer-key", "response", "--train-batch-size", 4, "--rollout-n", 2, "--max-response-length", 3,
-    "--reward", f"{ROOT}/tests/ppo_scenarios.py:right_digits", "--kl-coef", 0.05, "--target-kl", 0.01,
+    "--reward", f"{ROOT}/tests/rewards.py:right_digits", "--kl-coef", 0.05, "--target-kl", 0.01,
     "--actor.lr", 1e-3, "--critic.lr", 1e-3, "--critic.ppo-mini-batch-size", 4, "--dump-rollouts",
 )  # fmt: skip
 PASSING = ("perf/", "time/")  # metrics that differ between equal runs

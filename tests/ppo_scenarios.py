@@ -15,6 +15,8 @@ import torch.distributed as dist
 from compare_runs import metrics_of as all_metrics_of
 from compare_runs import off
 
+REWARDS = pathlib.Path(__file__).with_name("rewards.py")
+
 # Every run starts from the same actor (of learn_to_add) and draws the same prompts and numbers. It makes
 # 2 epochs of 2 mini-batches, with a KL in the reward, whose coefficient adapts, and a KL in the loss. With an
 # --actor.lr of 1e-3 rounding makes other runs of it by step 4.
@@ -24,7 +26,7 @@ TOY = (
     "--kl-coef", "0.05", "--target-kl", "0.01", "--actor.kl-loss-coef", "0.01",
     "--actor.lr", "3e-4", "--actor.ppo-epochs", "2", "--actor.ppo-mini-batch-size", "32",
     "--critic.lr", "1e-3", "--critic.ppo-epochs", "2", "--critic.ppo-mini-batch-size", "32",
-    "--reward", f"{__file__}:right_digits", "--dump-rollouts",
+    "--reward", f"{REWARDS}:right_digits", "--dump-rollouts",
 )  # fmt: skip
 TP_2 = ("--critic", "megatron", "--critic.tensor-model-parallel-size", "2")
 GOLDEN = {  # the same run on these ranks with these flags
@@ -34,11 +36,6 @@ GOLDEN = {  # the same run on these ranks with these flags
     "megatron tp 2 pp 2": (4, (*TP_2, "--critic.pipeline-model-parallel-size", "2")),
 }
 PARTS = ("hf/", "critic_hf/", "checkpoints/step_4/actor/", "checkpoints/step_4/critic/")  # with tensors
-
-
-def right_digits(prompt, response, answer):
-    """The part of the digits that is right: an actor that has hardly learned earns something in most rows."""
-    return sum(a == b for a, b in zip(response, answer, strict=False)) / max(len(response), len(answer))
 
 
 def take_prompts(most):
@@ -231,22 +228,6 @@ def one_update(path, n, fields):
     return {"gradients": seen[0], "metrics": metrics, "weights": weights, "batch": batch, "before": before}
 
 
-def faulty_reward(prompt, response, answer):
-    """Raises on some rows, gives nonsense on others, never returns on a third kind: no run may end of it."""
-    if prompt.startswith("1"):
-        raise KeyError(prompt)
-    while prompt.startswith("3"):
-        pass
-    return "much" if prompt.startswith("2") else float(len(response)) / 16
-
-
-def faulty_environment(prompt, response, answer):
-    """Tells the policy the length of what it has said, until it has had enough."""
-    if prompt.startswith("4"):
-        raise ValueError("no turn for this one")
-    return f"[{len(response)}]" if response.count("[") < 2 - prompt.startswith("5") else None
-
-
 def functions_of_a_file(folder):
     """A reward and an environment that fail on some rows: the run goes on, and counts them."""
     take_prompts(36)  # else an evaluation would wait for hundreds of them
@@ -255,8 +236,8 @@ def functions_of_a_file(folder):
         out, "--supervised-steps", "0", "--steps", "3", "--rollout-n", "2", "--kl-coef", "0.01",
         "--actor.lr", "1e-3", "--critic.lr", "1e-3",
         "--actor.model", actor, "--train-batch-size", "12", "--max-response-length", "24",
-        "--reward", f"{__file__}:faulty_reward", "--reward-timeout", "0.3", "--max-turns", "3",
-        "--environment", f"{__file__}:faulty_environment", "--dump-rollouts", "--eval-every", "0",
+        "--reward", f"{REWARDS}:faulty_reward", "--reward-timeout", "0.3", "--max-turns", "3",
+        "--environment", f"{REWARDS}:faulty_environment", "--dump-rollouts", "--eval-every", "0",
     )  # fmt: skip
     if common.RANK > 0:
         return
