@@ -139,7 +139,7 @@ class Job:
         until(lambda: self.poll() or any(self.codes.values()), self, timeout)
         self.send(signal.SIGTERM)
         until(self.poll, self, timeout)
-        assert not [pid for pid, session, _ in processes() if session in self.pids]
+        until(lambda: not [pid for pid, session, _ in processes() if session in self.pids], "no rest", 20)
         return [self.codes[rank] for rank in range(len(self.pids))]
 
     def send(self, number, ranks=None):
