@@ -681,7 +681,6 @@ class Pack:
     layout = None  # PackLayout of the whole row, before it is sliced over sequence-parallel ranks
     group = None  # ranks that share the row, or None
     kernel = None  # what the last call used
-    windows = set()  # sliding windows that layers have asked for
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
@@ -694,7 +693,6 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
             f"--use-remove-padding: {type(module).__name__} asks for more than causal attention; "
             "add --no-use-remove-padding"
         )
-    Pack.windows.add(sliding_window)
     query = query.to(value.dtype)  # float32 rotary tables make queries and keys wider
     key = key.to(value.dtype)
     out_1HTD = attention(Pack.layout, query, key, value, scaling, sliding_window, softcap, s_aux)

@@ -846,12 +846,10 @@ class CriticWorker:
         backbone = critic.model.model
         name = f"--model {config.model}: {type(backbone).__name__}"
         n = 8 * self.layout.sp_size
-        text = self.model_config.get_text_config()
-        ids_T = torch.arange(4 * n, device=self.device) * 7 % text.vocab_size
+        ids_T = torch.arange(4 * n, device=self.device) * 7 % self.model_config.get_text_config().vocab_size
         places_T = torch.arange(2 * n, device=self.device).repeat(2)
         half = slice(2 * n, 3 * n)  # of the second row
         seen = []
-        common.Pack.windows.clear()
         note = lambda head, args: seen.append(args[0].float().flatten(0, 1))
         critic.model.eval()
         hook = critic.model.score.register_forward_pre_hook(note)
@@ -869,10 +867,6 @@ class CriticWorker:
         if not off < (1e-4 if self.layout.dtype == torch.float32 else 1e-1):
             words = "lets tokens see later ones or other rows; add --no-use-remove-padding"
             raise UserError(f"{name} {words} (they differ by {off:.0e})")
-        slides = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
-        window = getattr(text, "sliding_window", None) if slides and config.use_remove_padding else None
-        if window and window not in common.Pack.windows:
-            raise UserError(f"{name} keeps its sliding window to itself; add --no-use-remove-padding")
         kernel = common.Pack.kernel if config.use_remove_padding else "padded"
         print0(f"attention  {kernel}; rows together are off rows alone by {off:.0e}")
 

@@ -1,7 +1,9 @@
 """critic_fsdp.py on one process: verl's recorded run, checkpoints, packing, precision, schedule, memory."""
 
 import contextlib
+import functools
 import gc
+import inspect
 import itertools
 import json
 import math
@@ -195,8 +197,9 @@ def test_dropout_is_off_everywhere(config, packed, tmp_path):
         torch.testing.assert_close(w.critic.forward(micro), quiet, rtol=1e-5, atol=1e-6)
 
 
-def test_no_decoder_of_transformers_has_a_dropout_of_its_own():
-    """All of its dropouts are told by floats of its config that disable_dropout finds, whatever they are."""
+@functools.cache
+def decoders():
+    """Every decoder of transformers, on meta, as common.disable_dropout leaves it where all was on."""
     models = []
     for kind in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         with contextlib.suppress(Exception), torch.device("meta"):  # some cannot be built as they come
@@ -207,9 +210,26 @@ def test_no_decoder_of_transformers_has_a_dropout_of_its_own():
             config.get_text_config().num_hidden_layers = 2
             common.disable_dropout(config)
             models.append(transformers.AutoModel.from_config(config))
-    modules = itertools.chain(*(model.modules() for model in models))
+    return models
+
+
+def test_no_decoder_of_transformers_has_a_dropout_of_its_own():
+    """All of its dropouts are told by floats of its config that disable_dropout finds, whatever they are."""
+    modules = itertools.chain(*(model.modules() for model in decoders()))
     found = [(type(m).__name__, n, x) for m in modules for n, x in vars(m).items() if isinstance(x, float)]
-    assert len(models) > 100 and not [x for x in found if x[2] > 0 and re.search("^p$|drop|jitter", x[1])]
+    assert len(decoders()) > 100 and not [x for x in found if x[2] > 0 and re.search("^p$|drop|jitter", x[1])]
+
+
+def test_decoders_of_transformers_hand_their_sliding_window_to_attention():
+    """So that packed attention keeps it. The others have none, or one as long as the positions."""
+    hands_over = {}
+    for model in decoders():
+        if hasattr(model.config.get_text_config(), "sliding_window") and model._can_set_attn_implementation():
+            files = {inspect.getmodule(type(m)) for m in model.modules() if "models" in type(m).__module__}
+            sources = "".join(map(inspect.getsource, files))
+            hands_over[model.config.model_type] = "sliding_window=" in sources
+    kept = {name for name, handed in hands_over.items() if not handed}
+    assert len(hands_over) > 30 and kept <= {"doge", "moshi", "nemotron_h", "phimoe", "qwen2_moe"}, kept
 
 
 @pytest.mark.parametrize("config", [
