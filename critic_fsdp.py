@@ -352,30 +352,17 @@ def read_images(row, image_processor):
 
 
 def with_images(backbone, ids_T, lengths, images):
-    """(ids, lengths, (4, T) places in text, time, height and width, pixels) of B rows with these images.
-
-    Ranks that share the weights of the vision tower must run it together, so rows without any image get a
-    black one, whose one token ends the last row, maybe above the cap: no other sees it, its gradient is 0."""
-    image_token_id = backbone.config.image_token_id
-    if not any(images):
-        tower = backbone.config.vision_config
-        n = tower.spatial_merge_size
-        features = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
-        grid = torch.tensor([[1, n, n]])
-        black = {"pixel_values": torch.zeros(n * n, features), "image_grid_thw": grid}
-        ids_T = F.pad(ids_T, (0, 1), value=image_token_id)
-        lengths = [*lengths[:-1], lengths[-1] + 1]
-        images = [*images[:-1], black]
+    """((4, T) places in text, time, height and width, pixels or {}) of B rows with these images."""
     places = []
     for ids, row in zip(ids_T.split(lengths), images):
-        is_image = (ids == image_token_id).int()[None]
+        is_image = (ids == backbone.config.image_token_id).int()[None]
         thw, _ = backbone.get_rope_index(ids[None], is_image, image_grid_thw=row.get("image_grid_thw"))
         text = torch.arange(len(ids), device=ids.device)
         places.append(torch.cat([text[None], thw[:, 0]]))
     pixels = {}
-    for key in ("pixel_values", "image_grid_thw"):
+    for key in ("pixel_values", "image_grid_thw") if any(images) else ():
         pixels[key] = torch.cat([row[key] for row in images if row]).to(ids_T.device)
-    return ids_T, lengths, torch.cat(places, 1), pixels
+    return torch.cat(places, 1), pixels
 
 
 # ---- Parallelism: which ranks share what, and the model spread over them -----------------------------------
@@ -440,11 +427,16 @@ def build_value_model(config, model_config, layout):
     return model, flops, f"{count:,} parameters, {trained:,} of them train: {story}"
 
 
+def units_of(model):
+    """The blocks to shard one by one. A vision tower is part of the whole, because not every rank runs it."""
+    return common.transformer_blocks(model.model.get_decoder())
+
+
 def shard_fsdp2(model, config, layout):
     offload = fsdp.OffloadPolicy()
     if config.offload_policy:
         offload = fsdp.CPUOffloadPolicy(pin_memory=layout.device.type == "cuda")
-    for module in (*common.transformer_blocks(model), model.score, model):
+    for module in (*units_of(model), model.score, model):
         dtype = torch.float32 if module is model.score else layout.dtype
         policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         fsdp.fully_shard(module, mesh=layout.fsdp_mesh, mp_policy=policy, offload_policy=offload)
@@ -455,7 +447,7 @@ def shard_fsdp2(model, config, layout):
 def shard_fsdp1(model, config, layout):
     mesh = layout.fsdp_mesh
     policy = functools.partial(fsdp.MixedPrecision, reduce_dtype=torch.float32)
-    units = dict.fromkeys(common.transformer_blocks(model), True)
+    units = dict.fromkeys(units_of(model), True)
     units[model.score] = {"mixed_precision": policy(param_dtype=torch.float32)}
     for name, module in model.named_modules():
         # a unit of FSDP1 has a gradient or none: what is frozen gets units apart from what trains
@@ -644,11 +636,9 @@ class DataParallelPPOCritic:
         places_T = places_T.to(ids_T.device, non_blocking=True)
         pixels = {}
         if self.image_processor is not None:
-            images = micro.multi_modal_inputs
-            ids_T, lengths, places_T, pixels = with_images(self.model.model, ids_T, lengths, images)
+            places_T, pixels = with_images(self.model.model, ids_T, lengths, micro.multi_modal_inputs)
         forward = self.forward_packed if self.config.use_remove_padding else self.forward_padded
-        v_T = forward(ids_T, lengths, places_T, **pixels)
-        return v_T[: len(micro.input_ids)].roll(1, 0)
+        return forward(ids_T, lengths, places_T, **pixels).roll(1, 0)
 
     def forward_packed(self, ids_T, lengths, places_T, **pixels):
         """(T,) ids, sequences end to end -> (T,) values by position; no padding is computed."""
