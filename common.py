@@ -835,10 +835,10 @@ ORDER = ("rollouts", "prompts", "train_batch_size", "ppo_mini_batch_size", "seed
 
 class Logger:
     """metrics.jsonl, TensorBoard and run.json (settings) in out_dir, and the lines that rank 0 prints. What
-    files say after last_step is dropped (0: a new run), and an evaluation at last_step that is made again.
+    files say after last_step is dropped (0: a new run), and an evaluation at last_step, which is made again.
     folder: the checkpoint that the run continues."""
 
-    def __init__(self, out_dir, settings, last_step=0, evaluates_again=True, folder=None):
+    def __init__(self, out_dir, settings, last_step=0, folder=None):
         self.out_dir = out_dir
         self.start = time.perf_counter()
         self.updates = 0  # since then
@@ -854,9 +854,8 @@ class Logger:
         about = {"command": sys.argv, "ranks": WORLD_SIZE, "torch": torch.__version__}
         replace_lines(f"{out_dir}/run.json", [{**settings, "run": about}])
         log = f"{out_dir}/metrics.jsonl"
-        rows = [row for row in read_lines(log) if last_step and row["step"] <= last_step]
-        if evaluates_again:
-            rows = [row for row in rows if row["step"] < last_step or "perf/time_step" in row]
+        rows = [row for row in read_lines(log) if row["step"] <= last_step]
+        rows = [row for row in rows if row["step"] < last_step or "perf/time_step" in row]
         replace_lines(log, rows)
         self.file = open(log, "a", buffering=1)
         self.board = SummaryWriter(f"{out_dir}/tensorboard", purge_step=last_step + 1)

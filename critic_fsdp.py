@@ -1293,8 +1293,8 @@ def learn(run, worker, train, held_out, size, checkpoints):
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     last_step = first_step if checkpoints.is_own else 0
-    options = (dataclasses.asdict(run), last_step, run.evaluates(first_step), checkpoints.folder)
-    logger = common.Logger(run.out_dir, *options)
+    settings = dataclasses.asdict(run)
+    logger = common.Logger(run.out_dir, settings, last_step, checkpoints.folder)
     batch = None
     steps = range(first_step, run.steps + 1)
     for step in logger.profiled(steps, run.profile_steps):

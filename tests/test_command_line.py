@@ -191,10 +191,8 @@ def test_returns_from_lambda_truncation_and_recorded_values(tmp_path):
     assert batch.truncated.any() and not torch.equal(returns, common.gae(*columns, 0.9, 0.5)[1])
 
 
-@pytest.mark.parametrize("last_step, evaluates_again, left", [
-    (2, True, [0, 1, 2, 4]), (2, False, [0, 1, 2, 2, 4]), (0, True, [4])
-])  # fmt: skip
-def test_a_folder_holds_one_run(last_step, evaluates_again, left, tmp_path):
+@pytest.mark.parametrize("last_step, left", [(2, [0, 1, 2, 4]), (0, [4])])
+def test_a_folder_holds_one_run(last_step, left, tmp_path):
     """What a run finds in its out_dir that it does not continue is set aside, never mixed with its own."""
     for step in range(1, 5):
         (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
@@ -203,7 +201,7 @@ def test_a_folder_holds_one_run(last_step, evaluates_again, left, tmp_path):
     rows = [{"step": n, "eval/auc": 0.5} for n in (0, 2, 4)]
     rows += [{"step": n, "critic/lr": 0.1, "perf/time_step": 1.0} for n in (1, 2, 3, 4)]
     common.replace_lines(tmp_path / "metrics.jsonl", sorted(rows, key=lambda row: row["step"]))
-    logger = common.Logger(str(tmp_path), {"steps": 7}, last_step, evaluates_again)
+    logger = common.Logger(str(tmp_path), {"steps": 7}, last_step)
     logger.log(4, {"critic/vf_loss": 0.5, "critic/lr": math.nan})
     log = common.read_lines(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in log] == left
