@@ -821,7 +821,6 @@ def describe_update(batch, start, epochs, flops, layout):
     for name, x_A in columns.items():
         if len(x_A):
             metrics[f"critic/{name}_mean"] = float(x_A.mean())
-            metrics[f"critic/{name}_std"] = float(x_A.std(correction=0))
             metrics[f"critic/{name}_min"] = float(x_A.min())
             metrics[f"critic/{name}_max"] = float(x_A.max())
     return metrics

@@ -430,7 +430,7 @@ def test_metrics_are_means_over_tokens_and_steps_not_over_micro_batches():
         assert key.startswith("perf/") or whole[key] == pytest.approx(parts[key], rel=1e-5, abs=1e-6), key
     for name in ("values", "returns"):
         x = getattr(batch, name)[batch.response_mask].double()
-        expected = {"mean": x.mean(), "std": x.std(correction=0), "min": x.min(), "max": x.max()}
+        expected = {"mean": x.mean(), "min": x.min(), "max": x.max()}
         for key, value in expected.items():
             assert whole[f"critic/{name}_{key}"] == pytest.approx(float(value), rel=1e-6)
     assert math.isnan(whole["perf/mfu"])  # there is no peak rate of a CPU
