@@ -995,8 +995,8 @@ def published(folder, group=None, keep=None):
     dist.barrier(group)
     yield tmp
     dist.barrier(group)
-    files = [path for path in pathlib.Path(tmp).rglob("*") if path.is_file()]
-    found = {str(path.relative_to(tmp)) for path in files}  # at least what this rank has written
+    # at least what this rank has written
+    found = {str(path.relative_to(tmp)) for path in pathlib.Path(tmp).rglob("*") if path.is_file()}
     names = sorted(set().union(*of_all_ranks(found, group)))
     sums = {name: checksum(f"{tmp}/{name}") for name in names[RANK::WORLD_SIZE]}
     seen = None not in sums.values() and all(os.path.exists(f"{tmp}/{name}") for name in names)
@@ -1058,13 +1058,12 @@ def check_shared(out_dir):
     probe = f"{out_dir}/checkpoints/{of_all_ranks(time.time_ns())[0]}.tmp"  # a name that is fresh
     if RANK == 0:
         with blame(f"--out-dir {out_dir}: cannot be written"):
-            os.makedirs(probe, exist_ok=True)
+            os.makedirs(probe)
     dist.barrier()
-    deadline = time.monotonic() + 30  # a network file system remembers for a while what it has not found
-    while not os.path.exists(probe) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    blind = "" if os.path.exists(probe) else os.uname().nodename
-    blind = max(of_all_ranks(blind))
+    for _ in range(300):  # a network file system remembers for a while what it has not found
+        if not os.path.exists(probe):
+            time.sleep(0.1)
+    blind = max(of_all_ranks("" if os.path.exists(probe) else os.uname().nodename))
     if RANK == 0:
         os.rmdir(probe)
     if blind:
