@@ -23,7 +23,6 @@ import functools
 import heapq
 import itertools
 import json
-import logging
 import math
 import os
 import pathlib
@@ -250,12 +249,10 @@ def megatron_without_cuda():
     torch._dynamo.config.disable = True  # compiling its small functions would take minutes
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
-    torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
     torch.cuda.manual_seed = torch.manual_seed
     torch.Tensor.pin_memory = lambda x: x.clone()  # what is offloaded must be a copy
-    rng._get_cuda_rng_state = torch.cuda.get_rng_state  # of its tracker, and of recomputation
-    rng._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    logging.getLogger(rng.__name__).setLevel(logging.ERROR)  # "CPU RNG state changed", at every recomputation
+    rng._get_cuda_rng_state = lambda **_: torch.get_rng_state()  # of recomputation
+    rng._set_cuda_rng_state = lambda state, **_: torch.set_rng_state(state)
 
     def sizes_to_host(self, point, tokens_per_expert=None):  # Megatron does it on a CUDA stream
         for name in ("input_splits", "output_splits", "output_splits_tp"):
@@ -572,7 +569,8 @@ def make_layout(config, device):
         distributed_timeout_minutes=config.timeout_minutes,
         create_gloo_process_groups=False,  # for ways to save optimizer state that are not used here
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
+    # no random states of its own: all weights are filled in, and there is no dropout
+    tensor_parallel.model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=True)
     return Layout(
         device=device,
         dtype=common.compute_dtype(config.param_dtype, device),
