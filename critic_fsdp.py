@@ -393,21 +393,20 @@ def make_layout(config, device):
     """Builds the process groups."""
     sp = config.ulysses_size
     shards = shards_of(config, WORLD_SIZE)
-    mesh = init_device_mesh(device.type, (WORLD_SIZE // sp, sp), mesh_dim_names=("dp", "sp"))
     names = ("replicate", "shard")
-    fsdp_mesh = init_device_mesh(device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=names)
-    timeout = datetime.timedelta(minutes=config.timeout_minutes)  # by themselves the groups have torch's
-    for group in (*mesh.get_all_groups(), *fsdp_mesh.get_all_groups()):
+    mesh = init_device_mesh(device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=names)
+    timeout = datetime.timedelta(minutes=config.timeout_minutes)
+    for group in mesh.get_all_groups():  # by themselves they have torch's
         dist.distributed_c10d._set_pg_timeout(timeout, group)
     return Layout(
         device=device,
         dtype=common.compute_dtype(config.param_dtype, device),
-        dp_rank=mesh.get_local_rank("dp"),
+        dp_rank=RANK // sp,
         dp_size=WORLD_SIZE // sp,
-        sp_rank=mesh.get_local_rank("sp"),
+        sp_rank=RANK % sp,
         sp_size=sp,
-        sp_group=mesh.get_group("sp") if sp > 1 else None,
-        fsdp_mesh=fsdp_mesh["shard"] if shards == WORLD_SIZE else fsdp_mesh,
+        sp_group=dist.new_subgroups(sp, timeout=timeout)[0] if sp > 1 else None,
+        fsdp_mesh=mesh["shard"] if shards == WORLD_SIZE else mesh,
     )
 
 
