@@ -590,8 +590,7 @@ class DataParallelPPOCritic:
         self.image_processor = load_image_processor(config, model_config)  # None: the model reads text only
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
         self.model, self.flops, self.story = build_value_model(config, model_config, layout)
-        decoder = self.model.model.language_model if self.image_processor else self.model.model
-        decoder.register_forward_pre_hook(slice_row, with_kwargs=True)
+        self.model.model.get_decoder().register_forward_pre_hook(slice_row, with_kwargs=True)
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         options = {"lr": self.peak_lr, "betas": config.betas, "weight_decay": config.weight_decay}
