@@ -1340,9 +1340,9 @@ def open_checkpoint(folder, shape):
     with common.blame(f"--resume {folder}: not a checkpoint of this script"):
         saved = json.loads(pathlib.Path(folder, "trainer.json").read_text())
         there = saved["shape"]
-    differ = [key for key in {**there, **shape} if there.get(key) != shape.get(key)]
+    differ = [key for key in sorted(there | shape) if there.get(key) != shape.get(key)]
     if differ:
-        words = [f"{key} {there.get(key)} there, {shape.get(key)} here" for key in sorted(differ)]
+        words = [f"{key} {there.get(key)} there, {shape.get(key)} here" for key in differ]
         raise UserError(f"--resume {folder}: is of another model: {'; '.join(words):.500}")
     print0(f"resume     {folder}, update {saved['updates']}")
     return saved
