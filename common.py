@@ -842,7 +842,6 @@ class Logger:
         self.start = time.perf_counter()
         self.updates = 0  # since then
         self.skipped = 0  # of them, the last in a row
-        self.board = None
         if RANK != 0:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -909,7 +908,7 @@ class Logger:
 
     def log(self, step, metrics):
         """metrics: dict of name -> number; one that is not finite is logged as null."""
-        if self.board is None:
+        if RANK != 0:
             return
         metrics = {name: float(x) if math.isfinite(x) else None for name, x in metrics.items()}
         self.file.write(json.dumps({"step": step, **metrics}) + "\n")
