@@ -1002,7 +1002,7 @@ def published(folder, group=None, keep=None):
     parts = of_all_ranks(sums if seen else None, group)
     if None in parts:
         raise UserError(f"--out-dir: rank {parts.index(None)} does not see all of {tmp}; use shared storage")
-    write_json(f"{tmp}/{MANIFEST}", dict(sorted(collections.ChainMap(*parts).items())))
+    write_json(f"{tmp}/{MANIFEST}", dict(collections.ChainMap(*parts)))
     if RANK == 0:
         for path in (*pathlib.Path(tmp).rglob("*"), tmp):
             flush_to_disk(path)
