@@ -1108,12 +1108,11 @@ def load_config(config):
     with blame(f"--model {model}: no model there; presets are {', '.join(TINY)}"):
         if model in TINY:
             fields = tiny_config(model, len(tokenizer or char_tokenizer(model)))
-            kind = type(AutoConfig.for_model(**fields))
         elif os.path.exists(f"{model}/trainer.json"):
             raise ValueError("it is a checkpoint, for --resume; its run's hf folder holds the weights")
         else:
-            kind = type(AutoConfig.from_pretrained(model))
-            fields, _ = kind.get_config_dict(model)
+            fields, _ = transformers.PreTrainedConfig.get_config_dict(model)
+        kind = type(AutoConfig.for_model(**fields))
     with blame(f"--override-config {config.override_config}: must be a JSON object"):
         overrides = dict(json.loads(config.override_config))
         windows = {"num_hidden_layers", "sliding_window", "use_sliding_window", "max_window_layers"}
