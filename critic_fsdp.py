@@ -1014,8 +1014,9 @@ class CriticWorker:
         tensors, model_state, optimizer_state = checkpoint_tensors(critic.model, critic.optimizer)
         with common.blame(f"--resume {folder}: does not fit this critic"):
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
-        states = {"model_state_dict": model_state, "optim_state_dict": optimizer_state}
-        state_dict.set_state_dict(critic.model, critic.optimizer, **states)
+        state_dict.set_state_dict(
+            critic.model, critic.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+        )
         torch.set_rng_state(tensors["rng"])
         critic.updates = saved["updates"]
         critic.optimizer_steps = saved["optimizer_steps"]
@@ -1291,8 +1292,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     last_step = first_step if checkpoints.is_own else 0
-    settings = dataclasses.asdict(run)
-    logger = common.Logger(run.out_dir, settings, last_step, checkpoints.folder)
+    logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, checkpoints.folder)
     batch = None
     steps = range(first_step, run.steps + 1)
     for step in logger.profiled(steps, run.profile_steps):

@@ -1476,8 +1476,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     last_step = first_step if checkpoints.is_own else 0
-    settings = dataclasses.asdict(run)
-    logger = common.Logger(run.out_dir, settings, last_step, checkpoints.folder)
+    logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, checkpoints.folder)
     batch = None
     steps = range(first_step, run.steps + 1)
     for step in logger.profiled(steps, run.profile_steps):

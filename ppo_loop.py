@@ -1435,8 +1435,7 @@ def main(run):
         run, first_step, kl_coef = start_from(run, task, checkpoints)
         actor, reference, critic, reward, engine = build(run, task, device, checkpoints)
         last_step = first_step if checkpoints.is_own else 0
-        settings = dataclasses.asdict(run)
-        logger = common.Logger(run.out_dir, settings, last_step, checkpoints.folder)
+        logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, checkpoints.folder)
         phases = Phases(run.offload)
         for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
             last = step == run.steps
