@@ -911,9 +911,8 @@ class CriticWorker:
             else:
                 with torch.profiler.profile(profile_memory=True) as log:
                     self.try_out(batch)
-                events = [e for e in log.profiler.kineto_results.events() if e.name() == "[memory]"]
-                events.sort(key=lambda e: e.start_ns())
-                peak = max(itertools.accumulate(e.nbytes() for e in events))
+                events = sorted(log.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+                peak = max(itertools.accumulate(e.nbytes() for e in events))  # 0 but for memory
             peak = max(common.of_all_ranks(peak))  # in addition to what exists before
             limit = min(common.of_all_ranks(limit))
             room = 0.9 * limit - state_bytes  # the allocator loses a tenth
@@ -1273,8 +1272,7 @@ def load_rows(run, tokenizer, model_config):
     """(rows to learn from, rows to evaluate on or None), of the run's files or of the toy."""
     options = {"tokenizer": tokenizer, "model_config": model_config}
     if processor := load_image_processor(run.critic, model_config):
-        ids = model_config.image_token_id
-        options["place_images"] = functools.partial(place_images, processor, ids)
+        options["place_images"] = functools.partial(place_images, processor, model_config.image_token_id)
     train = run.rollouts
     held_out = run.eval_rollouts
     if train is None:

@@ -1175,9 +1175,8 @@ class CriticWorker:
             else:
                 with torch.profiler.profile(profile_memory=True) as log:
                     self.try_out(batch)
-                events = [e for e in log.profiler.kineto_results.events() if e.name() == "[memory]"]
-                events.sort(key=lambda e: e.start_ns())
-                peak = max(itertools.accumulate(e.nbytes() for e in events))
+                events = sorted(log.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+                peak = max(itertools.accumulate(e.nbytes() for e in events))  # 0 but for memory
             peak = max(common.of_all_ranks(peak))  # in addition to what exists before
             limit = min(common.of_all_ranks(limit))
             room = 0.9 * limit - state_bytes  # the allocator loses a tenth
