@@ -1250,8 +1250,8 @@ def main(run):
     check_budget(config, train.longest[0], f"line {train.longest[1] + 1} of the rollouts")
     size = min(run.train_batch_size or config.ppo_mini_batch_size, len(train))
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
-    options = (run.out_dir, run.resume, run.keep, run.async_save, config.timeout_minutes)
-    with Checkpoints(*options) as checkpoints:
+    checkpoints = Checkpoints(run.out_dir, run.resume, run.keep, run.async_save, config.timeout_minutes)
+    with checkpoints:
         worker.init_model(total, common.describe_rows(train, run.gamma))
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
