@@ -1283,8 +1283,8 @@ def tiny_config(name, vocab_size):
     if not kind.endswith("vl"):
         return {"model_type": kind, **text, **TINY[name]}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    words = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
-    ids = dict(zip(words, range(vocab_size - 3, vocab_size)))
+    ids = {"vision_start_token_id": vocab_size - 3, "image_token_id": vocab_size - 2}
+    ids["vision_end_token_id"] = vocab_size - 1
     return {"model_type": kind, "text_config": text, "vision_config": dict(TINY[name]), **ids}
 
 
