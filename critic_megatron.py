@@ -456,18 +456,12 @@ def named_weights(modules):
             yield ".".join(words), p
 
 
-def tensor_group(name):
-    """Ranks that share this weight by tensor parallelism."""
+def groups_of(name):
+    """(ranks that share this weight by tensor parallelism, its replicas: ranks that hold the same of it, and
+    differ in rows, or in a part of the same rows)."""
     if ".experts." in name:
-        return mpu.get_expert_tensor_parallel_group()
-    return mpu.get_tensor_model_parallel_group()
-
-
-def replicas(name):
-    """Ranks that hold the same of a weight: those that differ in rows, or in a part of the same rows."""
-    if ".experts." in name:
-        return mpu.get_expert_data_parallel_group()
-    return mpu.get_data_parallel_group(with_context_parallel=True)
+        return mpu.get_expert_tensor_parallel_group(), mpu.get_expert_data_parallel_group()
+    return mpu.get_tensor_model_parallel_group(), mpu.get_data_parallel_group(with_context_parallel=True)
 
 
 def shard(cut, parts, groups, rank, size):
@@ -509,13 +503,13 @@ def whole_weights(modules, vocab_size, local):
     kept = {}
     for name, p in named_weights(modules):
         cut, parts = hf_names(name)
-        group = tensor_group(name)
+        group, replicas = groups_of(name)
         mine = local(name, p).contiguous()
         shards = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(shards, mine, group=group)
         layer = re.match(r"decoder\.layers\.(\d+)", name)
         replica, writer = divmod(int(layer[1]) if layer else 0, group.size())
-        if group.rank() == writer and replicas(name).rank() == replica % replicas(name).size():
+        if group.rank() == writer and replicas.rank() == replica % replicas.size():
             wholes = unshard(cut, shards, config.num_query_groups, config.kv_channels, vocab_size)
             kept |= {part: whole.float().cpu().contiguous() for part, whole in zip(parts, wholes)}
     return kept
@@ -1056,7 +1050,8 @@ class MegatronPPOCritic:
         if p in self.masters:
             adam, mine, place = self.masters[p]
             flat[place] = mine.detach() if kind == "weight" else adam.state[mine].get(kind, 0.0)
-        dist.all_reduce(flat, group=replicas(name))
+        _, replicas = groups_of(name)
+        dist.all_reduce(flat, group=replicas)
         return flat.view_as(p)
 
     @torch.no_grad()
@@ -1066,7 +1061,7 @@ class MegatronPPOCritic:
         problems = []
         for name, p in named_weights(self.modules):
             cut, parts = hf_names(name)
-            group = tensor_group(name)
+            group, _ = groups_of(name)
             try:
                 wholes = [lookup_weight(tensors, part, form) for part in parts]
                 x = shard(cut, wholes, self.transformer.num_query_groups, group.rank(), group.size())
@@ -1136,7 +1131,8 @@ class CriticWorker:
         if isinstance(budget, str):  # auto, or auto:GIB
             state = 0
             for name, p in named_weights(critic.modules):  # float32 gradients; masters and moments are shared
-                state += p.nbytes + 4 * p.numel() + 12 * p.numel() / replicas(name).size()
+                _, replicas = groups_of(name)
+                state += p.nbytes + 4 * p.numel() + 12 * p.numel() / replicas.size()
             budget = self.measure_budget(longest, share, state)
             if budget < least:
                 raise UserError(f"--ppo-max-token-len-per-gpu auto: {row} of {longest} tokens does not fit")

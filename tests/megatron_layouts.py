@@ -88,7 +88,7 @@ def whole_of(worker, part):
         if p in worker.critic.masters:
             adam, mine, place = worker.critic.masters[p]
             flat[place] = part(adam, mine).detach()
-        dist.all_reduce(flat, group=cm.replicas(name))
+        dist.all_reduce(flat, group=cm.groups_of(name)[1])
         return flat.view_as(p)
 
     return union(worker, local)
@@ -111,9 +111,9 @@ def union(worker, local):
 def assert_replicas_agree(critic):
     """Ranks that hold the same part of a weight, or all of an uncut one, hold the same bits."""
     for name, p in cm.named_weights(critic.modules):
-        groups = [cm.replicas(name)]
+        groups = [cm.groups_of(name)[1]]
         if cm.hf_names(name)[0] == "whole":
-            groups.append(cm.tensor_group(name))
+            groups.append(cm.groups_of(name)[0])
         for group in groups:
             most, least = p.detach().clone(), p.detach().clone()
             dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
