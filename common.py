@@ -1425,9 +1425,8 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     log = read_lines(f"{out_dir}/metrics.jsonl")
     for panel, (title, names) in zip(figure.subplots(1, 3), curves.items()):
         for name in names:
-            measured = [row for row in log if row.get(name) is not None]
-            steps = [row["step"] for row in measured]
-            panel.plot(steps, [row[name] for row in measured], ".-", label=name)
+            points = {row["step"]: row[name] for row in log if row.get(name) is not None}
+            panel.plot(list(points), list(points.values()), ".-", label=name)
         panel.set_title(title)
         panel.legend()
     figure.savefig(f"{out_dir}/curves.png")
@@ -1437,7 +1436,6 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     about = f"{len(rows):,} {about}, {len(v_A):,} actions"
     shown = rows_to_show(rows, tokenizer, low, high)
     parts = {"about": about, "numbers": numbers, "words": NUMBERS, "rows": shown, "figure": svg.getvalue()}
-    page = PAGE.render(parts, title=out_dir, low=low, high=high)
-    pathlib.Path(out_dir, "report.html").write_text(page, encoding="utf-8")
+    PAGE.stream(parts, title=out_dir, low=low, high=high).dump(f"{out_dir}/report.html")
     print0(f"report     {out_dir}/report.html: {about}")
     print0("  " + ", ".join(f"{name} {x}" for name, x in numbers.items()))
