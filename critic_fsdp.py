@@ -583,6 +583,8 @@ class DataParallelPPOCritic:
     """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same
     on every rank, and work on this rank's share of it."""
 
+    between = staticmethod(lambda: None)  # called between micro-batches of compute_values; it may raise
+
     def __init__(self, config, model_config, layout, total_steps=None):
         self.config = config
         self.layout = layout
@@ -673,6 +675,7 @@ class DataParallelPPOCritic:
         self.model.eval()
         values_T = torch.zeros(len(batch.input_ids), device=self.layout.device)
         for rows in self.my_micro_batches(batch):
+            self.between()
             micro = self.micro_batch(batch, rows)
             v_T = self.values(self.forward(micro), micro.response_mask)
             if rows and self.layout.sp_rank == 0:  # ranks that share a row all have the same

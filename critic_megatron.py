@@ -794,6 +794,8 @@ class MegatronPPOCritic:
     """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same
     on every rank, and work on this rank's share of it."""
 
+    between = staticmethod(lambda: None)  # called between micro-batches of compute_values; it may raise
+
     def __init__(self, config, model_config, layout, total_steps=None):
         self.config = config
         self.layout = layout
@@ -943,7 +945,10 @@ class MegatronPPOCritic:
                 values_T.index_add_(0, micro.index, self.values(outputs_S, micro.response_mask))
             return outputs_S.sum()
 
-        self.run_schedule(micros, reduce, forward_only=True)
+        size = 4 * self.config.pipeline_model_parallel_size  # a pipeline wants several at once
+        for first in range(0, len(micros), size):
+            self.between()
+            self.run_schedule(micros[first : first + size], reduce, forward_only=True)
         dist.all_reduce(values_T)  # one rank has each token's value; others add 0
         return values_T.cpu()
 

@@ -39,7 +39,7 @@ import tempfile
 import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Annotated, Any, Literal, NamedTuple
@@ -282,6 +282,16 @@ def check_flags(run):
 # ---- Task: prompts, rewards, environment -------------------------------------------------------------------
 
 
+SIGTERM = threading.Event()  # of this rank: what it generates or scores ends early, see poll
+
+
+def poll(group=None):
+    """Ends the step if a rank of the group (None: any) has received SIGTERM (a collective of the group)."""
+    if any(common.of_all_ranks(SIGTERM.is_set(), group)):
+        SIGTERM.set()
+        raise SystemExit
+
+
 class Prompt(NamedTuple):
     ids: list  # tokens that the response follows
     text: str  # for the user's functions: as the row has it, of chat messages the last content
@@ -300,6 +310,7 @@ class Task(NamedTuple):
     observe: Any  # the environment, or None
     stop_ids: list  # tokens that end a turn
     longest: int  # most tokens of a prompt with its response
+    known: int  # token ids from here on have no token: a model may have some, to make its head a round size
 
 
 def addition_prompts(n, seed, tokenizer, held_out=False):
@@ -420,11 +431,14 @@ class Workers:
 
 
 def ask_all(function, rows, what):
-    """attempt(function, *row) of each row, in their order."""
+    """attempt(function, *row) of each row, in their order; after a SIGTERM of some."""
     if not isinstance(function, Workers):
-        return [attempt(function, *row) for row in rows]
+        return [attempt(function, *row) for row in rows if not SIGTERM.is_set()]
     asked = [function.threads.submit(function.ask, row) for row in rows]
-    return [answer.result() for answer in common.progress(asked, what)]
+    for answer in common.progress(asked, what):
+        while not SIGTERM.is_set() and not answer.done():
+            wait([answer], timeout=1)
+    return [answer.result() for answer in asked if answer.done()]
 
 
 class RewardModel:
@@ -525,7 +539,8 @@ def add_advantages(batch, scores, kl_coef, run):
     """Fills token_level_rewards, advantages and returns of the caller's rows (a collective). Each action pays
     for its KL to the reference, the last one earns the score. Decoupled GAE: 2503.01491, section 4.2."""
     kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
-    batch.token_level_rewards = (-kl_coef * kl_T).index_add(0, batch.last_action, torch.tensor(scores))
+    paid_T = -kl_coef * kl_T if kl_coef else torch.zeros_like(kl_T)
+    batch.token_level_rewards = paid_T.index_add(0, batch.last_action, torch.tensor(scores))
     common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
     if run.lam_policy is not None:
         returns_T = batch.returns
@@ -545,10 +560,13 @@ class Draw(LogitsProcessor):
     u_BR: torch.Tensor
     temperature: float  # 0: greedy
     top_p: float
+    known: int  # of the task
     log_probs: list = field(default_factory=list)  # (B,) of each step's tokens, as they were drawn
 
     def __call__(self, ids_BL, logits_BV):
-        log_p_BV = (logits_BV.float() / (self.temperature or 1.0)).log_softmax(-1)
+        if SIGTERM.is_set():
+            raise SystemExit
+        log_p_BV = (logits_BV[:, : self.known].float() / (self.temperature or 1.0)).log_softmax(-1)
         if self.temperature:  # one number a token: the inverse of the distribution function
             log_p_BV = TopPLogitsWarper(self.top_p)(ids_BL, log_p_BV).log_softmax(-1)
             cdf_BV = log_p_BV.double().exp().cumsum(-1)
@@ -567,6 +585,7 @@ class HFRollout:
     def __init__(self, run, task, device):
         self.run = run
         self.stop_ids = task.stop_ids
+        self.known = task.known
         self.device = device
         self.dtype = common.compute_dtype(run.actor.param_dtype, device)
         capped = getattr(task.model_config.get_text_config(), "attn_logit_softcapping", None)
@@ -599,7 +618,7 @@ class HFRollout:
             ids_BL = pad_sequence(ids, True, -1, padding_side="left").to(self.device)
             sources = [torch.Generator().manual_seed(seed_of(key)) for key in keys]
             u_BR = torch.stack([torch.rand(max(room), generator=g, dtype=torch.float64) for g in sources])
-            draw = Draw(u_BR.to(self.device), temperature, self.run.top_p)
+            draw = Draw(u_BR.to(self.device), temperature, self.run.top_p, self.known)
             out_BL = self.model.generate(
                 ids_BL.clamp(min=0), attention_mask=ids_BL >= 0,
                 max_new_tokens=max(room), logits_processor=[draw],
@@ -627,6 +646,7 @@ class VLLMRollout:
     def __init__(self, run, task, device):
         self.run = run
         self.stop_ids = task.stop_ids
+        self.known = task.known
         self.on_cpu = device.type == "cpu"
         self.dtype = common.compute_dtype(run.actor.param_dtype, device)
         size = run.vllm.tensor_parallel_size
@@ -647,6 +667,8 @@ class VLLMRollout:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
         self.engines.append(self.llm)
+        unfinished = self.llm.llm_engine.has_unfinished_requests
+        self.llm.llm_engine.has_unfinished_requests = lambda: poll(self.group) or unfinished()
         print0(f"vllm       {WORLD_SIZE // size} engines x {size} ranks")
 
     def start(self, folder, longest, size):
@@ -683,7 +705,7 @@ class VLLMRollout:
         get_tp_group().mq_broadcaster = None  # it is shared memory, which common.launch would leave behind
 
     def onload(self):
-        """Wakes the weights. Only after a sync is there a cache, and something to generate with."""
+        """Wakes the weights, for a sync. The cache sleeps on until the actor has gone, see generate."""
         self.llm.wake_up(tags=["weights"])
 
     def offload(self):
@@ -700,16 +722,25 @@ class VLLMRollout:
             for pair in revert_weight_conversion(self.skeleton, {name: weight}).items()
         )
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
-        if self.on_cpu:
-            self.llm.apply_model(repack_head)
-        if self.llm.llm_engine.is_sleeping():
-            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.apply_model(self.adapt)
         self.llm.reset_prefix_cache()  # it has keys and values of the old weights
+
+    def adapt(self, model):
+        """Runs in vLLM after a sync: it drops logits of ids without a token, as it does with those that pad
+        its own matrix. On CPU a tied head is a packed copy of the embeddings, and takes them again."""
+        for module in model.modules():
+            kind = type(module).__name__
+            if kind == "LogitsProcessor":
+                module.org_vocab_size = self.known
+            elif kind == "ParallelLMHead" and self.on_cpu:
+                module.quant_method.process_weights_after_loading(module)
 
     def generate(self, rows, temperature):
         """As HFRollout.generate. Ranks that share an engine call it together."""
         from vllm import SamplingParams
 
+        if self.llm.llm_engine.is_sleeping():
+            self.llm.wake_up(tags=["kv_cache"])
         everyones = common.of_all_ranks(rows, self.group)
         before = sum(map(len, everyones[: dist.get_rank(self.group)]))
         asked = []
@@ -737,13 +768,6 @@ def forget_experts(model):
     for module in model.modules():
         if hasattr(module, "moe_kernel"):
             module.moe_kernel = None
-
-
-def repack_head(model):
-    """Runs in vLLM's CPU build: a tied head is a packed copy of the embeddings, and takes them again."""
-    for module in model.modules():
-        if type(module).__name__ == "ParallelLMHead":
-            module.quant_method.process_weights_after_loading(module)
 
 
 @dataclass
@@ -780,7 +804,9 @@ def roll_out(engine, task, prompts, keys, run, temperature):
             (prompt.ids + reply.ids, f"{key} {turn}", run.max_response_length - len(reply.ids))
             for prompt, key, reply in going
         ]
-        out = engine.generate(rows, temperature)
+        out = []
+        with contextlib.suppress(SystemExit):  # others may not know of SIGTERM yet
+            out = engine.generate(rows, temperature)
         for (_, _, reply), (ids, log_probs, ended) in zip(going, out):
             reply.add(ids, log_probs)
             reply.finished = ended
@@ -871,9 +897,11 @@ LOGITS_AT_ONCE = 2**25  # 128 MiB in float32
 class Policy(nn.Module):
     """A causal language model that says how likely the actions of a packed row were."""
 
-    def __init__(self, lm):
+    def __init__(self, lm, known=None, entropy_learns=False):
         super().__init__()
         self.lm = lm
+        self.known = known  # of the task
+        self.entropy_learns = entropy_learns  # else it is left out of the graph
 
     def forward(self, micro, temperature):
         """(2, T) log-probs and entropies of the actions of a micro-batch, zero elsewhere."""
@@ -893,22 +921,23 @@ class Policy(nn.Module):
 
     def read(self, hidden_CD, target_C, temperature):
         """(2, C) log-probs of the targets, and entropies of their distributions, float32."""
-        logits_CV = self.lm.get_output_embeddings()(hidden_CD).float()
+        logits_CV = self.lm.get_output_embeddings()(hidden_CD)[:, : self.known].float()
         softcap = getattr(self.lm.config.get_text_config(), "final_logit_softcapping", None)
         if softcap:
             logits_CV = softcap * torch.tanh(logits_CV / softcap)
         log_p_CV = (logits_CV / temperature).log_softmax(-1)
         chosen_C = log_p_CV.gather(1, target_C[:, None])[:, 0]
-        return torch.stack([chosen_C, -(log_p_CV.exp() * log_p_CV).sum(-1)])
+        entropy_C = -(log_p_CV.exp() * log_p_CV).sum(-1)
+        return torch.stack([chosen_C, entropy_C if self.entropy_learns else entropy_C.detach()])
 
 
 class PolicyWorker:
     """A policy spread over all ranks by FSDP2; a reference has no optimizer."""
 
-    def __init__(self, run, model_config, device, trains=True):
+    def __init__(self, run, task, device, trains=True):
         self.run = run
         self.config = config = run.actor
-        self.model_config = model_config
+        self.model_config = model_config = task.model_config
         self.device = device
         self.dtype = common.compute_dtype(config.param_dtype, device)
         source = None
@@ -919,13 +948,16 @@ class PolicyWorker:
                 source = Policy(lm)
             with torch.device("meta"):
                 lm = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options)
+        # all bits of what is loaded, added up: a resumed run needs the same reference
+        bits = source and sum(int(p.detach().view(torch.int32).sum()) for p in source.parameters())
+        self.start = common.of_all_ranks(bits)[0]
         if not lm._can_set_attn_implementation():
             raise UserError(f"--actor.model {config.model}: its own attention knows no packed rows")
         if config.gradient_checkpointing and trains:
             lm.gradient_checkpointing_enable()
         kind = "actor    " if trains else "reference"
         print0(f"{kind}  {config.model} ({model_config.model_type}), {lm.num_parameters():,} parameters")
-        self.model = Policy(lm).requires_grad_(trains)
+        self.model = Policy(lm, task.known, config.entropy_coeff > 0).requires_grad_(trains)
         self.flops = common.flops_model(self.model, model_config)
         shards = WORLD_SIZE if config.fsdp_size == -1 else config.fsdp_size
         sizes = (WORLD_SIZE // shards, shards)
@@ -952,16 +984,13 @@ class PolicyWorker:
 
     def offload(self):
         """Gives the device memory of weights and optimizer state to others."""
-        self.move(torch.device("cpu"))
+        self.model.to("cpu")
+        if self.optimizer is not None:
+            common.move_state(self.optimizer, torch.device("cpu"))
 
     def onload(self):
-        """Takes it back."""
-        self.move(self.device)
-
-    def move(self, device):
-        self.model.to(device)
-        if self.optimizer is not None:
-            common.move_state(self.optimizer, device)
+        """Takes that of the weights back; the state comes for an update alone."""
+        self.model.to(self.device)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     @torch.no_grad()
@@ -969,12 +998,17 @@ class PolicyWorker:
         """Log-probs of the actions of the caller's rows at --temperature: (T,) float32, zero elsewhere."""
         log_probs_T = torch.zeros(len(batch.input_ids), device=self.device)
         for rows in self.my_micro_batches(batch):
+            poll()
             out_T, _ = self.model(self.micro_batch(batch, rows), self.run.temperature)
             if rows:
                 log_probs_T[batch.token_index(rows).to(self.device, non_blocking=True)] = out_T
         self.model.reshard()  # FSDP keeps what is not in a layer for a backward, which does not come here
         dist.all_reduce(log_probs_T)  # one rank computed each token; others add 0
-        return log_probs_T.cpu()
+        log_probs_T = log_probs_T.cpu()
+        if not log_probs_T.isfinite().all():
+            words = "its log-probs are not finite, the training has diverged; use a lower --actor.lr"
+            raise UserError(f"--actor.model {self.config.model}: {words}")
+        return log_probs_T
 
     def my_micro_batches(self, batch):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
@@ -998,6 +1032,7 @@ class PolicyWorker:
         names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy")
         totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.device)
         norms = []  # of the mini-batches, NaN where the step was skipped
+        common.move_state(self.optimizer, self.device)
         for epoch in range(self.config.ppo_epochs):
             shuffled = batch.shuffled(self.run.seed, self.updates, epoch)
             for mini in shuffled.split(self.config.ppo_mini_batch_size):
@@ -1020,7 +1055,10 @@ class PolicyWorker:
             log_probs_T, micro.old_log_probs, micro.advantages, mask_T, weights_T, *clips
         )
         ref_kl_T = kl_penalty(log_probs_T, micro.ref_log_probs, c.kl_loss_type)
-        whole = loss + (micro.weights * (c.kl_loss_coef * ref_kl_T - c.entropy_coeff * entropy_T)).sum()
+        whole = loss
+        for coef, x_T in ((c.kl_loss_coef, ref_kl_T), (-c.entropy_coeff, entropy_T)):
+            if coef:  # else not even a NaN enters
+                whole = whole + coef * (micro.weights * x_T).sum()
         kl = (micro.old_log_probs - log_probs_T).sum()
         return whole, [loss, clipped, dual, kl, ref_kl_T.sum(), entropy_T.sum(), mask_T.sum()]
 
@@ -1066,7 +1104,7 @@ class PolicyWorker:
         if copy:
             tensors = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
         state = {
-            "updates": self.updates, "optimizer_steps": self.optimizer_steps,
+            "updates": self.updates, "optimizer_steps": self.optimizer_steps, "start": self.start,
             "shape": common.shape_of(self.model_config),
         }  # fmt: skip
 
@@ -1081,6 +1119,10 @@ class PolicyWorker:
         """Restores what checkpoint_writer wrote, on any world size. UserError: damaged or foreign."""
         module = critic_module(self.run.backend)
         saved = module.open_checkpoint(folder, common.shape_of(self.model_config))
+        has_reference = self.run.kl_coef or self.config.kl_loss_coef
+        if has_reference and saved.get("start", self.start) != self.start:
+            words = "is the reference, but not as it was when this run began; restore it, or leave out the KL"
+            raise UserError(f"--actor.model {self.config.model}: {words}")
         with common.blame(f"--resume {folder}: does not fit this actor"):
             dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))
         self.updates = saved["updates"]
@@ -1163,9 +1205,11 @@ class Phases:
         with common.named_range(name):
             for worker in workers:
                 worker.onload()
-            yield
-            for worker in reversed(workers):
-                worker.offload()
+            try:
+                yield
+            finally:
+                for worker in reversed(workers):
+                    worker.offload()
         self.seconds[name] += time.perf_counter() - start
 
     def take(self, tokens):
@@ -1237,12 +1281,11 @@ def rollout_metrics(batch, run, rows, rewards, faults):
     }
 
 
-def evaluate(engine, task, run, reward, phases, step, logger):
-    """Logs the rewards of greedy replies to held-out prompts, keeps eight in samples.jsonl and shows two."""
-    row_ids = range(RANK, len(task.held_out), WORLD_SIZE)
-    prompts = [task.held_out[row] for row in row_ids]
-    replies = roll_out(engine, task, prompts, map(str, row_ids), run, temperature=0.0)
+def evaluate(prompts, replies, run, reward, phases, step, logger):
+    """Logs the rewards of replies to held-out prompts, keeps eight in samples.jsonl and shows two."""
+    row_ids = range(RANK, RANK + len(prompts) * WORLD_SIZE, WORLD_SIZE)
     scores = score(run, reward, phases, prompts, replies, row_ids)
+    poll()
     rows, rewards, faults = of_all_rows(prompts, replies, scores)
     if RANK == 0:
         path = f"{run.out_dir}/samples.jsonl"
@@ -1287,6 +1330,10 @@ LONGEST = "the longest prompt with its response"
 def set_up(run):
     """(run with what follows from its task and its actor, the Task). UserError: mistakes of the user."""
     check_flags(run)
+    models = (run.actor.model, run.critic.model, run.reward_model or "")
+    exports = (f"{run.out_dir}/hf", f"{run.out_dir}/critic_hf")
+    if set(map(os.path.realpath, models)) & set(map(os.path.realpath, exports)):
+        raise UserError(f"--out-dir {run.out_dir}: its exports would replace a model of it; give another")
     addition = run.prompts is None
     actor = dataclasses.replace(run.actor, lr=run.actor.lr or (5e-4 if addition else 1e-6))
     with flags_of("actor"):
@@ -1314,7 +1361,8 @@ def set_up(run):
         held_out = load_prompts(more, "--eval-prompts", run, tokenizer) if more else []
     longest = max(len(prompt.ids) for prompt in prompts + held_out) + run.max_response_length
     row = common.Batch.blank(longest)
-    row.input_ids[0] = max(tokenizer.get_vocab().values())
+    known = max(tokenizer.get_vocab().values()) + 1
+    row.input_ids[0] = known - 1
     with flags_of("actor"):
         if longest > actor.ppo_max_token_len_per_gpu:
             raise UserError(f"--ppo-max-token-len-per-gpu: {LONGEST} has {longest} tokens")
@@ -1336,7 +1384,7 @@ def set_up(run):
     if run.critic_warmup >= run.steps:
         print0(f"warm-up    --critic-warmup {run.critic_warmup}, as many as --steps: the actor never learns")
     stop_ids = stop_tokens(actor, tokenizer)
-    return run, Task(tokenizer, model_config, prompts, held_out, reward, observe, stop_ids, longest)
+    return run, Task(tokenizer, model_config, prompts, held_out, reward, observe, stop_ids, longest, known)
 
 
 def start_from(run, task, checkpoints):
@@ -1370,20 +1418,21 @@ def start_from(run, task, checkpoints):
     return run, step, kl_coef
 
 
-def checkpoint_writer(run, step, kl_coef, actor, critic):
-    """write(tmp, group) of the whole state. Prompts and samples follow from the step, and need none."""
-    writers = {
-        "actor": actor.checkpoint_writer(run.async_save),
-        "critic": critic.checkpoint_writer(run.async_save),
-    }
+def save(checkpoints, phases, run, step, kl_coef, actor, critic):
+    """Saves the whole state at the start of a step. Prompts and samples follow from it, and need none."""
+    with phases("checkpoint", actor, critic):
+        writers = {
+            "actor": actor.checkpoint_writer(run.async_save),
+            "critic": critic.checkpoint_writer(run.async_save),
+        }
 
-    def write(tmp, group):
-        for name, write_part in writers.items():
-            os.makedirs(f"{tmp}/{name}", exist_ok=True)
-            write_part(f"{tmp}/{name}", group)
-        common.write_json(f"{tmp}/loop.json", {"step": step, "kl_coef": kl_coef})
+        def write(tmp, group):
+            for name, write_part in writers.items():
+                os.makedirs(f"{tmp}/{name}", exist_ok=True)
+                write_part(f"{tmp}/{name}", group)
+            common.write_json(f"{tmp}/loop.json", {"step": step, "kl_coef": kl_coef})
 
-    return write
+        checkpoints.save(step, write)
 
 
 def build(run, task, device, checkpoints):
@@ -1396,17 +1445,17 @@ def build(run, task, device, checkpoints):
             worker.offload()
         return worker
 
-    actor = PolicyWorker(run, task.model_config, device)
+    actor = PolicyWorker(run, task, device)
     if folder:
         actor.load_checkpoint(f"{folder}/actor")
     away(actor)
     reference = None
     if run.kl_coef or run.actor.kl_loss_coef:
-        reference = away(PolicyWorker(run, task.model_config, device, trains=False))
+        reference = away(PolicyWorker(run, task, device, trains=False))
     reward = task.reward
     if run.reward_model:
         reward = RewardModel(run, task.tokenizer)
-        away(reward.worker)
+        away(reward.worker).critic.between = poll
     engine = away((HFRollout if run.rollout == "hf" else VLLMRollout)(run, task, device))
     with flags_of("critic"):  # the last, because it seeds torch's generator, or restores it
         critic = critic_module(run.backend).CriticWorker(run.critic)
@@ -1415,12 +1464,12 @@ def build(run, task, device, checkpoints):
         if folder:
             critic.load_checkpoint(f"{folder}/critic")
         critic.set_budget(task.longest, LONGEST, checkpoints.halvings)
-        away(critic)
+        away(critic).critic.between = poll
     return actor, reference, critic, reward, engine
 
 
 def check_engine(run, metrics, engine):
-    """UserError if engine and actor, which have the same weights, do not agree on the first rows."""
+    """UserError if engine and actor, which have the same weights, do not agree on a step's rows."""
     off = metrics["rollout/log_prob_diff"]
     if not off < (1e-3 if engine.dtype == torch.float32 else 0.5):
         words = "a token; Policy does not know how this model makes its logits, or rows see each other"
@@ -1437,56 +1486,71 @@ def main(run):
         last_step = first_step if checkpoints.is_own else 0
         logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, checkpoints.folder)
         phases = Phases(run.offload)
-        for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
-            last = step == run.steps
-            stop = checkpoints.sigterm_received()
-            due = run.save_every > 0 and step % run.save_every == 0
-            if step > first_step and (due or last or stop):
-                with phases("checkpoint", actor, critic):
-                    checkpoints.save(step, checkpoint_writer(run, step, kl_coef, actor, critic))
-            checkpoints.wait(block=last or stop)
-            if stop and not last:
-                checkpoints.leave(step)
-            with phases("generation", engine):
-                with phases("sync", actor):
-                    engine.sync(actor.weights(engine.dtype))
+        saved = first_step
+        batch = None
+        checkpoints.sigterm = SIGTERM
+        try:
+            for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
+                last = step == run.steps
+                poll()
+                if step > saved and (last or run.save_every and step % run.save_every == 0):
+                    with phases("log_probs", actor):
+                        actor.compute_log_probs(batch.select(range(len(batch))[:1]))  # are they finite?
+                    save(checkpoints, phases, run, step, kl_coef, actor, critic)
+                    saved = step
+                checkpoints.wait(block=last)
+                held_out = task.held_out[RANK::WORLD_SIZE] if run.evaluates(step) else []
+                with phases("generation", engine):
+                    with phases("sync", actor):
+                        engine.sync(actor.weights(engine.dtype))
+                    greedy = roll_out(engine, task, held_out, held_out, run, temperature=0.0)
+                    if not last:
+                        prompts, row_ids, keys = prompts_of_step(step, task.prompts, run)
+                        replies = roll_out(engine, task, prompts, keys, run, run.temperature)
+                        batch = to_batch(prompts, replies, row_ids)
                 if task.held_out and run.evaluates(step):
-                    evaluate(engine, task, run, reward, phases, step, logger)
+                    evaluate(held_out, greedy, run, reward, phases, step, logger)
                 if last:
                     break
-                prompts, row_ids, keys = prompts_of_step(step, task.prompts, run)
-                replies = roll_out(engine, task, prompts, keys, run, run.temperature)
-                batch = to_batch(prompts, replies, row_ids)
-            scores = score(run, reward, phases, prompts, replies, row_ids)
-            with phases("log_probs", actor):
-                batch.old_log_probs = batch.ref_log_probs = actor.compute_log_probs(batch)
-            if reference is not None:
-                with phases("reference", reference):
-                    batch.ref_log_probs = reference.compute_log_probs(batch)
-            metrics = rollout_metrics(batch, run, *of_all_rows(prompts, replies, scores))
-            if step == first_step:
+                scores = score(run, reward, phases, prompts, replies, row_ids)
+                with phases("log_probs", actor):
+                    batch.old_log_probs = batch.ref_log_probs = actor.compute_log_probs(batch)
+                if reference is not None:
+                    with phases("reference", reference):
+                        batch.ref_log_probs = reference.compute_log_probs(batch)
+                metrics = rollout_metrics(batch, run, *of_all_rows(prompts, replies, scores))
                 check_engine(run, metrics, engine)
-            with phases("critic", critic):
-                batch.values = critic.compute_values(batch)
-                add_advantages(batch, scores, kl_coef, run)
-                metrics |= critic.update_critic(batch) | {"kl/coef": kl_coef}
-            if step >= run.critic_warmup:
-                with phases("actor", actor):
-                    metrics |= actor.update_policy(batch)
-                n = run.train_batch_size * run.rollout_n
-                kl_coef = next_kl_coef(kl_coef, metrics["kl/reference"], n, run.target_kl)
-            logger.check_progress(metrics)
-            if run.dump_rollouts:
-                write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl")
-            metrics |= phases.take(metrics["rollout/tokens"])
-            logger.log(step + 1, metrics)
-            print_step(step + 1, run.steps, metrics)
-        if first_step < run.steps:
-            shown = (common.gather(batch), "rows of the last step")
-            common.write_report(run.out_dir, *shown, task.tokenizer, run.gamma, CURVES)
-        with phases("export", actor, critic):
-            actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
-            critic.export_hf(f"{run.out_dir}/critic_hf")
+                with phases("critic", critic):
+                    batch.values = critic.compute_values(batch)
+                    add_advantages(batch, scores, kl_coef, run)
+                    metrics |= critic.update_critic(batch) | {"kl/coef": kl_coef}
+                if step >= run.critic_warmup:
+                    with phases("actor", actor):
+                        metrics |= actor.update_policy(batch)
+                    n = run.train_batch_size * run.rollout_n
+                    kl_coef = next_kl_coef(kl_coef, metrics["kl/reference"], n, run.target_kl)
+                logger.check_progress(metrics)
+                if run.dump_rollouts:
+                    write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl")
+                metrics |= phases.take(metrics["rollout/tokens"])
+                logger.log(step + 1, metrics)
+                print_step(step + 1, run.steps, metrics)
+        except SystemExit:
+            if step > saved:
+                save(checkpoints, phases, run, step, kl_coef, actor, critic)
+            checkpoints.wait()
+            checkpoints.leave(step)
+        finish(run, task, batch, phases, actor, critic)
+
+
+def finish(run, task, batch, phases, actor, critic):
+    """Writes the report and both models. batch: rows of the last step, None if the run had made all steps."""
+    if batch is not None:
+        shown = (common.gather(batch), "rows of the last step")
+        common.write_report(run.out_dir, *shown, task.tokenizer, run.gamma, CURVES)
+    with phases("export", actor, critic):
+        actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
+        critic.export_hf(f"{run.out_dir}/critic_hf")
     files = "hf, critic_hf, samples.jsonl, report.html, curves.png, metrics.jsonl, tensorboard"
     print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
 

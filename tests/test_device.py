@@ -172,7 +172,7 @@ def actor_and_rollout(out):
 
     flags = f"--critic.model tiny-qwen2 --actor.ppo-mini-batch-size 3 --out-dir {out / 'actor'}"
     run, task = ppo_loop.set_up(ppo_loop.parse([*flags.split(), "--actor.ppo-max-token-len-per-gpu", "60"]))
-    actor = ppo_loop.PolicyWorker(run, task.model_config, torch.device("cuda"))
+    actor = ppo_loop.PolicyWorker(run, task, torch.device("cuda"))
     rows = dataclasses.replace(BATCH, advantages=BATCH.returns, rollout_log_probs=BATCH.values)
     found = {}
     device.WAITS.clear()

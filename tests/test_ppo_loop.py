@@ -61,7 +61,7 @@ def policy(kind="tiny-qwen2", temperature=1.0, trains=True, override_config=SHAR
     config = ActorConfig(model=str(kind), **{"lr": 1e-3, "override_config": override_config, **fields})
     _, model_config = common.load_config(config)
     run = a_run(actor=config, temperature=temperature, max_response_length=40)
-    return PolicyWorker(run, model_config, common.setup_distributed(), trains)
+    return PolicyWorker(run, a_task(model_config=model_config), common.setup_distributed(), trains)
 
 
 def plain(w, dtype=torch.float32):
@@ -398,7 +398,7 @@ def test_samples_follow_the_softmax_or_its_nucleus():
     u_BR = ((torch.arange(1000, dtype=torch.float64) + 0.5) / 1000)[:, None]
     for logits_V in (torch.tensor([3.0, 1.0, 2.0, 2.1, -1.0]), torch.tensor([0.0, 0.0, 0.0, 0.0, 9.0])):
         for top_p in (1e-6, 0.3, 0.5, 0.6, 0.9, 0.999):
-            draw = ppo_loop.Draw(u_BR, 0.8, top_p)
+            draw = ppo_loop.Draw(u_BR, 0.8, top_p, 5)
             out_BV = draw(torch.zeros(1000, 1, dtype=torch.int64), logits_V.expand(1000, 5))
             assert (out_BV.isfinite().sum(1) == 1).all()
             token_B = out_BV.argmax(1)
@@ -793,13 +793,12 @@ def test_rewards_that_all_fail_end_the_run_and_some_are_counted(capsys):
 def test_accuracy_is_told_only_of_right_and_wrong(rewards, words, tmp_path, capsys):
     common.setup_distributed()
     held_out = [Prompt([1], f"{i}", i) for i in range(3)]
-    engine = types.SimpleNamespace(generate=lambda rows, _: [([4, EOS], [0.0] * 2, True)] * len(rows))
     logged = {}
     logger = types.SimpleNamespace(log=lambda step, metrics: logged.update(metrics))
-    run = a_run(out_dir=str(tmp_path), max_response_length=9)
-    task = a_task(held_out=held_out, tokenizer=TOKENIZER)
+    replies = [said("x", [4, EOS]) for _ in held_out]
     reward = lambda prompt, response, i: rewards[i]
-    ppo_loop.evaluate(engine, task, run, reward, ppo_loop.Phases(False), 3, logger)
+    run = a_run(out_dir=str(tmp_path))
+    ppo_loop.evaluate(held_out, replies, run, reward, ppo_loop.Phases(False), 3, logger)
     assert f"held out   {words}\n" in capsys.readouterr().out
     assert logged["eval/reward"] == pytest.approx(sum(rewards) / 3) and logged["eval/errors"] == 0
     assert ("eval/accuracy" in logged) == ("accuracy" in words)
@@ -1027,6 +1026,118 @@ def test_an_engine_that_is_off_the_actor_ends_the_run(dtype, most):
     for off in (1.1 * most, math.nan):
         with pytest.raises(UserError, match="^--actor.model tiny-qwen2: "):
             ppo_loop.check_engine(a_run(), {"rollout/log_prob_diff": off}, engine)
+
+
+# ---- Whole runs --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def whole_run(parse, monkeypatch, tmp_path):
+    """Runs main with these flags, small and without its report -> the metrics of its steps."""
+    monkeypatch.setattr(common, "write_report", lambda *_: None)
+    ppo_loop.SIGTERM.clear()
+    small = "--train-batch-size 8 --critic.ppo-mini-batch-size 8 --eval-every 0 --steps 2 --dump-rollouts"
+    sharp = '{"initializer_range":0.1}'
+
+    def go(flags):
+        ppo_loop.main(parse(f"{small} --actor.override-config {sharp} --actor.lr 1e-3 {flags}"))
+        return [row for row in common.read_lines(tmp_path / "out/metrics.jsonl") if "reward/mean" in row]
+
+    return go
+
+
+def folders(tmp_path):
+    """The checkpoints of a whole run."""
+    return sorted(path.name for path in (tmp_path / "out/checkpoints").iterdir())
+
+
+def test_the_reference_is_what_it_was_at_the_start(whole_run, tmp_path):
+    """A run whose model folder has changed goes on only without a reference; no run's export may be its own
+    model. The same weights, saved again, are the same."""
+    start = str(tmp_path / "start")
+    save = lambda w: w.export_hf(start, TOKENIZER)
+    w = policy()
+    save(w)
+    flags = f"--actor.model {start} --actor.override-config {{}} --resume auto"
+    whole_run(f"{flags} --kl-coef 0.1 --steps 1")
+    save(policy(start, override_config="{}"))
+    whole_run(f"{flags} --kl-coef 0.1")
+    with torch.no_grad():
+        next(w.model.parameters()).mul_(1.001)
+    save(w)
+    for coefficient in ("--kl-coef", "--actor.kl-loss-coef"):
+        with pytest.raises(UserError, match=f"^--actor.model {start}: .* restore it"):
+            whole_run(f"{flags} {coefficient} 0.1 --steps 3")
+    assert whole_run(f"{flags} --steps 3")[-1]["step"] == 3
+    out = tmp_path / "out"
+    for flags in (f"--actor.model {out}/hf", f"--critic.model {out}/../out/critic_hf/"):
+        with pytest.raises(UserError, match=f"^--out-dir {out}: "):
+            whole_run(flags)
+
+
+def test_a_diverged_actor_is_named_before_anything_is_saved(whole_run, tmp_path):
+    """The good checkpoint stays, although --keep 1 would remove it for each newer one."""
+    whole_run("--save-every 1 --keep 1")
+    for flags in ("--save-every 1", "--save-every 9"):  # seen before a save, and in the next step
+        with pytest.raises(UserError, match="^--actor.model tiny-qwen2: its log-probs are not finite"):
+            whole_run(f"{flags} --keep 1 --resume auto --steps 5 --actor.lr 1e30")
+        assert folders(tmp_path) == ["step_2"]
+
+
+def test_terms_with_coefficient_0_are_left_out_of_the_graph():
+    """Not even a NaN in them changes the loss or a gradient; with a coefficient they count."""
+    for entropy_coeff, kl_coef in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.1)):
+        w = policy(entropy_coeff=entropy_coeff, kl_loss_coef=kl_coef)
+        hidden_CD = torch.randn(5, 64, requires_grad=True)
+        alone = ppo_loop.Policy(plain(w), entropy_learns=w.model.entropy_learns)  # without shards
+        _, entropy_C = alone.read(hidden_CD, torch.arange(5), 1.0)
+        assert entropy_C.requires_grad or not entropy_coeff
+        (slope_CD,) = torch.autograd.grad(entropy_C.sum(), hidden_CD)
+        assert (slope_CD.norm() > 0) == (entropy_coeff > 0)
+        batch = batch_to_learn(w)
+        batch.weights = common.loss_weights(batch, "token-mean")
+        log_probs_T = batch.old_log_probs.clone().requires_grad_()
+        batch.ref_log_probs = batch.ref_log_probs * math.nan
+        loss, _ = w.loss(batch, log_probs_T, log_probs_T * (math.nan if kl_coef == 0 else 1.0))
+        assert loss.isfinite() == (entropy_coeff == kl_coef == 0)
+    batch = random_batch(8, 6, idle=False)
+    batch.old_log_probs = batch.values
+    batch.ref_log_probs = batch.values * math.nan
+    ppo_loop.add_advantages(batch, [1.0] * 8, 0.0, a_run())
+    assert batch.advantages.isfinite().all()
+
+
+def test_ids_without_a_token_are_never_drawn_and_count_nowhere(whole_run, tmp_path):
+    """A model with more ids than the tokenizer, as Qwen's: engine and actor agree on what the rest is, which
+    transformers says too; and a critic without those ids can follow."""
+    w = policy(override_config='{"initializer_range": 0.1, "vocab_size": 150}')
+    w.model.known = 99
+    run = a_run(actor=w.config, rollout_batch_size=400)
+    engine = HFRollout(run, a_task(model_config=w.model_config, stop_ids=[EOS], known=99), w.device)
+    engine.sync(w.weights(torch.float32))
+    rows = [([20, 30, 40], f"{i}", 4) for i in range(400)]
+    replies = engine.generate(rows, 1.0)
+    assert_no_fillers(replies, w, plain(w))
+    assert max(i for ids, _, _ in engine.generate(rows[:1], 0.0) for i in ids) < 99
+    flags = '--actor.override-config {"initializer_range":0.1,"vocab_size":150} --critic.model tiny-qwen2'
+    whole_run(f"{flags} --top-p 0.9 --temperature 1.3 --kl-coef 0.1")
+    steps = [common.read_lines(tmp_path / f"out/rollouts/step_{step}.jsonl") for step in (1, 2)]
+    assert len({i for rows in steps for row in rows for i in row["response_ids"]} - set(range(99))) == 0
+
+
+def assert_no_fillers(replies, w, lm):
+    """Replies to [20, 30, 40] have no id from 99 on. Their log-probs, those of the actor and those of plain
+    transformers, whose logits are cut off, agree, although ids without a token are a third of all."""
+    asked = [Prompt([20, 30, 40], "", None)] * len(replies)
+    rows = [Reply(ids, [True] * len(ids), log_probs, ended) for ids, log_probs, ended in replies]
+    batch = ppo_loop.to_batch(asked, rows, range(len(rows)))
+    assert int(batch.input_ids.max()) == 98  # at least one comes near
+    torch.testing.assert_close(w.compute_log_probs(batch), batch.rollout_log_probs, rtol=1e-4, atol=1e-4)
+    ids, log_probs, _ = replies[0]
+    with torch.no_grad():
+        logits_LV = lm(torch.tensor([[20, 30, 40, *ids]])).logits[0, 2:-1]
+    assert logits_LV.softmax(-1)[:, 99:].sum(-1).min() > 0.15
+    assert_close(log_probs, logits_LV[:, :99].log_softmax(-1)[range(len(ids)), ids].tolist())
 
 
 # ---- Phases, checkpoints, export ---------------------------------------------------------------------------
