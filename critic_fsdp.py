@@ -1025,9 +1025,9 @@ class CriticWorker:
 
     def shape(self):
         """What must be equal in a checkpoint and the run that continues it."""
-        own = {"freeze_layers": self.config.freeze_layers, "lora_rank": self.config.lora_rank}
-        own["lora_alpha"] = self.config.lora_rank and self.config.lora_alpha
-        return common.shape_of(self.model_config, **own)
+        c = self.config
+        own = {"freeze_layers": c.freeze_layers, "lora_rank": c.lora_rank}
+        return common.shape_of(self.model_config, **own, lora_alpha=c.lora_rank and c.lora_alpha)
 
     @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder):
