@@ -277,8 +277,7 @@ def megatron_without_cuda():
     dist.reduce_scatter = reduce_scatter
 
 
-if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None  # 0.16.1 reads the name without having defined it
+moe_utils.te_general_gemm = None  # without Transformer Engine 0.16.1 reads it, and does not define it
 
 # ---- Value model: a decoder and a value head in float32 ----------------------------------------------------
 
