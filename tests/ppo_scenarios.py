@@ -10,20 +10,24 @@ import os
 import pathlib
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from compare_runs import metrics_of as all_metrics_of
 from compare_runs import off
 
 REWARDS = pathlib.Path(__file__).with_name("rewards.py")
 
 # Every run starts from the same actor (of learn_to_add) and draws the same prompts and numbers. It makes
-# 2 epochs of 2 mini-batches, with a KL in the reward, whose coefficient adapts, and a KL in the loss. With an
-# --actor.lr of 1e-3 rounding makes other runs of it by step 4.
+# 2 epochs of 2 mini-batches, with a KL in the reward, whose coefficient adapts, and a KL in the loss. Tokens
+# come from the nucleus of a sharper distribution, and weigh as much as they are likelier in the whole one.
+# With an --actor.lr of 1e-3 rounding makes other runs of it by step 4.
 TOY = (
     "--supervised-steps", "0", "--steps", "4", "--train-batch-size", "32", "--rollout-n", "2",
     "--save-every", "2", "--eval-every", "2", "--critic-warmup", "1", "--lam-policy", "0.95",
     "--kl-coef", "0.05", "--target-kl", "0.01", "--actor.kl-loss-coef", "0.01",
+    "--temperature", "0.8", "--top-p", "0.95", "--actor.tis-cap", "0.98",
     "--actor.lr", "3e-4", "--actor.ppo-epochs", "2", "--actor.ppo-mini-batch-size", "32",
     "--critic.lr", "1e-3", "--critic.ppo-epochs", "2", "--critic.ppo-mini-batch-size", "32",
     "--reward", f"{REWARDS}:right_digits", "--dump-rollouts",
@@ -138,10 +142,39 @@ def golden_runs_agree(folder):
             torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
     coefs = [row["kl/coef"] for row in steps_of(first)]
     assert coefs[:2] == [0.05] * 2 and len(set(coefs)) == 3, coefs  # it adapts as soon as the actor learns
+    for row, after in zip(steps_of(first)[1:], coefs[2:]):  # 1909.08593, section 2.2, for 64 rows
+        error = max(-0.2, min(0.2, row["kl/reference"] / 0.01 - 1))
+        assert after == pytest.approx(row["kl/coef"] * (1 + error * 64 / 10_000), rel=1e-12), coefs
+    for run in (first, *others):  # before it learns, the actor is its own reference
+        assert steps_of(run)[0]["kl/reference"] == 0
+        replies_belong_to_their_prompts(folder, run)
     for row in steps_of(first):
         assert 0.05 < row["reward/mean"] < 0.95  # something is earned, not all
         assert row["reward/errors"] == 0
         assert {key for key, x in row.items() if x is None} == {"perf/mfu"}, row  # of a CPU
+
+
+def replies_belong_to_their_prompts(folder, run):
+    """Samples of the first evaluation are what transformers says greedily, prompt by prompt, and rewards are
+    those of their own prompt; so are the rewards of the first step, which pays for no KL yet."""
+    lm = transformers.AutoModelForCausalLM.from_pretrained(folder / "actor", dtype=torch.float32)
+    tokenizer, _ = common.load_config(ppo_loop.ActorConfig(model=str(folder / "actor")))
+    answer_of = lambda text: str(sum(map(int, text[:-1].split("+"))))
+    samples = [row for row in common.read_lines(run / "samples.jsonl") if row["step"] == 0]
+    assert len(samples) == 8
+    for row in samples:
+        ids = torch.tensor([tokenizer(row["prompt"])["input_ids"]])
+        settings = transformers.GenerationConfig(
+            eos_token_id=tokenizer.eos_token_id, max_new_tokens=8, pad_token_id=0
+        )
+        out = lm.generate(ids, settings, attention_mask=torch.ones_like(ids))[0, ids.shape[1] :]
+        assert row["response"] == tokenizer.decode(out, skip_special_tokens=True), row
+        assert row["answer"] == answer_of(row["prompt"])
+        assert row["reward"] == right_digits(None, row["response"], row["answer"])
+    for row in common.read_lines(run / "rollouts/step_1.jsonl"):
+        prompt = tokenizer.decode(row["prompt_ids"])
+        reply = tokenizer.decode(row["response_ids"], skip_special_tokens=True)
+        assert sum(row["rewards"]) == pytest.approx(right_digits(prompt, reply, answer_of(prompt)))
 
 
 def one_row(folder, name, *flags):

@@ -206,6 +206,87 @@ def sleeps(folder):
             tests.assert_greedy(engine.generate(rows, 0.0), tests.plain(w), rows, STOP)
 
 
+def the_cache_wakes_last(folder):
+    """After a sync the cache still sleeps, until the first rows come: the actor leaves the device before."""
+    w = policy()
+    engine = engine_of(w, offload=True)
+    asleep = engine.llm.llm_engine.is_sleeping
+    for _ in range(2):
+        engine.offload()
+        engine.onload()
+        engine.sync(w.weights(engine.dtype))
+        assert asleep()
+        engine.generate(rows_of(), 0.0)
+        assert not asleep()
+
+
+def warms_up_asleep(folder, level):
+    """Steps in which the critic alone learns, with an engine that sleeps in between and loses its weights, as
+    level 2 does on a device: each step's log-probs are those of the actor, and those of an engine awake."""
+    common.write_report = lambda *_: None
+    sleep = ppo_loop.VLLMRollout.offload
+
+    def forget(model):
+        for p in model.parameters():
+            p.data.fill_(torch.nan)
+
+    def loses(self):
+        sleep(self)
+        if level == 2:
+            self.llm.apply_model(forget)
+
+    ppo_loop.VLLMRollout.offload = loses
+    flags = (
+        "--critic-warmup",
+        "2",
+        "--steps",
+        "3",
+        "--vllm.sleep-level",
+        str(level),
+        *VLLM,
+        "--eval-every",
+        "0",
+    )
+    ppo_scenarios.toy(folder, f"asleep {level}", *flags, "--offload")
+    ppo_loop.VLLMRollout.offload = sleep
+    ppo_scenarios.toy(folder, f"awake {level}", *flags)
+    runs = [folder / f"{name} {level}" for name in ("asleep", "awake")]
+    ppo_scenarios.assert_close_runs(runs[:1], runs[1], 1e-6)
+    assert ppo_scenarios.sampled(runs[0]) == ppo_scenarios.sampled(runs[1])
+
+
+def fillers(folder):
+    """A model with more ids than the tokenizer: they are never drawn, and have no part in log-probs."""
+    w = policy(vocab_size=150)
+    w.model.known = 99
+    engine = engine_of(w, stop=(), at_once=400)
+    engine.sync(w.weights(engine.dtype))
+    replies = engine.generate([([20, 30, 40], f"{i}", 4) for i in range(400)], 1.0)
+    tests.assert_no_fillers(replies, w, tests.plain(w))
+
+
+def sigterm_ends_generate(folder):
+    """Ranks that share an engine stop after the same step of it when one has received SIGTERM, and are told;
+    then the engine can sleep, although rows have not ended."""
+    w = policy()
+    engine = engine_of(w, (), offload=True, tensor_parallel_size=common.WORLD_SIZE)
+    engine.sync(w.weights(engine.dtype))
+    step, steps = engine.llm.llm_engine.step, []
+
+    def counted():
+        steps.append(1)
+        if len(steps) == 3 and common.RANK == 0:
+            ppo_loop.SIGTERM.set()
+        return step()
+
+    engine.llm.llm_engine.step = counted
+    with pytest.raises(SystemExit):
+        engine.generate([(prompt, key, 12) for prompt, key, _ in rows_of()], 0.0)
+    assert len(steps) == 3 and ppo_loop.SIGTERM.is_set()
+    engine.offload()
+    assert engine.llm.llm_engine.is_sleeping()
+
+
 def shared_memory():
     """Files in /dev/shm that this process has mapped: they stay when os._exit ends it."""
     maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
@@ -323,6 +404,9 @@ LAUNCHES = [  # name, ranks, function, its arguments; in this order: some read w
     ("on two ranks that share an engine", 2, on_ranks, (2,)),
     ("samples", 1, samples, ()),
     ("sleeps", 1, sleeps, ()),
+    ("the cache wakes last", 1, the_cache_wakes_last, ()),
+    ("fillers", 1, fillers, ()),
+    ("sigterm ends generate", 2, sigterm_ends_generate, ()),
     ("soak", 1, soak, (25,)),
     ("soak of two ranks", 2, soak, (5,)),
     ("errors", 1, errors, ()),
@@ -331,6 +415,8 @@ LAUNCHES = [  # name, ranks, function, its arguments; in this order: some read w
     *((f"golden {x}", ranks, ppo_scenarios.toy, (x, *flags)) for x, (ranks, flags) in GOLDEN.items()),
     # a loss is the mean of many numbers that nearly cancel
     ("golden runs agree", 1, ppo_scenarios.samples_and_metrics_agree, (1e-3,)),
+    ("warms up asleep", 1, warms_up_asleep, (1,)),
+    ("warms up asleep, weights dropped", 1, warms_up_asleep, (2,)),
     ("goes on, offloaded", 1, ppo_scenarios.goes_on, ("vllm 1", "vllm 1", "--offload")),
     ("learns, hf", 2, learns, ("learns, hf",)),
     ("learns, vllm", 1, learns, ("learns, vllm", *VLLM)),
