@@ -997,12 +997,14 @@ class PolicyWorker:
     def compute_log_probs(self, batch):
         """Log-probs of the actions of the caller's rows at --temperature: (T,) float32, zero elsewhere."""
         log_probs_T = torch.zeros(len(batch.input_ids), device=self.device)
-        for rows in self.my_micro_batches(batch):
-            poll()
-            out_T, _ = self.model(self.micro_batch(batch, rows), self.run.temperature)
-            if rows:
-                log_probs_T[batch.token_index(rows).to(self.device, non_blocking=True)] = out_T
-        self.model.reshard()  # FSDP keeps what is not in a layer for a backward, which does not come here
+        try:
+            for rows in self.my_micro_batches(batch):
+                poll()
+                out_T, _ = self.model(self.micro_batch(batch, rows), self.run.temperature)
+                if rows:
+                    log_probs_T[batch.token_index(rows).to(self.device, non_blocking=True)] = out_T
+        finally:
+            self.model.reshard()  # FSDP keeps what is not in a layer for a backward, which does not come here
         dist.all_reduce(log_probs_T)  # one rank computed each token; others add 0
         log_probs_T = log_probs_T.cpu()
         if not log_probs_T.isfinite().all():

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pathlib
 import re
+import shutil
 import signal
 import sys
 import time
@@ -1138,6 +1139,117 @@ def assert_no_fillers(replies, w, lm):
         logits_LV = lm(torch.tensor([[20, 30, 40, *ids]])).logits[0, 2:-1]
     assert logits_LV.softmax(-1)[:, 99:].sum(-1).min() > 0.15
     assert_close(log_probs, logits_LV[:, :99].log_softmax(-1)[range(len(ids)), ids].tolist())
+
+
+def test_temperature_and_nucleus_act_on_all_log_probs_and_on_no_value(whole_run, tmp_path):
+    """Old, new and reference log-probs of a first update are equal, the engine's are theirs but for the
+    nucleus; values are those of the critic's folder, on rows that differ from those of temperature 1."""
+    values = {}
+    for name, flags in (("sharp", "--temperature 0.6 --top-p 0.8"), ("plain", "")):
+        metrics = whole_run(f"--steps 1 --kl-coef 0.1 {flags}")[-1]
+        assert metrics["kl/reference"] == 0 and abs(metrics["actor/ppo_kl"]) < 1e-6
+        assert metrics["rollout/log_prob_diff"] < 1e-6
+        rows = common.read_rows(str(tmp_path / "out/rollouts/step_1.jsonl"), None, with_values=True)
+        critic = critic_fsdp.CriticWorker(critic_fsdp.Config(override_config=SHARP))
+        critic.init_model()
+        critic.set_budget(100, "a row")
+        torch.testing.assert_close(critic.compute_values(rows), rows.values, rtol=0, atol=1e-5)
+        values[name] = rows.values
+    assert values["sharp"].shape != values["plain"].shape or (values["sharp"] != values["plain"]).any()
+
+
+def test_equal_prompts_get_other_tokens_in_each_step(whole_run, tmp_path, monkeypatch):
+    """One prompt, an actor that does not learn yet: only the random numbers differ."""
+    one = Prompt(ids_of("1+1="), "1+1=", "2")
+    monkeypatch.setattr(ppo_loop, "addition_prompts", lambda *args, **more: [one])
+    whole_run("--rollout-n 6 --critic-warmup 2")
+    rows = [common.read_lines(tmp_path / f"out/rollouts/step_{step}.jsonl") for step in (1, 2)]
+    first, second = ([row["response_ids"] for row in step] for step in rows)
+    assert all(a != b for a, b in zip(first, second)) and len({*map(tuple, first + second)}) == 12
+
+
+def test_each_epoch_of_each_update_has_an_order_of_its_own(monkeypatch):
+    """Of all rows, each once; it follows from seed, update and epoch alone."""
+    w = policy(ppo_epochs=3, ppo_mini_batch_size=4)
+    seen = []
+    monkeypatch.setattr(w, "step", lambda mini, totals: seen.append(mini.row_id.tolist()) or 1.0)
+    batch = batch_to_learn(w)
+    for _ in range(2):
+        w.update_policy(batch)
+    orders = [sum(seen[i : i + 3], []) for i in range(0, 18, 3)]
+    assert all(sorted(order) == list(range(9)) for order in orders)
+    keys = itertools.product((0, 1), (0, 1, 2))
+    assert orders == [common.permutation(9, 0, update, epoch) for update, epoch in keys]
+    assert len({*map(tuple, orders)}) == 6
+
+
+def test_a_wrong_engine_is_refused(whole_run, monkeypatch):
+    """Weights that are a little off those of the actor, also from the second step on."""
+    sync = HFRollout.sync
+    syncs = []
+
+    def almost(engine, weights):
+        syncs.append(1)
+        sync(engine, ((name, x * (1.05 if len(syncs) == 2 else 1.0)) for name, x in weights))
+
+    monkeypatch.setattr(HFRollout, "sync", almost)
+    with pytest.raises(UserError, match="^--actor.model tiny-qwen2: the rollout is off the actor by"):
+        whole_run("--critic-warmup 1 --steps 3")
+    assert len(syncs) == 2
+
+
+def units(phase):
+    """(owner, name) of what a phase does again and again."""
+    return {
+        "rollout": (ppo_loop.Draw, "__call__"), "evaluation": (ppo_loop.Draw, "__call__"),
+        "reward": (ppo_loop, "addition_reward"), "reward of an evaluation": (ppo_loop, "addition_reward"),
+        "log-probs": (ppo_loop.Policy, "forward"), "reference": (ppo_loop.Policy, "forward"),
+        "values": (critic_fsdp.DataParallelPPOCritic, "forward"),
+        "update of the critic": (critic_fsdp.DataParallelPPOCritic, "forward_backward"),
+        "update of the actor": (PolicyWorker, "step"),
+    }[phase]  # fmt: skip
+
+
+@pytest.mark.parametrize("phase, nth, saved", [  # it comes in the nth unit of the second step
+    ("rollout", 20, 1), ("evaluation", 3, 1), ("reward", 6, 1), ("reward of an evaluation", 4, 1),
+    ("log-probs", 2, 1), ("reference", 6, 1), ("values", 2, 1),
+    ("update of the critic", 2, 2), ("update of the actor", 1, 2),
+])  # fmt: skip
+def test_sigterm_is_heard_within_a_phase(phase, nth, saved, whole_run, monkeypatch, tmp_path):
+    """One unit more is begun at most, except in an update, which ends; what is saved is the state between two steps,
+    and the run that goes on ends as one that was never stopped."""
+    owner, name = units(phase)
+    work = getattr(owner, name)
+    evaluates = "--eval-every 1" if "evaluation" in phase else "--eval-every 0"
+    flags = f"--kl-coef 0.1 --steps 3 {evaluates} --rollout-batch-size 3 --actor.ppo-mini-batch-size 4"
+    flags += " --critic.ppo-mini-batch-size 4 --actor.ppo-max-token-len-per-gpu 28"
+    flags += " --critic.ppo-max-token-len-per-gpu 28"
+    whole_run(flags)
+    out = tmp_path / "out"
+    read = lambda: (out / "hf/model.safetensors").read_bytes()
+    expected = read(), common.read_lines(out / "samples.jsonl")
+    shutil.rmtree(out)
+    done = []
+    begun = lambda: any("reward/mean" in row for row in common.read_lines(out / "metrics.jsonl"))
+
+    def told(*args, **more):
+        if begun():  # the second step
+            done.append(1)
+            if len(done) == nth:
+                signal.raise_signal(signal.SIGTERM)
+        return work(*args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, told)
+        if name == "addition_reward":
+            patch.setitem(ppo_loop.REWARDS, "addition", told)
+        with pytest.raises(SystemExit) as end:
+            whole_run(flags)
+    assert end.value.code == 143 and folders(tmp_path) == [f"step_{saved}"]
+    assert len(done) <= nth + 1 if saved == 1 else len(done) > nth, len(done)
+    ppo_loop.SIGTERM.clear()
+    whole_run(f"{flags} --resume auto")
+    assert (read(), common.read_lines(out / "samples.jsonl")) == expected
 
 
 # ---- Phases, checkpoints, export ---------------------------------------------------------------------------
