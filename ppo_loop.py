@@ -1034,7 +1034,8 @@ class PolicyWorker:
         names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy")
         totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.device)
         norms = []  # of the mini-batches, NaN where the step was skipped
-        common.move_state(self.optimizer, self.device)
+        if self.run.offload:
+            common.move_state(self.optimizer, self.device)
         for epoch in range(self.config.ppo_epochs):
             shuffled = batch.shuffled(self.run.seed, self.updates, epoch)
             for mini in shuffled.split(self.config.ppo_mini_batch_size):

@@ -7,10 +7,12 @@ As a script it runs everything on this many ranks, for the tests to compare with
 
 import dataclasses
 import gc
+import itertools
 import pathlib
 import re
 import sys
 import threading
+import types
 
 import pretend_device as device
 
@@ -23,6 +25,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from helpers import SCRATCH, ended, mine, random_batch, refused, scenarios  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from test_layouts import MODELS, save_model  # noqa: E402
 
 import common  # noqa: E402
@@ -166,6 +169,73 @@ def run_ppo(out):
     ppo_loop.main(ppo_loop.parse(flags.split()))
 
 
+def offloaded_vllm(out):
+    """Events of a run with --offload --rollout vllm, as (name, bytes on the device then). VLLMRollout is the
+    real one; the engine behind it is transformers', with a cache of 4 MiB that sleeps and wakes apart."""
+    import ppo_loop
+
+    events = []
+    note = lambda name: events.append((name, device.allocated()))
+
+    class Engine:
+        """What VLLMRollout asks of vllm.LLM."""
+
+        def __init__(self, *args):
+            self.inner = ppo_loop.HFRollout(*args)
+            self.cache = torch.zeros(2**20, device="cuda")
+            self.llm_engine = types.SimpleNamespace(is_sleeping=lambda: self.cache is None)
+
+        def wake_up(self, tags):
+            if tags == ["weights"]:
+                self.inner.onload()
+            else:
+                note("cache wakes")
+                self.cache = torch.zeros(2**20, device="cuda")
+
+        def sleep(self, level):
+            self.cache = None
+            self.inner.offload()
+            note("engine sleeps")
+
+        def collective_rpc(self, name, kwargs):
+            note("sync")
+            self.inner.sync(kwargs["weights_iterator"])
+
+        def generate(self, asked, params, use_tqdm):
+            rows = [(x["prompt_token_ids"], str(p.seed), p.max_tokens) for x, p in zip(asked, params)]
+            replies = self.inner.generate(rows, params[0].temperature) if rows else []
+            for ids, log_probs, stops in replies:
+                seen = [{i: types.SimpleNamespace(logprob=x)} for i, x in zip(ids, log_probs)]
+                reply = {"token_ids": ids, "logprobs": seen, "finish_reason": "stop" if stops else "length"}
+                yield types.SimpleNamespace(outputs=[types.SimpleNamespace(**reply)])
+
+        apply_model = reset_prefix_cache = lambda *_: None
+
+    class Rollout(ppo_loop.VLLMRollout):
+        def __init__(self, run, task, where):
+            self.run, self.stop_ids, self.known, self.on_cpu = run, task.stop_ids, task.known, False
+            self.llm = Engine(run, task, where)
+            self.skeleton, self.dtype, self.group = self.llm.inner.model, self.llm.inner.dtype, None
+            self.llm.generate = lambda *args, **more: list(Engine.generate(self.llm, *args, **more))
+
+    def noted(owner, name, words):
+        work = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args: (note(words(args)), work(*args))[1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo_loop, "VLLMRollout", Rollout)
+        patch.setitem(sys.modules, "vllm", types.SimpleNamespace(SamplingParams=types.SimpleNamespace))
+        noted(ppo_loop.RewardModel, "scores", lambda args: f"score {len(args[1])}")
+        noted(ppo_loop.Policy, "forward", lambda args: f"forward {torch.is_grad_enabled()}")
+        flags = "--offload --rollout vllm --kl-coef 0.01 --steps 2 --train-batch-size 8 --supervised-steps 2"
+        flags += (
+            f" --critic.ppo-mini-batch-size 8 --out-dir {out / 'vllm'} --reward-model {out / 'fsdp' / 'hf'}"
+        )
+        ppo_loop.main(ppo_loop.parse([*flags.split(), "--actor.override-config", '{"num_hidden_layers":1}']))
+    saved = load_file(out / "vllm" / "hf" / "model.safetensors")
+    return {"events": events, "weights": 4 * sum(x.numel() for x in saved.values())}
+
+
 def actor_and_rollout(out):
     """Where the actor waits in both of its calls, and how often the rollout for two lengths of responses."""
     import ppo_loop
@@ -210,7 +280,8 @@ def main(out, *names):
             torch.save(result, out / name)
 
 
-PARTS = {1: (refusals, actor_and_rollout, run_fsdp, resume_in_megatron, run_ppo), 2: (run_ppo,)}
+ONE_RANK = (refusals, actor_and_rollout, run_fsdp, resume_in_megatron, run_ppo, offloaded_vllm)
+PARTS = {1: ONE_RANK, 2: (run_ppo,)}
 
 
 def of_device(ranks, name):
@@ -292,6 +363,23 @@ def test_what_nccl_says_of_a_lost_rank_is_explained():
     text = "A call failed possibly due to a network error or a remote process exiting prematurely."
     found = [hint for words, hint in common.HINTS.items() if re.search(words, text)]
     assert found == ["another rank died or hangs"]
+
+
+def test_the_device_holds_what_a_phase_needs():
+    """With --offload --rollout vllm: the actor has gone when the engine's cache wakes, rewards of evaluations
+    too are computed while the engine sleeps, and AdamW's state is there in updates alone."""
+    found = of_device(1, "offloaded_vllm")
+    _, none = found["events"][0]  # the engine sleeps before all else is built
+    events = [(re.sub(r" \d+$", "", name), (n - none) / found["weights"]) for name, n in found["events"]]
+    events = [pair for before, pair in itertools.pairwise([("", 0.0), *events]) if pair[0] != before[0]]
+    step = ["sync", "cache wakes", "engine sleeps", "score", "forward False", "forward True"]
+    # before the last save the actor is looked at; then there is an evaluation
+    names = ["engine sleeps", *step, *step, "forward False", *step[:4]]
+    assert [name for name, _ in events] == names
+    held = {name: [x for other, x in events if other == name] for name in step}
+    print(held)  # in copies of the actor in float32; the engine's is in bfloat16
+    most = {"sync": 1.6, "cache wakes": 0.6, "engine sleeps": 0.1, "score": 2, "forward False": 1.2}
+    assert all(max(held[name]) < x for name, x in most.items()) and min(held["forward True"]) > 3, held
 
 
 @pytest.mark.parametrize("ranks, name", [(n, part.__name__) for n, parts in PARTS.items() for part in parts])

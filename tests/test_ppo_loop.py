@@ -1216,8 +1216,8 @@ def units(phase):
     ("update of the critic", 2, 2), ("update of the actor", 1, 2),
 ])  # fmt: skip
 def test_sigterm_is_heard_within_a_phase(phase, nth, saved, whole_run, monkeypatch, tmp_path):
-    """One unit more is begun at most, except in an update, which ends; what is saved is the state between two steps,
-    and the run that goes on ends as one that was never stopped."""
+    """One unit more is begun at most, except in an update, which ends; what is saved is the state between two
+    steps, and the run that goes on ends as one that was never stopped, and whose models stayed."""
     owner, name = units(phase)
     work = getattr(owner, name)
     evaluates = "--eval-every 1" if "evaluation" in phase else "--eval-every 0"
@@ -1244,7 +1244,7 @@ def test_sigterm_is_heard_within_a_phase(phase, nth, saved, whole_run, monkeypat
         if name == "addition_reward":
             patch.setitem(ppo_loop.REWARDS, "addition", told)
         with pytest.raises(SystemExit) as end:
-            whole_run(flags)
+            whole_run(f"{flags} --offload")
     assert end.value.code == 143 and folders(tmp_path) == [f"step_{saved}"]
     assert len(done) <= nth + 1 if saved == 1 else len(done) > nth, len(done)
     ppo_loop.SIGTERM.clear()
