@@ -5,8 +5,6 @@ a value; H query heads; K key and value heads; D features of a head.
 """
 
 import collections
-import contextlib
-import dataclasses
 import datetime
 import enum
 import functools
@@ -16,7 +14,6 @@ import itertools
 import json
 import math
 import os
-import pathlib
 import random
 import re
 import resource
@@ -26,6 +23,10 @@ import sys
 import time
 import traceback
 import zlib
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from math import nan
+from pathlib import Path
 from typing import Annotated
 
 import jinja2
@@ -64,7 +65,7 @@ class UserError(ValueError):
     """A mistake that the user can fix. `launch` prints its one line, which names the flag or the row."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def blame(words):
     """Turns an exception from in here into a UserError that begins with `words`, which name the flag."""
     try:
@@ -142,7 +143,7 @@ def launch(main):
     if code and RANK:
         time.sleep(5)  # torchrun ends this process as soon as rank 0 is gone
         message = message.replace("error:", f"error on rank {RANK}:", 1)
-    with contextlib.suppress(OSError):  # the streams may be files on a full disk
+    with suppress(OSError):  # the streams may be files on a full disk
         sys.stdout.flush()
         sys.stderr.write(message)
         sys.stderr.flush()
@@ -154,7 +155,7 @@ def launch(main):
 Floats = torch.Tensor | None  # a (T,) float32 column, zero where response_mask is false
 
 
-@dataclasses.dataclass
+@dataclass
 class Batch:
     """B sequences end to end, T tokens in all. Padding exists only inside a forward that asks for it.
 
@@ -329,7 +330,7 @@ class Rollout(pydantic.BaseModel, strict=True):
         return self
 
 
-def read_rows(source, tokenizer, model_config=None, flag="--rollouts", with_values=False, place_images=None):
+def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_images=None):
     """Rollouts of a JSONL file (or of its lines) as one Batch; row_id counts lines from 0. They have to fit
     model_config; place_images(rollout, folder) prepares images. UserError names the first bad row."""
     name = "toy"
@@ -339,7 +340,7 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", with_valu
         name = f"{flag} {source}"
         folder = os.path.dirname(source)
         with blame(name):
-            lines = pathlib.Path(source).read_bytes().splitlines()
+            lines = Path(source).read_bytes().splitlines()
     rows = []
     faults = []
     for number, line in enumerate(progress(lines, "rows")):
@@ -351,7 +352,7 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", with_valu
                 place_images(rollout, folder)
             elif rollout.images:
                 raise UserError("it has images, this model reads text only")
-            row = batch_of_one(rollout, number, with_values)
+            row = batch_of_one(rollout, number)
             if model_config is not None:
                 check_rows(row, model_config)
             rows.append(row)
@@ -366,7 +367,7 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", with_valu
 
 def describe_rows(rows, gamma):
     """Prints what there is to learn -> (LOW, HIGH) of hl_gauss: the span of the returns and a tenth more."""
-    rows = dataclasses.replace(rows, returns=monte_carlo(rows, gamma))
+    rows = replace(rows, returns=monte_carlo(rows, gamma))
     x_A = rows.returns[rows.response_mask].double()
     low, high = map(float, x_A.aminmax())
     sizes = f"{len(rows):,} rows, {len(rows.input_ids):,} tokens, {len(x_A):,} actions"
@@ -419,14 +420,12 @@ def chat_ids(tokenizer, messages, complete=False):
         )
 
 
-def batch_of_one(rollout, number, with_values):
+def batch_of_one(rollout, number):
     """A Rollout with token ids -> a Batch of one row. UserError says what is wrong."""
     ids = rollout.prompt_ids + rollout.response_ids
     n = len(rollout.response_ids)
     if not 0 < n < len(ids):
         raise UserError("empty prompt or response")
-    if with_values and rollout.values is None:
-        raise UserError('it has no "values"')
 
     def column(name, default):
         given = getattr(rollout, name)
@@ -447,7 +446,7 @@ def batch_of_one(rollout, number, with_values):
         row_id=torch.tensor([number]),
         truncated=torch.tensor([bool(rollout.truncated)]),
         token_level_rewards=rewards,
-        values=column("values", 0.0) * mask if with_values else None,
+        values=column("values", 0.0) * mask,
         multi_modal_inputs=[{"images": rollout.images}] if rollout.images else None,
     )
 
@@ -455,10 +454,10 @@ def batch_of_one(rollout, number, with_values):
 # ---- Dispatch: every rank runs the same program; a decorator says what the arguments mean ------------------
 
 
-@contextlib.contextmanager
+@contextmanager
 def named_range(name):
     """Gives what runs inside a name in traces of torch.profiler, and of nsys on CUDA."""
-    nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_available() else contextlib.nullcontext()
+    nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_available() else nullcontext()
     with torch.profiler.record_function(name), nvtx:
         yield
 
@@ -479,7 +478,7 @@ def register(dispatch, needs=()):
             if missing:
                 raise ValueError(f"{method.__name__} needs the columns {', '.join(missing)} of the batch")
             unused = dict.fromkeys(set(Batch.FLOATS).difference(needs))
-            whole = gather(dataclasses.replace(batch, **unused))
+            whole = gather(replace(batch, **unused))
             with named_range(method.__name__):
                 result = method(self, whole)
             if not isinstance(result, torch.Tensor):
@@ -611,18 +610,18 @@ def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
 def explained_variance(values_A, returns_A):
     """1 - Var(R - V) / Var(R): 1 is perfect, 0 as good as a constant, NaN if all returns are equal."""
     if not len(returns_A):
-        return math.nan
+        return nan
     r_A = returns_A.double()
     error_A = r_A - values_A.double()
     spread = r_A.var(correction=0)
     rounding = 1e-9 * (r_A.square().mean() + error_A.square().mean())
-    return float(1 - error_A.var(correction=0) / spread) if spread > rounding else math.nan
+    return float(1 - error_A.var(correction=0) / spread) if spread > rounding else nan
 
 
 def auc(scores, labels):
     """Chance that a 1 scores above a 0, ties counting half. NaN unless labels are 0 and 1, some of each."""
     if set(labels.tolist()) != {0.0, 1.0} or not scores.isfinite().all():
-        return math.nan
+        return nan
     ones = scores[labels == 1]
     zeros = scores[labels == 0].sort().values
     below = torch.searchsorted(zeros, ones) + torch.searchsorted(zeros, ones, right=True)
@@ -633,9 +632,9 @@ def update_metrics(kind, names, totals, norms, lr):
     """Metrics kind/name of an update. totals: sums over the actions of all ranks, one for each name (the loss
     first), then the number of actions. norms: of the gradients; one that is not finite was skipped."""
     taken = [norm for norm in norms if math.isfinite(norm)]
-    steps = len(taken) or math.nan  # then everything is NaN
+    steps = len(taken) or nan  # then everything is NaN
     loss, *sums, actions = totals.tolist()
-    shares = [x / (actions or math.nan) for x in sums]
+    shares = [x / (actions or nan) for x in sums]
     metrics = dict(zip(names, [loss / steps, *shares]))
     metrics |= {"grad_norm": sum(taken) / steps, "lr": lr, "skipped_steps": len(norms) - len(taken)}
     return {f"{kind}/{name}": x for name, x in metrics.items()}
@@ -802,13 +801,13 @@ def describe_update(batch, start, epochs, flops, layout):
     flops(length): those of a row in one epoch. MFU is NaN in float32, and on devices not in the table."""
     seconds = time.perf_counter() - start
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
-    peak = math.nan
+    peak = nan
     if layout.device.type == "cuda":
         memory = torch.cuda.max_memory_allocated()
         name = torch.cuda.get_device_name().upper()
         if layout.dtype != torch.float32 and " MIG " not in name:
             known = (x for words, x in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", name))
-            peak = 1e12 * next(known, math.nan)
+            peak = 1e12 * next(known, nan)
     seconds, memory = map(max, zip(*of_all_ranks((seconds, memory))))
     columns = {name: getattr(batch, name)[batch.response_mask].double() for name in ("values", "returns")}
     metrics = {
@@ -871,7 +870,7 @@ class Logger:
     def set_aside(self, last_step):
         """Renames what another run saved after last_step to *.old; removes what a killed run left behind."""
         for folder in (f"{self.out_dir}/checkpoints", f"{self.out_dir}/rollouts"):
-            for path in pathlib.Path(folder).glob("*.*"):
+            for path in Path(folder).glob("*.*"):
                 if path.suffix in (".tmp", ".gone"):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             later = [path for step, path in steps_in(folder) if step > last_step]
@@ -881,7 +880,7 @@ class Logger:
             if later:
                 print0(f"set aside  {len(later)} of another run in {folder}, as step_*.old")
         if not last_step:
-            pathlib.Path(self.out_dir, "out_of_memory").unlink(missing_ok=True)
+            Path(self.out_dir, "out_of_memory").unlink(missing_ok=True)
             shutil.rmtree(f"{self.out_dir}/tensorboard", ignore_errors=True)
 
     def profiled(self, steps, given):
@@ -951,14 +950,14 @@ def number(x, form):
 def read_lines(path):
     """The rows of one of our JSONL files, without a last line that a crash cut short; no file has no rows."""
     rows = []
-    with contextlib.suppress(OSError, ValueError), open(path) as file:
+    with suppress(OSError, ValueError), open(path) as file:
         rows += map(json.loads, file)  # those before a fault stay
     return rows
 
 
 def replace_lines(path, rows):
     """Replaces a JSONL file at once: after a crash it is the old one or the new one."""
-    pathlib.Path(f"{path}.tmp").write_text("".join(f"{json.dumps(row, default=str)}\n" for row in rows))
+    Path(f"{path}.tmp").write_text("".join(f"{json.dumps(row, default=str)}\n" for row in rows))
     flush_to_disk(f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
@@ -966,7 +965,7 @@ def replace_lines(path, rows):
 def write_json(path, state):
     """Writes a JSON file on rank 0."""
     if RANK == 0:
-        pathlib.Path(path).write_text(json.dumps(state, indent=1))
+        Path(path).write_text(json.dumps(state, indent=1))
 
 
 def progress(items, what):
@@ -979,7 +978,7 @@ def progress(items, what):
 MANIFEST = "manifest.json"  # in a complete folder: file name -> SHA-256
 
 
-@contextlib.contextmanager
+@contextmanager
 def published(folder, group=None, keep=None):
     """`with published(folder) as tmp:` all ranks write into tmp and it becomes the folder; a crash leaves the
     old one or the new one (a collective of `group`). keep: how many of the last step_N next to it remain."""
@@ -995,7 +994,7 @@ def published(folder, group=None, keep=None):
     yield tmp
     dist.barrier(group)
     # at least what this rank has written
-    found = {str(path.relative_to(tmp)) for path in pathlib.Path(tmp).rglob("*") if path.is_file()}
+    found = {str(path.relative_to(tmp)) for path in Path(tmp).rglob("*") if path.is_file()}
     names = sorted(set().union(*of_all_ranks(found, group)))
     sums = {name: checksum(f"{tmp}/{name}") for name in names[RANK::WORLD_SIZE]}
     seen = None not in sums.values() and all(os.path.exists(f"{tmp}/{name}") for name in names)
@@ -1004,7 +1003,7 @@ def published(folder, group=None, keep=None):
         raise UserError(f"--out-dir: rank {parts.index(None)} does not see all of {tmp}; use shared storage")
     write_json(f"{tmp}/{MANIFEST}", dict(collections.ChainMap(*parts)))
     if RANK == 0:
-        for path in (*pathlib.Path(tmp).rglob("*"), tmp):
+        for path in (*Path(tmp).rglob("*"), tmp):
             flush_to_disk(path)
         remove(f"{folder}.was")
         if os.path.exists(folder):  # between these two renames the old folder is whole under the name .was
@@ -1028,7 +1027,7 @@ def remove(folder):
 
 def checksum(path):
     """SHA-256 of a file; None: it cannot be read."""
-    with contextlib.suppress(OSError), open(path, "rb") as file:
+    with suppress(OSError), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -1043,7 +1042,7 @@ def verify(folder):
     root = folder if os.path.exists(f"{folder}/{MANIFEST}") else os.path.dirname(folder)
     manifests = of_all_ranks(checksum(f"{root}/{MANIFEST}"))
     with blame(f"--resume {folder}: no complete checkpoint here, no readable {MANIFEST}"):
-        sums = dict(json.loads(pathlib.Path(root, MANIFEST).read_text()))
+        sums = dict(json.loads(Path(root, MANIFEST).read_text()))
         names = [name for name in sums if f"{root}/{name}".startswith(str(folder))]
         if not names or len(set(manifests)) > 1:
             raise ValueError("it names none of these files, or is not the same for all ranks")
@@ -1072,7 +1071,7 @@ def check_shared(out_dir):
 def steps_in(folder):
     """[(step, path)] of the step_N and step_N.jsonl in a folder, the last step first."""
     found = []
-    for path in pathlib.Path(folder).glob("step_*"):
+    for path in Path(folder).glob("step_*"):
         if match := re.fullmatch(r"step_(\d+)(\.jsonl)?", path.name):
             found.append((int(match[1]), str(path)))
     return sorted(found, reverse=True)
@@ -1100,7 +1099,7 @@ def load_config(config):
     elif model in TINY:
         tokenizer = char_tokenizer(model)
     else:
-        with contextlib.suppress(Exception):  # libraries raise a dozen kinds
+        with suppress(Exception):  # libraries raise a dozen kinds
             tokenizer = AutoTokenizer.from_pretrained(model)
     if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):  # or it made an empty one up
         print0(f"tokenizer  none in {config.tokenizer or model}, so rows must be token ids")
@@ -1222,7 +1221,7 @@ def init_value_head(score, config, model_config):
 
 def load_value_head(score, name, value_range):
     """Takes over the head of a model's folder -> its name there; None: none has this shape and range."""
-    folder = pathlib.Path(local_folder(name))
+    folder = Path(local_folder(name))
     stored_range = json.loads((folder / "config.json").read_text()).get("value_range")
     if stored_range != (value_range and list(value_range)):
         return None
@@ -1363,11 +1362,11 @@ def ceiling(rows):
             groups.setdefault(tuple(ids[:first].tolist()), []).append(returns[first])
     groups = [torch.stack(group).double() for group in groups.values() if len(group) > 1]
     if not groups:
-        return math.nan
+        return nan
     every = torch.cat(groups)
     within = sum(len(x) * x.var() for x in groups) / len(every)
     spread = every.var()
-    return float(1 - within / spread) if 0 < spread >= within else math.nan
+    return float(1 - within / spread) if 0 < spread >= within else nan
 
 
 def report_numbers(rows, gamma):
@@ -1417,7 +1416,7 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     v_A = rows.values[rows.response_mask]
     if RANK != 0 or not len(v_A) or not v_A.isfinite().all():
         return print0("report     none: no row has an action, or values are not finite")
-    rows = dataclasses.replace(rows)
+    rows = replace(rows)
     add_returns(rows, gamma, lam=0.0)  # with lambda 0 advantages are TD errors
     rows.returns = monte_carlo(rows, gamma)
     numbers = {name: number(x, ".3f") for name, x in report_numbers(rows, gamma).items()}

@@ -14,17 +14,12 @@ critic_megatron.py is the same function on Megatron-Core.
 Shapes are in the names: T tokens, sequences end to end; B sequences; L longest sequence; D hidden features.
 """
 
-import contextlib
-import dataclasses
 import datetime
-import functools
 import heapq
 import importlib.util
-import itertools
 import json
 import math
 import os
-import pathlib
 import re
 import signal
 import sys
@@ -32,7 +27,11 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import accumulate, groupby
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import pydantic
@@ -115,7 +114,6 @@ class Run:
     critic: Annotated[Config, tyro.conf.arg(name="")] = Config()  # its flags have no prefix
     rollouts: str | None = None  # JSONL to learn from (None: the built-in toy task)
     eval_rollouts: str | None = None  # JSONL to evaluate on (None: no evaluation; the toy has its own)
-    recorded_values: bool = False  # take old values from the file's "values" instead of computing them
     gamma: Fraction = 1.0  # discount of a reward per action
     lam: Fraction = 1.0  # GAE's lambda for the returns (1: Monte Carlo, the rewards alone)
     bootstrap_truncated: bool = False  # the last value stands for the future of a row that was cut off
@@ -138,14 +136,14 @@ class Run:
 def mistake_in(flags, world_size=WORLD_SIZE):
     """What is wrong with a Config or a Run, as one line that names the flag and the fix, or None."""
     try:
-        pydantic.TypeAdapter(type(flags)).validate_python(dataclasses.asdict(flags))
+        pydantic.TypeAdapter(type(flags)).validate_python(asdict(flags))
     except pydantic.ValidationError as error:
         fault = error.errors()[0]
         name = next(part for part in fault["loc"] if part != "critic").replace("_", "-")
         return f"--{name} {fault['input']}: {fault['msg'].replace('Input should be', 'must be')}"
     if isinstance(flags, Run):
-        if not flags.rollouts and (flags.eval_rollouts or flags.recorded_values):
-            return "--eval-rollouts and --recorded-values: need --rollouts; the toy has its own rows"
+        if flags.eval_rollouts and not flags.rollouts:
+            return "--eval-rollouts: needs --rollouts; the toy has its own rows"
         return mistake_in(flags.critic, flags.plan or world_size)
     c = flags
     norm = c.loss_agg_mode == "seq-mean-token-sum-norm"
@@ -194,9 +192,6 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed import fsdp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor
 from transformers import AutoModel, Qwen2VLImageProcessorPil
 from transformers.image_utils import load_image
 from transformers.pytorch_utils import Conv1D
@@ -336,7 +331,7 @@ def place_images(image_processor, image_token_id, rollout, folder):
             ids += [i] * (next(count, 1) if i == image_token_id else 1)
         rollout.prompt_ids = ids
     ids = rollout.prompt_ids + rollout.response_ids
-    runs = [len(list(run)) for is_image, run in itertools.groupby(ids, image_token_id.__eq__) if is_image]
+    runs = [len(list(run)) for is_image, run in groupby(ids, image_token_id.__eq__) if is_image]
     if runs != sizes:
         raise UserError(f"placeholders come in runs of {runs or 0} tokens, its images have {sizes or 0}")
 
@@ -394,7 +389,7 @@ def make_layout(config, device):
     sp = config.ulysses_size
     shards = shards_of(config, WORLD_SIZE)
     names = ("replicate", "shard")
-    mesh = init_device_mesh(device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=names)
+    mesh = dist.init_device_mesh(device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=names)
     timeout = datetime.timedelta(minutes=config.timeout_minutes)
     for group in mesh.get_all_groups():  # by themselves they have torch's
         dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -445,7 +440,7 @@ def shard_fsdp2(model, config, layout):
 
 def shard_fsdp1(model, config, layout):
     mesh = layout.fsdp_mesh
-    policy = functools.partial(fsdp.MixedPrecision, reduce_dtype=torch.float32)
+    policy = partial(fsdp.MixedPrecision, reduce_dtype=torch.float32)
     units = dict.fromkeys(units_of(model), True)
     units[model.score] = {"mixed_precision": policy(param_dtype=torch.float32)}
     for name, module in model.named_modules():
@@ -458,7 +453,7 @@ def shard_fsdp1(model, config, layout):
         device_mesh=mesh,
         device_id=layout.device,  # a torch.device, or FSDP1 refuses to work on CPU
         sharding_strategy=fsdp.ShardingStrategy["HYBRID_SHARD" if mesh.ndim == 2 else "FULL_SHARD"],
-        auto_wrap_policy=CustomPolicy(lambda module: units.get(module, False)),
+        auto_wrap_policy=fsdp.wrap.CustomPolicy(lambda module: units.get(module, False)),
         mixed_precision=policy(param_dtype=layout.dtype, buffer_dtype=torch.float32),
         use_orig_params=True,
         param_init_fn=lambda m: m.to_empty(device=layout.device, recurse=False),
@@ -734,7 +729,7 @@ class DataParallelPPOCritic:
         sync = last or not self.config.defer_grad_sync
         if strategy == "fsdp2":
             self.model.set_requires_gradient_sync(sync)
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             if strategy == "fsdp1" and not sync:
                 stack.enter_context(self.model.no_sync())
             if self.config.activation_offload:
@@ -821,8 +816,7 @@ class CriticWorker:
         self.critic = DataParallelPPOCritic(config, self.model_config, self.layout, total_steps)
         torch.manual_seed(config.seed)  # random weights were drawn
         print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
-        layout = self.layout
-        sizes = f"dp {layout.dp_size} x sp {layout.sp_size}; "
+        sizes = f"dp {self.layout.dp_size} x sp {self.layout.sp_size}; "
         sizes += f"weights in {shards_of(config, WORLD_SIZE)} shards ({config.strategy})"
         print0(f"layout     ranks {WORLD_SIZE} = {sizes}")
         print0(f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32")
@@ -858,8 +852,7 @@ class CriticWorker:
         if not off < (1e-4 if self.layout.dtype == torch.float32 else 1e-1):
             words = "lets tokens see later ones or other rows; add --no-use-remove-padding"
             raise UserError(f"{name} {words} (they differ by {off:.0e})")
-        kernel = common.Pack.kernel if config.use_remove_padding else "padded"
-        print0(f"attention  {kernel}; rows together are off rows alone by {off:.0e}")
+        print0(f"attention  {common.Pack.kernel or 'padded'}; rows together are off rows alone by {off:.0e}")
 
     @register(Dispatch.ONE_TO_ALL)
     def set_budget(self, longest, row, halvings=0):
@@ -867,13 +860,12 @@ class CriticWorker:
 
         longest: tokens of the longest row to come; row: words that name it. halvings: see Checkpoints."""
         config = self.config
-        critic = self.critic
         budget = config.ppo_max_token_len_per_gpu
         share = self.layout.sp_size
         least = check_budget(config, longest, row)
         if isinstance(budget, str):  # auto, or auto:GIB
             state = 0
-            for p in critic.model.parameters():  # float32 gradients and moments; whole gradients if deferred
+            for p in self.critic.model.parameters():  # float32; a whole gradient if it is deferred
                 whole = 4 * p.numel() if config.defer_grad_sync else 0
                 held = getattr(p, "_local_tensor", p).nbytes
                 state += 4 * held + whole if p.requires_grad else held
@@ -884,7 +876,7 @@ class CriticWorker:
             smaller = max(budget >> halvings, least)
             print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu {budget} -> {smaller}")
             budget = smaller
-        critic.max_tokens = budget * share
+        self.critic.max_tokens = budget * share
 
     def try_out(self, batch):
         """Learns from a batch, without a step."""
@@ -915,7 +907,7 @@ class CriticWorker:
                 with torch.profiler.profile(profile_memory=True) as log:
                     self.try_out(batch)
                 events = sorted(log.profiler.kineto_results.events(), key=lambda e: e.start_ns())
-                peak = max(itertools.accumulate(e.nbytes() for e in events))  # 0 but for memory
+                peak = max(accumulate(e.nbytes() for e in events))  # 0 but for memory
             peak = max(common.of_all_ranks(peak))  # in addition to what exists before
             limit = min(common.of_all_ranks(limit))
             room = 0.9 * limit - state_bytes  # the allocator loses a tenth
@@ -1038,7 +1030,7 @@ class CriticWorker:
         head in value_head.safetensors; --model reads both kinds."""
         state = {}  # by the library's full_state_dict FSDP1 would crash on a CPU
         for name, x in state_dict.get_model_state_dict(self.critic.model).items():
-            if isinstance(x, DTensor):  # buffers are none, nor are the weights of FSDP1 on a single rank
+            if isinstance(x, dist.tensor.DTensor):  # not buffers, nor FSDP1's weights on a single rank
                 x = x.full_tensor()  # one at a time; rank 0 keeps it on the host
             if RANK == 0:
                 state[name] = x.detach().cpu().contiguous()
@@ -1090,7 +1082,7 @@ def open_checkpoint(folder, shape):
     on all ranks: damaged, or of another model."""
     common.verify(folder)
     with common.blame(f"--resume {folder}: not a checkpoint of this script"):
-        saved = json.loads(pathlib.Path(folder, "trainer.json").read_text())
+        saved = json.loads(Path(folder, "trainer.json").read_text())
         there = saved["shape"]
     differ = [key for key in sorted(there | shape) if there.get(key) != shape.get(key)]
     if differ:
@@ -1116,7 +1108,7 @@ class Checkpoints:
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
         self.sigterm = threading.Event()  # schedulers announce the end by it
         common.check_shared(out_dir)
-        self.out_of_memory = pathlib.Path(out_dir, "out_of_memory")  # a byte for each time
+        self.out_of_memory = Path(out_dir, "out_of_memory")  # a byte for each time
         self.halvings = 0
         self.folder = resume and os.path.realpath(resume)
         if resume == "auto":
@@ -1145,7 +1137,7 @@ class Checkpoints:
     def __exit__(self, kind, error, trace):
         """Notes that memory ran out; after an error it waits up to a minute for a save in the background."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             if re.search(common.OUT_OF_MEMORY, repr(error)):
                 self.out_of_memory.write_text("x" * (self.halvings + 1))
             if self.saving is not None:
@@ -1202,7 +1194,7 @@ def saved_bytes(config, model_config, lengths, device):
 
 def print_plan(run):
     """Prints, as equations, what each of run.plan ranks holds at most: rows count as the longest."""
-    config = dataclasses.replace(run.critic, ulysses_size=1)
+    config = replace(run.critic, ulysses_size=1)
     sp = run.critic.ulysses_size
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = common.compute_dtype(config.param_dtype, device).itemsize
@@ -1215,7 +1207,7 @@ def print_plan(run):
     check_budget(run.critic, rows.longest[0], f"line {rows.longest[1] + 1} of the rollouts")
     model = build_skeleton(config, model_config)
     count, trained = count_parameters(model)
-    blocks = sorted(count_parameters(block) for block in common.transformer_blocks(model))
+    blocks = sorted(count_parameters(block) for block in units_of(model))
     gathered = count - sum(n for n, _ in blocks[:-2])
     shards = shards_of(config, run.plan)
     longest = math.ceil(rows.longest[0] / sp)  # tokens of it on a rank
@@ -1226,7 +1218,7 @@ def print_plan(run):
         lengths = [longest] * (tokens // longest)
     held = 0 if config.activation_offload else saved_bytes(config, model_config, lengths, device)
     if config.gradient_checkpointing:  # and what one layer saves when it is computed again
-        plain = dataclasses.replace(config, gradient_checkpointing=False)
+        plain = replace(config, gradient_checkpointing=False)
         layers = sum(trains > 0 for _, trains in blocks)
         held += saved_bytes(plain, model_config, lengths, device) / max(layers, 1)
     parts = {  # name -> (bytes, equation)
@@ -1275,13 +1267,13 @@ def load_rows(run, tokenizer, model_config):
     """(rows to learn from, rows to evaluate on or None), of the run's files or of the toy."""
     options = {"tokenizer": tokenizer, "model_config": model_config}
     if processor := load_image_processor(run.critic, model_config):
-        options["place_images"] = functools.partial(place_images, processor, model_config.image_token_id)
+        options["place_images"] = partial(place_images, processor, model_config.image_token_id)
     train = run.rollouts
     held_out = run.eval_rollouts
     if train is None:
         train = common.toy_rows(8192, run.critic.seed)
         held_out = common.toy_rows(512, run.critic.seed, held_out=True)
-    train = common.read_rows(train, with_values=run.recorded_values, **options)
+    train = common.read_rows(train, **options)
     if held_out is not None:
         held_out = common.read_rows(held_out, flag="--eval-rollouts", **options)
     return train, held_out
@@ -1293,7 +1285,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     last_step = first_step if checkpoints.is_own else 0
-    logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, checkpoints.folder)
+    logger = common.Logger(run.out_dir, asdict(run), last_step, checkpoints.folder)
     batch = None
     steps = range(first_step, run.steps + 1)
     for step in logger.profiled(steps, run.profile_steps):
@@ -1309,8 +1301,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
             break
         picked = common.rows_of_step(step, len(train), size, run.critic.seed)
         batch = train.select(picked[RANK::WORLD_SIZE])
-        if not run.recorded_values:
-            batch.values = worker.compute_values(batch)
+        batch.values = worker.compute_values(batch)
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)
         logger.check_progress(metrics)

@@ -16,16 +16,11 @@ S slots: the tokens and the padding of a micro-batch that this rank holds.
 """
 
 import collections
-import contextlib
-import dataclasses
 import datetime
-import functools
 import heapq
-import itertools
 import json
 import math
 import os
-import pathlib
 import re
 import signal
 import sys
@@ -33,7 +28,11 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
+from itertools import accumulate, chain
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import pydantic
@@ -114,7 +113,6 @@ class Run:
     critic: Annotated[Config, tyro.conf.arg(name="")] = Config()  # its flags have no prefix
     rollouts: str | None = None  # JSONL to learn from (None: the built-in toy task)
     eval_rollouts: str | None = None  # JSONL to evaluate on (None: no evaluation; the toy has its own)
-    recorded_values: bool = False  # take old values from the file's "values" instead of computing them
     gamma: Fraction = 1.0  # discount of a reward per action
     lam: Fraction = 1.0  # GAE's lambda for the returns (1: Monte Carlo, the rewards alone)
     bootstrap_truncated: bool = False  # the last value stands for the future of a row that was cut off
@@ -136,14 +134,14 @@ class Run:
 def mistake_in(flags, world_size=WORLD_SIZE):
     """What is wrong with a Config or a Run, as one line that names the flag and the fix, or None."""
     try:
-        pydantic.TypeAdapter(type(flags)).validate_python(dataclasses.asdict(flags))
+        pydantic.TypeAdapter(type(flags)).validate_python(asdict(flags))
     except pydantic.ValidationError as error:
         fault = error.errors()[0]
         name = next(part for part in fault["loc"] if part != "critic").replace("_", "-")
         return f"--{name} {fault['input']}: {fault['msg'].replace('Input should be', 'must be')}"
     if isinstance(flags, Run):
-        if not flags.rollouts and (flags.eval_rollouts or flags.recorded_values):
-            return "--eval-rollouts and --recorded-values: need --rollouts; the toy has its own rows"
+        if flags.eval_rollouts and not flags.rollouts:
+            return "--eval-rollouts: needs --rollouts; the toy has its own rows"
         return mistake_in(flags.critic, world_size)
     c = flags
     norm = c.loss_agg_mode == "seq-mean-token-sum-norm"
@@ -191,20 +189,20 @@ warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|ar
 
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModel
 
 import common
@@ -221,7 +219,7 @@ warnings.filterwarnings(
 # ---- Megatron without CUDA, and without Transformer Engine -------------------------------------------------
 
 
-class CudaMeansCpu(TorchFunctionMode):
+class CudaMeansCpu(torch.overrides.TorchFunctionMode):
     """Megatron-Core writes device="cuda" in some places; on a machine without CUDA they mean the CPU."""
 
     def __torch_function__(self, function, kinds, args=(), kwargs=None):
@@ -364,9 +362,9 @@ class StoredTensors(dict):
     A tensor of a checkpoint may lie in several files, some rows in each: first row -> (file, name there)."""
 
     def __init__(self, folder, prefix="", flag="--model"):
-        self.joined = functools.lru_cache(maxsize=2)(self.join)  # experts are asked for one by one
+        self.joined = lru_cache(maxsize=2)(self.join)  # experts are asked for one by one
         with common.blame(f"{flag} {folder}: its weights do not load"):
-            for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+            for path in sorted(Path(folder).glob("*.safetensors")):
                 file = safe_open(path, "pt")
                 offsets = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
                 for name in file.keys():
@@ -624,7 +622,9 @@ def transformer_config(config, model_config, names, dtype):
 
 def layer_spec(transformer, names, vp_stage):
     """The layers of one piece of the model: Megatron's own, with the norm and the attention above."""
-    block = get_gpt_decoder_block_spec(transformer, use_transformer_engine=False, vp_stage=vp_stage)
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
+        transformer, use_transformer_engine=False, vp_stage=vp_stage
+    )
     block.layer_norm = RMSNorm
     for spec in block.layer_specs:
         layer = spec.submodules
@@ -825,7 +825,7 @@ class MegatronPPOCritic:
         for optimizer in self.optimizers:
             weights = [*optimizer.model_float16_groups, *optimizer.model_fp32_groups]
             masters = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
-            for p, master in zip(itertools.chain(*weights), itertools.chain(*masters)):
+            for p, master in zip(chain(*weights), chain(*masters)):
                 place = optimizer._get_model_param_range_map(p)["param"]
                 self.masters[p] = optimizer.optimizer, master, slice(place.start, place.end)
         self.restore(tensors, f"--model {config.model}")
@@ -897,7 +897,7 @@ class MegatronPPOCritic:
         places = [[row[i] for row in rows for i in pair] for pair in pairs]  # of each rank's tokens, in order
         own = places[self.layout.cp_rank]
         keys = [torch.cat(row[: i + 1]) for row in rows for i in pairs[self.layout.cp_rank]]
-        gathered = torch.cat(list(itertools.chain(*places)))  # the place of each gathered key
+        gathered = torch.cat(list(chain(*places)))  # the place of each gathered key
         key_index = gathered.argsort()[torch.cat(keys)].to(self.layout.device, non_blocking=True)
         layout = common.PackLayout(list(map(len, own)), self.layout.device, list(map(len, keys)))
         return slots[torch.cat(own)], layout, key_index
@@ -1040,7 +1040,7 @@ class MegatronPPOCritic:
         norm = math.sqrt(square)
         if math.isfinite(norm):
             for optimizer in self.optimizers:
-                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), config.grad_clip, norm)
+                clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), config.grad_clip, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate()
             self.optimizer.step_with_ready_grads()
@@ -1081,7 +1081,7 @@ class MegatronPPOCritic:
                 if kind != "weight":  # torch makes it at the first step
                     mine = adam.state[mine].setdefault(kind, torch.zeros_like(mine))
                 mine.copy_(x.flatten()[place])
-        if problems := sorted(itertools.chain(*common.of_all_ranks(problems))):
+        if problems := sorted(chain(*common.of_all_ranks(problems))):
             raise UserError(f"{flag}: {len(problems)} weights do not fit, e.g. {problems[0]}")
 
 
@@ -1116,9 +1116,8 @@ class CriticWorker:
         self.critic = MegatronPPOCritic(config, self.model_config, self.layout, total_steps)
         torch.manual_seed(config.seed)  # random weights were drawn
         print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
-        layout = self.layout
         sizes = f"tp {config.tensor_model_parallel_size} x cp {config.context_parallel_size} x "
-        sizes += f"dp {layout.dp_size} x pp {config.pipeline_model_parallel_size}"
+        sizes += f"dp {self.layout.dp_size} x pp {config.pipeline_model_parallel_size}"
         print0(f"layout     ranks {WORLD_SIZE} = {sizes}")
         print0(f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32")
 
@@ -1128,13 +1127,12 @@ class CriticWorker:
 
         longest: tokens of the longest row to come; row: words that name it. halvings: see Checkpoints."""
         config = self.config
-        critic = self.critic
         budget = config.ppo_max_token_len_per_gpu
         share = config.context_parallel_size
         least = check_budget(config, longest, row)
         if isinstance(budget, str):  # auto, or auto:GIB
             state = 0
-            for name, p in named_weights(critic.modules):  # float32 gradients; masters and moments are shared
+            for name, p in named_weights(self.critic.modules):  # float32; masters and moments are shared
                 _, replicas = groups_of(name)
                 state += p.nbytes + 4 * p.numel() + 12 * p.numel() / replicas.size()
             budget = self.measure_budget(longest, share, state)
@@ -1144,7 +1142,7 @@ class CriticWorker:
             smaller = max(budget >> halvings, least)
             print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu {budget} -> {smaller}")
             budget = smaller
-        critic.max_tokens = budget * share // pack_unit(config) * pack_unit(config)
+        self.critic.max_tokens = budget * share // pack_unit(config) * pack_unit(config)
 
     def try_out(self, batch):
         """Learns from a batch, without a step."""
@@ -1176,7 +1174,7 @@ class CriticWorker:
                 with torch.profiler.profile(profile_memory=True) as log:
                     self.try_out(batch)
                 events = sorted(log.profiler.kineto_results.events(), key=lambda e: e.start_ns())
-                peak = max(itertools.accumulate(e.nbytes() for e in events))  # 0 but for memory
+                peak = max(accumulate(e.nbytes() for e in events))  # 0 but for memory
             peak = max(common.of_all_ranks(peak))  # in addition to what exists before
             limit = min(common.of_all_ranks(limit))
             room = 0.9 * limit - state_bytes  # the allocator loses a tenth
@@ -1237,7 +1235,7 @@ class CriticWorker:
         mpu.get_global_memory_buffer().buffer.clear()  # what sequence parallelism gathers tokens into
         for optimizer in self.critic.optimizers:
             # masters of half-precision weights
-            for p in itertools.chain(*optimizer.shard_fp32_from_float16_groups):
+            for p in chain(*optimizer.shard_fp32_from_float16_groups):
                 p.data = p.data.to(device)
             common.move_state(optimizer.optimizer, device)
 
@@ -1323,7 +1321,7 @@ def checkpoint_tensors(critic, vocab_size):
     weights, moments and AdamW's count of steps, as critic_fsdp.py has them."""
     out = {"rng": (0, torch.get_rng_state())} if RANK == 0 else {}
     for kind, form in STATE.items():
-        local = functools.partial(critic.master, kind=kind)
+        local = partial(critic.master, kind=kind)
         weights = join_experts(whole_weights(critic.modules, vocab_size, local))
         out |= {form.format(name): rows for name, rows in weights.items()}
     for name, (first, _) in weights.items():
@@ -1337,7 +1335,7 @@ def open_checkpoint(folder, shape):
     on all ranks: damaged, or of another model."""
     common.verify(folder)
     with common.blame(f"--resume {folder}: not a checkpoint of this script"):
-        saved = json.loads(pathlib.Path(folder, "trainer.json").read_text())
+        saved = json.loads(Path(folder, "trainer.json").read_text())
         there = saved["shape"]
     differ = [key for key in sorted(there | shape) if there.get(key) != shape.get(key)]
     if differ:
@@ -1363,7 +1361,7 @@ class Checkpoints:
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
         self.sigterm = threading.Event()  # schedulers announce the end by it
         common.check_shared(out_dir)
-        self.out_of_memory = pathlib.Path(out_dir, "out_of_memory")  # a byte for each time
+        self.out_of_memory = Path(out_dir, "out_of_memory")  # a byte for each time
         self.halvings = 0
         self.folder = resume and os.path.realpath(resume)
         if resume == "auto":
@@ -1392,7 +1390,7 @@ class Checkpoints:
     def __exit__(self, kind, error, trace):
         """Notes that memory ran out; after an error it waits up to a minute for a save in the background."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             if re.search(common.OUT_OF_MEMORY, repr(error)):
                 self.out_of_memory.write_text("x" * (self.halvings + 1))
             if self.saving is not None:
@@ -1463,7 +1461,7 @@ def load_rows(run, tokenizer, model_config):
     if train is None:
         train = common.toy_rows(8192, run.critic.seed)
         held_out = common.toy_rows(512, run.critic.seed, held_out=True)
-    train = common.read_rows(train, with_values=run.recorded_values, **options)
+    train = common.read_rows(train, **options)
     if held_out is not None:
         held_out = common.read_rows(held_out, flag="--eval-rollouts", **options)
     return train, held_out
@@ -1475,7 +1473,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     last_step = first_step if checkpoints.is_own else 0
-    logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, checkpoints.folder)
+    logger = common.Logger(run.out_dir, asdict(run), last_step, checkpoints.folder)
     batch = None
     steps = range(first_step, run.steps + 1)
     for step in logger.profiled(steps, run.profile_steps):
@@ -1491,8 +1489,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
             break
         picked = common.rows_of_step(step, len(train), size, run.critic.seed)
         batch = train.select(picked[RANK::WORLD_SIZE])
-        if not run.recorded_values:
-            batch.values = worker.compute_values(batch)
+        batch.values = worker.compute_values(batch)
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)
         logger.check_progress(metrics)

@@ -17,63 +17,25 @@ them; B sequences; L tokens of a padded row; R tokens of a response; V vocabular
 """
 
 import collections
-import contextlib
-import copy
-import ctypes
-import dataclasses
 import datetime
 import importlib.util
-import inspect
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
 import runpy
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, NamedTuple
-
-# ---- A worker process: calls a reward or an environment of the user, and imports nothing of what follows ---
-
-
-def attempt(function, *args):
-    """(what the function returns: text, a number or None, "") or (None, what went wrong)."""
-    try:
-        made = function(*args)
-        return made if made is None or isinstance(made, str) else float(made), ""
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # sys.exit, asyncio.CancelledError: the row's fault, not the run's
-        return None, f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-
-
-def serve(path, name, descriptor):
-    """Answers rows that come through a pipe, until its rank ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: also in the middle of a row
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which torchrun sends to all; the rank decides
-    pipe = Connection(int(descriptor))
-    function = runpy.run_path(path)[name]
-    pipe.send("ready")
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
-        while True:
-            pipe.send(attempt(function, *pipe.recv()))
-    os._exit(0)
-
-
-if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
-    serve(*sys.argv[2:])
 
 import pydantic
 import torch
@@ -112,8 +74,7 @@ class ActorConfig:
     model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
     tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own)
     override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-    # layout, precision
-    fsdp_size: int = -1  # ranks that share one copy of the weights; others hold replicas (-1: all share one)
+    # precision
     # dtype of matrix products (auto: bfloat16, but float32 on CPU)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
@@ -208,19 +169,13 @@ class Run:
 
 def parse(args):
     """Run from the command line. --critic is looked up first: it says which flags are behind --critic.*."""
-    given = re.search(r"--critic[ =](\S+)", " ".join(args))
-    backend = given[1] if given else "fsdp"
+    backend = re.search(r"--critic[ =](\S+)", " ".join([*args, "--critic fsdp"]))[1]
     if backend not in ("fsdp", "megatron"):
         raise UserError(f"--critic {backend}: must be fsdp or megatron; flags of its own are --critic.*")
     config = critic_module(backend).Config
-    default = Run(critic=config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size))
+    start = Run(critic=config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size))
     run, unknown = tyro.cli(
-        Run,
-        default=default,
-        description=__doc__,
-        args=args,
-        console_outputs=RANK == 0,
-        return_unknown_args=True,
+        Run, args=args, default=start, description=__doc__, console_outputs=not RANK, return_unknown_args=True
     )
     if unknown:
         raise UserError(f"{unknown[0]}: is unknown with --critic {backend}; --help explains all flags")
@@ -232,7 +187,7 @@ def critic_module(backend):
     return importlib.import_module(f"critic_{backend}")
 
 
-@contextlib.contextmanager
+@contextmanager
 def flags_of(part):
     """A UserError from in here names flags as this script knows them: --lr of the actor is --actor.lr."""
     try:
@@ -245,13 +200,12 @@ def flags_of(part):
 def check_flags(run):
     """UserError for flags that cannot work, before a process group or a model is built."""
     try:
-        pydantic.TypeAdapter(Run).validate_python(dataclasses.asdict(run))
+        pydantic.TypeAdapter(Run).validate_python(asdict(run))
     except pydantic.ValidationError as error:
         fault = error.errors()[0]
         name = ".".join(map(str, fault["loc"])).replace("_", "-")
         message = fault["msg"].replace("Input should be", "must be")
         raise UserError(f"--{name} {fault['input']}: {message}") from None
-    shards = run.actor.fsdp_size
     rules = {
         "--target-kl: adapts --kl-coef, so give it a value above 0": not run.target_kl or run.kl_coef,
         "--eval-prompts: needs --prompts; addition has its own": run.prompts or not run.eval_prompts,
@@ -260,12 +214,9 @@ def check_flags(run):
             run.eval_prompts or not run.prompts or run.eval_every == Run.eval_every,
         "--max-turns: needs --environment": run.environment or run.max_turns == Run.max_turns,
         "--vllm.sleep-level: needs --offload": run.offload or run.vllm.sleep_level == VLLMConfig.sleep_level,
-        "--rollout vllm: vllm is not installed; README.md says how":
-            run.rollout == "hf" or importlib.util.find_spec("vllm"),
+        "--rollout vllm: needs vllm, see README.md": run.rollout == "hf" or importlib.util.find_spec("vllm"),
         "--reward, --reward-model: --prompts needs one": not run.prompts or run.reward or run.reward_model,
         "--reward, --reward-model: give one of them": not (run.reward and run.reward_model),
-        f"--actor.fsdp-size {shards}: must divide the {WORLD_SIZE} ranks, or be -1":
-            shards == -1 or shards > 0 and WORLD_SIZE % shards == 0,
         f"--vllm.tensor-parallel-size: must divide the {WORLD_SIZE} ranks":
             WORLD_SIZE % run.vllm.tensor_parallel_size == 0,
         "--critic.ppo-max-token-len-per-gpu auto: leaves the actor nothing; add --offload, or give auto:GIB":
@@ -280,7 +231,6 @@ def check_flags(run):
 
 
 # ---- Task: prompts, rewards, environment -------------------------------------------------------------------
-
 
 SIGTERM = threading.Event()  # of this rank: what it generates or scores ends early, see poll
 
@@ -339,6 +289,8 @@ def load_prompts(path, flag, run, tokenizer):
     without = sum(prompt.answer is None for prompt in short)
     if without and run.reward:
         print0(f"{flag} {path}: {without} of {len(short)} prompts have no {run.answer_key!r}")
+        if without == len(short) and run.answer_key != Run.answer_key:
+            raise UserError(f"--answer-key {run.answer_key}: no row of {path} has it")
     return short
 
 
@@ -383,62 +335,38 @@ def gsm8k_reward(prompt, response, answer):
 REWARDS = {"addition": addition_reward, "gsm8k": gsm8k_reward}
 
 
-def load_function(name, flag, run, prompts):
-    """A built-in reward, or FUNCTION of FILE.py in worker processes."""
+def load_function(name, flag):
+    """A built-in reward, or FUNCTION of FILE.py, whose code is run."""
     if name in REWARDS:
         return REWARDS[name]
     path, _, function = name.rpartition(":")
     with common.blame(f"{flag} {name}: must be FILE.py:FUNCTION, or one of {', '.join(REWARDS)}"):
-        signature = inspect.signature(runpy.run_path(path)[function])
-        signature.bind("prompt", "response", "answer")
-    *_, answer = signature.parameters.values()
-    without = all(prompt.answer is None for prompt in prompts)
-    if without and flag == "--reward" and answer.default is answer.empty:
-        raise UserError(f"--answer-key {run.answer_key}: no prompt has it, and {name} has no default for it")
-    return Workers(path, function, run.reward_timeout)
+        return runpy.run_path(path)[function]
 
 
-class Workers:
-    """Calls a function of the user in processes of this rank, each with one row at a time. They are fresh
-    ones, because forks of a process with threads and a device may hang. A function must keep no state."""
+class TookTooLong(BaseException):  # not an Exception, which the function may catch
+    pass
 
-    def __init__(self, path, function, seconds):
-        self.command = [sys.executable, __file__, "serve", path, function]
-        self.seconds = seconds
-        self.mine = threading.local()  # each thread's process, and the pipe to it
-        count = max(8, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        self.threads = ThreadPoolExecutor(count, initializer=self.start)
 
-    def start(self):
-        self.mine.pipe, theirs = multiprocessing.Pipe()
-        descriptor = theirs.fileno()
-        self.mine.process = subprocess.Popen([*self.command, str(descriptor)], pass_fds=[descriptor])
-        theirs.close()
-        self.mine.pipe.recv()  # it is ready: a row's clock starts when it is sent
+def guarded(function, seconds, *args):
+    """(its result, "") or (None, what went wrong). The alarm waits until a call into C returns."""
 
-    def ask(self, row):
-        """attempt(function, *row) in this thread's process, which is replaced if it takes too long."""
+    def ring(*_):
+        raise TookTooLong(f"no answer within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
         try:
-            self.mine.pipe.send(row)
-            if self.mine.pipe.poll(self.seconds):
-                return self.mine.pipe.recv()
-            fault = f"no answer within {self.seconds:g} s"
-        except (EOFError, OSError):
-            fault = "its process has died"
-        self.mine.process.kill()
-        self.start()
-        return None, fault
-
-
-def ask_all(function, rows, what):
-    """attempt(function, *row) of each row, in their order; after a SIGTERM of some."""
-    if not isinstance(function, Workers):
-        return [attempt(function, *row) for row in rows if not SIGTERM.is_set()]
-    asked = [function.threads.submit(function.ask, row) for row in rows]
-    for answer in common.progress(asked, what):
-        while not SIGTERM.is_set() and not answer.done():
-            wait([answer], timeout=1)
-    return [answer.result() for answer in asked if answer.done()]
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            return function(*args), ""
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit, asyncio.CancelledError: the row's fault, not the run's
+        return None, f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 class RewardModel:
@@ -448,10 +376,10 @@ class RewardModel:
     def __init__(self, run, tokenizer):
         own = ("tokenizer", "override_config", "value_head", "value_bins", "value_range", "lora_rank",
                "freeze_layers")  # fmt: skip
-        fields = {x.name: x.default for x in dataclasses.fields(run.critic) if x.name in own}
-        fields |= {"model": run.reward_model, "value_head_init": "checkpoint"}
+        changed = {x.name: x.default for x in fields(run.critic) if x.name in own}
+        changed |= {"model": run.reward_model, "value_head_init": "checkpoint"}
         try:
-            self.worker = critic_module(run.backend).CriticWorker(dataclasses.replace(run.critic, **fields))
+            self.worker = critic_module(run.backend).CriticWorker(replace(run.critic, **changed))
             self.worker.init_model(1)
         except UserError as error:
             raise UserError(f"--reward-model: {error}") from None
@@ -465,7 +393,7 @@ class RewardModel:
         if self.same_tokens:
             return prompt.ids + reply.ids
         if prompt.messages and self.tokenizer.chat_template:
-            messages = [*prompt.messages, *reply.turns]
+            messages = [*prompt.messages, {"role": "assistant", "content": reply.text}]
             return common.chat_ids(self.tokenizer, messages, complete=True)
         return self.tokenizer(prompt.text + reply.text)["input_ids"]
 
@@ -584,15 +512,14 @@ class HFRollout:
 
     def __init__(self, run, task, device):
         self.run = run
-        self.stop_ids = task.stop_ids
-        self.known = task.known
+        self.task = task
         self.device = device
         self.dtype = common.compute_dtype(run.actor.param_dtype, device)
         capped = getattr(task.model_config.get_text_config(), "attn_logit_softcapping", None)
         # sdpa, which would drop it, or for models without it eager
         options = {"attn_implementation": "eager" if capped else None, "dtype": self.dtype}
         with device:
-            self.model = AutoModelForCausalLM.from_config(copy.deepcopy(task.model_config), **options)
+            self.model = AutoModelForCausalLM.from_config(deepcopy(task.model_config), **options)
         self.model.generation_config = GenerationConfig(eos_token_id=task.stop_ids, pad_token_id=0)
 
     @torch.no_grad()
@@ -618,15 +545,13 @@ class HFRollout:
             ids_BL = pad_sequence(ids, True, -1, padding_side="left").to(self.device)
             sources = [torch.Generator().manual_seed(seed_of(key)) for key in keys]
             u_BR = torch.stack([torch.rand(max(room), generator=g, dtype=torch.float64) for g in sources])
-            draw = Draw(u_BR.to(self.device), temperature, self.run.top_p, self.known)
-            out_BL = self.model.generate(
-                ids_BL.clamp(min=0), attention_mask=ids_BL >= 0,
-                max_new_tokens=max(room), logits_processor=[draw],
-            )  # fmt: skip
+            draw = Draw(u_BR.to(self.device), temperature, self.run.top_p, self.task.known)
+            options = {"attention_mask": ids_BL >= 0, "max_new_tokens": max(room), "logits_processor": [draw]}
+            out_BL = self.model.generate(ids_BL.clamp(min=0), **options)
             out_BR = out_BL[:, ids_BL.shape[1] :]
             log_probs_BR = torch.stack(draw.log_probs, 1)
             for ids, log_probs, most in zip(out_BR.tolist(), log_probs_BR.tolist(), room):
-                ends = [n for n, i in enumerate(ids[:most], 1) if i in self.stop_ids]
+                ends = [n for n, i in enumerate(ids[:most], 1) if i in self.task.stop_ids]
                 n = ends[0] if ends else most
                 replies.append((ids[:n], log_probs[:n], bool(ends)))
         return replies
@@ -645,14 +570,13 @@ class VLLMRollout:
 
     def __init__(self, run, task, device):
         self.run = run
-        self.stop_ids = task.stop_ids
-        self.known = task.known
+        self.task = task
         self.on_cpu = device.type == "cpu"
         self.dtype = common.compute_dtype(run.actor.param_dtype, device)
         size = run.vllm.tensor_parallel_size
         timeout = datetime.timedelta(minutes=run.critic.timeout_minutes)
         self.group, _ = dist.new_subgroups(size, timeout=timeout)  # neighbours, as vLLM has it
-        model_config = copy.deepcopy(task.model_config)
+        model_config = deepcopy(task.model_config)
         with torch.device("meta"):  # it knows what a checkpoint calls its tensors
             self.skeleton = AutoModelForCausalLM.from_config(model_config)
         model_config.architectures = [type(self.skeleton).__name__]
@@ -716,11 +640,7 @@ class VLLMRollout:
         """Takes the actor's weights, (name, whole tensor) pairs in self.dtype (a collective)."""
         if self.on_cpu:
             self.llm.apply_model(forget_experts)
-        named = (
-            pair
-            for name, weight in weights
-            for pair in revert_weight_conversion(self.skeleton, {name: weight}).items()
-        )
+        named = (pair for n, x in weights for pair in revert_weight_conversion(self.skeleton, {n: x}).items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
         self.llm.apply_model(self.adapt)
         self.llm.reset_prefix_cache()  # it has keys and values of the old weights
@@ -731,7 +651,7 @@ class VLLMRollout:
         for module in model.modules():
             kind = type(module).__name__
             if kind == "LogitsProcessor":
-                module.org_vocab_size = self.known
+                module.org_vocab_size = self.task.known
             elif kind == "ParallelLMHead" and self.on_cpu:
                 module.quant_method.process_weights_after_loading(module)
 
@@ -749,7 +669,7 @@ class VLLMRollout:
             asked.append({"prompt_token_ids": ids})
             params.append(SamplingParams(
                 seed=seed_of(key), max_tokens=most, temperature=temperature, logprobs=0,
-                top_p=self.run.top_p, stop_token_ids=self.stop_ids, ignore_eos=True, detokenize=False,
+                top_p=self.run.top_p, stop_token_ids=self.task.stop_ids, ignore_eos=True, detokenize=False,
             ))  # fmt: skip
         # on CPU the compiler takes longer than the rollout; and vLLM draws from torch's generator
         stance = "force_eager" if self.on_cpu else "default"
@@ -778,12 +698,8 @@ class Reply:
     mask: list = field(default_factory=list)  # true on what the policy chose
     log_probs: list = field(default_factory=list)  # of the engine; 0 elsewhere
     finished: bool = False  # by the policy or the environment, not by the length limit
-    turns: list = field(default_factory=list)  # what was said, as chat messages
+    text: str = ""
     fault: str = ""  # what went wrong in the environment
-
-    @property
-    def text(self):
-        return "".join(turn["content"] for turn in self.turns)
 
     def add(self, ids, log_probs=None):
         self.ids += ids
@@ -797,7 +713,7 @@ def roll_out(engine, task, prompts, keys, run, temperature):
     going = list(zip(prompts, keys, replies))
     for turn in range(run.max_turns if task.observe else 1):
         if turn:
-            going = listen(going, task, run)
+            going = [row for row in going if not SIGTERM.is_set() and goes_on(row[0], row[2], task, run)]
             if not any(common.of_all_ranks(bool(going))):
                 break
         rows = [
@@ -805,52 +721,30 @@ def roll_out(engine, task, prompts, keys, run, temperature):
             for prompt, key, reply in going
         ]
         out = []
-        with contextlib.suppress(SystemExit):  # others may not know of SIGTERM yet
+        with suppress(SystemExit):  # others may not know of SIGTERM yet
             out = engine.generate(rows, temperature)
         for (_, _, reply), (ids, log_probs, ended) in zip(going, out):
             reply.add(ids, log_probs)
             reply.finished = ended
-            words = task.tokenizer.decode(ids, skip_special_tokens=True)
-            reply.turns.append({"role": "assistant", "content": words})
+            reply.text = task.tokenizer.decode(reply.ids, skip_special_tokens=True)
     return replies
 
 
-def listen(going, task, run):
-    """Adds what the environment says to the replies that have ended -> rows in which the policy goes on."""
-    ended = [row for row in going if row[2].finished]
-    rows = [
-        (prompt.text, reply.turns if prompt.messages else reply.text, prompt.answer)
-        for prompt, _, reply in ended
-    ]
-    going = []
-    for row, (said, fault) in zip(ended, ask_all(task.observe, rows, "environment")):
-        prompt, _, reply = row
-        reply.fault = fault
-        if isinstance(said, str):
-            said = said.encode(errors="replace").decode()  # half a surrogate pair is no text: "?" for it
-            message = {"role": "user", "content": said}
-            ids = observation_ids(task.tokenizer, message, prompt.messages, reply.ids[-1])
-            reply.finished = len(reply.ids) + len(ids) < run.max_response_length
-            if reply.finished:
-                reply.add(ids)
-                reply.turns.append(message)
-                going.append(row)
-        elif said is not None:
+def goes_on(prompt, reply, task, run):
+    """Adds to a reply what the environment says to it -> whether the policy has another turn."""
+    if not reply.finished:
+        return False
+    said, reply.fault = guarded(task.observe, run.reward_timeout, prompt.text, reply.text, prompt.answer)
+    if not isinstance(said, str):
+        if said is not None:
             reply.fault = f"an environment answers with text or None, not {said!r:.40}"
-    return going
-
-
-def observation_ids(tokenizer, message, chat, last):
-    """Token ids of what an environment says; in a chat with the template's words around it, up to the next
-    turn. last: the token that ended the turn before, which the template may write as well."""
-    if not chat:
-        return tokenizer(message["content"], add_special_tokens=False)["input_ids"]
-    before = "the turn before"
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": before}, message]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    _, _, new = text.partition(before)
-    ids = tokenizer(new.lstrip(), add_special_tokens=False)["input_ids"]
-    return ids[1:] if ids[:1] == [last] else ids
+        return False
+    said = said.encode(errors="replace").decode()  # half a surrogate pair is no text: "?" for it
+    ids = task.tokenizer(said, add_special_tokens=False)["input_ids"]
+    reply.finished = len(reply.ids) + len(ids) < run.max_response_length
+    if reply.finished:
+        reply.add(ids)
+    return reply.finished
 
 
 def to_batch(prompts, replies, row_ids):
@@ -874,24 +768,25 @@ def to_batch(prompts, replies, row_ids):
 
 
 def write_jsonl(batch, path):
-    """Writes the rows of all ranks as JSONL, without images (a collective); read_rows gives the same columns
-    back, bit for bit. Everything before the first action is the prompt."""
-    rollouts = []
+    """Writes the rows of all ranks as JSONL, without images (a collective); read_rows reads the same."""
+    lines = []
     for row in common.gather(batch).split(1):
         first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
         columns = {"response_ids": row.input_ids, "response_mask": row.response_mask}
         columns |= {"rewards": row.token_level_rewards, "values": row.values}
         rollout = {name: x_T[first:].tolist() for name, x_T in columns.items()}
-        prompt = row.input_ids[:first].tolist()
-        rollouts.append({"prompt_ids": prompt, "truncated": bool(row.truncated), **rollout})
+        lines.append(
+            {"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated), **rollout}
+        )
     if RANK == 0:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        common.replace_lines(path, rollouts)
+        common.replace_lines(path, lines)
 
 
 # ---- Actor and reference: a policy on FSDP2 ----------------------------------------------------------------
 
 LOGITS_AT_ONCE = 2**25  # 128 MiB in float32
+LEARNED_FROM = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
 
 
 class Policy(nn.Module):
@@ -947,7 +842,7 @@ class PolicyWorker:
                 lm, _ = common.load_model(AutoModelForCausalLM, config.model, model_config, run.seed)
                 source = Policy(lm)
             with torch.device("meta"):
-                lm = AutoModelForCausalLM.from_config(copy.deepcopy(model_config), **options)
+                lm = AutoModelForCausalLM.from_config(deepcopy(model_config), **options)
         # all bits of what is loaded, added up: a resumed run needs the same reference
         bits = source and sum(int(p.detach().view(torch.int32).sum()) for p in source.parameters())
         self.start = common.of_all_ranks(bits)[0]
@@ -959,9 +854,7 @@ class PolicyWorker:
         print0(f"{kind}  {config.model} ({model_config.model_type}), {lm.num_parameters():,} parameters")
         self.model = Policy(lm, task.known, config.entropy_coeff > 0).requires_grad_(trains)
         self.flops = common.flops_model(self.model, model_config)
-        shards = WORLD_SIZE if config.fsdp_size == -1 else config.fsdp_size
-        sizes = (WORLD_SIZE // shards, shards)
-        mesh = dist.init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
+        mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for module in (*common.transformer_blocks(self.model), self.model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -972,9 +865,8 @@ class PolicyWorker:
         self.optimizer = None
         if trains:
             weights = list(self.model.parameters())
-            self.optimizer = torch.optim.AdamW(
-                weights, config.lr, weight_decay=config.weight_decay, fused=True
-            )
+            options = {"weight_decay": config.weight_decay, "fused": True}
+            self.optimizer = torch.optim.AdamW(weights, config.lr, **options)
             # as AdamW makes it at its first step, so that a checkpoint always has it
             for p in weights:
                 state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
@@ -1026,9 +918,7 @@ class PolicyWorker:
                 setattr(micro, name, x.to(self.device, non_blocking=True))
         return micro
 
-    @register(
-        Dispatch.DP_COMPUTE_PROTO, needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
-    )
+    @register(Dispatch.DP_COMPUTE_PROTO, needs=LEARNED_FROM)
     def update_policy(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
         names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy")
@@ -1053,10 +943,8 @@ class PolicyWorker:
         if c.tis_cap is not None:
             rho_T = (micro.old_log_probs - micro.rollout_log_probs).exp()
             weights_T = weights_T * rho_T.clamp(max=c.tis_cap)
-        clips = (c.clip_ratio_low, c.clip_ratio_high, c.clip_ratio_c)
-        loss, clipped, dual = policy_loss(
-            log_probs_T, micro.old_log_probs, micro.advantages, mask_T, weights_T, *clips
-        )
+        columns = (log_probs_T, micro.old_log_probs, micro.advantages, mask_T, weights_T)
+        loss, clipped, dual = policy_loss(*columns, c.clip_ratio_low, c.clip_ratio_high, c.clip_ratio_c)
         ref_kl_T = kl_penalty(log_probs_T, micro.ref_log_probs, c.kl_loss_type)
         whole = loss
         for coef, x_T in ((c.kl_loss_coef, ref_kl_T), (-c.entropy_coeff, entropy_T)):
@@ -1106,10 +994,8 @@ class PolicyWorker:
         tensors = self.checkpoint_tensors()
         if copy:
             tensors = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
-        state = {
-            "updates": self.updates, "optimizer_steps": self.optimizer_steps, "start": self.start,
-            "shape": common.shape_of(self.model_config),
-        }  # fmt: skip
+        state = {"updates": self.updates, "optimizer_steps": self.optimizer_steps, "start": self.start}
+        state["shape"] = common.shape_of(self.model_config)
 
         def write(tmp, group=None):
             writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True)
@@ -1120,10 +1006,9 @@ class PolicyWorker:
 
     def load_checkpoint(self, folder):
         """Restores what checkpoint_writer wrote, on any world size. UserError: damaged or foreign."""
-        module = critic_module(self.run.backend)
-        saved = module.open_checkpoint(folder, common.shape_of(self.model_config))
-        has_reference = self.run.kl_coef or self.config.kl_loss_coef
-        if has_reference and saved.get("start", self.start) != self.start:
+        shape = common.shape_of(self.model_config)
+        saved = critic_module(self.run.backend).open_checkpoint(folder, shape)
+        if (self.run.kl_coef or self.config.kl_loss_coef) and saved["start"] != self.start:
             words = "is the reference, but not as it was when this run began; restore it, or leave out the KL"
             raise UserError(f"--actor.model {self.config.model}: {words}")
         with common.blame(f"--resume {folder}: does not fit this actor"):
@@ -1145,7 +1030,7 @@ class PolicyWorker:
 def generation_config(config):
     """generation_config.json of the model's folder, or None; not all stop tokens are in config.json."""
     if config.model not in common.TINY:
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             return GenerationConfig.from_pretrained(config.model)
 
 
@@ -1164,7 +1049,7 @@ def learn_to_add(run, task, folder):
     with common.published(folder) as tmp:
         if RANK == 0:
             torch.manual_seed(run.seed)
-            model_config = copy.deepcopy(task.model_config)
+            model_config = deepcopy(task.model_config)
             model_config.initializer_range = 0.1  # so narrow a model hardly moves away from the usual 0.02
             lm = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
             optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
@@ -1201,7 +1086,7 @@ class Phases:
         self.steps = 0
         self.seconds = collections.Counter()  # of this step, by phase
 
-    @contextlib.contextmanager
+    @contextmanager
     def __call__(self, name, *workers):
         start = time.perf_counter()
         workers = [worker for worker in workers if worker and self.offload]
@@ -1233,27 +1118,29 @@ def score(run, reward, phases, prompts, replies, row_ids):
         with phases("reward", reward.worker):
             return reward.scores(prompts, replies, row_ids)
 
-    rows = [(prompt.text, reply.text, prompt.answer) for prompt, reply in zip(prompts, replies)]
+    def checked(*args):
+        made = float(reward(*args))
+        if not abs(made) <= 1e15:
+            raise ValueError("the reward must be a finite number")
+        return made
+
     scores = []
     with phases("reward"):
-        for reply, (made, fault) in zip(replies, ask_all(reward, rows, "reward")):
-            if not (isinstance(made, float) and abs(made) <= 1e15):
-                fault = fault or f"a reward is a finite number, not {made!r:.40}"
-                made = 0.0
+        for prompt, reply in zip(prompts, replies):
+            if SIGTERM.is_set():
+                break
+            made, fault = guarded(checked, run.reward_timeout, prompt.text, reply.text, prompt.answer)
             reply.fault = reply.fault or fault
-            scores.append(made)
+            scores.append(made or 0.0)
     return scores
 
 
 def of_all_rows(prompts, replies, scores):
     """(each row of all ranks as a dict, their rewards, how many failed) (a collective)."""
-    mine = [
-        {
-            "prompt": prompt.text, "response": reply.text, "answer": prompt.answer,
-            "reward": x, "fault": reply.fault, "tokens": len(reply.ids),
-        }
-        for prompt, reply, x in zip(prompts, replies, scores)
-    ]  # fmt: skip
+    mine = []
+    for prompt, reply, x in zip(prompts, replies, scores):
+        row = {"prompt": prompt.text, "response": reply.text, "answer": prompt.answer, "reward": x}
+        mine.append({**row, "fault": reply.fault, "tokens": len(reply.ids)})
     rows = list(itertools.chain(*common.of_all_ranks(mine)))
     faults = [row["fault"] for row in rows if row["fault"]]
     if faults and len(faults) == len(rows):
@@ -1273,7 +1160,6 @@ def rollout_metrics(batch, run, rows, rewards, faults):
     kl_A = kl_penalty(whole.old_log_probs, whole.ref_log_probs, run.kl_penalty)[mask_T]
     return {
         "reward/mean": rewards.mean(),
-        "reward/std": rewards.std(correction=0),
         "reward/errors": faults,
         "rollout/actions": len(off_A) / len(rows),
         "rollout/tokens": len(mask_T),
@@ -1338,7 +1224,7 @@ def set_up(run):
     if set(map(os.path.realpath, models)) & set(map(os.path.realpath, exports)):
         raise UserError(f"--out-dir {run.out_dir}: its exports would replace a model of it; give another")
     addition = run.prompts is None
-    actor = dataclasses.replace(run.actor, lr=run.actor.lr or (5e-4 if addition else 1e-6))
+    actor = replace(run.actor, lr=run.actor.lr or (5e-4 if addition else 1e-6))
     with flags_of("actor"):
         tokenizer, model_config = common.load_config(actor)
     if tokenizer is None:
@@ -1351,17 +1237,18 @@ def set_up(run):
         inherited |= {"model": actor.model, "tokenizer": critic.tokenizer or actor.tokenizer}
         if critic.override_config == "{}":
             inherited["override_config"] = actor.override_config
-    critic = dataclasses.replace(critic, **inherited)
+    critic = replace(critic, **inherited)
     room = run.max_response_length or (8 if addition else 256)
     rule = run.reward or (None if run.reward_model else "addition")
-    run = dataclasses.replace(run, actor=actor, critic=critic, max_response_length=room, reward=rule)
+    run = replace(run, actor=actor, critic=critic, max_response_length=room, reward=rule)
     if addition:
         prompts = addition_prompts(8192, run.seed, tokenizer)
         held_out = addition_prompts(512, run.seed, tokenizer, held_out=True)
     else:
         prompts = load_prompts(run.prompts, "--prompts", run, tokenizer)
-        more = run.eval_prompts
-        held_out = load_prompts(more, "--eval-prompts", run, tokenizer) if more else []
+        held_out = []
+        if run.eval_prompts:
+            held_out = load_prompts(run.eval_prompts, "--eval-prompts", run, tokenizer)
     longest = max(len(prompt.ids) for prompt in prompts + held_out) + run.max_response_length
     row = common.Batch.blank(longest)
     known = max(tokenizer.get_vocab().values()) + 1
@@ -1378,12 +1265,13 @@ def set_up(run):
         module.check_budget(critic, longest, LONGEST)
         with common.blame(f"--model {critic.model}: does not go with these prompts"):
             common.check_rows(row, critic_config)
-    reward = load_function(run.reward, "--reward", run, prompts) if run.reward else None
-    observe = load_function(run.environment, "--environment", run, prompts) if run.environment else None
+    reward = load_function(run.reward, "--reward") if run.reward else None
+    observe = load_function(run.environment, "--environment") if run.environment else None
     print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens")
-    minis = f"at most {actor.ppo_mini_batch_size} rows (critic {critic.ppo_mini_batch_size})"
     print0(f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses a step")
-    print0(f"update     mini-batches of {minis}")
+    print0(
+        f"update     mini-batches of {actor.ppo_mini_batch_size} rows, critic {critic.ppo_mini_batch_size}"
+    )
     if run.critic_warmup >= run.steps:
         print0(f"warm-up    --critic-warmup {run.critic_warmup}, as many as --steps: the actor never learns")
     stop_ids = stop_tokens(actor, tokenizer)
@@ -1416,18 +1304,16 @@ def start_from(run, task, checkpoints):
             learn_to_add(run, task, start)
         fresh = {"model": start, "override_config": "{}"}
         if (critic.model, critic.override_config) == (actor.model, actor.override_config):
-            critic = dataclasses.replace(critic, **fresh)
-        run = dataclasses.replace(run, actor=dataclasses.replace(actor, **fresh), critic=critic)
+            critic = replace(critic, **fresh)
+        run = replace(run, actor=replace(actor, **fresh), critic=critic)
     return run, step, kl_coef
 
 
 def save(checkpoints, phases, run, step, kl_coef, actor, critic):
     """Saves the whole state at the start of a step. Prompts and samples follow from it, and need none."""
     with phases("checkpoint", actor, critic):
-        writers = {
-            "actor": actor.checkpoint_writer(run.async_save),
-            "critic": critic.checkpoint_writer(run.async_save),
-        }
+        parts = {"actor": actor, "critic": critic}
+        writers = {name: part.checkpoint_writer(run.async_save) for name, part in parts.items()}
 
         def write(tmp, group):
             for name, write_part in writers.items():
@@ -1487,7 +1373,7 @@ def main(run):
         run, first_step, kl_coef = start_from(run, task, checkpoints)
         actor, reference, critic, reward, engine = build(run, task, device, checkpoints)
         last_step = first_step if checkpoints.is_own else 0
-        logger = common.Logger(run.out_dir, dataclasses.asdict(run), last_step, checkpoints.folder)
+        logger = common.Logger(run.out_dir, asdict(run), last_step, checkpoints.folder)
         phases = Phases(run.offload)
         saved = first_step
         batch = None

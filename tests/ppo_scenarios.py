@@ -11,13 +11,14 @@ import pathlib
 import time
 
 import pytest
+import rewards
 import torch
 import torch.distributed as dist
 import transformers
 from compare_runs import metrics_of as all_metrics_of
 from compare_runs import off
 
-REWARDS = pathlib.Path(__file__).with_name("rewards.py")
+REWARDS = pathlib.Path(rewards.__file__)
 
 # Every run starts from the same actor (of learn_to_add) and draws the same prompts and numbers. It makes
 # 2 epochs of 2 mini-batches, with a KL in the reward, whose coefficient adapts, and a KL in the loss. Tokens
@@ -132,7 +133,7 @@ def golden_runs_agree(folder):
     """To 1e-4, and to 1e-5 the values of the first step, which both critics compute from the same folder and
     the same new value head. --dump-rollouts writes the rows of all ranks in the order of one rank."""
     first, others = samples_and_metrics_agree(folder, 1e-4)
-    dump = lambda run: common.read_rows(str(run / "rollouts/step_1.jsonl"), None, with_values=True)
+    dump = lambda run: common.read_rows(str(run / "rollouts/step_1.jsonl"), None)
     expected = dump(first)
     assert len(expected) == 64
     for run in others:
@@ -170,11 +171,11 @@ def replies_belong_to_their_prompts(folder, run):
         out = lm.generate(ids, settings, attention_mask=torch.ones_like(ids))[0, ids.shape[1] :]
         assert row["response"] == tokenizer.decode(out, skip_special_tokens=True), row
         assert row["answer"] == answer_of(row["prompt"])
-        assert row["reward"] == right_digits(None, row["response"], row["answer"])
+        assert row["reward"] == rewards.right_digits(None, row["response"], row["answer"])
     for row in common.read_lines(run / "rollouts/step_1.jsonl"):
         prompt = tokenizer.decode(row["prompt_ids"])
         reply = tokenizer.decode(row["response_ids"], skip_special_tokens=True)
-        assert sum(row["rewards"]) == pytest.approx(right_digits(prompt, reply, answer_of(prompt)))
+        assert sum(row["rewards"]) == pytest.approx(rewards.right_digits(prompt, reply, answer_of(prompt)))
 
 
 def one_row(folder, name, *flags):
@@ -213,29 +214,27 @@ def update_of_the_actor(folder):
         ("2 rows", 2, {"gradient_checkpointing": True}),  # which leave ranks of 4 without any
     ):
         path = folder / f"update of {name}.pt"
-        for fsdp_size in {1: [-1], 2: [-1, 1], 4: [-1, 2, 1]}[common.WORLD_SIZE]:
-            what = (name, fsdp_size)
-            ours = one_update(path, n, {"fsdp_size": fsdp_size, **fields})
-            norm = math.sqrt(sum(float(x.double().square().sum()) for x in ours["gradients"].values()))
-            assert off(norm, ours["metrics"]["actor/grad_norm"]) < 1e-6
-            if common.WORLD_SIZE == 1:
-                torch.save(ours, path)
-                assert norm > 0.11 and len(ours["gradients"]) > 20, what  # clipping bites
-            theirs = torch.load(path, weights_only=False)
-            for key, x in theirs["metrics"].items():
-                assert off(ours["metrics"][key], x) < (1e-6 if "norm" in key else 1e-5), (what, key)
-            assert ours["gradients"].keys() == theirs["gradients"].keys() == ours["weights"].keys(), what
-            largest = max(x.abs().max() for x in theirs["gradients"].values())
-            for key, g in theirs["gradients"].items():
-                size = g.abs().max()
-                if size > 1e-6 * largest:  # else the whole tensor is rounding
-                    assert (ours["gradients"][key] - g).abs().max() / size < 1e-6, (what, key)
-                weight = theirs["weights"][key]
-                moved = (ours["weights"][key] - weight).abs()
-                assert moved.max() < 2.1e-3, (what, key)
-                # 1e-6 of a clipped gradient is 100 times what AdamW adds to a denominator
-                sure = (g.abs() >= 1e-2 * size) & (g.abs() * 0.1 / norm >= 1e-6)
-                assert (moved * sure).max() / weight.abs().max() < 1e-6, (what, key)
+        ours = one_update(path, n, fields)
+        norm = math.sqrt(sum(float(x.double().square().sum()) for x in ours["gradients"].values()))
+        assert off(norm, ours["metrics"]["actor/grad_norm"]) < 1e-6
+        if common.WORLD_SIZE == 1:
+            torch.save(ours, path)
+            assert norm > 0.11 and len(ours["gradients"]) > 20, name  # clipping bites
+        theirs = torch.load(path, weights_only=False)
+        for key, x in theirs["metrics"].items():
+            assert off(ours["metrics"][key], x) < (1e-6 if "norm" in key else 1e-5), (name, key)
+        assert ours["gradients"].keys() == theirs["gradients"].keys() == ours["weights"].keys(), name
+        largest = max(x.abs().max() for x in theirs["gradients"].values())
+        for key, g in theirs["gradients"].items():
+            size = g.abs().max()
+            if size > 1e-6 * largest:  # else the whole tensor is rounding
+                assert (ours["gradients"][key] - g).abs().max() / size < 1e-6, (name, key)
+            weight = theirs["weights"][key]
+            moved = (ours["weights"][key] - weight).abs()
+            assert moved.max() < 2.1e-3, (name, key)
+            # 1e-6 of a clipped gradient is 100 times what AdamW adds to a denominator
+            sure = (g.abs() >= 1e-2 * size) & (g.abs() * 0.1 / norm >= 1e-6)
+            assert (moved * sure).max() / weight.abs().max() < 1e-6, (name, key)
 
 
 def one_update(path, n, fields):

@@ -270,8 +270,7 @@ def bad_input_ends_every_rank(folder):
     for name, (change, fault) in BAD_ROWS.items():
         if isinstance(change, dict):
             path = pathlib.Path(folder, f"{name}.jsonl")
-            flags = {"rollouts": str(path), "recorded_values": "values" in name}
-            cases.append(({"override_config": few}, flags, fault))
+            cases.append(({"override_config": few}, {"rollouts": str(path)}, fault))
             lines = map(json.dumps, ({**GOOD, "values": [1, 2]}, {**GOOD, **change}))
             if RANK == 0:
                 path.write_text("\n".join(lines))

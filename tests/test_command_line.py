@@ -75,7 +75,7 @@ def test_help_explains_every_flag_without_importing_torch(script):
     ("--eval-every -1", Run(eval_every=-1)),
     ("--profile-steps 3", Run(profile_steps="3")),
     ("--eval-rollouts", Run(eval_rollouts="x.jsonl")),
-    ("--eval-rollouts and --recorded-values: need", Run(recorded_values=True)),
+    ("--eval-rollouts: needs --rollouts", Run(eval_rollouts="x.jsonl")),
     ("--tensor-model-parallel-size: tensor 3", critic_megatron.Config(tensor_model_parallel_size=3)),
     ("--expert-model-parallel-size:", critic_megatron.Config(expert_model_parallel_size=3)),
     ("--virtual-pipeline-model-parallel-size:",
@@ -172,13 +172,16 @@ def test_resume_gives_the_run_that_was_never_interrupted(tmp_path):
     assert late.returncode == 2 and "--steps 3" in late.stderr and "has made 4 already" in late.stderr
 
 
-def test_returns_from_lambda_truncation_and_recorded_values(tmp_path):
-    """What the script trains on is GAE of the rows' own rewards and values, with the flags it was given."""
+def test_returns_from_lambda_and_truncation(tmp_path):
+    """What the script trains on is GAE of the rows' rewards and the critic's values, with its flags."""
     batch = random_batch(12, vocab_size=60, idle=False)
     rows = tmp_path / "rows.jsonl"
     ppo_loop.write_jsonl(batch, str(rows))
-    flags = "--steps 1 --gamma 0.9 --lam 0.5 --recorded-values --bootstrap-truncated"
+    flags = "--steps 1 --gamma 0.9 --lam 0.5 --bootstrap-truncated"
     out = succeeded(start(tmp_path / "out", flags, rollouts=rows))
+    worker = critic_fsdp.CriticWorker(critic_fsdp.Config())
+    worker.init_model()
+    batch.values = worker.compute_values(batch)
     assert "steps      1 updates x 12 rows" in out
     tail = torch.where(batch.truncated, batch.values[batch.last_action], 0.0)
     columns = (batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens)
@@ -186,9 +189,9 @@ def test_returns_from_lambda_truncation_and_recorded_values(tmp_path):
     metrics = metrics_of(tmp_path / "out")
     for name, x_T in (("returns", returns), ("values", batch.values)):
         x_A = x_T[batch.response_mask].double()
-        assert metrics[1, f"critic/{name}_mean"] == pytest.approx(float(x_A.mean()), rel=1e-6)
+        assert metrics[1, f"critic/{name}_mean"] == pytest.approx(float(x_A.mean()), rel=1e-5)
         ends = (metrics[1, f"critic/{name}_min"], metrics[1, f"critic/{name}_max"])
-        assert ends == pytest.approx((float(x_A.min()), float(x_A.max())), rel=1e-6)
+        assert ends == pytest.approx((float(x_A.min()), float(x_A.max())), rel=1e-5)
     assert batch.truncated.any() and not torch.equal(returns, common.gae(*columns, 0.9, 0.5)[1])
 
 

@@ -211,8 +211,7 @@ def test_jsonl_round_trip_is_exact(tmp_path_factory, seed, n):
     path = str(tmp_path_factory.mktemp("jsonl") / "rows.jsonl")
     batch = random_batch(n, seed)
     ppo_loop.write_jsonl(batch, path)
-    assert_same(common.read_rows(path, None, with_values=True), batch)
-    assert_same(common.read_rows(path, None), dataclasses.replace(batch, values=None))
+    assert_same(common.read_rows(path, None), batch)
 
 
 def test_text_and_chat_rows():
@@ -265,7 +264,6 @@ BAD_ROWS = {  # what is wrong -> how the row differs from GOOD or reads, and wor
     "id beyond 64 bits": ({"response_ids": [3, 2**63]}, "response_ids: must be"),
     "too long": ({"prompt_ids": [1] * 30}, "32 tokens, more than the model's max_position_embeddings, 20"),
     "images": ({"images": ["a.png"]}, "images"),
-    "no values": ({}, '"values"'),
 }
 
 
@@ -279,7 +277,7 @@ def test_a_bad_row_is_named_with_file_line_and_fault(name, tmp_path):
     fields = common.tiny_config("tiny-qwen2", 50) | {"max_position_embeddings": 20}
     reader = (str(path), common.char_tokenizer(), transformers.AutoConfig.for_model(**fields))
     with refused(fault, f"--rollouts {path}:2: ", "(bad rows in all: 1)"):
-        common.read_rows(*reader, with_values=name == "no values")
+        common.read_rows(*reader)
 
 
 @pytest.mark.parametrize("text, fault", [

@@ -4,15 +4,13 @@ What it computes is compared with plain loops over scalars, or with transformers
 """
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import importlib.util
 import itertools
 import json
 import math
-import multiprocessing
-import os
-import pathlib
 import re
 import shutil
 import signal
@@ -444,15 +442,10 @@ def play(turns, observe, n=1, **fields):
         return out
 
     prompts = [Prompt(ids_of(f"q{i}="), f"q{i}=", f"answer {i}") for i in range(n)]
-    run = a_run(**{"max_response_length": 30, **fields})
+    run = a_run(**{"max_response_length": 30, "reward_timeout": 0.2, **fields})
     task = a_task(tokenizer=TOKENIZER, observe=observe)
     engine = types.SimpleNamespace(generate=generate)
     return ppo_loop.roll_out(engine, task, prompts, [f"key {i}" for i in range(n)], run, 1.0), asked
-
-
-def said(text, *columns):
-    """A Reply of one turn with this text."""
-    return Reply(*columns, turns=[{"role": "assistant", "content": text}])
 
 
 def test_turns_of_policy_and_environment_follow_each_other():
@@ -494,49 +487,18 @@ def test_a_row_ends_where_its_room_or_its_turns_end(turns, fields, text, finishe
     assert len(asked) == 1 and reply.text == turns[0][0][: fields["max_response_length"]] and all(reply.mask)
 
 
+def test_an_environments_faults_end_the_row_and_are_told():
+    does = [lambda: {}["tool"], lambda: time.sleep(30), lambda: 5, lambda: b"no", lambda: None]
+    replies, asked = play([list("abcde")], lambda prompt, *_: does[int(prompt[1])](), n=5)
+    assert [r.text for r in replies] == list("abcde") and len(asked) == 1 and all(r.finished for r in replies)
+    words = ("KeyError: 'tool'", "TookTooLong", "not 5", "not b'no'", "")
+    assert all(word in reply.fault for word, reply in zip(words, replies)) and replies[4].fault == ""
+
+
 CHATML = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}END\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-
-
-@pytest.mark.parametrize("closes", (True, False))
-def test_a_chat_with_an_environment_is_what_the_template_makes_of_it(closes):
-    """All tokens of a dialogue of three turns are those of the chat template for its messages. The policy's
-    last token of a turn is the first one of the template's words between turns, or another."""
-    common.setup_distributed()
-    tokenizer = common.char_tokenizer()
-    end = "<eos>" if closes else ""
-    tokenizer.chat_template = CHATML.replace("END", end)
-    heard = []
-
-    def observe(prompt, response, answer):
-        heard.append((prompt, copy.deepcopy(response), answer))
-        return f"no {len(heard)}" if len(heard) < 3 else None
-
-    user = [{"role": "user", "content": "hi"}]
-    prompts = [Prompt(common.chat_ids(tokenizer, user), "hi", "yes", user)]
-    said = ["a?", "b?", "c?"]
-
-    def generate(rows, temperature):
-        return [(ids_of(said[len(heard)]) + [EOS], [-0.5] * 3, True) for _ in rows]
-
-    run = a_run(max_response_length=99)
-    task = a_task(tokenizer=tokenizer, observe=observe)
-    engine = types.SimpleNamespace(generate=generate)
-    [reply] = ppo_loop.roll_out(engine, task, prompts, ["key"], run, 1.0)
-    turns = [
-        {"role": role, "content": text}
-        for role, text in zip(["assistant", "user"] * 3, ["a?", "no 1", "b?", "no 2", "c?"])
-    ]
-    assert reply.turns == turns and heard == [("hi", turns[:n], "yes") for n in (1, 3, 5)]
-    whole = tokenizer.apply_chat_template([*user, *turns], tokenize=False)
-    text = tokenizer.decode(prompts[0].ids + reply.ids)
-    if not closes:  # the policy ends its turns by a token that the template does not know
-        text = text.replace("<eos>", "")
-        whole = whole.replace("?\n", "?")
-    assert text == whole.removesuffix("\n")
-    assert tokenizer.decode([i for i, own in zip(reply.ids, reply.mask) if own]) == "a?<eos>b?<eos>c?<eos>"
 
 
 def test_a_chat_that_ends_in_an_assistants_message_goes_on():
@@ -548,14 +510,6 @@ def test_a_chat_that_ends_in_an_assistants_message_goes_on():
     assert tokenizer.decode(common.chat_ids(tokenizer, chat[:1])) == "<user>hi<eos>\n<assistant>"
     whole = tokenizer.decode(common.chat_ids(tokenizer, chat, complete=True))
     assert whole == "<user>hi<eos>\n<assistant>I think<eos>\n"
-
-
-def test_an_environments_faults_end_the_row_and_are_told():
-    does = [lambda: {}["tool"], lambda: 5, lambda: b"no", lambda: None]
-    replies, asked = play([list("abcd")], lambda prompt, *_: does[int(prompt[1])](), n=4)
-    assert [r.text for r in replies] == list("abcd") and len(asked) == 1 and all(r.finished for r in replies)
-    words = ("KeyError: 'tool'", "not 5", "could not convert string to float: b'no'", "")
-    assert all(word in reply.fault for word, reply in zip(words, replies)) and replies[3].fault == ""
 
 
 # ---- Rewards, advantages -----------------------------------------------------------------------------------
@@ -590,117 +544,35 @@ def test_gsm8k_agrees_with_its_authors():
     assert len(agrees) == 5 * 1319 and all(agrees)
 
 
-FUNCTIONS = """
-import contextlib, glob, os, signal, sys, time
+def test_guarded_returns_what_a_function_returns_and_survives_what_it_does():
+    end = time.perf_counter() + 5  # if nothing stopped it, the test should fail and not hang
 
-def adds(prompt, response, answer=0):
-    return len(prompt) + len(response) + answer
-
-def odd(prompt, response, answer):
-    if prompt == "spins":  # whatever it catches, and without the alarm
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        while True:
-            with contextlib.suppress(BaseException):
+    def spins():
+        while time.perf_counter() < end:
+            with contextlib.suppress(Exception):
                 sum(range(1000))
-    return {"sleeps": lambda: time.sleep(30), "raises": lambda: {}["x"], "exits": lambda: sys.exit("enough"),
-            "dies": lambda: os._exit(3), "modules": lambda: " ".join(sys.modules), "pid": os.getpid,
-            }[prompt]()
 
-def waits(prompt, response, answer):
-    with open(prompt, "w") as file:
-        file.write(str(os.getpid()))
-    while True:
-        pass
-
-def meets(prompt, response, answer):
-    open(prompt, "w").close()
-    while len(glob.glob(os.path.dirname(prompt) + "/*.here")) < 8:
-        time.sleep(0.01)
-    return 8
-
-def short(prompt, response):
-    return 1
-"""
-
-
-@pytest.fixture
-def functions(tmp_path):
-    """Workers for a function of FUNCTIONS."""
-    (tmp_path / "mine.py").write_text(FUNCTIONS)
-    run = lambda seconds: a_run(reward_timeout=seconds)
-    prompts = [Prompt([1], "", "an answer")]
-    load = lambda name, flag="--reward", seconds=10.0, prompts=prompts: ppo_loop.load_function(
-        f"{tmp_path}/mine.py:{name}", flag, run(seconds), prompts
-    )
-    return load
-
-
-def test_a_users_function_runs_in_processes_that_end_what_hangs(functions):
-    """Answers in the order of the rows, faults told, a process that hangs or dies replaced, and nothing heavy
-    in any of them."""
-    odd = functions("odd", seconds=0.5)
-    rows = [(name, "", None) for name in ("raises", "exits", "dies", "spins", "sleeps", "pid", "modules")]
-    *faults, (pid, _), (modules, _) = ppo_loop.ask_all(odd, rows, "reward")
-    late = "no answer within 0.5 s"
-    words = ["KeyError: 'x'", "SystemExit: enough", "its process has died", late, late]
-    assert faults == [(None, fault) for fault in words]
-    assert pid != os.getpid() and not {"torch", "numpy", "ppo_loop"} & set(modules.split())
-    assert ppo_loop.ask_all(odd, rows[-2:-1] * 20, "reward")[0][1] == ""  # also where one was replaced
-    adds = functions("adds")
-    rows = [("p" * n, "r", 100) for n in range(40)]
-    assert ppo_loop.ask_all(adds, rows, "reward") == [(n + 101.0, "") for n in range(40)]
-
-
-def test_rows_of_a_users_function_run_at_once(functions, tmp_path):
-    """Eight rows that wait for each other, by default, whatever the number of cores."""
-    rows = [(f"{tmp_path}/{n}.here", "", None) for n in range(8)]
-    assert ppo_loop.ask_all(functions("meets", seconds=60.0), rows, "reward") == [(8.0, "")] * 8
-
-
-def test_no_process_of_a_killed_rank_remains(functions, tmp_path):
-    """Also of functions that are busy."""
-    rows = [(f"{tmp_path}/{n}.pid", "", None) for n in range(8)]
-    ask = lambda: ppo_loop.ask_all(functions("waits", seconds=600.0), rows, "reward")
-    rank = multiprocessing.get_context("fork").Process(target=ask)
-    rank.start()
-    while not all((pathlib.Path(row[0]).exists() and pathlib.Path(row[0]).read_text()) for row in rows):
-        time.sleep(0.05)
-    states = [pathlib.Path("/proc", pathlib.Path(row[0]).read_text(), "stat") for row in rows]
-    assert all(state.exists() for state in states)
-    rank.kill()
-    rank.join()
-    goes_on = lambda state: state.exists() and state.read_text().split()[2] != "Z"
-    while any(map(goes_on, states)):  # else the test never ends
-        time.sleep(0.05)
-
-
-def test_a_function_without_prompts_that_have_answers(functions):
-    """A reward that needs one is refused; with a default it is not, nor is an environment."""
-    bare = [Prompt([1], "x", None)] * 2
-    with pytest.raises(
-        UserError, match="--answer-key answer: no prompt has it, and .*mine.py:odd has no def"
+    before = signal.getsignal(signal.SIGALRM)
+    late = (None, "TookTooLong: no answer within 0.1 s")
+    for function, args, expected in (
+        (lambda a, b: a + b, (1, 2), (3, "")),
+        (lambda: {}["x"], (), (None, "KeyError: 'x'")),
+        (sys.exit, ("enough",), (None, "SystemExit: enough")),
+        (spins, (), late),
+        (time.sleep, (30,), late),
     ):
-        functions("odd", prompts=bare)
-    functions("odd", prompts=[*bare, Prompt([1], "x", 0)])
-    functions("odd", "--environment", prompts=bare)
-    assert ppo_loop.ask_all(functions("adds", prompts=bare), [("ab", "c", 0)], "reward") == [(3.0, "")]
-
-
-def test_attempt_tells_what_went_wrong_and_passes_the_users_own_wish_on():
-    for function, expected in (
-        (lambda: 3, (3.0, "")), (lambda: "text", ("text", "")), (lambda: None, (None, "")),
-        (lambda: [1], (None, "TypeError: float() argument must be a string or a real number, not 'list'")),
-        (lambda: sys.exit("enough"), (None, "SystemExit: enough")),
-    ):  # fmt: skip
-        assert ppo_loop.attempt(function) == expected
-    with pytest.raises(KeyboardInterrupt):
-        ppo_loop.attempt(signal.default_int_handler, signal.SIGINT, None)
+        start = time.perf_counter()
+        assert ppo_loop.guarded(function, 0.1, *args) == expected
+        assert time.perf_counter() - start < 2 and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    with pytest.raises(KeyboardInterrupt):  # the user's own wish is no fault of the function
+        ppo_loop.guarded(signal.default_int_handler, 0.1, signal.SIGINT, None)
+    assert signal.getsignal(signal.SIGALRM) is before
 
 
 def test_a_reward_that_is_no_number_counts_as_a_fault_and_as_0():
     says = [1, 0.25, numpy.True_, None, math.nan, math.inf, "x", [1], 10**5000, numpy.float16("inf")]
     prompts = [Prompt([1], f"p{i}", i) for i in range(len(says))]
-    replies = [said(f"r{i}") for i in range(len(says))]
+    replies = [Reply(text=f"r{i}") for i in range(len(says))]
     heard = []
     function = lambda prompt, response, i: heard.append((prompt, response)) or says[i]
     scores = ppo_loop.score(a_run(), function, ppo_loop.Phases(False), prompts, replies, None)
@@ -711,16 +583,14 @@ def test_a_reward_that_is_no_number_counts_as_a_fault_and_as_0():
 
 def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path):
     file = tmp_path / "mine.py"
-    load = lambda name: ppo_loop.load_function(name, "--environment", a_run(), [])
+    load = lambda name: ppo_loop.load_function(name, "--environment")
     good = "x = 3\n\ndef good(prompt, response, answer):\n    return len(response) * x\n"
-    file.write_text(good + "\ndef few(prompt, response):\n    return 1\n")
-    assert ppo_loop.ask_all(load(f"{file}:good"), [("", "abc", None)], "") == [(9.0, "")]
-    assert load("gsm8k") is ppo_loop.gsm8k_reward
-    names = [f"{file}:bad", f"{file}:few", f"{file}", f"{tmp_path}/none.py:good", "math"]
+    file.write_text(good)
+    assert load(f"{file}:good")("", "abc", None) == 9 and load("gsm8k") is ppo_loop.gsm8k_reward
+    names = [f"{file}:bad", f"{file}", f"{tmp_path}/none.py:good", "math"]
     code = ["import nothing_like_this", "def good(:"]
-    for text, name in [*((None, name) for name in names), *((text, f"{file}:good") for text in code)]:
-        if text:
-            file.write_text(text)
+    for text, name in [*((good, name) for name in names), *((text, f"{file}:good") for text in code)]:
+        file.write_text(text)
         with pytest.raises(UserError, match=re.escape(f"--environment {name}: ")):
             load(name)
 
@@ -753,7 +623,7 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
     asked = [("1+2=", None), ("hello ", None), ("x", None), ("12+34=", None), ("hi", chat)]
     prompts = [Prompt(ids_of(text), text, None, messages) for text, messages in asked]
     texts = ["3", "world", "y" * 30, "", "yo"]
-    replies = [said(x, ids_of(x + "."), [True] * (len(x) + 1), [0.0] * (len(x) + 1), True) for x in texts]
+    replies = [Reply(ids_of(x + "."), [True] * (len(x) + 1), [0.0] * (len(x) + 1), True, x) for x in texts]
     batch = ppo_loop.to_batch(prompts, replies, range(5))
     longest = max(batch.lengths) + 1
     run = a_run(backend, reward_model=str(tmp_path))
@@ -771,14 +641,14 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
         assert score == pytest.approx(theirs, abs=1e-5)
     assert max(scores) - min(scores) > 0.1
     if not same_tokens:  # a text that is longer in the other tokens
-        replies[2].turns[0]["content"] = "y" * (longest + 1)
+        replies[2].text = "y" * (longest + 1)
         with pytest.raises(UserError, match=f"--critic.ppo-max-token-len-per-gpu {longest}: row 2"):
             ours.scores(prompts, replies, range(5))
 
 
 def test_rewards_that_all_fail_end_the_run_and_some_are_counted(capsys):
     prompts = [Prompt([1], f"p{i}", i) for i in range(3)]
-    replies = [said(f"r{i}") for i in range(3)]
+    replies = [Reply(text=f"r{i}") for i in range(3)]
     for reply in replies[:2]:
         reply.fault = "KeyError: 'x'"
     rows, rewards, faults = ppo_loop.of_all_rows(prompts, replies, [0.0, 0.0, 1.0])
@@ -796,7 +666,7 @@ def test_accuracy_is_told_only_of_right_and_wrong(rewards, words, tmp_path, caps
     held_out = [Prompt([1], f"{i}", i) for i in range(3)]
     logged = {}
     logger = types.SimpleNamespace(log=lambda step, metrics: logged.update(metrics))
-    replies = [said("x", [4, EOS]) for _ in held_out]
+    replies = [Reply([4, EOS]) for _ in held_out]
     reward = lambda prompt, response, i: rewards[i]
     run = a_run(out_dir=str(tmp_path))
     ppo_loop.evaluate(held_out, replies, run, reward, ppo_loop.Phases(False), 3, logger)
@@ -947,7 +817,7 @@ def parse(monkeypatch, tmp_path):
     "--temperature 0", "--target-kl 0.1", "--eval-prompts x.jsonl", "--prompts x.jsonl --reward gsm8k",
     "--reward gsm8k --reward-model rm", "--reward nothing.py:f", "--environment nothing.py:f",
     "--vllm.tensor-parallel-size 2", "--vllm.gpu-memory-utilization 1.5", "--actor.clip-ratio-c 1",
-    "--actor.fsdp-size 3", "--actor.override-config {", "--actor.model tiny-qwen7",
+    "--actor.override-config {", "--actor.model tiny-qwen7",
     "--actor.tokenizer /none", "--actor.ppo-max-token-len-per-gpu 13", "--critic.ulysses-size 3",
     "--critic.model tiny-qwen7", "--critic.ppo-max-token-len-per-gpu 13",
     "--critic.ppo-max-token-len-per-gpu auto", "--critic.ppo-mini-batch-size 0 --critic megatron",
@@ -1149,7 +1019,7 @@ def test_temperature_and_nucleus_act_on_all_log_probs_and_on_no_value(whole_run,
         metrics = whole_run(f"--steps 1 --kl-coef 0.1 {flags}")[-1]
         assert metrics["kl/reference"] == 0 and abs(metrics["actor/ppo_kl"]) < 1e-6
         assert metrics["rollout/log_prob_diff"] < 1e-6
-        rows = common.read_rows(str(tmp_path / "out/rollouts/step_1.jsonl"), None, with_values=True)
+        rows = common.read_rows(str(tmp_path / "out/rollouts/step_1.jsonl"), None)
         critic = critic_fsdp.CriticWorker(critic_fsdp.Config(override_config=SHARP))
         critic.init_model()
         critic.set_budget(100, "a row")

@@ -33,7 +33,7 @@ def judged_rows(n, prompts, longest=12, gamma=1.0):
         values = [rng.random() * 1.2 - 0.1 + 0.2 * reward for _ in ids]
         row = {"prompt_ids": [99, prompt], "response_ids": ids, "response_mask": mask, "values": values}
         lines.append(json.dumps({**row, "reward": reward}))
-    rows = common.read_rows(lines, None, with_values=True)
+    rows = common.read_rows(lines, None)
     rows.returns = torch.zeros(len(rows.input_ids))
     rows.advantages = torch.zeros(len(rows.input_ids))
     for at in actions_of(rows):

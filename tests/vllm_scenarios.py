@@ -39,10 +39,10 @@ def policy(kind="tiny-qwen2", param_dtype="auto", **overrides):
     return tests.policy(kind, override_config=overrides, param_dtype=param_dtype)
 
 
-def engine_of(w, stop=STOP, at_once=16, offload=False, longest=220, **vllm):
+def engine_of(w, stop=STOP, at_once=16, offload=False, longest=220, known=99, **vllm):
     """VLLMRollout without weights yet."""
     fields = {"rollout_batch_size": at_once, "offload": offload, "vllm": ppo_loop.VLLMConfig(**vllm)}
-    task = tests.a_task(model_config=w.model_config, stop_ids=list(stop), longest=longest)
+    task = tests.a_task(model_config=w.model_config, stop_ids=list(stop), longest=longest, known=known)
     return ppo_loop.VLLMRollout(tests.a_run(actor=w.config, rollout="vllm", **fields), task, w.device)
 
 
