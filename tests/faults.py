@@ -20,6 +20,7 @@ import logging
 import math
 import os
 import pathlib
+import pkgutil
 import random
 import re
 import resource
@@ -59,6 +60,8 @@ PPO = (
     "--answer-key", "response", "--train-batch-size", 4, "--rollout-n", 2, "--max-response-length", 3,
     "--reward", f"{ROOT}/tests/rewards.py:right_digits", "--kl-coef", 0.05, "--target-kl", 0.01,
     "--actor.lr", 1e-3, "--critic.lr", 1e-3, "--critic.ppo-mini-batch-size", 4, "--dump-rollouts",
+    "--rollout-batch-size", 4, "--actor.ppo-max-token-len-per-gpu", 32,
+    "--critic.ppo-max-token-len-per-gpu", 32,
 )  # fmt: skip
 PASSING = ("perf/", "time/")  # metrics that differ between equal runs
 
@@ -73,13 +76,14 @@ def flags_of(script, *flags):
 # ---- Processes ---------------------------------------------------------------------------------------------
 
 
-def run_script(arguments, said=None, slow=0.0, lax=False, memory=None, apart=None):
+def run_script(arguments, said=None, slow=0.0, lax=False, memory=None, apart=None, slow_in=None):
     """Runs a script in this process, without its report, which takes two seconds of matplotlib.
 
     said: files for what this rank prints, in a session of its own. slow: seconds of delay before each save,
     flush and rename, so that a fault can hit them. lax: rewards of a file may have any size. memory: MiB that
     the steps may take on top of what exists before them. apart: a checkpoint; each rank works in a folder of
-    its own, and rank 0 alone has the checkpoint there, as `there`."""
+    its own, and rank 0 alone has the checkpoint there, as `there`. slow_in: a function of PPO that
+    takes a second after this many steps, and then leaves a file."""
     import common
 
     if said:
@@ -110,6 +114,21 @@ def run_script(arguments, said=None, slow=0.0, lax=False, memory=None, apart=Non
         common.Logger.__init__ = begin_to_count
     common.write_report = lambda *_: None
     sys.argv = arguments
+    if slow_in:
+        import ppo_loop
+
+        owner, _, name = slow_in[0].rpartition(".")
+        owner = pkgutil.resolve_name(owner)
+        work, out = getattr(owner, name), pathlib.Path(arguments[arguments.index("--out-dir") + 1])
+
+        def slowly_in(*args, **more):
+            if len(updates_of(out)) >= slow_in[1]:
+                pathlib.Path(f"{said}.slow").touch()
+                time.sleep(1)
+            return work(*args, **more)
+
+        setattr(owner, name, slowly_in)
+        common.launch(lambda: ppo_loop.main(ppo_loop.parse(arguments[1:])))
     runpy.run_path(arguments[0], run_name="__main__")
 
 
@@ -457,6 +476,70 @@ def sigterm(script, short):
     return 1, f"{'to one rank: ' if ranks else ''}saved, exit 143; the same end"
 
 
+SLOW_IN = {  # phase -> a function that it calls often, updates before it gets slow, the step that is saved
+    "rollout": ("ppo_loop:Draw.__call__", 1, 1), "reward": ("ppo_loop.guarded", 1, 1),
+    "evaluation": ("ppo_loop:Draw.__call__", 2, 2), "log-probs": ("ppo_loop:Policy.forward", 1, 1),
+    "values": ("critic_fsdp:DataParallelPPOCritic.forward", 1, 1),
+    "update": ("ppo_loop:PolicyWorker.step", 1, 2),
+}  # fmt: skip
+
+
+def phases(script, short):
+    """SIGTERM in each phase of a step whose parts take a second each, on one rank and on two. The run
+    ends after one more part, or after its updates, and saves what it has."""
+    longest = 0.0
+    for phase, (name, after, saved) in SLOW_IN.items():
+        for ranks in (1, 2):
+            out = folder() / f"{script}.{phase} on {ranks}"
+            job = Job(script, out, "--save-every", 0, ranks=ranks, slow_in=(name, after))
+            until(pathlib.Path(f"{job.said}.slow").exists, phase)
+            start = time.monotonic()
+            alone = phase in (
+                "rollout",
+                "reward",
+                "evaluation",
+            )  # in those ranks do not ask each other, and all are told
+            job.send(signal.SIGTERM, None if alone else [ranks - 1])
+            assert set(job.wait(60)) <= {143, -signal.SIGTERM} and job.codes[0] == 143, job
+            longest = max(longest, time.monotonic() - start)
+            assert steps_of(out) == [saved], (phase, job)
+            said = Job(script, out, "--resume", "auto", ranks=ranks).succeeds()
+            assert f"step_{saved}, " in said, said
+            if ranks == 1:
+                assert_same_end(out, script, absent=range(1, saved))
+    return 2 * len(SLOW_IN), f"ended {longest:.1f} s later at most; the same end"
+
+
+def diverges(script, short):
+    """An actor whose log-probs are no numbers after an update: one line, and the last checkpoint, which is
+    all that --keep 1 leaves, is that of a step before."""
+    out = copy_of_golden(script, "diverges", steps=(STEPS - 1,))
+    for more in (("--save-every", 1), ("--save-every", 0)):
+        flags = ("--resume", "auto", "--keep", 1, "--steps", STEPS + 3, "--actor.lr", 3e38, *more)
+        Job(script, out, *flags).ends_with("--actor.model .*: its log-probs are not finite")
+        assert steps_of(out) == [STEPS - 1], steps_of(out)
+    Job(script, out, "--resume", "auto").succeeds()
+    assert_same_end(out, script, absent=range(1, STEPS - 1))
+    return 2, "one line, exit 2; what was good stays"
+
+
+def reference(script, short):
+    """The model that a run started from, and measures its KL from, is another one when it goes on."""
+    out = folder() / f"{script}.reference"
+    model = golden(script) / "hf"
+    started = shutil.copytree(model, folder() / "started")
+    flags = ("--actor.model", started, "--steps", 2, "--resume", "auto")
+    Job(script, out, *flags).succeeds()
+    other = copy_of_golden(script, "other", steps=())
+    Job(script, other, "--seed", 1, "--steps", 1).succeeds()
+    shutil.copytree(other / "hf", started, dirs_exist_ok=True)
+    Job(script, out, *flags, "--steps", 3).ends_with(f"--actor.model {started}: .* restore it")
+    shutil.copytree(model, started, dirs_exist_ok=True)
+    assert "step 3/3" in Job(script, out, *flags, "--steps", 3).succeeds()
+    Job(script, out, "--actor.model", out / "hf").ends_with(f"--out-dir {out}: ")
+    return 2, "one line, exit 2"
+
+
 TORCHRUN = {  # name -> nodes, signal, whether rank 1 receives it, and not torchrun
     "rank-killed": (1, signal.SIGKILL, True),
     "rank-hangs": (1, signal.SIGSTOP, True),
@@ -694,7 +777,7 @@ def folders(script, short):
 FAULTS = {  # fault -> the scripts that it is tried on, with --short the first
     kills: SCRIPTS, background: SCRIPTS, logger: ("ppo_loop", "critic_fsdp"), damage: SCRIPTS,
     foreign: SCRIPTS, apart: SCRIPTS, full: SCRIPTS, memory: ("critic_fsdp", "critic_megatron"),
-    sigterm: SCRIPTS,
+    sigterm: SCRIPTS, phases: ("ppo_loop",), diverges: ("ppo_loop",), reference: ("ppo_loop",),
     torchrun: ("critic_fsdp",), storm: SCRIPTS, rows: ("critic_fsdp",), flags: SCRIPTS, folders: SCRIPTS,
 }  # fmt: skip
 
@@ -711,7 +794,7 @@ def main(names, short):
     assert names <= {fault.__name__ for fault in FAULTS}, names
     try:
         for fault, scripts in FAULTS.items():
-            if names and fault.__name__ not in names or short and fault in (foreign, apart, torchrun):
+            if names and fault.__name__ not in names or short and fault in (foreign, apart, torchrun, phases):
                 continue
             for script in list(scripts)[: 1 if short else None]:
                 began = time.monotonic()
