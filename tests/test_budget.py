@@ -23,11 +23,11 @@ LINES = {"common": 1450, "critic_fsdp": 1350, "critic_megatron": 1520, "ppo_loop
 LINES_IN_ALL = 5720
 TOKENS_IN_ALL = 42000
 TOKENS_A_LINE = {"common": 10, "critic_fsdp": 10, "critic_megatron": 10, "ppo_loop": 10}
-TESTS = 9000  # more than 8,000 since the features after the redesign
+TESTS = 9600  # more than 8,000 since the features after the redesign
 FLAGS = {"critic_fsdp": 50, "critic_megatron": 46, "ppo_loop": 98}
 NAMES_OF_COMMON = {"critic_fsdp": 45, "critic_megatron": 43, "ppo_loop": 41}
 REACHED = {"critic_fsdp": 27, "critic_megatron": 26}  # definitions that one update_critic reaches
-SHARE = {"critic_fsdp": 57, "critic_megatron": 57}  # % of their lines that stand in the script
+SHARE = {"critic_fsdp": 55, "critic_megatron": 57}  # % of their lines that stand in the script
 SAME = 50  # % of the shorter critic's lines that stand in the other as well
 
 
