@@ -236,7 +236,8 @@ SIGTERM = threading.Event()  # of this rank: what it generates or scores ends ea
 
 
 def poll(group=None):
-    """Ends the step if a rank of the group (None: any) has received SIGTERM (a collective of the group)."""
+    """SystemExit if a rank of the group (None: any) has received SIGTERM (a collective of the group). main
+    then saves the step's start, so no update calls it."""
     if any(common.of_all_ranks(SIGTERM.is_set(), group)):
         SIGTERM.set()
         raise SystemExit
@@ -401,7 +402,7 @@ class RewardModel:
         """Rewards of the caller's rows, a list (a collective)."""
         rows = [prompt._replace(ids=self.ids(prompt, reply)) for prompt, reply in zip(prompts, replies)]
         # one more action: its value is read on the last token of the row; which token it is does not matter
-        end = Reply([0], [True], [0.0])
+        end = Reply([0], [0.0])
         whole = to_batch(rows, [end] * len(rows), row_ids)
         with flags_of("critic"):  # the budget
             return self.worker.compute_values(whole)[whole.last_action].tolist()
@@ -432,11 +433,10 @@ def policy_loss(log_probs_T, old_T, advantages_T, mask_T, weights_T, clip_low, c
 def kl_penalty(log_probs_T, ref_log_probs_T, kind):
     """Estimates of KL(policy || reference) from log p and log q of the chosen tokens: k1 is log p - log q,
     abs its magnitude, k2 half its square, k3 q/p - 1 - log(q/p) (Schulman, "Approximating KL divergence")."""
-    log_ratio_T = log_probs_T - ref_log_probs_T
-    if kind == "k3":
-        log_inverse_T = (-log_ratio_T).clamp(-20, 20)
-        return (log_inverse_T.exp() - log_inverse_T - 1).clamp(-10, 10)
-    return {"k1": log_ratio_T, "abs": log_ratio_T.abs(), "k2": 0.5 * log_ratio_T.square()}[kind]
+    k1_T = log_probs_T - ref_log_probs_T
+    log_inverse_T = (-k1_T).clamp(-20, 20)
+    k3_T = (log_inverse_T.exp() - log_inverse_T - 1).clamp(-10, 10)
+    return {"k1": k1_T, "abs": k1_T.abs(), "k2": 0.5 * k1_T.square(), "k3": k3_T}[kind]
 
 
 def next_kl_coef(coef, kl, n, target=None):
@@ -450,17 +450,10 @@ def next_kl_coef(coef, kl, n, target=None):
 
 def masked_whiten(x_T, mask_T):
     """(x - mean) / std over the masked entries of all ranks, zero elsewhere; 1e-8 is added to variance."""
-
-    def total(x):
-        dist.all_reduce(x)
-        return x
-
-    x_A = x_T[mask_T].double()
-    n = total(mask_T.sum())
-    centred_A = x_A - total(x_A.sum()) / n.clamp(min=1)
-    var = total(centred_A.square().sum()) / (n - 1).clamp(min=1)
-    white_A = centred_A * torch.rsqrt(var + 1e-8)
-    return torch.zeros_like(x_T).masked_scatter(mask_T, white_A.float())
+    x_A = torch.cat(common.of_all_ranks(x_T[mask_T])).double()
+    mean = x_A.mean()
+    var = (x_A - mean).square().sum() / max(len(x_A) - 1, 1)
+    return torch.where(mask_T, (x_T - mean) * torch.rsqrt(var + 1e-8), 0.0).float()
 
 
 def add_advantages(batch, scores, kl_coef, run):
@@ -695,16 +688,10 @@ class Reply:
     """What followed a prompt: the policy's turns, and an environment's in between."""
 
     ids: list = field(default_factory=list)
-    mask: list = field(default_factory=list)  # true on what the policy chose
-    log_probs: list = field(default_factory=list)  # of the engine; 0 elsewhere
+    log_probs: list = field(default_factory=list)  # of the engine; None where the environment spoke
     finished: bool = False  # by the policy or the environment, not by the length limit
     text: str = ""
     fault: str = ""  # what went wrong in the environment
-
-    def add(self, ids, log_probs=None):
-        self.ids += ids
-        self.mask += [log_probs is not None] * len(ids)
-        self.log_probs += log_probs or [0.0] * len(ids)
 
 
 def roll_out(engine, task, prompts, keys, run, temperature):
@@ -724,7 +711,8 @@ def roll_out(engine, task, prompts, keys, run, temperature):
         with suppress(SystemExit):  # others may not know of SIGTERM yet
             out = engine.generate(rows, temperature)
         for (_, _, reply), (ids, log_probs, ended) in zip(going, out):
-            reply.add(ids, log_probs)
+            reply.ids += ids
+            reply.log_probs += log_probs
             reply.finished = ended
             reply.text = task.tokenizer.decode(reply.ids, skip_special_tokens=True)
     return replies
@@ -743,27 +731,27 @@ def goes_on(prompt, reply, task, run):
     ids = task.tokenizer(said, add_special_tokens=False)["input_ids"]
     reply.finished = len(reply.ids) + len(ids) < run.max_response_length
     if reply.finished:
-        reply.add(ids)
+        reply.ids += ids
+        reply.log_probs += [None] * len(ids)
     return reply.finished
 
 
 def to_batch(prompts, replies, row_ids):
     """Batch of prompts and replies, with the log-probs as the engine has them."""
-    all_rows = Reply()
+    ids = []
+    log_probs = []
     ends = [0]
     for prompt, reply in zip(prompts, replies):
-        all_rows.add(prompt.ids)
-        all_rows.ids += reply.ids
-        all_rows.mask += reply.mask
-        all_rows.log_probs += reply.log_probs
-        ends.append(len(all_rows.ids))
+        ids += prompt.ids + reply.ids
+        log_probs += [None] * len(prompt.ids) + reply.log_probs
+        ends.append(len(ids))
     return common.Batch(  # a rank may have no rows, but has columns of the same kinds
-        input_ids=torch.tensor(all_rows.ids).long(),
+        input_ids=torch.tensor(ids).long(),
         cu_seqlens=torch.tensor(ends).int(),
-        response_mask=torch.tensor(all_rows.mask).bool(),
+        response_mask=torch.tensor([x is not None for x in log_probs]).bool(),
         row_id=torch.tensor(row_ids).long(),
         truncated=torch.tensor([not reply.finished for reply in replies]).bool(),
-        rollout_log_probs=torch.tensor(all_rows.log_probs),
+        rollout_log_probs=torch.tensor([x or 0.0 for x in log_probs]),
     )
 
 
@@ -1008,7 +996,7 @@ class PolicyWorker:
         """Restores what checkpoint_writer wrote, on any world size. UserError: damaged or foreign."""
         shape = common.shape_of(self.model_config)
         saved = critic_module(self.run.backend).open_checkpoint(folder, shape)
-        if (self.run.kl_coef or self.config.kl_loss_coef) and saved["start"] != self.start:
+        if (self.run.kl_coef or self.config.kl_loss_coef) and saved.get("start", self.start) != self.start:
             words = "is the reference, but not as it was when this run began; restore it, or leave out the KL"
             raise UserError(f"--actor.model {self.config.model}: {words}")
         with common.blame(f"--resume {folder}: does not fit this actor"):
@@ -1328,6 +1316,7 @@ def build(run, task, device, checkpoints):
     """(actor, reference or None, critic, reward function or model, rollout engine without weights yet), from
     the checkpoint if the run is resumed. With --offload each is away while the next is made."""
     folder = checkpoints.folder
+    checkpoints.sigterm = SIGTERM
 
     def away(worker):
         if run.offload:
@@ -1377,7 +1366,6 @@ def main(run):
         phases = Phases(run.offload)
         saved = first_step
         batch = None
-        checkpoints.sigterm = SIGTERM
         try:
             for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
                 last = step == run.steps
@@ -1392,7 +1380,7 @@ def main(run):
                 with phases("generation", engine):
                     with phases("sync", actor):
                         engine.sync(actor.weights(engine.dtype))
-                    greedy = roll_out(engine, task, held_out, held_out, run, temperature=0.0)
+                    greedy = roll_out(engine, task, held_out, range(len(held_out)), run, temperature=0.0)
                     if not last:
                         prompts, row_ids, keys = prompts_of_step(step, task.prompts, run)
                         replies = roll_out(engine, task, prompts, keys, run, run.temperature)

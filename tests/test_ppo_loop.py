@@ -307,7 +307,7 @@ def test_a_rollout_is_what_transformers_says_to_one_prompt_after_another(kind):
     rows = [(prompt, key, 10) for prompt, key, _ in rows]
     replies = engine.generate(rows, 0.7)
     asked = [Prompt(prompt, "", None) for prompt, _, _ in rows]
-    batch = ppo_loop.to_batch(asked, [Reply(i, [True] * len(i), p, e) for i, p, e in replies], range(9))
+    batch = ppo_loop.to_batch(asked, [Reply(*reply) for reply in replies], range(9))
     ours_T = w.compute_log_probs(batch)
     torch.testing.assert_close(ours_T, batch.rollout_log_probs, rtol=1e-4, atol=1e-4)
     for (prompt, _, _), (ids, log_probs, _) in zip(rows, replies):
@@ -458,14 +458,14 @@ def test_turns_of_policy_and_environment_follow_each_other():
 
     (a, b), asked = play([["ab", "x"], ["cd"]], observe, n=2)
     assert a.ids == [*ids_of("ab"), EOS, *ids_of("[1]cd"), EOS] and b.ids == [*ids_of("x"), EOS]
-    assert a.mask == [True] * 3 + [False] * 3 + [True] * 3 and b.mask == [True] * 2
-    assert a.log_probs == [-0.5] * 3 + [0.0] * 3 + [-0.5] * 3
+    assert a.log_probs == [-0.5] * 3 + [None] * 3 + [-0.5] * 3 and b.log_probs == [-0.5] * 2
     assert [(r.finished, r.text, r.fault) for r in (a, b)] == [(True, "ab[1]cd", ""), (True, "x", "")]
     assert heard == [("q0=", "ab", "answer 0"), ("q1=", "x", "answer 1"), ("q0=", "ab[1]cd", "answer 0")]
     assert asked == [[("q0=", "key 0 0", 30), ("q1=", "key 1 0", 30)], [("q0=ab<eos>[1]", "key 0 1", 24)]]
     batch = common.check(ppo_loop.to_batch([Prompt([7, 8, 9], "", None)] * 2, [a, b], [4, 6]))
-    assert batch.response_mask.tolist() == [False] * 3 + a.mask + [False] * 3 + b.mask
-    assert batch.rollout_log_probs.tolist() == [0.0] * 3 + a.log_probs + [0.0] * 3 + b.log_probs
+    mask = [False] * 3 + [True] * 3 + [False] * 3 + [True] * 3 + [False] * 3 + [True] * 2
+    assert batch.response_mask.tolist() == mask
+    assert batch.rollout_log_probs.tolist() == [-0.5 if chosen else 0.0 for chosen in mask]
     assert batch.input_ids.tolist() == [7, 8, 9, *a.ids, 7, 8, 9, *b.ids] and batch.lengths == [12, 5]
     assert batch.row_id.tolist() == [4, 6] and batch.truncated.tolist() == [False, False]
 
@@ -482,9 +482,10 @@ def test_a_row_ends_where_its_room_or_its_turns_end(turns, fields, text, finishe
     [reply], asked = play(turns, lambda *_: calls.append(1) or "[1]", **fields)
     assert (reply.text, reply.finished, reply.fault, len(asked)) == (text, finished, "", len(turns))
     assert len(calls) <= fields.get("max_turns", 9) - 1  # after the last turn it is not asked again
-    assert len(reply.ids) == len(reply.mask) == len(reply.log_probs) <= fields["max_response_length"]
+    assert len(reply.ids) == len(reply.log_probs) <= fields["max_response_length"]
     [reply], asked = play(turns, None, **fields)  # without an environment there is one turn
-    assert len(asked) == 1 and reply.text == turns[0][0][: fields["max_response_length"]] and all(reply.mask)
+    assert len(asked) == 1 and reply.text == turns[0][0][: fields["max_response_length"]]
+    assert None not in reply.log_probs
 
 
 def test_an_environments_faults_end_the_row_and_are_told():
@@ -623,7 +624,7 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
     asked = [("1+2=", None), ("hello ", None), ("x", None), ("12+34=", None), ("hi", chat)]
     prompts = [Prompt(ids_of(text), text, None, messages) for text, messages in asked]
     texts = ["3", "world", "y" * 30, "", "yo"]
-    replies = [Reply(ids_of(x + "."), [True] * (len(x) + 1), [0.0] * (len(x) + 1), True, x) for x in texts]
+    replies = [Reply(ids_of(x + "."), [0.0] * (len(x) + 1), True, x) for x in texts]
     batch = ppo_loop.to_batch(prompts, replies, range(5))
     longest = max(batch.lengths) + 1
     run = a_run(backend, reward_model=str(tmp_path))
@@ -1000,7 +1001,7 @@ def assert_no_fillers(replies, w, lm):
     """Replies to [20, 30, 40] have no id from 99 on. Their log-probs, those of the actor and those of plain
     transformers, whose logits are cut off, agree, although ids without a token are a third of all."""
     asked = [Prompt([20, 30, 40], "", None)] * len(replies)
-    rows = [Reply(ids, [True] * len(ids), log_probs, ended) for ids, log_probs, ended in replies]
+    rows = [Reply(*reply) for reply in replies]
     batch = ppo_loop.to_batch(asked, rows, range(len(rows)))
     assert int(batch.input_ids.max()) == 98  # at least one comes near
     torch.testing.assert_close(w.compute_log_probs(batch), batch.rollout_log_probs, rtol=1e-4, atol=1e-4)
@@ -1116,6 +1117,10 @@ def test_sigterm_is_heard_within_a_phase(phase, nth, saved, whole_run, monkeypat
         with pytest.raises(SystemExit) as end:
             whole_run(f"{flags} --offload")
     assert end.value.code == 143 and folders(tmp_path) == [f"step_{saved}"]
+    if "evaluation" in phase:  # which is given up, and leaves no numbers
+        assert {row["step"] for row in common.read_lines(out / "metrics.jsonl") if "eval/reward" in row} == {
+            0
+        }
     assert len(done) <= nth + 1 if saved == 1 else len(done) > nth, len(done)
     ppo_loop.SIGTERM.clear()
     whole_run(f"{flags} --resume auto")
