@@ -772,7 +772,7 @@ PEAK_TFLOPS = {
     "H20": 148,
     "B200": 2250,
     "A[18]00": 312, "A40": 149.7, "A10": 125,
-    "L40S": 362, "L4": 121,
+    "L40S": 362, "L4": 121
 }  # fmt: skip
 
 
@@ -848,8 +848,8 @@ class Logger:
         for before in read_lines(f"{folder}/../../run.json"):
             self.name_changes(before, json.loads(json.dumps(settings, default=str)))
         self.set_aside(last_step)
-        about = {"command": sys.argv, "ranks": WORLD_SIZE, "torch": torch.__version__}
-        replace_lines(f"{out_dir}/run.json", [{**settings, "run": about}])
+        settings["run"] = {"command": sys.argv, "ranks": WORLD_SIZE, "torch": torch.__version__}
+        replace_lines(f"{out_dir}/run.json", [settings])
         log = f"{out_dir}/metrics.jsonl"
         rows = [row for row in read_lines(log) if row["step"] <= last_step]
         rows = [row for row in rows if row["step"] < last_step or "perf/time_step" in row]
@@ -1434,7 +1434,10 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     low, high = np.percentile(v_A, [1, 99])
     about = f"{len(rows):,} {about}, {len(v_A):,} actions"
     shown = rows_to_show(rows, tokenizer, low, high)
-    parts = {"about": about, "numbers": numbers, "words": NUMBERS, "rows": shown, "figure": svg.getvalue()}
-    PAGE.stream(parts, title=out_dir, low=low, high=high).dump(f"{out_dir}/report.html")
+    page = PAGE.stream(
+        title=out_dir, about=about, numbers=numbers, words=NUMBERS, low=low, high=high,
+        rows=shown, figure=svg.getvalue()
+    )  # fmt: skip
+    page.dump(f"{out_dir}/report.html")
     print0(f"report     {out_dir}/report.html: {about}")
     print0("  " + ", ".join(f"{name} {x}" for name, x in numbers.items()))

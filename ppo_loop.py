@@ -209,7 +209,6 @@ def check_flags(run):
     rules = {
         "--target-kl: adapts --kl-coef, so give it a value above 0": not run.target_kl or run.kl_coef,
         "--eval-prompts: needs --prompts; addition has its own": run.prompts or not run.eval_prompts,
-        "--chat: needs --prompts": run.prompts or not run.chat,
         "--eval-every: needs --eval-prompts":
             run.eval_prompts or not run.prompts or run.eval_every == Run.eval_every,
         "--max-turns: needs --environment": run.environment or run.max_turns == Run.max_turns,
@@ -264,41 +263,40 @@ class Task(NamedTuple):
     known: int  # token ids from here on have no token: a model may have some, to make its head a round size
 
 
-def addition_prompts(n, seed, tokenizer, held_out=False):
-    """n additions of two numbers of two digits; the prompts of the toy, with the same ones held out."""
-    prompts = {}  # by text: each once
-    for row in common.toy_rows(n, seed, held_out):
-        text = json.loads(row)["prompt"]
-        answer = sum(map(int, text[:-1].split("+")))
-        prompts[text] = Prompt(tokenizer(text)["input_ids"], text, str(answer))
-    return list(prompts.values())
+def addition_rows(n, seed, held_out=False):
+    """Lines of the toy, each once. Without slips their response is the right answer."""
+    return dict.fromkeys(common.toy_rows(n, seed, held_out, slips=(0.0, 0.0)))
 
 
-def load_prompts(path, flag, run, tokenizer):
-    """Prompts of a JSONL file, without those that are too long. UserError names the first bad row."""
+def load_prompts(source, flag, run, tokenizer):
+    """Prompts of a JSONL file, or of its lines, without those that are too long. UserError names the first
+    bad row."""
+    name = flag
+    lines = source
+    if isinstance(source, str):
+        name = f"{flag} {source}"
+        with common.blame(name), open(source, "rb") as file:
+            lines = file.readlines()
     prompts = []
-    with common.blame(f"{flag} {path}"), open(path, "rb") as file:
-        for number, line in enumerate(common.progress(file, "prompts"), 1):
-            if line.strip():
-                with common.blame(f"{flag} {path}:{number}: must be one JSON object with a prompt"):
-                    prompts.append(parse_prompt(json.loads(line), run, tokenizer))
+    for number, line in enumerate(common.progress(lines, "prompts"), 1):
+        if line.strip():
+            with common.blame(f"{name}:{number}: must be a JSON object with --prompt-key {run.prompt_key}"):
+                prompts.append(parse_prompt(json.loads(line), run, tokenizer))
     short = [prompt for prompt in prompts if len(prompt.ids) <= run.max_prompt_length]
     if len(short) < len(prompts):
-        print0(f"{flag} {path}: left out {len(prompts) - len(short)} prompts above --max-prompt-length")
+        print0(f"{name}: left out {len(prompts) - len(short)} prompts above --max-prompt-length")
     if not short:
-        raise UserError(f"{flag} {path}: no usable prompt")
+        raise UserError(f"{name}: no usable prompt")
     without = sum(prompt.answer is None for prompt in short)
     if without and run.reward:
-        print0(f"{flag} {path}: {without} of {len(short)} prompts have no {run.answer_key!r}")
+        print0(f"{name}: {without} of {len(short)} prompts have no {run.answer_key!r}")
         if without == len(short) and run.answer_key != Run.answer_key:
-            raise UserError(f"--answer-key {run.answer_key}: no row of {path} has it")
+            raise UserError(f"--answer-key {run.answer_key}: no row of {source} has it")
     return short
 
 
 def parse_prompt(row, run, tokenizer):
     """A row, a dict -> Prompt. An exception says what is wrong with it."""
-    if run.prompt_key not in row:
-        raise ValueError(f"has no {run.prompt_key!r}, only {', '.join(sorted(row))}; see --prompt-key")
     text = row[run.prompt_key]
     answer = row.get(run.answer_key)
     messages = None
@@ -728,12 +726,27 @@ def goes_on(prompt, reply, task, run):
             reply.fault = f"an environment answers with text or None, not {said!r:.40}"
         return False
     said = said.encode(errors="replace").decode()  # half a surrogate pair is no text: "?" for it
-    ids = task.tokenizer(said, add_special_tokens=False)["input_ids"]
+    ids = observation_ids(task.tokenizer, said, prompt.messages, reply.ids[-1])
     reply.finished = len(reply.ids) + len(ids) < run.max_response_length
     if reply.finished:
         reply.ids += ids
         reply.log_probs += [None] * len(ids)
     return reply.finished
+
+
+def observation_ids(tokenizer, said, chat, last):
+    """Token ids of what an environment says; in a chat as a user's message, up to the policy's next turn.
+    last: the token that ended the turn before, which the chat template may write as well."""
+    if chat:
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "the turn before"},
+            {"role": "user", "content": said},
+        ]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        said = text.partition("the turn before")[2].lstrip()
+    ids = tokenizer(said, add_special_tokens=False)["input_ids"]
+    return ids[1:] if chat and ids[:1] == [last] else ids
 
 
 def to_batch(prompts, replies, row_ids):
@@ -1229,14 +1242,14 @@ def set_up(run):
     room = run.max_response_length or (8 if addition else 256)
     rule = run.reward or (None if run.reward_model else "addition")
     run = replace(run, actor=actor, critic=critic, max_response_length=room, reward=rule)
+    train = run.prompts
+    more = run.eval_prompts
     if addition:
-        prompts = addition_prompts(8192, run.seed, tokenizer)
-        held_out = addition_prompts(512, run.seed, tokenizer, held_out=True)
-    else:
-        prompts = load_prompts(run.prompts, "--prompts", run, tokenizer)
-        held_out = []
-        if run.eval_prompts:
-            held_out = load_prompts(run.eval_prompts, "--eval-prompts", run, tokenizer)
+        train = addition_rows(8192, run.seed)
+        more = addition_rows(512, run.seed, held_out=True)
+        run = replace(run, prompt_key="prompt", answer_key="response")
+    prompts = load_prompts(train, "--prompts", run, tokenizer)
+    held_out = load_prompts(more, "--eval-prompts", run, tokenizer) if more else []
     longest = max(len(prompt.ids) for prompt in prompts + held_out) + run.max_response_length
     row = common.Batch.blank(longest)
     known = max(tokenizer.get_vocab().values()) + 1

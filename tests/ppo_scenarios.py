@@ -45,8 +45,8 @@ PARTS = ("hf/", "critic_hf/", "checkpoints/step_4/actor/", "checkpoints/step_4/c
 
 def take_prompts(most):
     """There are only this many additions to learn from, and to evaluate on."""
-    prompts = ppo_loop.addition_prompts
-    ppo_loop.addition_prompts = lambda _, *args, **more: prompts(2 * most, *args, **more)[:most]
+    rows = ppo_loop.addition_rows
+    ppo_loop.addition_rows = lambda _, *args, **more: list(rows(2 * most, *args, **more))[:most]
 
 
 def ppo(out, *flags):

@@ -69,7 +69,7 @@ def flags(kind):
     return found
 
 
-@pytest.mark.parametrize("kind, count", [("Config", 25), ("Run", 14)])
+@pytest.mark.parametrize("kind, count", [("Config", 25), ("Run", 13)])
 def test_a_flag_that_both_have_means_and_defaults_to_the_same(kind, count):
     fsdp, megatron = flags(getattr(critic_fsdp, kind)), flags(getattr(cm, kind))
     shared = [name for name in fsdp if name in megatron and name not in ("critic", "out_dir")]

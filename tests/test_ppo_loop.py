@@ -445,6 +445,7 @@ def play(turns, observe, n=1, **fields):
     run = a_run(**{"max_response_length": 30, "reward_timeout": 0.2, **fields})
     task = a_task(tokenizer=TOKENIZER, observe=observe)
     engine = types.SimpleNamespace(generate=generate)
+    common.setup_distributed()
     return ppo_loop.roll_out(engine, task, prompts, [f"key {i}" for i in range(n)], run, 1.0), asked
 
 
@@ -500,6 +501,40 @@ CHATML = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}END\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+@pytest.mark.parametrize("closes", (True, False))
+def test_a_chat_with_an_environment_is_what_the_template_makes_of_it(closes):
+    """All tokens of a dialogue of three turns are those of the chat template for its messages. The policy's
+    last token of a turn is the first one of the template's words between turns, or another."""
+    common.setup_distributed()
+    tokenizer = common.char_tokenizer()
+    tokenizer.chat_template = CHATML.replace("END", "<eos>" if closes else "")
+    heard = []
+
+    def observe(prompt, response, answer):
+        heard.append(response)
+        return f"no {len(heard)}" if len(heard) < 3 else None
+
+    def generate(rows, temperature):
+        return [(ids_of(said[len(heard)]) + [EOS], [-0.5] * 3, True) for _ in rows]
+
+    said = ["a?", "b?", "c?"]
+    user = [{"role": "user", "content": "hi"}]
+    prompts = [Prompt(common.chat_ids(tokenizer, user), "hi", "yes", user)]
+    task = a_task(tokenizer=tokenizer, observe=observe)
+    engine = types.SimpleNamespace(generate=generate)
+    [reply] = ppo_loop.roll_out(engine, task, prompts, ["key"], a_run(max_response_length=99), 1.0)
+    roles = zip(["assistant", "user"] * 3, ["a?", "no 1", "b?", "no 2", "c?"])
+    turns = [{"role": role, "content": text} for role, text in roles]
+    whole = tokenizer.apply_chat_template([*user, *turns], tokenize=False)
+    text = tokenizer.decode(prompts[0].ids + reply.ids)
+    if not closes:  # the policy ends its turns by a token that the template does not know
+        text = text.replace("<eos>", "")
+        whole = whole.replace("?\n", "?")
+    assert text == whole.removesuffix("\n") and len(heard) == 3
+    own = [i for i, x in zip(reply.ids, reply.log_probs) if x is not None]
+    assert tokenizer.decode(own) == "a?<eos>b?<eos>c?<eos>"
 
 
 def test_a_chat_that_ends_in_an_assistants_message_goes_on():
@@ -804,9 +839,9 @@ def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys):
 @pytest.fixture
 def parse(monkeypatch, tmp_path):
     """A Run of these flags, without supervised learning; with 40 prompts only, for speed."""
-    addition_prompts = ppo_loop.addition_prompts
-    few = lambda n, *args, **more: addition_prompts(40, *args, **more)
-    monkeypatch.setattr(ppo_loop, "addition_prompts", few)
+    addition_rows = ppo_loop.addition_rows
+    few = lambda n, *args, **more: addition_rows(40, *args, **more)
+    monkeypatch.setattr(ppo_loop, "addition_rows", few)
     more = ["--supervised-steps", "0", "--out-dir", str(tmp_path / "out")]
     return lambda flags: ppo_loop.parse([*flags.split(), *more])
 
@@ -1031,8 +1066,8 @@ def test_temperature_and_nucleus_act_on_all_log_probs_and_on_no_value(whole_run,
 
 def test_equal_prompts_get_other_tokens_in_each_step(whole_run, tmp_path, monkeypatch):
     """One prompt, an actor that does not learn yet: only the random numbers differ."""
-    one = Prompt(ids_of("1+1="), "1+1=", "2")
-    monkeypatch.setattr(ppo_loop, "addition_prompts", lambda *args, **more: [one])
+    one = '{"prompt": "1+1=", "response": "2"}'
+    monkeypatch.setattr(ppo_loop, "addition_rows", lambda *args, **more: [one])
     whole_run("--rollout-n 6 --critic-warmup 2")
     rows = [common.read_lines(tmp_path / f"out/rollouts/step_{step}.jsonl") for step in (1, 2)]
     first, second = ([row["response_ids"] for row in step] for step in rows)
