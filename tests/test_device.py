@@ -213,7 +213,7 @@ def offloaded_vllm(out):
 
     class Rollout(ppo_loop.VLLMRollout):
         def __init__(self, run, task, where):
-            self.run, self.stop_ids, self.known, self.on_cpu = run, task.stop_ids, task.known, False
+            self.run, self.task, self.on_cpu = run, task, False
             self.llm = Engine(run, task, where)
             self.skeleton, self.dtype, self.group = self.llm.inner.model, self.llm.inner.dtype, None
             self.llm.generate = lambda *args, **more: list(Engine.generate(self.llm, *args, **more))
@@ -224,7 +224,9 @@ def offloaded_vllm(out):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo_loop, "VLLMRollout", Rollout)
-        patch.setitem(sys.modules, "vllm", types.SimpleNamespace(SamplingParams=types.SimpleNamespace))
+        patch.setitem(
+            sys.modules, "vllm", types.SimpleNamespace(SamplingParams=types.SimpleNamespace, __spec__=True)
+        )
         noted(ppo_loop.RewardModel, "scores", lambda args: f"score {len(args[1])}")
         noted(ppo_loop.Policy, "forward", lambda args: f"forward {torch.is_grad_enabled()}")
         flags = "--offload --rollout vllm --kl-coef 0.01 --steps 2 --train-batch-size 8 --supervised-steps 2"

@@ -238,18 +238,9 @@ def warms_up_asleep(folder, level):
             self.llm.apply_model(forget)
 
     ppo_loop.VLLMRollout.offload = loses
-    flags = (
-        "--critic-warmup",
-        "2",
-        "--steps",
-        "3",
-        "--vllm.sleep-level",
-        str(level),
-        *VLLM,
-        "--eval-every",
-        "0",
-    )
-    ppo_scenarios.toy(folder, f"asleep {level}", *flags, "--offload")
+    flags = ("--critic-warmup", "2", "--steps", "3", *VLLM, "--eval-every", "0")
+    sleeps = ("--offload", "--vllm.sleep-level", str(level))
+    ppo_scenarios.toy(folder, f"asleep {level}", *flags, *sleeps)
     ppo_loop.VLLMRollout.offload = sleep
     ppo_scenarios.toy(folder, f"awake {level}", *flags)
     runs = [folder / f"{name} {level}" for name in ("asleep", "awake")]
