@@ -98,8 +98,9 @@ def setup_distributed(timeout_minutes=30.0):
         timeout = datetime.timedelta(minutes=timeout_minutes)
         store = dist.HashStore()  # without torchrun
         if "RANK" in os.environ:
-            store, *_ = next(dist.rendezvous("env://", timeout=timeout))  # torchrun's outlives dead ranks
-            store = dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+            store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives dead ranks
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         dist.init_process_group(backend, timeout=timeout, store=store, rank=RANK, world_size=WORLD_SIZE)
     return device
 

@@ -565,8 +565,6 @@ class VLLMRollout:
         self.on_cpu = device.type == "cpu"
         self.dtype = common.compute_dtype(run.actor.param_dtype, device)
         size = run.vllm.tensor_parallel_size
-        timeout = datetime.timedelta(minutes=run.critic.timeout_minutes)
-        self.group, _ = dist.new_subgroups(size, timeout=timeout)  # neighbours, as vLLM has it
         model_config = deepcopy(task.model_config)
         with torch.device("meta"):  # it knows what a checkpoint calls its tensors
             self.skeleton = AutoModelForCausalLM.from_config(model_config)
@@ -617,6 +615,7 @@ class VLLMRollout:
             logprobs_mode="processed_logprobs",  # of what is sampled from: after temperature and top-p
             seed=0,  # of nothing: requests bring their own
         )
+        self.group = get_tp_group().cpu_group  # the ranks of this engine
         get_tp_group().mq_broadcaster = None  # it is shared memory, which common.launch would leave behind
 
     def onload(self):
