@@ -446,7 +446,7 @@ def shard_fsdp1(model, config, layout):
     for name, module in model.named_modules():
         # a unit of FSDP1 has a gradient or none: what is frozen gets units apart from what trains
         adapter = ".lora_" in name and isinstance(module, nn.Linear)
-        if adapter or config.freeze_layers and isinstance(module, nn.Embedding):
+        if "visual" not in name and (adapter or config.freeze_layers and isinstance(module, nn.Embedding)):
             units[module] = {"mixed_precision": policy(param_dtype=layout.dtype, cast_forward_inputs=True)}
     return fsdp.FullyShardedDataParallel(
         model,
@@ -588,6 +588,8 @@ class DataParallelPPOCritic:
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
         self.model, self.flops, self.story = build_value_model(config, model_config, layout)
         self.model.model.get_decoder().register_forward_pre_hook(slice_row, with_kwargs=True)
+        if self.image_processor:  # layer 0 has a backward on every rank, also where nothing below it learns
+            self.model.model.get_input_embeddings().register_forward_hook(lambda *x: x[2].requires_grad_())
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         options = {"lr": self.peak_lr, "betas": config.betas, "weight_decay": config.weight_decay}

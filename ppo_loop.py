@@ -698,8 +698,6 @@ def roll_out(engine, task, prompts, keys, run, temperature):
     for turn in range(run.max_turns if task.observe else 1):
         if turn:
             going = [row for row in going if not SIGTERM.is_set() and goes_on(row[0], row[2], task, run)]
-            if not any(common.of_all_ranks(bool(going))):
-                break
         rows = [
             (prompt.ids + reply.ids, f"{key} {turn}", run.max_response_length - len(reply.ids))
             for prompt, key, reply in going
@@ -779,7 +777,7 @@ def write_jsonl(batch, path):
             {"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated), **rollout}
         )
     if RANK == 0:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         common.replace_lines(path, lines)
 
 

@@ -247,10 +247,11 @@ def heads_and_adapters(model, folder, out):
 
 def images_on_every_layout(out, model, *others):
     """What layouts make of rows with images. Models differ in how the output of their tower is sliced."""
-    from test_vision import LAYOUTS, results_of
+    from test_vision import LAYOUTS, norms_of, results_of
 
     some = ("fsdp1", "ulysses", "ulysses, frozen")
     results = {model: results_of(model, LAYOUTS)} | {other: results_of(other, some) for other in others}
+    results["norms"] = norms_of(model)
     if RANK == 0:
         torch.save(results, out)
 

@@ -80,6 +80,31 @@ def results_of(model, layouts):
     return results
 
 
+PARTS = {  # what learns lies above the decoder's first layer, but the tower below it learns too
+    "lora": {"lora_rank": 2},
+    "freeze": {"freeze_layers": 2, "gradient_checkpointing": True},
+    "ulysses, freeze": {"freeze_layers": 1, "ulysses_size": 2},
+    "fsdp1, lora": {"strategy": "fsdp1", "lora_rank": 2},
+    "fsdp1, freeze": {"strategy": "fsdp1", "freeze_layers": 1},
+    "none, lora": {"strategy": "none", "lora_rank": 2},
+}
+
+
+def norms_of(model):
+    """Gradient norms of updates whose micro-batches have images at times on one rank only."""
+    norms = {}
+    for name, fields in PARTS.items():
+        if common.WORLD_SIZE == 1:
+            fields = {key: x for key, x in fields.items() if key != "ulysses_size"}
+        tokens = 28 // fields.get("ulysses_size", 1)
+        w = worker(model=str(model), shuffle=False, ppo_max_token_len_per_gpu=tokens, **fields)
+        rows = mine(ROWS)
+        if common.RANK == 1:
+            rows.multi_modal_inputs = None
+        norms[name] = w.update_critic(rows)["critic/grad_norm"]
+    return norms
+
+
 PRESETS = ("tiny-qwen2.5-vl", "tiny-qwen3-vl")
 MODELS = {name: common.tiny_config(name, END + 1) for name in PRESETS}
 QWEN25, QWEN3 = MODELS.values()
@@ -142,6 +167,11 @@ def test_every_layout_makes_the_same_update(name, folders, on_two_ranks):
         off = float((result["values"] - values).abs().max())
         print(f"  {ranks} ranks  {layout:16s} {tokens:5d} {error:.1e} {off:.1e}")
         assert off < 1e-5, (layout, tokens, off)
+
+
+def test_a_frozen_decoder_waits_for_no_rank_without_images(folders, on_two_ranks):
+    expected = norms_of(folders[PRESETS[0]])
+    assert on_two_ranks["norms"] == {name: pytest.approx(x, rel=1e-5) for name, x in expected.items()}
 
 
 def test_positions_are_those_of_each_image_alone():
