@@ -770,8 +770,6 @@ def dense_attention(q, k, v, scale, window, softcap, sinks):
 PEAK_TFLOPS = {
     "H100 PCIE": 756, "H[12]00 NVL": 835,
     "(H|GH)[128]00": 989,
-    "H20": 148,
-    "B200": 2250,
     "A[18]00": 312
 }  # fmt: skip
 

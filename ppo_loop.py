@@ -288,7 +288,7 @@ def load_prompts(source, flag, run, tokenizer):
     if not short:
         raise UserError(f"{name}: no usable prompt")
     without = sum(prompt.answer is None for prompt in short)
-    if without and run.reward:
+    if without:
         print0(f"{name}: {without} of {len(short)} prompts have no {run.answer_key!r}")
         if without == len(short) and run.answer_key != Run.answer_key:
             raise UserError(f"--answer-key {run.answer_key}: no row of {source} has it")
@@ -698,6 +698,8 @@ def roll_out(engine, task, prompts, keys, run, temperature):
     for turn in range(run.max_turns if task.observe else 1):
         if turn:
             going = [row for row in going if not SIGTERM.is_set() and goes_on(row[0], row[2], task, run)]
+            if not any(common.of_all_ranks(bool(going))):
+                break
         rows = [
             (prompt.ids + reply.ids, f"{key} {turn}", run.max_response_length - len(reply.ids))
             for prompt, key, reply in going

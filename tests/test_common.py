@@ -449,7 +449,7 @@ def test_mfu_is_of_the_devices_own_peak_or_not_known(monkeypatch):
         return common.describe_update(batch, time.perf_counter() - 2, 1, flops, layout)
 
     peaks = {
-        "H100 80GB HBM3": 989, "H100 PCIe": 756, "H200": 989, "H200 NVL": 835, "H20": 148,
+        "H100 80GB HBM3": 989, "H100 PCIe": 756, "H200": 989, "H200 NVL": 835,
         "A100-SXM4-80GB": 312, "H100 80GB HBM3 MIG 1g.10gb": math.nan,
         "T1000": math.nan,
     }  # fmt: skip
