@@ -804,8 +804,7 @@ def describe_update(batch, start, epochs, flops, layout):
         memory = torch.cuda.max_memory_allocated()
         name = torch.cuda.get_device_name().upper()
         if layout.dtype != torch.float32 and " MIG " not in name:
-            known = (x for words, x in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", name))
-            peak = 1e12 * next(known, nan)
+            peak = 1e12 * next((x for w, x in PEAK_TFLOPS.items() if re.search(rf"\b{w}\b", name)), nan)
     seconds, memory = map(max, zip(*of_all_ranks((seconds, memory))))
     columns = {name: getattr(batch, name)[batch.response_mask].double() for name in ("values", "returns")}
     metrics = {
