@@ -830,7 +830,7 @@ ORDER = ("rollouts", "prompts", "train_batch_size", "ppo_mini_batch_size", "seed
 
 class Logger:
     """metrics.jsonl, TensorBoard and run.json (settings) in out_dir, and the lines that rank 0 prints. What
-    files say after last_step is dropped (0: a new run), and an evaluation at last_step, which is made again.
+    files say after last_step is dropped (0: a new run), and an evaluation at last_step, which may come again.
     folder: the checkpoint that the run continues."""
 
     def __init__(self, out_dir, settings, last_step=0, folder=None):

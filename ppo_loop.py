@@ -1280,6 +1280,7 @@ def set_up(run):
 
 def start_from(run, task, checkpoints):
     """(run, step, KL coefficient) to go on with. The actor of a toy run starts from the supervised one."""
+    checkpoints.sigterm = SIGTERM
     folder = checkpoints.folder
     step = 0
     kl_coef = run.kl_coef
@@ -1328,7 +1329,6 @@ def build(run, task, device, checkpoints):
     """(actor, reference or None, critic, reward function or model, rollout engine without weights yet), from
     the checkpoint if the run is resumed. With --offload each is away while the next is made."""
     folder = checkpoints.folder
-    checkpoints.sigterm = SIGTERM
 
     def away(worker):
         if run.offload:
