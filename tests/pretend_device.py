@@ -10,7 +10,8 @@ device refuses, computes on the CPU, and makes a tensor of the device of the res
     WAITS counts where the host waits for the device: (what, line of a script) -> times
 
 A process has one device with one stream; collectives go over gloo. It shows nothing of speed, of the order of
-several streams, of real kernels, or of NCCL. Places in tables of C++ methods are those of torch 2.13.
+several streams, of real kernels, or of NCCL. Places in tables of C++ methods are those of torch 2.13. Where
+there is a GPU, install() pretends nothing: the same names then tell what happens on that GPU.
 """
 
 import collections
@@ -32,10 +33,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves, tree_map
 
-RUNS_HERE = torch.__version__.startswith("2.13.") and (sys.platform, platform.machine()) == (
-    "linux",
-    "x86_64",
-)
+REAL = torch.cuda.is_available()
+HERE = (torch.__version__[:5], sys.platform, platform.machine())
+RUNS_HERE = HERE == ("2.13.", "linux", "x86_64")
 REASON = "the pretended device knows the inside of torch 2.13 on Linux, x86-64"
 HOST = torch.device("cpu")
 MEMORY = 2**28  # bytes that the device has
@@ -61,6 +61,8 @@ def use(size):
 
 def allocated(*_):
     """Bytes of the device that tensors have, without those whose sending has ended."""
+    if REAL:
+        return torch.cuda.memory_allocated()
     works[:] = [work for work in works if not work[0].is_completed()]
     return used["now"]
 
@@ -374,8 +376,26 @@ def believe():
     kept.append(guard)
 
 
+def watch():
+    """Notes what the pretended device would, of a GPU: torch warns wherever the host waits for it."""
+
+    def warned(message, *rest, **more):
+        if "synchronizing CUDA operation" in str(message):
+            wait("synchronize")
+
+    warnings.simplefilter("always")
+    warnings.showwarning = warned
+    torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # cuBLAS takes its memory
+    torch.cuda.set_sync_debug_mode("warn")
+    choose, name_range = torch.cuda.set_device, torch.cuda.nvtx.range
+    torch.cuda.set_device = lambda x: choose(x) or THREADS.add(threading.get_ident())
+    torch.cuda.nvtx.range = lambda name: RANGES.add(name) or name_range(name)
+
+
 def install():
     """From now on this process has a CUDA device. It must not have asked for LOCAL_RANK before."""
+    if REAL:
+        return watch()
     os.environ["LOCAL_RANK"] = "0"
     believe()
     aten, _, c10d = libraries = [torch.library.Library(x, "IMPL") for x in ("aten", "_", "c10d")]

@@ -3,11 +3,14 @@
 As a script it runs everything on this many ranks, for the tests to compare with the host:
 
     python tests/test_device.py OUT_FOLDER [NAME...]
+
+With a GPU the script runs on that instead, and DEVICE_RESULTS=OUT_FOLDER lets the tests look at what it left.
 """
 
 import dataclasses
 import gc
 import itertools
+import os
 import pathlib
 import re
 import sys
@@ -17,7 +20,7 @@ import types
 import pretend_device as device
 
 if __name__ == "__main__":  # before anything asks for a device, or its number
-    if not device.RUNS_HERE:
+    if not (device.REAL or device.RUNS_HERE):
         sys.exit(device.REASON)
     device.install()
 
@@ -31,7 +34,8 @@ from test_layouts import MODELS, save_model  # noqa: E402
 import common  # noqa: E402
 import critic_fsdp  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not device.RUNS_HERE, reason=device.REASON)
+RESULTS = os.environ.get("DEVICE_RESULTS")  # of a real GPU
+pytestmark = pytest.mark.skipif(not (RESULTS or device.RUNS_HERE), reason=device.REASON)
 BATCH = random_batch(6, vocab_size=60)
 SIZES = {"ppo_mini_batch_size": 3, "ppo_max_token_len_per_gpu": 60}
 EXACT = {"param_dtype": "float32"}
@@ -282,12 +286,17 @@ def main(out, *names):
             torch.save(result, out / name)
 
 
-ONE_RANK = (refusals, actor_and_rollout, run_fsdp, resume_in_megatron, run_ppo, offloaded_vllm)
+ONE_RANK = (actor_and_rollout, run_fsdp, resume_in_megatron, run_ppo, offloaded_vllm)
+ONE_RANK = ONE_RANK if device.REAL else (refusals, *ONE_RANK)
 PARTS = {1: ONE_RANK, 2: (run_ppo,)}
 
 
 def of_device(ranks, name):
     """What a part left, once all of this number of ranks has ended."""
+    if RESULTS:
+        if not (path := pathlib.Path(RESULTS, name)).exists() and ranks > 1:
+            pytest.skip("needs two GPUs")
+        return torch.load(path)
     job, out = scenarios(ranks, "test_device.py")
     process = ended(job)
     assert (out / name).exists(), process.stdout[-3000:] + process.stderr[-6000:]
