@@ -28,7 +28,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -124,7 +124,7 @@ class Run:
     keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
     async_save: bool = False  # write checkpoints in the background, from a copy of the state on the host
     resume: str | None = None  # checkpoint folder to continue from; auto: the last complete one in out_dir
-    plan: Positive | None = None  # print the memory that each of N ranks would need, then exit
+    plan: Positive | None = None  # print what each of N ranks would hold of model and optimizer, then exit
     profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B, steps for torch.profiler
     out_dir: str = "out/critic_fsdp"  # for checkpoints, the Hugging Face folder, metrics and the report
 
@@ -187,7 +187,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed import fsdp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, state_dict
@@ -1177,60 +1176,25 @@ class Checkpoints:
 # ---- Plan: what a layout takes, worked out without launching it --------------------------------------------
 
 
-def saved_bytes(config, model_config, lengths, device):
-    """Bytes that autograd saves in a training forward over rows of these lengths (all equal, if padded),
-    without weights: counted on fake tensors, which have shapes and devices but no memory."""
-    saved = {}
-    note = lambda x: saved.setdefault(x.untyped_storage()._cdata, x)  # there is no backward
-    model = build_skeleton(config, model_config, common.compute_dtype(config.param_dtype, device)).train()
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.autograd.graph.saved_tensors_hooks(note, note):
-        model.to_empty(device=device)
-        places_T = torch.cat([torch.arange(n, device=device) for n in lengths])
-        places_BL = places_T.view(1 if config.use_remove_padding else len(lengths), -1)
-        common.Pack.layout = common.PackLayout(lengths, device)
-        model(input_ids=torch.zeros_like(places_BL), position_ids=places_BL)
-    for x in (*model.parameters(), *model.buffers()):
-        saved.pop(x.untyped_storage()._cdata, None)
-    return sum(x.untyped_storage().nbytes() for x in saved.values())
-
-
 def print_plan(run):
-    """Prints, as equations, what each of run.plan ranks holds at most: rows count as the longest."""
-    config = replace(run.critic, ulysses_size=1)
-    sp = run.critic.ulysses_size
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = common.compute_dtype(config.param_dtype, device).itemsize
-    tokenizer, model_config = common.load_config(config)
-    check_model_flags(run.critic, model_config)
+    """Prints, as equations, what each of run.plan ranks holds at most before it has any activations."""
+    config = run.critic
+    size = 4 if config.param_dtype == "float32" else 2  # bytes; auto is bfloat16 on GPUs
+    _, model_config = common.load_config(config)
+    check_model_flags(config, model_config)
     common.describe_head(model_config, config, (0.0, 1.0))
-    if isinstance(config.ppo_max_token_len_per_gpu, str):
-        raise UserError("--ppo-max-token-len-per-gpu auto: only a run can measure it; give --plan a number")
-    rows, _ = load_rows(run, tokenizer, model_config)
-    check_budget(run.critic, rows.longest[0], f"line {rows.longest[1] + 1} of the rollouts")
     model = build_skeleton(config, model_config)
     count, trained = count_parameters(model)
-    blocks = sorted(count_parameters(block) for block in units_of(model))
-    gathered = count - sum(n for n, _ in blocks[:-2])
+    blocks = sorted(count_parameters(block)[0] for block in units_of(model))
+    gathered = count - sum(blocks[:-2])
     shards = shards_of(config, run.plan)
-    longest = math.ceil(rows.longest[0] / sp)  # tokens of it on a rank
-    share = math.ceil(config.ppo_mini_batch_size * sp / run.plan)  # rows of a rank and its peers
-    tokens = min(longest * min(share, len(rows)), config.ppo_max_token_len_per_gpu)
-    lengths = [tokens]
-    if not config.use_remove_padding:
-        lengths = [longest] * (tokens // longest)
-    held = 0 if config.activation_offload else saved_bytes(config, model_config, lengths, device)
-    if config.gradient_checkpointing:  # and what one layer saves when it is computed again
-        plain = replace(config, gradient_checkpointing=False)
-        layers = sum(trains > 0 for _, trains in blocks)
-        held += saved_bytes(plain, model_config, lengths, device) / max(layers, 1)
     parts = {  # name -> (bytes, equation)
         "weights": (4 * count / shards, f"{count:,} x 4 bytes / {shards} shards"),
         "gradients": (4 * trained / shards, f"{trained:,} x 4 bytes / {shards} shards"),
         "optimizer": (8 * trained / shards, f"{trained:,} x 8 bytes / {shards} shards"),
         "gathered": (size * gathered, f"{gathered:,} x {size} bytes, of the layers that are whole at a time"),
-        "activations": (held, f"what autograd saves of {sum(lengths):,} tokens"),
     }
-    parts["together"] = (sum(held for held, _ in parts.values()), "on a rank, at most")
+    parts["together"] = (sum(held for held, _ in parts.values()), "on a rank; the rest is for activations")
     for name, (held, equation) in parts.items():
         print0(f"{name:12s} {held / 2**20:12,.1f} MiB = {equation}")
 

@@ -457,61 +457,21 @@ def test_an_automatic_budget_fills_the_memory_and_changes_no_update(gib, fields,
     assert 0.8 < (peak + state) / (gib * 2**30) < 0.91
 
 
-@pytest.mark.parametrize("fields", KEPT, ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["tiny-qwen2", "tiny-gemma2", "tiny-gpt2"])
-def test_planned_activations_are_what_autograd_saves(model, dtype, fields):
-    """Fake tensors against real ones, in one training forward of the same rows."""
-    config = Config(model=model, param_dtype=dtype, **fields)
-    lengths = [9, 30, 9, 17]
-    _, model_config = common.load_config(config)
-    common.describe_head(model_config, config, None)
-    laid_out = lengths if config.use_remove_padding else [30] * 4
-    planned = critic_fsdp.saved_bytes(config, model_config, laid_out, torch.device("cpu"))
-
-    real = critic_fsdp.build_skeleton(config, model_config, getattr(torch, dtype)).to_empty(device="cpu")
-    weights = {x.untyped_storage()._cdata for x in (*real.parameters(), *real.buffers())}
-    places, inputs = torch.cat([torch.arange(n) for n in lengths])[None], {}
-    if not config.use_remove_padding:
-        places = torch.arange(30).repeat(4, 1)
-        inputs["attention_mask"] = (places < torch.tensor(lengths)[:, None]).long()
-    saved = {}
-    note = lambda x: saved.setdefault(x.untyped_storage()._cdata, x)
-    common.Pack.layout = common.PackLayout(lengths, "cpu")
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        real.train()(input_ids=torch.ones_like(places), position_ids=places, **inputs)
-    held = [x.untyped_storage().nbytes() for key, x in saved.items() if key not in weights]
-    assert planned == sum(held) > 1e4
-
-
-def test_a_plan_is_printed_as_equations_that_hold(capsys, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    row = {"prompt_ids": [1] * 20, "reward": 1.0}
-    lengths = (80, 30, 30, 30, 30)
-    rows.write_text("\n".join(json.dumps(row | {"response_ids": [1] * n}) for n in lengths))
-
+def test_a_plan_is_printed_as_equations_that_hold(capsys):
     def plan(ranks=1, layers=2, **fields):
         """name -> (MiB, words of the equation)."""
         config = Config(override_config=json.dumps({"num_hidden_layers": layers}), **fields)
-        critic_fsdp.main(Run(critic=config, rollouts=str(rows), plan=ranks))
+        critic_fsdp.main(Run(critic=config, plan=ranks))
         lines = re.findall(r"(\w+) +([\d.,]+) MiB = (.*)", capsys.readouterr().out)
         return {name: (float(size), words) for name, size, words in lines}
 
-    parts = plan(8, ulysses_size=2, fsdp_size=4, gradient_checkpointing=True)
+    parts = plan(8, ulysses_size=2, fsdp_size=4)
     assert parts["weights"] == (0.1, "105,281 x 4 bytes / 4 shards")
     *sizes, together = (size for size, _ in parts.values())
-    assert together == pytest.approx(sum(sizes), abs=0.5) and list(parts)[-1] == "together"
+    assert together == pytest.approx(sum(sizes), abs=0.3) and list(parts)[-1] == "together"
     one, two, four = (plan(layers=n)["gathered"][1] for n in (1, 2, 4))
     assert one != two == four  # the root and two layers at most
-    again = lambda **fields: plan(layers=4, gradient_checkpointing=True, **fields)["activations"][0]
-    assert again(freeze_layers=3) == pytest.approx(again(), rel=0.35)  # one layer is computed again
-    for padded, budget, tokens in ((False, 260, 260), (True, 260, 200), (True, 1000, 500)):  # 5 rows in all
-        fields = {"use_remove_padding": not padded, "ppo_max_token_len_per_gpu": budget}
-        assert plan(**fields)["activations"][1].endswith(f" of {tokens} tokens")
-    with pytest.raises(UserError, match="--ppo-max-token-len-per-gpu auto: only a run can measure it"):
-        plan(ppo_max_token_len_per_gpu="auto:1")
-    with pytest.raises(UserError, match="--ppo-max-token-len-per-gpu 99: line 1 .*100 tokens"):
-        plan(ppo_max_token_len_per_gpu=99)
+    assert plan(freeze_layers=2)["optimizer"][1].startswith("129 x 8 bytes")  # the head and the last norm
 
 
 def live_storages():
