@@ -494,6 +494,7 @@ def register(dispatch, needs=()):
 # ---- PPO maths on flat data --------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=8)
 def permutation(n, *key):
     """A permutation of range(n) drawn from the key alone (say seed, step, epoch), the same on every rank."""
     return random.Random(" ".join(map(str, key))).sample(range(n), n)
@@ -1089,6 +1090,8 @@ def shape_of(model_config, **more):
 def load_config(config):
     """(tokenizer or None, transformers config) of config.model, with --override-config, without dropout."""
     model = config.model
+    if model in TINY:  # more threads only wait for each other
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     tokenizer = None
     if config.tokenizer:
         with blame(f"--tokenizer {config.tokenizer}: no tokenizer there"):

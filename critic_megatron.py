@@ -116,7 +116,7 @@ class Run:
     gamma: Fraction = 1.0  # discount of a reward per action
     lam: Fraction = 1.0  # GAE's lambda for the returns (1: Monte Carlo, the rewards alone)
     bootstrap_truncated: bool = False  # the last value stands for the future of a row that was cut off
-    steps: Positive = 200  # updates of the critic, each on one train batch
+    steps: Positive = 100  # updates of the critic, each on one train batch
     train_batch_size: Positive | None = None  # rows of one update, over all ranks (None: one mini-batch)
     eval_every: Count = 20  # updates between evaluations (0: only at the start and the end)
     save_every: Count = 0  # updates between checkpoints (0: only at the end)
@@ -1118,7 +1118,7 @@ class CriticWorker:
         print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
         sizes = f"tp {config.tensor_model_parallel_size} x cp {config.context_parallel_size} x "
         sizes += f"dp {self.layout.dp_size} x pp {config.pipeline_model_parallel_size}"
-        print0(f"layout     ranks {WORLD_SIZE} = {sizes}")
+        print0(f"layout     ranks {WORLD_SIZE} = {sizes}; CPU threads {torch.get_num_threads()} a rank")
         print0(f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32")
 
     @register(Dispatch.ONE_TO_ALL)

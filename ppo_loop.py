@@ -150,7 +150,7 @@ class Run:
     kl_penalty: KL = "k1"  # how it is estimated
     target_kl: Rate | None = None  # adapt kl_coef so that the KL of a token stays near this (None: fixed)
     # run
-    steps: Positive = 100  # PPO steps
+    steps: Positive = 60  # PPO steps
     critic_warmup: Count = 0  # first steps, in which the critic alone learns
     eval_every: Count = 20  # steps between evaluations (0: only at the start and the end)
     save_every: Count = 0  # steps between checkpoints (0: only at the end)
