@@ -467,13 +467,12 @@ def shard(cut, parts, groups, rank, size):
         return parts[0]
     if cut == "inputs":
         return parts[0].chunk(size, 1)[rank]
-    if cut == "outputs":  # gate and up projection, a part of either
-        return torch.cat([part.chunk(size)[rank] for part in parts])
     if cut == "vocabulary":
         return F.pad(parts[0], (0, 0, 0, -len(parts[0]) % size)).chunk(size)[rank]
-    # heads: a group's queries, its key, its value
-    by_group = [part.unflatten(0, (groups, -1)) for part in parts]
-    return torch.cat(by_group, 1).flatten(0, 1).chunk(size)[rank]
+    # heads: a group's queries, its key, its value; outputs: a rank's part of the gate, and of up
+    pieces = groups if cut == "heads" else size
+    by_piece = [part.unflatten(0, (pieces, -1)) for part in parts]
+    return torch.cat(by_piece, 1).flatten(0, 1).chunk(size)[rank]
 
 
 def unshard(cut, shards, groups, head_dim, vocab_size):
