@@ -16,7 +16,6 @@ import math
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -799,8 +798,7 @@ def describe_update(batch, start, epochs, flops, layout):
     """Metrics of an update's rows, with values from before it, and of its speed since `start` (a collective).
     flops(length): those of a row in one epoch. MFU is NaN in float32, and on devices not in the table."""
     seconds = time.perf_counter() - start
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
-    peak = nan
+    memory = peak = nan
     if layout.device.type == "cuda":
         memory = torch.cuda.max_memory_allocated()
         name = torch.cuda.get_device_name().upper()
@@ -830,12 +828,14 @@ ORDER = ("rollouts", "prompts", "train_batch_size", "ppo_mini_batch_size", "seed
 
 
 class Logger:
-    """metrics.jsonl, TensorBoard and run.json (settings) in out_dir, and the lines that rank 0 prints. What
-    files say after last_step is dropped (0: a new run), and an evaluation at last_step, which may come again.
-    folder: the checkpoint that the run continues."""
+    """metrics.jsonl, TensorBoard and run.json (settings) in out_dir, and the lines that rank 0 prints.
+    folder: the checkpoint of first_step that the run continues; if it is one of out_dir, files there go on.
+    What they say after first_step is dropped, and an evaluation at first_step, which may come again."""
 
-    def __init__(self, out_dir, settings, last_step=0, folder=None):
+    def __init__(self, out_dir, settings, first_step=0, folder=None):
         self.out_dir = out_dir
+        is_own = folder and os.path.dirname(folder) == os.path.realpath(f"{out_dir}/checkpoints")
+        last_step = first_step if is_own else 0
         self.start = time.perf_counter()
         self.updates = 0  # since then
         self.skipped = 0  # of them, the last in a row
@@ -926,7 +926,7 @@ class Logger:
             f"  explained var {number(m['critic/explained_var'], '.3f'):>6}"
             f"  |g| {number(m['critic/grad_norm'], '.3g'):>7}  lr {number(m['critic/lr'], '.1e')}"
             f"  {m['perf/tokens_per_second']:>7,.0f} tok/s  mfu {number(100 * m['perf/mfu'], '.1f')} %"
-            f"  {m['perf/peak_memory_gib']:.1f} GiB  eta {left}{skipped}"
+            f"  {number(m['perf/peak_memory_gib'], '.1f')} GiB  eta {left}{skipped}"
         )
 
     def log_evaluation(self, step, rows, gamma):
@@ -1331,9 +1331,7 @@ NUMBERS = {  # of a report -> what they say
     "explained variance": "over all actions: 1 is perfect, 0 as good as a constant",
     "at the first action": "explained variance where only the prompt is known",
     "ceiling": "the most that any critic can explain there: 1 - within-prompt variance / variance",
-    "at the last action": "explained variance where the whole response is known",
     "AUC": "chance that the last value of a right response is above that of a wrong one",
-    "TD error": "standard deviation",
 }
 PAGE = jinja2.Template(autoescape=True, source="""<!doctype html><meta charset="utf-8">
 <title>{{ title }}</title><style>
@@ -1370,18 +1368,15 @@ def ceiling(rows):
 
 
 def report_numbers(rows, gamma):
-    """{each of NUMBERS: float}. Advantages of the rows are TD errors."""
+    """{each of NUMBERS: float}."""
     v_A = rows.values[rows.response_mask].double()
     r_A = rows.returns[rows.response_mask].double()
-    last = rows.actions[rows.actions > 0].cumsum(0) - 1
-    first = F.pad(last + 1, (1, -1))
+    first = F.pad(rows.actions[rows.actions > 0].cumsum(0), (1, -1))
     return {
         "explained variance": explained_variance(v_A, r_A),
         "at the first action": explained_variance(v_A[first], r_A[first]),
         "ceiling": ceiling(rows),
-        "at the last action": explained_variance(v_A[last], r_A[last]),
         "AUC": evaluate(rows, gamma)["eval/auc"],
-        "TD error": float(rows.advantages[rows.response_mask].std(correction=0)),
     }
 
 

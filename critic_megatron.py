@@ -126,10 +126,6 @@ class Run:
     profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B, steps for torch.profiler
     out_dir: str = "out/critic_megatron"  # for checkpoints, the Hugging Face folder, metrics and the report
 
-    def evaluates(self, step):
-        """Whether the run evaluates after this many updates."""
-        return step in (0, self.steps) or self.eval_every > 0 and step % self.eval_every == 0
-
 
 def mistake_in(flags, world_size=WORLD_SIZE):
     """What is wrong with a Config or a Run, as one line that names the flag and the fix, or None."""
@@ -1365,8 +1361,6 @@ class Checkpoints:
         self.folder = resume and os.path.realpath(resume)
         if resume == "auto":
             self.find_newest()
-        own = os.path.realpath(f"{out_dir}/checkpoints")
-        self.is_own = os.path.dirname(self.folder or "/") == own  # then the files of out_dir go on
 
     def find_newest(self):
         """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""
@@ -1471,16 +1465,16 @@ def learn(run, worker, train, held_out, size, checkpoints):
     first_step = worker.critic.updates
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
-    last_step = first_step if checkpoints.is_own else 0
-    logger = common.Logger(run.out_dir, asdict(run), last_step, checkpoints.folder)
+    logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
     batch = None
     steps = range(first_step, run.steps + 1)
     for step in logger.profiled(steps, run.profile_steps):
         ends = step == run.steps or checkpoints.sigterm_received()
-        if held_out is not None and run.evaluates(step):
+        evaluates = step in (0, run.steps) or run.eval_every and step % run.eval_every == 0
+        if held_out is not None and evaluates:
             held_out.values = worker.critic.compute_values(held_out)
             logger.log_evaluation(step, held_out, run.gamma)
-        due = run.save_every > 0 and step % run.save_every == 0
+        due = run.save_every and step % run.save_every == 0
         if step > first_step and (due or ends):
             checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
         checkpoints.wait(block=ends)

@@ -1373,8 +1373,7 @@ def main(run):
     with critic_module(run.backend).Checkpoints(*options) as checkpoints:
         run, first_step, kl_coef = start_from(run, task, checkpoints)
         actor, reference, critic, reward, engine = build(run, task, device, checkpoints)
-        last_step = first_step if checkpoints.is_own else 0
-        logger = common.Logger(run.out_dir, asdict(run), last_step, checkpoints.folder)
+        logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
         phases = Phases(run.offload)
         saved = first_step
         batch = None

@@ -195,9 +195,10 @@ def test_returns_from_lambda_and_truncation(tmp_path):
     assert batch.truncated.any() and not torch.equal(returns, common.gae(*columns, 0.9, 0.5)[1])
 
 
-@pytest.mark.parametrize("last_step, left", [(2, [0, 1, 2, 4]), (0, [4])])
-def test_a_folder_holds_one_run(last_step, left, tmp_path):
-    """What a run finds in its out_dir that it does not continue is set aside, never mixed with its own."""
+@pytest.mark.parametrize("folder, left", [("step_2", [0, 1, 2, 4]), ("step_2/critic", [4]), (None, [4])])
+def test_a_folder_holds_one_run(folder, left, tmp_path):
+    """What a run finds in its out_dir that it does not continue is set aside, never mixed with its own. The
+    critic of a PPO run is another run."""
     for step in range(1, 5):
         (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
         (tmp_path / "rollouts").mkdir(exist_ok=True)
@@ -205,12 +206,13 @@ def test_a_folder_holds_one_run(last_step, left, tmp_path):
     rows = [{"step": n, "eval/auc": 0.5} for n in (0, 2, 4)]
     rows += [{"step": n, "critic/lr": 0.1, "perf/time_step": 1.0} for n in (1, 2, 3, 4)]
     common.replace_lines(tmp_path / "metrics.jsonl", sorted(rows, key=lambda row: row["step"]))
-    logger = common.Logger(str(tmp_path), {"steps": 7}, last_step)
+    folder = folder and str(tmp_path / "checkpoints" / folder)
+    logger = common.Logger(str(tmp_path), {"steps": 7}, 2, folder)
     logger.log(4, {"critic/vf_loss": 0.5, "critic/lr": math.nan})
     log = common.read_lines(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in log] == left
     assert log[-1] == {"step": 4, "critic/vf_loss": 0.5, "critic/lr": None}
-    kept = {n for n in (1, 2) if last_step}
+    kept = {n for n in (1, 2) if n in left}
     for folder, ending in (("checkpoints", ""), ("rollouts", ".jsonl")):
         names = {f"step_{n}{ending}" + ".old" * (n not in kept) for n in (1, 2, 3, 4)}
         assert {p.name for p in (tmp_path / folder).iterdir()} == names
@@ -222,24 +224,15 @@ def test_a_folder_holds_one_run(last_step, left, tmp_path):
     assert board.Tags()["scalars"] == ["critic/vf_loss"] and board.Scalars("critic/vf_loss")[0].value == 0.5
 
 
-@pytest.mark.parametrize("script", [critic_fsdp, critic_megatron])
-def test_a_critic_of_a_ppo_run_is_another_run(script, tmp_path):
-    """What PPO saved in the same folder is then set aside, and not removed by --keep."""
-    common.setup_distributed()
-    step = tmp_path / "checkpoints" / "step_2"
-    (step / "critic").mkdir(parents=True)
-    for folder, is_own in ((step, True), (step / "critic", False), (tmp_path / "step_2", False)):
-        assert script.Checkpoints(str(tmp_path), str(folder), None, False, 1.0).is_own == is_own
-
-
 def test_a_run_that_goes_on_says_which_flags_are_others(tmp_path, capsys):
     folder = tmp_path / "first" / "checkpoints" / "step_3"
-    folder.mkdir(parents=True)
+    folder.parent.mkdir(parents=True)
     settings = dataclasses.asdict(Run(critic=Config(betas=(0.8, 0.9)), resume=None))
-    common.Logger(str(tmp_path / "first"), settings, 3)
+    common.Logger(str(tmp_path / "first"), settings)
+    folder.mkdir()
     settings |= {"critic": {**settings["critic"], "lr": 0.1}, "resume": "auto", "train_batch_size": 8}
     settings["actor"] = {"lr": 0.2}  # of another script
-    common.Logger(str(tmp_path), settings, folder=folder)
+    common.Logger(str(tmp_path), settings, 3, str(folder))
     assert capsys.readouterr().out.splitlines() == [
         "changed    critic.lr None -> 0.1",
         "changed    train_batch_size None -> 8: rows may come in another order, twice or not at all",
