@@ -17,9 +17,9 @@ them; B sequences; L tokens of a padded row; R tokens of a response; V vocabular
 """
 
 import collections
+import ctypes
 import datetime
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -27,15 +27,47 @@ import random
 import re
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
+from multiprocessing.connection import Connection, Pipe
 from typing import Annotated, Any, Literal, NamedTuple
+
+# ---- A worker process: calls a reward or an environment of the user, and imports nothing of what follows ---
+
+
+def attempt(function, *row):
+    """(what it makes of a row: text, None or a number, "") or (None, what went wrong)."""
+    try:
+        made = function(*row)
+        return made if made is None or isinstance(made, str) else float(made), ""
+    except BaseException as error:  # sys.exit, asyncio.CancelledError: the row's fault, not the run's
+        return None, f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+
+
+def serve(path, name):
+    """Calls a function for each row that its rank sends, and ends with the rank."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends within a row, too
+    pipe = Connection(os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # programs that the function starts must not read the pipe
+    loaded = {}
+    pipe.send(attempt(lambda: loaded.update(function=runpy.run_path(path)[name])))
+    with suppress(EOFError, OSError):
+        while True:
+            pipe.send(attempt(loaded.get("function"), *pipe.recv()))
+    os._exit(0)
+
+
+if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
+    serve(*sys.argv[2:])
 
 import pydantic
 import torch
@@ -58,8 +90,8 @@ from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[pydantic.FiniteFloat, Field(gt=0)]
+Weight = Annotated[pydantic.FiniteFloat, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 KL = Literal["k1", "k2", "k3", "abs"]  # see kl_penalty
@@ -125,9 +157,10 @@ class Run:
     max_prompt_length: Positive = 1024  # longer prompts, in tokens, are left out and counted
     supervised_steps: Count = 250  # addition with a tiny-* actor: steps of supervised learning before PPO
     # reward
-    reward: str | None = None  # addition, gsm8k or FILE.py:FUNCTION, f(prompt, response, answer) -> number
+    # addition, gsm8k or FILE.py:FUNCTION, f(prompt, response, answer) -> number, without state between calls
+    reward: str | None = None
     reward_model: str | None = None  # or a reward model, by folder or hub name (one label, on the last token)
-    reward_timeout: Rate = 10.0  # seconds for the reward or environment of a row
+    reward_timeout: Rate = 10.0  # seconds for the reward or environment of a row, from when a process has it
     environment: str | None = None  # FILE.py:FUNCTION, f(prompt, response, answer) -> observation or None
     max_turns: Positive = 8  # turns of the policy in one row, if there is an environment
     # rollout
@@ -162,10 +195,6 @@ class Run:
     profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B, steps for torch.profiler
     out_dir: str = "out/ppo_loop"  # for checkpoints, the Hugging Face folders, metrics and the report
 
-    def evaluates(self, step):
-        """Whether the run evaluates after this many steps."""
-        return step in (0, self.steps) or self.eval_every > 0 and step % self.eval_every == 0
-
 
 def parse(args):
     """Run from the command line. --critic is looked up first: it says which flags are behind --critic.*."""
@@ -193,8 +222,8 @@ def flags_of(part):
     try:
         yield
     except UserError as error:
-        flag = r"(?<!\S)--(?!resume|out-dir|nproc)(?=[a-z])"
-        raise UserError(re.sub(flag, f"--{part}.", str(error))) from None
+        words = re.sub(r"(?<!\S)--(?!resume|out-dir|nproc)(?=[a-z])", f"--{part}.", str(error))
+        raise UserError(words) from None
 
 
 def check_flags(run):
@@ -244,9 +273,23 @@ def poll(group=None):
 
 class Prompt(NamedTuple):
     ids: list  # tokens that the response follows
-    text: str  # for the user's functions: as the row has it, of chat messages the last content
-    answer: Any  # the row's reference answer, None if it has none
+    text: str = ""  # for the user's functions: as the row has it, of chat messages the last content
+    answer: Any = None  # the row's reference answer, None if it has none
     messages: list | None = None  # of a chat
+
+
+@dataclass
+class Reply:
+    """A row: a prompt and what follows it, the policy's turns, and an environment's in between."""
+
+    prompt: Prompt
+    row_id: int  # over all ranks
+    ids: list = field(default_factory=list)
+    log_probs: list = field(default_factory=list)  # of the engine; None where the environment spoke
+    finished: bool = False  # by the policy or the environment, not by the length limit
+    text: str = ""
+    score: float = 0.0
+    fault: str = ""  # what went wrong in the environment or the reward
 
 
 class Task(NamedTuple):
@@ -272,47 +315,46 @@ def load_prompts(source, flag, run, tokenizer):
     """Prompts of a JSONL file, or of its lines, without those that are too long. UserError names the first
     bad row."""
     name = flag
-    lines = source
     if isinstance(source, str):
         name = f"{flag} {source}"
         with common.blame(name), open(source, "rb") as file:
-            lines = file.readlines()
+            source = file.readlines()
     prompts = []
-    for number, line in enumerate(common.progress(lines, "prompts"), 1):
-        if line.strip():
-            with common.blame(f"{name}:{number}: must be a JSON object with --prompt-key {run.prompt_key}"):
-                prompts.append(parse_prompt(json.loads(line), run, tokenizer))
-    short = [prompt for prompt in prompts if len(prompt.ids) <= run.max_prompt_length]
-    if len(short) < len(prompts):
-        print0(f"{name}: left out {len(prompts) - len(short)} prompts above --max-prompt-length")
-    if not short:
+    longer = 0
+    for number, line in enumerate(common.progress(source, "prompts"), 1):
+        if not line.strip():
+            continue
+        with common.blame(f"{name}:{number}: must be a JSON object with --prompt-key {run.prompt_key}"):
+            row = json.loads(line)
+            text = row[run.prompt_key]
+            answer = row.get(run.answer_key)
+            messages = None
+            if run.chat or isinstance(text, list):
+                messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
+                ids = common.chat_ids(tokenizer, messages)
+                text = messages[-1]["content"]
+            else:
+                ids = tokenizer(text)["input_ids"]
+            if isinstance(text, list):  # parts of a message
+                text = "".join(part.get("text", "") for part in text)
+            if not ids:
+                raise ValueError("empty prompt")
+            if run.reward in REWARDS and not REWARDS[run.reward](text, answer, answer):
+                raise ValueError(f"{run.answer_key!r} is no answer that --reward {run.reward} compares with")
+            if len(ids) <= run.max_prompt_length:
+                prompts.append(Prompt(ids, text, answer, messages))
+            else:
+                longer += 1
+    if longer:
+        print0(f"{name}: left out {longer} prompts above --max-prompt-length")
+    if not prompts:
         raise UserError(f"{name}: no usable prompt")
-    without = sum(prompt.answer is None for prompt in short)
+    without = sum(prompt.answer is None for prompt in prompts)
     if without:
-        print0(f"{name}: {without} of {len(short)} prompts have no {run.answer_key!r}")
-        if without == len(short) and run.answer_key != Run.answer_key:
-            raise UserError(f"--answer-key {run.answer_key}: no row of {source} has it")
-    return short
-
-
-def parse_prompt(row, run, tokenizer):
-    """A row, a dict -> Prompt. An exception says what is wrong with it."""
-    text = row[run.prompt_key]
-    answer = row.get(run.answer_key)
-    messages = None
-    if run.chat or isinstance(text, list):
-        messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
-        ids = common.chat_ids(tokenizer, messages)
-        text = messages[-1]["content"]
-    else:
-        ids = tokenizer(text)["input_ids"]
-    if isinstance(text, list):  # parts of a message
-        text = "".join(part.get("text", "") for part in text)
-    if not ids:
-        raise ValueError("empty prompt")
-    if run.reward in REWARDS and not REWARDS[run.reward](text, answer, answer):
-        raise ValueError(f"{run.answer_key!r} is not an answer that --reward {run.reward} can compare with")
-    return Prompt(ids, text, answer, messages)
+        print0(f"{name}: {without} of {len(prompts)} prompts have no {run.answer_key!r}")
+        if without == len(prompts) and run.answer_key != Run.answer_key:
+            raise UserError(f"--answer-key {run.answer_key}: no row of {name} has it")
+    return prompts
 
 
 def addition_reward(prompt, response, answer):
@@ -334,38 +376,52 @@ def gsm8k_reward(prompt, response, answer):
 REWARDS = {"addition": addition_reward, "gsm8k": gsm8k_reward}
 
 
-def load_function(name, flag):
-    """A built-in reward, or FUNCTION of FILE.py, whose code is run."""
-    if name in REWARDS:
-        return REWARDS[name]
-    path, _, function = name.rpartition(":")
+# each has one row of this rank at a time
+THREADS = ThreadPoolExecutor(max(8, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def load_function(name, flag, seconds):
+    """A built-in reward, or for FUNCTION of FILE.py ask(*row), which is attempt(FUNCTION, *row) in a process
+    of its thread. Processes are fresh interpreters: a fork of one with threads and a device may hang."""
+    if not name or name in REWARDS:
+        return REWARDS.get(name)
+    command = [sys.executable, "-u", __file__, "serve", *name.rpartition(":")[::2]]
+    mine = threading.local()
+
+    def start():
+        ours, theirs = Pipe()
+        with theirs:
+            process = subprocess.Popen(command, stdin=theirs, process_group=0)  # out of reach of Ctrl-C
+        if fault := ours.recv()[1]:  # a row's clock starts when the function is loaded
+            raise UserError(fault)
+        return process, ours
+
+    def ask(*row):
+        with suppress(EOFError, OSError):
+            process, pipe = mine.worker = vars(mine).get("worker") or start()
+            pipe.send(row)
+            if pipe.poll(seconds):
+                return pipe.recv()
+            os.killpg(process.pid, signal.SIGKILL)  # with the programs that it runs
+        vars(mine).clear()
+        return None, f"no answer within {seconds:g} s, or its process has died"
+
     with common.blame(f"{flag} {name}: must be FILE.py:FUNCTION, or one of {', '.join(REWARDS)}"):
-        return runpy.run_path(path)[function]
+        start()
+    return ask
 
 
-class TookTooLong(BaseException):  # not an Exception, which the function may catch
-    pass
-
-
-def guarded(function, seconds, *args):
-    """(its result, "") or (None, what went wrong). The alarm waits until a call into C returns."""
-
-    def ring(*_):
-        raise TookTooLong(f"no answer within {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    try:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-            return function(*args), ""
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # sys.exit, asyncio.CancelledError: the row's fault, not the run's
-        return None, f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-    finally:
-        signal.signal(signal.SIGALRM, before)
+def ask_all(function, replies):
+    """attempt(function, *row) of each reply, in their order; after SIGTERM of some. A built-in reward is
+    called here. partial(attempt, function) lets threads call a function of Python, which nothing can end."""
+    rows = [(reply.prompt.text, reply.text, reply.prompt.answer) for reply in replies]
+    if function in REWARDS.values():
+        return [(function(*row), "") for row in rows if not SIGTERM.is_set()]
+    answers = [THREADS.submit(function, *row) for row in rows]
+    for answer in common.progress(answers, "functions"):
+        while not answer.done() and not SIGTERM.is_set():
+            wait([answer], 0.5)
+    return [answer.result() for answer in answers if not answer.cancel() and answer.done()]
 
 
 class RewardModel:
@@ -376,9 +432,9 @@ class RewardModel:
         own = ("tokenizer", "override_config", "value_head", "value_bins", "value_range", "lora_rank",
                "freeze_layers")  # fmt: skip
         changed = {x.name: x.default for x in fields(run.critic) if x.name in own}
-        changed |= {"model": run.reward_model, "value_head_init": "checkpoint"}
+        config = replace(run.critic, **changed, model=run.reward_model, value_head_init="checkpoint")
         try:
-            self.worker = critic_module(run.backend).CriticWorker(replace(run.critic, **changed))
+            self.worker = critic_module(run.backend).CriticWorker(config)
             self.worker.init_model(1)
         except UserError as error:
             raise UserError(f"--reward-model: {error}") from None
@@ -387,8 +443,9 @@ class RewardModel:
         if not (self.same_tokens or self.tokenizer.chat_template):
             print0("reward     the reward model has no chat template: of a chat it reads the last message")
 
-    def ids(self, prompt, reply):
+    def ids(self, reply):
         """The row in tokens of this model, which may have a tokenizer of its own."""
+        prompt = reply.prompt
         if self.same_tokens:
             return prompt.ids + reply.ids
         if prompt.messages and self.tokenizer.chat_template:
@@ -396,14 +453,12 @@ class RewardModel:
             return common.chat_ids(self.tokenizer, messages, complete=True)
         return self.tokenizer(prompt.text + reply.text)["input_ids"]
 
-    def scores(self, prompts, replies, row_ids):
-        """Rewards of the caller's rows, a list (a collective)."""
-        rows = [prompt._replace(ids=self.ids(prompt, reply)) for prompt, reply in zip(prompts, replies)]
+    def ask_all(self, replies):
+        """Rewards of the caller's rows, as ask_all gives those of a function (a collective)."""
         # one more action: its value is read on the last token of the row; which token it is does not matter
-        end = Reply([0], [0.0])
-        whole = to_batch(rows, [end] * len(rows), row_ids)
+        whole = to_batch([Reply(Prompt(self.ids(reply)), reply.row_id, [0], [0.0]) for reply in replies])
         with flags_of("critic"):  # the budget
-            return self.worker.compute_values(whole)[whole.last_action].tolist()
+            return [(x, "") for x in self.worker.compute_values(whole)[whole.last_action].tolist()]
 
 
 # ---- Policy maths ------------------------------------------------------------------------------------------
@@ -433,14 +488,14 @@ def kl_penalty(log_probs_T, ref_log_probs_T, kind):
     abs its magnitude, k2 half its square, k3 q/p - 1 - log(q/p) (Schulman, "Approximating KL divergence")."""
     k1_T = log_probs_T - ref_log_probs_T
     log_inverse_T = (-k1_T).clamp(-20, 20)
-    k3_T = (log_inverse_T.exp() - log_inverse_T - 1).clamp(-10, 10)
+    k3_T = (log_inverse_T.expm1() - log_inverse_T).clamp(-10, 10)
     return {"k1": k1_T, "abs": k1_T.abs(), "k2": 0.5 * k1_T.square(), "k3": k3_T}[kind]
 
 
 def next_kl_coef(coef, kl, n, target=None):
     """The KL coefficient after a batch of n rows with mean divergence kl (1909.08593, section 2.2). Its
     horizon is 10,000 rows, or n if that is more: else the coefficient could turn negative."""
-    if target is None:
+    if not target:
         return coef
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coef * (1 + error * n / max(10_000, n))
@@ -449,8 +504,7 @@ def next_kl_coef(coef, kl, n, target=None):
 def masked_whiten(x_T, mask_T):
     """(x - mean) / std over the masked entries of all ranks, zero elsewhere; 1e-8 is added to variance."""
     x_A = torch.cat(common.of_all_ranks(x_T[mask_T])).double()
-    mean = x_A.mean()
-    var = (x_A - mean).square().sum() / max(len(x_A) - 1, 1)
+    var, mean = torch.var_mean(x_A, correction=len(x_A) > 1)
     return torch.where(mask_T, (x_T - mean) * torch.rsqrt(var + 1e-8), 0.0).float()
 
 
@@ -499,7 +553,7 @@ class Draw(LogitsProcessor):
 
 class HFRollout:
     """Generates with transformers on a whole copy of the policy, each rank for the rows it owns. A row's
-    random numbers follow from its key, so up to rounding its sample is the same in any batch."""
+    random numbers follow from its seed, so up to rounding its sample is the same in any batch."""
 
     def __init__(self, run, task, device):
         self.run = run
@@ -507,10 +561,11 @@ class HFRollout:
         self.device = device
         self.dtype = common.compute_dtype(run.actor.param_dtype, device)
         capped = getattr(task.model_config.get_text_config(), "attn_logit_softcapping", None)
-        # sdpa, which would drop it, or for models without it eager
-        options = {"attn_implementation": "eager" if capped else None, "dtype": self.dtype}
         with device:
-            self.model = AutoModelForCausalLM.from_config(deepcopy(task.model_config), **options)
+            self.model = AutoModelForCausalLM.from_config(
+                deepcopy(task.model_config), dtype=self.dtype,
+                attn_implementation="eager" if capped else None,  # sdpa drops it; models without it: eager
+            )  # fmt: skip
         self.model.generation_config = GenerationConfig(eos_token_id=task.stop_ids, pad_token_id=0)
 
     @torch.no_grad()
@@ -526,31 +581,27 @@ class HFRollout:
         self.model.to(self.device)
 
     def generate(self, rows, temperature):
-        """(token ids of a prompt, key of its random numbers, most new tokens) of each row -> for each (token
+        """(token ids of a prompt, seed of its random numbers, most new tokens) of each row -> for each (token
         ids, their log-probs as sampled, whether it ended by itself). temperature 0: greedy."""
         size = self.run.rollout_batch_size
         replies = []
         for first in common.progress(range(0, len(rows), size), "rollout"):
-            prompts, keys, room = zip(*rows[first : first + size])
-            ids = [torch.tensor(ids) for ids in prompts]
-            ids_BL = pad_sequence(ids, True, -1, padding_side="left").to(self.device)
-            sources = [torch.Generator().manual_seed(seed_of(key)) for key in keys]
-            u_BR = torch.stack([torch.rand(max(room), generator=g, dtype=torch.float64) for g in sources])
-            draw = Draw(u_BR.to(self.device), temperature, self.run.top_p, self.task.known)
-            options = {"attention_mask": ids_BL >= 0, "max_new_tokens": max(room), "logits_processor": [draw]}
-            out_BL = self.model.generate(ids_BL.clamp(min=0), **options)
-            out_BR = out_BL[:, ids_BL.shape[1] :]
-            log_probs_BR = torch.stack(draw.log_probs, 1)
-            for ids, log_probs, most in zip(out_BR.tolist(), log_probs_BR.tolist(), room):
-                ends = [n for n, i in enumerate(ids[:most], 1) if i in self.task.stop_ids]
-                n = ends[0] if ends else most
+            prompts, seeds, room = zip(*rows[first : first + size])
+            most = max(room)
+            ids_BL = pad_sequence([torch.tensor(x) for x in prompts], True, -1, "left").to(self.device)
+            g = torch.Generator()
+            u_BR = [torch.rand(most, generator=g.manual_seed(x), dtype=torch.float64) for x in seeds]
+            draw = Draw(torch.stack(u_BR).to(self.device), temperature, self.run.top_p, self.task.known)
+            out_BL = self.model.generate(
+                ids_BL.clamp(min=0), attention_mask=ids_BL >= 0, max_new_tokens=most, logits_processor=[draw]
+            )
+            out_BR = out_BL[:, ids_BL.shape[1] :].tolist()
+            log_probs_BR = torch.stack(draw.log_probs, 1).tolist()
+            for ids, log_probs, limit in zip(out_BR, log_probs_BR, room):
+                ends = [n for n, i in enumerate(ids[:limit], 1) if i in self.task.stop_ids]
+                n = ends[0] if ends else limit
                 replies.append((ids[:n], log_probs[:n], bool(ends)))
         return replies
-
-
-def seed_of(key):
-    """A number of 63 bits that follows from a string alone, on every machine."""
-    return random.Random(key).getrandbits(63)
 
 
 class VLLMRollout:
@@ -576,7 +627,7 @@ class VLLMRollout:
             model_config.save_pretrained(folder)
             with warnings.catch_warnings(action="ignore"), torch.random.fork_rng():
                 with common.blame(f"--rollout vllm: cannot run {run.actor.model}"):
-                    self.start(folder, task.longest, size)
+                    self.start(folder, size)
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
         self.engines.append(self.llm)
@@ -584,7 +635,7 @@ class VLLMRollout:
         self.llm.llm_engine.has_unfinished_requests = lambda: poll(self.group) or unfinished()
         print0(f"vllm       {WORLD_SIZE // size} engines x {size} ranks")
 
-    def start(self, folder, longest, size):
+    def start(self, folder, size):
         """vLLM's LLM, with random weights; folder: where it finds the model's config."""
         defaults = {  # what the environment says goes before them, as torchrun's numbers do
             "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
@@ -604,7 +655,7 @@ class VLLMRollout:
             skip_tokenizer_init=True,
             generation_config="vllm",  # no defaults of the model's own
             dtype=self.dtype,
-            max_model_len=longest,
+            max_model_len=self.task.longest,
             max_num_seqs=self.run.rollout_batch_size,
             gpu_memory_utilization=self.run.vllm.gpu_memory_utilization,
             kv_cache_memory_bytes=2**30 if self.on_cpu else None,  # else a part of the host's memory
@@ -655,10 +706,10 @@ class VLLMRollout:
         before = sum(map(len, everyones[: dist.get_rank(self.group)]))
         asked = []
         params = []
-        for ids, key, most in itertools.chain(*everyones):
+        for ids, seed, most in sum(everyones, []):
             asked.append({"prompt_token_ids": ids})
             params.append(SamplingParams(
-                seed=seed_of(key), max_tokens=most, temperature=temperature, logprobs=0,
+                seed=seed, max_tokens=most, temperature=temperature, logprobs=0,
                 top_p=self.run.top_p, stop_token_ids=self.task.stop_ids, ignore_eos=True, detokenize=False,
             ))  # fmt: skip
         # on CPU the compiler takes longer than the rollout; and vLLM draws from torch's generator
@@ -680,88 +731,72 @@ def forget_experts(model):
             module.moe_kernel = None
 
 
-@dataclass
-class Reply:
-    """What followed a prompt: the policy's turns, and an environment's in between."""
-
-    ids: list = field(default_factory=list)
-    log_probs: list = field(default_factory=list)  # of the engine; None where the environment spoke
-    finished: bool = False  # by the policy or the environment, not by the length limit
-    text: str = ""
-    fault: str = ""  # what went wrong in the environment
-
-
-def roll_out(engine, task, prompts, keys, run, temperature):
-    """A Reply to each prompt. Every row depends on its key alone."""
-    replies = [Reply() for _ in prompts]
-    going = list(zip(prompts, keys, replies))
+def roll_out(engine, task, replies, run, temperature, key=""):
+    """Adds the turns to the replies. Random numbers of a row follow from the key and its row_id alone."""
+    going = replies
     for turn in range(run.max_turns if task.observe else 1):
         if turn:
-            going = [row for row in going if not SIGTERM.is_set() and goes_on(row[0], row[2], task, run)]
+            going = listen(going, task, run)
             if not any(common.of_all_ranks(bool(going))):
                 break
-        rows = [
-            (prompt.ids + reply.ids, f"{key} {turn}", run.max_response_length - len(reply.ids))
-            for prompt, key, reply in going
-        ]
+        rows = [(
+            reply.prompt.ids + reply.ids,
+            random.Random(f"{key} {reply.row_id} {turn}").getrandbits(63),  # the same on every machine
+            run.max_response_length - len(reply.ids),
+        ) for reply in going]  # fmt: skip
         out = []
         with suppress(SystemExit):  # others may not know of SIGTERM yet
             out = engine.generate(rows, temperature)
-        for (_, _, reply), (ids, log_probs, ended) in zip(going, out):
+        for reply, (ids, log_probs, ended) in zip(going, out):
             reply.ids += ids
             reply.log_probs += log_probs
             reply.finished = ended
             reply.text = task.tokenizer.decode(reply.ids, skip_special_tokens=True)
-    return replies
 
 
-def goes_on(prompt, reply, task, run):
-    """Adds to a reply what the environment says to it -> whether the policy has another turn."""
-    if not reply.finished:
-        return False
-    said, reply.fault = guarded(task.observe, run.reward_timeout, prompt.text, reply.text, prompt.answer)
-    if not isinstance(said, str):
-        if said is not None:
-            reply.fault = f"an environment answers with text or None, not {said!r:.40}"
-        return False
-    said = said.encode(errors="replace").decode()  # half a surrogate pair is no text: "?" for it
-    ids = observation_ids(task.tokenizer, said, prompt.messages, reply.ids[-1])
-    reply.finished = len(reply.ids) + len(ids) < run.max_response_length
-    if reply.finished:
-        reply.ids += ids
-        reply.log_probs += [None] * len(ids)
-    return reply.finished
+def listen(replies, task, run):
+    """Adds what the environment says to finished replies -> those in which the policy has another turn. In a
+    chat it is a user's message, in the tokens of the chat template up to that turn."""
+    finished = [reply for reply in replies if reply.finished]
+    going = []
+    for reply, (said, fault) in zip(finished, ask_all(task.observe, finished)):
+        reply.fault = fault
+        if not isinstance(said, str):
+            if said is not None:
+                reply.fault = f"an environment answers with text or None, not {said!r:.40}"
+            continue
+        said = said.encode(errors="replace").decode()  # half a surrogate pair is no text: "?" for it
+        chat = reply.prompt.messages
+        if chat:
+            turns = zip(("user", "assistant", "user"), ("?", "the turn before", said))
+            messages = [{"role": role, "content": text} for role, text in turns]
+            text = task.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            said = text.partition("the turn before")[2].lstrip()
+        ids = task.tokenizer(said, add_special_tokens=False)["input_ids"]
+        if chat and ids[:1] == reply.ids[-1:]:  # the policy has said what ends a turn
+            ids = ids[1:]
+        reply.finished = len(reply.ids) + len(ids) < run.max_response_length
+        if reply.finished:
+            reply.ids += ids
+            reply.log_probs += [None] * len(ids)
+            going.append(reply)
+    return going
 
 
-def observation_ids(tokenizer, said, chat, last):
-    """Token ids of what an environment says; in a chat as a user's message, up to the policy's next turn.
-    last: the token that ended the turn before, which the chat template may write as well."""
-    if chat:
-        messages = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": "the turn before"},
-            {"role": "user", "content": said},
-        ]
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        said = text.partition("the turn before")[2].lstrip()
-    ids = tokenizer(said, add_special_tokens=False)["input_ids"]
-    return ids[1:] if chat and ids[:1] == [last] else ids
-
-
-def to_batch(prompts, replies, row_ids):
+def to_batch(replies):
     """Batch of prompts and replies, with the log-probs as the engine has them."""
     ids = []
     log_probs = []
     ends = [0]
-    for prompt, reply in zip(prompts, replies):
-        ids += prompt.ids + reply.ids
-        log_probs += [None] * len(prompt.ids) + reply.log_probs
+    for reply in replies:
+        ids += reply.prompt.ids + reply.ids
+        log_probs += [None] * len(reply.prompt.ids) + reply.log_probs
         ends.append(len(ids))
     return common.Batch(  # a rank may have no rows, but has columns of the same kinds
         input_ids=torch.tensor(ids).long(),
         cu_seqlens=torch.tensor(ends).int(),
         response_mask=torch.tensor([x is not None for x in log_probs]).bool(),
-        row_id=torch.tensor(row_ids).long(),
+        row_id=torch.tensor([reply.row_id for reply in replies]).long(),
         truncated=torch.tensor([not reply.finished for reply in replies]).bool(),
         rollout_log_probs=torch.tensor([x or 0.0 for x in log_probs]),
     )
@@ -772,12 +807,12 @@ def write_jsonl(batch, path):
     lines = []
     for row in common.gather(batch).split(1):
         first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
-        columns = {"response_ids": row.input_ids, "response_mask": row.response_mask}
-        columns |= {"rewards": row.token_level_rewards, "values": row.values}
-        rollout = {name: x_T[first:].tolist() for name, x_T in columns.items()}
-        lines.append(
-            {"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated), **rollout}
-        )
+        columns = {
+            "response_ids": row.input_ids, "response_mask": row.response_mask,
+            "rewards": row.token_level_rewards, "values": row.values,
+        }  # fmt: skip
+        line = {name: x_T[first:].tolist() for name, x_T in columns.items()}
+        lines.append({"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated), **line})
     if RANK == 0:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         common.replace_lines(path, lines)
@@ -843,6 +878,8 @@ class PolicyWorker:
                 source = Policy(lm)
             with torch.device("meta"):
                 lm = AutoModelForCausalLM.from_config(deepcopy(model_config), **options)
+        if source:
+            lm.generation_config = source.lm.generation_config  # for the export
         # all bits of what is loaded, added up: a resumed run needs the same reference
         bits = source and sum(int(p.detach().view(torch.int32).sum()) for p in source.parameters())
         self.start = common.of_all_ranks(bits)[0]
@@ -864,20 +901,22 @@ class PolicyWorker:
         common.send_weights(self.model, source)
         self.optimizer = None
         if trains:
-            weights = list(self.model.parameters())
-            options = {"weight_decay": config.weight_decay, "fused": True}
-            self.optimizer = torch.optim.AdamW(weights, config.lr, **options)
+            self.optimizer = torch.optim.AdamW(
+                self.model.parameters(), config.lr, weight_decay=config.weight_decay, fused=True
+            )
             # as AdamW makes it at its first step, so that a checkpoint always has it
-            for p in weights:
-                state = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                self.optimizer.state[p] = {"step": torch.zeros((), device=device), **state}
+            for p in self.model.parameters():
+                self.optimizer.state[p] = {
+                    "step": torch.zeros((), device=device),
+                    "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p),
+                }  # fmt: skip
         self.optimizer_steps = 0  # taken, skipped ones not counted
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
 
     def offload(self):
         """Gives the device memory of weights and optimizer state to others."""
         self.model.to("cpu")
-        if self.optimizer is not None:
+        if self.optimizer:
             common.move_state(self.optimizer, torch.device("cpu"))
 
     def onload(self):
@@ -940,7 +979,7 @@ class PolicyWorker:
         mask_T = micro.response_mask.to(self.device, non_blocking=True)
         weights_T = micro.weights
         # tokens were drawn from the engine's mu: rho of IMPALA, 1802.01561, section 4.1
-        if c.tis_cap is not None:
+        if c.tis_cap:
             rho_T = (micro.old_log_probs - micro.rollout_log_probs).exp()
             weights_T = weights_T * rho_T.clamp(max=c.tis_cap)
         columns = (log_probs_T, micro.old_log_probs, micro.advantages, mask_T, weights_T)
@@ -1006,8 +1045,7 @@ class PolicyWorker:
 
     def load_checkpoint(self, folder):
         """Restores what checkpoint_writer wrote, on any world size. UserError: damaged or foreign."""
-        shape = common.shape_of(self.model_config)
-        saved = critic_module(self.run.backend).open_checkpoint(folder, shape)
+        saved = critic_module(self.run.backend).open_checkpoint(folder, common.shape_of(self.model_config))
         if (self.run.kl_coef or self.config.kl_loss_coef) and saved.get("start", self.start) != self.start:
             words = "is the reference, but not as it was when this run began; restore it, or leave out the KL"
             raise UserError(f"--actor.model {self.config.model}: {words}")
@@ -1021,22 +1059,16 @@ class PolicyWorker:
         state = {name: weight.cpu() for name, weight in self.weights() if RANK == 0}
         with common.published(folder) as tmp:
             if RANK == 0:
-                lm = self.model.lm
-                lm.generation_config = generation_config(self.config) or lm.generation_config
-                lm.save_pretrained(tmp, state_dict=state)
+                self.model.lm.save_pretrained(tmp, state_dict=state)
                 tokenizer.save_pretrained(tmp)
 
 
-def generation_config(config):
-    """generation_config.json of the model's folder, or None; not all stop tokens are in config.json."""
-    if config.model not in common.TINY:
-        with suppress(OSError, ValueError):
-            return GenerationConfig.from_pretrained(config.model)
-
-
 def stop_tokens(config, tokenizer):
-    """Ids that end a turn: the tokenizer's end of sequence, and those of generation_config.json."""
-    more = getattr(generation_config(config), "eos_token_id", None)
+    """Ids that end a turn: the tokenizer's end of sequence, and those of generation_config.json, if any."""
+    more = None
+    with suppress(OSError, ValueError):
+        if config.model not in common.TINY:
+            more = GenerationConfig.from_pretrained(config.model).eos_token_id
     more = more if isinstance(more, list) else [more]
     return sorted({tokenizer.eos_token_id, *more} - {None})
 
@@ -1048,15 +1080,14 @@ def learn_to_add(run, task, folder):
     """Supervised warm-up on rank 0: PPO should start with a noisy adder, an actor that is sometimes right."""
     with common.published(folder) as tmp:
         if RANK == 0:
-            torch.manual_seed(run.seed)
             model_config = deepcopy(task.model_config)
             model_config.initializer_range = 0.1  # so narrow a model hardly moves away from the usual 0.02
-            lm = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+            lm, _ = common.load_model(AutoModelForCausalLM, run.actor.model, model_config, run.seed)
             optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
             rows = common.read_rows(common.toy_rows(8192, run.seed, slips=(0.75, 0.6)), task.tokenizer)
-            labels_T = torch.where(rows.response_mask, rows.input_ids, -100)
-            ids_BL = pad_sequence(rows.input_ids.split(rows.lengths), True)
-            labels_BL = pad_sequence(labels_T.split(rows.lengths), True, -100)
+            columns = (rows.input_ids, rows.response_mask)
+            ids_BL, mask_BL = (pad_sequence(x_T.split(rows.lengths), True) for x_T in columns)
+            labels_BL = torch.where(mask_BL, ids_BL, -100)
             for step in common.progress(range(run.supervised_steps), "supervised"):
                 picked = common.rows_of_step(step, len(rows), 256, run.seed)
                 loss = lm(ids_BL[picked], labels=labels_BL[picked]).loss
@@ -1069,12 +1100,9 @@ def learn_to_add(run, task, folder):
             print0(f"supervised {run.supervised_steps} steps x 256 rows, loss {loss:.3f}: {folder}")
 
 
-def prompts_of_step(step, prompts, run):
-    """(prompts, ids, keys of the random numbers) of this rank's rows of a step; neighbours share a prompt."""
-    picked = common.rows_of_step(step, len(prompts), run.train_batch_size, run.seed)
-    row_ids = range(RANK, len(picked) * run.rollout_n, WORLD_SIZE)
-    mine = [prompts[picked[row // run.rollout_n]] for row in row_ids]
-    return mine, row_ids, [f"{run.seed} {step} {row}" for row in row_ids]
+def rows_of_rank(prompts, n=1):
+    """This rank's part of n rows to each prompt, replies that are still empty; neighbours share a prompt."""
+    return [Reply(prompts[i // n], i) for i in range(RANK, len(prompts) * n, WORLD_SIZE)]
 
 
 class Phases:
@@ -1082,8 +1110,7 @@ class Phases:
 
     def __init__(self, offload):
         self.offload = offload
-        self.start = self.last = time.perf_counter()
-        self.steps = 0
+        self.ends = [time.perf_counter()]  # of the steps, after the start
         self.seconds = collections.Counter()  # of this step, by phase
 
     @contextmanager
@@ -1102,89 +1129,74 @@ class Phases:
 
     def take(self, tokens):
         """Metrics on the time of the step that ends now, which made this many tokens."""
-        now = time.perf_counter()
-        self.steps += 1
+        self.ends.append(time.perf_counter())
         metrics = {f"time/{name}": x for name, x in self.seconds.items()}
-        metrics["perf/time_step"] = (now - self.start) / self.steps
-        metrics["perf/rollout_tokens_per_second"] = tokens / (now - self.last)
-        self.last = now
+        metrics["perf/time_step"] = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+        metrics["perf/rollout_tokens_per_second"] = tokens / (self.ends[-1] - self.ends[-2])
         self.seconds.clear()
         return metrics
 
 
-def score(run, reward, phases, prompts, replies, row_ids):
-    """Rewards of the caller's rows, a list (a collective). A function that fails is noted in the reply."""
-    if run.reward_model:
-        with phases("reward", reward.worker):
-            return reward.scores(prompts, replies, row_ids)
-
-    def checked(*args):
-        made = float(reward(*args))
-        if not abs(made) <= 1e15:
-            raise ValueError("the reward must be a finite number")
-        return made
-
-    scores = []
-    with phases("reward"):
-        for prompt, reply in zip(prompts, replies):
-            if SIGTERM.is_set():
-                break
-            made, fault = guarded(checked, run.reward_timeout, prompt.text, reply.text, prompt.answer)
-            reply.fault = reply.fault or fault
-            scores.append(made or 0.0)
-    return scores
-
-
-def of_all_rows(prompts, replies, scores):
-    """(each row of all ranks as a dict, their rewards, how many failed) (a collective)."""
+def score(run, reward, phases, replies):
+    """Scores the caller's rows; where a function fails, a reply has 0 and says why -> (each row of all ranks
+    as a dict, their mean reward, how many failed) (a collective)."""
+    with phases("reward", run.reward_model and reward.worker):
+        answers = reward.ask_all(replies) if run.reward_model else ask_all(reward, replies)
+    poll()
     mine = []
-    for prompt, reply, x in zip(prompts, replies, scores):
-        row = {"prompt": prompt.text, "response": reply.text, "answer": prompt.answer, "reward": x}
-        mine.append({**row, "fault": reply.fault, "tokens": len(reply.ids)})
-    rows = list(itertools.chain(*common.of_all_ranks(mine)))
+    for reply, (made, fault) in zip(replies, answers):
+        if isinstance(made, float) and abs(made) <= 1e15:
+            reply.score = made
+        else:
+            reply.fault = reply.fault or fault or f"a reward is a finite number, not {made!r:.40}"
+        mine.append({
+            "prompt": reply.prompt.text, "response": reply.text, "answer": reply.prompt.answer,
+            "reward": reply.score, "fault": reply.fault, "tokens": len(reply.ids),
+        })  # fmt: skip
+    rows = sum(common.of_all_ranks(mine), [])
     faults = [row["fault"] for row in rows if row["fault"]]
-    if faults and len(faults) == len(rows):
+    if len(faults) == len(rows):
         raise UserError(f"--reward, --environment: all {len(rows)} rows failed: {faults[0]}")
     if faults:
         print0(f"{len(faults)} rows failed and count as 0: {faults[0]}")
-    return rows, torch.tensor([row["reward"] for row in rows], dtype=torch.float64), len(faults)
+    return rows, sum(row["reward"] for row in rows) / len(rows), len(faults)
 
 
-def rollout_metrics(batch, run, rows, rewards, faults):
-    """What a step's rows are like, over all ranks (a collective)."""
+def rollout_metrics(batch, run, dtype):
+    """What a step's rows are like, over all ranks (a collective). UserError if the engine, which computes in
+    this dtype, does not agree with the actor, which has the same weights."""
     whole = common.gather(batch)
     mask_T = whole.response_mask
     off_A = (whole.rollout_log_probs - whole.old_log_probs)[mask_T]
     # what top_p left out made the rest likelier, by -log top_p at most; that much is no fault
     off_A = (off_A - off_A.clamp(0, -math.log(run.top_p))).abs()
+    off = off_A.double().mean()
+    if not off < (1e-3 if dtype == torch.float32 else 0.5):
+        words = "a token; Policy does not know how this model makes its logits, or rows see each other"
+        raise UserError(f"--actor.model {run.actor.model}: the rollout is off the actor by {off:.1e} {words}")
     kl_A = kl_penalty(whole.old_log_probs, whole.ref_log_probs, run.kl_penalty)[mask_T]
     return {
-        "reward/mean": rewards.mean(),
-        "reward/errors": faults,
-        "rollout/actions": len(off_A) / len(rows),
+        "rollout/actions": len(off_A) / len(whole),
         "rollout/tokens": len(mask_T),
         "rollout/truncated": whole.truncated.double().mean(),
-        "rollout/log_prob_diff": off_A.double().mean(),
+        "rollout/log_prob_diff": off,
         "rollout/log_prob_diff_max": off_A.max(),
         "kl/reference": float(kl_A.double().mean()) if run.kl_coef or run.actor.kl_loss_coef else math.nan,
     }
 
 
-def evaluate(prompts, replies, run, reward, phases, step, logger):
+def evaluate(replies, run, reward, phases, step, logger):
     """Logs the rewards of replies to held-out prompts, keeps eight in samples.jsonl and shows two."""
-    row_ids = range(RANK, RANK + len(prompts) * WORLD_SIZE, WORLD_SIZE)
-    scores = score(run, reward, phases, prompts, replies, row_ids)
-    poll()
-    rows, rewards, faults = of_all_rows(prompts, replies, scores)
+    rows, mean, faults = score(run, reward, phases, replies)
     if RANK == 0:
-        path = f"{run.out_dir}/samples.jsonl"
-        samples = [row for row in common.read_lines(path) if row["step"] < step]
-        common.replace_lines(path, samples + [{"step": step, **row} for row in rows[:8]])
-    metrics = {"eval/reward": rewards.mean(), "eval/errors": faults}
-    words = f"reward {rewards.mean():.3f}"
-    if set(rewards.tolist()) <= {0.0, 1.0}:  # else it would be no accuracy
-        metrics["eval/accuracy"] = rewards.mean()
-        words = f"accuracy {rewards.mean():.3f}   {words}"
+        samples = [row for row in common.read_lines(f"{run.out_dir}/samples.jsonl") if row["step"] < step]
+        samples += [{"step": step, **row} for row in rows[:8]]
+        common.replace_lines(f"{run.out_dir}/samples.jsonl", samples)
+    metrics = {"eval/reward": mean, "eval/errors": faults}
+    words = f"reward {mean:.3f}"
+    if {row["reward"] for row in rows} <= {0.0, 1.0}:  # else it would be no accuracy
+        metrics["eval/accuracy"] = mean
+        words = f"accuracy {mean:.3f}   {words}"
     logger.log(step, metrics)
     print0(f"held out   {words}")
     for row in rows[:2]:
@@ -1223,7 +1235,7 @@ def set_up(run):
     exports = (f"{run.out_dir}/hf", f"{run.out_dir}/critic_hf")
     if set(map(os.path.realpath, models)) & set(map(os.path.realpath, exports)):
         raise UserError(f"--out-dir {run.out_dir}: its exports would replace a model of it; give another")
-    addition = run.prompts is None
+    addition = not run.prompts
     actor = replace(run.actor, lr=run.actor.lr or (5e-4 if addition else 1e-6))
     with flags_of("actor"):
         tokenizer, model_config = common.load_config(actor)
@@ -1231,16 +1243,15 @@ def set_up(run):
         raise UserError(f"--actor.tokenizer: {actor.model} has none, and prompts are text; give one")
     if run.chat and not tokenizer.chat_template:
         raise UserError(f"--chat: the tokenizer of {actor.model} has no chat template")
-    critic = run.critic
-    inherited = {"lr": critic.lr or (1e-3 if addition else None)}
+    critic = replace(run.critic, lr=run.critic.lr or (1e-3 if addition else None))
     if critic.model == "actor":
-        inherited |= {"model": actor.model, "tokenizer": critic.tokenizer or actor.tokenizer}
+        critic = replace(critic, model=actor.model, tokenizer=critic.tokenizer or actor.tokenizer)
         if critic.override_config == "{}":
-            inherited["override_config"] = actor.override_config
-    critic = replace(critic, **inherited)
-    room = run.max_response_length or (8 if addition else 256)
-    rule = run.reward or (None if run.reward_model else "addition")
-    run = replace(run, actor=actor, critic=critic, max_response_length=room, reward=rule)
+            critic = replace(critic, override_config=actor.override_config)
+    run = replace(
+        run, actor=actor, critic=critic, reward=run.reward or (None if run.reward_model else "addition"),
+        max_response_length=run.max_response_length or (8 if addition else 256),
+    )  # fmt: skip
     train = run.prompts
     more = run.eval_prompts
     if addition:
@@ -1253,29 +1264,28 @@ def set_up(run):
     row = common.Batch.blank(longest)
     known = max(tokenizer.get_vocab().values()) + 1
     row.input_ids[0] = known - 1
-    with flags_of("actor"):
-        if longest > actor.ppo_max_token_len_per_gpu:
-            raise UserError(f"--ppo-max-token-len-per-gpu: {LONGEST} has {longest} tokens")
-        with common.blame(f"--model {actor.model}: does not go with these prompts"):
-            common.check_rows(row, model_config)
+    if longest > actor.ppo_max_token_len_per_gpu:
+        raise UserError(f"--actor.ppo-max-token-len-per-gpu: {LONGEST} has {longest} tokens")
     with flags_of("critic"):
         _, critic_config = common.load_config(critic)
         module = critic_module(run.backend)
         module.check_model_flags(critic, critic_config)
         module.check_budget(critic, longest, LONGEST)
-        with common.blame(f"--model {critic.model}: does not go with these prompts"):
-            common.check_rows(row, critic_config)
-    reward = load_function(run.reward, "--reward") if run.reward else None
-    observe = load_function(run.environment, "--environment") if run.environment else None
+    with common.blame(f"--actor.model {actor.model}: does not go with these prompts"):
+        common.check_rows(row, model_config)
+    with common.blame(f"--critic.model {critic.model}: does not go with these prompts"):
+        common.check_rows(row, critic_config)
     print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens")
     print0(f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses a step")
-    print0(
-        f"update     mini-batches of {actor.ppo_mini_batch_size} rows, critic {critic.ppo_mini_batch_size}"
-    )
+    print0(f"update     {actor.ppo_mini_batch_size} rows a mini-batch, critic {critic.ppo_mini_batch_size}")
     if run.critic_warmup >= run.steps:
         print0(f"warm-up    --critic-warmup {run.critic_warmup}, as many as --steps: the actor never learns")
-    stop_ids = stop_tokens(actor, tokenizer)
-    return run, Task(tokenizer, model_config, prompts, held_out, reward, observe, stop_ids, longest, known)
+    return run, Task(
+        tokenizer, model_config, prompts, held_out,
+        load_function(run.reward, "--reward", run.reward_timeout),
+        load_function(run.environment, "--environment", run.reward_timeout),
+        stop_tokens(actor, tokenizer), longest, known,
+    )  # fmt: skip
 
 
 def start_from(run, task, checkpoints):
@@ -1296,10 +1306,9 @@ def start_from(run, task, checkpoints):
         print0(f"resume     {folder}, step {step}")
     actor = run.actor
     critic = run.critic
-    if run.prompts is None and run.supervised_steps and actor.model in common.TINY:
-        start = os.path.realpath(f"{run.out_dir}/supervised")
+    if run.supervised_steps and not run.prompts and actor.model in common.TINY:
+        start = os.path.realpath(f"{folder}/../../supervised" if folder else f"{run.out_dir}/supervised")
         if folder:
-            start = os.path.realpath(f"{folder}/../../supervised")
             common.verify(start)
         else:
             learn_to_add(run, task, start)
@@ -1313,11 +1322,10 @@ def start_from(run, task, checkpoints):
 def save(checkpoints, phases, run, step, kl_coef, actor, critic):
     """Saves the whole state at the start of a step. Prompts and samples follow from it, and need none."""
     with phases("checkpoint", actor, critic):
-        parts = {"actor": actor, "critic": critic}
-        writers = {name: part.checkpoint_writer(run.async_save) for name, part in parts.items()}
+        writers = [part.checkpoint_writer(run.async_save) for part in (actor, critic)]
 
         def write(tmp, group):
-            for name, write_part in writers.items():
+            for name, write_part in zip(("actor", "critic"), writers):
                 os.makedirs(f"{tmp}/{name}", exist_ok=True)
                 write_part(f"{tmp}/{name}", group)
             common.write_json(f"{tmp}/loop.json", {"step": step, "kl_coef": kl_coef})
@@ -1358,14 +1366,6 @@ def build(run, task, device, checkpoints):
     return actor, reference, critic, reward, engine
 
 
-def check_engine(run, metrics, engine):
-    """UserError if engine and actor, which have the same weights, do not agree on a step's rows."""
-    off = metrics["rollout/log_prob_diff"]
-    if not off < (1e-3 if engine.dtype == torch.float32 else 0.5):
-        words = "a token; Policy does not know how this model makes its logits, or rows see each other"
-        raise UserError(f"--actor.model {run.actor.model}: the rollout is off the actor by {off:.1e} {words}")
-
-
 def main(run):
     run, task = set_up(run)
     device = common.setup_distributed(run.critic.timeout_minutes)
@@ -1386,37 +1386,38 @@ def main(run):
                         actor.compute_log_probs(batch.select(range(len(batch))[:1]))  # are they finite?
                     save(checkpoints, phases, run, step, kl_coef, actor, critic)
                     saved = step
-                checkpoints.wait(block=last)
-                held_out = task.held_out[RANK::WORLD_SIZE] if run.evaluates(step) else []
+                checkpoints.wait(last)
+                evaluates = last or step % (run.eval_every or run.steps) == 0
+                greedy = rows_of_rank(task.held_out if evaluates else [])
                 with phases("generation", engine):
                     with phases("sync", actor):
                         engine.sync(actor.weights(engine.dtype))
-                    greedy = roll_out(engine, task, held_out, range(len(held_out)), run, temperature=0.0)
+                    roll_out(engine, task, greedy, run, 0.0)
                     if not last:
-                        prompts, row_ids, keys = prompts_of_step(step, task.prompts, run)
-                        replies = roll_out(engine, task, prompts, keys, run, run.temperature)
-                        batch = to_batch(prompts, replies, row_ids)
-                if task.held_out and run.evaluates(step):
-                    evaluate(held_out, greedy, run, reward, phases, step, logger)
+                        picked = common.rows_of_step(step, len(task.prompts), run.train_batch_size, run.seed)
+                        replies = rows_of_rank([task.prompts[i] for i in picked], run.rollout_n)
+                        roll_out(engine, task, replies, run, run.temperature, f"{run.seed} {step}")
+                        batch = to_batch(replies)
+                if evaluates and task.held_out:
+                    evaluate(greedy, run, reward, phases, step, logger)
                 if last:
                     break
-                scores = score(run, reward, phases, prompts, replies, row_ids)
+                rows, mean, faults = score(run, reward, phases, replies)
                 with phases("log_probs", actor):
                     batch.old_log_probs = batch.ref_log_probs = actor.compute_log_probs(batch)
-                if reference is not None:
+                if reference:
                     with phases("reference", reference):
                         batch.ref_log_probs = reference.compute_log_probs(batch)
-                metrics = rollout_metrics(batch, run, *of_all_rows(prompts, replies, scores))
-                check_engine(run, metrics, engine)
+                metrics = rollout_metrics(batch, run, engine.dtype)
+                metrics |= {"reward/mean": mean, "reward/errors": faults, "kl/coef": kl_coef}
                 with phases("critic", critic):
                     batch.values = critic.compute_values(batch)
-                    add_advantages(batch, scores, kl_coef, run)
-                    metrics |= critic.update_critic(batch) | {"kl/coef": kl_coef}
+                    add_advantages(batch, [reply.score for reply in replies], kl_coef, run)
+                    metrics |= critic.update_critic(batch)
                 if step >= run.critic_warmup:
                     with phases("actor", actor):
                         metrics |= actor.update_policy(batch)
-                    n = run.train_batch_size * run.rollout_n
-                    kl_coef = next_kl_coef(kl_coef, metrics["kl/reference"], n, run.target_kl)
+                    kl_coef = next_kl_coef(kl_coef, metrics["kl/reference"], len(rows), run.target_kl)
                 logger.check_progress(metrics)
                 if run.dump_rollouts:
                     write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl")
@@ -1434,8 +1435,9 @@ def main(run):
 def finish(run, task, batch, phases, actor, critic):
     """Writes the report and both models. batch: rows of the last step, None if the run had made all steps."""
     if batch is not None:
-        shown = (common.gather(batch), "rows of the last step")
-        common.write_report(run.out_dir, *shown, task.tokenizer, run.gamma, CURVES)
+        common.write_report(
+            run.out_dir, common.gather(batch), "rows of the last step", task.tokenizer, run.gamma, CURVES
+        )
     with phases("export", actor, critic):
         actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
         critic.export_hf(f"{run.out_dir}/critic_hf")

@@ -62,7 +62,7 @@ def bench(size: tuple[str, ...] = ("10m", "100m"), rows: int = 64, new: int = 64
         seen = {engine_name: [] for engine_name in engines}
         for turn in range(rounds + 1):  # the first warms up
             for engine_name, engine in engines.items():
-                asked = [(ids, f"{turn} {i}", new) for i, ids in enumerate(prompts)]
+                asked = [(ids, turn * rows + i, new) for i, ids in enumerate(prompts)]
                 wall = time.perf_counter()
                 cpu = time.process_time()
                 out = engine.generate(asked, 1.0)

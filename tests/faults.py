@@ -477,7 +477,7 @@ def sigterm(script, short):
 
 
 SLOW_IN = {  # phase -> a function that it calls often, updates before it gets slow, the step that is saved
-    "rollout": ("ppo_loop:Draw.__call__", 1, 1), "reward": ("ppo_loop.guarded", 1, 1),
+    "rollout": ("ppo_loop:Draw.__call__", 1, 1), "reward": ("ppo_loop.ask_all", 1, 1),
     "evaluation": ("ppo_loop:Draw.__call__", 2, 2), "log-probs": ("ppo_loop:Policy.forward", 1, 1),
     "values": ("critic_fsdp:DataParallelPPOCritic.forward", 1, 1),
     "update": ("ppo_loop:PolicyWorker.step", 1, 2),
@@ -508,6 +508,32 @@ def phases(script, short):
             if ranks == 1:
                 assert_same_end(out, script, absent=range(1, saved))
     return 2 * len(SLOW_IN), f"ended {longest:.1f} s later at most; the same end"
+
+
+def workers(script, short):
+    """kill -9 of a rank whose processes are in the middle of a reward that never ends: all of them end."""
+    longest = max(kill_with_workers(script, ranks) for ranks in (1, 2))
+    return 2, f"no process left {longest:.1f} s later; the same end"
+
+
+def kill_with_workers(script, ranks):
+    """Kills the last of these ranks -> how many seconds its processes outlive it."""
+    out = copy_of_golden(script, f"workers of {ranks}", steps=(STEPS - 1,))
+    spins = ("--reward", f"{ROOT}/tests/rewards.py:spins", "--reward-timeout", 600)
+    job = Job(script, out, *spins, "--resume", "auto", ranks=ranks)
+    mine = lambda: [(pid, words) for pid, session, words in processes() if session == job.pids[-1]]
+    # ticks of a hundredth of a second: to start takes fewer
+    ticks = lambda pid: int(pathlib.Path(f"/proc/{pid}/stat").read_text().split()[13])
+    until(lambda: sum("serve" in words and ticks(pid) > 50 for pid, words in mine()) > 1, job)
+    job.send(signal.SIGKILL, [ranks - 1])
+    start = time.monotonic()
+    until(lambda: not mine(), "its workers end", 10)
+    seconds = time.monotonic() - start
+    job.wait()
+    Job(script, out, "--resume", "auto", ranks=ranks).succeeds()
+    if ranks == 1:
+        assert_same_end(out, script, absent=range(1, STEPS - 1))
+    return seconds
 
 
 def diverges(script, short):
@@ -777,8 +803,9 @@ def folders(script, short):
 FAULTS = {  # fault -> the scripts that it is tried on, with --short the first
     kills: SCRIPTS, background: SCRIPTS, logger: ("ppo_loop", "critic_fsdp"), damage: SCRIPTS,
     foreign: SCRIPTS, apart: SCRIPTS, full: SCRIPTS, memory: ("critic_fsdp", "critic_megatron"),
-    sigterm: SCRIPTS, phases: ("ppo_loop",), diverges: ("ppo_loop",), reference: ("ppo_loop",),
-    torchrun: ("critic_fsdp",), storm: SCRIPTS, rows: ("critic_fsdp",), flags: SCRIPTS, folders: SCRIPTS,
+    sigterm: SCRIPTS, phases: ("ppo_loop",), workers: ("ppo_loop",), diverges: ("ppo_loop",),
+    reference: ("ppo_loop",), torchrun: ("critic_fsdp",), storm: SCRIPTS, rows: ("critic_fsdp",),
+    flags: SCRIPTS, folders: SCRIPTS,
 }  # fmt: skip
 
 
@@ -794,7 +821,12 @@ def main(names, short):
     assert names <= {fault.__name__ for fault in FAULTS}, names
     try:
         for fault, scripts in FAULTS.items():
-            if names and fault.__name__ not in names or short and fault in (foreign, apart, torchrun, phases):
+            if (
+                names
+                and fault.__name__ not in names
+                or short
+                and fault in (foreign, apart, torchrun, phases, workers)
+            ):
                 continue
             for script in list(scripts)[: 1 if short else None]:
                 began = time.monotonic()

@@ -6,6 +6,15 @@ def right_digits(prompt, response, answer):
     return sum(a == b for a, b in zip(response, answer, strict=False)) / max(len(response), len(answer))
 
 
+def spins(prompt, response, answer):
+    """Never returns, whatever happens to the process that calls it."""
+    while True:
+        try:
+            sum(range(1000))
+        except BaseException:
+            pass
+
+
 def faulty_reward(prompt, response, answer):
     """Raises on some rows, gives nonsense on others, never returns on a third kind: no run may end of it."""
     if prompt.startswith("1"):

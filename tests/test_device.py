@@ -206,7 +206,7 @@ def offloaded_vllm(out):
             self.inner.sync(kwargs["weights_iterator"])
 
         def generate(self, asked, params, use_tqdm):
-            rows = [(x["prompt_token_ids"], str(p.seed), p.max_tokens) for x, p in zip(asked, params)]
+            rows = [(x["prompt_token_ids"], p.seed, p.max_tokens) for x, p in zip(asked, params)]
             replies = self.inner.generate(rows, params[0].temperature) if rows else []
             for ids, log_probs, stops in replies:
                 seen = [{i: types.SimpleNamespace(logprob=x)} for i, x in zip(ids, log_probs)]
@@ -231,7 +231,7 @@ def offloaded_vllm(out):
         patch.setitem(
             sys.modules, "vllm", types.SimpleNamespace(SamplingParams=types.SimpleNamespace, __spec__=True)
         )
-        noted(ppo_loop.RewardModel, "scores", lambda args: f"score {len(args[1])}")
+        noted(ppo_loop.RewardModel, "ask_all", lambda args: f"score {len(args[1])}")
         noted(ppo_loop.Policy, "forward", lambda args: f"forward {torch.is_grad_enabled()}")
         flags = "--offload --rollout vllm --kl-coef 0.01 --steps 2 --train-batch-size 8 --supervised-steps 2"
         flags += (
@@ -260,7 +260,7 @@ def actor_and_rollout(out):
     engine = ppo_loop.HFRollout(run, task, torch.device("cuda"))
     for length in (4, 8):
         device.WAITS.clear()
-        engine.generate([(prompt.ids, "key", length) for prompt in task.prompts[:3]], 0.0)
+        engine.generate([(prompt.ids, 0, length) for prompt in task.prompts[:3]], 0.0)
         found[length] = device.WAITS.total()
     return found
 

@@ -11,12 +11,18 @@ import importlib.util
 import itertools
 import json
 import math
+import os
+import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 import types
+from functools import partial
+from multiprocessing.connection import Pipe
 
 import numpy
 import pytest
@@ -295,7 +301,7 @@ def test_a_rollout_is_what_transformers_says_to_one_prompt_after_another(kind):
     w = policy(kind, temperature=0.7, override_config=ENGINES[kind])
     lm = plain(w)
     stop = list(range(1, 99, 6))  # a sixth of the tokens ends a row
-    rows = [(prompt, f"key {i}", 1 + i % 14) for i, prompt in enumerate(some_prompts())]
+    rows = [(prompt, i, 1 + i % 14) for i, prompt in enumerate(some_prompts())]
     engine = engine_of(w, stop)
     replies = engine.generate(rows, 0.0)
     assert_greedy(replies, lm, rows, stop)
@@ -304,19 +310,24 @@ def test_a_rollout_is_what_transformers_says_to_one_prompt_after_another(kind):
     assert engine.generate(rows, 0.0) == replies
     assert len({(ended, len(ids) == row[2]) for row, (ids, _, ended) in zip(rows, replies)}) >= 2
 
-    rows = [(prompt, key, 10) for prompt, key, _ in rows]
+    rows = [(prompt, seed, 10) for prompt, seed, _ in rows]
     replies = engine.generate(rows, 0.7)
-    asked = [Prompt(prompt, "", None) for prompt, _, _ in rows]
-    batch = ppo_loop.to_batch(asked, [Reply(*reply) for reply in replies], range(9))
+    batch = batch_of([prompt for prompt, _, _ in rows], replies)
     ours_T = w.compute_log_probs(batch)
     torch.testing.assert_close(ours_T, batch.rollout_log_probs, rtol=1e-4, atol=1e-4)
     for (prompt, _, _), (ids, log_probs, _) in zip(rows, replies):
         assert_close(log_probs, log_probs_of_reply(lm, prompt, ids, 0.7))
 
-    assert_samples_follow_their_keys(engine_of(w, range(1, 99, 12)))
+    assert_samples_follow_their_seeds(engine_of(w, range(1, 99, 12)))
     endless = engine_of(w, ())
     assert [(len(ids), ended) for ids, _, ended in endless.generate(rows, 1.0)] == [(10, False)] * 9
     assert endless.generate([], 1.0) == []
+
+
+def batch_of(prompts, said):
+    """The Batch of prompts, as token ids, and of what an engine has said to them."""
+    pairs = enumerate(zip(prompts, said))
+    return ppo_loop.to_batch([Reply(Prompt(ids), i, *reply) for i, (ids, reply) in pairs])
 
 
 def assert_greedy(replies, lm, rows, stop):
@@ -335,15 +346,15 @@ def assert_greedy(replies, lm, rows, stop):
     return worst
 
 
-def assert_samples_follow_their_keys(engine):
-    """Alone, in a crowd, in any order, the same row has the same sample; another key has another one."""
-    rows = [(prompt, f"7 {i}", 3 + 2 * i) for i, prompt in enumerate(some_prompts())]
+def assert_samples_follow_their_seeds(engine):
+    """Alone, in a crowd, in any order, the same row has the same sample; another seed has another one."""
+    rows = [(prompt, 70 + i, 3 + 2 * i) for i, prompt in enumerate(some_prompts())]
     together = engine.generate(rows, 0.9)
     assert len({len(ids) for ids, _, _ in together}) > 3  # rows leave at different times
     for (_, _, most), (ids, _, ended) in zip(rows, together):
         assert len(ids) <= most and (ended or len(ids) == most)
     alone = [engine.generate([row], 0.9)[0] for row in rows]
-    crowd = engine.generate([*rows, ([5] * 60, "long", 40)], 0.9)[:9]
+    crowd = engine.generate([*rows, ([5] * 60, 99, 40)], 0.9)[:9]
     run = engine.run
     engine.run = dataclasses.replace(run, rollout_batch_size=4)
     backwards = engine.generate(rows[::-1], 0.9)[::-1]
@@ -352,9 +363,11 @@ def assert_samples_follow_their_keys(engine):
         for (ids, log_probs, ended), (ids_2, log_probs_2, ended_2) in zip(together, other):
             assert (ids, ended) == (ids_2, ended_2)
             assert_close(log_probs, log_probs_2)
-    others = engine.generate([(prompt, f"8 {i}", most) for i, (prompt, _, most) in enumerate(rows)], 0.9)
+    others = engine.generate([(prompt, 80 + i, most) for i, (prompt, _, most) in enumerate(rows)], 0.9)
     assert sum(a[0] != b[0] for a, b in zip(together, others)) >= 7
-    shorter = engine.generate([(prompt, key, 2) for prompt, key, _ in rows], 0.9)  # cut off, but not changed
+    shorter = engine.generate(
+        [(prompt, seed, 2) for prompt, seed, _ in rows], 0.9
+    )  # cut off, but not changed
     assert [ids for ids, _, _ in shorter] == [ids[:2] for ids, _, _ in together]
 
 
@@ -369,7 +382,7 @@ def test_a_model_without_sdpa_rolls_out_by_its_own_attention(tmp_path):
     lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     lm.save_pretrained(tmp_path)
     w = policy(tmp_path, override_config="{}")
-    rows = [(prompt, f"{i}", 6) for i, prompt in enumerate(some_prompts(4))]
+    rows = [(prompt, i, 6) for i, prompt in enumerate(some_prompts(4))]
     assert_greedy(engine_of(w).generate(rows, 0.0), lm, rows, [EOS])
 
 
@@ -407,7 +420,7 @@ def test_samples_follow_the_softmax_or_its_nucleus():
                 assert abs(float((token_B == i).double().mean()) - share) <= 1e-3, (top_p, i)
             assert_close(draw.log_probs[0].tolist(), [expected[i] for i in token_B.tolist()])
     w = policy()
-    rows = [([20, 30, 40], f"{i}", 1) for i in range(6000)]
+    rows = [([20, 30, 40], i, 1) for i in range(6000)]
     replies = engine_of(w, at_once=400, top_p=0.7).generate(rows[:400], 0.8)
     assert_drawn_from_the_nucleus(replies, plain(w), [20, 30, 40], 0.8, 0.7)
     assert_drawn_from_the_softmax(engine_of(w, at_once=2000).generate(rows, 0.8), plain(w), [20, 30, 40])
@@ -430,11 +443,11 @@ def assert_drawn_from_the_softmax(replies, lm, prompt):
 
 def play(turns, observe, n=1, **fields):
     """roll_out of prompts q0=, q1= ... with an engine that says these turns, each closed unless it ends in
-    "..." -> (replies, what the engine was asked)."""
+    "...", and an environment of Python -> (replies, what the engine was asked)."""
     asked = []
 
     def generate(rows, temperature):
-        asked.append([(TOKENIZER.decode(prompt), key, most) for prompt, key, most in rows])
+        asked.append([(TOKENIZER.decode(prompt), seed, most) for prompt, seed, most in rows])
         out = []
         for said, (_, _, most) in zip(turns[len(asked) - 1], rows):
             ids = ids_of(said.removesuffix("...")) + [EOS] * (not said.endswith("..."))
@@ -442,11 +455,13 @@ def play(turns, observe, n=1, **fields):
         return out
 
     prompts = [Prompt(ids_of(f"q{i}="), f"q{i}=", f"answer {i}") for i in range(n)]
-    run = a_run(**{"max_response_length": 30, "reward_timeout": 0.2, **fields})
-    task = a_task(tokenizer=TOKENIZER, observe=observe)
+    replies = [Reply(prompt, 4 + 2 * i) for i, prompt in enumerate(prompts)]
+    run = a_run(**{"max_response_length": 30, **fields})
+    task = a_task(tokenizer=TOKENIZER, observe=observe and partial(ppo_loop.attempt, observe))
     engine = types.SimpleNamespace(generate=generate)
     common.setup_distributed()
-    return ppo_loop.roll_out(engine, task, prompts, [f"key {i}" for i in range(n)], run, 1.0), asked
+    ppo_loop.roll_out(engine, task, replies, run, 1.0, "key")
+    return replies, asked
 
 
 def test_turns_of_policy_and_environment_follow_each_other():
@@ -461,13 +476,17 @@ def test_turns_of_policy_and_environment_follow_each_other():
     assert a.ids == [*ids_of("ab"), EOS, *ids_of("[1]cd"), EOS] and b.ids == [*ids_of("x"), EOS]
     assert a.log_probs == [-0.5] * 3 + [None] * 3 + [-0.5] * 3 and b.log_probs == [-0.5] * 2
     assert [(r.finished, r.text, r.fault) for r in (a, b)] == [(True, "ab[1]cd", ""), (True, "x", "")]
-    assert heard == [("q0=", "ab", "answer 0"), ("q1=", "x", "answer 1"), ("q0=", "ab[1]cd", "answer 0")]
-    assert asked == [[("q0=", "key 0 0", 30), ("q1=", "key 1 0", 30)], [("q0=ab<eos>[1]", "key 0 1", 24)]]
-    batch = common.check(ppo_loop.to_batch([Prompt([7, 8, 9], "", None)] * 2, [a, b], [4, 6]))
+    assert sorted(heard[:2]) == [("q0=", "ab", "answer 0"), ("q1=", "x", "answer 1")]
+    assert heard[2:] == [("q0=", "ab[1]cd", "answer 0")]
+    seeds = [random.Random(key).getrandbits(63) for key in ("key 4 0", "key 6 0", "key 4 1")]
+    assert asked[0] == [("q0=", seeds[0], 30), ("q1=", seeds[1], 30)]
+    assert asked[1:] == [[("q0=ab<eos>[1]", seeds[2], 24)]]
+    batch = common.check(ppo_loop.to_batch([a, b]))
     mask = [False] * 3 + [True] * 3 + [False] * 3 + [True] * 3 + [False] * 3 + [True] * 2
     assert batch.response_mask.tolist() == mask
     assert batch.rollout_log_probs.tolist() == [-0.5 if chosen else 0.0 for chosen in mask]
-    assert batch.input_ids.tolist() == [7, 8, 9, *a.ids, 7, 8, 9, *b.ids] and batch.lengths == [12, 5]
+    assert batch.input_ids.tolist() == [*ids_of("q0="), *a.ids, *ids_of("q1="), *b.ids]
+    assert batch.lengths == [12, 5]
     assert batch.row_id.tolist() == [4, 6] and batch.truncated.tolist() == [False, False]
 
 
@@ -490,11 +509,11 @@ def test_a_row_ends_where_its_room_or_its_turns_end(turns, fields, text, finishe
 
 
 def test_an_environments_faults_end_the_row_and_are_told():
-    does = [lambda: {}["tool"], lambda: time.sleep(30), lambda: 5, lambda: b"no", lambda: None]
-    replies, asked = play([list("abcde")], lambda prompt, *_: does[int(prompt[1])](), n=5)
-    assert [r.text for r in replies] == list("abcde") and len(asked) == 1 and all(r.finished for r in replies)
-    words = ("KeyError: 'tool'", "TookTooLong", "not 5", "not b'no'", "")
-    assert all(word in reply.fault for word, reply in zip(words, replies)) and replies[4].fault == ""
+    does = [lambda: {}["tool"], lambda: 5, lambda: b"no", lambda: None]
+    replies, asked = play([list("abcd")], lambda prompt, *_: does[int(prompt[1])](), n=4)
+    assert [r.text for r in replies] == list("abcd") and len(asked) == 1 and all(r.finished for r in replies)
+    words = ("KeyError: 'tool'", "not 5", "float: b'no'", "")
+    assert all(word in reply.fault for word, reply in zip(words, replies)) and replies[3].fault == ""
 
 
 CHATML = (
@@ -521,14 +540,14 @@ def test_a_chat_with_an_environment_is_what_the_template_makes_of_it(closes):
 
     said = ["a?", "b?", "c?"]
     user = [{"role": "user", "content": "hi"}]
-    prompts = [Prompt(common.chat_ids(tokenizer, user), "hi", "yes", user)]
-    task = a_task(tokenizer=tokenizer, observe=observe)
+    reply = Reply(Prompt(common.chat_ids(tokenizer, user), "hi", "yes", user), 0)
+    task = a_task(tokenizer=tokenizer, observe=partial(ppo_loop.attempt, observe))
     engine = types.SimpleNamespace(generate=generate)
-    [reply] = ppo_loop.roll_out(engine, task, prompts, ["key"], a_run(max_response_length=99), 1.0)
+    ppo_loop.roll_out(engine, task, [reply], a_run(max_response_length=99), 1.0)
     roles = zip(["assistant", "user"] * 3, ["a?", "no 1", "b?", "no 2", "c?"])
     turns = [{"role": role, "content": text} for role, text in roles]
     whole = tokenizer.apply_chat_template([*user, *turns], tokenize=False)
-    text = tokenizer.decode(prompts[0].ids + reply.ids)
+    text = tokenizer.decode(reply.prompt.ids + reply.ids)
     if not closes:  # the policy ends its turns by a token that the template does not know
         text = text.replace("<eos>", "")
         whole = whole.replace("?\n", "?")
@@ -580,55 +599,128 @@ def test_gsm8k_agrees_with_its_authors():
     assert len(agrees) == 5 * 1319 and all(agrees)
 
 
-def test_guarded_returns_what_a_function_returns_and_survives_what_it_does():
-    end = time.perf_counter() + 5  # if nothing stopped it, the test should fail and not hang
+FUNCTIONS = """
+import contextlib, os, signal, sys, time
 
-    def spins():
-        while time.perf_counter() < end:
-            with contextlib.suppress(Exception):
+def adds(prompt, response, answer):
+    return len(prompt) + len(response) + answer
+
+def odd(prompt, response, answer):
+    if prompt == "spins":  # whatever it catches, and without the alarm
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        while True:
+            with contextlib.suppress(BaseException):
                 sum(range(1000))
+    return {"raises": lambda: {}["x"], "exits": lambda: sys.exit("enough"), "dies": lambda: os._exit(3),
+            "sleeps": lambda: time.sleep(30), "program": lambda: os.system("sleep 30"), "pid": os.getpid,
+            "modules": lambda: " ".join(sys.modules), "stdin": lambda: sys.stdin.read(),
+            }[prompt]()
 
-    before = signal.getsignal(signal.SIGALRM)
-    late = (None, "TookTooLong: no answer within 0.1 s")
-    for function, args, expected in (
-        (lambda a, b: a + b, (1, 2), (3, "")),
-        (lambda: {}["x"], (), (None, "KeyError: 'x'")),
-        (sys.exit, ("enough",), (None, "SystemExit: enough")),
-        (spins, (), late),
-        (time.sleep, (30,), late),
-    ):
-        start = time.perf_counter()
-        assert ppo_loop.guarded(function, 0.1, *args) == expected
-        assert time.perf_counter() - start < 2 and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-    with pytest.raises(KeyboardInterrupt):  # the user's own wish is no fault of the function
-        ppo_loop.guarded(signal.default_int_handler, 0.1, signal.SIGINT, None)
-    assert signal.getsignal(signal.SIGALRM) is before
+def meets(prompt, response, answer):
+    open(prompt, "w").close()
+    while len(os.listdir(os.path.dirname(prompt))) < 8:
+        time.sleep(0.01)
+    return 8
+"""
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """ask_all of a function of FUNCTIONS -> what it makes of rows with these prompts, lengths and answers."""
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+
+    def go(name, prompts, answer=None, seconds=20.0):
+        function = ppo_loop.load_function(f"{tmp_path}/mine.py:{name}", "--reward", seconds)
+        replies = [Reply(Prompt([1], prompt, answer), i, text="r") for i, prompt in enumerate(prompts)]
+        return ppo_loop.ask_all(function, replies)
+
+    return go
+
+
+def test_a_users_function_runs_in_processes_that_end_what_hangs(ask):
+    """Answers in the order of the rows, also of those that wait for a new process; nothing switches the
+    time-out off; no worker has imported what is slow, and programs of a function do not read its rows."""
+    rows = ["raises", "spins", "pid", "sleeps", "dies", "exits", "program", "modules", "stdin", *["pid"] * 9]
+    answers = ask("odd", rows, seconds=1.5)
+    late = (None, "no answer within 1.5 s, or its process has died")
+    pids = {made for row, (made, fault) in zip(rows, answers) if row == "pid" and fault == ""}
+    assert 1 <= len(pids) <= 8 and os.getpid() not in pids
+    named = dict(zip(rows, answers))
+    assert [named[row] for row in ("spins", "sleeps", "dies", "program")] == [late] * 4
+    assert named["raises"] == (None, "KeyError: 'x'") and named["exits"] == (None, "SystemExit: enough")
+    assert named["stdin"] == ("", "")
+    modules = named["modules"][0].split()
+    assert "runpy" in modules and not {"torch", "numpy", "pydantic", "common", "ppo_loop"} & set(modules)
+    assert ask("adds", ["p" * n for n in range(40)], 100) == [(n + 101, "") for n in range(40)]
+
+
+def test_rows_of_a_users_function_run_at_once(ask, tmp_path):
+    """Eight rows that wait for each other, by default, whatever the number of cores."""
+    (tmp_path / "here").mkdir()
+    assert ask("meets", [f"{tmp_path}/here/{n}" for n in range(8)]) == [(8, "")] * 8
+
+
+def test_sigterm_is_heard_while_a_users_function_runs(ask, monkeypatch):
+    """Rows that would take half a minute each are given up."""
+    monkeypatch.setattr(ppo_loop, "SIGTERM", threading.Event())
+    threading.Timer(1.0, ppo_loop.SIGTERM.set).start()
+    began = time.monotonic()
+    assert ask("odd", ["sleeps"] * 20, seconds=60.0) == [] and time.monotonic() - began < 20
+
+
+def test_a_function_of_python_runs_in_threads_and_a_built_in_one_does_not(monkeypatch):
+    """Rows that wait for each other."""
+    all_there = threading.Barrier(8)
+    replies = [Reply(Prompt([1], f"{i}"), i) for i in range(8)]
+    meets = lambda prompt, response, answer: (all_there.wait(60), prompt)[1]
+    answers = ppo_loop.ask_all(partial(ppo_loop.attempt, meets), replies)
+    assert answers == [(f"{i}", "") for i in range(8)]
+    monkeypatch.setitem(ppo_loop.REWARDS, "thread", lambda *_: threading.current_thread().name)
+    answers = ppo_loop.ask_all(ppo_loop.REWARDS["thread"], replies)
+    assert answers == [("MainThread", "")] * 8
 
 
 def test_a_reward_that_is_no_number_counts_as_a_fault_and_as_0():
+    common.setup_distributed()
     says = [1, 0.25, numpy.True_, None, math.nan, math.inf, "x", [1], 10**5000, numpy.float16("inf")]
-    prompts = [Prompt([1], f"p{i}", i) for i in range(len(says))]
-    replies = [Reply(text=f"r{i}") for i in range(len(says))]
+    replies = [Reply(Prompt([1], f"p{i}", i), i, text=f"r{i}") for i in range(len(says))]
     heard = []
     function = lambda prompt, response, i: heard.append((prompt, response)) or says[i]
-    scores = ppo_loop.score(a_run(), function, ppo_loop.Phases(False), prompts, replies, None)
-    assert heard == [(f"p{i}", f"r{i}") for i in range(len(says))]
-    assert scores == [1, 0.25, 1] + [0] * 7 and all(type(x) is float for x in scores)
+    rewards = partial(ppo_loop.attempt, function)
+    rows, mean, faults = ppo_loop.score(a_run(), rewards, ppo_loop.Phases(False), replies)
+    assert sorted(heard) == [(f"p{i}", f"r{i}") for i in range(len(says))]
+    scores = [reply.score for reply in replies]
+    assert scores == [row["reward"] for row in rows] == [1, 0.25, 1] + [0] * 7 and faults == 7
+    assert mean == 0.225 and all(type(x) is float for x in scores)
     assert not any(r.fault for r in replies[:3]) and all(r.fault for r in replies[3:])
 
 
 def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path):
     file = tmp_path / "mine.py"
-    load = lambda name: ppo_loop.load_function(name, "--environment")
+    load = lambda name: ppo_loop.load_function(name, "--environment", 10.0)
     good = "x = 3\n\ndef good(prompt, response, answer):\n    return len(response) * x\n"
     file.write_text(good)
-    assert load(f"{file}:good")("", "abc", None) == 9 and load("gsm8k") is ppo_loop.gsm8k_reward
+    assert load(f"{file}:good")("", "abc", None) == (9, "") and load("gsm8k") is ppo_loop.gsm8k_reward
+    assert load(None) is None
     names = [f"{file}:bad", f"{file}", f"{tmp_path}/none.py:good", "math"]
-    code = ["import nothing_like_this", "def good(:"]
+    code = ["import nothing_like_this", "def good(:", "import os; os._exit(0)"]
     for text, name in [*((good, name) for name in names), *((text, f"{file}:good") for text in code)]:
         file.write_text(text)
         with pytest.raises(UserError, match=re.escape(f"--environment {name}: ")):
             load(name)
+
+
+@pytest.mark.parametrize("name, fault", [("adds", ""), ("none", "KeyError: 'none'")])
+def test_a_process_of_a_users_function_ends_with_its_rank(name, fault, tmp_path):
+    """It says whether it has loaded the function, and ends when the pipe is closed; it prints nothing."""
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    ours, theirs = Pipe()
+    command = (sys.executable, ppo_loop.__file__, "serve", tmp_path / "mine.py", name)
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        theirs.close()
+        assert ours.recv() == (None, fault)
+        ours.close()
+        assert process.stdout.read() == b"" and process.wait() == 0
 
 
 def reversed_characters():
@@ -659,14 +751,15 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
     asked = [("1+2=", None), ("hello ", None), ("x", None), ("12+34=", None), ("hi", chat)]
     prompts = [Prompt(ids_of(text), text, None, messages) for text, messages in asked]
     texts = ["3", "world", "y" * 30, "", "yo"]
-    replies = [Reply(ids_of(x + "."), [0.0] * (len(x) + 1), True, x) for x in texts]
-    batch = ppo_loop.to_batch(prompts, replies, range(5))
-    longest = max(batch.lengths) + 1
+    ends = [(ids_of(x + "."), [0.0] * (len(x) + 1), True, x) for x in texts]
+    replies = [Reply(prompt, i, *end) for i, (prompt, end) in enumerate(zip(prompts, ends))]
+    longest = max(ppo_loop.to_batch(replies).lengths) + 1
     run = a_run(backend, reward_model=str(tmp_path))
     run = dataclasses.replace(run, critic=dataclasses.replace(run.critic, ppo_max_token_len_per_gpu=longest))
     ours = ppo_loop.RewardModel(run, TOKENIZER)
     assert ours.same_tokens == same_tokens
-    scores = ppo_loop.score(run, ours, ppo_loop.Phases(False), prompts, replies, range(5))
+    ppo_loop.score(run, ours, ppo_loop.Phases(False), replies)
+    scores = [reply.score for reply in replies]
     for prompt, reply, score in zip(prompts, replies, scores):
         ids = prompt.ids + reply.ids
         if not same_tokens:
@@ -679,19 +772,20 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
     if not same_tokens:  # a text that is longer in the other tokens
         replies[2].text = "y" * (longest + 1)
         with pytest.raises(UserError, match=f"--critic.ppo-max-token-len-per-gpu {longest}: row 2"):
-            ours.scores(prompts, replies, range(5))
+            ours.ask_all(replies)
 
 
 def test_rewards_that_all_fail_end_the_run_and_some_are_counted(capsys):
-    prompts = [Prompt([1], f"p{i}", i) for i in range(3)]
-    replies = [Reply(text=f"r{i}") for i in range(3)]
-    for reply in replies[:2]:
-        reply.fault = "KeyError: 'x'"
-    rows, rewards, faults = ppo_loop.of_all_rows(prompts, replies, [0.0, 0.0, 1.0])
-    assert (faults, rewards.tolist()) == (2, [0.0, 0.0, 1.0]) and [row["response"] for row in rows][2] == "r2"
-    assert "2 rows failed and count as 0: KeyError: 'x'" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--reward, --environment: all 2 rows failed: KeyError: 'x'"):
-        ppo_loop.of_all_rows(prompts[:2], replies[:2], [0.0, 0.0])
+    common.setup_distributed()
+    replies = [Reply(Prompt([1], f"p{i}", i), i, text=f"r{i}") for i in range(3)]
+    reward = partial(ppo_loop.attempt, lambda prompt, response, i: {2: 1.0}[i])
+    score = lambda replies: ppo_loop.score(a_run(), reward, ppo_loop.Phases(False), replies)
+    rows, mean, faults = score(replies)
+    assert (faults, [row["reward"] for row in rows]) == (2, [0.0, 0.0, 1.0]) and mean == pytest.approx(1 / 3)
+    assert rows[2]["response"] == "r2" and rows[0]["fault"] == "KeyError: 0"
+    assert "2 rows failed and count as 0: KeyError: 0" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--reward, --environment: all 2 rows failed: KeyError: 0"):
+        score(replies[:2])
 
 
 @pytest.mark.parametrize("rewards, words", [
@@ -702,10 +796,10 @@ def test_accuracy_is_told_only_of_right_and_wrong(rewards, words, tmp_path, caps
     held_out = [Prompt([1], f"{i}", i) for i in range(3)]
     logged = {}
     logger = types.SimpleNamespace(log=lambda step, metrics: logged.update(metrics))
-    replies = [Reply([4, EOS]) for _ in held_out]
-    reward = lambda prompt, response, i: rewards[i]
+    replies = ppo_loop.rows_of_rank(held_out)
+    reward = partial(ppo_loop.attempt, lambda prompt, response, i: rewards[i])
     run = a_run(out_dir=str(tmp_path))
-    ppo_loop.evaluate(held_out, replies, run, reward, ppo_loop.Phases(False), 3, logger)
+    ppo_loop.evaluate(replies, run, reward, ppo_loop.Phases(False), 3, logger)
     assert f"held out   {words}\n" in capsys.readouterr().out
     assert logged["eval/reward"] == pytest.approx(sum(rewards) / 3) and logged["eval/errors"] == 0
     assert ("eval/accuracy" in logged) == ("accuracy" in words)
@@ -800,19 +894,18 @@ def test_a_bad_prompt_is_named_by_file_and_line(row, tmp_path):
 
 
 @pytest.mark.parametrize("n, size", [(10, 4), (7, 8), (8, 8)])
-def test_prompts_of_a_step_and_the_keys_of_their_rows(n, size):
-    """Neighbours share a prompt, each pass of each seed has an order of its own, each row its own key."""
+def test_prompts_of_a_step(n, size):
+    """Neighbours share a prompt, each pass of each seed has an order of its own."""
     a_pass = math.ceil(n / size)
     pieces = itertools.product((3, 4), range(2 * a_pass))  # seed, step
-    runs = {seed: a_run(train_batch_size=size, rollout_n=2, seed=seed) for seed in (3, 4)}
-    steps = [ppo_loop.prompts_of_step(step, range(n), runs[seed]) for seed, step in pieces]
-    for prompts, row_ids, _ in steps:
-        assert prompts[::2] == prompts[1::2] and list(row_ids) == list(range(len(prompts)))
+    steps = [ppo_loop.rows_of_rank(common.rows_of_step(step, n, size, seed), 2) for seed, step in pieces]
+    for rows in steps:
+        prompts = [row.prompt for row in rows]
+        assert prompts[::2] == prompts[1::2] and [row.row_id for row in rows] == list(range(len(rows)))
         assert n // a_pass <= len(prompts) / 2 <= min(size, math.ceil(n / a_pass))
-    picked = [prompts[::2] for prompts, _, _ in steps]
+    picked = [[row.prompt for row in rows[::2]] for rows in steps]
     passes = [sum(picked[i : i + a_pass], []) for i in range(0, len(picked), a_pass)]
     assert all(sorted(x) == list(range(n)) for x in passes) and len({*map(tuple, passes)}) == 4
-    assert len({key for _, _, keys in steps for key in keys}) == 2 * 2 * n * 2
 
 
 def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys):
@@ -928,11 +1021,18 @@ def test_a_run_that_is_resumed_goes_on_where_it_was(tmp_path):
 
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-3), (torch.bfloat16, 0.5)])
 def test_an_engine_that_is_off_the_actor_ends_the_run(dtype, most):
-    engine = types.SimpleNamespace(dtype=dtype)
-    ppo_loop.check_engine(a_run(), {"rollout/log_prob_diff": 0.9 * most}, engine)
-    for off in (1.1 * most, math.nan):
-        with pytest.raises(UserError, match="^--actor.model tiny-qwen2: "):
-            ppo_loop.check_engine(a_run(), {"rollout/log_prob_diff": off}, engine)
+    common.setup_distributed()
+    batch = random_batch(8)
+    batch.old_log_probs = batch.ref_log_probs = batch.values
+    for off in (0.9 * most, 1.1 * most, math.nan):
+        batch.rollout_log_probs = batch.values - off * batch.response_mask
+        with (
+            contextlib.nullcontext()
+            if off < most
+            else pytest.raises(UserError, match="^--actor.model tiny-qwen2: the rollout is off the actor by")
+        ):
+            metrics = ppo_loop.rollout_metrics(batch, a_run(), dtype)
+            assert metrics["rollout/log_prob_diff"] == pytest.approx(off, rel=1e-5)
 
 
 # ---- Whole runs --------------------------------------------------------------------------------------------
@@ -1022,7 +1122,7 @@ def test_ids_without_a_token_are_never_drawn_and_count_nowhere(whole_run, tmp_pa
     run = a_run(actor=w.config, rollout_batch_size=400)
     engine = HFRollout(run, a_task(model_config=w.model_config, stop_ids=[EOS], known=99), w.device)
     engine.sync(w.weights(torch.float32))
-    rows = [([20, 30, 40], f"{i}", 4) for i in range(400)]
+    rows = [([20, 30, 40], i, 4) for i in range(400)]
     replies = engine.generate(rows, 1.0)
     assert_no_fillers(replies, w, plain(w))
     assert max(i for ids, _, _ in engine.generate(rows[:1], 0.0) for i in ids) < 99
@@ -1035,9 +1135,7 @@ def test_ids_without_a_token_are_never_drawn_and_count_nowhere(whole_run, tmp_pa
 def assert_no_fillers(replies, w, lm):
     """Replies to [20, 30, 40] have no id from 99 on. Their log-probs, those of the actor and those of plain
     transformers, whose logits are cut off, agree, although ids without a token are a third of all."""
-    asked = [Prompt([20, 30, 40], "", None)] * len(replies)
-    rows = [Reply(*reply) for reply in replies]
-    batch = ppo_loop.to_batch(asked, rows, range(len(rows)))
+    batch = batch_of([[20, 30, 40]] * len(replies), replies)
     assert int(batch.input_ids.max()) == 98  # at least one comes near
     torch.testing.assert_close(w.compute_log_probs(batch), batch.rollout_log_probs, rtol=1e-4, atol=1e-4)
     ids, log_probs, _ = replies[0]

@@ -8,6 +8,7 @@ Several engines may live in one process, as long as none is deleted.
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -52,8 +53,8 @@ def prompts_of(lengths, seed=5):
 
 
 def rows_of(room=(12, 1, 2, 12, 12, 3)):
-    """Rows for an engine: prompts, some longer than a block of the cache; keys; the most new tokens."""
-    return list(zip(prompts_of((140, 1, 30, 131, 5, 190)), "abcdef", room, strict=True))
+    """Rows for an engine: prompts, some longer than a block of the cache; seeds; the most new tokens."""
+    return list(zip(prompts_of((140, 1, 30, 131, 5, 190)), range(6), room, strict=True))
 
 
 MANY = prompts_of([3, 16, 29, 42, 5, 18, 31, 44, 7, 150, 129], seed=8)
@@ -121,9 +122,11 @@ def played(engine, mine):
         return "12+" if heard[prompt] <= answer else None
 
     run = tests.a_run(max_response_length=48, max_turns=5)
-    task = tests.a_task(tokenizer=common.char_tokenizer(), observe=observe)
-    keys = [f"key {i}" for i in mine]
-    replies = ppo_loop.roll_out(engine, task, [prompts[i] for i in mine], keys, run, 0.9)
+    task = tests.a_task(
+        tokenizer=common.char_tokenizer(), observe=functools.partial(ppo_loop.attempt, observe)
+    )
+    replies = [ppo_loop.Reply(prompts[i], i) for i in mine]
+    ppo_loop.roll_out(engine, task, replies, run, 0.9)
     assert not any(reply.fault for reply in replies), replies
     return dict(zip(mine, replies, strict=True)), heard
 
@@ -140,10 +143,10 @@ def on_ranks(folder, size=1):
         engine.sync(w.weights(engine.dtype))
         for mine in deals if step == 2 else deals[-2:]:
             for temperature in (0.0, 0.9):
-                rows = [(MANY[i], f"{step} {i}", 4 + i) for i in mine]
+                rows = [(MANY[i], 100 * step + i, 4 + i) for i in mine]
                 replies = engine.generate(rows, temperature)
                 found |= {(step, temperature, str(mine), i): x for i, x in zip(mine, replies, strict=True)}
-    rows = [(prompt, f"{i}", 6) for i, prompt in enumerate(MANY)]
+    rows = [(prompt, i, 6) for i, prompt in enumerate(MANY)]
     tests.assert_greedy(engine.generate(rows, 0.0), tests.plain(w), rows, STOP)
     turns, heard = played(engine, range(n))
     if common.WORLD_SIZE == 1:
@@ -171,25 +174,25 @@ def on_ranks(folder, size=1):
 
 
 def samples(folder):
-    """What it draws follows from a row's key and the actor's distribution, in the nucleus too."""
+    """What it draws follows from a row's seed and the actor's distribution, in the nucleus too."""
     w, prompt = policy(), [20, 30, 40]
     lm = tests.plain(w)
     some, engine = engine_of(w, range(1, 99, 12), at_once=32), engine_of(w, (), at_once=128)
     for e in (some, engine):
         e.sync(w.weights(e.dtype))
     before = torch.get_rng_state()
-    tests.assert_samples_follow_their_keys(some)
+    tests.assert_samples_follow_their_seeds(some)
     assert torch.equal(torch.get_rng_state(), before)
     assert some.generate([], 1.0) == []
     for temperature in (0.7, 1.3):  # log-probs of what is sampled from
-        for ids, log_probs, ended in engine.generate([(prompt, key, 9) for key in "abcd"], temperature):
+        for ids, log_probs, ended in engine.generate([(prompt, seed, 9) for seed in range(4)], temperature):
             assert len(ids) == 9 and not ended
             tests.assert_close(log_probs, tests.log_probs_of_reply(lm, prompt, ids, temperature))
-    rows = [(prompt, f"{i}", 1) for i in range(2000)]
+    rows = [(prompt, i, 1) for i in range(2000)]
     tests.assert_drawn_from_the_softmax(engine.generate(rows, 0.8), lm, prompt)
     engine.run = dataclasses.replace(engine.run, top_p=0.7)
     tests.assert_drawn_from_the_nucleus(engine.generate(rows[:400], 0.8), lm, prompt, 0.8, 0.7)
-    ((ids, log_probs, _),) = engine.generate([(prompt, "a", 5)], 0.0)  # greedy knows no nucleus
+    ((ids, log_probs, _),) = engine.generate([(prompt, 0, 5)], 0.0)  # greedy knows no nucleus
     tests.assert_close(log_probs, tests.log_probs_of_reply(lm, prompt, ids, 1.0))
 
 
@@ -254,7 +257,7 @@ def fillers(folder):
     w.model.known = 99
     engine = engine_of(w, stop=(), at_once=400)
     engine.sync(w.weights(engine.dtype))
-    replies = engine.generate([([20, 30, 40], f"{i}", 4) for i in range(400)], 1.0)
+    replies = engine.generate([([20, 30, 40], i, 4) for i in range(400)], 1.0)
     tests.assert_no_fillers(replies, w, tests.plain(w))
 
 
@@ -274,7 +277,7 @@ def sigterm_ends_generate(folder):
 
     engine.llm.llm_engine.step = counted
     with pytest.raises(SystemExit):
-        engine.generate([(prompt, key, 12) for prompt, key, _ in rows_of()], 0.0)
+        engine.generate([(prompt, seed, 12) for prompt, seed, _ in rows_of()], 0.0)
     assert len(steps) == 3 and ppo_loop.SIGTERM.is_set()
     engine.offload()
     assert engine.llm.llm_engine.is_sleeping()
@@ -329,7 +332,7 @@ def soak(folder, syncs):
     copies of 40 MiB: 22 to 30 on the way, 65 if the weights are a list; 20 MiB come and go with gloo."""
     w = policy(hidden_size=256, intermediate_size=640, num_hidden_layers=16, num_attention_heads=8)
     copy = sum(p.numel() for p in w.model.parameters()) * 4
-    engine, rows = engine_of(w, longest=60), list(zip(prompts_of((5, 40)), "ab", (4, 4), strict=True))
+    engine, rows = engine_of(w, longest=60), list(zip(prompts_of((5, 40)), range(2), (4, 4), strict=True))
     held, peaks = [], []
     kib = lambda key: next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith(key))
     memory = lambda key: kib(key) * 1024  # bytes of VmRSS, or of VmHWM: the most since it was reset
