@@ -767,11 +767,7 @@ def dense_attention(q, k, v, scale, window, softcap, sinks):
 # ---- FLOPs of a value model: no vocabulary head, causal attention, active experts only ---------------------
 
 # dense bf16 TFLOP/s from the vendors' data sheets; the first pattern in the device's name counts
-PEAK_TFLOPS = {
-    "H100 PCIE": 756, "H[12]00 NVL": 835,
-    "(H|GH)[128]00": 989,
-    "A[18]00": 312
-}  # fmt: skip
+PEAK_TFLOPS = {"H100 PCIE": 756, "H[12]00 NVL": 835, "(H|GH)[128]00": 989, "A[18]00": 312}
 
 
 def flops_model(model, config):
