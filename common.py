@@ -6,7 +6,6 @@ a value; H query heads; K key and value heads; D features of a head.
 
 import collections
 import datetime
-import enum
 import functools
 import hashlib
 import io
@@ -462,14 +461,10 @@ def named_range(name):
         yield
 
 
-class Dispatch(enum.Enum):
-    ONE_TO_ALL = "every rank calls with the same arguments"
-    DP_COMPUTE_PROTO = "every rank calls with the rows it owns and gets the results of those rows"
-
-
-def register(dispatch, needs=()):
-    """Decorates a worker's method. Under DP_COMPUTE_PROTO it sees the *global* batch, in row_id order, with
-    the optional columns in `needs` alone; a (T,) result is cut back to the caller's rows."""
+def dp_compute_proto(needs=()):
+    """Decorates a worker's method that every rank calls with the rows it owns. The method sees the *global*
+    batch, in row_id order, with the optional columns in `needs` alone; a (T,) result is cut back to the
+    caller's rows. All other methods are ONE_TO_ALL: every rank calls them with the same arguments."""
 
     def decorate(method):
         @functools.wraps(method)
@@ -485,7 +480,7 @@ def register(dispatch, needs=()):
                 return result
             return result[whole.token_index(torch.searchsorted(whole.row_id, batch.row_id).tolist())]
 
-        return call if dispatch is Dispatch.DP_COMPUTE_PROTO else method
+        return call
 
     return decorate
 

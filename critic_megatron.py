@@ -202,7 +202,7 @@ from safetensors.torch import save_file
 from transformers import AutoModel
 
 import common
-from common import Dispatch, UserError, print0, register
+from common import UserError, print0
 
 transformers.logging.set_verbosity_error()  # the run says in one line what matters of a load
 transformers.logging.disable_progress_bar()
@@ -1098,7 +1098,6 @@ class CriticWorker:
         self.layout = make_layout(config, self.device)
         self.offloaded = False
 
-    @register(Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps=None, value_range=None):
         """Builds the model and its optimizer.
 
@@ -1111,12 +1110,13 @@ class CriticWorker:
         self.critic = MegatronPPOCritic(config, self.model_config, self.layout, total_steps)
         torch.manual_seed(config.seed)  # random weights were drawn
         print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
-        sizes = f"tp {config.tensor_model_parallel_size} x cp {config.context_parallel_size} x "
-        sizes += f"dp {self.layout.dp_size} x pp {config.pipeline_model_parallel_size}"
-        print0(f"layout     ranks {WORLD_SIZE} = {sizes}; CPU threads {torch.get_num_threads()} a rank")
+        print0(
+            f"layout     ranks {WORLD_SIZE} = tp {config.tensor_model_parallel_size} x"
+            f" cp {config.context_parallel_size} x dp {self.layout.dp_size} x"
+            f" pp {config.pipeline_model_parallel_size}; CPU threads {torch.get_num_threads()} a rank"
+        )
         print0(f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32")
 
-    @register(Dispatch.ONE_TO_ALL)
     def set_budget(self, longest, row, halvings=0):
         """Sets how many tokens a micro-batch takes; no update depends on it. UserError: a row does not fit.
 
@@ -1191,13 +1191,13 @@ class CriticWorker:
         if batch.multi_modal_inputs:
             raise ValueError("multi_modal_inputs: this critic reads text only")
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @common.dp_compute_proto()
     def compute_values(self, batch):
         """Values of the caller's rows: (T,) float32, zero where response_mask is false."""
         self.check_batch(batch)
         return self.critic.compute_values(batch)
 
-    @register(Dispatch.DP_COMPUTE_PROTO, needs=("values", "returns"))
+    @common.dp_compute_proto(needs=("values", "returns"))
     def update_critic(self, batch):
         """One PPO update on the rows of all ranks, with old values and returns -> metrics, equal on all."""
         self.check_batch(batch)
@@ -1208,13 +1208,11 @@ class CriticWorker:
         flops = lambda length: passes * self.critic.flops(length)
         return metrics | common.describe_update(batch, start, config.ppo_epochs, flops, self.layout)
 
-    @register(Dispatch.ONE_TO_ALL)
     def offload(self):
         """Gives the device memory of weights, gradients and optimizer state to others (a rollout engine)."""
         self.offloaded = True
         self.move(torch.device("cpu"))
 
-    @register(Dispatch.ONE_TO_ALL)
     def onload(self):
         """Takes it back."""
         self.offloaded = False
@@ -1236,7 +1234,6 @@ class CriticWorker:
 
     # ---- Checkpoints and export ----------------------------------------------------------------------------
 
-    @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder):
         """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not at all.
 
@@ -1263,7 +1260,6 @@ class CriticWorker:
 
         return write
 
-    @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder):
         """Restores what either critic saved, on any layout. UserError: damaged or of another model."""
         critic = self.critic
@@ -1281,7 +1277,6 @@ class CriticWorker:
         """What must be equal in a checkpoint and the run that continues it."""
         return common.shape_of(self.model_config)
 
-    @register(Dispatch.ONE_TO_ALL)
     def export_hf(self, folder):
         """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads:
         num_labels 1, or a label a bin for hl_gauss, whose value_range is then in config.json.
@@ -1389,10 +1384,6 @@ class Checkpoints:
             if self.saving is not None:
                 self.saving.result(timeout=60)
 
-    def sigterm_received(self):
-        """Whether any rank has received SIGTERM (a collective)."""
-        return any(common.of_all_ranks(self.sigterm.is_set()))
-
     def save(self, step, write):
         """Saves a step by write(tmp, group), then removes all but the last `keep` (a collective), in turn."""
 
@@ -1435,9 +1426,11 @@ def main(run):
             worker.load_checkpoint(checkpoints.folder)
         longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
-        lr = worker.critic.peak_lr
-        minis = f"mini-batches of {min(size, config.ppo_mini_batch_size)} rows"
-        print0(f"steps      {run.steps} updates x {size} rows, {minis}, {total} optimizer steps, lr {lr:g}")
+        print0(
+            f"steps      {run.steps} updates x {size} rows,"
+            f" mini-batches of {min(size, config.ppo_mini_batch_size)} rows,"
+            f" {total} optimizer steps, lr {worker.critic.peak_lr:g}"
+        )
         shown, about = learn(run, worker, train, held_out, size, checkpoints)
         worker.export_hf(f"{run.out_dir}/hf")
     if shown is not None:
@@ -1469,7 +1462,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     batch = None
     steps = range(first_step, run.steps + 1)
     for step in logger.profiled(steps, run.profile_steps):
-        ends = step == run.steps or checkpoints.sigterm_received()
+        ends = step == run.steps or any(common.of_all_ranks(checkpoints.sigterm.is_set()))
         evaluates = step in (0, run.steps) or run.eval_every and step % run.eval_every == 0
         if held_out is not None and evaluates:
             held_out.values = worker.critic.compute_values(held_out)

@@ -86,7 +86,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.core_model_loading import revert_weight_conversion
 
 import common
-from common import RANK, WORLD_SIZE, Dispatch, UserError, print0, register
+from common import RANK, WORLD_SIZE, UserError, print0
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
@@ -923,7 +923,7 @@ class PolicyWorker:
         """Takes that of the weights back; the state comes for an update alone."""
         self.model.to(self.device)
 
-    @register(Dispatch.DP_COMPUTE_PROTO)
+    @common.dp_compute_proto()
     @torch.no_grad()
     def compute_log_probs(self, batch):
         """Log-probs of the actions of the caller's rows at --temperature: (T,) float32, zero elsewhere."""
@@ -957,7 +957,7 @@ class PolicyWorker:
                 setattr(micro, name, x.to(self.device, non_blocking=True))
         return micro
 
-    @register(Dispatch.DP_COMPUTE_PROTO, needs=LEARNED_FROM)
+    @common.dp_compute_proto(needs=LEARNED_FROM)
     def update_policy(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
         names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy")

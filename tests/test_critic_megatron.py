@@ -37,7 +37,7 @@ SAME_CODE = {  # class in critic_fsdp.py, class in critic_megatron.py -> functio
     ("", ""): "spread learn",
     ("DataParallelPPOCritic", "MegatronPPOCritic"): "values loss learning_rate",
     ("CriticWorker", "CriticWorker"): "measure_budget compute_values save_checkpoint",
-    ("Checkpoints", "Checkpoints"): "__enter__ __exit__ sigterm_received save wait leave",
+    ("Checkpoints", "Checkpoints"): "__enter__ __exit__ save wait leave",
 }
 SAME_SIGNATURE = {
     ("", ""): "mistake_in read_weights make_layout build_value_model check_model_flags check_budget main",
