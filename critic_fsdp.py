@@ -45,7 +45,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Rate = Annotated[pydantic.FiniteFloat, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Auto = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d+)?)?$")]
@@ -100,7 +100,7 @@ class Config:
 
     # optimizer
     lr: Rate | None = None  # peak learning rate of AdamW (None: 1e-3 for tiny-*, 1e-5 for a checkpoint)
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01  # decoupled, on every weight
+    weight_decay: Annotated[pydantic.FiniteFloat, Field(ge=0)] = 0.01  # decoupled, on every weight
     betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay of AdamW's two moving averages
     grad_clip: Annotated[float, Field(gt=0)] = 1.0  # largest norm of the whole gradient (inf: no clipping)
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after the warm-up; cosine ends at 0
