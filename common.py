@@ -297,7 +297,7 @@ def gather(batch):
 
 # ---- Rows as JSON, one a line ------------------------------------------------------------------------------
 
-Number = Annotated[float, Field(ge=-1e15, le=1e15)] | bool  # float32 can hold the square
+Number = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)] | bool  # float32 can hold the square
 ALTERNATIVES = (("prompt", "messages", "prompt_ids"), ("response", "response_ids"), ("reward", "rewards"))
 Text = Annotated[str, Field(min_length=1)]
 Id = Annotated[int, Field(ge=0, lt=2**63)]
