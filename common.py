@@ -160,8 +160,7 @@ class Batch:
 
     token            p0   p1   a0   a1   o0   a2      p prompt . a action . o observation (tool output)
     response_mask    0    0    1    1    0    1
-    hidden           h0   h1   h2   h3   h4   h5
-    values           0    0    v(h1) v(h2) 0  v(h4)   the value of an action is read just before it"""
+    values           0    0    v1   v2   0    v4      of an action: read from the state just before it"""
 
     input_ids: torch.Tensor  # (T,) int64
     cu_seqlens: torch.Tensor  # (B+1,) int32: sequence b is [cu_seqlens[b], cu_seqlens[b+1])
@@ -177,6 +176,7 @@ class Batch:
     ref_log_probs: Floats = None
     rollout_log_probs: Floats = None  # as the rollout engine sampled them
     multi_modal_inputs: list | None = None  # B dicts, {} for a row without images
+    packed: tuple | None = None  # of a micro-batch: what a critic's lay_out makes of it
 
     ROWS = ("row_id", "truncated", "multi_modal_inputs")
     FLOATS = ("token_level_rewards", "values", "returns", "advantages", "weights", "old_log_probs",
@@ -209,6 +209,11 @@ class Batch:
         return torch.repeat_interleave(self.cu_seqlens.diff().long())
 
     @property
+    def places(self):
+        """(T,) int64: the place of each token in its sequence."""
+        return torch.cat([torch.arange(n) for n in self.lengths])
+
+    @property
     def actions(self):
         """(B,) int64: how many actions each sequence has."""
         return F.pad(self.response_mask.cumsum(0), (1, 0))[self.cu_seqlens].diff()
@@ -221,9 +226,8 @@ class Batch:
 
     def token_index(self, rows):
         """Indices into the (T,) columns of the tokens of these rows, in the order of `rows`."""
-        starts = self.cu_seqlens.tolist()
-        pieces = [torch.arange(starts[r], starts[r + 1]) for r in rows]
-        return torch.cat([torch.arange(0), *pieces])
+        pieces = torch.arange(len(self.input_ids)).split(self.lengths)
+        return torch.cat([torch.arange(0), *(pieces[row] for row in rows)])
 
     def select(self, rows):
         """A new Batch of the rows with these indices, in that order; it shares no memory with this one."""
@@ -242,9 +246,27 @@ class Batch:
         rows = range(len(self))
         return [self.select(rows[i : i + size]) for i in rows[::size]]
 
+    def groups(self, share=True):
+        """[(shared, rows)] of rows with equal prompts (all before the first action), in row order. shared:
+        its tokens but the last. Alone are rows with images or without an action, and all if not share."""
+        found = {}
+        columns = (self.input_ids, self.response_mask)
+        for row, (ids, mask) in enumerate(zip(*(x_T.split(self.lengths) for x_T in columns))):
+            prompt = tuple(ids[: mask.int().argmax()].tolist())
+            images = self.multi_modal_inputs and self.multi_modal_inputs[row]
+            if images or not prompt or not share:
+                prompt = (-1 - row,)  # which no tokens are
+            found.setdefault(prompt, []).append(row)
+        return [(len(prompt) - 1, rows) for prompt, rows in found.items()]
+
+    def computed(self, groups, count=int):
+        """What is computed for each of the groups, if count(n) is that for the first n tokens of a row."""
+        n = self.lengths
+        return [count(s) + sum(count(n[row]) - count(s) for row in rows) for s, rows in groups]
+
     def shuffled(self, *key):
-        """The same rows, in an order that follows from the key alone (say seed, step, epoch)."""
-        return self.select(permutation(len(self), *key))
+        """The same rows, as shuffled_rows has them."""
+        return self.select(shuffled_rows(self.groups(), *key))
 
 
 def check(batch):
@@ -364,13 +386,18 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
     return concat(rows)
 
 
-def describe_rows(rows, gamma):
+def describe_rows(rows, gamma, config):
     """Prints what there is to learn -> (LOW, HIGH) of hl_gauss: the span of the returns and a tenth more."""
     rows = replace(rows, returns=monte_carlo(rows, gamma))
     x_A = rows.returns[rows.response_mask].double()
     low, high = map(float, x_A.aminmax())
     sizes = f"{len(rows):,} rows, {len(rows.input_ids):,} tokens, {len(x_A):,} actions"
     print0(f"rows       {sizes}, longest row {rows.longest[0]:,}")
+    tokens = len(rows.input_ids)
+    computed = sum(rows.computed(rows.groups(config.share_prompts and config.use_remove_padding)))
+    if computed < tokens:
+        fewer = f"computed ({tokens / computed:.2f} times fewer)"
+        print0(f"tokens     {tokens:,} - {tokens - computed:,} shared = {computed:,} {fewer}")
     print0(f"returns    {x_A.mean():.3g} +- {x_A.std(correction=0):.3g}, from {low:.3g} to {high:.3g}")
     print0(f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt alone can explain of them")
     margin = 0.1 * (high - low) or 1.0
@@ -488,16 +515,19 @@ def dp_compute_proto(needs=()):
 # ---- PPO maths on flat data --------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=8)
-def permutation(n, *key):
-    """A permutation of range(n) drawn from the key alone (say seed, step, epoch), the same on every rank."""
-    return random.Random(" ".join(map(str, key))).sample(range(n), n)
+def shuffled_rows(groups, *key):
+    """All rows of Batch.groups, whose order follows from the key alone (say seed, step, epoch)."""
+    groups = random.Random(" ".join(map(str, key))).sample(groups, len(groups))
+    return [row for _, rows in groups for row in rows]
 
 
-def rows_of_step(step, n, size, seed):
-    """Indices of the rows of update `step`, at most `size`. Each pass over the n rows has its own order."""
+def rows_of_step(step, groups, size, seed):
+    """Indices of the rows of update `step`, at most `size`. Each pass over the groups has its own order."""
+    n = sum(len(rows) for _, rows in groups)
     pieces = math.ceil(n / size)
-    return permutation(n, seed, "rows", step // pieces)[step % pieces :: pieces]
+    i = step % pieces
+    rows = shuffled_rows(groups, seed, "rows", step // pieces)
+    return rows[n * i // pieces : n * (i + 1) // pieces]
 
 
 def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bootstrap_B=None):
@@ -659,10 +689,12 @@ except ImportError:
 
 
 class PackLayout:
-    """Where sequences of these lengths lie in a packed row. Queries are the last of theirs, if fewer."""
+    """Where sequences of these lengths lie in a packed row. Queries are the last of theirs, if fewer than
+    keys. keys: the places of all sequences' keys in the row, on the device (None: those of the queries)."""
 
-    def __init__(self, lengths, device, key_lengths=None):
+    def __init__(self, lengths, device, key_lengths=None, keys=None):
         key_lengths = key_lengths or lengths
+        self.keys = keys
         neighbours = itertools.groupby(zip(lengths, key_lengths))
         self.pieces = [(*sizes, len(list(same))) for sizes, same in neighbours]  # (queries, keys, how many)
         cu = [cumulative(n).to(device, non_blocking=True) for n in (lengths, key_lengths)]
@@ -699,6 +731,8 @@ transformers.AttentionInterface.register("packed", packed_attention)
 def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
     """(1,H,T,D) causal attention within the sequences of the layout: in half precision on CUDA by flash-attn
     or PyTorch's varlen kernel, else by SDPA; written out for soft caps (Gemma 2) and sinks (gpt-oss)."""
+    if layout.keys is not None:
+        k, v = (x[:, :, layout.keys] for x in (k, v))
     half = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
     head_dim = q.shape[-1]
     fits = sinks is None and head_dim == v.shape[-1] <= 256 and head_dim % 8 == 0
@@ -716,14 +750,12 @@ def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
             out_THD = varlen_attn(*inputs, scale=scale, window_size=size, enable_gqa=True)
         return out_THD.transpose(0, 1)[None]
     Pack.kernel = "eager" if softcap or sinks is not None else "sdpa"
-    queries = [n * count for n, _, count in layout.pieces]
-    keys = [n * count for _, n, count in layout.pieces]
+    *lengths, counts = zip(*layout.pieces)
     # by split, because the backward of a slice would fill the whole row with zeros, each time
-    q_pieces = q[0].split(queries, 1)
-    k_pieces = k[0].split(keys, 1)
-    v_pieces = v[0].split(keys, 1)
+    queries, keys = ([n * count for n, count in zip(some, counts)] for some in lengths)
+    pieces = zip(counts, q[0].split(queries, 1), k[0].split(keys, 1), v[0].split(keys, 1))
     outs = []
-    for (*_, count), *piece in zip(layout.pieces, q_pieces, k_pieces, v_pieces):
+    for count, *piece in pieces:
         qkv = [x.unflatten(1, (count, -1)).transpose(0, 1) for x in piece]
         out_NHLD = dense_attention(*qkv, scale, window, softcap, sinks)
         outs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
@@ -787,7 +819,7 @@ def flops_model(model, config):
 
 def describe_update(batch, start, epochs, flops, layout):
     """Metrics of an update's rows, with values from before it, and of its speed since `start` (a collective).
-    flops(length): those of a row in one epoch. MFU is NaN in float32, and on devices not in the table."""
+    flops: those computed, a shared prompt's once. MFU is NaN in float32 and on devices not in the table."""
     seconds = time.perf_counter() - start
     memory = peak = nan
     if layout.device.type == "cuda":
@@ -799,16 +831,15 @@ def describe_update(batch, start, epochs, flops, layout):
     columns = {name: getattr(batch, name)[batch.response_mask].double() for name in ("values", "returns")}
     metrics = {
         "perf/tokens_per_second": epochs * len(batch.input_ids) / seconds,
-        "perf/mfu": epochs * sum(map(flops, batch.lengths)) / (seconds * WORLD_SIZE * peak),
+        "perf/mfu": flops / (seconds * WORLD_SIZE * peak),
         "perf/peak_memory_gib": memory / 2**30,
         "perf/time_update": seconds,
         "critic/explained_var": explained_variance(*columns.values()),
     }
     for name, x_A in columns.items():
         if len(x_A):
-            metrics[f"critic/{name}_mean"] = float(x_A.mean())
-            metrics[f"critic/{name}_min"] = float(x_A.min())
-            metrics[f"critic/{name}_max"] = float(x_A.max())
+            for kind in ("mean", "min", "max"):
+                metrics[f"critic/{name}_{kind}"] = float(getattr(x_A, kind)())
     return metrics
 
 
@@ -1343,32 +1374,14 @@ their last action.</p>
 def ceiling(rows):
     """1 - within-prompt variance / variance of returns at the first action, over prompts (equal tokens before
     it) with several rows. NaN if all returns are equal, or if chance puts it below 0."""
-    groups = {}
-    columns = (rows.response_mask, rows.input_ids, rows.returns)
-    for mask, ids, returns in zip(*(x_T.split(rows.lengths) for x_T in columns)):
-        first = int(mask.int().argmax())
-        if first:
-            groups.setdefault(tuple(ids[:first].tolist()), []).append(returns[first])
-    groups = [torch.stack(group).double() for group in groups.values() if len(group) > 1]
-    if not groups:
+    groups = [(shared + 1, group) for shared, group in rows.groups() if len(group) > 1]
+    returns = [rows.returns[rows.cu_seqlens[group] + first].double() for first, group in groups]
+    if not returns:
         return nan
-    every = torch.cat(groups)
-    within = sum(len(x) * x.var() for x in groups) / len(every)
+    every = torch.cat(returns)
+    within = sum(len(x) * x.var() for x in returns) / len(every)
     spread = every.var()
     return float(1 - within / spread) if 0 < spread >= within else nan
-
-
-def report_numbers(rows, gamma):
-    """{each of NUMBERS: float}."""
-    v_A = rows.values[rows.response_mask].double()
-    r_A = rows.returns[rows.response_mask].double()
-    first = F.pad(rows.actions[rows.actions > 0].cumsum(0), (1, -1))
-    return {
-        "explained variance": explained_variance(v_A, r_A),
-        "at the first action": explained_variance(v_A[first], r_A[first]),
-        "ceiling": ceiling(rows),
-        "AUC": evaluate(rows, gamma)["eval/auc"],
-    }
 
 
 def rows_to_show(rows, tokenizer, low, high):
@@ -1405,7 +1418,15 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     rows = replace(rows)
     add_returns(rows, gamma, lam=0.0)  # with lambda 0 advantages are TD errors
     rows.returns = monte_carlo(rows, gamma)
-    numbers = {name: number(x, ".3f") for name, x in report_numbers(rows, gamma).items()}
+    r_A = rows.returns[rows.response_mask]
+    first = F.pad(rows.actions[rows.actions > 0].cumsum(0), (1, -1))
+    numbers = {  # see NUMBERS
+        "explained variance": explained_variance(v_A, r_A),
+        "at the first action": explained_variance(v_A[first], r_A[first]),
+        "ceiling": ceiling(rows),
+        "AUC": evaluate(rows, gamma)["eval/auc"],
+    }
+    numbers = {name: number(x, ".3f") for name, x in numbers.items()}
     figure = Figure(figsize=(15, 4), layout="constrained")
     log = read_lines(f"{out_dir}/metrics.jsonl")
     for panel, (title, names) in zip(figure.subplots(1, 3), curves.items()):

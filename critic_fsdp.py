@@ -81,6 +81,7 @@ class Config:
 
     # precision and kernels
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
+    share_prompts: bool = True  # compute what rows with equal prompts share once; the update is the same
     # dtype of matrix products (auto: bfloat16, but float32 on CPU)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
@@ -341,18 +342,16 @@ def read_images(row, image_processor):
     return dict(image_processor(images=[load_image(x) for x in row["images"]], return_tensors="pt"))
 
 
-def with_images(backbone, ids_T, lengths, images):
-    """((4, T) places in text, time, height and width, pixels or {}) of B rows with these images."""
+def with_images(backbone, micro, image_processor):
+    """((4, T) places in text, time, height and width, pixels or {}) of rows with their images."""
     places = []
-    for ids, row in zip(ids_T.split(lengths), images):
+    images = [read_images(row, image_processor) for row in micro.multi_modal_inputs or [{}] * len(micro)]
+    for ids, row in zip(micro.input_ids.split(micro.lengths), images):
         is_image = (ids == backbone.config.image_token_id).int()[None]
         thw, _ = backbone.get_rope_index(ids[None], is_image, image_grid_thw=row.get("image_grid_thw"))
-        text = torch.arange(len(ids), device=ids.device)
-        places.append(torch.cat([text[None], thw[:, 0]]))
-    pixels = {}
-    for key in ("pixel_values", "image_grid_thw") if any(images) else ():
-        pixels[key] = torch.cat([row[key] for row in images if row]).to(ids_T.device)
-    return torch.cat(places, 1), pixels
+        places.append(torch.cat([torch.arange(len(ids))[None], thw[:, 0]]))
+    keys = ("pixel_values", "image_grid_thw") if any(images) else ()
+    return torch.cat(places, 1), {key: torch.cat([row[key] for row in images if row]) for key in keys}
 
 
 # ---- Parallelism: which ranks share what, and the model spread over them -----------------------------------
@@ -519,26 +518,60 @@ def spread(costs, k):
     return parts
 
 
-def micro_batches(lengths, costs, dp_size, max_tokens, padded=False):
-    """For each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens.
-
-    Every rank computes the same table from all lengths, so all run equally many forwards without
-    communicating, as ranks that share weights must. A rank with less to do gets smaller or empty ones."""
-
-    def tokens(rows):
-        sizes = [lengths[i] for i in rows]
-        return max(sizes, default=0) * len(sizes) if padded else sum(sizes)
-
-    ranks = spread(costs, dp_size)
+def micro_batches(batch, flops, dp_size, max_tokens, share, padded=False):
+    """(for each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens; FLOPs of a
+    forward over all of them). Every rank computes the same table from all rows, so all run equally many
+    forwards without communicating, as ranks that share weights must. A rank with less to do gets smaller or
+    empty ones. Rows that share a prompt stay together, unless they are more than a micro-batch takes, or than
+    a rank's part of all."""
+    lengths = batch.lengths
+    groups = batch.groups(share and not padded)
+    most = min(max_tokens, sum(batch.computed(groups)) / dp_size)
+    bundles = []  # groups, some of them in pieces
+    for shared, rows in groups:
+        size = math.inf
+        for row in rows:
+            size += lengths[row] - shared
+            if size > most:
+                size = lengths[row]
+                bundles.append((shared, []))
+            bundles[-1][1].append(row)
+    sizes = batch.computed(bundles)
+    tokens = lambda part: max(part, default=0) * len(part) if padded else sum(part)
     count = 1
     while True:
-        table = []
-        for rows in ranks:
-            parts = spread([lengths[i] for i in rows], count)
-            table.append([[rows[j] for j in part] for part in parts])
-        if max(tokens(part) for parts in table for part in parts) <= max_tokens:
-            return table
+        parts = spread(sizes, dp_size * count)
+        if max(tokens([sizes[i] for i in part]) for part in parts) <= max_tokens:
+            break
         count += 1 + count // 20
+    table = [[row for i in part for row in bundles[i][1]] for part in parts]
+    return [table[rank::dp_size] for rank in range(dp_size)], sum(batch.computed(bundles, flops))
+
+
+def pack_rows(batch, device, share, unit=1):
+    """Where the tokens of rows lie end to end -> (slots, index_T, PackLayout). slots: (S,) the token in each
+    slot, T in the padding up to a multiple of `unit`. Rows that share a prompt have it once, in the first of
+    them, all but its last token. index_T: the slot of each token, where the others of its row find its keys.
+
+        rows       p0 p1 p2 a0 a1    p0 p1 p2 b0
+        slots      p0 p1 p2 a0 a1    p2 b0
+        index_T    0  1  2  3  4     0  1  5  6"""
+    lengths = batch.lengths
+    queries = batch.lengths
+    total = len(batch.input_ids)
+    source = torch.arange(total + unit)  # the token that is computed in place of this one
+    rows = source[:total].split(lengths)
+    for shared, (first, *others) in batch.groups(share):
+        for row in others:
+            rows[row][:shared] = rows[first][:shared]
+            queries[row] -= shared
+    pad = -sum(queries) % unit
+    queries[-1] += pad  # the last row goes on with it: nothing sees what comes behind
+    lengths[-1] += pad
+    slots, keys = source[: total + pad].unique(return_inverse=True)
+    keys = keys.to(device, non_blocking=True)
+    layout = common.PackLayout(queries, device, lengths, keys if len(slots) < len(keys) else None)
+    return slots.clamp(max=total), keys[:total], layout
 
 
 def check_model_flags(config, model_config):
@@ -574,6 +607,7 @@ class DataParallelPPOCritic:
     on every rank, and work on this rank's share of it."""
 
     between = staticmethod(lambda: None)  # called between micro-batches of compute_values; it may raise
+    computed = 0  # FLOPs of all ranks' forwards since the last update began
 
     def __init__(self, config, model_config, layout, total_steps=None):
         self.config = config
@@ -595,65 +629,56 @@ class DataParallelPPOCritic:
 
     def my_micro_batches(self, batch):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
-        costs = [self.flops(n) for n in batch.lengths]
-        padded = not self.config.use_remove_padding
-        table = micro_batches(batch.lengths, costs, self.layout.dp_size, self.max_tokens, padded)
+        c = self.config
+        table, flops = micro_batches(
+            batch, self.flops, self.layout.dp_size, self.max_tokens, c.share_prompts, not c.use_remove_padding
+        )
+        self.computed += flops
         return table[self.layout.dp_rank]
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
         micro = batch.select(rows) if rows else common.Batch.blank()
-        if self.image_processor is not None:
-            images = micro.multi_modal_inputs or [{}] * len(micro)
-            micro.multi_modal_inputs = [read_images(row, self.image_processor) for row in images]
-        for name in ("input_ids", "response_mask", *micro.FLOATS):  # lengths stay on the host
+        micro.packed = self.lay_out(micro)
+        for name in ("response_mask", *micro.FLOATS):  # the rest stays on the host
             if (x := getattr(micro, name)) is not None:
                 setattr(micro, name, x.to(self.layout.device, non_blocking=True))
         return micro
+
+    def lay_out(self, micro):
+        """(inputs of the model, where its outputs of the T tokens are, PackLayout) of a micro-batch."""
+        device = self.layout.device
+        total = len(micro.input_ids)
+        inputs = {}
+        places_T = micro.places
+        if self.image_processor is not None:
+            places_T, inputs = with_images(self.model.model, micro, self.image_processor)
+        slots, index_T, layout = pack_rows(micro, device, self.config.share_prompts, self.layout.sp_size)
+        slots = slots[None]
+        if not self.config.use_remove_padding:
+            slots = nn.utils.rnn.pad_sequence(torch.arange(total).split(micro.lengths), True, total)
+            inputs["attention_mask"] = slots < total
+            index_T = (slots.flatten() < total).nonzero()[:, 0].to(device, non_blocking=True)
+        inputs["input_ids"] = F.pad(micro.input_ids, (0, 1))[slots]
+        inputs["position_ids"] = F.pad(places_T, (0, 1))[..., slots]
+        return {name: x.to(device, non_blocking=True) for name, x in inputs.items()}, index_T, layout
 
     def forward(self, micro):
         """What the head says of each action of a micro-batch: (T,) float32 values, or (T, N) logits.
 
         The value of an action is read *before* it, so what the head says moves one to the right:
 
-            hidden           h0   h1   h2   h3   h4   h5
-            v_T              v0   v1   v2   v3   v4   v5
+            v_T              v0   v1   v2   v3   v4   v5      of the hidden state after each token
             response_mask    0    0    1    1    0    1
             result           .    .    v1   v2   .    v4      never read elsewhere
 
         The first token of a sequence is never an action, so nothing crosses into the next sequence."""
-        ids_T = micro.input_ids
-        lengths = micro.lengths
-        places_T = torch.cat([torch.arange(n) for n in lengths])
-        places_T = places_T.to(ids_T.device, non_blocking=True)
-        pixels = {}
-        if self.image_processor is not None:
-            places_T, pixels = with_images(self.model.model, ids_T, lengths, micro.multi_modal_inputs)
-        forward = self.forward_packed if self.config.use_remove_padding else self.forward_padded
-        return forward(ids_T, lengths, places_T, **pixels).roll(1, 0)
-
-    def forward_packed(self, ids_T, lengths, places_T, **pixels):
-        """(T,) ids, sequences end to end -> (T,) values by position; no padding is computed."""
-        layout = self.layout
-        pad = -len(ids_T) % layout.sp_size  # up to a multiple, as a sequence of its own
-        common.Pack.layout = common.PackLayout(lengths + [pad] if pad else lengths, ids_T.device)
-        common.Pack.group = layout.sp_group
-        ids_1T = F.pad(ids_T, (0, pad))[None]
-        places = F.pad(places_T, (0, pad)).unsqueeze(-2)
-        v_T = self.model(input_ids=ids_1T, position_ids=places, **pixels)[0]  # slice_row, a hook, cuts it
-        if layout.sp_group is not None:
-            v_T = gather_slices(v_T, layout.sp_group)
-        return v_T[: len(v_T) - pad]
-
-    def forward_padded(self, ids_T, lengths, places_T, **pixels):
-        """(T,) ids -> (T,) values by position, through a right-padded (B, L) batch."""
-        common.Pack.group = None  # no rank takes a slice
-        rows = torch.arange(len(ids_T)).split(lengths)
-        index_BL = nn.utils.rnn.pad_sequence(rows, True, -1).to(ids_T.device, non_blocking=True)
-        mask_BL = index_BL >= 0
-        inputs = {"input_ids": ids_T[index_BL] * mask_BL, "attention_mask": mask_BL}
-        v_BL = self.model(position_ids=places_T[..., index_BL] * mask_BL, **inputs, **pixels)
-        return torch.cat([v_L[:n] for v_L, n in zip(v_BL, lengths)])  # for a mask the host would wait
+        inputs, index_T, common.Pack.layout = micro.packed
+        group = common.Pack.group = self.layout.sp_group
+        v_S = self.model(**inputs).flatten(0, 1)  # slice_row, a hook, cuts a row that ranks share
+        if group is not None:
+            v_S = gather_slices(v_S, group)
+        return v_S[index_T].roll(1, 0)
 
     def values(self, outputs, mask):
         """Values of the actions from what the head says of them; zero elsewhere."""
@@ -688,6 +713,7 @@ class DataParallelPPOCritic:
     def update_critic(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
         config = self.config
+        self.computed = 0
         self.model.train()
         totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # as `loss` gives them
         norms = []  # of the mini-batches, NaN where the step was skipped
@@ -822,34 +848,33 @@ class CriticWorker:
 
     @torch.no_grad()
     def check_model(self):
-        """UserError unless half of a row gets the hidden states behind another row and before its own end
-        that it gets alone with the model's own attention: nothing may see later tokens or other rows."""
+        """UserError unless a row behind one that shares its prompt gets the hidden states that it gets alone,
+        cut, with the model's own attention: nothing may see later tokens or other rows."""
         config = self.config
         critic = self.critic
         backbone = critic.model.model
         name = f"--model {config.model}: {type(backbone).__name__}"
         n = 8 * self.layout.sp_size
-        ids_T = torch.arange(4 * n, device=self.device) * 7 % self.model_config.get_text_config().vocab_size
-        places_T = torch.arange(2 * n, device=self.device).repeat(2)
-        half = slice(2 * n, 3 * n)  # of the second row
-        seen = []
-        note = lambda head, args: seen.append(args[0].float().flatten(0, 1))
-        critic.model.eval()
-        hook = critic.model.score.register_forward_pre_hook(note)
+        rows = common.Batch.blank(2 * n).select([0, 0])
+        ids_T = (rows.places + (torch.arange(4 * n) >= 3 * n)) * 7  # the first n of both are equal
+        rows.input_ids = ids_T % self.model_config.get_text_config().vocab_size
+        rows.response_mask = rows.places >= n
+        ids_1L = rows.input_ids[None, 2 * n : 3 * n + 4].to(self.device)
+        critic.model.eval()  # and it returns hidden states
+        hook = critic.model.score.register_forward_hook(lambda head, args, out: args[0].float())
         with hook, common.blame(f"{name} does not run; try --no-use-remove-padding"):
-            forward = critic.forward_packed if config.use_remove_padding else critic.forward_padded
-            forward(ids_T, [2 * n, 2 * n], places_T)
+            together_TD = critic.forward(critic.micro_batch(rows, [0, 1]))[3 * n + 1 : 3 * n + 5]
+            common.Pack.group = None
             backbone.set_attn_implementation("eager")
-            critic.forward_padded(ids_T[half], [n], places_T[:n])
+            alone_TD = critic.model(input_ids=ids_1L)[0, n:]
             backbone.set_attn_implementation(attention_of(config, self.model_config))
         critic.free_gathered()
-        together_TD, alone_TD = seen
-        if len(together_TD) < 4 * n:  # the slices of ranks that share the row
-            together_TD = gather_slices(together_TD, self.layout.sp_group)
-        off = float((together_TD[half] - alone_TD).norm() / alone_TD.norm())
+        off = float((together_TD - alone_TD).norm() / alone_TD.norm())
         if not off < (1e-4 if self.layout.dtype == torch.float32 else 1e-1):
-            words = "lets tokens see later ones or other rows; add --no-use-remove-padding"
-            raise UserError(f"{name} {words} (they differ by {off:.0e})")
+            raise UserError(
+                f"{name} lets tokens see later ones or other rows; add --no-use-remove-padding"
+                f" (they differ by {off:.0e})"
+            )
         print0(f"attention  {common.Pack.kernel or 'padded'}; rows together are off rows alone by {off:.0e}")
 
     def set_budget(self, longest, row, halvings=0):
@@ -941,7 +966,7 @@ class CriticWorker:
         metrics = self.critic.update_critic(batch)
         frozen = config.freeze_layers / self.model_config.get_text_config().num_hidden_layers
         passes = 1 + (1 - frozen) * (1 if config.lora_rank else 2)  # forward, to inputs, to weights
-        flops = lambda length: passes * self.critic.flops(length)
+        flops = passes * self.critic.computed
         return metrics | common.describe_update(batch, start, config.ppo_epochs, flops, self.layout)
 
     def offload(self):
@@ -1198,7 +1223,7 @@ def main(run):
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
     checkpoints = Checkpoints(run.out_dir, run.resume, run.keep, run.async_save, config.timeout_minutes)
     with checkpoints:
-        worker.init_model(total, common.describe_rows(train, run.gamma))
+        worker.init_model(total, common.describe_rows(train, run.gamma, config))
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
         longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
@@ -1239,6 +1264,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
     batch = None
+    groups = train.groups()
     steps = range(first_step, run.steps + 1)
     for step in logger.profiled(steps, run.profile_steps):
         ends = step == run.steps or any(common.of_all_ranks(checkpoints.sigterm.is_set()))
@@ -1252,7 +1278,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
         checkpoints.wait(block=ends)
         if ends:
             break
-        picked = common.rows_of_step(step, len(train), size, run.critic.seed)
+        picked = common.rows_of_step(step, groups, size, run.critic.seed)
         batch = train.select(picked[RANK::WORLD_SIZE])
         batch.values = worker.compute_values(batch)
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)

@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -82,6 +82,7 @@ class Config:
 
     # precision and kernels
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
+    share_prompts: bool = True  # compute what rows with equal prompts share once; the update is the same
     # dtype of matrix products (auto: bfloat16, but float32 on CPU)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
@@ -200,6 +201,7 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModel
+from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 import common
 from common import UserError, print0
@@ -311,10 +313,11 @@ class OutputProjection(tensor_parallel.RowParallelLinear):
 
 
 class CoreAttention(nn.Module):
-    """Causal attention within each sequence of a packed row, by the kernels of common.py.
+    """Causal attention within each sequence of a packed row, by the kernels of common.py, and before it the
+    rotary embedding, as transformers has it; Megatron's would begin at 0 where the rest of a row begins.
 
-    With context parallelism each rank has two pieces of every sequence (see lay_out). Keys and values are
-    gathered, and each piece sees the keys up to its own end: no head is split, all ranks have equal work."""
+    With context parallelism each rank has two pieces of the row (see share_context). Keys and values are
+    gathered, and each piece sees the keys up to its own end: no head is split."""
 
     def __init__(self, config, **_):
         super().__init__()
@@ -323,10 +326,10 @@ class CoreAttention(nn.Module):
     def forward(self, query, key, value, attention_mask, packed_seq_params=None, **_):
         """(S, H, D), keys and values (S, K, D) -> (S, H D)."""
         pack = packed_seq_params
-        if pack.key_index is not None:
+        query, key = apply_rotary_pos_emb(query, key, *pack.rotary)
+        if mpu.get_context_parallel_world_size() > 1:
             gather = tensor_parallel.gather_from_sequence_parallel_region  # backward: reduce-scatter
-            group = mpu.get_context_parallel_group()
-            key, value = (gather(x, group=group)[pack.key_index] for x in (key, value))
+            key, value = (gather(x, group=mpu.get_context_parallel_group()) for x in (key, value))
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
         return common.attention(pack.layout, query, key, value, self.scale)[0].transpose(0, 1).flatten(1)
 
@@ -634,8 +637,8 @@ def layer_spec(transformer, names, vp_stage):
 
 
 def build_value_model(config, model_config, layout):
-    """(the chunks of the model on this rank, the weights to fill them with, FLOPs of a forward, words on its
-    size and on where its weights come from)."""
+    """(the chunks of the model on this rank, the weights to fill them with, rotary embedding, FLOPs of a
+    forward, words on its size and on where its weights come from)."""
     modules = []
     tp = config.tensor_model_parallel_size
     with torch.device("meta"):
@@ -650,20 +653,19 @@ def build_value_model(config, model_config, layout):
                 layer_spec(transformer, names, vp_stage),
                 vocab_size=math.ceil(model_config.vocab_size / tp) * tp,
                 max_sequence_length=model_config.max_position_embeddings,
+                position_embedding_type="none",  # see CoreAttention
                 pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
                 post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-                position_embedding_type="rope",
                 vp_stage=vp_stage,
             )
-            rotary = type(model.rotary_emb)(model_config)
-            module.rotary_pos_emb.inv_freq = rotary.inv_freq.detach().to(layout.device)
             modules.append(module)
     if module.post_process:
         module.output_layer = ValueHead(transformer, model_config.num_labels).to(layout.device)
     tensors, story = read_weights(config, model_config)
+    rotary = type(model.rotary_emb)(model_config).to(layout.device)
     flops = common.flops_model(model, model_config)
     count = sum(p.numel() for p in model.parameters())
-    return modules, tensors, flops, f"{count:,} parameters: {story}"
+    return modules, tensors, rotary, flops, f"{count:,} parameters: {story}"
 
 
 def padding_row(module, model_config):
@@ -703,36 +705,67 @@ def spread(costs, k):
     return parts
 
 
-def micro_batches(lengths, costs, dp_size, max_tokens, padded=False):
-    """For each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens.
-
-    Every rank computes the same table from all lengths, so all run equally many forwards without
-    communicating, as ranks that share weights must. A rank with less to do gets smaller or empty ones."""
-
-    def tokens(rows):
-        sizes = [lengths[i] for i in rows]
-        return max(sizes, default=0) * len(sizes) if padded else sum(sizes)
-
-    ranks = spread(costs, dp_size)
+def micro_batches(batch, flops, dp_size, max_tokens, share, padded=False):
+    """(for each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens; FLOPs of a
+    forward over all of them). Every rank computes the same table from all rows, so all run equally many
+    forwards without communicating, as ranks that share weights must. A rank with less to do gets smaller or
+    empty ones. Rows that share a prompt stay together, unless they are more than a micro-batch takes, or than
+    a rank's part of all."""
+    lengths = batch.lengths
+    groups = batch.groups(share and not padded)
+    most = min(max_tokens, sum(batch.computed(groups)) / dp_size)
+    bundles = []  # groups, some of them in pieces
+    for shared, rows in groups:
+        size = math.inf
+        for row in rows:
+            size += lengths[row] - shared
+            if size > most:
+                size = lengths[row]
+                bundles.append((shared, []))
+            bundles[-1][1].append(row)
+    sizes = batch.computed(bundles)
+    tokens = lambda part: max(part, default=0) * len(part) if padded else sum(part)
     count = 1
     while True:
-        table = []
-        for rows in ranks:
-            parts = spread([lengths[i] for i in rows], count)
-            table.append([[rows[j] for j in part] for part in parts])
-        if max(tokens(part) for parts in table for part in parts) <= max_tokens:
-            return table
+        parts = spread(sizes, dp_size * count)
+        if max(tokens([sizes[i] for i in part]) for part in parts) <= max_tokens:
+            break
         count += 1 + count // 20
+    table = [[row for i in part for row in bundles[i][1]] for part in parts]
+    return [table[rank::dp_size] for rank in range(dp_size)], sum(batch.computed(bundles, flops))
 
 
-def row_unit(config):
-    """A row takes a multiple of this many slots: each context-parallel rank has two equal pieces of it."""
-    return 2 * config.context_parallel_size if config.context_parallel_size > 1 else 1
+def pack_rows(batch, device, share, unit=1):
+    """Where the tokens of rows lie end to end -> (slots, index_T, PackLayout). slots: (S,) the token in each
+    slot, T in the padding up to a multiple of `unit`. Rows that share a prompt have it once, in the first of
+    them, all but its last token. index_T: the slot of each token, where the others of its row find its keys.
+
+        rows       p0 p1 p2 a0 a1    p0 p1 p2 b0
+        slots      p0 p1 p2 a0 a1    p2 b0
+        index_T    0  1  2  3  4     0  1  5  6"""
+    lengths = batch.lengths
+    queries = batch.lengths
+    total = len(batch.input_ids)
+    source = torch.arange(total + unit)  # the token that is computed in place of this one
+    rows = source[:total].split(lengths)
+    for shared, (first, *others) in batch.groups(share):
+        for row in others:
+            rows[row][:shared] = rows[first][:shared]
+            queries[row] -= shared
+    pad = -sum(queries) % unit
+    queries[-1] += pad  # the last row goes on with it: nothing sees what comes behind
+    lengths[-1] += pad
+    slots, keys = source[: total + pad].unique(return_inverse=True)
+    keys = keys.to(device, non_blocking=True)
+    layout = common.PackLayout(queries, device, lengths, keys if len(slots) < len(keys) else None)
+    return slots.clamp(max=total), keys[:total], layout
 
 
 def pack_unit(config):
-    """A micro-batch is padded at its end to a multiple of this many slots, which ranks can share."""
-    return row_unit(config) * (config.tensor_model_parallel_size if splits_sequence(config) else 1)
+    """A micro-batch is padded at its end to a multiple of this many slots, which ranks can share; each of p
+    context-parallel ranks has two of 2 p equal pieces."""
+    cp = config.context_parallel_size
+    return (2 * cp if cp > 1 else 1) * (config.tensor_model_parallel_size if splits_sequence(config) else 1)
 
 
 class MicroBatch(NamedTuple):
@@ -789,13 +822,15 @@ class MegatronPPOCritic:
     on every rank, and work on this rank's share of it."""
 
     between = staticmethod(lambda: None)  # called between micro-batches of compute_values; it may raise
+    computed = 0  # FLOPs of all ranks' forwards since the last update began
 
     def __init__(self, config, model_config, layout, total_steps=None):
         self.config = config
         self.layout = layout
         self.value_range = model_config.value_range  # of hl_gauss; None: the head gives a number
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
-        self.modules, tensors, self.flops, self.story = build_value_model(config, model_config, layout)
+        built = build_value_model(config, model_config, layout)
+        self.modules, tensors, self.rotary, self.flops, self.story = built
         self.transformer = self.modules[0].config
         self.padding_row = padding_row(self.modules[0], model_config)
         self.model = nn.ModuleList(map(wrap, self.modules))  # the same chunks
@@ -830,19 +865,19 @@ class MegatronPPOCritic:
 
     def my_micro_batches(self, batch):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
-        costs = [self.flops(n) for n in batch.lengths]
-        padded = not self.config.use_remove_padding
-        unit = row_unit(self.config)
-        lengths = [math.ceil(n / unit) * unit for n in batch.lengths]
-        table = micro_batches(lengths, costs, self.layout.dp_size, self.max_tokens, padded)
-        multiple = self.config.pipeline_model_parallel_size if len(self.model) > 1 else 1
+        c = self.config
+        table, flops = micro_batches(
+            batch, self.flops, self.layout.dp_size, self.max_tokens, c.share_prompts, not c.use_remove_padding
+        )
+        self.computed += flops
+        multiple = c.pipeline_model_parallel_size if len(self.model) > 1 else 1
         empty = -len(table[0]) % multiple  # what the schedule of virtual pipeline stages wants
         return table[self.layout.dp_rank] + [[]] * empty
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
         micro = batch.select(rows) if rows else common.Batch.blank()
-        slots, packed = self.lay_out(micro.lengths)
+        slots, layout = self.lay_out(micro)
         index = batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)
 
         def to_slots(x_T):
@@ -853,49 +888,59 @@ class MegatronPPOCritic:
         for name in ("response_mask", "values", "returns", "weights"):
             if getattr(micro, name) is not None:
                 columns[name] = to_slots(getattr(micro, name).roll(-1))
+        packed = PackedSeqParams(qkv_format="thd")
+        packed.layout = layout
+        places_S = to_slots(micro.places)
+        packed.rotary = [x[0] for x in self.rotary(places_S.to(self.layout.dtype), places_S[None])]
         return MicroBatch(to_slots(micro.input_ids)[None], packed, **columns)
 
-    def lay_out(self, lengths):
-        """Where the tokens of a micro-batch go -> (slots, PackedSeqParams).
+    def lay_out(self, micro):
+        """Where the tokens of a micro-batch go -> (slots, PackLayout), see pack_rows. Padded rows are rows of
+        equal size."""
+        config = self.config
+        device = self.layout.device
+        if config.context_parallel_size > 1:
+            return self.share_context(micro)
+        if config.use_remove_padding:
+            slots, _, layout = pack_rows(micro, device, config.share_prompts, pack_unit(config))
+            return slots, layout
+        total = len(micro.input_ids)
+        rows = torch.arange(total).split(micro.lengths)
+        slots = nn.utils.rnn.pad_sequence(rows, True, total).flatten()
+        sizes = [len(slots) // len(rows)] * len(rows)
+        tail = -len(slots) % pack_unit(config)
+        sizes[-1] += tail
+        return F.pad(slots, (0, tail), value=total), common.PackLayout(sizes, device)
 
-        slots: (S,) indices into the flat tokens, their number T where there is padding. A context-parallel
-        rank r of p has, of each row cut into 2 p pieces, piece r and piece 2 p - 1 - r: under a causal mask
-        that is equal work for all (Megatron's rotary embedding counts on that order).
+    def share_context(self, micro):
+        """lay_out of a context-parallel rank: rank r of p has, of the packed row cut into 2 p pieces, piece r
+        and piece 2 p - 1 - r, because under a causal mask that is equal work for all, of one long row and
+        nearly of many. Its queries see the keys of their rows, gathered from all ranks, up to their own ends.
 
             p = 2        row: 0 1 2 3 4 5 6 7        rank 0: 0 1 . . . . 6 7        rank 1: . . 2 3 4 5 . ."""
-        config = self.config
-        total = sum(lengths)
-        unit = row_unit(config)
-        sizes = [math.ceil(n / unit) * unit for n in lengths]
-        if not config.use_remove_padding:
-            sizes = [max(sizes)] * len(sizes)
-        rows = torch.arange(total).split(lengths)
-        slots = [F.pad(row, (0, size - len(row)), value=total) for row, size in zip(rows, sizes)]
-        if tail := -sum(sizes) % pack_unit(config):
-            sizes.append(tail)
-            slots.append(torch.full((tail,), total))
-        slots = torch.cat(slots)
-        packed = PackedSeqParams(qkv_format="thd", max_seqlen_q=max(sizes), max_seqlen_kv=max(sizes))
-        # on the host: rotary embedding reads the numbers
-        packed.cu_seqlens_q = packed.cu_seqlens_kv = common.cumulative(torch.tensor(sizes))
-        packed.layout = common.PackLayout(sizes, self.layout.device)
-        packed.key_index = None
-        if config.context_parallel_size > 1:
-            slots, packed.layout, packed.key_index = self.share_context(slots, sizes)
-        return slots, packed
-
-    def share_context(self, slots, sizes):
-        """This rank's slots of packed rows, their PackLayout, and where its keys lie among all gathered."""
         p = self.config.context_parallel_size
-        pairs = [(rank, 2 * p - 1 - rank) for rank in range(p)]
-        rows = [row.chunk(2 * p) for row in torch.arange(len(slots)).split(sizes)]
-        places = [[row[i] for row in rows for i in pair] for pair in pairs]  # of each rank's tokens, in order
-        own = places[self.layout.cp_rank]
-        keys = [torch.cat(row[: i + 1]) for row in rows for i in pairs[self.layout.cp_rank]]
-        gathered = torch.cat(list(chain(*places)))  # the place of each gathered key
-        key_index = gathered.argsort()[torch.cat(keys)].to(self.layout.device, non_blocking=True)
-        layout = common.PackLayout(list(map(len, own)), self.layout.device, list(map(len, keys)))
-        return slots[torch.cat(own)], layout, key_index
+        device = self.layout.device
+        host = torch.device("cpu")
+        slots, _, layout = pack_rows(micro, host, self.config.share_prompts, pack_unit(self.config))
+        places = torch.arange(len(slots))
+        seen = places if layout.keys is None else layout.keys
+        ends = list(zip(*(cu.tolist() for cu in layout.varlen[:2])))  # of each row's queries and keys
+        pieces = places.view(2 * p, -1)
+        pieces = torch.stack([pieces[:p], pieces[p:].flip(0)], 1)  # those of each rank
+        mine = pieces[self.layout.cp_rank]
+        queries = []
+        keys = []
+        for piece in mine:
+            low = int(piece[0])
+            high = low + len(piece)
+            for (begin, first_key), (end, end_of_keys) in pairwise(ends):
+                behind = max(end - high, 0)
+                n = end - behind - max(begin, low)
+                if n > 0:
+                    queries.append(n)
+                    keys.append(seen[first_key : end_of_keys - behind])
+        index = pieces.flatten().argsort()[torch.cat(keys)].to(device, non_blocking=True)  # as gathered
+        return slots[mine.flatten()], common.PackLayout(queries, device, list(map(len, keys)), index)
 
     def run_schedule(self, micros, reduce, forward_only=False):
         """Sends all micro-batches through Megatron's schedule: forward, and unless forward_only backward.
@@ -949,6 +994,7 @@ class MegatronPPOCritic:
     def update_critic(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
         config = self.config
+        self.computed = 0
         self.model.train()
         totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # as `loss` gives them
         norms = []  # of the mini-batches, NaN where the step was skipped
@@ -1205,7 +1251,7 @@ class CriticWorker:
         start = time.perf_counter()
         metrics = self.critic.update_critic(batch)
         passes = 3  # forward, to inputs, to weights
-        flops = lambda length: passes * self.critic.flops(length)
+        flops = passes * self.critic.computed
         return metrics | common.describe_update(batch, start, config.ppo_epochs, flops, self.layout)
 
     def offload(self):
@@ -1421,7 +1467,7 @@ def main(run):
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
     checkpoints = Checkpoints(run.out_dir, run.resume, run.keep, run.async_save, config.timeout_minutes)
     with checkpoints:
-        worker.init_model(total, common.describe_rows(train, run.gamma))
+        worker.init_model(total, common.describe_rows(train, run.gamma, config))
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
         longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
@@ -1460,6 +1506,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
     batch = None
+    groups = train.groups()
     steps = range(first_step, run.steps + 1)
     for step in logger.profiled(steps, run.profile_steps):
         ends = step == run.steps or any(common.of_all_ranks(checkpoints.sigterm.is_set()))
@@ -1473,7 +1520,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
         checkpoints.wait(block=ends)
         if ends:
             break
-        picked = common.rows_of_step(step, len(train), size, run.critic.seed)
+        picked = common.rows_of_step(step, groups, size, run.critic.seed)
         batch = train.select(picked[RANK::WORLD_SIZE])
         batch.values = worker.compute_values(batch)
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)

@@ -106,10 +106,10 @@ class ActorConfig:
     model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
     tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own)
     override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-    # precision
     # dtype of matrix products (auto: bfloat16, but float32 on CPU)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    share_prompts: bool = True  # compute what rows with equal prompts share once; the update is the same
     # batches
     ppo_epochs: Positive = 1  # passes over the rows of one update
     ppo_mini_batch_size: Positive = 128  # rows of one optimizer step, over all ranks
@@ -156,7 +156,6 @@ class Run:
     chat: bool = False  # send a text prompt through the tokenizer's chat template, as a user's message
     max_prompt_length: Positive = 1024  # longer prompts, in tokens, are left out and counted
     supervised_steps: Count = 250  # addition with a tiny-* actor: steps of supervised learning before PPO
-    # reward
     # addition, gsm8k or FILE.py:FUNCTION, f(prompt, response, answer) -> number, without state between calls
     reward: str | None = None
     reward_model: str | None = None  # or a reward model, by folder or hub name (one label, on the last token)
@@ -233,8 +232,8 @@ def check_flags(run):
     except pydantic.ValidationError as error:
         fault = error.errors()[0]
         name = ".".join(map(str, fault["loc"])).replace("_", "-")
-        message = fault["msg"].replace("Input should be", "must be")
-        raise UserError(f"--{name} {fault['input']}: {message}") from None
+        words = f"--{name} {fault['input']}: {fault['msg'].replace('Input should be', 'must be')}"
+        raise UserError(words) from None
     rules = {
         "--target-kl: adapts --kl-coef, so give it a value above 0": not run.target_kl or run.kl_coef,
         "--eval-prompts: needs --prompts; addition has its own": run.prompts or not run.eval_prompts,
@@ -312,8 +311,7 @@ def addition_rows(n, seed, held_out=False):
 
 
 def load_prompts(source, flag, run, tokenizer):
-    """Prompts of a JSONL file, or of its lines, without those that are too long. UserError names the first
-    bad row."""
+    """Prompts of a JSONL file, or of its lines, that are not too long. UserError names the first bad row."""
     name = flag
     if isinstance(source, str):
         name = f"{flag} {source}"
@@ -821,7 +819,6 @@ def write_jsonl(batch, path):
 # ---- Actor and reference: a policy on FSDP2 ----------------------------------------------------------------
 
 LOGITS_AT_ONCE = 2**25  # 128 MiB in float32
-LEARNED_FROM = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
 
 
 class Policy(nn.Module):
@@ -836,11 +833,10 @@ class Policy(nn.Module):
     def forward(self, micro, temperature):
         """(2, T) log-probs and entropies of the actions of a micro-batch, zero elsewhere."""
         ids_T = micro.input_ids
-        place_T = torch.cat([torch.arange(n) for n in micro.lengths]).to(ids_T.device, non_blocking=True)
-        common.Pack.layout = common.PackLayout(micro.lengths, ids_T.device)
-        out = self.lm.get_decoder()(ids_T[None], position_ids=place_T[None], use_cache=False)
+        (ids_1S, places_1S), index_T, common.Pack.layout = micro.packed
+        out = self.lm.get_decoder()(ids_1S, position_ids=places_1S, use_cache=False)
         action_A = micro.response_mask.nonzero()[:, 0].to(ids_T.device, non_blocking=True)
-        hidden_AD = out.last_hidden_state[0, action_A - 1]  # the state before each action
+        hidden_AD = out.last_hidden_state[0, index_T[action_A - 1]]  # the state before each action
         # logits of a chunk at a time, which the backward pass computes again
         size = LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight)
         chunks = zip(hidden_AD.split(size), ids_T[action_A].split(size))
@@ -868,6 +864,7 @@ class PolicyWorker:
         self.run = run
         self.config = config = run.actor
         self.model_config = model_config = task.model_config
+        self.backend = critic_module(run.backend)
         self.device = device
         self.dtype = common.compute_dtype(config.param_dtype, device)
         source = None
@@ -945,19 +942,21 @@ class PolicyWorker:
 
     def my_micro_batches(self, batch):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
-        costs = [self.flops(n) for n in batch.lengths]
-        split = critic_module(self.run.backend).micro_batches
-        return split(batch.lengths, costs, WORLD_SIZE, self.config.ppo_max_token_len_per_gpu)[RANK]
+        config = (self.config.ppo_max_token_len_per_gpu, self.config.share_prompts)
+        return self.backend.micro_batches(batch, self.flops, WORLD_SIZE, *config)[0][RANK]
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
         micro = batch.select(rows) if rows else common.Batch.blank()
+        slots_S, *packed = self.backend.pack_rows(micro, self.device, self.config.share_prompts)
+        inputs_21S = torch.stack([micro.input_ids, micro.places])[:, None, slots_S]
+        micro.packed = (inputs_21S.to(self.device, non_blocking=True), *packed)
         for name in ("input_ids", *micro.FLOATS):  # lengths and the mask stay on the host
             if (x := getattr(micro, name)) is not None:
                 setattr(micro, name, x.to(self.device, non_blocking=True))
         return micro
 
-    @common.dp_compute_proto(needs=LEARNED_FROM)
+    @common.dp_compute_proto(needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages"))
     def update_policy(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
         names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy")
@@ -966,8 +965,8 @@ class PolicyWorker:
         if self.run.offload:
             common.move_state(self.optimizer, self.device)
         for epoch in range(self.config.ppo_epochs):
-            shuffled = batch.shuffled(self.run.seed, self.updates, epoch)
-            for mini in shuffled.split(self.config.ppo_mini_batch_size):
+            rows = batch.shuffled(self.run.seed, self.updates, epoch)
+            for mini in rows.split(self.config.ppo_mini_batch_size):
                 norms.append(self.step(mini, totals))
         self.updates += 1
         dist.all_reduce(totals)
@@ -1045,7 +1044,7 @@ class PolicyWorker:
 
     def load_checkpoint(self, folder):
         """Restores what checkpoint_writer wrote, on any world size. UserError: damaged or foreign."""
-        saved = critic_module(self.run.backend).open_checkpoint(folder, common.shape_of(self.model_config))
+        saved = self.backend.open_checkpoint(folder, common.shape_of(self.model_config))
         if (self.run.kl_coef or self.config.kl_loss_coef) and saved.get("start", self.start) != self.start:
             words = "is the reference, but not as it was when this run began; restore it, or leave out the KL"
             raise UserError(f"--actor.model {self.config.model}: {words}")
@@ -1088,8 +1087,8 @@ def learn_to_add(run, task, folder):
             columns = (rows.input_ids, rows.response_mask)
             ids_BL, mask_BL = (pad_sequence(x_T.split(rows.lengths), True) for x_T in columns)
             labels_BL = torch.where(mask_BL, ids_BL, -100)
-            for step in common.progress(range(run.supervised_steps), "supervised"):
-                picked = common.rows_of_step(step, len(rows), 256, run.seed)
+            for _ in common.progress(range(run.supervised_steps), "supervised"):
+                picked = torch.randperm(len(rows))[:256]
                 loss = lm(ids_BL[picked], labels=labels_BL[picked]).loss
                 loss.backward()
                 nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
@@ -1375,6 +1374,7 @@ def main(run):
         actor, reference, critic, reward, engine = build(run, task, device, checkpoints)
         logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
         phases = Phases(run.offload)
+        prompts = [(0, [prompt]) for prompt in task.prompts]  # each a group of its own
         saved = first_step
         batch = None
         try:
@@ -1394,8 +1394,8 @@ def main(run):
                         engine.sync(actor.weights(engine.dtype))
                     roll_out(engine, task, greedy, run, 0.0)
                     if not last:
-                        picked = common.rows_of_step(step, len(task.prompts), run.train_batch_size, run.seed)
-                        replies = rows_of_rank([task.prompts[i] for i in picked], run.rollout_n)
+                        picked = common.rows_of_step(step, prompts, run.train_batch_size, run.seed)
+                        replies = rows_of_rank(picked, run.rollout_n)
                         roll_out(engine, task, replies, run, run.temperature, f"{run.seed} {step}")
                         batch = to_batch(replies)
                 if evaluates and task.held_out:

@@ -1,6 +1,7 @@
 """How fast the critics are: against a loop without any framework, against verl 0.6.1, and as the work grows.
 
     OMP_NUM_THREADS=1 python tests/bench.py              10 million weights, answers to GSM8K questions
+    OMP_NUM_THREADS=1 python tests/bench.py --mix long-prompt --rows 32
     OMP_NUM_THREADS=1 python tests/bench.py --mix long-tail --model 100m --rows 16
     OMP_NUM_THREADS=1 python tests/bench.py --scaling    ranks, token budget, row length, sequence parallel
     OMP_NUM_THREADS=1 python tests/bench.py --growth growth.png    one rank, ever more work, and a plot
@@ -9,6 +10,7 @@ All contestants have the same weights, rows, precision, token budget and AdamW. 
 own, and they take turns. On a CPU the tables show seconds of CPU time of all ranks together, because these do
 not depend on other jobs of the machine.
 
+    fsdp, megatron  the critics; "alone": with --no-share-prompts
     bare            transformers' backbone, a linear head, the loss and AdamW over packs made in advance
     verl padded     DataParallelPPOCritic of verl 0.6.1 with transformers' SDPA, where `import verl` works
     verl packed     the same with use_remove_padding and dynamic batches; on CPU SDPA masks the other rows
@@ -20,6 +22,7 @@ import ctypes
 import datetime
 import gc
 import importlib.util
+import itertools
 import json
 import math
 import multiprocessing
@@ -57,7 +60,8 @@ MODELS = {  # of Qwen2
     "1b": dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, heads=32),
 }
 OURS = {"fsdp": "critic_fsdp", "megatron": "critic_megatron"}
-CONTESTANTS = ("bare", *OURS, "verl padded", "verl packed", "verl lent")
+ALONE = ("fsdp alone", "megatron alone")
+CONTESTANTS = ("bare", *OURS, *ALONE, "verl padded", "verl packed", "verl lent")
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,9 @@ class Work:
     """What is to be computed, and on what."""
 
     model: Literal[tuple(MODELS)] = "10m"  # how many weights
-    mix: Literal["gsm8k", "long-tail", "equal"] = "gsm8k"  # lengths of rows
-    rows: int = 64  # of one update, which is one optimizer step
+    # rows: 4 answers to a question; 8, of about 250 tokens, to a prompt of about 1,000; rows alone
+    mix: Literal["gsm8k", "long-prompt", "long-tail", "equal"] = "gsm8k"
+    rows: int = 96  # of one update, which is one optimizer step
     length: int = 256  # of --mix equal: tokens of a row; of long-tail, which ends at 4096: the median
     budget: int = 4096  # most tokens of a micro-batch, of all contestants
     vocab_size: int = 2048  # of the model; GSM8K's tokenizer has 2,000
@@ -96,7 +101,18 @@ def make_rows(work):
         tokenizer = AutoTokenizer.from_pretrained(DATA / "tokenizer")
         file = str(DATA / "gsm8k_rollouts" / "train.jsonl")
         batch = common.read_rows(file, tokenizer, model_config(work))
-        batch = batch.select(common.permutation(len(batch), 0)[: work.rows])
+        batch = batch.select(common.shuffled_rows(batch.groups(), 0)[: work.rows])
+    elif work.mix == "long-prompt":
+        prompts = [torch.randint(work.vocab_size, (n,)) for n in range(900, 1100, 1600 // work.rows)]
+        batch = common.concat(
+            [common.Batch.blank(n) for n in torch.randint(1125, 1375, (work.rows,)).tolist()]
+        )
+        batch.row_id = torch.arange(work.rows)
+        batch.input_ids = torch.randint(work.vocab_size, (len(batch.input_ids),))
+        for row, (start, end) in enumerate(itertools.pairwise(batch.cu_seqlens.tolist())):
+            prompt = prompts[row // 8]
+            batch.input_ids[start : start + len(prompt)] = prompt
+            batch.response_mask[start:end] = torch.arange(end - start) >= len(prompt)
     else:
         lengths = torch.full((work.rows,), work.length)
         if work.mix == "long-tail":  # log-normal: one row in six is at least three times the median
@@ -127,8 +143,9 @@ def write_model(work, folder):
 
 
 def ours(name, work, folder, batch):
-    module = importlib.import_module(OURS[name])
+    module = importlib.import_module(OURS[name.split()[0]])
     flags = {"ppo_mini_batch_size": work.rows, "ppo_max_token_len_per_gpu": work.budget}
+    flags["share_prompts"] = name not in ALONE
     flags |= json.loads(work.flags)
     worker = module.CriticWorker(module.Config(model=str(folder), lr=1e-5, **flags))
     worker.init_model()
@@ -144,7 +161,7 @@ def load_model(folder, attention):
 
 def bare(_, work, folder, batch):
     model, optimizer = load_model(folder, "packed")
-    [parts] = critic_fsdp.micro_batches(batch.lengths, batch.lengths, 1, work.budget)
+    [parts], _ = critic_fsdp.micro_batches(batch, int, 1, work.budget, share=False)
     packs = [batch.select(rows) for rows in parts]
     for pack in packs:
         for name in ("input_ids", "response_mask", *pack.FLOATS):

@@ -494,11 +494,7 @@ def phases(script, short):
             job = Job(script, out, "--save-every", 0, ranks=ranks, slow_in=(name, after))
             until(pathlib.Path(f"{job.said}.slow").exists, phase)
             start = time.monotonic()
-            alone = phase in (
-                "rollout",
-                "reward",
-                "evaluation",
-            )  # in those ranks do not ask each other, and all are told
+            alone = phase in ("rollout", "reward", "evaluation")  # ranks do not ask each other, all are told
             job.send(signal.SIGTERM, None if alone else [ranks - 1])
             assert set(job.wait(60)) <= {143, -signal.SIGTERM} and job.codes[0] == 143, job
             longest = max(longest, time.monotonic() - start)
@@ -511,29 +507,19 @@ def phases(script, short):
 
 
 def workers(script, short):
-    """kill -9 of a rank whose processes are in the middle of a reward that never ends: all of them end."""
-    longest = max(kill_with_workers(script, ranks) for ranks in (1, 2))
-    return 2, f"no process left {longest:.1f} s later; the same end"
-
-
-def kill_with_workers(script, ranks):
-    """Kills the last of these ranks -> how many seconds its processes outlive it."""
-    out = copy_of_golden(script, f"workers of {ranks}", steps=(STEPS - 1,))
+    """kill -9 of a rank whose processes are in the middle of a reward that never ends: they end as well."""
+    out = copy_of_golden(script, "workers", steps=(STEPS - 1,))
     spins = ("--reward", f"{ROOT}/tests/rewards.py:spins", "--reward-timeout", 600)
-    job = Job(script, out, *spins, "--resume", "auto", ranks=ranks)
-    mine = lambda: [(pid, words) for pid, session, words in processes() if session == job.pids[-1]]
-    # ticks of a hundredth of a second: to start takes fewer
-    ticks = lambda pid: int(pathlib.Path(f"/proc/{pid}/stat").read_text().split()[13])
-    until(lambda: sum("serve" in words and ticks(pid) > 50 for pid, words in mine()) > 1, job)
-    job.send(signal.SIGKILL, [ranks - 1])
-    start = time.monotonic()
-    until(lambda: not mine(), "its workers end", 10)
-    seconds = time.monotonic() - start
+    job = Job(script, out, *spins, "--resume", "auto")
+    mine = lambda: [pid for pid, session, words in processes() if session in job.pids and "serve" in words]
+    ticks = lambda pid: int(pathlib.Path(f"/proc/{pid}/stat").read_text().split()[13])  # to start takes fewer
+    until(lambda: sum(ticks(pid) > 50 for pid in mine()) > 1, job)
+    job.send(signal.SIGKILL)
+    until(lambda: not mine(), "its workers end", 5)
     job.wait()
-    Job(script, out, "--resume", "auto", ranks=ranks).succeeds()
-    if ranks == 1:
-        assert_same_end(out, script, absent=range(1, STEPS - 1))
-    return seconds
+    Job(script, out, "--resume", "auto").succeeds()
+    assert_same_end(out, script, absent=range(1, STEPS - 1))
+    return 1, "no process left within 5 s; the same end"
 
 
 def diverges(script, short):
@@ -821,12 +807,8 @@ def main(names, short):
     assert names <= {fault.__name__ for fault in FAULTS}, names
     try:
         for fault, scripts in FAULTS.items():
-            if (
-                names
-                and fault.__name__ not in names
-                or short
-                and fault in (foreign, apart, torchrun, phases, workers)
-            ):
+            long = fault in (foreign, apart, torchrun, phases, workers)
+            if names and fault.__name__ not in names or short and long:
                 continue
             for script in list(scripts)[: 1 if short else None]:
                 began = time.monotonic()

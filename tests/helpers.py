@@ -122,8 +122,9 @@ def write_manifest(folder):
     pathlib.Path(folder, common.MANIFEST).write_text(json.dumps(sums, indent=1, sort_keys=True))
 
 
-def random_batch(n, seed=0, vocab_size=97, longest=40, idle=True):
-    """n ragged multi-turn rows: prompts of 1 to 8 tokens, masks with holes; idle: some have no action."""
+def random_batch(n, seed=0, vocab_size=97, longest=40, idle=True, prompts=0):
+    """n ragged multi-turn rows: prompts of 1 to 8 tokens, masks with holes; idle: some have no action.
+    prompts: instead there are this many prompts, of 1, 8, 15 ... tokens, and rows take turns at them."""
     g = torch.Generator().manual_seed(seed)
     draw = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
     rows = []
@@ -132,11 +133,15 @@ def random_batch(n, seed=0, vocab_size=97, longest=40, idle=True):
         mask = torch.rand(response, generator=g) < 0.8
         mask[-1] = True
         mask = torch.cat([torch.zeros(prompt), mask * (not idle or i % 5 > 0)]).bool()
+        ids = torch.randint(0, vocab_size, (prompt + response,), generator=g)
+        if prompts:
+            more = torch.arange(7 * (i % prompts) + 1) * 13 % vocab_size
+            ids, mask = torch.cat([more, ids[prompt:]]), torch.cat([more < 0, mask[prompt:]])
         noise = lambda mask=mask: torch.randn(len(mask), generator=g) * mask
         rows.append(
             common.Batch(
-                input_ids=torch.randint(0, vocab_size, (prompt + response,), generator=g),
-                cu_seqlens=torch.tensor([0, prompt + response], dtype=torch.int32),
+                input_ids=ids,
+                cu_seqlens=torch.tensor([0, len(ids)], dtype=torch.int32),
                 response_mask=mask,
                 row_id=torch.tensor([i]),
                 truncated=torch.rand(1, generator=g) < 0.3,
@@ -211,7 +216,7 @@ def assert_rows_come_back(worker, batch):
     worker.set_budget(batch.longest[0], "the longest row")
     expected = worker.critic.compute_values(batch)
     assert expected[batch.response_mask].unique().numel() > 50
-    order = common.permutation(len(batch), "owners")
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(1)).tolist()
     for cut in (0, 5, len(batch)):  # none, some and all of the rows are on the last rank
         own = order[cut:] if common.RANK == 0 else order[:cut]
         values = worker.compute_values(batch.select(own))

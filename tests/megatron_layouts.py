@@ -148,12 +148,13 @@ def results_of(model, layout, folder):
         "budget 64": ("ragged", spread, 64),
         "one micro-batch": ("ragged", spread, 1000),
         "smallest budget": ("ragged", spread, smallest),
+        "shared": ("equal prompts", range(common.RANK, 14, ranks), 64),
         "rows on rank 0": ("ragged", range(0 if common.RANK else 11), 64),
         "fewer rows than ranks": ("two rows", range(common.RANK, 2, ranks), 64),
         **dict.fromkeys(MODES, ("ragged", spread, 64)),
     }
     results = {}
-    for case in (*MORE.get((ranks, model, layout), ()), "budget 64"):
+    for case in (*MORE.get((ranks, model, layout), ()), "shared", "budget 64"):
         rows, mine, budget = cases[case]
         mode = case if case in MODES else "token-mean"
         changes = {"loss_agg_mode": mode, "ppo_max_token_len_per_gpu": budget, "response_length_limit": 50}

@@ -165,9 +165,8 @@ def replies_belong_to_their_prompts(folder, run):
     assert len(samples) == 8
     for row in samples:
         ids = torch.tensor([tokenizer(row["prompt"])["input_ids"]])
-        settings = transformers.GenerationConfig(
-            eos_token_id=tokenizer.eos_token_id, max_new_tokens=8, pad_token_id=0
-        )
+        special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+        settings = transformers.GenerationConfig(max_new_tokens=8, **special)
         out = lm.generate(ids, settings, attention_mask=torch.ones_like(ids))[0, ids.shape[1] :]
         assert row["response"] == tokenizer.decode(out, skip_special_tokens=True), row
         assert row["answer"] == answer_of(row["prompt"])

@@ -7,12 +7,9 @@ def right_digits(prompt, response, answer):
 
 
 def spins(prompt, response, answer):
-    """Never returns, whatever happens to the process that calls it."""
+    """Never returns."""
     while True:
-        try:
-            sum(range(1000))
-        except BaseException:
-            pass
+        pass
 
 
 def faulty_reward(prompt, response, answer):

@@ -300,6 +300,22 @@ def loads(costs, parts):
     return [sum(costs[i] for i in part) for part in parts]
 
 
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.integers(1, 40), st.integers(0, 3))
+def test_each_pass_has_every_row_once_and_groups_stay_together(prompts, size, number):
+    rows = common.concat([common.Batch.blank(3)] * len(prompts))
+    rows.input_ids[::3] = torch.tensor(prompts)
+    groups = rows.groups()
+    assert [{prompts[i] for i in group} for _, group in groups] == [{x} for x in dict.fromkeys(prompts)]
+    assert all(len(group) == 1 for _, group in rows.groups(share=False))
+    pieces = math.ceil(len(prompts) / size)
+    steps = range(number * pieces, (number + 1) * pieces)
+    seen = [common.rows_of_step(step, groups, size, 0) for step in steps]
+    order = sum(seen, [])
+    assert sorted(order) == list(range(len(prompts))) and max(map(len, seen)) <= size
+    assert len(list(itertools.groupby(prompts[i] for i in order))) == len(groups)
+
+
 @settings(deadline=None, max_examples=200)
 @given(st.one_of(sizes, st.lists(st.integers(1, 60), min_size=1, max_size=7)), st.integers(1, 6))
 def test_spread_is_a_partition_within_the_bounds_of_longest_first(costs, k):
@@ -319,10 +335,11 @@ def test_spread_is_a_partition_within_the_bounds_of_longest_first(costs, k):
 def test_ranks_make_equally_many_micro_batches_within_the_token_budget(script, data):
     """Every row is in one micro-batch, none is above the budget, and packed ones are half full on average."""
     lengths = data.draw(sizes)
-    costs = data.draw(st.lists(st.integers(1, 999), min_size=len(lengths), max_size=len(lengths)))
     ranks, cap = (data.draw(st.integers(*ends)) for ends in ((1, 5), (60, 200)))
     pad = data.draw(st.booleans())
-    table = script.micro_batches(lengths, costs, ranks, cap, pad)
+    rows = common.concat([common.Batch.blank(n) for n in (*lengths, 1)]).select(range(len(lengths)))
+    table, flops = script.micro_batches(rows, lambda n: n**2, ranks, cap, data.draw(st.booleans()), pad)
+    assert flops == sum(n**2 for n in lengths)
     [count] = {len(parts) for parts in table}
     assert len(table) == ranks
     assert sorted(i for parts in table for part in parts for i in part) == list(range(len(lengths)))
@@ -339,7 +356,8 @@ def test_many_rows_that_share_no_micro_batch_are_split_in_few_tries(monkeypatch)
     tries = []
     monkeypatch.setattr(critic_fsdp, "spread", lambda *args: tries.append(args) or spread(*args))
     lengths = [51 + i % 49 for i in range(2000)]
-    [parts] = critic_fsdp.micro_batches(lengths, lengths, 1, 100)
+    rows = common.concat([common.Batch.blank(n) for n in lengths])
+    [parts], _ = critic_fsdp.micro_batches(rows, lambda n: n, 1, 100, True)
     assert sum(map(bool, parts)) == 2000 and len(parts) <= 1.05 * 2000 + 1 and len(tries) < 200
 
 
@@ -442,11 +460,10 @@ def test_mfu_is_of_the_devices_own_peak_or_not_known(monkeypatch):
     host = common.setup_distributed()
     gpu = torch.device("cuda")
     batch = common.Batch.blank(10)
-    flops = lambda length: 1e14 * length
 
     def measure(device, dtype):
         layout = types.SimpleNamespace(device=device, dtype=dtype)
-        return common.describe_update(batch, time.perf_counter() - 2, 1, flops, layout)
+        return common.describe_update(batch, time.perf_counter() - 2, 1, 1e15, layout)
 
     peaks = {
         "H100 80GB HBM3": 989, "H100 PCIe": 756, "H200": 989, "H200 NVL": 835,

@@ -360,10 +360,12 @@ def test_mini_batches_are_global_complete_and_shuffled_by_seed_update_and_epoch(
     seen, split = [], common.Batch.split
     note = lambda batch, n: (seen.append(batch.row_id.tolist()), split(batch, n))[1]
     monkeypatch.setattr(common.Batch, "split", note)
-    batch = random_batch(12, vocab_size=60, idle=False)
+    batch = random_batch(12, vocab_size=60, idle=False, prompts=3)
+    groups = [set(rows) for _, rows in batch.groups() if len(rows) > 1]
     orders = []
-    for first in (range(12), common.permutation(12, "any order")):  # the caller's order does not matter
-        w = worker(ppo_mini_batch_size=5, ppo_epochs=2)
+    # neither the caller's order matters nor whether the groups share what they have in common
+    for first, share in ((range(12), True), ([5, 0, 11, 3, 8, 1, 10, 2, 7, 4, 9, 6], False)):
+        w = worker(ppo_mini_batch_size=5, ppo_epochs=2, share_prompts=share)
         w.update_critic(batch.select(first))
         w.update_critic(batch)
         assert w.critic.optimizer_steps == 12  # 5 + 5 + 2 rows, twice, twice
@@ -371,6 +373,8 @@ def test_mini_batches_are_global_complete_and_shuffled_by_seed_update_and_epoch(
         seen.clear()
     assert orders[0] == orders[1] and all(sorted(order) == list(range(12)) for order in orders[0])
     assert len({tuple(order) for order in orders[0]}) == 4
+    for order, group in itertools.product(orders[0], groups):
+        assert any(group == {*order[i : i + len(group)]} for i in range(12)) and len(groups) > 1
     worker(ppo_mini_batch_size=5, shuffle=False).update_critic(batch)
     assert seen == [list(range(12))]
 
@@ -452,7 +456,8 @@ def test_an_automatic_budget_fills_the_memory_and_changes_no_update(gib, fields,
         assert name.startswith("perf/") or metrics[name] == pytest.approx(x, rel=1e-6), name
     longest = max(batch.lengths)
     full = common.concat([common.Batch.blank(longest)] * (auto.critic.max_tokens // longest))
-    peak = helpers.peak_bytes(lambda: auto.critic.forward_backward(full))
+    micro = auto.critic.micro_batch(full, range(len(full)))
+    peak = helpers.peak_bytes(lambda: auto.critic.forward_backward(micro))
     state = 16 * sum(p.numel() for p in auto.critic.model.parameters())
     assert 0.8 < (peak + state) / (gib * 2**30) < 0.91
 

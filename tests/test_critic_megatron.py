@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import itertools
 import re
 import types
 
@@ -34,7 +33,7 @@ def test_both_scripts_have_the_same_sections_in_the_same_order():
 
 
 SAME_CODE = {  # class in critic_fsdp.py, class in critic_megatron.py -> functions whose source is equal
-    ("", ""): "spread learn",
+    ("", ""): "spread micro_batches pack_rows learn",
     ("DataParallelPPOCritic", "MegatronPPOCritic"): "values loss learning_rate",
     ("CriticWorker", "CriticWorker"): "measure_budget compute_values save_checkpoint",
     ("Checkpoints", "Checkpoints"): "__enter__ __exit__ save wait leave",
@@ -118,7 +117,7 @@ def critic_of(rank=0, dp_size=1, **fields):
         device=torch.device("cpu"), cp_rank=rank, dp_size=dp_size, dp_rank=0
     )
     critic.model = [None] * config.virtual_pipeline_model_parallel_size
-    critic.max_tokens = 0
+    critic.max_tokens = critic.computed = 0
     return critic
 
 
@@ -166,53 +165,58 @@ few = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 
 
 @settings(deadline=None)
-@given(few, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]))
-def test_context_parallel_ranks_have_every_token_once_and_see_what_is_before_it(lengths, cp, tp):
-    ranks = [critic_of(rank, **{CP: cp, TP: tp}).lay_out(lengths) for rank in range(cp)]
+@given(few, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.booleans())
+def test_context_parallel_ranks_have_every_token_once_and_see_what_is_before_it(lengths, cp, tp, share):
+    """Rows of ones share a prompt of 5 tokens, where they are longer; one row is equal work for all."""
+    rows = common.concat([common.Batch.blank(n) for n in lengths])
+    rows.response_mask &= rows.places > 4
+    ranks = [critic_of(rank, **{CP: cp, TP: tp}, share_prompts=share).lay_out(rows) for rank in range(cp)]
     total = sum(lengths)
     slots = [slots.tolist() for slots, _ in ranks]
     assert len({len(x) for x in slots}) == 1 and len(slots[0]) % tp == 0
     gathered = [i for x in slots for i in x]
-    assert sorted(i for i in gathered if i < total) == list(range(total))
-    row_of = [b for b, n in enumerate(lengths) for _ in range(n)]
-    start_of = [0, *itertools.accumulate(lengths)]
+    others = max(sum(n > 5 for n in lengths) - 1, 0) * share
+    assert len([i for i in gathered if i < total]) == len({*gathered} - {total}) == total - 4 * others
+    row_of = rows.row_of_token.tolist()
     work = []  # pairs of a query and a key, of each rank
-    for (_, packed), own in zip(ranks, slots, strict=True):
-        index = range(len(gathered)) if packed.key_index is None else packed.key_index.tolist()
-        keys = [gathered[i] for i in index]
-        pieces = [(n, m) for n, m, count in packed.layout.pieces for _ in range(count)]
+    for (_, layout), own in zip(ranks, slots, strict=True):
+        keys = [gathered[i] for i in (range(len(gathered)) if layout.keys is None else layout.keys.tolist())]
+        pieces = [(n, m) for n, m, count in layout.pieces for _ in range(count)]
         q = k = seen = 0
         for n, m in pieces:
             for i in range(n):
                 before = keys[k : k + m - n + i + 1]  # queries are the last of their piece's keys
                 seen += len(before)
-                if own[q + i] < total:
-                    assert before == list(range(start_of[row_of[own[q + i]]], own[q + i] + 1))
+                if (t := own[q + i]) < total:
+                    assert [rows.places[j] for j in before] == list(range(rows.places[t] + 1))
+                    assert {row_of[j] for j in before[4 * share :]} <= {row_of[t]}
             q += n
             k += m
+        assert (q, k) == (len(own), len(keys))
         work.append(seen)
-    assert max(work) == min(work) or cp == 1
+    assert max(work) == min(work) or len(lengths) > 1
 
 
 def test_padded_rows_are_laid_out_in_rows():
-    slots, packed = critic_of(**{TP: 4}, use_remove_padding=False).lay_out([3, 5])
+    rows = common.concat([common.Batch.blank(n) for n in (3, 5)])
+    slots, layout = critic_of(**{TP: 4}, use_remove_padding=False).lay_out(rows)
     assert slots.tolist() == [0, 1, 2, 8, 8, 3, 4, 5, 6, 7, 8, 8]  # and two for four ranks to share
-    assert packed.layout.pieces == [(5, 5, 2), (2, 2, 1)]
+    assert layout.pieces == [(5, 5, 1), (7, 7, 1)]
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_micro_batches_keep_the_budget_and_the_number_that_the_schedule_wants(vpp):
     critic = critic_of(dp_size=3, **{PP: 2, "virtual_pipeline_model_parallel_size": vpp, TP: 2, CP: 2})
     critic.flops = lambda n: n
-    critic.max_tokens = 2 * 41
-    batch = random_batch(23, seed=4)
+    critic.max_tokens = 2 * 44
+    batch = random_batch(23, seed=4, prompts=3)
     counts = set()
     for critic.layout.dp_rank in range(3):
         parts = critic.my_micro_batches(batch)
         counts.add(len(parts))
         for rows in parts:
-            slots, _ = critic.lay_out([batch.lengths[i] for i in rows] or [1])
-            assert slots.numel() <= 41  # of each rank
+            slots, _ = critic.lay_out(batch.select(rows) if rows else common.Batch.blank())
+            assert slots.numel() <= 44  # of each rank
     assert len(counts) == 1 and counts.pop() % vpp == 0
 
 

@@ -142,6 +142,7 @@ def compare(results, reference):
 
 # of two rows, some ranks have none
 ROWS = {"ragged": random_batch(11, seed=3), "two rows": random_batch(2, seed=2)}
+ROWS["equal prompts"] = random_batch(14, seed=5, longest=24, prompts=3)
 MODES = typing.get_args(critic_fsdp.AggMode)
 BUDGET = {"ppo_max_token_len_per_gpu": 60}
 NORM = {**BUDGET, "response_length_limit": 50}
@@ -151,6 +152,9 @@ CASES = {  # name -> which rows, and Config fields: how micro-batches are cut an
     "budget 60, deferred": ("ragged", {**BUDGET, "defer_grad_sync": True}),
     "budget 40": ("ragged", {"ppo_max_token_len_per_gpu": 40}),  # the longest row fills a micro-batch alone
     "rows on rank 0": ("ragged", BUDGET),
+    "shared": ("equal prompts", {"ppo_max_token_len_per_gpu": 36}),  # some prompts' rows are more
+    "shared, one micro-batch": ("equal prompts", {}),
+    "not shared": ("equal prompts", {**BUDGET, "share_prompts": False}),
     "fewer rows than ranks": ("two rows", {}),
     **{mode: ("ragged", {**NORM, "loss_agg_mode": mode}) for mode in MODES[1:]},
 }
@@ -190,8 +194,8 @@ def cases_of(layout):
     if layout in WHOLE.get(WORLD_SIZE, ()):
         return CASES
     if layout in MEMORY or "recompute" in layout:
-        return ["budget 60"]
-    return ["budget 60, deferred", "fewer rows than ranks"]
+        return ["budget 60", "shared"]
+    return ["budget 60, deferred", "shared, one micro-batch", "fewer rows than ranks"]
 
 
 def main(out, which="qwen2"):
@@ -209,7 +213,7 @@ def main(out, which="qwen2"):
             if which != "models":
                 results |= results_of(model, layout, out, fields, cases_of(layout))
             elif layout in SOME:
-                results |= results_of(model, layout, out, fields, ["budget 60"])
+                results |= results_of(model, layout, out, fields, ["shared", "shared, one micro-batch"])
     if RANK == 0:
         torch.save(results, out / "out.pt")
 
@@ -250,11 +254,12 @@ def launched(*job):
 def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen2")
     save_model(MODELS["qwen2"], folder)
-    cases = [("ragged", mode) for mode in MODES] + [("two rows", "token-mean")]
+    cases = [("ragged", mode) for mode in MODES]
+    cases += [(rows, "token-mean") for rows in ("two rows", "equal prompts")]
     return {(rows, mode): reference_of(folder, ROWS[rows], mode) for rows, mode in cases}
 
 
-@pytest.mark.parametrize("ranks, cases", [(1, 18), (2, 48), (4, 31)])
+@pytest.mark.parametrize("ranks, cases", [(1, 30), (2, 72), (4, 45)])
 def test_every_layout_makes_the_same_gradient(ranks, cases, reference):
     _, results = launched(ranks, "test_layouts.py")
     assert len(results) == cases
@@ -267,9 +272,9 @@ def test_every_layout_makes_the_same_gradient(ranks, cases, reference):
 def test_every_model_makes_the_same_gradient_packed_padded_and_with_ulysses(name):
     folder, results = launched(2, "test_layouts.py", "models")
     of_model = {key: result for key, result in results.items() if key[0] == name}
-    assert len(of_model) == len(SOME)
-    expected = reference_of(folder / name, ROWS["ragged"])
-    worst = compare(of_model, {("ragged", "token-mean"): expected})
+    assert len(of_model) == 2 * len(SOME)
+    expected = reference_of(folder / name, ROWS["equal prompts"])
+    worst = compare(of_model, {("equal prompts", "token-mean"): expected})
     print(f"\n  {name:12s}", "  ".join(f"{layout} {error:.1e}" for layout, error in worst.items()))
 
 

@@ -32,7 +32,7 @@ def launched():
     """(folder that megatron_layouts.py writes, model -> (rows, mode) -> results of the float64 loop)."""
     waits_for, out = scenarios(1, "megatron_layouts.py")
     succeeded(ended(waits_for))
-    cases = {name: [("ragged", "token-mean")] for name in FOUR_LAYERS}
+    cases = {name: [(rows, "token-mean") for rows in ("ragged", "equal prompts")] for name in FOUR_LAYERS}
     cases["qwen2"] += [("two rows", "token-mean"), *(("ragged", mode) for mode in MODES)]
     cases["qwen3-moe"].append(("two rows", "token-mean"))
     references = {}
@@ -52,7 +52,7 @@ def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
     return out
 
 
-@pytest.mark.parametrize("ranks, cases", [(1, 11), (2, 29), (4, 18), (8, 4)])
+@pytest.mark.parametrize("ranks, cases", [(1, 18), (2, 47), (4, 34), (8, 8)])
 def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases, launched):
     out, references = launched
     results = {}

@@ -8,7 +8,6 @@ Several engines may live in one process, as long as none is deleted.
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import io
 import json
 import os
@@ -122,9 +121,8 @@ def played(engine, mine):
         return "12+" if heard[prompt] <= answer else None
 
     run = tests.a_run(max_response_length=48, max_turns=5)
-    task = tests.a_task(
-        tokenizer=common.char_tokenizer(), observe=functools.partial(ppo_loop.attempt, observe)
-    )
+    ask = lambda *row: ppo_loop.attempt(observe, *row)
+    task = tests.a_task(tokenizer=common.char_tokenizer(), observe=ask)
     replies = [ppo_loop.Reply(prompts[i], i) for i in mine]
     ppo_loop.roll_out(engine, task, replies, run, 0.9)
     assert not any(reply.fault for reply in replies), replies
