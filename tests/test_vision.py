@@ -181,9 +181,9 @@ def test_positions_are_those_of_each_image_alone():
     image = {"image_grid_thw": torch.tensor([[1, 4, 6]]), "pixel_values": torch.zeros(24, 1176)}
     rows = common.concat([common.Batch.blank(n) for n in (10, 3)])
     rows = dataclasses.replace(rows, input_ids=ids, multi_modal_inputs=[image, {}])
-    places, pixels = critic_fsdp.with_images(backbone, rows)
+    places, pixels = critic_fsdp.with_images(backbone, rows, None)
     assert pixels["pixel_values"].shape == (24, 1176)
-    assert critic_fsdp.with_images(backbone, rows.select([1]))[1] == {}
+    assert critic_fsdp.with_images(backbone, rows.select([1]), None)[1] == {}
     assert places.tolist() == [
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2],
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 0, 1, 2],
