@@ -882,7 +882,8 @@ def test_a_bad_prompt_is_named_by_file_and_line(row, tmp_path):
 def test_prompts_of_a_step(n, size):
     """Neighbours share a prompt, each pass of each seed has an order of its own."""
     a_pass = math.ceil(n / size)
-    picks = [common.rows_of_step(step, n, size, seed) for seed in (3, 4) for step in range(2 * a_pass)]
+    each = [(0, [i]) for i in range(n)]
+    picks = [common.rows_of_step(step, each, size, seed) for seed in (3, 4) for step in range(2 * a_pass)]
     for picked in picks:
         rows = [(row.prompt, row.row_id) for row in ppo_loop.rows_of_rank(picked, 2)]
         assert rows == [(picked[i // 2], i) for i in range(2 * len(picked))]
