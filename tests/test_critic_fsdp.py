@@ -479,6 +479,28 @@ def test_a_plan_is_printed_as_equations_that_hold(capsys):
     assert plan(freeze_layers=2)["optimizer"][1].startswith("129 x 8 bytes")  # the head and the last norm
 
 
+SHARING = (
+    {}, {"model": "tiny-gemma2"}, {"model": "tiny-mistral", "override_config": '{"sliding_window": 8}'},
+    {"model": "tiny-qwen3-moe"}, {"lora_rank": 4}, {"value_head": "hl_gauss", "value_range": (-3.0, 3.0)},
+    {"param_dtype": "bfloat16"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", SHARING, ids=str)
+def test_shared_prompts_change_no_update(fields):
+    """Two steps with and without: a window, soft caps, experts, adapters, a distribution, half precision."""
+    batch = random_batch(20, prompts=4)
+    assert sum(batch.computed(batch.groups())) < 0.85 * len(batch.input_ids)
+    seen = []
+    for share in (True, False):
+        w = worker(share_prompts=share, ppo_mini_batch_size=10, ppo_max_token_len_per_gpu=200, **fields)
+        metrics = w.update_critic(batch)
+        numbers = [metrics["critic/grad_norm"], metrics["critic/vf_loss"]]
+        seen.append(numbers + w.compute_values(batch).tolist())
+    most = 0.05 if fields.get("param_dtype") else 2e-5  # bfloat16 rounds at 4e-3
+    assert seen[0] == pytest.approx(seen[1], rel=most, abs=most)
+
+
 def live_storages():
     """address -> storage, of every tensor that Python knows of."""
     gc.collect()
