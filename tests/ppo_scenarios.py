@@ -124,7 +124,7 @@ def samples_and_metrics_agree(folder, most):
     """Sampled tokens are the same, metrics up to `most` -> the golden runs."""
     first, *others = (folder / name for name in GOLDEN)
     assert all(sampled(run) == sampled(first) for run in others)
-    assert len({tuple(ids) for ids in sampled(first).values()}) > 100  # they do differ from one another
+    assert len({tuple(ids) for ids in sampled(first).values()}) > 50  # they do differ from one another
     assert_close_runs(others, first, most)
     return first, others
 
@@ -152,7 +152,8 @@ def golden_runs_agree(folder):
     for row in steps_of(first):
         assert 0.05 < row["reward/mean"] < 0.95  # something is earned, not all
         assert row["reward/errors"] == 0
-        assert {key for key, x in row.items() if x is None} == {"perf/mfu"}, row  # of a CPU
+        of_gpus = {"perf/mfu", "perf/peak_memory_gib"}
+        assert {key for key, x in row.items() if x is None} == of_gpus, row
 
 
 def replies_belong_to_their_prompts(folder, run):
