@@ -606,7 +606,7 @@ class DataParallelPPOCritic:
     """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same
     on every rank, and work on this rank's share of it."""
 
-    between = staticmethod(lambda: None)  # called between micro-batches of compute_values; it may raise
+    between = staticmethod(lambda: None)  # called between and after micro-batches of compute_values; may raise
     computed = 0  # FLOPs of all ranks' forwards since the last update began
 
     def __init__(self, config, model_config, layout, total_steps=None):
@@ -699,6 +699,7 @@ class DataParallelPPOCritic:
                 values_T[batch.token_index(rows).to(v_T.device, non_blocking=True)] = v_T
         self.free_gathered()
         dist.all_reduce(values_T)  # one rank has each token's value; others add 0
+        self.between()  # an update, which is not given up, may follow
         return values_T.cpu()
 
     def free_gathered(self):

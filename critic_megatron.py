@@ -821,7 +821,7 @@ class MegatronPPOCritic:
     """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same
     on every rank, and work on this rank's share of it."""
 
-    between = staticmethod(lambda: None)  # called between micro-batches of compute_values; it may raise
+    between = staticmethod(lambda: None)  # called between and after micro-batches of compute_values; may raise
     computed = 0  # FLOPs of all ranks' forwards since the last update began
 
     def __init__(self, config, model_config, layout, total_steps=None):
@@ -989,6 +989,7 @@ class MegatronPPOCritic:
             self.between()
             self.run_schedule(micros[first : first + size], reduce, forward_only=True)
         dist.all_reduce(values_T)  # one rank has each token's value; others add 0
+        self.between()  # an update, which is not given up, may follow
         return values_T.cpu()
 
     def update_critic(self, batch):
