@@ -821,7 +821,7 @@ class MegatronPPOCritic:
     """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same
     on every rank, and work on this rank's share of it."""
 
-    between = staticmethod(lambda: None)  # called between and after micro-batches of compute_values; may raise
+    between = staticmethod(lambda: None)  # called around micro-batches of compute_values; it may raise
     computed = 0  # FLOPs of all ranks' forwards since the last update began
 
     def __init__(self, config, model_config, layout, total_steps=None):
