@@ -218,12 +218,6 @@ class Batch:
         """(B,) int64: how many actions each sequence has."""
         return F.pad(self.response_mask.cumsum(0), (1, 0))[self.cu_seqlens].diff()
 
-    @property
-    def last_action(self):
-        """(B,) index of each sequence's last action in the (T,) columns, -1 where it has none."""
-        index_T = torch.where(self.response_mask, torch.arange(len(self.response_mask)), -1)
-        return torch.full((len(self),), -1).scatter_reduce(0, self.row_of_token, index_T, "amax")
-
     def token_index(self, rows):
         """Indices into the (T,) columns of the tokens of these rows, in the order of `rows`."""
         pieces = torch.arange(len(self.input_ids)).split(self.lengths)
@@ -363,7 +357,6 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
         with blame(name):
             lines = Path(source).read_bytes().splitlines()
     rows = []
-    faults = []
     for number, line in enumerate(progress(lines, "rows")):
         if not line.strip():
             continue
@@ -378,9 +371,7 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
                 check_rows(row, model_config)
             rows.append(row)
         except UserError as fault:
-            faults.append(f"{name}:{number + 1}: {fault}")
-    if faults:
-        raise UserError(f"{faults[0]} (bad rows in all: {len(faults)})")
+            raise UserError(f"{name}:{number + 1}: {fault}") from None
     if not any(row.response_mask.any() for row in rows):
         raise UserError(f"{name}: no row has an action")
     return concat(rows)
@@ -536,12 +527,13 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
         delta_k = r_k + gamma V_{k+1} - V_k,    A_k = delta_k + gamma lam A_{k+1}    (1506.02438, eq. 11-16)
         returns = A + V
 
-    k counts actions; a reward on another token goes to the action before it, or to the first. bootstrap_B
-    stands for all that would follow the last action (None: every row ended)."""
+    k counts actions; a reward on another token goes to the action before it, or to the first. lam: a number,
+    or a list of B. bootstrap_B stands for all that would follow the last action (None: every row ended)."""
     rewards = rewards_T.tolist()
     values = values_T.tolist()
     mask = response_mask_T.tolist()
     ends = cu_seqlens.tolist()
+    lams = lam if isinstance(lam, list) else [lam] * len(ends)
     advantages = [0.0] * len(rewards)
     for b in range(len(ends) - 1):
         next_value = 0.0 if bootstrap_B is None else float(bootstrap_B[b])
@@ -550,7 +542,7 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
         for t in reversed(range(ends[b], ends[b + 1])):
             reward += rewards[t]
             if mask[t]:
-                advantage = reward + gamma * next_value - values[t] + gamma * lam * advantage
+                advantage = reward + gamma * next_value - values[t] + gamma * lams[b] * advantage
                 advantages[t] = advantage
                 next_value = values[t]
                 reward = 0.0
@@ -561,9 +553,15 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
     return advantages_T.float(), torch.where(response_mask_T, advantages_T + values_T, 0.0).float()
 
 
+def last_action(batch):
+    """(B,) index of each sequence's last action in the (T,) columns, -1 where it has none."""
+    index_T = torch.where(batch.response_mask, torch.arange(len(batch.response_mask)), -1)
+    return torch.full((len(batch),), -1).scatter_reduce(0, batch.row_of_token, index_T, "amax")
+
+
 def add_returns(batch, gamma, lam, bootstrap_truncated=False):
     """Fills advantages and returns. bootstrap_truncated: the last value stands for what was cut off."""
-    tail_B = torch.where(batch.truncated & bootstrap_truncated, batch.values[batch.last_action], 0.0)
+    tail_B = torch.where(batch.truncated & bootstrap_truncated, batch.values[last_action(batch)], 0.0)
     batch.advantages, batch.returns = gae(
         batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens, gamma, lam, tail_B
     )
@@ -640,8 +638,9 @@ def explained_variance(values_A, returns_A):
     r_A = returns_A.double()
     error_A = r_A - values_A.double()
     spread = r_A.var(correction=0)
-    rounding = 1e-9 * (r_A.square().mean() + error_A.square().mean())
-    return float(1 - error_A.var(correction=0) / spread) if spread > rounding else nan
+    if spread <= 1e-9 * (r_A.square().mean() + error_A.square().mean()):  # rounding
+        return nan
+    return float(1 - error_A.var(correction=0) / spread)
 
 
 def auc(scores, labels):
@@ -662,7 +661,9 @@ def update_metrics(kind, names, totals, norms, lr):
     loss, *sums, actions = totals.tolist()
     shares = [x / (actions or nan) for x in sums]
     metrics = dict(zip(names, [loss / steps, *shares]))
-    metrics |= {"grad_norm": sum(taken) / steps, "lr": lr, "skipped_steps": len(norms) - len(taken)}
+    metrics["grad_norm"] = sum(taken) / steps
+    metrics["lr"] = lr
+    metrics["skipped_steps"] = len(norms) - len(taken)
     return {f"{kind}/{name}": x for name, x in metrics.items()}
 
 
@@ -674,9 +675,9 @@ def evaluate(rows, gamma):
     reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)
     return {
         "eval/explained_var": explained_variance(v_A, r_A),
-        "eval/vf_loss": float(0.5 * (v_A - r_A).square().mean()),
-        "eval/constant_loss": float(0.5 * r_A.var(correction=0)),
-        "eval/auc": auc(rows.values[rows.last_action[acted_B]], reward_B[acted_B]),
+        "eval/vf_loss": 0.5 * (v_A - r_A).square().mean(),
+        "eval/constant_loss": 0.5 * r_A.var(correction=0),
+        "eval/auc": auc(rows.values[last_action(rows)[acted_B]], reward_B[acted_B]),
     }
 
 
@@ -773,9 +774,7 @@ def dense_attention(q, k, v, scale, window, softcap, sinks):
         back = j[keys - queries :, None] - j  # queries stand at the last places
         mask = (back >= 0) & (back < (window or keys))
     if q.is_cuda or written_out:  # torch's float32 kernels on CUDA know no grouped heads
-        groups = q.shape[1] // k.shape[1]
-        k = k.repeat_interleave(groups, 1)
-        v = v.repeat_interleave(groups, 1)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     if not written_out:
         return F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=not q.is_cuda
@@ -819,7 +818,7 @@ def flops_model(model, config):
 
 def describe_update(batch, start, epochs, flops, layout):
     """Metrics of an update's rows, with values from before it, and of its speed since `start` (a collective).
-    flops: those computed, a shared prompt's once. MFU is NaN in float32 and on devices not in the table."""
+    flops: of an epoch, a shared prompt's once. MFU is NaN in float32 and on devices not in the table."""
     seconds = time.perf_counter() - start
     memory = peak = nan
     if layout.device.type == "cuda":
@@ -831,7 +830,7 @@ def describe_update(batch, start, epochs, flops, layout):
     columns = {name: getattr(batch, name)[batch.response_mask].double() for name in ("values", "returns")}
     metrics = {
         "perf/tokens_per_second": epochs * len(batch.input_ids) / seconds,
-        "perf/mfu": flops / (seconds * WORLD_SIZE * peak),
+        "perf/mfu": epochs * flops / (seconds * WORLD_SIZE * peak),
         "perf/peak_memory_gib": memory / 2**30,
         "perf/time_update": seconds,
         "critic/explained_var": explained_variance(*columns.values()),
@@ -844,7 +843,6 @@ def describe_update(batch, start, epochs, flops, layout):
 
 
 # ---- Logs: what the user sees, and what a run leaves -------------------------------------------------------
-
 
 ORDER = ("rollouts", "prompts", "train_batch_size", "ppo_mini_batch_size", "seed")  # flags that choose rows
 
@@ -1242,7 +1240,7 @@ def init_value_head(score, config, model_config):
 
 
 def load_value_head(score, name, value_range):
-    """Takes over the head of a model's folder -> its name there; None: none has this shape and range."""
+    """Takes over the head of a model's folder -> its name there; None: none has this size and range."""
     folder = Path(local_folder(name))
     stored_range = json.loads((folder / "config.json").read_text()).get("value_range")
     if stored_range != (value_range and list(value_range)):
@@ -1254,8 +1252,8 @@ def load_value_head(score, name, value_range):
         with safe_open(path, "pt") as file:
             found |= {key: file.get_tensor(key) for key in file.keys() if heads.fullmatch(key)}
     for key in sorted(found):
-        if found[key].shape == score.weight.shape:
-            score.weight.data.copy_(found[key])
+        if found[key].numel() == score.weight.numel():  # some have it in another shape, as (8, D / 8)
+            score.weight.data.copy_(found[key].view_as(score.weight))
             score.bias.data.copy_(found.get(key.replace("weight", "bias"), score.bias))
             return key
 
@@ -1269,9 +1267,10 @@ def describe_head(model_config, config, value_range):
     model_config.dtype = torch.float32
     if config.value_head == "hl_gauss":
         model_config.num_labels = config.value_bins
+    if config.value_head != "scalar":
         model_config.value_range = config.value_range or stored or value_range
         if not model_config.value_range:
-            raise UserError("--value-range: hl_gauss needs it, LOW and HIGH of the returns and a margin")
+            raise UserError("--value-range: this head needs it, LOW and HIGH of the returns and a margin")
 
 
 # ---- Tiny models, a tokenizer built in code, and the toy task: everything runs without a hub ---------------
@@ -1337,8 +1336,8 @@ def toy_rows(n, seed, held_out=False, slips=(0.9, 0.05)):
         answer = a + b
         if rng.random() < slips[not carries]:
             answer += -10 if carries else 1
-        rollout = {"prompt": f"{a}+{b}=", "response": str(answer), "reward": float(answer == a + b)}
-        lines.append(json.dumps(rollout))
+        right = float(answer == a + b)
+        lines.append(json.dumps({"prompt": f"{a}+{b}=", "response": str(answer), "reward": right}))
     return lines
 
 
@@ -1366,8 +1365,11 @@ pre { white-space: pre-wrap; margin: 6px 0; color: #6b7280 }</style>
 <p>Each action is coloured by its value, read just before it, from {{ "%.2f" % low }} (orange) to
 {{ "%.2f" % high }} (blue); point at one for its numbers. These are the rows with the largest TD errors before
 their last action.</p>
-{% for prompt, actions in rows %}<pre>{{ prompt }}{% for text, color, title in actions -%}
-<span style="background: {{ color }}" title="{{ title }}">{{ text }}</span>{% endfor %}</pre>{% endfor %}
+{% for prompt, tokens in rows %}<pre>{{ prompt }}{% for text, is_action, value, return, error in tokens -%}
+{% set shade = is_action * (2 * value - low - high) / (high - low) -%}
+<span style="background: rgba({{ '37,99,235' if shade > 0 else '249,115,22' }},{{ '%.2f' % shade|abs }})"
+title="value {{ '%.3g\nreturn %.3g\nTD error %.3g' % (value, return, error) }}">{{ text }}</span>
+{%- endfor %}</pre>{% endfor %}
 <h2>How it learned</h2>{{ figure|safe }}""")  # fmt: skip
 
 
@@ -1381,13 +1383,13 @@ def ceiling(rows):
     every = torch.cat(returns)
     within = sum(len(x) * x.var() for x in returns) / len(every)
     spread = every.var()
-    return float(1 - within / spread) if 0 < spread >= within else nan
+    return 1 - within / spread if 0 < spread >= within else nan
 
 
-def rows_to_show(rows, tokenizer, low, high):
-    """(prompt, [(text, color, title)]) of the 24 rows with the largest TD errors before the last action."""
+def rows_to_show(rows, tokenizer):
+    """(prompt, [(text, is action, value, return, TD error)]) of 24 rows with large errors before the end."""
     jump_T = rows.advantages.abs()
-    jump_T[rows.last_action] = 0.0  # also at -1, where no row jumps
+    jump_T[last_action(rows)] = 0.0  # also at -1, where no row jumps
     jump_B = torch.zeros(len(rows)).scatter_reduce(0, rows.row_of_token, jump_T, "amax")
     shown = []
     worst = jump_B.argsort(descending=True, stable=True)[:24]
@@ -1395,21 +1397,14 @@ def rows_to_show(rows, tokenizer, low, high):
         ids = row.input_ids[:2000].tolist()
         texts = [tokenizer.decode([i]) if tokenizer else f"{i} " for i in ids]
         first = int(row.response_mask.int().argmax())
-        actions = []
-        for t in range(first, len(texts)):
-            value = row.values[t]
-            span = max(high - low, 1e-9)
-            shade = float((2 * value - low - high) / span) * row.response_mask[t]
-            color = f"rgba({'37,99,235' if shade > 0 else '249,115,22'},{abs(shade):.2f})"
-            title = f"value {value:.3g}\nreturn {row.returns[t]:.3g}\nTD error {row.advantages[t]:.3g}"
-            actions.append((texts[t], color, title))
-        shown.append(("".join(texts[:first]), actions))
+        columns = (row.response_mask, row.values, row.returns, row.advantages)
+        tokens = list(zip(texts, *(x_T.tolist() for x_T in columns)))
+        shown.append(("".join(texts[:first]), tokens[first:]))
     return shown
 
 
 def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     """Writes curves.png and report.html, prints its numbers. rows: with values. about: words on them."""
-    import numpy as np
     from matplotlib.figure import Figure
 
     v_A = rows.values[rows.response_mask]
@@ -1420,13 +1415,13 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     rows.returns = monte_carlo(rows, gamma)
     r_A = rows.returns[rows.response_mask]
     first = F.pad(rows.actions[rows.actions > 0].cumsum(0), (1, -1))
-    numbers = {  # see NUMBERS
-        "explained variance": explained_variance(v_A, r_A),
-        "at the first action": explained_variance(v_A[first], r_A[first]),
-        "ceiling": ceiling(rows),
-        "AUC": evaluate(rows, gamma)["eval/auc"],
-    }
-    numbers = {name: number(x, ".3f") for name, x in numbers.items()}
+    values = (
+        explained_variance(v_A, r_A),
+        explained_variance(v_A[first], r_A[first]),
+        ceiling(rows),
+        evaluate(rows, gamma)["eval/auc"],
+    )
+    numbers = {name: number(x, ".3f") for name, x in zip(NUMBERS, values)}
     figure = Figure(figsize=(15, 4), layout="constrained")
     log = read_lines(f"{out_dir}/metrics.jsonl")
     for panel, (title, names) in zip(figure.subplots(1, 3), curves.items()):
@@ -1438,13 +1433,18 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     figure.savefig(f"{out_dir}/curves.png")
     svg = io.StringIO()
     figure.savefig(svg, format="svg")
-    low, high = np.percentile(v_A, [1, 99])
+    low, high = map(float, v_A.aminmax())
     about = f"{len(rows):,} {about}, {len(v_A):,} actions"
-    shown = rows_to_show(rows, tokenizer, low, high)
     page = PAGE.stream(
-        title=out_dir, about=about, numbers=numbers, words=NUMBERS, low=low, high=high,
-        rows=shown, figure=svg.getvalue()
-    )  # fmt: skip
+        title=out_dir,
+        about=about,
+        numbers=numbers,
+        words=NUMBERS,
+        low=low,
+        high=max(high, low + 1e-9),
+        rows=rows_to_show(rows, tokenizer),
+        figure=svg.getvalue(),
+    )
     page.dump(f"{out_dir}/report.html")
     print0(f"report     {out_dir}/report.html: {about}")
     print0("  " + ", ".join(f"{name} {x}" for name, x in numbers.items()))

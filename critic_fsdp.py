@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -62,12 +62,12 @@ class Config:
     override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
     # where the value head comes from (auto: from the checkpoint, else normal)
     value_head_init: Literal["auto", "checkpoint", "normal", "zero"] = "auto"
-    value_head: Literal["scalar", "hl_gauss"] = "scalar"  # a number, or the mean of a distribution over bins
+    # a number, a number within --value-range, or the mean of a distribution over bins
+    value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
     value_bins: Annotated[int, Field(ge=2)] = 51  # bins of hl_gauss
-    # what the bins of hl_gauss span, LOW HIGH (None: the checkpoint's, else the data's)
+    # of bounded values and of all bins, LOW HIGH (None: the checkpoint's, else the data's)
     value_range: tuple[float, float] | None = None
-    freeze_layers: Count = 0  # keep the embeddings and this many of the lowest blocks (0: train all)
-    freeze_vision_tower: bool = False  # train only the language model and the head
+    freeze_modules: str | None = None  # regular expression: weights whose names have a match do not train
     lora_rank: Count = 0  # train only the value head and low-rank adapters of this rank (0: no adapters)
     lora_alpha: Rate = 16.0  # adapters are scaled by alpha / rank
     seed: Count = 0  # of random weights, the value head and every shuffle
@@ -130,14 +130,21 @@ class Run:
     out_dir: str = "out/critic_fsdp"  # for checkpoints, the Hugging Face folder, metrics and the report
 
 
-def mistake_in(flags, world_size=WORLD_SIZE):
-    """What is wrong with a Config or a Run, as one line that names the flag and the fix, or None."""
+def out_of_range(flags):
+    """One line on a flag that is not of its type, in any dataclass of flags, or None."""
     try:
         pydantic.TypeAdapter(type(flags)).validate_python(asdict(flags))
     except pydantic.ValidationError as error:
         fault = error.errors()[0]
-        name = next(part for part in fault["loc"] if part != "critic").replace("_", "-")
-        return f"--{name} {fault['input']}: {fault['msg'].replace('Input should be', 'must be')}"
+        # without the kind of a union and the place in a tuple
+        flag = re.sub(r"critic\.|\.(constrained|\d).*", "", ".".join(map(str, fault["loc"])))
+        return f"--{flag.replace('_', '-')} {fault['input']}: {fault['msg'].replace('Input should', 'must')}"
+
+
+def mistake_in(flags, world_size=WORLD_SIZE):
+    """What is wrong with a Config or a Run, as one line that names the flag and the fix, or None."""
+    if words := out_of_range(flags):
+        return words
     if isinstance(flags, Run):
         if flags.eval_rollouts and not flags.rollouts:
             return "--eval-rollouts: needs --rollouts; the toy has its own rows"
@@ -149,8 +156,10 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     shards = world_size if c.fsdp_size == -1 else c.fsdp_size
     rules = {  # between flags
         f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < math.inf,
-        "--value-bins, --value-range: need --value-head hl_gauss":
-            c.value_head != "scalar" or not c.value_range and c.value_bins == Config.value_bins,
+        "--value-range: needs --value-head bounded or hl_gauss":
+            c.value_head != "scalar" or not c.value_range,
+        "--value-bins: needs --value-head hl_gauss":
+            c.value_head == "hl_gauss" or c.value_bins == Config.value_bins,
         "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm":
             norm == (c.response_length_limit is not None),
         f"--ulysses-size {sp}: must divide the {world_size} ranks": world_size % sp == 0,
@@ -162,13 +171,11 @@ def mistake_in(flags, world_size=WORLD_SIZE):
         "--offload-policy: fsdp1 has none": not c.offload_policy or c.strategy != "fsdp1",
         "--activation-offload: needs --gradient-checkpointing":
             c.gradient_checkpointing or not c.activation_offload,
-        "--freeze-layers: --lora-rank freezes all layers; drop one": not (c.lora_rank and c.freeze_layers),
         "--lora-rank: needs peft; pip install peft": not c.lora_rank or importlib.util.find_spec("peft"),
     }  # fmt: skip
     for words, holds in rules.items():
         if not holds:
             return words
-    return None
 
 
 if __name__ == "__main__":  # here, because the imports below take ten seconds
@@ -242,16 +249,22 @@ def build_skeleton(config, model_config, dtype=torch.float32):
             raise ValueError(f"its own attention does not know packed rows {sorted(odd) or ''}")
         model = ValueModel(backbone)
         add_lora(backbone, config)
-        if config.freeze_vision_tower:
-            backbone.visual.requires_grad_(False)
-        if config.freeze_layers:
-            decoder = backbone.get_decoder()
-            embeddings = [m for m in decoder.modules() if isinstance(m, nn.Embedding)]
-            for module in embeddings + common.transformer_blocks(decoder)[: config.freeze_layers]:
-                module.requires_grad_(False)
+        freeze(model, config.freeze_modules)
         if config.gradient_checkpointing:
             backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def freeze(model, pattern):
+    """Freezes the weights whose names have a match of --freeze-modules. A checkpoint has these names, behind
+    "model."; what is frozen gets no gradient and no optimizer state."""
+    if pattern:
+        with common.blame(f"--freeze-modules {pattern}"):
+            frozen = [p for name, p in model.named_parameters() if re.search(pattern, name)]
+            if len(frozen) in (0, len(list(model.parameters()))):
+                raise ValueError("must match some of the weights, and not all")
+        for p in frozen:
+            p.requires_grad_(False)
 
 
 def attention_of(config, model_config):
@@ -277,8 +290,6 @@ def add_lora(backbone, config):
         from peft import LoraConfig, inject_adapter_in_model
 
         linear = [n for n, m in backbone.named_modules() if isinstance(m, nn.Linear | Conv1D)]
-        if config.freeze_vision_tower:
-            linear = [name for name in linear if not name.startswith("visual.")]
         lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=linear)
         inject_adapter_in_model(lora, backbone)
 
@@ -400,8 +411,9 @@ def make_layout(config, device):
 
 
 def build_value_model(config, model_config, layout):
-    """(the sharded ValueModel, FLOPs of its forward, words on its size and on where its weights come from).
-    Every rank builds on meta; rank 0 alone reads the weights and sends each rank its shards."""
+    """(the sharded ValueModel, FLOPs of its forward, how many times that an update is, words on its size and
+    on where its weights come from). Every rank builds on meta; rank 0 alone reads the weights and sends each
+    rank its shards."""
     source, story = read_weights(config, model_config) if RANK == 0 else (None, "")
     model = build_skeleton(config, model_config)
     if odd := {name for name, _ in model.score.named_parameters()} - {"weight", "bias"}:
@@ -412,7 +424,8 @@ def build_value_model(config, model_config, layout):
     common.send_weights(model, source)
     for buffer in model.buffers():  # which --offload-policy does not move
         buffer.data = buffer.to(layout.device)
-    return model, flops, f"{count:,} parameters, {trained:,} of them train: {story}"
+    passes = 2 + trained / count  # forward, to inputs, to the weights that train
+    return model, flops, passes, f"{count:,} parameters, {trained:,} of them train: {story}"
 
 
 def units_of(model):
@@ -440,7 +453,7 @@ def shard_fsdp1(model, config, layout):
     for name, module in model.named_modules():
         # a unit of FSDP1 has a gradient or none: what is frozen gets units apart from what trains
         adapter = ".lora_" in name and isinstance(module, nn.Linear)
-        if "visual" not in name and (adapter or config.freeze_layers and isinstance(module, nn.Embedding)):
+        if "visual" not in name and (adapter or config.freeze_modules and isinstance(module, nn.Embedding)):
             units[module] = {"mixed_precision": policy(param_dtype=layout.dtype, cast_forward_inputs=True)}
     return fsdp.FullyShardedDataParallel(
         model,
@@ -518,12 +531,11 @@ def spread(costs, k):
     return parts
 
 
-def micro_batches(batch, flops, dp_size, max_tokens, share, padded=False):
-    """(for each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens; FLOPs of a
-    forward over all of them). Every rank computes the same table from all rows, so all run equally many
-    forwards without communicating, as ranks that share weights must. A rank with less to do gets smaller or
-    empty ones. Rows that share a prompt stay together, unless they are more than a micro-batch takes, or than
-    a rank's part of all."""
+def micro_batches(batch, dp_size, max_tokens, share, padded=False):
+    """For each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens. Every rank
+    computes the same table from all rows, so all run equally many forwards without communicating, as ranks
+    that share weights must. A rank with less to do gets smaller or empty ones. Rows that share a prompt stay
+    together, unless they are more than a micro-batch takes, or than a rank's part of all."""
     lengths = batch.lengths
     groups = batch.groups(share and not padded)
     most = min(max_tokens, sum(batch.computed(groups)) / dp_size)
@@ -545,7 +557,7 @@ def micro_batches(batch, flops, dp_size, max_tokens, share, padded=False):
             break
         count += 1 + count // 20
     table = [[row for i in part for row in bundles[i][1]] for part in parts]
-    return [table[rank::dp_size] for rank in range(dp_size)], sum(batch.computed(bundles, flops))
+    return [table[rank::dp_size] for rank in range(dp_size)]
 
 
 def pack_rows(batch, device, share, unit=1):
@@ -576,12 +588,7 @@ def pack_rows(batch, device, share, unit=1):
 
 def check_model_flags(config, model_config):
     """UserError for flags that this model does not go with."""
-    text = model_config.get_text_config()
-    if config.freeze_layers > text.num_hidden_layers:
-        raise UserError(f"--freeze-layers {config.freeze_layers}: the model has {text.num_hidden_layers}")
-    if config.freeze_vision_tower and not reads_images(model_config):
-        raise UserError(f"--freeze-vision-tower: {config.model} reads text only")
-    heads = text.num_attention_heads
+    heads = model_config.get_text_config().num_attention_heads
     if heads % config.ulysses_size:
         raise UserError(
             f"--ulysses-size {config.ulysses_size}: must divide the model's {heads} attention heads"
@@ -607,15 +614,15 @@ class DataParallelPPOCritic:
     on every rank, and work on this rank's share of it."""
 
     between = staticmethod(lambda: None)  # called around micro-batches of compute_values; it may raise
-    computed = 0  # FLOPs of all ranks' forwards since the last update began
 
     def __init__(self, config, model_config, layout, total_steps=None):
         self.config = config
         self.layout = layout
-        self.value_range = model_config.value_range  # of hl_gauss; None: the head gives a number
+        self.value_range = model_config.value_range  # None: values are what the head says
         self.image_processor = load_image_processor(config, model_config)  # None: the model reads text only
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
-        self.model, self.flops, self.story = build_value_model(config, model_config, layout)
+        built = build_value_model(config, model_config, layout)
+        self.model, self.flops, self.passes, self.story = built
         self.model.model.get_decoder().register_forward_pre_hook(slice_row, with_kwargs=True)
         if self.image_processor:  # layer 0 has a backward on every rank, also where nothing below it learns
             self.model.model.get_input_embeddings().register_forward_hook(lambda *x: x[2].requires_grad_())
@@ -630,10 +637,9 @@ class DataParallelPPOCritic:
     def my_micro_batches(self, batch):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
         c = self.config
-        table, flops = micro_batches(
-            batch, self.flops, self.layout.dp_size, self.max_tokens, c.share_prompts, not c.use_remove_padding
+        table = micro_batches(
+            batch, self.layout.dp_size, self.max_tokens, c.share_prompts, not c.use_remove_padding
         )
-        self.computed += flops
         return table[self.layout.dp_rank]
 
     def micro_batch(self, batch, rows):
@@ -683,7 +689,11 @@ class DataParallelPPOCritic:
     def values(self, outputs, mask):
         """Values of the actions from what the head says of them; zero elsewhere."""
         if self.value_range:
-            outputs = common.hl_gauss_values(outputs, *self.value_range)
+            low, high = self.value_range
+            if outputs.ndim == 1:  # --value-head bounded: BPCO, 2608.23566
+                outputs = low + (high - low) * (0.5 + outputs.atan() / math.pi)
+            else:
+                outputs = common.hl_gauss_values(outputs, low, high)
         return torch.where(mask, outputs, 0.0)
 
     @torch.no_grad()
@@ -714,7 +724,6 @@ class DataParallelPPOCritic:
     def update_critic(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
         config = self.config
-        self.computed = 0
         self.model.train()
         totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # as `loss` gives them
         norms = []  # of the mini-batches, NaN where the step was skipped
@@ -769,7 +778,7 @@ class DataParallelPPOCritic:
         """These actions' part of the mini-batch loss, and of its sums (loss, clipped, vpreds, actions)."""
         vpreds = self.values(outputs, micro.response_mask)
         columns = (micro.returns, micro.response_mask, micro.weights)
-        if self.value_range:
+        if outputs.ndim == 2:
             loss = common.hl_gauss_loss(outputs, *columns, *self.value_range)
             clipped = torch.zeros_like(loss)
         else:
@@ -782,13 +791,11 @@ class DataParallelPPOCritic:
         """The rate of the next step: linear warm-up, whose first step is at lr / steps, then constant or a
         cosine that ends at 0. Skipped steps do not move it."""
         warmup = self.config.lr_warmup_steps
-        if self.optimizer_steps < warmup:
-            return self.peak_lr * (self.optimizer_steps + 1) / warmup
-        if self.config.lr_scheduler_type == "constant":
-            return self.peak_lr
-        steps = max(self.total_steps - warmup, 1)
-        done = min((self.optimizer_steps - warmup) / steps, 1.0)
-        return self.peak_lr * 0.5 * (1 + math.cos(math.pi * done))
+        rate = self.peak_lr * min(1.0, (self.optimizer_steps + 1) / max(warmup, 1))
+        if self.config.lr_scheduler_type == "cosine":
+            done = (self.optimizer_steps - warmup) / max(self.total_steps - warmup, 1)
+            rate *= 0.5 * (1 + math.cos(math.pi * min(max(done, 0.0), 1.0)))
+        return rate
 
     @common.named_range("optimizer step")
     def optimizer_step(self):
@@ -965,9 +972,8 @@ class CriticWorker:
         config = self.config
         start = time.perf_counter()
         metrics = self.critic.update_critic(batch)
-        frozen = config.freeze_layers / self.model_config.get_text_config().num_hidden_layers
-        passes = 1 + (1 - frozen) * (1 if config.lora_rank else 2)  # forward, to inputs, to weights
-        flops = passes * self.critic.computed
+        groups = batch.groups(config.share_prompts and config.use_remove_padding)
+        flops = self.critic.passes * sum(batch.computed(groups, self.critic.flops))
         return metrics | common.describe_update(batch, start, config.ppo_epochs, flops, self.layout)
 
     def offload(self):
@@ -1037,7 +1043,7 @@ class CriticWorker:
     def shape(self):
         """What must be equal in a checkpoint and the run that continues it."""
         c = self.config
-        own = {"freeze_layers": c.freeze_layers, "lora_rank": c.lora_rank}
+        own = {"freeze_modules": c.freeze_modules, "lora_rank": c.lora_rank}
         return common.shape_of(self.model_config, **own, lora_alpha=c.lora_rank and c.lora_alpha)
 
     def export_hf(self, folder):
@@ -1120,8 +1126,9 @@ class Checkpoints:
     def __init__(self, out_dir, resume, keep, in_background, timeout_minutes):
         self.out_dir = out_dir
         self.keep = keep
-        self.saving = None
-        self.background = ThreadPoolExecutor(1) if in_background else None
+        self.background = in_background and ThreadPoolExecutor(1)
+        self.saving = Future()
+        self.saving.set_result(None)
         # a thread needs its own
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
         self.sigterm = threading.Event()  # schedulers announce the end by it
@@ -1156,8 +1163,7 @@ class Checkpoints:
         with suppress(Exception):
             if re.search(common.OUT_OF_MEMORY, repr(error)):
                 self.out_of_memory.write_text("x" * (self.halvings + 1))
-            if self.saving is not None:
-                self.saving.result(timeout=60)
+            self.saving.result(timeout=60)
 
     def save(self, step, write):
         """Saves a step by write(tmp, group), then removes all but the last `keep` (a collective), in turn."""
@@ -1168,14 +1174,14 @@ class Checkpoints:
                 write(tmp, self.group)
 
         self.wait()
-        if self.background is None:
-            save()
-        else:
+        if self.background:
             self.saving = self.background.submit(save)
+        else:
+            save()
 
     def wait(self, block=True):
         """Waits for the save in the background, or looks whether it has ended; raises its error."""
-        if self.saving is not None and (block or self.saving.done()):
+        if block or self.saving.done():
             self.saving.result()
 
     def leave(self, step):
@@ -1247,13 +1253,10 @@ def load_rows(run, tokenizer, model_config):
     options = {"tokenizer": tokenizer, "model_config": model_config}
     if processor := load_image_processor(run.critic, model_config):
         options["place_images"] = partial(place_images, processor, model_config.image_token_id)
-    train = run.rollouts
-    held_out = run.eval_rollouts
-    if train is None:
-        train = common.toy_rows(8192, run.critic.seed)
-        held_out = common.toy_rows(512, run.critic.seed, held_out=True)
-    train = common.read_rows(train, **options)
-    if held_out is not None:
+    seed = run.critic.seed
+    train = common.read_rows(run.rollouts or common.toy_rows(8192, seed), **options)
+    held_out = run.eval_rollouts if run.rollouts else common.toy_rows(512, seed, held_out=True)
+    if held_out:
         held_out = common.read_rows(held_out, flag="--eval-rollouts", **options)
     return train, held_out
 
@@ -1269,7 +1272,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     steps = range(first_step, run.steps + 1)
     for step in logger.profiled(steps, run.profile_steps):
         ends = step == run.steps or any(common.of_all_ranks(checkpoints.sigterm.is_set()))
-        evaluates = step in (0, run.steps) or run.eval_every and step % run.eval_every == 0
+        evaluates = step == run.steps or step % (run.eval_every or run.steps) == 0
         if held_out is not None and evaluates:
             held_out.values = worker.critic.compute_values(held_out)
             logger.log_evaluation(step, held_out, run.gamma)

@@ -9,7 +9,7 @@
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level
 verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them.
 critic_fsdp.py is the same function on PyTorch FSDP, in the same sections and names: a diff of the two shows
-what parallelism costs. This one has no images, adapters, frozen layers, activations on the host and plan.
+what parallelism costs. This one has no images, adapters, frozen weights, activations on the host and plan.
 
 Shapes are in the names: T tokens, sequences end to end; B sequences; L longest sequence; D hidden features.
 S slots: the tokens and the padding of a micro-batch that this rank holds.
@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
@@ -64,9 +64,10 @@ class Config:
     override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
     # where the value head comes from (auto: from the checkpoint, else normal)
     value_head_init: Literal["auto", "checkpoint", "normal", "zero"] = "auto"
-    value_head: Literal["scalar", "hl_gauss"] = "scalar"  # a number, or the mean of a distribution over bins
+    # a number, a number within --value-range, or the mean of a distribution over bins
+    value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
     value_bins: Annotated[int, Field(ge=2)] = 51  # bins of hl_gauss
-    # what the bins of hl_gauss span, LOW HIGH (None: the checkpoint's, else the data's)
+    # of bounded values and of all bins, LOW HIGH (None: the checkpoint's, else the data's)
     value_range: tuple[float, float] | None = None
     seed: Count = 0  # of random weights, the value head and every shuffle
 
@@ -128,14 +129,21 @@ class Run:
     out_dir: str = "out/critic_megatron"  # for checkpoints, the Hugging Face folder, metrics and the report
 
 
-def mistake_in(flags, world_size=WORLD_SIZE):
-    """What is wrong with a Config or a Run, as one line that names the flag and the fix, or None."""
+def out_of_range(flags):
+    """One line on a flag that is not of its type, in any dataclass of flags, or None."""
     try:
         pydantic.TypeAdapter(type(flags)).validate_python(asdict(flags))
     except pydantic.ValidationError as error:
         fault = error.errors()[0]
-        name = next(part for part in fault["loc"] if part != "critic").replace("_", "-")
-        return f"--{name} {fault['input']}: {fault['msg'].replace('Input should be', 'must be')}"
+        # without the kind of a union and the place in a tuple
+        flag = re.sub(r"critic\.|\.(constrained|\d).*", "", ".".join(map(str, fault["loc"])))
+        return f"--{flag.replace('_', '-')} {fault['input']}: {fault['msg'].replace('Input should', 'must')}"
+
+
+def mistake_in(flags, world_size=WORLD_SIZE):
+    """What is wrong with a Config or a Run, as one line that names the flag and the fix, or None."""
+    if words := out_of_range(flags):
+        return words
     if isinstance(flags, Run):
         if flags.eval_rollouts and not flags.rollouts:
             return "--eval-rollouts: needs --rollouts; the toy has its own rows"
@@ -147,8 +155,10 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     experts = c.expert_model_parallel_size * (c.expert_tensor_parallel_size or tp) * pp
     rules = {  # between flags
         f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < math.inf,
-        "--value-bins, --value-range: need --value-head hl_gauss":
-            c.value_head != "scalar" or not c.value_range and c.value_bins == Config.value_bins,
+        "--value-range: needs --value-head bounded or hl_gauss":
+            c.value_head != "scalar" or not c.value_range,
+        "--value-bins: needs --value-head hl_gauss":
+            c.value_head == "hl_gauss" or c.value_bins == Config.value_bins,
         "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm":
             norm == (c.response_length_limit is not None),
         f"--tensor-model-parallel-size: tensor {tp} x pipeline {pp} x context {cp} must divide {world_size}":
@@ -163,7 +173,6 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     for words, holds in rules.items():
         if not holds:
             return words
-    return None
 
 
 if __name__ == "__main__":  # here, because the imports below take ten seconds
@@ -705,12 +714,11 @@ def spread(costs, k):
     return parts
 
 
-def micro_batches(batch, flops, dp_size, max_tokens, share, padded=False):
-    """(for each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens; FLOPs of a
-    forward over all of them). Every rank computes the same table from all rows, so all run equally many
-    forwards without communicating, as ranks that share weights must. A rank with less to do gets smaller or
-    empty ones. Rows that share a prompt stay together, unless they are more than a micro-batch takes, or than
-    a rank's part of all."""
+def micro_batches(batch, dp_size, max_tokens, share, padded=False):
+    """For each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens. Every rank
+    computes the same table from all rows, so all run equally many forwards without communicating, as ranks
+    that share weights must. A rank with less to do gets smaller or empty ones. Rows that share a prompt stay
+    together, unless they are more than a micro-batch takes, or than a rank's part of all."""
     lengths = batch.lengths
     groups = batch.groups(share and not padded)
     most = min(max_tokens, sum(batch.computed(groups)) / dp_size)
@@ -732,7 +740,7 @@ def micro_batches(batch, flops, dp_size, max_tokens, share, padded=False):
             break
         count += 1 + count // 20
     table = [[row for i in part for row in bundles[i][1]] for part in parts]
-    return [table[rank::dp_size] for rank in range(dp_size)], sum(batch.computed(bundles, flops))
+    return [table[rank::dp_size] for rank in range(dp_size)]
 
 
 def pack_rows(batch, device, share, unit=1):
@@ -822,12 +830,11 @@ class MegatronPPOCritic:
     on every rank, and work on this rank's share of it."""
 
     between = staticmethod(lambda: None)  # called around micro-batches of compute_values; it may raise
-    computed = 0  # FLOPs of all ranks' forwards since the last update began
 
     def __init__(self, config, model_config, layout, total_steps=None):
         self.config = config
         self.layout = layout
-        self.value_range = model_config.value_range  # of hl_gauss; None: the head gives a number
+        self.value_range = model_config.value_range  # None: values are what the head says
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
         built = build_value_model(config, model_config, layout)
         self.modules, tensors, self.rotary, self.flops, self.story = built
@@ -866,13 +873,12 @@ class MegatronPPOCritic:
     def my_micro_batches(self, batch):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
         c = self.config
-        table, flops = micro_batches(
-            batch, self.flops, self.layout.dp_size, self.max_tokens, c.share_prompts, not c.use_remove_padding
+        table = micro_batches(
+            batch, self.layout.dp_size, self.max_tokens, c.share_prompts, not c.use_remove_padding
         )
-        self.computed += flops
+        mine = table[self.layout.dp_rank]
         multiple = c.pipeline_model_parallel_size if len(self.model) > 1 else 1
-        empty = -len(table[0]) % multiple  # what the schedule of virtual pipeline stages wants
-        return table[self.layout.dp_rank] + [[]] * empty
+        return mine + [[]] * (-len(mine) % multiple)  # what the schedule of virtual pipeline stages wants
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
@@ -969,7 +975,11 @@ class MegatronPPOCritic:
     def values(self, outputs, mask):
         """Values of the actions from what the head says of them; zero elsewhere."""
         if self.value_range:
-            outputs = common.hl_gauss_values(outputs, *self.value_range)
+            low, high = self.value_range
+            if outputs.ndim == 1:  # --value-head bounded: BPCO, 2608.23566
+                outputs = low + (high - low) * (0.5 + outputs.atan() / math.pi)
+            else:
+                outputs = common.hl_gauss_values(outputs, low, high)
         return torch.where(mask, outputs, 0.0)
 
     @torch.no_grad()
@@ -995,7 +1005,6 @@ class MegatronPPOCritic:
     def update_critic(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
         config = self.config
-        self.computed = 0
         self.model.train()
         totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # as `loss` gives them
         norms = []  # of the mini-batches, NaN where the step was skipped
@@ -1049,7 +1058,7 @@ class MegatronPPOCritic:
         """These actions' part of the mini-batch loss, and of its sums (loss, clipped, vpreds, actions)."""
         vpreds = self.values(outputs, micro.response_mask)
         columns = (micro.returns, micro.response_mask, micro.weights)
-        if self.value_range:
+        if outputs.ndim == 2:
             loss = common.hl_gauss_loss(outputs, *columns, *self.value_range)
             clipped = torch.zeros_like(loss)
         else:
@@ -1062,13 +1071,11 @@ class MegatronPPOCritic:
         """The rate of the next step: linear warm-up, whose first step is at lr / steps, then constant or a
         cosine that ends at 0. Skipped steps do not move it."""
         warmup = self.config.lr_warmup_steps
-        if self.optimizer_steps < warmup:
-            return self.peak_lr * (self.optimizer_steps + 1) / warmup
-        if self.config.lr_scheduler_type == "constant":
-            return self.peak_lr
-        steps = max(self.total_steps - warmup, 1)
-        done = min((self.optimizer_steps - warmup) / steps, 1.0)
-        return self.peak_lr * 0.5 * (1 + math.cos(math.pi * done))
+        rate = self.peak_lr * min(1.0, (self.optimizer_steps + 1) / max(warmup, 1))
+        if self.config.lr_scheduler_type == "cosine":
+            done = (self.optimizer_steps - warmup) / max(self.total_steps - warmup, 1)
+            rate *= 0.5 * (1 + math.cos(math.pi * min(max(done, 0.0), 1.0)))
+        return rate
 
     @common.named_range("optimizer step")
     def optimizer_step(self):
@@ -1103,19 +1110,15 @@ class MegatronPPOCritic:
     @torch.no_grad()
     def restore(self, tensors, flag, kind="weight", form="{}"):
         """Takes all weights, or a moment of each, from stored tensors in this form: the inverse of master.
-        UserError on all ranks if some do not fit on any (a collective)."""
-        problems = []
+        UserError: one does not fit."""
         for name, p in named_weights(self.modules):
             cut, parts = hf_names(name)
             group, _ = groups_of(name)
-            try:
+            with common.blame(f"{flag}: {parts[0]} does not fit"):
                 wholes = [lookup_weight(tensors, part, form) for part in parts]
                 x = shard(cut, wholes, self.transformer.num_query_groups, group.rank(), group.size())
                 if x.shape != p.shape:
-                    raise RuntimeError(f"is {tuple(x.shape)} instead of {tuple(p.shape)}")
-            except (KeyError, RuntimeError, IndexError) as error:
-                problems.append(f"{parts[0]} ({type(error).__name__}: {error})")
-                continue
+                    raise UserError(f"it is {tuple(x.shape)} instead of {tuple(p.shape)}")
             if kind == "weight":
                 p.copy_(x)
             if p in self.masters:
@@ -1123,8 +1126,6 @@ class MegatronPPOCritic:
                 if kind != "weight":  # torch makes it at the first step
                     mine = adam.state[mine].setdefault(kind, torch.zeros_like(mine))
                 mine.copy_(x.flatten()[place])
-        if problems := sorted(chain(*common.of_all_ranks(problems))):
-            raise UserError(f"{flag}: {len(problems)} weights do not fit, e.g. {problems[0]}")
 
 
 # ---- The worker: life cycle, memory, metrics ---------------------------------------------------------------
@@ -1251,8 +1252,8 @@ class CriticWorker:
         config = self.config
         start = time.perf_counter()
         metrics = self.critic.update_critic(batch)
-        passes = 3  # forward, to inputs, to weights
-        flops = passes * self.critic.computed
+        groups = batch.groups(config.share_prompts and config.use_remove_padding)
+        flops = 3 * sum(batch.computed(groups, self.critic.flops))  # forward, to inputs, to weights
         return metrics | common.describe_update(batch, start, config.ppo_epochs, flops, self.layout)
 
     def offload(self):
@@ -1392,8 +1393,9 @@ class Checkpoints:
     def __init__(self, out_dir, resume, keep, in_background, timeout_minutes):
         self.out_dir = out_dir
         self.keep = keep
-        self.saving = None
-        self.background = ThreadPoolExecutor(1) if in_background else None
+        self.background = in_background and ThreadPoolExecutor(1)
+        self.saving = Future()
+        self.saving.set_result(None)
         # a thread needs its own
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
         self.sigterm = threading.Event()  # schedulers announce the end by it
@@ -1428,8 +1430,7 @@ class Checkpoints:
         with suppress(Exception):
             if re.search(common.OUT_OF_MEMORY, repr(error)):
                 self.out_of_memory.write_text("x" * (self.halvings + 1))
-            if self.saving is not None:
-                self.saving.result(timeout=60)
+            self.saving.result(timeout=60)
 
     def save(self, step, write):
         """Saves a step by write(tmp, group), then removes all but the last `keep` (a collective), in turn."""
@@ -1440,14 +1441,14 @@ class Checkpoints:
                 write(tmp, self.group)
 
         self.wait()
-        if self.background is None:
-            save()
-        else:
+        if self.background:
             self.saving = self.background.submit(save)
+        else:
+            save()
 
     def wait(self, block=True):
         """Waits for the save in the background, or looks whether it has ended; raises its error."""
-        if self.saving is not None and (block or self.saving.done()):
+        if block or self.saving.done():
             self.saving.result()
 
     def leave(self, step):
@@ -1489,13 +1490,10 @@ def main(run):
 def load_rows(run, tokenizer, model_config):
     """(rows to learn from, rows to evaluate on or None), of the run's files or of the toy."""
     options = {"tokenizer": tokenizer, "model_config": model_config}
-    train = run.rollouts
-    held_out = run.eval_rollouts
-    if train is None:
-        train = common.toy_rows(8192, run.critic.seed)
-        held_out = common.toy_rows(512, run.critic.seed, held_out=True)
-    train = common.read_rows(train, **options)
-    if held_out is not None:
+    seed = run.critic.seed
+    train = common.read_rows(run.rollouts or common.toy_rows(8192, seed), **options)
+    held_out = run.eval_rollouts if run.rollouts else common.toy_rows(512, seed, held_out=True)
+    if held_out:
         held_out = common.read_rows(held_out, flag="--eval-rollouts", **options)
     return train, held_out
 
@@ -1511,7 +1509,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     steps = range(first_step, run.steps + 1)
     for step in logger.profiled(steps, run.profile_steps):
         ends = step == run.steps or any(common.of_all_ranks(checkpoints.sigterm.is_set()))
-        evaluates = step in (0, run.steps) or run.eval_every and step % run.eval_every == 0
+        evaluates = step == run.steps or step % (run.eval_every or run.steps) == 0
         if held_out is not None and evaluates:
             held_out.values = worker.critic.compute_values(held_out)
             logger.log_evaluation(step, held_out, run.gamma)

@@ -38,6 +38,7 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 # ---- A worker process: calls a reward or an environment of the user, and imports nothing of what follows ---
@@ -122,6 +123,7 @@ class ActorConfig:
     kl_loss_coef: Weight = 0.0  # weight of the KL to the reference in the loss (0: none)
     kl_loss_type: KL = "k3"  # how it is estimated
     tis_cap: Rate | None = None  # weigh a token by pi_actor / pi_engine, at most this (None: no weighing)
+    ratio_band: tuple[Rate, Rate] | None = None  # leave out tokens whose pi_actor / pi_engine is outside
     loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
     # optimizer
     lr: Rate | None = None  # learning rate of AdamW (None: 5e-4 for the built-in task, 1e-6 otherwise)
@@ -136,7 +138,6 @@ class VLLMConfig:
 
     tensor_parallel_size: Positive = 1  # ranks that share one engine and its copy of the actor
     gpu_memory_utilization: Share = 0.5  # part of a device's memory that it takes while awake
-    sleep_level: Literal[1, 2] = 1  # with --offload its weights wait on the host (1), or are dropped (2)
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,7 @@ class Run:
     gamma: Fraction = 1.0  # discount of a reward per action
     lam: Fraction = 1.0  # GAE's lambda for the returns that the critic learns
     lam_policy: Fraction | None = None  # GAE's lambda for the advantages (None: as lam): decoupled GAE
+    first_token_credit: Share | None = None  # Q: lam_policy is Q^(1 / (L - 1)) in a row with L actions
     whiten_advantages: bool = True  # give advantages mean 0 and deviation 1 over the global batch
     bootstrap_truncated: bool = False  # the last value stands for the future of a row that was cut off
     # KL to the reference in the reward
@@ -227,20 +229,17 @@ def flags_of(part):
 
 def check_flags(run):
     """UserError for flags that cannot work, before a process group or a model is built."""
-    try:
-        pydantic.TypeAdapter(Run).validate_python(asdict(run))
-    except pydantic.ValidationError as error:
-        fault = error.errors()[0]
-        name = ".".join(map(str, fault["loc"])).replace("_", "-")
-        words = f"--{name} {fault['input']}: {fault['msg'].replace('Input should be', 'must be')}"
-        raise UserError(words) from None
+    if words := critic_module(run.backend).out_of_range(run):
+        raise UserError(words)
+    band = run.actor.ratio_band
     rules = {
         "--target-kl: adapts --kl-coef, so give it a value above 0": not run.target_kl or run.kl_coef,
+        "--lam-policy: not with --first-token-credit": run.lam_policy is None or not run.first_token_credit,
+        "--actor.ratio-band: LOW must be below HIGH": not band or band[0] < band[1],
         "--eval-prompts: needs --prompts; addition has its own": run.prompts or not run.eval_prompts,
         "--eval-every: needs --eval-prompts":
             run.eval_prompts or not run.prompts or run.eval_every == Run.eval_every,
         "--max-turns: needs --environment": run.environment or run.max_turns == Run.max_turns,
-        "--vllm.sleep-level: needs --offload": run.offload or run.vllm.sleep_level == VLLMConfig.sleep_level,
         "--rollout vllm: needs vllm, see README.md": run.rollout == "hf" or importlib.util.find_spec("vllm"),
         "--reward, --reward-model: --prompts needs one": not run.prompts or run.reward or run.reward_model,
         "--reward, --reward-model: give one of them": not (run.reward and run.reward_model),
@@ -372,9 +371,7 @@ def gsm8k_reward(prompt, response, answer):
 
 
 REWARDS = {"addition": addition_reward, "gsm8k": gsm8k_reward}
-
-
-# each has one row of this rank at a time
+# each thread has one row of this rank at a time
 THREADS = ThreadPoolExecutor(max(8, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
@@ -427,8 +424,7 @@ class RewardModel:
     after the last action, so a worker of the critic's script computes it."""
 
     def __init__(self, run, tokenizer):
-        own = ("tokenizer", "override_config", "value_head", "value_bins", "value_range", "lora_rank",
-               "freeze_layers")  # fmt: skip
+        own = "tokenizer override_config value_head value_bins value_range lora_rank freeze_modules".split()
         changed = {x.name: x.default for x in fields(run.critic) if x.name in own}
         config = replace(run.critic, **changed, model=run.reward_model, value_head_init="checkpoint")
         try:
@@ -456,7 +452,7 @@ class RewardModel:
         # one more action: its value is read on the last token of the row; which token it is does not matter
         whole = to_batch([Reply(Prompt(self.ids(reply)), reply.row_id, [0], [0.0]) for reply in replies])
         with flags_of("critic"):  # the budget
-            return [(x, "") for x in self.worker.compute_values(whole)[whole.last_action].tolist()]
+            return [(x, "") for x in self.worker.compute_values(whole)[common.last_action(whole)].tolist()]
 
 
 # ---- Policy maths ------------------------------------------------------------------------------------------
@@ -511,11 +507,14 @@ def add_advantages(batch, scores, kl_coef, run):
     for its KL to the reference, the last one earns the score. Decoupled GAE: 2503.01491, section 4.2."""
     kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
     paid_T = -kl_coef * kl_T if kl_coef else torch.zeros_like(kl_T)
-    batch.token_level_rewards = paid_T.index_add(0, batch.last_action, torch.tensor(scores))
+    batch.token_level_rewards = paid_T.index_add(0, common.last_action(batch), torch.tensor(scores))
     common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
-    if run.lam_policy is not None:
+    lam = run.lam_policy
+    if run.first_token_credit:
+        lam = [run.first_token_credit ** (1 / max(n - 1, 1)) for n in batch.actions.tolist()]
+    if lam is not None:
         returns_T = batch.returns
-        common.add_returns(batch, run.gamma, run.lam_policy, run.bootstrap_truncated)
+        common.add_returns(batch, run.gamma, lam, run.bootstrap_truncated)
         batch.returns = returns_T
     if run.whiten_advantages:
         batch.advantages = masked_whiten(batch.advantages, batch.response_mask)
@@ -662,7 +661,6 @@ class VLLMRollout:
             tensor_parallel_size=size,
             distributed_executor_backend="external_launcher",  # each torchrun process runs its own part
             logprobs_mode="processed_logprobs",  # of what is sampled from: after temperature and top-p
-            seed=0,  # of nothing: requests bring their own
         )
         self.group = get_tp_group().cpu_group  # the ranks of this engine
         get_tp_group().mq_broadcaster = None  # it is shared memory, which common.launch would leave behind
@@ -672,8 +670,8 @@ class VLLMRollout:
         self.llm.wake_up(tags=["weights"])
 
     def offload(self):
-        """Frees the device memory of the engine, where the platform can."""
-        self.llm.sleep(level=self.run.vllm.sleep_level)
+        """Frees the device memory of the engine, where the platform can. The next sync brings new weights."""
+        self.llm.sleep(level=2)
 
     def sync(self, weights):
         """Takes the actor's weights, (name, whole tensor) pairs in self.dtype (a collective)."""
@@ -887,7 +885,6 @@ class PolicyWorker:
         kind = "actor    " if trains else "reference"
         print0(f"{kind}  {config.model} ({model_config.model_type}), {lm.num_parameters():,} parameters")
         self.model = Policy(lm, task.known, config.entropy_coeff > 0).requires_grad_(trains)
-        self.flops = common.flops_model(self.model, model_config)
         mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for module in (*common.transformer_blocks(self.model), self.model):
@@ -942,8 +939,8 @@ class PolicyWorker:
 
     def my_micro_batches(self, batch):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
-        config = (self.config.ppo_max_token_len_per_gpu, self.config.share_prompts)
-        return self.backend.micro_batches(batch, self.flops, WORLD_SIZE, *config)[0][RANK]
+        most = self.config.ppo_max_token_len_per_gpu
+        return self.backend.micro_batches(batch, WORLD_SIZE, most, self.config.share_prompts)[RANK]
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
@@ -959,7 +956,7 @@ class PolicyWorker:
     @common.dp_compute_proto(needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages"))
     def update_policy(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
-        names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "entropy")
+        names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "pg_outside", "ppo_kl", "kl_loss", "entropy")
         totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.device)
         norms = []  # of the mini-batches, NaN where the step was skipped
         if self.run.offload:
@@ -981,6 +978,11 @@ class PolicyWorker:
         if c.tis_cap:
             rho_T = (micro.old_log_probs - micro.rollout_log_probs).exp()
             weights_T = weights_T * rho_T.clamp(max=c.tis_cap)
+        outside_T = torch.zeros_like(mask_T)
+        if c.ratio_band:  # SAO, 2607.07508
+            ratio_T = (log_probs_T.detach() - micro.rollout_log_probs).exp()
+            outside_T = mask_T & (ratio_T != ratio_T.clamp(*c.ratio_band))
+            weights_T = weights_T * ~outside_T
         columns = (log_probs_T, micro.old_log_probs, micro.advantages, mask_T, weights_T)
         loss, clipped, dual = policy_loss(*columns, c.clip_ratio_low, c.clip_ratio_high, c.clip_ratio_c)
         ref_kl_T = kl_penalty(log_probs_T, micro.ref_log_probs, c.kl_loss_type)
@@ -989,7 +991,8 @@ class PolicyWorker:
             if coef:  # else not even a NaN enters
                 whole = whole + coef * (micro.weights * x_T).sum()
         kl = (micro.old_log_probs - log_probs_T).sum()
-        return whole, [loss, clipped, dual, kl, ref_kl_T.sum(), entropy_T.sum(), mask_T.sum()]
+        sums = (outside_T.sum(), kl, ref_kl_T.sum(), entropy_T.sum(), mask_T.sum())
+        return whole, [loss, clipped, dual, *sums]
 
     def step(self, mini, totals):
         """One optimizer step on a global mini-batch -> gradient norm before clipping; adds to totals. A norm
@@ -1270,10 +1273,9 @@ def set_up(run):
         module = critic_module(run.backend)
         module.check_model_flags(critic, critic_config)
         module.check_budget(critic, longest, LONGEST)
-    with common.blame(f"--actor.model {actor.model}: does not go with these prompts"):
-        common.check_rows(row, model_config)
-    with common.blame(f"--critic.model {critic.model}: does not go with these prompts"):
-        common.check_rows(row, critic_config)
+    for part, known_by in (("actor", model_config), ("critic", critic_config)):
+        with common.blame(f"--{part}.model: does not go with these prompts"):
+            common.check_rows(row, known_by)
     print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens")
     print0(f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses a step")
     print0(f"update     {actor.ppo_mini_batch_size} rows a mini-batch, critic {critic.ppo_mini_batch_size}")
@@ -1295,8 +1297,7 @@ def start_from(run, task, checkpoints):
     kl_coef = run.kl_coef
     if folder:
         common.verify(f"{folder}/loop.json")
-        with open(f"{folder}/loop.json") as file:
-            saved = json.load(file)
+        saved = json.loads(Path(folder, "loop.json").read_text())
         step = saved["step"]
         if run.target_kl:
             kl_coef = saved["kl_coef"]
@@ -1435,9 +1436,8 @@ def main(run):
 def finish(run, task, batch, phases, actor, critic):
     """Writes the report and both models. batch: rows of the last step, None if the run had made all steps."""
     if batch is not None:
-        common.write_report(
-            run.out_dir, common.gather(batch), "rows of the last step", task.tokenizer, run.gamma, CURVES
-        )
+        rows = common.gather(batch)
+        common.write_report(run.out_dir, rows, "rows of the last step", task.tokenizer, run.gamma, CURVES)
     with phases("export", actor, critic):
         actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
         critic.export_hf(f"{run.out_dir}/critic_hf")

@@ -161,7 +161,7 @@ def load_model(folder, attention):
 
 def bare(_, work, folder, batch):
     model, optimizer = load_model(folder, "packed")
-    [parts], _ = critic_fsdp.micro_batches(batch, int, 1, work.budget, share=False)
+    [parts] = critic_fsdp.micro_batches(batch, 1, work.budget, share=False)
     packs = [batch.select(rows) for rows in parts]
     for pack in packs:
         for name in ("input_ids", "response_mask", *pack.FLOATS):

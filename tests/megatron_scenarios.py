@@ -45,6 +45,7 @@ MIXTURES = {  # models without a preset, in folders of models/ -> what they add 
 }
 BFLOAT16 = {"param_dtype": "bfloat16"}
 HL_GAUSS = {"value_head": "hl_gauss", "value_bins": 11, "value_range": (-3.0, 3.0)}
+BOUNDED = {"value_head": "bounded", "value_range": (-3.0, 3.0)}
 LR = 1e-3
 STEPS = 12  # of the schedule, which every rate depends on
 SCHEDULE = {"lr": LR, "lr_scheduler_type": "cosine", "lr_warmup_steps": 3, "ppo_mini_batch_size": 16}
@@ -109,7 +110,7 @@ FSDP2 = {"strategy": "fsdp2"}
 SAVED = {  # name -> model, number of ranks and their layout where it begins, ranks -> layouts of Megatron
     "llama": ({"model": "tiny-llama", **BIASES}, 1, {"strategy": "none"}, {2: [{PP: 2, VPP: 2}]}),
     "qwen3, hl_gauss": ({"model": "tiny-qwen3", **HL_GAUSS}, 1, FSDP2, {2: [{TP: 2}, {CP: 2}]}),
-    "qwen2": ({}, 2, FSDP2, {2: [{TP: 2}, {}]}),
+    "qwen2, bounded": (BOUNDED, 2, FSDP2, {2: [{TP: 2}, {PP: 2}]}),
     "qwen2, fsdp1": (HL_GAUSS, 2, {"strategy": "fsdp1"}, {2: [{PP: 2}]}),
     "mixtral": ({"model": "models/mixtral"}, 2, FSDP2, {2: [{EP: 2}]}),
     "qwen2-moe": ({"model": "models/qwen2-moe"}, 2, FSDP2, {2: [{TP: 2}]}),
@@ -276,9 +277,9 @@ def damages(files, scratch):
 
     return {
         "other bytes": ({shard: content[:-9] + bytes(9 * [7])}, f"{shard} is missing or changed"),
-        "no shard": ({shard: b""}, "weights do not fit, e.g. ", "does not fit this critic"),
+        "no shard": ({shard: b""}, "weight does not fit (", "does not fit this critic"),
         "half a shard": ({shard: content[:9000]}, "do not load (", "does not fit"),
-        "some experts lack a moment": ({shard: scratch.read_bytes()}, "fit, e.g. ", "does not fit"),
+        "some experts lack a moment": ({shard: scratch.read_bytes()}, "does not fit (", "does not fit"),
         "no shape": ({"trainer.json": b'{"updates": 1}'}, "not a checkpoint of this script (KeyError"),
         "other model": (shape(hidden_size=128), "another model: hidden_size 128 there, 64 here"),
         "adapters": (shape(lora_rank=3), "another model: lora_rank 3 there, None here"),

@@ -1,4 +1,4 @@
-"""Categorical value heads, adapters and frozen layers: maths, layouts, checkpoints, exports, the script."""
+"""Bounded and categorical value heads, adapters and frozen weights: maths, layouts, checkpoints, exports."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ from test_layouts import MODELS, assert_agrees, clipped_loss, plain_loop, save_m
 import common
 import critic_fsdp
 from common import UserError
-from critic_fsdp import Config, CriticWorker, Run
+from critic_fsdp import Config, Run
 
 LOAD = transformers.AutoModelForTokenClassification.from_pretrained
 LORA = {"lora_rank": 4}
@@ -95,6 +95,9 @@ def reference(folder, result, variant):
     if variant == "hl_gauss":
         value_of = lambda logits: plain_value(logits, -1.5, 2.0)
         loss_of = lambda logits, old, target: plain_cross_entropy(logits, target, -1.5, 2.0)
+    if variant == "bounded":
+        value_of = lambda output: 0.25 + 3.5 / math.pi * torch.atan(output[0])
+        loss_of = lambda output, old, target: clipped_loss(value_of(output), old, target)
     values, losses = plain_loop(batch, outputs_of, value_of, loss_of)
     loss = torch.cat(losses).mean()
     loss.backward()
@@ -105,7 +108,9 @@ def trains(name, variant):
     """Whether a weight should train."""
     if variant == "lora":
         return ".lora_" in name or name.startswith("score.")
-    return variant == "hl_gauss" or not name.startswith(("model.embed_tokens.", "model.layers.0."))
+    layer = "model.layers.0"
+    frozen = ("model.embed_tokens.", f"{layer}.self_attn.", f"{layer}.mlp.up_proj.")
+    return variant != "freeze" or not name.startswith(frozen)
 
 
 def names_with_moments(critic):
@@ -158,13 +163,14 @@ def test_two_ranks_make_it_on_every_layout_and_exchange_checkpoints(references, 
     arguments = ("heads_and_adapters", folder / "model", folder, out)
     assert "ok" in succeeded(torchrun(2, ROOT / "tests" / "scenarios.py", *arguments))
     results = torch.load(out, weights_only=True)
-    assert len(results) == 12
+    assert len(results) == 16
     print("\nlargest relative difference of a gradient to float64, 2 ranks")
     for (variant, layout), result in results.items():
         print(f"  {variant:10s}{layout:10s} {compare(result, made[variant], variant):.1e}")
     # a field that makes another model of each variant, so that its checkpoints are refused
-    others = {"lora_alpha": 7.0, "value_range": (0.0, 1.0), "freeze_layers": 2}
-    for (variant, fields), (name, x) in zip(VARIANTS.items(), others.items(), strict=True):
+    span = ("value_range", (0.0, 1.0))
+    others = (("lora_alpha", 7.0), span, ("freeze_modules", "norm"), span)
+    for (variant, fields), (name, x) in zip(VARIANTS.items(), others, strict=True):
         back = worker(model=str(folder / "model"), **fields)
         back.load_checkpoint(folder / f"{variant} of 2")
         assert_same_weights(back, results[variant, "ulysses"]["after"])
@@ -192,8 +198,7 @@ def test_adapters_begin_as_nothing_and_follow_the_seed():
     *itertools.product(("lora", "freeze"), ("fsdp1", "none")), ("lora", "fsdp2"), ("hl_gauss", "none")
 ])  # fmt: skip
 def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
-    """Gradients are close to those of float32. Adapters and frozen layers spare the backward pass what MFU
-    must not count: of a forward and twice that, 2 in all are left here."""
+    """Gradients are close to those of float32. MFU does not count gradients of weights that do not train."""
     # the MFU of a CPU is not known, so the FLOPs stand in its place
     count = lambda batch, start, epochs, flops, layout: {"flops": flops}
     monkeypatch.setattr(common, "describe_update", count)
@@ -203,7 +208,9 @@ def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
     with captured_gradients(w.critic) as seen:
         metrics = w.update_critic(batch)
     passes = metrics["flops"] / sum(map(w.critic.flops, batch.lengths))
-    assert passes == pytest.approx(3 if variant == "hl_gauss" else 2, rel=1e-3)
+    sizes = {name: x.numel() for name, x in full_weights(w.critic).items()}
+    trained = sum(n for name, n in sizes.items() if trains(name, variant))
+    assert passes == pytest.approx(2 + trained / sum(sizes.values()), rel=1e-6)
     with captured_gradients(exact.critic) as whole:
         exact.update_critic(batch)
     assert all(g.dtype == torch.float32 for g in seen[0].values()) and seen[0].keys() == whole[0].keys()
@@ -213,6 +220,7 @@ def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
 
 @pytest.mark.parametrize("model, fields", [
     ("tiny-qwen2", {}), ("tiny-qwen2", {"strategy": "fsdp1", **LORA}), ("tiny-qwen2", {**LORA, **HL_GAUSS}),
+    ("tiny-qwen2", VARIANTS["bounded"]),
     ("tiny-gpt2", {}), ("tiny-gpt2", {"strategy": "fsdp1", **LORA}),
     ("tiny-qwen3-moe", {}), ("tiny-qwen3-moe", {"strategy": "none", **LORA}),
     ("gemma3", {}), ("opt", LORA),
@@ -233,7 +241,7 @@ def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields
     w.export_hf(hf)
     assert {p.name for p in tmp_path.iterdir()} <= {"base", "hf"} and not (hf / "stale").exists()
     span = fields.get("value_range")
-    head = HL_GAUSS | {"value_range": None} if span else {}  # config.json has the range
+    head = {name: x for name, x in fields.items() if name in ("value_head", "value_bins")}
     again = worker(model=str(hf), value_head_init="checkpoint", **head)
     torch.testing.assert_close(again.compute_values(batch), values, rtol=0, atol=1e-5)
     if model in MODELS:
@@ -242,7 +250,11 @@ def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields
     assert again.tokenizer("1+1=")["input_ids"] == w.tokenizer("1+1=")["input_ids"]
     plain, info = LOAD(hf, output_loading_info=True)
     assert not any(info.values()), info
-    value_of = lambda logits: plain_value(logits, *span) if span else logits[0]
+    value_of = lambda logits: logits[0]
+    if span:
+        value_of = lambda logits: plain_value(logits, *span)
+    if fields.get("value_head") == "bounded":
+        value_of = lambda logits: 0.25 + 3.5 / math.pi * torch.atan(logits[0])
     theirs, _ = plain_loop(batch, lambda _, ids: plain(input_ids=ids).logits[0], value_of)
     torch.testing.assert_close(theirs, values, rtol=0, atol=1e-5)
     assert plain.config.value_range == (span and list(span))
@@ -277,9 +289,10 @@ def test_the_script_finds_the_range_and_keeps_it(tmp_path):
 
 
 def test_flags_that_this_model_does_not_go_with_are_named(monkeypatch):
-    with pytest.raises(UserError, match="--freeze-layers 3: the model has 2"):
-        CriticWorker(Config(freeze_layers=3))
-    with pytest.raises(UserError, match="--value-range: hl_gauss needs it"):
+    for pattern, words in (("(", "missing \\)"), ("nothing", "must match some"), (".", "must match some")):
+        with pytest.raises(UserError, match=f"--freeze-modules .*{words}"):
+            worker(freeze_modules=pattern)
+    with pytest.raises(UserError, match="--value-range: this head needs it"):
         worker(value_head="hl_gauss")
     monkeypatch.setattr(critic_fsdp.importlib.util, "find_spec", lambda name: None)
     assert critic_fsdp.mistake_in(Config(lora_rank=8)).startswith("--lora-rank: needs peft")

@@ -200,19 +200,22 @@ def loss_by_hand(lm, batch, run):
             pg = -ratio * a if slope else torch.tensor(value)  # clipped: a constant
             if config.tis_cap:
                 pg = pg * min(config.tis_cap, math.exp(old - batch.rollout_log_probs[t]))
+            low, high = config.ratio_band or (0.0, math.inf)
+            outside = not low <= math.exp(log_p - batch.rollout_log_probs[t]) <= high
+            pg = pg * (not outside)
             kl = kl_of(config.kl_loss_type, log_p - batch.ref_log_probs[t])
             entropy = -(before_V.exp() * before_V).sum()
             loss = loss + weight * (pg + config.kl_loss_coef * kl - config.entropy_coeff * entropy)
             log_probs_T[t], entropy_T[t] = log_p.item(), entropy.item()
             means = {"pg_clipfrac": clipped, "pg_clipfrac_lower": cut, "ppo_kl": (old - log_p).item()}
-            means |= {"kl_loss": kl.item(), "entropy": entropy.item()}
+            means |= {"pg_outside": outside, "kl_loss": kl.item(), "entropy": entropy.item()}
             sums["pg_loss"] += weight * pg.item()
             sums.update({key: x / actions for key, x in means.items()})
     return loss, sums, log_probs_T, entropy_T
 
 
 @pytest.mark.parametrize("kind, temperature, fields", [
-    ("tiny-qwen2", 1.0, dict(kl_loss_coef=0.1, kl_loss_type="abs")),
+    ("tiny-qwen2", 1.0, dict(kl_loss_coef=0.1, kl_loss_type="abs", ratio_band=(0.8, 1.3))),
     ("tiny-qwen2", 0.7, dict(loss_agg_mode="seq-mean-token-sum", entropy_coeff=0.1, clip_ratio_c=None)),
     ("tiny-llama", 0.7, dict(loss_agg_mode="seq-mean-token-mean", kl_loss_coef=0.3, clip_ratio_high=0.4)),
     ("tiny-gemma2", 0.7, dict(kl_loss_coef=0.3, kl_loss_type="k3", entropy_coeff=0.05, tis_cap=1.3)),
@@ -257,6 +260,7 @@ def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fie
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in lm.parameters()))
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert metrics["actor/pg_clipfrac"] > 0.05  # the case occurs
+    assert ("ratio_band" in fields) == (metrics["actor/pg_outside"] > 0.05)
     for key, x in sums.items():
         assert metrics[f"actor/{key}"] == pytest.approx(x, rel=1e-4, abs=1e-6), key
 
@@ -796,6 +800,7 @@ def test_accuracy_is_told_only_of_right_and_wrong(rewards, words, tmp_path, caps
     (0.3, dict(kl_penalty="k3", lam=0.95, lam_policy=0.5, bootstrap_truncated=True)),
     (0.1, dict(kl_penalty="abs", lam_policy=0.3, gamma=0.97)),
     (0.1, dict(kl_penalty="k2", whiten_advantages=False, lam=0.0, lam_policy=1.0, bootstrap_truncated=True)),
+    (0.1, dict(first_token_credit=0.3, lam=0.9)),
 ])  # fmt: skip
 def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
     """Action by action, backwards from the end of each row."""
@@ -815,6 +820,8 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
         places = [t for t in range(start, end) if batch.response_mask[t]]
         after = float(batch.values[places[-1]]) if run.bootstrap_truncated and batch.truncated[b] else 0.0
         for_policy = for_critic = 0.0
+        if run.first_token_credit:
+            lam_policy = math.exp(math.log(0.3) / (len(places) - 1)) if len(places) > 1 else 1.0
         for t in reversed(places):
             v = float(batch.values[t])
             rewards_T[t] = (scores[b] if t == places[-1] else 0.0) - kl_coef * kl_T[t]
@@ -830,6 +837,19 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
     for ours_T, theirs_T in zip(ours, (rewards_T, advantages_T, returns_T)):
         torch.testing.assert_close(ours_T.double(), theirs_T, rtol=1e-5, atol=1e-5)
         assert (ours_T[~batch.response_mask] == 0).all()
+
+
+def test_the_first_action_gets_the_credit_that_the_flag_says():
+    """Of a reward of 1 where all values are 0; the last action gets all of it."""
+    batch = random_batch(8, 6, idle=False)
+    batch.values = batch.old_log_probs = batch.ref_log_probs = torch.zeros(len(batch.input_ids))
+    ppo_loop.add_advantages(batch, [1.0] * 8, 0.0, a_run(first_token_credit=0.25, whiten_advantages=False))
+    shares = [
+        x_A[[0, -1]].tolist() for x_A in batch.advantages[batch.response_mask].split(batch.actions.tolist())
+    ]
+    assert 1 in batch.actions and len(batch.actions.unique()) > 4
+    for n, share in zip(batch.actions.tolist(), shares):
+        assert share == pytest.approx([0.25 if n > 1 else 1.0, 1.0])
 
 
 # ---- Prompts, flags ----------------------------------------------------------------------------------------
@@ -939,7 +959,8 @@ def parse(monkeypatch, tmp_path):
     '--actor.model tiny-llama --actor.override-config {"max_position_embeddings":13}',
     "--actor.model tiny-qwen2.5-vl", "--reward-model /none", "--reward-model LM",  # it has no value head
     *([] if importlib.util.find_spec("vllm") else ["--rollout vllm"]),
-    "--chat", "--max-turns 3", "--vllm.sleep-level 2", "--answer-key none --reward FILE --prompts ROWS",
+    "--chat", "--max-turns 3", "--actor.ratio-band 2 1", "--lam-policy 1 --first-token-credit 0.5",
+    "--answer-key none --reward FILE --prompts ROWS",
     "--eval-every 5 --reward FILE --prompts ROWS", "--chat --reward FILE --prompts ROWS",
 ))])  # fmt: skip
 def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path):

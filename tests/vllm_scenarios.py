@@ -195,11 +195,10 @@ def samples(folder):
 
 
 def sleeps(folder):
-    """An engine that has slept has the new weights after a sync, whether it slept on them or dropped them."""
+    """An engine that has slept has the new weights after a sync."""
     w, rows = policy(tie_word_embeddings=True), rows_of()
     engine = engine_of(w, offload=True)
-    for step, level in enumerate((1, 2, 1)):
-        engine.run = dataclasses.replace(engine.run, vllm=ppo_loop.VLLMConfig(sleep_level=level))
+    for step in range(3):
         engine.offload()
         assert engine.llm.llm_engine.is_sleeping()
         engine.onload()
@@ -223,9 +222,9 @@ def the_cache_wakes_last(folder):
         assert not asleep()
 
 
-def warms_up_asleep(folder, level):
+def warms_up_asleep(folder):
     """Steps in which the critic alone learns, with an engine that sleeps in between and loses its weights, as
-    level 2 does on a device: each step's log-probs are those of the actor, and those of an engine awake."""
+    it does on a device: each step's log-probs are those of the actor, and those of an engine awake."""
     common.write_report = lambda *_: None
     sleep = ppo_loop.VLLMRollout.offload
 
@@ -235,16 +234,14 @@ def warms_up_asleep(folder, level):
 
     def loses(self):
         sleep(self)
-        if level == 2:
-            self.llm.apply_model(forget)
+        self.llm.apply_model(forget)
 
     ppo_loop.VLLMRollout.offload = loses
     flags = ("--critic-warmup", "2", "--steps", "3", *VLLM, "--eval-every", "0")
-    sleeps = ("--offload", "--vllm.sleep-level", str(level))
-    ppo_scenarios.toy(folder, f"asleep {level}", *flags, *sleeps)
+    ppo_scenarios.toy(folder, "asleep", *flags, "--offload")
     ppo_loop.VLLMRollout.offload = sleep
-    ppo_scenarios.toy(folder, f"awake {level}", *flags)
-    runs = [folder / f"{name} {level}" for name in ("asleep", "awake")]
+    ppo_scenarios.toy(folder, "awake", *flags)
+    runs = [folder / "asleep", folder / "awake"]
     ppo_scenarios.assert_close_runs(runs[:1], runs[1], 1e-6)
     assert ppo_scenarios.sampled(runs[0]) == ppo_scenarios.sampled(runs[1])
 
@@ -409,8 +406,7 @@ LAUNCHES = [  # name, ranks, function, its arguments; in this order: some read w
     *((f"golden {x}", ranks, ppo_scenarios.toy, (x, *flags)) for x, (ranks, flags) in GOLDEN.items()),
     # a loss is the mean of many numbers that nearly cancel
     ("golden runs agree", 1, ppo_scenarios.samples_and_metrics_agree, (1e-3,)),
-    ("warms up asleep", 1, warms_up_asleep, (1,)),
-    ("warms up asleep, weights dropped", 1, warms_up_asleep, (2,)),
+    ("warms up asleep", 1, warms_up_asleep, ()),
     ("goes on, offloaded", 1, ppo_scenarios.goes_on, ("vllm 1", "vllm 1", "--offload")),
     ("learns, hf", 2, learns, ("learns, hf",)),
     ("learns, vllm", 1, learns, ("learns, vllm", *VLLM)),
