@@ -649,7 +649,8 @@ def auc(scores, labels):
         return nan
     ones = scores[labels == 1]
     zeros = scores[labels == 0].sort().values
-    below = torch.searchsorted(zeros, ones) + torch.searchsorted(zeros, ones, right=True)
+    below = torch.searchsorted(zeros, ones)
+    below += torch.searchsorted(zeros, ones, right=True)  # ties count half
     return float(below.double().mean() / (2 * len(zeros)))
 
 
@@ -1098,8 +1099,8 @@ def steps_in(folder):
 def shape_of(model_config, **more):
     """What two runs must share for one to continue the other, as plain JSON: the config, and `more`."""
     fields = model_config.to_dict() | {key: x for key, x in more.items() if x}
-    for key in ("transformers_version", "_name_or_path", "architectures", "dtype", "_attn_implementation",
-                "use_cache", "initializer_range"):  # fmt: skip
+    for key in ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache",
+                "initializer_range"):  # fmt: skip
         fields.pop(key, None)
     return json.loads(json.dumps(fields))
 
@@ -1245,9 +1246,8 @@ def load_value_head(score, name, value_range):
     stored_range = json.loads((folder / "config.json").read_text()).get("value_range")
     if stored_range != (value_range and list(value_range)):
         return None
-    # of transformers' token-classification and reward models, and of TRL's
     heads = re.compile(r"(score|classifier|(v|value)_head(\.summary)?)\.(weight|bias)")
-    found = {}
+    found = {}  # of transformers' token-classification and reward models, and of TRL's
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             found |= {key: file.get_tensor(key) for key in file.keys() if heads.fullmatch(key)}
@@ -1355,20 +1355,20 @@ NUMBERS = {  # of a report -> what they say
     "AUC": "chance that the last value of a right response is above that of a wrong one",
 }
 PAGE = jinja2.Template(autoescape=True, source="""<!doctype html><meta charset="utf-8">
-<title>{{ title }}</title><style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; color: #111827 }
-td { padding: 2px 16px 2px 0 } svg { width: 100%; height: auto } span { color: #111827; border-radius: 3px }
-pre { white-space: pre-wrap; margin: 6px 0; color: #6b7280 }</style>
+<meta name="viewport" content="width=device-width"><title>{{ title }}</title><style>
+:root { color-scheme: light dark } body { font: 15px/1.5 system-ui; width: min(1100px,94%); margin: 2em auto }
+td { padding: 2px 16px 2px 0 } svg { width: 100%; height: auto } span { color: CanvasText }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 6px 0; color: #7c8494 }</style>
 <h1>What the critic learned</h1><p>{{ title }}: {{ about }}</p><table>
 {% for name, x in numbers.items() %}<tr><td><b>{{ x }}</b><td>{{ name }}<td>{{ words[name] }}
 {% endfor %}</table><h2>Where it changes its mind</h2>
 <p>Each action is coloured by its value, read just before it, from {{ "%.2f" % low }} (orange) to
 {{ "%.2f" % high }} (blue); point at one for its numbers. These are the rows with the largest TD errors before
 their last action.</p>
-{% for prompt, tokens in rows %}<pre>{{ prompt }}{% for text, is_action, value, return, error in tokens -%}
-{% set shade = is_action * (2 * value - low - high) / (high - low) -%}
+{% for prompt, tokens in rows %}<pre id="row-{{ loop.index }}">{{ prompt }}
+{%- for text, acts, v, r, error in tokens %}{% set shade = acts * (2 * v - low - high) / (high - low) -%}
 <span style="background: rgba({{ '37,99,235' if shade > 0 else '249,115,22' }},{{ '%.2f' % shade|abs }})"
-title="value {{ '%.3g\nreturn %.3g\nTD error %.3g' % (value, return, error) }}">{{ text }}</span>
+title="value {{ '%.3g\nreturn %.3g\nTD error %.3g' % (v, r, error) }}">{{ text }}</span>
 {%- endfor %}</pre>{% endfor %}
 <h2>How it learned</h2>{{ figure|safe }}""")  # fmt: skip
 
@@ -1376,8 +1376,8 @@ title="value {{ '%.3g\nreturn %.3g\nTD error %.3g' % (value, return, error) }}">
 def ceiling(rows):
     """1 - within-prompt variance / variance of returns at the first action, over prompts (equal tokens before
     it) with several rows. NaN if all returns are equal, or if chance puts it below 0."""
-    groups = [(shared + 1, group) for shared, group in rows.groups() if len(group) > 1]
-    returns = [rows.returns[rows.cu_seqlens[group] + first].double() for first, group in groups]
+    groups = [(shared, group) for shared, group in rows.groups() if len(group) > 1]
+    returns = [rows.returns[rows.cu_seqlens[group] + shared + 1].double() for shared, group in groups]
     if not returns:
         return nan
     every = torch.cat(returns)
@@ -1427,7 +1427,7 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     for panel, (title, names) in zip(figure.subplots(1, 3), curves.items()):
         for name in names:
             points = {row["step"]: row[name] for row in log if row.get(name) is not None}
-            panel.plot(list(points), list(points.values()), ".-", label=name)
+            panel.plot(list(points), list(points.values()), "o--" if "eval" in name else ".-", label=name)
         panel.set_title(title)
         panel.legend()
     figure.savefig(f"{out_dir}/curves.png")

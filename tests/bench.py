@@ -69,9 +69,10 @@ class Work:
     """What is to be computed, and on what."""
 
     model: Literal[tuple(MODELS)] = "10m"  # how many weights
-    # rows: 4 answers to a question; 8, of about 250 tokens, to a prompt of about 1,000; rows alone
+    # rows: 4 answers to a question; answers of about 250 tokens to prompts of about 1,000; rows alone
     mix: Literal["gsm8k", "long-prompt", "long-tail", "equal"] = "gsm8k"
     rows: int = 96  # of one update, which is one optimizer step
+    answers: int = 8  # of --mix long-prompt: to each prompt
     length: int = 256  # of --mix equal: tokens of a row; of long-tail, which ends at 4096: the median
     budget: int = 4096  # most tokens of a micro-batch, of all contestants
     vocab_size: int = 2048  # of the model; GSM8K's tokenizer has 2,000
@@ -103,14 +104,14 @@ def make_rows(work):
         batch = common.read_rows(file, tokenizer, model_config(work))
         batch = batch.select(common.shuffled_rows(batch.groups(), 0)[: work.rows])
     elif work.mix == "long-prompt":
-        prompts = [torch.randint(work.vocab_size, (n,)) for n in range(900, 1100, 1600 // work.rows)]
-        batch = common.concat(
-            [common.Batch.blank(n) for n in torch.randint(1125, 1375, (work.rows,)).tolist()]
-        )
+        lengths = torch.randint(1125, 1375, (work.rows,)).tolist()
+        sizes = torch.linspace(900, 1100, work.rows // work.answers).int()
+        prompts = [torch.randint(work.vocab_size, (n,)) for n in sizes.tolist()]
+        batch = common.concat(list(map(common.Batch.blank, lengths)))
         batch.row_id = torch.arange(work.rows)
         batch.input_ids = torch.randint(work.vocab_size, (len(batch.input_ids),))
         for row, (start, end) in enumerate(itertools.pairwise(batch.cu_seqlens.tolist())):
-            prompt = prompts[row // 8]
+            prompt = prompts[row // work.answers]
             batch.input_ids[start : start + len(prompt)] = prompt
             batch.response_mask[start:end] = torch.arange(end - start) >= len(prompt)
     else:
@@ -497,6 +498,7 @@ def growth_tables(work, rounds, picture):
     from matplotlib import pyplot
 
     work = replace(work, mix="equal", length=128, rows=32)
+    long = replace(work, mix="long-prompt", rows=16, budget=16384)
     shorter = {n: replace(work, rows=n, length=4096 // n) for n in (8, 32, 128, 512)}
     grow = {
         "tokens, in more rows": {n * 128: replace(work, rows=n) for n in (16, 32, 64, 128)},
@@ -504,8 +506,9 @@ def growth_tables(work, rounds, picture):
         "tokens of one row": {n: replace(work, rows=1, length=n) for n in (512, 1024, 2048, 4096)},
         "vocabulary": {n: replace(work, vocab_size=n) for n in (2048, 8192, 32768, 131072)},
         "ranks": {n: replace(work, ranks=n) for n in (1, 2, 4)},
+        "answers to a prompt": {n: replace(long, answers=n) for n in (1, 2, 4, 8, 16)},
     }
-    figure, panels = pyplot.subplots(1, len(grow), figsize=(15, 3.2), layout="constrained", sharey=True)
+    figure, panels = pyplot.subplots(1, len(grow), figsize=(18, 3.2), layout="constrained", sharey=True)
     for panel, (title, works) in zip(panels, grow.items()):
         out = series(title, {f"{n:,}": work for n, work in works.items()}, rounds)
         for name, seconds in zip(("compute_values", "update_critic"), zip(*out.values())):
@@ -513,6 +516,14 @@ def growth_tables(work, rounds, picture):
             points = list(zip(works, seconds))
             powers = [math.log(b / a) / math.log(n / m) for (m, a), (n, b) in zip(points, points[1:])]
             print(f"{title}, {name}: time grows with its power of " + ", ".join(f"{x:.2f}" for x in powers))
+        if title == "answers to a prompt":  # dotted: in proportion to what is computed
+            with torch.device("meta"):
+                flops = common.flops_model(AutoModel.from_config(model_config(long)), model_config(long))
+            theory = [sum(rows.computed(rows.groups(), flops)) for rows in map(make_rows, works.values())]
+            for seconds in zip(*out.values()):
+                expected = [seconds[0] * x / theory[0] for x in theory]
+                panel.plot(list(works), expected, "k:")
+            print("FLOPs, of those with one answer: " + ", ".join(f"{x / theory[0]:.2f}" for x in theory))
         panel.set(title=title, xscale="log", yscale="log")
         panel.set_xticks(list(works), [f"{n:,}" for n in works], fontsize=7)
         panel.minorticks_off()

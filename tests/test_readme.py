@@ -65,6 +65,19 @@ def test_every_command_is_of_a_kind_that_is_tested():
         assert not re.search(r"^```(bash|sh|console)?$\n(pip|python|torchrun)", text, flags=re.M)
 
 
+def test_words_are_spelled_and_none_is_retired():
+    """codespell and a list of our own, over prose and code; thw are times, heights and widths of images."""
+    files = [
+        path
+        for name in ("*.py", "*.md", "tests/*.py", "tests/*.md", ".github/*.md")
+        for path in ROOT.glob(name)
+    ]
+    succeeded(run(sys.executable, "-m", "codespell_lib", "-L", "thw", *files))
+    retired = re.compile(r"\b(beside|so many|as yet|somebody|nobody|without a word|there is no such)\b", re.I)
+    found = [(path.name, retired.search(path.read_text())) for path in files if path.name != "test_readme.py"]
+    assert len(files) > 40 and [x for x in found if x[1]] == []
+
+
 def test_the_readme_is_short_and_stands_alone():
     lines = README.splitlines()
     assert len(lines) <= 180 and len(README.split()) <= 2300 and max(map(len, lines)) <= 120

@@ -115,7 +115,7 @@ def test_a_mouse_on_a_token_finds_its_numbers_and_no_token_runs(tmp_path):
     text, numbers = write(tmp_path, rows, types.SimpleNamespace(decode=lambda ids: mean[ids[0] % 3]))
     pairs = [(float(rows.values[t]), float(rows.returns[t])) for at in actions_of(rows) for t in at]
     assert float(numbers["explained variance"]) == same(explained(pairs), abs=1e-3)
-    assert not re.search(r'(src|href)="[^#]', text) and 24 * len(text.split("<pre>")[1]) < 20e6
+    assert not re.search(r'(src|href)="[^#]', text) and 24 * len(text.split("<pre ")[1]) < 20e6
     ends = re.search(r"(\S+) \(orange\) to\s+(\S+) \(blue\)", text).groups()
     middle = statistics.fmean(map(float, ends))
     with browser.page(tmp_path / "report.html") as call:
