@@ -204,9 +204,10 @@ from common import UserError, print0
 
 transformers.logging.set_verbosity_error()  # the run says in one line what matters of a load
 transformers.logging.disable_progress_bar()
-warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # not written to
-warnings.filterwarnings("ignore", message=".*`NO_SHARD`")  # FSDP1 on a single rank
-warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft sees by itself what GPT-2 needs
+# views that nothing writes to; FSDP1 on a single rank; what peft sees by itself that GPT-2 needs
+warnings.filterwarnings(
+    "ignore", "FSDP2-wrapped module .* returned a view|.*`NO_SHARD`|fan_in_fan_out is set to"
+)
 
 # ---- Value model: a decoder and a value head in float32 ----------------------------------------------------
 
@@ -1205,15 +1206,17 @@ def print_plan(run):
     blocks = sorted(count_parameters(block)[0] for block in units_of(model))
     gathered = count - sum(blocks[:-2])
     shards = shards_of(config, run.plan)
-    parts = {  # name -> (bytes, equation)
-        "weights": (4 * count / shards, f"{count:,} x 4 bytes / {shards} shards"),
-        "gradients": (4 * trained / shards, f"{trained:,} x 4 bytes / {shards} shards"),
-        "optimizer": (8 * trained / shards, f"{trained:,} x 8 bytes / {shards} shards"),
-        "gathered": (size * gathered, f"{gathered:,} x {size} bytes, of the layers that are whole at a time"),
-    }
-    parts["together"] = (sum(held for held, _ in parts.values()), "on a rank; the rest is for activations")
-    for name, (held, equation) in parts.items():
-        print0(f"{name:12s} {held / 2**20:12,.1f} MiB = {equation}")
+    total = 0.0
+    for name, weights, each, parts in (
+        ("weights", count, 4, shards),
+        ("gradients", trained, 4, shards),
+        ("optimizer", trained, 8, shards),
+        ("gathered", gathered, size, 1),  # the layers that are whole at a time
+    ):
+        held = weights * each / parts / 2**20
+        total += held
+        print0(f"{name:12s} {held:12,.1f} MiB = {weights:,} x {each} bytes / {parts} shards")
+    print0(f"{'together':12s} {total:12,.1f} MiB = on a rank; the rest is for activations")
 
 
 # ---- Main: value pretraining from rollouts -----------------------------------------------------------------

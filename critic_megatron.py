@@ -1110,15 +1110,19 @@ class MegatronPPOCritic:
     @torch.no_grad()
     def restore(self, tensors, flag, kind="weight", form="{}"):
         """Takes all weights, or a moment of each, from stored tensors in this form: the inverse of master.
-        UserError: one does not fit."""
+        UserError on all ranks if some do not fit on any (a collective)."""
+        problems = []
         for name, p in named_weights(self.modules):
             cut, parts = hf_names(name)
             group, _ = groups_of(name)
-            with common.blame(f"{flag}: {parts[0]} does not fit"):
+            try:
                 wholes = [lookup_weight(tensors, part, form) for part in parts]
                 x = shard(cut, wholes, self.transformer.num_query_groups, group.rank(), group.size())
                 if x.shape != p.shape:
-                    raise UserError(f"it is {tuple(x.shape)} instead of {tuple(p.shape)}")
+                    raise RuntimeError(f"is {tuple(x.shape)} instead of {tuple(p.shape)}")
+            except (KeyError, RuntimeError, IndexError) as error:
+                problems.append(f"{parts[0]} ({type(error).__name__}: {error})")
+                continue
             if kind == "weight":
                 p.copy_(x)
             if p in self.masters:
@@ -1126,6 +1130,8 @@ class MegatronPPOCritic:
                 if kind != "weight":  # torch makes it at the first step
                     mine = adam.state[mine].setdefault(kind, torch.zeros_like(mine))
                 mine.copy_(x.flatten()[place])
+        if problems := sorted(chain(*common.of_all_ranks(problems))):
+            raise UserError(f"{flag}: {len(problems)} weights do not fit, e.g. {problems[0]}")
 
 
 # ---- The worker: life cycle, memory, metrics ---------------------------------------------------------------

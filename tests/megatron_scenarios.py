@@ -277,9 +277,9 @@ def damages(files, scratch):
 
     return {
         "other bytes": ({shard: content[:-9] + bytes(9 * [7])}, f"{shard} is missing or changed"),
-        "no shard": ({shard: b""}, "weight does not fit (", "does not fit this critic"),
+        "no shard": ({shard: b""}, "weights do not fit, e.g. ", "does not fit this critic"),
         "half a shard": ({shard: content[:9000]}, "do not load (", "does not fit"),
-        "some experts lack a moment": ({shard: scratch.read_bytes()}, "does not fit (", "does not fit"),
+        "some experts lack a moment": ({shard: scratch.read_bytes()}, "fit, e.g. ", "does not fit"),
         "no shape": ({"trainer.json": b'{"updates": 1}'}, "not a checkpoint of this script (KeyError"),
         "other model": (shape(hidden_size=128), "another model: hidden_size 128 there, 64 here"),
         "adapters": (shape(lora_rank=3), "another model: lora_rank 3 there, None here"),
