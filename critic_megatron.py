@@ -1499,7 +1499,7 @@ def load_rows(run, tokenizer, model_config):
     seed = run.critic.seed
     train = common.read_rows(run.rollouts or common.toy_rows(8192, seed), **options)
     held_out = run.eval_rollouts if run.rollouts else common.toy_rows(512, seed, held_out=True)
-    if held_out:
+    if held_out is not None:
         held_out = common.read_rows(held_out, flag="--eval-rollouts", **options)
     return train, held_out
 

@@ -123,7 +123,7 @@ class ActorConfig:
     kl_loss_coef: Weight = 0.0  # weight of the KL to the reference in the loss (0: none)
     kl_loss_type: KL = "k3"  # how it is estimated
     tis_cap: Rate | None = None  # weigh a token by pi_actor / pi_engine, at most this (None: no weighing)
-    ratio_band: tuple[Rate, Rate] | None = None  # leave out tokens whose pi_actor / pi_engine is outside
+    ratio_band: tuple[Rate, Rate] | None = None  # learn only where pi_actor / pi_engine is within LOW HIGH
     loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
     # optimizer
     lr: Rate | None = None  # learning rate of AdamW (None: 5e-4 for the built-in task, 1e-6 otherwise)
@@ -176,7 +176,7 @@ class Run:
     gamma: Fraction = 1.0  # discount of a reward per action
     lam: Fraction = 1.0  # GAE's lambda for the returns that the critic learns
     lam_policy: Fraction | None = None  # GAE's lambda for the advantages (None: as lam): decoupled GAE
-    first_token_credit: Share | None = None  # Q: lam_policy is Q^(1 / (L - 1)) in a row with L actions
+    first_token_credit: Share | None = None  # lambda Q^(1/(L-1)): of L actions the first gets Q of a reward
     whiten_advantages: bool = True  # give advantages mean 0 and deviation 1 over the global batch
     bootstrap_truncated: bool = False  # the last value stands for the future of a row that was cut off
     # KL to the reference in the reward

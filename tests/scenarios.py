@@ -196,6 +196,7 @@ def the_plan_is_what_a_rank_holds():
         text = common.of_all_ranks(said.getvalue())[0]
         found = re.findall(r"(\w+) .* = ([\d,]+) x (\d) bytes / (\d) shards", text)
         planned = {name: int(n.replace(",", "")) * int(size) / int(k) for name, n, size, k in found}
+        del planned["gathered"]  # only while a layer runs
         worker = make(**fields)
         optimizer = worker.critic.optimizer
         optimizer.zero_grad = lambda: None
