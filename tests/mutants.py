@@ -41,6 +41,7 @@ SEEN_BY = {  # script -> tests, those that see most first
     "critic_fsdp": (
         "test_common.py -k 'spread or micro'",
         "test_critic_fsdp.py -k 'shared or schedules or verl'",
+        "test_heads_and_lora.py -k 'one_rank and fsdp2'",
     ),
     "ppo_loop": ("test_common.py -k verl", "test_ppo_loop.py -k 'papers or equal_a_loop or first_action'"),
 }
