@@ -314,7 +314,7 @@ def test_learning_rate_schedules():
     assert rates(5, lr_warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0]  # the first step is not at 0
     cosine = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(5)]
     fields = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 1, "total_steps": 5}
-    assert rates(6, **fields) == pytest.approx([1.0, *cosine], abs=1e-12)
+    assert rates(7, **fields) == pytest.approx([1.0, *cosine, 0.0], abs=1e-12)
     # there is a step for each mini-batch of each epoch, and the last rate is reported
     assert rates(2, ppo_mini_batch_size=2, ppo_epochs=2, lr_warmup_steps=8) == [4 / 8, 1.0]
     with pytest.raises(UserError, match="--lr-scheduler-type cosine: .*total_steps"):
@@ -439,6 +439,10 @@ def test_metrics_are_means_over_tokens_and_steps_not_over_micro_batches():
         expected = {"mean": x.mean(), "min": x.min(), "max": x.max()}
         for key, value in expected.items():
             assert whole[f"critic/{name}_{key}"] == pytest.approx(float(value), rel=1e-6)
+    two_of_three = common.update_metrics(
+        "x", ("loss", "share"), torch.tensor([6, 3, 12]), [1.0, math.nan, 3.0], 0.1
+    )
+    assert two_of_three == {"x/loss": 3, "x/share": 0.25, "x/grad_norm": 2, "x/lr": 0.1, "x/skipped_steps": 1}
     assert math.isnan(whole["perf/mfu"])  # there is no peak rate of a CPU
 
 
