@@ -1273,9 +1273,9 @@ def set_up(run):
         module = critic_module(run.backend)
         module.check_model_flags(critic, critic_config)
         module.check_budget(critic, longest, LONGEST)
-    for part, known_by in (("actor", model_config), ("critic", critic_config)):
+    for part, config in (("actor", model_config), ("critic", critic_config)):
         with common.blame(f"--{part}.model: does not go with these prompts"):
-            common.check_rows(row, known_by)
+            common.check_rows(row, config)
     print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens")
     print0(f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses a step")
     print0(f"update     {actor.ppo_mini_batch_size} rows a mini-batch, critic {critic.ppo_mini_batch_size}")
