@@ -200,7 +200,7 @@ from transformers.image_utils import load_image
 from transformers.pytorch_utils import Conv1D
 
 import common
-from common import UserError, print0
+from common import Batch, Pack, UserError, blame, named_range, of_all_ranks, print0, published
 
 transformers.logging.set_verbosity_error()  # the run says in one line what matters of a load
 transformers.logging.disable_progress_bar()
@@ -241,7 +241,7 @@ def read_weights(config, model_config):
 def build_skeleton(config, model_config, dtype=torch.float32):
     """A ValueModel on meta: everything but the weights. UserError: it cannot be built."""
     name = f"--model {config.model} ({model_config.model_type})"
-    with common.blame(f"{name}: cannot be built; try --no-use-remove-padding"), torch.device("meta"):
+    with blame(f"{name}: cannot be built; try --no-use-remove-padding"), torch.device("meta"):
         attention = attention_of(config, model_config)
         backbone = AutoModel.from_config(model_config, dtype=dtype, attn_implementation=attention)
         layers = set(getattr(model_config.get_text_config(), "layer_types", None) or ())
@@ -260,7 +260,7 @@ def freeze(model, pattern):
     """Freezes the weights whose names have a match of --freeze-modules. A checkpoint has these names, behind
     "model."; what is frozen gets no gradient and no optimizer state."""
     if pattern:
-        with common.blame(f"--freeze-modules {pattern}"):
+        with blame(f"--freeze-modules {pattern}"):
             frozen = [p for name, p in model.named_parameters() if re.search(pattern, name)]
             if len(frozen) in (0, len(list(model.parameters()))):
                 raise ValueError("must match some of the weights, and not all")
@@ -317,7 +317,7 @@ def load_image_processor(config, model_config):
         return None
     if config.model in common.TINY:
         return Qwen2VLImageProcessorPil(patch_size=model_config.vision_config.patch_size)
-    with common.blame(f"--model {config.model}: reads images, but has no preprocessor_config.json"):
+    with blame(f"--model {config.model}: reads images, but has no preprocessor_config.json"):
         return Qwen2VLImageProcessorPil.from_pretrained(config.model)
 
 
@@ -329,7 +329,7 @@ def place_images(image_processor, image_token_id, rollout, folder):
         for i, name in enumerate(rollout.images):
             if not name.startswith("data:"):
                 rollout.images[i] = os.path.abspath(os.path.join(folder, name))
-        with common.blame(f"images {rollout.images!s:.200}"):
+        with blame(f"images {rollout.images!s:.200}"):
             grids = read_images({"images": rollout.images}, image_processor)["image_grid_thw"]
         sizes = (grids.prod(1) // image_processor.merge_size**2).tolist()
     if rollout.prompt or rollout.messages:
@@ -472,7 +472,7 @@ def ulysses_attention(module, query, key, value, attention_mask, s_aux=None, **o
     """common.packed_attention of ranks that share the row (DeepSpeed-Ulysses, 2309.14509). Each rank comes
     with its slice of the row and all heads, computes the whole row for its slice of the heads, and leaves as
     it came: q (1, H, T/p, D) -> (1, T/p, H, D). No model code knows of it."""
-    group = common.Pack.group
+    group = Pack.group
     p = dist.get_world_size(group)
     repeat = p // math.gcd(key.shape[1], p)  # fewer key heads than ranks: several ranks hold each
     key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
@@ -502,7 +502,7 @@ def gather_slices(x, group):
 def slice_row(decoder, args, kwargs):
     """A forward pre-hook: each rank of a sequence-parallel group continues with its slice of the packed row.
     It runs where the decoder begins, after a vision tower, which all these ranks run on all images."""
-    group = common.Pack.group
+    group = Pack.group
     if group is None:
         return None
     p = dist.get_world_size(group)
@@ -645,7 +645,7 @@ class DataParallelPPOCritic:
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
-        micro = batch.select(rows) if rows else common.Batch.blank()
+        micro = batch.select(rows) if rows else Batch.blank()
         micro.packed = self.lay_out(micro)
         for name in ("response_mask", *micro.FLOATS):  # the rest stays on the host
             if (x := getattr(micro, name)) is not None:
@@ -680,8 +680,8 @@ class DataParallelPPOCritic:
             result           .    .    v1   v2   .    v4      never read elsewhere
 
         The first token of a sequence is never an action, so nothing crosses into the next sequence."""
-        inputs, index_T, common.Pack.layout = micro.packed
-        group = common.Pack.group = self.layout.sp_group
+        inputs, index_T, Pack.layout = micro.packed
+        group = Pack.group = self.layout.sp_group
         v_S = self.model(**inputs).flatten(0, 1)  # slice_row, a hook, cuts a row that ranks share
         if group is not None:
             v_S = gather_slices(v_S, group)
@@ -739,7 +739,7 @@ class DataParallelPPOCritic:
                 mini.weights = common.loss_weights(mini, config.loss_agg_mode, config.response_length_limit)
                 sums = torch.zeros_like(totals)
                 micros = self.my_micro_batches(mini)
-                with common.named_range("mini-batch"):
+                with named_range("mini-batch"):
                     for i, rows in enumerate(micros, 1):
                         sums += self.forward_backward(self.micro_batch(mini, rows), last=i == len(micros))
                     norm = self.optimizer_step()
@@ -752,7 +752,7 @@ class DataParallelPPOCritic:
         lr = self.optimizer.param_groups[0]["lr"]
         return common.update_metrics("critic", names, totals, norms, lr)
 
-    @common.named_range("micro-batch")
+    @named_range("micro-batch")
     def forward_backward(self, micro, last=True):
         """Adds the gradient of a micro-batch -> its sums (loss, clipped, vpreds, actions). last: of its
         mini-batch.
@@ -798,7 +798,7 @@ class DataParallelPPOCritic:
             rate *= 0.5 * (1 + math.cos(math.pi * min(max(done, 0.0), 1.0)))
         return rate
 
-    @common.named_range("optimizer step")
+    @named_range("optimizer step")
     def optimizer_step(self):
         """Clips and steps -> norm before clipping. All ranks skip the step if the norm is not finite."""
         config = self.config
@@ -864,16 +864,16 @@ class CriticWorker:
         backbone = critic.model.model
         name = f"--model {config.model}: {type(backbone).__name__}"
         n = 8 * self.layout.sp_size
-        rows = common.Batch.blank(2 * n).select([0, 0])
+        rows = Batch.blank(2 * n).select([0, 0])
         ids_T = (rows.places + (torch.arange(4 * n) >= 3 * n)) * 7  # the first n of both are equal
         rows.input_ids = ids_T % self.model_config.get_text_config().vocab_size
         rows.response_mask = rows.places >= n
         ids_1L = rows.input_ids[None, 2 * n : 3 * n + 4].to(self.device)
         critic.model.eval()  # and it returns hidden states
         hook = critic.model.score.register_forward_hook(lambda head, args, out: args[0].float())
-        with hook, common.blame(f"{name} does not run; try --no-use-remove-padding"):
+        with hook, blame(f"{name} does not run; try --no-use-remove-padding"):
             together_TD = critic.forward(critic.micro_batch(rows, [0, 1]))[3 * n + 1 : 3 * n + 5]
-            common.Pack.group = None
+            Pack.group = None
             backbone.set_attn_implementation("eager")
             alone_TD = critic.model(input_ids=ids_1L)[0, n:]
             backbone.set_attn_implementation(attention_of(config, self.model_config))
@@ -884,7 +884,7 @@ class CriticWorker:
                 f"{name} lets tokens see later ones or other rows; add --no-use-remove-padding"
                 f" (they differ by {off:.0e})"
             )
-        print0(f"attention  {common.Pack.kernel or 'padded'}; rows together are off rows alone by {off:.0e}")
+        print0(f"attention  {Pack.kernel or 'padded'}; rows together are off rows alone by {off:.0e}")
 
     def set_budget(self, longest, row, halvings=0):
         """Sets how many tokens a micro-batch takes; no update depends on it. UserError: a row does not fit.
@@ -921,8 +921,8 @@ class CriticWorker:
         Twice as many of the longest rows each time, until twice as many might not fit, tell what a token
         costs. share: ranks that share a row."""
         limit = float(self.config.ppo_max_token_len_per_gpu[5:] or "inf") * 2**30
-        state_bytes = max(common.of_all_ranks(state_bytes))
-        row = common.Batch.blank(longest)
+        state_bytes = max(of_all_ranks(state_bytes))
+        row = Batch.blank(longest)
         self.try_out(row)  # creates gradients and workspaces
         rows = math.ceil(512 * share / longest)
         for doubling in range(6):
@@ -939,8 +939,8 @@ class CriticWorker:
                     self.try_out(batch)
                 events = sorted(log.profiler.kineto_results.events(), key=lambda e: e.start_ns())
                 peak = max(accumulate(e.nbytes() for e in events))  # 0 but for memory
-            peak = max(common.of_all_ranks(peak))  # in addition to what exists before
-            limit = min(common.of_all_ranks(limit))
+            peak = max(of_all_ranks(peak))  # in addition to what exists before
+            limit = min(of_all_ranks(limit))
             room = 0.9 * limit - state_bytes  # the allocator loses a tenth
             if 2 * peak > room:
                 break
@@ -1008,7 +1008,7 @@ class CriticWorker:
         """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not at all.
 
         Sharded safetensors with transformers' names, no pickle: any layout of either critic reads them."""
-        with common.published(folder) as tmp:
+        with published(folder) as tmp:
             self.checkpoint_writer()(tmp)
 
     def checkpoint_writer(self, copy=False):
@@ -1032,7 +1032,7 @@ class CriticWorker:
         critic = self.critic
         saved = open_checkpoint(folder, self.shape())
         tensors, model_state, optimizer_state = checkpoint_tensors(critic.model, critic.optimizer)
-        with common.blame(f"--resume {folder}: does not fit this critic"):
+        with blame(f"--resume {folder}: does not fit this critic"):
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
         state_dict.set_state_dict(
             critic.model, critic.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
@@ -1059,7 +1059,7 @@ class CriticWorker:
                 x = x.full_tensor()  # one at a time; rank 0 keeps it on the host
             if RANK == 0:
                 state[name] = x.detach().cpu().contiguous()
-        with common.published(folder) as tmp:
+        with published(folder) as tmp:
             if RANK == 0:
                 if self.config.lora_rank:
                     state = merge_lora(state, self.config, self.model_config)
@@ -1106,7 +1106,7 @@ def open_checkpoint(folder, shape):
     """trainer.json of a checkpoint whose model has this `shape` (common.shape_of), a collective. UserError
     on all ranks: damaged, or of another model."""
     common.verify(folder)
-    with common.blame(f"--resume {folder}: not a checkpoint of this script"):
+    with blame(f"--resume {folder}: not a checkpoint of this script"):
         saved = json.loads(Path(folder, "trainer.json").read_text())
         there = saved["shape"]
     differ = [key for key in sorted(there | shape) if there.get(key) != shape.get(key)]
@@ -1145,7 +1145,7 @@ class Checkpoints:
         if self.out_of_memory.exists():
             self.halvings = self.out_of_memory.stat().st_size
         self.folder = None
-        for _, path in common.of_all_ranks(common.steps_in(f"{self.out_dir}/checkpoints"))[0]:
+        for _, path in of_all_ranks(common.steps_in(f"{self.out_dir}/checkpoints"))[0]:
             try:
                 common.verify(path)
                 self.folder = os.path.realpath(path)
@@ -1171,7 +1171,7 @@ class Checkpoints:
 
         def save():
             folder = f"{self.out_dir}/checkpoints/step_{step}"
-            with common.named_range("save"), common.published(folder, self.group, self.keep) as tmp:
+            with named_range("save"), published(folder, self.group, self.keep) as tmp:
                 write(tmp, self.group)
 
         self.wait()
@@ -1274,7 +1274,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     groups = train.groups()
     steps = range(first_step, run.steps + 1)
     for step in logger.profiled(steps, run.profile_steps):
-        ends = step == run.steps or any(common.of_all_ranks(checkpoints.sigterm.is_set()))
+        ends = step == run.steps or any(of_all_ranks(checkpoints.sigterm.is_set()))
         evaluates = step == run.steps or step % (run.eval_every or run.steps) == 0
         if held_out is not None and evaluates:
             held_out.values = worker.critic.compute_values(held_out)

@@ -213,7 +213,7 @@ from transformers import AutoModel
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 import common
-from common import UserError, print0
+from common import Batch, PackLayout, UserError, blame, named_range, of_all_ranks, print0, published
 
 transformers.logging.set_verbosity_error()  # the run says in one line what matters of a load
 transformers.logging.disable_progress_bar()
@@ -371,7 +371,7 @@ class StoredTensors(dict):
 
     def __init__(self, folder, prefix="", flag="--model"):
         self.joined = lru_cache(maxsize=2)(self.join)  # experts are asked for one by one
-        with common.blame(f"{flag} {folder}: its weights do not load"):
+        with blame(f"{flag} {folder}: its weights do not load"):
             for path in sorted(Path(folder).glob("*.safetensors")):
                 file = safe_open(path, "pt")
                 offsets = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
@@ -653,7 +653,7 @@ def build_value_model(config, model_config, layout):
     with torch.device("meta"):
         model = AutoModel.from_config(model_config, dtype=torch.float32)
         model.score = nn.Linear(model_config.hidden_size, model_config.num_labels)
-    with common.blame(f"--model {config.model}: cannot be built with these parallel sizes"):
+    with blame(f"--model {config.model}: cannot be built with these parallel sizes"):
         names = model.state_dict()
         transformer = transformer_config(config, model_config, names, layout.dtype)
         for vp_stage in range(config.virtual_pipeline_model_parallel_size):
@@ -765,7 +765,7 @@ def pack_rows(batch, device, share, unit=1):
     lengths[-1] += pad
     slots, keys = source[: total + pad].unique(return_inverse=True)
     keys = keys.to(device, non_blocking=True)
-    layout = common.PackLayout(queries, device, lengths, keys if len(slots) < len(keys) else None)
+    layout = PackLayout(queries, device, lengths, keys if len(slots) < len(keys) else None)
     return slots.clamp(max=total), keys[:total], layout
 
 
@@ -882,7 +882,7 @@ class MegatronPPOCritic:
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
-        micro = batch.select(rows) if rows else common.Batch.blank()
+        micro = batch.select(rows) if rows else Batch.blank()
         slots, layout = self.lay_out(micro)
         index = batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)
 
@@ -916,7 +916,7 @@ class MegatronPPOCritic:
         sizes = [len(slots) // len(rows)] * len(rows)
         tail = -len(slots) % pack_unit(config)
         sizes[-1] += tail
-        return F.pad(slots, (0, tail), value=total), common.PackLayout(sizes, device)
+        return F.pad(slots, (0, tail), value=total), PackLayout(sizes, device)
 
     def share_context(self, micro):
         """lay_out of a context-parallel rank: rank r of p has, of the packed row cut into 2 p pieces, piece r
@@ -946,13 +946,13 @@ class MegatronPPOCritic:
                     queries.append(n)
                     keys.append(seen[first_key : end_of_keys - behind])
         index = pieces.flatten().argsort()[torch.cat(keys)].to(device, non_blocking=True)  # as gathered
-        return slots[mine.flatten()], common.PackLayout(queries, device, list(map(len, keys)), index)
+        return slots[mine.flatten()], PackLayout(queries, device, list(map(len, keys)), index)
 
     def run_schedule(self, micros, reduce, forward_only=False):
         """Sends all micro-batches through Megatron's schedule: forward, and unless forward_only backward.
         On the last stage reduce(outputs_S, micro) gives their loss."""
 
-        @common.named_range("micro-batch")  # its forward; the schedule itself runs the backward
+        @named_range("micro-batch")  # its forward; the schedule itself runs the backward
         def forward_step(micros, chunk):
             micro = next(micros)
 
@@ -1018,7 +1018,7 @@ class MegatronPPOCritic:
                     continue  # without an action AdamW would move the weights all the same
                 mini.weights = common.loss_weights(mini, config.loss_agg_mode, config.response_length_limit)
                 micros = self.my_micro_batches(mini)
-                with common.named_range("mini-batch"):
+                with named_range("mini-batch"):
                     # Megatron's schedule is the loop over them
                     sums = self.forward_backward([self.micro_batch(mini, rows) for rows in micros])
                     norm = self.optimizer_step()
@@ -1077,7 +1077,7 @@ class MegatronPPOCritic:
             rate *= 0.5 * (1 + math.cos(math.pi * min(max(done, 0.0), 1.0)))
         return rate
 
-    @common.named_range("optimizer step")
+    @named_range("optimizer step")
     def optimizer_step(self):
         """Clips and steps -> norm before clipping. All ranks skip the step if the norm is not finite."""
         config = self.config
@@ -1130,7 +1130,7 @@ class MegatronPPOCritic:
                 if kind != "weight":  # torch makes it at the first step
                     mine = adam.state[mine].setdefault(kind, torch.zeros_like(mine))
                 mine.copy_(x.flatten()[place])
-        if problems := sorted(chain(*common.of_all_ranks(problems))):
+        if problems := sorted(chain(*of_all_ranks(problems))):
             raise UserError(f"{flag}: {len(problems)} weights do not fit, e.g. {problems[0]}")
 
 
@@ -1206,8 +1206,8 @@ class CriticWorker:
         Twice as many of the longest rows each time, until twice as many might not fit, tell what a token
         costs. share: ranks that share a row."""
         limit = float(self.config.ppo_max_token_len_per_gpu[5:] or "inf") * 2**30
-        state_bytes = max(common.of_all_ranks(state_bytes))
-        row = common.Batch.blank(longest)
+        state_bytes = max(of_all_ranks(state_bytes))
+        row = Batch.blank(longest)
         self.try_out(row)  # creates gradients and workspaces
         rows = math.ceil(512 * share / longest)
         for doubling in range(6):
@@ -1224,8 +1224,8 @@ class CriticWorker:
                     self.try_out(batch)
                 events = sorted(log.profiler.kineto_results.events(), key=lambda e: e.start_ns())
                 peak = max(accumulate(e.nbytes() for e in events))  # 0 but for memory
-            peak = max(common.of_all_ranks(peak))  # in addition to what exists before
-            limit = min(common.of_all_ranks(limit))
+            peak = max(of_all_ranks(peak))  # in addition to what exists before
+            limit = min(of_all_ranks(limit))
             room = 0.9 * limit - state_bytes  # the allocator loses a tenth
             if 2 * peak > room:
                 break
@@ -1292,7 +1292,7 @@ class CriticWorker:
         """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not at all.
 
         Sharded safetensors with transformers' names, no pickle: any layout of either critic reads them."""
-        with common.published(folder) as tmp:
+        with published(folder) as tmp:
             self.checkpoint_writer()(tmp)
 
     def checkpoint_writer(self, copy=False):
@@ -1340,11 +1340,11 @@ class CriticWorker:
         if self.model_config.model_type == "mixtral":
             state = {mixtral_name(name): x for name, x in state.items()}
         file = f"model-{RANK:05d}.safetensors"
-        files = collections.ChainMap(*common.of_all_ranks(dict.fromkeys(state, file)))
+        files = collections.ChainMap(*of_all_ranks(dict.fromkeys(state, file)))
         index = {"metadata": {}, "weight_map": dict(files)}
         kind = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(self.model_config)]
         self.model_config.architectures = [kind.__name__]
-        with common.published(folder) as tmp:
+        with published(folder) as tmp:
             if state:
                 save_file(state, f"{tmp}/{file}", metadata={"format": "pt"})
             common.write_json(f"{tmp}/model.safetensors.index.json", index)
@@ -1378,7 +1378,7 @@ def open_checkpoint(folder, shape):
     """trainer.json of a checkpoint whose model has this `shape` (common.shape_of), a collective. UserError
     on all ranks: damaged, or of another model."""
     common.verify(folder)
-    with common.blame(f"--resume {folder}: not a checkpoint of this script"):
+    with blame(f"--resume {folder}: not a checkpoint of this script"):
         saved = json.loads(Path(folder, "trainer.json").read_text())
         there = saved["shape"]
     differ = [key for key in sorted(there | shape) if there.get(key) != shape.get(key)]
@@ -1417,7 +1417,7 @@ class Checkpoints:
         if self.out_of_memory.exists():
             self.halvings = self.out_of_memory.stat().st_size
         self.folder = None
-        for _, path in common.of_all_ranks(common.steps_in(f"{self.out_dir}/checkpoints"))[0]:
+        for _, path in of_all_ranks(common.steps_in(f"{self.out_dir}/checkpoints"))[0]:
             try:
                 common.verify(path)
                 self.folder = os.path.realpath(path)
@@ -1443,7 +1443,7 @@ class Checkpoints:
 
         def save():
             folder = f"{self.out_dir}/checkpoints/step_{step}"
-            with common.named_range("save"), common.published(folder, self.group, self.keep) as tmp:
+            with named_range("save"), published(folder, self.group, self.keep) as tmp:
                 write(tmp, self.group)
 
         self.wait()
@@ -1514,7 +1514,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     groups = train.groups()
     steps = range(first_step, run.steps + 1)
     for step in logger.profiled(steps, run.profile_steps):
-        ends = step == run.steps or any(common.of_all_ranks(checkpoints.sigterm.is_set()))
+        ends = step == run.steps or any(of_all_ranks(checkpoints.sigterm.is_set()))
         evaluates = step == run.steps or step % (run.eval_every or run.steps) == 0
         if held_out is not None and evaluates:
             held_out.values = worker.critic.compute_values(held_out)

@@ -87,7 +87,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.core_model_loading import revert_weight_conversion
 
 import common
-from common import RANK, WORLD_SIZE, UserError, print0
+from common import RANK, WORLD_SIZE, Batch, UserError, blame, gather, of_all_ranks, print0, progress
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ SIGTERM = threading.Event()  # of this rank: what it generates or scores ends ea
 def poll(group=None):
     """SystemExit if a rank of the group (None: any) has received SIGTERM (a collective of the group). main
     then saves the step's start, so no update calls it."""
-    if any(common.of_all_ranks(SIGTERM.is_set(), group)):
+    if any(of_all_ranks(SIGTERM.is_set(), group)):
         SIGTERM.set()
         raise SystemExit
 
@@ -314,14 +314,14 @@ def load_prompts(source, flag, run, tokenizer):
     name = flag
     if isinstance(source, str):
         name = f"{flag} {source}"
-        with common.blame(name), open(source, "rb") as file:
+        with blame(name), open(source, "rb") as file:
             source = file.readlines()
     prompts = []
     longer = 0
-    for number, line in enumerate(common.progress(source, "prompts"), 1):
+    for number, line in enumerate(progress(source, "prompts"), 1):
         if not line.strip():
             continue
-        with common.blame(f"{name}:{number}: must be a JSON object with --prompt-key {run.prompt_key}"):
+        with blame(f"{name}:{number}: must be a JSON object with --prompt-key {run.prompt_key}"):
             row = json.loads(line)
             text = row[run.prompt_key]
             answer = row.get(run.answer_key)
@@ -401,7 +401,7 @@ def load_function(name, flag, seconds):
         vars(mine).clear()
         return None, f"no answer within {seconds:g} s, or its process has died"
 
-    with common.blame(f"{flag} {name}: must be FILE.py:FUNCTION, or one of {', '.join(REWARDS)}"):
+    with blame(f"{flag} {name}: must be FILE.py:FUNCTION, or one of {', '.join(REWARDS)}"):
         start()
     return ask
 
@@ -413,7 +413,7 @@ def ask_all(function, replies):
     if function in REWARDS.values():
         return [(function(*row), "") for row in rows if not SIGTERM.is_set()]
     answers = [THREADS.submit(function, *row) for row in rows]
-    for answer in common.progress(answers, "functions"):
+    for answer in progress(answers, "functions"):
         while not answer.done() and not SIGTERM.is_set():
             wait([answer], 0.5)
     return [answer.result() for answer in answers if not answer.cancel() and answer.done()]
@@ -497,7 +497,7 @@ def next_kl_coef(coef, kl, n, target=None):
 
 def masked_whiten(x_T, mask_T):
     """(x - mean) / std over the masked entries of all ranks, zero elsewhere; 1e-8 is added to variance."""
-    x_A = torch.cat(common.of_all_ranks(x_T[mask_T])).double()
+    x_A = torch.cat(of_all_ranks(x_T[mask_T])).double()
     var, mean = torch.var_mean(x_A, correction=len(x_A) > 1)
     return torch.where(mask_T, (x_T - mean) * torch.rsqrt(var + 1e-8), 0.0).float()
 
@@ -582,7 +582,7 @@ class HFRollout:
         ids, their log-probs as sampled, whether it ended by itself). temperature 0: greedy."""
         size = self.run.rollout_batch_size
         replies = []
-        for first in common.progress(range(0, len(rows), size), "rollout"):
+        for first in progress(range(0, len(rows), size), "rollout"):
             prompts, seeds, room = zip(*rows[first : first + size])
             most = max(room)
             ids_BL = pad_sequence([torch.tensor(x) for x in prompts], True, -1, "left").to(self.device)
@@ -623,7 +623,7 @@ class VLLMRollout:
         with tempfile.TemporaryDirectory() as folder:
             model_config.save_pretrained(folder)
             with warnings.catch_warnings(action="ignore"), torch.random.fork_rng():
-                with common.blame(f"--rollout vllm: cannot run {run.actor.model}"):
+                with blame(f"--rollout vllm: cannot run {run.actor.model}"):
                     self.start(folder, size)
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
@@ -698,7 +698,7 @@ class VLLMRollout:
 
         if self.llm.llm_engine.is_sleeping():
             self.llm.wake_up(tags=["kv_cache"])
-        everyones = common.of_all_ranks(rows, self.group)
+        everyones = of_all_ranks(rows, self.group)
         before = sum(map(len, everyones[: dist.get_rank(self.group)]))
         asked = []
         params = []
@@ -733,7 +733,7 @@ def roll_out(engine, task, replies, run, temperature, key=""):
     for turn in range(run.max_turns if task.observe else 1):
         if turn:
             going = listen(going, task, run)
-            if not any(common.of_all_ranks(bool(going))):
+            if not any(of_all_ranks(bool(going))):
                 break
         rows = [(
             reply.prompt.ids + reply.ids,
@@ -788,7 +788,7 @@ def to_batch(replies):
         ids += reply.prompt.ids + reply.ids
         log_probs += [None] * len(reply.prompt.ids) + reply.log_probs
         ends.append(len(ids))
-    return common.Batch(  # a rank may have no rows, but has columns of the same kinds
+    return Batch(  # a rank may have no rows, but has columns of the same kinds
         input_ids=torch.tensor(ids).long(),
         cu_seqlens=torch.tensor(ends).int(),
         response_mask=torch.tensor([x is not None for x in log_probs]).bool(),
@@ -801,7 +801,7 @@ def to_batch(replies):
 def write_jsonl(batch, path):
     """Writes the rows of all ranks as JSONL, without images (a collective); read_rows reads the same."""
     lines = []
-    for row in common.gather(batch).split(1):
+    for row in gather(batch).split(1):
         first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
         columns = {
             "response_ids": row.input_ids, "response_mask": row.response_mask,
@@ -867,7 +867,7 @@ class PolicyWorker:
         self.dtype = common.compute_dtype(config.param_dtype, device)
         source = None
         options = {"attn_implementation": "packed", "dtype": torch.float32 if trains else self.dtype}
-        with flags_of("actor"), common.blame(f"--model {config.model}: cannot be built"):
+        with flags_of("actor"), blame(f"--model {config.model}: cannot be built"):
             if RANK == 0:
                 lm, _ = common.load_model(AutoModelForCausalLM, config.model, model_config, run.seed)
                 source = Policy(lm)
@@ -877,7 +877,7 @@ class PolicyWorker:
             lm.generation_config = source.lm.generation_config  # for the export
         # all bits of what is loaded, added up: a resumed run needs the same reference
         bits = source and sum(int(p.detach().view(torch.int32).sum()) for p in source.parameters())
-        self.start = common.of_all_ranks(bits)[0]
+        self.start = of_all_ranks(bits)[0]
         if not lm._can_set_attn_implementation():
             raise UserError(f"--actor.model {config.model}: its own attention knows no packed rows")
         if config.gradient_checkpointing and trains:
@@ -944,7 +944,7 @@ class PolicyWorker:
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
-        micro = batch.select(rows) if rows else common.Batch.blank()
+        micro = batch.select(rows) if rows else Batch.blank()
         slots_S, *packed = self.backend.pack_rows(micro, self.device, self.config.share_prompts)
         inputs_21S = torch.stack([micro.input_ids, micro.places])[:, None, slots_S]
         micro.packed = (inputs_21S.to(self.device, non_blocking=True), *packed)
@@ -1051,7 +1051,7 @@ class PolicyWorker:
         if (self.run.kl_coef or self.config.kl_loss_coef) and saved.get("start", self.start) != self.start:
             words = "is the reference, but not as it was when this run began; restore it, or leave out the KL"
             raise UserError(f"--actor.model {self.config.model}: {words}")
-        with common.blame(f"--resume {folder}: does not fit this actor"):
+        with blame(f"--resume {folder}: does not fit this actor"):
             dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))
         self.updates = saved["updates"]
         self.optimizer_steps = saved["optimizer_steps"]
@@ -1090,7 +1090,7 @@ def learn_to_add(run, task, folder):
             columns = (rows.input_ids, rows.response_mask)
             ids_BL, mask_BL = (pad_sequence(x_T.split(rows.lengths), True) for x_T in columns)
             labels_BL = torch.where(mask_BL, ids_BL, -100)
-            for _ in common.progress(range(run.supervised_steps), "supervised"):
+            for _ in progress(range(run.supervised_steps), "supervised"):
                 picked = torch.randperm(len(rows))[:256]
                 loss = lm(ids_BL[picked], labels=labels_BL[picked]).loss
                 loss.backward()
@@ -1155,7 +1155,7 @@ def score(run, reward, phases, replies):
             "prompt": reply.prompt.text, "response": reply.text, "answer": reply.prompt.answer,
             "reward": reply.score, "fault": reply.fault, "tokens": len(reply.ids),
         })  # fmt: skip
-    rows = sum(common.of_all_ranks(mine), [])
+    rows = sum(of_all_ranks(mine), [])
     faults = [row["fault"] for row in rows if row["fault"]]
     if len(faults) == len(rows):
         raise UserError(f"--reward, --environment: all {len(rows)} rows failed: {faults[0]}")
@@ -1167,7 +1167,7 @@ def score(run, reward, phases, replies):
 def rollout_metrics(batch, run, dtype):
     """What a step's rows are like, over all ranks (a collective). UserError if the engine, which computes in
     this dtype, does not agree with the actor, which has the same weights."""
-    whole = common.gather(batch)
+    whole = gather(batch)
     mask_T = whole.response_mask
     off_A = (whole.rollout_log_probs - whole.old_log_probs)[mask_T]
     # what top_p left out made the rest likelier, by -log top_p at most; that much is no fault
@@ -1263,7 +1263,7 @@ def set_up(run):
     prompts = load_prompts(train, "--prompts", run, tokenizer)
     held_out = load_prompts(more, "--eval-prompts", run, tokenizer) if more else []
     longest = max(len(prompt.ids) for prompt in prompts + held_out) + run.max_response_length
-    row = common.Batch.blank(longest)
+    row = Batch.blank(longest)
     known = max(tokenizer.get_vocab().values()) + 1
     row.input_ids[0] = known - 1
     if longest > actor.ppo_max_token_len_per_gpu:
@@ -1274,7 +1274,7 @@ def set_up(run):
         module.check_model_flags(critic, critic_config)
         module.check_budget(critic, longest, LONGEST)
     for part, config in (("actor", model_config), ("critic", critic_config)):
-        with common.blame(f"--{part}.model: does not go with these prompts"):
+        with blame(f"--{part}.model: does not go with these prompts"):
             common.check_rows(row, config)
     print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens")
     print0(f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses a step")
@@ -1436,7 +1436,7 @@ def main(run):
 def finish(run, task, batch, phases, actor, critic):
     """Writes the report and both models. batch: rows of the last step, None if the run had made all steps."""
     if batch is not None:
-        rows = common.gather(batch)
+        rows = gather(batch)
         common.write_report(run.out_dir, rows, "rows of the last step", task.tokenizer, run.gamma, CURVES)
     with phases("export", actor, critic):
         actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
