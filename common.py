@@ -31,12 +31,13 @@ import jinja2
 import pydantic
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
 from huggingface_hub import snapshot_download
 from pydantic import Field
-from safetensors import safe_open
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.attention.varlen import varlen_attn
@@ -118,8 +119,7 @@ def of_all_ranks(mine, group=None):
 
 
 def launch(main):
-    """Runs main() and ends the process: 0 on success, 2 on a UserError (one line, no traceback), else 1, by
-    os._exit, because gloo's threads outlive destroy_process_group and abort about one exit in six."""
+    """Runs main() and ends the process: 0 on success, 2 on a UserError (one line, no traceback), else 1."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # else ranks outlive torchrun
     code = 1
@@ -146,7 +146,7 @@ def launch(main):
         sys.stdout.flush()
         sys.stderr.write(message)
         sys.stderr.flush()
-    os._exit(code)
+    os._exit(code)  # gloo's threads outlive destroy_process_group and abort about one exit in six
 
 
 # ---- The batch: flat and ragged from the file to the loss --------------------------------------------------
@@ -340,8 +340,7 @@ class Rollout(pydantic.BaseModel, strict=True):
         for names in ALTERNATIVES:
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) != 1:
-                has = " and ".join(given) or "none"
-                raise ValueError(f"needs exactly one of {', '.join(names)}; has {has}")
+                raise ValueError(f"needs one of {', '.join(names)}; it has {' and '.join(given) or 'none'}")
         return self
 
 
@@ -382,9 +381,11 @@ def describe_rows(rows, gamma, config):
     rows = replace(rows, returns=monte_carlo(rows, gamma))
     x_A = rows.returns[rows.response_mask].double()
     low, high = map(float, x_A.aminmax())
-    sizes = f"{len(rows):,} rows, {len(rows.input_ids):,} tokens, {len(x_A):,} actions"
-    print0(f"rows       {sizes}, longest row {rows.longest[0]:,}")
     tokens = len(rows.input_ids)
+    print0(
+        f"rows       {len(rows):,} rows, {tokens:,} tokens, {len(x_A):,} actions,"
+        f" longest row {rows.longest[0]:,}"
+    )
     computed = sum(rows.computed(rows.groups(config.share_prompts and config.use_remove_padding)))
     if computed < tokens:
         fewer = f"computed ({tokens / computed:.2f} times fewer)"
@@ -526,7 +527,6 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
 
         delta_k = r_k + gamma V_{k+1} - V_k,    A_k = delta_k + gamma lam A_{k+1}    (1506.02438, eq. 11-16)
         returns = A + V
-
     k counts actions; a reward on another token goes to the action before it, or to the first. lam: a number,
     or a list of B. bootstrap_B stands for all that would follow the last action (None: every row ended)."""
     rewards = rewards_T.tolist()
@@ -594,7 +594,6 @@ def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, clipra
     """Clipped value loss -> (loss, number of actions where clipping decided), both 0-dim tensors.
 
         L_t = 0.5 max( (v_t - R_t)^2, (clip(v_t, v_old - eps, v_old + eps) - R_t)^2 ),   loss = sum_t w_t L_t
-
     As in the code of 1707.06347; None clips nothing. Masked entries never enter, not even a NaN."""
     columns = (vpreds_T, values_T, returns_T)
     v_T, old_T, returns_T = [torch.where(response_mask_T, x_T, 0.0) for x_T in columns]
@@ -618,7 +617,6 @@ def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
 
         L_t = -sum_i p_i(R_t) log softmax(logits_t)_i,    loss = sum_t w_t L_t
         p_i = (Phi(e_i+1) - Phi(e_i)) / (Phi(e_N) - Phi(e_0)),    Phi: CDF of Normal(R, 0.75 bin widths)
-
     N bins cut [low, high] evenly, with edges e_0 .. e_N; a return outside is moved to the end of the range.
     HL-Gauss, 1806.04613; width as in 2403.03950. Old values and masked entries never enter, not even NaN."""
     bins = logits_TN.shape[1]
@@ -870,9 +868,8 @@ class Logger:
         settings["run"] = {"command": sys.argv, "ranks": WORLD_SIZE, "torch": torch.__version__}
         replace_lines(f"{out_dir}/run.json", [settings])
         log = f"{out_dir}/metrics.jsonl"
-        rows = [row for row in read_lines(log) if row["step"] <= last_step]
-        rows = [row for row in rows if row["step"] < last_step or "perf/time_step" in row]
-        replace_lines(log, rows)
+        rows = read_lines(log)
+        replace_lines(log, [row for row in rows if row["step"] < last_step + ("perf/time_step" in row)])
         self.file = open(log, "a", buffering=1)
         self.board = SummaryWriter(f"{out_dir}/tensorboard", purge_step=last_step + 1)
 
@@ -1126,12 +1123,8 @@ def load_config(config):
         print0(f"tokenizer  none in {config.tokenizer or model}, so rows must be token ids")
         tokenizer = None
     with blame(f"--model {model}: no model there; presets are {', '.join(TINY)}"):
-        if model in TINY:
-            fields = tiny_config(model, len(tokenizer or char_tokenizer(model)))
-        elif os.path.exists(f"{model}/trainer.json"):
-            raise ValueError("it is a checkpoint, for --resume; its run's hf folder holds the weights")
-        else:
-            fields, _ = transformers.PreTrainedConfig.get_config_dict(model)
+        tiny = model in TINY
+        fields = tiny_config(model, len(tokenizer or char_tokenizer(model))) if tiny else config_of(model)
         kind = type(AutoConfig.for_model(**fields))
     with blame(f"--override-config {config.override_config}: must be a JSON object"):
         overrides = dict(json.loads(config.override_config))
@@ -1146,6 +1139,13 @@ def load_config(config):
         model_config = kind.from_dict(fields)
     disable_dropout(model_config)
     return tokenizer, model_config
+
+
+def config_of(model):
+    """The config of a model's folder, or of a checkpoint of either critic, as a dict."""
+    if os.path.exists(f"{model}/trainer.json"):
+        return json.loads(Path(model, "trainer.json").read_text())["shape"]
+    return transformers.PreTrainedConfig.get_config_dict(model)[0]
 
 
 def disable_dropout(model_config):
@@ -1242,15 +1242,15 @@ def init_value_head(score, config, model_config):
 
 def load_value_head(score, name, value_range):
     """Takes over the head of a model's folder -> its name there; None: none has this size and range."""
-    folder = Path(local_folder(name))
-    stored_range = json.loads((folder / "config.json").read_text()).get("value_range")
-    if stored_range != (value_range and list(value_range)):
+    folder = local_folder(name)
+    if config_of(folder).get("value_range") != (value_range and list(value_range)):
         return None
-    heads = re.compile(r"(score|classifier|(v|value)_head(\.summary)?)\.(weight|bias)")
-    found = {}  # of transformers' token-classification and reward models, and of TRL's
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            found |= {key: file.get_tensor(key) for key in file.keys() if heads.fullmatch(key)}
+    # of transformers' token-classification and reward models, of TRL's, and of checkpoints, in whole
+    heads = re.compile(r"(model\.)?(score|classifier|(v|value)_head(\.summary)?)\.(weight|bias)")
+    reader = HuggingFaceStorageReader(folder)
+    sizes = reader.read_metadata().state_dict_metadata.items()
+    found = {key: torch.empty(x.size) for key, x in sizes if heads.fullmatch(key)}
+    dcp.load(found, storage_reader=reader, no_dist=True)
     for key in sorted(found):
         if found[key].numel() == score.weight.numel():  # some have it in another shape, as (8, D / 8)
             score.weight.data.copy_(found[key].view_as(score.weight))

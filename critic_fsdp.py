@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -200,7 +200,7 @@ from transformers.image_utils import load_image
 from transformers.pytorch_utils import Conv1D
 
 import common
-from common import Batch, Pack, UserError, blame, named_range, of_all_ranks, print0, published
+from common import Batch, Pack, PackLayout, UserError, blame, named_range, of_all_ranks, print0, published
 
 transformers.logging.set_verbosity_error()  # the run says in one line what matters of a load
 transformers.logging.disable_progress_bar()
@@ -231,7 +231,14 @@ class ValueModel(nn.Module):
 
 def read_weights(config, model_config):
     """A ValueModel on the host with its weights, and words on where they come from. Runs on rank 0 alone."""
-    backbone, story = common.load_model(AutoModel, config.model, model_config, config.seed)
+    if os.path.exists(f"{config.model}/trainer.json"):
+        backbone = AutoModel.from_config(model_config, dtype=torch.float32)
+        weights = {f"model.model.{name}": x for name, x in backbone.state_dict().items()}
+        with blame(f"--model {config.model}: its weights do not load"):
+            dcp.load(weights, storage_reader=HuggingFaceStorageReader(config.model), no_dist=True)
+        story = f"weights of the checkpoint {config.model} (no optimizer state)"
+    else:
+        backbone, story = common.load_model(AutoModel, config.model, model_config, config.seed)
     model = ValueModel(backbone)
     words = common.init_value_head(model.score, config, model_config)
     add_lora(backbone, config)
@@ -583,7 +590,7 @@ def pack_rows(batch, device, share, unit=1):
     lengths[-1] += pad
     slots, keys = source[: total + pad].unique(return_inverse=True)
     keys = keys.to(device, non_blocking=True)
-    layout = common.PackLayout(queries, device, lengths, keys if len(slots) < len(keys) else None)
+    layout = PackLayout(queries, device, lengths, keys if len(slots) < len(keys) else None)
     return slots.clamp(max=total), keys[:total], layout
 
 
@@ -1128,8 +1135,7 @@ class Checkpoints:
         self.out_dir = out_dir
         self.keep = keep
         self.background = in_background and ThreadPoolExecutor(1)
-        self.saving = Future()
-        self.saving.set_result(None)
+        self.saving = None  # a Future
         # a thread needs its own
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
         self.sigterm = threading.Event()  # schedulers announce the end by it
@@ -1182,7 +1188,7 @@ class Checkpoints:
 
     def wait(self, block=True):
         """Waits for the save in the background, or looks whether it has ended; raises its error."""
-        if block or self.saving.done():
+        if self.saving and (block or self.saving.done()):
             self.saving.result()
 
     def leave(self, step):
@@ -1272,8 +1278,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
     batch = None
     groups = train.groups()
-    steps = range(first_step, run.steps + 1)
-    for step in logger.profiled(steps, run.profile_steps):
+    for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
         ends = step == run.steps or any(of_all_ranks(checkpoints.sigterm.is_set()))
         evaluates = step == run.steps or step % (run.eval_every or run.steps) == 0
         if held_out is not None and evaluates:

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
@@ -365,7 +365,8 @@ SHARDING = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint notes which
 
 
 class StoredTensors(dict):
-    """name -> tensor of a folder's safetensors, read when asked for. Names get a `prefix` that they lack.
+    """name -> tensor of a folder's safetensors, read when asked for. Names get a `prefix` that they lack,
+    once, also those of a checkpoint.
 
     A tensor of a checkpoint may lie in several files, some rows in each: first row -> (file, name there)."""
 
@@ -377,7 +378,8 @@ class StoredTensors(dict):
                 offsets = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
                 for name in file.keys():
                     first, *_ = [*offsets.get(name, {}).get("saved_offsets", ()), 0]
-                    self.setdefault(prefix + name.removeprefix(prefix), {})[first] = file, name
+                    rest = name.removeprefix(prefix and "model.").removeprefix(prefix)
+                    self.setdefault(prefix + rest, {})[first] = file, name
 
     def __getitem__(self, name):
         return self.joined(name)
@@ -776,18 +778,6 @@ def pack_unit(config):
     return (2 * cp if cp > 1 else 1) * (config.tensor_model_parallel_size if splits_sequence(config) else 1)
 
 
-class MicroBatch(NamedTuple):
-    """What this rank computes of a micro-batch: S slots, and of each the action that *follows* it."""
-
-    input_ids: torch.Tensor  # (1, S)
-    packed: PackedSeqParams
-    response_mask: torch.Tensor
-    index: torch.Tensor  # int64: the action's place in the flat columns of the whole batch
-    values: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
-    weights: torch.Tensor | None = None
-
-
 def check_model_flags(config, model_config):
     """UserError for flags that this model does not go with."""
     c = model_config
@@ -881,7 +871,10 @@ class MegatronPPOCritic:
         return mine + [[]] * (-len(mine) % multiple)  # what the schedule of virtual pipeline stages wants
 
     def micro_batch(self, batch, rows):
-        """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
+        """These rows on the device; no rows are one masked token, to keep in step with other ranks.
+
+        Its columns have S entries, each for the action that *follows* the token of a slot. packed: the ids,
+        what attention reads, and the places of these actions in the columns of the whole batch."""
         micro = batch.select(rows) if rows else Batch.blank()
         slots, layout = self.lay_out(micro)
         index = batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)
@@ -889,16 +882,16 @@ class MegatronPPOCritic:
         def to_slots(x_T):
             return F.pad(x_T, (0, 1))[slots].to(self.layout.device, non_blocking=True)
 
-        # the shift, to the left; of the first token of a row the mask is false: nothing rolls from row to row
-        columns = {"index": to_slots(index.roll(-1))}
-        for name in ("response_mask", "values", "returns", "weights"):
-            if getattr(micro, name) is not None:
-                columns[name] = to_slots(getattr(micro, name).roll(-1))
-        packed = PackedSeqParams(qkv_format="thd")
-        packed.layout = layout
+        pack = PackedSeqParams(qkv_format="thd")
+        pack.layout = layout
         places_S = to_slots(micro.places)
-        packed.rotary = [x[0] for x in self.rotary(places_S.to(self.layout.dtype), places_S[None])]
-        return MicroBatch(to_slots(micro.input_ids)[None], packed, **columns)
+        pack.rotary = [x[0] for x in self.rotary(places_S.to(self.layout.dtype), places_S[None])]
+        # the shift, to the left; of the first token of a row the mask is false: nothing rolls from row to row
+        micro.packed = to_slots(micro.input_ids)[None], pack, to_slots(index.roll(-1))
+        for name in ("response_mask", *micro.FLOATS):
+            if (x := getattr(micro, name)) is not None:
+                setattr(micro, name, to_slots(x.roll(-1)))
+        return micro
 
     def lay_out(self, micro):
         """Where the tokens of a micro-batch go -> (slots, PackLayout), see pack_rows. Padded rows are rows of
@@ -955,12 +948,13 @@ class MegatronPPOCritic:
         @named_range("micro-batch")  # its forward; the schedule itself runs the backward
         def forward_step(micros, chunk):
             micro = next(micros)
+            ids_1S, pack, _ = micro.packed
 
             def loss_of(outputs_1SN):
                 loss = reduce(outputs_1SN[0].squeeze(-1), micro)
                 return loss, torch.tensor(0, dtype=torch.int), None  # a count that nothing reads
 
-            return chunk(micro.input_ids, None, None, packed_seq_params=micro.packed), loss_of
+            return chunk(ids_1S, None, None, packed_seq_params=pack), loss_of
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -991,7 +985,8 @@ class MegatronPPOCritic:
 
         def reduce(outputs_S, micro):
             if self.layout.tp_rank == 0 and len(values_T):
-                values_T.index_add_(0, micro.index, self.values(outputs_S, micro.response_mask))
+                *_, index_S = micro.packed
+                values_T.index_add_(0, index_S, self.values(outputs_S, micro.response_mask))
             return outputs_S.sum()
 
         size = 4 * self.config.pipeline_model_parallel_size  # a pipeline wants several at once
@@ -1400,8 +1395,7 @@ class Checkpoints:
         self.out_dir = out_dir
         self.keep = keep
         self.background = in_background and ThreadPoolExecutor(1)
-        self.saving = Future()
-        self.saving.set_result(None)
+        self.saving = None  # a Future
         # a thread needs its own
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
         self.sigterm = threading.Event()  # schedulers announce the end by it
@@ -1454,7 +1448,7 @@ class Checkpoints:
 
     def wait(self, block=True):
         """Waits for the save in the background, or looks whether it has ended; raises its error."""
-        if block or self.saving.done():
+        if self.saving and (block or self.saving.done()):
             self.saving.result()
 
     def leave(self, step):
@@ -1512,8 +1506,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
     batch = None
     groups = train.groups()
-    steps = range(first_step, run.steps + 1)
-    for step in logger.profiled(steps, run.profile_steps):
+    for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
         ends = step == run.steps or any(of_all_ranks(checkpoints.sigterm.is_set()))
         evaluates = step == run.steps or step % (run.eval_every or run.steps) == 0
         if held_out is not None and evaluates:

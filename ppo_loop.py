@@ -20,6 +20,7 @@ import collections
 import ctypes
 import datetime
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -45,9 +46,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 
 def attempt(function, *row):
-    """(what it makes of a row: text, None or a number, "") or (None, what went wrong)."""
+    """(what it makes of a row: text, None or a number, "") or (None, what went wrong). A row is its prompt,
+    response, answer and turns; only a function with an argument of that name gets the turns."""
     try:
-        made = function(*row)
+        made = function(*row if "turns" in inspect.signature(function).parameters else row[:3])
         return made if made is None or isinstance(made, str) else float(made), ""
     except BaseException as error:  # sys.exit, asyncio.CancelledError: the row's fault, not the run's
         return None, f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
@@ -157,11 +159,11 @@ class Run:
     chat: bool = False  # send a text prompt through the tokenizer's chat template, as a user's message
     max_prompt_length: Positive = 1024  # longer prompts, in tokens, are left out and counted
     supervised_steps: Count = 250  # addition with a tiny-* actor: steps of supervised learning before PPO
-    # addition, gsm8k or FILE.py:FUNCTION, f(prompt, response, answer) -> number, without state between calls
+    # addition, gsm8k or FILE.py:FUNCTION, f(prompt, response, answer[, turns]) -> number, without state
     reward: str | None = None
     reward_model: str | None = None  # or a reward model, by folder or hub name (one label, on the last token)
     reward_timeout: Rate = 10.0  # seconds for the reward or environment of a row, from when a process has it
-    environment: str | None = None  # FILE.py:FUNCTION, f(prompt, response, answer) -> observation or None
+    environment: str | None = None  # FILE.py:FUNCTION with the same arguments -> observation, None at the end
     max_turns: Positive = 8  # turns of the policy in one row, if there is an environment
     # rollout
     rollout: Literal["hf", "vllm"] = "hf"  # engine: generate of transformers on a whole actor, or vLLM
@@ -286,6 +288,7 @@ class Reply:
     log_probs: list = field(default_factory=list)  # of the engine; None where the environment spoke
     finished: bool = False  # by the policy or the environment, not by the length limit
     text: str = ""
+    turns: list = field(default_factory=list)  # what the policy said, then the environment, and so on
     score: float = 0.0
     fault: str = ""  # what went wrong in the environment or the reward
 
@@ -371,7 +374,6 @@ def gsm8k_reward(prompt, response, answer):
 
 
 REWARDS = {"addition": addition_reward, "gsm8k": gsm8k_reward}
-# each thread has one row of this rank at a time
 THREADS = ThreadPoolExecutor(max(8, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
@@ -409,9 +411,9 @@ def load_function(name, flag, seconds):
 def ask_all(function, replies):
     """attempt(function, *row) of each reply, in their order; after SIGTERM of some. A built-in reward is
     called here. partial(attempt, function) lets threads call a function of Python, which nothing can end."""
-    rows = [(reply.prompt.text, reply.text, reply.prompt.answer) for reply in replies]
+    rows = [(reply.prompt.text, reply.text, reply.prompt.answer, reply.turns) for reply in replies]
     if function in REWARDS.values():
-        return [(function(*row), "") for row in rows if not SIGTERM.is_set()]
+        return [attempt(function, *row) for row in rows if not SIGTERM.is_set()]
     answers = [THREADS.submit(function, *row) for row in rows]
     for answer in progress(answers, "functions"):
         while not answer.done() and not SIGTERM.is_set():
@@ -463,7 +465,6 @@ def policy_loss(log_probs_T, old_T, advantages_T, mask_T, weights_T, clip_low, c
 
         r_t = pi(a_t) / pi_old(a_t),  L_t = max( -r_t A_t, -clip(r_t, 1 - low, 1 + high) A_t )
         loss = sum_t w_t L_t            a bad action costs at most -c A_t, if there is a clip_dual c > 1
-
     1707.06347, eq. 7; low and high apart: 2503.14476, eq. 10; c: 1912.09729, eq. 5. log r is kept within
     +-20. What stands where the mask is false never enters, not even a NaN."""
     log_ratio_T = torch.where(mask_T, log_probs_T - old_T, 0.0)
@@ -617,8 +618,7 @@ class VLLMRollout:
         with torch.device("meta"):  # it knows what a checkpoint calls its tensors
             self.skeleton = AutoModelForCausalLM.from_config(model_config)
         model_config.architectures = [type(self.skeleton).__name__]
-        # torch's threads and random numbers stay as they are
-        threads = torch.get_num_threads()
+        threads = torch.get_num_threads()  # they stay as they are, and so do torch's random numbers
         set_num_threads = torch.set_num_threads
         with tempfile.TemporaryDirectory() as folder:
             model_config.save_pretrained(folder)
@@ -748,6 +748,7 @@ def roll_out(engine, task, replies, run, temperature, key=""):
             reply.log_probs += log_probs
             reply.finished = ended
             reply.text = task.tokenizer.decode(reply.ids, skip_special_tokens=True)
+            reply.turns.append(task.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def listen(replies, task, run):
@@ -761,20 +762,21 @@ def listen(replies, task, run):
             if said is not None:
                 reply.fault = f"an environment answers with text or None, not {said!r:.40}"
             continue
-        said = said.encode(errors="replace").decode()  # half a surrogate pair is no text: "?" for it
+        shown = said = said.encode(errors="replace").decode()  # half a surrogate pair is no text: "?" for it
         chat = reply.prompt.messages
         if chat:
             turns = zip(("user", "assistant", "user"), ("?", "the turn before", said))
             messages = [{"role": role, "content": text} for role, text in turns]
             text = task.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            said = text.partition("the turn before")[2].lstrip()
-        ids = task.tokenizer(said, add_special_tokens=False)["input_ids"]
+            shown = text.partition("the turn before")[2].lstrip()
+        ids = task.tokenizer(shown, add_special_tokens=False)["input_ids"]
         if chat and ids[:1] == reply.ids[-1:]:  # the policy has said what ends a turn
             ids = ids[1:]
         reply.finished = len(reply.ids) + len(ids) < run.max_response_length
         if reply.finished:
             reply.ids += ids
             reply.log_probs += [None] * len(ids)
+            reply.turns.append(said)
             going.append(reply)
     return going
 
@@ -974,8 +976,7 @@ class PolicyWorker:
         c = self.config
         mask_T = micro.response_mask.to(self.device, non_blocking=True)
         weights_T = micro.weights
-        # tokens were drawn from the engine's mu: rho of IMPALA, 1802.01561, section 4.1
-        if c.tis_cap:
+        if c.tis_cap:  # tokens were drawn from the engine's mu: rho of IMPALA, 1802.01561, section 4.1
             rho_T = (micro.old_log_probs - micro.rollout_log_probs).exp()
             weights_T = weights_T * rho_T.clamp(max=c.tis_cap)
         outside_T = torch.zeros_like(mask_T)

@@ -149,9 +149,13 @@ def two_updates(worker):
 
 
 def resume(folder, name, layout, path):
-    """(worker that has taken a checkpoint, what was kept); state and counters are the same bit for bit."""
+    """(worker that has taken a checkpoint, what was kept); state and counters are the same bit for bit. One
+    that has the checkpoint as its --model takes the weights alone."""
     fields, *_ = SAVED[name]
     expected = torch.load(folder / f"{name}.pt")
+    warm = make(**SCHEDULE, **fields | {"model": str(folder / path)}, **layout)
+    assert_same(wholes(warm)["weight"], expected["then"]["weight"], (name, layout))
+    assert counters(warm)[:2] == [0, 0]
     worker = make(**SCHEDULE, **fields, **layout)
     worker.update_critic(rows(9))  # must leave nothing behind
     worker.load_checkpoint(str(folder / path))

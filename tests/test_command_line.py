@@ -98,12 +98,6 @@ def test_impossible_flags_and_models_that_are_not_there_are_named(message, flags
     assert mistake.startswith(message)
 
 
-def test_a_checkpoint_is_no_model_folder_and_is_told_from_one(tmp_path):
-    (tmp_path / "trainer.json").touch()
-    with pytest.raises(UserError, match="--model .*it is a checkpoint, for --resume; its run's hf folder"):
-        common.load_config(Config(model=str(tmp_path)))
-
-
 def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
     """A flag; a row, on two ranks; a budget; a folder; training that diverges; a flag that does not exist."""
     rows = tmp_path / "rows.jsonl"

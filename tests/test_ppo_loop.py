@@ -469,16 +469,16 @@ def test_turns_of_policy_and_environment_follow_each_other():
     """Tokens, masks and log-probs of two rows, one with an observation, against those written out here."""
     heard = []
 
-    def observe(prompt, response, answer):
-        heard.append((prompt, response, answer))
+    def observe(prompt, response, answer, turns):
+        heard.append((prompt, response, answer, *turns))
         return {"ab": "[1]", "ab[1]cd": None, "x": None}[response]
 
     (a, b), asked = play([["ab", "x"], ["cd"]], observe, n=2)
     assert a.ids == [*ids_of("ab"), EOS, *ids_of("[1]cd"), EOS] and b.ids == [*ids_of("x"), EOS]
     assert a.log_probs == [-0.5] * 3 + [None] * 3 + [-0.5] * 3 and b.log_probs == [-0.5] * 2
     assert [(r.finished, r.text, r.fault) for r in (a, b)] == [(True, "ab[1]cd", ""), (True, "x", "")]
-    assert sorted(heard[:2]) == [("q0=", "ab", "answer 0"), ("q1=", "x", "answer 1")]
-    assert heard[2:] == [("q0=", "ab[1]cd", "answer 0")]
+    assert sorted(heard[:2]) == [("q0=", "ab", "answer 0", "ab"), ("q1=", "x", "answer 1", "x")]
+    assert heard[2:] == [("q0=", "ab[1]cd", "answer 0", "ab", "[1]", "cd")]
     first, second, third = (random.Random(f"key {x}").getrandbits(63) for x in ("4 0", "6 0", "4 1"))
     assert asked == [[("q0=", first, 30), ("q1=", second, 30)], [("q0=ab<eos>[1]", third, 24)]]
     batch = common.check(ppo_loop.to_batch([a, b]))
@@ -544,7 +544,8 @@ def test_a_chat_with_an_environment_is_what_the_template_makes_of_it(closes):
     task = a_task(tokenizer=tokenizer, observe=partial(ppo_loop.attempt, observe))
     engine = types.SimpleNamespace(generate=generate)
     ppo_loop.roll_out(engine, task, [reply], a_run(max_response_length=99), 1.0)
-    roles = zip(["assistant", "user"] * 3, ["a?", "no 1", "b?", "no 2", "c?"])
+    assert reply.turns == ["a?", "no 1", "b?", "no 2", "c?"]  # without the template's words
+    roles = zip(["assistant", "user"] * 3, reply.turns)
     turns = [{"role": role, "content": text} for role, text in roles]
     whole = tokenizer.apply_chat_template([*user, *turns], tokenize=False)
     text = tokenizer.decode(reply.prompt.ids + reply.ids)
@@ -602,7 +603,7 @@ def test_gsm8k_agrees_with_its_authors():
 FUNCTIONS = """
 import contextlib, os, signal, sys, time
 
-def odd(prompt, response, answer):
+def odd(prompt, response, answer, turns):
     if prompt == "spins":  # whatever it catches, and without the alarm
         signal.setitimer(signal.ITIMER_REAL, 0)
         while True:
@@ -611,7 +612,7 @@ def odd(prompt, response, answer):
     return {"raises": lambda: {}["x"], "exits": lambda: sys.exit("enough"), "dies": lambda: os._exit(3),
             "sleeps": lambda: time.sleep(30), "program": lambda: os.system("sleep 30"), "pid": os.getpid,
             "modules": lambda: " ".join(sys.modules), "stdin": lambda: sys.stdin.read(),
-            }.get(prompt, lambda: prompt + response + answer)()
+            "turns": lambda: "/".join(turns)}.get(prompt, lambda: prompt + response + answer)()
 
 def meets(prompt, response, answer):
     open(prompt, "w").close()
@@ -628,7 +629,8 @@ def ask(tmp_path):
 
     def go(name, prompts, answer=None, seconds=20.0):
         function = ppo_loop.load_function(f"{tmp_path}/mine.py:{name}", "--reward", seconds)
-        replies = [Reply(Prompt([1], prompt, answer), i, text="r") for i, prompt in enumerate(prompts)]
+        rows = [Prompt([1], prompt, answer) for prompt in prompts]
+        replies = [Reply(row, i, text="r", turns=["r", "o"]) for i, row in enumerate(rows)]
         return ppo_loop.ask_all(function, replies)
 
     return go
@@ -637,15 +639,15 @@ def ask(tmp_path):
 def test_a_users_function_runs_in_processes_that_end_what_hangs(ask):
     """Answers in the order of the rows, also of those that wait for a new process; nothing switches the
     time-out off; no worker has imported what is slow, and programs of a function do not read its rows."""
-    rows = ["raises", "spins", "pid", "sleeps", "dies", "exits", "program", "modules", "stdin", *["pid"] * 9]
-    answers = ask("odd", rows, seconds=1.5)
+    rows = ["raises", "spins", "pid", "sleeps", "dies", "exits", "program", "modules", "stdin", "turns"]
+    answers = ask("odd", rows := rows + ["pid"] * 9, seconds=1.5)
     late = (None, "no answer within 1.5 s, or its process has died")
     pids = {made for row, (made, fault) in zip(rows, answers) if row == "pid" and fault == ""}
     assert 1 <= len(pids) <= 8 and os.getpid() not in pids
     named = dict(zip(rows, answers))
     assert [named[row] for row in ("spins", "sleeps", "dies", "program")] == [late] * 4
     assert named["raises"] == (None, "KeyError: 'x'") and named["exits"] == (None, "SystemExit: enough")
-    assert named["stdin"] == ("", "")
+    assert named["stdin"] == ("", "") and named["turns"] == ("r/o", "")
     modules = named["modules"][0].split()
     assert "runpy" in modules and not {"torch", "numpy", "pydantic", "common", "ppo_loop"} & set(modules)
     assert ask("odd", [f"{n}" for n in range(40)], "!") == [(f"{n}r!", "") for n in range(40)]
