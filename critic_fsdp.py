@@ -27,7 +27,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate, groupby
@@ -168,7 +168,8 @@ def mistake_in(flags, world_size=WORLD_SIZE):
             shards > 0 and world_size % shards == 0,
         "--fsdp-size 1: fsdp1 cannot keep whole replicas; use --strategy none":
             shards > 1 or c.strategy != "fsdp1" or world_size == 1,  # it would not average over them
-        "--offload-policy: fsdp1 has none": not c.offload_policy or c.strategy != "fsdp1",
+        "--offload-policy, --defer-grad-sync: fsdp1 has neither; use fsdp2":
+            c.strategy != "fsdp1" or not (c.offload_policy or c.defer_grad_sync),
         "--activation-offload: needs --gradient-checkpointing":
             c.gradient_checkpointing or not c.activation_offload,
         "--lora-rank: needs peft; pip install peft": not c.lora_rank or importlib.util.find_spec("peft"),
@@ -766,19 +767,14 @@ class DataParallelPPOCritic:
 
         The loss is a sum over all ranks, but FSDP averages gradients over them: times dp x sp. Ranks that
         share a row all compute its loss, and gather_slices adds their gradients up: over sp."""
-        strategy = self.config.strategy
-        sync = last or not self.config.defer_grad_sync
-        if strategy == "fsdp2":
-            self.model.set_requires_gradient_sync(sync)
-        with ExitStack() as stack:
-            if strategy == "fsdp1" and not sync:
-                stack.enter_context(self.model.no_sync())
-            if self.config.activation_offload:
-                pinned = self.layout.device.type == "cuda"
-                stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=pinned))
+        if self.config.defer_grad_sync:
+            self.model.set_requires_gradient_sync(last)
+        pinned = self.layout.device.type == "cuda"
+        saves = torch.autograd.graph.save_on_cpu(pinned) if self.config.activation_offload else nullcontext()
+        with saves:
             loss, sums = self.loss(self.forward(micro), micro)
             (loss * self.layout.dp_size).backward()
-        if strategy == "fsdp1" and WORLD_SIZE == 1:  # there FSDP1 forgets units without a gradient
+        if self.config.strategy == "fsdp1" and WORLD_SIZE == 1:  # it forgets units without a gradient
             self.free_gathered()
         return sums * (self.layout.sp_rank == 0)  # ranks that share a row all have the same
 
@@ -839,8 +835,6 @@ class CriticWorker:
             raise UserError("--ppo-max-token-len-per-gpu auto: on a CPU give the memory of a rank, auto:GIB")
         self.layout = make_layout(config, self.device)
         self.offloaded = False
-        if config.defer_grad_sync and config.strategy == "fsdp1" and self.layout.dtype != torch.float32:
-            raise UserError("--defer-grad-sync: fsdp1 would add gradients up in bfloat16; use fsdp2")
 
     def init_model(self, total_steps=None, value_range=None):
         """Builds the model and its optimizer.
@@ -1242,7 +1236,7 @@ def main(run):
         worker.init_model(total, common.describe_rows(train, run.gamma, config))
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
-        longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
+        longest = max(train.longest[0], held_out.longest[0])
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
         print0(
             f"steps      {run.steps} updates x {size} rows,"
@@ -1251,23 +1245,22 @@ def main(run):
         )
         shown, about = learn(run, worker, train, held_out, size, checkpoints)
         worker.export_hf(f"{run.out_dir}/hf")
-    if shown is not None:
-        common.write_report(run.out_dir, shown, about, worker.tokenizer, run.gamma)
+    common.write_report(run.out_dir, shown, about, worker.tokenizer, run.gamma)
     files = "hf, report.html, curves.png, metrics.jsonl, tensorboard"
     print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
 
 
 def load_rows(run, tokenizer, model_config):
-    """(rows to learn from, rows to evaluate on or None), of the run's files or of the toy."""
+    """(rows to learn from, rows to evaluate on, maybe none), of the run's files or of the toy."""
     options = {"tokenizer": tokenizer, "model_config": model_config}
     if processor := load_image_processor(run.critic, model_config):
         options["place_images"] = partial(place_images, processor, model_config.image_token_id)
     seed = run.critic.seed
     train = common.read_rows(run.rollouts or common.toy_rows(8192, seed), **options)
     held_out = run.eval_rollouts if run.rollouts else common.toy_rows(512, seed, held_out=True)
-    if held_out is not None:
-        held_out = common.read_rows(held_out, flag="--eval-rollouts", **options)
-    return train, held_out
+    if not held_out:
+        return train, train.select([])
+    return train, common.read_rows(held_out, flag="--eval-rollouts", **options)
 
 
 def learn(run, worker, train, held_out, size, checkpoints):
@@ -1276,12 +1269,12 @@ def learn(run, worker, train, held_out, size, checkpoints):
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
-    batch = None
+    batch = train.select([])
     groups = train.groups()
     for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
         ends = step == run.steps or any(of_all_ranks(checkpoints.sigterm.is_set()))
         evaluates = step == run.steps or step % (run.eval_every or run.steps) == 0
-        if held_out is not None and evaluates:
+        if len(held_out) and evaluates:
             held_out.values = worker.critic.compute_values(held_out)
             logger.log_evaluation(step, held_out, run.gamma)
         due = run.save_every and step % run.save_every == 0
@@ -1299,11 +1292,9 @@ def learn(run, worker, train, held_out, size, checkpoints):
         logger.log_update(step + 1, run.steps, metrics)
     if step < run.steps:
         checkpoints.leave(step)
-    if held_out is not None:
+    if len(held_out):
         return held_out, "held-out rows"
-    if batch is not None:  # it may be empty on a rank
-        batch = common.gather(batch)
-    return batch, "rows of the last update, with their values before it"
+    return common.gather(batch), "rows of the last update, with their values before it"
 
 
 if __name__ == "__main__":

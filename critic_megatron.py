@@ -1472,7 +1472,7 @@ def main(run):
         worker.init_model(total, common.describe_rows(train, run.gamma, config))
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
-        longest = max(rows.longest[0] for rows in (train, held_out) if rows is not None)
+        longest = max(train.longest[0], held_out.longest[0])
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
         print0(
             f"steps      {run.steps} updates x {size} rows,"
@@ -1481,21 +1481,20 @@ def main(run):
         )
         shown, about = learn(run, worker, train, held_out, size, checkpoints)
         worker.export_hf(f"{run.out_dir}/hf")
-    if shown is not None:
-        common.write_report(run.out_dir, shown, about, worker.tokenizer, run.gamma)
+    common.write_report(run.out_dir, shown, about, worker.tokenizer, run.gamma)
     files = "hf, report.html, curves.png, metrics.jsonl, tensorboard"
     print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
 
 
 def load_rows(run, tokenizer, model_config):
-    """(rows to learn from, rows to evaluate on or None), of the run's files or of the toy."""
+    """(rows to learn from, rows to evaluate on, maybe none), of the run's files or of the toy."""
     options = {"tokenizer": tokenizer, "model_config": model_config}
     seed = run.critic.seed
     train = common.read_rows(run.rollouts or common.toy_rows(8192, seed), **options)
     held_out = run.eval_rollouts if run.rollouts else common.toy_rows(512, seed, held_out=True)
-    if held_out is not None:
-        held_out = common.read_rows(held_out, flag="--eval-rollouts", **options)
-    return train, held_out
+    if not held_out:
+        return train, train.select([])
+    return train, common.read_rows(held_out, flag="--eval-rollouts", **options)
 
 
 def learn(run, worker, train, held_out, size, checkpoints):
@@ -1504,12 +1503,12 @@ def learn(run, worker, train, held_out, size, checkpoints):
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
-    batch = None
+    batch = train.select([])
     groups = train.groups()
     for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
         ends = step == run.steps or any(of_all_ranks(checkpoints.sigterm.is_set()))
         evaluates = step == run.steps or step % (run.eval_every or run.steps) == 0
-        if held_out is not None and evaluates:
+        if len(held_out) and evaluates:
             held_out.values = worker.critic.compute_values(held_out)
             logger.log_evaluation(step, held_out, run.gamma)
         due = run.save_every and step % run.save_every == 0
@@ -1527,11 +1526,9 @@ def learn(run, worker, train, held_out, size, checkpoints):
         logger.log_update(step + 1, run.steps, metrics)
     if step < run.steps:
         checkpoints.leave(step)
-    if held_out is not None:
+    if len(held_out):
         return held_out, "held-out rows"
-    if batch is not None:  # it may be empty on a rank
-        batch = common.gather(batch)
-    return batch, "rows of the last update, with their values before it"
+    return common.gather(batch), "rows of the last update, with their values before it"
 
 
 if __name__ == "__main__":
