@@ -1,8 +1,7 @@
 """Utilities that the scripts of this repository share. Nothing here knows FSDP, Megatron or who calls.
 
 Shapes are in the names: T tokens, sequences end to end; B sequences; A actions; L longest sequence; N bins of
-a value; H query heads; K key and value heads; D features of a head.
-"""
+a value; H query heads; K key and value heads; D features of a head."""
 
 import collections
 import datetime
@@ -78,8 +77,7 @@ def blame(words):
         raise UserError(f"{words} ({kind}{' '.join(str(error).split()):.300})") from None
 
 
-def print0(*args):
-    """Prints on rank 0 only."""
+def print0(*args):  # prints on rank 0 only
     if RANK == 0:
         print(*args, flush=True)
 
@@ -104,15 +102,13 @@ def setup_distributed(timeout_minutes=30.0):
     return device
 
 
-def compute_dtype(name, device):
-    """The torch.dtype of this name; auto is bfloat16, and float32 on CPU."""
+def compute_dtype(name, device):  # the torch.dtype of this name; auto is bfloat16, and float32 on CPU
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, name)
 
 
-def of_all_ranks(mine, group=None):
-    """What each rank of `group` (None: all) passes, as a list (a collective)."""
+def of_all_ranks(mine, group=None):  # a list of what each rank of `group` passes (a collective)
     everyones = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, mine, group)
     return everyones
@@ -149,7 +145,7 @@ def launch(main):
     os._exit(code)  # gloo's threads outlive destroy_process_group and abort about one exit in six
 
 
-# ---- The batch: flat and ragged from the file to the loss --------------------------------------------------
+# ---- The batch, flat and ragged from the file to the loss; what every rank calls with the rows it owns -----
 
 Floats = torch.Tensor | None  # a (T,) float32 column, zero where response_mask is false
 
@@ -194,28 +190,23 @@ class Batch:
         return len(self.row_id)
 
     @property
-    def lengths(self):
-        """Tokens of each sequence, as a list of B ints."""
+    def lengths(self):  # tokens of each sequence, as a list of B ints
         return self.cu_seqlens.diff().tolist()
 
     @property
-    def longest(self):
-        """(tokens, row_id) of the longest sequence; (0, -1) without any."""
+    def longest(self):  # (tokens, row_id) of the longest sequence; (0, -1) without any
         return max(zip(self.lengths, self.row_id.tolist()), default=(0, -1))
 
     @property
-    def row_of_token(self):
-        """(T,) int64: which sequence each token belongs to."""
+    def row_of_token(self):  # (T,) int64: which sequence each token belongs to
         return torch.repeat_interleave(self.cu_seqlens.diff().long())
 
     @property
-    def places(self):
-        """(T,) int64: the place of each token in its sequence."""
+    def places(self):  # (T,) int64: the place of each token in its sequence
         return torch.cat([torch.arange(n) for n in self.lengths])
 
     @property
-    def actions(self):
-        """(B,) int64: how many actions each sequence has."""
+    def actions(self):  # (B,) int64: how many actions each sequence has
         return F.pad(self.response_mask.cumsum(0), (1, 0))[self.cu_seqlens].diff()
 
     def token_index(self, rows):
@@ -235,8 +226,7 @@ class Batch:
                 columns[name] = column[row_index if name in self.ROWS else tokens]
         return Batch(**columns)
 
-    def split(self, size):
-        """Consecutive pieces of `size` rows; the last one may be shorter."""
+    def split(self, size):  # consecutive pieces of `size` rows; the last one may be shorter
         rows = range(len(self))
         return [self.select(rows[i : i + size]) for i in rows[::size]]
 
@@ -258,8 +248,7 @@ class Batch:
         n = self.lengths
         return [count(s) + sum(count(n[row]) - count(s) for row in rows) for s, rows in groups]
 
-    def shuffled(self, *key):
-        """The same rows, as shuffled_rows has them."""
+    def shuffled(self, *key):  # the same rows, as shuffled_rows has them
         return self.select(shuffled_rows(self.groups(), *key))
 
 
@@ -280,8 +269,7 @@ def check(batch):
     return batch
 
 
-def cumulative(lengths):
-    """B lengths, in a list or a tensor -> (B+1,) int32 [0, l0, l0+l1, ...]."""
+def cumulative(lengths):  # B lengths, in a list or a tensor -> (B+1,) int32 [0, l0, l0+l1, ...]
     return F.pad(torch.as_tensor(lengths).cumsum(0), (1, 0)).int()
 
 
@@ -309,6 +297,37 @@ def gather(batch):
     if len(twice):
         raise ValueError(f"row_id {twice[0]} occurs more than once: each rank passes the rows it owns")
     return whole
+
+
+@contextmanager
+def named_range(name):  # gives what runs inside a name in traces of torch.profiler, and of nsys on CUDA
+    nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_available() else nullcontext()
+    with torch.profiler.record_function(name), nvtx:
+        yield
+
+
+def dp_compute_proto(needs=()):
+    """Decorates a worker's method that every rank calls with the rows it owns. The method sees the *global*
+    batch, in row_id order, with the optional columns in `needs` alone; a (T,) result is cut back to the
+    caller's rows. All other methods are ONE_TO_ALL: every rank calls them with the same arguments."""
+
+    def decorate(method):
+        @functools.wraps(method)
+        def call(self, batch):
+            missing = [name for name in needs if getattr(batch, name) is None]
+            if missing:
+                raise ValueError(f"{method.__name__} needs the columns {', '.join(missing)} of the batch")
+            unused = dict.fromkeys(set(Batch.FLOATS).difference(needs))
+            whole = gather(replace(batch, **unused))
+            with named_range(method.__name__):
+                result = method(self, whole)
+            if not isinstance(result, torch.Tensor):
+                return result
+            return result[whole.token_index(torch.searchsorted(whole.row_id, batch.row_id).tolist())]
+
+        return call
+
+    return decorate
 
 
 # ---- Rows as JSON, one a line ------------------------------------------------------------------------------
@@ -469,41 +488,6 @@ def batch_of_one(rollout, number):
     )
 
 
-# ---- Dispatch: every rank runs the same program; a decorator says what the arguments mean ------------------
-
-
-@contextmanager
-def named_range(name):
-    """Gives what runs inside a name in traces of torch.profiler, and of nsys on CUDA."""
-    nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_available() else nullcontext()
-    with torch.profiler.record_function(name), nvtx:
-        yield
-
-
-def dp_compute_proto(needs=()):
-    """Decorates a worker's method that every rank calls with the rows it owns. The method sees the *global*
-    batch, in row_id order, with the optional columns in `needs` alone; a (T,) result is cut back to the
-    caller's rows. All other methods are ONE_TO_ALL: every rank calls them with the same arguments."""
-
-    def decorate(method):
-        @functools.wraps(method)
-        def call(self, batch):
-            missing = [name for name in needs if getattr(batch, name) is None]
-            if missing:
-                raise ValueError(f"{method.__name__} needs the columns {', '.join(missing)} of the batch")
-            unused = dict.fromkeys(set(Batch.FLOATS).difference(needs))
-            whole = gather(replace(batch, **unused))
-            with named_range(method.__name__):
-                result = method(self, whole)
-            if not isinstance(result, torch.Tensor):
-                return result
-            return result[whole.token_index(torch.searchsorted(whole.row_id, batch.row_id).tolist())]
-
-        return call
-
-    return decorate
-
-
 # ---- PPO maths on flat data --------------------------------------------------------------------------------
 
 
@@ -567,8 +551,7 @@ def add_returns(batch, gamma, lam, bootstrap_truncated=False):
     )
 
 
-def monte_carlo(batch, gamma):
-    """(T,) discounted sums of the rewards from each action on."""
+def monte_carlo(batch, gamma):  # (T,) discounted sums of the rewards from each action on
     rewards_T = batch.token_level_rewards
     return gae(rewards_T, 0 * rewards_T, batch.response_mask, batch.cu_seqlens, gamma)[1]
 
@@ -680,7 +663,7 @@ def evaluate(rows, gamma):
     }
 
 
-# ---- Attention over packed rows: one function for every model, known to transformers as "packed" -----------
+# ---- Packed rows: attention, which transformers knows as "packed"; what they cost, FLOPs and memory --------
 
 try:
     from flash_attn import flash_attn_varlen_func
@@ -789,8 +772,6 @@ def dense_attention(q, k, v, scale, window, softcap, sinks):
     return weights_NHLL.to(q.dtype) @ v
 
 
-# ---- FLOPs of a value model: no vocabulary head, causal attention, active experts only ---------------------
-
 # dense bf16 TFLOP/s from the vendors' data sheets; the first pattern in the device's name counts
 PEAK_TFLOPS = {"H100 PCIE": 756, "H[12]00 NVL": 835, "(H|GH)[128]00": 989, "A[18]00": 312}
 
@@ -839,6 +820,38 @@ def describe_update(batch, start, epochs, flops, layout):
             for kind in ("mean", "min", "max"):
                 metrics[f"critic/{name}_{kind}"] = float(getattr(x_A, kind)())
     return metrics
+
+
+def measure_budget(try_out, given, longest, share, state_bytes):
+    """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective).
+    try_out(batch) learns from a batch. given: auto[:GIB]. share: ranks that share a row. Twice as many of the
+    longest rows each time, until twice as many might not fit, tell what a token costs."""
+    limit = float(given[5:] or "inf") * 2**30
+    row = Batch.blank(longest)
+    try_out(row)  # creates gradients and workspaces
+    rows = math.ceil(512 * share / longest)
+    for doubling in range(6):
+        batch = row.select([0] * rows * 2**doubling)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            try_out(batch)
+            peak = torch.cuda.max_memory_allocated() - before
+            free, _ = torch.cuda.mem_get_info()
+            limit = min(limit, free + torch.cuda.memory_reserved())
+        else:
+            with torch.profiler.profile(profile_memory=True) as log:
+                try_out(batch)
+            events = sorted(log.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+            peak = max(itertools.accumulate(e.nbytes() for e in events))  # 0 but for memory
+        peak = max(of_all_ranks(peak))  # in addition to what exists before
+        room = min(of_all_ranks(0.9 * limit - state_bytes))  # the allocator loses a tenth
+        if 2 * peak > room:
+            break
+    cost = peak * share / len(batch.input_ids)  # at least: a part of it is the same for any rows
+    tokens = max(int(room / cost), 0)
+    print0(f"budget     {room / 2**30:.3g} GiB / {cost:,.0f} bytes a token = {tokens:,} tokens")
+    return tokens
 
 
 # ---- Logs: what the user sees, and what a run leaves -------------------------------------------------------
@@ -921,8 +934,7 @@ class Logger:
         if self.skipped == 10:
             raise UserError("10 updates in a row were skipped: gradients are not finite; use a lower --lr")
 
-    def log(self, step, metrics):
-        """metrics: dict of name -> number; one that is not finite is logged as null."""
+    def log(self, step, metrics):  # name -> number; one that is not finite is logged as null
         if RANK != 0:
             return
         metrics = {name: float(x) if math.isfinite(x) else None for name, x in metrics.items()}
@@ -932,8 +944,7 @@ class Logger:
                 self.board.add_scalar(name, x, step)
         self.board.flush()  # by itself it keeps two minutes in memory
 
-    def log_update(self, step, steps, m):
-        """Logs an update of the critic and prints one aligned line about it."""
+    def log_update(self, step, steps, m):  # logs an update of the critic and prints one aligned line
         self.updates += 1
         m["perf/time_step"] = (time.perf_counter() - self.start) / self.updates
         self.log(step, m)
@@ -947,8 +958,7 @@ class Logger:
             f"  {number(m['perf/peak_memory_gib'], '.1f')} GiB  eta {left}{skipped}"
         )
 
-    def log_evaluation(self, step, rows, gamma):
-        """Evaluates held-out rows with values, logs it and prints one line about it."""
+    def log_evaluation(self, step, rows, gamma):  # evaluates rows with values, logs it and prints one line
         m = evaluate(rows, gamma)
         self.log(step, m)
         print0(
@@ -958,8 +968,7 @@ class Logger:
         )
 
 
-def number(x, form):
-    """x in the given format, or -- where there is no number yet."""
+def number(x, form):  # x in the given format, or -- where there is no number yet
     return "--" if x is None or math.isnan(x) else format(x, form)
 
 
@@ -978,8 +987,7 @@ def replace_lines(path, rows):
     os.replace(f"{path}.tmp", path)
 
 
-def write_json(path, state):
-    """Writes a JSON file on rank 0."""
+def write_json(path, state):  # writes a JSON file on rank 0
     if RANK == 0:
         Path(path).write_text(json.dumps(state, indent=1))
 
@@ -1033,16 +1041,14 @@ def published(folder, group=None, keep=None):
     dist.barrier(group)
 
 
-def remove(folder):
-    """Removes a folder, if it is there, at once: a crash leaves no half of it under its name."""
+def remove(folder):  # a folder, if it is there, at once: a crash leaves no half of it under its name
     if os.path.isdir(folder):
         shutil.rmtree(f"{folder}.gone", ignore_errors=True)  # a crash may have left some of it
         os.rename(folder, f"{folder}.gone")
         shutil.rmtree(f"{folder}.gone", ignore_errors=True)
 
 
-def checksum(path):
-    """SHA-256 of a file; None: it cannot be read."""
+def checksum(path):  # SHA-256 of a file; None: it cannot be read
     with suppress(OSError), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -1084,8 +1090,7 @@ def check_shared(out_dir):
         raise UserError(f"--out-dir {out_dir}: host {blind} does not see it; use shared storage")
 
 
-def steps_in(folder):
-    """[(step, path)] of the step_N and step_N.jsonl in a folder, the last step first."""
+def steps_in(folder):  # [(step, path)] of the step_N and step_N.jsonl in a folder, the last step first
     found = []
     for path in Path(folder).glob("step_*"):
         if match := re.fullmatch(r"step_(\d+)(\.jsonl)?", path.name):
@@ -1102,7 +1107,7 @@ def shape_of(model_config, **more):
     return json.loads(json.dumps(fields))
 
 
-# ---- A model's folder: tokenizer, config, weights, value head ----------------------------------------------
+# ---- A model's folder, tiny models and the toy task: everything runs without a hub -------------------------
 
 
 def load_config(config):
@@ -1141,8 +1146,7 @@ def load_config(config):
     return tokenizer, model_config
 
 
-def config_of(model):
-    """The config of a model's folder, or of a checkpoint of either critic, as a dict."""
+def config_of(model):  # the config of a model's folder, or of a checkpoint of either critic, as a dict
     if os.path.exists(f"{model}/trainer.json"):
         return json.loads(Path(model, "trainer.json").read_text())["shape"]
     return transformers.PreTrainedConfig.get_config_dict(model)[0]
@@ -1174,8 +1178,7 @@ def check_rows(batch, model_config):
         raise UserError(f"token id {odd[0]} is outside the model's vocabulary of {text.vocab_size}")
 
 
-def local_folder(name):
-    """The folder of a model; one on the hub is downloaded."""
+def local_folder(name):  # the folder of a model; one on the hub is downloaded
     if os.path.isdir(name):
         return name
     return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])
@@ -1213,8 +1216,7 @@ def send_weights(model, source):
         dist.broadcast(buffer, 0)
 
 
-def move_state(optimizer, device):
-    """Moves the state of a torch optimizer, and frees cached device memory."""
+def move_state(optimizer, device):  # moves the state of a torch optimizer, and frees cached device memory
     for state in optimizer.state.values():
         for name, x in state.items():
             if name != "step":  # a scalar, which stays
@@ -1272,8 +1274,6 @@ def describe_head(model_config, config, value_range):
         if not model_config.value_range:
             raise UserError("--value-range: this head needs it, LOW and HIGH of the returns and a margin")
 
-
-# ---- Tiny models, a tokenizer built in code, and the toy task: everything runs without a hub ---------------
 
 TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14,
          "out_hidden_size": 64}  # fmt: skip

@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -901,7 +901,8 @@ class CriticWorker:
                 whole = 4 * p.numel() if config.defer_grad_sync else 0
                 held = getattr(p, "_local_tensor", p).nbytes
                 state += 4 * held + whole if p.requires_grad else held
-            budget = self.measure_budget(longest, share, 0 if config.offload_policy else state)
+            state = 0 if config.offload_policy else state
+            budget = common.measure_budget(self.try_out, budget, longest, share, state)
             if budget < least:
                 raise UserError(f"--ppo-max-token-len-per-gpu auto: {row} of {longest} tokens does not fit")
         if halvings:
@@ -915,40 +916,6 @@ class CriticWorker:
         self.critic.model.train()
         self.critic.forward_backward(self.critic.micro_batch(batch, range(len(batch))))
         self.critic.optimizer.zero_grad(set_to_none=False)
-
-    def measure_budget(self, longest, share, state_bytes):
-        """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective).
-
-        Twice as many of the longest rows each time, until twice as many might not fit, tell what a token
-        costs. share: ranks that share a row."""
-        limit = float(self.config.ppo_max_token_len_per_gpu[5:] or "inf") * 2**30
-        state_bytes = max(of_all_ranks(state_bytes))
-        row = Batch.blank(longest)
-        self.try_out(row)  # creates gradients and workspaces
-        rows = math.ceil(512 * share / longest)
-        for doubling in range(6):
-            batch = row.select([0] * rows * 2**doubling)
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                self.try_out(batch)
-                peak = torch.cuda.max_memory_allocated() - before
-                free, _ = torch.cuda.mem_get_info()
-                limit = min(limit, free + torch.cuda.memory_reserved())
-            else:
-                with torch.profiler.profile(profile_memory=True) as log:
-                    self.try_out(batch)
-                events = sorted(log.profiler.kineto_results.events(), key=lambda e: e.start_ns())
-                peak = max(accumulate(e.nbytes() for e in events))  # 0 but for memory
-            peak = max(of_all_ranks(peak))  # in addition to what exists before
-            limit = min(of_all_ranks(limit))
-            room = 0.9 * limit - state_bytes  # the allocator loses a tenth
-            if 2 * peak > room:
-                break
-        cost = peak * share / len(batch.input_ids)  # at least: a part of it is the same for any rows
-        tokens = max(int(room / cost), 0)
-        print0(f"budget     {room / 2**30:.3g} GiB / {cost:,.0f} bytes a token = {tokens:,} tokens")
-        return tokens
 
     def check_batch(self, batch):
         """Raises UserError, ValueError or RuntimeError for rows that this critic cannot take, or not now."""

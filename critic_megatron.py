@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -1179,7 +1179,7 @@ class CriticWorker:
             for name, p in named_weights(self.critic.modules):  # float32; masters and moments are shared
                 _, replicas = groups_of(name)
                 state += p.nbytes + 4 * p.numel() + 12 * p.numel() / replicas.size()
-            budget = self.measure_budget(longest, share, state)
+            budget = common.measure_budget(self.try_out, budget, longest, share, state)
             if budget < least:
                 raise UserError(f"--ppo-max-token-len-per-gpu auto: {row} of {longest} tokens does not fit")
         if halvings:
@@ -1194,40 +1194,6 @@ class CriticWorker:
         stages = self.config.pipeline_model_parallel_size
         turns = stages * min(len(self.critic.model), 2)  # what a stage may hold
         self.critic.forward_backward([self.critic.micro_batch(batch, range(len(batch)))] * turns)
-
-    def measure_budget(self, longest, share, state_bytes):
-        """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective).
-
-        Twice as many of the longest rows each time, until twice as many might not fit, tell what a token
-        costs. share: ranks that share a row."""
-        limit = float(self.config.ppo_max_token_len_per_gpu[5:] or "inf") * 2**30
-        state_bytes = max(of_all_ranks(state_bytes))
-        row = Batch.blank(longest)
-        self.try_out(row)  # creates gradients and workspaces
-        rows = math.ceil(512 * share / longest)
-        for doubling in range(6):
-            batch = row.select([0] * rows * 2**doubling)
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                self.try_out(batch)
-                peak = torch.cuda.max_memory_allocated() - before
-                free, _ = torch.cuda.mem_get_info()
-                limit = min(limit, free + torch.cuda.memory_reserved())
-            else:
-                with torch.profiler.profile(profile_memory=True) as log:
-                    self.try_out(batch)
-                events = sorted(log.profiler.kineto_results.events(), key=lambda e: e.start_ns())
-                peak = max(accumulate(e.nbytes() for e in events))  # 0 but for memory
-            peak = max(of_all_ranks(peak))  # in addition to what exists before
-            limit = min(of_all_ranks(limit))
-            room = 0.9 * limit - state_bytes  # the allocator loses a tenth
-            if 2 * peak > room:
-                break
-        cost = peak * share / len(batch.input_ids)  # at least: a part of it is the same for any rows
-        tokens = max(int(room / cost), 0)
-        print0(f"budget     {room / 2**30:.3g} GiB / {cost:,.0f} bytes a token = {tokens:,} tokens")
-        return tokens
 
     def check_batch(self, batch):
         """Raises UserError, ValueError or RuntimeError for rows that this critic cannot take, or not now."""
