@@ -234,8 +234,8 @@ class Batch:
         """[(shared, rows)] of rows with equal prompts (all before the first action), in row order. shared:
         its tokens but the last. Alone are rows with images or without an action, and all if not share."""
         found = {}
-        columns = (self.input_ids, self.response_mask)
-        for row, (ids, mask) in enumerate(zip(*(x_T.split(self.lengths) for x_T in columns))):
+        n = self.lengths
+        for row, (ids, mask) in enumerate(zip(self.input_ids.split(n), self.response_mask.split(n))):
             prompt = tuple(ids[: mask.int().argmax()].tolist())
             images = self.multi_modal_inputs and self.multi_modal_inputs[row]
             if images or not prompt or not share:
@@ -273,8 +273,7 @@ def cumulative(lengths):  # B lengths, in a list or a tensor -> (B+1,) int32 [0,
     return F.pad(torch.as_tensor(lengths).cumsum(0), (1, 0)).int()
 
 
-def concat(batches):
-    """One Batch of the rows of all, in order. Every batch has the same columns, except for images."""
+def concat(batches):  # one Batch of the rows of all, in order; they have the same columns, but for images
     lengths = [batch.cu_seqlens.diff() for batch in batches]
     columns = {"cu_seqlens": cumulative(torch.cat(lengths))}
     for name in vars(batches[0]).keys() - columns.keys():
@@ -308,8 +307,7 @@ def named_range(name):  # gives what runs inside a name in traces of torch.profi
 
 def dp_compute_proto(needs=()):
     """Decorates a worker's method that every rank calls with the rows it owns. The method sees the *global*
-    batch, in row_id order, with the optional columns in `needs` alone; a (T,) result is cut back to the
-    caller's rows. All other methods are ONE_TO_ALL: every rank calls them with the same arguments."""
+    batch, in row_id order, with the optional columns in `needs` alone; of a (T,) result it returns theirs."""
 
     def decorate(method):
         @functools.wraps(method)
@@ -359,7 +357,8 @@ class Rollout(pydantic.BaseModel, strict=True):
         for names in ALTERNATIVES:
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) != 1:
-                raise ValueError(f"needs one of {', '.join(names)}; it has {' and '.join(given) or 'none'}")
+                has = " and ".join(given) or "none"
+                raise ValueError(f"needs exactly one of {', '.join(names)}; has {has}")
         return self
 
 
@@ -415,8 +414,7 @@ def describe_rows(rows, gamma, config):
     return low - margin, high + margin
 
 
-def parse_rollout(line, tokenizer):
-    """One JSON line -> Rollout with token ids. UserError says what is wrong."""
+def parse_rollout(line, tokenizer):  # one JSON line -> Rollout with token ids; UserError: what is wrong
     try:
         rollout = Rollout.model_validate_json(line)
     except pydantic.ValidationError as error:
@@ -457,8 +455,7 @@ def chat_ids(tokenizer, messages, complete=False):
         )
 
 
-def batch_of_one(rollout, number):
-    """A Rollout with token ids -> a Batch of one row. UserError says what is wrong."""
+def batch_of_one(rollout, number):  # a Rollout with token ids -> a Batch of one row; UserError
     ids = rollout.prompt_ids + rollout.response_ids
     n = len(rollout.response_ids)
     if not 0 < n < len(ids):
@@ -537,8 +534,7 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bo
     return advantages_T.float(), torch.where(response_mask_T, advantages_T + values_T, 0.0).float()
 
 
-def last_action(batch):
-    """(B,) index of each sequence's last action in the (T,) columns, -1 where it has none."""
+def last_action(batch):  # (B,) index of each sequence's last action in the (T,) columns, or -1
     index_T = torch.where(batch.response_mask, torch.arange(len(batch.response_mask)), -1)
     return torch.full((len(batch),), -1).scatter_reduce(0, batch.row_of_token, index_T, "amax")
 
@@ -556,13 +552,22 @@ def monte_carlo(batch, gamma):  # (T,) discounted sums of the rewards from each 
     return gae(rewards_T, 0 * rewards_T, batch.response_mask, batch.cu_seqlens, gamma)[1]
 
 
-def loss_weights(batch, mode, response_length_limit=None):
+def loss_weights(batch, mode, response_length_limit=None, places=()):
     """(T,) weights of the token losses of a *global* mini-batch with an action, in whichever micro-batches.
-
+    With places p only actions min(L - 1, floor(p L)) of a row's L actions count (SP3O, 2609.18708).
     token-mean                1 / N_tokens
     seq-mean-token-sum        1 / N_seqs             of rows with an action (of all rows in later verl)
     seq-mean-token-mean       1 / (N_seqs len_i)                    len_i: actions of the token's row
     seq-mean-token-sum-norm   1 / (N_seqs response_length_limit)    (Dr. GRPO's constant, 2503.20783)"""
+    if places:
+        mask_T = torch.zeros_like(batch.response_mask)
+        action_A = batch.response_mask.nonzero()[:, 0]
+        n_B = batch.actions.tolist()
+        for index in action_A.split(n_B):
+            n = len(index)
+            picked = [min(n - 1, int(p * n)) for p in places if n]
+            mask_T[index[picked]] = True
+        batch = replace(batch, response_mask=mask_T)
     if mode == "token-mean":
         return batch.response_mask / batch.response_mask.sum()
     weights_T = batch.response_mask / (batch.actions > 0).sum()
@@ -649,8 +654,7 @@ def update_metrics(kind, names, totals, norms, lr):
     return {f"{kind}/{name}": x for name, x in metrics.items()}
 
 
-def evaluate(rows, gamma):
-    """Metrics of held-out rows with values, against the discounted sums of their rewards."""
+def evaluate(rows, gamma):  # metrics of rows with values, against the discounted sums of their rewards
     r_A = monte_carlo(rows, gamma)[rows.response_mask].double()
     v_A = rows.values[rows.response_mask].double()
     acted_B = rows.actions > 0
@@ -777,9 +781,8 @@ PEAK_TFLOPS = {"H100 PCIE": 756, "H[12]00 NVL": 835, "(H|GH)[128]00": 989, "A[18
 
 
 def flops_model(model, config):
-    """f(length) -> FLOPs of one forward over a sequence of this many tokens; training costs three times that.
-    A token costs 2 for each weight of a matrix, of experts the active ones; a query and a key cost 4 for each
-    feature of their heads. Vision towers are left out, sliding windows are not. model: on meta will do."""
+    """f(length) -> FLOPs of a forward over a row of this many tokens: 2 a token for a weight of a matrix (of
+    experts the active ones), 4 a query and key for a feature of their heads; vision towers are left out."""
     config = config.get_text_config()
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     active = 1
@@ -980,8 +983,7 @@ def read_lines(path):
     return rows
 
 
-def replace_lines(path, rows):
-    """Replaces a JSONL file at once: after a crash it is the old one or the new one."""
+def replace_lines(path, rows):  # a JSONL file at once: after a crash it is the old one or the new one
     Path(f"{path}.tmp").write_text("".join(f"{json.dumps(row, default=str)}\n" for row in rows))
     flush_to_disk(f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
@@ -989,7 +991,8 @@ def replace_lines(path, rows):
 
 def write_json(path, state):  # writes a JSON file on rank 0
     if RANK == 0:
-        Path(path).write_text(json.dumps(state, indent=1))
+        text = json.dumps(state, indent=1)
+        Path(path).write_text(text)
 
 
 def progress(items, what):
@@ -1152,8 +1155,7 @@ def config_of(model):  # the config of a model's folder, or of a checkpoint of e
     return transformers.PreTrainedConfig.get_config_dict(model)[0]
 
 
-def disable_dropout(model_config):
-    """Sets attention_dropout, resid_pdrop, layerdrop, router jitter ... to 0, in nested configs too."""
+def disable_dropout(model_config):  # attention_dropout, layerdrop, router jitter ... 0, in nested configs too
     for key, value in vars(model_config).items():
         if isinstance(value, transformers.PreTrainedConfig):
             disable_dropout(value)
@@ -1161,8 +1163,7 @@ def disable_dropout(model_config):
             setattr(model_config, key, 0.0)
 
 
-def check_rows(batch, model_config):
-    """UserError if a row is too long for a model, or has token ids outside its vocabulary."""
+def check_rows(batch, model_config):  # UserError: a row is too long, or has ids outside the vocabulary
     text = model_config.get_text_config()
     length, row = batch.longest
     limit = "max_position_embeddings"
@@ -1198,8 +1199,7 @@ def load_model(kind, name, model_config, seed):
     return model, f"{type(model).__name__} from {name} (no optimizer state)"
 
 
-def transformer_blocks(model):
-    """The layers to shard one by one: classes that the model's authors say must not be split."""
+def transformer_blocks(model):  # the layers to shard one by one: what its authors say must not be split
     names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     return [m for m in model.modules() if type(m).__name__ in names]
 

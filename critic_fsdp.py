@@ -95,6 +95,7 @@ class Config:
     ppo_max_token_len_per_gpu: Positive | Auto = 16384  # tokens of a micro-batch (auto[:GIB]: what fits)
 
     # loss
+    value_places: tuple[Fraction, ...] = ()  # learn only there, e.g. 0.3 0.6 0.9 of a row (none: all actions)
     loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
     cliprange_value: Rate | None = 0.5  # PPO clip range around the old value (None: off; not for hl_gauss)
     response_length_limit: Positive | None = None  # the constant that seq-mean-token-sum-norm divides by
@@ -744,7 +745,8 @@ class DataParallelPPOCritic:
                 norms.append(math.nan)
                 if not mini.response_mask.any():
                     continue  # without an action AdamW would move the weights all the same
-                mini.weights = common.loss_weights(mini, config.loss_agg_mode, config.response_length_limit)
+                options = (config.loss_agg_mode, config.response_length_limit, config.value_places)
+                mini.weights = common.loss_weights(mini, *options)
                 sums = torch.zeros_like(totals)
                 micros = self.my_micro_batches(mini)
                 with named_range("mini-batch"):

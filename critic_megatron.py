@@ -9,7 +9,7 @@
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level
 verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them.
 critic_fsdp.py is the same function on PyTorch FSDP, in the same sections and names: a diff of the two shows
-what parallelism costs. This one has no images, adapters, frozen weights, activations on the host and plan.
+what parallelism costs. This one has no images, adapters, activations on the host and plan.
 
 Shapes are in the names: T tokens, sequences end to end; B sequences; L longest sequence; D hidden features.
 S slots: the tokens and the padding of a micro-batch that this rank holds.
@@ -69,6 +69,7 @@ class Config:
     value_bins: Annotated[int, Field(ge=2)] = 51  # bins of hl_gauss
     # of bounded values and of all bins, LOW HIGH (None: the checkpoint's, else the data's)
     value_range: tuple[float, float] | None = None
+    freeze_modules: str | None = None  # regular expression: weights whose names have a match do not train
     seed: Count = 0  # of random weights, the value head and every shuffle
 
     # layout
@@ -95,6 +96,7 @@ class Config:
     ppo_max_token_len_per_gpu: Positive | Auto = 16384  # tokens of a micro-batch (auto[:GIB]: what fits)
 
     # loss
+    value_places: tuple[Fraction, ...] = ()  # learn only there, e.g. 0.3 0.6 0.9 of a row (none: all actions)
     loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
     cliprange_value: Rate | None = 0.5  # PPO clip range around the old value (None: off; not for hl_gauss)
     response_length_limit: Positive | None = None  # the constant that seq-mean-token-sum-norm divides by
@@ -463,6 +465,24 @@ def named_weights(modules):
             yield ".".join(words), p
 
 
+def freeze(modules, pattern):
+    """Freezes the weights whose names in critic_fsdp.py match --freeze-modules: they get no gradient, no
+    optimizer state and no float32 master -> the share of all weights that train (a collective)."""
+    sizes = [0, 0]  # of what trains, and of what does not
+    for name, p in named_weights(modules):
+        _, parts = hf_names(name)
+        with blame(f"--freeze-modules {pattern}"):
+            found = {bool(pattern and re.search(pattern, part)) for part in parts}
+            if len(found) > 1:
+                raise ValueError(f"must match all or none of {', '.join(parts)}, which are one weight here")
+        p.requires_grad_(found == {False})
+        sizes[max(found)] += p.numel()
+    trained, frozen = zip(*of_all_ranks(sizes))
+    if pattern and (0 in trained or not any(frozen)):
+        raise UserError(f"--freeze-modules {pattern}: must match some of the weights, and not all of a rank")
+    return sum(trained) / sum(trained + frozen)
+
+
 def groups_of(name):
     """(ranks that share this weight by tensor parallelism, its replicas: ranks that hold the same of it, and
     differ in rows, or in a part of the same rows)."""
@@ -503,16 +523,18 @@ def unshard(cut, shards, groups, head_dim, vocab_size):
 def whole_weights(modules, vocab_size, local):
     """name -> whole tensor on the host, of the weights that this rank is to write; others only take part.
 
-    local(name, p) gives what this rank holds of a weight. A collective: tensor-parallel ranks gather one
-    weight at a time, and one rank keeps it. Ranks that hold the same layers take turns."""
+    local(name, p) gives what this rank holds of a weight, or None. A collective: tensor-parallel ranks gather
+    one weight at a time, and one rank keeps it. Ranks that hold the same layers take turns."""
     config = modules[0].config
     kept = {}
     for name, p in named_weights(modules):
         cut, parts = hf_names(name)
         group, replicas = groups_of(name)
-        mine = local(name, p).contiguous()
+        mine = local(name, p)
+        if mine is None:
+            continue
         shards = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(shards, mine, group=group)
+        dist.all_gather(shards, mine.contiguous(), group=group)
         layer = re.match(r"decoder\.layers\.(\d+)", name)
         replica, writer = divmod(int(layer[1]) if layer else 0, group.size())
         if group.rank() == writer and replicas.rank() == replica % replicas.size():
@@ -649,7 +671,7 @@ def layer_spec(transformer, names, vp_stage):
 
 def build_value_model(config, model_config, layout):
     """(the chunks of the model on this rank, the weights to fill them with, rotary embedding, FLOPs of a
-    forward, words on its size and on where its weights come from)."""
+    forward, how many times that an update is, words on its size and on where its weights come from)."""
     modules = []
     tp = config.tensor_model_parallel_size
     with torch.device("meta"):
@@ -676,7 +698,10 @@ def build_value_model(config, model_config, layout):
     rotary = type(model.rotary_emb)(model_config).to(layout.device)
     flops = common.flops_model(model, model_config)
     count = sum(p.numel() for p in model.parameters())
-    return modules, tensors, rotary, flops, f"{count:,} parameters: {story}"
+    share = freeze(modules, config.freeze_modules)
+    passes = 2 + share  # forward, to inputs, to the weights that train
+    words = f"{count:,} parameters, {share:.0%} of them train: {story}"
+    return modules, tensors, rotary, flops, passes, words
 
 
 def padding_row(module, model_config):
@@ -686,7 +711,7 @@ def padding_row(module, model_config):
     embedding = module.embedding.word_embeddings
     # below 0: from the end
     row = model_config.pad_token_id % model_config.vocab_size - embedding.vocab_start_index
-    return row if 0 <= row < len(embedding.weight) else None
+    return row if embedding.weight.requires_grad and 0 <= row < len(embedding.weight) else None
 
 
 def wrap(module):
@@ -694,6 +719,8 @@ def wrap(module):
     for name, p in module.named_parameters():
         if ".experts." in name:  # Megatron says so from two expert ranks on only
             p.allreduce = False  # but over the experts' own replicas
+    if module.pre_process:  # recomputation learns nothing from inputs without a gradient, as frozen ones are
+        module.embedding.register_forward_hook(lambda *x: x[2].requires_grad_())
     chunk = Float16Module(module.config, module) if module.config.bf16 else module
     if module.post_process:
         module.output_layer.float()
@@ -827,7 +854,7 @@ class MegatronPPOCritic:
         self.value_range = model_config.value_range  # None: values are what the head says
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
         built = build_value_model(config, model_config, layout)
-        self.modules, tensors, self.rotary, self.flops, self.story = built
+        self.modules, tensors, self.rotary, self.flops, self.passes, self.story = built
         self.transformer = self.modules[0].config
         self.padding_row = padding_row(self.modules[0], model_config)
         self.model = nn.ModuleList(map(wrap, self.modules))  # the same chunks
@@ -1011,7 +1038,8 @@ class MegatronPPOCritic:
                 norms.append(math.nan)
                 if not mini.response_mask.any():
                     continue  # without an action AdamW would move the weights all the same
-                mini.weights = common.loss_weights(mini, config.loss_agg_mode, config.response_length_limit)
+                options = (config.loss_agg_mode, config.response_length_limit, config.value_places)
+                mini.weights = common.loss_weights(mini, *options)
                 micros = self.my_micro_batches(mini)
                 with named_range("mini-batch"):
                     # Megatron's schedule is the loop over them
@@ -1093,7 +1121,10 @@ class MegatronPPOCritic:
         return norm
 
     def master(self, name, p, kind="weight"):
-        """The float32 weight behind p, or a moment of it (a collective of all that hold the weight)."""
+        """The float32 weight behind p, or a moment of it (a collective of all that hold the weight), which is
+        None if p is frozen."""
+        if not p.requires_grad:
+            return p.detach().float() if kind == "weight" else None
         flat = torch.zeros(p.numel(), device=p.device)
         if p in self.masters:
             adam, mine, place = self.masters[p]
@@ -1108,6 +1139,8 @@ class MegatronPPOCritic:
         UserError on all ranks if some do not fit on any (a collective)."""
         problems = []
         for name, p in named_weights(self.modules):
+            if kind != "weight" and not p.requires_grad:
+                continue
             cut, parts = hf_names(name)
             group, _ = groups_of(name)
             try:
@@ -1220,7 +1253,7 @@ class CriticWorker:
         start = time.perf_counter()
         metrics = self.critic.update_critic(batch)
         groups = batch.groups(config.share_prompts and config.use_remove_padding)
-        flops = 3 * sum(batch.computed(groups, self.critic.flops))  # forward, to inputs, to weights
+        flops = self.critic.passes * sum(batch.computed(groups, self.critic.flops))
         return metrics | common.describe_update(batch, start, config.ppo_epochs, flops, self.layout)
 
     def offload(self):
@@ -1290,7 +1323,7 @@ class CriticWorker:
 
     def shape(self):
         """What must be equal in a checkpoint and the run that continues it."""
-        return common.shape_of(self.model_config)
+        return common.shape_of(self.model_config, freeze_modules=self.config.freeze_modules)
 
     def export_hf(self, folder):
         """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads:

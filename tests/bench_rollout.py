@@ -18,11 +18,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import common  # noqa: E402
 import ppo_loop  # noqa: E402
 
-SIZES = {  # of Qwen2, heads of 64 features
-    "10m": dict(hidden_size=320, intermediate_size=896, num_hidden_layers=8, heads=5, vocab_size=512),
-    "100m": dict(hidden_size=768, intermediate_size=2304, num_hidden_layers=12, heads=12, vocab_size=8192),
-    "1b": dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, heads=32, vocab_size=32000),
-}
+# of Qwen2: features, and in the MLP, layers, vocabulary; heads have 64 features
+SIZES = {"10m": (320, 896, 8, 512), "100m": (768, 2304, 12, 8192), "1b": (2048, 5632, 22, 32000)}
 
 
 def bench(size: tuple[str, ...] = ("10m", "100m"), rows: int = 64, new: int = 64, rounds: int = 3):
@@ -38,12 +35,11 @@ def bench(size: tuple[str, ...] = ("10m", "100m"), rows: int = 64, new: int = 64
     threads = torch.get_num_threads()
     print(f"{device}, {threads} threads, {rows} prompts of 8 to 64 tokens, {new} new ones each")
     for name in size:
-        fields = dict(SIZES[name])
-        heads = fields.pop("heads")
-        config = Qwen2Config(
-            **fields, num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=2048,
-            eos_token_id=None, bos_token_id=None, pad_token_id=None,
-        )  # fmt: skip
+        width, inner, layers, vocab_size = SIZES[name]
+        fields = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
+        fields |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), width // 64)
+        fields |= {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+        config = Qwen2Config(**fields, vocab_size=vocab_size, max_position_embeddings=2048)
         run = ppo_loop.parse(["--rollout", "vllm", "--rollout-batch-size", str(rows)])
         empty = dict.fromkeys(ppo_loop.Task._fields)
         task = ppo_loop.Task(**{**empty, "model_config": config, "stop_ids": [], "longest": 64 + new})

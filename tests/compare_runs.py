@@ -2,8 +2,7 @@
 
     python tests/compare_runs.py OUT_DIR OTHER_OUT_DIR
 
-Prints their numbers next to each other. Exits with 1 if anything differs by more than 1e-5 (numbers
-relatively, weights absolutely).
+Prints their numbers. Exits with 1 if any differ by more than 1e-5 (numbers relatively, weights absolutely).
 """
 
 import glob
@@ -23,10 +22,8 @@ def metrics_of(out_dir):
 
 def weights_of(out_dir):
     """name -> tensor of the Hugging Face folder of a run."""
-    weights = {}
-    for path in glob.glob(f"{out_dir}/hf/*.safetensors"):
-        weights |= load_file(path)
-    return weights
+    paths = glob.glob(f"{out_dir}/hf/*.safetensors")
+    return {name: x for path in paths for name, x in load_file(path).items()}
 
 
 def off(x, y):
@@ -40,14 +37,11 @@ def main(*out_dirs):
     a, b = map(metrics_of, out_dirs)
     weights, others = map(weights_of, out_dirs)
     assert a.keys() == b.keys() and a, "they log different metrics"
-    worst = 0.0
-    compared = [key for key in a if not key[1].startswith("perf/")]
-    for step, name in compared:
-        pair = a[step, name], b[step, name]
-        error = off(*pair)
-        worst = max(worst, error)
-        x, y = (math.nan if number is None else number for number in pair)  # null: not defined in this step
+    compared = {key: off(a[key], b[key]) for key in a if not key[1].startswith("perf/")}
+    for (step, name), error in compared.items():
+        x, y = (math.nan if run[step, name] is None else run[step, name] for run in (a, b))  # null: undefined
         print(f"step {step}  {name:24s} {x:14.8g} {y:14.8g}   {error:.0e}")
+    worst = max(compared.values())
     assert weights.keys() == others.keys() and weights, "they export different weights"
     gaps = [float((weights[name] - others[name]).abs().max()) for name in weights]
     size = max(float(x.abs().max()) for x in weights.values())

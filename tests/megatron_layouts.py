@@ -80,10 +80,12 @@ def layouts(ranks):
 
 
 def whole_of(worker, part):
-    """name -> whole tensor of part(AdamW, p) for every weight (a collective). p is what this rank has of the
-    float32 weight; part gives its gradient, a moment, or p itself."""
+    """name -> whole tensor of part(AdamW, p) for every weight that trains (a collective). p is what this rank
+    has of the float32 weight; part gives its gradient, a moment, or p itself."""
 
     def local(name, p):
+        if not p.requires_grad:
+            return None
         flat = torch.zeros(p.numel())
         if p in worker.critic.masters:
             adam, mine, place = worker.critic.masters[p]

@@ -36,6 +36,8 @@ TP, PP, EP, CP = (f"{x}_parallel_size" for x in ("tensor_model", "pipeline_model
 VPP = "virtual_pipeline_model_parallel_size"
 FOUR_LAYERS = {"override_config": '{"num_hidden_layers": 4}'}
 BIASES = {"override_config": '{"num_hidden_layers": 4, "attention_bias": true}'}
+FROZEN = {**FOUR_LAYERS, "gradient_checkpointing": True, "freeze_modules": "embed|self_attn|gate_|up_"}
+PLACES = {"value_places": (0.2, 0.7)}
 MISTRAL = {"model": "tiny-mistral"}
 MISTRAL["override_config"] = '{"num_hidden_layers": 4, "sliding_window": null}'
 MOE = {"model": "tiny-qwen3-moe"}
@@ -87,7 +89,8 @@ def wholes(worker):
     tensors, _, optimizer = critic_fsdp.checkpoint_tensors(worker.critic.model, worker.critic.optimizer)
     found = {}
     for kind, form in cm.STATE.items():
-        found[kind] = {n: full_tensor(tensors[form.format(n)]).detach().clone() for n in optimizer["state"]}
+        trained = [n for n, state in optimizer["state"].items() if state]
+        found[kind] = {n: full_tensor(tensors[form.format(n)]).detach().clone() for n in trained}
     return found
 
 
@@ -108,10 +111,12 @@ def of_critic(metrics):
 
 FSDP2 = {"strategy": "fsdp2"}
 SAVED = {  # name -> model, number of ranks and their layout where it begins, ranks -> layouts of Megatron
-    "llama": ({"model": "tiny-llama", **BIASES}, 1, {"strategy": "none"}, {2: [{PP: 2, VPP: 2}]}),
+    "llama": ({"model": "tiny-llama", **BIASES, **PLACES}, 1, {"strategy": "none"}, {2: [{PP: 2, VPP: 2}]}),
     "qwen3, hl_gauss": ({"model": "tiny-qwen3", **HL_GAUSS}, 1, FSDP2, {2: [{TP: 2}, {CP: 2}]}),
     "qwen2, bounded": (BOUNDED, 2, FSDP2, {2: [{TP: 2}, {PP: 2}]}),
     "qwen2, fsdp1": (HL_GAUSS, 2, {"strategy": "fsdp1"}, {2: [{PP: 2}]}),
+    "frozen": (FROZEN, 2, FSDP2, {2: [{TP: 2}, {PP: 2}]}),
+    "frozen router": ({**MOE, "freeze_modules": r"mlp\.gate\."}, 2, FSDP2, {2: [{EP: 2}]}),
     "mixtral": ({"model": "models/mixtral"}, 2, FSDP2, {2: [{EP: 2}]}),
     "qwen2-moe": ({"model": "models/qwen2-moe"}, 2, FSDP2, {2: [{TP: 2}]}),
     "dense": (FOUR_LAYERS, 2, {TP: 2}, {2: [{TP: 2}, {PP: 2}, {PP: 2, VPP: 2}], 4: [{}]}),
@@ -415,6 +420,9 @@ def sizes_that_do_not_divide_are_named(folder):
         fields = {**fields, "override_config": json.dumps(changes)}
         with refused(words, "--model tiny-"):
             make(**fields)
+    for pattern, words in {"q_proj": "all or none of", "lm_head": "some of the", ".": "not all of"}.items():
+        with refused(words, f"--freeze-modules {pattern}"):
+            make(freeze_modules=pattern)
 
 
 def bfloat16_learns_alike_on_every_layout(folder):

@@ -127,9 +127,7 @@ def main(run):
             assert status == 0, f"the tests fail without a fault in {fault[0]}"
         elif not status:
             print("not seen: {}.{}, line {}: {} -> {}".format(*fault), flush=True)
-    print(
-        f"{seen} of {len(drawn)} are seen, {seen / len(drawn):.0%}; {late} of them because they did not end"
-    )
+    print(f"{seen} of {len(drawn)} are seen, {seen / len(drawn):.0%}; {late} because they did not end")
 
 
 if __name__ == "__main__":

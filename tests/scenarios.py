@@ -215,6 +215,7 @@ VARIANTS = {
     "hl_gauss": {"value_head": "hl_gauss", "value_bins": 11, "value_range": (-1.5, 2.0)},
     "freeze": {"freeze_modules": r"embed_tokens|layers\.0\.(self_attn|mlp\.up)"},
     "bounded": {"value_head": "bounded", "value_range": (-1.5, 2.0)},
+    "places": {"value_places": (0.0, 0.3, 0.9, 1.0)},
 }
 
 

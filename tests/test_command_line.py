@@ -61,7 +61,7 @@ def test_help_explains_every_flag_without_importing_torch(script):
     ("--ulysses-size: needs packed rows", Config(ulysses_size=2, use_remove_padding=False)),
     ("--fsdp-size 3: must divide the 4 ranks, or be -1", Config(fsdp_size=3)),
     ("--fsdp-size 1: fsdp1 cannot keep whole replicas", Config(fsdp_size=1, strategy="fsdp1")),
-    ("--defer-grad-sync: fsdp1 has neither; use", Config(strategy="fsdp1", defer_grad_sync=True)),
+    ("--offload-policy, --defer-grad-sync: fsdp1 ", Config(strategy="fsdp1", defer_grad_sync=True)),
     ("--activation-offload: needs --gradient-checkpointing", Config(activation_offload=True)),
     ("--ppo-max-token-len-per-gpu auto:x", Config(ppo_max_token_len_per_gpu="auto:x")),
     ("--response-length-limit: belongs to", Config(loss_agg_mode="seq-mean-token-sum-norm")),
