@@ -1358,19 +1358,19 @@ PAGE = jinja2.Template(autoescape=True, source="""<!doctype html><meta charset="
 <meta name="viewport" content="width=device-width"><title>{{ title }}</title><style>
 :root { color-scheme: light dark } body { font: 15px/1.5 system-ui; width: min(1100px,94%); margin: 2em auto }
 td { padding: 2px 16px 2px 0 } svg { width: 100%; height: auto } span { color: CanvasText }
+main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(360px, 100%), 1fr)); gap: 0 3em }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 6px 0; color: #7c8494 }</style>
 <h1>What the critic learned</h1><p>{{ title }}: {{ about }}</p><table>
 {% for name, x in numbers.items() %}<tr><td><b>{{ x }}</b><td>{{ name }}<td>{{ words[name] }}
-{% endfor %}</table><h2>Where it changes its mind</h2>
-<p>Each action is coloured by its value, read just before it, from {{ "%.2f" % low }} (orange) to
-{{ "%.2f" % high }} (blue); point at one for its numbers. These are the rows with the largest TD errors before
-their last action.</p>
+{% endfor %}</table><main><div><h2>Where it changes its mind</h2>
+<p>Rows with the largest TD errors before their last action. Colours are values, read just before an action,
+from {{ "%.2f" % low }} (orange) to {{ "%.2f" % high }} (blue); point at one for its numbers.</p>
 {% for prompt, tokens in rows %}<pre id="row-{{ loop.index }}">{{ prompt }}
 {%- for text, acts, v, r, error in tokens %}{% set shade = acts * (2 * v - low - high) / (high - low) -%}
 <span style="background: rgba({{ '37,99,235' if shade > 0 else '249,115,22' }},{{ '%.2f' % shade|abs }})"
 title="value {{ '%.3g\nreturn %.3g\nTD error %.3g' % (v, r, error) }}">{{ text }}</span>
-{%- endfor %}</pre>{% endfor %}
-<h2>How it learned</h2>{{ figure|safe }}""")  # fmt: skip
+{%- endfor %}</pre>{% endfor %}</div>
+<div><h2>How it learned</h2>{{ figure|safe }}</div></main>""")  # fmt: skip
 
 
 def ceiling(rows):
@@ -1422,9 +1422,9 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
         evaluate(rows, gamma)["eval/auc"],
     )
     numbers = {name: number(x, ".3f") for name, x in zip(NUMBERS, values)}
-    figure = Figure(figsize=(15, 4), layout="constrained")
+    figure = Figure(figsize=(6, 9), layout="constrained")
     log = read_lines(f"{out_dir}/metrics.jsonl")
-    for panel, (title, names) in zip(figure.subplots(1, 3), curves.items()):
+    for panel, (title, names) in zip(figure.subplots(3, 1), curves.items()):
         for name in names:
             points = {row["step"]: row[name] for row in log if row.get(name) is not None}
             panel.plot(list(points), list(points.values()), "o--" if "eval" in name else ".-", label=name)
