@@ -699,9 +699,8 @@ def build_value_model(config, model_config, layout):
     flops = common.flops_model(model, model_config)
     count = sum(p.numel() for p in model.parameters())
     share = freeze(modules, config.freeze_modules)
-    passes = 2 + share  # forward, to inputs, to the weights that train
     words = f"{count:,} parameters, {share:.0%} of them train: {story}"
-    return modules, tensors, rotary, flops, passes, words
+    return modules, tensors, rotary, flops, 2 + share, words  # forward, to inputs, to weights that train
 
 
 def padding_row(module, model_config):

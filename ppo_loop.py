@@ -46,8 +46,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 
 def attempt(function, *row):
-    """(what it makes of a row: text, None or a number, "") or (None, what went wrong). A row is its prompt,
-    response, answer and turns; only a function with an argument of that name gets the turns."""
+    """-> (result, "") where it is text, None or a number, or (None, what went wrong). row: prompt, response,
+    answer, turns; the turns go to a function with an argument of that name only."""
     try:
         made = function(*row if "turns" in inspect.signature(function).parameters else row[:3])
         return made if made is None or isinstance(made, str) else float(made), ""
@@ -56,7 +56,7 @@ def attempt(function, *row):
 
 
 def serve(path, name):
-    """Calls a function for each row that its rank sends, and ends with the rank."""
+    """Answers each row that its rank sends with the result of the function, until the rank is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends within a row, too
     pipe = Connection(os.dup(0))
@@ -149,7 +149,7 @@ class Run:
     critic: Any  # Config of the script that --critic names
     actor: ActorConfig = ActorConfig()
     vllm: VLLMConfig = VLLMConfig()
-    # whose flags are --critic.*
+    # implementation of the critic; its own flags are --critic.*
     backend: Annotated[Literal["fsdp", "megatron"], tyro.conf.arg(name="critic")] = "fsdp"
     # task
     prompts: str | None = None  # JSONL (None: the built-in addition)
@@ -162,12 +162,12 @@ class Run:
     # addition, gsm8k or FILE.py:FUNCTION, f(prompt, response, answer[, turns]) -> number, without state
     reward: str | None = None
     reward_model: str | None = None  # or a reward model, by folder or hub name (one label, on the last token)
-    reward_timeout: Rate = 10.0  # seconds for the reward or environment of a row, from when a process has it
+    reward_timeout: Rate = 10.0  # seconds for one call of the reward or environment, queueing not counted
     environment: str | None = None  # FILE.py:FUNCTION with the same arguments -> observation, None at the end
     max_turns: Positive = 8  # turns of the policy in one row, if there is an environment
     # rollout
     rollout: Literal["hf", "vllm"] = "hf"  # engine: generate of transformers on a whole actor, or vLLM
-    train_batch_size: Positive = 256  # prompts of a step, over all ranks
+    train_batch_size: Positive = 256  # most prompts of a step, over all ranks; the steps of a pass are equal
     rollout_n: Positive = 1  # responses to each (torchrun would take --n for its own)
     max_response_length: Positive | None = None  # tokens, with observations (None: 8 for addition, else 256)
     temperature: Rate = 1.0  # of sampling, and of the log-probs that are learned from
@@ -178,11 +178,11 @@ class Run:
     gamma: Fraction = 1.0  # discount of a reward per action
     lam: Fraction = 1.0  # GAE's lambda for the returns that the critic learns
     lam_policy: Fraction | None = None  # GAE's lambda for the advantages (None: as lam): decoupled GAE
-    first_token_credit: Share | None = None  # lambda Q^(1/(L-1)): of L actions the first gets Q of a reward
+    first_token_credit: Share | None = None  # lambda = Q^(1/(L-1)): weight Q at the first of L actions
     whiten_advantages: bool = True  # give advantages mean 0 and deviation 1 over the global batch
     bootstrap_truncated: bool = False  # the last value stands for the future of a row that was cut off
     # KL to the reference in the reward
-    kl_coef: Weight = 0.0  # cost of a nat, token by token (0: nothing)
+    kl_coef: Weight = 0.0  # penalty in the reward per nat of KL, on every token (0: none)
     kl_penalty: KL = "k1"  # how it is estimated
     target_kl: Rate | None = None  # adapt kl_coef so that the KL of a token stays near this (None: fixed)
     # run
@@ -193,7 +193,7 @@ class Run:
     keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
     async_save: bool = False  # write checkpoints in the background, from a copy of the state on the host
     resume: str | None = None  # checkpoint folder to continue from; auto: the last complete one in out_dir
-    offload: bool = False  # keep every model on the device in its own phases only
+    offload: bool = False  # keep each model in host memory outside of its own phases
     seed: Count = 0  # of the order of prompts, of every shuffle and of every sampled token
     profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B, steps for torch.profiler
     out_dir: str = "out/ppo_loop"  # for checkpoints, the Hugging Face folders, metrics and the report
@@ -264,8 +264,8 @@ SIGTERM = threading.Event()  # of this rank: what it generates or scores ends ea
 
 
 def poll(group=None):
-    """SystemExit if a rank of the group (None: any) has received SIGTERM (a collective of the group). main
-    then saves the step's start, so no update calls it."""
+    """SystemExit on all ranks of the group if one of them (None: of all) has received SIGTERM (a collective).
+    main then saves the state at the start of the step, so this must not be called within an update."""
     if any(of_all_ranks(SIGTERM.is_set(), group)):
         SIGTERM.set()
         raise SystemExit
@@ -304,11 +304,11 @@ class Task(NamedTuple):
     observe: Any  # the environment, or None
     stop_ids: list  # tokens that end a turn
     longest: int  # most tokens of a prompt with its response
-    known: int  # token ids from here on have no token: a model may have some, to make its head a round size
+    known: int  # token ids from here on are not in the tokenizer; a model may pad its vocabulary with them
 
 
 def addition_rows(n, seed, held_out=False):
-    """Lines of the toy, each once. Without slips their response is the right answer."""
+    """Distinct JSON lines of the toy task; without slips each response is the right answer."""
     return dict.fromkeys(common.toy_rows(n, seed, held_out, slips=(0.0, 0.0)))
 
 
@@ -340,7 +340,7 @@ def load_prompts(source, flag, run, tokenizer):
             if not ids:
                 raise ValueError("empty prompt")
             if run.reward in REWARDS and not REWARDS[run.reward](text, answer, answer):
-                raise ValueError(f"{run.answer_key!r} is no answer that --reward {run.reward} compares with")
+                raise ValueError(f"{run.answer_key!r} is not an answer that --reward {run.reward} can check")
             if len(ids) <= run.max_prompt_length:
                 prompts.append(Prompt(ids, text, answer, messages))
             else:
@@ -378,8 +378,8 @@ THREADS = ThreadPoolExecutor(max(8, os.cpu_count() // int(os.environ.get("LOCAL_
 
 
 def load_function(name, flag, seconds):
-    """A built-in reward, or for FUNCTION of FILE.py ask(*row), which is attempt(FUNCTION, *row) in a process
-    of its thread. Processes are fresh interpreters: a fork of one with threads and a device may hang."""
+    """A built-in reward, or for FILE.py:FUNCTION an ask(*row) that runs attempt(FUNCTION, *row) in a process,
+    one for each thread, which is a fresh interpreter: a fork of one with threads and a device may hang."""
     if not name or name in REWARDS:
         return REWARDS.get(name)
     command = [sys.executable, "-u", __file__, "serve", *name.rpartition(":")[::2]]
@@ -480,7 +480,7 @@ def policy_loss(log_probs_T, old_T, advantages_T, mask_T, weights_T, clip_low, c
 
 def kl_penalty(log_probs_T, ref_log_probs_T, kind):
     """Estimates of KL(policy || reference) from log p and log q of the chosen tokens: k1 is log p - log q,
-    abs its magnitude, k2 half its square, k3 q/p - 1 - log(q/p) (Schulman, "Approximating KL divergence")."""
+    abs its magnitude, k2 half its square, k3 q/p - 1 - log(q/p), at most 10 (joschu.net/blog/kl-approx)."""
     k1_T = log_probs_T - ref_log_probs_T
     log_inverse_T = (-k1_T).clamp(-20, 20)
     k3_T = (log_inverse_T.expm1() - log_inverse_T).clamp(-10, 10)
@@ -526,7 +526,7 @@ def add_advantages(batch, scores, kl_coef, run):
 
 @dataclass
 class Draw(LogitsProcessor):
-    """Chooses each row's next token by its own random numbers, and leaves generate no other choice."""
+    """Samples each row's next token with the row's own random numbers, and masks all others for generate."""
 
     u_BR: torch.Tensor
     temperature: float  # 0: greedy
@@ -634,7 +634,7 @@ class VLLMRollout:
 
     def start(self, folder, size):
         """vLLM's LLM, with random weights; folder: where it finds the model's config."""
-        defaults = {  # what the environment says goes before them, as torchrun's numbers do
+        defaults = {  # for variables that are not set; torchrun's win
             "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
         }  # fmt: skip
@@ -666,7 +666,7 @@ class VLLMRollout:
         get_tp_group().mq_broadcaster = None  # it is shared memory, which common.launch would leave behind
 
     def onload(self):
-        """Wakes the weights, for a sync. The cache sleeps on until the actor has gone, see generate."""
+        """Wakes the weights, for a sync. generate wakes the KV cache, when the actor has left the device."""
         self.llm.wake_up(tags=["weights"])
 
     def offload(self):
@@ -683,8 +683,8 @@ class VLLMRollout:
         self.llm.reset_prefix_cache()  # it has keys and values of the old weights
 
     def adapt(self, model):
-        """Runs in vLLM after a sync: it drops logits of ids without a token, as it does with those that pad
-        its own matrix. On CPU a tied head is a packed copy of the embeddings, and takes them again."""
+        """Runs in vLLM after a sync: ids without a token get no probability, as vLLM's own padding. On CPU a
+        tied head is a packed copy of the embeddings, so it is packed again."""
         for module in model.modules():
             kind = type(module).__name__
             if kind == "LogitsProcessor":
@@ -721,7 +721,7 @@ class VLLMRollout:
 
 
 def forget_experts(model):
-    """Runs in vLLM's CPU build: experts are packed again only where they have no kernel yet."""
+    """Runs in vLLM's CPU build, which packs the weights of experts again only where they have no kernel."""
     for module in model.modules():
         if hasattr(module, "moe_kernel"):
             module.moe_kernel = None
@@ -752,8 +752,8 @@ def roll_out(engine, task, replies, run, temperature, key=""):
 
 
 def listen(replies, task, run):
-    """Adds what the environment says to finished replies -> those in which the policy has another turn. In a
-    chat it is a user's message, in the tokens of the chat template up to that turn."""
+    """Asks the environment about finished replies and appends its answers -> those with another turn to come.
+    In a chat the answer is a user's message, with the template's tokens around it."""
     finished = [reply for reply in replies if reply.finished]
     going = []
     for reply, (said, fault) in zip(finished, ask_all(task.observe, finished)):
@@ -893,7 +893,7 @@ class PolicyWorker:
             fully_shard(module, mesh=mesh, mp_policy=policy)
         self.model.set_reduce_scatter_unused_params(True)  # experts may have seen tokens on other ranks only
         self.model.to_empty(device=device)
-        lm.tie_weights()  # to_empty made two of what is one
+        lm.tie_weights()  # to_empty untied them
         common.send_weights(self.model, source)
         self.optimizer = None
         if trains:
@@ -916,7 +916,7 @@ class PolicyWorker:
             common.move_state(self.optimizer, torch.device("cpu"))
 
     def onload(self):
-        """Takes that of the weights back; the state comes for an update alone."""
+        """Moves the weights back to the device; optimizer state follows only during an update."""
         self.model.to(self.device)
 
     @common.dp_compute_proto()
@@ -1032,7 +1032,7 @@ class PolicyWorker:
         return tensors
 
     def checkpoint_writer(self, copy=False):
-        """write(tmp, group) of the state of now; with `copy` training may change it meanwhile."""
+        """-> write(tmp, group), which saves the current state. copy: a snapshot, while training goes on."""
         tensors = self.checkpoint_tensors()
         if copy:
             tensors = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
@@ -1084,7 +1084,7 @@ def learn_to_add(run, task, folder):
     with common.published(folder) as tmp:
         if RANK == 0:
             model_config = deepcopy(task.model_config)
-            model_config.initializer_range = 0.1  # so narrow a model hardly moves away from the usual 0.02
+            model_config.initializer_range = 0.1  # from the usual 0.02 so narrow a model hardly learns
             lm, _ = common.load_model(AutoModelForCausalLM, run.actor.model, model_config, run.seed)
             optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
             rows = common.read_rows(common.toy_rows(8192, run.seed, slips=(0.75, 0.6)), task.tokenizer)
@@ -1131,7 +1131,7 @@ class Phases:
         self.seconds[name] += time.perf_counter() - start
 
     def take(self, tokens):
-        """Metrics on the time of the step that ends now, which made this many tokens."""
+        """Metrics of the time of the step that ends now. tokens: of its rows, with prompts."""
         self.ends.append(time.perf_counter())
         metrics = {f"time/{name}": x for name, x in self.seconds.items()}
         metrics["perf/time_step"] = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
@@ -1148,7 +1148,7 @@ def score(run, reward, phases, replies):
     poll()
     mine = []
     for reply, (made, fault) in zip(replies, answers):
-        if isinstance(made, float) and abs(made) <= 1e15:
+        if not reply.fault and isinstance(made, float) and abs(made) <= 1e15:
             reply.score = made
         else:
             reply.fault = reply.fault or fault or f"a reward is a finite number, not {made!r:.40}"
@@ -1175,7 +1175,7 @@ def rollout_metrics(batch, run, dtype):
     off_A = (off_A - off_A.clamp(0, -math.log(run.top_p))).abs()
     off = off_A.double().mean()
     if not off < (1e-3 if dtype == torch.float32 else 0.5):
-        words = "a token; Policy does not know how this model makes its logits, or rows see each other"
+        words = "a token in log-prob: Policy computes other logits than the model, or packed rows mix"
         raise UserError(f"--actor.model {run.actor.model}: the rollout is off the actor by {off:.1e} {words}")
     kl_A = kl_penalty(whole.old_log_probs, whole.ref_log_probs, run.kl_penalty)[mask_T]
     return {
@@ -1281,7 +1281,7 @@ def set_up(run):
     print0(f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses a step")
     print0(f"update     {actor.ppo_mini_batch_size} rows a mini-batch, critic {critic.ppo_mini_batch_size}")
     if run.critic_warmup >= run.steps:
-        print0(f"warm-up    --critic-warmup {run.critic_warmup}, as many as --steps: the actor never learns")
+        print0(f"warm-up    --critic-warmup {run.critic_warmup} covers all --steps: the actor never learns")
     return run, Task(
         tokenizer, model_config, prompts, held_out,
         load_function(run.reward, "--reward", run.reward_timeout),
@@ -1321,7 +1321,7 @@ def start_from(run, task, checkpoints):
 
 
 def save(checkpoints, phases, run, step, kl_coef, actor, critic):
-    """Saves the whole state at the start of a step. Prompts and samples follow from it, and need none."""
+    """Saves the whole state at the start of a step. Prompts and samples follow from it and are not saved."""
     with phases("checkpoint", actor, critic):
         writers = [part.checkpoint_writer(run.async_save) for part in (actor, critic)]
 

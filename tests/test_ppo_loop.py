@@ -768,8 +768,8 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
 
 def test_rewards_that_all_fail_end_the_run_and_some_are_counted(capsys):
     common.setup_distributed()
-    replies = [Reply(Prompt([1], f"p{i}", i), i, text=f"r{i}") for i in range(3)]
-    reward = partial(ppo_loop.attempt, lambda prompt, response, i: {2: 1.0}[i])
+    replies = [Reply(Prompt([1], f"p{i}", i), i, text=f"r{i}", fault="died" * (i == 1)) for i in range(3)]
+    reward = partial(ppo_loop.attempt, lambda prompt, response, i: {1: 1.0, 2: 1.0}[i])
     score = lambda replies: ppo_loop.score(a_run(), reward, ppo_loop.Phases(False), replies)
     rows, mean, faults = score(replies)
     assert (faults, [row["reward"] for row in rows]) == (2, [0.0, 0.0, 1.0]) and mean == pytest.approx(1 / 3)
