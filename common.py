@@ -409,7 +409,7 @@ def describe_rows(rows, gamma, config):
         fewer = f"computed ({tokens / computed:.2f} times fewer)"
         print0(f"tokens     {tokens:,} - {tokens - computed:,} shared = {computed:,} {fewer}")
     print0(f"returns    {x_A.mean():.3g} +- {x_A.std(correction=0):.3g}, from {low:.3g} to {high:.3g}")
-    print0(f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt alone can explain of them")
+    print0(f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt can explain at the first action")
     margin = 0.1 * (high - low) or 1.0
     return low - margin, high + margin
 
@@ -562,8 +562,7 @@ def loss_weights(batch, mode, response_length_limit=None, places=()):
     if places:
         mask_T = torch.zeros_like(batch.response_mask)
         action_A = batch.response_mask.nonzero()[:, 0]
-        n_B = batch.actions.tolist()
-        for index in action_A.split(n_B):
+        for index in action_A.split(batch.actions.tolist()):
             n = len(index)
             picked = [min(n - 1, int(p * n)) for p in places if n]
             mask_T[index[picked]] = True
@@ -991,8 +990,7 @@ def replace_lines(path, rows):  # a JSONL file at once: after a crash it is the 
 
 def write_json(path, state):  # writes a JSON file on rank 0
     if RANK == 0:
-        text = json.dumps(state, indent=1)
-        Path(path).write_text(text)
+        Path(path).write_text(json.dumps(state, indent=1))
 
 
 def progress(items, what):
@@ -1101,9 +1099,9 @@ def steps_in(folder):  # [(step, path)] of the step_N and step_N.jsonl in a fold
     return sorted(found, reverse=True)
 
 
-def shape_of(model_config, **more):
+def shape_of(model_config, more):
     """What two runs must share for one to continue the other, as plain JSON: the config, and `more`."""
-    fields = model_config.to_dict() | {key: x for key, x in more.items() if x}
+    fields = model_config.to_dict() | more
     for key in ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache",
                 "initializer_range"):  # fmt: skip
         fields.pop(key, None)
@@ -1310,12 +1308,13 @@ def tiny_config(name, vocab_size):
 
 def char_tokenizer(model="tiny-qwen2"):
     """One token a printable ASCII character, plus <pad>, <eos>, <unk> and, to read images, IMAGE_WORDS."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    characters = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
-    core = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    core.decoder = decoders.Fuse()
+    # newline and space have these names in byte-level vocabularies, which is how transformers reads Qwen2's
+    characters = ["<pad>", "<eos>", "<unk>", "Ċ", "Ġ", *map(chr, range(33, 127))]
+    core = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, [], unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     if model.endswith("vl"):
         special["additional_special_tokens"] = IMAGE_WORDS
@@ -1351,7 +1350,7 @@ CURVES = {  # of a critic: panel -> metrics
 NUMBERS = {  # of a report -> what they say
     "explained variance": "over all actions: 1 is perfect, 0 as good as a constant",
     "at the first action": "explained variance where only the prompt is known",
-    "ceiling": "the most that any critic can explain there: 1 - within-prompt variance / variance",
+    "ceiling": "the most that any critic can explain at the first action; -- if too few rows tell",
     "AUC": "chance that the last value of a right response is above that of a wrong one",
 }
 PAGE = jinja2.Template(autoescape=True, source="""<!doctype html><meta charset="utf-8">
@@ -1409,7 +1408,7 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
 
     v_A = rows.values[rows.response_mask]
     if RANK != 0 or not len(v_A) or not v_A.isfinite().all():
-        return print0("report     none: no row has an action, or values are not finite")
+        return print0("report     none: there are no rows with actions and finite values")
     rows = replace(rows)
     add_returns(rows, gamma, lam=0.0)  # with lambda 0 advantages are TD errors
     rows.returns = monte_carlo(rows, gamma)

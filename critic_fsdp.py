@@ -1,6 +1,6 @@
 """A PPO critic for language models on PyTorch FSDP: one value model, one update, any layout.
 
-    python critic_fsdp.py                                 toy task, a tiny model, a laptop CPU: a minute
+    python critic_fsdp.py                                 toy task, a tiny model, a laptop CPU: half a minute
     torchrun --nproc-per-node 2 critic_fsdp.py            the same on two ranks: the same numbers
     torchrun --nproc-per-node 8 critic_fsdp.py --model Qwen/Qwen2.5-7B --rollouts train.jsonl \\
         --eval-rollouts eval.jsonl --gradient-checkpointing --lr-warmup-steps 20 --out-dir out/7b
@@ -16,7 +16,6 @@ Shapes are in the names: T tokens, sequences end to end; B sequences; L longest 
 
 import datetime
 import heapq
-import importlib.util
 import json
 import math
 import os
@@ -65,9 +64,9 @@ class Config:
     # a number, a number within --value-range, or the mean of a distribution over bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
     value_bins: Annotated[int, Field(ge=2)] = 51  # bins of hl_gauss
-    # of bounded values and of all bins, LOW HIGH (None: the checkpoint's, else the data's)
+    # LOW HIGH of bounded values or of the bins (None: the checkpoint's, else the data's)
     value_range: tuple[float, float] | None = None
-    freeze_modules: str | None = None  # regular expression: weights whose names have a match do not train
+    freeze_modules: str | None = None  # regular expression: weights whose names have a match are frozen
     lora_rank: Count = 0  # train only the value head and low-rank adapters of this rank (0: no adapters)
     lora_alpha: Rate = 16.0  # adapters are scaled by alpha / rank
     seed: Count = 0  # of random weights, the value head and every shuffle
@@ -77,16 +76,16 @@ class Config:
     fsdp_size: int = -1  # ranks that share one copy of the weights; others hold replicas (-1: all share one)
     ulysses_size: Positive = 1  # ranks that share one sequence, each with some of the attention heads
     offload_policy: bool = False  # fsdp2 keeps weights, gradients and optimizer state on the host
-    timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0  # a longer collective ends the run
+    timeout_minutes: Rate = 30.0  # a longer collective ends the run
 
     # precision and kernels
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
-    share_prompts: bool = True  # compute what rows with equal prompts share once; the update is the same
+    share_prompts: bool = True  # compute a prompt that rows share only once; the update is the same
     # dtype of matrix products (auto: bfloat16, but float32 on CPU)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     activation_offload: bool = False  # keep what gradient checkpointing saves on the host
-    defer_grad_sync: bool = False  # reduce gradients once a mini-batch: less traffic, a whole gradient a rank
+    defer_grad_sync: bool = False  # reduce gradients once a mini-batch: less traffic, unsharded gradients
 
     # batches
     ppo_epochs: Positive = 1  # passes over the rows of one update
@@ -95,7 +94,7 @@ class Config:
     ppo_max_token_len_per_gpu: Positive | Auto = 16384  # tokens of a micro-batch (auto[:GIB]: what fits)
 
     # loss
-    value_places: tuple[Fraction, ...] = ()  # learn only there, e.g. 0.3 0.6 0.9 of a row (none: all actions)
+    value_places: tuple[Fraction, ...] = ()  # learn only at these parts of a row, 0.3 0.6 0.9 (none: all)
     loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
     cliprange_value: Rate | None = 0.5  # PPO clip range around the old value (None: off; not for hl_gauss)
     response_length_limit: Positive | None = None  # the constant that seq-mean-token-sum-norm divides by
@@ -104,7 +103,7 @@ class Config:
     lr: Rate | None = None  # peak learning rate of AdamW (None: 1e-3 for tiny-*, 1e-5 for a checkpoint)
     weight_decay: Annotated[pydantic.FiniteFloat, Field(ge=0)] = 0.01  # decoupled, on every weight
     betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay of AdamW's two moving averages
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0  # largest norm of the whole gradient (inf: no clipping)
+    grad_clip: pydantic.PositiveFloat = 1.0  # largest norm of the whole gradient (inf: no clipping)
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after the warm-up; cosine ends at 0
     lr_warmup_steps: Count = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
 
@@ -118,7 +117,7 @@ class Run:
     eval_rollouts: str | None = None  # JSONL to evaluate on (None: no evaluation; the toy has its own)
     gamma: Fraction = 1.0  # discount of a reward per action
     lam: Fraction = 1.0  # GAE's lambda for the returns (1: Monte Carlo, the rewards alone)
-    bootstrap_truncated: bool = False  # the last value stands for the future of a row that was cut off
+    bootstrap_truncated: bool = False  # rows that were cut off end with the value of their last action
     steps: Positive = 100  # updates of the critic, each on one train batch
     train_batch_size: Positive | None = None  # rows of one update, over all ranks (None: one mini-batch)
     eval_every: Count = 20  # updates between evaluations (0: only at the start and the end)
@@ -132,12 +131,12 @@ class Run:
 
 
 def out_of_range(flags):
-    """One line on a flag that is not of its type, in any dataclass of flags, or None."""
+    """One line on the first flag with a wrong type or range, or None. flags: a dataclass."""
     try:
         pydantic.TypeAdapter(type(flags)).validate_python(asdict(flags))
     except pydantic.ValidationError as error:
         fault = error.errors()[0]
-        # without the kind of a union and the place in a tuple
+        # without pydantic's branch of a union and the index in a tuple
         flag = re.sub(r"critic\.|\.(constrained|\d).*", "", ".".join(map(str, fault["loc"])))
         return f"--{flag.replace('_', '-')} {fault['input']}: {fault['msg'].replace('Input should', 'must')}"
 
@@ -173,7 +172,6 @@ def mistake_in(flags, world_size=WORLD_SIZE):
             c.strategy != "fsdp1" or not (c.offload_policy or c.defer_grad_sync),
         "--activation-offload: needs --gradient-checkpointing":
             c.gradient_checkpointing or not c.activation_offload,
-        "--lora-rank: needs peft; pip install peft": not c.lora_rank or importlib.util.find_spec("peft"),
     }  # fmt: skip
     for words, holds in rules.items():
         if not holds:
@@ -421,13 +419,13 @@ def make_layout(config, device):
 
 
 def build_value_model(config, model_config, layout):
-    """(the sharded ValueModel, FLOPs of its forward, how many times that an update is, words on its size and
-    on where its weights come from). Every rank builds on meta; rank 0 alone reads the weights and sends each
+    """(the sharded ValueModel, FLOPs of its forward, cost of an update in forwards, words on its size and on
+    where its weights come from). Every rank builds on meta; rank 0 alone reads the weights and sends each
     rank its shards."""
-    source, story = read_weights(config, model_config) if RANK == 0 else (None, "")
     model = build_skeleton(config, model_config)
     if odd := {name for name, _ in model.score.named_parameters()} - {"weight", "bias"}:
-        raise UserError(f"score.{min(odd)}: teach save_hf to export it, then drop this check")
+        raise UserError(f"score.{min(odd)}: teach save_hf to export it and load_value_head to read it")
+    source, story = read_weights(config, model_config) if RANK == 0 else (None, "")
     flops = common.flops_model(model, model_config)
     count, trained = count_parameters(model)
     model = (shard_fsdp1 if config.strategy == "fsdp1" else shard_fsdp2)(model, config, layout)
@@ -498,7 +496,7 @@ transformers.AttentionInterface.register("ulysses", ulysses_attention)
 def trade(x, group, scatter, gather):
     """Splits x along one axis over the ranks and joins their pieces along another; backward undoes it."""
     p = dist.get_world_size(group)
-    pieces = torch.cat(x.chunk(p, scatter)).contiguous()
+    pieces = torch.cat(x.chunk(p, scatter))
     out = collectives.wait_tensor(collectives.all_to_all_single_autograd(pieces, None, None, group))
     return torch.cat(out.chunk(p), gather)
 
@@ -545,7 +543,7 @@ def micro_batches(batch, dp_size, max_tokens, share, padded=False):
     """For each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens. Every rank
     computes the same table from all rows, so all run equally many forwards without communicating, as ranks
     that share weights must. A rank with less to do gets smaller or empty ones. Rows that share a prompt stay
-    together, unless they are more than a micro-batch takes, or than a rank's part of all."""
+    together, unless they are more than a micro-batch takes, or than a rank's share of all tokens."""
     lengths = batch.lengths
     groups = batch.groups(share and not padded)
     most = min(max_tokens, sum(batch.computed(groups)) / dp_size)
@@ -571,9 +569,9 @@ def micro_batches(batch, dp_size, max_tokens, share, padded=False):
 
 
 def pack_rows(batch, device, share, unit=1):
-    """Where the tokens of rows lie end to end -> (slots, index_T, PackLayout). slots: (S,) the token in each
-    slot, T in the padding up to a multiple of `unit`. Rows that share a prompt have it once, in the first of
-    them, all but its last token. index_T: the slot of each token, where the others of its row find its keys.
+    """Packs rows end to end -> (slots, index_T, PackLayout). slots: (S,) the index of each slot's token, T in
+    the padding to a multiple of `unit`. A shared prompt, but for its last token, is there once, in its first
+    row. index_T: the slot of each token, where later tokens of its row find its key.
 
         rows       p0 p1 p2 a0 a1    p0 p1 p2 b0
         slots      p0 p1 p2 a0 a1    p2 b0
@@ -581,14 +579,14 @@ def pack_rows(batch, device, share, unit=1):
     lengths = batch.lengths
     queries = batch.lengths
     total = len(batch.input_ids)
-    source = torch.arange(total + unit)  # the token that is computed in place of this one
+    source = torch.arange(total + unit)  # [t]: the token that is computed for token t
     rows = source[:total].split(lengths)
     for shared, (first, *others) in batch.groups(share):
         for row in others:
             rows[row][:shared] = rows[first][:shared]
             queries[row] -= shared
     pad = -sum(queries) % unit
-    queries[-1] += pad  # the last row goes on with it: nothing sees what comes behind
+    queries[-1] += pad  # padding extends the last row: nothing sees what comes behind
     lengths[-1] += pad
     slots, keys = source[: total + pad].unique(return_inverse=True)
     keys = keys.to(device, non_blocking=True)
@@ -623,7 +621,7 @@ class DataParallelPPOCritic:
     """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same
     on every rank, and work on this rank's share of it."""
 
-    between = staticmethod(lambda: None)  # called around micro-batches of compute_values; it may raise
+    between = staticmethod(lambda: None)  # called between micro-batches of compute_values; it may raise
 
     def __init__(self, config, model_config, layout, total_steps=None):
         self.config = config
@@ -634,7 +632,7 @@ class DataParallelPPOCritic:
         built = build_value_model(config, model_config, layout)
         self.model, self.flops, self.passes, self.story = built
         self.model.model.get_decoder().register_forward_pre_hook(slice_row, with_kwargs=True)
-        if self.image_processor:  # layer 0 has a backward on every rank, also where nothing below it learns
+        if self.image_processor:  # every rank runs layer 0's backward, also above a frozen embedding
             self.model.model.get_input_embeddings().register_forward_hook(lambda *x: x[2].requires_grad_())
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -719,7 +717,7 @@ class DataParallelPPOCritic:
                 values_T[batch.token_index(rows).to(v_T.device, non_blocking=True)] = v_T
         self.free_gathered()
         dist.all_reduce(values_T)  # one rank has each token's value; others add 0
-        self.between()  # an update, which is not given up, may follow
+        self.between()  # the last chance: an update, which may follow, is not interrupted
         return values_T.cpu()
 
     def free_gathered(self):
@@ -744,7 +742,7 @@ class DataParallelPPOCritic:
             for mini in rows.split(config.ppo_mini_batch_size):
                 norms.append(math.nan)
                 if not mini.response_mask.any():
-                    continue  # without an action AdamW would move the weights all the same
+                    continue  # AdamW would move the weights on gradients of zero
                 options = (config.loss_agg_mode, config.response_length_limit, config.value_places)
                 mini.weights = common.loss_weights(mini, *options)
                 sums = torch.zeros_like(totals)
@@ -765,10 +763,10 @@ class DataParallelPPOCritic:
     @named_range("micro-batch")
     def forward_backward(self, micro, last=True):
         """Adds the gradient of a micro-batch -> its sums (loss, clipped, vpreds, actions). last: of its
-        mini-batch.
+        mini-batch, it is the last one.
 
-        The loss is a sum over all ranks, but FSDP averages gradients over them: times dp x sp. Ranks that
-        share a row all compute its loss, and gather_slices adds their gradients up: over sp."""
+        The loss is a sum over all ranks, but FSDP averages gradients: multiply by dp x sp. The sp ranks of a
+        row all compute its loss, and gather_slices adds up their gradients: divide by sp."""
         if self.config.defer_grad_sync:
             self.model.set_requires_gradient_sync(last)
         pinned = self.layout.device.type == "cuda"
@@ -842,7 +840,7 @@ class CriticWorker:
         """Builds the model and its optimizer.
 
         total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs. value_range:
-        (LOW, HIGH) of hl_gauss where neither --value-range nor the checkpoint has one."""
+        (LOW, HIGH) of the head where neither --value-range nor the checkpoint has one."""
         config = self.config
         if config.lr_scheduler_type == "cosine" and not total_steps:
             raise UserError("--lr-scheduler-type cosine: init_model needs total_steps")
@@ -860,8 +858,8 @@ class CriticWorker:
 
     @torch.no_grad()
     def check_model(self):
-        """UserError unless a row behind one that shares its prompt gets the hidden states that it gets alone,
-        cut, with the model's own attention: nothing may see later tokens or other rows."""
+        """UserError unless a row packed after one with the same prompt gets the hidden states that it gets
+        alone, cut short, with eager attention: no token may see later ones or other rows."""
         config = self.config
         critic = self.critic
         backbone = critic.model.model
@@ -914,13 +912,13 @@ class CriticWorker:
         self.critic.max_tokens = budget * share
 
     def try_out(self, batch):
-        """Learns from a batch, without a step."""
+        """Forward and backward of a batch, without a step."""
         self.critic.model.train()
         self.critic.forward_backward(self.critic.micro_batch(batch, range(len(batch))))
         self.critic.optimizer.zero_grad(set_to_none=False)
 
     def check_batch(self, batch):
-        """Raises UserError, ValueError or RuntimeError for rows that this critic cannot take, or not now."""
+        """Raises UserError, ValueError or RuntimeError for rows that do not fit, or while it is offloaded."""
         if self.offloaded:
             raise RuntimeError("the critic is offloaded: call onload() first")
         longest, row = batch.longest
@@ -953,7 +951,7 @@ class CriticWorker:
         self.move(torch.device("cpu"))
 
     def onload(self):
-        """Takes it back."""
+        """Undoes offload."""
         self.offloaded = False
         self.move(self.device)
 
@@ -982,7 +980,7 @@ class CriticWorker:
             self.checkpoint_writer()(tmp)
 
     def checkpoint_writer(self, copy=False):
-        """write(tmp, group): writes the state of now into a folder. copy: training may go on meanwhile."""
+        """-> write(tmp, group), which saves the current state. copy: a snapshot, while training goes on."""
         critic = self.critic
         tensors, _, _ = checkpoint_tensors(critic.model, critic.optimizer)
         if copy:
@@ -1014,12 +1012,14 @@ class CriticWorker:
     def shape(self):
         """What must be equal in a checkpoint and the run that continues it."""
         c = self.config
-        own = {"freeze_modules": c.freeze_modules, "lora_rank": c.lora_rank}
-        return common.shape_of(self.model_config, **own, lora_alpha=c.lora_rank and c.lora_alpha)
+        own = {"freeze_modules": c.freeze_modules}
+        if c.lora_rank:
+            own |= {"lora_rank": c.lora_rank, "lora_alpha": c.lora_alpha}
+        return common.shape_of(self.model_config, own)
 
     def export_hf(self, folder):
         """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads:
-        num_labels 1, or a label a bin for hl_gauss, whose value_range is then in config.json.
+        num_labels 1, or a label a bin for hl_gauss; a value_range, if there is one, is in config.json.
 
         Adapters are merged in. An architecture without that class gets its backbone in the folder and the
         head in value_head.safetensors; --model reads both kinds."""
@@ -1079,9 +1079,12 @@ def open_checkpoint(folder, shape):
     with blame(f"--resume {folder}: not a checkpoint of this script"):
         saved = json.loads(Path(folder, "trainer.json").read_text())
         there = saved["shape"]
-    differ = [key for key in sorted(there | shape) if there.get(key) != shape.get(key)]
-    if differ:
-        words = [f"{key} {there.get(key)} there, {shape.get(key)} here" for key in differ]
+    words = [
+        f"{key} {there.get(key)} there, {shape.get(key)} here"
+        for key in sorted(there | shape)
+        if there.get(key) != shape.get(key)
+    ]
+    if words:
         raise UserError(f"--resume {folder}: is of another model: {'; '.join(words):.500}")
     print0(f"resume     {folder}, update {saved['updates']}")
     return saved
@@ -1111,17 +1114,20 @@ class Checkpoints:
 
     def find_newest(self):
         """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""
-        if self.out_of_memory.exists():
-            self.halvings = self.out_of_memory.stat().st_size
+        mine = (
+            common.steps_in(f"{self.out_dir}/checkpoints"),
+            self.out_of_memory.exists() and self.out_of_memory.stat().st_size,
+        )
+        found, self.halvings = of_all_ranks(mine)[0]  # a network file system may show others something else
         self.folder = None
-        for _, path in of_all_ranks(common.steps_in(f"{self.out_dir}/checkpoints"))[0]:
+        for _, path in found:
             try:
                 common.verify(path)
                 self.folder = os.path.realpath(path)
                 return
             except UserError as error:
                 print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
-        print0(f"resume     auto: {self.out_dir} has no checkpoint to continue from, so this is a start")
+        print0(f"resume     auto: {self.out_dir} has no checkpoint to continue from, so it starts anew")
 
     def __enter__(self):
         signal.signal(signal.SIGTERM, lambda *_: self.sigterm.set())
@@ -1136,7 +1142,7 @@ class Checkpoints:
             self.saving.result(timeout=60)
 
     def save(self, step, write):
-        """Saves a step by write(tmp, group), then removes all but the last `keep` (a collective), in turn."""
+        """Saves a step by write(tmp, group), after any earlier save; keeps the last `keep` (a collective)."""
 
         def save():
             folder = f"{self.out_dir}/checkpoints/step_{step}"
@@ -1150,12 +1156,12 @@ class Checkpoints:
             save()
 
     def wait(self, block=True):
-        """Waits for the save in the background, or looks whether it has ended; raises its error."""
+        """Waits for the save in the background, or only checks on it; raises its error."""
         if self.saving and (block or self.saving.done()):
             self.saving.result()
 
     def leave(self, step):
-        """Ends a run that SIGTERM stopped, with the exit status of a process that SIGTERM has ended."""
+        """Ends the run after SIGTERM, with the exit status of a process that SIGTERM killed."""
         print0(f"SIGTERM    stopped after step {step} of {self.out_dir}; continue with --resume auto")
         raise SystemExit(128 + signal.SIGTERM)
 
@@ -1198,7 +1204,8 @@ def main(run):
     worker = CriticWorker(config)
     train, held_out = load_rows(run, worker.tokenizer, worker.model_config)
     check_budget(config, train.longest[0], f"line {train.longest[1] + 1} of the rollouts")
-    size = min(run.train_batch_size or config.ppo_mini_batch_size, len(train))
+    most = run.train_batch_size or config.ppo_mini_batch_size
+    size = math.ceil(len(train) / math.ceil(len(train) / most))  # of rows_of_step, whose pieces are level
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
     checkpoints = Checkpoints(run.out_dir, run.resume, run.keep, run.async_save, config.timeout_minutes)
     with checkpoints:
@@ -1215,8 +1222,10 @@ def main(run):
         shown, about = learn(run, worker, train, held_out, size, checkpoints)
         worker.export_hf(f"{run.out_dir}/hf")
     common.write_report(run.out_dir, shown, about, worker.tokenizer, run.gamma)
-    files = "hf, report.html, curves.png, metrics.jsonl, tensorboard"
-    print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
+    print0(
+        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, report.html, curves.png, metrics.jsonl,"
+        " tensorboard"
+    )
 
 
 def load_rows(run, tokenizer, model_config):

@@ -9,7 +9,7 @@
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level
 verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them.
 critic_fsdp.py is the same function on PyTorch FSDP, in the same sections and names: a diff of the two shows
-what parallelism costs. This one has no images, adapters, activations on the host and plan.
+what parallelism costs. This one has no images, LoRA, activations on the host and --plan.
 
 Shapes are in the names: T tokens, sequences end to end; B sequences; L longest sequence; D hidden features.
 S slots: the tokens and the padding of a micro-batch that this rank holds.
@@ -67,24 +67,24 @@ class Config:
     # a number, a number within --value-range, or the mean of a distribution over bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
     value_bins: Annotated[int, Field(ge=2)] = 51  # bins of hl_gauss
-    # of bounded values and of all bins, LOW HIGH (None: the checkpoint's, else the data's)
+    # LOW HIGH of bounded values or of the bins (None: the checkpoint's, else the data's)
     value_range: tuple[float, float] | None = None
-    freeze_modules: str | None = None  # regular expression: weights whose names have a match do not train
+    freeze_modules: str | None = None  # regular expression: weights whose names have a match are frozen
     seed: Count = 0  # of random weights, the value head and every shuffle
 
     # layout
     tensor_model_parallel_size: Positive = 1  # ranks that share each matrix product
-    sequence_parallel: bool = True  # they also share the tokens between the products (norms, residuals)
+    sequence_parallel: bool = True  # they also split the tokens outside of the products (norms, residuals)
     pipeline_model_parallel_size: Positive = 1  # ranks that share the layers; each runs some of them
-    virtual_pipeline_model_parallel_size: Positive = 1  # pieces of the model on each of them: less idling
+    virtual_pipeline_model_parallel_size: Positive = 1  # chunks of the model on each stage: less idling
     context_parallel_size: Positive = 1  # ranks that share each sequence, with a part of its tokens each
     expert_model_parallel_size: Positive = 1  # ranks that share the experts of a mixture
-    expert_tensor_parallel_size: Positive | None = None  # ranks that share each expert (None: as for tensors)
-    timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0  # a longer collective ends the run
+    expert_tensor_parallel_size: Positive | None = None  # ranks that share each expert (None: tensor size)
+    timeout_minutes: Rate = 30.0  # a longer collective ends the run
 
     # precision and kernels
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
-    share_prompts: bool = True  # compute what rows with equal prompts share once; the update is the same
+    share_prompts: bool = True  # compute a prompt that rows share only once; the update is the same
     # dtype of matrix products (auto: bfloat16, but float32 on CPU)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
@@ -96,7 +96,7 @@ class Config:
     ppo_max_token_len_per_gpu: Positive | Auto = 16384  # tokens of a micro-batch (auto[:GIB]: what fits)
 
     # loss
-    value_places: tuple[Fraction, ...] = ()  # learn only there, e.g. 0.3 0.6 0.9 of a row (none: all actions)
+    value_places: tuple[Fraction, ...] = ()  # learn only at these parts of a row, 0.3 0.6 0.9 (none: all)
     loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
     cliprange_value: Rate | None = 0.5  # PPO clip range around the old value (None: off; not for hl_gauss)
     response_length_limit: Positive | None = None  # the constant that seq-mean-token-sum-norm divides by
@@ -105,7 +105,7 @@ class Config:
     lr: Rate | None = None  # peak learning rate of AdamW (None: 1e-3 for tiny-*, 1e-5 for a checkpoint)
     weight_decay: Annotated[pydantic.FiniteFloat, Field(ge=0)] = 0.01  # decoupled, on every weight
     betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay of AdamW's two moving averages
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0  # largest norm of the whole gradient (inf: no clipping)
+    grad_clip: pydantic.PositiveFloat = 1.0  # largest norm of the whole gradient (inf: no clipping)
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after the warm-up; cosine ends at 0
     lr_warmup_steps: Count = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
 
@@ -119,7 +119,7 @@ class Run:
     eval_rollouts: str | None = None  # JSONL to evaluate on (None: no evaluation; the toy has its own)
     gamma: Fraction = 1.0  # discount of a reward per action
     lam: Fraction = 1.0  # GAE's lambda for the returns (1: Monte Carlo, the rewards alone)
-    bootstrap_truncated: bool = False  # the last value stands for the future of a row that was cut off
+    bootstrap_truncated: bool = False  # rows that were cut off end with the value of their last action
     steps: Positive = 100  # updates of the critic, each on one train batch
     train_batch_size: Positive | None = None  # rows of one update, over all ranks (None: one mini-batch)
     eval_every: Count = 20  # updates between evaluations (0: only at the start and the end)
@@ -132,12 +132,12 @@ class Run:
 
 
 def out_of_range(flags):
-    """One line on a flag that is not of its type, in any dataclass of flags, or None."""
+    """One line on the first flag with a wrong type or range, or None. flags: a dataclass."""
     try:
         pydantic.TypeAdapter(type(flags)).validate_python(asdict(flags))
     except pydantic.ValidationError as error:
         fault = error.errors()[0]
-        # without the kind of a union and the place in a tuple
+        # without pydantic's branch of a union and the index in a tuple
         flag = re.sub(r"critic\.|\.(constrained|\d).*", "", ".".join(map(str, fault["loc"])))
         return f"--{flag.replace('_', '-')} {fault['input']}: {fault['msg'].replace('Input should', 'must')}"
 
@@ -195,6 +195,7 @@ if not torch.cuda.is_available():
 # at import: unused
 warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
 
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.distributed import (
@@ -245,8 +246,8 @@ class CudaMeansCpu(torch.overrides.TorchFunctionMode):
 def megatron_without_cuda():
     """Lets Megatron-Core 0.16.1 run on CPU and gloo; does nothing where CUDA is present.
 
-    It replaces devices, streams, random states, and two collectives that gloo lacks for ranks of unequal size
-    (of tokens for experts that tensor-parallel ranks share); never computation."""
+    It replaces devices, streams, random states, and two collectives for which gloo wants equal sizes (tokens
+    of experts that tensor-parallel ranks share); never computation."""
     if torch.cuda.is_available() or torch.cuda.manual_seed is torch.manual_seed:  # the latter: done before
         return
     rng = tensor_parallel.random
@@ -284,7 +285,8 @@ def megatron_without_cuda():
     dist.reduce_scatter = reduce_scatter
 
 
-moe_utils.te_general_gemm = None  # without Transformer Engine 0.16.1 reads it, and does not define it
+moe_utils.te_general_gemm = None  # megatron-core reads it, but defines it with Transformer Engine only
+megatron_optimizer.USING_PYTORCH_OPTIMIZER = True  # of torch, also where Apex is installed
 
 # ---- Value model: a decoder and a value head in float32 ----------------------------------------------------
 
@@ -309,7 +311,7 @@ class ValueHead(nn.Linear):
     def forward(self, hidden_SBD, **_):
         """(S, B, D) -> (S, B, N) float32; with sequence parallelism of all tokens, on each rank the same."""
         out_SBN = F.linear(hidden_SBD.float(), self.weight, self.bias)
-        # every rank then computes the whole loss, and takes back its own gradient alone
+        # all ranks then compute the whole loss; the backward keeps each rank's own slice
         if self.weight.sequence_parallel:
             gather = tensor_parallel.gather_from_sequence_parallel_region
             out_SBN = gather(out_SBN, tensor_parallel_output_grad=False)
@@ -367,8 +369,8 @@ SHARDING = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint notes which
 
 
 class StoredTensors(dict):
-    """name -> tensor of a folder's safetensors, read when asked for. Names get a `prefix` that they lack,
-    once, also those of a checkpoint.
+    """name -> tensor of a folder's safetensors, read when asked for. Names that lack the `prefix` get
+    it, once, also those of a checkpoint.
 
     A tensor of a checkpoint may lie in several files, some rows in each: first row -> (file, name there)."""
 
@@ -392,12 +394,12 @@ class StoredTensors(dict):
 
 
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-# where transformers has them: a row an expert, gate above up
+# transformers' tensors of all experts: a row for each, gate above up
 JOINED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
 def mixtral_name(name):
-    """A weight's name in the folder of a Mixtral; in its model and in checkpoints it has the usual one."""
+    """A weight's name in the folder of a Mixtral; in its model and in checkpoints it is as usual."""
     name = name.replace("mlp", "block_sparse_moe").replace("gate_proj", "w1")
     return name.replace("up_proj", "w3").replace("down_proj", "w2")
 
@@ -471,8 +473,9 @@ def freeze(modules, pattern):
     sizes = [0, 0]  # of what trains, and of what does not
     for name, p in named_weights(modules):
         _, parts = hf_names(name)
+        theirs = partial(EXPERT.sub, lambda m: f"{m[1]}.{JOINED[m[3]]}")  # experts in one tensor
         with blame(f"--freeze-modules {pattern}"):
-            found = {bool(pattern and re.search(pattern, part)) for part in parts}
+            found = {bool(pattern and re.search(pattern, theirs(part))) for part in parts}
             if len(found) > 1:
                 raise ValueError(f"must match all or none of {', '.join(parts)}, which are one weight here")
         p.requires_grad_(found == {False})
@@ -484,8 +487,8 @@ def freeze(modules, pattern):
 
 
 def groups_of(name):
-    """(ranks that share this weight by tensor parallelism, its replicas: ranks that hold the same of it, and
-    differ in rows, or in a part of the same rows)."""
+    """(ranks that share this weight by tensor parallelism, its replicas: ranks with the same shard of it, but
+    other rows, or other tokens of the same rows)."""
     if ".experts." in name:
         return mpu.get_expert_tensor_parallel_group(), mpu.get_expert_data_parallel_group()
     return mpu.get_tensor_model_parallel_group(), mpu.get_data_parallel_group(with_context_parallel=True)
@@ -544,8 +547,8 @@ def whole_weights(modules, vocab_size, local):
 
 
 def join_experts(weights):
-    """Weights with experts one by one -> name -> (first row, tensor), experts as transformers holds them:
-    those of a layer in one tensor, whose rows from the first on these are."""
+    """Weights with experts one by one -> name -> (first row, tensor): a layer's experts in one tensor, as
+    transformers has them, or if this rank has only some, its rows from the first on."""
     out = {}
     layers = {}  # name of such a tensor -> expert -> its matrices, gate before up
     for name, x in weights.items():
@@ -591,7 +594,7 @@ def make_layout(config, device):
         distributed_timeout_minutes=config.timeout_minutes,
         create_gloo_process_groups=False,  # for ways to save optimizer state that are not used here
     )
-    # no random states of its own: all weights are filled in, and there is no dropout
+    # Megatron asks for it; unused, because all weights are filled in and there is no dropout
     tensor_parallel.model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=True)
     return Layout(
         device=device,
@@ -617,7 +620,7 @@ def transformer_config(config, model_config, names, dtype):
         ffn_hidden_size=c.intermediate_size,
         num_attention_heads=c.num_attention_heads,
         num_query_groups=c.num_key_value_heads,
-        kv_channels=getattr(c, "head_dim", None),  # None: the rest divided by the heads
+        kv_channels=getattr(c, "head_dim", None),  # None: hidden_size / heads
         layernorm_epsilon=c.rms_norm_eps,
         activation_func=F.silu,
         gated_linear_unit=True,
@@ -671,7 +674,7 @@ def layer_spec(transformer, names, vp_stage):
 
 def build_value_model(config, model_config, layout):
     """(the chunks of the model on this rank, the weights to fill them with, rotary embedding, FLOPs of a
-    forward, how many times that an update is, words on its size and on where its weights come from)."""
+    forward, cost of an update in forwards, words on its size and on where its weights come from)."""
     modules = []
     tp = config.tensor_model_parallel_size
     with torch.device("meta"):
@@ -699,7 +702,7 @@ def build_value_model(config, model_config, layout):
     flops = common.flops_model(model, model_config)
     count = sum(p.numel() for p in model.parameters())
     share = freeze(modules, config.freeze_modules)
-    words = f"{count:,} parameters, {share:.0%} of them train: {story}"
+    words = f"{count:,} parameters, {share:.2%} of them train: {story}"
     return modules, tensors, rotary, flops, 2 + share, words  # forward, to inputs, to weights that train
 
 
@@ -714,11 +717,11 @@ def padding_row(module, model_config):
 
 
 def wrap(module):
-    """A chunk with what casts its inputs, and holds and adds up its gradients in float32."""
+    """Wraps a chunk: casts its inputs, and adds up and reduces its gradients in float32."""
     for name, p in module.named_parameters():
-        if ".experts." in name:  # Megatron says so from two expert ranks on only
-            p.allreduce = False  # but over the experts' own replicas
-    if module.pre_process:  # recomputation learns nothing from inputs without a gradient, as frozen ones are
+        if ".experts." in name:  # Megatron sets this from two expert ranks on only
+            p.allreduce = False  # reduced over the experts' replicas
+    if module.pre_process:  # recomputation makes no gradients if its inputs need none, as frozen ones
         module.embedding.register_forward_hook(lambda *x: x[2].requires_grad_())
     chunk = Float16Module(module.config, module) if module.config.bf16 else module
     if module.post_process:
@@ -746,7 +749,7 @@ def micro_batches(batch, dp_size, max_tokens, share, padded=False):
     """For each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens. Every rank
     computes the same table from all rows, so all run equally many forwards without communicating, as ranks
     that share weights must. A rank with less to do gets smaller or empty ones. Rows that share a prompt stay
-    together, unless they are more than a micro-batch takes, or than a rank's part of all."""
+    together, unless they are more than a micro-batch takes, or than a rank's share of all tokens."""
     lengths = batch.lengths
     groups = batch.groups(share and not padded)
     most = min(max_tokens, sum(batch.computed(groups)) / dp_size)
@@ -772,9 +775,9 @@ def micro_batches(batch, dp_size, max_tokens, share, padded=False):
 
 
 def pack_rows(batch, device, share, unit=1):
-    """Where the tokens of rows lie end to end -> (slots, index_T, PackLayout). slots: (S,) the token in each
-    slot, T in the padding up to a multiple of `unit`. Rows that share a prompt have it once, in the first of
-    them, all but its last token. index_T: the slot of each token, where the others of its row find its keys.
+    """Packs rows end to end -> (slots, index_T, PackLayout). slots: (S,) the index of each slot's token, T in
+    the padding to a multiple of `unit`. A shared prompt, but for its last token, is there once, in its first
+    row. index_T: the slot of each token, where later tokens of its row find its key.
 
         rows       p0 p1 p2 a0 a1    p0 p1 p2 b0
         slots      p0 p1 p2 a0 a1    p2 b0
@@ -782,14 +785,14 @@ def pack_rows(batch, device, share, unit=1):
     lengths = batch.lengths
     queries = batch.lengths
     total = len(batch.input_ids)
-    source = torch.arange(total + unit)  # the token that is computed in place of this one
+    source = torch.arange(total + unit)  # [t]: the token that is computed for token t
     rows = source[:total].split(lengths)
     for shared, (first, *others) in batch.groups(share):
         for row in others:
             rows[row][:shared] = rows[first][:shared]
             queries[row] -= shared
     pad = -sum(queries) % unit
-    queries[-1] += pad  # the last row goes on with it: nothing sees what comes behind
+    queries[-1] += pad  # padding extends the last row: nothing sees what comes behind
     lengths[-1] += pad
     slots, keys = source[: total + pad].unique(return_inverse=True)
     keys = keys.to(device, non_blocking=True)
@@ -845,7 +848,7 @@ class MegatronPPOCritic:
     """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same
     on every rank, and work on this rank's share of it."""
 
-    between = staticmethod(lambda: None)  # called around micro-batches of compute_values; it may raise
+    between = staticmethod(lambda: None)  # called between micro-batches of compute_values; it may raise
 
     def __init__(self, config, model_config, layout, total_steps=None):
         self.config = config
@@ -866,7 +869,7 @@ class MegatronPPOCritic:
             bf16=self.transformer.bf16,
             use_distributed_optimizer=True,
         )
-        # {}: else biases and norms are a group apart, which Megatron's scheduler would spare the weight decay
+        # {}: else biases and norms are a group of their own, without weight decay in Megatron's scheduler
         self.optimizer = get_megatron_optimizer(
             options, list(self.model), config_overrides={}, use_gloo_process_groups=False
         )
@@ -894,7 +897,7 @@ class MegatronPPOCritic:
         )
         mine = table[self.layout.dp_rank]
         multiple = c.pipeline_model_parallel_size if len(self.model) > 1 else 1
-        return mine + [[]] * (-len(mine) % multiple)  # what the schedule of virtual pipeline stages wants
+        return mine + [[]] * (-len(mine) % multiple)  # virtual pipeline stages need such a multiple
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks.
@@ -912,7 +915,7 @@ class MegatronPPOCritic:
         pack.layout = layout
         places_S = to_slots(micro.places)
         pack.rotary = [x[0] for x in self.rotary(places_S.to(self.layout.dtype), places_S[None])]
-        # the shift, to the left; of the first token of a row the mask is false: nothing rolls from row to row
+        # the shift, to the left: the first token of a row is never an action, so nothing crosses rows
         micro.packed = to_slots(micro.input_ids)[None], pack, to_slots(index.roll(-1))
         for name in ("response_mask", *micro.FLOATS):
             if (x := getattr(micro, name)) is not None:
@@ -1007,7 +1010,7 @@ class MegatronPPOCritic:
         """(T,) float32 values of the global batch's actions, zero elsewhere; on the host, on all ranks."""
         self.model.eval()
         values_T = torch.zeros(len(batch.input_ids), device=self.layout.device)
-        micros = [self.micro_batch(batch, rows) for rows in self.my_micro_batches(batch)]
+        table = self.my_micro_batches(batch)
 
         def reduce(outputs_S, micro):
             if self.layout.tp_rank == 0 and len(values_T):
@@ -1016,11 +1019,12 @@ class MegatronPPOCritic:
             return outputs_S.sum()
 
         size = 4 * self.config.pipeline_model_parallel_size  # a pipeline wants several at once
-        for first in range(0, len(micros), size):
+        for first in range(0, len(table), size):
             self.between()
-            self.run_schedule(micros[first : first + size], reduce, forward_only=True)
+            micros = [self.micro_batch(batch, rows) for rows in table[first : first + size]]
+            self.run_schedule(micros, reduce, forward_only=True)
         dist.all_reduce(values_T)  # one rank has each token's value; others add 0
-        self.between()  # an update, which is not given up, may follow
+        self.between()  # the last chance: an update, which may follow, is not interrupted
         return values_T.cpu()
 
     def update_critic(self, batch):
@@ -1036,7 +1040,7 @@ class MegatronPPOCritic:
             for mini in rows.split(config.ppo_mini_batch_size):
                 norms.append(math.nan)
                 if not mini.response_mask.any():
-                    continue  # without an action AdamW would move the weights all the same
+                    continue  # AdamW would move the weights on gradients of zero
                 options = (config.loss_agg_mode, config.response_length_limit, config.value_places)
                 mini.weights = common.loss_weights(mini, *options)
                 micros = self.my_micro_batches(mini)
@@ -1183,7 +1187,7 @@ class CriticWorker:
         """Builds the model and its optimizer.
 
         total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs. value_range:
-        (LOW, HIGH) of hl_gauss where neither --value-range nor the checkpoint has one."""
+        (LOW, HIGH) of the head where neither --value-range nor the checkpoint has one."""
         config = self.config
         if config.lr_scheduler_type == "cosine" and not total_steps:
             raise UserError("--lr-scheduler-type cosine: init_model needs total_steps")
@@ -1221,14 +1225,14 @@ class CriticWorker:
         self.critic.max_tokens = budget * share // pack_unit(config) * pack_unit(config)
 
     def try_out(self, batch):
-        """Learns from a batch, without a step."""
+        """Forward and backward of a batch, without a step."""
         self.critic.model.train()
-        stages = self.config.pipeline_model_parallel_size
-        turns = stages * min(len(self.critic.model), 2)  # what a stage may hold
+        # what a stage may hold at once
+        turns = self.config.pipeline_model_parallel_size * min(len(self.critic.model), 2)
         self.critic.forward_backward([self.critic.micro_batch(batch, range(len(batch)))] * turns)
 
     def check_batch(self, batch):
-        """Raises UserError, ValueError or RuntimeError for rows that this critic cannot take, or not now."""
+        """Raises UserError, ValueError or RuntimeError for rows that do not fit, or while it is offloaded."""
         if self.offloaded:
             raise RuntimeError("the critic is offloaded: call onload() first")
         longest, row = batch.longest
@@ -1261,17 +1265,17 @@ class CriticWorker:
         self.move(torch.device("cpu"))
 
     def onload(self):
-        """Takes it back."""
+        """Undoes offload."""
         self.offloaded = False
         self.move(self.device)
 
     def move(self, device):
         for chunk in self.critic.model:
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                if self.offloaded:
-                    buffer.offload_to_cpu()
-                else:
-                    buffer.reload_from_cpu()
+                (buffer.offload_to_cpu if self.offloaded else buffer.reload_from_cpu)()
+            for p in chunk.parameters():
+                if not p.requires_grad:  # in no buffer
+                    p.data = p.data.to(device)
         mpu.get_global_memory_buffer().buffer.clear()  # what sequence parallelism gathers tokens into
         for optimizer in self.critic.optimizers:
             # masters of half-precision weights
@@ -1289,7 +1293,7 @@ class CriticWorker:
             self.checkpoint_writer()(tmp)
 
     def checkpoint_writer(self, copy=False):
-        """write(tmp, group): writes the state of now into a folder. copy: training may go on meanwhile."""
+        """-> write(tmp, group), which saves the current state. copy: a snapshot, while training goes on."""
         critic = self.critic
         tensors = checkpoint_tensors(critic, self.model_config.vocab_size)  # gathered, so always a copy
         state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
@@ -1322,11 +1326,11 @@ class CriticWorker:
 
     def shape(self):
         """What must be equal in a checkpoint and the run that continues it."""
-        return common.shape_of(self.model_config, freeze_modules=self.config.freeze_modules)
+        return common.shape_of(self.model_config, {"freeze_modules": self.config.freeze_modules})
 
     def export_hf(self, folder):
         """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads:
-        num_labels 1, or a label a bin for hl_gauss, whose value_range is then in config.json.
+        num_labels 1, or a label a bin for hl_gauss; a value_range, if there is one, is in config.json.
 
         Every rank writes what it is the first to hold, in a file of its own."""
         state = whole_weights(self.critic.modules, self.model_config.vocab_size, self.critic.master)
@@ -1374,9 +1378,12 @@ def open_checkpoint(folder, shape):
     with blame(f"--resume {folder}: not a checkpoint of this script"):
         saved = json.loads(Path(folder, "trainer.json").read_text())
         there = saved["shape"]
-    differ = [key for key in sorted(there | shape) if there.get(key) != shape.get(key)]
-    if differ:
-        words = [f"{key} {there.get(key)} there, {shape.get(key)} here" for key in differ]
+    words = [
+        f"{key} {there.get(key)} there, {shape.get(key)} here"
+        for key in sorted(there | shape)
+        if there.get(key) != shape.get(key)
+    ]
+    if words:
         raise UserError(f"--resume {folder}: is of another model: {'; '.join(words):.500}")
     print0(f"resume     {folder}, update {saved['updates']}")
     return saved
@@ -1406,17 +1413,20 @@ class Checkpoints:
 
     def find_newest(self):
         """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""
-        if self.out_of_memory.exists():
-            self.halvings = self.out_of_memory.stat().st_size
+        mine = (
+            common.steps_in(f"{self.out_dir}/checkpoints"),
+            self.out_of_memory.exists() and self.out_of_memory.stat().st_size,
+        )
+        found, self.halvings = of_all_ranks(mine)[0]  # a network file system may show others something else
         self.folder = None
-        for _, path in of_all_ranks(common.steps_in(f"{self.out_dir}/checkpoints"))[0]:
+        for _, path in found:
             try:
                 common.verify(path)
                 self.folder = os.path.realpath(path)
                 return
             except UserError as error:
                 print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
-        print0(f"resume     auto: {self.out_dir} has no checkpoint to continue from, so this is a start")
+        print0(f"resume     auto: {self.out_dir} has no checkpoint to continue from, so it starts anew")
 
     def __enter__(self):
         signal.signal(signal.SIGTERM, lambda *_: self.sigterm.set())
@@ -1431,7 +1441,7 @@ class Checkpoints:
             self.saving.result(timeout=60)
 
     def save(self, step, write):
-        """Saves a step by write(tmp, group), then removes all but the last `keep` (a collective), in turn."""
+        """Saves a step by write(tmp, group), after any earlier save; keeps the last `keep` (a collective)."""
 
         def save():
             folder = f"{self.out_dir}/checkpoints/step_{step}"
@@ -1445,12 +1455,12 @@ class Checkpoints:
             save()
 
     def wait(self, block=True):
-        """Waits for the save in the background, or looks whether it has ended; raises its error."""
+        """Waits for the save in the background, or only checks on it; raises its error."""
         if self.saving and (block or self.saving.done()):
             self.saving.result()
 
     def leave(self, step):
-        """Ends a run that SIGTERM stopped, with the exit status of a process that SIGTERM has ended."""
+        """Ends the run after SIGTERM, with the exit status of a process that SIGTERM killed."""
         print0(f"SIGTERM    stopped after step {step} of {self.out_dir}; continue with --resume auto")
         raise SystemExit(128 + signal.SIGTERM)
 
@@ -1463,7 +1473,8 @@ def main(run):
     worker = CriticWorker(config)
     train, held_out = load_rows(run, worker.tokenizer, worker.model_config)
     check_budget(config, train.longest[0], f"line {train.longest[1] + 1} of the rollouts")
-    size = min(run.train_batch_size or config.ppo_mini_batch_size, len(train))
+    most = run.train_batch_size or config.ppo_mini_batch_size
+    size = math.ceil(len(train) / math.ceil(len(train) / most))  # of rows_of_step, whose pieces are level
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
     checkpoints = Checkpoints(run.out_dir, run.resume, run.keep, run.async_save, config.timeout_minutes)
     with checkpoints:
@@ -1480,8 +1491,10 @@ def main(run):
         shown, about = learn(run, worker, train, held_out, size, checkpoints)
         worker.export_hf(f"{run.out_dir}/hf")
     common.write_report(run.out_dir, shown, about, worker.tokenizer, run.gamma)
-    files = "hf, report.html, curves.png, metrics.jsonl, tensorboard"
-    print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
+    print0(
+        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, report.html, curves.png, metrics.jsonl,"
+        " tensorboard"
+    )
 
 
 def load_rows(run, tokenizer, model_config):

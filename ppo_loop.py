@@ -1,6 +1,6 @@
 """PPO for language models, end to end, with the critic of your choice.
 
-    python ppo_loop.py                              a tiny actor learns to add, on a laptop CPU: two minutes
+    python ppo_loop.py                              a tiny actor learns to add, on a laptop CPU: a minute
     torchrun --nproc-per-node 2 ppo_loop.py         the same on two ranks: the same numbers
     torchrun --nproc-per-node 4 ppo_loop.py --critic megatron --critic.tensor-model-parallel-size 2 \\
         --critic.pipeline-model-parallel-size 2     its critic on Megatron-Core, laid out as it likes
@@ -1037,7 +1037,7 @@ class PolicyWorker:
         if copy:
             tensors = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
         state = {"updates": self.updates, "optimizer_steps": self.optimizer_steps, "start": self.start}
-        state["shape"] = common.shape_of(self.model_config)
+        state["shape"] = common.shape_of(self.model_config, {})
 
         def write(tmp, group=None):
             writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True)
@@ -1048,7 +1048,7 @@ class PolicyWorker:
 
     def load_checkpoint(self, folder):
         """Restores what checkpoint_writer wrote, on any world size. UserError: damaged or foreign."""
-        saved = self.backend.open_checkpoint(folder, common.shape_of(self.model_config))
+        saved = self.backend.open_checkpoint(folder, common.shape_of(self.model_config, {}))
         if (self.run.kl_coef or self.config.kl_loss_coef) and saved.get("start", self.start) != self.start:
             words = "is the reference, but not as it was when this run began; restore it, or leave out the KL"
             raise UserError(f"--actor.model {self.config.model}: {words}")

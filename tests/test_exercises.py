@@ -1,4 +1,4 @@
-"""The exercises of the README's guided path: one test each, whose assertions are the answer."""
+"""The exercises of .github/reading.md: one test each, whose assertions are the answer."""
 
 import types
 

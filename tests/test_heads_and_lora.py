@@ -286,15 +286,15 @@ def test_the_script_finds_the_range_and_keeps_it(tmp_path):
     ):
         with pytest.raises(UserError, match="--value-head-init checkpoint: .* no such value head"):
             worker(**vars(exported) | change)
-    worker(model=exported.model).export_hf(tmp_path / "scalar" / "hf")  # with a new head
+    w = worker(model=exported.model)
+    assert w.tokenizer.encode(" it's 1\n a") == common.char_tokenizer().encode(" it's 1\n a")  # by Qwen2's
+    w.export_hf(tmp_path / "scalar" / "hf")  # with a new head
     assert span(tmp_path / "scalar") is None
 
 
-def test_flags_that_this_model_does_not_go_with_are_named(monkeypatch):
+def test_flags_that_this_model_does_not_go_with_are_named():
     for pattern, words in (("(", "missing \\)"), ("nothing", "must match some"), (".", "must match some")):
         with pytest.raises(UserError, match=f"--freeze-modules .*{words}"):
             worker(freeze_modules=pattern)
     with pytest.raises(UserError, match="--value-range: this head needs it"):
         worker(value_head="hl_gauss")
-    monkeypatch.setattr(critic_fsdp.importlib.util, "find_spec", lambda name: None)
-    assert critic_fsdp.mistake_in(Config(lora_rank=8)).startswith("--lora-rank: needs peft")
