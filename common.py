@@ -443,7 +443,7 @@ def parse_rollout(line, tokenizer):  # one JSON line -> Rollout with token ids; 
 def chat_ids(tokenizer, messages, complete=False):
     """Token ids of messages in the tokenizer's chat template, which writes special tokens itself. Unless they
     are complete, the assistant is next: its last message goes on, or a new one begins."""
-    with blame("messages do not fit the tokenizer's chat template"):
+    with blame("messages do not fit the tokenizer's chat template, if it has one; --tokenizer gives another"):
         if not all({"content", "tool_calls"} & message.keys() for message in messages):
             raise UserError("each message needs content")
         goes_on = not complete and messages[-1].get("role") == "assistant"

@@ -1,8 +1,10 @@
-"""What faults.py injects, in its short form; bench.py runs, and its contestants compute the same values."""
+"""What faults.py injects, in its short form; bench.py's contestants agree; the table of ablations.py."""
 
+import json
 import re
 import sys
 
+import ablations
 from helpers import ROOT, run, succeeded
 
 
@@ -18,3 +20,17 @@ def test_contestants_say_the_same():
     lines = dict(re.findall(r"^\| (\w+(?: \w+)?) \| .* \| (\S+) \|$", out, flags=re.M))
     assert lines.keys() >= {"bare", "fsdp", "megatron", "fsdp alone", "megatron alone"}, out
     assert all(float(off) < 1e-5 for off in lines.values()), out
+
+
+def test_ablations_compare_runs_of_one_seed(tmp_path, capsys):
+    """The table of runs that have ended: means, standard errors, differences to the first row by seed."""
+    for name, rewards in zip(ablations.RECIPES, ([0.1, 0.3], [0.4, 0.7], *[[0.0, 0.0]] * 9)):
+        for seed, x in zip((101, 102), rewards):
+            (folder := tmp_path / f"{name}, {seed}").mkdir()
+            (folder / "report.html").touch()
+            rows = [{"reward/mean": x + step, "critic/explained_var": x} for step in (0, 1)]
+            lines = [{"eval/accuracy": 9}, *rows, {"eval/accuracy": x}]
+            (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    ablations.ablations(tmp_path, seeds=2, steps=2)
+    row = f"| {[*ablations.RECIPES][1]} | 0.550 +- 0.150 | 1.050 +- 0.150 | 0.350 +- 0.050 | 0.55 |\n"
+    assert row in capsys.readouterr().out and (tmp_path / "ablations.png").exists()

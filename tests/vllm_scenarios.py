@@ -5,14 +5,11 @@
 Several engines may live in one process, as long as none is deleted.
 """
 
-import contextlib
 import ctypes
 import dataclasses
-import io
 import json
 import os
 import pathlib
-import re
 import signal
 import sys
 import warnings
@@ -377,15 +374,6 @@ def learns_as_well(folder):
     assert abs(ours_before - before) < 0.01 and abs(ours_after - after) < 0.12, accuracy
 
 
-def benchmark(folder):
-    """bench_rollout.py, on less work."""
-    import bench_rollout
-
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        bench_rollout.bench(size=("10m",), rows=4, new=4, rounds=1)
-    assert re.search(r"  vllm / transformers: [\d.]+ by wall time, [\d.]+ by CPU time\n$", said.getvalue())
-
-
 LAUNCHES = [  # name, ranks, function, its arguments; in this order: some read what others before them leave
     ("the process is as it was", 2, the_process_is_as_it_was, ()),
     ("weights arrive", 1, weights_arrive, ()),
@@ -401,7 +389,6 @@ LAUNCHES = [  # name, ranks, function, its arguments; in this order: some read w
     ("soak", 1, soak, (25,)),
     ("soak of two ranks", 2, soak, (5,)),
     ("errors", 1, errors, ()),
-    ("benchmark", 1, benchmark, ()),
     ("start", 1, ppo_scenarios.start, ("--actor.override-config", json.dumps(HEADS))),
     *((f"golden {x}", ranks, ppo_scenarios.toy, (x, *flags)) for x, (ranks, flags) in GOLDEN.items()),
     # a loss is the mean of many numbers that nearly cancel
