@@ -408,8 +408,10 @@ def describe_rows(rows, gamma, config):
     if computed < tokens:
         fewer = f"computed ({tokens / computed:.2f} times fewer)"
         print0(f"tokens     {tokens:,} - {tokens - computed:,} shared = {computed:,} {fewer}")
-    print0(f"returns    {x_A.mean():.3g} +- {x_A.std(correction=0):.3g}, from {low:.3g} to {high:.3g}")
-    print0(f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt can explain at the first action")
+    print0(
+        f"returns    {x_A.mean():.3g} +- {x_A.std(correction=0):.3g}, from {low:.3g} to {high:.3g}\n"
+        f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt can explain at the first action"
+    )
     margin = 0.1 * (high - low) or 1.0
     return low - margin, high + margin
 
@@ -1310,8 +1312,7 @@ def char_tokenizer(model="tiny-qwen2"):
     """One token a printable ASCII character, plus <pad>, <eos>, <unk> and, to read images, IMAGE_WORDS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    # newline and space have these names in byte-level vocabularies, which is how transformers reads Qwen2's
-    characters = ["<pad>", "<eos>", "<unk>", "Ċ", "Ġ", *map(chr, range(33, 127))]
+    characters = ["<pad>", "<eos>", "<unk>", "Ċ", "Ġ", *map(chr, range(33, 127))]  # Ċ: newline, Ġ: space
     core = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, [], unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=False)
     core.decoder = decoders.ByteLevel()
@@ -1445,5 +1446,5 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
         figure=svg.getvalue(),
     )
     page.dump(f"{out_dir}/report.html")
-    print0(f"report     {out_dir}/report.html: {about}")
-    print0("  " + ", ".join(f"{name} {x}" for name, x in numbers.items()))
+    told = ", ".join(f"{name} {x}" for name, x in numbers.items())
+    print0(f"report     {out_dir}/report.html: {about}\n  {told}")

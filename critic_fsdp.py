@@ -76,7 +76,7 @@ class Config:
     fsdp_size: int = -1  # ranks that share one copy of the weights; others hold replicas (-1: all share one)
     ulysses_size: Positive = 1  # ranks that share one sequence, each with some of the attention heads
     offload_policy: bool = False  # fsdp2 keeps weights, gradients and optimizer state on the host
-    timeout_minutes: Rate = 30.0  # a longer collective ends the run
+    timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0  # a longer collective ends the run
 
     # precision and kernels
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
@@ -847,13 +847,13 @@ class CriticWorker:
         common.describe_head(self.model_config, config, value_range)
         self.critic = DataParallelPPOCritic(config, self.model_config, self.layout, total_steps)
         torch.manual_seed(config.seed)  # random weights were drawn
-        print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
         print0(
+            f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}\n"
             f"layout     ranks {WORLD_SIZE} = dp {self.layout.dp_size} x sp {self.layout.sp_size};"
             f" weights in {shards_of(config, WORLD_SIZE)} shards ({config.strategy});"
-            f" CPU threads {torch.get_num_threads()} a rank"
+            f" CPU threads {torch.get_num_threads()} a rank\n"
+            f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32"
         )
-        print0(f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32")
         self.check_model()
 
     @torch.no_grad()
@@ -906,9 +906,8 @@ class CriticWorker:
             if budget < least:
                 raise UserError(f"--ppo-max-token-len-per-gpu auto: {row} of {longest} tokens does not fit")
         if halvings:
-            smaller = max(budget >> halvings, least)
-            print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu {budget} -> {smaller}")
-            budget = smaller
+            budget = max(budget >> halvings, least)
+            print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu is halved to {budget}")
         self.critic.max_tokens = budget * share
 
     def try_out(self, batch):

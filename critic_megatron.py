@@ -80,7 +80,7 @@ class Config:
     context_parallel_size: Positive = 1  # ranks that share each sequence, with a part of its tokens each
     expert_model_parallel_size: Positive = 1  # ranks that share the experts of a mixture
     expert_tensor_parallel_size: Positive | None = None  # ranks that share each expert (None: tensor size)
-    timeout_minutes: Rate = 30.0  # a longer collective ends the run
+    timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0  # a longer collective ends the run
 
     # precision and kernels
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
@@ -1194,13 +1194,13 @@ class CriticWorker:
         common.describe_head(self.model_config, config, value_range)
         self.critic = MegatronPPOCritic(config, self.model_config, self.layout, total_steps)
         torch.manual_seed(config.seed)  # random weights were drawn
-        print0(f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}")
         print0(
+            f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}\n"
             f"layout     ranks {WORLD_SIZE} = tp {config.tensor_model_parallel_size} x"
             f" cp {config.context_parallel_size} x dp {self.layout.dp_size} x"
-            f" pp {config.pipeline_model_parallel_size}; CPU threads {torch.get_num_threads()} a rank"
+            f" pp {config.pipeline_model_parallel_size}; CPU threads {torch.get_num_threads()} a rank\n"
+            f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32"
         )
-        print0(f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32")
 
     def set_budget(self, longest, row, halvings=0):
         """Sets how many tokens a micro-batch takes; no update depends on it. UserError: a row does not fit.
@@ -1219,9 +1219,8 @@ class CriticWorker:
             if budget < least:
                 raise UserError(f"--ppo-max-token-len-per-gpu auto: {row} of {longest} tokens does not fit")
         if halvings:
-            smaller = max(budget >> halvings, least)
-            print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu {budget} -> {smaller}")
-            budget = smaller
+            budget = max(budget >> halvings, least)
+            print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu is halved to {budget}")
         self.critic.max_tokens = budget * share // pack_unit(config) * pack_unit(config)
 
     def try_out(self, batch):

@@ -293,9 +293,7 @@ class Reply:
     fault: str = ""  # what went wrong in the environment or the reward
 
 
-class Task(NamedTuple):
-    """What is to be learned."""
-
+class Task(NamedTuple):  # what is to be learned
     tokenizer: Any  # of the actor
     model_config: Any
     prompts: list
@@ -1277,9 +1275,11 @@ def set_up(run):
     for part, config in (("actor", model_config), ("critic", critic_config)):
         with blame(f"--{part}.model: does not go with these prompts"):
             common.check_rows(row, config)
-    print0(f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens")
-    print0(f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses a step")
-    print0(f"update     {actor.ppo_mini_batch_size} rows a mini-batch, critic {critic.ppo_mini_batch_size}")
+    print0(
+        f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens\n"
+        f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses a step, at most\n"
+        f"update     {actor.ppo_mini_batch_size} rows a mini-batch, critic {critic.ppo_mini_batch_size}"
+    )
     if run.critic_warmup >= run.steps:
         print0(f"warm-up    --critic-warmup {run.critic_warmup} covers all --steps: the actor never learns")
     return run, Task(
