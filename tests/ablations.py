@@ -19,6 +19,7 @@ SCRIPT = pathlib.Path(__file__).resolve().parent.parent / "ppo_loop.py"
 RECIPES = {  # the same number of scored answers, for each seed a supervised actor and a critic of its own
     "no critic: less the batch's mean": "--critic.value-head-init zero --critic.lr 1e-30",  # values stay 0
     "critic, lambda 1": "",
+    "the same, its head starts at 0": "--critic.value-head-init zero",
     "lambda 0.95": "--lam 0.95",
     "the first token gets half the credit": "--first-token-credit 0.5",
     "10 of 60 steps for the critic alone": "--critic-warmup 10",
