@@ -907,7 +907,7 @@ class CriticWorker:
                 raise UserError(f"--ppo-max-token-len-per-gpu auto: {row} of {longest} tokens does not fit")
         if halvings:
             budget = max(budget >> halvings, least)
-            print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu is halved to {budget}")
+            print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu is lowered to {budget}")
         self.critic.max_tokens = budget * share
 
     def try_out(self, batch):

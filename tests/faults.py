@@ -452,7 +452,7 @@ def memory(script, short):
         assert "can't allocate memory" in said and ": out of memory; --resume auto" in said, said
         assert tries < 5, said
     tokens = 1024 >> tries
-    assert f"so --ppo-max-token-len-per-gpu 1024 -> {tokens}" in job.text(0)[0], (tries, job)
+    assert f"so --ppo-max-token-len-per-gpu is lowered to {tokens}" in job.text(0)[0], (tries, job)
     for ours, theirs in zip(metrics_of(out), metrics_of(other), strict=True):
         assert ours.keys() == theirs.keys()
         for name, x in theirs.items():
