@@ -762,8 +762,8 @@ class DataParallelPPOCritic:
 
     @named_range("micro-batch")
     def forward_backward(self, micro, last=True):
-        """Adds the gradient of a micro-batch -> its sums (loss, clipped, vpreds, actions). last: of its
-        mini-batch, it is the last one.
+        """Adds the gradient of a micro-batch -> its sums (loss, clipped, vpreds, actions). last:
+        whether it is the last one of its mini-batch.
 
         The loss is a sum over all ranks, but FSDP averages gradients: multiply by dp x sp. The sp ranks of a
         row all compute its loss, and gather_slices adds up their gradients: divide by sp."""

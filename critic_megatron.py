@@ -286,7 +286,7 @@ def megatron_without_cuda():
 
 
 moe_utils.te_general_gemm = None  # megatron-core reads it, but defines it with Transformer Engine only
-megatron_optimizer.USING_PYTORCH_OPTIMIZER = True  # of torch, also where Apex is installed
+megatron_optimizer.USING_PYTORCH_OPTIMIZER = True  # torch's AdamW, also where Apex is installed
 
 # ---- Value model: a decoder and a value head in float32 ----------------------------------------------------
 
