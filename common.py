@@ -505,7 +505,7 @@ def rows_of_step(step, groups, size, seed):
     return rows[n * i // pieces : n * (i + 1) // pieces]
 
 
-def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma=1.0, lam=1.0, bootstrap_B=None):
+def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma, lam=1.0, bootstrap_B=None):
     """Generalised advantage estimation over the actions of each row -> (advantages_T, returns_T) float32.
 
         delta_k = r_k + gamma V_{k+1} - V_k,    A_k = delta_k + gamma lam A_{k+1}    (1506.02438, eq. 11-16)
@@ -1230,7 +1230,7 @@ def init_value_head(score, config, model_config):
     """Fills the head, an nn.Linear, by --value-head-init -> words on what happened."""
     nn.init.zeros_(score.weight)
     nn.init.zeros_(score.bias)
-    if config.value_head_init == "zero":
+    if config.value_head_init in ("zero", "mean"):
         return "value head zero"
     if config.model not in TINY and config.value_head_init != "normal":
         if name := load_value_head(score, config.model, model_config.value_range):

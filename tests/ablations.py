@@ -1,6 +1,10 @@
-"""PPO on the built-in addition, one recipe after another, from equal starts: a table and a picture.
+"""One recipe after another from equal starts: a table and a picture.
 
-python tests/ablations.py        20 minutes on two cores; runs that have ended are not repeated
+python tests/ablations.py                   PPO on the built-in addition: 20 minutes on two cores
+python tests/ablations.py --data FOLDER     value pretraining on train.jsonl, judged on eval.jsonl; tokenizer/
+                                            there reads the text: 25 minutes for GSM8K's answers
+
+Runs that have ended are not repeated.
 """
 
 import json
@@ -15,26 +19,37 @@ import tyro
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-SCRIPT = pathlib.Path(__file__).resolve().parent.parent / "ppo_loop.py"
-RECIPES = {  # the same number of scored answers, for each seed a supervised actor and a critic of its own
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PPO = {  # the same number of scored answers, for each seed a supervised actor and a critic of its own
     "no critic: less the batch's mean": "--critic.value-head-init zero --critic.lr 1e-30",  # values stay 0
     "critic, lambda 1": "",
     "the same, its head starts at 0": "--critic.value-head-init zero",
+    "the same, at the mean return": "--critic.value-head-init mean",
     "lambda 0.95": "--lam 0.95",
     "the first token gets half the credit": "--first-token-credit 0.5",
     "10 of 60 steps for the critic alone": "--critic-warmup 10",
     "bins (HL-Gauss)": "--critic.value-head hl_gauss --critic.value-range -0.1 1.1",
     "bounded values": "--critic.value-head bounded --critic.value-range -0.1 1.1",
     "value places 0.3, 0.6 and 0.9": "--critic.value-places 0.3 0.6 0.9",
+    "the critic only where it helps": "--critic-where-it-helps",
     "4 answers to each of 64 prompts": "--train-batch-size 64 --rollout-n 4",
+}
+PRETRAINING = {
+    "random head": "",
+    "head at 0": "--value-head-init zero",
+    "head at the mean return": "--value-head-init mean",
+    "bins (HL-Gauss)": "--value-head hl_gauss --value-range -0.1 1.1",
+    "bounded values": "--value-head bounded --value-range -0.1 1.1",
+    "value places 0.3, 0.6 and 0.9": "--value-places 0.3 0.6 0.9",
+    "attention frozen": "--freeze-modules self_attn",
 }
 
 
 def run(job):
     """Rows of metrics.jsonl of a run, which is made if it is not there."""
-    folder, flags = job
+    script, folder, flags = job
     if not (folder / "report.html").exists():
-        command = [sys.executable, SCRIPT, "--out-dir", folder, *flags.split()]
+        command = [sys.executable, ROOT / script, "--out-dir", folder, *flags]
         subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
     return [json.loads(line) for line in open(folder / "metrics.jsonl")]
 
@@ -44,24 +59,56 @@ def told(numbers):
     return f"{statistics.fmean(numbers):.3f} +- {statistics.stdev(numbers) / len(numbers) ** 0.5:.3f}"
 
 
-def ablations(out: pathlib.Path = pathlib.Path("out/ablations"), seeds: int = 5, steps: int = 60):
-    """Prints the table for seeds 101, 102 and so on."""
-    jobs = []
-    for name, flags in RECIPES.items():
+def ablations(
+    out: pathlib.Path = pathlib.Path("out/ablations"),
+    data: pathlib.Path | None = None,
+    seeds: int = 5,
+    steps: int = 60,
+    jobs: int = os.cpu_count(),
+):
+    """Prints the table for seeds 101, 102 and so on. A run keeps one core busy; `jobs` run at once."""
+    recipes = PRETRAINING if data else PPO
+    todo = []
+    for name, flags in recipes.items():
         for seed in range(101, 101 + seeds):
-            flags_of_seed = f"{flags} --steps {steps} --seed {seed} --critic.seed {seed}"
-            jobs.append((out / f"{name}, {seed}", flags_of_seed))
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        runs = list(tqdm(threads.map(run, jobs), total=len(jobs)))
+            flags_of_seed = [*flags.split(), "--steps", f"{steps}"]
+            if data:
+                files = ("--rollouts", data / "train.jsonl", "--eval-rollouts", data / "eval.jsonl")
+                flags_of_seed += [*files, "--tokenizer", data / "tokenizer", "--seed", f"{seed}"]
+            else:
+                flags_of_seed += ["--seed", f"{seed}", "--critic.seed", f"{seed}"]
+            script = "critic_fsdp.py" if data else "ppo_loop.py"
+            todo.append((script, out / f"{name}, {seed}", flags_of_seed))
+    with ThreadPoolExecutor(jobs) as threads:
+        runs = list(tqdm(threads.map(run, todo), total=len(todo)))
+    runs = {name: runs[i * seeds : (i + 1) * seeds] for i, name in enumerate(recipes)}
+    (table_of_pretraining if data else table_of_ppo)(runs, seeds, steps, out)
+
+
+def table_of_pretraining(runs, *_):
+    """What each critic says of rows that it has not seen."""
+    baseline = None
+    print("| recipe | explained variance | more than the first row | AUC of the last value | loss |")
+    print("|---|---|---|---|---|")
+    for name, mine in runs.items():
+        ends = [[row for row in rows if "eval/auc" in row][-1] for rows in mine]
+        ev, auc, loss = ([end[f"eval/{x}"] for end in ends] for x in ("explained_var", "auc", "vf_loss"))
+        baseline = baseline or ev
+        more = [x - y for x, y in zip(ev, baseline)]  # of the same seed
+        print(f"| {name} | {told(ev)} | {told(more)} | {told(auc)} | {told(loss)} |")
+
+
+def table_of_ppo(runs, seeds, steps, out):
+    """How well the policy ends, and what it has earned on the way."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     panel = figure.subplots()
     baseline = None
     print("| recipe | accuracy at the end | mean reward | more than the first row | explained variance |")
     print("|---|---|---|---|---|")
-    for i, name in enumerate(RECIPES):
-        mine = [[row for row in rows if "reward/mean" in row] for rows in runs[i * seeds : (i + 1) * seeds]]
+    for name, of_recipe in runs.items():
+        mine = [[row for row in rows if "reward/mean" in row] for rows in of_recipe]
         rewards = [[row["reward/mean"] for row in rows] for rows in mine]
-        final = [rows[-1]["eval/accuracy"] for rows in runs[i * seeds : (i + 1) * seeds]]
+        final = [rows[-1]["eval/accuracy"] for rows in of_recipe]
         area = [statistics.fmean(x) for x in rewards]
         baseline = baseline or area
         more = [x - y for x, y in zip(area, baseline)]  # of the same seed

@@ -5,7 +5,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for a hub
 os.environ["OMP_NUM_THREADS"] = "1"  # models are so small that threads would only wait for each other
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests compare what a CPU computes; of a GPU see test_device.py
 
-QUICK = ("test_budget.py", "test_common.py", "test_exercises.py", "test_ppo_loop.py")
+QUICK = ("test_budget.py", "test_common.py", "test_edges.py", "test_exercises.py", "test_ppo_loop.py")
 
 
 def pytest_collection_modifyitems(items):

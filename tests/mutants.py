@@ -33,15 +33,17 @@ FUNCTIONS = {
 }  # fmt: skip
 SEEN_BY = {  # script -> its tests
     "common": (
-        "test_common.py", "test_critic_fsdp.py -k 'verl or plain or means or no_action'",
+        "test_edges.py", "test_common.py", "test_critic_fsdp.py -k 'verl or plain or means or no_action'",
         "test_heads_and_lora.py -k loops", "test_ppo_loop.py -k 'row_by_row or equal_a_loop'",
     ),
     "critic_fsdp": (
-        "test_common.py -k 'spread or micro'", "test_critic_fsdp.py -k 'shared or schedules or verl'",
+        "test_edges.py", "test_common.py -k 'spread or micro'",
+        "test_critic_fsdp.py -k 'shared or schedules or verl'",
         "test_heads_and_lora.py -k 'one_rank and fsdp2'",
     ),
     "ppo_loop": (
-        "test_common.py -k verl", "test_ppo_loop.py -k 'papers or equal_a_loop or first_action or row_by'",
+        "test_edges.py", "test_common.py -k verl",
+        "test_ppo_loop.py -k 'papers or equal_a_loop or first_action or row_by'",
     ),
 }  # fmt: skip
 OTHER = {

@@ -1,5 +1,6 @@
 """The exercises of .github/reading.md: one test each, whose assertions are the answer."""
 
+import json
 import types
 
 import pytest
@@ -10,6 +11,7 @@ from test_critic_fsdp import worker
 
 import common
 import critic_megatron
+import ppo_loop
 from critic_fsdp import gather_slices, trade
 
 
@@ -142,6 +144,56 @@ def test_7_context_parallel_ranks_have_a_piece_of_either_end():
         row = common.Batch.blank(8)
         slots, _ = critic_megatron.MegatronPPOCritic.share_context(critic, row)
         assert slots.tolist() == answer and sum(t + 1 for t in answer) == 18
+
+
+def test_8_a_critic_learns_what_goes_wrong():
+    """The toy's policy adds by column and mostly forgets to carry; the critic sees its answers and their
+    rewards. What has it learned to say of a prompt before any digit of the answer, and why is it no constant?
+
+    How likely this policy is right: much less where the units carry. That is what a baseline is for. A right
+    answer where the units carry is a surprise and gets a large advantage; where they do not, hardly any."""
+    w = worker(lr=1e-3)
+    rows = common.read_rows(common.toy_rows(2048, seed=0), w.tokenizer)
+    for step in range(24):
+        batch = rows.select(common.rows_of_step(step, rows.groups(), 256, seed=0))
+        batch.values = w.compute_values(batch)
+        common.add_returns(batch, gamma=1.0, lam=1.0)
+        w.update_critic(batch)
+    said = {True: [], False: []}
+    for a in range(11, 90, 7):
+        for b in range(12, 90, 7):
+            row = json.dumps({"prompt": f"{a}+{b}=", "response": f"{a + b}", "reward": 1})
+            batch = common.read_rows([row], w.tokenizer)
+            said[a % 10 + b % 10 >= 10].append(float(w.compute_values(batch)[batch.response_mask][0]))
+    carries, does_not = (sum(x) / len(x) for x in said.values())
+    assert carries < does_not - 0.2
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.95])
+def test_9_a_head_that_starts_at_the_mean_return(lam):
+    """--value-head-init zero, or mean: of the first step, what is equal and what is not: the explained
+    variance, the value loss, the whitened advantages with lambda 1, and with lambda 0.95?
+
+    Only the loss differs, and the advantages with lambda 0.95. Explained variance and whitening do not see a
+    constant; with lambda 1 that is all that a constant value adds to the advantages. Below 1 its TD errors,
+    which are not 0 at the end of a row only, fade towards the row's beginning."""
+    found = {}
+    for init in ("zero", "mean"):
+        w = worker(value_head_init=init)
+        batch = random_batch(8, idle=False)
+        batch.values *= 0
+        common.add_returns(batch, gamma=1.0, lam=1.0)
+        if init == "mean":
+            w.start_at_mean(batch)
+        batch.values = w.compute_values(batch)
+        metrics = w.update_critic(batch)
+        common.add_returns(batch, gamma=1.0, lam=lam)
+        whitened = ppo_loop.masked_whiten(batch.advantages, batch.response_mask)
+        found[init] = metrics["critic/explained_var"], metrics["critic/vf_loss"], whitened
+    (ev, loss, whitened), (ev_mean, loss_mean, whitened_mean) = found.values()
+    assert ev == pytest.approx(0, abs=1e-6) and ev_mean == pytest.approx(0, abs=1e-6)
+    assert loss_mean < loss
+    assert torch.allclose(whitened, whitened_mean, atol=1e-5) == (lam == 1.0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,122 @@
+"""Edges of the maths and the batching, worked out by hand: where a small fault would change nothing else."""
+
+import math
+import types
+
+import helpers  # noqa: F401  makes the scripts importable
+import pytest
+import torch
+
+import common
+import critic_fsdp
+import critic_megatron
+import ppo_loop
+
+CRITICS = (critic_fsdp, critic_megatron)
+TRUE = torch.ones(1, dtype=torch.bool)
+
+
+def rows_of(*prompts, answer=2):
+    """A batch of rows with these prompts and `answer` actions each."""
+    rows = [common.Batch.blank(len(prompt) + answer) for prompt in prompts]
+    for number, (row, prompt) in enumerate(zip(rows, prompts)):
+        row.row_id[0] = number
+        row.input_ids[: len(prompt)] = torch.tensor(prompt)
+        row.response_mask[: len(prompt)] = False
+    return common.concat(rows)
+
+
+def test_the_policy_ratio_stays_within_e_to_the_20():
+    for log_ratio, ratio in ((19.5, 19.5), (30.0, 20.0), (-30.0, -20.0)):
+        columns = (torch.tensor([log_ratio]), torch.zeros(1), torch.tensor([-1.0]), TRUE, torch.ones(1))
+        loss, *_ = ppo_loop.policy_loss(*columns, 1 - 1e-12, math.inf, None)
+        assert float(loss) == pytest.approx(math.exp(ratio), rel=1e-5, abs=0)
+
+
+def test_a_k3_of_one_token_is_at_most_10():
+    for k1, k3 in ((-2.0, math.exp(2) - 1 - 2), (-2.7, 10.0), (10.0, 9 + math.exp(-10)), (11.5, 10.0)):
+        x_T = ppo_loop.kl_penalty(torch.tensor([k1]), torch.zeros(1), "k3")
+        assert float(x_T) == pytest.approx(k3)
+
+
+def test_whitening_of_one_two_and_equal_numbers(monkeypatch):
+    monkeypatch.setattr(ppo_loop, "of_all_ranks", lambda x: [x])
+    half = math.sqrt(0.5)  # of two numbers that are 2 apart the sample deviation is the root of 2
+    for x, answer in (([7.0], [0.0]), ([1.0, 3.0], [-half, half]), ([5.0] * 3, [0.0] * 3)):
+        x_T = torch.tensor(x)
+        assert ppo_loop.masked_whiten(x_T, x_T > 0).tolist() == pytest.approx(answer, abs=1e-6)
+
+
+def test_rows_that_were_cut_off_end_with_0_unless_asked_otherwise():
+    rows = rows_of([3], answer=2)
+    rows.truncated[0] = True
+    rows.values = torch.tensor([0.0, 1.0, 2.0])
+    for options, after in (((), 0.0), ((False,), 0.0), ((True,), 2.0)):
+        common.add_returns(rows, 1.0, 1.0, *options)
+        assert rows.returns.tolist() == [0.0, after, after]
+
+
+def test_explained_variance_tells_small_returns_from_rounding():
+    small = 1e-4 * torch.tensor([1.0, 2.0, 3.0])
+    assert common.explained_variance(small / 2, small) == pytest.approx(0.75)
+    assert math.isnan(common.explained_variance(torch.zeros(3), 5 + torch.tensor([0.0, 5e-7, 0.0])))
+
+
+def test_the_credit_of_the_first_of_two_actions_is_lambda_itself():
+    rows = rows_of([3], answer=2)
+    rows.values = rows.old_log_probs = rows.ref_log_probs = torch.zeros(3)
+    fields = {"lam_policy": None, "first_token_credit": 0.25, "whiten_advantages": False}
+    run = types.SimpleNamespace(kl_penalty="k1", gamma=1.0, lam=1.0, bootstrap_truncated=False, **fields)
+    ppo_loop.add_advantages(rows, [1.0], 0.0, run)
+    assert rows.advantages.tolist() == [0.0, 0.25, 1.0] and rows.returns.tolist() == [0.0, 1.0, 1.0]
+
+
+def test_value_places_of_four_actions():
+    rows = rows_of([3], answer=4)
+    assert common.loss_weights(rows, "token-mean", places=(0.5,)).tolist() == [0, 0, 0, 1, 0]
+    assert common.loss_weights(rows, "token-mean", places=(0.0, 0.2, 1.0)).tolist() == [0, 0.5, 0, 0, 0.5]
+
+
+def test_a_row_with_images_shares_with_no_prompt():
+    rows = rows_of([0], [5], [5], [0], [5])
+    rows.multi_modal_inputs = [{}, {"images": ["a.png"]}, {}, {}, {"images": ["a.png"]}]
+    assert [group for _, group in rows.groups()] == [[0, 3], [1], [2], [4]]
+    assert rows.groups(share=False) == [(0, [row]) for row in range(5)]
+
+
+@pytest.mark.parametrize("script", CRITICS)
+def test_no_more_micro_batches_than_needed(script):
+    two = rows_of([1] * 58, [2] * 58)  # 60 tokens each
+    assert script.micro_batches(two, 1, 120, True) == [[[0, 1]]]
+    assert sorted(script.micro_batches(two, 1, 119, True)[0]) == [[0], [1]]
+    group = rows_of([1] * 10, [1] * 10, [1] * 10)  # 9 shared tokens, and 3 of each row
+    assert script.micro_batches(group, 1, 18, True) == [[[0, 1, 2]]]
+    parts = script.micro_batches(group, 1, 17, True)[0]
+    assert sorted(map(len, parts)) == [1, 2]
+
+
+@pytest.mark.parametrize("script", CRITICS)
+def test_a_pack_is_padded_at_its_end(script):
+    rows = rows_of([1, 1], [1, 1])  # 4 tokens each, the first of which is shared
+    host = torch.device("cpu")
+    for unit, pad in ((1, 0), (4, 1), (5, 3)):
+        slots, index, layout = script.pack_rows(rows, host, True, unit)
+        assert slots.tolist() == [0, 1, 2, 3, 5, 6, 7, *[8] * pad] and len(slots) % unit == 0
+        assert index.tolist() == [0, 1, 2, 3, 0, 4, 5, 6]
+        assert layout.pieces == [(4, 4, 1), (3 + pad, 4 + pad, 1)]
+        assert layout.keys.tolist() == [0, 1, 2, 3, 0, *range(4, 7 + pad)]
+
+
+@pytest.mark.parametrize("kind", [critic_fsdp.DataParallelPPOCritic, critic_megatron.MegatronPPOCritic])
+def test_a_cosine_of_one_step_after_the_warm_up(kind):
+    config = critic_fsdp.Config(lr_warmup_steps=2, lr_scheduler_type="cosine")
+    critic = types.SimpleNamespace(config=config, peak_lr=1.0, total_steps=3)
+    for critic.optimizer_steps, rate in enumerate((0.5, 1.0, 1.0, 0.0, 0.0)):
+        assert kind.learning_rate(critic) == pytest.approx(rate, abs=1e-9)
+
+
+def test_rewards_on_tokens_that_are_no_actions_reach_the_action_before_or_the_first():
+    mask = torch.tensor([0, 1, 0, 1, 0]).bool()
+    ends = torch.tensor([0, 5])
+    advantages, _ = common.gae(torch.tensor([1.0, 2, 4, 8, 16]), torch.zeros(5), mask, ends, 1.0, 0.0)
+    assert advantages.tolist() == [0, 7, 0, 24, 0]
