@@ -179,6 +179,7 @@ class Run:
     lam: Fraction = 1.0  # GAE's lambda for the returns that the critic learns
     lam_policy: Fraction | None = None  # GAE's lambda for the advantages (None: as lam): decoupled GAE
     first_token_credit: Share | None = None  # lambda = Q^(1/(L-1)): weight Q at the first of L actions
+    critic_where_it_helps: bool = False  # where values explain nothing, the mean return takes their place
     whiten_advantages: bool = True  # give advantages mean 0 and deviation 1 over the global batch
     bootstrap_truncated: bool = False  # the last value stands for the future of a row that was cut off
     # KL to the reference in the reward
@@ -501,12 +502,17 @@ def masked_whiten(x_T, mask_T):
     return torch.where(mask_T, (x_T - mean) * torch.rsqrt(var + 1e-8), 0.0).float()
 
 
-def add_advantages(batch, scores, kl_coef, run):
-    """Fills token_level_rewards, advantages and returns of the caller's rows (a collective). Each action pays
-    for its KL to the reference, the last one earns the score. Decoupled GAE: 2503.01491, section 4.2."""
+def add_rewards(batch, scores, kl_coef, run):
+    """Fills token_level_rewards: an action pays for its KL to the reference, the last one earns the score."""
     kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
     paid_T = -kl_coef * kl_T if kl_coef else torch.zeros_like(kl_T)
     batch.token_level_rewards = paid_T.index_add(0, common.last_action(batch), torch.tensor(scores))
+
+
+def add_advantages(batch, run):
+    """Fills advantages and returns of the caller's rows, which have values and rewards -> metrics (a
+    collective). Decoupled GAE: 2503.01491, section 4.2."""
+    metrics = {}
     common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
     lam = run.lam_policy
     if run.first_token_credit:
@@ -515,8 +521,26 @@ def add_advantages(batch, scores, kl_coef, run):
         returns_T = batch.returns
         common.add_returns(batch, run.gamma, lam, run.bootstrap_truncated)
         batch.returns = returns_T
+    if run.critic_where_it_helps:
+        less_T, metrics["critic/helps"] = less_mean_return(batch, run)
+        if not metrics["critic/helps"]:
+            batch.advantages = less_T
     if run.whiten_advantages:
         batch.advantages = masked_whiten(batch.advantages, batch.response_mask)
+    return metrics
+
+
+def less_mean_return(batch, run):
+    """-> (returns of the caller's rows less their mean over the actions of all answers to a prompt, or of the
+    batch if each prompt has one; whether the values of the batch explain its returns) (EVPO, 2604.19485)."""
+    returns_T = common.monte_carlo(batch, run.gamma)
+    whole = gather(replace(batch, returns=returns_T))
+    size = run.rollout_n if run.rollout_n > 1 else len(whole)
+    mean_G = torch.stack([x.returns.sum() / x.response_mask.sum() for x in whole.split(size)])
+    mean_T = mean_G[batch.row_id // size][batch.row_of_token]
+    columns = (x_T[whole.response_mask] for x_T in (whole.values, whole.returns))
+    helps = common.explained_variance(*columns) > 1e-3  # at 0 rounding would decide, and layouts would differ
+    return torch.where(batch.response_mask, returns_T - mean_T, 0.0), helps
 
 
 # ---- Rollout: an engine makes tokens, a batch comes of them ------------------------------------------------
@@ -1413,8 +1437,12 @@ def main(run):
                 metrics = rollout_metrics(batch, run, engine.dtype)
                 metrics |= {"reward/mean": mean, "reward/errors": faults, "kl/coef": kl_coef}
                 with phases("critic", critic):
+                    add_rewards(batch, [reply.score for reply in replies], kl_coef, run)
+                    if step == 0 and run.critic.value_head_init == "mean":
+                        batch.returns = common.monte_carlo(batch, run.gamma)
+                        critic.start_at_mean(batch)
                     batch.values = critic.compute_values(batch)
-                    add_advantages(batch, [reply.score for reply in replies], kl_coef, run)
+                    metrics |= add_advantages(batch, run)
                     metrics |= critic.update_critic(batch)
                 if step >= run.critic_warmup:
                     with phases("actor", actor):

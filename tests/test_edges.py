@@ -62,13 +62,31 @@ def test_explained_variance_tells_small_returns_from_rounding():
     assert math.isnan(common.explained_variance(torch.zeros(3), 5 + torch.tensor([0.0, 5e-7, 0.0])))
 
 
+def of_answers(rewards, values, **fields):
+    """Advantages of rows with a prompt and two actions, and metrics. values: of both actions."""
+    rows = rows_of(*[[3]] * len(rewards), answer=2)
+    rows.old_log_probs = rows.ref_log_probs = torch.zeros(len(rows.input_ids))
+    rows.values = torch.tensor([[0.0, v, v] for v in values]).flatten()
+    defaults = {"lam_policy": None, "first_token_credit": None, "whiten_advantages": False, "rollout_n": 1}
+    defaults |= {"kl_penalty": "k1", "gamma": 1.0, "lam": 1.0, "critic_where_it_helps": False}
+    run = types.SimpleNamespace(bootstrap_truncated=False, **defaults | fields)
+    ppo_loop.add_rewards(rows, rewards, 0.0, run)
+    metrics = ppo_loop.add_advantages(rows, run)
+    return rows.advantages.view(-1, 3).tolist(), metrics
+
+
 def test_the_credit_of_the_first_of_two_actions_is_lambda_itself():
-    rows = rows_of([3], answer=2)
-    rows.values = rows.old_log_probs = rows.ref_log_probs = torch.zeros(3)
-    fields = {"lam_policy": None, "first_token_credit": 0.25, "whiten_advantages": False}
-    run = types.SimpleNamespace(kl_penalty="k1", gamma=1.0, lam=1.0, bootstrap_truncated=False, **fields)
-    ppo_loop.add_advantages(rows, [1.0], 0.0, run)
-    assert rows.advantages.tolist() == [0.0, 0.25, 1.0] and rows.returns.tolist() == [0.0, 1.0, 1.0]
+    assert of_answers([1.0], [0.0], first_token_credit=0.25) == ([[0.0, 0.25, 1.0]], {})
+
+
+@pytest.mark.parametrize("n, less", [(1, [2.5] * 4), (2, [1.5, 1.5, 3.5, 3.5])])
+def test_a_critic_that_explains_nothing_makes_way_for_the_mean_return(n, less):
+    rewards = [1.0, 2.0, 3.0, 4.0]
+    for values, helps in (([1.1, 2.1, 2.9, 3.9], 1), ([7.0] * 4, 0), ([4.0, 3.0, 2.0, 1.0], 0)):
+        found, metrics = of_answers(rewards, values, critic_where_it_helps=True, rollout_n=n)
+        assert metrics == {"critic/helps": helps}
+        for row, reward, mean, value in zip(found, rewards, less, values):
+            assert row == pytest.approx([0, *[reward - (value if helps else mean)] * 2])
 
 
 def test_value_places_of_four_actions():
