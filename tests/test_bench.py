@@ -24,7 +24,7 @@ def test_contestants_say_the_same():
 
 def test_ablations_compare_runs_of_one_seed(tmp_path, capsys):
     """The table of runs that have ended: means, standard errors, differences to the first row by seed."""
-    for name, rewards in zip(ablations.RECIPES, ([0.1, 0.3], [0.4, 0.7], *[[0.0, 0.0]] * 99)):
+    for name, rewards in zip(ablations.PPO, ([0.1, 0.3], [0.4, 0.7], *[[0.0, 0.0]] * 99)):
         for seed, x in zip((101, 102), rewards):
             (folder := tmp_path / f"{name}, {seed}").mkdir()
             (folder / "report.html").touch()
@@ -32,5 +32,9 @@ def test_ablations_compare_runs_of_one_seed(tmp_path, capsys):
             lines = [{"eval/accuracy": 9}, *rows, {"eval/accuracy": x}]
             (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     ablations.ablations(tmp_path, seeds=2, steps=2)
-    row = f"| {[*ablations.RECIPES][1]} | 0.550 +- 0.150 | 1.050 +- 0.150 | 0.350 +- 0.050 | 0.55 |\n"
+    row = f"| {[*ablations.PPO][1]} | 0.550 +- 0.150 | 1.050 +- 0.150 | 0.350 +- 0.050 | 0.55 |\n"
     assert row in capsys.readouterr().out and (tmp_path / "ablations.png").exists()
+    end = lambda x: [{"eval/auc": 9}, dict.fromkeys(("eval/explained_var", "eval/auc", "eval/vf_loss"), x)]
+    ablations.table_of_pretraining({"a": [end(0.1), end(0.3)], "b": [end(0.4), end(0.7)]})
+    row = "| b | 0.550 +- 0.150 | 0.350 +- 0.050 | 0.550 +- 0.150 | 0.550 +- 0.150 |\n"
+    assert row in capsys.readouterr().out
