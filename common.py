@@ -554,6 +554,10 @@ def monte_carlo(batch, gamma):  # (T,) discounted sums of the rewards from each 
     return gae(rewards_T, 0 * rewards_T, batch.response_mask, batch.cu_seqlens, gamma)[1]
 
 
+def mean_return(batch, gamma):  # of all actions, for a head that starts there
+    return float(monte_carlo(batch, gamma)[batch.response_mask].mean())
+
+
 def loss_weights(batch, mode, response_length_limit=None, places=()):
     """(T,) weights of the token losses of a *global* mini-batch with an action, in whichever micro-batches.
     With places p only actions min(L - 1, floor(p L)) of a row's L actions count (SP3O, 2609.18708).

@@ -1243,12 +1243,9 @@ class CriticWorker:
         if batch.multi_modal_inputs:
             raise ValueError("multi_modal_inputs: this critic reads text only")
 
-    @common.dp_compute_proto(needs=("returns",))
-    def start_at_mean(self, batch):
-        """For --value-head-init mean: from here on every value is the mean return of all ranks' actions
-        (JustRL-II), if bounded within 0.01 to 0.99 of the range. Call it once, before the first values."""
-        mean = float(batch.returns.sum() / batch.response_mask.sum().clamp(min=1))
-        print0(f"value head starts at the mean return, {mean:.3g}")
+    def start_at(self, mean):
+        """Makes this number every value, with the head of --value-head-init mean, which has no weights yet.
+        Bounded values start within 0.01 to 0.99 of their range. All ranks call it before the first values."""
         if self.critic.value_range:
             low, high = self.critic.value_range
             part = min(max((mean - low) / (high - low), 0.01), 0.99)
@@ -1529,7 +1526,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
-    batch = train.select([])
+    picked = []
     groups = train.groups()
     for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
         ends = step == run.steps or any(of_all_ranks(checkpoints.sigterm.is_set()))
@@ -1546,8 +1543,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
         picked = common.rows_of_step(step, groups, size, run.critic.seed)
         batch = train.select(picked[RANK::WORLD_SIZE])
         if step == 0 and run.critic.value_head_init == "mean":
-            common.add_returns(batch, run.gamma, lam=1.0)  # then they do not depend on values
-            worker.start_at_mean(batch)
+            worker.start_at(common.mean_return(train.select(picked), run.gamma))
         batch.values = worker.compute_values(batch)
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)
@@ -1557,7 +1553,9 @@ def learn(run, worker, train, held_out, size, checkpoints):
         checkpoints.leave(step)
     if len(held_out):
         return held_out, "held-out rows"
-    return common.gather(batch), "rows of the last update, with their values before it"
+    rows = train.select(picked)
+    rows.values = worker.critic.compute_values(rows)
+    return rows, "rows of the last update"
 
 
 if __name__ == "__main__":

@@ -1439,8 +1439,7 @@ def main(run):
                 with phases("critic", critic):
                     add_rewards(batch, [reply.score for reply in replies], kl_coef, run)
                     if step == 0 and run.critic.value_head_init == "mean":
-                        batch.returns = common.monte_carlo(batch, run.gamma)
-                        critic.start_at_mean(batch)
+                        critic.start_at(common.mean_return(gather(batch), run.gamma))
                     batch.values = critic.compute_values(batch)
                     metrics |= add_advantages(batch, run)
                     metrics |= critic.update_critic(batch)

@@ -184,7 +184,7 @@ def test_9_a_head_that_starts_at_the_mean_return(lam):
         batch.values *= 0
         common.add_returns(batch, gamma=1.0, lam=1.0)
         if init == "mean":
-            w.start_at_mean(batch)
+            w.start_at(common.mean_return(batch, gamma=1.0))
         batch.values = w.compute_values(batch)
         metrics = w.update_critic(batch)
         common.add_returns(batch, gamma=1.0, lam=lam)
