@@ -29,8 +29,8 @@ FUNCTIONS = {
     "common": "gae add_returns last_action monte_carlo loss_weights value_loss hl_gauss_values hl_gauss_loss "
               "explained_variance auc update_metrics evaluate shuffled_rows rows_of_step groups computed",
     "critic_fsdp": "spread micro_batches pack_rows values loss learning_rate",
-    "ppo_loop": "policy_loss kl_penalty next_kl_coef masked_whiten add_rewards "
-                "add_advantages less_mean_return",
+    "ppo_loop": "policy_loss kl_penalty next_kl_coef masked_whiten assign_credit "
+                "less_mean_return",
 }  # fmt: skip
 SEEN_BY = {  # script -> its tests
     "common": (

@@ -70,8 +70,8 @@ def of_answers(rewards, values, **fields):
     defaults = {"lam_policy": None, "first_token_credit": None, "whiten_advantages": False, "rollout_n": 1}
     defaults |= {"kl_penalty": "k1", "gamma": 1.0, "lam": 1.0, "critic_where_it_helps": False}
     run = types.SimpleNamespace(bootstrap_truncated=False, **defaults | fields)
-    ppo_loop.add_rewards(rows, rewards, 0.0, run)
-    metrics = ppo_loop.add_advantages(rows, run)
+    critic = types.SimpleNamespace(compute_values=lambda rows: rows.values)
+    metrics = ppo_loop.assign_credit(rows, rewards, 0.0, run, critic, 1)
     return rows.advantages.view(-1, 3).tolist(), metrics
 
 
