@@ -105,7 +105,7 @@ def table_of_ppo(runs, seeds, steps, out):
     baseline = None
     print("| recipe | accuracy at the end | mean reward | more than the first row | explained variance |")
     print("|---|---|---|---|---|")
-    for name, of_recipe in runs.items():
+    for number, (name, of_recipe) in enumerate(runs.items()):
         mine = [[row for row in rows if "reward/mean" in row] for rows in of_recipe]
         rewards = [[row["reward/mean"] for row in rows] for rows in mine]
         final = [rows[-1]["eval/accuracy"] for rows in of_recipe]
@@ -114,7 +114,8 @@ def table_of_ppo(runs, seeds, steps, out):
         more = [x - y for x, y in zip(area, baseline)]  # of the same seed
         ev = statistics.fmean(row["critic/explained_var"] or 0.0 for rows in mine for row in rows[-10:])
         print(f"| {name} | {told(final)} | {told(area)} | {told(more)} | {ev:.2f} |")
-        panel.plot(range(1, steps + 1), [statistics.fmean(x) for x in zip(*rewards)], label=name)
+        line = "-" if number < 10 else "--"  # there are ten colours
+        panel.plot(range(1, steps + 1), [statistics.fmean(x) for x in zip(*rewards)], line, label=name)
     panel.set(xlabel="step", ylabel=f"reward of the answers, mean of {seeds} seeds")
     panel.legend(fontsize="small")
     figure.savefig(out / "ablations.png")
