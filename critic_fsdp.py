@@ -253,10 +253,6 @@ def build_skeleton(config, model_config, dtype=torch.float32):
     with blame(f"{name}: cannot be built; try --no-use-remove-padding"), torch.device("meta"):
         attention = attention_of(config, model_config)
         backbone = AutoModel.from_config(model_config, dtype=dtype, attn_implementation=attention)
-        layers = set(getattr(model_config.get_text_config(), "layer_types", None) or ())
-        odd = layers - {"full_attention", "sliding_attention"}
-        if config.use_remove_padding and (odd or not backbone._can_set_attn_implementation()):
-            raise ValueError(f"its own attention does not know packed rows {sorted(odd) or ''}")
         model = ValueModel(backbone)
         add_lora(backbone, config)
         freeze(model, config.freeze_modules)
