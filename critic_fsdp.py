@@ -196,7 +196,6 @@ from safetensors.torch import save_file
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed import fsdp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, state_dict
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import AutoModel, Qwen2VLImageProcessorPil
 from transformers.image_utils import load_image
 from transformers.pytorch_utils import Conv1D
@@ -627,15 +626,15 @@ class DataParallelPPOCritic:
         self.value_range = model_config.value_range  # None: values are what the head says
         self.image_processor = load_image_processor(config, model_config)  # None: the model reads text only
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
-        built = build_value_model(config, model_config, layout)
-        self.model, self.flops, self.passes, self.story = built
+        self.model, self.flops, self.passes, self.story = build_value_model(config, model_config, layout)
         self.model.model.get_decoder().register_forward_pre_hook(slice_row, with_kwargs=True)
         if self.image_processor:  # every rank runs layer 0's backward, also above a frozen embedding
             self.model.model.get_input_embeddings().register_forward_hook(lambda *x: x[2].requires_grad_())
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        options = {"lr": self.peak_lr, "betas": config.betas, "weight_decay": config.weight_decay}
-        self.optimizer = torch.optim.AdamW(self.parameters, **options, fused=True)  # one kernel
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, self.peak_lr, config.betas, weight_decay=config.weight_decay, fused=True
+        )
         self.max_tokens = 0  # of a micro-batch of the ranks that share it, see CriticWorker.set_budget
         self.optimizer_steps = 0  # taken, skipped ones not counted: the position of the schedule
         self.updates = 0  # calls of update_critic: with seed and epoch the key of every shuffle
@@ -643,10 +642,8 @@ class DataParallelPPOCritic:
     def my_micro_batches(self, batch):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
         c = self.config
-        table = micro_batches(
-            batch, self.layout.dp_size, self.max_tokens, c.share_prompts, not c.use_remove_padding
-        )
-        return table[self.layout.dp_rank]
+        options = (c.share_prompts, not c.use_remove_padding)
+        return micro_batches(batch, self.layout.dp_size, self.max_tokens, *options)[self.layout.dp_rank]
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
@@ -990,7 +987,7 @@ class CriticWorker:
         critic = self.critic
         tensors, _, _ = checkpoint_tensors(critic.model, critic.optimizer)
         if copy:
-            tensors = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
+            tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
         state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
         state["shape"] = self.shape()
 
