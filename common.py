@@ -554,10 +554,6 @@ def monte_carlo(batch, gamma):  # (T,) discounted sums of the rewards from each 
     return gae(rewards_T, 0 * rewards_T, batch.response_mask, batch.cu_seqlens, gamma)[1]
 
 
-def mean_return(batch, gamma):  # of all actions, for a head that starts there
-    return float(monte_carlo(batch, gamma)[batch.response_mask].mean())
-
-
 def loss_weights(batch, mode, response_length_limit=None, places=()):
     """(T,) weights of the token losses of a *global* mini-batch with an action, in whichever micro-batches.
     With places p only actions min(L - 1, floor(p L)) of a row's L actions count (SP3O, 2609.18708).
@@ -1234,7 +1230,7 @@ def init_value_head(score, config, model_config):
     """Fills the head, an nn.Linear, by --value-head-init -> words on what happened."""
     nn.init.zeros_(score.weight)
     nn.init.zeros_(score.bias)
-    if config.value_head_init in ("zero", "mean"):
+    if config.value_head_init == "zero":
         return "value head zero"
     if config.model not in TINY and config.value_head_init != "normal":
         if name := load_value_head(score, config.model, model_config.value_range):

@@ -62,8 +62,8 @@ class Config:
     model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
     tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own)
     override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-    # where the value head comes from (auto: the checkpoint's, else normal; mean: new, at the mean return)
-    value_head_init: Literal["auto", "checkpoint", "normal", "zero", "mean"] = "auto"
+    # where the value head comes from (auto: from the checkpoint, else normal)
+    value_head_init: Literal["auto", "checkpoint", "normal", "zero"] = "auto"
     # a number, a number within --value-range, or the mean of a distribution over bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
     value_bins: Annotated[int, Field(ge=2)] = 51  # bins of hl_gauss
@@ -159,8 +159,6 @@ def mistake_in(flags, world_size=WORLD_SIZE):
         f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < math.inf,
         "--value-range: needs --value-head bounded or hl_gauss":
             c.value_head != "scalar" or not c.value_range,
-        "--value-head-init mean: not with --value-head hl_gauss":
-            c.value_head != "hl_gauss" or c.value_head_init != "mean",
         "--value-bins: needs --value-head hl_gauss":
             c.value_head == "hl_gauss" or c.value_bins == Config.value_bins,
         "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm":
@@ -1243,17 +1241,6 @@ class CriticWorker:
         if batch.multi_modal_inputs:
             raise ValueError("multi_modal_inputs: this critic reads text only")
 
-    def start_at(self, mean):
-        """Makes this number every value, with the head of --value-head-init mean, which has no weights yet.
-        Bounded values start within 0.01 to 0.99 of their range. All ranks call it before the first values."""
-        if self.critic.value_range:
-            low, high = self.critic.value_range
-            part = min(max((mean - low) / (high - low), 0.01), 0.99)
-            mean = math.tan(math.pi * (part - 0.5))  # the inverse of what `values` does
-        for module in self.critic.modules:
-            if module.post_process:
-                module.output_layer.bias.data.fill_(mean)
-
     @common.dp_compute_proto()
     def compute_values(self, batch):
         """Values of the caller's rows: (T,) float32, zero where response_mask is false."""
@@ -1542,8 +1529,6 @@ def learn(run, worker, train, held_out, size, checkpoints):
             break
         picked = common.rows_of_step(step, groups, size, run.critic.seed)
         batch = train.select(picked[RANK::WORLD_SIZE])
-        if step == 0 and run.critic.value_head_init == "mean":
-            worker.start_at(common.mean_return(train.select(picked), run.gamma))
         batch.values = worker.compute_values(batch)
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)

@@ -502,14 +502,12 @@ def masked_whiten(x_T, mask_T):
     return torch.where(mask_T, (x_T - mean) * torch.rsqrt(var + 1e-8), 0.0).float()
 
 
-def assign_credit(batch, scores, kl_coef, run, critic, step):
+def assign_credit(batch, scores, kl_coef, run, critic):
     """Fills rewards, values, advantages and returns of the caller's rows -> metrics (a collective). An action
     pays for its KL to the reference, the last one earns the score. Decoupled GAE: 2503.01491, section 4.2."""
     kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
     paid_T = -kl_coef * kl_T if kl_coef else torch.zeros_like(kl_T)
     batch.token_level_rewards = paid_T.index_add(0, common.last_action(batch), torch.tensor(scores))
-    if step == 0 and run.critic.value_head_init == "mean":
-        critic.start_at(common.mean_return(gather(batch), run.gamma))
     batch.values = critic.compute_values(batch)
     metrics = {}
     common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
@@ -1437,7 +1435,7 @@ def main(run):
                 metrics |= {"reward/mean": mean, "reward/errors": faults, "kl/coef": kl_coef}
                 with phases("critic", critic):
                     scores = [reply.score for reply in replies]
-                    metrics |= assign_credit(batch, scores, kl_coef, run, critic, step)
+                    metrics |= assign_credit(batch, scores, kl_coef, run, critic)
                     metrics |= critic.update_critic(batch)
                 if step >= run.critic_warmup:
                     with phases("actor", actor):

@@ -71,7 +71,7 @@ def of_answers(rewards, values, **fields):
     defaults |= {"kl_penalty": "k1", "gamma": 1.0, "lam": 1.0, "critic_where_it_helps": False}
     run = types.SimpleNamespace(bootstrap_truncated=False, **defaults | fields)
     critic = types.SimpleNamespace(compute_values=lambda rows: rows.values)
-    metrics = ppo_loop.assign_credit(rows, rewards, 0.0, run, critic, 1)
+    metrics = ppo_loop.assign_credit(rows, rewards, 0.0, run, critic)
     return rows.advantages.view(-1, 3).tolist(), metrics
 
 

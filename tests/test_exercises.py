@@ -170,30 +170,26 @@ def test_8_a_critic_learns_what_goes_wrong():
 
 
 @pytest.mark.parametrize("lam", [1.0, 0.95])
-def test_9_a_head_that_starts_at_the_mean_return(lam):
-    """--value-head-init zero, or mean: of the first step, what is equal and what is not: the explained
-    variance, the value loss, the whitened advantages with lambda 1, and with lambda 0.95?
+def test_9_a_critic_that_always_says_7(lam):
+    """Returns are 0 or 1, and a new critic says 7 of every action. What does it do to the whitened advantages
+    with lambda 1, and with lambda 0.95? What does --critic-where-it-helps change?
 
-    Only the loss differs, and the advantages with lambda 0.95. Explained variance and whitening do not see a
-    constant; with lambda 1 that is all that a constant value adds to the advantages. Below 1 its TD errors,
-    which are not 0 at the end of a row only, fade towards the row's beginning."""
-    found = {}
-    for init in ("zero", "mean"):
-        w = worker(value_head_init=init)
+    With lambda 1 nothing: each advantage is the return less 7, and whitening takes any constant away. With
+    lambda 0.95 the last TD error, return less 7, fades towards the row's beginning, so the place of an action
+    decides. With the flag returns less their mean take over, because 7 explains nothing."""
+    common.setup_distributed()
+    found = []
+    for value, helps in ((0.0, False), (7.0, False), (7.0, True)):
         batch = random_batch(8, idle=False)
-        batch.values *= 0
-        common.add_returns(batch, gamma=1.0, lam=1.0)
-        if init == "mean":
-            w.start_at(common.mean_return(batch, gamma=1.0))
-        batch.values = w.compute_values(batch)
-        metrics = w.update_critic(batch)
-        common.add_returns(batch, gamma=1.0, lam=lam)
-        whitened = ppo_loop.masked_whiten(batch.advantages, batch.response_mask)
-        found[init] = metrics["critic/explained_var"], metrics["critic/vf_loss"], whitened
-    (ev, loss, whitened), (ev_mean, loss_mean, whitened_mean) = found.values()
-    assert ev == pytest.approx(0, abs=1e-6) and ev_mean == pytest.approx(0, abs=1e-6)
-    assert loss_mean < loss
-    assert torch.allclose(whitened, whitened_mean, atol=1e-5) == (lam == 1.0)
+        batch.old_log_probs = batch.ref_log_probs = 0 * batch.values
+        critic = types.SimpleNamespace(compute_values=lambda batch: value * batch.response_mask)  # noqa: B023
+        run = ppo_loop.Run(critic=None, lam=lam, critic_where_it_helps=helps)
+        ppo_loop.assign_credit(batch, [0.0, 1.0] * 4, 0.0, run, critic)
+        found.append(batch.advantages)
+    returns, sevens, with_the_flag = found
+    assert torch.allclose(returns, sevens, atol=1e-4) == (lam == 1.0)
+    assert torch.allclose(returns, with_the_flag, atol=1e-4) == (lam == 1.0)
+    assert with_the_flag.sign().equal(sevens.sign()) == (lam == 1.0)
 
 
 if __name__ == "__main__":

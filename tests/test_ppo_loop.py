@@ -817,7 +817,7 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
     batch.old_log_probs, batch.ref_log_probs = noise_2T
     batch.truncated = torch.arange(8) % 3 == 0
     scores = torch.randn(8, generator=g).tolist()
-    assert ppo_loop.assign_credit(batch, scores, kl_coef, run, SAYS_THE_SAME, 0) == {}
+    assert ppo_loop.assign_credit(batch, scores, kl_coef, run, SAYS_THE_SAME) == {}
     rewards_T, advantages_T, returns_T = torch.zeros(3, len(batch.input_ids), dtype=torch.float64)
     kl_T = kl_of(run.kl_penalty, (batch.old_log_probs - batch.ref_log_probs).double())
     lam_policy = run.lam if run.lam_policy is None else run.lam_policy
@@ -849,7 +849,7 @@ def test_the_first_action_gets_the_credit_that_the_flag_says():
     batch = random_batch(8, 6, idle=False)
     batch.values = batch.old_log_probs = batch.ref_log_probs = torch.zeros(len(batch.input_ids))
     run = a_run(first_token_credit=0.25, whiten_advantages=False)
-    ppo_loop.assign_credit(batch, [1.0] * 8, 0.0, run, SAYS_THE_SAME, 0)
+    ppo_loop.assign_credit(batch, [1.0] * 8, 0.0, run, SAYS_THE_SAME)
     shares = [
         x_A[[0, -1]].tolist() for x_A in batch.advantages[batch.response_mask].split(batch.actions.tolist())
     ]
@@ -1118,7 +1118,7 @@ def test_terms_with_coefficient_0_are_left_out_of_the_graph():
     batch = random_batch(8, 6, idle=False)
     batch.old_log_probs = batch.values
     batch.ref_log_probs = batch.values * math.nan
-    ppo_loop.assign_credit(batch, [1.0] * 8, 0.0, a_run(), SAYS_THE_SAME, 0)
+    ppo_loop.assign_credit(batch, [1.0] * 8, 0.0, a_run(), SAYS_THE_SAME)
     assert batch.advantages.isfinite().all()
 
 
