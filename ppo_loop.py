@@ -35,7 +35,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from multiprocessing.connection import Connection, Pipe
@@ -1138,15 +1138,12 @@ class Phases:
     @contextmanager
     def __call__(self, name, *workers):
         start = time.perf_counter()
-        workers = [worker for worker in workers if worker and self.offload]
-        with common.named_range(name):
+        with common.named_range(name), ExitStack() as stack:
             for worker in workers:
-                worker.onload()
-            try:
-                yield
-            finally:
-                for worker in reversed(workers):
-                    worker.offload()
+                if worker and self.offload:
+                    worker.onload()
+                    stack.callback(worker.offload)
+            yield
         self.seconds[name] += time.perf_counter() - start
 
     def take(self, tokens):
