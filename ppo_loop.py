@@ -886,16 +886,16 @@ class PolicyWorker:
         self.backend = critic_module(run.backend)
         self.device = device
         self.dtype = common.compute_dtype(config.param_dtype, device)
+        dtype = torch.float32 if trains else self.dtype
         source = None
-        options = {"attn_implementation": "packed", "dtype": torch.float32 if trains else self.dtype}
         with flags_of("actor"), blame(f"--model {config.model}: cannot be built"):
-            if RANK == 0:
-                lm, _ = common.load_model(AutoModelForCausalLM, config.model, model_config, run.seed)
-                source = Policy(lm)
             with torch.device("meta"):
-                lm = AutoModelForCausalLM.from_config(deepcopy(model_config), **options)
-        if source:
-            lm.generation_config = source.lm.generation_config  # for the export
+                lm = AutoModelForCausalLM.from_config(
+                    deepcopy(model_config), attn_implementation="packed", dtype=dtype
+                )
+            if RANK == 0:
+                source, _ = common.load_model(AutoModelForCausalLM, config.model, model_config, run.seed)
+                lm.generation_config = source.generation_config  # for the export
         # all bits of what is loaded, added up: a resumed run needs the same reference
         bits = source and sum(int(p.detach().view(torch.int32).sum()) for p in source.parameters())
         self.start = of_all_ranks(bits)[0]
@@ -913,7 +913,7 @@ class PolicyWorker:
         self.model.set_reduce_scatter_unused_params(True)  # experts may have seen tokens on other ranks only
         self.model.to_empty(device=device)
         lm.tie_weights()  # to_empty untied them
-        common.send_weights(self.model, source)
+        common.send_weights(lm, source)
         self.optimizer = None
         if trains:
             self.optimizer = torch.optim.AdamW(
