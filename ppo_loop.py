@@ -1010,9 +1010,8 @@ class PolicyWorker:
         for coef, x_T in ((c.kl_loss_coef, ref_kl_T), (-c.entropy_coeff, entropy_T)):
             if coef:  # else not even a NaN enters
                 whole = whole + coef * (micro.weights * x_T).sum()
-        kl = (micro.old_log_probs - log_probs_T).sum()
-        sums = (outside_T.sum(), kl, ref_kl_T.sum(), entropy_T.sum(), mask_T.sum())
-        return whole, [loss, clipped, dual, *sums]
+        terms = (outside_T, micro.old_log_probs - log_probs_T, ref_kl_T, entropy_T, mask_T)
+        return whole, torch.stack([loss, clipped, dual, *(x_T.sum() for x_T in terms)]).detach()
 
     def step(self, mini, totals):
         """One optimizer step on a global mini-batch -> gradient norm before clipping; adds to totals. A norm
@@ -1026,7 +1025,7 @@ class PolicyWorker:
             micro = self.micro_batch(mini, rows)
             loss, sums = self.loss(micro, *self.model(micro, self.run.temperature))
             (loss * WORLD_SIZE).backward()  # a sum over all ranks, but FSDP averages gradients over them
-            total += torch.stack(sums).detach()
+            total += sums
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip).full_tensor())
         if math.isfinite(norm):
             warm = min(1.0, (self.optimizer_steps + 1) / max(config.lr_warmup_steps, 1))
