@@ -932,7 +932,7 @@ class PolicyWorker:
         """Gives the device memory of weights and optimizer state to others."""
         self.model.to("cpu")
         if self.optimizer:
-            common.move_state(self.optimizer, torch.device("cpu"))
+            common.move_state(self.optimizer, "cpu")
 
     def onload(self):
         """Moves the weights back to the device; optimizer state follows only during an update."""
