@@ -81,7 +81,6 @@ import tyro
 from pydantic import Field
 from pydantic import NonNegativeInt as Count
 from pydantic import PositiveInt as Positive
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -1053,7 +1052,7 @@ class PolicyWorker:
         """-> write(tmp, group), which saves the current state. copy: a snapshot, while training goes on."""
         tensors = self.checkpoint_tensors()
         if copy:
-            tensors = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
+            tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
         state = {"updates": self.updates, "optimizer_steps": self.optimizer_steps, "start": self.start}
         state["shape"] = common.shape_of(self.model_config, {})
 
