@@ -365,10 +365,9 @@ def gsm8k_reward(prompt, response, answer):
 
     def last_number(text):
         found = re.findall(r"####\s*(?:\$\s*)?(-?\$?[\d,]*\.?\d+)", text)
-        return float(re.sub("[$,]", "", found[-1])) if found else None
+        return float(re.sub("[$,]", "", found[-1])) if found else math.nan  # which equals nothing
 
-    ours = last_number(response)
-    return float(ours is not None and ours == last_number(answer))
+    return float(last_number(response) == last_number(answer))
 
 
 REWARDS = {"addition": addition_reward, "gsm8k": gsm8k_reward}
