@@ -723,7 +723,7 @@ class VLLMRollout:
             asked.append({"prompt_token_ids": ids})
             params.append(SamplingParams(
                 seed=seed, max_tokens=most, temperature=temperature, logprobs=0,
-                top_p=self.run.top_p, stop_token_ids=self.task.stop_ids, ignore_eos=True, detokenize=False,
+                top_p=self.run.top_p, stop_token_ids=self.task.stop_ids, ignore_eos=True,
             ))  # fmt: skip
         # on CPU the compiler takes longer than the rollout; and vLLM draws from torch's generator
         stance = "force_eager" if self.on_cpu else "default"
