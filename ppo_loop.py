@@ -740,8 +740,7 @@ class VLLMRollout:
 def forget_experts(model):
     """Runs in vLLM's CPU build, which packs the weights of experts again only where they have no kernel."""
     for module in model.modules():
-        if hasattr(module, "moe_kernel"):
-            module.moe_kernel = None
+        module.moe_kernel = None
 
 
 def roll_out(engine, task, replies, run, temperature, key=""):
