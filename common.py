@@ -785,15 +785,12 @@ def flops_model(model, config):
     """f(length) -> FLOPs of a forward over a row of this many tokens: 2 a token for a weight of a matrix (of
     experts the active ones), 4 a query and key for a feature of their heads; vision towers are left out."""
     config = config.get_text_config()
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    active = 1
-    if experts:
-        active = (getattr(config, "num_experts_per_tok", None) or config.top_k_experts) / experts
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", 1)
     free = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     weights = 0.0
     for name, p in model.named_parameters():
         if p.ndim > 1 and p not in free and "visual" not in name:
-            weights += p.numel() * (active if ".experts." in name else 1)
+            weights += p.numel() * (chosen / len(p) if ".experts." in name else 1)  # a row for each expert
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     pairs = 2 * config.num_hidden_layers * heads * head_dim

@@ -33,9 +33,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-import pydantic
 import tyro
-from pydantic import Field
+from pydantic import Field, FiniteFloat, PositiveFloat, TypeAdapter, ValidationError
 from pydantic import NonNegativeInt as Count
 from pydantic import PositiveInt as Positive
 
@@ -44,7 +43,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
-Rate = Annotated[pydantic.FiniteFloat, Field(gt=0)]
+Rate = Annotated[FiniteFloat, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Auto = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d+)?)?$")]
@@ -101,9 +100,9 @@ class Config:
 
     # optimizer
     lr: Rate | None = None  # peak learning rate of AdamW (None: 1e-3 for tiny-*, 1e-5 for a checkpoint)
-    weight_decay: Annotated[pydantic.FiniteFloat, Field(ge=0)] = 0.01  # decoupled, on every weight
+    weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.01  # decoupled, on every weight
     betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay of AdamW's two moving averages
-    grad_clip: pydantic.PositiveFloat = 1.0  # largest norm of the whole gradient (inf: no clipping)
+    grad_clip: PositiveFloat = 1.0  # largest norm of the whole gradient (inf: no clipping)
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after the warm-up; cosine ends at 0
     lr_warmup_steps: Count = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
 
@@ -133,8 +132,8 @@ class Run:
 def out_of_range(flags):
     """One line on the first flag with a wrong type or range, or None. flags: a dataclass."""
     try:
-        pydantic.TypeAdapter(type(flags)).validate_python(asdict(flags))
-    except pydantic.ValidationError as error:
+        TypeAdapter(type(flags)).validate_python(asdict(flags))
+    except ValidationError as error:
         fault = error.errors()[0]
         # without pydantic's branch of a union and the index in a tuple
         flag = re.sub(r"critic\.|\.(constrained|\d).*", "", ".".join(map(str, fault["loc"])))

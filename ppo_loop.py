@@ -39,7 +39,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 # ---- A worker process: calls a reward or an environment of the user, and imports nothing of what follows ---
@@ -50,7 +49,7 @@ def attempt(function, *row):
     answer, turns; the turns go to a function with an argument of that name only."""
     try:
         made = function(*row if "turns" in inspect.signature(function).parameters else row[:3])
-        return made if made is None or isinstance(made, str) else float(made), ""
+        return made if isinstance(made, str | None) else float(made), ""
     except BaseException as error:  # sys.exit, asyncio.CancelledError: the row's fault, not the run's
         return None, f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
 
@@ -72,13 +71,12 @@ def serve(path, name):
 if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
     serve(*sys.argv[2:])
 
-import pydantic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import tyro
-from pydantic import Field
+from pydantic import Field, FiniteFloat, PositiveFloat
 from pydantic import NonNegativeInt as Count
 from pydantic import PositiveInt as Positive
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -92,8 +90,8 @@ from common import RANK, WORLD_SIZE, Batch, UserError, blame, gather, of_all_ran
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
-Rate = Annotated[pydantic.FiniteFloat, Field(gt=0)]
-Weight = Annotated[pydantic.FiniteFloat, Field(ge=0)]
+Rate = Annotated[FiniteFloat, Field(gt=0)]
+Weight = Annotated[FiniteFloat, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 KL = Literal["k1", "k2", "k3", "abs"]  # see kl_penalty
@@ -130,7 +128,7 @@ class ActorConfig:
     lr: Rate | None = None  # learning rate of AdamW (None: 5e-4 for the built-in task, 1e-6 otherwise)
     lr_warmup_steps: Count = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
     weight_decay: Weight = 0.01  # decoupled, on every weight
-    grad_clip: pydantic.PositiveFloat = 1.0  # largest norm of the whole gradient (inf: no clipping)
+    grad_clip: PositiveFloat = 1.0  # largest norm of the whole gradient (inf: no clipping)
 
 
 @dataclass(frozen=True)
@@ -517,25 +515,27 @@ def assign_credit(batch, scores, kl_coef, run, critic):
         common.add_returns(batch, run.gamma, lam, run.bootstrap_truncated)
         batch.returns = returns_T
     if run.critic_where_it_helps:
-        less_T, metrics["critic/helps"] = less_mean_return(batch, run)
-        if not metrics["critic/helps"]:
-            batch.advantages = less_T
+        metrics["critic/helps"] = prefer_the_mean(batch, run)
     if run.whiten_advantages:
         batch.advantages = masked_whiten(batch.advantages, batch.response_mask)
     return metrics
 
 
-def less_mean_return(batch, run):
-    """-> (returns of the caller's rows less their mean over the actions of all answers to a prompt, or of the
-    batch if each prompt has one; whether the values of the batch explain its returns) (EVPO, 2604.19485)."""
+def prefer_the_mean(batch, run):
+    """Unless values explain the returns, advantages become returns less their mean over all answers to a
+    prompt, or over the batch if each has one -> whether values do (a collective; EVPO, 2604.19485)."""
     returns_T = common.monte_carlo(batch, run.gamma)
     whole = gather(replace(batch, returns=returns_T))
-    size = run.rollout_n if run.rollout_n > 1 else len(whole)
-    mean_G = torch.stack([x.returns.sum() / x.response_mask.sum() for x in whole.split(size)])
-    mean_T = mean_G[batch.row_id // size][batch.row_of_token]
-    columns = (x_T[whole.response_mask] for x_T in (whole.values, whole.returns))
-    helps = common.explained_variance(*columns) > 1e-3  # at 0 rounding would decide, and layouts would differ
-    return torch.where(batch.response_mask, returns_T - mean_T, 0.0), helps
+    mask_T = whole.response_mask
+    helps = (
+        common.explained_variance(whole.values[mask_T], whole.returns[mask_T]) > 1e-3
+    )  # 0 but for rounding
+    if not helps:
+        size = run.rollout_n if run.rollout_n > 1 else len(whole)
+        mean_G = torch.stack([x.returns.sum() / x.response_mask.sum() for x in whole.split(size)])
+        less_T = returns_T - mean_G[batch.row_id // size][batch.row_of_token]
+        batch.advantages = torch.where(batch.response_mask, less_T, 0.0)
+    return helps
 
 
 # ---- Rollout: an engine makes tokens, a batch comes of them ------------------------------------------------
@@ -549,7 +549,7 @@ class Draw(LogitsProcessor):
     temperature: float  # 0: greedy
     top_p: float
     known: int  # of the task
-    log_probs: list = field(default_factory=list)  # (B,) of each step's tokens, as they were drawn
+    log_probs: list = field(default_factory=list)  # (B, 1) of each step's tokens, as they were drawn
 
     def __call__(self, ids_BL, logits_BV):
         if SIGTERM.is_set():
@@ -562,7 +562,7 @@ class Draw(LogitsProcessor):
             chosen_B1 = torch.searchsorted(cdf_BV, u_B1, right=True).clamp(max=cdf_BV.shape[1] - 1)
         else:
             chosen_B1 = log_p_BV.argmax(-1, keepdim=True)
-        self.log_probs.append(log_p_BV.gather(1, chosen_B1)[:, 0])
+        self.log_probs.append(log_p_BV.gather(1, chosen_B1))
         return torch.full_like(logits_BV, -math.inf).scatter(1, chosen_B1, 0.0)
 
 
@@ -611,7 +611,7 @@ class HFRollout:
                 ids_BL.clamp(min=0), attention_mask=ids_BL >= 0, max_new_tokens=most, logits_processor=[draw]
             )
             out_BR = out_BL[:, ids_BL.shape[1] :].tolist()
-            log_probs_BR = torch.stack(draw.log_probs, 1).tolist()
+            log_probs_BR = torch.cat(draw.log_probs, 1).tolist()
             for ids, log_probs, limit in zip(out_BR, log_probs_BR, room):
                 ends = [n for n, i in enumerate(ids[:limit], 1) if i in self.task.stop_ids]
                 n = ends[0] if ends else limit
@@ -1064,7 +1064,7 @@ class PolicyWorker:
     def load_checkpoint(self, folder):
         """Restores what checkpoint_writer wrote, on any world size. UserError: damaged or foreign."""
         saved = self.backend.open_checkpoint(folder, common.shape_of(self.model_config, {}))
-        if (self.run.kl_coef or self.config.kl_loss_coef) and saved.get("start", self.start) != self.start:
+        if (self.run.kl_coef or self.config.kl_loss_coef) and saved["start"] != self.start:
             words = "is the reference, but not as it was when this run began; restore it, or leave out the KL"
             raise UserError(f"--actor.model {self.config.model}: {words}")
         with blame(f"--resume {folder}: does not fit this actor"):
@@ -1145,9 +1145,10 @@ class Phases:
     def take(self, tokens):
         """Metrics of the time of the step that ends now. tokens: of its rows, with prompts."""
         self.ends.append(time.perf_counter())
+        *_, before, now = self.ends
         metrics = {f"time/{name}": x for name, x in self.seconds.items()}
-        metrics["perf/time_step"] = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
-        metrics["perf/rollout_tokens_per_second"] = tokens / (self.ends[-1] - self.ends[-2])
+        metrics["perf/time_step"] = (now - self.ends[0]) / (len(self.ends) - 1)
+        metrics["perf/rollout_tokens_per_second"] = tokens / (now - before)
         self.seconds.clear()
         return metrics
 
@@ -1226,10 +1227,9 @@ def print_step(step, steps, m):
     odd = "".join(f"  {m[key]:.0f} {words}" for key, words in odd.items() if m.get(key))
     print0(
         f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}"
-        f"  length {m['rollout/actions']:.1f}"
-        f"  kl {n(m['kl/reference'], '.3f')}  entropy {n(m.get('actor/entropy'), '.3f')}"
-        f"  clipped {n(m.get('actor/pg_clipfrac'), '.3f')}  |g| {n(m.get('actor/grad_norm'), '.2g'):>5}"
-        f"  value loss {n(m['critic/vf_loss'], '.4f')}"
+        f"  length {m['rollout/actions']:.1f}  kl {n(m['kl/reference'], '.3f')}"
+        f"  entropy {n(m.get('actor/entropy'), '.3f')}  clipped {n(m.get('actor/pg_clipfrac'), '.3f')}"
+        f"  |g| {n(m.get('actor/grad_norm'), '.2g'):>5}  value loss {n(m['critic/vf_loss'], '.4f')}"
         f"  explained var {n(m['critic/explained_var'], '.2f'):>5}"
         f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}{odd}"
     )
@@ -1312,7 +1312,8 @@ def start_from(run, task, checkpoints):
     kl_coef = run.kl_coef
     if folder:
         common.verify(f"{folder}/loop.json")
-        saved = json.loads(Path(folder, "loop.json").read_text())
+        with open(f"{folder}/loop.json") as file:
+            saved = json.load(file)
         step = saved["step"]
         if run.target_kl:
             kl_coef = saved["kl_coef"]
@@ -1403,8 +1404,8 @@ def main(run):
                     save(checkpoints, phases, run, step, kl_coef, actor, critic)
                     saved = step
                 checkpoints.wait(last)
-                evaluates = last or step % (run.eval_every or run.steps) == 0
-                greedy = rows_of_rank(task.held_out if evaluates else [])
+                held_out = task.held_out if last or step % (run.eval_every or run.steps) == 0 else []
+                greedy = rows_of_rank(held_out)
                 with phases("generation", engine):
                     with phases("sync", actor):
                         engine.sync(actor.weights(engine.dtype))
@@ -1414,7 +1415,7 @@ def main(run):
                         replies = rows_of_rank(picked, run.rollout_n)
                         roll_out(engine, task, replies, run, run.temperature, f"{run.seed} {step}")
                         batch = to_batch(replies)
-                if evaluates and task.held_out:
+                if held_out:
                     evaluate(greedy, run, reward, phases, step, logger)
                 if last:
                     break

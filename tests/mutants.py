@@ -30,7 +30,7 @@ FUNCTIONS = {
               "explained_variance auc update_metrics evaluate shuffled_rows rows_of_step groups computed",
     "critic_fsdp": "spread micro_batches pack_rows values loss learning_rate",
     "ppo_loop": "policy_loss kl_penalty next_kl_coef masked_whiten assign_credit "
-                "less_mean_return",
+                "prefer_the_mean",
 }  # fmt: skip
 SEEN_BY = {  # script -> its tests
     "common": (
