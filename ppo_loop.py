@@ -38,6 +38,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain
 from multiprocessing.connection import Connection, Pipe
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -96,6 +97,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 KL = Literal["k1", "k2", "k3", "abs"]  # see kl_penalty
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LOGITS_AT_ONCE = 2**25  # 128 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -417,8 +419,7 @@ def ask_all(function, replies):
 
 
 class RewardModel:
-    """Scores whole rows by the one label of a classifier, read on their last token: the value of the state
-    after the last action, so a worker of the critic's script computes it."""
+    """Scores whole rows by a classifier's label on their last token, which a worker of a critic computes."""
 
     def __init__(self, run, tokenizer):
         own = "tokenizer override_config value_head value_bins value_range lora_rank freeze_modules".split()
@@ -576,11 +577,11 @@ class HFRollout:
         self.device = device
         self.dtype = common.compute_dtype(run.actor.param_dtype, device)
         capped = getattr(task.model_config.get_text_config(), "attn_logit_softcapping", None)
+        attention = "eager" if capped else None  # sdpa drops it; models without sdpa choose for themselves
         with device:
             self.model = AutoModelForCausalLM.from_config(
-                deepcopy(task.model_config), dtype=self.dtype,
-                attn_implementation="eager" if capped else None,  # sdpa drops it; models without it: eager
-            )  # fmt: skip
+                deepcopy(task.model_config), dtype=self.dtype, attn_implementation=attention
+            )
         self.model.generation_config = GenerationConfig(eos_token_id=task.stop_ids, pad_token_id=0)
 
     @torch.no_grad()
@@ -700,8 +701,7 @@ class VLLMRollout:
         self.llm.reset_prefix_cache()  # it has keys and values of the old weights
 
     def adapt(self, model):
-        """Runs in vLLM after a sync: ids without a token get no probability, as vLLM's own padding. On CPU a
-        tied head is a packed copy of the embeddings, so it is packed again."""
+        """Runs in vLLM after a sync: ids without a token get no probability. On CPU a tied head is packed."""
         for module in model.modules():
             kind = type(module).__name__
             if kind == "LogitsProcessor":
@@ -799,16 +799,11 @@ def listen(replies, task, run):
 
 def to_batch(replies):
     """Batch of prompts and replies, with the log-probs as the engine has them."""
-    ids = []
-    log_probs = []
-    ends = [0]
-    for reply in replies:
-        ids += reply.prompt.ids + reply.ids
-        log_probs += [None] * len(reply.prompt.ids) + reply.log_probs
-        ends.append(len(ids))
+    rows = [reply.prompt.ids + reply.ids for reply in replies]
+    log_probs = [x for reply in replies for x in [None] * len(reply.prompt.ids) + reply.log_probs]
     return Batch(  # a rank may have no rows, but has columns of the same kinds
-        input_ids=torch.tensor(ids).long(),
-        cu_seqlens=torch.tensor(ends).int(),
+        input_ids=torch.tensor(list(chain(*rows))).long(),
+        cu_seqlens=common.cumulative(list(map(len, rows))),
         response_mask=torch.tensor([x is not None for x in log_probs]).bool(),
         row_id=torch.tensor([reply.row_id for reply in replies]).long(),
         truncated=torch.tensor([not reply.finished for reply in replies]).bool(),
@@ -834,13 +829,11 @@ def write_jsonl(batch, path):
 
 # ---- Actor and reference: a policy on FSDP2 ----------------------------------------------------------------
 
-LOGITS_AT_ONCE = 2**25  # 128 MiB in float32
-
 
 class Policy(nn.Module):
     """A causal language model that says how likely the actions of a packed row were."""
 
-    def __init__(self, lm, known=None, entropy_learns=False):
+    def __init__(self, lm, known, entropy_learns):
         super().__init__()
         self.lm = lm
         self.known = known  # of the task
@@ -853,8 +846,7 @@ class Policy(nn.Module):
         out = self.lm.get_decoder()(ids_1S, position_ids=places_1S, use_cache=False)
         action_A = micro.response_mask.nonzero()[:, 0].to(ids_T.device, non_blocking=True)
         hidden_AD = out.last_hidden_state[0, index_T[action_A - 1]]  # the state before each action
-        # logits of a chunk at a time, which the backward pass computes again
-        size = LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight)
+        size = LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight)  # a chunk of actions
         chunks = zip(hidden_AD.split(size), ids_T[action_A].split(size))
         options = {"use_reentrant": False, "preserve_rng_state": False}
         out_2A = [checkpoint(self.read, *chunk, temperature, **options) for chunk in chunks]
@@ -896,8 +888,6 @@ class PolicyWorker:
         # all bits of what is loaded, added up: a resumed run needs the same reference
         bits = source and sum(int(p.detach().view(torch.int32).sum()) for p in source.parameters())
         self.start = of_all_ranks(bits)[0]
-        if not lm._can_set_attn_implementation():
-            raise UserError(f"--actor.model {config.model}: its own attention knows no packed rows")
         if config.gradient_checkpointing and trains:
             lm.gradient_checkpointing_enable()
         kind = "actor    " if trains else "reference"
@@ -913,15 +903,13 @@ class PolicyWorker:
         common.send_weights(lm, source)
         self.optimizer = None
         if trains:
+            weights = list(self.model.parameters())
             self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), config.lr, weight_decay=config.weight_decay, fused=True
+                weights, config.lr, weight_decay=config.weight_decay, fused=True
             )
-            # as AdamW makes it at its first step, so that a checkpoint always has it
-            for p in self.model.parameters():
-                self.optimizer.state[p] = {
-                    "step": torch.zeros((), device=device),
-                    "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p),
-                }  # fmt: skip
+            for p in weights:  # as AdamW makes it at its first step, so that a checkpoint always has it
+                moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[p] = {"step": torch.zeros((), device=device), **moments}
         self.optimizer_steps = 0  # taken, skipped ones not counted
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
 
@@ -1154,8 +1142,7 @@ class Phases:
 
 
 def score(run, reward, phases, replies):
-    """Scores the caller's rows; where a function fails, a reply has 0 and says why -> (each row of all ranks
-    as a dict, their mean reward, how many failed) (a collective)."""
+    """Scores the caller's rows, 0 where a function fails -> (all ranks' rows as dicts, mean, failures)."""
     with phases("reward", run.reward_model and reward.worker):
         answers = reward.ask_all(replies) if run.reward_model else ask_all(reward, replies)
     poll()
@@ -1179,8 +1166,7 @@ def score(run, reward, phases, replies):
 
 
 def rollout_metrics(batch, run, dtype):
-    """What a step's rows are like, over all ranks (a collective). UserError if the engine, which computes in
-    this dtype, does not agree with the actor, which has the same weights."""
+    """What the rows of all ranks are like. UserError: engine and actor, of the same weights, do not agree."""
     whole = gather(batch)
     mask_T = whole.response_mask
     off_A = (whole.rollout_log_probs - whole.old_log_probs)[mask_T]
@@ -1428,8 +1414,7 @@ def main(run):
                 metrics = rollout_metrics(batch, run, engine.dtype)
                 metrics |= {"reward/mean": mean, "reward/errors": faults, "kl/coef": kl_coef}
                 with phases("critic", critic):
-                    scores = [reply.score for reply in replies]
-                    metrics |= assign_credit(batch, scores, kl_coef, run, critic)
+                    metrics |= assign_credit(batch, [reply.score for reply in replies], kl_coef, run, critic)
                     metrics |= critic.update_critic(batch)
                 if step >= run.critic_warmup:
                     with phases("actor", actor):
