@@ -1,10 +1,9 @@
-"""How fast the critics are: against a loop without any framework, against verl 0.6.1, and as the work grows.
+"""How fast the critics are: against a loop without any framework, and against verl 0.6.1.
 
     OMP_NUM_THREADS=1 python tests/bench.py              10 million weights, answers to GSM8K questions
     OMP_NUM_THREADS=1 python tests/bench.py --mix long-prompt --rows 32
     OMP_NUM_THREADS=1 python tests/bench.py --mix long-tail --model 100m --rows 16
     OMP_NUM_THREADS=1 python tests/bench.py --scaling    ranks, token budget, row length, sequence parallel
-    OMP_NUM_THREADS=1 python tests/bench.py --growth growth.png    one rank, ever more work, and a plot
 
 All contestants have the same weights, rows, precision, token budget and AdamW. Each runs in processes of its
 own, and they take turns. On a CPU the tables show seconds of CPU time of all ranks together, because these do
@@ -88,8 +87,6 @@ class Run:
     contestants: tuple[Literal[CONTESTANTS], ...] = CONTESTANTS  # all are compared with the first
     rounds: int = 5  # of which the medians count; one more goes before, to warm up
     scaling: bool = False  # instead, tables over ranks, token budget, length of rows, sequence parallelism
-    growth: str | None = None  # instead, tables of the cost as the work grows, and a plot into this file
-    profile: bool = False  # instead, the ten operations that take most time of an update of each contestant
 
 
 # ---- The work: rows, and a folder with weights -------------------------------------------------------------
@@ -309,15 +306,6 @@ def measure_peak(call):
     return {"peak": (status("VmHWM") - held) / 2**20}
 
 
-def profile(call):
-    """{lines: the ten operations of a call that take most time of their own}."""
-    with torch.profiler.profile() as prof:
-        call()
-    rows = sorted(((x.self_cpu_time_total, x.count, x.key) for x in prof.key_averages()), reverse=True)
-    total = sum(spent for spent, _, _ in rows)
-    return {"lines": [f"{t / total:6.1%} {t / 1e3:9.1f} ms {n:7,} x  {name}" for t, n, name in rows[:10]]}
-
-
 def contest(name, work, folder, pipe):
     """A process of one contestant, one rank: does what it is told, until told None."""
     with open(os.devnull, "w") as nowhere:
@@ -325,7 +313,7 @@ def contest(name, work, folder, pipe):
     batch = make_rows(work)
     build = bare if name == "bare" else verl if name.startswith("verl ") else ours
     calls = dict(zip(("values", "update"), build(name, work, folder, batch)))
-    ways = {"": measure, "peak": measure_peak, "profile": profile}
+    ways = {"": measure, "peak": measure_peak}
     pipe.send("ready")
     while task := pipe.recv():
         name, _, way = task.partition(" ")
@@ -392,17 +380,6 @@ def compare(contestants, rounds):
 
 
 # ---- Tables ------------------------------------------------------------------------------------------------
-
-
-def profiles(work, names):
-    """What takes the time of an update of each."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(work, folder)
-        for name in names:
-            contestant = Contestant(name, work, folder)
-            contestant.do("update")
-            print("\n".join([f"\n{name}", *contestant.do("update profile")["lines"]]), flush=True)
-            contestant.end()
 
 
 def print_head(work, batch):
@@ -490,49 +467,6 @@ def scaling_tables(work, rounds):
     series("2 ranks as", {"dp 2": replace(work, ranks=2), "sp 2": replace(work, ranks=2, flags=sp)}, rounds)
 
 
-def growth_tables(work, rounds, picture):
-    """CPU time as one thing grows and all else stays, and a plot of it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    work = replace(work, mix="equal", length=128, rows=32)
-    long = replace(work, mix="long-prompt", rows=16, budget=16384)
-    shorter = {n: replace(work, rows=n, length=4096 // n) for n in (8, 32, 128, 512)}
-    grow = {
-        "tokens, in more rows": {n * 128: replace(work, rows=n) for n in (16, 32, 64, 128)},
-        "rows of equally many tokens": shorter,
-        "tokens of one row": {n: replace(work, rows=1, length=n) for n in (512, 1024, 2048, 4096)},
-        "vocabulary": {n: replace(work, vocab_size=n) for n in (2048, 8192, 32768, 131072)},
-        "ranks": {n: replace(work, ranks=n) for n in (1, 2, 4)},
-        "answers to a prompt": {n: replace(long, answers=n) for n in (1, 2, 4, 8, 16)},
-    }
-    figure, panels = pyplot.subplots(1, len(grow), figsize=(18, 3.2), layout="constrained", sharey=True)
-    for panel, (title, works) in zip(panels, grow.items()):
-        out = series(title, {f"{n:,}": work for n, work in works.items()}, rounds)
-        for name, seconds in zip(("compute_values", "update_critic"), zip(*out.values())):
-            panel.plot(list(works), seconds, "o-", label=name)
-            points = list(zip(works, seconds))
-            powers = [math.log(b / a) / math.log(n / m) for (m, a), (n, b) in zip(points, points[1:])]
-            print(f"{title}, {name}: time grows with its power of " + ", ".join(f"{x:.2f}" for x in powers))
-        if title == "answers to a prompt":  # dotted: in proportion to what is computed
-            with torch.device("meta"):
-                flops = common.flops_model(AutoModel.from_config(model_config(long)), model_config(long))
-            theory = [sum(rows.computed(rows.groups(), flops)) for rows in map(make_rows, works.values())]
-            for seconds in zip(*out.values()):
-                expected = [seconds[0] * x / theory[0] for x in theory]
-                panel.plot(list(works), expected, "k:")
-            print("FLOPs, of those with one answer: " + ", ".join(f"{x / theory[0]:.2f}" for x in theory))
-        panel.set(title=title, xscale="log", yscale="log")
-        panel.set_xticks(list(works), [f"{n:,}" for n in works], fontsize=7)
-        panel.minorticks_off()
-        panel.grid(alpha=0.3)
-        panels[0].set_ylabel("seconds of CPU time")
-        panels[0].legend()
-        figure.savefig(picture, dpi=110)
-
-
 def main(run):
     work, names = run.work, run.contestants
     if work.mix == "gsm8k" and not DATA.is_dir():
@@ -540,15 +474,10 @@ def main(run):
     if importlib.util.find_spec("verl") is None:
         names = [name for name in names if not name.startswith("verl")]
         print("verl is not installed, and left out")
-    if run.profile:
-        profiles(work, names)
-        return
     batch = make_rows(work)
     print_head(work, batch)
     if run.scaling:
         scaling_tables(work, run.rounds)
-    elif run.growth:
-        growth_tables(work, run.rounds, run.growth)
     else:
         table(work, batch, names, run.rounds)
 

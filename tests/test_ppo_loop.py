@@ -1104,7 +1104,7 @@ def test_terms_with_coefficient_0_are_left_out_of_the_graph():
     for entropy_coeff, kl_coef in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.1)):
         w = policy(entropy_coeff=entropy_coeff, kl_loss_coef=kl_coef)
         hidden_CD = torch.randn(5, 64, requires_grad=True)
-        alone = ppo_loop.Policy(plain(w), entropy_learns=w.model.entropy_learns)  # without shards
+        alone = ppo_loop.Policy(plain(w), None, w.model.entropy_learns)  # without shards
         _, entropy_C = alone.read(hidden_CD, torch.arange(5), 1.0)
         assert entropy_C.requires_grad or not entropy_coeff
         (slope_CD,) = torch.autograd.grad(entropy_C.sum(), hidden_CD)
