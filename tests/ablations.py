@@ -24,7 +24,6 @@ PPO = {  # the same number of scored answers, for each seed a supervised actor a
     "no critic: less the batch's mean": "--critic.value-head-init zero --critic.lr 1e-30",  # values stay 0
     "critic, lambda 1": "",
     "the same, its head starts at 0": "--critic.value-head-init zero",
-    "the same, at the mean return": "--critic.value-head-init mean",
     "lambda 0.95": "--lam 0.95",
     "the first token gets half the credit": "--first-token-credit 0.5",
     "10 of 60 steps for the critic alone": "--critic-warmup 10",
@@ -37,7 +36,6 @@ PPO = {  # the same number of scored answers, for each seed a supervised actor a
 PRETRAINING = {
     "random head": "",
     "head at 0": "--value-head-init zero",
-    "head at the mean return": "--value-head-init mean",
     "bins (HL-Gauss)": "--value-head hl_gauss --value-range -0.1 1.1",
     "bounded values": "--value-head bounded --value-range -0.1 1.1",
     "value places 0.3, 0.6 and 0.9": "--value-places 0.3 0.6 0.9",

@@ -3,7 +3,6 @@
     OMP_NUM_THREADS=1 python tests/bench.py              10 million weights, answers to GSM8K questions
     OMP_NUM_THREADS=1 python tests/bench.py --mix long-prompt --rows 32
     OMP_NUM_THREADS=1 python tests/bench.py --mix long-tail --model 100m --rows 16
-    OMP_NUM_THREADS=1 python tests/bench.py --scaling    ranks, token budget, row length, sequence parallel
 
 All contestants have the same weights, rows, precision, token budget and AdamW. Each runs in processes of its
 own, and they take turns. On a CPU the tables show seconds of CPU time of all ranks together, because these do
@@ -33,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -69,10 +68,10 @@ class Work:
 
     model: Literal[tuple(MODELS)] = "10m"  # how many weights
     # rows: 4 answers to a question; answers of about 250 tokens to prompts of about 1,000; rows alone
-    mix: Literal["gsm8k", "long-prompt", "long-tail", "equal"] = "gsm8k"
+    mix: Literal["gsm8k", "long-prompt", "long-tail"] = "gsm8k"
     rows: int = 96  # of one update, which is one optimizer step
     answers: int = 8  # of --mix long-prompt: to each prompt
-    length: int = 256  # of --mix equal: tokens of a row; of long-tail, which ends at 4096: the median
+    length: int = 256  # of --mix long-tail: the median of a row's tokens; it ends at 4096
     budget: int = 4096  # most tokens of a micro-batch, of all contestants
     vocab_size: int = 2048  # of the model; GSM8K's tokenizer has 2,000
     ranks: int = 1  # processes of each contestant; only the critics take more than one
@@ -86,7 +85,6 @@ class Run:
     work: tyro.conf.OmitArgPrefixes[Work] = Work()  # its flags have no prefix
     contestants: tuple[Literal[CONTESTANTS], ...] = CONTESTANTS  # all are compared with the first
     rounds: int = 5  # of which the medians count; one more goes before, to warm up
-    scaling: bool = False  # instead, tables over ranks, token budget, length of rows, sequence parallelism
 
 
 # ---- The work: rows, and a folder with weights -------------------------------------------------------------
@@ -111,10 +109,8 @@ def make_rows(work):
             prompt = prompts[row // work.answers]
             batch.input_ids[start : start + len(prompt)] = prompt
             batch.response_mask[start:end] = torch.arange(end - start) >= len(prompt)
-    else:
-        lengths = torch.full((work.rows,), work.length)
-        if work.mix == "long-tail":  # log-normal: one row in six is at least three times the median
-            lengths = (work.length * torch.randn(work.rows).mul(1.1).exp()).long().clamp(16, 4096)
+    else:  # log-normal: one row in six is at least three times the median
+        lengths = (work.length * torch.randn(work.rows).mul(1.1).exp()).long().clamp(16, 4096)
         batch = common.concat([common.Batch.blank(n) for n in lengths.tolist()])
         batch.row_id = torch.arange(work.rows)
         batch.input_ids = torch.randint(work.vocab_size, (len(batch.input_ids),))
@@ -431,55 +427,16 @@ def table(work, batch, names, rounds):
     print(f"\nthe limit: {peak / 1e9:,.0f} GFLOP/s, {of}\n")
 
 
-def series(title, works, rounds, names=("fsdp",)):
-    """A line for each of {label: Work}, measured in turns -> {label: seconds of (values, update)}."""
-    print()
-    print_line(title, "tokens", "values s", "tok/s", "update s", "tok/s", "peak GiB")
-    print("|---" * 7 + "|")
-    labels, contestants, out = [], [], {}
-    with tempfile.TemporaryDirectory() as folder:
-        for i, (label, work) in enumerate(works.items()):
-            write_model(work, f"{folder}/{i}")
-            for name in names:
-                labels.append(f"{label}, {name}" if len(names) > 1 else label)
-                contestants.append(Contestant(name, work, f"{folder}/{i}"))
-        seen = compare(contestants, rounds)
-    for label, contestant, spent in zip(labels, contestants, seen):
-        tokens = len(make_rows(contestant.work).input_ids)
-        cells = [label, f"{tokens:,}"]
-        out[label] = [statistics.median(spent[task]) for task in ("values", "update")]
-        for seconds in out[label]:
-            cells += [f"{seconds:.2f}", f"{tokens / seconds:,.0f}"]
-        print_line(*cells, f"{spent['update peak']:.3f}")
-    return out
-
-
-def scaling_tables(work, rounds):
-    """Ranks, token budget, sequence length at equal tokens, sequence parallelism."""
-    vary = lambda name, values: {f"{x:,}": replace(work, **{name: x}) for x in values}
-    equal = replace(work, mix="equal")
-    sp = json.dumps({**json.loads(work.flags), "ulysses_size": 2})
-    series("ranks", vary("ranks", (1, 2)), rounds, names=("fsdp", "megatron"))
-    series("token budget", vary("budget", (2048, 4096, 8192, 16384)), rounds)
-    lengths = (128, 512, 2048)
-    rows = {f"{n:,}": replace(equal, length=n, rows=8192 // n, budget=max(n, work.budget)) for n in lengths}
-    series("tokens of a row", rows, rounds)
-    series("2 ranks as", {"dp 2": replace(work, ranks=2), "sp 2": replace(work, ranks=2, flags=sp)}, rounds)
-
-
 def main(run):
     work, names = run.work, run.contestants
     if work.mix == "gsm8k" and not DATA.is_dir():
-        sys.exit(f"--mix gsm8k: needs the development data in {DATA}; take long-tail or equal")
+        sys.exit(f"--mix gsm8k: needs the development data in {DATA}; take long-tail")
     if importlib.util.find_spec("verl") is None:
         names = [name for name in names if not name.startswith("verl")]
         print("verl is not installed, and left out")
     batch = make_rows(work)
     print_head(work, batch)
-    if run.scaling:
-        scaling_tables(work, run.rounds)
-    else:
-        table(work, batch, names, run.rounds)
+    table(work, batch, names, run.rounds)
 
 
 if __name__ == "__main__":

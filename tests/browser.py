@@ -1,9 +1,5 @@
-"""A real browser for the tests: headless Chromium, driven over a pair of pipes by its DevTools protocol.
+"""A real browser for the tests: headless Chromium, driven over a pair of pipes by its DevTools protocol."""
 
-python tests/browser.py out/critic_fsdp/report.html report.png      a picture of a report's first screen
-"""
-
-import base64
 import contextlib
 import fcntl
 import itertools
@@ -13,7 +9,6 @@ import pathlib
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 
 import pytest
@@ -77,9 +72,3 @@ def hover(call, selector):
     box = evaluate(call, f"{element}.getClientRects()[0].toJSON()")
     middle = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
     call("Input.dispatchMouseEvent", type="mouseMoved", **middle)
-
-
-if __name__ == "__main__":
-    with page(sys.argv[1]) as call:
-        picture = call("Page.captureScreenshot", format="png")
-        pathlib.Path(sys.argv[2]).write_bytes(base64.b64decode(picture["data"]))

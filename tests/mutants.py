@@ -44,7 +44,7 @@ SEEN_BY = {  # script -> its tests
     ),
     "ppo_loop": (
         "test_edges.py", "test_common.py -k verl",
-        "test_ppo_loop.py -k 'papers or equal_a_loop or first_action or row_by'",
+        "test_ppo_loop.py -k 'papers or equal_a_loop or row_by'",
     ),
 }  # fmt: skip
 OTHER = {

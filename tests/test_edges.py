@@ -62,21 +62,25 @@ def test_explained_variance_tells_small_returns_from_rounding():
     assert math.isnan(common.explained_variance(torch.zeros(3), 5 + torch.tensor([0.0, 5e-7, 0.0])))
 
 
-def of_answers(rewards, values, **fields):
-    """Advantages of rows with a prompt and two actions, and metrics. values: of both actions."""
-    rows = rows_of(*[[3]] * len(rewards), answer=2)
+def of_answers(rewards, values, n=2, **fields):
+    """Advantages of rows with a prompt and n actions, and metrics. values: of all actions of a row."""
+    rows = rows_of(*[[3]] * len(rewards), answer=n)
     rows.old_log_probs = rows.ref_log_probs = torch.zeros(len(rows.input_ids))
-    rows.values = torch.tensor([[0.0, v, v] for v in values]).flatten()
+    rows.values = torch.tensor([[0.0, *[v] * n] for v in values]).flatten()
     defaults = {"lam_policy": None, "first_token_credit": None, "whiten_advantages": False, "rollout_n": 1}
     defaults |= {"kl_penalty": "k1", "gamma": 1.0, "lam": 1.0, "critic_where_it_helps": False}
     run = types.SimpleNamespace(bootstrap_truncated=False, **defaults | fields)
     critic = types.SimpleNamespace(compute_values=lambda rows: rows.values)
     metrics = ppo_loop.assign_credit(rows, rewards, 0.0, run, critic)
-    return rows.advantages.view(-1, 3).tolist(), metrics
+    return rows.advantages.view(-1, 1 + n).tolist(), metrics
 
 
-def test_the_credit_of_the_first_of_two_actions_is_lambda_itself():
-    assert of_answers([1.0], [0.0], first_token_credit=0.25) == ([[0.0, 0.25, 1.0]], {})
+@pytest.mark.parametrize("n", [2, 3, 9])
+def test_the_first_action_gets_the_credit_that_the_flag_says(n):
+    """Of a reward of 1 where all values are 0; the last action gets all of it."""
+    [[_, first, *_, last]], _ = of_answers([1.0], [0.0], n, first_token_credit=0.25)
+    assert (first, last) == pytest.approx((0.25, 1.0))
+    assert of_answers([1.0], [0.0], 1, first_token_credit=0.25) == ([[0.0, 1.0]], {})
 
 
 @pytest.mark.parametrize("n, less", [(1, [2.5] * 4), (2, [1.5, 1.5, 3.5, 3.5])])
@@ -131,10 +135,3 @@ def test_a_cosine_of_one_step_after_the_warm_up(kind):
     critic = types.SimpleNamespace(config=config, peak_lr=1.0, total_steps=3)
     for critic.optimizer_steps, rate in enumerate((0.5, 1.0, 1.0, 0.0, 0.0)):
         assert kind.learning_rate(critic) == pytest.approx(rate, abs=1e-9)
-
-
-def test_rewards_on_tokens_that_are_no_actions_reach_the_action_before_or_the_first():
-    mask = torch.tensor([0, 1, 0, 1, 0]).bool()
-    ends = torch.tensor([0, 5])
-    advantages, _ = common.gae(torch.tensor([1.0, 2, 4, 8, 16]), torch.zeros(5), mask, ends, 1.0, 0.0)
-    assert advantages.tolist() == [0, 7, 0, 24, 0]

@@ -844,20 +844,6 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
         assert (ours_T[~batch.response_mask] == 0).all()
 
 
-def test_the_first_action_gets_the_credit_that_the_flag_says():
-    """Of a reward of 1 where all values are 0; the last action gets all of it."""
-    batch = random_batch(8, 6, idle=False)
-    batch.values = batch.old_log_probs = batch.ref_log_probs = torch.zeros(len(batch.input_ids))
-    run = a_run(first_token_credit=0.25, whiten_advantages=False)
-    ppo_loop.assign_credit(batch, [1.0] * 8, 0.0, run, SAYS_THE_SAME)
-    shares = [
-        x_A[[0, -1]].tolist() for x_A in batch.advantages[batch.response_mask].split(batch.actions.tolist())
-    ]
-    assert 1 in batch.actions and len(batch.actions.unique()) > 4
-    for n, share in zip(batch.actions.tolist(), shares):
-        assert share == pytest.approx([0.25 if n > 1 else 1.0, 1.0])
-
-
 # ---- Prompts, flags ----------------------------------------------------------------------------------------
 
 
@@ -902,20 +888,6 @@ def test_a_bad_prompt_is_named_by_file_and_line(row, tmp_path):
     good = {"prompt": "good", "answer": "#### 5"}
     with pytest.raises(UserError, match=r"^--prompts .*prompts.jsonl:4\b[^\n]*\Z"):  # blank lines count
         prompts_of(tmp_path, good, "", "  ", row, good, reward="gsm8k")
-
-
-@pytest.mark.parametrize("n, size", [(10, 4), (7, 8), (8, 8)])
-def test_prompts_of_a_step(n, size):
-    """Neighbours share a prompt, each pass of each seed has an order of its own."""
-    a_pass = math.ceil(n / size)
-    each = [(0, [i]) for i in range(n)]
-    picks = [common.rows_of_step(step, each, size, seed) for seed in (3, 4) for step in range(2 * a_pass)]
-    for picked in picks:
-        rows = [(row.prompt, row.row_id) for row in ppo_loop.rows_of_rank(picked, 2)]
-        assert rows == [(picked[i // 2], i) for i in range(2 * len(picked))]
-        assert n // a_pass <= len(picked) <= min(size, math.ceil(n / a_pass))
-    passes = [sum(picks[i : i + a_pass], []) for i in range(0, len(picks), a_pass)]
-    assert all(sorted(x) == list(range(n)) for x in passes) and len({*map(tuple, passes)}) == 4
 
 
 def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys):

@@ -5,7 +5,6 @@
 Several engines may live in one process, as long as none is deleted.
 """
 
-import ctypes
 import dataclasses
 import json
 import os
@@ -319,30 +318,6 @@ def the_process_is_as_it_was(folder):
     assert total.item() == 3.0
 
 
-def soak(folder, syncs):
-    """Syncs of a model of many layers: none leaves a copy behind, none takes one on its way. Measured with
-    copies of 40 MiB: 22 to 30 on the way, 65 if the weights are a list; 20 MiB come and go with gloo."""
-    w = policy(hidden_size=256, intermediate_size=640, num_hidden_layers=16, num_attention_heads=8)
-    copy = sum(p.numel() for p in w.model.parameters()) * 4
-    engine, rows = engine_of(w, longest=60), list(zip(prompts_of((5, 40)), range(2), (4, 4), strict=True))
-    held, peaks = [], []
-    kib = lambda key: next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith(key))
-    memory = lambda key: kib(key) * 1024  # bytes of VmRSS, or of VmHWM: the most since it was reset
-    for i in range(syncs):
-        ctypes.CDLL(None).malloc_trim(0)  # what is free, but was not given back, would hide what is taken
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # the most is now what it is
-        now = memory("VmRSS")
-        engine.sync(w.weights(engine.dtype))
-        peaks.append(memory("VmHWM") - now)
-        if i % 10 == 0:
-            engine.generate(rows, 1.0)
-        held.append(memory("VmRSS"))
-    grown, most = held[-1] - held[syncs // 5], max(peaks)
-    sizes = [round(n / 2**20, 1) for n in (copy, grown, most)]
-    common.print0("MiB of a copy, of what is left, and of what was taken on its way:", *sizes)
-    assert copy > 40e6 and grown < copy and most < copy, (copy, grown, peaks)
-
-
 def errors(folder):
     """A model that vLLM does not know is one line that names it."""
     w = policy()
@@ -350,28 +325,6 @@ def errors(folder):
     w.model_config = tests.transformers.AutoConfig.for_model("gpt_neo", **fields)
     with pytest.raises(common.UserError, match="--rollout vllm: cannot run tiny-qwen2 .*GPTNeoForCausalLM"):
         engine_of(w)
-
-
-def learns(folder, name, *flags):
-    """Twelve steps of the built-in task, with the defaults except the seed: the README's run has seed 0."""
-    common.write_report = lambda *_: None
-    own = ("--steps", "12", "--seed", "1", "--supervised-steps", "0", "--actor.model", str(folder / "actor"))
-    ppo_scenarios.ppo(folder / name, *own, *flags)
-
-
-def learns_as_well(folder):
-    """As well as with --rollout hf. Measured, for seeds 0 to 2: 0.18 -> 0.42, 0.16 -> 0.39, 0.15 -> 0.43 with
-    hf; 0.18 -> 0.42, 0.16 -> 0.47, 0.15 -> 0.41 with vllm."""
-    accuracy = {}
-    for name in ("learns, hf", "learns, vllm"):
-        rows = common.read_lines(folder / name / "metrics.jsonl")
-        accuracy[name] = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
-        diffs = [row["rollout/log_prob_diff"] for row in rows if "rollout/log_prob_diff" in row]
-        assert len(diffs) == 12 and max(diffs) < 1e-5, diffs
-    print(accuracy)
-    (before, after), (ours_before, ours_after) = accuracy.values()
-    assert 0.1 < before < after - 0.15, accuracy
-    assert abs(ours_before - before) < 0.01 and abs(ours_after - after) < 0.12, accuracy
 
 
 LAUNCHES = [  # name, ranks, function, its arguments; in this order: some read what others before them leave
@@ -386,8 +339,6 @@ LAUNCHES = [  # name, ranks, function, its arguments; in this order: some read w
     ("the cache wakes last", 1, the_cache_wakes_last, ()),
     ("fillers", 1, fillers, ()),
     ("sigterm ends generate", 2, sigterm_ends_generate, ()),
-    ("soak", 1, soak, (25,)),
-    ("soak of two ranks", 2, soak, (5,)),
     ("errors", 1, errors, ()),
     ("start", 1, ppo_scenarios.start, ("--actor.override-config", json.dumps(HEADS))),
     *((f"golden {x}", ranks, ppo_scenarios.toy, (x, *flags)) for x, (ranks, flags) in GOLDEN.items()),
@@ -395,9 +346,6 @@ LAUNCHES = [  # name, ranks, function, its arguments; in this order: some read w
     ("golden runs agree", 1, ppo_scenarios.samples_and_metrics_agree, (1e-3,)),
     ("warms up asleep", 1, warms_up_asleep, ()),
     ("goes on, offloaded", 1, ppo_scenarios.goes_on, ("vllm 1", "vllm 1", "--offload")),
-    ("learns, hf", 2, learns, ("learns, hf",)),
-    ("learns, vllm", 1, learns, ("learns, vllm", *VLLM)),
-    ("learns as well", 1, learns_as_well, ()),
 ]
 NAMES = [name for name, *_ in LAUNCHES]
 
