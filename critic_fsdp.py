@@ -976,8 +976,7 @@ class CriticWorker:
         tensors, _, _ = checkpoint_tensors(critic.model, critic.optimizer)
         if copy:
             tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
-        state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
-        state["shape"] = self.shape()
+        state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps, "shape": self.shape()}
 
         def write(tmp, group=None):
             writer = HuggingFaceStorageWriter(tmp, save_distributed=True)
@@ -1193,7 +1192,7 @@ def main(run):
     if run.plan:
         return print_plan(run)
     worker = CriticWorker(config)
-    train, held_out = load_rows(run, worker.tokenizer, worker.model_config)
+    train, held_out = load_rows(run, worker)
     check_budget(config, train.longest[0], f"line {train.longest[1] + 1} of the rollouts")
     most = run.train_batch_size or config.ppo_mini_batch_size
     size = math.ceil(len(train) / math.ceil(len(train) / most))  # of rows_of_step, whose pieces are level
@@ -1219,11 +1218,11 @@ def main(run):
     )
 
 
-def load_rows(run, tokenizer, model_config):
+def load_rows(run, worker):
     """(rows to learn from, rows to evaluate on, maybe none), of the run's files or of the toy."""
-    options = {"tokenizer": tokenizer, "model_config": model_config}
-    if processor := load_image_processor(run.critic, model_config):
-        options["place_images"] = partial(place_images, processor, model_config.image_token_id)
+    options = {"tokenizer": worker.tokenizer, "model_config": worker.model_config}
+    if processor := load_image_processor(run.critic, worker.model_config):
+        options["place_images"] = partial(place_images, processor, worker.model_config.image_token_id)
     seed = run.critic.seed
     train = common.read_rows(run.rollouts or common.toy_rows(8192, seed), **options)
     held_out = run.eval_rollouts if run.rollouts else common.toy_rows(512, seed, held_out=True)

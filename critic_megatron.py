@@ -891,10 +891,8 @@ class MegatronPPOCritic:
     def my_micro_batches(self, batch):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
         c = self.config
-        table = micro_batches(
-            batch, self.layout.dp_size, self.max_tokens, c.share_prompts, not c.use_remove_padding
-        )
-        mine = table[self.layout.dp_rank]
+        options = (c.share_prompts, not c.use_remove_padding)
+        mine = micro_batches(batch, self.layout.dp_size, self.max_tokens, *options)[self.layout.dp_rank]
         multiple = c.pipeline_model_parallel_size if len(self.model) > 1 else 1
         return mine + [[]] * (-len(mine) % multiple)  # virtual pipeline stages need such a multiple
 
@@ -1294,8 +1292,7 @@ class CriticWorker:
         """-> write(tmp, group), which saves the current state. copy: a snapshot, while training goes on."""
         critic = self.critic
         tensors = checkpoint_tensors(critic, self.model_config.vocab_size)  # gathered, so always a copy
-        state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps}
-        state["shape"] = self.shape()
+        state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps, "shape": self.shape()}
 
         def write(tmp, group=None):
             offsets = {
@@ -1469,7 +1466,7 @@ class Checkpoints:
 def main(run):
     config = run.critic
     worker = CriticWorker(config)
-    train, held_out = load_rows(run, worker.tokenizer, worker.model_config)
+    train, held_out = load_rows(run, worker)
     check_budget(config, train.longest[0], f"line {train.longest[1] + 1} of the rollouts")
     most = run.train_batch_size or config.ppo_mini_batch_size
     size = math.ceil(len(train) / math.ceil(len(train) / most))  # of rows_of_step, whose pieces are level
@@ -1495,9 +1492,9 @@ def main(run):
     )
 
 
-def load_rows(run, tokenizer, model_config):
+def load_rows(run, worker):
     """(rows to learn from, rows to evaluate on, maybe none), of the run's files or of the toy."""
-    options = {"tokenizer": tokenizer, "model_config": model_config}
+    options = {"tokenizer": worker.tokenizer, "model_config": worker.model_config}
     seed = run.critic.seed
     train = common.read_rows(run.rollouts or common.toy_rows(8192, seed), **options)
     held_out = run.eval_rollouts if run.rollouts else common.toy_rows(512, seed, held_out=True)

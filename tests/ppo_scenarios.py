@@ -5,6 +5,7 @@
 The runs are whole runs of main() from the flags up. What compares them follows them in LAUNCHES.
 """
 
+import json
 import math
 import os
 import pathlib
@@ -67,7 +68,7 @@ def steps_of(out):
 def metrics_of(out):
     """(step, name) -> number, of all that does not depend on the machine."""
     passing = ("perf/", "time/", "memory/")
-    rows = common.read_lines(out / "metrics.jsonl")
+    rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
     metrics = {(row["step"], name): x for row in rows for name, x in row.items() if name != "step"}
     return {key: x for key, x in metrics.items() if not key[1].startswith(passing)}
 
