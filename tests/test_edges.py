@@ -115,18 +115,20 @@ def test_no_more_micro_batches_than_needed(script):
     assert script.micro_batches(group, 1, 18, True) == [[[0, 1, 2]]]
     parts = script.micro_batches(group, 1, 17, True)[0]
     assert sorted(map(len, parts)) == [1, 2]
+    ranks = script.micro_batches(group, 2, 99, True)  # each gets some, though one could take all
+    assert sorted(len(rows) for [rows] in ranks) == [1, 2]
 
 
 @pytest.mark.parametrize("script", CRITICS)
 def test_a_pack_is_padded_at_its_end(script):
-    rows = rows_of([1, 1], [1, 1])  # 4 tokens each, the first of which is shared
+    rows = rows_of([5], [1, 1], [1, 1])  # 3 tokens, and twice 4, the first of which is shared
     host = torch.device("cpu")
-    for unit, pad in ((1, 0), (4, 1), (5, 3)):
-        slots, index, layout = script.pack_rows(rows, host, True, unit)
-        assert slots.tolist() == [0, 1, 2, 3, 5, 6, 7, *[8] * pad] and len(slots) % unit == 0
-        assert index.tolist() == [0, 1, 2, 3, 0, 4, 5, 6]
-        assert layout.pieces == [(4, 4, 1), (3 + pad, 4 + pad, 1)]
-        assert layout.keys.tolist() == [0, 1, 2, 3, 0, *range(4, 7 + pad)]
+    for unit, pad in (((), 0), ((4,), 2), ((7,), 4)):
+        slots, index, layout = script.pack_rows(rows, host, True, *unit)
+        assert slots.tolist() == [*range(7), 8, 9, 10, *[11] * pad]
+        assert index.tolist() == [*range(7), 3, 7, 8, 9]
+        assert layout.pieces == [(3, 3, 1), (4, 4, 1), (3 + pad, 4 + pad, 1)]
+        assert layout.keys.tolist() == [*range(7), 3, *range(7, 10 + pad)]
 
 
 @pytest.mark.parametrize("kind", [critic_fsdp.DataParallelPPOCritic, critic_megatron.MegatronPPOCritic])
