@@ -379,12 +379,12 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
             continue
         try:
             rollout = parse_rollout(line, tokenizer)
-            if place_images is not None:
+            if place_images:
                 place_images(rollout, folder)
             elif rollout.images:
                 raise UserError("it has images, this model reads text only")
             row = batch_of_one(rollout, number)
-            if model_config is not None:
+            if model_config:
                 check_rows(row, model_config)
             rows.append(row)
         except UserError as fault:
@@ -657,14 +657,24 @@ def update_metrics(kind, names, totals, norms, lr):
 
 def evaluate(rows, gamma):  # metrics of rows with values, against the discounted sums of their rewards
     r_A = monte_carlo(rows, gamma)[rows.response_mask].double()
-    v_A = rows.values[rows.response_mask].double()
+    v_A = rows.values[rows.response_mask]
     acted_B = rows.actions > 0
     reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)
+    last_B = rows.values[last_action(rows)]
+    of_n = []  # of prompts with several rows: the reward of the row with the highest last value, mean, best
+    for _, same in rows.groups():
+        if len(same) > 1:
+            reward_N = reward_B[same]
+            of_n.append((reward_N[last_B[same].argmax()], reward_N.mean(), reward_N.max()))
+    best, mean, oracle = torch.tensor(of_n).view(-1, 3).mean(0)
     return {
         "eval/explained_var": explained_variance(v_A, r_A),
         "eval/vf_loss": 0.5 * (v_A - r_A).square().mean(),
         "eval/constant_loss": 0.5 * r_A.var(correction=0),
-        "eval/auc": auc(rows.values[last_action(rows)[acted_B]], reward_B[acted_B]),
+        "eval/auc": auc(last_B[acted_B], reward_B[acted_B]),
+        "eval/best_of_n": best,
+        "eval/mean_of_n": mean,
+        "eval/oracle_of_n": oracle,
     }
 
 
@@ -699,8 +709,7 @@ class Pack:
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
                      sliding_window=None, softcap=None, is_causal=None, s_aux=None, **kwargs):  # fmt: skip
-    """transformers' AttentionInterface of a packed row: q (1,H,T,D), k v (1,K,T,D) -> (1,T,H,D), None. There
-    is never dropout: with it the same batch would not give the same update."""
+    """transformers' AttentionInterface of a packed row: q (1,H,T,D), k v (1,K,T,D) -> (1,T,H,D), None."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None or not causal or kwargs.get("position_bias") is not None:
         raise UserError(
@@ -966,11 +975,13 @@ class Logger:
             f"held out   explained var {number(m['eval/explained_var'], '.3f')}"
             f"   loss {m['eval/vf_loss']:.4f} (best constant {m['eval/constant_loss']:.4f})"
             f"   AUC of the last value {number(m['eval/auc'], '.3f')}"
+            f"\n  best of n {number(m['eval/best_of_n'], '.3f')},"
+            f" mean {number(m['eval/mean_of_n'], '.3f')}, oracle {number(m['eval/oracle_of_n'], '.3f')}"
         )
 
 
 def number(x, form):  # x in the given format, or -- where there is no number yet
-    return "--" if x is None or math.isnan(x) else format(x, form)
+    return "--" if math.isnan(x) else format(x, form)
 
 
 def read_lines(path):
@@ -1017,8 +1028,7 @@ def published(folder, group=None, keep=None):
     dist.barrier(group)
     yield tmp
     dist.barrier(group)
-    # at least what this rank has written
-    found = {str(path.relative_to(tmp)) for path in Path(tmp).rglob("*") if path.is_file()}
+    found = {str(path.relative_to(tmp)) for path in Path(tmp).rglob("*") if path.is_file()}  # at least ours
     names = sorted(set().union(*of_all_ranks(found, group)))
     sums = {name: checksum(f"{tmp}/{name}") for name in names[RANK::WORLD_SIZE]}
     seen = None not in sums.values() and all(os.path.exists(f"{tmp}/{name}") for name in names)
@@ -1091,11 +1101,9 @@ def check_shared(out_dir):
 
 
 def steps_in(folder):  # [(step, path)] of the step_N and step_N.jsonl in a folder, the last step first
-    found = []
-    for path in Path(folder).glob("step_*"):
-        if match := re.fullmatch(r"step_(\d+)(\.jsonl)?", path.name):
-            found.append((int(match[1]), str(path)))
-    return sorted(found, reverse=True)
+    found = [re.fullmatch(r"step_(\d+)(\.jsonl)?", path.name) for path in Path(folder).glob("step_*")]
+    steps = [(int(match[1]), f"{folder}/{match[0]}") for match in found if match]
+    return sorted(steps, reverse=True)
 
 
 def shape_of(model_config, more):
@@ -1203,11 +1211,8 @@ def transformer_blocks(model):  # the layers to shard one by one: what its autho
 
 def send_weights(model, source):
     """Fills a model spread over all ranks from `source`, the same one on rank 0's host, elsewhere None."""
-    set_model_state_dict(
-        model,
-        source.state_dict() if source else {},
-        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-    )
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, source.state_dict() if source else {}, options=options)
     for buffer, x in zip(model.buffers(), (source or model).buffers()):  # rotary tables are in no state dict
         buffer.copy_(x)
         dist.broadcast(buffer, 0)
@@ -1260,12 +1265,10 @@ def load_value_head(score, name, value_range):
 def describe_head(model_config, config, value_range):
     """Notes the value head in a transformers config: num_labels outputs, over value_range or None."""
     stored = getattr(model_config, "value_range", None)
-    model_config.num_labels = 1
+    model_config.num_labels = config.value_bins if config.value_head == "hl_gauss" else 1
     model_config.value_range = None
     model_config.classifier_dropout = 0.0
     model_config.dtype = torch.float32
-    if config.value_head == "hl_gauss":
-        model_config.num_labels = config.value_bins
     if config.value_head != "scalar":
         model_config.value_range = config.value_range or stored or value_range
         if not model_config.value_range:
@@ -1350,6 +1353,8 @@ NUMBERS = {  # of a report -> what they say
     "at the first action": "explained variance where only the prompt is known",
     "ceiling": "the most that any critic can explain at the first action; -- if too few rows tell",
     "AUC": "chance that the last value of a right response is above that of a wrong one",
+    "best of n": "mean reward of the response to each prompt whose last value is the highest",
+    "mean of n": "that of all responses to these prompts, which have two or more",
 }
 PAGE = jinja2.Template(autoescape=True, source="""<!doctype html><meta charset="utf-8">
 <meta name="viewport" content="width=device-width"><title>{{ title }}</title><style>
@@ -1367,21 +1372,22 @@ from {{ "%.2f" % low }} (orange) to {{ "%.2f" % high }} (blue); point at one for
 {%- for text, acts, v, r, error in tokens %}{% set shade = acts * (2 * v - low - high) / (high - low) -%}
 <span style="background: rgba({{ '37,99,235' if shade > 0 else '249,115,22' }},{{ '%.2f' % shade|abs }})"
 title="value {{ '%.3g\nreturn %.3g\nTD error %.3g' % (v, r, error) }}">{{ text }}</span>
-{%- endfor %}</pre>{% endfor %}</div>
-<div><h2>How it learned</h2>{{ figure|safe }}</div></main>""")  # fmt: skip
+{%- endfor %}</pre>{% endfor %}</div><div><h2>How it learned</h2>{{figure|safe}}</div></main>""")  # fmt: skip
 
 
 def ceiling(rows):
-    """1 - within-prompt variance / variance of returns at the first action, over prompts (equal tokens before
-    it) with several rows. NaN if all returns are equal, or if chance puts it below 0."""
-    groups = [(shared, group) for shared, group in rows.groups() if len(group) > 1]
-    returns = [rows.returns[rows.cu_seqlens[group] + shared + 1].double() for shared, group in groups]
+    """1 - variance within prompts / variance of returns at the first action, of prompts with several rows."""
+    returns = [
+        rows.returns[rows.cu_seqlens[same] + shared + 1].double()
+        for shared, same in rows.groups()
+        if len(same) > 1
+    ]
     if not returns:
         return nan
     every = torch.cat(returns)
     within = sum(len(x) * x.var() for x in returns) / len(every)
     spread = every.var()
-    return 1 - within / spread if 0 < spread >= within else nan
+    return 1 - within / spread if 0 < spread >= within else nan  # chance can put it below 0
 
 
 def rows_to_show(rows, tokenizer):
@@ -1413,12 +1419,8 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     rows.returns = monte_carlo(rows, gamma)
     r_A = rows.returns[rows.response_mask]
     first = F.pad(rows.actions[rows.actions > 0].cumsum(0), (1, -1))
-    values = (
-        explained_variance(v_A, r_A),
-        explained_variance(v_A[first], r_A[first]),
-        ceiling(rows),
-        evaluate(rows, gamma)["eval/auc"],
-    )
+    explained, _, _, *others = evaluate(rows, gamma).values()
+    values = (explained, explained_variance(v_A[first], r_A[first]), ceiling(rows), *others)  # as in NUMBERS
     numbers = {name: number(x, ".3f") for name, x in zip(NUMBERS, values)}
     figure = Figure(figsize=(6, 9), layout="constrained")
     log = read_lines(f"{out_dir}/metrics.jsonl")

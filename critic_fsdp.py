@@ -735,8 +735,9 @@ class DataParallelPPOCritic:
                 norms.append(math.nan)
                 if not mini.response_mask.any():
                     continue  # AdamW would move the weights on gradients of zero
-                options = (config.loss_agg_mode, config.response_length_limit, config.value_places)
-                mini.weights = common.loss_weights(mini, *options)
+                mini.weights = common.loss_weights(
+                    mini, config.loss_agg_mode, config.response_length_limit, config.value_places
+                )
                 sums = torch.zeros_like(totals)
                 micros = self.my_micro_batches(mini)
                 with named_range("mini-batch"):
@@ -1193,7 +1194,8 @@ def main(run):
         return print_plan(run)
     worker = CriticWorker(config)
     train, held_out = load_rows(run, worker)
-    check_budget(config, train.longest[0], f"line {train.longest[1] + 1} of the rollouts")
+    longest, line = max(train.longest, held_out.longest)
+    check_budget(config, longest, f"line {line + 1} of the rollouts")
     most = run.train_batch_size or config.ppo_mini_batch_size
     size = math.ceil(len(train) / math.ceil(len(train) / most))  # of rows_of_step, whose pieces are level
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
@@ -1202,7 +1204,6 @@ def main(run):
         worker.init_model(total, common.describe_rows(train, run.gamma, config))
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
-        longest = max(train.longest[0], held_out.longest[0])
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
         print0(
             f"steps      {run.steps} updates x {size} rows,"

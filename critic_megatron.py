@@ -184,6 +184,7 @@ if __name__ == "__main__":  # here, because the imports below take ten seconds
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
@@ -209,7 +210,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModel
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
@@ -347,9 +347,8 @@ class CoreAttention(nn.Module):
 
 
 def read_weights(config, model_config):
-    """(tensors by the names of critic_fsdp.py, words on their origin). Files are mapped, not loaded: a
-    rank reads the pages of what it takes. Random weights are those of critic_fsdp.py, so every rank draws the
-    whole model."""
+    """(tensors by the names of critic_fsdp.py, words on their origin). A rank reads the tensors of which
+    it takes a part. Random weights are those of critic_fsdp.py, so every rank draws the whole model."""
     head = nn.Linear(model_config.hidden_size, model_config.num_labels)
     if config.model in common.TINY:
         torch.manual_seed(config.seed)
@@ -364,32 +363,28 @@ def read_weights(config, model_config):
     return collections.ChainMap(score, tensors), f"{story}; {words}"
 
 
-SHARDING = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint notes which part of a tensor a file has
-
-
 class StoredTensors(dict):
     """name -> tensor of a folder's safetensors, read when asked for. Names that lack the `prefix` get
-    it, once, also those of a checkpoint.
-
-    A tensor of a checkpoint may lie in several files, some rows in each: first row -> (file, name there)."""
+    it, once, also those of a checkpoint."""
 
     def __init__(self, folder, prefix="", flag="--model"):
-        self.joined = lru_cache(maxsize=2)(self.join)  # experts are asked for one by one
+        self.reader = dcp.HuggingFaceStorageReader(folder)
+        self.read_once = lru_cache(maxsize=2)(self.read)  # experts are asked for one by one
         with blame(f"{flag} {folder}: its weights do not load"):
-            for path in sorted(Path(folder).glob("*.safetensors")):
-                file = safe_open(path, "pt")
-                offsets = json.loads((file.metadata() or {}).get(SHARDING, "{}"))
-                for name in file.keys():
-                    first, *_ = [*offsets.get(name, {}).get("saved_offsets", ()), 0]
-                    rest = name.removeprefix(prefix and "model.").removeprefix(prefix)
-                    self.setdefault(prefix + rest, {})[first] = file, name
+            metadata = self.reader.read_metadata()
+            self.reader.read_metadata = lambda: metadata  # each read would open every file for it
+            for name, x in metadata.state_dict_metadata.items():
+                rest = name.removeprefix(prefix and "model.").removeprefix(prefix)
+                self[prefix + rest] = name, x
 
     def __getitem__(self, name):
-        return self.joined(name)
+        return self.read_once(name)
 
-    def join(self, name):
-        pieces = [file.get_tensor(key) for _, (file, key) in sorted(super().__getitem__(name).items())]
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    def read(self, name):
+        stored, x = super().__getitem__(name)
+        tensors = {stored: torch.empty(x.size, dtype=x.properties.dtype)}
+        dcp.load(tensors, storage_reader=self.reader, no_dist=True)
+        return tensors[stored]
 
 
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -863,8 +858,6 @@ class MegatronPPOCritic:
         options = OptimizerConfig(
             lr=self.peak_lr,
             weight_decay=config.weight_decay,
-            adam_beta1=config.betas[0],
-            adam_beta2=config.betas[1],
             bf16=self.transformer.bf16,
             use_distributed_optimizer=True,
         )
@@ -874,6 +867,7 @@ class MegatronPPOCritic:
         )
         for group in self.optimizer.param_groups:
             group["fused"] = True  # one kernel
+            group["betas"] = config.betas
         # Megatron's distributed optimizers: one of the experts and one of the rest
         self.optimizers = self.optimizer.chained_optimizers
         self.masters = {}  # weight -> (AdamW, its float32 tensor of this rank's part, the place of the part)
@@ -1038,8 +1032,9 @@ class MegatronPPOCritic:
                 norms.append(math.nan)
                 if not mini.response_mask.any():
                     continue  # AdamW would move the weights on gradients of zero
-                options = (config.loss_agg_mode, config.response_length_limit, config.value_places)
-                mini.weights = common.loss_weights(mini, *options)
+                mini.weights = common.loss_weights(
+                    mini, config.loss_agg_mode, config.response_length_limit, config.value_places
+                )
                 micros = self.my_micro_batches(mini)
                 with named_range("mini-batch"):
                     # Megatron's schedule is the loop over them
@@ -1300,7 +1295,8 @@ class CriticWorker:
             }
             if tensors:
                 mine = {name: x for name, (_, x) in tensors.items()}
-                metadata = {"format": "pt", SHARDING: json.dumps(offsets)}
+                # where torch.distributed.checkpoint notes which rows of a tensor a file has
+                metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
                 save_file(mine, f"{tmp}/shard-{RANK:05d}.safetensors", metadata=metadata)
             common.write_json(f"{tmp}/trainer.json", state)
 
@@ -1310,7 +1306,7 @@ class CriticWorker:
         """Restores what either critic saved, on any layout. UserError: damaged or of another model."""
         critic = self.critic
         saved = open_checkpoint(folder, self.shape())
-        tensors = StoredTensors(folder, flag="--resume")  # mapped: a rank reads the pages of what it takes
+        tensors = StoredTensors(folder, flag="--resume")
         for kind, form in STATE.items():
             critic.restore(tensors, f"--resume {folder}", kind, form)
         for adam, mine, _ in critic.masters.values():  # a tensor each: the step adds 1 in place
@@ -1467,7 +1463,8 @@ def main(run):
     config = run.critic
     worker = CriticWorker(config)
     train, held_out = load_rows(run, worker)
-    check_budget(config, train.longest[0], f"line {train.longest[1] + 1} of the rollouts")
+    longest, line = max(train.longest, held_out.longest)
+    check_budget(config, longest, f"line {line + 1} of the rollouts")
     most = run.train_batch_size or config.ppo_mini_batch_size
     size = math.ceil(len(train) / math.ceil(len(train) / most))  # of rows_of_step, whose pieces are level
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
@@ -1476,7 +1473,6 @@ def main(run):
         worker.init_model(total, common.describe_rows(train, run.gamma, config))
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
-        longest = max(train.longest[0], held_out.longest[0])
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
         print0(
             f"steps      {run.steps} updates x {size} rows,"

@@ -483,7 +483,7 @@ def kl_penalty(log_probs_T, ref_log_probs_T, kind):
     return {"k1": k1_T, "abs": k1_T.abs(), "k2": 0.5 * k1_T.square(), "k3": k3_T}[kind]
 
 
-def next_kl_coef(coef, kl, n, target=None):
+def next_kl_coef(coef, kl, n, target):
     """The KL coefficient after a batch of n rows with mean divergence kl (1909.08593, section 2.2). Its
     horizon is 10,000 rows, or n if that is more: else the coefficient could turn negative."""
     if not target:
@@ -528,15 +528,13 @@ def prefer_the_mean(batch, run):
     returns_T = common.monte_carlo(batch, run.gamma)
     whole = gather(replace(batch, returns=returns_T))
     mask_T = whole.response_mask
-    helps = (
-        common.explained_variance(whole.values[mask_T], whole.returns[mask_T]) > 1e-3
-    )  # 0 but for rounding
-    if not helps:
-        size = run.rollout_n if run.rollout_n > 1 else len(whole)
-        mean_G = torch.stack([x.returns.sum() / x.response_mask.sum() for x in whole.split(size)])
-        less_T = returns_T - mean_G[batch.row_id // size][batch.row_of_token]
-        batch.advantages = torch.where(batch.response_mask, less_T, 0.0)
-    return helps
+    if common.explained_variance(whole.values[mask_T], whole.returns[mask_T]) > 1e-3:  # 0 but for rounding
+        return True
+    size = run.rollout_n if run.rollout_n > 1 else len(whole)
+    mean_G = torch.stack([x.returns.sum() / x.response_mask.sum() for x in whole.split(size)])
+    less_T = returns_T - mean_G[batch.row_id // size][batch.row_of_token]
+    batch.advantages = torch.where(batch.response_mask, less_T, 0.0)
+    return False
 
 
 # ---- Rollout: an engine makes tokens, a batch comes of them ------------------------------------------------
@@ -1208,14 +1206,15 @@ def evaluate(replies, run, reward, phases, step, logger):
 def print_step(step, steps, m):
     """One aligned line that tells how a step went, in units a person reads."""
     n = common.number
+    m = collections.defaultdict(lambda: math.nan, m)  # before the actor learns it has no metrics
     left = datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
-    odd = {"reward/errors": "reward errors", "actor/skipped_steps": "skipped"}
-    odd = "".join(f"  {m[key]:.0f} {words}" for key, words in odd.items() if m.get(key))
+    odd = f"  {m['reward/errors']} reward errors" if m["reward/errors"] else ""
+    odd += f"  {m['actor/skipped_steps']} skipped" if m.get("actor/skipped_steps") else ""
     print0(
         f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}"
         f"  length {m['rollout/actions']:.1f}  kl {n(m['kl/reference'], '.3f')}"
-        f"  entropy {n(m.get('actor/entropy'), '.3f')}  clipped {n(m.get('actor/pg_clipfrac'), '.3f')}"
-        f"  |g| {n(m.get('actor/grad_norm'), '.2g'):>5}  value loss {n(m['critic/vf_loss'], '.4f')}"
+        f"  entropy {n(m['actor/entropy'], '.3f')}  clipped {n(m['actor/pg_clipfrac'], '.3f')}"
+        f"  |g| {n(m['actor/grad_norm'], '.2g'):>5}  value loss {n(m['critic/vf_loss'], '.4f')}"
         f"  explained var {n(m['critic/explained_var'], '.2f'):>5}"
         f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}{odd}"
     )

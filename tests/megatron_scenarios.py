@@ -274,7 +274,7 @@ def damages(files, scratch):
     _, shard = sorted(name for name in files if name.startswith("shard-"))
     content = files[shard]
     scratch.write_bytes(content)
-    with cm.safe_open(scratch, "pt") as whole:
+    with helpers.safe_open(scratch, "pt") as whole:
         metadata = whole.metadata()
     tensors = load_file(scratch)
     del tensors["optimizer.model.layers.1.mlp.experts.gate_up_proj.exp_avg"]
@@ -299,8 +299,7 @@ def offload_changes_nothing(folder):
     """Off the device and back between updates, twice for good measure: the same weights bit for bit.
 
     Gradients are not kept, so this fills them with NaN after the return: an update must not read them. At the
-    end .to() moves into shared memory, which stands for the host's, and no other large tensor remains.
-    """
+    end .to() moves into shared memory, which stands for the host's, and no other large tensor remains."""
     for fields in ({TP: 2}, {EP: 2, **BFLOAT16, **MOE}):
         stays = make(**fields)
         expected = [of_critic(stays.update_critic(rows(seed))) for seed in range(3)]

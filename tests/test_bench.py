@@ -13,8 +13,7 @@ def test_nothing_is_lost():
 
 
 def test_contestants_say_the_same():
-    """Both critics, with and without shared prompts, and the bare loop, each in a process of its own; verl
-    where it is installed."""
+    """Both critics, with and without shared prompts, the bare loop, and verl where it is installed."""
     work = ("--model", "tiny", "--mix", "long-prompt", "--rows", "16", "--rounds", "1")
     out = succeeded(run(sys.executable, "-W", "ignore", ROOT / "tests" / "bench.py", *work))
     lines = dict(re.findall(r"^\| (\w+(?: \w+)?) \| .* \| (\S+) \|$", out, flags=re.M))

@@ -97,7 +97,7 @@ def test_kl_and_its_coefficient_equal_verl():
     for kl, n in case["updates"]:
         coefs.append(ppo_loop.next_kl_coef(coefs[-1], kl, n, case["target"]))
     assert coefs[1:] == pytest.approx(case["trace"], rel=1e-12)
-    assert ppo_loop.next_kl_coef(0.3, 5.0, 64) == 0.3
+    assert ppo_loop.next_kl_coef(0.3, 5.0, 64, None) == 0.3
     assert ppo_loop.next_kl_coef(1.0, 0.0, 10**6, 0.1) == pytest.approx(0.8)  # of many rows, and not negative
 
 
