@@ -1353,8 +1353,8 @@ NUMBERS = {  # of a report -> what they say
     "at the first action": "explained variance where only the prompt is known",
     "ceiling": "the most that any critic can explain at the first action; -- if too few rows tell",
     "AUC": "chance that the last value of a right response is above that of a wrong one",
-    "best of n": "mean reward of the response to each prompt whose last value is the highest",
-    "mean of n": "that of all responses to these prompts, which have two or more",
+    "best of n": "mean reward of each prompt's response with the highest last value",
+    "mean of n": "mean reward of all responses to these prompts, which have two or more",
 }
 PAGE = jinja2.Template(autoescape=True, source="""<!doctype html><meta charset="utf-8">
 <meta name="viewport" content="width=device-width"><title>{{ title }}</title><style>

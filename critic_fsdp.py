@@ -1195,7 +1195,7 @@ def main(run):
     worker = CriticWorker(config)
     train, held_out = load_rows(run, worker)
     longest, line = max(train.longest, held_out.longest)
-    check_budget(config, longest, f"line {line + 1} of the rollouts")
+    check_budget(config, longest, f"line {line + 1} of the rollouts, or of those held out,")
     most = run.train_batch_size or config.ppo_mini_batch_size
     size = math.ceil(len(train) / math.ceil(len(train) / most))  # of rows_of_step, whose pieces are level
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
