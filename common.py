@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 import zlib
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import nan
 from pathlib import Path
@@ -298,13 +298,6 @@ def gather(batch):
     return whole
 
 
-@contextmanager
-def named_range(name):  # gives what runs inside a name in traces of torch.profiler, and of nsys on CUDA
-    nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_available() else nullcontext()
-    with torch.profiler.record_function(name), nvtx:
-        yield
-
-
 def dp_compute_proto(needs=()):
     """Decorates a worker's method that every rank calls with the rows it owns. The method sees the *global*
     batch, in row_id order, with the optional columns in `needs` alone; of a (T,) result it returns theirs."""
@@ -317,7 +310,7 @@ def dp_compute_proto(needs=()):
                 raise ValueError(f"{method.__name__} needs the columns {', '.join(missing)} of the batch")
             unused = dict.fromkeys(set(Batch.FLOATS).difference(needs))
             whole = gather(replace(batch, **unused))
-            with named_range(method.__name__):
+            with torch.profiler.record_function(method.__name__):
                 result = method(self, whole)
             if not isinstance(result, torch.Tensor):
                 return result
@@ -399,16 +392,10 @@ def describe_rows(rows, gamma, config):
     rows = replace(rows, returns=monte_carlo(rows, gamma))
     x_A = rows.returns[rows.response_mask].double()
     low, high = map(float, x_A.aminmax())
-    tokens = len(rows.input_ids)
-    print0(
-        f"rows       {len(rows):,} rows, {tokens:,} tokens, {len(x_A):,} actions,"
-        f" longest row {rows.longest[0]:,}"
-    )
     computed = sum(rows.computed(rows.groups(config.share_prompts and config.use_remove_padding)))
-    if computed < tokens:
-        fewer = f"computed ({tokens / computed:.2f} times fewer)"
-        print0(f"tokens     {tokens:,} - {tokens - computed:,} shared = {computed:,} {fewer}")
     print0(
+        f"rows       {len(rows):,} rows, {len(x_A):,} actions, longest row {rows.longest[0]:,}\n"
+        f"tokens     {len(rows.input_ids):,}, and {computed:,} to compute, a shared prompt once\n"
         f"returns    {x_A.mean():.3g} +- {x_A.std(correction=0):.3g}, from {low:.3g} to {high:.3g}\n"
         f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt can explain at the first action"
     )
@@ -642,8 +629,7 @@ def auc(scores, labels):
 
 
 def update_metrics(kind, names, totals, norms, lr):
-    """Metrics kind/name of an update. totals: sums over the actions of all ranks, one for each name (the loss
-    first), then the number of actions. norms: of the gradients; one that is not finite was skipped."""
+    """Metrics of an update. totals: sums over all actions, loss first, their number last. norms: by step."""
     taken = [norm for norm in norms if math.isfinite(norm)]
     steps = len(taken) or nan  # then everything is NaN
     loss, *sums, actions = totals.tolist()
@@ -693,8 +679,10 @@ class PackLayout:
     def __init__(self, lengths, device, key_lengths=None, keys=None):
         key_lengths = key_lengths or lengths
         self.keys = keys
-        neighbours = itertools.groupby(zip(lengths, key_lengths))
-        self.pieces = [(*sizes, len(list(same))) for sizes, same in neighbours]  # (queries, keys, how many)
+        self.pieces = []  # of neighbours with equal sizes (how many, queries of all, keys of all)
+        for (queries, keys), same in itertools.groupby(zip(lengths, key_lengths)):
+            count = len(list(same))
+            self.pieces.append((count, count * queries, count * keys))
         cu = [cumulative(n).to(device, non_blocking=True) for n in (lengths, key_lengths)]
         self.varlen = (*cu, max(lengths), max(key_lengths))  # as kernels for packed rows take it
 
@@ -747,9 +735,8 @@ def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
             out_THD = varlen_attn(*inputs, scale=scale, window_size=size, enable_gqa=True)
         return out_THD.transpose(0, 1)[None]
     Pack.kernel = "eager" if softcap or sinks is not None else "sdpa"
-    *lengths, counts = zip(*layout.pieces)
+    counts, queries, keys = zip(*layout.pieces)
     # by split, because the backward of a slice would fill the whole row with zeros, each time
-    queries, keys = ([n * count for n, count in zip(some, counts)] for some in lengths)
     pieces = zip(counts, q[0].split(queries, 1), k[0].split(keys, 1), v[0].split(keys, 1))
     outs = []
     for count, *piece in pieces:
@@ -833,9 +820,8 @@ def describe_update(batch, start, epochs, flops, layout):
 
 
 def measure_budget(try_out, given, longest, share, state_bytes):
-    """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective).
-    try_out(batch) learns from a batch. given: auto[:GIB]. share: ranks that share a row. Twice as many of the
-    longest rows each time, until twice as many might not fit, tell what a token costs."""
+    """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective), as told by
+    try_out(batch), which learns from ever more rows. given: auto[:GIB]. share: ranks that share a row."""
     limit = float(given[5:] or "inf") * 2**30
     row = Batch.blank(longest)
     try_out(row)  # creates gradients and workspaces
@@ -866,8 +852,6 @@ def measure_budget(try_out, given, longest, share, state_bytes):
 
 # ---- Logs: what the user sees, and what a run leaves -------------------------------------------------------
 
-ORDER = ("rollouts", "prompts", "train_batch_size", "ppo_mini_batch_size", "seed")  # flags that choose rows
-
 
 class Logger:
     """metrics.jsonl, TensorBoard and run.json (settings) in out_dir, and the lines that rank 0 prints.
@@ -885,8 +869,6 @@ class Logger:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        for before in read_lines(f"{folder}/../../run.json"):
-            self.name_changes(before, json.loads(json.dumps(settings, default=str)))
         self.set_aside(last_step)
         settings["run"] = {"command": sys.argv, "ranks": WORLD_SIZE, "torch": torch.__version__}
         replace_lines(f"{out_dir}/run.json", [settings])
@@ -895,16 +877,6 @@ class Logger:
         replace_lines(log, [row for row in rows if row["step"] < last_step + ("perf/time_step" in row)])
         self.file = open(log, "a", buffering=1)
         self.board = SummaryWriter(f"{out_dir}/tensorboard", purge_step=last_step + 1)
-
-    def name_changes(self, before, settings, part=""):
-        """Prints which settings are not those of the run that this one continues."""
-        for name, x in settings.items():
-            was = before.get(name, x)
-            if isinstance(x, dict):
-                self.name_changes(was, x, f"{name}.")
-            elif was != x and name != "resume":
-                words = ": rows may come in another order, twice or not at all" if name in ORDER else ""
-                print0(f"changed    {part}{name} {was} -> {x}{words}")
 
     def set_aside(self, last_step):
         """Renames what another run saved after last_step to *.old; removes what a killed run left behind."""
@@ -993,6 +965,7 @@ def read_lines(path):
 
 
 def replace_lines(path, rows):  # a JSONL file at once: after a crash it is the old one or the new one
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     Path(f"{path}.tmp").write_text("".join(f"{json.dumps(row, default=str)}\n" for row in rows))
     flush_to_disk(f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
@@ -1297,9 +1270,15 @@ def tiny_config(name, vocab_size):
     text = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
     if kind != "gpt2":  # which names these differently
         text |= {
-            "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 8192, "pad_token_id": None,
-        }  # fmt: skip
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 8192,
+            "pad_token_id": None,
+        }
     if not kind.endswith("vl"):
         return {"model_type": kind, **text, **TINY[name]}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
@@ -1355,6 +1334,7 @@ NUMBERS = {  # of a report -> what they say
     "AUC": "chance that the last value of a right response is above that of a wrong one",
     "best of n": "mean reward of each prompt's response with the highest last value",
     "mean of n": "mean reward of all responses to these prompts, which have two or more",
+    "oracle of n": "mean reward of the best response to each",
 }
 PAGE = jinja2.Template(autoescape=True, source="""<!doctype html><meta charset="utf-8">
 <meta name="viewport" content="width=device-width"><title>{{ title }}</title><style>
@@ -1405,6 +1385,26 @@ def rows_to_show(rows, tokenizer):
         tokens = list(zip(texts, *(x_T.tolist() for x_T in columns)))
         shown.append(("".join(texts[:first]), tokens[first:]))
     return shown
+
+
+def write_scores(path, out_dir, rows, tokenizer, gamma):
+    """Writes the lines of a JSONL file, with values of their rows, to out_dir/scored.jsonl; and a report."""
+    lines = Path(path).read_bytes().splitlines()
+    last_B = rows.values[last_action(rows)]
+    rank_B = torch.ones_like(rows.row_id)  # 1: the highest last value of its prompt
+    for _, same in rows.groups():
+        rank_B[same] += (last_B[same] > last_B[same, None]).sum(1)
+    scored = []
+    for row, rank in zip(rows.split(1), rank_B.tolist()):
+        line = json.loads(lines[row.row_id])
+        line["values"] = row.values[row.response_mask.int().argmax() :].tolist()  # from the first action on
+        line["last_value"] = float(row.values[last_action(row)])
+        line["rank"] = rank
+        scored.append(line)
+    if RANK == 0:
+        replace_lines(f"{out_dir}/scored.jsonl", scored)
+    write_report(out_dir, rows, "scored rows", tokenizer, gamma)
+    print0(f"saved      {out_dir}: scored.jsonl, report.html, curves.png")
 
 
 def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):

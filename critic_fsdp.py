@@ -15,7 +15,6 @@ Shapes are in the names: T tokens, sequences end to end; B sequences; L longest 
 """
 
 import datetime
-import heapq
 import json
 import math
 import os
@@ -27,7 +26,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -114,6 +113,7 @@ class Run:
     critic: Annotated[Config, tyro.conf.arg(name="")] = Config()  # its flags have no prefix
     rollouts: str | None = None  # JSONL to learn from (None: the built-in toy task)
     eval_rollouts: str | None = None  # JSONL to evaluate on (None: no evaluation; the toy has its own)
+    score: str | None = None  # JSONL: only write its rows with the model's values to out_dir/scored.jsonl
     gamma: Fraction = 1.0  # discount of a reward per action
     lam: Fraction = 1.0  # GAE's lambda for the returns (1: Monte Carlo, the rewards alone)
     bootstrap_truncated: bool = False  # rows that were cut off end with the value of their last action
@@ -193,18 +193,21 @@ from safetensors.torch import save_file
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed import fsdp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, state_dict
+from torch.profiler import record_function
 from transformers import AutoModel, Qwen2VLImageProcessorPil
 from transformers.image_utils import load_image
 from transformers.pytorch_utils import Conv1D
 
 import common
-from common import Batch, Pack, PackLayout, UserError, blame, named_range, of_all_ranks, print0, published
+from common import Batch, Pack, PackLayout, UserError, blame, of_all_ranks, print0, published
 
 transformers.logging.set_verbosity_error()  # the run says in one line what matters of a load
 transformers.logging.disable_progress_bar()
-# views that nothing writes to; FSDP1 on a single rank; what peft sees by itself that GPT-2 needs
+# views that nothing writes to; FSDP1 on a single rank; what peft sees by itself that GPT-2 needs; a rank that
+# reads files for itself
 warnings.filterwarnings(
-    "ignore", "FSDP2-wrapped module .* returned a view|.*`NO_SHARD`|fan_in_fan_out is set to"
+    "ignore",
+    "FSDP2-wrapped module .* returned a view|.*`NO_SHARD`|fan_in_fan_out is|torch.distributed is disabled",
 )
 
 # ---- Value model: a decoder and a value head in float32 ----------------------------------------------------
@@ -524,12 +527,12 @@ def slice_row(decoder, args, kwargs):
 def spread(costs, k):
     """k lists of indices with nearly equal sums: the largest first, to the emptiest list (Graham 1969)."""
     parts = [[] for _ in range(k)]
-    heap = [(0, j) for j in range(k)]
+    loads = [0] * k
     largest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
     for i in largest_first:
-        load, j = heap[0]
-        heapq.heapreplace(heap, (load + costs[i], j))
-        parts[j].append(i)
+        emptiest = loads.index(min(loads))
+        loads[emptiest] += costs[i]
+        parts[emptiest].append(i)
     return parts
 
 
@@ -740,7 +743,7 @@ class DataParallelPPOCritic:
                 )
                 sums = torch.zeros_like(totals)
                 micros = self.my_micro_batches(mini)
-                with named_range("mini-batch"):
+                with record_function("mini-batch"):
                     for i, rows in enumerate(micros, 1):
                         sums += self.forward_backward(self.micro_batch(mini, rows), last=i == len(micros))
                     norm = self.optimizer_step()
@@ -753,7 +756,7 @@ class DataParallelPPOCritic:
         lr = self.optimizer.param_groups[0]["lr"]
         return common.update_metrics("critic", names, totals, norms, lr)
 
-    @named_range("micro-batch")
+    @record_function("micro-batch")
     def forward_backward(self, micro, last=True):
         """Adds the gradient of a micro-batch -> its sums (loss, clipped, vpreds, actions). last:
         whether it is the last one of its mini-batch.
@@ -794,7 +797,7 @@ class DataParallelPPOCritic:
             rate *= 0.5 * (1 + math.cos(math.pi * min(max(done, 0.0), 1.0)))
         return rate
 
-    @named_range("optimizer step")
+    @record_function("optimizer step")
     def optimizer_step(self):
         """Clips and steps -> norm before clipping. All ranks skip the step if the norm is not finite."""
         config = self.config
@@ -1137,7 +1140,7 @@ class Checkpoints:
 
         def save():
             folder = f"{self.out_dir}/checkpoints/step_{step}"
-            with named_range("save"), published(folder, self.group, self.keep) as tmp:
+            with record_function("save"), published(folder, self.group, self.keep) as tmp:
                 write(tmp, self.group)
 
         self.wait()
@@ -1192,10 +1195,15 @@ def main(run):
     config = run.critic
     if run.plan:
         return print_plan(run)
-    worker = CriticWorker(config)
+    worker = CriticWorker(replace(config, value_head_init="checkpoint") if run.score else config)
     train, held_out = load_rows(run, worker)
     longest, line = max(train.longest, held_out.longest)
     check_budget(config, longest, f"line {line + 1} of the rollouts, or of those held out,")
+    if run.score:
+        worker.init_model()
+        worker.set_budget(longest, "the longest row")
+        train.values = worker.critic.compute_values(train)
+        return common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
     most = run.train_batch_size or config.ppo_mini_batch_size
     size = math.ceil(len(train) / math.ceil(len(train) / most))  # of rows_of_step, whose pieces are level
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
@@ -1220,11 +1228,14 @@ def main(run):
 
 
 def load_rows(run, worker):
-    """(rows to learn from, rows to evaluate on, maybe none), of the run's files or of the toy."""
+    """(rows to learn from or to score, rows to evaluate on, maybe none), of files or of the toy."""
     options = {"tokenizer": worker.tokenizer, "model_config": worker.model_config}
     if processor := load_image_processor(run.critic, worker.model_config):
         options["place_images"] = partial(place_images, processor, worker.model_config.image_token_id)
     seed = run.critic.seed
+    if run.score:
+        train = common.read_rows(run.score, flag="--score", **options)
+        return train, train
     train = common.read_rows(run.rollouts or common.toy_rows(8192, seed), **options)
     held_out = run.eval_rollouts if run.rollouts else common.toy_rows(512, seed, held_out=True)
     if not held_out:

@@ -17,7 +17,6 @@ S slots: the tokens and the padding of a micro-batch that this rank holds.
 
 import collections
 import datetime
-import heapq
 import json
 import math
 import os
@@ -29,7 +28,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -116,6 +115,7 @@ class Run:
     critic: Annotated[Config, tyro.conf.arg(name="")] = Config()  # its flags have no prefix
     rollouts: str | None = None  # JSONL to learn from (None: the built-in toy task)
     eval_rollouts: str | None = None  # JSONL to evaluate on (None: no evaluation; the toy has its own)
+    score: str | None = None  # JSONL: only write its rows with the model's values to out_dir/scored.jsonl
     gamma: Fraction = 1.0  # discount of a reward per action
     lam: Fraction = 1.0  # GAE's lambda for the returns (1: Monte Carlo, the rewards alone)
     bootstrap_truncated: bool = False  # rows that were cut off end with the value of their last action
@@ -211,18 +211,20 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from safetensors.torch import save_file
+from torch.profiler import record_function
 from transformers import AutoModel
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 import common
-from common import Batch, PackLayout, UserError, blame, named_range, of_all_ranks, print0, published
+from common import Batch, PackLayout, UserError, blame, of_all_ranks, print0, published
 
 transformers.logging.set_verbosity_error()  # the run says in one line what matters of a load
 transformers.logging.disable_progress_bar()
-# of megatron-core 0.16.1 with this torch; there is nothing to do about them here
+# of megatron-core 0.16.1 with this torch, and of a rank that reads files for itself
 warnings.filterwarnings(
     "ignore",
-    "(full scope|`torch.distributed.*|TypedStorage) is deprecated|The .grad attribute|moe_ffn_hidden_size is",
+    "(full scope|`torch.distributed.*|TypedStorage) is deprecated|The .grad attribute|moe_ffn_hidden_size is"
+    "|torch.distributed is disabled",
 )
 
 # ---- Megatron without CUDA, and without Transformer Engine -------------------------------------------------
@@ -315,13 +317,6 @@ class ValueHead(nn.Linear):
             gather = tensor_parallel.gather_from_sequence_parallel_region
             out_SBN = gather(out_SBN, tensor_parallel_output_grad=False)
         return out_SBN, None
-
-
-class OutputProjection(tensor_parallel.RowParallelLinear):
-    """Of attention, with a bias; by Megatron's own flag the MLP would have one too."""
-
-    def __init__(self, *sizes, bias, **options):
-        super().__init__(*sizes, bias=True, **options)
 
 
 class CoreAttention(nn.Module):
@@ -426,7 +421,6 @@ WEIGHTS = {
     "self_attention.q_layernorm.weight": ("whole", "self_attn.q_norm.weight"),
     "self_attention.k_layernorm.weight": ("whole", "self_attn.k_norm.weight"),
     "self_attention.linear_proj.weight": ("inputs", "self_attn.o_proj.weight"),
-    "self_attention.linear_proj.bias": ("whole", "self_attn.o_proj.bias"),
     "pre_mlp_layernorm.weight": ("whole", "post_attention_layernorm.weight"),
     "mlp.router.weight": ("whole", "mlp.gate.weight"),
     "mlp.shared_experts.gate_weight": ("whole", "mlp.shared_expert_gate.weight"),
@@ -659,8 +653,6 @@ def layer_spec(transformer, names, vp_stage):
         attention = layer.self_attention.submodules
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         attention.core_attention = CoreAttention
-        if "layers.0.self_attn.o_proj.bias" in names:
-            attention.linear_proj = OutputProjection
         if transformer.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     return block
@@ -730,12 +722,12 @@ def wrap(module):
 def spread(costs, k):
     """k lists of indices with nearly equal sums: the largest first, to the emptiest list (Graham 1969)."""
     parts = [[] for _ in range(k)]
-    heap = [(0, j) for j in range(k)]
+    loads = [0] * k
     largest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
     for i in largest_first:
-        load, j = heap[0]
-        heapq.heapreplace(heap, (load + costs[i], j))
-        parts[j].append(i)
+        emptiest = loads.index(min(loads))
+        loads[emptiest] += costs[i]
+        parts[emptiest].append(i)
     return parts
 
 
@@ -809,7 +801,8 @@ def check_model_flags(config, model_config):
         raise UserError(
             f"--model {config.model}: {c.model_type} is not among {', '.join(known)}; use critic_fsdp.py"
         )
-    fixed = {"mlp_bias": False, "hidden_act": "silu", "quantization_config": None, "sliding_window": None}
+    fixed = {"mlp_bias": False, "attention_bias": False, "hidden_act": "silu",
+             "quantization_config": None, "sliding_window": None}  # fmt: skip
     # 0: a window of Qwen2-MoE that is off
     odd = [f"{name} {getattr(c, name)}" for name, x in fixed.items() if getattr(c, name, x) not in (x, 0)]
     rope = c.rope_parameters
@@ -965,7 +958,7 @@ class MegatronPPOCritic:
         """Sends all micro-batches through Megatron's schedule: forward, and unless forward_only backward.
         On the last stage reduce(outputs_S, micro) gives their loss."""
 
-        @named_range("micro-batch")  # its forward; the schedule itself runs the backward
+        @record_function("micro-batch")  # its forward; the schedule itself runs the backward
         def forward_step(micros, chunk):
             micro = next(micros)
             ids_1S, pack, _ = micro.packed
@@ -1036,7 +1029,7 @@ class MegatronPPOCritic:
                     mini, config.loss_agg_mode, config.response_length_limit, config.value_places
                 )
                 micros = self.my_micro_batches(mini)
-                with named_range("mini-batch"):
+                with record_function("mini-batch"):
                     # Megatron's schedule is the loop over them
                     sums = self.forward_backward([self.micro_batch(mini, rows) for rows in micros])
                     norm = self.optimizer_step()
@@ -1095,7 +1088,7 @@ class MegatronPPOCritic:
             rate *= 0.5 * (1 + math.cos(math.pi * min(max(done, 0.0), 1.0)))
         return rate
 
-    @named_range("optimizer step")
+    @record_function("optimizer step")
     def optimizer_step(self):
         """Clips and steps -> norm before clipping. All ranks skip the step if the norm is not finite."""
         config = self.config
@@ -1436,7 +1429,7 @@ class Checkpoints:
 
         def save():
             folder = f"{self.out_dir}/checkpoints/step_{step}"
-            with named_range("save"), published(folder, self.group, self.keep) as tmp:
+            with record_function("save"), published(folder, self.group, self.keep) as tmp:
                 write(tmp, self.group)
 
         self.wait()
@@ -1461,10 +1454,15 @@ class Checkpoints:
 
 def main(run):
     config = run.critic
-    worker = CriticWorker(config)
+    worker = CriticWorker(replace(config, value_head_init="checkpoint") if run.score else config)
     train, held_out = load_rows(run, worker)
     longest, line = max(train.longest, held_out.longest)
     check_budget(config, longest, f"line {line + 1} of the rollouts, or of those held out,")
+    if run.score:
+        worker.init_model()
+        worker.set_budget(longest, "the longest row")
+        train.values = worker.critic.compute_values(train)
+        return common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
     most = run.train_batch_size or config.ppo_mini_batch_size
     size = math.ceil(len(train) / math.ceil(len(train) / most))  # of rows_of_step, whose pieces are level
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
@@ -1489,9 +1487,12 @@ def main(run):
 
 
 def load_rows(run, worker):
-    """(rows to learn from, rows to evaluate on, maybe none), of the run's files or of the toy."""
+    """(rows to learn from or to score, rows to evaluate on, maybe none), of files or of the toy."""
     options = {"tokenizer": worker.tokenizer, "model_config": worker.model_config}
     seed = run.critic.seed
+    if run.score:
+        train = common.read_rows(run.score, flag="--score", **options)
+        return train, train
     train = common.read_rows(run.rollouts or common.toy_rows(8192, seed), **options)
     held_out = run.eval_rollouts if run.rollouts else common.toy_rows(512, seed, held_out=True)
     if not held_out:

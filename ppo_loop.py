@@ -239,8 +239,6 @@ def check_flags(run):
         "--lam-policy: not with --first-token-credit": run.lam_policy is None or not run.first_token_credit,
         "--actor.ratio-band: LOW must be below HIGH": not band or band[0] < band[1],
         "--eval-prompts: needs --prompts; addition has its own": run.prompts or not run.eval_prompts,
-        "--eval-every: needs --eval-prompts":
-            run.eval_prompts or not run.prompts or run.eval_every == Run.eval_every,
         "--max-turns: needs --environment": run.environment or run.max_turns == Run.max_turns,
         "--rollout vllm: needs vllm, see README.md": run.rollout == "hf" or importlib.util.find_spec("vllm"),
         "--reward, --reward-model: --prompts needs one": not run.prompts or run.reward or run.reward_model,
@@ -432,11 +430,10 @@ class RewardModel:
             raise UserError(f"--reward-model: {error}") from None
         self.tokenizer = self.worker.tokenizer or tokenizer
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
-        if not (self.same_tokens or self.tokenizer.chat_template):
-            print0("reward     the reward model has no chat template: of a chat it reads the last message")
 
     def ids(self, reply):
-        """The row in tokens of this model, which may have a tokenizer of its own."""
+        """The row in tokens of this model, which may have a tokenizer of its own. Unless that has a chat
+        template, it reads the last message of a chat alone."""
         prompt = reply.prompt
         if self.same_tokens:
             return prompt.ids + reply.ids
@@ -821,7 +818,6 @@ def write_jsonl(batch, path):
         line = {name: x_T[first:].tolist() for name, x_T in columns.items()}
         lines.append({"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated), **line})
     if RANK == 0:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         common.replace_lines(path, lines)
 
 
@@ -883,9 +879,6 @@ class PolicyWorker:
             if RANK == 0:
                 source, _ = common.load_model(AutoModelForCausalLM, config.model, model_config, run.seed)
                 lm.generation_config = source.generation_config  # for the export
-        # all bits of what is loaded, added up: a resumed run needs the same reference
-        bits = source and sum(int(p.detach().view(torch.int32).sum()) for p in source.parameters())
-        self.start = of_all_ranks(bits)[0]
         if config.gradient_checkpointing and trains:
             lm.gradient_checkpointing_enable()
         kind = "actor    " if trains else "reference"
@@ -1037,7 +1030,7 @@ class PolicyWorker:
         tensors = self.checkpoint_tensors()
         if copy:
             tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
-        state = {"updates": self.updates, "optimizer_steps": self.optimizer_steps, "start": self.start}
+        state = {"updates": self.updates, "optimizer_steps": self.optimizer_steps}
         state["shape"] = common.shape_of(self.model_config, {})
 
         def write(tmp, group=None):
@@ -1050,9 +1043,6 @@ class PolicyWorker:
     def load_checkpoint(self, folder):
         """Restores what checkpoint_writer wrote, on any world size. UserError: damaged or foreign."""
         saved = self.backend.open_checkpoint(folder, common.shape_of(self.model_config, {}))
-        if (self.run.kl_coef or self.config.kl_loss_coef) and saved["start"] != self.start:
-            words = "is the reference, but not as it was when this run began; restore it, or leave out the KL"
-            raise UserError(f"--actor.model {self.config.model}: {words}")
         with blame(f"--resume {folder}: does not fit this actor"):
             dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))
         self.updates = saved["updates"]
@@ -1120,7 +1110,7 @@ class Phases:
     @contextmanager
     def __call__(self, name, *workers):
         start = time.perf_counter()
-        with common.named_range(name), ExitStack() as stack:
+        with torch.profiler.record_function(name), ExitStack() as stack:
             for worker in workers:
                 if worker and self.offload:
                     worker.onload()
@@ -1279,8 +1269,6 @@ def set_up(run):
         f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses a step, at most\n"
         f"update     {actor.ppo_mini_batch_size} rows a mini-batch, critic {critic.ppo_mini_batch_size}"
     )
-    if run.critic_warmup >= run.steps:
-        print0(f"warm-up    --critic-warmup {run.critic_warmup} covers all --steps: the actor never learns")
     return run, Task(
         tokenizer, model_config, prompts, held_out,
         load_function(run.reward, "--reward", run.reward_timeout),
@@ -1304,7 +1292,6 @@ def start_from(run, task, checkpoints):
             kl_coef = saved["kl_coef"]
         if step > run.steps:
             raise UserError(f"--steps {run.steps}: {folder} has made {step} already; give more")
-        print0(f"resume     {folder}, step {step}")
     actor = run.actor
     critic = run.critic
     if run.supervised_steps and not run.prompts and actor.model in common.TINY:

@@ -35,9 +35,8 @@ if __name__ != "__main__":  # the process that forks ranks must not have these: 
 TP, PP, EP, CP = (f"{x}_parallel_size" for x in ("tensor_model", "pipeline_model", "expert_model", "context"))
 VPP = "virtual_pipeline_model_parallel_size"
 FOUR_LAYERS = {"override_config": '{"num_hidden_layers": 4}'}
-BIASES = {"override_config": '{"num_hidden_layers": 4, "attention_bias": true}'}
 FROZEN = {**FOUR_LAYERS, "gradient_checkpointing": True, "freeze_modules": "embed|self_attn|gate_|up_"}
-PLACES = {"value_places": (0.2, 0.7)}
+PLACES = {**FOUR_LAYERS, "value_places": (0.2, 0.7)}
 MISTRAL = {"model": "tiny-mistral"}
 MISTRAL["override_config"] = '{"num_hidden_layers": 4, "sliding_window": null}'
 MOE = {"model": "tiny-qwen3-moe"}
@@ -111,7 +110,7 @@ def of_critic(metrics):
 
 FSDP2 = {"strategy": "fsdp2"}
 SAVED = {  # name -> model, number of ranks and their layout where it begins, ranks -> layouts of Megatron
-    "llama": ({"model": "tiny-llama", **BIASES, **PLACES}, 1, {"strategy": "none"}, {2: [{PP: 2, VPP: 2}]}),
+    "llama": ({"model": "tiny-llama", **PLACES}, 1, {"strategy": "none"}, {2: [{PP: 2, VPP: 2}]}),
     "qwen3, hl_gauss": ({"model": "tiny-qwen3", **HL_GAUSS}, 1, FSDP2, {2: [{TP: 2}, {CP: 2}]}),
     "qwen2, bounded": (BOUNDED, 2, FSDP2, {2: [{TP: 2}, {PP: 2}]}),
     "qwen2, fsdp1": (HL_GAUSS, 2, {"strategy": "fsdp1"}, {2: [{PP: 2}]}),

@@ -45,7 +45,6 @@ used = {"now": 0, "peak": 0}  # bytes of the device
 late = []  # copies to pinned memory that are under way: (target, what it will hold)
 pinned = set()  # addresses of pinned memory
 THREADS = set()  # that have chosen their device: each begins with the first one
-RANGES = set()  # what nsys would show
 freed = set()  # storages of the device that were resized to 0
 works = []  # what is sent and received, and its tensors
 kept = []  # what C++ points to, and registrations
@@ -387,9 +386,8 @@ def watch():
     warnings.showwarning = warned
     torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # cuBLAS takes its memory
     torch.cuda.set_sync_debug_mode("warn")
-    choose, name_range = torch.cuda.set_device, torch.cuda.nvtx.range
+    choose = torch.cuda.set_device
     torch.cuda.set_device = lambda x: choose(x) or THREADS.add(threading.get_ident())
-    torch.cuda.nvtx.range = lambda name: RANGES.add(name) or name_range(name)
 
 
 def install():
@@ -443,5 +441,4 @@ def install():
         for name, x in answers.items():
             if hasattr(module, name):
                 setattr(module, name, x)
-    cuda.nvtx.range = lambda name: contextlib.nullcontext(RANGES.add(name))
     torch._dynamo.config.disable = True  # there is no compiler

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from helpers import ROOT, random_batch, run, succeeded, torchrun
 from ppo_scenarios import metrics_of
 
@@ -158,7 +159,7 @@ def test_resume_gives_the_run_that_was_never_interrupted(tmp_path):
         assert (tmp_path / "out" / name).exists(), name
     folder = tmp_path / "out" / "checkpoints"
     out = succeeded(go(resume=folder / "step_4"))
-    assert "step 5/6" in out and "step 4/6" not in out and "changed" not in out
+    assert "step 5/6" in out and "step 4/6" not in out
     assert {p.name for p in folder.iterdir()} == {"step_4", "step_6", "step_6.old"}
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert metrics_of(tmp_path / "out") == whole and sum("critic/vf_loss" in x for x in lines) == 6
@@ -218,19 +219,39 @@ def test_a_folder_holds_one_run(folder, left, tmp_path):
     assert board.Tags()["scalars"] == ["critic/vf_loss"] and board.Scalars("critic/vf_loss")[0].value == 0.5
 
 
-def test_a_run_that_goes_on_says_which_flags_are_others(tmp_path, capsys):
-    folder = tmp_path / "first" / "checkpoints" / "step_3"
-    folder.parent.mkdir(parents=True)
-    settings = dataclasses.asdict(Run(critic=Config(betas=(0.8, 0.9)), resume=None))
-    common.Logger(str(tmp_path / "first"), settings)
-    folder.mkdir()
-    settings |= {"critic": {**settings["critic"], "lr": 0.1}, "resume": "auto", "train_batch_size": 8}
-    settings["actor"] = {"lr": 0.2}  # of another script
-    common.Logger(str(tmp_path), settings, 3, str(folder))
-    assert capsys.readouterr().out.splitlines() == [
-        "changed    critic.lr None -> 0.1",
-        "changed    train_batch_size None -> 8: rows may come in another order, twice or not at all",
-    ]
+def test_rows_are_scored_by_either_critic_as_by_transformers_alone(tmp_path):
+    """Text, and token ids of two turns; on one rank and on two. The file has blank lines and own keys."""
+    tokenizer = common.char_tokenizer()
+    config = transformers.Qwen2Config(**common.tiny_config("tiny-qwen2", len(tokenizer)), num_labels=1)
+    judge = transformers.AutoModelForTokenClassification.from_config(config).eval()
+    for part in (judge, tokenizer):
+        part.save_pretrained(tmp_path / "hf")
+    rows = [{**GOOD, "response": answer, "reward": float(answer == "2"), "my": [answer]} for answer in "2345"]
+    rows.append({"prompt_ids": [3, 4], "response_ids": [9, 8, 7], "response_mask": [1, 0, 1], "reward": 0})
+    (file := tmp_path / "my rows.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    near = lambda x: pytest.approx(x, abs=1e-5)
+    lasts = []
+    for row in rows:
+        prompt = row.get("prompt_ids") or tokenizer.encode(row["prompt"])
+        response = row.get("response_ids") or [*tokenizer.encode(row["response"]), tokenizer.eos_token_id]
+        logits = judge(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1, 0].tolist()
+        values = [v * acts for v, acts in zip(logits, row.get("response_mask", [1, 1]))]
+        row |= {"values": near(values), "last_value": near(values[-1]), "rank": 1}
+        lasts.append(values[-1])
+    for row, last in zip(rows, lasts[:4]):
+        row["rank"] += sum(other > last for other in lasts[:4])
+    best = rows[lasts.index(max(lasts[:4]))]["reward"]
+    layouts = (("fsdp",), ("fsdp", "--ulysses-size", 2), ("megatron", "--context-parallel-size", 2))
+    for script, *layout in layouts:
+        out = tmp_path / f"{script} {len(layout)}"
+        flags = ("--score", file, "--model", tmp_path / "hf", "--out-dir", out, *layout)
+        said = succeeded(torchrun(2 if layout else 1, ROOT / f"critic_{script}.py", *flags))
+        assert common.read_lines(out / "scored.jsonl") == rows
+        assert f"best of n {best:.3f}, mean of n 0.250, oracle of n 1.000\n" in said
+        refused = run(
+            sys.executable, ROOT / f"critic_{script}.py", *flags[:2], "--out-dir", tmp_path / "none"
+        )
+        assert refused.returncode == 2 and "tiny-qwen2 holds no such value head" in refused.stderr
 
 
 def test_updates_that_are_skipped_are_counted_and_end_the_run(tmp_path):

@@ -144,8 +144,6 @@ def run_fsdp(out):
             config = critic_fsdp.Config(ppo_max_token_len_per_gpu="auto:0.01", ppo_mini_batch_size=16)
             options = {"async_save": True, "save_every": 1, "resume": resume, "out_dir": str(out / "fsdp")}
             critic_fsdp.main(critic_fsdp.Run(config, steps=steps, **options))
-    named = {"compute_values", "update_critic", "mini-batch", "micro-batch", "optimizer step", "save"}
-    assert named <= device.RANGES
     said = [row for row in common.read_lines(out / "fsdp" / "metrics.jsonl") if "critic/vf_loss" in row]
     assert [row["step"] for row in said] == [1, 2, 3]
 

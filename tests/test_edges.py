@@ -127,7 +127,7 @@ def test_a_pack_is_padded_at_its_end(script):
         slots, index, layout = script.pack_rows(rows, host, True, *unit)
         assert slots.tolist() == [*range(7), 8, 9, 10, *[11] * pad]
         assert index.tolist() == [*range(7), 3, 7, 8, 9]
-        assert layout.pieces == [(3, 3, 1), (4, 4, 1), (3 + pad, 4 + pad, 1)]
+        assert layout.pieces == [(1, 3, 3), (1, 4, 4), (1, 3 + pad, 4 + pad)]
         assert layout.keys.tolist() == [*range(7), 3, *range(7, 10 + pad)]
 
 

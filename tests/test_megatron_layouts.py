@@ -16,8 +16,8 @@ LLAMA3 = {
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
 FOUR_LAYERS = {
     "qwen2": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=16, attention_bias=True),
-    "llama": transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3, attention_bias=True),
+    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=16),
+    "llama": transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3),
     "mistral": transformers.MistralConfig(**SIZES, head_dim=16, sliding_window=None),
     "qwen3-moe": transformers.Qwen3MoeConfig(
         **SIZES, head_dim=8, norm_topk_prob=True, shared_expert_intermediate_size=0, **MIXTURE

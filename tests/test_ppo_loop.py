@@ -928,9 +928,9 @@ def parse(monkeypatch, tmp_path):
     "--temperature 0", "--target-kl 0.1", "--eval-prompts x.jsonl", "--prompts x.jsonl --reward gsm8k",
     "--reward gsm8k --reward-model rm", "--reward nothing.py:f", "--environment nothing.py:f",
     "--vllm.tensor-parallel-size 2", "--vllm.gpu-memory-utilization 1.5", "--actor.clip-ratio-c 1",
-    "--actor.override-config {", "--actor.model tiny-qwen7",
-    "--actor.tokenizer /none", "--actor.ppo-max-token-len-per-gpu 13", "--critic.ulysses-size 3",
-    "--critic.model tiny-qwen7", "--critic.ppo-max-token-len-per-gpu 13",
+    "--actor.override-config {", "--actor.model tiny-qwen7", "--actor.tokenizer /none",
+    "--actor.ppo-max-token-len-per-gpu 13", "--critic.ulysses-size 3", "--critic.model tiny-qwen7",
+    "--critic.ppo-max-token-len-per-gpu 13",
     "--critic.ppo-max-token-len-per-gpu auto", "--critic.ppo-mini-batch-size 0 --critic megatron",
     '--critic.model tiny-gpt2 --critic.override-config {"vocab_size":50}',
     '--critic.model tiny-gpt2 --critic.override-config {"n_positions":13}',
@@ -938,8 +938,7 @@ def parse(monkeypatch, tmp_path):
     "--actor.model tiny-qwen2.5-vl", "--reward-model /none", "--reward-model LM",  # it has no value head
     *([] if importlib.util.find_spec("vllm") else ["--rollout vllm"]),
     "--chat", "--max-turns 3", "--actor.ratio-band 2 1", "--lam-policy 1 --first-token-credit 0.5",
-    "--answer-key none --reward FILE --prompts ROWS",
-    "--eval-every 5 --reward FILE --prompts ROWS", "--chat --reward FILE --prompts ROWS",
+    "--answer-key none --reward FILE --prompts ROWS", "--chat --reward FILE --prompts ROWS",
 ))])  # fmt: skip
 def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path):
     """Also what is found only while models are built."""
@@ -972,12 +971,10 @@ def test_flags_that_can_work_are_taken(parse, tmp_path, capsys):
     run, _ = set_up(f"--actor.model tiny-llama --prompts {file} --reward gsm8k --critic.model tiny-gpt2")
     assert (run.actor.lr, run.max_response_length, run.reward) == (1e-6, 256, "gsm8k")
     assert run.critic.model == "tiny-gpt2" and run.critic.lr is None
-    capsys.readouterr()
     file.write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "1+2="}')
     (tmp_path / "mine.py").write_text("def f(prompt, response, answer):\n    return 1")
-    set_up(f"--prompts {file} --reward {tmp_path}/mine.py:f --critic-warmup 5 --steps 5")
-    told = capsys.readouterr().out
-    assert "1 of 2 prompts have no 'answer'" in told and "the actor never learns" in told
+    set_up(f"--prompts {file} --reward {tmp_path}/mine.py:f")
+    assert "1 of 2 prompts have no 'answer'" in capsys.readouterr().out
 
 
 def test_a_run_that_is_resumed_goes_on_where_it_was(tmp_path):
@@ -1038,24 +1035,7 @@ def folders(tmp_path):
     return sorted(path.name for path in (tmp_path / "out/checkpoints").iterdir())
 
 
-def test_the_reference_is_what_it_was_at_the_start(whole_run, tmp_path):
-    """A run whose model folder has changed goes on only without a reference; no run's export may be its own
-    model. The same weights, saved again, are the same."""
-    start = str(tmp_path / "start")
-    save = lambda w: w.export_hf(start, TOKENIZER)
-    w = policy()
-    save(w)
-    flags = f"--actor.model {start} --actor.override-config {{}} --resume auto"
-    whole_run(f"{flags} --kl-coef 0.1 --steps 1")
-    save(policy(start, override_config="{}"))
-    whole_run(f"{flags} --kl-coef 0.1")
-    with torch.no_grad():
-        next(w.model.parameters()).mul_(1.001)
-    save(w)
-    for coefficient in ("--kl-coef", "--actor.kl-loss-coef"):
-        with pytest.raises(UserError, match=f"^--actor.model {start}: .* restore it"):
-            whole_run(f"{flags} {coefficient} 0.1 --steps 3")
-    assert whole_run(f"{flags} --steps 3")[-1]["step"] == 3
+def test_no_runs_export_is_its_own_model(whole_run, tmp_path):
     out = tmp_path / "out"
     for flags in (f"--actor.model {out}/hf", f"--critic.model {out}/../out/critic_hf/"):
         with pytest.raises(UserError, match=f"^--out-dir {out}: "):

@@ -5,6 +5,7 @@ Commands run as they are written, but those that train for minutes have fewer --
 
 import dataclasses
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -117,9 +118,13 @@ def test_the_speeds_are_those_of_results():
     assert f"and {many} with 8 to long prompts" in words
 
 
+def said_by_python_of(page, copy):
+    (copy / "snippet.py").write_text(re.search(r"^```python\n(.*?)^```", page, flags=re.M | re.S)[1])
+    return json.loads(succeeded(run(sys.executable, "snippet.py", cwd=copy)).splitlines()[-1])
+
+
 def test_the_lines_of_python_run(copy):
-    (copy / "snippet.py").write_text(re.search(r"^```python\n(.*?)^```", README, flags=re.M | re.S)[1])
-    assert 0 < float(succeeded(run(sys.executable, "snippet.py", cwd=copy)).split()[-1]) < 10
+    assert 0 < said_by_python_of(README, copy) < 10
 
 
 @pytest.mark.quick
@@ -171,6 +176,9 @@ def test_command_runs(line, copy, ppo):
             succeeded(run(sys.executable, "critic_fsdp.py", "--steps", 9, "--out-dir", folder, cwd=copy))
     out = succeeded(ended(ppo if line == LONGEST else started(line, copy)))
     assert out.splitlines()[-1].startswith("together " if "--plan" in line else "saved ")
+    if "--score" in line:
+        first = common.read_lines(copy / "out" / "scored" / "scored.jsonl")[0]
+        assert said_by_python_of(PAGES["reference.md"], copy) == pytest.approx(first["values"], abs=1e-5)
     if line.endswith("out/two/megatron"):
         for row, other in zip(
             *(common.read_lines(f"{copy}/out/two/{x}/metrics.jsonl") for x in ("fsdp", "megatron")),

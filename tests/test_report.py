@@ -70,6 +70,7 @@ def test_every_number_equals_a_plain_loop(gamma, tmp_path):
         "AUC": statistics.fmean((a > b) + 0.5 * (a == b) for a in ones for b in zeros),
         "best of n": statistics.fmean(max(group, key=lambda x: x[1])[2] for group in several),
         "mean of n": statistics.fmean(statistics.fmean(x[2] for x in group) for group in several),
+        "oracle of n": statistics.fmean(max(x[2] for x in group) for group in several),
     }
     _, numbers = write(tmp_path, rows, gamma=gamma)
     assert {name: float(numbers[name]) for name in common.NUMBERS} == same(expected, abs=1e-3)
