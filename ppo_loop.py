@@ -348,8 +348,6 @@ def load_prompts(source, flag, run, tokenizer):
     without = sum(prompt.answer is None for prompt in prompts)
     if without:
         print0(f"{name}: {without} of {len(prompts)} prompts have no {run.answer_key!r}")
-        if without == len(prompts) and run.answer_key != Run.answer_key:
-            raise UserError(f"--answer-key {run.answer_key}: no row of {name} has it")
     return prompts
 
 
@@ -865,7 +863,7 @@ class PolicyWorker:
     def __init__(self, run, task, device, trains=True):
         self.run = run
         self.config = config = run.actor
-        self.model_config = model_config = task.model_config
+        model_config = task.model_config
         self.backend = critic_module(run.backend)
         self.device = device
         self.dtype = common.compute_dtype(config.param_dtype, device)
@@ -879,6 +877,9 @@ class PolicyWorker:
             if RANK == 0:
                 source, _ = common.load_model(AutoModelForCausalLM, config.model, model_config, run.seed)
                 lm.generation_config = source.generation_config  # for the export
+        # all bits of what is loaded, added up: a run goes on from the weights that it began with
+        bits = source and sum(int(p.data.view(torch.int32).sum()) for p in source.parameters())
+        self.shape = common.shape_of(model_config, {"bits at the start": of_all_ranks(bits)[0]})
         if config.gradient_checkpointing and trains:
             lm.gradient_checkpointing_enable()
         kind = "actor    " if trains else "reference"
@@ -1030,8 +1031,7 @@ class PolicyWorker:
         tensors = self.checkpoint_tensors()
         if copy:
             tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
-        state = {"updates": self.updates, "optimizer_steps": self.optimizer_steps}
-        state["shape"] = common.shape_of(self.model_config, {})
+        state = {"updates": self.updates, "optimizer_steps": self.optimizer_steps, "shape": self.shape}
 
         def write(tmp, group=None):
             writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True)
@@ -1042,7 +1042,7 @@ class PolicyWorker:
 
     def load_checkpoint(self, folder):
         """Restores what checkpoint_writer wrote, on any world size. UserError: damaged or foreign."""
-        saved = self.backend.open_checkpoint(folder, common.shape_of(self.model_config, {}))
+        saved = self.backend.open_checkpoint(folder, self.shape)
         with blame(f"--resume {folder}: does not fit this actor"):
             dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))
         self.updates = saved["updates"]
@@ -1428,8 +1428,10 @@ def finish(run, task, batch, phases, actor, critic):
     with phases("export", actor, critic):
         actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
         critic.export_hf(f"{run.out_dir}/critic_hf")
-    files = "hf, critic_hf, samples.jsonl, report.html, curves.png, metrics.jsonl, tensorboard"
-    print0(f"saved      {run.out_dir}: checkpoints/step_{run.steps}, {files}")
+    print0(
+        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, critic_hf, samples.jsonl, report.html,"
+        " curves.png, metrics.jsonl, tensorboard"
+    )
 
 
 if __name__ == "__main__":

@@ -536,7 +536,7 @@ def diverges(script, short):
 
 
 def reference(script, short):
-    """The model that a run started from, and measures its KL from, is another one when it goes on."""
+    """The model that a run started from is another one when it goes on."""
     out = folder() / f"{script}.reference"
     model = golden(script) / "hf"
     started = shutil.copytree(model, folder() / "started")
@@ -545,7 +545,7 @@ def reference(script, short):
     other = copy_of_golden(script, "other", steps=())
     Job(script, other, "--seed", 1, "--steps", 1).succeeds()
     shutil.copytree(other / "hf", started, dirs_exist_ok=True)
-    Job(script, out, *flags, "--steps", 3).ends_with(f"--actor.model {started}: .* restore it")
+    Job(script, out, *flags, "--steps", 3).ends_with(f"--resume {out}/.* of another model: bits at the start")
     shutil.copytree(model, started, dirs_exist_ok=True)
     assert "step 3/3" in Job(script, out, *flags, "--steps", 3).succeeds()
     Job(script, out, "--actor.model", out / "hf").ends_with(f"--out-dir {out}: ")

@@ -938,7 +938,7 @@ def parse(monkeypatch, tmp_path):
     "--actor.model tiny-qwen2.5-vl", "--reward-model /none", "--reward-model LM",  # it has no value head
     *([] if importlib.util.find_spec("vllm") else ["--rollout vllm"]),
     "--chat", "--max-turns 3", "--actor.ratio-band 2 1", "--lam-policy 1 --first-token-credit 0.5",
-    "--answer-key none --reward FILE --prompts ROWS", "--chat --reward FILE --prompts ROWS",
+    "--chat --reward FILE --prompts ROWS",
 ))])  # fmt: skip
 def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path):
     """Also what is found only while models are built."""
