@@ -345,8 +345,7 @@ def load_prompts(source, flag, run, tokenizer):
         print0(f"{name}: left out {longer} prompts above --max-prompt-length")
     if not prompts:
         raise UserError(f"{name}: no usable prompt")
-    without = sum(prompt.answer is None for prompt in prompts)
-    if without:
+    if without := sum(prompt.answer is None for prompt in prompts):
         print0(f"{name}: {without} of {len(prompts)} prompts have no {run.answer_key!r}")
     return prompts
 
@@ -863,7 +862,7 @@ class PolicyWorker:
     def __init__(self, run, task, device, trains=True):
         self.run = run
         self.config = config = run.actor
-        model_config = task.model_config
+        self.model_config = model_config = task.model_config
         self.backend = critic_module(run.backend)
         self.device = device
         self.dtype = common.compute_dtype(config.param_dtype, device)
@@ -877,9 +876,10 @@ class PolicyWorker:
             if RANK == 0:
                 source, _ = common.load_model(AutoModelForCausalLM, config.model, model_config, run.seed)
                 lm.generation_config = source.generation_config  # for the export
-        # all bits of what is loaded, added up: a run goes on from the weights that it began with
+        # all bits of what is loaded, added up: with a KL a run goes on from the weights that it began with
         bits = source and sum(int(p.data.view(torch.int32).sum()) for p in source.parameters())
-        self.shape = common.shape_of(model_config, {"bits at the start": of_all_ranks(bits)[0]})
+        start = (run.kl_coef or config.kl_loss_coef) and of_all_ranks(bits)[0]
+        self.shape = common.shape_of(model_config, {"bits at the start": start})
         if config.gradient_checkpointing and trains:
             lm.gradient_checkpointing_enable()
         kind = "actor    " if trains else "reference"
@@ -931,8 +931,9 @@ class PolicyWorker:
         dist.all_reduce(log_probs_T)  # one rank computed each token; others add 0
         log_probs_T = log_probs_T.cpu()
         if not log_probs_T.isfinite().all():
-            words = "its log-probs are not finite, the training has diverged; use a lower --actor.lr"
-            raise UserError(f"--actor.model {self.config.model}: {words}")
+            raise UserError(
+                f"--actor.model {self.config.model}: its log-probs are not finite; use a lower --actor.lr"
+            )
         return log_probs_T
 
     def my_micro_batches(self, batch):
@@ -1162,8 +1163,10 @@ def rollout_metrics(batch, run, dtype):
     off_A = (off_A - off_A.clamp(0, -math.log(run.top_p))).abs()
     off = off_A.double().mean()
     if not off < (1e-3 if dtype == torch.float32 else 0.5):
-        words = "a token in log-prob: Policy computes other logits than the model, or packed rows mix"
-        raise UserError(f"--actor.model {run.actor.model}: the rollout is off the actor by {off:.1e} {words}")
+        raise UserError(
+            f"--actor.model {run.actor.model}: the rollout is off the actor by {off:.1e} a token in log-prob:"
+            " Policy computes other logits than the model, or packed rows mix"
+        )
     kl_A = kl_penalty(whole.old_log_probs, whole.ref_log_probs, run.kl_penalty)[mask_T]
     return {
         "rollout/actions": len(off_A) / len(whole),
@@ -1357,8 +1360,9 @@ def build(run, task, device, checkpoints):
 def main(run):
     run, task = set_up(run)
     device = common.setup_distributed(run.critic.timeout_minutes)
-    options = (run.out_dir, run.resume, run.keep, run.async_save, run.critic.timeout_minutes)
-    with critic_module(run.backend).Checkpoints(*options) as checkpoints:
+    with critic_module(run.backend).Checkpoints(
+        run.out_dir, run.resume, run.keep, run.async_save, run.critic.timeout_minutes
+    ) as checkpoints:
         run, first_step, kl_coef = start_from(run, task, checkpoints)
         actor, reference, critic, reward, engine = build(run, task, device, checkpoints)
         logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
