@@ -241,16 +241,17 @@ def test_rows_are_scored_by_either_critic_as_by_transformers_alone(tmp_path):
     for row, last in zip(rows, lasts[:4]):
         row["rank"] += sum(other > last for other in lasts[:4])
     best = rows[lasts.index(max(lasts[:4]))]["reward"]
-    layouts = (("fsdp",), ("fsdp", "--ulysses-size", 2), ("megatron", "--context-parallel-size", 2))
-    for script, *layout in layouts:
-        out = tmp_path / f"{script} {len(layout)}"
+    for kind, *layout in (
+        ("fsdp",),
+        ("fsdp", "--ulysses-size", 2),
+        ("megatron", "--context-parallel-size", 2),
+    ):
+        out = tmp_path / f"{kind} {len(layout)}"
         flags = ("--score", file, "--model", tmp_path / "hf", "--out-dir", out, *layout)
-        said = succeeded(torchrun(2 if layout else 1, ROOT / f"critic_{script}.py", *flags))
+        said = succeeded(torchrun(2 if layout else 1, ROOT / f"critic_{kind}.py", *flags))
         assert common.read_lines(out / "scored.jsonl") == rows
         assert f"best of n {best:.3f}, mean of n 0.250, oracle of n 1.000\n" in said
-        refused = run(
-            sys.executable, ROOT / f"critic_{script}.py", *flags[:2], "--out-dir", tmp_path / "none"
-        )
+        refused = run(sys.executable, ROOT / f"critic_{kind}.py", *flags[:2], "--out-dir", tmp_path / "none")
         assert refused.returncode == 2 and "tiny-qwen2 holds no such value head" in refused.stderr
 
 

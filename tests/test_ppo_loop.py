@@ -654,7 +654,8 @@ def test_a_users_function_runs_in_processes_that_end_what_hangs(ask):
 
 
 def test_sigterm_is_heard_while_a_users_function_runs(ask, monkeypatch):
-    """Rows that would take half a minute each are given up."""
+    """Rows that would take half a minute each are given up; only their threads go on."""
+    monkeypatch.setattr(ppo_loop, "THREADS", ppo_loop.ThreadPoolExecutor(8))
     monkeypatch.setattr(ppo_loop, "SIGTERM", threading.Event())
     threading.Timer(1.0, ppo_loop.SIGTERM.set).start()
     began = time.monotonic()
