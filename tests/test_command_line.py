@@ -241,12 +241,9 @@ def test_rows_are_scored_by_either_critic_as_by_transformers_alone(tmp_path):
     for row, last in zip(rows, lasts[:4]):
         row["rank"] += sum(other > last for other in lasts[:4])
     best = rows[lasts.index(max(lasts[:4]))]["reward"]
-    for kind, *layout in (
-        ("fsdp",),
-        ("fsdp", "--ulysses-size", 2),
-        ("megatron", "--context-parallel-size", 2),
-    ):
-        out = tmp_path / f"{kind} {len(layout)}"
+    for words in ("fsdp", "fsdp --ulysses-size 2", "megatron --context-parallel-size 2"):
+        kind, *layout = words.split()
+        out = tmp_path / words
         flags = ("--score", file, "--model", tmp_path / "hf", "--out-dir", out, *layout)
         said = succeeded(torchrun(2 if layout else 1, ROOT / f"critic_{kind}.py", *flags))
         assert common.read_lines(out / "scored.jsonl") == rows
