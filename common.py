@@ -854,9 +854,8 @@ def measure_budget(try_out, given, longest, share, state_bytes):
 
 
 class Logger:
-    """metrics.jsonl, TensorBoard and run.json (settings) in out_dir, and the lines that rank 0 prints.
-    folder: the checkpoint of first_step that the run continues; if it is one of out_dir, files there go on.
-    What they say after first_step is dropped, and an evaluation at first_step, which may come again."""
+    """metrics.jsonl, TensorBoard and run.json in out_dir, and what rank 0 prints. If folder, where the run
+    begins, is a checkpoint of out_dir, these files go on too, without what they say after first_step."""
 
     def __init__(self, out_dir, settings, first_step=0, folder=None):
         self.out_dir = out_dir
@@ -870,7 +869,7 @@ class Logger:
         from torch.utils.tensorboard import SummaryWriter
 
         self.set_aside(last_step)
-        settings["run"] = {"command": sys.argv, "ranks": WORLD_SIZE, "torch": torch.__version__}
+        settings["run"] = {"command": sys.argv, "ranks": WORLD_SIZE}
         replace_lines(f"{out_dir}/run.json", [settings])
         log = f"{out_dir}/metrics.jsonl"
         rows = read_lines(log)
@@ -1301,9 +1300,9 @@ def char_tokenizer(model="tiny-qwen2"):
     return transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
 
 
-def toy_rows(n, seed, held_out=False, slips=(0.9, 0.05)):
-    """n JSON lines: a policy adds two-digit numbers by column and mostly forgets to carry. No prompt is both
-    held_out and not. slips: how often it errs where the units carry, and where they do not."""
+def toy_rows(n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True):
+    """n JSON lines: a policy adds two-digit numbers. No prompt is both held_out and not. slips: how often it
+    errs where the units carry, and where not; then it gives_up and repeats the first number, or is off."""
     rng = random.Random(f"toy {seed} {held_out}")
     lines = []
     while len(lines) < n:
@@ -1312,11 +1311,12 @@ def toy_rows(n, seed, held_out=False, slips=(0.9, 0.05)):
         if (zlib.crc32(b"%d+%d" % (a, b)) % 5 == 0) != held_out:  # a fifth of the prompts, without a pattern
             continue
         carries = a % 10 + b % 10 >= 10
-        answer = a + b
-        if rng.random() < slips[not carries]:
-            answer += -10 if carries else 1
-        right = float(answer == a + b)
-        lines.append(json.dumps({"prompt": f"{a}+{b}=", "response": str(answer), "reward": right}))
+        for _ in range(answers):
+            answer = a + b
+            if rng.random() < slips[not carries]:
+                answer = a if gives_up else answer - 10 if carries else answer + 1
+            right = float(answer == a + b)
+            lines.append(json.dumps({"prompt": f"{a}+{b}=", "response": str(answer), "reward": right}))
     return lines
 
 

@@ -155,10 +155,8 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     shards = world_size if c.fsdp_size == -1 else c.fsdp_size
     rules = {  # between flags
         f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < math.inf,
-        "--value-range: needs --value-head bounded or hl_gauss":
-            c.value_head != "scalar" or not c.value_range,
-        "--value-bins: needs --value-head hl_gauss":
-            c.value_head == "hl_gauss" or c.value_bins == Config.value_bins,
+        "--value-range, --value-bins: need --value-head hl_gauss, the range may go with bounded":
+            c.value_head != "scalar" or not c.value_range and c.value_bins == Config.value_bins,
         "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm":
             norm == (c.response_length_limit is not None),
         f"--ulysses-size {sp}: must divide the {world_size} ranks": world_size % sp == 0,
@@ -642,8 +640,9 @@ class DataParallelPPOCritic:
     def my_micro_batches(self, batch):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
         c = self.config
-        options = (c.share_prompts, not c.use_remove_padding)
-        return micro_batches(batch, self.layout.dp_size, self.max_tokens, *options)[self.layout.dp_rank]
+        return micro_batches(
+            batch, self.layout.dp_size, self.max_tokens, c.share_prompts, not c.use_remove_padding
+        )[self.layout.dp_rank]
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""

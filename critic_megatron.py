@@ -156,10 +156,8 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     experts = c.expert_model_parallel_size * (c.expert_tensor_parallel_size or tp) * pp
     rules = {  # between flags
         f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < math.inf,
-        "--value-range: needs --value-head bounded or hl_gauss":
-            c.value_head != "scalar" or not c.value_range,
-        "--value-bins: needs --value-head hl_gauss":
-            c.value_head == "hl_gauss" or c.value_bins == Config.value_bins,
+        "--value-range, --value-bins: need --value-head hl_gauss, the range may go with bounded":
+            c.value_head != "scalar" or not c.value_range and c.value_bins == Config.value_bins,
         "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm":
             norm == (c.response_length_limit is not None),
         f"--tensor-model-parallel-size: tensor {tp} x pipeline {pp} x context {cp} must divide {world_size}":
@@ -878,8 +876,9 @@ class MegatronPPOCritic:
     def my_micro_batches(self, batch):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
         c = self.config
-        options = (c.share_prompts, not c.use_remove_padding)
-        mine = micro_batches(batch, self.layout.dp_size, self.max_tokens, *options)[self.layout.dp_rank]
+        mine = micro_batches(
+            batch, self.layout.dp_size, self.max_tokens, c.share_prompts, not c.use_remove_padding
+        )[self.layout.dp_rank]
         multiple = c.pipeline_model_parallel_size if len(self.model) > 1 else 1
         return mine + [[]] * (-len(mine) % multiple)  # virtual pipeline stages need such a multiple
 

@@ -305,7 +305,7 @@ class Task(NamedTuple):  # what is to be learned
 
 def addition_rows(n, seed, held_out=False):
     """Distinct JSON lines of the toy task; without slips each response is the right answer."""
-    return dict.fromkeys(common.toy_rows(n, seed, held_out, slips=(0.0, 0.0)))
+    return dict.fromkeys(common.toy_rows(n, seed, held_out, slips=(0.0, 0.0), answers=1))
 
 
 def load_prompts(source, flag, run, tokenizer):
@@ -1079,7 +1079,9 @@ def learn_to_add(run, task, folder):
             model_config.initializer_range = 0.1  # from the usual 0.02 so narrow a model hardly learns
             lm, _ = common.load_model(AutoModelForCausalLM, run.actor.model, model_config, run.seed)
             optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
-            rows = common.read_rows(common.toy_rows(8192, run.seed, slips=(0.75, 0.6)), task.tokenizer)
+            rows = common.read_rows(
+                common.toy_rows(8192, run.seed, slips=(0.75, 0.6), answers=1, gives_up=False), task.tokenizer
+            )
             columns = (rows.input_ids, rows.response_mask)
             ids_BL, mask_BL = (pad_sequence(x_T.split(rows.lengths), True) for x_T in columns)
             labels_BL = torch.where(mask_BL, ids_BL, -100)

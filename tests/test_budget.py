@@ -1,7 +1,6 @@
 """The size of the scripts: how much there is to read. Ceilings only go down, and floors only go up.
 
-A code token is a token of Python's own tokenizer that is no comment, no docstring and no line break.
-"""
+A code token is a token of Python's own tokenizer that is no comment, no docstring and no line break."""
 
 import ast
 import difflib

@@ -590,9 +590,9 @@ def test_toy_rows_have_the_rule_they_promise():
     right = {True: [], False: []}  # whether the units carry -> rewards
     for row in rows:
         a, b = map(int, row["prompt"][:-1].split("+"))
-        assert row["reward"] == float(int(row["response"]) == a + b) and row["prompt"] not in held_out
+        assert row["response"] == str(a + b if row["reward"] else a) and row["prompt"] not in held_out
         right[a % 10 + b % 10 >= 10].append(row["reward"])
-    for carries, share in ((True, 0.10), (False, 0.95)):
+    for carries, share in ((True, 0.3), (False, 0.8)):
         assert sum(right[carries]) / len(right[carries]) == pytest.approx(share, abs=0.03)
 
 

@@ -1,6 +1,8 @@
 """The exercises of .github/reading.md: one test each, whose assertions are the answer."""
 
+import itertools
 import json
+import statistics
 import types
 
 import pytest
@@ -147,26 +149,27 @@ def test_7_context_parallel_ranks_have_a_piece_of_either_end():
 
 
 def test_8_a_critic_learns_what_goes_wrong():
-    """The toy's policy adds by column and mostly forgets to carry; the critic sees its answers and their
-    rewards. What has it learned to say of a prompt before any digit of the answer, and why is it no constant?
+    """The toy's policy mostly gives up where the units carry, and repeats the first number. What does its
+    critic say of a prompt before any digit, and at the end of a right answer and of one that gave up?
 
-    How likely this policy is right: much less where the units carry. That is what a baseline is for. A right
-    answer where the units carry is a surprise and gets a large advantage; where they do not, hardly any."""
+    Before: how likely this policy is right, less where the units carry, so a right answer there gets a large
+    advantage. At the end: whether it gave up, which alone can choose among answers to one prompt."""
     w = worker(lr=1e-3)
-    rows = common.read_rows(common.toy_rows(2048, seed=0), w.tokenizer)
-    for step in range(24):
+    rows = common.read_rows(common.toy_rows(4096, seed=0), w.tokenizer)
+    for step in range(40):
         batch = rows.select(common.rows_of_step(step, rows.groups(), 256, seed=0))
         batch.values = w.compute_values(batch)
         common.add_returns(batch, gamma=1.0, lam=1.0)
         w.update_critic(batch)
-    said = {True: [], False: []}
-    for a in range(11, 90, 7):
-        for b in range(12, 90, 7):
-            row = json.dumps({"prompt": f"{a}+{b}=", "response": f"{a + b}", "reward": 1})
-            batch = common.read_rows([row], w.tokenizer)
-            said[a % 10 + b % 10 >= 10].append(float(w.compute_values(batch)[batch.response_mask][0]))
-    carries, does_not = (sum(x) / len(x) for x in said.values())
-    assert carries < does_not - 0.2
+    before, end = {True: [], False: []}, {True: [], False: []}  # by: the units carry; it gave up
+    for a, b, gave_up in itertools.product(range(11, 90, 7), range(12, 90, 7), end):
+        row = {"prompt": f"{a}+{b}=", "response": str(a if gave_up else a + b), "reward": 1}
+        batch = common.read_rows([json.dumps(row)], w.tokenizer)
+        first, *_, last = w.compute_values(batch)[batch.response_mask].tolist()
+        before[a % 10 + b % 10 >= 10].append(first)
+        end[gave_up].append(last)
+    assert statistics.fmean(before[True]) < statistics.fmean(before[False]) - 0.1
+    assert statistics.fmean(end[True]) < statistics.fmean(end[False]) - 0.2
 
 
 @pytest.mark.parametrize("lam", [1.0, 0.95])
