@@ -340,8 +340,6 @@ class Contestant:
             context.Process(target=contest, args=(name, work, folder, there), daemon=True).start()
             there.close()
             self.ranks.append(here)
-        for rank in self.ranks:
-            assert rank.recv() == "ready"
 
     def do(self, task):
         """Seconds of the slowest rank by the clock, CPU seconds of all, GiB of the fullest."""
@@ -360,6 +358,8 @@ def compare(contestants, rounds):
     """[{values, update: seconds of each round}] of contestants that take turns; the first round warms up."""
     clock = "wall" if CUDA else "cpu"
     seen = [{"values": [], "update": []} for _ in contestants]
+    for rank in [rank for contestant in contestants for rank in contestant.ranks]:  # which begin together
+        assert rank.recv() == "ready"
     for turn in range(rounds + 1):
         for task in ("values", "update"):
             for contestant, spent in zip(contestants, seen):
