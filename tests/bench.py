@@ -405,8 +405,8 @@ def table(work, batch, names, rounds):
     flops = sum(map(common.flops_model(backbone, backbone.config), batch.lengths))  # of a forward
     # FLOP/s that MFU refers to: the peak of a GPU, or on a CPU those of a large product in this process
     of = "the peak of this GPU"
-    device = torch.cuda.get_device_name().upper().replace("-", " ") + " " if CUDA else ""
-    peak = 1e12 * next((x for key, x in common.PEAK_TFLOPS.items() if f" {key} " in device), math.nan)
+    device = torch.cuda.get_device_name().upper() if CUDA else ""
+    peak = 1e12 * next((x for w, x in common.PEAK_TFLOPS.items() if re.search(rf"\b{w}\b", device)), math.nan)
     if not CUDA:
         of = "a product of 1024 x 1024 matrices in float32 on one thread"
         x = torch.randn(1024, 1024)
