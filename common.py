@@ -1301,7 +1301,7 @@ def char_tokenizer(model="tiny-qwen2"):
 
 
 def toy_rows(n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True):
-    """n JSON lines: a policy adds two-digit numbers. No prompt is both held_out and not. slips: how often it
+    """At least n JSON lines: a policy adds numbers. No prompt is both held_out and not. slips: how often it
     errs where the units carry, and where not; then it gives_up and repeats the first number, or is off."""
     rng = random.Random(f"toy {seed} {held_out}")
     lines = []

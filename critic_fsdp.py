@@ -1198,15 +1198,15 @@ def main(run):
     train, held_out = load_rows(run, worker)
     longest, line = max(train.longest, held_out.longest)
     check_budget(config, longest, f"line {line + 1} of the rollouts, or of those held out,")
+    most = run.train_batch_size or config.ppo_mini_batch_size
+    size = math.ceil(len(train) / math.ceil(len(train) / most))  # of rows_of_step, whose pieces are level
+    total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
+    checkpoints = Checkpoints(run.out_dir, run.resume, run.keep, run.async_save, config.timeout_minutes)
     if run.score:
         worker.init_model()
         worker.set_budget(longest, "the longest row")
         train.values = worker.critic.compute_values(train)
         return common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
-    most = run.train_batch_size or config.ppo_mini_batch_size
-    size = math.ceil(len(train) / math.ceil(len(train) / most))  # of rows_of_step, whose pieces are level
-    total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
-    checkpoints = Checkpoints(run.out_dir, run.resume, run.keep, run.async_save, config.timeout_minutes)
     with checkpoints:
         worker.init_model(total, common.describe_rows(train, run.gamma, config))
         if checkpoints.folder:
