@@ -156,7 +156,7 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     experts = c.expert_model_parallel_size * (c.expert_tensor_parallel_size or tp) * pp
     rules = {  # between flags
         f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < math.inf,
-        "--value-range, --value-bins: need --value-head hl_gauss, the range may go with bounded":
+        "--value-range, --value-bins: need --value-head hl_gauss, or bounded for the range":
             c.value_head != "scalar" or not c.value_range and c.value_bins == Config.value_bins,
         "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm":
             norm == (c.response_length_limit is not None),
