@@ -1375,29 +1375,27 @@ def open_checkpoint(folder, shape):
 class Checkpoints:
     """The checkpoints of one run, as a context manager around it.
 
-    resume: a folder to continue from, "auto" for the newest undamaged one of out_dir (if any), or None.
-    `folder` is that folder or None. `halvings`: how often this run ran out of memory before; --resume auto
-    then halves the token budget as often."""
+    `folder` is the one to continue from, by --resume, or None. `halvings`: how often this run has run out of
+    memory; --resume auto then halves the token budget as often."""
 
-    def __init__(self, out_dir, resume, keep, in_background, timeout_minutes):
-        self.out_dir = out_dir
-        self.keep = keep
-        self.background = in_background and ThreadPoolExecutor(1)
+    def __init__(self, run):
+        self.run = run
+        self.background = run.async_save and ThreadPoolExecutor(1)
         self.saving = None  # a Future
-        # a thread needs its own
-        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=timeout_minutes))
+        timeout = datetime.timedelta(minutes=run.critic.timeout_minutes)
+        self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs its own
         self.sigterm = threading.Event()  # schedulers announce the end by it
-        common.check_shared(out_dir)
-        self.out_of_memory = Path(out_dir, "out_of_memory")  # a byte for each time
+        common.check_shared(run.out_dir)
+        self.out_of_memory = Path(run.out_dir, "out_of_memory")  # a byte for each time
         self.halvings = 0
-        self.folder = resume and os.path.realpath(resume)
-        if resume == "auto":
+        self.folder = run.resume and os.path.realpath(run.resume)
+        if run.resume == "auto":
             self.find_newest()
 
     def find_newest(self):
         """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""
         mine = (
-            common.steps_in(f"{self.out_dir}/checkpoints"),
+            common.steps_in(f"{self.run.out_dir}/checkpoints"),
             self.out_of_memory.exists() and self.out_of_memory.stat().st_size,
         )
         found, self.halvings = of_all_ranks(mine)[0]  # a network file system may show others something else
@@ -1409,7 +1407,7 @@ class Checkpoints:
                 return
             except UserError as error:
                 print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
-        print0(f"resume     auto: {self.out_dir} has no checkpoint to continue from, so it starts anew")
+        print0(f"resume     auto: {self.run.out_dir} has no checkpoint to continue from, so it starts anew")
 
     def __enter__(self):
         signal.signal(signal.SIGTERM, lambda *_: self.sigterm.set())
@@ -1427,8 +1425,8 @@ class Checkpoints:
         """Saves a step by write(tmp, group), after any earlier save; keeps the last `keep` (a collective)."""
 
         def save():
-            folder = f"{self.out_dir}/checkpoints/step_{step}"
-            with record_function("save"), published(folder, self.group, self.keep) as tmp:
+            folder = f"{self.run.out_dir}/checkpoints/step_{step}"
+            with record_function("save"), published(folder, self.group, self.run.keep) as tmp:
                 write(tmp, self.group)
 
         self.wait()
@@ -1444,7 +1442,7 @@ class Checkpoints:
 
     def leave(self, step):
         """Ends the run after SIGTERM, with the exit status of a process that SIGTERM killed."""
-        print0(f"SIGTERM    stopped after step {step} of {self.out_dir}; continue with --resume auto")
+        print0(f"SIGTERM    stopped after step {step} of {self.run.out_dir}; continue with --resume auto")
         raise SystemExit(128 + signal.SIGTERM)
 
 
@@ -1460,7 +1458,7 @@ def main(run):
     most = run.train_batch_size or config.ppo_mini_batch_size
     size = math.ceil(len(train) / math.ceil(len(train) / most))  # of rows_of_step, whose pieces are level
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
-    checkpoints = Checkpoints(run.out_dir, run.resume, run.keep, run.async_save, config.timeout_minutes)
+    checkpoints = Checkpoints(run)
     if run.score:
         worker.init_model()
         worker.set_budget(longest, "the longest row")

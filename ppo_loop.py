@@ -1362,9 +1362,7 @@ def build(run, task, device, checkpoints):
 def main(run):
     run, task = set_up(run)
     device = common.setup_distributed(run.critic.timeout_minutes)
-    with critic_module(run.backend).Checkpoints(
-        run.out_dir, run.resume, run.keep, run.async_save, run.critic.timeout_minutes
-    ) as checkpoints:
+    with critic_module(run.backend).Checkpoints(run) as checkpoints:
         run, first_step, kl_coef = start_from(run, task, checkpoints)
         actor, reference, critic, reward, engine = build(run, task, device, checkpoints)
         logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
