@@ -1257,15 +1257,18 @@ def set_up(run):
     held_out = load_prompts(more, "--eval-prompts", run, tokenizer) if more else []
     longest = max(len(prompt.ids) for prompt in prompts + held_out) + run.max_response_length
     row = Batch.blank(longest)
-    known = max(tokenizer.get_vocab().values()) + 1
+    vocab = tokenizer.get_vocab()
+    known = max(vocab.values()) + 1
     row.input_ids[0] = known - 1
     if longest > actor.ppo_max_token_len_per_gpu:
         raise UserError(f"--actor.ppo-max-token-len-per-gpu: {LONGEST} has {longest} tokens")
     with flags_of("critic"):
-        _, critic_config = common.load_config(critic)
+        theirs, critic_config = common.load_config(critic)
         module = critic_module(run.backend)
         module.check_model_flags(critic, critic_config)
         module.check_budget(critic, longest, LONGEST)
+    if theirs and vocab.items() - theirs.get_vocab().items():
+        raise UserError("--critic.tokenizer: has other token ids than the actor's tokenizer, whose ids it reads")
     for part, config in (("actor", model_config), ("critic", critic_config)):
         with blame(f"--{part}.model: does not go with these prompts"):
             common.check_rows(row, config)

@@ -939,7 +939,7 @@ def parse(monkeypatch, tmp_path):
     "--actor.model tiny-qwen2.5-vl", "--reward-model /none", "--reward-model LM",  # it has no value head
     *([] if importlib.util.find_spec("vllm") else ["--rollout vllm"]),
     "--chat", "--max-turns 3", "--actor.ratio-band 2 1", "--lam-policy 1 --first-token-credit 0.5",
-    "--chat --reward FILE --prompts ROWS",
+    "--chat --reward FILE --prompts ROWS", "--critic.tokenizer WORDS",
 ))])  # fmt: skip
 def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path):
     """Also what is found only while models are built."""
@@ -947,7 +947,8 @@ def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path):
         policy().export_hf(tmp_path / "lm", TOKENIZER)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
     (tmp_path / "mine.py").write_text("def f(prompt, response, answer):\n    return 1")
-    files = {"LM": "lm", "ROWS": "rows.jsonl", "FILE": "mine.py:f"}
+    reversed_characters().save_pretrained(tmp_path / "words")
+    files = {"LM": "lm", "ROWS": "rows.jsonl", "FILE": "mine.py:f", "WORDS": "words"}
     for word, file in files.items():
         flags = flags.replace(word, str(tmp_path / file))
     with pytest.raises(UserError, match=rf"^{named}(?![\w-])[^\n]*\Z"):
