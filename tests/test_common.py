@@ -604,7 +604,7 @@ def test_the_five_tokens_of_the_readme():
     said = {name: torch.tensor([float(x) for x in cells.split("|")[:-1]]) for name, cells in lines}
     batch = flat(torch.tensor([[0, 1, 1, 1]]))
     mask = batch.response_mask
-    values = said["hidden states say"].roll(1) * mask  # what stands one to the left
+    values = said["output of the head"].roll(1) * mask  # what stands one to the left
     columns = (said["token_level_rewards"], values, mask, batch.cu_seqlens)
     advantages, returns = common.gae(*columns, gamma=1.0, lam=0.5)
     vpreds = said["vpreds"].clone().requires_grad_()
@@ -613,7 +613,7 @@ def test_the_five_tokens_of_the_readme():
     loss.backward()
     losses = torch.stack([loss_of(torch.arange(5) == t, torch.ones(5))[0] for t in range(5)]).detach()
     found = {
-        "values": values, "advantage": advantages, "returns": returns, "its gradient": vpreds.grad,
+        "values": values, "advantage": advantages, "returns": returns, "gradient": vpreds.grad,
         "TD error": common.gae(*columns, gamma=1.0, lam=0.0)[0], "loss": losses * mask,
         "whitened": ppo_loop.masked_whiten(advantages, mask),
         "clipped to values +- 0.2": torch.clamp(vpreds, values - 0.2, values + 0.2).detach() * mask,

@@ -115,7 +115,7 @@ def test_the_speeds_are_those_of_results():
     few, many = (f"{b / a:.2f} times" for a, b in zip(bare, ours, strict=True))
     words = README.replace("\n", " ")
     assert f"an update is {few} as fast as a bare transformers loop with 4 answers" in words
-    assert f"and {many} with 8 to long prompts" in words
+    assert f"and {many} as fast with 8 answers to long prompts" in words
 
 
 def said_by_python_of(page, copy):
@@ -193,7 +193,7 @@ def test_command_runs(line, copy, ppo):
     if line == LONGEST:
         first, then = held_out(out, "accuracy")
         assert first < 0.45 and then > first + 0.2, (first, then)
-        before, after = map(float, re.search(r"from (\S+) right held-out sums to (\d\.\d+)", README).groups())
+        before, after = map(float, re.search(r"held-out sums from (\S+) to (\d\.\d+)", README).groups())
         assert before == pytest.approx(first, abs=0.1) and after >= then
         assert (copy / "out" / "ppo_loop" / "curves.png").is_file()
     if re.match(r".* ppo_loop.py .*gsm8k", line):
