@@ -1,16 +1,16 @@
 """PPO for language models, end to end, with the critic of your choice.
 
-    python ppo_loop.py                              a tiny actor learns to add, on a laptop CPU: a minute
-    torchrun --nproc-per-node 2 ppo_loop.py         the same on two ranks: the same numbers
+    python ppo_loop.py                              a tiny actor learns to add, in a minute on a laptop CPU
+    torchrun --nproc-per-node 2 ppo_loop.py         the same on two ranks, with the same numbers
     torchrun --nproc-per-node 4 ppo_loop.py --critic megatron --critic.tensor-model-parallel-size 2 \\
-        --critic.pipeline-model-parallel-size 2     its critic on Megatron-Core, laid out as it likes
+        --critic.pipeline-model-parallel-size 2     with the critic on Megatron-Core, in its own layout
     torchrun --nproc-per-node 8 ppo_loop.py --actor.model Qwen/Qwen2.5-0.5B-Instruct \\
         --prompts gsm8k/train.jsonl --eval-prompts gsm8k/test.jsonl --prompt-key question --chat \\
         --reward gsm8k --max-response-length 512
-    python ppo_loop.py --help                             every flag; the critic's own are under --critic.
+    python ppo_loop.py --help                             every flag; the critic's own are --critic.*
 
-main() at the end is the algorithm, the rest is what it calls. Actor and reference are Hugging Face models on
-FSDP2; the critic is the CriticWorker of critic_fsdp.py or critic_megatron.py. Copy this file with those.
+main() at the end is the algorithm and calls the rest. Actor and reference are Hugging Face models on FSDP2;
+the critic is the CriticWorker of critic_fsdp.py or critic_megatron.py. Copy this file with it and common.py.
 
 Shapes are in the names: T tokens, sequences end to end; A actions (tokens the policy chose); C a chunk of
 them; B sequences; L tokens of a padded row; R tokens of a response; V vocabulary; D hidden features.
@@ -42,25 +42,25 @@ from itertools import chain
 from multiprocessing.connection import Connection, Pipe
 from typing import Annotated, Any, Literal, NamedTuple
 
-# ---- A worker process: calls a reward or an environment of the user, and imports nothing of what follows ---
+# ---- A worker process: calls the user's reward or environment, and skips the imports below -----------------
 
 
 def attempt(function, *row):
-    """-> (result, "") where it is text, None or a number, or (None, what went wrong). row: prompt, response,
-    answer, turns; the turns go to a function with an argument of that name only."""
+    """Calls the function -> (its result as text, None or float, ""), or (None, what went wrong). row: prompt,
+    response, answer, turns; turns are passed only if the function has an argument of that name."""
     try:
         made = function(*row if "turns" in inspect.signature(function).parameters else row[:3])
         return made if isinstance(made, str | None) else float(made), ""
-    except BaseException as error:  # sys.exit, asyncio.CancelledError: the row's fault, not the run's
+    except BaseException as error:  # sys.exit and asyncio.CancelledError, too, fail the row and not the run
         return None, f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
 
 
 def serve(path, name):
-    """Answers each row that its rank sends with the result of the function, until the rank is gone."""
+    """Loads the function and answers each row that the rank sends with its result, until the rank exits."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends within a row, too
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the rank, even within a row
     pipe = Connection(os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # programs that the function starts must not read the pipe
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # programs started by the function must not read the pipe
     loaded = {}
     pipe.send(attempt(lambda: loaded.update(function=runpy.run_path(path)[name])))
     with suppress(EOFError, OSError):
@@ -97,12 +97,12 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 KL = Literal["k1", "k2", "k3", "abs"]  # see kl_penalty
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-LOGITS_AT_ONCE = 2**25  # 128 MiB in float32
+LOGITS_AT_ONCE = 2**25  # in one chunk: 128 MiB in float32
 
 
 @dataclass(frozen=True)
 class ActorConfig:
-    """The policy that learns, and the frozen reference, which starts as the same model."""
+    """The policy, and the frozen reference, which is the same model before training."""
 
     # model
     model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
@@ -111,23 +111,23 @@ class ActorConfig:
     # dtype of matrix products (auto: bfloat16, but float32 on CPU)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
-    share_prompts: bool = True  # compute what rows with equal prompts share once; the update is the same
+    share_prompts: bool = True  # compute a prompt that rows share only once; the update is the same
     # batches
     ppo_epochs: Positive = 1  # passes over the rows of one update
     ppo_mini_batch_size: Positive = 128  # rows of one optimizer step, over all ranks
-    ppo_max_token_len_per_gpu: Positive = 16384  # tokens of a rank's micro-batch, a hard cap
+    ppo_max_token_len_per_gpu: Positive = 16384  # most tokens in a rank's micro-batch, a hard cap
     # loss
-    clip_ratio_low: Share = 0.2  # PPO's clip range of the ratio, below 1
-    clip_ratio_high: Rate = 0.2  # PPO's clip range of the ratio, above 1
-    clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0  # dual clip, for bad actions (None: off)
+    clip_ratio_low: Share = 0.2  # PPO clips the probability ratio below 1 - this
+    clip_ratio_high: Rate = 0.2  # PPO clips the probability ratio above 1 + this
+    clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0  # dual clip for negative advantages (None: off)
     entropy_coeff: Weight = 0.0  # weight of the entropy bonus
-    kl_loss_coef: Weight = 0.0  # weight of the KL to the reference in the loss (0: none)
-    kl_loss_type: KL = "k3"  # how it is estimated
-    tis_cap: Rate | None = None  # weigh a token by pi_actor / pi_engine, at most this (None: no weighing)
-    ratio_band: tuple[Rate, Rate] | None = None  # learn only where pi_actor / pi_engine is within LOW HIGH
+    kl_loss_coef: Weight = 0.0  # coefficient of the KL to the reference in the loss (0: none)
+    kl_loss_type: KL = "k3"  # estimator of the KL in the loss
+    tis_cap: Rate | None = None  # weigh each token by min(pi_actor / pi_engine, this) (None: no weights)
+    ratio_band: tuple[Rate, Rate] | None = None  # drop tokens whose pi_actor / pi_engine is outside LOW HIGH
     loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
     # optimizer
-    lr: Rate | None = None  # learning rate of AdamW (None: 5e-4 for the built-in task, 1e-6 otherwise)
+    lr: Rate | None = None  # learning rate of AdamW (None: 5e-4 for addition, 1e-6 otherwise)
     lr_warmup_steps: Count = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
     weight_decay: Weight = 0.01  # decoupled, on every weight
     grad_clip: PositiveFloat = 1.0  # largest norm of the whole gradient (inf: no clipping)
@@ -135,93 +135,93 @@ class ActorConfig:
 
 @dataclass(frozen=True)
 class VLLMConfig:
-    """The engine of --rollout vllm."""
+    """The vLLM engine of --rollout vllm."""
 
     tensor_parallel_size: Positive = 1  # ranks that share one engine and its copy of the actor
-    gpu_memory_utilization: Share = 0.5  # part of a device's memory that it takes while awake
+    gpu_memory_utilization: Share = 0.5  # fraction of device memory that vLLM uses while awake
 
 
 @dataclass(frozen=True)
 class Run:
-    """Trains a policy by PPO, evaluates it, saves it as a checkpoint and a Hugging Face folder."""
+    """Trains a policy with PPO, evaluates it, and saves checkpoints and Hugging Face folders."""
 
-    critic: Any  # Config of the script that --critic names
+    critic: Any  # Config of the script chosen by --critic
     actor: ActorConfig = ActorConfig()
     vllm: VLLMConfig = VLLMConfig()
-    # implementation of the critic; its own flags are --critic.*
+    # script that implements the critic; its own flags are --critic.*
     backend: Annotated[Literal["fsdp", "megatron"], tyro.conf.arg(name="critic")] = "fsdp"
     # task
-    prompts: str | None = None  # JSONL (None: the built-in addition)
+    prompts: str | None = None  # JSONL to train on (None: the built-in addition task)
     eval_prompts: str | None = None  # JSONL to evaluate on (None: no evaluation; addition has its own)
-    prompt_key: str = "prompt"  # where a row has its prompt: text, or a list of chat messages
-    answer_key: str = "answer"  # where it has the reference answer, which reward functions get
-    chat: bool = False  # send a text prompt through the tokenizer's chat template, as a user's message
-    max_prompt_length: Positive = 1024  # longer prompts, in tokens, are left out and counted
-    supervised_steps: Count = 250  # addition with a tiny-* actor: steps of supervised learning before PPO
-    # addition, gsm8k or FILE.py:FUNCTION, f(prompt, response, answer[, turns]) -> number, without state
+    prompt_key: str = "prompt"  # JSONL key of the prompt: text, or a list of chat messages
+    answer_key: str = "answer"  # JSONL key of the reference answer, which reward functions receive
+    chat: bool = False  # wrap text prompts in the tokenizer's chat template, as a user message
+    max_prompt_length: Positive = 1024  # drop prompts longer than this many tokens, and report how many
+    supervised_steps: Count = 250  # supervised steps before PPO, for addition with a tiny-* actor
+    # addition, gsm8k or FILE.py:FUNCTION, a stateless f(prompt, response, answer[, turns]) -> number
     reward: str | None = None
-    reward_model: str | None = None  # or a reward model, by folder or hub name (one label, on the last token)
-    reward_timeout: Rate = 10.0  # seconds for one call of the reward or environment, queueing not counted
-    environment: str | None = None  # FILE.py:FUNCTION with the same arguments -> observation, None at the end
-    max_turns: Positive = 8  # turns of the policy in one row, if there is an environment
+    reward_model: str | None = None  # or a reward model's folder or hub name (one label, at the last token)
+    reward_timeout: Rate = 10.0  # seconds that one call of the reward or environment may take, once started
+    environment: str | None = None  # FILE.py:FUNCTION, same arguments -> next observation, or None to end
+    max_turns: Positive = 8  # most turns of the policy in one row; needs --environment
     # rollout
-    rollout: Literal["hf", "vllm"] = "hf"  # engine: generate of transformers on a whole actor, or vLLM
-    train_batch_size: Positive = 256  # most prompts of a step, over all ranks; the steps of a pass are equal
-    rollout_n: Positive = 1  # responses to each (torchrun would take --n for its own)
-    max_response_length: Positive | None = None  # tokens, with observations (None: 8 for addition, else 256)
-    temperature: Rate = 1.0  # of sampling, and of the log-probs that are learned from
-    top_p: Share = 1.0  # sample only from the likeliest tokens with this probability
-    rollout_batch_size: Positive = 256  # rows generated at once by an engine
+    rollout: Literal["hf", "vllm"] = "hf"  # hf: transformers' generate on a full copy of the actor
+    train_batch_size: Positive = 256  # most prompts per step, over all ranks; a pass is cut into equal steps
+    rollout_n: Positive = 1  # responses per prompt (torchrun would take --n for one of its own flags)
+    max_response_length: Positive | None = None  # tokens incl. observations (None: 8 for addition, else 256)
+    temperature: Rate = 1.0  # sampling temperature, also applied to all log-probs of actor and reference
+    top_p: Share = 1.0  # nucleus sampling: draw from the likeliest tokens that reach this probability
+    rollout_batch_size: Positive = 256  # rows that an engine generates at once
     dump_rollouts: bool = False  # write every step's rows as JSONL to out_dir/rollouts
     # advantages
     gamma: Fraction = 1.0  # discount of a reward per action
     lam: Fraction = 1.0  # GAE's lambda for the returns that the critic learns
-    lam_policy: Fraction | None = None  # GAE's lambda for the advantages (None: as lam): decoupled GAE
-    first_token_credit: Share | None = None  # lambda = Q^(1/(L-1)): weight Q at the first of L actions
-    critic_where_it_helps: bool = False  # where values explain nothing, the mean return takes their place
-    whiten_advantages: bool = True  # give advantages mean 0 and deviation 1 over the global batch
-    bootstrap_truncated: bool = False  # the last value stands for the future of a row that was cut off
+    lam_policy: Fraction | None = None  # decoupled GAE: lambda for the advantages (None: same as --lam)
+    first_token_credit: Share | None = None  # lambda Q^(1/(L-1)): the first of L actions gets Q of the score
+    critic_where_it_helps: bool = False  # if values explain nothing, the mean return replaces them
+    whiten_advantages: bool = True  # scale advantages to mean 0 and std 1 over the global batch
+    bootstrap_truncated: bool = False  # rows that were cut off end with the value of their last action
     # KL to the reference in the reward
-    kl_coef: Weight = 0.0  # penalty in the reward per nat of KL, on every token (0: none)
-    kl_penalty: KL = "k1"  # how it is estimated
-    target_kl: Rate | None = None  # adapt kl_coef so that the KL of a token stays near this (None: fixed)
+    kl_coef: Weight = 0.0  # penalty on each action's reward per nat of KL to the reference (0: none)
+    kl_penalty: KL = "k1"  # estimator of the KL in the reward
+    target_kl: Rate | None = None  # adapt --kl-coef to keep the mean KL per action near this (None: fixed)
     # run
     steps: Positive = 60  # PPO steps
-    critic_warmup: Count = 0  # first steps, in which the critic alone learns
+    critic_warmup: Count = 0  # first steps that update only the critic
     eval_every: Count = 20  # steps between evaluations (0: only at the start and the end)
     save_every: Count = 0  # steps between checkpoints (0: only at the end)
     keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
     async_save: bool = False  # write checkpoints in the background, from a copy of the state on the host
     resume: str | None = None  # checkpoint folder to continue from; auto: the last complete one in out_dir
-    offload: bool = False  # keep each model in host memory outside of its own phases
-    seed: Count = 0  # of the order of prompts, of every shuffle and of every sampled token
+    offload: bool = False  # keep each model on the host except in the phases that use it
+    seed: Count = 0  # seeds the actor's random weights, the prompt order, its shuffles and all sampling
     profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B, steps for torch.profiler
     out_dir: str = "out/ppo_loop"  # for checkpoints, the Hugging Face folders, metrics and the report
 
 
 def parse(args):
-    """Run from the command line. --critic is looked up first: it says which flags are behind --critic.*."""
+    """Parses the command line into a Run. --critic is read first: it decides which --critic.* flags exist."""
     backend = re.search(r"--critic[ =](\S+)", " ".join([*args, "--critic fsdp"]))[1]
     if backend not in ("fsdp", "megatron"):
-        raise UserError(f"--critic {backend}: must be fsdp or megatron; flags of its own are --critic.*")
+        raise UserError(f"--critic {backend}: must be fsdp or megatron; flags of the critic are --critic.*")
     config = critic_module(backend).Config
     start = Run(critic=config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size))
     run, unknown = tyro.cli(
         Run, args=args, default=start, description=__doc__, console_outputs=not RANK, return_unknown_args=True
     )
     if unknown:
-        raise UserError(f"{unknown[0]}: is unknown with --critic {backend}; --help explains all flags")
+        raise UserError(f"{unknown[0]}: unknown with --critic {backend}; --help explains all flags")
     return run
 
 
 def critic_module(backend):
-    """critic_fsdp or critic_megatron, imported only if it is asked for."""
+    """Imports critic_fsdp or critic_megatron, and only the one that is used."""
     return importlib.import_module(f"critic_{backend}")
 
 
 @contextmanager
 def flags_of(part):
-    """A UserError from in here names flags as this script knows them: --lr of the actor is --actor.lr."""
+    """Adds the prefix to flags that a UserError from in here names: the actor's --lr becomes --actor.lr."""
     try:
         yield
     except UserError as error:
@@ -230,22 +230,22 @@ def flags_of(part):
 
 
 def check_flags(run):
-    """UserError for flags that cannot work, before a process group or a model is built."""
+    """Raises UserError for flags that cannot work, before any process group or model is built."""
     if words := critic_module(run.backend).out_of_range(run):
         raise UserError(words)
     band = run.actor.ratio_band
     rules = {
-        "--target-kl: adapts --kl-coef, so give it a value above 0": not run.target_kl or run.kl_coef,
-        "--lam-policy: not with --first-token-credit": run.lam_policy is None or not run.first_token_credit,
+        "--target-kl: adapts --kl-coef, which must be above 0": not run.target_kl or run.kl_coef,
+        "--lam-policy: excludes --first-token-credit": run.lam_policy is None or not run.first_token_credit,
         "--actor.ratio-band: LOW must be below HIGH": not band or band[0] < band[1],
         "--eval-prompts: needs --prompts; addition has its own": run.prompts or not run.eval_prompts,
         "--max-turns: needs --environment": run.environment or run.max_turns == Run.max_turns,
         "--rollout vllm: needs vllm, see README.md": run.rollout == "hf" or importlib.util.find_spec("vllm"),
-        "--reward, --reward-model: --prompts needs one": not run.prompts or run.reward or run.reward_model,
-        "--reward, --reward-model: give one of them": not (run.reward and run.reward_model),
+        "--reward or --reward-model: --prompts needs one": not run.prompts or run.reward or run.reward_model,
+        "--reward, --reward-model: give only one": not (run.reward and run.reward_model),
         f"--vllm.tensor-parallel-size: must divide the {WORLD_SIZE} ranks":
             WORLD_SIZE % run.vllm.tensor_parallel_size == 0,
-        "--critic.ppo-max-token-len-per-gpu auto: leaves the actor nothing; add --offload, or give auto:GIB":
+        "--critic.ppo-max-token-len-per-gpu auto: leaves the actor no memory; add --offload or give auto:GIB":
             run.offload or run.critic.ppo_max_token_len_per_gpu != "auto",
     }  # fmt: skip
     for words, holds in rules.items():
@@ -258,58 +258,58 @@ def check_flags(run):
 
 # ---- Task: prompts, rewards, environment -------------------------------------------------------------------
 
-SIGTERM = threading.Event()  # of this rank: what it generates or scores ends early, see poll
+SIGTERM = threading.Event()  # set when it is received: generation and scoring then stop early, see poll
 
 
 def poll(group=None):
-    """SystemExit on all ranks of the group if one of them (None: of all) has received SIGTERM (a collective).
-    main then saves the state at the start of the step, so this must not be called within an update."""
+    """Raises SystemExit on all ranks of the group (None: all ranks) if one of them has received SIGTERM (a
+    collective). main then saves the state at the start of the step, so never call this within an update."""
     if any(of_all_ranks(SIGTERM.is_set(), group)):
         SIGTERM.set()
         raise SystemExit
 
 
 class Prompt(NamedTuple):
-    ids: list  # tokens that the response follows
-    text: str = ""  # for the user's functions: as the row has it, of chat messages the last content
-    answer: Any = None  # the row's reference answer, None if it has none
-    messages: list | None = None  # of a chat
+    ids: list  # prompt tokens
+    text: str = ""  # for the user's functions: the row's text, or the last message of a chat
+    answer: Any = None  # the row's reference answer, if any
+    messages: list | None = None  # of a chat; None: the prompt is plain text
 
 
 @dataclass
 class Reply:
-    """A row: a prompt and what follows it, the policy's turns, and an environment's in between."""
+    """A row: a prompt, then the policy's turns, with the environment's observations in between."""
 
     prompt: Prompt
-    row_id: int  # over all ranks
+    row_id: int  # unique over all ranks
     ids: list = field(default_factory=list)
-    log_probs: list = field(default_factory=list)  # of the engine; None where the environment spoke
-    finished: bool = False  # by the policy or the environment, not by the length limit
+    log_probs: list = field(default_factory=list)  # from the engine; None on tokens of the environment
+    finished: bool = False  # ended by the policy or the environment, not cut off by the length limit
     text: str = ""
-    turns: list = field(default_factory=list)  # what the policy said, then the environment, and so on
+    turns: list = field(default_factory=list)  # texts: policy, environment, policy ...
     score: float = 0.0
     fault: str = ""  # what went wrong in the environment or the reward
 
 
-class Task(NamedTuple):  # what is to be learned
+class Task(NamedTuple):  # what the policy learns
     tokenizer: Any  # of the actor
     model_config: Any
     prompts: list
-    held_out: list  # prompts to evaluate on, may be none
-    reward: Any  # f(prompt, response, answer), or None: there is a reward model
+    held_out: list  # prompts to evaluate on, may be empty
+    reward: Any  # f(prompt, response, answer), or None with a reward model
     observe: Any  # the environment, or None
     stop_ids: list  # tokens that end a turn
-    longest: int  # most tokens of a prompt with its response
-    known: int  # token ids from here on are not in the tokenizer; a model may pad its vocabulary with them
+    longest: int  # most tokens of a prompt and its response together
+    known: int  # the tokenizer's ids are below this; a model may pad its vocabulary with more
 
 
 def addition_rows(n, seed, held_out=False):
-    """Distinct JSON lines of the toy task; without slips each response is the right answer."""
+    """Distinct JSON lines of the toy task; with slips of 0 every response is right."""
     return dict.fromkeys(common.toy_rows(n, seed, held_out, slips=(0.0, 0.0), answers=1))
 
 
 def load_prompts(source, flag, run, tokenizer):
-    """Prompts of a JSONL file, or of its lines, that are not too long. UserError names the first bad row."""
+    """Reads prompts from a JSONL file or its lines and drops long ones. UserError names the first bad row."""
     name = flag
     if isinstance(source, str):
         name = f"{flag} {source}"
@@ -331,7 +331,7 @@ def load_prompts(source, flag, run, tokenizer):
                 text = messages[-1]["content"]
             else:
                 ids = tokenizer(text)["input_ids"]
-            if isinstance(text, list):  # parts of a message
+            if isinstance(text, list):  # a message in parts
                 text = "".join(part.get("text", "") for part in text)
             if not ids:
                 raise ValueError("empty prompt")
@@ -342,7 +342,7 @@ def load_prompts(source, flag, run, tokenizer):
             else:
                 longer += 1
     if longer:
-        print0(f"{name}: left out {longer} prompts above --max-prompt-length")
+        print0(f"{name}: left out {longer} prompts longer than --max-prompt-length")
     if not prompts:
         raise UserError(f"{name}: no usable prompt")
     if without := sum(prompt.answer is None for prompt in prompts):
@@ -351,16 +351,16 @@ def load_prompts(source, flag, run, tokenizer):
 
 
 def addition_reward(prompt, response, answer):
-    """1 for the right sum and nothing else."""
+    """1 if the response is exactly the right sum, else 0."""
     return float(response == answer)
 
 
 def gsm8k_reward(prompt, response, answer):
-    """1 if the number after the last #### is the answer's (GSM8K's own rule, 2110.14168)."""
+    """1 if the number after the last #### equals the answer's (GSM8K's own rule, 2110.14168), else 0."""
 
     def last_number(text):
         found = re.findall(r"####\s*(?:\$\s*)?(-?\$?[\d,]*\.?\d+)", text)
-        return float(re.sub("[$,]", "", found[-1])) if found else math.nan  # which equals nothing
+        return float(re.sub("[$,]", "", found[-1])) if found else math.nan  # not even equal to itself
 
     return float(last_number(response) == last_number(answer))
 
@@ -370,8 +370,8 @@ THREADS = ThreadPoolExecutor(max(8, os.cpu_count() // int(os.environ.get("LOCAL_
 
 
 def load_function(name, flag, seconds):
-    """A built-in reward, or for FILE.py:FUNCTION an ask(*row) that runs attempt(FUNCTION, *row) in a process,
-    one for each thread, which is a fresh interpreter: a fork of one with threads and a device may hang."""
+    """Returns a built-in reward, or for FILE.py:FUNCTION an ask(*row) that runs attempt(FUNCTION, *row) in a
+    worker process, one per thread. Workers are fresh interpreters: forks with threads or a GPU may hang."""
     if not name or name in REWARDS:
         return REWARDS.get(name)
     command = [sys.executable, "-u", __file__, "serve", *name.rpartition(":")[::2]]
@@ -380,8 +380,8 @@ def load_function(name, flag, seconds):
     def start():
         ours, theirs = Pipe()
         with theirs:
-            process = subprocess.Popen(command, stdin=theirs, process_group=0)  # out of reach of Ctrl-C
-        if fault := ours.recv()[1]:  # a row's clock starts when the function is loaded
+            process = subprocess.Popen(command, stdin=theirs, process_group=0)  # Ctrl-C does not reach it
+        if fault := ours.recv()[1]:  # wait for the function to load; this is not part of a row's time
             raise UserError(fault)
         return process, ours
 
@@ -391,7 +391,7 @@ def load_function(name, flag, seconds):
             pipe.send(row)
             if pipe.poll(seconds):
                 return pipe.recv()
-            os.killpg(process.pid, signal.SIGKILL)  # with the programs that it runs
+            os.killpg(process.pid, signal.SIGKILL)  # and the programs that it started
         vars(mine).clear()
         return None, f"no answer within {seconds:g} s, or its process has died"
 
@@ -401,8 +401,8 @@ def load_function(name, flag, seconds):
 
 
 def ask_all(function, replies):
-    """attempt(function, *row) of each reply, in their order; after SIGTERM of some. A built-in reward is
-    called here. partial(attempt, function) lets threads call a function of Python, which nothing can end."""
+    """attempt(function, *row) for each reply, in order; after SIGTERM only for some. Built-in rewards run in
+    this thread; partial(attempt, function) runs a Python function in other threads, without a time-out."""
     rows = [(reply.prompt.text, reply.text, reply.prompt.answer, reply.turns) for reply in replies]
     if function in REWARDS.values():
         return [attempt(function, *row) for row in rows if not SIGTERM.is_set()]
@@ -414,7 +414,7 @@ def ask_all(function, replies):
 
 
 class RewardModel:
-    """Scores whole rows by a classifier's label on their last token, which a worker of a critic computes."""
+    """Scores whole rows by a classifier's label at their last token, computed by a worker of the critic."""
 
     def __init__(self, run, tokenizer):
         own = "tokenizer override_config value_head value_bins value_range lora_rank freeze_modules".split()
@@ -429,8 +429,8 @@ class RewardModel:
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
 
     def ids(self, reply):
-        """The row in tokens of this model, which may have a tokenizer of its own. Unless that has a chat
-        template, it reads the last message of a chat alone."""
+        """The row in the reward model's token ids; it may have its own tokenizer. If that has no chat
+        template, it reads only the last message of a chat, and the reply."""
         prompt = reply.prompt
         if self.same_tokens:
             return prompt.ids + reply.ids
@@ -440,10 +440,10 @@ class RewardModel:
         return self.tokenizer(prompt.text + reply.text)["input_ids"]
 
     def ask_all(self, replies):
-        """Rewards of the caller's rows, as ask_all gives those of a function (a collective)."""
-        # one more action: its value is read on the last token of the row; which token it is does not matter
+        """Rewards of the caller's rows, in the format of ask_all (a collective)."""
+        # append one action: its value is read at the row's last token, so its own id does not matter
         whole = to_batch([Reply(Prompt(self.ids(reply)), reply.row_id, [0], [0.0]) for reply in replies])
-        with flags_of("critic"):  # the budget
+        with flags_of("critic"):  # of the token budget
             return [(x, "") for x in self.worker.compute_values(whole)[common.last_action(whole)].tolist()]
 
 

@@ -874,7 +874,7 @@ def test_prompts_of_text_and_of_chats(tmp_path, capsys):
 
     rows = [{"prompt": "a" * n} for n in (3, 6, 5, 9)]
     assert [p.text for p in load(*rows, max_prompt_length=5)] == ["aaa", "aaaaa"]
-    assert "left out 2 prompts above --max-prompt-length" in capsys.readouterr().out
+    assert "left out 2 prompts longer than --max-prompt-length" in capsys.readouterr().out
     with pytest.raises(UserError, match="--prompts .*prompts.jsonl: no usable prompt"):
         load(*rows, max_prompt_length=2)
 
@@ -906,7 +906,7 @@ def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys):
         after = [(flag, words) for flag, words in zip(lines, lines[1:]) if flag.startswith("--")]
         assert len(after) > 90 and not [flag for flag, words in after if words.startswith("(default")]
     assert parse("") == a_run()
-    with pytest.raises(UserError, match="--critic.tensor-model-parallel-size: is unknown with --critic fsdp"):
+    with pytest.raises(UserError, match="--critic.tensor-model-parallel-size: unknown with --critic fsdp"):
         parse("--critic fsdp --critic.tensor-model-parallel-size 2")
     with pytest.raises(UserError, match="--critic fsdp2: must be fsdp or megatron"):
         parse("--critic fsdp2")
