@@ -451,12 +451,12 @@ class RewardModel:
 
 
 def policy_loss(log_probs_T, old_T, advantages_T, mask_T, weights_T, clip_low, clip_high, clip_dual):
-    """PPO's clipped objective -> (loss, actions where clipping decided, where the dual clip did), all 0-dim.
+    """PPO's clipped objective -> (loss, number of clipped actions, number of dual-clipped ones), all 0-dim.
 
         r_t = pi(a_t) / pi_old(a_t),  L_t = max( -r_t A_t, -clip(r_t, 1 - low, 1 + high) A_t )
-        loss = sum_t w_t L_t            a bad action costs at most -c A_t, if there is a clip_dual c > 1
-    1707.06347, eq. 7; low and high apart: 2503.14476, eq. 10; c: 1912.09729, eq. 5. log r is kept within
-    +-20. What stands where the mask is false never enters, not even a NaN."""
+        loss = sum_t w_t L_t            where A_t < 0, L_t <= -c A_t with clip_dual c > 1 (None: no bound)
+    1707.06347, eq. 7; separate low and high: 2503.14476, eq. 10; c: 1912.09729, eq. 5. log r is clamped to
+    +-20. Masked entries never enter, not even a NaN."""
     log_ratio_T = torch.where(mask_T, log_probs_T - old_T, 0.0)
     a_T = torch.where(mask_T, advantages_T, 0.0)
     ratio_T = log_ratio_T.clamp(-20, 20).exp()
@@ -469,8 +469,8 @@ def policy_loss(log_probs_T, old_T, advantages_T, mask_T, weights_T, clip_low, c
 
 
 def kl_penalty(log_probs_T, ref_log_probs_T, kind):
-    """Estimates of KL(policy || reference) from log p and log q of the chosen tokens: k1 is log p - log q,
-    abs its magnitude, k2 half its square, k3 q/p - 1 - log(q/p), at most 10 (joschu.net/blog/kl-approx)."""
+    """Estimates KL(policy || reference) from log p and log q of the chosen tokens: k1 = log p - log q,
+    abs = |k1|, k2 = k1^2 / 2, k3 = q/p - 1 - log(q/p), clamped to 10 (joschu.net/blog/kl-approx)."""
     k1_T = log_probs_T - ref_log_probs_T
     log_inverse_T = (-k1_T).clamp(-20, 20)
     k3_T = (log_inverse_T.expm1() - log_inverse_T).clamp(-10, 10)
@@ -478,8 +478,8 @@ def kl_penalty(log_probs_T, ref_log_probs_T, kind):
 
 
 def next_kl_coef(coef, kl, n, target):
-    """The KL coefficient after a batch of n rows with mean divergence kl (1909.08593, section 2.2). Its
-    horizon is 10,000 rows, or n if that is more: else the coefficient could turn negative."""
+    """The KL coefficient after a batch of n rows whose mean KL was kl (1909.08593, section 2.2). The horizon
+    is 10,000 rows, but at least n, because the coefficient could turn negative otherwise."""
     if not target:
         return coef
     error = min(max(kl / target - 1, -0.2), 0.2)
@@ -487,15 +487,15 @@ def next_kl_coef(coef, kl, n, target):
 
 
 def masked_whiten(x_T, mask_T):
-    """(x - mean) / std over the masked entries of all ranks, zero elsewhere; 1e-8 is added to variance."""
+    """(x - mean) / std over the masked entries of all ranks, zero elsewhere; the variance gets 1e-8 added."""
     x_A = torch.cat(of_all_ranks(x_T[mask_T])).double()
     var, mean = torch.var_mean(x_A, correction=len(x_A) > 1)
     return torch.where(mask_T, (x_T - mean) * torch.rsqrt(var + 1e-8), 0.0).float()
 
 
 def assign_credit(batch, scores, kl_coef, run, critic):
-    """Fills rewards, values, advantages and returns of the caller's rows -> metrics (a collective). An action
-    pays for its KL to the reference, the last one earns the score. Decoupled GAE: 2503.01491, section 4.2."""
+    """Fills in rewards, values, advantages and returns of the caller's rows -> metrics (a collective). Every
+    action pays a KL penalty, the last one earns the score. Decoupled GAE: 2503.01491, section 4.2."""
     kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
     paid_T = -kl_coef * kl_T if kl_coef else torch.zeros_like(kl_T)
     batch.token_level_rewards = paid_T.index_add(0, common.last_action(batch), torch.tensor(scores))
@@ -517,12 +517,12 @@ def assign_credit(batch, scores, kl_coef, run, critic):
 
 
 def prefer_the_mean(batch, run):
-    """Unless values explain the returns, advantages become returns less their mean over all answers to a
-    prompt, or over the batch if each has one -> whether values do (a collective; EVPO, 2604.19485)."""
+    """If the values explain nothing, advantages become returns minus their mean over the answers to a prompt
+    (--rollout-n 1: over the batch) -> whether values explain any (a collective; EVPO, 2604.19485)."""
     returns_T = common.monte_carlo(batch, run.gamma)
     whole = gather(replace(batch, returns=returns_T))
     mask_T = whole.response_mask
-    if common.explained_variance(whole.values[mask_T], whole.returns[mask_T]) > 1e-3:  # 0 but for rounding
+    if common.explained_variance(whole.values[mask_T], whole.returns[mask_T]) > 1e-3:  # above rounding errors
         return True
     size = run.rollout_n if run.rollout_n > 1 else len(whole)
     mean_G = torch.stack([x.returns.sum() / x.response_mask.sum() for x in whole.split(size)])
@@ -531,24 +531,24 @@ def prefer_the_mean(batch, run):
     return False
 
 
-# ---- Rollout: an engine makes tokens, a batch comes of them ------------------------------------------------
+# ---- Rollout: an engine generates tokens, which become a batch ---------------------------------------------
 
 
 @dataclass
 class Draw(LogitsProcessor):
-    """Samples each row's next token with the row's own random numbers, and masks all others for generate."""
+    """Samples each row's next token with the row's own random numbers, and masks all others from generate."""
 
     u_BR: torch.Tensor
     temperature: float  # 0: greedy
     top_p: float
-    known: int  # of the task
-    log_probs: list = field(default_factory=list)  # (B, 1) of each step's tokens, as they were drawn
+    known: int  # see Task
+    log_probs: list = field(default_factory=list)  # (B, 1) for each step: those of the drawn tokens
 
     def __call__(self, ids_BL, logits_BV):
         if SIGTERM.is_set():
             raise SystemExit
         log_p_BV = (logits_BV[:, : self.known].float() / (self.temperature or 1.0)).log_softmax(-1)
-        if self.temperature:  # one number a token: the inverse of the distribution function
+        if self.temperature:  # inverse transform sampling: one random number per token
             log_p_BV = TopPLogitsWarper(self.top_p)(ids_BL, log_p_BV).log_softmax(-1)
             cdf_BV = log_p_BV.double().exp().cumsum(-1)
             u_B1 = self.u_BR[:, len(self.log_probs), None] * cdf_BV[:, -1:]
@@ -560,8 +560,8 @@ class Draw(LogitsProcessor):
 
 
 class HFRollout:
-    """Generates with transformers on a whole copy of the policy, each rank for the rows it owns. A row's
-    random numbers follow from its seed, so up to rounding its sample is the same in any batch."""
+    """Generates with transformers: each rank holds a full copy of the policy and generates its own rows. A
+    row's random numbers depend only on its seed, so its sample is the same in any batch, up to rounding."""
 
     def __init__(self, run, task, device):
         self.run = run
@@ -569,7 +569,7 @@ class HFRollout:
         self.device = device
         self.dtype = common.compute_dtype(run.actor.param_dtype, device)
         capped = getattr(task.model_config.get_text_config(), "attn_logit_softcapping", None)
-        attention = "eager" if capped else None  # sdpa drops it; models without sdpa choose for themselves
+        attention = "eager" if capped else None  # sdpa ignores the cap; None: transformers chooses
         with device:
             self.model = AutoModelForCausalLM.from_config(
                 deepcopy(task.model_config), dtype=self.dtype, attn_implementation=attention
@@ -578,7 +578,7 @@ class HFRollout:
 
     @torch.no_grad()
     def sync(self, weights):
-        """Takes the actor's weights, (name, whole tensor) pairs in self.dtype."""
+        """Copies the actor's weights into the engine: (name, full tensor) pairs in self.dtype."""
         for name, weight in weights:
             self.model.get_parameter(name).copy_(weight)
 
@@ -589,8 +589,8 @@ class HFRollout:
         self.model.to(self.device)
 
     def generate(self, rows, temperature):
-        """(token ids of a prompt, seed of its random numbers, most new tokens) of each row -> for each (token
-        ids, their log-probs as sampled, whether it ended by itself). temperature 0: greedy."""
+        """rows: (prompt ids, seed, most new tokens) each -> for each (new ids, their log-probs as sampled,
+        whether a stop token ended it). temperature 0: greedy."""
         size = self.run.rollout_batch_size
         replies = []
         for first in progress(range(0, len(rows), size), "rollout"):
@@ -613,8 +613,8 @@ class HFRollout:
 
 
 class VLLMRollout:
-    """Like HFRollout, with vLLM in this process: one engine on every --vllm.tensor-parallel-size ranks. An
-    engine that is deleted takes the trainer's process group with it, so all live as long as the process."""
+    """Like HFRollout, with vLLM inside the training processes: one engine per --vllm.tensor-parallel-size
+    ranks. Deleting an engine would destroy the trainer's process group, so `engines` keeps them all alive."""
 
     engines = []
 
@@ -625,10 +625,10 @@ class VLLMRollout:
         self.dtype = common.compute_dtype(run.actor.param_dtype, device)
         size = run.vllm.tensor_parallel_size
         model_config = deepcopy(task.model_config)
-        with torch.device("meta"):  # it knows what a checkpoint calls its tensors
+        with torch.device("meta"):  # it knows the tensor names of a checkpoint
             self.skeleton = AutoModelForCausalLM.from_config(model_config)
         model_config.architectures = [type(self.skeleton).__name__]
-        threads = torch.get_num_threads()  # they stay as they are, and so do torch's random numbers
+        threads = torch.get_num_threads()  # vLLM changes these and torch's RNG; restored below
         set_num_threads = torch.set_num_threads
         with tempfile.TemporaryDirectory() as folder:
             model_config.save_pretrained(folder)
@@ -643,8 +643,8 @@ class VLLMRollout:
         print0(f"vllm       {WORLD_SIZE // size} engines x {size} ranks")
 
     def start(self, folder, size):
-        """vLLM's LLM, with random weights; folder: where it finds the model's config."""
-        defaults = {  # for variables that are not set; torchrun's win
+        """Builds vLLM's LLM with random weights. folder: holds the model's config."""
+        defaults = {  # only for variables that are not set: torchrun's values win
             "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
         }  # fmt: skip
@@ -652,48 +652,48 @@ class VLLMRollout:
         from vllm import LLM
         from vllm.distributed.parallel_state import get_tp_group
 
-        if self.on_cpu:  # its shared memory has one name in all runs of a machine, and stays: gloo instead
+        if self.on_cpu:  # use gloo: vLLM's shared memory has one name for all runs on a machine, and stays
             from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
             CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
         self.llm = LLM(
             model=folder,
-            load_format="dummy",  # the first sync fills it
+            load_format="dummy",  # the first sync brings the weights
             skip_tokenizer_init=True,
-            generation_config="vllm",  # no defaults of the model's own
+            generation_config="vllm",  # not the model's own sampling defaults
             dtype=self.dtype,
             max_model_len=self.task.longest,
             max_num_seqs=self.run.rollout_batch_size,
             gpu_memory_utilization=self.run.vllm.gpu_memory_utilization,
-            kv_cache_memory_bytes=2**30 if self.on_cpu else None,  # else a part of the host's memory
+            kv_cache_memory_bytes=2**30 if self.on_cpu else None,  # instead of a share of the host's memory
             enforce_eager=self.on_cpu,
             enable_sleep_mode=self.run.offload and not self.on_cpu,
             tensor_parallel_size=size,
-            distributed_executor_backend="external_launcher",  # each torchrun process runs its own part
-            logprobs_mode="processed_logprobs",  # of what is sampled from: after temperature and top-p
+            distributed_executor_backend="external_launcher",  # each torchrun process runs its own worker
+            logprobs_mode="processed_logprobs",  # of the sampling distribution: after temperature and top-p
         )
         self.group = get_tp_group().cpu_group  # the ranks of this engine
-        get_tp_group().mq_broadcaster = None  # it is shared memory, which common.launch would leave behind
+        get_tp_group().mq_broadcaster = None  # its shared memory would outlive the os._exit of common.launch
 
     def onload(self):
-        """Wakes the weights, for a sync. generate wakes the KV cache, when the actor has left the device."""
+        """Wakes the weights for a sync. generate wakes the KV cache, once the actor has left the device."""
         self.llm.wake_up(tags=["weights"])
 
     def offload(self):
-        """Frees the device memory of the engine, where the platform can. The next sync brings new weights."""
+        """Frees the engine's device memory, where the platform can. The next sync brings new weights."""
         self.llm.sleep(level=2)
 
     def sync(self, weights):
-        """Takes the actor's weights, (name, whole tensor) pairs in self.dtype (a collective)."""
+        """Loads the actor's weights: (name, full tensor) pairs in self.dtype (a collective)."""
         if self.on_cpu:
             self.llm.apply_model(forget_experts)
         named = (pair for n, x in weights for pair in revert_weight_conversion(self.skeleton, {n: x}).items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
         self.llm.apply_model(self.adapt)
-        self.llm.reset_prefix_cache()  # it has keys and values of the old weights
+        self.llm.reset_prefix_cache()  # it holds keys and values of the old weights
 
     def adapt(self, model):
-        """Runs in vLLM after a sync: ids without a token get no probability. On CPU a tied head is packed."""
+        """Runs inside vLLM after a sync: masks ids that have no token and, on CPU, packs a tied head."""
         for module in model.modules():
             kind = type(module).__name__
             if kind == "LogitsProcessor":
@@ -702,7 +702,7 @@ class VLLMRollout:
                 module.quant_method.process_weights_after_loading(module)
 
     def generate(self, rows, temperature):
-        """As HFRollout.generate. Ranks that share an engine call it together."""
+        """Like HFRollout.generate; ranks that share an engine call it together."""
         from vllm import SamplingParams
 
         if self.llm.llm_engine.is_sleeping():
@@ -717,7 +717,7 @@ class VLLMRollout:
                 seed=seed, max_tokens=most, temperature=temperature, logprobs=0,
                 top_p=self.run.top_p, stop_token_ids=self.task.stop_ids, ignore_eos=True,
             ))  # fmt: skip
-        # on CPU the compiler takes longer than the rollout; and vLLM draws from torch's generator
+        # on CPU, compiling takes longer than the rollout; fork_rng, because vLLM draws from torch's RNG
         stance = "force_eager" if self.on_cpu else "default"
         with torch.compiler.set_stance(stance), torch.random.fork_rng(devices=()):
             out = self.llm.generate(asked, params, use_tqdm=RANK == 0 and sys.stderr.isatty())
@@ -730,13 +730,13 @@ class VLLMRollout:
 
 
 def forget_experts(model):
-    """Runs in vLLM's CPU build, which packs the weights of experts again only where they have no kernel."""
+    """Runs inside vLLM's CPU build, which repacks expert weights only where moe_kernel is None."""
     for module in model.modules():
         module.moe_kernel = None
 
 
 def roll_out(engine, task, replies, run, temperature, key=""):
-    """Adds the turns to the replies. Random numbers of a row follow from the key and its row_id alone."""
+    """Adds turns to the replies. A row's random numbers depend only on the key, its row_id and the turn."""
     going = replies
     for turn in range(run.max_turns if task.observe else 1):
         if turn:
@@ -749,7 +749,7 @@ def roll_out(engine, task, replies, run, temperature, key=""):
             run.max_response_length - len(reply.ids),
         ) for reply in going]  # fmt: skip
         out = []
-        with suppress(SystemExit):  # others may not know of SIGTERM yet
+        with suppress(SystemExit):  # after SIGTERM, which other ranks may not know of yet
             out = engine.generate(rows, temperature)
         for reply, (ids, log_probs, ended) in zip(going, out):
             reply.ids += ids
@@ -760,17 +760,17 @@ def roll_out(engine, task, replies, run, temperature, key=""):
 
 
 def listen(replies, task, run):
-    """Asks the environment about finished replies and appends its answers -> those with another turn to come.
-    In a chat the answer is a user's message, with the template's tokens around it."""
+    """Passes finished replies to the environment and appends its observations -> those that get another turn.
+    In a chat the observation becomes a user message, wrapped in the template's tokens."""
     finished = [reply for reply in replies if reply.finished]
     going = []
     for reply, (said, fault) in zip(finished, ask_all(task.observe, finished)):
         reply.fault = fault
         if not isinstance(said, str):
             if said is not None:
-                reply.fault = f"an environment answers with text or None, not {said!r:.40}"
+                reply.fault = f"an environment must return text or None, not {said!r:.40}"
             continue
-        shown = said = said.encode(errors="replace").decode()  # half a surrogate pair is no text: "?" for it
+        shown = said = said.encode(errors="replace").decode()  # "?" for a lone surrogate
         chat = reply.prompt.messages
         if chat:
             turns = zip(("user", "assistant", "user"), ("?", "the turn before", said))
@@ -778,7 +778,7 @@ def listen(replies, task, run):
             text = task.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
             shown = text.partition("the turn before")[2].lstrip()
         ids = task.tokenizer(shown, add_special_tokens=False)["input_ids"]
-        if chat and ids[:1] == reply.ids[-1:]:  # the policy has said what ends a turn
+        if chat and ids[:1] == reply.ids[-1:]:  # the policy has ended the turn itself
             ids = ids[1:]
         reply.finished = len(reply.ids) + len(ids) < run.max_response_length
         if reply.finished:
@@ -790,10 +790,10 @@ def listen(replies, task, run):
 
 
 def to_batch(replies):
-    """Batch of prompts and replies, with the log-probs as the engine has them."""
+    """A Batch of prompts and replies, with the engine's log-probs."""
     rows = [reply.prompt.ids + reply.ids for reply in replies]
     log_probs = [x for reply in replies for x in [None] * len(reply.prompt.ids) + reply.log_probs]
-    return Batch(  # a rank may have no rows, but has columns of the same kinds
+    return Batch(  # .long() and .bool() because a rank may have no rows
         input_ids=torch.tensor(list(chain(*rows))).long(),
         cu_seqlens=common.cumulative(list(map(len, rows))),
         response_mask=torch.tensor([x is not None for x in log_probs]).bool(),
@@ -804,7 +804,7 @@ def to_batch(replies):
 
 
 def write_jsonl(batch, path):
-    """Writes the rows of all ranks as JSONL, without images (a collective); read_rows reads the same."""
+    """Writes the rows of all ranks, without images, as JSONL for common.read_rows (a collective)."""
     lines = []
     for row in gather(batch).split(1):
         first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
