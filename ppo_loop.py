@@ -97,7 +97,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 KL = Literal["k1", "k2", "k3", "abs"]  # see kl_penalty
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-LOGITS_AT_ONCE = 2**25  # in one chunk: 128 MiB in float32
+LOGITS_AT_ONCE = 2**25  # per chunk: 128 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Run:
     gamma: Fraction = 1.0  # discount of a reward per action
     lam: Fraction = 1.0  # GAE's lambda for the returns that the critic learns
     lam_policy: Fraction | None = None  # decoupled GAE: lambda for the advantages (None: same as --lam)
-    first_token_credit: Share | None = None  # lambda Q^(1/(L-1)): the first of L actions gets Q of the score
+    first_token_credit: Share | None = None  # lambda = Q^(1/(L-1)): the first of L actions gets weight Q
     critic_where_it_helps: bool = False  # if values explain nothing, the mean return replaces them
     whiten_advantages: bool = True  # scale advantages to mean 0 and std 1 over the global batch
     bootstrap_truncated: bool = False  # rows that were cut off end with the value of their last action
@@ -822,22 +822,22 @@ def write_jsonl(batch, path):
 
 
 class Policy(nn.Module):
-    """A causal language model that says how likely the actions of a packed row were."""
+    """A causal language model that computes log-probs and entropies of the actions in a packed row."""
 
     def __init__(self, lm, known, entropy_learns):
         super().__init__()
         self.lm = lm
-        self.known = known  # of the task
-        self.entropy_learns = entropy_learns  # else it is left out of the graph
+        self.known = known  # see Task
+        self.entropy_learns = entropy_learns  # else the entropy is detached from the graph
 
     def forward(self, micro, temperature):
-        """(2, T) log-probs and entropies of the actions of a micro-batch, zero elsewhere."""
+        """(2, T) log-probs and entropies of a micro-batch's actions, zero elsewhere."""
         ids_T = micro.input_ids
         (ids_1S, places_1S), index_T, common.Pack.layout = micro.packed
         out = self.lm.get_decoder()(ids_1S, position_ids=places_1S, use_cache=False)
         action_A = micro.response_mask.nonzero()[:, 0].to(ids_T.device, non_blocking=True)
         hidden_AD = out.last_hidden_state[0, index_T[action_A - 1]]  # the state before each action
-        size = LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight)  # a chunk of actions
+        size = LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight)  # actions per chunk
         chunks = zip(hidden_AD.split(size), ids_T[action_A].split(size))
         options = {"use_reentrant": False, "preserve_rng_state": False}
         out_2A = [checkpoint(self.read, *chunk, temperature, **options) for chunk in chunks]
@@ -845,7 +845,7 @@ class Policy(nn.Module):
         return out_2T.index_copy(1, action_A, torch.cat(out_2A, 1))
 
     def read(self, hidden_CD, target_C, temperature):
-        """(2, C) log-probs of the targets, and entropies of their distributions, float32."""
+        """(2, C) float32: log-probs of the targets, and entropies of their distributions."""
         logits_CV = self.lm.get_output_embeddings()(hidden_CD)[:, : self.known].float()
         softcap = getattr(self.lm.config.get_text_config(), "final_logit_softcapping", None)
         if softcap:
@@ -857,7 +857,7 @@ class Policy(nn.Module):
 
 
 class PolicyWorker:
-    """A policy spread over all ranks by FSDP2; a reference has no optimizer."""
+    """A policy sharded over all ranks by FSDP2; the reference (trains=False) has no optimizer."""
 
     def __init__(self, run, task, device, trains=True):
         self.run = run
@@ -876,7 +876,7 @@ class PolicyWorker:
             if RANK == 0:
                 source, _ = common.load_model(AutoModelForCausalLM, config.model, model_config, run.seed)
                 lm.generation_config = source.generation_config  # for the export
-        # all bits of what is loaded, added up: with a KL a run goes on from the weights that it began with
+        # a checksum of the initial weights: with a KL term, a resumed run must load the same reference
         bits = source and sum(int(p.data.view(torch.int32).sum()) for p in source.parameters())
         start = (run.kl_coef or config.kl_loss_coef) and of_all_ranks(bits)[0]
         self.shape = common.shape_of(model_config, {"bits at the start": start})
@@ -889,7 +889,7 @@ class PolicyWorker:
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for module in (*common.transformer_blocks(self.model), self.model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-        self.model.set_reduce_scatter_unused_params(True)  # experts may have seen tokens on other ranks only
+        self.model.set_reduce_scatter_unused_params(True)  # an expert may have tokens on other ranks only
         self.model.to_empty(device=device)
         lm.tie_weights()  # to_empty untied them
         common.send_weights(lm, source)
@@ -899,14 +899,14 @@ class PolicyWorker:
             self.optimizer = torch.optim.AdamW(
                 weights, config.lr, weight_decay=config.weight_decay, fused=True
             )
-            for p in weights:  # as AdamW makes it at its first step, so that a checkpoint always has it
+            for p in weights:  # create the state before the first step, so that every checkpoint has it
                 moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
                 self.optimizer.state[p] = {"step": torch.zeros((), device=device), **moments}
-        self.optimizer_steps = 0  # taken, skipped ones not counted
+        self.optimizer_steps = 0  # without skipped ones
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
 
     def offload(self):
-        """Gives the device memory of weights and optimizer state to others."""
+        """Moves weights and optimizer state to the host, to free device memory for other phases."""
         self.model.to("cpu")
         if self.optimizer:
             common.move_state(self.optimizer, "cpu")
@@ -918,7 +918,7 @@ class PolicyWorker:
     @common.dp_compute_proto()
     @torch.no_grad()
     def compute_log_probs(self, batch):
-        """Log-probs of the actions of the caller's rows at --temperature: (T,) float32, zero elsewhere."""
+        """Log-probs of the actions in the caller's rows at --temperature: (T,) float32, zero elsewhere."""
         log_probs_T = torch.zeros(len(batch.input_ids), device=self.device)
         try:
             for rows in self.my_micro_batches(batch):
@@ -927,7 +927,7 @@ class PolicyWorker:
                 if rows:
                     log_probs_T[batch.token_index(rows).to(self.device, non_blocking=True)] = out_T
         finally:
-            self.model.reshard()  # FSDP keeps what is not in a layer for a backward, which does not come here
+            self.model.reshard()  # FSDP keeps the root's weights for a backward, which does not come here
         dist.all_reduce(log_probs_T)  # one rank computed each token; others add 0
         log_probs_T = log_probs_T.cpu()
         if not log_probs_T.isfinite().all():
@@ -969,11 +969,11 @@ class PolicyWorker:
         return common.update_metrics("actor", names, totals, norms, self.optimizer.param_groups[0]["lr"])
 
     def loss(self, micro, log_probs_T, entropy_T):
-        """-> (what is minimised, 0-dim; sums over the actions, see update_policy)."""
+        """-> (the loss to minimise, 0-dim; sums over the actions, in the order of update_policy's totals)."""
         c = self.config
         mask_T = micro.response_mask.to(self.device, non_blocking=True)
         weights_T = micro.weights
-        if c.tis_cap:  # tokens were drawn from the engine's mu: rho of IMPALA, 1802.01561, section 4.1
+        if c.tis_cap:  # the engine's mu sampled the tokens: rho of IMPALA, 1802.01561, section 4.1
             rho_T = (micro.old_log_probs - micro.rollout_log_probs).exp()
             weights_T = weights_T * rho_T.clamp(max=c.tis_cap)
         outside_T = torch.zeros_like(mask_T)
@@ -986,14 +986,14 @@ class PolicyWorker:
         ref_kl_T = kl_penalty(log_probs_T, micro.ref_log_probs, c.kl_loss_type)
         whole = loss
         for coef, x_T in ((c.kl_loss_coef, ref_kl_T), (-c.entropy_coeff, entropy_T)):
-            if coef:  # else not even a NaN enters
+            if coef:  # else the term is left out, even if it is NaN
                 whole = whole + coef * (micro.weights * x_T).sum()
         terms = (outside_T, micro.old_log_probs - log_probs_T, ref_kl_T, entropy_T, mask_T)
         return whole, torch.stack([loss, clipped, dual, *(x_T.sum() for x_T in terms)]).detach()
 
     def step(self, mini, totals):
-        """One optimizer step on a global mini-batch -> gradient norm before clipping; adds to totals. A norm
-        that is not finite skips the step on all ranks, and so does a mini-batch without an action."""
+        """Takes one optimizer step on a global mini-batch -> gradient norm before clipping. Adds to totals.
+        All ranks skip the step if the norm is not finite or the mini-batch has no action."""
         if not mini.response_mask.any():
             return math.nan
         config = self.config
@@ -1002,7 +1002,7 @@ class PolicyWorker:
         for rows in self.my_micro_batches(mini):
             micro = self.micro_batch(mini, rows)
             loss, sums = self.loss(micro, *self.model(micro, self.run.temperature))
-            (loss * WORLD_SIZE).backward()  # a sum over all ranks, but FSDP averages gradients over them
+            (loss * WORLD_SIZE).backward()  # the loss is a sum over ranks, but FSDP averages their gradients
             total += sums
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip).full_tensor())
         if math.isfinite(norm):
@@ -1015,12 +1015,12 @@ class PolicyWorker:
         return norm
 
     def weights(self, dtype=torch.float32):
-        """(name, whole tensor) of each weight of the language model, one at a time (a collective)."""
+        """Yields (name, full tensor) for each weight of the language model, one at a time (a collective)."""
         for name, p in self.model.lm.named_parameters():
             yield name, p.detach().to(dtype).full_tensor()
 
     def checkpoint_tensors(self):
-        """All state as one flat dict of tensors, which share the memory of the model and the optimizer."""
+        """All state as one flat dict of tensors, which share memory with the model and the optimizer."""
         tensors = {}
         for name, p in self.model.named_parameters():
             tensors[f"model.{name}"] = p.detach()
@@ -1042,7 +1042,7 @@ class PolicyWorker:
         return write
 
     def load_checkpoint(self, folder):
-        """Restores what checkpoint_writer wrote, on any world size. UserError: damaged or foreign."""
+        """Restores what checkpoint_writer wrote on any world size. UserError: damaged or of another model."""
         saved = self.backend.open_checkpoint(folder, self.shape)
         with blame(f"--resume {folder}: does not fit this actor"):
             dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))
@@ -1050,7 +1050,7 @@ class PolicyWorker:
         self.optimizer_steps = saved["optimizer_steps"]
 
     def export_hf(self, folder, tokenizer):
-        """Writes the language model as a Hugging Face folder; all ranks take part, rank 0 has the weights."""
+        """Writes the language model as a Hugging Face folder (a collective); rank 0 gathers the weights."""
         state = {name: weight.cpu() for name, weight in self.weights() if RANK == 0}
         with common.published(folder) as tmp:
             if RANK == 0:
@@ -1059,7 +1059,7 @@ class PolicyWorker:
 
 
 def stop_tokens(config, tokenizer):
-    """Ids that end a turn: the tokenizer's end of sequence, and those of generation_config.json, if any."""
+    """Token ids that end a turn: the tokenizer's EOS, and those of generation_config.json, if it exists."""
     more = None
     with suppress(OSError, ValueError):
         if config.model not in common.TINY:
@@ -1072,11 +1072,11 @@ def stop_tokens(config, tokenizer):
 
 
 def learn_to_add(run, task, folder):
-    """Supervised warm-up on rank 0: PPO should start with a noisy adder, an actor that is sometimes right."""
+    """Supervised warm-up on a noisy adder (rank 0): PPO needs an actor that is sometimes right."""
     with common.published(folder) as tmp:
         if RANK == 0:
             model_config = deepcopy(task.model_config)
-            model_config.initializer_range = 0.1  # from the usual 0.02 so narrow a model hardly learns
+            model_config.initializer_range = 0.1  # with the usual 0.02, so narrow a model hardly learns
             lm, _ = common.load_model(AutoModelForCausalLM, run.actor.model, model_config, run.seed)
             optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
             rows = common.read_rows(
@@ -1098,7 +1098,7 @@ def learn_to_add(run, task, folder):
 
 
 def rows_of_rank(prompts, n=1):
-    """This rank's part of n rows to each prompt, replies that are still empty; neighbours share a prompt."""
+    """This rank's share of n empty replies to each prompt; the row_ids of one prompt are consecutive."""
     return [Reply(prompts[i // n], i) for i in range(RANK, len(prompts) * n, WORLD_SIZE)]
 
 
@@ -1107,8 +1107,8 @@ class Phases:
 
     def __init__(self, offload):
         self.offload = offload
-        self.ends = [time.perf_counter()]  # of the steps, after the start
-        self.seconds = collections.Counter()  # of this step, by phase
+        self.ends = [time.perf_counter()]  # the start, then the end of each step
+        self.seconds = collections.Counter()  # phase -> seconds of this step
 
     @contextmanager
     def __call__(self, name, *workers):
@@ -1122,7 +1122,7 @@ class Phases:
         self.seconds[name] += time.perf_counter() - start
 
     def take(self, tokens):
-        """Metrics of the time of the step that ends now. tokens: of its rows, with prompts."""
+        """Timing metrics of the step that ends now. tokens: in its rows, including prompts."""
         self.ends.append(time.perf_counter())
         *_, before, now = self.ends
         metrics = {f"time/{name}": x for name, x in self.seconds.items()}
@@ -1133,7 +1133,7 @@ class Phases:
 
 
 def score(run, reward, phases, replies):
-    """Scores the caller's rows, 0 where a function fails -> (all ranks' rows as dicts, mean, failures)."""
+    """Scores the caller's rows, failed ones as 0 -> (all ranks' rows as dicts, mean reward, failures)."""
     with phases("reward", run.reward_model and reward.worker):
         answers = reward.ask_all(replies) if run.reward_model else ask_all(reward, replies)
     poll()
@@ -1142,7 +1142,7 @@ def score(run, reward, phases, replies):
         if not reply.fault and isinstance(made, float) and abs(made) <= 1e15:
             reply.score = made
         else:
-            reply.fault = reply.fault or fault or f"a reward is a finite number, not {made!r:.40}"
+            reply.fault = reply.fault or fault or f"a reward must be a finite number, not {made!r:.40}"
         mine.append({
             "prompt": reply.prompt.text, "response": reply.text, "answer": reply.prompt.answer,
             "reward": reply.score, "fault": reply.fault, "tokens": len(reply.ids),
@@ -1157,17 +1157,17 @@ def score(run, reward, phases, replies):
 
 
 def rollout_metrics(batch, run, dtype):
-    """What the rows of all ranks are like. UserError: engine and actor, of the same weights, do not agree."""
+    """Metrics of all ranks' rows. UserError: engine and actor, with equal weights, disagree on log-probs."""
     whole = gather(batch)
     mask_T = whole.response_mask
     off_A = (whole.rollout_log_probs - whole.old_log_probs)[mask_T]
-    # what top_p left out made the rest likelier, by -log top_p at most; that much is no fault
+    # top_p raises the engine's log-probs of the kept tokens by up to -log top_p, which is no error
     off_A = (off_A - off_A.clamp(0, -math.log(run.top_p))).abs()
     off = off_A.double().mean()
     if not off < (1e-3 if dtype == torch.float32 else 0.5):
         raise UserError(
-            f"--actor.model {run.actor.model}: the rollout is off the actor by {off:.1e} a token in log-prob:"
-            " Policy computes other logits than the model, or packed rows mix"
+            f"--actor.model {run.actor.model}: the rollout is off the actor by {off:.1e} nats a token:"
+            " either Policy computes other logits than the model, or packed rows see each other"
         )
     kl_A = kl_penalty(whole.old_log_probs, whole.ref_log_probs, run.kl_penalty)[mask_T]
     return {
@@ -1181,7 +1181,7 @@ def rollout_metrics(batch, run, dtype):
 
 
 def evaluate(replies, run, reward, phases, step, logger):
-    """Logs the rewards of replies to held-out prompts, keeps eight in samples.jsonl and shows two."""
+    """Logs the rewards of replies to held-out prompts, adds eight to samples.jsonl and prints two."""
     rows, mean, faults = score(run, reward, phases, replies)
     if RANK == 0:
         samples = [row for row in common.read_lines(f"{run.out_dir}/samples.jsonl") if row["step"] < step]
@@ -1189,7 +1189,7 @@ def evaluate(replies, run, reward, phases, step, logger):
         common.replace_lines(f"{run.out_dir}/samples.jsonl", samples)
     metrics = {"eval/reward": mean, "eval/errors": faults}
     words = f"reward {mean:.3f}"
-    if {row["reward"] for row in rows} <= {0.0, 1.0}:  # else it would be no accuracy
+    if {row["reward"] for row in rows} <= {0.0, 1.0}:  # only then is the mean an accuracy
         metrics["eval/accuracy"] = mean
         words = f"accuracy {mean:.3f}   {words}"
     logger.log(step, metrics)
@@ -1199,9 +1199,9 @@ def evaluate(replies, run, reward, phases, step, logger):
 
 
 def print_step(step, steps, m):
-    """One aligned line that tells how a step went, in units a person reads."""
+    """Prints one aligned line on how a step went, in units a person reads."""
     n = common.number
-    m = collections.defaultdict(lambda: math.nan, m)  # before the actor learns it has no metrics
+    m = collections.defaultdict(lambda: math.nan, m)  # no actor metrics during --critic-warmup
     left = datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
     odd = f"  {m['reward/errors']} reward errors" if m["reward/errors"] else ""
     odd += f"  {m['actor/skipped_steps']} skipped" if m.get("actor/skipped_steps") else ""
@@ -1224,18 +1224,18 @@ LONGEST = "the longest prompt with its response"
 
 
 def set_up(run):
-    """(run with what follows from its task and its actor, the Task). UserError: mistakes of the user."""
+    """-> (run with all defaults resolved, Task). UserError: a flag or a file that cannot work."""
     check_flags(run)
     models = (run.actor.model, run.critic.model, run.reward_model or "")
     exports = (f"{run.out_dir}/hf", f"{run.out_dir}/critic_hf")
     if set(map(os.path.realpath, models)) & set(map(os.path.realpath, exports)):
-        raise UserError(f"--out-dir {run.out_dir}: its exports would replace a model of it; give another")
+        raise UserError(f"--out-dir {run.out_dir}: its exports would overwrite a model that the run loads")
     addition = not run.prompts
     actor = replace(run.actor, lr=run.actor.lr or (5e-4 if addition else 1e-6))
     with flags_of("actor"):
         tokenizer, model_config = common.load_config(actor)
     if tokenizer is None:
-        raise UserError(f"--actor.tokenizer: {actor.model} has none, and prompts are text; give one")
+        raise UserError(f"--actor.tokenizer: {actor.model} has none, but prompts are text; give one")
     if run.chat and not tokenizer.chat_template:
         raise UserError(f"--chat: the tokenizer of {actor.model} has no chat template")
     critic = replace(run.critic, lr=run.critic.lr or (1e-3 if addition else None))
@@ -1270,12 +1270,12 @@ def set_up(run):
     if theirs and vocab.items() - theirs.get_vocab().items():
         raise UserError("--critic.tokenizer: has other token ids than the actor's tokenizer, whose ids it reads")
     for part, config in (("actor", model_config), ("critic", critic_config)):
-        with blame(f"--{part}.model: does not go with these prompts"):
+        with blame(f"--{part}.model: does not fit these prompts"):
             common.check_rows(row, config)
     print0(
         f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens\n"
-        f"rollout    {run.train_batch_size} prompts x {run.rollout_n} responses a step, at most\n"
-        f"update     {actor.ppo_mini_batch_size} rows a mini-batch, critic {critic.ppo_mini_batch_size}"
+        f"rollout    at most {run.train_batch_size} prompts x {run.rollout_n} responses per step\n"
+        f"update     mini-batch rows: actor {actor.ppo_mini_batch_size}, critic {critic.ppo_mini_batch_size}"
     )
     return run, Task(
         tokenizer, model_config, prompts, held_out,
@@ -1286,7 +1286,7 @@ def set_up(run):
 
 
 def start_from(run, task, checkpoints):
-    """(run, step, KL coefficient) to go on with. The actor of a toy run starts from the supervised one."""
+    """-> (run, step, KL coefficient) to start from. A toy run's actor starts from the supervised one."""
     checkpoints.sigterm = SIGTERM
     folder = checkpoints.folder
     step = 0
@@ -1316,7 +1316,7 @@ def start_from(run, task, checkpoints):
 
 
 def save(checkpoints, phases, run, step, kl_coef, actor, critic):
-    """Saves the whole state at the start of a step. Prompts and samples follow from it and are not saved."""
+    """Saves the whole state at the start of a step; prompts and samples follow from it and are not saved."""
     with phases("checkpoint", actor, critic):
         writers = [part.checkpoint_writer(run.async_save) for part in (actor, critic)]
 
@@ -1330,8 +1330,8 @@ def save(checkpoints, phases, run, step, kl_coef, actor, critic):
 
 
 def build(run, task, device, checkpoints):
-    """(actor, reference or None, critic, reward function or model, rollout engine without weights yet), from
-    the checkpoint if the run is resumed. With --offload each is away while the next is made."""
+    """Builds (actor, reference or None, critic, reward function or model, rollout engine without weights),
+    and loads the checkpoint of a resumed run. With --offload each is on the host while the next is built."""
     folder = checkpoints.folder
 
     def away(worker):
@@ -1351,7 +1351,7 @@ def build(run, task, device, checkpoints):
         reward = RewardModel(run, task.tokenizer)
         away(reward.worker).critic.between = poll
     engine = away((HFRollout if run.rollout == "hf" else VLLMRollout)(run, task, device))
-    with flags_of("critic"):  # the last, because it seeds torch's generator, or restores it
+    with flags_of("critic"):  # built last, because it seeds or restores torch's RNG
         critic = critic_module(run.backend).CriticWorker(run.critic)
         minis = math.ceil(run.train_batch_size * run.rollout_n / run.critic.ppo_mini_batch_size)
         critic.init_model(run.steps * run.critic.ppo_epochs * minis)
@@ -1370,7 +1370,7 @@ def main(run):
         actor, reference, critic, reward, engine = build(run, task, device, checkpoints)
         logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
         phases = Phases(run.offload)
-        prompts = [(0, [prompt]) for prompt in task.prompts]  # each a group of its own
+        prompts = [(0, [prompt]) for prompt in task.prompts]  # each is its own group
         saved = first_step
         batch = None
         try:
@@ -1379,7 +1379,7 @@ def main(run):
                 poll()
                 if step > saved and (last or run.save_every and step % run.save_every == 0):
                     with phases("log_probs", actor):
-                        actor.compute_log_probs(batch.select(range(len(batch))[:1]))  # are they finite?
+                        actor.compute_log_probs(batch.select(range(len(batch))[:1]))  # raises if not finite
                     save(checkpoints, phases, run, step, kl_coef, actor, critic)
                     saved = step
                 checkpoints.wait(last)
@@ -1428,7 +1428,7 @@ def main(run):
 
 
 def finish(run, task, batch, phases, actor, critic):
-    """Writes the report and both models. batch: rows of the last step, None if the run had made all steps."""
+    """Writes the report and both models. batch: the last step's rows, None if no step was left to do."""
     if batch is not None:
         rows = gather(batch)
         common.write_report(run.out_dir, rows, "rows of the last step", task.tokenizer, run.gamma, CURVES)
