@@ -1,6 +1,6 @@
 """ppo_loop.py on one process: policy loss, actor, rollout, environment, rewards, advantages, prompts, flags.
 
-What it computes is compared with plain loops over scalars, or with transformers, one unpacked row at a time.
+Results are compared with plain loops over scalars, or with transformers on one unpacked row at a time.
 """
 
 import collections
@@ -37,31 +37,31 @@ from ppo_loop import ActorConfig, HFRollout, PolicyWorker, Prompt, Reply
 
 KINDS = ("tiny-qwen2", "tiny-llama", "tiny-gemma2", "tiny-gpt2", "tiny-qwen3-moe")
 TIED = ("tiny-gemma2", "tiny-gpt2")  # their head is the embedding
-SHARP = '{"initializer_range": 0.1}'  # the usual 0.02 makes all tokens about as likely, which hides mistakes
+SHARP = '{"initializer_range": 0.1}'  # with the usual 0.02 all tokens are nearly equally likely
 WINDOW = '{"initializer_range": 0.1, "sliding_window": 6}'  # shorter than the rows
 TOKENIZER = common.char_tokenizer()
 EOS = TOKENIZER.eos_token_id
 
 
 def ids_of(text):
-    """Its characters as token ids."""
+    """The text as token ids, one per character."""
     return TOKENIZER(text)["input_ids"]
 
 
 def a_run(backend="fsdp", **fields):
-    """A Run as parse() would make it of these flags."""
+    """The Run that parse() would make of these flags."""
     config = ppo_loop.critic_module(backend).Config
     critic = config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size)
     return ppo_loop.Run(**{"critic": critic, "backend": backend, **fields})
 
 
 def a_task(**fields):
-    """A Task with nothing in it but these fields."""
+    """A Task in which only these fields are set."""
     return ppo_loop.Task(**dict.fromkeys(ppo_loop.Task._fields) | fields)
 
 
 def policy(kind="tiny-qwen2", temperature=1.0, trains=True, override_config=SHARP, **fields):
-    """A PolicyWorker on a group of one."""
+    """A PolicyWorker on a single rank."""
     config = ActorConfig(model=str(kind), **{"lr": 1e-3, "override_config": override_config, **fields})
     _, model_config = common.load_config(config)
     run = a_run(actor=config, temperature=temperature, max_response_length=40)
@@ -69,10 +69,10 @@ def policy(kind="tiny-qwen2", temperature=1.0, trains=True, override_config=SHAR
 
 
 def plain(w, dtype=torch.float32):
-    """The same weights in a model of transformers, which knows nothing of packs and shards."""
+    """The same weights in a plain transformers model, without packing and sharding."""
     config = copy.deepcopy(w.model_config)
     kernel = "eager" if config.model_type == "gemma2" else "sdpa"  # sdpa has no cap on attention logits
-    config._experts_implementation = "eager"  # the grouped matrix product knows no float64
+    config._experts_implementation = "eager"  # the grouped matrix product does not support float64
     lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=kernel)
     weights = dict(w.weights())
     named = dict(lm.named_parameters())
@@ -84,12 +84,12 @@ def plain(w, dtype=torch.float32):
 
 
 def log_softmax_of(lm, ids, temperature):
-    """(T, V) log-probs of a row alone: what position t says about token t + 1, in float64."""
+    """(T, V) log-probs of one row alone, in float64; position t predicts token t + 1."""
     return (lm(input_ids=ids[None]).logits[0].double() / temperature).log_softmax(-1)
 
 
 def log_probs_of_reply(lm, prompt, ids, temperature):
-    """Of the tokens that follow a prompt, from one forward."""
+    """Log-probs of the tokens that follow a prompt, from one forward."""
     with torch.no_grad():
         log_p_LV = log_softmax_of(lm, torch.tensor(prompt + ids), temperature)[len(prompt) - 1 : -1]
     return log_p_LV.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
@@ -101,7 +101,7 @@ def tied(lm):
 
 
 def assert_close(log_probs, others):
-    """To 1e-4 -> the largest difference."""
+    """Asserts equality to 1e-4 -> the largest difference."""
     assert len(log_probs) == len(others)
     worst = max((abs(a - b) for a, b in zip(log_probs, others)), default=0.0)
     assert worst < 1e-4, (log_probs, others)
@@ -109,7 +109,7 @@ def assert_close(log_probs, others):
 
 
 def batch_to_learn(w, n=9, seed=0):
-    """Rows with the columns of an update: old and reference log-probs near the actor's own, so some clip."""
+    """Rows with all columns of an update. Old log-probs are near the actor's own, so some actions clip."""
     batch = random_batch(n, seed, prompts=3)
     g = torch.Generator().manual_seed(seed)
     noise = lambda scale: scale * torch.randn(len(batch.input_ids), generator=g) * batch.response_mask
@@ -125,20 +125,20 @@ def batch_to_learn(w, n=9, seed=0):
 
 
 def loss_of_one_action(ratio, advantage, low, high, dual):
-    """(loss, its derivative by the log ratio, clipped, dual-clipped), case by case from the papers' prose."""
+    """(loss, its derivative by the log ratio, clipped, dual-clipped), case by case as in the papers."""
     if dual is not None and advantage < 0 and ratio > dual:
         return -dual * advantage, 0.0, False, True
-    if advantage > 0 and ratio > 1 + high:  # a good action that is likelier already than it may become
+    if advantage > 0 and ratio > 1 + high:  # a good action that is already more likely than it may become
         return -(1 + high) * advantage, 0.0, True, False
-    if advantage < 0 and ratio < 1 - low:  # a bad one that is rarer already
+    if advantage < 0 and ratio < 1 - low:  # a bad one that is already less likely
         return -(1 - low) * advantage, 0.0, True, False
     return -ratio * advantage, -ratio * advantage, False, False
 
 
 @pytest.mark.parametrize("low, high, dual", [(0.1, 0.5, None), (0.3, 0.2, 1.5), (1.0, 0.28, 3.0)])
 def test_policy_loss_is_that_of_the_papers(low, high, dual):
-    """Its value, gradient and counts are those of a loop over the actions, some of which have not moved at
-    all. Masked entries may be NaN, and policies 200 nats apart."""
+    """Its value, gradient and counts equal a loop over the actions, some of which have a ratio of exactly 1.
+    Masked entries may be NaN, and the policies may be 200 nats apart."""
     g = torch.Generator().manual_seed(3)
     new_T, step_T, a_T, weights_T = torch.randn(4, 400, generator=g, dtype=torch.float64)
     mask_T = torch.rand(400, generator=g) < 0.7
@@ -167,13 +167,13 @@ def test_policy_loss_is_that_of_the_papers(low, high, dual):
 
 
 def kl_of(kind, log_ratio):
-    """An estimate of KL from log p/q of one token, with its gradient, from Schulman's note."""
+    """A KL estimate from log p/q of one token, differentiable, as in Schulman's note."""
     k3 = torch.exp(-log_ratio) - 1 + log_ratio
     return {"k1": log_ratio, "k2": log_ratio**2 / 2, "abs": abs(log_ratio), "k3": k3}[kind]
 
 
 def loss_by_hand(lm, batch, run):
-    """(loss of a mini-batch, its sums, log-probs and entropies (T,)), one action after another."""
+    """(loss of a mini-batch, its sums, log-probs (T,), entropies (T,)), action by action."""
     config = run.actor
     rows = [(s, e, [t for t in range(s, e) if batch.response_mask[t]]) for s, e in rows_of(batch)]
     rows = [row for row in rows if row[2]]
@@ -223,9 +223,9 @@ def loss_by_hand(lm, batch, run):
     ("tiny-qwen3-moe", 0.7, dict(kl_loss_coef=0.2, kl_loss_type="abs", clip_ratio_c=1.2)),
 ])  # fmt: skip
 def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fields, monkeypatch):
-    """Log-probs, entropies, and gradient, norm and metrics of a step over several micro-batches, compared
-    with autograd in float64; and the gradient with that of one micro-batch and all logits at once. The head
-    makes a chunk of logits at a time, and keeps none. A reference without optimizer has equal log-probs."""
+    """Log-probs, entropies, and gradient, norm and metrics of a step over several micro-batches are those of
+    autograd in float64; the gradient also equals that of one micro-batch with all logits at once. The head
+    makes one chunk of logits at a time, and keeps none. A reference without optimizer has equal log-probs."""
     monkeypatch.setattr(ppo_loop, "LOGITS_AT_ONCE", 5 * 99)
     fields = {"ppo_max_token_len_per_gpu": 90, **fields}
     w = policy(kind, temperature, **fields)
@@ -259,7 +259,7 @@ def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fie
         torch.testing.assert_close(ours[f"lm.{name}"].double(), p.grad, rtol=1e-4, atol=atol, msg=name)
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in lm.parameters()))
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
-    assert metrics["actor/pg_clipfrac"] > 0.05  # the case occurs
+    assert metrics["actor/pg_clipfrac"] > 0.05  # some actions are clipped
     assert ("ratio_band" in fields) == (metrics["actor/pg_outside"] > 0.05)
     for key, x in sums.items():
         assert metrics[f"actor/{key}"] == pytest.approx(x, rel=1e-4, abs=1e-6), key
@@ -286,24 +286,24 @@ def engine_of(w, stop=(EOS,), at_once=100, top_p=1.0):
 
 
 def some_prompts(n=9, seed=5):
-    """Ids of n prompts of 1 to 12 tokens."""
+    """n prompts of 1 to 12 token ids each."""
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 13, (n,), generator=g).tolist()
     return [torch.randint(3, 99, (length,), generator=g).tolist() for length in lengths]
 
 
-# with a window the cache forgets, and left padding moves the window
+# with a sliding window the cache drops old keys, and left padding shifts the window
 ENGINES = dict.fromkeys(KINDS, SHARP) | dict.fromkeys(("tiny-gemma2", "tiny-mistral"), WINDOW)
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_a_rollout_is_what_transformers_says_to_one_prompt_after_another(kind):
-    """Greedy tokens are those of transformers' generate, also after the engine was away. Log-probs, also of
-    sampled tokens, are those of a plain forward and of the actor. A row ends only at a stop token, or where
-    its room does, and its sample depends on nothing but its key."""
+def test_a_rollout_equals_transformers_prompt_by_prompt(kind):
+    """Greedy tokens equal those of transformers' generate, also after the engine was offloaded. Log-probs,
+    also of sampled tokens, equal those of a plain forward and of the actor. A row ends only at a stop token
+    or at its length limit, and its sample depends on nothing but its seed."""
     w = policy(kind, temperature=0.7, override_config=ENGINES[kind])
     lm = plain(w)
-    stop = list(range(1, 99, 6))  # a sixth of the tokens ends a row
+    stop = list(range(1, 99, 6))  # one token in six ends a row
     rows = [(prompt, i, 1 + i % 14) for i, prompt in enumerate(some_prompts())]
     engine = engine_of(w, stop)
     replies = engine.generate(rows, 0.0)
@@ -328,13 +328,13 @@ def test_a_rollout_is_what_transformers_says_to_one_prompt_after_another(kind):
 
 
 def batch_of(prompts, said):
-    """The Batch of prompts, as token ids, and of what an engine has said to them."""
+    """The Batch of prompts (token ids) and an engine's replies to them."""
     pairs = enumerate(zip(prompts, said))
     return ppo_loop.to_batch([Reply(Prompt(ids), i, *reply) for i, (ids, reply) in pairs])
 
 
 def assert_greedy(replies, lm, rows, stop):
-    """They are what transformers says to one prompt after another -> the largest difference of log-probs."""
+    """Replies equal transformers' greedy ones, prompt by prompt -> the largest difference of log-probs."""
     worst = 0.0
     assert len(replies) == len(rows)
     for (prompt, _, most), (ids, log_probs, ended) in zip(rows, replies):
@@ -350,10 +350,10 @@ def assert_greedy(replies, lm, rows, stop):
 
 
 def assert_samples_follow_their_seeds(engine):
-    """Alone, in a crowd, in any order, the same row has the same sample; another seed has another one."""
+    """A row's sample is the same alone, among other rows and in any order; another seed gives another one."""
     rows = [(prompt, 70 + i, 3 + 2 * i) for i, prompt in enumerate(some_prompts())]
     together = engine.generate(rows, 0.9)
-    assert len({len(ids) for ids, _, _ in together}) > 3  # rows leave at different times
+    assert len({len(ids) for ids, _, _ in together}) > 3  # rows end at different times
     for (_, _, most), (ids, _, ended) in zip(rows, together):
         assert len(ids) <= most and (ended or len(ids) == most)
     alone = [engine.generate([row], 0.9)[0] for row in rows]
@@ -368,12 +368,12 @@ def assert_samples_follow_their_seeds(engine):
             assert_close(log_probs, log_probs_2)
     others = engine.generate([(prompt, 80 + i, most) for i, (prompt, _, most) in enumerate(rows)], 0.9)
     assert sum(a[0] != b[0] for a, b in zip(together, others)) >= 7
-    shorter = engine.generate([(prompt, seed, 2) for prompt, seed, _ in rows], 0.9)  # cut off, no more
+    shorter = engine.generate([(prompt, seed, 2) for prompt, seed, _ in rows], 0.9)  # only cut off
     assert [ids for ids, _, _ in shorter] == [ids[:2] for ids, _, _ in together]
 
 
 def test_a_model_without_sdpa_rolls_out_by_its_own_attention(tmp_path):
-    """gpt-oss, whose attention has sinks: greedy tokens as transformers says them."""
+    """gpt-oss, whose attention has sinks, gives the same greedy tokens as transformers."""
     config = transformers.GptOssConfig(
         vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, eos_token_id=None,
@@ -388,7 +388,7 @@ def test_a_model_without_sdpa_rolls_out_by_its_own_attention(tmp_path):
 
 
 def nucleus(log_p_V, top_p):
-    """Token -> its log-prob among the likeliest tokens of this probability together, by a plain loop."""
+    """Token -> its log-prob among the likeliest tokens that together reach top_p, by a plain loop."""
     kept = {}
     for i in log_p_V.argsort(descending=True).tolist():
         if sum(kept.values()) < top_p:
@@ -397,7 +397,7 @@ def nucleus(log_p_V, top_p):
 
 
 def assert_drawn_from_the_nucleus(replies, lm, prompt, temperature, top_p):
-    """Sampled first tokens are all those of the nucleus and no others, with their log-probs there."""
+    """Sampled first tokens are exactly those of the nucleus, with their log-probs in it."""
     with torch.no_grad():
         expected = nucleus(log_softmax_of(lm, torch.tensor(prompt), temperature)[-1], top_p)
     assert {ids[0] for ids, _, _ in replies} == expected.keys()
@@ -406,8 +406,8 @@ def assert_drawn_from_the_nucleus(replies, lm, prompt, temperature, top_p):
 
 
 def test_samples_follow_the_softmax_or_its_nucleus():
-    """1,000 evenly spaced random numbers draw each token as often as a loop over the probabilities says; so
-    do those of the engine, within the chance of 6,000 samples."""
+    """1,000 evenly spaced random numbers draw each token as often as a loop over the probabilities says. So
+    does the engine, up to the sampling error of 6,000 samples."""
     u_BR = ((torch.arange(1000, dtype=torch.float64) + 0.5) / 1000)[:, None]
     for logits_V in (torch.tensor([3.0, 1.0, 2.0, 2.1, -1.0]), torch.tensor([0.0, 0.0, 0.0, 0.0, 9.0])):
         for top_p in (1e-6, 0.3, 0.5, 0.6, 0.9, 0.999):
@@ -428,9 +428,9 @@ def test_samples_follow_the_softmax_or_its_nucleus():
 
 
 def assert_drawn_from_the_softmax(replies, lm, prompt):
-    """First tokens are as frequent as the probabilities at temperature 0.8 say, not as those at 1."""
+    """First tokens are as frequent as their probabilities at temperature 0.8, not as those at 1."""
     counts_V = torch.bincount(torch.tensor([ids[0] for ids, _, _ in replies]), minlength=99).double()
-    excess = {}  # chi-square above its mean, in standard deviations; of tokens expected five times or more
+    excess = {}  # chi-square above its mean, in standard deviations, over tokens expected at least five times
     for temperature in (0.8, 1.0):
         with torch.no_grad():
             expected_V = len(replies) * log_softmax_of(lm, torch.tensor(prompt), temperature)[-1].exp()
@@ -439,12 +439,12 @@ def assert_drawn_from_the_softmax(replies, lm, prompt):
         assert freedom > 20
         chi_square = ((counts_V - expected_V) ** 2 / expected_V)[often_V].sum()
         excess[temperature] = float(chi_square - freedom) / math.sqrt(2 * freedom)
-    assert abs(excess[0.8]) < 3.5 and excess[1.0] > 5  # too even is as wrong as too uneven
+    assert abs(excess[0.8]) < 3.5 and excess[1.0] > 5  # a fit that is too good is wrong as well
 
 
 def play(turns, observe, n=1, **fields):
-    """roll_out of prompts q0=, q1= ... with an engine that says these turns, each closed unless it ends in
-    "...", and an environment of Python -> (replies, what the engine was asked)."""
+    """roll_out on the prompts q0=, q1= ... with an engine that answers these turns (with EOS, unless one ends
+    in "...") and observe(...) as environment -> (replies, what the engine was asked)."""
     asked = []
 
     def generate(rows, temperature):
@@ -465,8 +465,8 @@ def play(turns, observe, n=1, **fields):
     return replies, asked
 
 
-def test_turns_of_policy_and_environment_follow_each_other():
-    """Tokens, masks and log-probs of two rows, one with an observation, against those written out here."""
+def test_policy_and_environment_take_turns():
+    """Tokens, masks and log-probs of two rows, one with an observation, equal those written out here."""
     heard = []
 
     def observe(prompt, response, answer, turns):
@@ -490,25 +490,25 @@ def test_turns_of_policy_and_environment_follow_each_other():
     assert batch.row_id.tolist() == [4, 6] and batch.truncated.tolist() == [False, False]
 
 
-@pytest.mark.parametrize("turns, fields, text, finished", [  # finished: by itself
+@pytest.mark.parametrize("turns, fields, text, finished", [  # finished: not cut off
     ([["abcdef"]], dict(max_response_length=4), "abcd", False),  # the turn itself does not fit
     ([["abc"]], dict(max_response_length=7), "abc", False),  # the observation leaves no room for a turn
-    ([["abc"], ["d..."]], dict(max_response_length=8), "abc[1]d", False),  # it leaves exactly one token
+    ([["abc"], ["d..."]], dict(max_response_length=8), "abc[1]d", False),  # it leaves one token
     ([["abc"], ["d"]], dict(max_response_length=9, max_turns=2), "abc[1]d", True),
     ([["a"], ["b"], ["c"]], dict(max_response_length=30, max_turns=3), "a[1]b[1]c", True),
 ])  # fmt: skip
-def test_a_row_ends_where_its_room_or_its_turns_end(turns, fields, text, finished):
+def test_a_row_ends_at_the_limit_of_tokens_or_turns(turns, fields, text, finished):
     calls = []
     [reply], asked = play(turns, lambda *_: calls.append(1) or "[1]", **fields)
     assert (reply.text, reply.finished, reply.fault, len(asked)) == (text, finished, "", len(turns))
-    assert len(calls) <= fields.get("max_turns", 9) - 1  # after the last turn it is not asked again
+    assert len(calls) <= fields.get("max_turns", 9) - 1  # it is not asked after the last turn
     assert len(reply.ids) == len(reply.log_probs) <= fields["max_response_length"]
     [reply], asked = play(turns, None, **fields)  # without an environment there is one turn
     assert len(asked) == 1 and reply.text == turns[0][0][: fields["max_response_length"]]
     assert None not in reply.log_probs
 
 
-def test_an_environments_faults_end_the_row_and_are_told():
+def test_an_environments_faults_end_the_row_and_are_reported():
     does = [lambda: {}["tool"], lambda: 5, lambda: b"no", lambda: None]
     replies, asked = play([list("abcd")], lambda prompt, *_: does[int(prompt[1])](), n=4)
     assert [r.text for r in replies] == list("abcd") and len(asked) == 1 and all(r.finished for r in replies)
@@ -523,9 +523,9 @@ CHATML = (
 
 
 @pytest.mark.parametrize("closes", (True, False))
-def test_a_chat_with_an_environment_is_what_the_template_makes_of_it(closes):
-    """All tokens of a dialogue of three turns are those of the chat template for its messages. The policy's
-    last token of a turn is the first one of the template's words between turns, or another."""
+def test_a_chat_with_an_environment_follows_the_template(closes):
+    """All tokens of a dialogue of three turns are those of the chat template for its messages, whether or not
+    the template begins the text between turns with the token that ended the policy's turn."""
     common.setup_distributed()
     tokenizer = common.char_tokenizer()
     tokenizer.chat_template = CHATML.replace("END", "<eos>" if closes else "")
@@ -544,12 +544,12 @@ def test_a_chat_with_an_environment_is_what_the_template_makes_of_it(closes):
     task = a_task(tokenizer=tokenizer, observe=partial(ppo_loop.attempt, observe))
     engine = types.SimpleNamespace(generate=generate)
     ppo_loop.roll_out(engine, task, [reply], a_run(max_response_length=99), 1.0)
-    assert reply.turns == ["a?", "no 1", "b?", "no 2", "c?"]  # without the template's words
+    assert reply.turns == ["a?", "no 1", "b?", "no 2", "c?"]  # without the template's own text
     roles = zip(["assistant", "user"] * 3, reply.turns)
     turns = [{"role": role, "content": text} for role, text in roles]
     whole = tokenizer.apply_chat_template([*user, *turns], tokenize=False)
     text = tokenizer.decode(reply.prompt.ids + reply.ids)
-    if not closes:  # the policy ends its turns by a token that the template does not know
+    if not closes:  # the policy ends its turns with a token that is not in the template
         text = text.replace("<eos>", "")
         whole = whole.replace("?\n", "?")
     assert text == whole.removesuffix("\n") and len(heard) == 3
@@ -557,8 +557,8 @@ def test_a_chat_with_an_environment_is_what_the_template_makes_of_it(closes):
     assert tokenizer.decode(own) == "a?<eos>b?<eos>c?<eos>"
 
 
-def test_a_chat_that_ends_in_an_assistants_message_goes_on():
-    """Its tokens are those of the template up to the end of that message, without a second header."""
+def test_a_last_message_of_the_assistant_is_continued():
+    """Its tokens are the template's up to the end of that message, without a second assistant header."""
     tokenizer = common.char_tokenizer()
     tokenizer.chat_template = CHATML.replace("END", "<eos>")
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I think"}]
@@ -588,7 +588,7 @@ def test_addition_and_gsm8k_rewards():
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the development data in {SHARED}")
 def test_gsm8k_agrees_with_its_authors():
-    """Its verdicts on published solutions are the authors' labels; a reference answer agrees with itself."""
+    """Its verdicts on published solutions equal the authors' labels; a reference answer matches itself."""
     agrees = []
     for line in open(SHARED / "data" / "gsm8k" / "example_model_solutions.jsonl"):
         row = json.loads(line)
@@ -604,7 +604,7 @@ FUNCTIONS = """
 import contextlib, os, signal, sys, time
 
 def odd(prompt, response, answer, turns):
-    if prompt == "spins":  # whatever it catches, and without the alarm
+    if prompt == "spins":  # it catches everything and switches alarms off
         signal.setitimer(signal.ITIMER_REAL, 0)
         while True:
             with contextlib.suppress(BaseException):
@@ -624,7 +624,7 @@ def meets(prompt, response, answer):
 
 @pytest.fixture
 def ask(tmp_path):
-    """ask_all of a function of FUNCTIONS -> what it makes of rows with these prompts, lengths and answers."""
+    """Runs ask_all with a function of FUNCTIONS on rows with these prompts and this answer."""
     (tmp_path / "mine.py").write_text(FUNCTIONS)
 
     def go(name, prompts, answer=None, seconds=20.0):
@@ -636,9 +636,9 @@ def ask(tmp_path):
     return go
 
 
-def test_a_users_function_runs_in_processes_that_end_what_hangs(ask):
-    """Answers in the order of the rows, also of those that wait for a new process; nothing switches the
-    time-out off; no worker has imported what is slow, and programs of a function do not read its rows."""
+def test_a_users_function_runs_in_processes_that_are_killed_when_they_hang(ask):
+    """Answers keep the order of the rows, also of those that wait for a new process. Nothing a function does
+    switches the time-out off, workers import nothing slow, and child programs do not read the rows."""
     rows = ["raises", "spins", "pid", "sleeps", "dies", "exits", "program", "modules", "stdin", "turns"]
     answers = ask("odd", rows := rows + ["pid"] * 9, seconds=1.5)
     late = (None, "no answer within 1.5 s, or its process has died")
@@ -653,8 +653,8 @@ def test_a_users_function_runs_in_processes_that_end_what_hangs(ask):
     assert ask("odd", [f"{n}" for n in range(40)], "!") == [(f"{n}r!", "") for n in range(40)]
 
 
-def test_sigterm_is_heard_while_a_users_function_runs(ask, monkeypatch):
-    """Rows that would take half a minute each are given up; only their threads go on."""
+def test_sigterm_interrupts_a_users_function(ask, monkeypatch):
+    """Rows that would take half a minute each are abandoned; only their threads go on."""
     monkeypatch.setattr(ppo_loop, "THREADS", ppo_loop.ThreadPoolExecutor(8))
     monkeypatch.setattr(ppo_loop, "SIGTERM", threading.Event())
     threading.Timer(1.0, ppo_loop.SIGTERM.set).start()
@@ -663,7 +663,7 @@ def test_sigterm_is_heard_while_a_users_function_runs(ask, monkeypatch):
 
 
 def test_rows_run_at_once_in_processes_or_threads(ask, tmp_path, monkeypatch):
-    """Eight that wait for each other, whatever the number of cores; a built-in rule is called at once."""
+    """Eight rows that wait for each other run at once, on any number of cores; built-in rewards run here."""
     (tmp_path / "here").mkdir()
     assert ask("meets", [f"{tmp_path}/here/{n}" for n in range(8)]) == [(8, "")] * 8
     all_there = threading.Barrier(8)
@@ -675,7 +675,7 @@ def test_rows_run_at_once_in_processes_or_threads(ask, tmp_path, monkeypatch):
     assert ppo_loop.ask_all(ppo_loop.REWARDS["thread"], replies) == [("MainThread", "")] * 8
 
 
-def test_a_reward_that_is_no_number_counts_as_a_fault_and_as_0():
+def test_a_reward_that_is_not_a_number_is_a_fault_and_counts_as_0():
     common.setup_distributed()
     says = [1, 0.25, numpy.True_, None, math.nan, math.inf, "x", [1], 10**5000, numpy.float16("inf")]
     replies = [Reply(Prompt([1], f"p{i}", i), i, text=f"r{i}") for i in range(len(says))]
@@ -716,7 +716,7 @@ def test_a_process_that_cannot_load_its_function_prints_nothing():
 
 
 def reversed_characters():
-    """Another tokenizer: the same characters, numbered from the other end."""
+    """Another tokenizer: the same characters with ids in reverse order."""
     core = json.loads(TOKENIZER.backend_tokenizer.to_str())
     vocab = core["model"]["vocab"]
     vocab |= {c: len(vocab) + 2 - i for c, i in vocab.items() if i > 2}
@@ -727,7 +727,7 @@ def reversed_characters():
 
 @pytest.mark.parametrize("backend, same_tokens", [("fsdp", True), ("megatron", False)])
 def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_path):
-    """Also of a text or chat in tokens of the reward model's own; rows as long as the budget fit."""
+    """Also with a tokenizer of its own, for texts and chats. Rows as long as the token budget fit."""
     common.setup_distributed()
     tokenizer = common.char_tokenizer() if same_tokens else reversed_characters()
     tokenizer.chat_template = "{% for m in messages %}({{ m['role'] }}){{ m['content'] }}{% endfor %}"
@@ -761,7 +761,7 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
             theirs = model(input_ids=torch.tensor([ids])).logits.item()
         assert score == pytest.approx(theirs, abs=1e-5)
     assert max(scores) - min(scores) > 0.1
-    if not same_tokens:  # a text that is longer in the other tokens
+    if not same_tokens:  # a text that takes more tokens in the other tokenizer
         replies[2].text = "y" * (longest + 1)
         with pytest.raises(UserError, match=f"--critic.ppo-max-token-len-per-gpu {longest}: row 2"):
             ours.ask_all(replies)
@@ -783,7 +783,7 @@ def test_rewards_that_all_fail_end_the_run_and_some_are_counted(capsys):
 @pytest.mark.parametrize("rewards, words", [
     ([1.0, 0.0, 1.0], "accuracy 0.667   reward 0.667"), ([1.0, 0.5, 1.0], "reward 0.833"),
 ])  # fmt: skip
-def test_accuracy_is_told_only_of_right_and_wrong(rewards, words, tmp_path, capsys):
+def test_accuracy_is_reported_only_for_rewards_of_0_and_1(rewards, words, tmp_path, capsys):
     common.setup_distributed()
     held_out = [Prompt([1], f"{i}", i) for i in range(3)]
     logged = {}
@@ -809,12 +809,12 @@ SAYS_THE_SAME = types.SimpleNamespace(compute_values=lambda batch: batch.values)
     (0.1, dict(first_token_credit=0.3, lam=0.9)),
 ])  # fmt: skip
 def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
-    """Action by action, backwards from the end of each row."""
+    """The loop goes action by action, backwards from the end of each row."""
     common.setup_distributed()
     run = a_run(**fields)
     batch = random_batch(8, 6, idle=False)
     g = torch.Generator().manual_seed(1)
-    noise_2T = 0.5 * torch.randn(2, len(batch.input_ids), generator=g) * batch.response_mask  # k3 ends at 10
+    noise_2T = 0.5 * torch.randn(2, len(batch.input_ids), generator=g) * batch.response_mask  # k3 stays < 10
     batch.old_log_probs, batch.ref_log_probs = noise_2T
     batch.truncated = torch.arange(8) % 3 == 0
     scores = torch.randn(8, generator=g).tolist()
@@ -849,7 +849,7 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
 
 
 def prompts_of(tmp_path, *rows, tokenizer=None, **fields):
-    """load_prompts of a file of these rows; text and bytes go in as they are."""
+    """load_prompts on a file of these rows; text and bytes are written as they are."""
     file = tmp_path / "prompts.jsonl"
     lines = [row if isinstance(row, str | bytes) else json.dumps(row) for row in rows]
     file.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines))
@@ -883,7 +883,7 @@ def test_prompts_of_text_and_of_chats(tmp_path, capsys):
     "{", b'{"prompt": "\xff"}', "[1]", "null", {"question": "x"}, {"prompt": None}, {"prompt": 5},
     {"prompt": []}, {"prompt": [{"content": "x"}]}, {"prompt": ""}, '{"prompt": "\\ud800"}',
     {"prompt": [{"role": "user", "content": "x"}]},  # the tokenizer has no template
-    {"prompt": "x", "answer": "five"},  # which the reward of gsm8k cannot read
+    {"prompt": "x", "answer": "five"},  # which the gsm8k reward cannot read
 ))  # fmt: skip
 def test_a_bad_prompt_is_named_by_file_and_line(row, tmp_path):
     good = {"prompt": "good", "answer": "#### 5"}
@@ -914,7 +914,7 @@ def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys):
 
 @pytest.fixture
 def parse(monkeypatch, tmp_path):
-    """A Run of these flags, without supervised learning; with 40 prompts only, for speed."""
+    """Parses flags into a Run without supervised learning and, for speed, with only 40 prompts."""
     addition_rows = ppo_loop.addition_rows
     few = lambda n, *args, **more: addition_rows(40, *args, **more)
     monkeypatch.setattr(ppo_loop, "addition_rows", few)
@@ -942,7 +942,7 @@ def parse(monkeypatch, tmp_path):
     "--chat --reward FILE --prompts ROWS", "--critic.tokenizer WORDS",
 ))])  # fmt: skip
 def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path):
-    """Also what is found only while models are built."""
+    """This includes mistakes that are found only while models are built."""
     if "LM" in flags:
         policy().export_hf(tmp_path / "lm", TOKENIZER)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
@@ -955,8 +955,8 @@ def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path):
         ppo_loop.main(parse(flags))
 
 
-def test_flags_that_can_work_are_taken(parse, tmp_path, capsys):
-    """Budgets that just fit, sizes of the run, and what the critic takes over from the actor unless told."""
+def test_valid_flags_are_accepted(parse, tmp_path, capsys):
+    """Budgets that just fit, sizes of the run, and what the critic inherits from the actor by default."""
     set_up = lambda flags: ppo_loop.set_up(parse(flags))
     for backend in ("fsdp", "megatron"):
         budgets = "--actor.ppo-max-token-len-per-gpu 14 --critic.ppo-max-token-len-per-gpu 14"
@@ -979,8 +979,8 @@ def test_flags_that_can_work_are_taken(parse, tmp_path, capsys):
     assert "1 of 2 prompts have no 'answer'" in capsys.readouterr().out
 
 
-def test_a_run_that_is_resumed_goes_on_where_it_was(tmp_path):
-    """With its step, the KL coefficient it had adapted and its supervised actor, in another --out-dir too."""
+def test_a_resumed_run_continues_where_it_stopped(tmp_path):
+    """With its step, its adapted KL coefficient and its supervised actor, also in another --out-dir."""
     out = str(tmp_path)
     policy().export_hf(f"{out}/supervised", TOKENIZER)
     with common.published(f"{out}/checkpoints/step_2") as tmp:
@@ -994,7 +994,7 @@ def test_a_run_that_is_resumed_goes_on_where_it_was(tmp_path):
 
     assert go_on(target_kl=0.1) == (f"{out}/supervised", f"{out}/supervised", 2, 0.02)
     assert go_on("tiny-llama") == (f"{out}/supervised", "tiny-llama", 2, 0.01)
-    assert go_on(actor=ActorConfig(model=out)) == (out, "tiny-qwen2", 2, 0.01)  # it had no supervised one
+    assert go_on(actor=ActorConfig(model=out)) == (out, "tiny-qwen2", 2, 0.01)  # it had no supervised actor
     with pytest.raises(UserError, match="^--steps 1: .*step_2"):
         go_on(steps=1)
     with open(f"{out}/supervised/config.json", "w"), pytest.raises(UserError, match="damaged, config.json"):
@@ -1019,7 +1019,7 @@ def test_an_engine_that_is_off_the_actor_ends_the_run(dtype, most):
 
 @pytest.fixture
 def whole_run(parse, monkeypatch, tmp_path):
-    """Runs main with these flags, small and without its report -> the metrics of its steps."""
+    """Runs main with these flags on a small task, without a report -> the metrics of its steps."""
     monkeypatch.setattr(common, "write_report", lambda *_: None)
     ppo_loop.SIGTERM.clear()
     small = "--train-batch-size 8 --critic.ppo-mini-batch-size 8 --eval-every 0 --steps 2 --dump-rollouts"
@@ -1037,7 +1037,7 @@ def folders(tmp_path):
     return sorted(path.name for path in (tmp_path / "out/checkpoints").iterdir())
 
 
-def test_no_runs_export_is_its_own_model(whole_run, tmp_path):
+def test_an_export_never_overwrites_a_model_of_the_run(whole_run, tmp_path):
     out = tmp_path / "out"
     for flags in (f"--actor.model {out}/hf", f"--critic.model {out}/../out/critic_hf/"):
         with pytest.raises(UserError, match=f"^--out-dir {out}: "):
@@ -1045,16 +1045,16 @@ def test_no_runs_export_is_its_own_model(whole_run, tmp_path):
 
 
 def test_a_diverged_actor_is_named_before_anything_is_saved(whole_run, tmp_path):
-    """The good checkpoint stays, although --keep 1 would remove it for each newer one."""
+    """The good checkpoint stays, although --keep 1 would replace it by any newer one."""
     whole_run("--save-every 1 --keep 1")
-    for flags in ("--save-every 1", "--save-every 9"):  # seen before a save, and in the next step
+    for flags in ("--save-every 1", "--save-every 9"):  # noticed before a save, and in the next step
         with pytest.raises(UserError, match="^--actor.model tiny-qwen2: its log-probs are not finite"):
             whole_run(f"{flags} --keep 1 --resume auto --steps 5 --actor.lr 1e30")
         assert folders(tmp_path) == ["step_2"]
 
 
 def test_terms_with_coefficient_0_are_left_out_of_the_graph():
-    """Not even a NaN in them changes the loss or a gradient; with a coefficient they count."""
+    """Even a NaN in them changes neither loss nor gradients; with another coefficient they count."""
     for entropy_coeff, kl_coef in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.1)):
         w = policy(entropy_coeff=entropy_coeff, kl_loss_coef=kl_coef)
         hidden_CD = torch.randn(5, 64, requires_grad=True)
@@ -1076,9 +1076,9 @@ def test_terms_with_coefficient_0_are_left_out_of_the_graph():
     assert batch.advantages.isfinite().all()
 
 
-def test_ids_without_a_token_are_never_drawn_and_count_nowhere(whole_run, tmp_path):
-    """A model with more ids than the tokenizer, as Qwen's: engine and actor agree on what the rest is, which
-    transformers says too; and a critic without those ids can follow."""
+def test_ids_without_a_token_are_never_drawn_and_have_no_probability(whole_run, tmp_path):
+    """A model has more ids than its tokenizer, like Qwen's. Engine, actor and transformers agree on the
+    log-probs of the others, and a critic without the extra ids works."""
     w = policy(override_config='{"initializer_range": 0.1, "vocab_size": 150}')
     w.model.known = 99
     run = a_run(actor=w.config, rollout_batch_size=400)
@@ -1095,10 +1095,10 @@ def test_ids_without_a_token_are_never_drawn_and_count_nowhere(whole_run, tmp_pa
 
 
 def assert_no_fillers(replies, w, lm):
-    """Replies to [20, 30, 40] have no id from 99 on. Their log-probs, those of the actor and those of plain
-    transformers, whose logits are cut off, agree, although ids without a token are a third of all."""
+    """Replies to [20, 30, 40] have no id from 99 on. Their log-probs equal the actor's and those of plain
+    transformers with its logits cut at 99, although ids without a token are a third of all."""
     batch = batch_of([[20, 30, 40]] * len(replies), replies)
-    assert int(batch.input_ids.max()) == 98  # at least one comes near
+    assert int(batch.input_ids.max()) == 98  # the largest id with a token does occur
     torch.testing.assert_close(w.compute_log_probs(batch), batch.rollout_log_probs, rtol=1e-4, atol=1e-4)
     ids, log_probs, _ = replies[0]
     with torch.no_grad():
@@ -1107,9 +1107,9 @@ def assert_no_fillers(replies, w, lm):
     assert_close(log_probs, logits_LV[:, :99].log_softmax(-1)[range(len(ids)), ids].tolist())
 
 
-def test_temperature_and_nucleus_act_on_all_log_probs_and_on_no_value(whole_run, tmp_path):
-    """Old, new and reference log-probs of a first update are equal, the engine's are theirs but for the
-    nucleus; values are those of the critic's folder, on rows that differ from those of temperature 1."""
+def test_temperature_and_nucleus_change_log_probs_and_no_values(whole_run, tmp_path):
+    """Old, new and reference log-probs of a first update are equal, and the engine's differ from them only by
+    the nucleus. Values are those of a fresh critic, on other rows than at temperature 1."""
     values = {}
     for name, flags in (("sharp", "--temperature 0.6 --top-p 0.8"), ("plain", "")):
         metrics = whole_run(f"--steps 1 --kl-coef 0.1 {flags}")[-1]
@@ -1124,8 +1124,8 @@ def test_temperature_and_nucleus_act_on_all_log_probs_and_on_no_value(whole_run,
     assert values["sharp"].shape != values["plain"].shape or (values["sharp"] != values["plain"]).any()
 
 
-def test_equal_prompts_get_other_tokens_in_each_step(whole_run, tmp_path, monkeypatch):
-    """One prompt, an actor that does not learn yet: only the random numbers differ."""
+def test_equal_prompts_get_different_tokens_in_each_step(whole_run, tmp_path, monkeypatch):
+    """With one prompt and an actor that does not learn yet, only the random numbers differ."""
     one = '{"prompt": "1+1=", "response": "2"}'
     monkeypatch.setattr(ppo_loop, "addition_rows", lambda *args, **more: [one])
     whole_run("--rollout-n 6 --critic-warmup 2")
@@ -1134,8 +1134,8 @@ def test_equal_prompts_get_other_tokens_in_each_step(whole_run, tmp_path, monkey
     assert all(a != b for a, b in zip(first, second)) and len({*map(tuple, first + second)}) == 12
 
 
-def test_each_epoch_of_each_update_has_an_order_of_its_own(monkeypatch):
-    """Of all rows, each once; it follows from seed, update and epoch alone."""
+def test_each_epoch_of_each_update_has_its_own_order(monkeypatch):
+    """Each epoch has every row once, in an order that depends only on seed, update and epoch."""
     w = policy(ppo_epochs=3, ppo_mini_batch_size=4)
     seen = []
     monkeypatch.setattr(w, "step", lambda mini, totals: seen.append(mini.row_id.tolist()) or 1.0)
@@ -1150,7 +1150,7 @@ def test_each_epoch_of_each_update_has_an_order_of_its_own(monkeypatch):
 
 
 def test_a_wrong_engine_is_refused(whole_run, monkeypatch):
-    """Weights that are a little off those of the actor, also from the second step on."""
+    """Its weights differ slightly from the actor's, here only from the second sync on."""
     sync = HFRollout.sync
     syncs = []
 
@@ -1165,7 +1165,7 @@ def test_a_wrong_engine_is_refused(whole_run, monkeypatch):
 
 
 def units(phase):
-    """(owner, name) of what a phase does again and again."""
+    """(owner, name) of the function that a phase calls repeatedly."""
     return {
         "rollout": (ppo_loop.Draw, "__call__"), "evaluation": (ppo_loop.Draw, "__call__"),
         "reward": (ppo_loop, "addition_reward"), "reward of an evaluation": (ppo_loop, "addition_reward"),
@@ -1176,14 +1176,14 @@ def units(phase):
     }[phase]  # fmt: skip
 
 
-@pytest.mark.parametrize("phase, nth, saved", [  # it comes in the nth unit of the second step
+@pytest.mark.parametrize("phase, nth, saved", [  # the signal comes in the nth call of the second step
     ("rollout", 20, 1), ("evaluation", 3, 1), ("reward", 6, 1), ("reward of an evaluation", 4, 1),
     ("log-probs", 2, 1), ("reference", 6, 1), ("values", 2, 1),
     ("update of the critic", 2, 2), ("update of the actor", 1, 2),
 ])  # fmt: skip
-def test_sigterm_is_heard_within_a_phase(phase, nth, saved, whole_run, monkeypatch, tmp_path):
-    """One unit more is begun at most, except in an update, which ends; what is saved is the state between two
-    steps, and the run that goes on ends as one that was never stopped, and whose models stayed."""
+def test_sigterm_interrupts_a_phase(phase, nth, saved, whole_run, monkeypatch, tmp_path):
+    """At most one more call begins, except in an update, which is completed. The state between two steps is
+    saved, and the resumed run ends exactly like one without interruption and without --offload."""
     owner, name = units(phase)
     work = getattr(owner, name)
     evaluates = "--eval-every 1" if "evaluation" in phase else "--eval-every 0"
@@ -1212,7 +1212,7 @@ def test_sigterm_is_heard_within_a_phase(phase, nth, saved, whole_run, monkeypat
         with pytest.raises(SystemExit) as end:
             whole_run(f"{flags} --offload")
     assert end.value.code == 143 and folders(tmp_path) == [f"step_{saved}"]
-    if "evaluation" in phase:  # which is given up, and leaves no numbers
+    if "evaluation" in phase:  # it is abandoned and leaves no numbers
         rows = common.read_lines(out / "metrics.jsonl")
         assert {row["step"] for row in rows if "eval/reward" in row} == {0}
     assert len(done) <= nth + 1 if saved == 1 else len(done) > nth, len(done)
@@ -1224,7 +1224,7 @@ def test_sigterm_is_heard_within_a_phase(phase, nth, saved, whole_run, monkeypat
 # ---- Phases, checkpoints, export ---------------------------------------------------------------------------
 
 
-def test_phases_bring_their_workers_and_send_them_home():
+def test_phases_onload_and_offload_their_workers():
     seen = []
     way = lambda words: lambda: seen.append(words)
     a, b = (types.SimpleNamespace(onload=way(f"{x} on"), offload=way(f"{x} off")) for x in "ab")
@@ -1240,18 +1240,18 @@ def test_phases_bring_their_workers_and_send_them_home():
 
 
 def state_of(w):
-    """name -> every tensor of weights and optimizer, whole."""
+    """name -> full tensor, for all weights and optimizer state."""
     return {name: full_tensor(x).clone() for name, x in w.checkpoint_tensors().items()}
 
 
 def same(a, b):
-    """Bit for bit."""
+    """Whether two dicts of tensors are equal, bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_restores_every_bit_and_an_export_is_a_model_of_transformers(kind, tmp_path):
-    """The next update is the same, also of an actor that was offloaded. Another model's is refused."""
+def test_a_checkpoint_restores_every_bit_and_transformers_loads_an_export(kind, tmp_path):
+    """The next update is the same, also after offloading. A checkpoint of another model is refused."""
     fields = dict(ppo_mini_batch_size=3, lr_warmup_steps=10)
     w, again = policy(kind, **fields), policy(kind, **fields)
     engine = engine_of(w)
@@ -1263,7 +1263,7 @@ def test_a_checkpoint_restores_every_bit_and_an_export_is_a_model_of_transformer
     assert same(state_of(w), saved) and any("exp_avg_sq" in name for name in saved)
     metrics = w.update_policy(batch)
     with common.published(folder) as tmp:
-        write(tmp)  # what was before this update
+        write(tmp)  # the state before this update
     for _ in range(2):
         again.update_policy(batch_to_learn(again, seed=1))
     assert not same(state_of(again), saved)
