@@ -1,8 +1,8 @@
-"""What takes several ranks of ppo_loop.py to try. Each scenario asserts on its own; "ok" says it passed.
+"""Scenarios for ppo_loop.py that need several ranks. Each asserts on its own and prints "ok" if it passed.
 
-    python tests/ppo_scenarios.py OUT_FOLDER [NAME...]        by default all
+    python tests/ppo_scenarios.py OUT_FOLDER [NAME...]        all of them by default
 
-The runs are whole runs of main() from the flags up. What compares them follows them in LAUNCHES.
+Runs are whole runs of main(), from the command line on. Comparisons come after their runs in LAUNCHES.
 """
 
 import json
@@ -19,10 +19,10 @@ import transformers
 
 REWARDS = pathlib.Path(rewards.__file__)
 
-# Every run starts from the same actor (of learn_to_add) and draws the same prompts and numbers. It makes
-# 2 epochs of 2 mini-batches, with a KL in the reward, whose coefficient adapts, and a KL in the loss. Tokens
-# come from the nucleus of a sharper distribution, and weigh as much as they are likelier in the whole one.
-# With an --actor.lr of 1e-3 rounding makes other runs of it by step 4.
+# Every run starts from the same actor (of learn_to_add) and draws the same prompts and random numbers. A step
+# has 2 epochs of 2 mini-batches, a KL in the reward with an adaptive coefficient, and a KL in the loss.
+# Tokens are sampled from the nucleus at a low temperature, and carry importance weights.
+# With an --actor.lr of 1e-3, rounding errors would make the runs differ by step 4.
 TOY = (
     "--supervised-steps", "0", "--steps", "4", "--train-batch-size", "32", "--rollout-n", "2",
     "--save-every", "2", "--eval-every", "2", "--critic-warmup", "1", "--lam-policy", "0.95",
@@ -43,30 +43,30 @@ PARTS = ("hf/", "critic_hf/", "checkpoints/step_4/actor/", "checkpoints/step_4/c
 
 
 def take_prompts(most):
-    """There are only this many additions to learn from, and to evaluate on."""
+    """Limits addition to this many prompts to learn from, and to evaluate on."""
     rows = ppo_loop.addition_rows
     ppo_loop.addition_rows = lambda _, *args, **more: list(rows(2 * most, *args, **more))[:most]
 
 
 def ppo(out, *flags):
-    """A whole run, as from the command line."""
+    """A whole run with these flags, as from the command line."""
     ppo_loop.main(ppo_loop.parse([*flags, "--out-dir", str(out)]))
 
 
 def toy(folder, name, *flags):
-    """A run of the toy, without its report, which takes a second of matplotlib."""
+    """A run of the toy task without its report, because matplotlib takes a second."""
     common.write_report = lambda *_: None
     take_prompts(128)
     ppo(folder / name, "--actor.model", str(folder / "actor"), *TOY, *flags)
 
 
 def steps_of(out):
-    """The metrics of each step, without those of evaluations."""
+    """The metrics of each step, without evaluations."""
     return [row for row in common.read_lines(out / "metrics.jsonl") if "reward/mean" in row]
 
 
 def metrics_of(out):
-    """(step, name) -> number, of all that does not depend on the machine."""
+    """(step, name) -> number, for all metrics that do not depend on the machine."""
     passing = ("perf/", "time/", "memory/")
     rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
     metrics = {(row["step"], name): x for row in rows for name, x in row.items() if name != "step"}
@@ -74,14 +74,14 @@ def metrics_of(out):
 
 
 def off(x, y):
-    """Relative difference. Numbers below 1e-3 are divided by 1e-3, because some are nothing but rounding."""
+    """Relative difference; numbers below 1e-3 count as 1e-3, because some are only rounding errors."""
     if x is None or y is None:  # null: not finite
         return 0.0 if x is y else math.inf
     return abs(x - y) / max(abs(x), abs(y), 1e-3)
 
 
 def tensors_of(out):
-    """name -> tensor of both exports and the last checkpoint, whose order in a file is not fixed."""
+    """name -> tensor, of both exports and the last checkpoint; their order in a file is not fixed."""
     from safetensors.torch import load_file
 
     paths = [path for part in PARTS for path in (out / part).rglob("*.safetensors")]
@@ -89,7 +89,7 @@ def tensors_of(out):
 
 
 def assert_same_run(ours, theirs, what):
-    """All numbers in metrics of `theirs`, both exports and last checkpoints are the same, bit for bit."""
+    """All metrics of `theirs`, both exports and the last checkpoints are the same, bit for bit."""
     numbers, a, b = metrics_of(ours), tensors_of(ours), tensors_of(theirs)
     assert a.keys() == b.keys() and all(any(x.startswith(part) for x in a) for part in PARTS), what
     other = [key for key, x in metrics_of(theirs).items() if numbers[key] != x]
@@ -100,7 +100,7 @@ def assert_same_run(ours, theirs, what):
 
 def assert_close_runs(runs, reference, most=1e-4, steps=None):
     """The metrics of all runs agree with those of the reference; prints how far they are off."""
-    for run in (reference, *runs):  # how far the engine is off the actor is rounding, so it has to be small
+    for run in (reference, *runs):  # engine and actor differ only by rounding
         for diff, largest in (("rollout/log_prob_diff", 1e-6), ("rollout/log_prob_diff_max", 5e-5)):
             diffs = [x for (_, name), x in metrics_of(run).items() if name == diff]
             assert diffs and max(diffs) < largest, (run, diff, diffs)
@@ -122,23 +122,23 @@ def sampled(out):
 
 
 def start(folder, *flags):
-    """The actor all runs start from."""
+    """Trains the actor that all runs start from."""
     common.setup_distributed()
     run, task = ppo_loop.set_up(ppo_loop.parse(["--out-dir", str(folder / "start"), *flags]))
     ppo_loop.learn_to_add(run, task, str(folder / "actor"))
 
 
 def samples_and_metrics_agree(folder, most):
-    """Sampled tokens are the same, metrics up to `most` -> the golden runs."""
+    """Sampled tokens are equal, and metrics up to `most` -> the golden runs."""
     first, *others = (folder / name for name in GOLDEN)
     assert all(sampled(run) == sampled(first) for run in others)
-    assert len({tuple(ids) for ids in sampled(first).values()}) > 50  # they do differ from one another
+    assert len({tuple(ids) for ids in sampled(first).values()}) > 50  # samples do differ from each other
     assert_close_runs(others, first, most)
     return first, others
 
 
 def golden_runs_agree(folder):
-    """To 1e-4, and to 1e-5 the values of the first step, which both critics compute from the same folder and
+    """They agree to 1e-4, and values of the first step to 1e-5: both critics load the same folder and draw
     the same new value head. --dump-rollouts writes the rows of all ranks in the order of one rank."""
     first, others = samples_and_metrics_agree(folder, 1e-4)
     dump = lambda run: common.read_rows(str(run / "rollouts/step_1.jsonl"), None)
@@ -165,8 +165,8 @@ def golden_runs_agree(folder):
 
 
 def replies_belong_to_their_prompts(folder, run):
-    """Samples of the first evaluation are what transformers says greedily, prompt by prompt, and rewards are
-    those of their own prompt; so are the rewards of the first step, which pays for no KL yet."""
+    """Samples of the first evaluation equal greedy ones of transformers, prompt by prompt, and have the
+    reward of their own prompt; so have the rows of the first step, where there is no KL to pay for yet."""
     lm = transformers.AutoModelForCausalLM.from_pretrained(folder / "actor", dtype=torch.float32)
     tokenizer, _ = common.load_config(ppo_loop.ActorConfig(model=str(folder / "actor")))
     answer_of = lambda text: str(sum(map(int, text[:-1].split("+"))))
@@ -187,8 +187,8 @@ def replies_belong_to_their_prompts(folder, run):
 
 
 def one_row(folder, name, *flags):
-    """1 row a step: the second rank has none, neither prompts nor rows nor micro-batches. With seed 0 the KL
-    of the second row is close to 0 by chance, and rounding more than 1e-4 of it. No value helps so few."""
+    """1 row a step, so the second rank has no prompts, rows or micro-batches. (With seed 0 the KL of the
+    second row is close to 0 by chance, and its rounding error above 1e-4.) Values explain nothing here."""
     own = "--train-batch-size 1 --rollout-n 1 --steps 2 --seed 1 --critic-where-it-helps".split()
     toy(folder, name, *own, *flags)
     if common.RANK == 0 and common.WORLD_SIZE == 2:
@@ -196,9 +196,9 @@ def one_row(folder, name, *flags):
 
 
 def goes_on(folder, name, layout, *flags):
-    """Steps 3 and 4 from the checkpoint that a golden run has left after its second are its own: with
-    the other critic on its ranks as far as 1e-4; on its own layout bit for bit, also with --offload, which
-    has everything out of the way in the phases of others."""
+    """A golden run's checkpoint of step 2 continues with the same steps 3 and 4: to 1e-4 on another layout or
+    with the other critic; bit for bit on its own layout, also with --offload, which moves every model to the
+    host outside its own phases."""
     out, whole = folder / f"{name}, on {layout}", folder / name
     toy(folder, out.name, *GOLDEN[layout][1], *flags, "--resume", str(whole / "checkpoints" / "step_2"))
     if common.RANK == 0:
@@ -209,18 +209,18 @@ def goes_on(folder, name, layout, *flags):
 
 
 def update_of_the_actor(folder):
-    """Gradients before clipping, norm, metrics and weights of one update are those of one rank.
+    """Gradients before clipping, norm, metrics and weights of one update equal those of one rank.
 
-    Gradients to 1e-6 of the largest of their tensor. The first step of AdamW is the learning rate times the
-    sign of a gradient. Where that is more than 1e-2 of the largest, and far above AdamW's eps, weights too
-    are the same to 1e-6 of the largest. Where it is next to nothing (keys' biases have none but rounding) the
-    sign may be either.
+    Gradients agree to 1e-6 of the largest of their tensor. AdamW's first step is the learning rate times the
+    sign of the gradient. Where the gradient is above 1e-2 of the largest, and far above AdamW's eps, weights
+    agree to 1e-6 of the largest, too. Where it is almost 0 (keys' biases have only rounding errors) the sign
+    may be either.
     """
     cut = {"ppo_max_token_len_per_gpu": 48, "loss_agg_mode": "seq-mean-token-mean"}
     for name, n, fields in (
         ("21 rows", 21, {"entropy_coeff": 0.01, "kl_loss_coef": 0.1}),
         ("small micro-batches", 21, cut),
-        ("2 rows", 2, {"gradient_checkpointing": True}),  # which leave ranks of 4 without any
+        ("2 rows", 2, {"gradient_checkpointing": True}),  # some of 4 ranks have none
     ):
         path = folder / f"update of {name}.pt"
         ours = one_update(path, n, fields)
@@ -228,7 +228,7 @@ def update_of_the_actor(folder):
         assert off(norm, ours["metrics"]["actor/grad_norm"]) < 1e-6
         if common.WORLD_SIZE == 1:
             torch.save(ours, path)
-            assert norm > 0.11 and len(ours["gradients"]) > 20, name  # clipping bites
+            assert norm > 0.11 and len(ours["gradients"]) > 20, name  # the gradient is clipped
         theirs = torch.load(path, weights_only=False)
         for key, x in theirs["metrics"].items():
             assert off(ours["metrics"][key], x) < (1e-6 if "norm" in key else 1e-5), (name, key)
@@ -241,14 +241,14 @@ def update_of_the_actor(folder):
             weight = theirs["weights"][key]
             moved = (ours["weights"][key] - weight).abs()
             assert moved.max() < 2.1e-3, (name, key)
-            # 1e-6 of a clipped gradient is 100 times what AdamW adds to a denominator
+            # a clipped gradient of 1e-6 is 100 times AdamW's eps
             sure = (g.abs() >= 1e-2 * size) & (g.abs() * 0.1 / norm >= 1e-6)
             assert (moved * sure).max() / weight.abs().max() < 1e-6, (name, key)
 
 
 def one_update(path, n, fields):
-    """What update_policy makes of random rows. All take the rows that one rank has made and saved, with its
-    old log-probs, which are those of all. Without the 2 the loss is next to nothing."""
+    """Results of update_policy on random rows. All ranks load the rows that a run on one rank saved, whose
+    log-probs they must reproduce. Without the 2.0 below, the loss would be almost 0."""
     from helpers import captured_gradients
     from test_ppo_loop import batch_to_learn, policy
 
@@ -270,8 +270,8 @@ def one_update(path, n, fields):
 
 
 def functions_of_a_file(folder):
-    """A reward and an environment that fail on some rows: the run goes on, and counts them."""
-    take_prompts(36)  # else an evaluation would wait for hundreds of them
+    """A reward and an environment that fail on some rows: the run goes on and counts them."""
+    take_prompts(36)  # else an evaluation would wait for hundreds of time-outs
     out, actor = folder / "functions", str(folder / "actor")
     ppo(
         out, "--supervised-steps", "0", "--steps", "3", "--rollout-n", "2", "--kl-coef", "0.01",
@@ -293,7 +293,7 @@ def functions_of_a_file(folder):
             turns.add(1 + sum(not a and b for a, b in zip(mask, mask[1:])))
             seen = tokenizer.decode([t for t, own in zip(row["response_ids"], mask) if not own])
             assert set(seen) <= set("[]0123456789") and len(mask) <= 24 and mask[0] and mask[-1], (seen, mask)
-            # a fault counts as 0 for the row, but for the KL that actions pay
+            # a failed row gets 0, plus the KL penalties of its actions
             assert first not in "123" or row["rewards"][-1] <= 0.01 * 20, row
         assert metrics["reward/errors"] == errors + timeouts, metrics
         faults.append((errors, timeouts))
@@ -302,7 +302,7 @@ def functions_of_a_file(folder):
 
 def a_lost_rank_is_reported(folder):
     """Two ranks without a launcher, which would end the other at once: rank 1 is killed in its second update,
-    and rank 0 ends by itself, well within --timeout-minutes, with a line that says so. Runs in no rank."""
+    and rank 0 ends by itself with a line that says so. This function runs outside the ranks."""
     import forked
 
     began = time.monotonic()
@@ -328,7 +328,7 @@ def dies(folder):
     common.launch(lambda: toy(pathlib.Path(folder), "lost", "--critic.timeout-minutes", "0.2"))
 
 
-LAUNCHES = [  # name, ranks, function, its arguments; in this order: some read what others before them leave
+LAUNCHES = [  # name, ranks, function, its arguments; the order matters: some read what earlier ones leave
     ("start", 1, start, ("--supervised-steps", "100")),
     *((f"golden {name}", ranks, toy, (name, *flags)) for name, (ranks, flags) in GOLDEN.items()),
     ("golden runs agree", 1, golden_runs_agree, ()),
@@ -345,16 +345,16 @@ NAMES = [name for name, *_ in LAUNCHES]
 
 
 def import_scripts():
-    """A rank imports them itself, for they read RANK when they are imported."""
+    """Each rank imports them itself, because they read RANK on import."""
     global common, ppo_loop
-    import helpers  # noqa: F401  # which lets them be found
+    import helpers  # noqa: F401  # puts them on the path
 
     import common
     import ppo_loop
 
 
 def launch(name, function, folder, args):
-    """On every rank: one scenario."""
+    """Runs one scenario on this rank."""
     import_scripts()
     began = time.perf_counter()
     function(pathlib.Path(folder), *args)

@@ -2,7 +2,7 @@
 
 
 def right_digits(prompt, response, answer):
-    """The part of the digits that is right: an actor that has hardly learned earns something in most rows."""
+    """The fraction of right digits, so that an actor that has hardly learned earns something in most rows."""
     return sum(a == b for a, b in zip(response, answer, strict=False)) / max(len(response), len(answer))
 
 
@@ -13,7 +13,7 @@ def spins(prompt, response, answer):
 
 
 def faulty_reward(prompt, response, answer):
-    """Raises on some rows, gives nonsense on others, never returns on a third kind: no run may end of it."""
+    """Raises on some rows, returns nonsense on others and never returns on a third kind; no run may end."""
     if prompt.startswith("1"):
         raise KeyError(prompt)
     while prompt.startswith("3"):
@@ -22,7 +22,7 @@ def faulty_reward(prompt, response, answer):
 
 
 def faulty_environment(prompt, response, answer):
-    """Tells the policy the length of what it has said, until it has had enough."""
+    """Tells the policy the length of its response, for one or two turns."""
     if prompt.startswith("4"):
         raise ValueError("no turn for this one")
     return f"[{len(response)}]" if response.count("[") < 2 - prompt.startswith("5") else None

@@ -1,6 +1,6 @@
 """--rollout vllm against plain transformers and --rollout hf. Each scenario asserts; "ok" says it passed.
 
-    python tests/vllm_scenarios.py OUT_FOLDER [NAME...]        by default all
+    python tests/vllm_scenarios.py OUT_FOLDER [NAME...]        all of them by default
 
 Several engines may live in one process, as long as none is deleted.
 """
@@ -24,19 +24,19 @@ GOLDEN = {  # the same run on these ranks with these flags
     "vllm 2": (2, VLLM),
     "vllm tp 2, megatron tp 2": (2, (*VLLM, "--vllm.tensor-parallel-size", "2", *ppo_scenarios.TP_2)),
 }
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # vLLM knows none of 16 features
-STOP = list(range(1, 99, 5))  # a fifth of the tokens ends a row
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # vLLM cannot do head_dim 16
+STOP = list(range(1, 99, 5))  # one token in five ends a row
 
 
 def policy(kind="tiny-qwen2", param_dtype="auto", **overrides):
-    """A PolicyWorker whose heads are as wide as vLLM wants them."""
+    """A PolicyWorker with heads as wide as vLLM needs them."""
     heads = {"num_attention_heads": 2} if kind == "tiny-gpt2" else HEADS
     overrides = json.dumps({"initializer_range": 0.1, **heads, **overrides})
     return tests.policy(kind, override_config=overrides, param_dtype=param_dtype)
 
 
 def engine_of(w, stop=STOP, at_once=16, offload=False, longest=220, known=99, **vllm):
-    """VLLMRollout without weights yet."""
+    """A VLLMRollout that has no weights yet."""
     fields = {"rollout_batch_size": at_once, "offload": offload, "vllm": ppo_loop.VLLMConfig(**vllm)}
     task = tests.a_task(model_config=w.model_config, stop_ids=list(stop), longest=longest, known=known)
     return ppo_loop.VLLMRollout(tests.a_run(actor=w.config, rollout="vllm", **fields), task, w.device)
@@ -48,7 +48,7 @@ def prompts_of(lengths, seed=5):
 
 
 def rows_of(room=(12, 1, 2, 12, 12, 3)):
-    """Rows for an engine: prompts, some longer than a block of the cache; seeds; the most new tokens."""
+    """Rows for an engine: prompts, some longer than a block of the cache; seeds; numbers of new tokens."""
     return list(zip(prompts_of((140, 1, 30, 131, 5, 190)), range(6), room, strict=True))
 
 
@@ -57,14 +57,14 @@ MANY = prompts_of([3, 16, 29, 42, 5, 18, 31, 44, 7, 150, 129], seed=8)
 
 @torch.no_grad()
 def move(w, step):
-    """Other weights, the same on any number of ranks."""
+    """Changes the weights, in the same way on any number of ranks."""
     for p in w.model.parameters():
         p.add_(0.05 * torch.sin(100 * p + step))
 
 
 def weights_arrive(folder):
-    """Greedy tokens and log-probs are those of transformers, also of prompts cached before a sync."""
-    # a mixture of experts is the first: vLLM makes the groups of the first engine for all
+    """Greedy tokens and log-probs equal those of transformers, also for prompts cached before a sync."""
+    # a mixture of experts comes first, because vLLM keeps the process groups of the first engine
     for kind, overrides in (
         *((kind, {}) for kind in ("tiny-qwen3-moe", "tiny-qwen2", "tiny-qwen3", "tiny-llama", "tiny-gpt2")),
         *((kind, {"sliding_window": 50}) for kind in ("tiny-mistral", "tiny-gemma2")),
@@ -79,12 +79,12 @@ def weights_arrive(folder):
             replies = engine.generate(rows, 0.0)
             worst = max(worst, tests.assert_greedy(replies, tests.plain(w), rows, STOP))
             seen.add(str([ids for ids, _, _ in replies]))
-        assert len(seen) == 3, kind  # the weights did change what is said
+        assert len(seen) == 3, kind  # the weights did change the replies
         print(f"{kind} {overrides}: log-probs off by at most {worst:.1e}")
 
 
 def weights_are_cast(folder):
-    """An actor in bfloat16: about as far off its float32 weights as transformers is, far from old ones."""
+    """In bfloat16, log-probs are about as far off float32 as transformers' are, and far off old weights."""
     w, rows = policy(param_dtype="bfloat16"), rows_of(room=[16] * 6)
     engine, old = engine_of(w, stop=()), tests.plain(w)
     assert engine.dtype == torch.bfloat16
@@ -95,7 +95,7 @@ def weights_are_cast(folder):
     now, half = tests.plain(w), tests.plain(w, torch.bfloat16)
 
     def log_probs_of(lm):
-        """Of all that was said, by a model of transformers."""
+        """Log-probs of all replies, by a transformers model."""
         pairs = zip(rows, replies, strict=True)
         pieces = [tests.log_probs_of_reply(lm, row[0], reply[0], 1.0) for row, reply in pairs]
         return torch.tensor(pieces).flatten()
@@ -108,7 +108,7 @@ def weights_are_cast(folder):
 
 
 def played(engine, mine):
-    """Rows of a multi-turn roll_out: row i hears i % 5 observations, if it does not run out of room."""
+    """Rows of a multi-turn roll_out: row i gets i % 5 observations, unless it reaches its length limit."""
     heard = {}
     prompts = [ppo_loop.Prompt(ids, f"row {i}", i % 5) for i, ids in enumerate(MANY)]
 
@@ -126,7 +126,7 @@ def played(engine, mine):
 
 
 def on_ranks(folder, size=1):
-    """Sharded weights, an engine each or a shared one, rows dealt anyhow: the tokens of one rank."""
+    """The tokens are those of one rank, with one engine per rank or a shared one, however rows are dealt."""
     w, path = policy(tie_word_embeddings=True), folder / "on one rank.pt"
     engine, rank, n = engine_of(w, tensor_parallel_size=size), common.RANK, len(MANY)
     deals = [(range(n), []), ([], range(n)), (range(2), range(2, n)), (range(0, n, 2), range(1, n, 2))]
@@ -168,7 +168,7 @@ def on_ranks(folder, size=1):
 
 
 def samples(folder):
-    """What it draws follows from a row's seed and the actor's distribution, in the nucleus too."""
+    """Samples depend only on a row's seed and follow the actor's distribution, also in the nucleus."""
     w, prompt = policy(), [20, 30, 40]
     lm = tests.plain(w)
     some, engine = engine_of(w, range(1, 99, 12), at_once=32), engine_of(w, (), at_once=128)
@@ -178,7 +178,7 @@ def samples(folder):
     tests.assert_samples_follow_their_seeds(some)
     assert torch.equal(torch.get_rng_state(), before)
     assert some.generate([], 1.0) == []
-    for temperature in (0.7, 1.3):  # log-probs of what is sampled from
+    for temperature in (0.7, 1.3):  # log-probs of the sampling distribution
         for ids, log_probs, ended in engine.generate([(prompt, seed, 9) for seed in range(4)], temperature):
             assert len(ids) == 9 and not ended
             tests.assert_close(log_probs, tests.log_probs_of_reply(lm, prompt, ids, temperature))
@@ -186,12 +186,12 @@ def samples(folder):
     tests.assert_drawn_from_the_softmax(engine.generate(rows, 0.8), lm, prompt)
     engine.run = dataclasses.replace(engine.run, top_p=0.7)
     tests.assert_drawn_from_the_nucleus(engine.generate(rows[:400], 0.8), lm, prompt, 0.8, 0.7)
-    ((ids, log_probs, _),) = engine.generate([(prompt, 0, 5)], 0.0)  # greedy knows no nucleus
+    ((ids, log_probs, _),) = engine.generate([(prompt, 0, 5)], 0.0)  # greedy ignores the nucleus
     tests.assert_close(log_probs, tests.log_probs_of_reply(lm, prompt, ids, 1.0))
 
 
 def sleeps(folder):
-    """An engine that has slept has the new weights after a sync."""
+    """An engine that was asleep has the new weights after a sync."""
     w, rows = policy(tie_word_embeddings=True), rows_of()
     engine = engine_of(w, offload=True)
     for step in range(3):
@@ -205,7 +205,7 @@ def sleeps(folder):
 
 
 def the_cache_wakes_last(folder):
-    """After a sync the cache still sleeps, until the first rows come: the actor leaves the device before."""
+    """The cache stays asleep after a sync until the first rows come, when the actor has left the device."""
     w = policy()
     engine = engine_of(w, offload=True)
     asleep = engine.llm.llm_engine.is_sleeping
@@ -219,8 +219,8 @@ def the_cache_wakes_last(folder):
 
 
 def warms_up_asleep(folder):
-    """Steps in which the critic alone learns, with an engine that sleeps in between and loses its weights, as
-    it does on a device: each step's log-probs are those of the actor, and those of an engine awake."""
+    """Steps that update only the critic, with an engine that sleeps in between and loses its weights, as it
+    does on a GPU: each step's log-probs equal the actor's, and those of an engine that never sleeps."""
     common.write_report = lambda *_: None
     sleep = ppo_loop.VLLMRollout.offload
 
@@ -243,7 +243,7 @@ def warms_up_asleep(folder):
 
 
 def fillers(folder):
-    """A model with more ids than the tokenizer: they are never drawn, and have no part in log-probs."""
+    """Ids of the model that the tokenizer lacks are never drawn and have no part in log-probs."""
     w = policy(vocab_size=150)
     w.model.known = 99
     engine = engine_of(w, stop=(), at_once=400)
@@ -253,8 +253,8 @@ def fillers(folder):
 
 
 def sigterm_ends_generate(folder):
-    """Ranks that share an engine stop after the same step of it when one has received SIGTERM, and are told;
-    then the engine can sleep, although rows have not ended."""
+    """When one rank has received SIGTERM, all ranks of its engine stop after the same step and know of it.
+    Then the engine can sleep, although rows have not ended."""
     w = policy()
     engine = engine_of(w, (), offload=True, tensor_parallel_size=common.WORLD_SIZE)
     engine.sync(w.weights(engine.dtype))
@@ -275,7 +275,7 @@ def sigterm_ends_generate(folder):
 
 
 def shared_memory():
-    """Files in /dev/shm that this process has mapped: they stay when os._exit ends it."""
+    """Files in /dev/shm that this process has mapped; they remain when os._exit ends it."""
     maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
     return {line.split()[-1] for line in maps if "/dev/shm/" in line and not line.endswith("(deleted)")}
 
@@ -297,7 +297,7 @@ def state_of_the_process():
 
 
 def the_process_is_as_it_was(folder):
-    """What vLLM does to the process when it is imported and works is undone, and the process group works."""
+    """vLLM's changes to the process, on import and at work, are undone, and the process group still works."""
     assert "vllm" not in sys.modules
     w = policy()
     torch.manual_seed(100 + common.RANK)
@@ -319,7 +319,7 @@ def the_process_is_as_it_was(folder):
 
 
 def errors(folder):
-    """A model that vLLM does not know is one line that names it."""
+    """A model that vLLM does not support gives a one-line error that names it."""
     w = policy()
     fields = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]}
     w.model_config = tests.transformers.AutoConfig.for_model("gpt_neo", **fields)
@@ -327,7 +327,7 @@ def errors(folder):
         engine_of(w)
 
 
-LAUNCHES = [  # name, ranks, function, its arguments; in this order: some read what others before them leave
+LAUNCHES = [  # name, ranks, function, its arguments; the order matters: some read what earlier ones leave
     ("the process is as it was", 2, the_process_is_as_it_was, ()),
     ("weights arrive", 1, weights_arrive, ()),
     ("weights are cast", 1, weights_are_cast, ()),
@@ -351,7 +351,7 @@ NAMES = [name for name, *_ in LAUNCHES]
 
 
 def launch(name, function, folder, args):
-    """On every rank: one scenario."""
+    """Runs one scenario on this rank."""
     global common, ppo_loop, tests
     import test_ppo_loop as tests  # these read RANK when imported
 
@@ -363,7 +363,7 @@ def launch(name, function, folder, args):
 
 
 def launches():
-    """LAUNCHES, with vllm imported once for all but the first, which is about what its import does."""
+    """Yields LAUNCHES and imports vllm once, after the first, which tests the effects of the import."""
     for item in LAUNCHES:
         yield item
         from vllm import LLM  # noqa: F401
