@@ -1,4 +1,4 @@
-"""A real browser for the tests: headless Chromium, driven over a pair of pipes by its DevTools protocol."""
+"""A real browser for the tests: headless Chromium, driven over two pipes by its DevTools protocol."""
 
 import contextlib
 import fcntl
@@ -21,7 +21,7 @@ def page(path):
     """Opens a file -> call(method, **params), which calls a method of the protocol and returns its result."""
     commands = os.pipe()
     replies = os.pipe()
-    # numbers from 10 on, because the browser wants its ends to become 3 and 4
+    # numbers from 10 on, because the browser's ends become 3 and 4
     theirs = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (commands[0], replies[1])]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         flags = "--headless --no-sandbox --disable-dev-shm-usage --window-size=1200,1000".split()
@@ -39,7 +39,7 @@ def page(path):
                 message = {"id": next(numbers), "method": method, "params": params, **session}
                 writer.write(json.dumps(message).encode() + b"\0")
                 reply = {}
-                while reply.get("id") != message["id"]:  # events come in between
+                while reply.get("id") != message["id"]:  # skip events
                     text = b""
                     while not text.endswith(b"\0"):
                         text += reader.read(1) or pytest.fail(f"the browser ended during {method}")
@@ -54,7 +54,7 @@ def page(path):
                 evaluate(call, "document.readyState == 'complete' || new Promise(end => onload = end)")
                 yield call
             finally:
-                os.killpg(process.pid, signal.SIGKILL)  # its own group; asked to close it takes ten seconds
+                os.killpg(process.pid, signal.SIGKILL)  # its own group; a clean close would take ten seconds
                 process.wait()
 
 

@@ -1,6 +1,6 @@
-"""Puts one mini-batch through every layout of critic_megatron.py -> values, gradients, weights after a step.
+"""Runs one mini-batch on every layout of critic_megatron.py; saves values, gradients and stepped weights.
 
-    python tests/megatron_layouts.py OUT_FOLDER [RANKS...]        by default on 1, 2, 4 and 8 ranks
+    python tests/megatron_layouts.py OUT_FOLDER [RANKS...]        on 1, 2, 4 and 8 ranks by default
 
 Models and results go to OUT_FOLDER; test_megatron_layouts.py compares the results with a float64 loop.
 """
@@ -13,19 +13,19 @@ import forked
 import torch
 import torch.distributed as dist
 
-if __name__ != "__main__":  # the process that forks ranks must not have these: they read RANK when imported
+if __name__ != "__main__":  # not in the process that forks ranks: these read RANK on import
     import test_layouts
     from test_layouts import ROWS
 
     import common
     import critic_megatron as cm
 
-SIZES = {  # of the flags NAME_parallel_size
+SIZES = {  # short for the flags NAME_parallel_size
     "tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "cp": "context",
     "ep": "expert_model", "etp": "expert_tensor",
 }  # fmt: skip
 OPTIONS = {
-    "dp": {},  # what every rank without another task does
+    "dp": {},  # the default for all other ranks
     "padded": {"use_remove_padding": False},
     "recompute": {"gradient_checkpointing": True},
     "whole-rows": {"sequence_parallel": False},
@@ -55,7 +55,7 @@ LAYOUTS = {  # ranks -> model -> layouts, for fields_of
 }
 
 MODES = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-MORE = {  # the cases, in addition to "budget 64", that could go wrong on a layout
+MORE = {  # cases in addition to "budget 64" that could go wrong on a layout
     (1, "qwen2", "padded"): ("smallest budget", *MODES),
     (2, "qwen2", "dp"): ("rows on rank 0", "fewer rows than ranks"),
     (2, "qwen2", "tp2"): ("one micro-batch",),
@@ -80,8 +80,8 @@ def layouts(ranks):
 
 
 def whole_of(worker, part):
-    """name -> whole tensor of part(AdamW, p) for every weight that trains (a collective). p is what this rank
-    has of the float32 weight; part gives its gradient, a moment, or p itself."""
+    """name -> whole tensor of part(AdamW, p), for every weight that trains (a collective). p is this rank's
+    part of the float32 weight; part returns its gradient, a moment, or p itself."""
 
     def local(name, p):
         if not p.requires_grad:
@@ -97,12 +97,12 @@ def whole_of(worker, part):
 
 
 def computed(worker):
-    """name -> whole tensor of every weight as the forward uses it."""
+    """name -> whole tensor, of every weight as the forward uses it."""
     return union(worker, lambda name, p: p.detach())
 
 
 def union(worker, local):
-    """What all ranks would write, as one dict; no two ranks write the same rows of a weight."""
+    """All that the ranks would write, as one dict; no two ranks write the same rows of a weight."""
     mine = cm.whole_weights(worker.critic.modules, worker.model_config.vocab_size, local)
     every = common.of_all_ranks({name: x.numpy() for name, x in mine.items()})  # faster than tensors
     whole = {name: torch.from_numpy(x) for some in every for name, x in some.items()}
@@ -111,7 +111,7 @@ def union(worker, local):
 
 
 def assert_replicas_agree(critic):
-    """Ranks that hold the same part of a weight, or all of an uncut one, hold the same bits."""
+    """Ranks that hold the same part of a weight, or all of an unsharded one, hold the same bits."""
     for name, p in cm.named_weights(critic.modules):
         groups = [cm.groups_of(name)[1]]
         if cm.hf_names(name)[0] == "whole":
@@ -124,7 +124,7 @@ def assert_replicas_agree(critic):
 
 
 def noted_gradients(worker):
-    """A list, to which from now on every step adds the whole gradient before it is clipped."""
+    """A list to which every step from now on adds the whole gradient before clipping."""
     seen = []
     prepare = worker.critic.optimizer.prepare_grads
 
@@ -137,7 +137,7 @@ def noted_gradients(worker):
 
 
 def results_of(model, layout, folder):
-    """{(model, layout, case, rows, mode): result} of all cases of a layout."""
+    """{(model, layout, case, rows, mode): result} for all cases of a layout."""
     worker = cm.CriticWorker(cm.Config(model=str(folder / model), weight_decay=0.1, **fields_of(layout)))
     worker.init_model()
     critic, config = worker.critic, worker.config
@@ -146,7 +146,7 @@ def results_of(model, layout, folder):
     smallest = cm.check_budget(config, ROWS["ragged"].longest[0], "the longest row")
     ranks = common.WORLD_SIZE
     spread = range(common.RANK, 11, ranks)
-    cases = {  # case -> (rows, those of this rank, tokens of a micro-batch)
+    cases = {  # case -> (rows, this rank's rows, token budget)
         "budget 64": ("ragged", spread, 64),
         "one micro-batch": ("ragged", spread, 1000),
         "smallest budget": ("ragged", spread, smallest),
@@ -162,10 +162,10 @@ def results_of(model, layout, folder):
         changes = {"loss_agg_mode": mode, "ppo_max_token_len_per_gpu": budget, "response_length_limit": 50}
         worker.config = critic.config = dataclasses.replace(config, **changes)
         worker.set_budget(ROWS[rows].longest[0], "the longest row")
-        step = case == "budget 64"  # the others come first and leave the weights alone
+        step = case == "budget 64"  # the other cases come first and leave the weights unchanged
         critic.peak_lr = 1e-2 * step
         for optimizer in critic.optimizers:
-            optimizer.optimizer.state.clear()  # forget the moments of the case before
+            optimizer.optimizer.state.clear()  # forget the moments of the previous case
         batch = ROWS[rows].select(mine)
         values = worker.compute_values(batch)
         metrics = worker.update_critic(batch)
@@ -180,7 +180,7 @@ def results_of(model, layout, folder):
 
 
 def some_layouts(out, some):
-    """Saves the results of some of the layouts of this number of ranks."""
+    """Saves the results of some layouts of this number of ranks."""
     results = {}
     for model, layout in some:
         results |= results_of(model, layout, out / "models")
@@ -197,7 +197,7 @@ def save_models(folder):
 
 
 def on_ranks(name, *args):
-    """Calls one of these functions on a rank."""
+    """Calls one of these functions on this rank."""
     import megatron_layouts
 
     getattr(megatron_layouts, name)(*args)
@@ -208,5 +208,5 @@ if __name__ == "__main__":
     forked.run(1, on_ranks, "save_models", out / "models")
     for ranks in map(int, sys.argv[2:] or LAYOUTS):
         some = layouts(ranks)
-        for i in range(0, len(some), 6):  # a layout leaves process groups behind, which slow a process down
+        for i in range(0, len(some), 6):  # layouts leave process groups behind, which slow a process
             forked.run(ranks, on_ranks, "some_layouts", out, some[i : i + 6])

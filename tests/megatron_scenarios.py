@@ -1,8 +1,8 @@
-"""What takes several ranks of critic_megatron.py to try. Each scenario asserts, and prints "ok" at its end.
+"""Scenarios for critic_megatron.py that need several ranks. Each asserts, and prints "ok" at its end.
 
-    python tests/megatron_scenarios.py OUT_FOLDER [NAME...]        by default all
+    python tests/megatron_scenarios.py OUT_FOLDER [NAME...]        all of them by default
 
-Scenarios share OUT_FOLDER: four ranks resume a checkpoint that two ranks have saved.
+Scenarios share OUT_FOLDER: for example, four ranks resume a checkpoint of two ranks.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
-if __name__ != "__main__":  # the process that forks ranks must not have these: they read RANK when imported
+if __name__ != "__main__":  # not in the process that forks ranks: these read RANK on import
     import helpers
     from helpers import assert_rows_come_back, full_tensor, mine, random_batch, refused
     from megatron_layouts import computed, whole_of
@@ -40,7 +40,7 @@ PLACES = {**FOUR_LAYERS, "value_places": (0.2, 0.7)}
 MISTRAL = {"model": "tiny-mistral"}
 MISTRAL["override_config"] = '{"num_hidden_layers": 4, "sliding_window": null}'
 MOE = {"model": "tiny-qwen3-moe"}
-MIXTURES = {  # models without a preset, in folders of models/ -> what they add to tiny-qwen2
+MIXTURES = {  # models without a preset, saved in models/ -> changes to tiny-qwen2
     "mixtral": {"num_local_experts": 4},
     "qwen2-moe": {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
 }
@@ -48,12 +48,12 @@ BFLOAT16 = {"param_dtype": "bfloat16"}
 HL_GAUSS = {"value_head": "hl_gauss", "value_bins": 11, "value_range": (-3.0, 3.0)}
 BOUNDED = {"value_head": "bounded", "value_range": (-3.0, 3.0)}
 LR = 1e-3
-STEPS = 12  # of the schedule, which every rate depends on
+STEPS = 12  # of the whole schedule; every learning rate depends on it
 SCHEDULE = {"lr": LR, "lr_scheduler_type": "cosine", "lr_warmup_steps": 3, "ppo_mini_batch_size": 16}
 
 
 def make(**fields):
-    """A worker on some layout, of critic_fsdp.py if the fields have a strategy."""
+    """A worker of critic_fsdp.py if the fields have a strategy, else of critic_megatron.py."""
     script = critic_fsdp if "strategy" in fields else cm
     worker = script.CriticWorker(script.Config(**fields))
     worker.init_model(STEPS)
@@ -66,7 +66,7 @@ def rows(seed, n=16):
 
 
 def shards(worker):
-    """Copies of all that a step changes, as this rank holds it: weights, masters, moments and steps."""
+    """Copies of all state on this rank that a step changes: weights, masters, moments and step counts."""
     found = {}
     for i, module in enumerate(worker.critic.modules):
         found |= {f"{i} {name}": p for name, p in module.named_parameters()}
@@ -78,7 +78,7 @@ def shards(worker):
 
 
 def wholes(worker):
-    """kind -> name -> whole tensor of float32 weights and moments, the same on any layout (a collective)."""
+    """kind -> name -> whole tensor, of float32 weights and moments, on any layout (a collective)."""
     if isinstance(worker, cm.CriticWorker):
 
         def part(adam, p, kind):
@@ -94,7 +94,7 @@ def wholes(worker):
 
 
 def assert_same(ours, theirs, what):
-    """Two dicts of tensors are equal, bit for bit."""
+    """Asserts that two dicts of tensors are equal, bit for bit."""
     assert ours.keys() == theirs.keys(), what
     other = [n for n, x in ours.items() if not torch.equal(x, theirs[n])]
     assert not other, (what, other)
@@ -109,7 +109,7 @@ def of_critic(metrics):
 
 
 FSDP2 = {"strategy": "fsdp2"}
-SAVED = {  # name -> model, number of ranks and their layout where it begins, ranks -> layouts of Megatron
+SAVED = {  # name -> model, ranks and layout that save it, {ranks: Megatron layouts that resume it}
     "llama": ({"model": "tiny-llama", **PLACES}, 1, {"strategy": "none"}, {2: [{PP: 2, VPP: 2}]}),
     "qwen3, hl_gauss": ({"model": "tiny-qwen3", **HL_GAUSS}, 1, FSDP2, {2: [{TP: 2}, {CP: 2}]}),
     "qwen2, bounded": (BOUNDED, 2, FSDP2, {2: [{TP: 2}, {PP: 2}]}),
@@ -126,7 +126,7 @@ SAVED = {  # name -> model, number of ranks and their layout where it begins, ra
 
 
 def begin(folder):
-    """Updates of one step and of two, a checkpoint, two more updates; keeps what they came to."""
+    """An update of one step, one of two, a checkpoint, two more updates; stores the results."""
     for name, fields in MIXTURES.items() if common.WORLD_SIZE == 1 else ():
         fields = common.tiny_config("tiny-qwen2", 99) | {"model_type": name.replace("-", "_")} | fields
         config = transformers.AutoConfig.for_model(**fields)
@@ -153,20 +153,20 @@ def two_updates(worker):
 
 
 def resume(folder, name, layout, path):
-    """(worker that has taken a checkpoint, what was kept); state and counters are the same bit for bit. One
-    that has the checkpoint as its --model takes the weights alone."""
+    """(worker that loaded a checkpoint, stored results). State and counters are the same, bit for bit. With
+    the checkpoint as its --model, a worker loads only the weights."""
     fields, *_ = SAVED[name]
     expected = torch.load(folder / f"{name}.pt")
     warm = make(**SCHEDULE, **fields | {"model": str(folder / path)}, **layout)
     assert_same(wholes(warm)["weight"], expected["then"]["weight"], (name, layout))
     assert counters(warm)[:2] == [0, 0]
     worker = make(**SCHEDULE, **fields, **layout)
-    worker.update_critic(rows(9))  # must leave nothing behind
+    worker.update_critic(rows(9))  # loading must replace all of this
     worker.load_checkpoint(str(folder / path))
     for kind, whole in wholes(worker).items():
         assert_same(whole, expected["then"][kind], (name, layout, kind))
     assert counters(worker) == expected["counters"], (name, layout)
-    if "param_dtype" in fields:  # what computes is the float32 weight, rounded; the head is not
+    if "param_dtype" in fields:  # forwards use the float32 weights, rounded, except for the head
         weights = expected["then"]["weight"]
         rounded = {n: x if "score" in n else x.bfloat16().float() for n, x in weights.items()}
         assert_same(computed(worker), rounded, (name, layout))
@@ -174,7 +174,7 @@ def resume(folder, name, layout, path):
 
 
 def go_on(worker, expected, what, exact):
-    """Two more updates make the same, bit for bit or but for rounding."""
+    """Two more updates give the same results, bit for bit or up to rounding."""
     metrics = two_updates(worker)
     after = wholes(worker)
     if not exact:
@@ -185,7 +185,7 @@ def go_on(worker, expected, what, exact):
 
 
 def megatron_goes_on(folder):
-    """From all of them, on any layout of this number of ranks, on the one that began it bit for bit."""
+    """Resumes all of SAVED on every layout of this number of ranks, bit for bit on the original layout."""
     for name, (fields, ranks, home, layouts) in SAVED.items():
         for i, layout in enumerate(layouts.get(common.WORLD_SIZE, ())):
             worker, expected = resume(folder, name, layout, name)
@@ -199,8 +199,8 @@ def megatron_goes_on(folder):
 
 
 def fsdp_takes_back(folder):
-    """critic_fsdp.py goes on from what critic_megatron.py saved. On the number of ranks that it began with it
-    does so as if it had never been away, bit for bit."""
+    """critic_fsdp.py continues from checkpoints of critic_megatron.py. On the original number of ranks the
+    results are those of a run without the detour, bit for bit."""
     for name, (_, ranks, home, layouts) in SAVED.items():
         if "strategy" not in home:
             continue
@@ -215,7 +215,7 @@ def agree(metrics, after, expected, what):
 
     AdamW divides a gradient by its size over time. Layouts differ by rounding, 1e-6 of a tensor's largest
     gradient. Where a gradient is at least 1e-3 of that, each of 2 steps differs by at most 1e-3 of the rate.
-    Where it is next to nothing AdamW divides rounding by rounding: a step is at most the rate, either way.
+    Where it is almost 0, AdamW divides rounding errors by each other: a step is at most the rate, up or down.
     """
     for ours, theirs in zip(metrics, expected["metrics"], strict=True):
         for key, x in theirs.items():
@@ -233,7 +233,7 @@ def agree(metrics, after, expected, what):
 
 
 def a_checkpoint_that_is_saved_again_is_the_same(folder):
-    """It was loaded and saved at once, before any step; so is one of no step at all."""
+    """Also if it is saved right after loading, and if no step was taken at all."""
     name = "moe, bfloat16"
     worker, _ = resume(folder, name, {EP: 2}, name)
     worker.save_checkpoint(folder / "again")
@@ -241,13 +241,13 @@ def a_checkpoint_that_is_saved_again_is_the_same(folder):
     go_on(other, expected, name, exact=True)
     fresh = make(**SCHEDULE, **BFLOAT16, **MOE, **{EP: 2})
     fresh.save_checkpoint(folder / "fresh")
-    other.load_checkpoint(str(folder / "fresh"))  # it forgets its moments
+    other.load_checkpoint(str(folder / "fresh"))  # its moments are replaced by none
     assert of_critic(other.update_critic(rows(0))) == of_critic(fresh.update_critic(rows(0)))
     assert_same(shards(other), shards(fresh), name)
 
 
 def damage_is_refused(folder):
-    """Either critic names a checkpoint of another model, or damaged as its manifest does not show."""
+    """Both critics refuse checkpoints of another model, and damage that the manifest does not show."""
     path = folder / "damaged"
     here = (make(**MOE, **{EP: 2}), make(**MOE, **FSDP2))
     for writer in here:
@@ -269,7 +269,7 @@ def damage_is_refused(folder):
 
 
 def damages(files, scratch):
-    """name -> (files changed, words of the line of Megatron and of FSDP, or of both). Empty files go."""
+    """name -> (changed files, words of Megatron's and FSDP's errors, or of both). Empty files are removed."""
     _, shard = sorted(name for name in files if name.startswith("shard-"))
     content = files[shard]
     scratch.write_bytes(content)
@@ -295,17 +295,17 @@ def damages(files, scratch):
 
 
 def offload_changes_nothing(folder):
-    """Off the device and back between updates, twice for good measure: the same weights bit for bit.
+    """Offloading and onloading between updates, each twice, gives the same weights bit for bit.
 
-    Gradients are not kept, so this fills them with NaN after the return: an update must not read them. At the
-    end .to() moves into shared memory, which stands for the host's, and no other large tensor remains."""
+    Gradients are not kept, so this fills them with NaN after onload: an update must not read them. At the
+    end .to() copies to shared memory, as a stand-in for the host, and no other large tensor may remain."""
     for fields in ({TP: 2}, {EP: 2, **BFLOAT16, **MOE}):
         stays = make(**fields)
         expected = [of_critic(stays.update_critic(rows(seed))) for seed in range(3)]
         state = shards(stays)
         values = stays.compute_values(rows(0))
         gc.collect()
-        gc.freeze()  # what lives so far is not looked at below
+        gc.freeze()  # ignore existing objects below
         moves = make(**fields)
         for seed in range(3):
             assert of_critic(moves.update_critic(rows(seed))) == expected[seed], fields
@@ -335,7 +335,7 @@ def offload_changes_nothing(folder):
 
 
 def an_automatic_budget_fills_the_memory(folder):
-    """On one rank; and on two stages, of which the first holds what two micro-batches save."""
+    """On one rank, and on two stages, of which the first holds the activations of two micro-batches."""
     layout = {1: {}, 2: {PP: 2}}[common.WORLD_SIZE]
     auto = make(ppo_max_token_len_per_gpu="auto:0.03", **layout)
     metrics = auto.update_critic(rows(3))
@@ -343,7 +343,7 @@ def an_automatic_budget_fills_the_memory(folder):
         assert name.startswith("perf/") or math.isclose(metrics[name], x, rel_tol=1e-6), (name, x)
     full = common.concat([common.Batch.blank(40)] * (auto.critic.max_tokens // 40))
     micro = lambda: auto.critic.micro_batch(full, range(len(full)))
-    auto.critic.forward_backward([micro()])  # makes what stays
+    auto.critic.forward_backward([micro()])  # creates what stays allocated
     peak = helpers.peak_bytes(lambda: auto.critic.forward_backward([micro()] * 4))
     weights = sum(p.numel() for p in auto.critic.modules[0].parameters())
     held = torch.tensor(peak + 16.0 * weights)  # weights, gradients and both moments in float32
@@ -352,8 +352,8 @@ def an_automatic_budget_fills_the_memory(folder):
 
 
 def what_is_not_finite_skips_the_step(folder):
-    """Whether a return is NaN, the loss overflows, or one number of a gradient is wrong on one rank: no rank
-    steps, and the schedule stays. The next mini-batch is stepped as if the one before had never been."""
+    """If a return is NaN, the loss overflows, or one number of a gradient is not finite on one rank, no rank
+    steps and the schedule does not advance. The next mini-batch is unaffected by the one before."""
     for name, fields in {"tp 2": {TP: 2}, "pp 2": {PP: 2}, "dp 2": {}, "ep 2": {EP: 2, **MOE}}.items():
         options = {**SCHEDULE, "ppo_mini_batch_size": 8, "shuffle": False, **fields}
         worker = make(**options)
@@ -383,7 +383,7 @@ def what_is_not_finite_skips_the_step(folder):
 
 
 def spoiling_schedule(critic, number):
-    """Puts the number into a gradient that only rank 1 has: of its last expert, or of its last MLP."""
+    """Writes the number into a gradient that only rank 1 has, that of its last expert or MLP."""
     schedule = critic.run_schedule
 
     def spoiling(*args):
@@ -398,14 +398,14 @@ def spoiling_schedule(critic, number):
 
 
 def a_padding_token_may_count_from_the_end(folder):
-    """As transformers has it: the last row of the embedding, which rank 1 has."""
+    """As in transformers, -1 is the last row of the embedding, which rank 1 holds."""
     workers = [make(override_config=json.dumps({"pad_token_id": pad}), **{TP: 2}) for pad in (-1, 98)]
     first, second = (worker.critic.padding_row for worker in workers)
     assert first == second and (first is None) == (common.RANK == 0)
 
 
 def sizes_that_do_not_divide_are_named(folder):
-    """Megatron's own words, in one line that begins with the flag."""
+    """Errors are Megatron's own words, in one line that begins with the flag."""
     for changes, fields, words in (
         ({"num_attention_heads": 3, "num_key_value_heads": 3}, {TP: 2}, "num_attention_heads (3)"),
         ({"intermediate_size": 33}, {TP: 2}, "33 is not divisible by 2"),
@@ -424,7 +424,7 @@ def sizes_that_do_not_divide_are_named(folder):
 
 
 def bfloat16_learns_alike_on_every_layout(folder):
-    """Losses of three updates are one rank's but for rounding: wrong weights after a step would show."""
+    """Losses of three updates equal those of one rank up to rounding; wrong weights would show."""
     layouts = {
         "dense": {1: [{}], 2: [{}, {TP: 2}, {PP: 2, VPP: 2}], 4: []},
         "mixture": {1: [{}], 2: [{EP: 2}], 4: [{PP: 2, VPP: 2, EP: 2}, {PP: 2, VPP: 2}]},
@@ -436,13 +436,13 @@ def bfloat16_learns_alike_on_every_layout(folder):
             if common.WORLD_SIZE == 1:
                 (folder / f"{name}.json").write_text(json.dumps(losses))
             expected = json.loads((folder / f"{name}.json").read_text())
-            assert max(expected) > 1.5 * min(expected), expected  # it does move
+            assert max(expected) > 1.5 * min(expected), expected  # the loss does change
             for ours, theirs in zip(losses, expected, strict=True):
                 assert math.isclose(ours, theirs, rel_tol=5e-2), (name, layout, losses, expected)
 
 
 def bfloat16_keeps_master_weights(folder):
-    """The head and the masters are float32, exactly as drawn; steps too small for bfloat16 add up in them."""
+    """Head and master weights are float32, exactly as drawn, and sum up steps too small for bfloat16."""
     for fields in ({TP: 2}, {EP: 2, **MOE}):
         half, full = make(lr=1e-6, **BFLOAT16, **fields), make(lr=1e-6, **fields)
         start = wholes(half)["weight"]
@@ -459,7 +459,7 @@ def bfloat16_keeps_master_weights(folder):
         body = [n for n in start if "score" not in n]
         moved = torch.cat([(after[n] - start[n]).abs().flatten() for n in body])
         changed = torch.cat([(now[n] != before[n]).flatten() for n in body]).float().mean()
-        # rows of the embedding whose token does not occur only decay, by 1e-8 of themselves a step
+        # embeddings of tokens that do not occur only decay, by a factor of 1 - 1e-8 a step
         assert moved.median() > 1e-6 and changed < 0.1, (fields, moved.median(), changed)
         assert half.critic.modules[-1].output_layer.weight.dtype == torch.float32
         assert (now["score.weight"] != before["score.weight"]).all(), fields
@@ -470,7 +470,7 @@ def rows_come_back_in_the_callers_order(folder):
         assert_rows_come_back(make(ppo_max_token_len_per_gpu=100, **fields), random_batch(13))
 
 
-EXPORTS = {  # ranks -> name of the folder -> Config fields; 99 characters do not go evenly over 2 ranks
+EXPORTS = {  # ranks -> folder -> Config fields; the 99 token ids do not divide evenly over 2 ranks
     2: {
         "mixtral": {EP: 2, "model": "models/mixtral"},
         "qwen2-moe": {EP: 2, "model": "models/qwen2-moe"},
@@ -482,7 +482,7 @@ EXPORTS = {  # ranks -> name of the folder -> Config fields; 99 characters do no
 
 
 def export(folder):
-    """A trained model as a Hugging Face folder: plain transformers loads it and computes the same values."""
+    """Plain transformers loads a trained model's Hugging Face folder and computes the same values."""
     for name, fields in EXPORTS[common.WORLD_SIZE].items():
         worker = make(lr=1e-2, **fields)
         worker.update_critic(rows(0))
@@ -495,7 +495,7 @@ def export(folder):
 
 
 def check_export(path, batch, values, config):
-    """transformers finds all of it and nothing else; one sequence after another."""
+    """transformers finds all weights and no others, and computes the values one sequence at a time."""
     kind = transformers.AutoModelForTokenClassification
     model, info = kind.from_pretrained(path, output_loading_info=True, dtype=torch.float32)
     assert not any(info.values()), (path, info)
@@ -509,12 +509,12 @@ def check_export(path, batch, values, config):
 
 
 def exports_load_elsewhere(folder):
-    """The folders as --model of this critic on another layout; on one rank of critic_fsdp.py too."""
+    """Exports work as --model of this critic on other layouts, and of critic_fsdp.py on one rank."""
     names = ["mixtral", "tp 2 pp 2"]
     layouts = [{TP: 2}]
     if common.WORLD_SIZE == 1:
         names = [name for some in EXPORTS.values() for name in some]
-        layouts = [FSDP2, {}]  # in this order, because Megatron's stand-ins for CUDA stay
+        layouts = [FSDP2, {}]  # in this order, because Megatron's CUDA replacements stay
     for layout, name in itertools.product(layouts, names):
         head = HL_GAUSS if name == "hl_gauss" else {}
         worker = make(model=str(folder / "hf" / name), **head, **layout)
@@ -523,7 +523,7 @@ def exports_load_elsewhere(folder):
         torch.testing.assert_close(values, torch.load(folder / f"values of {name}.pt"), rtol=1e-5, atol=1e-5)
 
 
-LAUNCHES = [  # ranks and scenarios, in this order: some read what others before them leave in the folder
+LAUNCHES = [  # ranks and scenarios; the order matters: some read what earlier ones leave in the folder
     (1, [bfloat16_learns_alike_on_every_layout, an_automatic_budget_fills_the_memory, begin]),
     (2, [begin, megatron_goes_on]),
     (2, [fsdp_takes_back, a_checkpoint_that_is_saved_again_is_the_same, damage_is_refused]),
@@ -539,10 +539,10 @@ NAMES = [f"{scenario.__name__} on {ranks}" for ranks, some in LAUNCHES for scena
 
 
 def launch(folder, names):
-    """On every rank: some scenarios, one after another."""
+    """Runs some scenarios on this rank, one after another."""
     import megatron_scenarios
 
-    os.chdir(folder)  # where the folders of models are
+    os.chdir(folder)  # it holds models/
     for name in names:
         getattr(megatron_scenarios, name)(pathlib.Path(folder))
         dist.barrier()
@@ -550,7 +550,7 @@ def launch(folder, names):
 
 
 if __name__ == "__main__":
-    import pytest  # noqa: F401  # here, so that no rank has to
+    import pytest  # noqa: F401  # once, before the ranks are forked
 
     folder, *chosen = sys.argv[1:]
     folder = os.path.abspath(folder)

@@ -1,17 +1,17 @@
 """A CUDA device made of host memory: after install(), torch.zeros(3, device="cuda") works on a CPU build.
 
-A tensor of the device is a plain torch.Tensor whose storage says cuda:0 and whose bytes lie on the host. As
-torch finds no CUDA kernel for it, it calls `kernel`, below autograd like one for CUDA, which refuses what a
-device refuses, computes on the CPU, and makes a tensor of the device of the result. A script sees:
+A device tensor is a plain torch.Tensor whose storage says cuda:0 and whose bytes are in host memory. As there
+is no CUDA kernel for it, torch calls `kernel`, below autograd like a real one. It refuses what a device
+refuses, computes on the CPU and turns the result into a device tensor. What a script sees:
 
-    host tensors, or a host generator, next to tensors of the device are an error, and so is freed memory
-    memory that nothing has written yet is NaN
-    a non-blocking copy to pinned memory arrives when the host waits; until then there is NaN
+    mixing device tensors with host tensors or a host generator is an error, and so is using freed memory
+    memory that has not been written yet is NaN
+    a non-blocking copy to pinned memory arrives when the host waits; until then the memory is NaN
     WAITS counts where the host waits for the device: (what, line of a script) -> times
 
-A process has one device with one stream; collectives go over gloo. It shows nothing of speed, of the order of
-several streams, of real kernels, or of NCCL. Places in tables of C++ methods are those of torch 2.13. Where
-there is a GPU, install() pretends nothing: the same names then tell what happens on that GPU.
+A process has one device with one stream; collectives use gloo. It shows nothing about speed, the order of
+several streams, real kernels, or NCCL. Indices into tables of C++ methods are those of torch 2.13. On a real
+GPU install() pretends nothing; the same names then report what happens on that GPU.
 """
 
 import collections
@@ -38,16 +38,16 @@ HERE = (torch.__version__[:5], sys.platform, platform.machine())
 RUNS_HERE = HERE == ("2.13.", "linux", "x86_64")
 REASON = "the pretended device knows the inside of torch 2.13 on Linux, x86-64"
 HOST = torch.device("cpu")
-MEMORY = 2**28  # bytes that the device has
+MEMORY = 2**28  # bytes of the device
 RANDOM = torch.Generator()  # of the device
 WAITS = collections.Counter()
-used = {"now": 0, "peak": 0}  # bytes of the device
-late = []  # copies to pinned memory that are under way: (target, what it will hold)
+used = {"now": 0, "peak": 0}  # bytes in use on the device
+late = []  # copies to pinned memory that have not arrived: (target, future content)
 pinned = set()  # addresses of pinned memory
-THREADS = set()  # that have chosen their device: each begins with the first one
-freed = set()  # storages of the device that were resized to 0
-works = []  # what is sent and received, and its tensors
-kept = []  # what C++ points to, and registrations
+THREADS = set()  # threads that have chosen their device; each begins with the first one
+freed = set()  # device storages that were resized to 0
+works = []  # sends and receives in flight, and their tensors
+kept = []  # keeps alive registrations, and objects that C++ points to
 nbytes, resize = torch.UntypedStorage.nbytes, torch.UntypedStorage.resize_
 pointer = ctypes.pythonapi.PyCapsule_GetPointer
 pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -59,7 +59,7 @@ def use(size):
 
 
 def allocated(*_):
-    """Bytes of the device that tensors have, without those whose sending has ended."""
+    """Bytes of the device that tensors use, without those of finished sends."""
     if REAL:
         return torch.cuda.memory_allocated()
     works[:] = [work for work in works if not work[0].is_completed()]
@@ -71,7 +71,7 @@ def address(x):
 
 
 def to_device(host):
-    """A host tensor's memory as a tensor of the device."""
+    """A device tensor on the memory of a host tensor."""
     use(nbytes(host.untyped_storage()))
     weakref.finalize(host, use, -nbytes(host.untyped_storage()))  # it lives as long as the storage made here
     capsule = torch.utils.dlpack.to_dlpack(host)
@@ -82,7 +82,7 @@ def to_device(host):
 
 
 def to_host(x):
-    """A tensor of the device as a host tensor of the same memory."""
+    """A host tensor on the memory of a device tensor."""
     storage = x.untyped_storage()
     if storage._cdata in freed and x.numel():
         raise RuntimeError(f"the memory of {tuple(x.shape)} {x.dtype} was freed")
@@ -91,7 +91,7 @@ def to_host(x):
 
 
 def view(x, like):
-    """A view of x's storage with the type, shape and place of a host tensor."""
+    """A view of x's storage with the dtype, shape, strides and offset of a host tensor."""
     out = x.detach()
     if x.dtype != like.dtype:
         out = out.as_strided_((nbytes(x.untyped_storage()) // x.itemsize,), (1,), 0).view(like.dtype)
@@ -99,14 +99,14 @@ def view(x, like):
 
 
 def unwritten(x):
-    """x with what lies in memory that nothing has written."""
+    """Fills x with the content of unwritten memory: NaN, or 2**29 in integers."""
     if x.is_floating_point():
         return x.fill_(torch.nan)
     return x.fill_(2**29) if x.dtype in (torch.int32, torch.int64) else x
 
 
 def wait(what):
-    """The host waits for the device here, so copies arrive."""
+    """Counts a wait of the host for the device; copies arrive."""
     frame = sys._getframe()
     while frame and (frame.f_code.co_filename == __file__ or "/lib/" in frame.f_code.co_filename):
         frame = frame.f_back
@@ -116,7 +116,7 @@ def wait(what):
 
 
 def arrive(place=None):
-    """Copies arrive, or only those to this place in pinned memory, which the device is about to read."""
+    """Completes copies, or only those to this place in pinned memory, which the device is about to read."""
     for pair in [pair for pair in late if place in (None, address(pair[0]))]:
         late[:] = [other for other in late if other is not pair]
         pair[0].copy_(pair[1])
@@ -129,13 +129,13 @@ def pin(x):
 
 
 def pinning(make):
-    """A factory of torch that takes pin_memory."""
+    """A tensor factory of torch with a pin_memory argument."""
     return lambda *x, pin_memory=False, **y: pin(make(*x, **y)) if pin_memory else make(*x, **y)
 
 
 # ---- Operations --------------------------------------------------------------------------------------------
 
-# operations whose result the host has to know; those that take indices; those that take numbers of the host
+# operations whose result the host must know; with indices; that accept numbers (0-dim tensors) on the host
 ASKS = (
     "_local_scalar_dense",
     "nonzero",
@@ -150,7 +150,7 @@ NUMBERS = ("_foreach", "_fused", "index_put", "_index_put", "fill_", "masked_fil
 
 
 def kernel(op, *args, **kwargs):
-    """Any operation that is not written out below."""
+    """Runs any operation that is not written out below."""
     name = op._schema.name.removeprefix("aten::")
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     indices = [x for x in args[1] if x is not None] if name in INDEXES and args[0].is_cuda else []
@@ -175,8 +175,8 @@ def kernel(op, *args, **kwargs):
     named |= {a.name: RANDOM for a in op._schema.arguments if a.name == "generator"}
     kinds = zip(op._schema.arguments, args, strict=False)
     if any(str(a.type) == "Tensor" and isinstance(x, int | float) for a, x in kinds):
-        op = op.overloadpacket  # which takes numbers for tensors
-    if name == "histc":  # which CUDA has for integers too
+        op = op.overloadpacket  # it accepts numbers as tensors
+    if name == "histc":  # CUDA has it for integers, too
         out = op(given[0].float(), *given[1:], **named).to(args[0].dtype)
     else:
         out = op(*given, **named)
@@ -225,7 +225,7 @@ def to_copy(
 
 
 def set_(x, source, offset=0, size=None, stride=None):
-    """x.set_(tensor), and x.set_(storage ...), which then has a second storage of the same memory."""
+    """x.set_(tensor), and x.set_(storage ...), for which x gets a second storage on the same memory."""
     if isinstance(source, torch.Tensor):
         x.data = view(source, to_host(source))
         return x
@@ -239,7 +239,7 @@ def set_(x, source, offset=0, size=None, stride=None):
 
 
 def storage_resize(storage, size):
-    """To 0 and back, as FSDP frees memory."""
+    """Resizes to 0 and back, as FSDP does to free memory."""
     if not storage.is_cuda:
         return resize(storage, size)
     whole, it = nbytes(storage), storage._cdata
@@ -252,14 +252,14 @@ def storage_resize(storage, size):
 
 
 def sdpa(q, k, v, mask=None, dropout=0.0, causal=False, *, scale=None, enable_gqa=False):
-    written_out = torch.ops.aten._scaled_dot_product_attention_math  # which adds its mask
+    written_out = torch.ops.aten._scaled_dot_product_attention_math  # it adds the mask to the scores
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     return written_out(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa)[0]
 
 
 def flash(grad, q, k, v, cu_q, cu_k, longest_q, longest_k, causal, scale, left, right):
-    """Attention of packed rows (T,H,D), queries the last of theirs -> [out, logsumexp], or the gradients."""
+    """Attention of packed rows (T,H,D), aligned at the end -> [out, logsumexp], or the gradients."""
     assert q.dtype == k.dtype == v.dtype == torch.bfloat16 and cu_q.dtype == cu_k.dtype == torch.int32
     assert q.shape[-1] % 8 == 0 and all(x.is_cuda and x.stride(-1) == 1 for x in (q, k, v, cu_q, cu_k))
     assert isinstance(longest_q, int) and isinstance(longest_k, int) and (causal or right == 0)
@@ -269,7 +269,7 @@ def flash(grad, q, k, v, cu_q, cu_k, longest_q, longest_k, causal, scale, left, 
         (row := torch.searchsorted(cu[1:], place := torch.arange(cu[-1]), right=True), cu[1:][row] - place)
         for cu in (cu_q, cu_k)
     )
-    back = to_end_k - to_end_q[:, None]  # how far a key lies behind a query
+    back = to_end_k - to_end_q[:, None]  # distance from a query back to a key
     seen = (row_q[:, None] == row_k) & (back >= 0) & ((back <= left) | (left is None or left < 0))
     groups = q.shape[1] // k.shape[1]
     q_, k_, v_ = (x.transpose(0, 1).float() for x in (q, k, v))
@@ -298,7 +298,7 @@ def flash_backward(*args, scale=None, window_size_left=None, window_size_right=N
 
 
 def collective(op):
-    """A collective by gloo, which sees the same memory. Who sends does not wait for who receives."""
+    """A collective by gloo on the same memory. A sender does not wait for the receiver."""
 
     def call(*args):
         allocated()
@@ -318,7 +318,7 @@ def collective(op):
 
 
 class Nccl(dist.ProcessGroupGloo):
-    """What groups have for the device."""
+    """The process groups' backend for the device."""
 
     Options = types.SimpleNamespace
 
@@ -348,7 +348,7 @@ class Stream:
 
 
 def answering(thing, answers):
-    """A C++ object's table of methods, some of which (by number) return a constant instead."""
+    """Address of a copy of a C++ object's method table; some methods in it (by index) return a constant."""
     table = ctypes.c_void_p.from_address(thing).value
     table = (ctypes.c_void_p * 60)(*(ctypes.c_void_p * 60).from_address(table))
     code = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
@@ -360,8 +360,8 @@ def answering(thing, answers):
 
 
 def believe():
-    """Tells torch's C++ that there is CUDA. A "device guard" says which device and stream are current (a CPU
-    build has none for CUDA; Meta's is changed), and "hooks" say what there is."""
+    """Tells torch's C++ that there is CUDA. A "device guard" knows the current device and stream (a CPU build
+    has none for CUDA, so this changes a copy of Meta's), and "hooks" say what there is."""
     library = lambda name: ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", name))
     guards = (ctypes.c_void_p * 20).in_dll(library("libc10.so"), "_ZN3c104impl26device_guard_impl_registryE")
     ones, zeros = dict.fromkeys((0, 1, 2, *range(5, 10), 14, 15), 1), dict.fromkeys((11, 12, 13), 0)
@@ -376,7 +376,7 @@ def believe():
 
 
 def watch():
-    """Notes what the pretended device would, of a GPU: torch warns wherever the host waits for it."""
+    """On a real GPU, counts waits like the pretended device, from torch's warnings about synchronization."""
 
     def warned(message, *rest, **more):
         if "synchronizing CUDA operation" in str(message):
@@ -384,14 +384,14 @@ def watch():
 
     warnings.simplefilter("always")
     warnings.showwarning = warned
-    torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # cuBLAS takes its memory
+    torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # cuBLAS allocates its workspace
     torch.cuda.set_sync_debug_mode("warn")
     choose = torch.cuda.set_device
     torch.cuda.set_device = lambda x: choose(x) or THREADS.add(threading.get_ident())
 
 
 def install():
-    """From now on this process has a CUDA device. It must not have asked for LOCAL_RANK before."""
+    """From now on this process has a CUDA device. Call it before anything reads LOCAL_RANK."""
     if REAL:
         return watch()
     os.environ["LOCAL_RANK"] = "0"
@@ -401,7 +401,7 @@ def install():
     own = {"copy_": copy_, "_to_copy": to_copy, "scaled_dot_product_attention": sdpa}
     own |= {"_flash_attention_forward": flash_forward, "_flash_attention_backward": flash_backward}
     own |= {f"set_.source_{x}": set_ for x in ("Storage", "Storage_storage_offset", "Tensor")}
-    with warnings.catch_warnings(action="ignore"):  # that kernels are replaced
+    with warnings.catch_warnings(action="ignore"):  # warnings about replaced kernels
         libraries[1].fallback(kernel, "CUDA")
         for name, function in own.items():
             aten.impl(name, function, "CUDA")
@@ -417,7 +417,7 @@ def install():
     storage.resize_, tensor.record_stream = storage_resize, lambda *_: None
     tensor.pin_memory = lambda x, *_: x if x.is_pinned() else pin(x.detach().clone())
     tensor.is_pinned = lambda x, *_: address(x) in pinned
-    torch.utils._device._device_constructors()  # `with device:` looks for these functions as they were
+    torch.utils._device._device_constructors()  # `with device:` needs the original functions
     for name in ("empty", "empty_like", "zeros", "zeros_like"):
         setattr(torch, name, pinning(getattr(torch, name)))
     says = {  # what functions of torch.cuda and torch.accelerator return
@@ -441,4 +441,4 @@ def install():
         for name, x in answers.items():
             if hasattr(module, name):
                 setattr(module, name, x)
-    torch._dynamo.config.disable = True  # there is no compiler
+    torch._dynamo.config.disable = True  # there is no compiler for it

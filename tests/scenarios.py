@@ -1,4 +1,4 @@
-"""What takes several ranks of critic_fsdp.py. Each scenario asserts, and prints "ok" and its name at its end.
+"""Scenarios for critic_fsdp.py that need several ranks. Each asserts, and prints "ok" and its name.
 
 torchrun --nproc-per-node 2 tests/scenarios.py NAME[,NAME...] ARGUMENTS...
 """
@@ -58,7 +58,7 @@ def not_finite_on_one_rank():
 
 def a_weight_may_be_used_on_one_rank_alone():
     """Each rank sends its tokens to one of two experts. Gradients are those of a plain loop over the rank's
-    rows, all-reduced by hand; an expert that no rank uses decays all the same."""
+    rows, all-reduced by hand; an expert that no rank uses still decays."""
     mlp = modeling_qwen2.Qwen2MLP
     expert = 0
 
@@ -90,7 +90,7 @@ def a_weight_may_be_used_on_one_rank_alone():
             dist.all_reduce(p.grad)
             torch.testing.assert_close(gradients[0][name], p.grad, rtol=1e-4, atol=1e-6, msg=what)
             if ".experts.1." in name and 1 not in of_rank:
-                decayed = p.detach() * (1 - 0.1 / 3 * 0.5)  # the first of three steps of warm-up
+                decayed = p.detach() * (1 - 0.1 / 3 * 0.5)  # the first of three warm-up steps
                 torch.testing.assert_close(after[name], decayed, msg=what)
             else:
                 assert p.grad.any() and not torch.equal(after[name], p), what
@@ -98,7 +98,7 @@ def a_weight_may_be_used_on_one_rank_alone():
 
 
 def save_and_go_on(folder):
-    """Two updates, a checkpoint of every layout, two more updates -> their metrics and weights next to it."""
+    """Two updates, a checkpoint of every layout, two more updates; stores their metrics and weights, too."""
     batches = [mine(random_batch(8, seed, vocab_size=60)) for seed in range(4)]
     for name, fields in LAYOUTS.items():
         worker = make(ppo_max_token_len_per_gpu=100, **fields)
@@ -112,11 +112,11 @@ def save_and_go_on(folder):
 
 
 def resume_and_go_on(folder):
-    """The same from the checkpoints of two ranks, on every layout of this world size. It is equal bit for
-    bit on two ranks with the same layout, whatever moves or recomputes there."""
+    """Continues from the checkpoints of two ranks on every layout of this world size. On two ranks with the
+    same layout the result is the same bit for bit, also with offloading or recomputing."""
     batches = [mine(random_batch(8, seed, vocab_size=60)) for seed in (2, 3)]
     fitting = [fields for fields in LAYOUTS.values() if WORLD_SIZE % fields.get("ulysses_size", 1) == 0]
-    runs = [(fields, "fsdp1", False) for fields in fitting]  # how it goes on, what was saved, bit for bit
+    runs = [(fields, "fsdp1", False) for fields in fitting]  # new layout, saved layout, exact
     if WORLD_SIZE == 4:
         runs.append(({"fsdp_size": 2}, "fsdp1", False))
     elif WORLD_SIZE == 2:
@@ -127,7 +127,7 @@ def resume_and_go_on(folder):
         runs.append(({"offload_policy": True}, "fsdp2", True))
     for fields, saved, exact in runs:
         worker = make(ppo_max_token_len_per_gpu=100, **fields)
-        worker.compute_values(batches[0])  # it must let go of gathered weights
+        worker.compute_values(batches[0])  # loading must free the gathered weights
         worker.load_checkpoint(f"{folder}/{saved}")
         expected_metrics, expected_weights = torch.load(f"{folder}/{saved}.pt", weights_only=True)
         for batch, expected in zip(batches, expected_metrics, strict=True):
@@ -142,7 +142,7 @@ def resume_and_go_on(folder):
 
 
 def whitening_is_over_all_ranks():
-    """masked_whiten of the ranks' parts is the formula over the whole."""
+    """masked_whiten on the ranks' parts equals the formula over the whole."""
     batch = random_batch(16)
     mask = batch.response_mask
     x = torch.where(mask, 5 + RANK * batch.returns, math.nan)  # moments differ by rank; NaN does not count
@@ -153,7 +153,7 @@ def whitening_is_over_all_ranks():
 
 
 def gradients_of_bfloat16_are_reduced_in_float32():
-    """What goes over the wire is float32 for gradients, bfloat16 for gathered weights."""
+    """Ranks send gradients in float32 and gathered weights in bfloat16."""
     names = "all_reduce reduce_scatter_tensor reduce_scatter_single "
     names += "all_gather all_gather_into_tensor all_gather_single"
     for layout, fields in LAYOUTS.items():
@@ -188,7 +188,7 @@ def gathered_weights_are_let_go():
 
 
 def the_plan_is_what_a_rank_holds():
-    """--plan's weights, gradients and optimizer state against the bytes of this rank's own tensors."""
+    """--plan's weights, gradients and optimizer state equal the bytes of the ranks' own tensors."""
     local = lambda x: (x.to_local() if isinstance(x, DTensor) else x).nbytes
     for layout, fields in LAYOUTS.items():
         with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -196,7 +196,7 @@ def the_plan_is_what_a_rank_holds():
         text = common.of_all_ranks(said.getvalue())[0]
         found = re.findall(r"(\w+) .* = ([\d,]+) x (\d) bytes / (\d) shards", text)
         planned = {name: int(n.replace(",", "")) * int(size) / int(k) for name, n, size, k in found}
-        del planned["gathered"]  # only while a layer runs
+        del planned["gathered"]  # exists only while a layer runs
         worker = make(**fields)
         optimizer = worker.critic.optimizer
         optimizer.zero_grad = lambda: None
@@ -205,7 +205,7 @@ def the_plan_is_what_a_rank_holds():
         gradients = [p.grad for p in worker.critic.parameters if p.grad is not None]
         parts = {"weights": worker.critic.parameters, "gradients": gradients, "optimizer": state}
         assert parts.keys() == planned.keys()
-        for part, tensors in parts.items():  # ranks' shares differ a little, by what does not divide
+        for part, tensors in parts.items():  # shares differ slightly, where sizes do not divide
             mean = sum(common.of_all_ranks(sum(map(local, tensors)))) / WORLD_SIZE
             assert math.isclose(mean, planned[part], rel_tol=1e-3), (layout, part, mean, planned[part])
 
@@ -220,7 +220,7 @@ VARIANTS = {
 
 
 def one_gradient(model, folder=None, **fields):
-    """Weights, values, metrics and the gradient of one mini-batch; folder: a checkpoint to start from."""
+    """(worker, weights, values, metrics and gradient of one mini-batch). folder: a checkpoint to load."""
     options = {"ppo_mini_batch_size": 256, "lr_warmup_steps": 0, "lr": 0.01, "ppo_max_token_len_per_gpu": 60}
     worker = make(model=str(model), **{**options, **fields})
     if folder:
@@ -236,7 +236,7 @@ def one_gradient(model, folder=None, **fields):
 
 
 def heads_and_adapters(model, folder, out):
-    """What every layout makes of every variant from a checkpoint of one rank -> out; saves checkpoints."""
+    """Runs every variant on every layout from a checkpoint of one rank; saves the results and checkpoints."""
     results = {}
     folder = pathlib.Path(folder)
     for variant in VARIANTS:
@@ -249,7 +249,7 @@ def heads_and_adapters(model, folder, out):
 
 
 def images_on_every_layout(out, model, *others):
-    """What layouts make of rows with images. Models differ in how the output of their tower is sliced."""
+    """Saves results of layouts on rows with images. Models differ in how the tower's output is sliced."""
     from test_vision import LAYOUTS, norms_of, results_of
 
     some = ("fsdp1", "ulysses", "ulysses, frozen")
@@ -260,7 +260,7 @@ def images_on_every_layout(out, model, *others):
 
 
 def bad_input_ends_every_rank(folder):
-    """Every bad row and impossible flag is refused on all ranks alike, before a model is built."""
+    """All ranks refuse every bad row and impossible flag, before a model is built."""
     built = []
     critic_fsdp.build_value_model = lambda *_: built.append(1)
     few = json.dumps({"vocab_size": 50, "max_position_embeddings": 20})
@@ -287,7 +287,7 @@ def bad_input_ends_every_rank(folder):
 
 
 def what_a_rank_does_not_see_is_an_error_on_all(folder):
-    """A save that misses files of another rank leaves no checkpoint; a folder that one rank lacks is none."""
+    """A save without the files of another rank leaves no checkpoint, and a folder must exist on all ranks."""
     exists = os.path.exists
     common.setup_distributed()
     for blind in range(WORLD_SIZE):

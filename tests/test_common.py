@@ -1,6 +1,6 @@
-"""common.py against verl's recorded numbers, plain loops in float64, and properties that must hold.
+"""Tests common.py against verl's recorded numbers, plain loops in float64, and properties that must hold.
 
-So are the policy's formulas in ppo_loop.py that verl has too, and how both critic scripts cut micro-batches.
+The same for the policy formulas that ppo_loop.py shares with verl, and for the micro-batches of both critics.
 """
 
 import dataclasses
@@ -33,12 +33,12 @@ from common import UserError
 
 
 def flatten(x_BR):
-    """(B, R) responses -> flat float32 columns, each row behind one prompt token."""
+    """(B, R) responses -> a flat float32 column, in which each row follows one prompt token."""
     return F.pad(x_BR.float(), (1, 0)).flatten()
 
 
 def flat(mask_BR, **columns):
-    """A Batch of padded (B, R) columns."""
+    """Makes a Batch of padded (B, R) columns."""
     batch = common.concat([common.Batch.blank(mask_BR.shape[1] + 1)] * len(mask_BR))
     columns = {name: flatten(x_BR) for name, x_BR in columns.items()}
     return dataclasses.replace(batch, response_mask=flatten(mask_BR).bool(), **columns)
@@ -92,21 +92,21 @@ def test_kl_and_its_coefficient_equal_verl():
         found = ppo_loop.kl_penalty(case["logprob"], case["ref_logprob"], kind)
         assert_close(found, expected, rtol=1e-6, atol=1e-7)
     case = verl()["adaptive_kl"]
-    assert case["horizon"] == 10_000  # as ours, unless a step has more rows
+    assert case["horizon"] == 10_000  # the same as ours, unless a step has more rows
     coefs = [case["init"]]
     for kl, n in case["updates"]:
         coefs.append(ppo_loop.next_kl_coef(coefs[-1], kl, n, case["target"]))
     assert coefs[1:] == pytest.approx(case["trace"], rel=1e-12)
     assert ppo_loop.next_kl_coef(0.3, 5.0, 64, None) == 0.3
-    assert ppo_loop.next_kl_coef(1.0, 0.0, 10**6, 0.1) == pytest.approx(0.8)  # of many rows, and not negative
+    assert ppo_loop.next_kl_coef(1.0, 0.0, 10**6, 0.1) == pytest.approx(0.8)  # still positive
 
 
 def plain_gae(tokens, gamma, lam, bootstrap):
-    """(advantage, return) of each (reward, value, is it an action) of a row, by the textbook, in float64."""
+    """(advantage, return) of each (reward, value, is an action) token, by the textbook, in float64."""
     out = [(0.0, 0.0)] * len(tokens)
     actions = [t for t, (_, _, acts) in enumerate(tokens) if acts]
     advantage = 0.0
-    # an action earns what comes before the next one, and the first also what comes before itself
+    # an action earns the rewards up to the next one, and the first action also those before itself
     for t, start, end in reversed([*zip(actions, [0, *actions[1:]], [*actions[1:], len(tokens)])]):
         value = tokens[t][1]
         reward = sum(r for r, _, _ in tokens[start:end])
@@ -126,7 +126,7 @@ row = st.tuples(st.lists(token, max_size=20), number)  # tokens, bootstrap
 def test_gae_equals_a_plain_loop(rows, gamma, lam, bootstrapped):
     """With rewards anywhere, and rows without an action."""
     tail_B = [bootstrap * bootstrapped for _, bootstrap in rows]
-    rows = [[(0.0, 0.0, False), *tokens] for tokens, _ in rows]  # each begins with a prompt
+    rows = [[(0.0, 0.0, False), *tokens] for tokens, _ in rows]  # each begins with a prompt token
     expected = sum((plain_gae(row, gamma, lam, tail) for row, tail in zip(rows, tail_B)), [])
     columns = [*map(torch.tensor, zip(*sum(rows, []))), common.cumulative(torch.tensor([*map(len, rows)]))]
     found = common.gae(*columns, gamma, lam, torch.tensor(tail_B) if bootstrapped else None)
@@ -135,7 +135,7 @@ def test_gae_equals_a_plain_loop(rows, gamma, lam, bootstrapped):
 
 
 def test_masked_entries_never_count():
-    """Not even a NaN, with clipping or without; where fewer than two entries count, whitening gives zeros."""
+    """Not even a NaN, with or without clipping. Whitening of fewer than two entries gives zeros."""
     common.setup_distributed()
     bad = torch.tensor([0.0, math.nan, 0.0])
     mask = torch.tensor([True, False, True])
@@ -149,7 +149,7 @@ def test_masked_entries_never_count():
 
 
 def test_explained_variance_and_auc_are_not_always_defined():
-    """Where they are, test_critic_fsdp.py has plain formulas."""
+    """For the other cases test_critic_fsdp.py has plain formulas."""
     values, returns = torch.randn(2, 200, generator=torch.Generator().manual_seed(0))
     row = common.Batch.blank(200)
     _, rounding = common.gae(row.token_level_rewards, values, row.response_mask, row.cu_seqlens, 0.9)
@@ -182,7 +182,7 @@ def test_rows_stay_whole_in_pieces_selections_and_together():
     nothing = batch.select([])
     assert len(nothing) == 0 and nothing.cu_seqlens.tolist() == [0] and nothing.lengths == []
     assert_same(common.concat([nothing, batch, nothing]), batch)
-    with pytest.raises(TypeError):  # a column is in every batch or in none
+    with pytest.raises(TypeError):  # a column must be in all batches or in none
         common.concat([dataclasses.replace(batch, values=None), random_batch(2)])
     acts = actions_of(batch)
     assert batch.actions.tolist() == [*map(len, acts)] and 0 in batch.actions
@@ -192,14 +192,14 @@ def test_rows_stay_whole_in_pieces_selections_and_together():
         common.gather(common.concat([batch, batch.select([1])]))
 
 
-@pytest.mark.parametrize("fault, name, column", [  # words, column, what it is in a row of two tokens
+@pytest.mark.parametrize("fault, name, column", [  # words, column, its value in a row of two tokens
     ("row 5: its first token cannot be an action", "response_mask", [True, True]),
     ("cu_seqlens must rise from 0 to the 2 tokens", "cu_seqlens", [0, 3]),
     ("cu_seqlens must rise from 0 to the 2 tokens", "cu_seqlens", [1, 2]),
     ("values has 3 entries", "values", [0.0, 0.0, 0.0]),
     ("truncated has 2 entries", "truncated", [False, False]),
 ])  # fmt: skip
-def test_a_batch_that_is_not_sound_is_refused(fault, name, column):
+def test_an_inconsistent_batch_is_refused(fault, name, column):
     row = dataclasses.replace(common.Batch.blank(2), row_id=torch.tensor([5]))
     with pytest.raises(ValueError, match=fault):
         common.gather(dataclasses.replace(row, **{name: torch.tensor(column)}))
@@ -227,7 +227,7 @@ def test_text_and_chat_rows():
     ]
     batch = common.read_rows([*map(json.dumps, rows), " "], tokenizer)
     texts = [tokenizer.decode(batch.input_ids[s:e]) for s, e in rows_of(batch)]
-    assert tokenizer("é")["input_ids"] == [tokenizer.unk_token_id] * 2  # of two bytes
+    assert tokenizer("é")["input_ids"] == [tokenizer.unk_token_id] * 2  # a character of two bytes
     assert texts == ["1+1=2<eos>", "<user>hi>ok\n<eos>", "abc", "abcd<eos>", "ab<eos>"]
     assert batch.lengths[-1] == 3 and batch.truncated.tolist() == [False, False, True, False, False]
     masks = [x.int().tolist() for x in batch.response_mask.split(batch.lengths)]
@@ -239,7 +239,7 @@ def test_text_and_chat_rows():
 
 GOOD = {"prompt_ids": [1, 2], "response_ids": [3, 4], "reward": 1.0}
 IDLE = {**GOOD, "response_mask": [0, 0]}
-BAD_ROWS = {  # what is wrong -> how the row differs from GOOD or reads, and words of the message
+BAD_ROWS = {  # what is wrong -> how the row differs from GOOD (or the whole line), and words of the error
     "not json": ("{", "JSON"),
     "not utf-8": (b'{"prompt": "\xff"}', "JSON"),
     "too deep": ("[" * 100_000, "JSON"),
@@ -322,8 +322,8 @@ def test_spread_is_a_partition_within_the_bounds_of_longest_first(costs, k):
     parts = critic_fsdp.spread(costs, k)
     assert len(parts) == k and sorted(itertools.chain(*parts)) == list(range(len(costs)))
     fullest = max(loads(costs, parts)) - 1e-9
-    assert fullest <= sum(costs) / k + (1 - 1 / k) * max(costs, default=0)  # Graham 1966, of any greedy one
-    if len(costs) <= 7 and k <= 3:  # Graham 1969, against the best of all partitions
+    assert fullest <= sum(costs) / k + (1 - 1 / k) * max(costs, default=0)  # Graham 1966, for any greedy one
+    if len(costs) <= 7 and k <= 3:  # Graham 1969, relative to the best partition
         choices = itertools.product(range(k), repeat=len(costs))
         ways = ([[i for i, p in enumerate(choice) if p == j] for j in range(k)] for choice in choices)
         assert fullest <= min(max(loads(costs, way)) for way in ways) * (4 / 3 - 1 / (3 * k))
@@ -333,7 +333,7 @@ def test_spread_is_a_partition_within_the_bounds_of_longest_first(costs, k):
 @settings(deadline=None)
 @given(data=st.data())
 def test_ranks_make_equally_many_micro_batches_within_the_token_budget(script, data):
-    """Every row is in one micro-batch, none is above the budget, and packed ones are half full on average."""
+    """Every row is in one micro-batch, none exceeds the budget, and packed ones are half full on average."""
     lengths = data.draw(sizes)
     ranks, cap = (data.draw(st.integers(*ends)) for ends in ((1, 5), (60, 200)))
     pad = data.draw(st.booleans())
@@ -350,7 +350,7 @@ def test_ranks_make_equally_many_micro_batches_within_the_token_budget(script, d
 
 
 def test_many_rows_that_share_no_micro_batch_are_split_in_few_tries(monkeypatch):
-    """All fill more than half of one."""
+    """Each row fills more than half of a micro-batch."""
     spread = critic_fsdp.spread
     tries = []
     monkeypatch.setattr(critic_fsdp, "spread", lambda *args: tries.append(args) or spread(*args))
@@ -384,7 +384,7 @@ def plain_packed(q, k, v, queries, keys, *options):
 
 
 QUERIES = [4, 4, 1, 7, 3, 3, 3]
-KEYS = [6, 6, 3, 7, 3, 4, 4]  # the queries of a sequence are its last ones
+KEYS = [6, 6, 3, 7, 3, 4, 4]  # queries belong to the last tokens of a sequence
 
 
 def draw_qkv(keys):
@@ -411,7 +411,7 @@ def test_packed_attention_equals_a_plain_loop(window, softcap, sinks, keys):
     assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
-def test_packed_attention_refuses_what_it_would_drop():
+def test_packed_attention_refuses_options_that_it_would_ignore():
     common.Pack.layout = common.PackLayout([4], "cpu")
     q = torch.zeros(1, 2, 4, 8)
     encoder = nn.Module()
@@ -425,8 +425,8 @@ def test_packed_attention_refuses_what_it_would_drop():
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("name, softcap", [("flash", None), ("flash", 2.0), ("varlen", None)])
-def test_the_gpu_kernels_are_called_as_their_signatures_want(name, softcap, window, monkeypatch):
-    """Without a GPU, a plain loop with flash-attn's arguments, and those of torch, stands for the kernel."""
+def test_the_gpu_kernels_are_called_with_the_right_arguments(name, softcap, window, monkeypatch):
+    """Without a GPU, a plain loop that takes the arguments of flash-attn or torch replaces the kernel."""
     qkv = [x.detach() for x in draw_qkv(KEYS)]
     signature = inspect.signature(common.varlen_attn)
 
@@ -454,7 +454,7 @@ def test_the_gpu_kernels_are_called_as_their_signatures_want(name, softcap, wind
 # ---- FLOPs -------------------------------------------------------------------------------------------------
 
 
-def test_mfu_is_of_the_devices_own_peak_or_not_known(monkeypatch):
+def test_mfu_uses_the_peak_of_the_device_or_is_unknown(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**31)
     host = common.setup_distributed()
     gpu = torch.device("cuda")
@@ -482,11 +482,11 @@ def test_mfu_is_of_the_devices_own_peak_or_not_known(monkeypatch):
 
 @pytest.mark.parametrize("name", common.TINY)
 def test_flops_equal_torchs_counter(name):
-    """FlopCounterMode counts the whole square of scores; keys after a query are subtracted."""
+    """FlopCounterMode counts all pairs of queries and keys, so this subtracts the keys after each query."""
     config = transformers.AutoConfig.for_model(**common.tiny_config(name, 97))
     model = transformers.AutoModel.from_config(config, attn_implementation="eager", dtype=torch.float32)
     if "moe" in name:
-        model.set_experts_implementation("eager")  # the counter does not know grouped products
+        model.set_experts_implementation("eager")  # the counter does not support grouped products
     for length in (24, 300):
         with FlopCounterMode(display=False) as counter:
             model(input_ids=torch.arange(length)[None] % 90, use_cache=False)
@@ -514,7 +514,7 @@ def test_flops_follow_verls_formula_but_for_the_head_and_causality():
 
 
 def test_a_folder_is_published_whole_and_damage_is_named(tmp_path, monkeypatch):
-    """What takes a name is on the disk before, and then the name."""
+    """Contents are flushed to disk before a rename, and the rename after it."""
     common.setup_distributed()
     flushed, fsync, rename = set(), os.fsync, os.rename
     inode = lambda path: os.stat(path).st_ino
@@ -526,19 +526,19 @@ def test_a_folder_is_published_whole_and_damage_is_named(tmp_path, monkeypatch):
         rename(old, new)
 
     monkeypatch.setattr(os, "fsync", lambda file: flushed.add(inode(file)) or fsync(file))
-    for name in ("rename", "replace"):  # which are the same, but for Windows
+    for name in ("rename", "replace"):  # they differ on Windows only
         monkeypatch.setattr(os, name, rename_what_is_flushed)
     common.replace_lines(tmp_path / "log", [{}])
     folder = tmp_path / "step_3"
     weights = folder / "actor" / "weights"
     manifest = folder / common.MANIFEST
-    for text in ("12345", "54321"):  # the second time the folder is replaced
+    for text in ("12345", "54321"):  # the second time, the folder is replaced
         with common.published(str(folder), keep=2) as tmp:
             pathlib.Path(tmp, "actor").mkdir()
             pathlib.Path(tmp, "actor", "weights").write_text(text)
             assert not weights.exists() or weights.read_text() == "12345"
         assert weights.read_text() == text and inode(tmp_path) in flushed
-        for part in (folder, folder / "actor"):  # which has no manifest of its own
+        for part in (folder, folder / "actor"):  # a part has no manifest of its own
             common.verify(str(part))
     for n in (1, 2, 10):
         with common.published(f"{tmp_path}/step_{n}", keep=2):
@@ -550,7 +550,7 @@ def test_a_folder_is_published_whole_and_damage_is_named(tmp_path, monkeypatch):
         patch.setattr(common, "checksum", lambda path: None)  # a file that cannot be read
         with common.published(str(folder)) as tmp:
             pathlib.Path(tmp, "weights").touch()
-    common.verify(str(folder))  # it is still the old one
+    common.verify(str(folder))  # it is still the old folder
     weights.write_text("55321")
     verify_fails = lambda words: pytest.raises(UserError, match=f"--resume {folder}: {words}")
     with verify_fails("damaged, actor/weights is missing or changed"):
@@ -565,15 +565,15 @@ def test_a_folder_is_published_whole_and_damage_is_named(tmp_path, monkeypatch):
     assert (folder / "actor").exists()
 
 
-def test_a_row_that_would_turn_others_differently_is_refused():
-    """transformers takes longrope's frequencies for a whole forward from its longest row."""
+def test_a_row_that_would_change_the_rotary_angles_of_others_is_refused():
+    """transformers chooses longrope's frequencies by the longest row of a forward, for all its rows."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [9.0] * 8}
     sizes = {**common.tiny_config("tiny-llama", 99), "model_type": "phi3", "rope_parameters": rope}
     sizes |= {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
     config = transformers.AutoConfig.for_model(**sizes)
     model = transformers.AutoModel.from_config(config)
     for p in model.parameters():
-        p.data *= 5  # so that attention is not nearly even
+        p.data *= 5  # so that attention is far from uniform
     values = lambda n: model(torch.arange(2 * n).view(2, n)).last_hidden_state[0, :8]
     assert_close(values(16), values(8), rtol=0, atol=1e-4)
     assert (values(17) - values(8)).abs().max() > 1e-2
@@ -582,7 +582,7 @@ def test_a_row_that_would_turn_others_differently_is_refused():
         common.check_rows(common.Batch.blank(17), config)
 
 
-def test_toy_rows_have_the_rule_they_promise():
+def test_toy_rows_follow_their_rule():
     train = common.toy_rows(4000, 0)
     assert train == common.toy_rows(4000, 0) != common.toy_rows(4000, 1)
     rows, others = (map(json.loads, lines) for lines in (train, common.toy_rows(500, 0, held_out=True)))
@@ -597,14 +597,14 @@ def test_toy_rows_have_the_rule_they_promise():
 
 
 def test_the_five_tokens_of_the_readme():
-    """Its numbers, to the digits that it gives."""
+    """The table's numbers are right, to all digits that are shown."""
     common.setup_distributed()
     text = (ROOT / "README.md").read_text().partition("## Five tokens by hand")[2].partition("\n##")[0]
     lines = re.findall(r"^\| *`?([^`|]+?)`? *\|((?: [-.\d]+ \|){5})", text, flags=re.M)
     said = {name: torch.tensor([float(x) for x in cells.split("|")[:-1]]) for name, cells in lines}
     batch = flat(torch.tensor([[0, 1, 1, 1]]))
     mask = batch.response_mask
-    values = said["output of the head"].roll(1) * mask  # what stands one to the left
+    values = said["output of the head"].roll(1) * mask  # from the position to the left
     columns = (said["token_level_rewards"], values, mask, batch.cu_seqlens)
     advantages, returns = common.gae(*columns, gamma=1.0, lam=0.5)
     vpreds = said["vpreds"].clone().requires_grad_()

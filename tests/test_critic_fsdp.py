@@ -54,7 +54,7 @@ def test_three_steps_equal_verl(strategy, packed, tmp_path):
     model.load_state_dict(case["before"])
     model.save_pretrained(tmp_path)
     is_token = padded["attention_mask"]
-    # (12, 9) of responses, which take the last 9 of 16 positions -> (T,)
+    # (12, 9) columns of responses, which are the last 9 of 16 positions -> (T,)
     flat = lambda name: torch.nn.functional.pad(padded[name], (7, 0))[is_token]
     batch = common.concat([common.Batch.blank(n) for n in is_token.sum(1).tolist()])
     batch.row_id = torch.arange(12)
@@ -83,7 +83,7 @@ def test_three_steps_equal_verl(strategy, packed, tmp_path):
 # ---- Checkpoints of every kind, packing --------------------------------------------------------------------
 
 NEW = "new, normal(0, 0.124)"
-STORIES = {  # kind of checkpoint -> where its value head comes from
+STORIES = {  # kind of checkpoint -> source of the value head
     **dict.fromkeys(("LM", "tied LM", "LM in bfloat16", "two labels"), NEW),
     "token classification": "from its score.weight",
     "reward model": "from its score.weight",
@@ -93,7 +93,7 @@ STORIES = {  # kind of checkpoint -> where its value head comes from
 
 
 def save_checkpoint_of(kind, folder):
-    """A checkpoint as users have them -> (backbone, head weight or None, head bias or None)."""
+    """Saves a checkpoint like those of users -> (backbone, head weight or None, head bias or None)."""
     torch.manual_seed(7)
     config = transformers.Qwen2Config(**common.tiny_config("tiny-qwen2", 60))
     config.num_labels = 2 if kind == "two labels" else 1
@@ -138,7 +138,7 @@ def test_checkpoints_of_every_kind_load_and_are_named(kind, tmp_path, capsys):
 
 
 def test_seeds_learning_rates_value_heads_and_overrides(tmp_path):
-    """What these flags choose where they are given, and where they are not."""
+    """What these flags do, and their defaults."""
     save_checkpoint_of("token classification", tmp_path)
     zero = worker(model=str(tmp_path), value_head_init="zero")
     assert not any(x.any() for n, x in full_weights(zero.critic).items() if n.startswith("score."))
@@ -201,10 +201,10 @@ def test_dropout_is_off_everywhere(config, packed, tmp_path):
 
 @functools.cache
 def decoders():
-    """Every decoder of transformers, on meta, as common.disable_dropout leaves it where all was on."""
+    """Every decoder of transformers, on meta, with all dropouts on before common.disable_dropout."""
     models = []
     for kind in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        with contextlib.suppress(Exception), torch.device("meta"):  # some cannot be built as they come
+        with contextlib.suppress(Exception), torch.device("meta"):  # some cannot be built from their defaults
             config = kind()
             nested = [x for x in vars(config).values() if isinstance(x, transformers.PreTrainedConfig)]
             for fields in map(vars, (config, *nested)):
@@ -215,15 +215,15 @@ def decoders():
     return models
 
 
-def test_no_decoder_of_transformers_has_a_dropout_of_its_own():
-    """All of its dropouts are told by floats of its config that disable_dropout finds, whatever they are."""
+def test_no_decoder_of_transformers_has_a_hidden_dropout():
+    """All dropouts come from floats in the config that disable_dropout finds, whatever their values."""
     modules = itertools.chain(*(model.modules() for model in decoders()))
     found = [(type(m).__name__, n, x) for m in modules for n, x in vars(m).items() if isinstance(x, float)]
     assert len(decoders()) > 100 and not [x for x in found if x[2] > 0 and re.search("^p$|drop|jitter", x[1])]
 
 
-def test_decoders_of_transformers_hand_their_sliding_window_to_attention():
-    """So that packed attention keeps it. The others have none, or one as long as the positions."""
+def test_decoders_of_transformers_pass_their_sliding_window_to_attention():
+    """So packed attention applies it. The others have no window, or one as long as the context."""
     hands_over = {}
     for model in decoders():
         if hasattr(model.config.get_text_config(), "sliding_window") and model._can_set_attn_implementation():
@@ -235,15 +235,15 @@ def test_decoders_of_transformers_hand_their_sliding_window_to_attention():
 
 
 @pytest.mark.parametrize("config", [
-    transformers.BambaConfig(**GROUPED, **MAMBA),  # a state space, and two with an attention of their own
+    transformers.BambaConfig(**GROUPED, **MAMBA),  # has state spaces; the others have their own attention
     transformers.BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=2),
-    transformers.FalconConfig(**SMALL),  # which its classes show
+    transformers.FalconConfig(**SMALL),
 ], ids=lambda config: config.model_type)  # fmt: skip
 def test_a_model_that_packing_would_change_is_refused_and_runs_padded(config, tmp_path):
-    """Padded, a row among others has the values that it has alone."""
+    """When padded, a row among others has the same values as alone."""
     transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="--model .*--no-use-remove-padding"):
-        worker(model=str(tmp_path), value_head_init="zero")  # zero: values alone would show no leak
+        worker(model=str(tmp_path), value_head_init="zero")  # values of 0 would not show a leak
     w = worker(model=str(tmp_path), use_remove_padding=False)
     batch = batch_for(w, 5)
     values = w.compute_values(batch)
@@ -283,13 +283,13 @@ def test_a_row_above_the_token_budget_is_named_and_no_micro_batch_exceeds_it(pac
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bfloat16_computes_in_bfloat16_but_keeps_weights_values_and_loss_in_float32(strategy):
-    """Against the same critic in float32."""
+    """Compared with the same critic in float32."""
     exact, w = worker(strategy=strategy), worker(strategy=strategy, param_dtype="bfloat16")
     batch = batch_for(w, 40)
     values = w.compute_values(batch)
     assert values.dtype == torch.float32
     actions = values[batch.response_mask]
-    assert (actions.bfloat16().float() != actions).float().mean() > 0.9  # not rounded to bfloat16 anywhere
+    assert (actions.bfloat16().float() != actions).float().mean() > 0.9  # values are not rounded to bfloat16
     difference = (values - exact.compute_values(batch)).abs().max()
     assert 1e-4 < difference < 0.1, difference  # the products are in bfloat16
     before = full_weights(w.critic)
@@ -315,7 +315,7 @@ def test_learning_rate_schedules():
     cosine = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(5)]
     fields = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 1, "total_steps": 5}
     assert rates(7, **fields) == pytest.approx([1.0, *cosine, 0.0], abs=1e-12)
-    # there is a step for each mini-batch of each epoch, and the last rate is reported
+    # every mini-batch of every epoch is a step, and the last rate is reported
     assert rates(2, ppo_mini_batch_size=2, ppo_epochs=2, lr_warmup_steps=8) == [4 / 8, 1.0]
     with pytest.raises(UserError, match="--lr-scheduler-type cosine: .*total_steps"):
         worker(lr_scheduler_type="cosine")
@@ -324,7 +324,7 @@ def test_learning_rate_schedules():
 @pytest.mark.parametrize("poison", [math.nan, 1e30])  # in the batch, or in the gradient, which overflows
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_that_is_not_finite_is_skipped_counted_and_forgotten(strategy, poison):
-    """Against a critic that learns the same sound mini-batches and no others."""
+    """Compared with a critic that learns only from the good mini-batches."""
     fields = {"lr_warmup_steps": 9, "ppo_mini_batch_size": 6, "shuffle": False}
     w, clean = (worker(strategy=strategy, **fields) for _ in range(2))
     good, bad = batch_for(w), batch_for(w)
@@ -335,17 +335,17 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_forgotten(strategy, po
     metrics = w.update_critic(bad.select(range(6)))
     assert metrics["critic/skipped_steps"] == 1 and math.isnan(metrics["critic/grad_norm"])
     assert_same_weights(w, before)
-    metrics = w.update_critic(bad)  # two mini-batches, and the second one is sound
+    metrics = w.update_critic(bad)  # two mini-batches, of which the second is good
     assert metrics["critic/skipped_steps"] == 1 and math.isfinite(metrics["critic/grad_norm"])
     clean.update_critic(good.select(range(6, 12)))
     assert w.critic.optimizer_steps == clean.critic.optimizer_steps == 3  # the schedule did not advance
     assert_same_weights(w, clean)
-    bad.row_id = 11 - bad.row_id  # now the second one is not
+    bad.row_id = 11 - bad.row_id  # now the second one is bad
     assert w.update_critic(bad)["critic/lr"] == w.critic.peak_lr * (4 / 9)
 
 
-def test_what_is_no_action_does_no_harm():
-    """A mini-batch without an action makes no step, and a NaN where nothing is learned changes no bit."""
+def test_tokens_that_are_no_action_do_no_harm():
+    """A mini-batch without an action takes no step, and a NaN outside the actions changes no bit."""
     w, clean = worker(), worker()
     batch, dirty = batch_for(w), batch_for(w)
     for name in ("values", "returns"):
@@ -365,7 +365,7 @@ def test_mini_batches_are_global_complete_and_shuffled_by_seed_update_and_epoch(
     batch = random_batch(12, vocab_size=60, idle=False, prompts=3)
     groups = [set(rows) for _, rows in batch.groups() if len(rows) > 1]
     orders = []
-    # neither the caller's order matters nor whether the groups share what they have in common
+    # neither the caller's order nor --share-prompts matters
     for first, share in ((range(12), True), ([5, 0, 11, 3, 8, 1, 10, 2, 7, 4, 9, 6], False)):
         w = worker(ppo_mini_batch_size=5, ppo_epochs=2, share_prompts=share)
         w.update_critic(batch.select(first))
@@ -383,7 +383,7 @@ def test_mini_batches_are_global_complete_and_shuffled_by_seed_update_and_epoch(
 
 def test_evaluation_equals_plain_formulas():
     rows, gamma = random_batch(40), 0.9
-    rows.values = (2 * rows.values).round() / 2  # some are equal, and count half in the AUC
+    rows.values = (2 * rows.values).round() / 2  # ties count half in the AUC
     rows.token_level_rewards = torch.zeros(len(rows.input_ids))
     targets, scores = [], ([], [])
     for i, actions in enumerate(helpers.actions_of(rows)):
@@ -403,10 +403,10 @@ def test_evaluation_equals_plain_formulas():
         "eval/auc": pytest.approx(sum(wins) / len(wins)),
     }
     rows.token_level_rewards *= 2
-    assert math.isnan(common.evaluate(rows, gamma)["eval/auc"])  # rewards of 0 and 2 are no labels
+    assert math.isnan(common.evaluate(rows, gamma)["eval/auc"])  # rewards of 0 and 2 are not labels
 
 
-def test_what_a_critic_cannot_take_is_refused():
+def test_batches_that_a_critic_cannot_process_are_refused():
     w = worker(ppo_max_token_len_per_gpu="auto:0.002")
     batch = batch_for(w)
     with pytest.raises(UserError, match="auto: row .* of .* tokens does not fit"):
@@ -441,13 +441,13 @@ def test_metrics_are_means_over_tokens_and_steps_not_over_micro_batches():
         "x", ("loss", "share"), torch.tensor([6, 3, 12]), [1.0, math.nan, 3.0], 0.1
     )
     assert two_of_three == {"x/loss": 3, "x/share": 0.25, "x/grad_norm": 2, "x/lr": 0.1, "x/skipped_steps": 1}
-    assert math.isnan(whole["perf/mfu"])  # there is no peak rate of a CPU
+    assert math.isnan(whole["perf/mfu"])  # the peak of a CPU is unknown
 
 
 # ---- Memory: the automatic budget, the plan, offloading ----------------------------------------------------
 
-KEPT = [{}, {"use_remove_padding": False}, {"gradient_checkpointing": True}]  # what backward passes need
-# the gradient of this embedding takes more than many tokens do
+KEPT = [{}, {"use_remove_padding": False}, {"gradient_checkpointing": True}]  # keep different activations
+# the gradient of this embedding takes more memory than many tokens
 LARGE = {"gradient_checkpointing": True, "override_config": '{"vocab_size": 50000}'}
 
 
@@ -479,10 +479,10 @@ def test_a_plan_is_printed_as_equations_that_hold(capsys):
     *sizes, together = (size for size, _ in parts.values())
     assert together == pytest.approx(sum(sizes), abs=0.3) and list(parts)[-1] == "together"
     one, two, four = (plan(layers=n)["gathered"][1] for n in (1, 2, 4))
-    assert one != two == four  # the root and two layers at most
+    assert one != two == four  # at most the root and two layers are whole
     assert plan(freeze_modules="embed|layers")["optimizer"][1].startswith(
         "129 x 8 bytes"
-    )  # the head and the last norm
+    )  # the weights of the head and the last norm
 
 
 SHARING = (
@@ -494,7 +494,7 @@ SHARING = (
 
 @pytest.mark.parametrize("fields", SHARING, ids=str)
 def test_shared_prompts_change_no_update(fields):
-    """Two steps with and without: a window, soft caps, experts, adapters, a distribution, half precision."""
+    """Two steps with and without sharing: windows, soft caps, experts, adapters, HL-Gauss, bfloat16."""
     batch = random_batch(20, prompts=4)
     assert sum(batch.computed(batch.groups())) < 0.85 * len(batch.input_ids)
     seen = []
@@ -503,12 +503,12 @@ def test_shared_prompts_change_no_update(fields):
         metrics = w.update_critic(batch)
         numbers = [metrics["critic/grad_norm"], metrics["critic/vf_loss"]]
         seen.append(numbers + w.compute_values(batch).tolist())
-    most = 0.05 if fields.get("param_dtype") else 2e-5  # bfloat16 rounds at 4e-3
+    most = 0.05 if fields.get("param_dtype") else 2e-5  # bfloat16 rounds to 4e-3
     assert seen[0] == pytest.approx(seen[1], rel=most, abs=most)
 
 
 def live_storages():
-    """address -> storage, of every tensor that Python knows of."""
+    """address -> storage, of every tensor that Python can see."""
     gc.collect()
     kinds = (torch.Tensor, torch.nn.Parameter, FlatParameter)
     tensors = [x for x in gc.get_objects() if type(x) in kinds]
@@ -517,7 +517,7 @@ def live_storages():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_move_leaves_nothing_in_the_old_memory(strategy, monkeypatch):
-    """With a `to` that copies, as between devices, no tensor looks at the old weights and moments."""
+    """With a `to` that copies, as between devices, no tensor refers to the old weights and moments."""
     before = live_storages()
     w = worker(strategy=strategy)
     batch = batch_for(w)
@@ -546,7 +546,7 @@ def test_a_move_leaves_nothing_in_the_old_memory(strategy, monkeypatch):
     ("fsdp1", "freeze"), ("none", "freeze"), ("none", "hl_gauss"),
 ])  # fmt: skip
 def test_resume_equals_going_on_bit_for_bit(strategy, variant, tmp_path):
-    """From a checkpoint before the first step, and after an update; and the saves change nothing."""
+    """From checkpoints before the first step and after an update. Saving changes nothing."""
     fields = {"ppo_mini_batch_size": 6, "lr_warmup_steps": 9, **VARIANTS.get(variant, {})}
     w, untouched = (worker(strategy=strategy, **fields) for _ in range(2))
     batches = [batch_for(w, seed=s) for s in range(2)]
@@ -558,11 +558,11 @@ def test_resume_equals_going_on_bit_for_bit(strategy, variant, tmp_path):
         random.append(torch.rand(3))
         untouched.update_critic(batch)
     assert_same_weights(w, untouched)
-    with common.published(tmp_path / "step_1") as tmp:  # again, from the copy of before the update
+    with common.published(tmp_path / "step_1") as tmp:  # again, from the copy made before the update
         write(tmp)
     for first in (0, 1):
         again = worker(strategy=strategy, **fields)
-        again.compute_values(batches[0])  # a model in use must let go of its gathered weights
+        again.compute_values(batches[0])  # loading must free the gathered weights first
         again.load_checkpoint(tmp_path / f"step_{first}")
         for step in range(first, 2):
             for name, x in again.update_critic(batches[step]).items():
@@ -582,7 +582,7 @@ def test_a_mixture_computes_in_bfloat16_under_every_strategy():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_another_optimizer_is_saved_and_resumed(strategy, tmp_path):
-    """A fork swaps it. SGD counts no steps, and RMSprop has moments of other names."""
+    """As in a fork without AdamW. SGD counts no steps, and RMSprop names its moments differently."""
     for kind in (torch.optim.SGD, torch.optim.RMSprop):
 
         def forked(kind=kind):
@@ -601,7 +601,7 @@ def test_another_optimizer_is_saved_and_resumed(strategy, tmp_path):
             assert_same_weights(again, w)
 
 
-def test_a_head_that_an_export_cannot_hold_is_refused_before_it_trains(monkeypatch):
+def test_a_head_that_cannot_be_exported_is_refused_before_training(monkeypatch):
     class Deeper(critic_fsdp.ValueModel):
         def __init__(self, backbone):
             super().__init__(backbone)
@@ -612,8 +612,8 @@ def test_a_head_that_an_export_cannot_hold_is_refused_before_it_trains(monkeypat
         worker()
 
 
-def test_a_checkpoint_holds_no_pickle_and_what_is_foreign_is_named(tmp_path):
-    """test_common.py and faults.py have those that are damaged."""
+def test_a_checkpoint_has_no_pickle_and_foreign_ones_are_refused(tmp_path):
+    """test_common.py and faults.py test damaged ones."""
     w = worker()
     w.update_critic(batch_for(w))
     folder = tmp_path / "c"
@@ -625,9 +625,9 @@ def test_a_checkpoint_holds_no_pickle_and_what_is_foreign_is_named(tmp_path):
     other = worker(override_config='{"rms_norm_eps": 0.5}')
     with pytest.raises(UserError, match="is of another model: .*rms_norm_eps .* there, 0.5.* here"):
         other.load_checkpoint(folder)
-    worker(seed=3, ppo_epochs=2).load_checkpoint(folder)  # these may change
+    worker(seed=3, ppo_epochs=2).load_checkpoint(folder)  # these flags may change
     note = json.loads((folder / "trainer.json").read_text())
-    note["shape"]["of_another_version"] = None  # as good as absent
+    note["shape"]["of_another_version"] = None  # the same as absent
     (folder / "trainer.json").write_text(json.dumps(note))
     helpers.write_manifest(folder)
     w.load_checkpoint(folder)

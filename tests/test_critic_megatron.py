@@ -1,4 +1,4 @@
-"""What critic_megatron.py shares with its sibling, and the parts of it that need no second rank."""
+"""What critic_megatron.py shares with critic_fsdp.py, and the parts of it that need only one rank."""
 
 import dataclasses
 import inspect
@@ -54,7 +54,7 @@ def test_both_scripts_have_the_same_functions(form, names):
         megatron = vars(getattr(cm, theirs) if theirs else cm)
         for name in some.split():
             assert form(fsdp[name]) == form(megatron[name]), name
-        # what stands in both classes stands in the same order
+        # methods of both classes have the same order
         assert not ours or [n for n in fsdp if n in megatron] == [n for n in megatron if n in fsdp]
 
 
@@ -100,8 +100,8 @@ BAD_MODELS = {  # what the error says -> a model that it is about
 
 
 @pytest.mark.parametrize("words", BAD_MODELS)
-def test_what_a_model_does_not_go_with_is_named(words):
-    """megatron_scenarios.py has the sizes that Megatron itself refuses."""
+def test_flags_that_do_not_fit_a_model_are_named(words):
+    """megatron_scenarios.py tests the sizes that Megatron itself refuses."""
     config = Config(tensor_model_parallel_size=2, sequence_parallel=not words.startswith("--no"))
     with pytest.raises(UserError, match=words):
         cm.check_model_flags(config, BAD_MODELS[words])
@@ -110,7 +110,7 @@ def test_what_a_model_does_not_go_with_is_named(words):
 
 
 def critic_of(rank=0, dp_size=1, **fields):
-    """A critic without a model that can lay rows out, as one of some context-parallel ranks."""
+    """A critic without a model, as one of several context-parallel ranks; it can lay out rows."""
     config = Config(**fields)
     critic = object.__new__(cm.MegatronPPOCritic)
     critic.config = config
@@ -124,10 +124,10 @@ def critic_of(rank=0, dp_size=1, **fields):
 
 @pytest.mark.parametrize("fields, least", [
     ({}, 101), ({TP: 2}, 102), ({TP: 2, "use_remove_padding": False}, 102),
-    ({CP: 2}, 52), ({CP: 2, TP: 2}, 52),  # four pieces of 26, of which a rank has two
+    ({CP: 2}, 52), ({CP: 2, TP: 2}, 52),  # four pieces of 26, two for each rank
 ])  # fmt: skip
 def test_the_longest_row_fits_with_its_padding_and_after_every_halving(fields, least):
-    """For a row of 101 tokens; memory has run out three times with a budget of 200."""
+    """A row of 101 tokens, after memory has run out three times with a budget of 200."""
     config = Config(**fields, ppo_max_token_len_per_gpu=200)
     worker = object.__new__(cm.CriticWorker)
     worker.config, worker.critic = config, critic_of(**fields)
@@ -146,8 +146,8 @@ def test_the_longest_row_fits_with_its_padding_and_after_every_halving(fields, l
     ("heads", [(32, 5), (8, 5), (8, 5)]), ("heads", [(32,), (8,), (8,)]),
 ])  # fmt: skip
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_what_is_cut_for_tensor_parallel_ranks_goes_together_again(cut, parts, size):
-    wholes = [torch.randn(shape) for shape in parts]  # heads: 8 of queries, 2 of keys and values
+def test_shards_of_tensor_parallel_ranks_join_again(cut, parts, size):
+    wholes = [torch.randn(shape) for shape in parts]  # 8 query heads, 2 key and value heads
     shards = [cm.shard(cut, wholes, 2, rank, size) for rank in range(size)]
     assert len({tuple(x.shape) for x in shards}) == 1
     again = cm.unshard(cut, shards, 2, 4, 97)
@@ -167,8 +167,8 @@ few = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 
 @settings(deadline=None)
 @given(few, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.booleans())
-def test_context_parallel_ranks_have_every_token_once_and_see_what_is_before_it(lengths, cp, tp, share):
-    """Rows of ones share a prompt of 5 tokens, where they are longer; one row is equal work for all."""
+def test_context_parallel_ranks_have_every_token_once_and_see_all_before_it(lengths, cp, tp, share):
+    """Rows longer than 5 tokens share a prompt of 5. A single row is the same work for all ranks."""
     rows = common.concat([common.Batch.blank(n) for n in lengths])
     rows.response_mask &= rows.places > 4
     ranks = [critic_of(rank, **{CP: cp, TP: tp}, share_prompts=share).lay_out(rows) for rank in range(cp)]
@@ -179,14 +179,14 @@ def test_context_parallel_ranks_have_every_token_once_and_see_what_is_before_it(
     others = max(sum(n > 5 for n in lengths) - 1, 0) * share
     assert len([i for i in gathered if i < total]) == len({*gathered} - {total}) == total - 4 * others
     row_of = rows.row_of_token.tolist()
-    work = []  # pairs of a query and a key, of each rank
+    work = []  # pairs of query and key, for each rank
     for (_, layout), own in zip(ranks, slots, strict=True):
         keys = [gathered[i] for i in (range(len(gathered)) if layout.keys is None else layout.keys.tolist())]
         pieces = [(n // count, m // count) for count, n, m in layout.pieces for _ in range(count)]
         q = k = seen = 0
         for n, m in pieces:
             for i in range(n):
-                before = keys[k : k + m - n + i + 1]  # queries are the last of their piece's keys
+                before = keys[k : k + m - n + i + 1]  # queries are at the end of their piece
                 seen += len(before)
                 if (t := own[q + i]) < total:
                     assert [rows.places[j] for j in before] == list(range(rows.places[t] + 1))
@@ -201,12 +201,12 @@ def test_context_parallel_ranks_have_every_token_once_and_see_what_is_before_it(
 def test_padded_rows_are_laid_out_in_rows():
     rows = common.concat([common.Batch.blank(n) for n in (3, 5)])
     slots, layout = critic_of(**{TP: 4}, use_remove_padding=False).lay_out(rows)
-    assert slots.tolist() == [0, 1, 2, 8, 8, 3, 4, 5, 6, 7, 8, 8]  # and two for four ranks to share
+    assert slots.tolist() == [0, 1, 2, 8, 8, 3, 4, 5, 6, 7, 8, 8]  # 12 slots, divisible by 4 ranks
     assert layout.pieces == [(1, 5, 5), (1, 7, 7)]
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
-def test_micro_batches_keep_the_budget_and_the_number_that_the_schedule_wants(vpp):
+def test_micro_batches_keep_the_budget_and_the_number_that_the_schedule_needs(vpp):
     critic = critic_of(dp_size=3, **{PP: 2, "virtual_pipeline_model_parallel_size": vpp, TP: 2, CP: 2})
     critic.flops = lambda n: n
     critic.max_tokens = 2 * 44
@@ -217,7 +217,7 @@ def test_micro_batches_keep_the_budget_and_the_number_that_the_schedule_wants(vp
         counts.add(len(parts))
         for rows in parts:
             slots, _ = critic.lay_out(batch.select(rows) if rows else common.Batch.blank())
-            assert slots.numel() <= 44  # of each rank
+            assert slots.numel() <= 44  # on each rank
     assert len(counts) == 1 and counts.pop() % vpp == 0
 
 
@@ -228,8 +228,8 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_stored_tensors_are_found_under_every_name_they_go_by(kind, tmp_path):
-    """Base models and models with a head, in one file or several, experts one by one or together."""
+def test_stored_tensors_are_found_under_all_their_names(kind, tmp_path):
+    """In base models and models with a head, in one or several files, with separate or joined experts."""
     torch.manual_seed(0)
     config = MIXTURES[kind]
     model = transformers.AutoModelForCausalLM.from_config(config)

@@ -1,10 +1,10 @@
-"""All three scripts through their CUDA branches on a pretended device; pretend_device.py says what it shows.
+"""Runs the CUDA branches of all three scripts on a pretended device; see pretend_device.py for what it shows.
 
-As a script it runs everything on this many ranks, for the tests to compare with the host:
+As a script, it runs everything on this number of ranks, for the tests to compare with the host:
 
     python tests/test_device.py OUT_FOLDER [NAME...]
 
-With a GPU the script runs on that instead, and DEVICE_RESULTS=OUT_FOLDER lets the tests look at what it left.
+With a GPU, the script runs on that instead, and with DEVICE_RESULTS=OUT_FOLDER the tests read its results.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import types
 
 import pretend_device as device
 
-if __name__ == "__main__":  # before anything asks for a device, or its number
+if __name__ == "__main__":  # before anything asks for a device or for LOCAL_RANK
     if not (device.REAL or device.RUNS_HERE):
         sys.exit(device.REASON)
     device.install()
@@ -44,7 +44,7 @@ DEEPSEEK = f"{SCRATCH.name}/deepseek-v3"  # it has persistent buffers
 PADDED = {**EXACT, "use_remove_padding": False}
 ACTIVATIONS = {**EXACT, "gradient_checkpointing": True, "activation_offload": True}
 TP = {"tensor_model_parallel_size": 2}
-LAYOUTS = {  # ranks -> name -> what differs from the defaults
+LAYOUTS = {  # ranks -> name -> changes to the defaults
     1: {
         "fsdp2": {**EXACT}, "fsdp1": {**EXACT, "strategy": "fsdp1"}, "none": {**EXACT, "strategy": "none"},
         "bfloat16": {}, "padded": PADDED, "activation offload": ACTIVATIONS,
@@ -62,7 +62,7 @@ LAYOUTS = {  # ranks -> name -> what differs from the defaults
 
 
 def made(name, fields):
-    """A critic with its model."""
+    """A critic with its model built."""
     module = critic_fsdp
     if name.startswith("megatron"):
         import critic_megatron as module
@@ -75,8 +75,8 @@ def made(name, fields):
 
 
 def learned(worker, move=lambda: None):
-    """Values of the batch before and after an update, its metrics, and where each call waited. move() comes
-    before each."""
+    """Values of the batch before and after an update, its metrics, and where each call waited. move() runs
+    before each call."""
     rows, results, waits = mine(BATCH), [], []
     for call in (worker.compute_values, worker.update_critic, worker.compute_values):
         move()
@@ -89,7 +89,7 @@ def learned(worker, move=lambda: None):
 
 
 def layout(name, fields):
-    """What a layout learns. Between phases it leaves the device, and takes nearly nothing there."""
+    """What a layout learns. Between phases the critic is offloaded and leaves almost nothing there."""
     before = device.allocated()
     worker = made(name, fields)
 
@@ -98,7 +98,7 @@ def layout(name, fields):
         whole = device.allocated() - before
         worker.offload()
         assert not any("state[name]" in line for _, line in device.WAITS)  # AdamW's state goes without a wait
-        assert not device.late  # but has arrived
+        assert not device.late  # and has arrived
         left = device.allocated() - before
         assert fields.get("offload_policy") or left < 0.1 * whole, (
             left,
@@ -110,7 +110,7 @@ def layout(name, fields):
 
 
 def refusals(out):
-    """What a device refuses, and how what has not arrived yet shows."""
+    """Checks what the device refuses, and that data that has not arrived yet is NaN."""
     there, here = torch.ones(3, device="cuda"), torch.ones(3)
     with refused("on the same device", kind=RuntimeError):
         there + here
@@ -129,11 +129,11 @@ def refusals(out):
 
 
 def run_fsdp(out):
-    """A run with `auto`, a save in the background, and a resumed one; its export is a reward model below."""
+    """A run with `auto` and saves in the background, and a resumed one, whose export is the reward model."""
     write = critic_fsdp.dcp.save
 
     def save(*args, **options):
-        """In the background: a thread that has not chosen its device is on the first one."""
+        """Checks that it runs in a background thread, which has chosen its device (by default the first)."""
         assert threading.get_ident() in device.THREADS
         assert threading.current_thread() is not threading.main_thread()
         write(*args, **options)
@@ -149,7 +149,7 @@ def run_fsdp(out):
 
 
 def resume_in_megatron(out):
-    """Megatron continues what critic_fsdp.py saved: it has the same values."""
+    """Megatron loads a checkpoint of critic_fsdp.py and computes the same values."""
     folder = str(out / "fsdp" / "checkpoints" / "step_3")
     values = []
     for name in ("fsdp2", "megatron"):
@@ -161,7 +161,7 @@ def resume_in_megatron(out):
 
 
 def run_ppo(out):
-    """Steps of PPO with transformers' rollout, --offload, a KL penalty, and on one rank a reward model."""
+    """PPO steps with transformers' rollout, --offload, a KL penalty and, on one rank, a reward model."""
     import ppo_loop
 
     flags = "--offload --kl-coef 0.01 --steps 2 --train-batch-size 8 --rollout-n 2 --supervised-steps 2"
@@ -172,15 +172,15 @@ def run_ppo(out):
 
 
 def offloaded_vllm(out):
-    """Events of a run with --offload --rollout vllm, as (name, bytes on the device then). VLLMRollout is the
-    real one; the engine behind it is transformers', with a cache of 4 MiB that sleeps and wakes apart."""
+    """Events of a run with --offload --rollout vllm, as (name, bytes on the device at that time). VLLMRollout
+    is the real one; its engine is transformers', with a cache of 4 MiB that sleeps and wakes separately."""
     import ppo_loop
 
     events = []
     note = lambda name: events.append((name, device.allocated()))
 
     class Engine:
-        """What VLLMRollout asks of vllm.LLM."""
+        """What VLLMRollout needs of vllm.LLM."""
 
         def __init__(self, *args):
             self.inner = ppo_loop.HFRollout(*args)
@@ -241,7 +241,7 @@ def offloaded_vllm(out):
 
 
 def actor_and_rollout(out):
-    """Where the actor waits in both of its calls, and how often the rollout for two lengths of responses."""
+    """Where the actor waits in both of its calls, and how often a rollout waits at two response lengths."""
     import ppo_loop
 
     flags = f"--critic.model tiny-qwen2 --actor.ppo-mini-batch-size 3 --out-dir {out / 'actor'}"
@@ -264,9 +264,9 @@ def actor_and_rollout(out):
 
 
 def main(out, *names):
-    """Everything on this many ranks, or some of it; each part leaves a file of its name when it is done."""
+    """Runs all or some parts on this number of ranks; each leaves a file of its name when it is done."""
     common.setup_distributed()
-    common.write_report = lambda *_: None  # takes a second of matplotlib
+    common.write_report = lambda *_: None  # matplotlib takes a second
     rows = common.toy_rows
     common.toy_rows = lambda n, *args, **options: rows(min(n, 128), *args, **options)
     parts = {name: (lambda name=name, x=x: layout(name, x)) for name, x in LAYOUTS[common.WORLD_SIZE].items()}
@@ -290,7 +290,7 @@ PARTS = {1: ONE_RANK, 2: (run_ppo,)}
 
 
 def of_device(ranks, name):
-    """What a part left, once all of this number of ranks has ended."""
+    """The result of a part, once the run on this number of ranks has ended."""
     if RESULTS:
         if not (path := pathlib.Path(RESULTS, name)).exists() and ranks > 1:
             pytest.skip("needs two GPUs")
@@ -303,7 +303,7 @@ def of_device(ranks, name):
 
 @pytest.fixture(scope="module")
 def host():
-    """Model -> what FSDP on the host learns."""
+    """model -> what FSDP learns on the host."""
     return {name: learned(made("", {"model": name})) for name in ("tiny-qwen2", "tiny-qwen3-moe", DEEPSEEK)}
 
 
@@ -312,7 +312,7 @@ ALL = [(n, name) for n, names in LAYOUTS.items() for name in names]
 
 @pytest.mark.parametrize("ranks, name", ALL)
 def test_a_layout_learns_what_the_host_learns(ranks, name, host):
-    """On every layout of both critics, with the model away between phases."""
+    """On every layout of both critics, with the model offloaded between phases."""
     fields = LAYOUTS[ranks][name]
     expected, ours = host[fields.get("model", "tiny-qwen2")], of_device(ranks, name)
     exact = "param_dtype" in fields
@@ -324,21 +324,21 @@ def test_a_layout_learns_what_the_host_learns(ranks, name, host):
         assert ours["metrics"][key] == pytest.approx(expected["metrics"][key], rel=1e-4 if exact else 0.1)
 
 
-THEIRS = {  # layout -> where a library waits in it: what for, a part of the line of the script
+THEIRS = {  # layout -> where a library waits: what for, part of the script's line
     "padded": ("_local_scalar_dense", "self.model("),  # is there any padding?
     "fsdp1": ("synchronize", ""),  # before each gather
     "offload policy, experts": ("", ""),
     "megatron experts": ("", "return chunk("),
     "megatron experts, context": ("", "return chunk("),
-    "megatron pipeline": ("", "get_forward_backward_func()("),  # stages tell each other shapes
-    "megatron tensor": ("_index_put_impl_", ""),  # the embedding of other ranks' words
+    "megatron pipeline": ("", "get_forward_backward_func()("),  # stages send each other shapes
+    "megatron tensor": ("_index_put_impl_", ""),  # masks the tokens of other ranks
     "megatron tensor bfloat16": ("_index_put_impl_", ""),
 }
 
 
 @pytest.mark.parametrize("ranks, name", ALL)
 def test_the_host_waits_for_no_micro_batch(ranks, name):
-    """Once for the values of all, once for each of two mini-batches (the norm), once for the metrics."""
+    """It waits once for all values, once for each mini-batch's norm (of two), and once for the metrics."""
     what, part = THEIRS.get(name, (None, None))
     counts = []
     for waits in of_device(ranks, name)["waits"][:2]:
@@ -346,19 +346,19 @@ def test_the_host_waits_for_no_micro_batch(ranks, name):
             key: n for key, n in waits.items() if not (name in THEIRS and what in key[0] and part in key[1])
         }
         counts.append(sum(ours.values()))
-    moved = name == "fsdp1"  # clip_grad_norm_ makes a number on the host, once
+    moved = name == "fsdp1"  # its clip_grad_norm_ makes one number on the host
     assert counts == ([0, 0] if THEIRS.get(name) == ("", "") else [1, 3 + moved])
 
 
 def test_the_actor_waits_as_the_critic_does_and_a_rollout_once_a_token():
-    """transformers' generate asks after each token whether all rows have ended."""
+    """transformers' generate checks after each token whether all rows have ended."""
     waits = of_device(1, "actor_and_rollout")
     assert (sum(waits["log-probs"].values()), sum(waits["update"].values())) == (1, 3)
     assert waits[8] - waits[4] == 4
 
 
 def test_a_device_that_is_not_cuda_is_refused(monkeypatch):
-    """One line, where torch has an accelerator that these scripts do not know; a Mac computes on its CPU."""
+    """A one-line error if torch has an accelerator that the scripts do not support; a Mac uses its CPU."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(sys, "platform", "linux")
     with refused("this machine has 0 CUDA devices"):
@@ -368,32 +368,32 @@ def test_a_device_that_is_not_cuda_is_refused(monkeypatch):
 
 
 def test_what_nccl_says_of_a_lost_rank_is_explained():
-    """If it is raised in Python at all: a time-out ends the process from a thread of NCCL's own."""
+    """If it is raised in Python at all: after a time-out, a thread of NCCL ends the process."""
     text = "A call failed possibly due to a network error or a remote process exiting prematurely."
     found = [hint for words, hint in common.HINTS.items() if re.search(words, text)]
     assert found == ["another rank died or hangs"]
 
 
 def test_the_device_holds_what_a_phase_needs():
-    """With --offload --rollout vllm: the actor has gone when the engine's cache wakes, rewards of evaluations
-    too are computed while the engine sleeps, and AdamW's state is there in updates alone."""
+    """With --offload --rollout vllm, the actor is gone when the engine's cache wakes, rewards (also those of
+    evaluations) are computed while the engine sleeps, and AdamW's state is there only during updates."""
     found = of_device(1, "offloaded_vllm")
-    _, none = found["events"][0]  # the engine sleeps before all else is built
+    _, none = found["events"][0]  # the engine goes to sleep before the critic is built
     events = [(re.sub(r" \d+$", "", name), (n - none) / found["weights"]) for name, n in found["events"]]
     events = [pair for before, pair in itertools.pairwise([("", 0.0), *events]) if pair[0] != before[0]]
     step = ["sync", "cache wakes", "engine sleeps", "score", "forward False", "forward True"]
-    # before the last save the actor is looked at; then there is an evaluation
+    # before the last save the actor's log-probs are checked; then there is an evaluation
     names = ["engine sleeps", *step, *step, "forward False", *step[:4]]
     assert [name for name, _ in events] == names
     held = {name: [x for other, x in events if other == name] for name in step}
-    print(held)  # in copies of the actor in float32; the engine's is in bfloat16
+    print(held)  # in float32 copies of the actor; the engine's copy is bfloat16
     most = {"sync": 1.6, "cache wakes": 0.6, "engine sleeps": 0.1, "score": 2, "forward False": 1.2}
     assert all(max(held[name]) < x for name, x in most.items()) and min(held["forward True"]) > 3, held
 
 
 @pytest.mark.parametrize("ranks, name", [(n, part.__name__) for n, parts in PARTS.items() for part in parts])
 def test_a_run_on_the_device(ranks, name):
-    """Whole runs of the scripts, see the function of this name."""
+    """Runs the function of this name above, a whole run of a script."""
     of_device(ranks, name)
 
 

@@ -1,4 +1,4 @@
-"""Edges of the maths and the batching, worked out by hand: where a small fault would change nothing else."""
+"""Edge cases of the maths and the batching, worked out by hand, for faults that nothing else would show."""
 
 import math
 import types
@@ -17,7 +17,7 @@ TRUE = torch.ones(1, dtype=torch.bool)
 
 
 def rows_of(*prompts, answer=2):
-    """A batch of rows with these prompts and `answer` actions each."""
+    """A batch of rows with these prompts, each followed by `answer` actions."""
     rows = [common.Batch.blank(len(prompt) + answer) for prompt in prompts]
     for number, (row, prompt) in enumerate(zip(rows, prompts)):
         row.row_id[0] = number
@@ -41,7 +41,7 @@ def test_a_k3_of_one_token_is_at_most_10():
 
 def test_whitening_of_one_two_and_equal_numbers(monkeypatch):
     monkeypatch.setattr(ppo_loop, "of_all_ranks", lambda x: [x])
-    half = math.sqrt(0.5)  # of two numbers that are 2 apart the sample deviation is the root of 2
+    half = math.sqrt(0.5)  # the sample deviation of 1 and 3 is the square root of 2
     for x, answer in (([7.0], [0.0]), ([1.0, 3.0], [-half, half]), ([5.0] * 3, [0.0] * 3)):
         x_T = torch.tensor(x)
         assert ppo_loop.masked_whiten(x_T, x_T > 0).tolist() == pytest.approx(answer, abs=1e-6)
@@ -63,7 +63,7 @@ def test_explained_variance_tells_small_returns_from_rounding():
 
 
 def of_answers(rewards, values, n=2, **fields):
-    """Advantages of rows with a prompt and n actions, and metrics. values: of all actions of a row."""
+    """(advantages, metrics) of rows with one prompt and n actions. values: one for all actions of a row."""
     rows = rows_of(*[[3]] * len(rewards), answer=n)
     rows.old_log_probs = rows.ref_log_probs = torch.zeros(len(rows.input_ids))
     rows.values = torch.tensor([[0.0, *[v] * n] for v in values]).flatten()
@@ -76,15 +76,15 @@ def of_answers(rewards, values, n=2, **fields):
 
 
 @pytest.mark.parametrize("n", [2, 3, 9])
-def test_the_first_action_gets_the_credit_that_the_flag_says(n):
-    """Of a reward of 1 where all values are 0; the last action gets all of it."""
+def test_the_first_action_gets_the_credit_of_the_flag(n):
+    """With a reward of 1 and values of 0, the first action gets the flag's share and the last action all."""
     [[_, first, *_, last]], _ = of_answers([1.0], [0.0], n, first_token_credit=0.25)
     assert (first, last) == pytest.approx((0.25, 1.0))
     assert of_answers([1.0], [0.0], 1, first_token_credit=0.25) == ([[0.0, 1.0]], {})
 
 
 @pytest.mark.parametrize("n, less", [(1, [2.5] * 4), (2, [1.5, 1.5, 3.5, 3.5])])
-def test_a_critic_that_explains_nothing_makes_way_for_the_mean_return(n, less):
+def test_the_mean_return_replaces_a_critic_that_explains_nothing(n, less):
     rewards = [1.0, 2.0, 3.0, 4.0]
     for values, helps in (([1.1, 2.1, 2.9, 3.9], 1), ([7.0] * 4, 0), ([4.0, 3.0, 2.0, 1.0], 0)):
         found, metrics = of_answers(rewards, values, critic_where_it_helps=True, rollout_n=n)
@@ -108,20 +108,20 @@ def test_a_row_with_images_shares_with_no_prompt():
 
 @pytest.mark.parametrize("script", CRITICS)
 def test_no_more_micro_batches_than_needed(script):
-    two = rows_of([1] * 58, [2] * 58)  # 60 tokens each
+    two = rows_of([1] * 58, [2] * 58)  # of 60 tokens each
     assert script.micro_batches(two, 1, 120, True) == [[[0, 1]]]
     assert sorted(script.micro_batches(two, 1, 119, True)[0]) == [[0], [1]]
-    group = rows_of([1] * 10, [1] * 10, [1] * 10)  # 9 shared tokens, and 3 of each row
+    group = rows_of([1] * 10, [1] * 10, [1] * 10)  # 9 shared tokens, and 3 more for each row
     assert script.micro_batches(group, 1, 18, True) == [[[0, 1, 2]]]
     parts = script.micro_batches(group, 1, 17, True)[0]
     assert sorted(map(len, parts)) == [1, 2]
-    ranks = script.micro_batches(group, 2, 99, True)  # each gets some, though one could take all
+    ranks = script.micro_batches(group, 2, 99, True)  # each rank gets some, although one could take all
     assert sorted(len(rows) for [rows] in ranks) == [1, 2]
 
 
 @pytest.mark.parametrize("script", CRITICS)
 def test_a_pack_is_padded_at_its_end(script):
-    rows = rows_of([5], [1, 1], [1, 1])  # 3 tokens, and twice 4, the first of which is shared
+    rows = rows_of([5], [1, 1], [1, 1])  # 3, 4 and 4 tokens; the 4s share their first one
     host = torch.device("cpu")
     for unit, pad in (((), 0), ((4,), 2), ((7,), 4)):
         slots, index, layout = script.pack_rows(rows, host, True, *unit)
@@ -141,7 +141,7 @@ def test_a_cosine_of_one_step_after_the_warm_up(kind):
 
 def test_best_of_n_is_the_reward_of_the_row_with_the_highest_last_value():
     rows = rows_of([3], [3], [4], [4], [5], answer=1)
-    rows.values = torch.tensor([0.0, 1, 0, 2, 0, 3, 0, 1, 0, 7])  # right for the prompt 3, wrong for 4
+    rows.values = torch.tensor([0.0, 1, 0, 2, 0, 3, 0, 1, 0, 7])  # right for prompt 3, wrong for prompt 4
     rows.token_level_rewards = torch.tensor([0.0, 0, 0, 1, 0, 0, 0, 4, 0, 9])
     *_, best, mean, oracle = common.evaluate(rows, gamma=1.0).values()
     assert (best, mean, oracle) == (0.5, 1.25, 2.5)

@@ -24,7 +24,7 @@ HL_GAUSS = VARIANTS["hl_gauss"]
 
 
 def plain_targets(target, low, high, bins):
-    """Gaussian mass of each bin over that of the range, with math.erf."""
+    """Gaussian mass of each bin divided by that of the range, by math.erf."""
     width = (high - low) / bins
     sigma = 0.75 * width
     target = min(max(target, low), high)
@@ -44,7 +44,7 @@ def plain_cross_entropy(logits, target, low, high):
 
 @pytest.mark.parametrize("low, high, bins", [(-1.0, 3.0, 51), (0.0, 1.0, 2), (-200.0, -190.0, 255)])
 def test_values_and_loss_equal_plain_loops(low, high, bins):
-    """Values, loss and gradient of returns outside the range too, and with NaN where there is no action."""
+    """Values, loss and gradient, also for returns outside the range, and with NaN outside the actions."""
     g = torch.Generator().manual_seed(0)
     returns = low + (high - low) * (1.4 * torch.rand(40, generator=g) - 0.2)
     returns[:2] = torch.tensor([low, high])
@@ -65,8 +65,8 @@ def test_values_and_loss_equal_plain_loops(low, high, bins):
     torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=atol)
 
 
-def test_the_value_of_a_target_is_its_return_and_of_zeros_the_centre_of_the_range():
-    """Logits that fit a target exactly give the return back, to a small part of a bin, away from the ends."""
+def test_a_target_has_its_return_as_value_and_zeros_the_centre_of_the_range():
+    """Logits that fit a target exactly give back its return, up to 1 % of a bin, away from the ends."""
     returns = torch.linspace(-0.9, 2.9, 100)
     targets = torch.stack([plain_targets(float(r), -1.2, 3.2, 51) for r in returns])
     values = common.hl_gauss_values(targets.clamp(min=1e-30).log().float(), -1.2, 3.2)
@@ -77,7 +77,7 @@ def test_the_value_of_a_target_is_its_return_and_of_zeros_the_centre_of_the_rang
 
 
 def reference(folder, result, variant):
-    """(values, loss, gradients) of the weights and old values of a result, in float64; it merges adapters."""
+    """(values, loss, gradients) in float64, from a result's weights (adapters merged) and old values."""
     model = LOAD(folder, dtype=torch.float64, attn_implementation="eager")
     leaves = {name: w.double().requires_grad_() for name, w in result["weights"].items()}
     merged = {}
@@ -99,7 +99,7 @@ def reference(folder, result, variant):
         value_of = lambda output: 0.25 + 3.5 / math.pi * torch.atan(output[0])
         loss_of = lambda output, old, target: clipped_loss(value_of(output), old, target)
     values, losses = plain_loop(batch, outputs_of, value_of, loss_of)
-    if variant == "places":  # of L actions numbers floor(p L), each once; the last one for p = 1
+    if variant == "places":  # of L actions those at floor(p L), each once; for p = 1 the last
         losses = [x[sorted({0, len(x) * 3 // 10, len(x) * 9 // 10, len(x) - 1})] for x in losses]
     loss = torch.cat(losses).mean()
     loss.backward()
@@ -107,7 +107,7 @@ def reference(folder, result, variant):
 
 
 def trains(name, variant):
-    """Whether a weight should train."""
+    """Whether a weight should be trained."""
     if variant == "lora":
         return ".lora_" in name or name.startswith("score.")
     layer = "model.layers.0"
@@ -116,13 +116,13 @@ def trains(name, variant):
 
 
 def names_with_moments(critic):
-    """The weights that AdamW has moments of."""
+    """Names of the weights for which AdamW has moments."""
     _, _, state = critic_fsdp.checkpoint_tensors(critic.model, critic.optimizer)
     return {name for name, moments in state["state"].items() if "exp_avg" in moments}
 
 
 def compare(result, expected, variant):
-    """A result is the reference, from the same weights, and moved what trains -> largest difference."""
+    """The result equals the reference and changed only what trains -> largest difference."""
     weights, (values, loss, gradients) = expected
     assert all(torch.equal(x, weights[name]) for name, x in result["weights"].items())
     gradients = {name: g for name, g in gradients.items() if trains(name, variant)}
@@ -136,8 +136,8 @@ def compare(result, expected, variant):
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """(folder with a model and a checkpoint of each variant, {variant: its weights, what a plain loop makes
-    of them}). The checkpoints are of one rank after a first step: B of the adapters is no longer zero."""
+    """(folder with a model and a checkpoint of each variant, {variant: (weights, result of a plain loop)}).
+    Checkpoints are saved by one rank after a first step, so that the adapters' B is no longer zero."""
     folder = tmp_path_factory.mktemp("trained")
     save_model(MODELS["qwen2"], folder / "model")
     made = {}
@@ -169,7 +169,7 @@ def test_two_ranks_make_it_on_every_layout_and_exchange_checkpoints(references, 
     print("\nlargest relative difference of a gradient to float64, 2 ranks")
     for (variant, layout), result in results.items():
         print(f"  {variant:10s}{layout:10s} {compare(result, made[variant], variant):.1e}")
-    # a field that makes another model of each variant, so that its checkpoints are refused
+    # for each variant, a field that makes it another model, so that its checkpoint is refused
     span = ("value_range", (0.0, 1.0))
     others = (("lora_alpha", 7.0), span, ("freeze_modules", "norm"), span, ("freeze_modules", "up"))
     for (variant, fields), (name, x) in zip(VARIANTS.items(), others, strict=True):
@@ -181,7 +181,7 @@ def test_two_ranks_make_it_on_every_layout_and_exchange_checkpoints(references, 
             other.load_checkpoint(folder / f"{variant} of 2")
 
 
-def test_adapters_begin_as_nothing_and_follow_the_seed():
+def test_adapters_begin_at_zero_and_depend_on_the_seed():
     batch = random_batch(6, vocab_size=60)
     plain = worker(seed=0).compute_values(batch)
     adapters = {}
@@ -190,7 +190,7 @@ def test_adapters_begin_as_nothing_and_follow_the_seed():
         assert torch.equal(w.compute_values(batch), plain) == (seed == 0)
         adapters[strategy] = {n: x for n, x in full_weights(w.critic).items() if ".lora_" in n}
         assert all((x == 0).all() == (".lora_B." in name) for name, x in adapters[strategy].items())
-        assert len(adapters[strategy]) == 2 * 2 * 7  # A and B, layers, matrices of a layer
+        assert len(adapters[strategy]) == 2 * 2 * 7  # A and B x 2 layers x 7 matrices
     for name, x in adapters["fsdp2"].items():
         assert torch.equal(x, adapters["fsdp1"][name])
         assert ".lora_B." in name or not torch.equal(x, adapters["none"][name])
@@ -200,8 +200,8 @@ def test_adapters_begin_as_nothing_and_follow_the_seed():
     *itertools.product(("lora", "freeze"), ("fsdp1", "none")), ("lora", "fsdp2"), ("hl_gauss", "none")
 ])  # fmt: skip
 def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
-    """Gradients are close to those of float32. MFU does not count gradients of weights that do not train."""
-    # the MFU of a CPU is not known, so the FLOPs stand in its place
+    """Gradients are close to those in float32. MFU does not count gradients of frozen weights."""
+    # the MFU of a CPU is unknown, so this looks at the FLOPs
     count = lambda batch, start, epochs, flops, layout: {"flops": flops}
     monkeypatch.setattr(common, "describe_update", count)
     w = worker(strategy=strategy, param_dtype="bfloat16", gradient_checkpointing=True, **VARIANTS[variant])
@@ -228,8 +228,8 @@ def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
     ("gemma3", {}), ("opt", LORA),
 ])  # fmt: skip
 def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields, tmp_path):
-    """This script and plain transformers get them from the folder of a critic that has learned. GPT-2 keeps
-    its matrices transposed; Gemma 3 and OPT have no token-classification class."""
+    """Both this script and plain transformers compute them from a trained critic's folder. GPT-2 stores its
+    matrices transposed; Gemma 3 and OPT have no token-classification class."""
     hf, batch = tmp_path / "hf", random_batch(8, vocab_size=60)
     if model in MODELS:
         transformers.AutoModel.from_config(MODELS[model]).save_pretrained(tmp_path / "base")
@@ -263,7 +263,7 @@ def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields
 
 
 def test_the_script_finds_the_range_and_keeps_it(tmp_path):
-    """The range is that of the returns, 0 to 1, and a tenth more on either side."""
+    """It is the range of the returns, 0 to 1, plus a tenth on either side."""
     path, wider, out = (tmp_path / name for name in ("rows.jsonl", "wider.jsonl", "out"))
     lines = "\n".join(common.toy_rows(64, 0))
     path.write_text(lines)
@@ -278,7 +278,7 @@ def test_the_script_finds_the_range_and_keeps_it(tmp_path):
     exported = dataclasses.replace(critic, model=str(out / "hf"), value_head_init="checkpoint")
     options = {"critic": exported, "rollouts": str(wider), "out_dir": str(tmp_path / "more")}
     critic_fsdp.main(dataclasses.replace(run, **options))
-    assert span(tmp_path / "more") == span(out)  # not that of the wider rows
+    assert span(tmp_path / "more") == span(out)  # not the range of the wider rows
     for change in (
         {"value_range": (0.0, 1.0)},
         {"value_bins": 11},
@@ -292,7 +292,7 @@ def test_the_script_finds_the_range_and_keeps_it(tmp_path):
     assert span(tmp_path / "scalar") is None
 
 
-def test_flags_that_this_model_does_not_go_with_are_named():
+def test_flags_that_do_not_fit_this_model_are_named():
     for pattern, words in (("(", "missing \\)"), ("nothing", "must match some"), (".", "must match some")):
         with pytest.raises(UserError, match=f"--freeze-modules .*{words}"):
             worker(freeze_modules=pattern)

@@ -1,6 +1,6 @@
-"""One update: the gradient before clipping is the same on every layout, and it is that of a plain loop.
+"""The gradient of one update before clipping is the same on every layout, and equals that of a plain loop.
 
-As a script it puts one mini-batch through every layout on this many ranks, for the tests to compare:
+As a script, it runs one mini-batch on every layout of this number of ranks, for the tests to compare:
 
     torchrun --nproc-per-node 2 tests/test_layouts.py OUT_FOLDER [models]
 """
@@ -69,7 +69,7 @@ def clipped_loss(before, old, target):
 def plain_loop(batch, outputs_of, value_of=lambda x: x, loss_of=clipped_loss):
     """(values, token losses of each row that has an action), action by action in float64.
 
-    outputs_of(row, ids): what the value head says at each position of a row. value_of, loss_of: of an action.
+    outputs_of(row, ids): the value head's outputs at each position of a row. value_of, loss_of: per action.
     """
     values, losses = torch.zeros(len(batch.input_ids)), []
     for row, (start, end) in enumerate(rows_of(batch)):
@@ -86,21 +86,21 @@ def plain_loop(batch, outputs_of, value_of=lambda x: x, loss_of=clipped_loss):
 
 
 def reference_of(folder, batch, mode="token-mean", images_of=lambda row, ids: {}):
-    """Values, loss and gradients by one sequence after another through plain transformers, in float64."""
+    """Values, loss and gradients by plain transformers, one sequence at a time, in float64."""
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
-    model.set_experts_implementation("eager")  # grouped products know no float64
+    model.set_experts_implementation("eager")  # grouped products do not support float64
     head = load_file(folder / "value_head.safetensors")
     head = {name: x.double().requires_grad_() for name, x in head.items()}
 
     def outputs_of(row, ids):
-        model.rope_deltas = None  # of the images of the row before
+        model.rope_deltas = None  # forget the images of the previous row
         hidden = model(input_ids=ids, use_cache=False, **images_of(row, ids)).last_hidden_state[0]
         return hidden @ head["score.weight"][0] + head["score.bias"]
 
     values, losses = plain_loop(batch, outputs_of)
     if mode == "token-mean":
         loss = torch.cat(losses).mean()
-    else:  # the mean over rows of the sum of a row, or of its mean, or of its sum over a constant
+    else:  # mean over rows of a row's sum, mean, or sum divided by a constant
         of_row = {"seq-mean-token-mean": torch.mean, "seq-mean-token-sum": torch.sum}
         of_row["seq-mean-token-sum-norm"] = lambda x: x.sum() / 50
         loss = torch.stack([of_row[mode](x) for x in losses]).mean()
@@ -112,7 +112,7 @@ def reference_of(folder, batch, mode="token-mean", images_of=lambda row, ids: {}
 
 def difference(ours, exact):
     """Largest difference of two dicts of gradients, relative to the largest entry of its tensor (or a
-    thousandth of the largest of all: the bias of attention keys has no gradient but rounding)."""
+    thousandth of the largest of all, because the gradient of keys' biases is only rounding)."""
     assert ours.keys() == exact.keys()
     floor = 1e-3 * max(g.abs().max() for g in exact.values())
     scale = {n: torch.maximum(g.abs().max(), floor) for n, g in exact.items()}
@@ -120,7 +120,7 @@ def difference(ours, exact):
 
 
 def assert_agrees(what, result, values, loss, gradients):
-    """A result of one_update equals the reference to 1e-5 -> largest difference of a gradient."""
+    """Asserts that a result of one_update equals the reference to 1e-5 -> largest gradient difference."""
     error = difference(result["gradients"], gradients)
     what = (what, error)
     assert error < 1e-5, what
@@ -132,7 +132,7 @@ def assert_agrees(what, result, values, loss, gradients):
 
 
 def compare(results, reference):
-    """Results of layouts agree with the reference -> layout: largest difference."""
+    """Asserts that results of layouts agree with the reference -> {layout: largest difference}."""
     worst = {}
     for (_, layout, case, *of), result in results.items():
         error = assert_agrees((layout, case, *of), result, *reference[tuple(of)])
@@ -140,26 +140,26 @@ def compare(results, reference):
     return worst
 
 
-# of two rows, some ranks have none
+# with two rows, some ranks have none
 ROWS = {"ragged": random_batch(11, seed=3), "two rows": random_batch(2, seed=2)}
 ROWS["equal prompts"] = random_batch(14, seed=5, longest=24, prompts=3)
 MODES = typing.get_args(critic_fsdp.AggMode)
 BUDGET = {"ppo_max_token_len_per_gpu": 60}
 NORM = {**BUDGET, "response_length_limit": 50}
-CASES = {  # name -> which rows, and Config fields: how micro-batches are cut and losses averaged
+CASES = {  # name -> rows, and Config fields that say how micro-batches are cut and losses averaged
     "one micro-batch": ("ragged", {}),
     "budget 60": ("ragged", BUDGET),
     "budget 60, deferred": ("ragged", {**BUDGET, "defer_grad_sync": True}),
-    "budget 40": ("ragged", {"ppo_max_token_len_per_gpu": 40}),  # the longest row fills a micro-batch alone
+    "budget 40": ("ragged", {"ppo_max_token_len_per_gpu": 40}),  # the longest row fills a micro-batch
     "rows on rank 0": ("ragged", BUDGET),
-    "shared": ("equal prompts", {"ppo_max_token_len_per_gpu": 36}),  # some prompts' rows are more
+    "shared": ("equal prompts", {"ppo_max_token_len_per_gpu": 36}),  # some groups are larger
     "shared, one micro-batch": ("equal prompts", {}),
     "not shared": ("equal prompts", {**BUDGET, "share_prompts": False}),
     "fewer rows than ranks": ("two rows", {}),
     **{mode: ("ragged", {**NORM, "loss_agg_mode": mode}) for mode in MODES[1:]},
 }
 ON_HOST = {"gradient_checkpointing": True, "activation_offload": True}
-MEMORY = {  # what saves memory, on two ranks
+MEMORY = {  # options that save memory, on two ranks
     "fsdp2, offload policy": {"offload_policy": True},
     "fsdp2, recompute, activations on the host": ON_HOST,
     "fsdp1, recompute, activations on the host": {"strategy": "fsdp1", **ON_HOST},
@@ -182,7 +182,7 @@ def layouts():
     found = dict(MEMORY) if WORLD_SIZE == 2 else {}
     for strategy in ("fsdp2", "fsdp1", "none"):
         for way, fields in ways.items():
-            # two ranks tell whether a strategy goes wrong
+            # two ranks are enough to test a strategy
             told = WORLD_SIZE == 4 and strategy != "fsdp2" and way in ("packed", "padded")
             if not told and not (strategy == "none" and "fsdp_size" in fields):
                 found[f"{strategy}, {way}"] = {"strategy": strategy, **fields}
@@ -190,7 +190,7 @@ def layouts():
 
 
 def cases_of(layout):
-    """The cases that a layout runs. How rows are cut and counted does not depend on the strategy."""
+    """The cases that a layout runs. How rows are cut and weighed does not depend on the strategy."""
     cases = ["budget 60, deferred", "shared, one micro-batch", "fewer rows than ranks"]
     if layout in WHOLE.get(WORLD_SIZE, ()):
         cases = CASES
@@ -200,7 +200,7 @@ def cases_of(layout):
 
 
 def main(out, which="qwen2"):
-    """Models and results go to a folder; `models`: three layouts of all models, else all layouts of one."""
+    """Saves models and results. `models`: three layouts of all models, otherwise all layouts of one."""
     out = pathlib.Path(out)
     names = list(MODELS) if which == "models" else [which]
     common.setup_distributed()
@@ -220,7 +220,7 @@ def main(out, which="qwen2"):
 
 
 def results_of(model, layout, out, fields, cases):
-    """(model, layout, case, rows, way to average) -> gradients before clipping, values and metrics."""
+    """(model, layout, case, rows, loss_agg_mode) -> gradients before clipping, values and metrics."""
     config = critic_fsdp.Config(model=str(out / model), weight_decay=0.0, timeout_minutes=15, **fields)
     worker = critic_fsdp.CriticWorker(config)
     worker.init_model()
@@ -234,7 +234,7 @@ def results_of(model, layout, out, fields, cases):
     for case in cases:
         rows, changes = CASES[case]
         worker.config = critic.config = dataclasses.replace(config, **changes)
-        critic.max_tokens = 0  # the worker sets the budget anew
+        critic.max_tokens = 0  # the worker then sets the budget again
         everything = range(len(ROWS[rows]))
         mine = everything[RANK::WORLD_SIZE]
         if case == "rows on rank 0":
@@ -245,7 +245,7 @@ def results_of(model, layout, out, fields, cases):
 
 
 def launched(*job):
-    """(folder of the models, what this script found)."""
+    """(folder of the models, results of this script)."""
     waits_for, out = scenarios(*job)
     succeeded(ended(waits_for))
     return out, torch.load(out / "out.pt", weights_only=True)

@@ -1,4 +1,4 @@
-"""One update on Megatron: every layout's values, gradient and step are those of a plain float64 loop."""
+"""One update on Megatron: values, gradient and step of every layout equal a plain float64 loop."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from megatron_layouts import LAYOUTS, MODES, layouts
 from safetensors.torch import load_file
 from test_layouts import GROUPED, ROWS, compare, reference_of
 
-SIZES = {**GROUPED, "num_hidden_layers": 4}  # 4 heads of queries, 2 of keys and values
+SIZES = {**GROUPED, "num_hidden_layers": 4}  # 4 query heads, 2 key and value heads
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -67,7 +67,7 @@ def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases, laun
         gradients = references[model]["ragged", "token-mean"][2]
         expected = stepped(weights_of(out / "models" / model), gradients)
         assert after.keys() == expected.keys()
-        # where the gradient is next to nothing AdamW divides rounding by rounding
+        # where the gradient is almost 0, AdamW divides rounding errors by each other
         norm = torch.stack([g.norm() for g in gradients.values()]).norm()
         sizeable = {n: g.abs() > 1e-5 * norm for n, g in gradients.items()}
         step = max(float(((after[n] - expected[n]).abs() * sizeable[n]).max()) for n in after)
@@ -77,6 +77,6 @@ def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases, laun
 
 
 def weights_of(folder):
-    """All weights as stored, named as in the critic, experts of a layer in one tensor."""
+    """All stored weights under the critic's names, with all experts of a layer in one tensor."""
     state = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).state_dict()
     return {f"model.{n}": x for n, x in state.items()} | load_file(folder / "value_head.safetensors")

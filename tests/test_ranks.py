@@ -1,4 +1,4 @@
-"""What takes several processes, see scenarios.py; and how a run ends when one of them fails."""
+"""Runs scenarios.py on several processes, and tests how a run ends when one of them fails."""
 
 import inspect
 import os
@@ -21,7 +21,7 @@ ON_TWO_RANKS = [f.__name__ for f in OF_FILE if not inspect.signature(f).paramete
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    """One launch for all of them, because starting the processes takes most of the time of each."""
+    """One launch for all scenarios, because starting the processes takes most of the time."""
     return torchrun(2, SCENARIOS, ",".join(ON_TWO_RANKS))
 
 
@@ -42,7 +42,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(scope="module", autouse=True)
 def on_disks_of_their_own(tmp_path_factory):
-    """Runs whose ranks share no disk, which they notice within half a minute: begun here, and asked last."""
+    """Runs whose ranks share no disk, which they notice after half a minute: started first, checked last."""
     begun = {}
     for script in ("critic_fsdp.py", "critic_megatron.py", "ppo_loop.py"):
         folder = tmp_path_factory.mktemp(script)
@@ -106,7 +106,7 @@ def test_ranks_that_share_no_disk_end_before_the_first_step(script, on_disks_of_
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
 def test_a_killed_rank_ends_a_run_of_ppo_which_goes_on_from_its_checkpoint(tmp_path):
-    """It is resumed on one rank."""
+    """The checkpoint is resumed on one rank."""
     out, log = str(tmp_path / "out"), tmp_path / "log"
     flags = "--supervised-steps 0 --train-batch-size 16 --save-every 1 --eval-every 0"
     script = [str(ROOT / "ppo_loop.py"), *flags.split(), "--critic.timeout-minutes", "0.2", "--out-dir", out]
@@ -122,7 +122,7 @@ def test_a_killed_rank_ends_a_run_of_ppo_which_goes_on_from_its_checkpoint(tmp_p
         os.kill(victim, signal.SIGKILL)
         process.wait(timeout=60)
     finally:
-        process.kill()  # nothing, if it has ended
+        process.kill()  # does nothing if it has ended
     said = log.read_text()
     assert process.returncode and "SIGKILL" in said and "rank      : 1 (local_rank: 1)" in said, said
     until(lambda: not ranks(), "the end of all ranks", 60)

@@ -22,7 +22,7 @@ same = pytest.approx
 
 
 def judged_rows(n, prompts, longest=12, gamma=1.0):
-    """Rows that answer some prompts, rewarded with 0 or 1. By hand: returns, and TD errors as advantages."""
+    """Rows that answer some prompts, rewarded with 0 or 1; returns and TD errors (as advantages) by hand."""
     rng = random.Random(0)
     lines = []
     for _ in range(n):
@@ -77,7 +77,7 @@ def test_every_number_equals_a_plain_loop(gamma, tmp_path):
 
 
 def test_the_ceiling_is_what_knowing_each_prompt_explains():
-    """Against known amounts: returns are a number of the prompt plus noise."""
+    """With known variances: returns are a number per prompt plus noise."""
     g = torch.Generator().manual_seed(0)
     prompts = torch.arange(2000).repeat_interleave(5)
     noise = torch.randn(10_000, generator=g)
@@ -92,11 +92,11 @@ def test_the_ceiling_is_what_knowing_each_prompt_explains():
     assert ceiling(prompts, returns) == same(4 / 5, abs=0.02)
     assert ceiling(prompts, noise) == same(0, abs=0.03)
     assert math.isnan(ceiling(torch.arange(10_000), returns)) and math.isnan(ceiling(prompts, torch.ones(1)))
-    assert math.isnan(ceiling(prompts, torch.arange(10_000) % 5))  # chance puts it below 0
+    assert math.isnan(ceiling(prompts, torch.arange(10_000) % 5))  # it falls below 0 by chance
 
 
 def write(folder, rows, tokenizer=None, curves=common.CURVES, gamma=1.0):
-    """The page about some rows, as text, and its numbers."""
+    """(text of the page about some rows, its numbers)."""
     rows = dataclasses.replace(rows, returns=None, advantages=None)
     common.write_report(str(folder), rows, "rows of a test", tokenizer, gamma, curves)
     text = (folder / "report.html").read_text()
@@ -105,8 +105,8 @@ def write(folder, rows, tokenizer=None, curves=common.CURVES, gamma=1.0):
 
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_mouse_on_a_token_finds_its_numbers_and_no_token_runs(tmp_path):
-    """Against TD errors by hand. Shown are the rows with the largest ones before their last action. The page
-    cuts a long row and stays below 20 megabytes; the numbers are of all tokens."""
+    """Numbers equal TD errors by hand. The rows shown are those with the largest ones before the last action.
+    The page cuts a long row and stays below 20 megabytes, but its numbers are for all tokens."""
     rows = common.concat([judged_rows(60, 20), judged_rows(1, 1, longest=6000)])
     rows.row_id = torch.arange(61)
     jumps = [max(rows.advantages[at[:-1]].abs().tolist(), default=0.0) for at in actions_of(rows)]
@@ -152,7 +152,7 @@ def test_odd_rows_have_a_report_too(tmp_path, case, recwarn):
 
 @pytest.mark.parametrize("curves", [common.CURVES, ppo_loop.CURVES])
 def test_the_figure_shows_the_metrics(tmp_path, curves, monkeypatch):
-    """Against the log, where a number that was not finite is null. Without finite values there is no page."""
+    """It draws the log, in which null was not finite. Without finite values there is no page."""
     panels = []
     add = Figure.add_subplot
     note = lambda *args, **options: panels.append(add(*args, **options)) or panels[-1]
@@ -174,13 +174,13 @@ def test_the_figure_shows_the_metrics(tmp_path, curves, monkeypatch):
 
 
 def test_a_run_leaves_the_same_report_on_any_number_of_ranks(tmp_path):
-    """Without held-out rows it is about the rows of the last update, of which one of four ranks owns none."""
+    """Without held-out rows it shows the rows of the last update, of which one of four ranks has none."""
     flags = (ROOT / "critic_fsdp.py", "--rollouts", ROOT / "tests" / "rows.jsonl", "--out-dir", "out")
     flags += ("--train-batch-size", 3, "--steps", 2, "--save-every", 1, "--profile-steps", "2:2")
     said = [succeeded(torchrun(ranks, *flags, cwd=tmp_path)) for ranks in (1, 4)]
     alone, together = (re.findall(r"^report  .*\n.*$", words, flags=re.M) for words in said)
     assert alone == together and len(alone) == 1 and "3 rows of the last update" in alone[0], said
-    (trace,) = (tmp_path / "out" / "profile").iterdir()  # of rank 0
+    (trace,) = (tmp_path / "out" / "profile").iterdir()  # from rank 0
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     ranges = {"compute_values", "update_critic", "mini-batch", "micro-batch", "optimizer step", "save"}
     assert trace.name == "step_2.json.gz" and ranges <= {event["name"] for event in events}

@@ -1,4 +1,4 @@
-"""What takes several ranks of critic_megatron.py or ppo_loop.py, or vLLM: the scripts *_scenarios.py."""
+"""Runs the scripts *_scenarios.py, for critic_megatron.py and ppo_loop.py on several ranks, and vLLM."""
 
 import re
 
@@ -13,7 +13,7 @@ SCRIPTS = (megatron_scenarios, ppo_scenarios, vllm_scenarios)
 
 @pytest.mark.parametrize("script, name", [(s.__name__, name) for s in SCRIPTS for name in s.NAMES])
 def test_on_several_ranks(script, name):
-    """All of a script are started at once: to import everything again and again would take longest."""
+    """All scenarios of a script run in one launch, because imports take most of the time."""
     if script == "vllm_scenarios" and not HAS_VLLM:
         pytest.skip("vllm is not installed")
     process = ended(scenarios(1, f"{script}.py")[0])

@@ -1,4 +1,4 @@
-"""Vision-language critics: layouts against one sequence after another, images in rows, what is frozen."""
+"""Vision-language critics: layouts compared with one sequence at a time, images in rows, frozen weights."""
 
 import base64
 import dataclasses
@@ -20,7 +20,7 @@ import critic_fsdp
 from common import UserError
 from critic_fsdp import Config, CriticWorker
 
-START, IMAGE, END = range(99, 102)  # the ids of the presets
+START, IMAGE, END = range(99, 102)  # token ids of the presets
 SEE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
@@ -69,11 +69,11 @@ def results_of(model, layouts):
         w = CriticWorker(config)
         w.init_model()
         w.critic.peak_lr = 0.0  # each case starts from the same weights, because steps do not move them
-        # with 28, each row is a micro-batch, and at times only one rank has an image; with 1000 there is one
+        # 28: a micro-batch per row, and sometimes only one rank has an image; 1000: a single micro-batch
         for tokens in (28, 1000) if name in ("fsdp2", "padded", "ulysses") else (28,):
             budget = tokens // config.ulysses_size
             w.config = dataclasses.replace(config, ppo_max_token_len_per_gpu=budget)
-            w.critic.max_tokens = 0  # the worker sets it anew
+            w.critic.max_tokens = 0  # the worker then sets it again
             rows = mine(ROWS)
             if common.RANK == 1:  # rows 1 and 3: this rank owns no image and has no such column
                 rows.multi_modal_inputs = None
@@ -81,7 +81,7 @@ def results_of(model, layouts):
     return results
 
 
-PARTS = {  # what learns lies above the decoder's first layer, but the tower below it learns too
+PARTS = {  # only upper layers of the decoder train, but the tower below them trains, too
     "lora": {"lora_rank": 2},
     "freeze": {"freeze_modules": r"embed_tokens|language_model\.layers", "gradient_checkpointing": True},
     "ulysses, freeze": {**LOWEST, "ulysses_size": 2},
@@ -92,7 +92,7 @@ PARTS = {  # what learns lies above the decoder's first layer, but the tower bel
 
 
 def norms_of(model):
-    """Gradient norms of updates whose micro-batches have images at times on one rank only."""
+    """Gradient norms of updates in which sometimes only one rank's micro-batch has images."""
     norms = {}
     for name, fields in PARTS.items():
         if common.WORLD_SIZE == 1:
@@ -118,7 +118,7 @@ MODELS["qwen3-vl-moe"] = {**QWEN3, "model_type": "qwen3_vl_moe", "text_config": 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """name -> a checkpoint as users have them: a language model with its head, and a value head."""
+    """name -> a checkpoint like those of users: a language model with its head, and a value head."""
     folders = {}
     for name, fields in MODELS.items():
         folders[name] = folder = tmp_path_factory.mktemp(name)
@@ -136,7 +136,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_two_ranks(folders, tmp_path_factory):
-    """folder -> results of every layout on two ranks, the second of which owns no image."""
+    """folder -> results of every layout on two ranks, of which the second has no image."""
     out = tmp_path_factory.mktemp("out") / "out.pt"
     script = (ROOT / "tests" / "scenarios.py", "images_on_every_layout")
     succeeded(torchrun(2, *script, out, *(folders[name] for name in PRESETS)))
@@ -144,7 +144,7 @@ def on_two_ranks(folders, tmp_path_factory):
 
 
 def images_of(row, ids):
-    """What the model takes of them in float64. Positions are its own."""
+    """The model's inputs for a row's images, in float64; it computes positions itself."""
     images = dict(ROWS.multi_modal_inputs[row])
     if images:
         images["pixel_values"] = images["pixel_values"].double()
@@ -157,7 +157,7 @@ def test_every_layout_makes_the_same_update(name, folders, on_two_ranks):
     values, loss, gradients = reference_of(folders[name], ROWS, images_of=images_of)
     largest = max(g.abs().max() for g in gradients.values())
     vision = [g.abs().max() for n, g in gradients.items() if ".visual." in n]
-    assert len(vision) > 20 and min(vision) > 1e-6 * largest  # none is idle
+    assert len(vision) > 20 and min(vision) > 1e-6 * largest  # all of them matter
     layouts = ("fsdp2", "fsdp2, frozen", "padded") if name in PRESETS else ("fsdp2",)
     results = {(1, *key): x for key, x in results_of(folders[name], layouts).items()}
     results |= {(2, *key): x for key, x in on_two_ranks.get(str(folders[name]), {}).items()}
@@ -176,7 +176,7 @@ def test_a_frozen_decoder_waits_for_no_rank_without_images(folders, on_two_ranks
 
 
 def test_positions_are_those_of_each_image_alone():
-    """Worked out by hand: text counts up, an image spreads over rows and columns, then text goes on."""
+    """Worked out by hand: text counts up, an image spreads over rows and columns, then text continues."""
     backbone = worker(model="tiny-qwen3-vl").critic.model.model
     ids = torch.tensor([5, START, *[IMAGE] * 6, END, 7, 8, 9, 10])
     image = {"image_grid_thw": torch.tensor([[1, 4, 6]]), "pixel_values": torch.zeros(24, 1176)}
@@ -201,7 +201,7 @@ def draw(path, size, seed=0):
 
 @pytest.fixture
 def rollouts(tmp_path):
-    """A file of rows with and without images, next to its pictures."""
+    """A file of rows with and without images, and its pictures."""
     (tmp_path / "pictures").mkdir()
     draw(tmp_path / "pictures" / "a.png", (60, 90), 1)
     draw(tmp_path / "b.png", (112, 56), 2)
@@ -237,7 +237,7 @@ def test_images_of_rows_are_those_of_the_processor(name, rollouts):
     assert torch.equal(w.compute_values(batch), w.compute_values(tensors))
     black = {**a, "pixel_values": 0 * a["pixel_values"]}
     blind = dataclasses.replace(batch, multi_modal_inputs=[black, {}, both, {}])
-    differs = w.compute_values(blind) != w.compute_values(batch)  # in the first row alone, at each action
+    differs = w.compute_values(blind) != w.compute_values(batch)  # only in the first row, at every action
     assert torch.equal(differs, batch.response_mask & (batch.row_of_token == 0))
 
 
@@ -256,7 +256,7 @@ def test_a_bad_image_is_a_bad_row(rollouts):
         ({"images": [7]}, "images: must be a valid string"),
         ({"images": ["b.png"] * 2}, "runs of [8] tokens, its images have [8, 8]"),
         ({}, "runs of [1] tokens, its images have 0"),
-        # token ids have a placeholder for each token of an image, and something between images
+        # token ids need a placeholder for each token of an image, and a token between images
         ({"prompt": None, "prompt_ids": [5, IMAGE, 6], "images": ["b.png"]}, "runs of [1] tokens"),
         (
             {"prompt": None, "prompt_ids": [5, *[IMAGE] * 16, 6], "images": ["b.png"] * 2},
@@ -321,7 +321,7 @@ def test_a_run_from_rows_with_images_and_one_from_its_folder(rollouts, tmp_path)
 
 
 def test_another_vision_model_reads_text_only(tmp_path):
-    """Gemma 3 gives the same values packed and padded, and makes the same update."""
+    """Gemma 3 gives the same values and makes the same update, packed and padded."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
     text = {**sizes, "vocab_size": 97, "num_key_value_heads": 1, "head_dim": 8}
     tower = {**sizes, "image_size": 28, "patch_size": 14}
@@ -339,6 +339,6 @@ def test_another_vision_model_reads_text_only(tmp_path):
 
 def test_what_cannot_work_is_refused():
     rows = ROWS.select([0, 1])
-    rows.multi_modal_inputs[1] = rows.multi_modal_inputs[0]  # and its ids have no placeholder
+    rows.multi_modal_inputs[1] = rows.multi_modal_inputs[0]  # but its ids have no placeholder
     with pytest.raises(ValueError, match="Image features and image tokens do not match"):
         worker(model="tiny-qwen3-vl").compute_values(rows)
