@@ -1,18 +1,18 @@
-"""How fast the critics are: against a loop without any framework, and against verl 0.6.1.
+"""How fast the critics are, compared with a loop without any framework and with verl 0.6.1.
 
     OMP_NUM_THREADS=1 python tests/bench.py              10 million weights, answers to GSM8K questions
     OMP_NUM_THREADS=1 python tests/bench.py --mix long-prompt --rows 32
     OMP_NUM_THREADS=1 python tests/bench.py --mix long-tail --model 100m --rows 16
 
-All contestants have the same weights, rows, precision, token budget and AdamW. Each runs in processes of its
-own, and they take turns. On a CPU the tables show seconds of CPU time of all ranks together, because these do
-not depend on other jobs of the machine.
+All contestants have the same weights, rows, precision, token budget and AdamW. Each runs in its own
+processes, and they take turns. On a CPU the tables use the CPU time of all ranks together, because it does
+not depend on other jobs on the machine.
 
-    fsdp, megatron  the critics; "alone": with --no-share-prompts
-    bare            transformers' backbone, a linear head, the loss and AdamW over packs made in advance
-    verl padded     DataParallelPPOCritic of verl 0.6.1 with transformers' SDPA, where `import verl` works
+    fsdp, megatron  the critics; "alone" means --no-share-prompts
+    bare            transformers' backbone, a linear head, the loss and AdamW, on packs made in advance
+    verl padded     DataParallelPPOCritic of verl 0.6.1 with transformers' SDPA, if verl is installed
     verl packed     the same with use_remove_padding and dynamic batches; on CPU SDPA masks the other rows
-    verl lent       the same with the packed attention of common.py: what remains is its own
+    verl lent       the same with the packed attention of common.py, so that the rest can be compared
 """
 
 import contextlib
@@ -51,7 +51,7 @@ import critic_fsdp  # noqa: E402
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
-MODELS = {  # of Qwen2
+MODELS = {  # sizes of Qwen2
     "tiny": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, heads=4),
     "10m": dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=6, heads=6),
     "100m": dict(hidden_size=768, intermediate_size=2304, num_hidden_layers=12, heads=12),
@@ -64,27 +64,27 @@ CONTESTANTS = ("bare", *OURS, *ALONE, "verl padded", "verl packed", "verl lent")
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be computed, and on what."""
+    """The work: a model and rows."""
 
-    model: Literal[tuple(MODELS)] = "10m"  # how many weights
-    # rows: 4 answers to a question; answers of about 250 tokens to prompts of about 1,000; rows alone
+    model: Literal[tuple(MODELS)] = "10m"  # number of weights
+    # 4 answers per question; 250-token answers to 1,000-token prompts; rows without a shared prompt
     mix: Literal["gsm8k", "long-prompt", "long-tail"] = "gsm8k"
-    rows: int = 96  # of one update, which is one optimizer step
-    answers: int = 8  # of --mix long-prompt: to each prompt
-    length: int = 256  # of --mix long-tail: the median of a row's tokens; it ends at 4096
-    budget: int = 4096  # most tokens of a micro-batch, of all contestants
-    vocab_size: int = 2048  # of the model; GSM8K's tokenizer has 2,000
+    rows: int = 96  # rows of an update, which is one optimizer step
+    answers: int = 8  # answers per prompt of --mix long-prompt
+    length: int = 256  # median tokens of a row of --mix long-tail, at most 4096
+    budget: int = 4096  # most tokens of a micro-batch, for all contestants
+    vocab_size: int = 2048  # the model's; GSM8K's tokenizer has 2,000 tokens
     ranks: int = 1  # processes of each contestant; only the critics take more than one
     flags: str = "{}"  # more flags of the critic's Config, as JSON
 
 
 @dataclass(frozen=True)
 class Run:
-    """Measures them in turns."""
+    """Measures the contestants in turns."""
 
     work: tyro.conf.OmitArgPrefixes[Work] = Work()  # its flags have no prefix
-    contestants: tuple[Literal[CONTESTANTS], ...] = CONTESTANTS  # all are compared with the first
-    rounds: int = 5  # of which the medians count; one more goes before, to warm up
+    contestants: tuple[Literal[CONTESTANTS], ...] = CONTESTANTS  # each is compared with the first
+    rounds: int = 5  # measured rounds (the medians count), after one warm-up
 
 
 # ---- The work: rows, and a folder with weights -------------------------------------------------------------
@@ -109,7 +109,7 @@ def make_rows(work):
             prompt = prompts[row // work.answers]
             batch.input_ids[start : start + len(prompt)] = prompt
             batch.response_mask[start:end] = torch.arange(end - start) >= len(prompt)
-    else:  # log-normal: one row in six is at least three times the median
+    else:  # log-normal: one row in six is 3 times the median or longer
         lengths = (work.length * torch.randn(work.rows).mul(1.1).exp()).long().clamp(16, 4096)
         batch = common.concat([common.Batch.blank(n) for n in lengths.tolist()])
         batch.row_id = torch.arange(work.rows)
@@ -128,7 +128,7 @@ def model_config(work):
 
 
 def write_model(work, folder):
-    """A token classifier with random weights, which all contestants load."""
+    """Saves a token classifier with random weights, which all contestants load."""
     torch.manual_seed(0)
     AutoModelForTokenClassification.from_config(model_config(work)).save_pretrained(folder)
 
@@ -195,10 +195,10 @@ def bare(_, work, folder, batch):
 
 
 def verl(name, work, folder, batch):
-    """Nothing of it is changed but what CPUs and this transformers lack."""
+    """Changes only what CPUs and this version of transformers lack."""
     import transformers
 
-    if not hasattr(transformers, "AutoModelForVision2Seq"):  # verl imports it; transformers 5 has it no more
+    if not hasattr(transformers, "AutoModelForVision2Seq"):  # verl imports it; transformers 5 has removed it
         transformers.AutoModelForVision2Seq = transformers.AutoModelForImageTextToText
     from omegaconf import OmegaConf
     from tensordict import TensorDict
@@ -208,8 +208,8 @@ def verl(name, work, folder, batch):
     lent = name == "verl lent"
     packed = name != "verl padded"
     if not CUDA:
-        torch.autocast = lambda *_, **__: contextlib.nullcontext()  # it would take bfloat16, unlike others
-        # flash-attn, which makes these, has no build for CPUs
+        torch.autocast = lambda *_, **__: contextlib.nullcontext()  # bfloat16, unlike the others
+        # these are from flash-attn, which has no build for CPUs
         dp_critic.unpad_input = unpad_input
         dp_critic.pad_input = pad_input
         dp_critic.index_first_axis = lambda x, index: x[index]
@@ -230,7 +230,7 @@ def verl(name, work, folder, batch):
     R = max(n - p for n, p in zip(lengths, first))
 
     def padded(x_T):
-        """(T,) -> (B, P + R): prompts end at P, responses begin there."""
+        """(T,) -> (B, P + R), where prompts end and responses begin at P."""
         rows = zip(x_T.split(lengths), first)
         return torch.stack([F.pad(x, (P - p, R - len(x) + p)) for x, p in rows])
 
@@ -262,7 +262,7 @@ def verl(name, work, folder, batch):
 
 
 def unpad_input(x_BLD, mask_BL):
-    """As flash_attn.bert_padding has it: rows without their padding, and where they came from."""
+    """Like flash_attn.bert_padding: rows without padding, and the indices they came from."""
     index = mask_BL.flatten().nonzero()[:, 0]
     return x_BLD.flatten(0, 1)[index], index, None, None
 
@@ -276,7 +276,7 @@ def pad_input(x_TD, indices, batch, seqlen):
 
 
 def measure(call):
-    """{wall, cpu: seconds of a call, out: what it returned}."""
+    """{wall, cpu: seconds of a call, out: its result}."""
     wall = time.perf_counter()
     cpu = time.process_time()
     out = call()
@@ -286,8 +286,8 @@ def measure(call):
 
 
 def measure_peak(call):
-    """{peak: GiB above what was held before} of a call."""
-    path = pathlib.Path("/proc/self/status")  # VmRSS is what is held, VmHWM the most since it was reset
+    """{peak: GiB that a call takes above the memory held before}."""
+    path = pathlib.Path("/proc/self/status")  # VmRSS: held now, VmHWM: peak since the reset
     status = lambda name: int(re.search(rf"{name}:\s*(\d+)", path.read_text())[1])
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
@@ -295,7 +295,7 @@ def measure_peak(call):
         call()
         return {"peak": torch.cuda.max_memory_allocated() / 2**30 - held}
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # else the allocator would take from what it has kept, unseen
+    ctypes.CDLL(None).malloc_trim(0)  # else the allocator would reuse memory that it kept
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     held = status("VmRSS")
     call()
@@ -303,7 +303,7 @@ def measure_peak(call):
 
 
 def contest(name, work, folder, pipe):
-    """A process of one contestant, one rank: does what it is told, until told None."""
+    """One rank of a contestant: does the tasks it receives, until it receives None."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
     batch = make_rows(work)
@@ -315,26 +315,26 @@ def contest(name, work, folder, pipe):
         name, _, way = task.partition(" ")
         spent = ways[way](calls[name])
         out = spent.pop("out", None)
-        if task == "values" and len(out) == len(batch.input_ids):  # of several ranks each has its own rows
+        if task == "values" and len(out) == len(batch.input_ids):  # with several ranks, each has its own rows
             spent["values"] = out[batch.response_mask].tolist()
         pipe.send(spent)
-    os._exit(0)  # as common.launch ends
+    os._exit(0)  # like common.launch
 
 
 class Contestant:
-    """One of them: as many processes as it has ranks, which work only when asked."""
+    """A contestant: one process per rank, which work only when asked."""
 
     def __init__(self, name, work, folder):
         self.work = work
         self.ranks = []
-        # where ranks find each other, on a port that the system has chosen
+        # the ranks' rendezvous, on a port that the system chooses
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         context = multiprocessing.get_context("spawn")
         size = str(work.ranks)
         for rank in map(str, range(work.ranks)):
-            # the process inherits these, and common reads them when it is imported
+            # the process inherits these, and common reads them on import
             os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
             here, there = context.Pipe()
             context.Process(target=contest, args=(name, work, folder, there), daemon=True).start()
@@ -342,7 +342,7 @@ class Contestant:
             self.ranks.append(here)
 
     def do(self, task):
-        """Seconds of the slowest rank by the clock, CPU seconds of all, GiB of the fullest."""
+        """Wall seconds of the slowest rank, CPU seconds of all, GiB of the fullest."""
         for rank in self.ranks:
             rank.send(task)
         spent = [rank.recv() for rank in self.ranks]
@@ -355,10 +355,10 @@ class Contestant:
 
 
 def compare(contestants, rounds):
-    """[{values, update: seconds of each round}] of contestants that take turns; the first round warms up."""
+    """[{values, update: seconds of each round}] of contestants that take turns, after a round to warm up."""
     clock = "wall" if CUDA else "cpu"
     seen = [{"values": [], "update": []} for _ in contestants]
-    for rank in [rank for contestant in contestants for rank in contestant.ranks]:  # which begin together
+    for rank in [rank for contestant in contestants for rank in contestant.ranks]:  # they start together
         assert rank.recv() == "ready"
     for turn in range(rounds + 1):
         for task in ("values", "update"):
@@ -396,14 +396,14 @@ def print_line(*cells):
 
 
 def table(work, batch, names, rounds):
-    """One line for each contestant."""
+    """Prints one line for each contestant."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(work, folder)
         seen = compare([Contestant(name, work, folder) for name in names], rounds)
     with torch.device("meta"):
         backbone = AutoModel.from_config(model_config(work))
-    flops = sum(map(common.flops_model(backbone, backbone.config), batch.lengths))  # of a forward
-    # FLOP/s that MFU refers to: the peak of a GPU, or on a CPU those of a large product in this process
+    flops = sum(map(common.flops_model(backbone, backbone.config), batch.lengths))  # of one forward
+    # MFU is relative to the peak FLOP/s of the GPU, or on a CPU to those of a large product in this process
     of = "the peak of this GPU"
     device = torch.cuda.get_device_name().upper() if CUDA else ""
     peak = 1e12 * next((x for w, x in common.PEAK_TFLOPS.items() if re.search(rf"\b{w}\b", device)), math.nan)

@@ -1,13 +1,13 @@
-"""Injects faults into whole runs of the three scripts, asserts what comes of each, and prints a table.
+"""Injects faults into whole runs of the three scripts, asserts how each run ends, and prints a table.
 
-    python tests/faults.py                  all of them: some minutes on two cores
+    python tests/faults.py                  all of them, some minutes on two cores
     python tests/faults.py NAME...          some of FAULTS, below
-    python tests/faults.py --short          fewer of each, as test_bench.py runs them
+    python tests/faults.py --short          fewer of each, as in test_bench.py
 
-A fault must not change how a run ends. Its last checkpoint (weights, optimizer, counters), exported weights,
-rollouts, samples, metrics.jsonl (except times and memory) and what TensorBoard shows are compared, bit for
-bit, with those of a run without faults. Ranks are forks of this process, see forked.py; `torchrun` below
-uses torchrun itself.
+A fault must not change the end of a run: last checkpoint (weights, optimizer, counters), exported weights,
+rollouts, samples, metrics.jsonl (except times and memory) and what TensorBoard shows must equal those of
+a run without faults, bit for bit. Ranks are forks of this process, see forked.py; only `torchrun` below uses
+torchrun itself.
 """
 
 import contextlib
@@ -43,8 +43,8 @@ from safetensors.torch import load_file
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROWS = ROOT / "tests" / "rows.jsonl"
-os.environ["HF_HUB_OFFLINE"] = "1"  # else it would look for a model of each name
-sys.path.insert(0, str(ROOT))  # of the ranks: this process must not import common, which reads RANK
+os.environ["HF_HUB_OFFLINE"] = "1"  # do not search the hub for models
+sys.path.insert(0, str(ROOT))  # for the ranks: this process must not import common, which reads RANK
 SCRIPTS = {  # ranks, flags
     "critic_fsdp": (2, ()),
     "critic_megatron": (2, ("--tensor-model-parallel-size", 2)),
@@ -77,13 +77,13 @@ def flags_of(script, *flags):
 
 
 def run_script(arguments, said=None, slow=0.0, lax=False, memory=None, apart=None, slow_in=None):
-    """Runs a script in this process, without its report, which takes two seconds of matplotlib.
+    """Runs a script in this process without its report, because matplotlib takes two seconds.
 
-    said: files for what this rank prints, in a session of its own. slow: seconds of delay before each save,
-    flush and rename, so that a fault can hit them. lax: rewards of a file may have any size. memory: MiB that
-    the steps may take on top of what exists before them. apart: a checkpoint; each rank works in a folder of
-    its own, and rank 0 alone has the checkpoint there, as `there`. slow_in: a function of PPO that
-    takes a second after this many steps, and then leaves a file."""
+    said: prefix of files for this rank's output; the rank gets its own session. slow: seconds of delay before
+    each save, flush and rename, so that a fault can hit them. lax: accept rewards of any size. memory:
+    MiB that steps may allocate on top of what exists before them. apart: a checkpoint; each rank works in its
+    own folder, and only rank 0 has the checkpoint there, as `there`. slow_in: (a function of PPO, steps after
+    which each call of it takes a second and leaves a file)."""
     import common
 
     if said:
@@ -133,7 +133,7 @@ def run_script(arguments, said=None, slow=0.0, lax=False, memory=None, apart=Non
 
 
 class Job:
-    """A script on forked ranks; disturbance: as run_script takes it."""
+    """A script on forked ranks. disturbance: options of run_script."""
 
     def __init__(self, script, out, *flags, ranks=None, **disturbance):
         import forked
@@ -141,7 +141,7 @@ class Job:
         self.said = tempfile.mktemp(prefix="said.", dir=folder())
         function = functools.partial(run_script, flags_of(script, "--out-dir", out, *flags), self.said)
         self.pids = forked.start(ranks or SCRIPTS[script][0], functools.partial(function, **disturbance))
-        self.codes = {}  # rank -> exit code, of those that have ended
+        self.codes = {}  # rank -> exit code, once it has ended
 
     def __str__(self):
         return f"{self.codes} {self.text(0)}"
@@ -154,7 +154,7 @@ class Job:
         return len(self.codes) == len(self.pids)
 
     def wait(self, timeout=240):
-        """Exit codes by rank. As by torchrun, one that fails ends the others. No process outlives it."""
+        """Exit codes by rank. As with torchrun, one failed rank ends the others. No process may remain."""
         until(lambda: self.poll() or any(self.codes.values()), self, timeout)
         self.send(signal.SIGTERM)
         until(self.poll, self, timeout)
@@ -162,7 +162,7 @@ class Job:
         return [self.codes[rank] for rank in range(len(self.pids))]
 
     def send(self, number, ranks=None):
-        """Sends a signal to these ranks, or to all, as far as they have not ended."""
+        """Sends a signal to these ranks (None: to all), except those that have ended."""
         for rank, pid in enumerate(self.pids):
             if rank not in self.codes and (ranks is None or rank in ranks):
                 os.kill(pid, number)
@@ -172,19 +172,19 @@ class Job:
         return [pathlib.Path(f"{self.said}.{rank}.{name}").read_text() for name in ("stdout", "stderr")]
 
     def succeeds(self):
-        """The standard output of rank 0; all ranks must have ended well."""
+        """Asserts that all ranks succeed -> the standard output of rank 0."""
         assert not any(self.wait()), self
         return self.text(0)[0]
 
     def ends_with(self, pattern):
-        """Rank 0 ends with exit status 2 and one line, no traceback; others do the same, or were ended."""
+        """Asserts that rank 0 exits with status 2 and one line, no traceback; others do so, or are ended."""
         codes, error = self.wait(), self.text(0)[1]
         assert codes[0] == 2 and set(codes[1:]) <= {2, -signal.SIGTERM}, (codes, error)
         assert error.startswith("error: ") and error.count("\n") == 1 and re.search(pattern, error), error
 
 
 def processes():
-    """(pid, session, words of its command line and its environment) of each process that goes on."""
+    """Yields (pid, session, words of its command line and environment) for each running process."""
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if words := (path / "cmdline").read_bytes() + (path / "environ").read_bytes():
@@ -192,7 +192,7 @@ def processes():
 
 
 def until(happens, what, timeout=240):
-    """Waits until happens() gives something true."""
+    """Waits until happens() is true."""
     deadline = time.monotonic() + timeout
     while not happens():
         assert time.monotonic() < deadline, f"does not happen: {what}"
@@ -204,7 +204,7 @@ def until(happens, what, timeout=240):
 
 @functools.cache
 def folder():
-    """Where everything goes."""
+    """The folder of all runs."""
     return pathlib.Path(tempfile.mkdtemp(prefix="faults."))
 
 
@@ -221,7 +221,7 @@ def checkpoint(out, step=STEPS):
 
 
 def copy_of_golden(script, name, steps=range(1, STEPS + 1)):
-    """A copy of the run without faults that has only the checkpoints of these steps."""
+    """A copy of the run without faults, with only the checkpoints of these steps."""
     out = folder() / f"{script}.{name}"
     shutil.copytree(golden(script), out)
     for step in set(steps_of(out)) - set(steps):
@@ -230,29 +230,29 @@ def copy_of_golden(script, name, steps=range(1, STEPS + 1)):
 
 
 def rows_of(path):
-    """The rows of a JSONL file, if it is there, without a last line that is not complete yet."""
+    """The rows of a JSONL file, if it exists, without an incomplete last line."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def updates_of(out):
-    """Steps of the updates that a run has logged."""
+    """Steps of all updates in a run's log."""
     return [row["step"] for row in rows_of(out / "metrics.jsonl") if "critic/vf_loss" in row]
 
 
 def steps_of(out):
-    """Steps of the complete checkpoints, the last first."""
+    """Steps of the complete checkpoints, the latest first."""
     return sorted((int(path.name[5:]) for path in out.glob("checkpoints/step_*[0-9]")), reverse=True)
 
 
 def metrics_of(out):
-    """The rows of metrics.jsonl, with the metrics that equal runs have in common."""
+    """The rows of metrics.jsonl, with only those metrics that are equal in equal runs."""
     own = lambda row: {key: x for key, x in row.items() if not key.startswith(PASSING)}
     return [own(row) for row in rows_of(out / "metrics.jsonl")]
 
 
 def end_of(out):
-    """Everything that two equal runs have in common."""
+    """Everything that must be equal in two equal runs."""
     files = [*out.glob("*hf/*.safetensors"), *out.glob("rollouts/*.jsonl")]
     return {
         "checkpoint": state_of(checkpoint(out, steps_of(out)[0])),
@@ -264,7 +264,7 @@ def end_of(out):
 
 
 def state_of(checkpoint):
-    """name -> checksum of each tensor, content of each JSON file. The order of tensors in a file may vary."""
+    """name -> checksum of a tensor, or content of a JSON file; the order of tensors in a file may vary."""
     found = {}
     for path in sorted(checkpoint.rglob("*")):
         name = str(path.relative_to(checkpoint))
@@ -278,17 +278,17 @@ def state_of(checkpoint):
 
 
 def board_of(out):
-    """(name, step) -> number, as TensorBoard shows it."""
+    """(name, step) -> number, as in TensorBoard."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it would report that a run was resumed
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # no messages about resumed runs
     board = EventAccumulator(str(out / "tensorboard")).Reload()
     tags = [tag for tag in board.Tags()["scalars"] if not tag.startswith(PASSING)]
     return {(tag, event.step): event.value for tag in tags for event in board.Scalars(tag)}
 
 
 def assert_same_end(out, script, absent=()):
-    """Nothing is lost, there twice or left over. The steps in `absent` have no checkpoint."""
+    """Asserts that nothing is lost, duplicated or left over. The steps in `absent` have no checkpoint."""
     ours, theirs = end_of(out), end_of(golden(script))
     for part, expected in theirs.items():
         assert ours[part] == expected, (out, part, str(ours[part])[:2000], str(expected)[:2000])
@@ -297,11 +297,11 @@ def assert_same_end(out, script, absent=()):
     assert not (over := [path for path in out.rglob("*") if path.suffix in (".tmp", ".gone")]), over
 
 
-# ---- Faults: each function tries some on a script -> (how many, what came of them) -------------------------
+# ---- Faults: each function tries some on a script -> (how many, what happened) -----------------------------
 
 
 def kills(script, short):
-    """kill -9 of all ranks or of one at random moments, then --resume auto; some save in the background."""
+    """kill -9 of all ranks or one at random moments, then --resume auto; some runs save in the background."""
     rng, out, times = random.Random(script), folder() / f"{script}.kills", 2 if short else 7
     saving = sum(kill_once(script, out, i, rng) for i in range(times))
     Job(script, out, "--resume", "auto", "--async-save").succeeds()
@@ -320,14 +320,14 @@ def kill_once(script, out, i, rng):
     reached, longest = ((saves, 0.2), (steps, 0.6), (saves, 0.2), (lambda: True, 4.0))[i % 4]
     until(lambda: reached() or job.poll(), "the moment to kill it")
     time.sleep(rng.uniform(0, longest))
-    one = i % 3 == 1 and len(job.pids) > 1  # then the other rank has to find out
+    one = i % 3 == 1 and len(job.pids) > 1  # the other rank must notice by itself
     job.send(signal.SIGKILL, [rng.randrange(len(job.pids))] if one else None)
     job.wait()
     return bool(saves())
 
 
 def background(script, short):
-    """--async-save, slowed down so that training goes on during a save: a checkpoint is that of its step."""
+    """--async-save, so slow that training continues during saves: each checkpoint is that of its step."""
     out = folder() / f"{script}.background"
     Job(script, out, "--async-save", slow=0.05 if short else 0.1).succeeds()
     assert_same_end(out, script)
@@ -340,8 +340,8 @@ def logger(script, short):
     """kill -9 while the logs of earlier runs are rewritten: metrics.jsonl, TensorBoard's, samples.jsonl."""
     names = ["metrics.jsonl.tmp", "tensorboard/*", "samples.jsonl.tmp"][: 3 if script == "ppo_loop" else 2]
     out = copy_of_golden(script, "logger", steps=range(1, 5))
-    os.truncate(out / "metrics.jsonl", (out / "metrics.jsonl").stat().st_size - 7)  # as a crash leaves it
-    shutil.copytree(out / "hf", out / "hf.was.gone")  # as a crash leaves it too
+    os.truncate(out / "metrics.jsonl", (out / "metrics.jsonl").stat().st_size - 7)  # as after a crash
+    shutil.copytree(out / "hf", out / "hf.was.gone")  # as after a crash, too
     for name in names:
         kill_at(script, out, name)
     Job(script, out, "--resume", "auto").succeeds()
@@ -350,7 +350,7 @@ def logger(script, short):
 
 
 def kill_at(script, out, name):
-    """kill -9 when a file of this name appears that was not there."""
+    """kill -9 when a new file with this name appears."""
     seen = set(out.glob(name))
     job = Job(script, out, "--resume", "auto", slow=0.2)
     until(lambda: job.poll() or set(out.glob(name)) - seen, name)
@@ -363,7 +363,7 @@ CHANGED = "damaged, .* is missing or changed; use an earlier one"
 UNREADABLE = "no complete checkpoint here, no readable manifest.json"
 halve = lambda old: old[: len(old) // 2]
 flip = lambda old: halve(old) + bytes([old[len(old) // 2] ^ 4]) + old[len(old) // 2 + 1 :]
-DAMAGE = (  # name, file (None: the largest), what becomes of its bytes (None: it goes), what is said
+DAMAGE = (  # name, file (None: the largest), new content (None: delete it), words of the error
     ("truncated", None, halve, CHANGED),
     ("missing", None, None, CHANGED),
     ("one_bit", None, flip, CHANGED),
@@ -374,7 +374,7 @@ DAMAGE = (  # name, file (None: the largest), what becomes of its bytes (None: i
 
 
 def damage(script, short):
-    """A damaged last checkpoint: --resume refuses its path, and --resume auto takes the one before."""
+    """A damaged last checkpoint: --resume PATH refuses it, and --resume auto takes the one before."""
     kinds = DAMAGE[2:5:2] if short else DAMAGE if script == "critic_fsdp" else DAMAGE[1::2]
     for kind, name, act, pattern in kinds:
         out = copy_of_golden(script, kind, steps=(STEPS - 1, STEPS))
@@ -389,7 +389,7 @@ def damage(script, short):
 
 
 def foreign(script, short):
-    """--resume of what another script, another model or nothing of ours has written."""
+    """--resume with a folder of another script or another model, or with no checkpoint at all."""
     others = [folder(), checkpoint(golden("ppo_loop")), checkpoint(golden("ppo_loop")) / "actor"]
     if script == "ppo_loop":
         others = [folder(), checkpoint(golden("critic_fsdp")), checkpoint(golden("critic_megatron"))]
@@ -406,7 +406,7 @@ def foreign(script, short):
 
 
 def apart(script, short):
-    """Ranks of two machines that share no disk, or not the checkpoint that they are to resume."""
+    """Ranks of two machines that share no disk, or not the checkpoint to resume."""
     there, out = checkpoint(golden(script)), folder() / f"{script}.apart"
     job = Job(script, "out", ranks=2, apart=there)
     job.ends_with("--out-dir out: host .* does not see it; use shared storage")
@@ -419,7 +419,7 @@ def apart(script, short):
 
 
 def full(script, short):
-    """A disk that is full in a save: a small tmpfs, which gets more room later."""
+    """A disk that is full during a save: a small tmpfs, which is enlarged later."""
     (disk := folder() / f"{script}.disk").mkdir()
     kib = sum(path.stat().st_size for path in golden(script).rglob("*") if path.is_file()) // 2048
     mount = ("mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", disk)
@@ -440,7 +440,7 @@ def full(script, short):
 
 
 def memory(script, short):
-    """Less memory than a step takes: --resume auto halves the token budget until it fits; equal metrics."""
+    """Too little memory for a step: --resume auto halves the token budget until it fits; equal metrics."""
     wide = ("--train-batch-size", 192, "--ppo-mini-batch-size", 192, "--steps", 1, "--eval-every", 0)
     wide += ("--override-config", '{"intermediate_size": 8192}', "--ppo-max-token-len-per-gpu", 1024)
     out, other = folder() / f"{script}.memory", folder() / f"{script}.roomy"
@@ -461,7 +461,7 @@ def memory(script, short):
 
 
 def sigterm(script, short):
-    """SIGTERM to one rank or to all: the run saves, and ends within a step."""
+    """SIGTERM to one rank or to all: the run saves and ends within a step."""
     out, ranks = folder() / f"{script}.sigterm", [1] if script == "critic_fsdp" else None
     job = Job(script, out, "--save-every", 0, slow=0.01)
     until(lambda: len(updates_of(out)) >= 3, "a step")
@@ -472,11 +472,11 @@ def sigterm(script, short):
     assert saved <= before + 2, (saved, before)
     assert f"stopped after step {saved} of {out}; continue with" in job.text(0)[0], job
     Job(script, out, "--resume", "auto").succeeds()
-    assert_same_end(out, script, absent=range(1, saved))  # which --save-every 0 has left out
+    assert_same_end(out, script, absent=range(1, saved))  # because of --save-every 0
     return 1, f"{'to one rank: ' if ranks else ''}saved, exit 143; the same end"
 
 
-SLOW_IN = {  # phase -> a function that it calls often, updates before it gets slow, the step that is saved
+SLOW_IN = {  # phase -> a function that it calls often, updates before that becomes slow, the saved step
     "rollout": ("ppo_loop:Draw.__call__", 1, 1), "reward": ("ppo_loop.ask_all", 1, 1),
     "evaluation": ("ppo_loop:Draw.__call__", 2, 2), "log-probs": ("ppo_loop:Policy.forward", 1, 1),
     "values": ("critic_fsdp:DataParallelPPOCritic.forward", 1, 1),
@@ -485,8 +485,8 @@ SLOW_IN = {  # phase -> a function that it calls often, updates before it gets s
 
 
 def phases(script, short):
-    """SIGTERM in each phase of a step whose parts take a second each, on one rank and on two. The run
-    ends after one more part, or after its updates, and saves what it has."""
+    """SIGTERM in each phase of a step, whose calls take a second each, on one rank and on two. The run ends
+    after one more call, or after its updates, and saves its state."""
     longest = 0.0
     for phase, (name, after, saved) in SLOW_IN.items():
         for ranks in (1, 2):
@@ -494,7 +494,7 @@ def phases(script, short):
             job = Job(script, out, "--save-every", 0, ranks=ranks, slow_in=(name, after))
             until(pathlib.Path(f"{job.said}.slow").exists, phase)
             start = time.monotonic()
-            alone = phase in ("rollout", "reward", "evaluation")  # ranks do not ask each other, all are told
+            alone = phase in ("rollout", "reward", "evaluation")  # no communication, so all get it
             job.send(signal.SIGTERM, None if alone else [ranks - 1])
             assert set(job.wait(60)) <= {143, -signal.SIGTERM} and job.codes[0] == 143, job
             longest = max(longest, time.monotonic() - start)
@@ -507,12 +507,12 @@ def phases(script, short):
 
 
 def workers(script, short):
-    """kill -9 of a rank whose processes are in the middle of a reward that never ends: they end as well."""
+    """kill -9 of ranks whose worker processes run a reward that never returns: the workers end, too."""
     out = copy_of_golden(script, "workers", steps=(STEPS - 1,))
     spins = ("--reward", f"{ROOT}/tests/rewards.py:spins", "--reward-timeout", 600)
     job = Job(script, out, *spins, "--resume", "auto")
     mine = lambda: [pid for pid, session, words in processes() if session in job.pids and "serve" in words]
-    ticks = lambda pid: int(pathlib.Path(f"/proc/{pid}/stat").read_text().split()[13])  # to start takes fewer
+    ticks = lambda pid: int(pathlib.Path(f"/proc/{pid}/stat").read_text().split()[13])  # start-up takes fewer
     until(lambda: sum(ticks(pid) > 50 for pid in mine()) > 1, job)
     job.send(signal.SIGKILL)
     until(lambda: not mine(), "its workers end", 5)
@@ -523,8 +523,8 @@ def workers(script, short):
 
 
 def diverges(script, short):
-    """An actor whose log-probs are no numbers after an update: one line, and the last checkpoint, which is
-    all that --keep 1 leaves, is that of a step before."""
+    """An actor whose log-probs are not finite after an update: a one-line error, and the last checkpoint, the
+    only one with --keep 1, is from an earlier step."""
     out = copy_of_golden(script, "diverges", steps=(STEPS - 1,))
     for more in (("--save-every", 1), ("--save-every", 0)):
         flags = ("--resume", "auto", "--keep", 1, "--steps", STEPS + 3, "--actor.lr", 3e38, *more)
@@ -536,7 +536,7 @@ def diverges(script, short):
 
 
 def reference(script, short):
-    """The model that a run started from is another one when it goes on."""
+    """The model that a run started from has changed when it is resumed."""
     out = folder() / f"{script}.reference"
     model = golden(script) / "hf"
     started = shutil.copytree(model, folder() / "started")
@@ -552,7 +552,7 @@ def reference(script, short):
     return 2, "one line, exit 2"
 
 
-TORCHRUN = {  # name -> nodes, signal, whether rank 1 receives it, and not torchrun
+TORCHRUN = {  # name -> nodes, signal, whether rank 1 gets it instead of torchrun
     "rank-killed": (1, signal.SIGKILL, True),
     "rank-hangs": (1, signal.SIGSTOP, True),
     "rank-killed-of-2-nodes": (2, signal.SIGKILL, True),
@@ -563,7 +563,7 @@ TORCHRUN = {  # name -> nodes, signal, whether rank 1 receives it, and not torch
 
 
 def torchrun(script, short):
-    """A rank dies or hangs, and torchrun brings the run back; torchrun ends or dies, and its ranks too."""
+    """A rank dies or hangs, and torchrun restarts the run; torchrun ends or dies, and its ranks end, too."""
     golden(script)
     with ThreadPoolExecutor(3) as pool:
         waits = list(pool.map(under_torchrun, TORCHRUN))
@@ -579,11 +579,11 @@ def agents_of(name, out, nodes):
     flags = ("--out-dir", out, "--resume", "auto", "--timeout-minutes", 0.4 if "hangs" in name else 3)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     meet = ("--standalone",)
-    if nodes == 2:  # they meet in a file, which needs no port
+    if nodes == 2:  # rendezvous in a file, which needs no port
         meet = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file")
         meet += ("--rdzv-endpoint", f"{out}.meet", "--rdzv-id", name)
-        # torchrun counts a restart on the node whose rank failed, and ranks look each other up under that
-        # count: with one store for all starts, ranks of the other node would find those of the first start
+        # torchrun counts a restart only on the node whose rank failed, and ranks look each other up under
+        # that count: with one store for all starts, the other node's ranks would find those of the first
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     command = (sys.executable, "-m", "torch.distributed.run", *meet, "--nproc-per-node", 2 // nodes)
     command += ("--max-restarts", 1, __file__, "--slowly", *flags_of("critic_fsdp", *flags))
@@ -593,7 +593,7 @@ def agents_of(name, out, nodes):
 
 
 def under_torchrun(name):
-    """One run that a fault hits after its second update -> how many seconds later it ended, as text."""
+    """A run with a fault after its second update -> after how many seconds it ended, as text."""
     nodes, number, to_rank = TORCHRUN[name]
     out = folder() / name
     ranks = lambda: [(pid, words) for pid, _, words in processes() if str(out) in words]
@@ -620,8 +620,8 @@ def under_torchrun(name):
 
 
 def storm(script, short):
-    """Rewards (of PPO the cost of the KL) so large that each gradient overflows. After ten skipped updates
-    the run ends, and the critic is what it was."""
+    """Rewards (in PPO the KL penalty) so large that every gradient overflows. After ten skipped updates the
+    run ends, and the critic is unchanged."""
     ppo, out = script == "ppo_loop", copy_of_golden(script, "storm")
     lines = [json.dumps({**row, "reward": 1e30}) + "\n" for row in rows_of(ROWS)]
     (folder() / "storm.jsonl").write_text("".join(lines))
@@ -637,16 +637,16 @@ def storm(script, short):
     return 1, "ends after 10 updates, the critic untouched"
 
 
-# ---- Fuzz: hypothesis, the same inputs each time -----------------------------------------------------------
+# ---- Fuzzing by hypothesis, with the same inputs every time ------------------------------------------------
 
 
 def fuzz(function, script, short):
-    """Tries a function -> (how many inputs, a strategy for them, a check of one) in a fork, because this
-    process must not import common. A UserError of the check refuses an input."""
+    """Tries a function -> (number of inputs, a strategy for them, a check of one) in a fork, because this
+    process must not import common. If the check raises UserError, the input was refused."""
     import forked
 
     path = golden(script) / "counts.json"
-    counts = [0, 0]  # inputs that were taken, inputs that were refused
+    counts = [0, 0]  # accepted, refused
 
     def try_inputs():
         import common
@@ -673,7 +673,7 @@ def fuzz(function, script, short):
 
 
 def rows(script, short):
-    """JSONL rows."""
+    """Odd JSONL rows."""
     import common
 
     tokenizer = common.char_tokenizer()
@@ -706,7 +706,7 @@ def rows(script, short):
 
 
 def values_of(kind):
-    """A strategy for values of a flag of this type, most of them odd."""
+    """A strategy for the values of a flag of this type, most of them odd."""
     numbers = [-1.0, 0.0, 1e-45, 1e-3, 0.5, 1.0, 2.0, 1e38, math.inf, math.nan]
     texts = ["", "x", "{", "{}", "[]", "null", '{"num_hidden_layers": 0}', "/", "é", str(ROWS)]
     plain = {bool: [False, True], int: [-1, 0, 1, 2, 3, 7, 1000], float: numbers, str: texts}
@@ -719,7 +719,7 @@ def values_of(kind):
 
 
 def flags(script, short):
-    """Values of flags: runs of one step."""
+    """Odd values of flags, in runs of one step."""
     import common
 
     common.write_report = lambda *_: None
@@ -746,7 +746,7 @@ def flags(script, short):
         for part, name, x in changes:
             configs[part] = dataclasses.replace(configs[part], **{name: x})
         run = dataclasses.replace(configs.pop(""), **configs)
-        if script != "ppo_loop" and (mistake := module.mistake_in(run)):  # as the script's own start does
+        if script != "ppo_loop" and (mistake := module.mistake_in(run)):  # as the script does at its start
             raise common.UserError(mistake)
         module.main(run)
 
@@ -755,7 +755,7 @@ def flags(script, short):
 
 
 def folders(script, short):
-    """Bytes of checkpoints changed, removed or added, and files removed or swapped: each is noticed."""
+    """Changed, removed or added bytes in checkpoints, and removed or swapped files, are all noticed."""
     import common
 
     common.setup_distributed()
@@ -786,7 +786,7 @@ def folders(script, short):
     return 60 if short else 200, cases, check
 
 
-FAULTS = {  # fault -> the scripts that it is tried on, with --short the first
+FAULTS = {  # fault -> scripts to try it on; with --short only the first
     kills: SCRIPTS, background: SCRIPTS, logger: ("ppo_loop", "critic_fsdp"), damage: SCRIPTS,
     foreign: SCRIPTS, apart: SCRIPTS, full: SCRIPTS, memory: ("critic_fsdp", "critic_megatron"),
     sigterm: SCRIPTS, phases: ("ppo_loop",), workers: ("ppo_loop",), diverges: ("ppo_loop",),
@@ -796,8 +796,8 @@ FAULTS = {  # fault -> the scripts that it is tried on, with --short the first
 
 
 def main(names, short):
-    warnings.filterwarnings("ignore")  # of Megatron, about packages that are not installed
-    # what every run imports, once for all of them
+    warnings.filterwarnings("ignore")  # Megatron's, about packages that are not installed
+    # imported once here, because every run needs them
     import forked  # noqa: F401
     import matplotlib.pyplot  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401

@@ -1,9 +1,9 @@
-"""How well the tests bite: one small fault at a time in the maths, the batching and the loss.
+"""How well the tests notice faults: one small fault at a time in the maths, the batching and the loss.
 
-    python tests/mutants.py      150 faults, drawn from all; a line for each that no test sees
+    python tests/mutants.py      tries 150 random faults; a line for each that no test sees
 
-A fault is another operator, another number, a condition the other way round. Each runs in a process of its
-own, with the tests on one process that are about its script, until the first fails."""
+A fault is another operator, another number, or a reversed condition. Each runs in its own process, with the
+single-process tests of its script, until the first test fails."""
 
 import ast
 import copy
@@ -55,12 +55,12 @@ OTHER = {
 
 @dataclass(frozen=True)
 class Run:
-    faults: int = 150  # how many
-    seed: int = 0  # of the draw
+    faults: int = 150  # number of faults to try
+    seed: int = 0  # for drawing them
 
 
 def changes(node):
-    """Functions that put one fault into a syntax node."""
+    """Yields functions that put one fault into a syntax node."""
     if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
         yield lambda x: setattr(x, "value", x.value + 1 if type(x.value) is not bool else not x.value)
     if type(getattr(node, "op", None)) in OTHER:
@@ -70,7 +70,7 @@ def changes(node):
 
 
 def all_faults():
-    """(script, function, line, what was there, what is there now, the script with it) of each fault."""
+    """Yields (script, function, line, old code, new code, syntax tree of the script) for each fault."""
     for script, names in FUNCTIONS.items():
         original = ast.parse((TESTS.parent / f"{script}.py").read_text())
         for i, function in enumerate(ast.walk(original)):
@@ -84,7 +84,7 @@ def all_faults():
 
 
 def run_tests(script, *_, tree):
-    """Ends this process: 0 if all tests pass with this text of the script."""
+    """Runs the tests with this tree of the script and exits, with 0 if all pass."""
     signal.alarm(300)  # a process that takes longer hangs
     sys.path[:0] = [str(TESTS), str(TESTS.parent)]
     module = sys.modules[script] = types.ModuleType(script)

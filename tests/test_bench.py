@@ -1,4 +1,4 @@
-"""What faults.py injects, in its short form; bench.py's contestants agree; the table of ablations.py."""
+"""The short form of faults.py; bench.py's contestants agree; the table of ablations.py."""
 
 import json
 import re
@@ -12,7 +12,7 @@ def test_nothing_is_lost():
     print("\n" + succeeded(run(sys.executable, ROOT / "tests" / "faults.py", "--short", timeout=900)))
 
 
-def test_contestants_say_the_same():
+def test_contestants_compute_the_same_values():
     """Both critics, with and without shared prompts, the bare loop, and verl where it is installed."""
     work = ("--model", "tiny", "--mix", "long-prompt", "--rows", "16", "--rounds", "1")
     out = succeeded(run(sys.executable, "-W", "ignore", ROOT / "tests" / "bench.py", *work))
@@ -22,7 +22,7 @@ def test_contestants_say_the_same():
 
 
 def test_ablations_compare_runs_of_one_seed(tmp_path, capsys):
-    """The table of runs that have ended: means, standard errors, differences to the first row by seed."""
+    """The table of finished runs: means, standard errors, differences from the first row by seed."""
     for name, rewards in zip(ablations.PPO, ([0.1, 0.3], [0.4, 0.7], *[[0.0, 0.0]] * 99)):
         for seed, x in zip((101, 102), rewards):
             (folder := tmp_path / f"{name}, {seed}").mkdir()

@@ -1,6 +1,6 @@
 """The size of the scripts: how much there is to read. Ceilings only go down, and floors only go up.
 
-A code token is a token of Python's own tokenizer that is no comment, no docstring and no line break."""
+Code tokens are all tokens of Python's own tokenizer except comments, docstrings and line breaks."""
 
 import ast
 import difflib
@@ -26,23 +26,23 @@ TESTS = 10000
 FLAGS = {"critic_fsdp": 52, "critic_megatron": 50, "ppo_loop": 102}
 NAMES_OF_COMMON = {"critic_fsdp": 44, "critic_megatron": 41, "ppo_loop": 41}
 REACHED = {"critic_fsdp": 27, "critic_megatron": 26}  # definitions that one update_critic reaches
-SHARE = {"critic_fsdp": 55, "critic_megatron": 57}  # % of their lines that stand in the script
-SAME = 50  # % of the shorter critic's lines that stand in the other as well
+SHARE = {"critic_fsdp": 55, "critic_megatron": 57}  # % of their lines that are in the script
+SAME = 50  # % of the shorter critic's lines that are also in the other
 
 
 def nodes(name, *kinds):
-    """The nodes of these kinds in the syntax tree of a script."""
+    """All nodes of these kinds in a script's syntax tree."""
     return [n for n in ast.walk(TREE[name]) if isinstance(n, kinds)]
 
 
 def tokens_by_line(name):
-    """Line number -> code tokens that begin on it. An f-string is one token, as on Python 3.11."""
+    """Line number -> code tokens that begin there. An f-string is one token, as in Python 3.11."""
     skipped = {token.NEWLINE, token.INDENT, token.DEDENT, token.ENDMARKER, tokenize.NL, tokenize.COMMENT}
     documentation, found = set(), {}
     for node in nodes(name, ast.Module, ast.ClassDef, ast.FunctionDef):
         if ast.get_docstring(node) is not None:
             documentation.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    depth = 0  # of f-strings, which later versions of Python cut into tokens
+    depth = 0  # of f-strings, which later Pythons split into tokens
     for t in tokenize.generate_tokens(io.StringIO(TEXT[name]).readline):
         kind = tokenize.tok_name[t.type]
         depth += kind == "FSTRING_START"
@@ -54,7 +54,7 @@ def tokens_by_line(name):
 
 
 def flags(name, *classes):
-    """Annotated fields of the classes that hold flags, without those that hold such a class themselves."""
+    """Number of annotated fields of the classes that hold flags, without fields that hold such a class."""
     holders = [n for n in TREE[name].body if isinstance(n, ast.ClassDef) and n.name in classes]
     fields = [x.target.id for node in holders for x in node.body if isinstance(x, ast.AnnAssign)]
     return len([field for field in fields if field not in ("critic", "actor", "vllm")])
@@ -67,7 +67,7 @@ def names_of_common(name):
 
 
 def reached(name, start="update_critic"):
-    """(file, definition) -> lines of what the critic's update calls, found by name."""
+    """(file, definition) -> its lines, for all that the critic's update calls, found by name."""
     places = {}
     for file in (name, "common"):
         for node in TREE[file].body:
@@ -97,7 +97,7 @@ def reached(name, start="update_critic"):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_is_no_longer_than_this_and_no_denser(name):
+def test_each_script_keeps_its_budget_of_lines_and_tokens(name):
     lines = TEXT[name].splitlines()
     code = tokens_by_line(name)
     assert len(lines) <= LINES[name]
@@ -131,14 +131,14 @@ def test_an_update_is_read_in_the_script(name):
 
 
 def test_the_critics_stand_side_by_side():
-    """Many of the shorter one's lines that are not blank stand in the other, in the same order."""
+    """Many non-blank lines of the shorter one are also in the other, in the same order."""
     a, b = ([line.rstrip() for line in TEXT[name].splitlines() if line.strip()] for name in CRITICS)
     blocks = difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
     assert 100 * sum(block.size for block in blocks) >= SAME * min(len(a), len(b))
 
 
 def test_who_imports_what():
-    """The utilities know no caller, a critic no other critic, and the loop the critic that is asked for."""
+    """common.py imports no script, a critic no other critic, and the loop only the critic that is used."""
     for name, most in NAMES_OF_COMMON.items():
         assert len(names_of_common(name)) <= most, sorted(names_of_common(name))
     taken = [f.args for f in nodes("common", ast.FunctionDef)]

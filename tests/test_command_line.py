@@ -1,4 +1,4 @@
-"""The critics as their users start them: flags, errors, resume, the same numbers on any number of ranks."""
+"""The critics on the command line: flags, errors, resuming, the same numbers on any number of ranks."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ GOOD = {"prompt": "1+1=", "response": "2", "reward": 1.0}
 
 
 def start(out_dir, flags, ranks=1, **paths):
-    """Runs critic_fsdp.py on this many ranks; paths: flags whose values may hold blanks."""
+    """Runs critic_fsdp.py on this number of ranks. paths: flags whose values may contain blanks."""
     named = [(f"--{name.replace('_', '-')}", path) for name, path in {**paths, "out_dir": out_dir}.items()]
     command = [SCRIPT, *flags.split(), *itertools.chain(*named)]
     return torchrun(ranks, *command) if ranks > 1 else run(sys.executable, *command)
@@ -88,7 +88,7 @@ def test_help_explains_every_flag_without_importing_torch(script):
     ("--model nowhere/at-all: no model there", Config(model="nowhere/at-all")),
     ("--tokenizer nowhere: no tokenizer there", Config(tokenizer="nowhere")),
 ])  # fmt: skip
-def test_impossible_flags_and_models_that_are_not_there_are_named(message, flags):
+def test_impossible_flags_and_missing_models_are_named(message, flags):
     script = sys.modules[type(flags).__module__]
     mistake = script.mistake_in(flags, world_size=4)
     if mistake is None:
@@ -99,7 +99,7 @@ def test_impossible_flags_and_models_that_are_not_there_are_named(message, flags
 
 
 def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
-    """A flag; a row, on two ranks; a budget; a folder; training that diverges; a flag that does not exist."""
+    """In a flag, a row (on two ranks), a budget, a folder; if training diverges; if a flag does not exist."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({**GOOD, "reward": math.nan}))
     out = tmp_path / "out"
@@ -111,7 +111,7 @@ def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
         (start(out, "", 2, rollouts=rows), row),
         (start(out, "--ppo-max-token-len-per-gpu 5", rollouts=ROWS), budget),
         (start("/proc/nowhere", "", rollouts=ROWS), "--out-dir /proc/nowhere.*"),
-        # attention scores overflow; far above it squares of norms do, to values that some CPUs find finite
+        # attention scores overflow; at far larger rates values may be finite, depending on the CPU
         (start(out, "--lr 1e15 --grad-clip inf --steps 50", rollouts=ROWS), diverged),
     ):
         assert process.returncode == 2 and re.fullmatch(f"error: {said}\n", process.stderr), process.stderr
@@ -122,14 +122,14 @@ def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
 
 
 def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
-    """Every metric of every step, one process against 2 and 4 ranks, to 1e-5 relatively. Three updates of two
-    steps each: rounding grows along a trajectory, since AdamW divides by what may be almost 0."""
+    """Every metric of every step on 2 and 4 ranks equals one process to a relative 1e-5. Only three updates
+    of two steps each, because rounding grows along a run: AdamW divides by numbers that may be almost 0."""
     layouts = {
         "one": (1, ""),
         "padded": (2, "--strategy fsdp1 --no-use-remove-padding --ppo-max-token-len-per-gpu 300"),
         "ulysses": (4, "--ulysses-size 2 --fsdp-size 2"),
     }
-    # signed statistics of values that are about 1 in size are compared on that scale, others on their own
+    # signed statistics of values of about 1 are compared on the scale of 1, the others relatively
     signed = re.compile("mean|min|max|explained|auc").search
     first = None
     for name, (ranks, flags) in layouts.items():
@@ -144,8 +144,8 @@ def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
         assert differences[worst] < 1e-5, (name, worst, differences[worst])
 
 
-def test_resume_gives_the_run_that_was_never_interrupted(tmp_path):
-    """In the same folder: metrics of later steps are written again, and their checkpoint is set aside."""
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    """In the same folder, metrics of later steps are written again, and their checkpoint is set aside."""
 
     def go(out_dir="out", steps=6, **paths):
         flags = f"--steps {steps} --eval-every 2 --save-every 4 --ppo-mini-batch-size 32"
@@ -167,7 +167,7 @@ def test_resume_gives_the_run_that_was_never_interrupted(tmp_path):
 
 
 def test_returns_from_lambda_and_truncation(tmp_path):
-    """What the script trains on is GAE of the rows' rewards and the critic's values, with its flags."""
+    """The script trains on GAE of the rows' rewards and the critic's values, according to its flags."""
     batch = random_batch(12, vocab_size=60, idle=False)
     rows = tmp_path / "rows.jsonl"
     ppo_loop.write_jsonl(batch, str(rows))
@@ -191,8 +191,8 @@ def test_returns_from_lambda_and_truncation(tmp_path):
 
 @pytest.mark.parametrize("folder, left", [("step_2", [0, 1, 2, 4]), ("step_2/critic", [4]), (None, [4])])
 def test_a_folder_holds_one_run(folder, left, tmp_path):
-    """What a run finds in its out_dir that it does not continue is set aside, never mixed with its own. The
-    critic of a PPO run is another run."""
+    """A run sets aside what it finds in its out_dir and does not continue; it never mixes runs. The critic of
+    a PPO run counts as another run."""
     for step in range(1, 5):
         (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
         (tmp_path / "rollouts").mkdir(exist_ok=True)
@@ -218,8 +218,8 @@ def test_a_folder_holds_one_run(folder, left, tmp_path):
     assert board.Tags()["scalars"] == ["critic/vf_loss"] and board.Scalars("critic/vf_loss")[0].value == 0.5
 
 
-def test_rows_are_scored_by_either_critic_as_by_transformers_alone(tmp_path):
-    """Text, and token ids of two turns; on one rank and on two. The file has blank lines and own keys."""
+def test_both_critics_score_rows_like_transformers(tmp_path):
+    """Text, and token ids of two turns, on one rank and on two. The file has blank lines and extra keys."""
     tokenizer = common.char_tokenizer()
     config = transformers.Qwen2Config(**common.tiny_config("tiny-qwen2", len(tokenizer)), num_labels=1)
     judge = transformers.AutoModelForTokenClassification.from_config(config).eval()

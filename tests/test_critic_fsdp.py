@@ -545,7 +545,7 @@ def test_a_move_leaves_nothing_in_the_old_memory(strategy, monkeypatch):
     *itertools.product(STRATEGIES, ("", "lora")),
     ("fsdp1", "freeze"), ("none", "freeze"), ("none", "hl_gauss"),
 ])  # fmt: skip
-def test_resume_equals_going_on_bit_for_bit(strategy, variant, tmp_path):
+def test_resuming_equals_continuing_bit_for_bit(strategy, variant, tmp_path):
     """From checkpoints before the first step and after an update. Saving changes nothing."""
     fields = {"ppo_mini_batch_size": 6, "lr_warmup_steps": 9, **VARIANTS.get(variant, {})}
     w, untouched = (worker(strategy=strategy, **fields) for _ in range(2))

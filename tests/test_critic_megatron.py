@@ -69,7 +69,7 @@ def flags(kind):
 
 
 @pytest.mark.parametrize("kind, count", [("Config", 25), ("Run", 13)])
-def test_a_flag_that_both_have_means_and_defaults_to_the_same(kind, count):
+def test_flags_of_both_scripts_have_the_same_meaning_and_default(kind, count):
     fsdp, megatron = flags(getattr(critic_fsdp, kind)), flags(getattr(cm, kind))
     shared = [name for name in fsdp if name in megatron and name not in ("critic", "out_dir")]
     assert [name for name in megatron if name in shared] == shared and len(shared) >= count

@@ -337,7 +337,7 @@ THEIRS = {  # layout -> where a library waits: what for, part of the script's li
 
 
 @pytest.mark.parametrize("ranks, name", ALL)
-def test_the_host_waits_for_no_micro_batch(ranks, name):
+def test_the_host_does_not_wait_for_micro_batches(ranks, name):
     """It waits once for all values, once for each mini-batch's norm (of two), and once for the metrics."""
     what, part = THEIRS.get(name, (None, None))
     counts = []
@@ -367,7 +367,7 @@ def test_a_device_that_is_not_cuda_is_refused(monkeypatch):
     assert common.setup_distributed().type == "cpu"
 
 
-def test_what_nccl_says_of_a_lost_rank_is_explained():
+def test_the_error_of_nccl_for_a_lost_rank_is_explained():
     """If it is raised in Python at all: after a time-out, a thread of NCCL ends the process."""
     text = "A call failed possibly due to a network error or a remote process exiting prematurely."
     found = [hint for words, hint in common.HINTS.items() if re.search(words, text)]

@@ -159,7 +159,7 @@ def test_one_rank_makes_the_gradient_of_a_plain_loop(strategy, variant, referenc
     assert names_with_moments(w.critic) == {name for name in result["weights"] if trains(name, variant)}
 
 
-def test_two_ranks_make_it_on_every_layout_and_exchange_checkpoints(references, tmp_path):
+def test_two_ranks_make_this_gradient_on_every_layout_and_exchange_checkpoints(references, tmp_path):
     folder, made = references
     out = tmp_path / "out.pt"
     arguments = ("heads_and_adapters", folder / "model", folder, out)

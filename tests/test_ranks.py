@@ -86,7 +86,7 @@ MEGATRON = "MegatronPPOCritic, {'%s_model_parallel_size': 2}"
     ("critic_megatron", MEGATRON % "pipeline", "raise KeyError('oops')", "'oops'"),
     ("critic_megatron", MEGATRON % "tensor", "time.sleep(1000)", "error: another rank died or hangs"),
 ])  # fmt: skip
-def test_when_one_rank_fails_all_end_and_a_message_is_seen(module, critic, act, line, tmp_path):
+def test_when_one_rank_fails_all_end_and_a_message_is_shown(module, critic, act, line, tmp_path):
     script = tmp_path / "fails.py"
     rows = str(ROOT / "tests" / "rows.jsonl")
     words = {"module": module, "critic": critic, "act": act, "rows": rows, "out": str(tmp_path / "out")}
@@ -105,7 +105,7 @@ def test_ranks_that_share_no_disk_end_before_the_first_step(script, on_disks_of_
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
-def test_a_killed_rank_ends_a_run_of_ppo_which_goes_on_from_its_checkpoint(tmp_path):
+def test_a_killed_rank_ends_a_ppo_run_which_continues_from_its_checkpoint(tmp_path):
     """The checkpoint is resumed on one rank."""
     out, log = str(tmp_path / "out"), tmp_path / "log"
     flags = "--supervised-steps 0 --train-batch-size 16 --save-every 1 --eval-every 0"

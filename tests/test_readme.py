@@ -1,6 +1,6 @@
-"""Every command of the README and its pages runs, in a copy of the scripts, and what they say of runs is so.
+"""Every command of the README and its pages runs in a copy of the scripts, and what they say of runs is true.
 
-Commands run as they are written, but those that train for minutes have fewer --steps, see STEPS.
+Commands run as they are written, except that those that train for minutes have fewer --steps, see STEPS.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ PAGES = {
 }
 README = PAGES["README.md"]
 BLOCKS = re.findall(r"^```bash (\w+)\n(.*?)^```", "\n".join(PAGES.values()), flags=re.M | re.S)
-COMMANDS = []  # (kind, command in one line, without the folder of the environment)
+COMMANDS = []  # (kind, command on one line, without .venv/bin/)
 for kind, block in BLOCKS:
     lines = block.replace("\\\n    ", "").replace(".venv/bin/", "").strip().splitlines()
     COMMANDS += [(kind, line) for line in lines]
 START, TESTS = (line.split(" && ")[-1] for kind, line in COMMANDS if kind == "start")
 COMMANDS.insert(0, ("run", START))
 LONGEST = "python ppo_loop.py"
-STEPS = {  # what takes minutes -> steps of its run here, the first of the run as written
+STEPS = {  # commands that take minutes -> number of steps here
     rf"{LONGEST}$": 20,
     r"torchrun \S+ 2 critic_fsdp.py .*gsm8k": 1,
     r"torchrun \S+ 2 ppo_loop.py .*gsm8k": 1,
@@ -48,7 +48,7 @@ PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # torchrun, if
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The scripts alone, in a folder of their own, next to the development data."""
+    """The scripts alone in a folder, next to the development data."""
     folder = tmp_path_factory.mktemp("copy")
     (folder / "main").mkdir()
     for file in (*ROOT.glob("*.py"), ROOT / "tests" / "rows.jsonl"):
@@ -66,8 +66,8 @@ def test_every_command_is_of_a_kind_that_is_tested():
         assert not re.search(r"^```(bash|sh|console)?$\n(pip|python|torchrun)", text, flags=re.M)
 
 
-def test_words_are_spelled_and_none_is_retired():
-    """codespell and a list of our own, over prose and code; thw are times, heights and widths of images."""
+def test_words_are_spelled_right_and_none_is_retired():
+    """By codespell and our own list, in prose and code; thw means time, height and width of images."""
     files = [
         path
         for name in ("*.py", "*.md", "tests/*.py", "tests/*.md", ".github/*.md")
@@ -97,7 +97,7 @@ def test_every_link_leads_somewhere():
             assert not anchor or anchor in there, (name, file, anchor)
 
 
-def test_the_map_of_files_has_the_lines_that_there_are():
+def test_the_map_of_files_has_the_right_numbers_of_lines():
     count = lambda *paths: sum(len(path.read_text().splitlines()) for path in paths)
     table = PAGES["reading.md"].partition("\n| file | lines |")[2].partition("\n\n")[0]
     said = dict(re.findall(r"^\| `(\S+)` \| ([\d,]+) \|", table, flags=re.M))
@@ -130,7 +130,7 @@ def test_the_lines_of_python_run(copy):
 @pytest.mark.quick
 @pytest.mark.parametrize("script", ["critic_fsdp.py", "critic_megatron.py"])
 def test_a_critic_needs_nothing_but_common_and_rows(script, tmp_path):
-    """Alone with them it trains, saves, resumes and exports, and reads its export."""
+    """With these alone, a critic trains, saves, resumes and exports, and loads its export."""
     for file in (script, "common.py", "tests/rows.jsonl"):
         shutil.copy(ROOT / file, tmp_path)
     train = (sys.executable, script, "--rollouts", "rows.jsonl", "--keep", 1, "--out-dir")
@@ -144,7 +144,7 @@ def test_a_critic_needs_nothing_but_common_and_rows(script, tmp_path):
 
 
 def started(line, folder):
-    """Begins a command in a folder, as forks -> what ended() waits for."""
+    """Starts a command in a folder, as forks -> what ended() waits for."""
     fewer = [n for pattern, n in STEPS.items() if re.match(pattern, line)]
     words = shlex.split(line) + [x for n in fewer for x in ("--steps", n)]  # the last --steps counts
     if words[0] == "torchrun":
@@ -156,12 +156,12 @@ def started(line, folder):
 
 @pytest.fixture(scope="module")
 def ppo(copy):
-    """The longest of them, while others run."""
+    """Starts the longest command, which runs while others do."""
     return started(LONGEST, copy)
 
 
 def held_out(log, name="explained var"):
-    """A number of the evaluations in a log."""
+    """A number from each evaluation in a log."""
     return [float(x) for x in re.findall(rf"^held out   {name} (\S+)", log, flags=re.M)]
 
 
@@ -172,7 +172,7 @@ def test_command_runs(line, copy, ppo):
     if "../shared" in line and not SHARED.is_dir():
         pytest.skip(f"needs the development data in {SHARED}")
     for folder in re.findall(r"--model (out/\S+)/hf", line):
-        if not (copy / folder).is_dir():  # without the command that leaves it
+        if not (copy / folder).is_dir():  # if the command that makes it has not run
             succeeded(run(sys.executable, "critic_fsdp.py", "--steps", 9, "--out-dir", folder, cwd=copy))
     out = succeeded(ended(ppo if line == LONGEST else started(line, copy)))
     assert out.splitlines()[-1].startswith("together " if "--plan" in line else "saved ")
@@ -198,7 +198,7 @@ def test_command_runs(line, copy, ppo):
         assert (copy / "out" / "ppo_loop" / "curves.png").is_file()
     if re.match(r".* ppo_loop.py .*gsm8k", line):
         rows = common.read_lines(copy / "out" / "ppo_gsm8k" / "metrics.jsonl")
-        [row] = [row for row in rows if "reward/mean" in row]  # others are evaluations
+        [row] = [row for row in rows if "reward/mean" in row]  # the others are evaluations
         assert row["reward/errors"] == 0 and row["rollout/log_prob_diff"] < 1e-5
         assert row["rollout/tokens"] > 32 * 32 and row["actor/entropy"] > 1 and row["actor/grad_norm"] > 0
     if re.match(r".* critic_fsdp.py .*gsm8k", line):  # before any step
@@ -212,7 +212,7 @@ def test_command_runs(line, copy, ppo):
 
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "nodes"])
 def test_command_for_two_machines_runs_as_two_agents_on_one(line, copy):
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # a port that is free
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # on a free port
     line = line.replace("node0:29500", f"localhost:{store.port} --rdzv-conf is_host=0")
     with ThreadPoolExecutor() as machines:
         first, second = machines.map(lambda _: run("bash", "-c", line, cwd=copy, PATH=PATH), range(2))
@@ -222,7 +222,7 @@ def test_command_for_two_machines_runs_as_two_agents_on_one(line, copy):
 
 
 def test_commands_of_the_benchmark_have_flags_that_exist():
-    """What it does is tested in test_bench.py, on less work."""
+    """test_bench.py runs it on less work."""
     commands = set(re.findall(r"`python tests/bench.py( [^`]*)`", PAGES["RESULTS.md"]))
     assert commands
     for args in commands:
@@ -239,7 +239,7 @@ def test_command_for_gpus_has_flags_that_exist(line, monkeypatch):
     if script is ppo_loop:
         flags = ppo_loop.parse(args)
         monkeypatch.setattr(ppo_loop, "WORLD_SIZE", ranks)
-        monkeypatch.setattr(importlib.util, "find_spec", bool)  # vLLM is on those GPUs, if not here
+        monkeypatch.setattr(importlib.util, "find_spec", bool)  # those GPUs have vLLM, if not this machine
         ppo_loop.check_flags(dataclasses.replace(flags, critic=type(flags.critic)()))
         assert ppo_loop.critic_module(flags.backend).mistake_in(flags.critic, ranks) is None
     else:

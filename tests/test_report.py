@@ -104,7 +104,7 @@ def write(folder, rows, tokenizer=None, curves=common.CURVES, gamma=1.0):
 
 
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium on this machine")
-def test_a_mouse_on_a_token_finds_its_numbers_and_no_token_runs(tmp_path):
+def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
     """Numbers equal TD errors by hand. The rows shown are those with the largest ones before the last action.
     The page cuts a long row and stays below 20 megabytes, but its numbers are for all tokens."""
     rows = common.concat([judged_rows(60, 20), judged_rows(1, 1, longest=6000)])
@@ -139,7 +139,7 @@ def test_a_mouse_on_a_token_finds_its_numbers_and_no_token_runs(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["one row", "equal rewards", "a row without actions", "not 0 or 1"])
-def test_odd_rows_have_a_report_too(tmp_path, case, recwarn):
+def test_unusual_rows_have_a_report(tmp_path, case, recwarn):
     rows = judged_rows(1 if case == "one row" else 12, 5)
     rows.token_level_rewards *= {"equal rewards": 0, "not 0 or 1": 2}.get(case, 1)
     if case == "a row without actions":

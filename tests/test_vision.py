@@ -312,7 +312,7 @@ def test_an_exported_folder_gives_the_same_values(name, folders, tmp_path):
     assert torch.equal(worker(model=str(tmp_path / "hf")).compute_values(ROWS), w.compute_values(ROWS))
 
 
-def test_a_run_from_rows_with_images_and_one_from_its_folder(rollouts, tmp_path):
+def test_a_run_on_images_and_another_from_its_export(rollouts, tmp_path):
     files = {"rollouts": str(rollouts), "eval_rollouts": str(rollouts), "steps": 2}
     for name, model in {"first": "tiny-qwen3-vl", "second": str(tmp_path / "first" / "hf")}.items():
         critic = Config(model=model, **FROZEN)
@@ -337,7 +337,7 @@ def test_another_vision_model_reads_text_only(tmp_path):
         packed.compute_values(batch)
 
 
-def test_what_cannot_work_is_refused():
+def test_images_without_placeholders_are_refused():
     rows = ROWS.select([0, 1])
     rows.multi_modal_inputs[1] = rows.multi_modal_inputs[0]  # but its ids have no placeholder
     with pytest.raises(ValueError, match="Image features and image tokens do not match"):
