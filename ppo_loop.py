@@ -371,7 +371,7 @@ THREADS = ThreadPoolExecutor(max(8, os.cpu_count() // int(os.environ.get("LOCAL_
 
 def load_function(name, flag, seconds):
     """Returns a built-in reward, or for FILE.py:FUNCTION an ask(*row) that runs attempt(FUNCTION, *row) in a
-    worker process, one per thread. Workers are fresh interpreters: forks with threads or a GPU may hang."""
+    worker process, one per thread. Workers are fresh interpreters: a fork with threads or a GPU may hang."""
     if not name or name in REWARDS:
         return REWARDS.get(name)
     command = [sys.executable, "-u", __file__, "serve", *name.rpartition(":")[::2]]
@@ -487,7 +487,7 @@ def next_kl_coef(coef, kl, n, target):
 
 
 def masked_whiten(x_T, mask_T):
-    """(x - mean) / std over the masked entries of all ranks, zero elsewhere; the variance gets 1e-8 added."""
+    """(x - mean) / sqrt(variance + 1e-8) over the masked entries of all ranks, zero elsewhere."""
     x_A = torch.cat(of_all_ranks(x_T[mask_T])).double()
     var, mean = torch.var_mean(x_A, correction=len(x_A) > 1)
     return torch.where(mask_T, (x_T - mean) * torch.rsqrt(var + 1e-8), 0.0).float()
@@ -536,7 +536,7 @@ def prefer_the_mean(batch, run):
 
 @dataclass
 class Draw(LogitsProcessor):
-    """Samples each row's next token with the row's own random numbers, and masks all others from generate."""
+    """Samples each row's next token with the row's own random numbers; generate sees all others masked."""
 
     u_BR: torch.Tensor
     temperature: float  # 0: greedy
@@ -902,7 +902,7 @@ class PolicyWorker:
             for p in weights:  # create the state before the first step, so that every checkpoint has it
                 moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
                 self.optimizer.state[p] = {"step": torch.zeros((), device=device), **moments}
-        self.optimizer_steps = 0  # without skipped ones
+        self.optimizer_steps = 0  # steps taken; skipped ones do not count
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
 
     def offload(self):
@@ -1224,7 +1224,7 @@ LONGEST = "the longest prompt with its response"
 
 
 def set_up(run):
-    """-> (run with all defaults resolved, Task). UserError: a flag or a file that cannot work."""
+    """-> (run with the defaults of its task and actor filled in, Task). UserError: a mistake of the user."""
     check_flags(run)
     models = (run.actor.model, run.critic.model, run.reward_model or "")
     exports = (f"{run.out_dir}/hf", f"{run.out_dir}/critic_hf")
