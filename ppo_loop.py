@@ -429,8 +429,7 @@ class RewardModel:
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
 
     def ids(self, reply):
-        """The row in the reward model's token ids; it may have its own tokenizer. If that has no chat
-        template, it reads only the last message of a chat, and the reply."""
+        """The row in this model's token ids; if it lacks a chat template, only the last message and reply."""
         prompt = reply.prompt
         if self.same_tokens:
             return prompt.ids + reply.ids
@@ -1268,7 +1267,7 @@ def set_up(run):
         module.check_model_flags(critic, critic_config)
         module.check_budget(critic, longest, LONGEST)
     if theirs and vocab.items() - theirs.get_vocab().items():
-        raise UserError("--critic.tokenizer: has other token ids than the actor's tokenizer, whose ids it reads")
+        raise UserError("--critic.tokenizer: its ids differ from the actor's, which the critic reads")
     for part, config in (("actor", model_config), ("critic", critic_config)):
         with blame(f"--{part}.model: does not fit these prompts"):
             common.check_rows(row, config)

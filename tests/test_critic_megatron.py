@@ -86,7 +86,7 @@ SIZES = dict(
 )  # fmt: skip
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
-BAD_MODELS = {  # what the error says -> a model that it is about
+BAD_MODELS = {  # words of the error -> a model that causes it
     "gemma2 is not among qwen2, .*, llama, mistral, mixtral, ": transformers.Gemma2Config(**SIZES),
     "mlp_bias True": transformers.LlamaConfig(**SIZES, mlp_bias=True),
     "attention_bias True": transformers.LlamaConfig(**SIZES, attention_bias=True),

@@ -36,8 +36,8 @@ def test_1_a_value_is_read_before_its_action():
 def test_2_with_lambda_1_the_returns_do_not_depend_on_the_critic():
     """For which lambda do the returns not depend on the critic (without --bootstrap-truncated)?
 
-    For 1: they are then the sum of the rewards to come. For 0 they are one reward and the critic's value of
-    the rest. With that flag the critic is asked for the part that a row lacks which was cut off, whatever
+    For 1: then they are the sum of all later rewards. For 0 they are one reward plus the critic's value of
+    the rest. With that flag, the critic estimates the missing part of rows that were cut off, whatever
     lambda is."""
     mask = torch.tensor([0, 1, 1, 1]).bool()
     ends = torch.tensor([0, 4], dtype=torch.int32)
@@ -94,10 +94,10 @@ def test_5_adamw_does_not_see_the_size_of_a_gradient():
     """Delete `* self.layout.dp_size` in forward_backward and run two ranks: the norm halves, the first losses
     stay. Which two things hide it, and when would they not?
 
-    AdamW divides the mean of the gradients by the root of their mean square: a factor that all steps share
-    cancels, but for its epsilon. And --grad-clip makes all norms above it one. So two ranks learn otherwise
-    than one as soon as some norms are clipped, and another, halved, is not. The metric critic/grad_norm shows
-    it at once, and so do the tests of layouts, which compare gradients before clipping."""
+    AdamW divides the mean gradient by the root of the mean square: a factor common to all steps cancels, up
+    to epsilon. And --grad-clip scales all norms above it down to it. So two ranks learn differently from one
+    as soon as some norms are clipped and another, halved, is not. The metric critic/grad_norm shows it
+    at once, and so do the tests of layouts, which compare gradients before clipping."""
 
     def trained(norms, factor):
         p = torch.nn.Parameter(torch.ones(3))
@@ -109,12 +109,12 @@ def test_5_adamw_does_not_see_the_size_of_a_gradient():
         return p.detach()
 
     off = lambda *norms: float((trained(norms, 1.0) - trained(norms, 0.5)).abs().max())
-    assert off(29, 20) < 1e-6 and off(0.8, 0.4) < 1e-6  # all of them clipped, none
+    assert off(29, 20) < 1e-6 and off(0.8, 0.4) < 1e-6  # all are clipped; none is
     assert off(29, 0.4) > 1e-3 and off(29, 1.5) > 1e-3
 
 
 def ulysses():
-    """What each of the two ranks of the next exercise finds."""
+    """What each of the two ranks finds in the next exercise."""
     common.setup_distributed()
     group, rank = torch.distributed.group.WORLD, common.RANK
     x = torch.arange(4 * 10 * 3.0).view(1, 4, 10, 3)  # (1, H, T, D)
@@ -152,8 +152,8 @@ def test_8_a_critic_learns_what_goes_wrong():
     """The toy's policy mostly gives up where the units carry, and repeats the first number. What does its
     critic say of a prompt before any digit, and at the end of a right answer and of one that gave up?
 
-    Before: how likely this policy is right, less where the units carry, so a right answer there gets a large
-    advantage. At the end: whether it gave up, which alone can choose among answers to one prompt."""
+    Before: how likely this policy is to be right, less so where the units carry, so a right answer there gets
+    a large advantage. At the end: whether it gave up; only this can choose among answers to one prompt."""
     w = worker(lr=1e-3)
     rows = common.read_rows(common.toy_rows(4096, seed=0), w.tokenizer)
     for step in range(40):
@@ -161,7 +161,7 @@ def test_8_a_critic_learns_what_goes_wrong():
         batch.values = w.compute_values(batch)
         common.add_returns(batch, gamma=1.0, lam=1.0)
         w.update_critic(batch)
-    before, end = {True: [], False: []}, {True: [], False: []}  # by: the units carry; it gave up
+    before, end = {True: [], False: []}, {True: [], False: []}  # key: the units carry; it gave up
     for a, b, gave_up in itertools.product(range(11, 90, 7), range(12, 90, 7), end):
         row = {"prompt": f"{a}+{b}=", "response": str(a if gave_up else a + b), "reward": 1}
         batch = common.read_rows([json.dumps(row)], w.tokenizer)
@@ -177,9 +177,9 @@ def test_9_a_critic_that_always_says_7(lam):
     """Returns are 0 or 1, and a new critic says 7 of every action. What does it do to the whitened advantages
     with lambda 1, and with lambda 0.95? What does --critic-where-it-helps change?
 
-    With lambda 1 nothing: each advantage is the return less 7, and whitening takes any constant away. With
-    lambda 0.95 the last TD error, return less 7, fades towards the row's beginning, so the place of an action
-    decides. With the flag returns less their mean take over, because 7 explains nothing."""
+    With lambda 1, nothing: each advantage is the return minus 7, and whitening removes any constant. With
+    lambda 0.95 the last TD error, return minus 7, fades towards the start of the row, so the position of an
+    action decides. With the flag, returns minus their mean take over, because 7 explains nothing."""
     common.setup_distributed()
     found = []
     for value, helps in ((0.0, False), (7.0, False), (7.0, True)):

@@ -253,8 +253,7 @@ def fillers(folder):
 
 
 def sigterm_ends_generate(folder):
-    """When one rank has received SIGTERM, all ranks of its engine stop after the same step and know of it.
-    Then the engine can sleep, although rows have not ended."""
+    """After SIGTERM to one rank, all ranks of its engine stop at the same step, and the engine can sleep."""
     w = policy()
     engine = engine_of(w, (), offload=True, tensor_parallel_size=common.WORLD_SIZE)
     engine.sync(w.weights(engine.dtype))
