@@ -1,7 +1,7 @@
-"""Utilities that the scripts of this repository share. Nothing here knows FSDP, Megatron or who calls.
+"""Utilities that the scripts of this repository share. Nothing here knows FSDP, Megatron or its caller.
 
-Shapes are in the names: T tokens, sequences end to end; B sequences; A actions; L longest sequence; N bins of
-a value; H query heads; K key and value heads; D features of a head."""
+Shapes are in the names: T tokens of all sequences, end to end; B sequences; A actions; L longest sequence;
+N value bins; H query heads; K key and value heads; D features per head."""
 
 import collections
 import datetime
@@ -44,15 +44,15 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints when it starts and stops
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's start and stop messages
 
 # ---- How a process starts and ends -------------------------------------------------------------------------
 
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these; plain `python` is a world of one
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-OUT_OF_MEMORY = "OutOfMemoryError|MemoryError|can't allocate memory"  # of the device, of Python, of the host
-HINTS = {  # words of an error -> what to do
+OUT_OF_MEMORY = "OutOfMemoryError|MemoryError|can't allocate memory"  # from CUDA, Python, torch on CPU
+HINTS = {  # pattern in a traceback -> advice
     OUT_OF_MEMORY: "out of memory; --resume auto continues with half the token budget",
     "No space left": "the disk is full (No space left on device); make room and use --resume auto",
     "Timed out|(closed|reset) by peer|Broken pipe|likely closed|remote process": "another rank died or hangs",
@@ -60,18 +60,18 @@ HINTS = {  # words of an error -> what to do
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix. `launch` prints its one line, which names the flag or the row."""
+    """A mistake that the user can fix. Its one line names the flag or the row; `launch` prints it."""
 
 
 @contextmanager
 def blame(words):
-    """Turns an exception from in here into a UserError that begins with `words`, which name the flag."""
+    """Turns an exception in its block into a UserError that begins with `words`, which name the flag."""
     try:
         yield
-    except (Exception, CheckpointException) as error:  # libraries raise a dozen kinds
-        if isinstance(error, torch.OutOfMemoryError) or str(error).startswith("--"):  # it names its flag
+    except (Exception, CheckpointException) as error:  # libraries raise a dozen types
+        if isinstance(error, torch.OutOfMemoryError) or str(error).startswith("--"):  # names its flag already
             raise
-        if isinstance(error, CheckpointException):  # which is a BaseException, and has one for each rank
+        if isinstance(error, CheckpointException):  # a BaseException that holds one error per rank
             error, _ = next(iter(error.failures.values()))
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         raise UserError(f"{words} ({kind}{' '.join(str(error).split()):.300})") from None
@@ -83,41 +83,41 @@ def print0(*args):  # prints on rank 0 only
 
 
 def setup_distributed(timeout_minutes=30.0):
-    """Joins the process group -> this rank's torch.device. A peer that is silent so long ends the run."""
+    """Joins the process group -> this rank's torch.device. A collective that takes longer ends the run."""
     device = torch.device("cpu")
     backend = "gloo"
-    if torch.accelerator.is_available() and sys.platform != "darwin":  # a Mac's GPU is left alone
+    if torch.accelerator.is_available() and sys.platform != "darwin":  # do not use a Mac's GPU
         device = torch.device("cuda", LOCAL_RANK)
         backend = "cpu:gloo,cuda:nccl"
         with blame(f"--nproc-per-node: this machine has {torch.cuda.device_count()} CUDA devices"):
             torch.cuda.set_device(device)
     if not dist.is_initialized():
         timeout = datetime.timedelta(minutes=timeout_minutes)
-        store = dist.HashStore()  # without torchrun
+        store = dist.HashStore()  # no torchrun: a world of one
         if "RANK" in os.environ:
             store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it outlives dead ranks
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it survives a restart: use fresh keys
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         dist.init_process_group(backend, timeout=timeout, store=store, rank=RANK, world_size=WORLD_SIZE)
     return device
 
 
-def compute_dtype(name, device):  # the torch.dtype of this name; auto is bfloat16, and float32 on CPU
+def compute_dtype(name, device):  # name -> torch.dtype; auto is float32 on CPU, else bfloat16
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, name)
 
 
-def of_all_ranks(mine, group=None):  # a list of what each rank of `group` passes (a collective)
+def of_all_ranks(mine, group=None):  # a list with each rank's object, over `group` (a collective)
     everyones = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, mine, group)
     return everyones
 
 
 def launch(main):
-    """Runs main() and ends the process: 0 on success, 2 on a UserError (one line, no traceback), else 1."""
+    """Runs main(), then exits: 0 on success, 2 on a UserError (one line, no traceback), 1 otherwise."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # else ranks outlive torchrun
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # else ranks outlive a killed torchrun
     code = 1
     message = ""
     try:
@@ -136,7 +136,7 @@ def launch(main):
             if re.search(words, message):
                 message += f"error: {hint}\n"
     if code and RANK:
-        time.sleep(5)  # torchrun ends this process as soon as rank 0 is gone
+        time.sleep(5)  # if rank 0 fails too, torchrun ends this process before it prints the same
         message = message.replace("error:", f"error on rank {RANK}:", 1)
     with suppress(OSError):  # the streams may be files on a full disk
         sys.stdout.flush()
@@ -145,18 +145,18 @@ def launch(main):
     os._exit(code)  # gloo's threads outlive destroy_process_group and abort about one exit in six
 
 
-# ---- The batch, flat and ragged from the file to the loss; what every rank calls with the rows it owns -----
+# ---- The batch, flat and ragged from the file to the loss; the dispatch of its rows to a worker ------------
 
 Floats = torch.Tensor | None  # a (T,) float32 column, zero where response_mask is false
 
 
 @dataclass
 class Batch:
-    """B sequences end to end, T tokens in all. Padding exists only inside a forward that asks for it.
+    """B sequences end to end, T tokens in all. Padding exists only inside a forward that needs it.
 
     token            p0   p1   a0   a1   o0   a2      p prompt . a action . o observation (tool output)
     response_mask    0    0    1    1    0    1
-    values           0    0    v1   v2   0    v4      of an action: read from the state just before it"""
+    values           0    0    v1   v2   0    v4      of an action: read from the hidden state before it"""
 
     input_ids: torch.Tensor  # (T,) int64
     cu_seqlens: torch.Tensor  # (B+1,) int32: sequence b is [cu_seqlens[b], cu_seqlens[b+1])
@@ -167,12 +167,12 @@ class Batch:
     values: Floats = None
     returns: Floats = None
     advantages: Floats = None
-    weights: Floats = None  # of the token losses, see loss_weights
+    weights: Floats = None  # the weight of each token's loss, see loss_weights
     old_log_probs: Floats = None
     ref_log_probs: Floats = None
-    rollout_log_probs: Floats = None  # as the rollout engine sampled them
+    rollout_log_probs: Floats = None  # as reported by the rollout engine
     multi_modal_inputs: list | None = None  # B dicts, {} for a row without images
-    packed: tuple | None = None  # of a micro-batch: what a critic's lay_out makes of it
+    packed: tuple | None = None  # only in a micro-batch: the model's inputs, made from it
 
     ROWS = ("row_id", "truncated", "multi_modal_inputs")
     FLOATS = ("token_level_rewards", "values", "returns", "advantages", "weights", "old_log_probs",
@@ -180,7 +180,7 @@ class Batch:
 
     @classmethod
     def blank(cls, length=1):
-        """One row of actions after its first token. A rank without rows computes one of a single token."""
+        """One row: its first token, then only actions. A rank without rows runs a row of one token."""
         mask = torch.arange(length) > 0
         row = torch.tensor([-1])
         floats = dict.fromkeys(cls.FLOATS, mask * 0.0)
@@ -190,7 +190,7 @@ class Batch:
         return len(self.row_id)
 
     @property
-    def lengths(self):  # tokens of each sequence, as a list of B ints
+    def lengths(self):  # tokens per sequence, as a list of B ints
         return self.cu_seqlens.diff().tolist()
 
     @property
@@ -202,15 +202,15 @@ class Batch:
         return torch.repeat_interleave(self.cu_seqlens.diff().long())
 
     @property
-    def places(self):  # (T,) int64: the place of each token in its sequence
+    def places(self):  # (T,) int64: the position of each token in its sequence
         return torch.cat([torch.arange(n) for n in self.lengths])
 
     @property
-    def actions(self):  # (B,) int64: how many actions each sequence has
+    def actions(self):  # (B,) int64: actions per sequence
         return F.pad(self.response_mask.cumsum(0), (1, 0))[self.cu_seqlens].diff()
 
     def token_index(self, rows):
-        """Indices into the (T,) columns of the tokens of these rows, in the order of `rows`."""
+        """Indices of these rows' tokens in the (T,) columns, in the order of `rows`."""
         pieces = torch.arange(len(self.input_ids)).split(self.lengths)
         return torch.cat([torch.arange(0), *(pieces[row] for row in rows)])
 
@@ -231,33 +231,33 @@ class Batch:
         return [self.select(rows[i : i + size]) for i in rows[::size]]
 
     def groups(self, share=True):
-        """[(shared, rows)] of rows with equal prompts (all before the first action), in row order. shared:
-        its tokens but the last. Alone are rows with images or without an action, and all if not share."""
+        """[(shared, rows)] of rows with equal prompts (the tokens before the first action), in row order.
+        shared: prompt tokens but the last. Rows with images or no action, or not `share`: one row each."""
         found = {}
         n = self.lengths
         for row, (ids, mask) in enumerate(zip(self.input_ids.split(n), self.response_mask.split(n))):
             prompt = tuple(ids[: mask.int().argmax()].tolist())
             images = self.multi_modal_inputs and self.multi_modal_inputs[row]
             if images or not prompt or not share:
-                prompt = (-1 - row,)  # which no tokens are
+                prompt = (-1 - row,)  # a key that no prompt has, because token ids are not negative
             found.setdefault(prompt, []).append(row)
         return [(len(prompt) - 1, rows) for prompt, rows in found.items()]
 
     def computed(self, groups, count=int):
-        """What is computed for each of the groups, if count(n) is that for the first n tokens of a row."""
+        """Cost of each group, whose shared tokens count once. count(n): cost of a row's first n tokens."""
         n = self.lengths
         return [count(s) + sum(count(n[row]) - count(s) for row in rows) for s, rows in groups]
 
-    def shuffled(self, *key):  # the same rows, as shuffled_rows has them
+    def shuffled(self, *key):  # the same rows, in the order of shuffled_rows
         return self.select(shuffled_rows(self.groups(), *key))
 
 
 def check(batch):
-    """Raises ValueError if the columns of a batch do not fit together -> the batch."""
+    """Returns the batch; ValueError if its columns do not fit together."""
     tokens = len(batch.input_ids)
     lengths = batch.cu_seqlens.diff()
     if batch.cu_seqlens[0] != 0 or lengths.sum() != tokens or (lengths < 1).any():
-        raise ValueError(f"cu_seqlens must rise from 0 to the {tokens} tokens, is {batch.cu_seqlens}")
+        raise ValueError(f"cu_seqlens must rise from 0 to the {tokens} tokens, but is {batch.cu_seqlens}")
     for name, column in vars(batch).items():
         n = len(lengths) if name in batch.ROWS else tokens
         if column is not None and name != "cu_seqlens" and len(column) != n:
@@ -265,15 +265,15 @@ def check(batch):
     early_B = batch.response_mask[batch.cu_seqlens[:-1]]
     if early_B.any():
         row = batch.row_id[early_B][0]
-        raise ValueError(f"row {row}: its first token cannot be an action, there is no state before it")
+        raise ValueError(f"row {row}: its first token cannot be an action: no hidden state precedes it")
     return batch
 
 
-def cumulative(lengths):  # B lengths, in a list or a tensor -> (B+1,) int32 [0, l0, l0+l1, ...]
+def cumulative(lengths):  # B lengths (list or tensor) -> (B+1,) int32 [0, l0, l0+l1, ...]
     return F.pad(torch.as_tensor(lengths).cumsum(0), (1, 0)).int()
 
 
-def concat(batches):  # one Batch of the rows of all, in order; they have the same columns, but for images
+def concat(batches):  # joins batches, in order; their columns must be the same, except for images
     lengths = [batch.cu_seqlens.diff() for batch in batches]
     columns = {"cu_seqlens": cumulative(torch.cat(lengths))}
     for name in vars(batches[0]).keys() - columns.keys():
@@ -286,21 +286,21 @@ def concat(batches):  # one Batch of the rows of all, in order; they have the sa
 
 
 def gather(batch):
-    """The rows of all ranks, on each, in row_id order (a collective). ValueError: two ranks pass one row."""
+    """Gives every rank the rows of all, in row_id order (a collective). ValueError: a row is passed twice."""
     parts = [check(batch)]
     if WORLD_SIZE > 1:
-        parts = of_all_ranks(batch.select(range(len(batch))))  # pickle would send a view's whole storage
+        parts = of_all_ranks(batch.select(range(len(batch))))  # copy: pickle sends a view's whole storage
     whole = concat(parts)
     whole = whole.select(whole.row_id.argsort().tolist())
     twice = whole.row_id[1:][whole.row_id.diff() == 0]
     if len(twice):
-        raise ValueError(f"row_id {twice[0]} occurs more than once: each rank passes the rows it owns")
+        raise ValueError(f"row_id {twice[0]} occurs more than once: a rank must pass only its own rows")
     return whole
 
 
 def dp_compute_proto(needs=()):
-    """Decorates a worker's method that every rank calls with the rows it owns. The method sees the *global*
-    batch, in row_id order, with the optional columns in `needs` alone; of a (T,) result it returns theirs."""
+    """Decorates a worker's method, which every rank calls with the rows it owns. The method sees the *global*
+    batch in row_id order, with only the float columns in `needs`; a rank gets its rows of a (T,) result."""
 
     def decorate(method):
         @functools.wraps(method)
@@ -321,7 +321,7 @@ def dp_compute_proto(needs=()):
     return decorate
 
 
-# ---- Rows as JSON, one a line ------------------------------------------------------------------------------
+# ---- Rows as JSON, one per line ----------------------------------------------------------------------------
 
 Number = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)] | bool  # float32 can hold the square
 ALTERNATIVES = (("prompt", "messages", "prompt_ids"), ("response", "response_ids"), ("reward", "rewards"))
@@ -331,17 +331,17 @@ Ids = Annotated[list[Id], Field(min_length=1)]
 
 
 class Rollout(pydantic.BaseModel, strict=True):
-    """One line of a JSONL file, with exactly one of each of ALTERNATIVES; other keys are ignored."""
+    """One line of a JSONL file. It has exactly one key of each tuple in ALTERNATIVES; others are ignored."""
 
     prompt: Text | None = None
     messages: Annotated[list[dict], Field(min_length=1)] | None = None  # a chat
     prompt_ids: Ids | None = None
     response: Text | None = None
     response_ids: Ids | None = None
-    reward: Number | None = None  # for the last action
-    rewards: list[Number] | None = None  # for each response token
-    response_mask: list[Annotated[bool, Field(strict=False)]] | None = None  # which of them are actions
-    values: list[Number] | None = None  # of the response tokens, by the critic that was there
+    reward: Number | None = None  # given to the last action
+    rewards: list[Number] | None = None  # one per response token
+    response_mask: list[Annotated[bool, Field(strict=False)]] | None = None  # which response tokens act
+    values: list[Number] | None = None  # of response tokens, from the critic at rollout time
     truncated: bool | None = None  # the response hit the length limit
     images: list[str] | None = None  # files, relative to the JSONL, or data URLs
 
@@ -356,8 +356,8 @@ class Rollout(pydantic.BaseModel, strict=True):
 
 
 def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_images=None):
-    """Rollouts of a JSONL file (or of its lines) as one Batch; row_id counts lines from 0. They have to fit
-    model_config; place_images(rollout, folder) prepares images. UserError names the first bad row."""
+    """Reads a JSONL file (or a list of its lines) as one Batch; row_id is the line, counted from 0. Rows must
+    fit model_config; place_images(rollout, folder) prepares images. UserError names the first bad row."""
     name = "toy"
     folder = ""
     lines = source
@@ -375,7 +375,7 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
             if place_images:
                 place_images(rollout, folder)
             elif rollout.images:
-                raise UserError("it has images, this model reads text only")
+                raise UserError("it has images, but this model reads text only")
             row = batch_of_one(rollout, number)
             if model_config:
                 check_rows(row, model_config)
@@ -388,14 +388,14 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
 
 
 def describe_rows(rows, gamma, config):
-    """Prints what there is to learn -> (LOW, HIGH) of hl_gauss: the span of the returns and a tenth more."""
+    """Prints statistics of the rows -> (LOW, HIGH) of a value head: returns, and a tenth at each end."""
     rows = replace(rows, returns=monte_carlo(rows, gamma))
     x_A = rows.returns[rows.response_mask].double()
     low, high = map(float, x_A.aminmax())
     computed = sum(rows.computed(rows.groups(config.share_prompts and config.use_remove_padding)))
     print0(
         f"rows       {len(rows):,} rows, {len(x_A):,} actions, longest row {rows.longest[0]:,}\n"
-        f"tokens     {len(rows.input_ids):,}, and {computed:,} to compute, a shared prompt once\n"
+        f"tokens     {len(rows.input_ids):,}; {computed:,} to compute, as a shared prompt counts once\n"
         f"returns    {x_A.mean():.3g} +- {x_A.std(correction=0):.3g}, from {low:.3g} to {high:.3g}\n"
         f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt can explain at the first action"
     )
@@ -403,7 +403,7 @@ def describe_rows(rows, gamma, config):
     return low - margin, high + margin
 
 
-def parse_rollout(line, tokenizer):  # one JSON line -> Rollout with token ids; UserError: what is wrong
+def parse_rollout(line, tokenizer):  # one JSON line -> Rollout with token ids; a UserError says what is wrong
     try:
         rollout = Rollout.model_validate_json(line)
     except pydantic.ValidationError as error:
@@ -415,12 +415,12 @@ def parse_rollout(line, tokenizer):  # one JSON line -> Rollout with token ids; 
             text = f"a row must be one JSON object on one line; {text}"
         raise UserError(text) from None
     if tokenizer is None and not (rollout.prompt_ids and rollout.response_ids):
-        raise UserError("it is text, and there is no tokenizer to read it with; give --tokenizer")
+        raise UserError("it is text, but there is no tokenizer to encode it; give --tokenizer")
     if rollout.messages:
         rollout.prompt_ids = chat_ids(tokenizer, rollout.messages)
     elif rollout.prompt:
         rollout.prompt_ids = tokenizer.encode(rollout.prompt)
-    # choosing to stop is an action too, so a text ends with the end-of-sequence token, unless it is truncated
+    # stopping is an action too, so a text response ends with the end-of-sequence token unless truncated
     if rollout.response:
         rollout.response_ids = tokenizer.encode(rollout.response, add_special_tokens=False)
         end = tokenizer.eos_token_id
@@ -430,9 +430,9 @@ def parse_rollout(line, tokenizer):  # one JSON line -> Rollout with token ids; 
 
 
 def chat_ids(tokenizer, messages, complete=False):
-    """Token ids of messages in the tokenizer's chat template, which writes special tokens itself. Unless they
-    are complete, the assistant is next: its last message goes on, or a new one begins."""
-    with blame("messages do not fit the tokenizer's chat template, if it has one; --tokenizer gives another"):
+    """Token ids of messages in the tokenizer's chat template, which adds special tokens itself. Unless
+    `complete`, the assistant is next: it continues its last message or begins a new one."""
+    with blame("messages do not fit the tokenizer's chat template, if it has one; --tokenizer sets another"):
         if not all({"content", "tool_calls"} & message.keys() for message in messages):
             raise UserError("each message needs content")
         goes_on = not complete and messages[-1].get("role") == "assistant"
@@ -444,7 +444,7 @@ def chat_ids(tokenizer, messages, complete=False):
         )
 
 
-def batch_of_one(rollout, number):  # a Rollout with token ids -> a Batch of one row; UserError
+def batch_of_one(rollout, number):  # Rollout with token ids -> Batch of one row; may raise UserError
     ids = rollout.prompt_ids + rollout.response_ids
     n = len(rollout.response_ids)
     if not 0 < n < len(ids):

@@ -267,7 +267,7 @@ def test_a_bad_image_is_a_bad_row(rollouts):
         rollouts.write_text(good + json.dumps(bad) + "\n")
         with refused(fault, f"--rollouts {rollouts}:5: "):
             read(w, rollouts)
-    with pytest.raises(UserError, match=":1: it has images, this model reads text only"):
+    with pytest.raises(UserError, match=":1: it has images, but this model reads text only"):
         common.read_rows(str(rollouts), w.tokenizer)
 
 
