@@ -478,13 +478,13 @@ def batch_of_one(rollout, number):  # Rollout with token ids -> Batch of one row
 
 
 def shuffled_rows(groups, *key):
-    """All rows of Batch.groups, whose order follows from the key alone (say seed, step, epoch)."""
+    """The rows of Batch.groups, with the groups shuffled by the key alone (e.g. seed, step, epoch)."""
     groups = random.Random(" ".join(map(str, key))).sample(groups, len(groups))
     return [row for _, rows in groups for row in rows]
 
 
 def rows_of_step(step, groups, size, seed):
-    """Indices of the rows of update `step`, at most `size`. Each pass over the groups has its own order."""
+    """Row indices for update `step`, at most `size`. Each pass over the groups is shuffled anew."""
     n = sum(len(rows) for _, rows in groups)
     pieces = math.ceil(n / size)
     i = step % pieces
@@ -497,8 +497,8 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma, lam=1.0, bootst
 
         delta_k = r_k + gamma V_{k+1} - V_k,    A_k = delta_k + gamma lam A_{k+1}    (1506.02438, eq. 11-16)
         returns = A + V
-    k counts actions; a reward on another token goes to the action before it, or to the first. lam: a number,
-    or a list of B. bootstrap_B stands for all that would follow the last action (None: every row ended)."""
+    k counts actions; a reward on another token goes to the action before it, or to the first. lam: a number
+    or a list of B. bootstrap_B: the value of what would follow the last action (None: every row ended)."""
     rewards = rewards_T.tolist()
     values = values_T.tolist()
     mask = response_mask_T.tolist()
@@ -529,7 +529,7 @@ def last_action(batch):  # (B,) index of each sequence's last action in the (T,)
 
 
 def add_returns(batch, gamma, lam, bootstrap_truncated=False):
-    """Fills advantages and returns. bootstrap_truncated: the last value stands for what was cut off."""
+    """Fills in advantages and returns. bootstrap_truncated: truncated rows end with their last value."""
     tail_B = torch.where(batch.truncated & bootstrap_truncated, batch.values[last_action(batch)], 0.0)
     batch.advantages, batch.returns = gae(
         batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens, gamma, lam, tail_B
@@ -542,11 +542,11 @@ def monte_carlo(batch, gamma):  # (T,) discounted sums of the rewards from each 
 
 
 def loss_weights(batch, mode, response_length_limit=None, places=()):
-    """(T,) weights of the token losses of a *global* mini-batch with an action, in whichever micro-batches.
-    With places p only actions min(L - 1, floor(p L)) of a row's L actions count (SP3O, 2609.18708).
+    """(T,) weights of the token losses of a *global* mini-batch (with an action); micro-batches don't matter.
+    With places p, only actions min(L - 1, floor(p L)) of a row's L actions count (SP3O, 2609.18708).
     token-mean                1 / N_tokens
-    seq-mean-token-sum        1 / N_seqs             of rows with an action (of all rows in later verl)
-    seq-mean-token-mean       1 / (N_seqs len_i)                    len_i: actions of the token's row
+    seq-mean-token-sum        1 / N_seqs             N_seqs: rows with an action (all rows in later verl)
+    seq-mean-token-mean       1 / (N_seqs len_i)                    len_i: actions in the token's row
     seq-mean-token-sum-norm   1 / (N_seqs response_length_limit)    (Dr. GRPO's constant, 2503.20783)"""
     if places:
         mask_T = torch.zeros_like(batch.response_mask)
@@ -567,10 +567,10 @@ def loss_weights(batch, mode, response_length_limit=None, places=()):
 
 
 def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, cliprange_value=None):
-    """Clipped value loss -> (loss, number of actions where clipping decided), both 0-dim tensors.
+    """Clipped value loss -> (loss, number of actions whose clipped term is larger), both 0-dim tensors.
 
         L_t = 0.5 max( (v_t - R_t)^2, (clip(v_t, v_old - eps, v_old + eps) - R_t)^2 ),   loss = sum_t w_t L_t
-    As in the code of 1707.06347; None clips nothing. Masked entries never enter, not even a NaN."""
+    As in the code of 1707.06347; None: no clipping. Masked entries are ignored, even if they are NaN."""
     columns = (vpreds_T, values_T, returns_T)
     v_T, old_T, returns_T = [torch.where(response_mask_T, x_T, 0.0) for x_T in columns]
     error_T = (v_T - returns_T).square()
@@ -581,7 +581,7 @@ def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, clipra
 
 
 def hl_gauss_values(logits_TN, low, high):
-    """(T, N) logits of the bins -> (T,) values: the mean of the bin centres, sum_i softmax(logits)_i c_i."""
+    """(T, N) logits of the bins -> (T,) values: the expected bin centre, sum_i softmax(logits)_i c_i."""
     bins = logits_TN.shape[1]
     half = (high - low) / bins / 2
     centre_N = torch.linspace(low + half, high - half, bins, device=logits_TN.device)
@@ -589,12 +589,12 @@ def hl_gauss_values(logits_TN, low, high):
 
 
 def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
-    """Cross-entropy of a categorical value with a Gaussian around the return -> loss, a 0-dim tensor.
+    """Cross-entropy between the predicted bins and a Gaussian around the return -> loss, a 0-dim tensor.
 
         L_t = -sum_i p_i(R_t) log softmax(logits_t)_i,    loss = sum_t w_t L_t
         p_i = (Phi(e_i+1) - Phi(e_i)) / (Phi(e_N) - Phi(e_0)),    Phi: CDF of Normal(R, 0.75 bin widths)
-    N bins cut [low, high] evenly, with edges e_0 .. e_N; a return outside is moved to the end of the range.
-    HL-Gauss, 1806.04613; width as in 2403.03950. Old values and masked entries never enter, not even NaN."""
+    N equal bins divide [low, high] at edges e_0 .. e_N; a return outside is clamped to the range. HL-Gauss,
+    1806.04613; width as in 2403.03950. Takes no old values; masked entries are ignored, even if NaN."""
     bins = logits_TN.shape[1]
     edge_N = torch.linspace(low, high, bins + 1, device=logits_TN.device)
     sigma = 0.75 * (high - low) / bins
@@ -612,13 +612,13 @@ def explained_variance(values_A, returns_A):
     r_A = returns_A.double()
     error_A = r_A - values_A.double()
     spread = r_A.var(correction=0)
-    if spread <= 1e-9 * (r_A.square().mean() + error_A.square().mean()):  # rounding
+    if spread <= 1e-9 * (r_A.square().mean() + error_A.square().mean()):  # zero but for rounding
         return nan
     return float(1 - error_A.var(correction=0) / spread)
 
 
 def auc(scores, labels):
-    """Chance that a 1 scores above a 0, ties counting half. NaN unless labels are 0 and 1, some of each."""
+    """Chance that a 1 scores above a 0; a tie counts half. NaN unless labels are 0 and 1, some of each."""
     if set(labels.tolist()) != {0.0, 1.0} or not scores.isfinite().all():
         return nan
     ones = scores[labels == 1]
@@ -629,9 +629,9 @@ def auc(scores, labels):
 
 
 def update_metrics(kind, names, totals, norms, lr):
-    """Metrics of an update. totals: sums over all actions, loss first, their number last. norms: by step."""
+    """Metrics of an update. totals: sums over all actions: loss, ..., number of actions. norms: by step."""
     taken = [norm for norm in norms if math.isfinite(norm)]
-    steps = len(taken) or nan  # then everything is NaN
+    steps = len(taken) or nan  # without a step, averages are NaN
     loss, *sums, actions = totals.tolist()
     shares = [x / (actions or nan) for x in sums]
     metrics = dict(zip(names, [loss / steps, *shares]))
@@ -641,13 +641,13 @@ def update_metrics(kind, names, totals, norms, lr):
     return {f"{kind}/{name}": x for name, x in metrics.items()}
 
 
-def evaluate(rows, gamma):  # metrics of rows with values, against the discounted sums of their rewards
+def evaluate(rows, gamma):  # metrics of rows with values, against Monte Carlo returns
     r_A = monte_carlo(rows, gamma)[rows.response_mask].double()
     v_A = rows.values[rows.response_mask]
     acted_B = rows.actions > 0
     reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)
     last_B = rows.values[last_action(rows)]
-    of_n = []  # of prompts with several rows: the reward of the row with the highest last value, mean, best
+    of_n = []  # per prompt with several rows: reward of the row with the highest last value, mean, best
     for _, same in rows.groups():
         if len(same) > 1:
             reward_N = reward_B[same]
@@ -664,7 +664,7 @@ def evaluate(rows, gamma):  # metrics of rows with values, against the discounte
     }
 
 
-# ---- Packed rows: attention, which transformers knows as "packed"; what they cost, FLOPs and memory --------
+# ---- Packed rows: attention (transformers calls it "packed"), FLOPs and memory -----------------------------
 
 try:
     from flash_attn import flash_attn_varlen_func
@@ -673,38 +673,38 @@ except ImportError:
 
 
 class PackLayout:
-    """Where sequences of these lengths lie in a packed row. Queries are the last of theirs, if fewer than
-    keys. keys: the places of all sequences' keys in the row, on the device (None: those of the queries)."""
+    """Where sequences of these lengths lie in a packed row. If a sequence has more keys than queries, queries
+    are its last tokens. keys: where all sequences' keys are in the row, on the device (None: as queries)."""
 
     def __init__(self, lengths, device, key_lengths=None, keys=None):
         key_lengths = key_lengths or lengths
         self.keys = keys
-        self.pieces = []  # of neighbours with equal sizes (how many, queries of all, keys of all)
+        self.pieces = []  # equally long neighbours together: (how many, all their queries, all their keys)
         for (queries, keys), same in itertools.groupby(zip(lengths, key_lengths)):
             count = len(list(same))
             self.pieces.append((count, count * queries, count * keys))
         cu = [cumulative(n).to(device, non_blocking=True) for n in (lengths, key_lengths)]
-        self.varlen = (*cu, max(lengths), max(key_lengths))  # as kernels for packed rows take it
+        self.varlen = (*cu, max(lengths), max(key_lengths))  # arguments of kernels for packed rows
 
 
 class Pack:
-    """What packed_attention reads in every layer, until the backward is over: checkpointing runs it again."""
+    """What packed_attention reads in every layer. Keep it until the backward ends, which may rerun layers."""
 
     layout = None  # PackLayout of the whole row, before it is sliced over sequence-parallel ranks
     group = None  # ranks that share the row, or None
-    kernel = None  # what the last call used
+    kernel = None  # the kernel that the last call used
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
                      sliding_window=None, softcap=None, is_causal=None, s_aux=None, **kwargs):  # fmt: skip
-    """transformers' AttentionInterface of a packed row: q (1,H,T,D), k v (1,K,T,D) -> (1,T,H,D), None."""
+    """transformers' attention interface for a packed row: q (1,H,T,D), k v (1,K,T,D) -> (1,T,H,D), None."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None or not causal or kwargs.get("position_bias") is not None:
         raise UserError(
             f"--use-remove-padding: {type(module).__name__} asks for more than causal attention; "
             "add --no-use-remove-padding"
         )
-    query = query.to(value.dtype)  # float32 rotary tables make queries and keys wider
+    query = query.to(value.dtype)  # float32 rotary tables turn queries and keys into float32
     key = key.to(value.dtype)
     out_1HTD = attention(Pack.layout, query, key, value, scaling, sliding_window, softcap, s_aux)
     return out_1HTD.transpose(1, 2), None
@@ -714,8 +714,8 @@ transformers.AttentionInterface.register("packed", packed_attention)
 
 
 def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
-    """(1,H,T,D) causal attention within the sequences of the layout: in half precision on CUDA by flash-attn
-    or PyTorch's varlen kernel, else by SDPA; written out for soft caps (Gemma 2) and sinks (gpt-oss)."""
+    """(1,H,T,D) causal attention within each sequence of the layout: flash-attn or torch's varlen kernel for
+    half precision on CUDA, else SDPA; written out where none has soft caps (Gemma 2) or sinks (gpt-oss)."""
     if layout.keys is not None:
         k, v = (x[:, :, layout.keys] for x in (k, v))
     half = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
@@ -724,7 +724,7 @@ def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
     if half and fits and (flash_attn_varlen_func or not softcap):
         inputs = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]  # (T,H,D) each
         inputs += layout.varlen
-        size = (window - 1 if window else -1, 0)  # the 0 makes it causal
+        size = (window - 1 if window else -1, 0)  # right window 0: causal
         if flash_attn_varlen_func:
             Pack.kernel = "flash"
             out_THD = flash_attn_varlen_func(
@@ -736,7 +736,7 @@ def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
         return out_THD.transpose(0, 1)[None]
     Pack.kernel = "eager" if softcap or sinks is not None else "sdpa"
     counts, queries, keys = zip(*layout.pieces)
-    # by split, because the backward of a slice would fill the whole row with zeros, each time
+    # split, not slices: the backward of each slice would fill a whole row with zeros
     pieces = zip(counts, q[0].split(queries, 1), k[0].split(keys, 1), v[0].split(keys, 1))
     outs = []
     for count, *piece in pieces:
@@ -747,16 +747,16 @@ def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
 
 
 def dense_attention(q, k, v, scale, window, softcap, sinks):
-    """(N,H,L,D) attention of N sequences of one length: by torch's fused kernel, or written out."""
+    """(N,H,L,D) attention of N equally long sequences, by torch's fused kernel or written out."""
     queries = q.shape[2]
     keys = k.shape[2]
     written_out = softcap or sinks is not None
     mask = None
     if written_out or queries < keys or (window and keys > window):
         j = torch.arange(keys, device=q.device)
-        back = j[keys - queries :, None] - j  # queries stand at the last places
+        back = j[keys - queries :, None] - j  # queries are the last tokens
         mask = (back >= 0) & (back < (window or keys))
-    if q.is_cuda or written_out:  # torch's float32 kernels on CUDA know no grouped heads
+    if q.is_cuda or written_out:  # torch's float32 CUDA kernels cannot group heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     if not written_out:
         return F.scaled_dot_product_attention(
@@ -766,27 +766,27 @@ def dense_attention(q, k, v, scale, window, softcap, sinks):
     if softcap:
         scores_NHLL = softcap * torch.tanh(scores_NHLL / softcap)
     scores_NHLL = scores_NHLL.masked_fill(~mask, -math.inf)
-    if sinks is not None:  # one more column a head, which takes probability and gives no value
+    if sinks is not None:  # one more column per head: it takes probability but has no value
         column = sinks.view(1, -1, 1, 1).expand(*scores_NHLL.shape[:3], 1)
         scores_NHLL = torch.cat([scores_NHLL, column.to(scores_NHLL.dtype)], -1)
     weights_NHLL = scores_NHLL.softmax(-1, dtype=torch.float32)[..., :keys]
     return weights_NHLL.to(q.dtype) @ v
 
 
-# dense bf16 TFLOP/s from the vendors' data sheets; the first pattern in the device's name counts
+# dense bf16 TFLOP/s from the vendors' data sheets; the first pattern that matches the name counts
 PEAK_TFLOPS = {"H100 PCIE": 756, "H[12]00 NVL": 835, "(H|GH)[128]00": 989, "A[18]00": 312}
 
 
 def flops_model(model, config):
-    """f(length) -> FLOPs of a forward over a row of this many tokens: 2 a token for a weight of a matrix (of
-    experts the active ones), 4 a query and key for a feature of their heads; vision towers are left out."""
+    """f(length) -> FLOPs of a forward over a row: 2 per token and weight of a matrix (only active experts),
+    4 per causal query-key pair and feature of the query heads; vision towers are left out."""
     config = config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", 1)
     free = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     weights = 0.0
     for name, p in model.named_parameters():
         if p.ndim > 1 and p not in free and "visual" not in name:
-            weights += p.numel() * (chosen / len(p) if ".experts." in name else 1)  # a row for each expert
+            weights += p.numel() * (chosen / len(p) if ".experts." in name else 1)  # one row per expert
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     pairs = 2 * config.num_hidden_layers * heads * head_dim
@@ -795,7 +795,7 @@ def flops_model(model, config):
 
 def describe_update(batch, start, epochs, flops, layout):
     """Metrics of an update's rows, with values from before it, and of its speed since `start` (a collective).
-    flops: of an epoch, a shared prompt's once. MFU is NaN in float32 and on devices not in the table."""
+    flops: of one epoch, shared prompts once. MFU is NaN in float32 and on devices not in PEAK_TFLOPS."""
     seconds = time.perf_counter() - start
     memory = peak = nan
     if layout.device.type == "cuda":
@@ -820,8 +820,8 @@ def describe_update(batch, start, epochs, flops, layout):
 
 
 def measure_budget(try_out, given, longest, share, state_bytes):
-    """Most tokens of a rank's micro-batch that fit into memory, equal on all ranks (a collective), as told by
-    try_out(batch), which learns from ever more rows. given: auto[:GIB]. share: ranks that share a row."""
+    """The most tokens per rank that fit into a micro-batch, equal on all ranks (a collective). Measured
+    by running try_out(batch) on ever more rows. given: auto[:GIB]. share: ranks that share a row."""
     limit = float(given[5:] or "inf") * 2**30
     row = Batch.blank(longest)
     try_out(row)  # creates gradients and workspaces
@@ -839,14 +839,14 @@ def measure_budget(try_out, given, longest, share, state_bytes):
             with torch.profiler.profile(profile_memory=True) as log:
                 try_out(batch)
             events = sorted(log.profiler.kineto_results.events(), key=lambda e: e.start_ns())
-            peak = max(itertools.accumulate(e.nbytes() for e in events))  # 0 but for memory
-        peak = max(of_all_ranks(peak))  # in addition to what exists before
-        room = min(of_all_ranks(0.9 * limit - state_bytes))  # the allocator loses a tenth
+            peak = max(itertools.accumulate(e.nbytes() for e in events))  # 0 for all but memory events
+        peak = max(of_all_ranks(peak))  # on top of what was allocated before
+        room = min(of_all_ranks(0.9 * limit - state_bytes))  # the allocator wastes a tenth
         if 2 * peak > room:
             break
-    cost = peak * share / len(batch.input_ids)  # at least: a part of it is the same for any rows
+    cost = peak * share / len(batch.input_ids)  # an upper bound: part of the peak does not grow with the rows
     tokens = max(int(room / cost), 0)
-    print0(f"budget     {room / 2**30:.3g} GiB / {cost:,.0f} bytes a token = {tokens:,} tokens")
+    print0(f"budget     {room / 2**30:.3g} GiB / {cost:,.0f} bytes per token = {tokens:,} tokens")
     return tokens
 
 
