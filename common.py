@@ -854,16 +854,16 @@ def measure_budget(try_out, given, longest, share, state_bytes):
 
 
 class Logger:
-    """metrics.jsonl, TensorBoard and run.json in out_dir, and what rank 0 prints. If folder, where the run
-    begins, is a checkpoint of out_dir, these files go on too, without what they say after first_step."""
+    """Writes metrics.jsonl, TensorBoard and run.json in out_dir, and prints on rank 0. If `folder`, where the
+    run starts, is a checkpoint in out_dir, the files continue, without entries after first_step."""
 
     def __init__(self, out_dir, settings, first_step=0, folder=None):
         self.out_dir = out_dir
         is_own = folder and os.path.dirname(folder) == os.path.realpath(f"{out_dir}/checkpoints")
         last_step = first_step if is_own else 0
         self.start = time.perf_counter()
-        self.updates = 0  # since then
-        self.skipped = 0  # of them, the last in a row
+        self.updates = 0  # since the start
+        self.skipped = 0  # of the last updates, without a break
         if RANK != 0:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -878,7 +878,7 @@ class Logger:
         self.board = SummaryWriter(f"{out_dir}/tensorboard", purge_step=last_step + 1)
 
     def set_aside(self, last_step):
-        """Renames what another run saved after last_step to *.old; removes what a killed run left behind."""
+        """Renames what another run saved after last_step to *.old, and removes a killed run's leftovers."""
         for folder in (f"{self.out_dir}/checkpoints", f"{self.out_dir}/rollouts"):
             for path in Path(folder).glob("*.*"):
                 if path.suffix in (".tmp", ".gone"):
@@ -888,13 +888,13 @@ class Logger:
                 remove(f"{path}.old")
                 os.replace(path, f"{path}.old")
             if later:
-                print0(f"set aside  {len(later)} of another run in {folder}, as step_*.old")
+                print0(f"set aside  {len(later)} steps of another run in {folder}, as step_*.old")
         if not last_step:
             Path(self.out_dir, "out_of_memory").unlink(missing_ok=True)
             shutil.rmtree(f"{self.out_dir}/tensorboard", ignore_errors=True)
 
     def profiled(self, steps, given):
-        """The same steps; rank 0 records steps A to B of given "A:B" with torch.profiler."""
+        """Yields the steps; rank 0 records steps A to B (given: "A:B") with torch.profiler."""
         first, last = map(int, given.split(":")) if given and RANK == 0 else (0, -1)
         for step in steps:
             if not first <= step + 1 <= last:
@@ -906,7 +906,7 @@ class Logger:
             trace.export_chrome_trace(f"{self.out_dir}/profile/step_{step + 1}.json.gz")
 
     def check_progress(self, metrics):
-        """UserError if values are not finite, or the gradients of ten updates in a row."""
+        """UserError if values are not finite, or if the gradients of ten updates in a row are not."""
         if "critic/values_mean" not in metrics:  # no row had an action
             return
         if not math.isfinite(metrics["critic/values_mean"]):
@@ -915,7 +915,7 @@ class Logger:
         if self.skipped == 10:
             raise UserError("10 updates in a row were skipped: gradients are not finite; use a lower --lr")
 
-    def log(self, step, metrics):  # name -> number; one that is not finite is logged as null
+    def log(self, step, metrics):  # metrics: name -> number; logs null if it is not finite
         if RANK != 0:
             return
         metrics = {name: float(x) if math.isfinite(x) else None for name, x in metrics.items()}
@@ -923,7 +923,7 @@ class Logger:
         for name, x in metrics.items():
             if x is not None:
                 self.board.add_scalar(name, x, step)
-        self.board.flush()  # by itself it keeps two minutes in memory
+        self.board.flush()  # otherwise it buffers for two minutes
 
     def log_update(self, step, steps, m):  # logs an update of the critic and prints one aligned line
         self.updates += 1
@@ -939,7 +939,7 @@ class Logger:
             f"  {number(m['perf/peak_memory_gib'], '.1f')} GiB  eta {left}{skipped}"
         )
 
-    def log_evaluation(self, step, rows, gamma):  # evaluates rows with values, logs it and prints one line
+    def log_evaluation(self, step, rows, gamma):  # evaluates rows with values, logs and prints the result
         m = evaluate(rows, gamma)
         self.log(step, m)
         print0(
@@ -951,19 +951,19 @@ class Logger:
         )
 
 
-def number(x, form):  # x in the given format, or -- where there is no number yet
+def number(x, form):  # x in the given format, or -- for NaN
     return "--" if math.isnan(x) else format(x, form)
 
 
 def read_lines(path):
-    """The rows of one of our JSONL files, without a last line that a crash cut short; no file has no rows."""
+    """The rows of one of our JSONL files, up to a line that a crash cut short; none without a file."""
     rows = []
     with suppress(OSError, ValueError), open(path) as file:
-        rows += map(json.loads, file)  # those before a fault stay
+        rows += map(json.loads, file)  # rows before a bad line are kept
     return rows
 
 
-def replace_lines(path, rows):  # a JSONL file at once: after a crash it is the old one or the new one
+def replace_lines(path, rows):  # replaces a JSONL file; a crash leaves the old or the new one, whole
     os.makedirs(os.path.dirname(path), exist_ok=True)
     Path(f"{path}.tmp").write_text("".join(f"{json.dumps(row, default=str)}\n" for row in rows))
     flush_to_disk(f"{path}.tmp")
@@ -976,7 +976,7 @@ def write_json(path, state):  # writes a JSON file on rank 0
 
 
 def progress(items, what):
-    """A bar over `items` on rank 0 of a terminal, shown only if the work takes longer than a few seconds."""
+    """A progress bar over `items`, on rank 0 in a terminal, if the work takes longer than three seconds."""
     return tqdm(items, what, delay=3, leave=False, disable=RANK > 0 or None)
 
 
@@ -987,12 +987,12 @@ MANIFEST = "manifest.json"  # in a complete folder: file name -> SHA-256
 
 @contextmanager
 def published(folder, group=None, keep=None):
-    """`with published(folder) as tmp:` all ranks write into tmp and it becomes the folder; a crash leaves the
-    old one or the new one (a collective of `group`). keep: how many of the last step_N next to it remain."""
+    """`with published(folder) as tmp:` all ranks write into tmp, which becomes the folder; a crash leaves
+    the old or the new one (a collective of `group`). keep: how many of the last step_N next to it to keep."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(LOCAL_RANK)  # a thread begins with the first one
+        torch.cuda.set_device(LOCAL_RANK)  # a new thread starts on device 0
     if os.path.exists(folder) and os.listdir(folder) and not os.path.exists(f"{folder}/{MANIFEST}"):
-        raise UserError(f"--out-dir: {folder} holds something else, which is not overwritten; move it")
+        raise UserError(f"--out-dir: {folder} holds something else, which we do not overwrite; move it")
     tmp = f"{folder}.tmp"
     if RANK == 0:
         shutil.rmtree(tmp, ignore_errors=True)
@@ -1000,7 +1000,7 @@ def published(folder, group=None, keep=None):
     dist.barrier(group)
     yield tmp
     dist.barrier(group)
-    found = {str(path.relative_to(tmp)) for path in Path(tmp).rglob("*") if path.is_file()}  # at least ours
+    found = {str(path.relative_to(tmp)) for path in Path(tmp).rglob("*") if path.is_file()}  # ours at least
     names = sorted(set().union(*of_all_ranks(found, group)))
     sums = {name: checksum(f"{tmp}/{name}") for name in names[RANK::WORLD_SIZE]}
     seen = None not in sums.values() and all(os.path.exists(f"{tmp}/{name}") for name in names)
@@ -1012,7 +1012,7 @@ def published(folder, group=None, keep=None):
         for path in (*Path(tmp).rglob("*"), tmp):
             flush_to_disk(path)
         remove(f"{folder}.was")
-        if os.path.exists(folder):  # between these two renames the old folder is whole under the name .was
+        if os.path.exists(folder):  # between the two renames the old folder is complete as .was
             os.rename(folder, f"{folder}.was")
         os.rename(tmp, folder)
         parent = os.path.dirname(os.path.abspath(folder))
@@ -1023,14 +1023,14 @@ def published(folder, group=None, keep=None):
     dist.barrier(group)
 
 
-def remove(folder):  # a folder, if it is there, at once: a crash leaves no half of it under its name
+def remove(folder):  # deletes a folder, if it exists; a crash never leaves half of it under its name
     if os.path.isdir(folder):
-        shutil.rmtree(f"{folder}.gone", ignore_errors=True)  # a crash may have left some of it
+        shutil.rmtree(f"{folder}.gone", ignore_errors=True)  # a leftover of a crash
         os.rename(folder, f"{folder}.gone")
         shutil.rmtree(f"{folder}.gone", ignore_errors=True)
 
 
-def checksum(path):  # SHA-256 of a file; None: it cannot be read
+def checksum(path):  # SHA-256 of a file, or None if it cannot be read
     with suppress(OSError), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -1042,27 +1042,27 @@ def flush_to_disk(path):
 
 
 def verify(folder):
-    """UserError on all ranks unless a published folder, or a part of one, is as written (a collective)."""
+    """UserError on all ranks unless a published folder, or a file in one, is intact (a collective)."""
     root = folder if os.path.exists(f"{folder}/{MANIFEST}") else os.path.dirname(folder)
     manifests = of_all_ranks(checksum(f"{root}/{MANIFEST}"))
     with blame(f"--resume {folder}: no complete checkpoint here, no readable {MANIFEST}"):
         sums = dict(json.loads(Path(root, MANIFEST).read_text()))
         names = [name for name in sums if f"{root}/{name}".startswith(str(folder))]
         if not names or len(set(manifests)) > 1:
-            raise ValueError("it names none of these files, or is not the same for all ranks")
+            raise ValueError("it names none of these files, or differs between ranks")
     damaged = [name for name in names[RANK::WORLD_SIZE] if checksum(f"{root}/{name}") != sums[name]]
     if damaged := sum(of_all_ranks(damaged), []):
         raise UserError(f"--resume {folder}: damaged, {damaged[0]} is missing or changed; use an earlier one")
 
 
 def check_shared(out_dir):
-    """Makes out_dir (a collective). UserError: it cannot be written, or a rank does not see it."""
-    probe = f"{out_dir}/checkpoints/{of_all_ranks(time.time_ns())[0]}.tmp"  # a name that is fresh
+    """Creates out_dir (a collective). UserError: it cannot be written, or a rank does not see it."""
+    probe = f"{out_dir}/checkpoints/{of_all_ranks(time.time_ns())[0]}.tmp"  # a new name
     if RANK == 0:
         with blame(f"--out-dir {out_dir}: cannot be written"):
             os.makedirs(probe)
     dist.barrier()
-    for _ in range(300):  # a network file system remembers for a while what it has not found
+    for _ in range(300):  # network file systems cache for a while that a path is missing
         if not os.path.exists(probe):
             time.sleep(0.1)
     blind = max(of_all_ranks("" if os.path.exists(probe) else os.uname().nodename))
@@ -1072,14 +1072,14 @@ def check_shared(out_dir):
         raise UserError(f"--out-dir {out_dir}: host {blind} does not see it; use shared storage")
 
 
-def steps_in(folder):  # [(step, path)] of the step_N and step_N.jsonl in a folder, the last step first
+def steps_in(folder):  # [(step, path)] of each step_N and step_N.jsonl in a folder, latest first
     found = [re.fullmatch(r"step_(\d+)(\.jsonl)?", path.name) for path in Path(folder).glob("step_*")]
     steps = [(int(match[1]), f"{folder}/{match[0]}") for match in found if match]
     return sorted(steps, reverse=True)
 
 
 def shape_of(model_config, more):
-    """What two runs must share for one to continue the other, as plain JSON: the config, and `more`."""
+    """What two runs must have in common for one to resume the other, as plain JSON: config and `more`."""
     fields = model_config.to_dict() | more
     for key in ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache",
                 "initializer_range"):  # fmt: skip
@@ -1087,13 +1087,13 @@ def shape_of(model_config, more):
     return json.loads(json.dumps(fields))
 
 
-# ---- A model's folder, tiny models and the toy task: everything runs without a hub -------------------------
+# ---- Model folders, tiny models and the toy task: everything runs without the hub --------------------------
 
 
 def load_config(config):
-    """(tokenizer or None, transformers config) of config.model, with --override-config, without dropout."""
+    """(tokenizer or None, transformers config) of config.model, with --override-config and dropout off."""
     model = config.model
-    if model in TINY:  # more threads only wait for each other
+    if model in TINY:  # more threads would only wait for each other
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     tokenizer = None
     if config.tokenizer:
@@ -1102,9 +1102,9 @@ def load_config(config):
     elif model in TINY:
         tokenizer = char_tokenizer(model)
     else:
-        with suppress(Exception):  # libraries raise a dozen kinds
+        with suppress(Exception):  # libraries raise a dozen types
             tokenizer = AutoTokenizer.from_pretrained(model)
-    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):  # or it made an empty one up
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):  # or an empty one, made up
         print0(f"tokenizer  none in {config.tokenizer or model}, so rows must be token ids")
         tokenizer = None
     with blame(f"--model {model}: no model there; presets are {', '.join(TINY)}"):
@@ -1115,7 +1115,7 @@ def load_config(config):
         overrides = dict(json.loads(config.override_config))
         windows = {"num_hidden_layers", "sliding_window", "use_sliding_window", "max_window_layers"}
         if windows & overrides.keys():
-            fields.pop("layer_types", None)  # the model derives its own
+            fields.pop("layer_types", None)  # lets the config derive them again
         for key, value in overrides.items():
             if key == "model_type" or not (key in fields or hasattr(kind(), key)):
                 raise UserError(f"--override-config: {kind.__name__} has no {key!r} to override")
@@ -1126,13 +1126,13 @@ def load_config(config):
     return tokenizer, model_config
 
 
-def config_of(model):  # the config of a model's folder, or of a checkpoint of either critic, as a dict
+def config_of(model):  # the config of a model's folder or of either critic's checkpoint, as a dict
     if os.path.exists(f"{model}/trainer.json"):
         return json.loads(Path(model, "trainer.json").read_text())["shape"]
     return transformers.PreTrainedConfig.get_config_dict(model)[0]
 
 
-def disable_dropout(model_config):  # attention_dropout, layerdrop, router jitter ... 0, in nested configs too
+def disable_dropout(model_config):  # zeroes attention_dropout, layerdrop, jitter ..., in nested configs too
     for key, value in vars(model_config).items():
         if isinstance(value, transformers.PreTrainedConfig):
             disable_dropout(value)
@@ -1146,7 +1146,7 @@ def check_rows(batch, model_config):  # UserError: a row is too long, or has ids
     limit = "max_position_embeddings"
     most = getattr(text, limit, None) or math.inf
     rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # a longer row would turn all rows of its forward differently
+    if rope.get("rope_type") == "longrope":  # a longer row would change the angles of all rows around it
         limit = "original_max_position_embeddings"
         most = rope[limit]
     if length > most:
@@ -1156,14 +1156,14 @@ def check_rows(batch, model_config):  # UserError: a row is too long, or has ids
         raise UserError(f"token id {odd[0]} is outside the model's vocabulary of {text.vocab_size}")
 
 
-def local_folder(name):  # the folder of a model; one on the hub is downloaded
+def local_folder(name):  # a model's folder, downloaded if it is on the hub
     if os.path.isdir(name):
         return name
     return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])
 
 
 def load_model(kind, name, model_config, seed):
-    """(a float32 model of this AutoModel kind on the host, words on its weights: a folder's or random)."""
+    """(a float32 model of this AutoModel class on the host, words on its weights: a folder's or random)."""
     torch.manual_seed(seed)
     if name in TINY:
         return kind.from_config(model_config, dtype=torch.float32), f"random weights (seed {seed})"
@@ -1171,21 +1171,21 @@ def load_model(kind, name, model_config, seed):
         model, info = kind.from_pretrained(
             local_folder(name), config=model_config, output_loading_info=True, dtype=torch.float32
         )
-    if absent := sorted(info["missing_keys"]):  # of another shape: transformers has raised
+    if absent := sorted(info["missing_keys"]):  # transformers itself raises on a wrong shape
         raise UserError(f"--model {name}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}")
     return model, f"{type(model).__name__} from {name} (no optimizer state)"
 
 
-def transformer_blocks(model):  # the layers to shard one by one: what its authors say must not be split
+def transformer_blocks(model):  # the layers to shard one by one: those in transformers' _no_split_modules
     names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     return [m for m in model.modules() if type(m).__name__ in names]
 
 
 def send_weights(model, source):
-    """Fills a model spread over all ranks from `source`, the same one on rank 0's host, elsewhere None."""
+    """Fills a model spread over all ranks from `source`: the whole model on rank 0's host, else None."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, source.state_dict() if source else {}, options=options)
-    for buffer, x in zip(model.buffers(), (source or model).buffers()):  # rotary tables are in no state dict
+    for buffer, x in zip(model.buffers(), (source or model).buffers()):  # state dicts lack rotary tables
         buffer.copy_(x)
         dist.broadcast(buffer, 0)
 
@@ -1193,15 +1193,15 @@ def send_weights(model, source):
 def move_state(optimizer, device):  # moves the state of a torch optimizer, and frees cached device memory
     for state in optimizer.state.values():
         for name, x in state.items():
-            if name != "step":  # a scalar, which stays
+            if name != "step":  # a scalar, which stays where it is
                 state[name] = x.to(device, non_blocking=True)
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # once: what goes to the host goes to pinned memory, and is there only now
+        torch.cuda.synchronize()  # once for all: copies to pinned host memory are complete only after this
     torch.cuda.empty_cache()
 
 
 def init_value_head(score, config, model_config):
-    """Fills the head, an nn.Linear, by --value-head-init -> words on what happened."""
+    """Initializes the head, an nn.Linear, by --value-head-init -> words on where it comes from."""
     nn.init.zeros_(score.weight)
     nn.init.zeros_(score.bias)
     if config.value_head_init == "zero":
@@ -1217,25 +1217,25 @@ def init_value_head(score, config, model_config):
 
 
 def load_value_head(score, name, value_range):
-    """Takes over the head of a model's folder -> its name there; None: none has this size and range."""
+    """Copies the value head in a model's folder -> its name there, or None if none fits size and range."""
     folder = local_folder(name)
     if config_of(folder).get("value_range") != (value_range and list(value_range)):
         return None
-    # of transformers' token-classification and reward models, of TRL's, and of checkpoints, in whole
+    # names in transformers' token-classification and reward models, in TRL's and in our checkpoints
     heads = re.compile(r"(model\.)?(score|classifier|(v|value)_head(\.summary)?)\.(weight|bias)")
     reader = HuggingFaceStorageReader(folder)
     sizes = reader.read_metadata().state_dict_metadata.items()
     found = {key: torch.empty(x.size) for key, x in sizes if heads.fullmatch(key)}
     dcp.load(found, storage_reader=reader, no_dist=True)
     for key in sorted(found):
-        if found[key].numel() == score.weight.numel():  # some have it in another shape, as (8, D / 8)
+        if found[key].numel() == score.weight.numel():  # it may have another shape, e.g. (8, D / 8)
             score.weight.data.copy_(found[key].view_as(score.weight))
             score.bias.data.copy_(found.get(key.replace("weight", "bias"), score.bias))
             return key
 
 
 def describe_head(model_config, config, value_range):
-    """Notes the value head in a transformers config: num_labels outputs, over value_range or None."""
+    """Records the value head in a transformers config: num_labels outputs, over value_range or None."""
     stored = getattr(model_config, "value_range", None)
     model_config.num_labels = config.value_bins if config.value_head == "hl_gauss" else 1
     model_config.value_range = None
@@ -1244,12 +1244,12 @@ def describe_head(model_config, config, value_range):
     if config.value_head != "scalar":
         model_config.value_range = config.value_range or stored or value_range
         if not model_config.value_range:
-            raise UserError("--value-range: this head needs it, LOW and HIGH of the returns and a margin")
+            raise UserError("--value-range: this head needs it: LOW and HIGH of the returns, with a margin")
 
 
 TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14,
          "out_hidden_size": 64}  # fmt: skip
-TINY = {  # real architectures with random weights: what they add to tiny_config, or their vision tower
+TINY = {  # real architectures, random weights: what each adds to tiny_config, or its vision tower
     "tiny-qwen2": {},
     "tiny-qwen3": {},
     "tiny-llama": {},
@@ -1264,10 +1264,10 @@ IMAGE_WORDS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
 
 
 def tiny_config(name, vocab_size):
-    """A preset as the fields of a config.json: two layers, 64 features, four heads, two for keys."""
+    """A preset's fields of config.json: two layers, 64 hidden features, four query and two key heads."""
     kind = re.sub("[-.]", "_", name.removeprefix("tiny-"))  # tiny-qwen2.5-vl -> qwen2_5_vl
     text = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
-    if kind != "gpt2":  # which names these differently
+    if kind != "gpt2":  # GPT-2 names these differently
         text |= {
             "hidden_size": 64,
             "intermediate_size": 192,
@@ -1287,7 +1287,7 @@ def tiny_config(name, vocab_size):
 
 
 def char_tokenizer(model="tiny-qwen2"):
-    """One token a printable ASCII character, plus <pad>, <eos>, <unk> and, to read images, IMAGE_WORDS."""
+    """One token per printable ASCII character, plus <pad>, <eos>, <unk> and, for images, IMAGE_WORDS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     characters = ["<pad>", "<eos>", "<unk>", "Ċ", "Ġ", *map(chr, range(33, 127))]  # Ċ: newline, Ġ: space
@@ -1301,14 +1301,14 @@ def char_tokenizer(model="tiny-qwen2"):
 
 
 def toy_rows(n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True):
-    """At least n JSON lines: a policy adds numbers. No prompt is both held_out and not. slips: how often it
-    errs where the units carry, and where not; then it gives_up and repeats the first number, or is off."""
+    """At least n JSON lines of a policy that adds numbers; held_out rows have their own prompts. slips: error
+    rates with and without a carry; a wrong answer is the first number (gives_up), or off by 10 or 1."""
     rng = random.Random(f"toy {seed} {held_out}")
     lines = []
     while len(lines) < n:
         a = rng.randrange(10, 100)
         b = rng.randrange(10, 100)
-        if (zlib.crc32(b"%d+%d" % (a, b)) % 5 == 0) != held_out:  # a fifth of the prompts, without a pattern
+        if (zlib.crc32(b"%d+%d" % (a, b)) % 5 == 0) != held_out:  # a hash holds out a fifth of the prompts
             continue
         carries = a % 10 + b % 10 >= 10
         for _ in range(answers):
@@ -1322,15 +1322,15 @@ def toy_rows(n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True
 
 # ---- The report: what the critic learned -------------------------------------------------------------------
 
-CURVES = {  # of a critic: panel -> metrics
+CURVES = {  # panels of a critic's report -> metrics
     "explained variance": ("critic/explained_var", "eval/explained_var"),
     "value loss": ("critic/vf_loss", "eval/vf_loss", "eval/constant_loss"),
     "gradient norm": ("critic/grad_norm",),
 }
-NUMBERS = {  # of a report -> what they say
+NUMBERS = {  # numbers in a report -> what they mean
     "explained variance": "over all actions: 1 is perfect, 0 as good as a constant",
     "at the first action": "explained variance where only the prompt is known",
-    "ceiling": "the most that any critic can explain at the first action; -- if too few rows tell",
+    "ceiling": "the most that any critic can explain at the first action; -- if unknown",
     "AUC": "chance that the last value of a right response is above that of a wrong one",
     "best of n": "mean reward of each prompt's response with the highest last value",
     "mean of n": "mean reward of all responses to these prompts, which have two or more",
@@ -1356,7 +1356,7 @@ title="value {{ '%.3g\nreturn %.3g\nTD error %.3g' % (v, r, error) }}">{{ text }
 
 
 def ceiling(rows):
-    """1 - variance within prompts / variance of returns at the first action, of prompts with several rows."""
+    """1 - variance within a prompt / variance overall, of returns at the first action, if prompts repeat."""
     returns = [
         rows.returns[rows.cu_seqlens[same] + shared + 1].double()
         for shared, same in rows.groups()
@@ -1367,13 +1367,13 @@ def ceiling(rows):
     every = torch.cat(returns)
     within = sum(len(x) * x.var() for x in returns) / len(every)
     spread = every.var()
-    return 1 - within / spread if 0 < spread >= within else nan  # chance can put it below 0
+    return 1 - within / spread if 0 < spread >= within else nan  # by chance it can be below 0
 
 
 def rows_to_show(rows, tokenizer):
-    """(prompt, [(text, is action, value, return, TD error)]) of 24 rows with large errors before the end."""
+    """[(prompt, [(text, is action, V, R, TD error)])] of 24 rows with the largest errors before the end."""
     jump_T = rows.advantages.abs()
-    jump_T[last_action(rows)] = 0.0  # also at -1, where no row jumps
+    jump_T[last_action(rows)] = 0.0  # -1 (no action): the last token of all, 0 anyway
     jump_B = torch.zeros(len(rows)).scatter_reduce(0, rows.row_of_token, jump_T, "amax")
     shown = []
     worst = jump_B.argsort(descending=True, stable=True)[:24]
@@ -1388,7 +1388,7 @@ def rows_to_show(rows, tokenizer):
 
 
 def write_scores(path, out_dir, rows, tokenizer, gamma):
-    """Writes the lines of a JSONL file, with values of their rows, to out_dir/scored.jsonl; and a report."""
+    """Copies a JSONL file's lines, with the values of their rows, to out_dir/scored.jsonl; adds a report."""
     lines = Path(path).read_bytes().splitlines()
     last_B = rows.values[last_action(rows)]
     rank_B = torch.ones_like(rows.row_id)  # 1: the highest last value of its prompt
@@ -1408,7 +1408,7 @@ def write_scores(path, out_dir, rows, tokenizer, gamma):
 
 
 def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
-    """Writes curves.png and report.html, prints its numbers. rows: with values. about: words on them."""
+    """Writes curves.png and report.html, and prints the numbers. rows: with values; about: what they are."""
     from matplotlib.figure import Figure
 
     v_A = rows.values[rows.response_mask]
