@@ -9,9 +9,9 @@
 
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level
 verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them.
-critic_megatron.py is the same function on Megatron-Core.
+critic_megatron.py computes the same function on Megatron-Core.
 
-Shapes are in the names: T tokens, sequences end to end; B sequences; L longest sequence; D hidden features.
+Shapes are in the names: T tokens of all sequences, end to end; B sequences; L longest; D hidden features.
 """
 
 import datetime
@@ -54,88 +54,88 @@ class Config:
     """The critic: its model, its layout over ranks, its batches and its optimizer."""
 
     # model
-    model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
+    model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ... are random
     tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own)
     override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-    # where the value head comes from (auto: from the checkpoint, else normal)
+    # how the value head starts (auto: from the checkpoint if it has one, else normal)
     value_head_init: Literal["auto", "checkpoint", "normal", "zero"] = "auto"
-    # a number, a number within --value-range, or the mean of a distribution over bins
+    # value head: an unbounded number, one within --value-range, or the mean of a distribution over bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
-    value_bins: Annotated[int, Field(ge=2)] = 51  # bins of hl_gauss
-    # LOW HIGH of bounded values or of the bins (None: the checkpoint's, else the data's)
+    value_bins: Annotated[int, Field(ge=2)] = 51  # number of bins of the hl_gauss head
+    # LOW HIGH of a bounded or hl_gauss head (None: from the checkpoint, else from the data)
     value_range: tuple[float, float] | None = None
-    freeze_modules: str | None = None  # regular expression: weights whose names have a match are frozen
-    lora_rank: Count = 0  # train only the value head and low-rank adapters of this rank (0: no adapters)
-    lora_alpha: Rate = 16.0  # adapters are scaled by alpha / rank
-    seed: Count = 0  # of random weights, the value head and every shuffle
+    freeze_modules: str | None = None  # regular expression; weights with a match in their name are frozen
+    lora_rank: Count = 0  # train only the value head and LoRA adapters of this rank (0: no LoRA)
+    lora_alpha: Rate = 16.0  # LoRA adapters are scaled by alpha / rank
+    seed: Count = 0  # random seed of new weights, the value head and every shuffle
 
     # layout
-    strategy: Literal["fsdp2", "fsdp1", "none"] = "fsdp2"  # how weights are sharded (none: not at all)
-    fsdp_size: int = -1  # ranks that share one copy of the weights; others hold replicas (-1: all share one)
-    ulysses_size: Positive = 1  # ranks that share one sequence, each with some of the attention heads
-    offload_policy: bool = False  # fsdp2 keeps weights, gradients and optimizer state on the host
-    timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0  # a longer collective ends the run
+    strategy: Literal["fsdp2", "fsdp1", "none"] = "fsdp2"  # how to shard weights (none: a full copy per rank)
+    fsdp_size: int = -1  # ranks that shard one copy of the weights; the others hold replicas (-1: all ranks)
+    ulysses_size: Positive = 1  # ranks that split each sequence, and attention by heads
+    offload_policy: bool = False  # keep weights, gradients and optimizer state on the host (not with fsdp1)
+    timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0  # stop if a collective takes longer
 
     # precision and kernels
-    use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
-    share_prompts: bool = True  # compute a prompt that rows share only once; the update is the same
-    # dtype of matrix products (auto: bfloat16, but float32 on CPU)
+    use_remove_padding: bool = True  # pack sequences end to end; otherwise pad each to the longest
+    share_prompts: bool = True  # compute a prompt once for all its rows; the update is the same
+    # dtype of matrix products (auto: float32 on CPU, else bfloat16)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
-    activation_offload: bool = False  # keep what gradient checkpointing saves on the host
-    defer_grad_sync: bool = False  # reduce gradients once a mini-batch: less traffic, unsharded gradients
+    activation_offload: bool = False  # keep what gradient checkpointing saves in host memory
+    defer_grad_sync: bool = False  # reduce gradients once per mini-batch: less traffic, unsharded gradients
 
     # batches
     ppo_epochs: Positive = 1  # passes over the rows of one update
-    ppo_mini_batch_size: Positive = 256  # rows of one optimizer step, over all ranks
-    shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
-    ppo_max_token_len_per_gpu: Positive | Auto = 16384  # tokens of a micro-batch (auto[:GIB]: what fits)
+    ppo_mini_batch_size: Positive = 256  # rows per optimizer step, over all ranks
+    shuffle: bool = True  # shuffle rows into mini-batches (by seed, update, epoch) instead of in row order
+    ppo_max_token_len_per_gpu: Positive | Auto = 16384  # max tokens per micro-batch (auto[:GIB]: fit)
 
     # loss
-    value_places: tuple[Fraction, ...] = ()  # learn only at these parts of a row, 0.3 0.6 0.9 (none: all)
-    loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
-    cliprange_value: Rate | None = 0.5  # PPO clip range around the old value (None: off; not for hl_gauss)
-    response_length_limit: Positive | None = None  # the constant that seq-mean-token-sum-norm divides by
+    value_places: tuple[Fraction, ...] = ()  # train only at these fractions of a response (none: all)
+    loss_agg_mode: AggMode = "token-mean"  # how to average token losses over a mini-batch
+    cliprange_value: Rate | None = 0.5  # PPO clip range around the old value (None: off; unused by hl_gauss)
+    response_length_limit: Positive | None = None  # divisor of seq-mean-token-sum-norm, in tokens
 
     # optimizer
     lr: Rate | None = None  # peak learning rate of AdamW (None: 1e-3 for tiny-*, 1e-5 for a checkpoint)
-    weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.01  # decoupled, on every weight
-    betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay of AdamW's two moving averages
-    grad_clip: PositiveFloat = 1.0  # largest norm of the whole gradient (inf: no clipping)
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after the warm-up; cosine ends at 0
-    lr_warmup_steps: Count = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
+    weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.01  # AdamW's decoupled decay, of every weight
+    betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay rates of AdamW's two moving averages
+    grad_clip: PositiveFloat = 1.0  # clip the norm of the whole gradient to this (inf: no clipping)
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # schedule after warm-up; cosine ends at 0
+    lr_warmup_steps: Count = 0  # linear warm-up, in optimizer steps; the first is at lr / steps, not at 0
 
 
 @dataclass(frozen=True)
 class Run:
-    """Learns a value function from rollouts, evaluates it, saves a checkpoint and a Hugging Face folder."""
+    """Trains a value function on rollouts, evaluates it, and saves a checkpoint and a Hugging Face folder."""
 
     critic: Annotated[Config, tyro.conf.arg(name="")] = Config()  # its flags have no prefix
-    rollouts: str | None = None  # JSONL to learn from (None: the built-in toy task)
-    eval_rollouts: str | None = None  # JSONL to evaluate on (None: no evaluation; the toy has its own)
-    score: str | None = None  # JSONL: only write its rows with the model's values to out_dir/scored.jsonl
-    gamma: Fraction = 1.0  # discount of a reward per action
-    lam: Fraction = 1.0  # GAE's lambda for the returns (1: Monte Carlo, the rewards alone)
-    bootstrap_truncated: bool = False  # rows that were cut off end with the value of their last action
-    steps: Positive = 100  # updates of the critic, each on one train batch
-    train_batch_size: Positive | None = None  # rows of one update, over all ranks (None: one mini-batch)
+    rollouts: str | None = None  # JSONL file to train on (None: the built-in toy task)
+    eval_rollouts: str | None = None  # JSONL file to evaluate on (None: no evaluation; the toy has its own)
+    score: str | None = None  # no training: write this JSONL file with the model's values to out_dir
+    gamma: Fraction = 1.0  # discount factor per action
+    lam: Fraction = 1.0  # GAE lambda of the returns (1: Monte Carlo, from rewards alone)
+    bootstrap_truncated: bool = False  # truncated rows bootstrap from the value of their last action
+    steps: Positive = 100  # critic updates, each on one train batch
+    train_batch_size: Positive | None = None  # rows per update, over all ranks (None: one mini-batch)
     eval_every: Count = 20  # updates between evaluations (0: only at the start and the end)
     save_every: Count = 0  # updates between checkpoints (0: only at the end)
     keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
-    async_save: bool = False  # write checkpoints in the background, from a copy of the state on the host
-    resume: str | None = None  # checkpoint folder to continue from; auto: the last complete one in out_dir
-    plan: Positive | None = None  # print what each of N ranks would hold of model and optimizer, then exit
-    profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B, steps for torch.profiler
-    out_dir: str = "out/critic_fsdp"  # for checkpoints, the Hugging Face folder, metrics and the report
+    async_save: bool = False  # write checkpoints in the background, from a copy in host memory
+    resume: str | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
+    plan: Positive | None = None  # print the memory that model and optimizer need on each of N ranks; exit
+    profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B: profile steps A to B
+    out_dir: str = "out/critic_fsdp"  # output: checkpoints, Hugging Face folder, metrics and report
 
 
 def out_of_range(flags):
-    """One line on the first flag with a wrong type or range, or None. flags: a dataclass."""
+    """One line about the first flag with a wrong type or range, or None. flags: a dataclass."""
     try:
         TypeAdapter(type(flags)).validate_python(asdict(flags))
     except ValidationError as error:
         fault = error.errors()[0]
-        # without pydantic's branch of a union and the index in a tuple
+        # drop the branch of a union and the index in a tuple, which pydantic adds
         flag = re.sub(r"critic\.|\.(constrained|\d).*", "", ".".join(map(str, fault["loc"])))
         return f"--{flag.replace('_', '-')} {fault['input']}: {fault['msg'].replace('Input should', 'must')}"
 
@@ -153,18 +153,18 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     low, high = c.value_range or (0.0, 1.0)
     sp = c.ulysses_size
     shards = world_size if c.fsdp_size == -1 else c.fsdp_size
-    rules = {  # between flags
+    rules = {  # message -> whether the flags agree
         f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < math.inf,
         "--value-range, --value-bins: need --value-head hl_gauss, or bounded for the range":
             c.value_head != "scalar" or not c.value_range and c.value_bins == Config.value_bins,
-        "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm":
+        "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm; set both or neither":
             norm == (c.response_length_limit is not None),
         f"--ulysses-size {sp}: must divide the {world_size} ranks": world_size % sp == 0,
         "--ulysses-size: needs packed rows; drop --no-use-remove-padding": sp == 1 or c.use_remove_padding,
         f"--fsdp-size {c.fsdp_size}: must divide the {world_size} ranks, or be -1":
             shards > 0 and world_size % shards == 0,
         "--fsdp-size 1: fsdp1 cannot keep whole replicas; use --strategy none":
-            shards > 1 or c.strategy != "fsdp1" or world_size == 1,  # it would not average over them
+            shards > 1 or c.strategy != "fsdp1" or world_size == 1,  # FSDP1 would not average over them
         "--offload-policy, --defer-grad-sync: fsdp1 has neither; use fsdp2":
             c.strategy != "fsdp1" or not (c.offload_policy or c.defer_grad_sync),
         "--activation-offload: needs --gradient-checkpointing":
@@ -199,10 +199,10 @@ from transformers.pytorch_utils import Conv1D
 import common
 from common import Batch, Pack, PackLayout, UserError, blame, of_all_ranks, print0, published
 
-transformers.logging.set_verbosity_error()  # the run says in one line what matters of a load
+transformers.logging.set_verbosity_error()  # the run prints one line about the weights
 transformers.logging.disable_progress_bar()
-# views that nothing writes to; FSDP1 on a single rank; what peft sees by itself that GPT-2 needs; a rank that
-# reads files for itself
+# views that nothing writes to; FSDP1 on a single rank; peft adapting by itself to GPT-2; a rank that reads
+# files without the others
 warnings.filterwarnings(
     "ignore",
     "FSDP2-wrapped module .* returned a view|.*`NO_SHARD`|fan_in_fan_out is|torch.distributed is disabled",

@@ -8,11 +8,11 @@
 
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level
 verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them.
-critic_fsdp.py is the same function on PyTorch FSDP, in the same sections and names: a diff of the two shows
-what parallelism costs. This one has no images, LoRA, activations on the host and --plan.
+critic_fsdp.py computes the same function on PyTorch FSDP, with the same sections and names: a diff of the two
+shows what parallelism costs. This script has no images, LoRA, activation offload or --plan.
 
-Shapes are in the names: T tokens, sequences end to end; B sequences; L longest sequence; D hidden features.
-S slots: the tokens and the padding of a micro-batch that this rank holds.
+Shapes are in the names: T tokens of all sequences, end to end; B sequences; L longest; D hidden features.
+S slots: the tokens and padding of a micro-batch on this rank.
 """
 
 import collections
@@ -41,7 +41,7 @@ from pydantic import PositiveInt as Positive
 
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these; plain `python` is a world of one
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron counts on it to overlap communication
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron needs it to overlap communication
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
@@ -57,86 +57,86 @@ class Config:
     """The critic: its model, its layout over ranks, its batches and its optimizer."""
 
     # model
-    model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
+    model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ... are random
     tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own)
     override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-    # where the value head comes from (auto: from the checkpoint, else normal)
+    # how the value head starts (auto: from the checkpoint if it has one, else normal)
     value_head_init: Literal["auto", "checkpoint", "normal", "zero"] = "auto"
-    # a number, a number within --value-range, or the mean of a distribution over bins
+    # value head: an unbounded number, one within --value-range, or the mean of a distribution over bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
-    value_bins: Annotated[int, Field(ge=2)] = 51  # bins of hl_gauss
-    # LOW HIGH of bounded values or of the bins (None: the checkpoint's, else the data's)
+    value_bins: Annotated[int, Field(ge=2)] = 51  # number of bins of the hl_gauss head
+    # LOW HIGH of a bounded or hl_gauss head (None: from the checkpoint, else from the data)
     value_range: tuple[float, float] | None = None
-    freeze_modules: str | None = None  # regular expression: weights whose names have a match are frozen
-    seed: Count = 0  # of random weights, the value head and every shuffle
+    freeze_modules: str | None = None  # regular expression; weights with a match in their name are frozen
+    seed: Count = 0  # random seed of new weights, the value head and every shuffle
 
     # layout
-    tensor_model_parallel_size: Positive = 1  # ranks that share each matrix product
-    sequence_parallel: bool = True  # they also split the tokens outside of the products (norms, residuals)
-    pipeline_model_parallel_size: Positive = 1  # ranks that share the layers; each runs some of them
-    virtual_pipeline_model_parallel_size: Positive = 1  # chunks of the model on each stage: less idling
-    context_parallel_size: Positive = 1  # ranks that share each sequence, with a part of its tokens each
-    expert_model_parallel_size: Positive = 1  # ranks that share the experts of a mixture
-    expert_tensor_parallel_size: Positive | None = None  # ranks that share each expert (None: tensor size)
-    timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0  # a longer collective ends the run
+    tensor_model_parallel_size: Positive = 1  # ranks that split each matrix product
+    sequence_parallel: bool = True  # tensor-parallel ranks also split tokens, in norms and residuals
+    pipeline_model_parallel_size: Positive = 1  # pipeline stages: ranks that split the layers
+    virtual_pipeline_model_parallel_size: Positive = 1  # model chunks per stage; more idle less
+    context_parallel_size: Positive = 1  # ranks that split the tokens of each sequence
+    expert_model_parallel_size: Positive = 1  # ranks that split the experts of an MoE model
+    expert_tensor_parallel_size: Positive | None = None  # ranks that split each expert (None: tensor size)
+    timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0  # stop if a collective takes longer
 
     # precision and kernels
-    use_remove_padding: bool = True  # pack sequences end to end; otherwise pad them to the longest
-    share_prompts: bool = True  # compute a prompt that rows share only once; the update is the same
-    # dtype of matrix products (auto: bfloat16, but float32 on CPU)
+    use_remove_padding: bool = True  # pack sequences end to end; otherwise pad each to the longest
+    share_prompts: bool = True  # compute a prompt once for all its rows; the update is the same
+    # dtype of matrix products (auto: float32 on CPU, else bfloat16)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
 
     # batches
     ppo_epochs: Positive = 1  # passes over the rows of one update
-    ppo_mini_batch_size: Positive = 256  # rows of one optimizer step, over all ranks
-    shuffle: bool = True  # cut mini-batches in random order (from seed, update, epoch) instead of row order
-    ppo_max_token_len_per_gpu: Positive | Auto = 16384  # tokens of a micro-batch (auto[:GIB]: what fits)
+    ppo_mini_batch_size: Positive = 256  # rows per optimizer step, over all ranks
+    shuffle: bool = True  # shuffle rows into mini-batches (by seed, update, epoch) instead of in row order
+    ppo_max_token_len_per_gpu: Positive | Auto = 16384  # max tokens per micro-batch (auto[:GIB]: fit)
 
     # loss
-    value_places: tuple[Fraction, ...] = ()  # learn only at these parts of a row, 0.3 0.6 0.9 (none: all)
-    loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
-    cliprange_value: Rate | None = 0.5  # PPO clip range around the old value (None: off; not for hl_gauss)
-    response_length_limit: Positive | None = None  # the constant that seq-mean-token-sum-norm divides by
+    value_places: tuple[Fraction, ...] = ()  # train only at these fractions of a response (none: all)
+    loss_agg_mode: AggMode = "token-mean"  # how to average token losses over a mini-batch
+    cliprange_value: Rate | None = 0.5  # PPO clip range around the old value (None: off; unused by hl_gauss)
+    response_length_limit: Positive | None = None  # divisor of seq-mean-token-sum-norm, in tokens
 
     # optimizer
     lr: Rate | None = None  # peak learning rate of AdamW (None: 1e-3 for tiny-*, 1e-5 for a checkpoint)
-    weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.01  # decoupled, on every weight
-    betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay of AdamW's two moving averages
-    grad_clip: PositiveFloat = 1.0  # largest norm of the whole gradient (inf: no clipping)
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # after the warm-up; cosine ends at 0
-    lr_warmup_steps: Count = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
+    weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.01  # AdamW's decoupled decay, of every weight
+    betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay rates of AdamW's two moving averages
+    grad_clip: PositiveFloat = 1.0  # clip the norm of the whole gradient to this (inf: no clipping)
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # schedule after warm-up; cosine ends at 0
+    lr_warmup_steps: Count = 0  # linear warm-up, in optimizer steps; the first is at lr / steps, not at 0
 
 
 @dataclass(frozen=True)
 class Run:
-    """Learns a value function from rollouts, evaluates it, saves a checkpoint and a Hugging Face folder."""
+    """Trains a value function on rollouts, evaluates it, and saves a checkpoint and a Hugging Face folder."""
 
     critic: Annotated[Config, tyro.conf.arg(name="")] = Config()  # its flags have no prefix
-    rollouts: str | None = None  # JSONL to learn from (None: the built-in toy task)
-    eval_rollouts: str | None = None  # JSONL to evaluate on (None: no evaluation; the toy has its own)
-    score: str | None = None  # JSONL: only write its rows with the model's values to out_dir/scored.jsonl
-    gamma: Fraction = 1.0  # discount of a reward per action
-    lam: Fraction = 1.0  # GAE's lambda for the returns (1: Monte Carlo, the rewards alone)
-    bootstrap_truncated: bool = False  # rows that were cut off end with the value of their last action
-    steps: Positive = 100  # updates of the critic, each on one train batch
-    train_batch_size: Positive | None = None  # rows of one update, over all ranks (None: one mini-batch)
+    rollouts: str | None = None  # JSONL file to train on (None: the built-in toy task)
+    eval_rollouts: str | None = None  # JSONL file to evaluate on (None: no evaluation; the toy has its own)
+    score: str | None = None  # no training: write this JSONL file with the model's values to out_dir
+    gamma: Fraction = 1.0  # discount factor per action
+    lam: Fraction = 1.0  # GAE lambda of the returns (1: Monte Carlo, from rewards alone)
+    bootstrap_truncated: bool = False  # truncated rows bootstrap from the value of their last action
+    steps: Positive = 100  # critic updates, each on one train batch
+    train_batch_size: Positive | None = None  # rows per update, over all ranks (None: one mini-batch)
     eval_every: Count = 20  # updates between evaluations (0: only at the start and the end)
     save_every: Count = 0  # updates between checkpoints (0: only at the end)
     keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
-    async_save: bool = False  # write checkpoints in the background, from a copy of the state on the host
-    resume: str | None = None  # checkpoint folder to continue from; auto: the last complete one in out_dir
-    profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B, steps for torch.profiler
-    out_dir: str = "out/critic_megatron"  # for checkpoints, the Hugging Face folder, metrics and the report
+    async_save: bool = False  # write checkpoints in the background, from a copy in host memory
+    resume: str | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
+    profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B: profile steps A to B
+    out_dir: str = "out/critic_megatron"  # output: checkpoints, Hugging Face folder, metrics and report
 
 
 def out_of_range(flags):
-    """One line on the first flag with a wrong type or range, or None. flags: a dataclass."""
+    """One line about the first flag with a wrong type or range, or None. flags: a dataclass."""
     try:
         TypeAdapter(type(flags)).validate_python(asdict(flags))
     except ValidationError as error:
         fault = error.errors()[0]
-        # without pydantic's branch of a union and the index in a tuple
+        # drop the branch of a union and the index in a tuple, which pydantic adds
         flag = re.sub(r"critic\.|\.(constrained|\d).*", "", ".".join(map(str, fault["loc"])))
         return f"--{flag.replace('_', '-')} {fault['input']}: {fault['msg'].replace('Input should', 'must')}"
 
@@ -154,15 +154,15 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     low, high = c.value_range or (0.0, 1.0)
     tp, pp, cp = c.tensor_model_parallel_size, c.pipeline_model_parallel_size, c.context_parallel_size
     experts = c.expert_model_parallel_size * (c.expert_tensor_parallel_size or tp) * pp
-    rules = {  # between flags
+    rules = {  # message -> whether the flags agree
         f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < math.inf,
         "--value-range, --value-bins: need --value-head hl_gauss, or bounded for the range":
             c.value_head != "scalar" or not c.value_range and c.value_bins == Config.value_bins,
-        "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm":
+        "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm; set both or neither":
             norm == (c.response_length_limit is not None),
         f"--tensor-model-parallel-size: tensor {tp} x pipeline {pp} x context {cp} must divide {world_size}":
             world_size % (tp * pp * cp) == 0,
-        f"--expert-model-parallel-size: expert x its tensor x pipeline = {experts} must divide {world_size}":
+        f"--expert-model-parallel-size: ep x etp x pp = {experts} must divide {world_size}":
             world_size % experts == 0,
         "--virtual-pipeline-model-parallel-size: needs --pipeline-model-parallel-size above 1":
             c.virtual_pipeline_model_parallel_size == 1 or pp > 1,
@@ -187,10 +187,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 import transformers
 
-# else Megatron loads a compiler for its small functions, which nothing uses here
+# else Megatron loads a compiler for its small functions, which is not used here
 if not torch.cuda.is_available():
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-# at import: unused
+# printed at import; neither is used
 warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
 
 from megatron.core import optimizer as megatron_optimizer
@@ -216,9 +216,9 @@ from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 import common
 from common import Batch, PackLayout, UserError, blame, of_all_ranks, print0, published
 
-transformers.logging.set_verbosity_error()  # the run says in one line what matters of a load
+transformers.logging.set_verbosity_error()  # the run prints one line about the weights
 transformers.logging.disable_progress_bar()
-# of megatron-core 0.16.1 with this torch, and of a rank that reads files for itself
+# from megatron-core 0.16.1 with this torch, and from a rank that reads files without the others
 warnings.filterwarnings(
     "ignore",
     "(full scope|`torch.distributed.*|TypedStorage) is deprecated|The .grad attribute|moe_ffn_hidden_size is"
