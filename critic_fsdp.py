@@ -212,8 +212,8 @@ warnings.filterwarnings(
 
 
 class ValueModel(nn.Module):
-    """Backbone without its vocabulary head, and v = w . h + b on the hidden state of every token; with
-    --value-head hl_gauss the N logits of a distribution."""
+    """A backbone without its vocabulary head, and v = w . h + b on the hidden state of every token; with
+    --value-head hl_gauss it gives the N logits of a distribution."""
 
     def __init__(self, backbone):
         super().__init__()
@@ -229,7 +229,7 @@ class ValueModel(nn.Module):
 
 
 def read_weights(config, model_config):
-    """A ValueModel on the host with its weights, and words on where they come from. Runs on rank 0 alone."""
+    """A ValueModel on the host with its weights, and words on where they come from. Runs on rank 0 only."""
     if os.path.exists(f"{config.model}/trainer.json"):
         backbone = AutoModel.from_config(model_config, dtype=torch.float32)
         weights = {f"model.model.{name}": x for name, x in backbone.state_dict().items()}
@@ -245,7 +245,7 @@ def read_weights(config, model_config):
 
 
 def build_skeleton(config, model_config, dtype=torch.float32):
-    """A ValueModel on meta: everything but the weights. UserError: it cannot be built."""
+    """A ValueModel on the meta device: everything but the weights. UserError if it cannot be built."""
     name = f"--model {config.model} ({model_config.model_type})"
     with blame(f"{name}: cannot be built; try --no-use-remove-padding"), torch.device("meta"):
         attention = attention_of(config, model_config)
@@ -259,28 +259,28 @@ def build_skeleton(config, model_config, dtype=torch.float32):
 
 
 def freeze(model, pattern):
-    """Freezes the weights whose names have a match of --freeze-modules. A checkpoint has these names, behind
-    "model."; what is frozen gets no gradient and no optimizer state."""
+    """Freezes the weights in whose names --freeze-modules has a match. A checkpoint has the same names after
+    a leading "model."; frozen weights get no gradient and no optimizer state."""
     if pattern:
         with blame(f"--freeze-modules {pattern}"):
             frozen = [p for name, p in model.named_parameters() if re.search(pattern, name)]
             if len(frozen) in (0, len(list(model.parameters()))):
-                raise ValueError("must match some of the weights, and not all")
+                raise ValueError("must match some of the weights, but not all")
         for p in frozen:
             p.requires_grad_(False)
 
 
 def attention_of(config, model_config):
-    """The attention of the decoder, as transformers takes it; a vision tower keeps its own."""
+    """The decoder's attention, as transformers' attn_implementation; a vision tower keeps its own."""
     if config.use_remove_padding:
         name = "ulysses" if config.ulysses_size > 1 else "packed"
-    else:  # sdpa would drop a soft cap
+    else:  # sdpa would ignore a soft cap
         name = "eager" if getattr(model_config.get_text_config(), "attn_logit_softcapping", None) else None
     return {"": name, "text_config": name} if reads_images(model_config) else name
 
 
 def count_parameters(module):
-    """(all, those that train)."""
+    """(all parameters, trainable parameters)."""
     count = sum(p.numel() for p in module.parameters())
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     return count, trained
@@ -288,7 +288,7 @@ def count_parameters(module):
 
 def add_lora(backbone, config):
     """With --lora-rank r, freezes the backbone and gives its linear layers adapters: W x + alpha / r B A x
-    (LoRA, 2106.09685). A is random and B zero, so values start unchanged. Experts in one tensor get none."""
+    (LoRA, 2106.09685). A is random, B zero: values start unchanged. Experts stored as one tensor get none."""
     if config.lora_rank:
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -298,7 +298,7 @@ def add_lora(backbone, config):
 
 
 def merge_lora(state, config, model_config):
-    """Full state dict with adapters -> that of the same function without them, W + alpha / r B A."""
+    """Full state dict with adapters -> one without them of the same function: W + alpha / r B A."""
     model = build_skeleton(config, model_config).to_empty(device="cpu")
     model.load_state_dict(state)
     for module in model.modules():
@@ -314,7 +314,7 @@ def reads_images(model_config):
 
 
 def load_image_processor(config, model_config):
-    """Pillow's processor, which all these models share: the same pixels everywhere. None: reads text only."""
+    """The Pillow processor that all these models share: equal pixels everywhere. None: reads text only."""
     if not reads_images(model_config):
         return None
     if config.model in common.TINY:
@@ -324,8 +324,8 @@ def load_image_processor(config, model_config):
 
 
 def place_images(image_processor, image_token_id, rollout, folder):
-    """Makes the image names of a row absolute and repeats each placeholder of a text prompt for every token
-    of its image, after reading the images once. UserError: placeholders and images do not fit."""
+    """Makes a row's image paths absolute and repeats each placeholder of a text prompt once per token of its
+    image; this reads the images once. UserError: placeholders and images do not fit."""
     sizes = []
     if rollout.images:  # merge_size x merge_size patches are one token
         for i, name in enumerate(rollout.images):
@@ -343,21 +343,21 @@ def place_images(image_processor, image_token_id, rollout, folder):
     ids = rollout.prompt_ids + rollout.response_ids
     runs = [len(list(run)) for is_image, run in groupby(ids, image_token_id.__eq__) if is_image]
     if runs != sizes:
-        raise UserError(f"placeholders come in runs of {runs or 0} tokens, its images have {sizes or 0}")
+        raise UserError(f"placeholders come in runs of {runs or 0} tokens, but its images have {sizes or 0}")
 
 
 def read_images(row, image_processor):
     """One row's multi_modal_inputs -> {"pixel_values": (patches, features), "image_grid_thw": (images, 3)}.
 
-    A JSONL row has {"images": [absolute file name or data URL]}, which is read just before a forward, because
-    the pixels of all rows would fill the host."""
+    A JSONL row has {"images": [absolute file name or data URL]}. We read it just before each forward, because
+    the pixels of all rows would fill the host's memory."""
     if "images" not in row:
         return row
     return dict(image_processor(images=[load_image(x) for x in row["images"]], return_tensors="pt"))
 
 
 def with_images(backbone, micro, image_processor):
-    """((4, T) places in text, time, height and width, pixels or {}) of rows with their images."""
+    """((4, T) positions in text, time, height and width; pixels or {}) of rows with their images."""
     places = []
     images = [read_images(row, image_processor) for row in micro.multi_modal_inputs or [{}] * len(micro)]
     for ids, row in zip(micro.input_ids.split(micro.lengths), images):
@@ -372,8 +372,8 @@ def with_images(backbone, micro, image_processor):
 
 
 class Layout(NamedTuple):
-    """Ranks as dp x sp (rank = dp_rank * sp_size + sp_rank): sp neighbours share each sequence, dp groups
-    split the rows. FSDP shards over all of them."""
+    """Ranks form a dp x sp grid (rank = dp_rank * sp_size + sp_rank): sp neighbours share each sequence, and
+    dp groups split the rows. FSDP shards over all ranks."""
 
     device: torch.device
     dtype: torch.dtype  # of matrix products; master weights, gradients, optimizer and value head are float32
@@ -386,7 +386,7 @@ class Layout(NamedTuple):
 
 
 def shards_of(config, ranks):
-    """How many of the ranks share one copy of the weights."""
+    """How many of the ranks shard one copy of the weights."""
     if config.strategy == "none":  # a copy on each rank is FSDP with one shard
         return 1
     return ranks if config.fsdp_size == -1 else config.fsdp_size
@@ -399,7 +399,7 @@ def make_layout(config, device):
     names = ("replicate", "shard")
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=names)
     timeout = datetime.timedelta(minutes=config.timeout_minutes)
-    for group in mesh.get_all_groups():  # by themselves they have torch's
+    for group in mesh.get_all_groups():  # otherwise they have torch's default
         dist.distributed_c10d._set_pg_timeout(timeout, group)
     return Layout(
         device=device,
@@ -415,8 +415,8 @@ def make_layout(config, device):
 
 def build_value_model(config, model_config, layout):
     """(the sharded ValueModel, FLOPs of its forward, cost of an update in forwards, words on its size and on
-    where its weights come from). Every rank builds on meta; rank 0 alone reads the weights and sends each
-    rank its shards."""
+    where its weights come from). Every rank builds the model on meta; only rank 0 reads the weights, and it
+    sends each rank its shards."""
     model = build_skeleton(config, model_config)
     if odd := {name for name, _ in model.score.named_parameters()} - {"weight", "bias"}:
         raise UserError(f"score.{min(odd)}: teach save_hf to export it and load_value_head to read it")
@@ -425,14 +425,14 @@ def build_value_model(config, model_config, layout):
     count, trained = count_parameters(model)
     model = (shard_fsdp1 if config.strategy == "fsdp1" else shard_fsdp2)(model, config, layout)
     common.send_weights(model, source)
-    for buffer in model.buffers():  # which --offload-policy does not move
+    for buffer in model.buffers():  # --offload-policy does not move buffers
         buffer.data = buffer.to(layout.device)
-    passes = 2 + trained / count  # forward, to inputs, to the weights that train
+    passes = 2 + trained / count  # forward, gradients of inputs, gradients of the weights that train
     return model, flops, passes, f"{count:,} parameters, {trained:,} of them train: {story}"
 
 
 def units_of(model):
-    """The blocks to shard one by one. A vision tower is part of the whole, because not every rank runs it."""
+    """The blocks to shard one by one. A vision tower stays in the root, because not every rank runs it."""
     return common.transformer_blocks(model.model.get_decoder())
 
 
@@ -444,7 +444,7 @@ def shard_fsdp2(model, config, layout):
         dtype = torch.float32 if module is model.score else layout.dtype
         policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         fsdp.fully_shard(module, mesh=layout.fsdp_mesh, mp_policy=policy, offload_policy=offload)
-    model.set_reduce_scatter_unused_params(True)  # an expert may have no token here, but some elsewhere
+    model.set_reduce_scatter_unused_params(True)  # an expert may get its tokens on other ranks only
     return model.to_empty(device="cpu" if config.offload_policy else layout.device)
 
 
@@ -454,14 +454,14 @@ def shard_fsdp1(model, config, layout):
     units = dict.fromkeys(units_of(model), True)
     units[model.score] = {"mixed_precision": policy(param_dtype=torch.float32)}
     for name, module in model.named_modules():
-        # a unit of FSDP1 has a gradient or none: what is frozen gets units apart from what trains
+        # all weights of an FSDP1 unit train or none, so adapters and frozen embeddings get units of their own
         adapter = ".lora_" in name and isinstance(module, nn.Linear)
         if "visual" not in name and (adapter or config.freeze_modules and isinstance(module, nn.Embedding)):
             units[module] = {"mixed_precision": policy(param_dtype=layout.dtype, cast_forward_inputs=True)}
     return fsdp.FullyShardedDataParallel(
         model,
         device_mesh=mesh,
-        device_id=layout.device,  # a torch.device, or FSDP1 refuses to work on CPU
+        device_id=layout.device,  # FSDP1 runs on CPU only if this is a torch.device
         sharding_strategy=fsdp.ShardingStrategy["HYBRID_SHARD" if mesh.ndim == 2 else "FULL_SHARD"],
         auto_wrap_policy=fsdp.wrap.CustomPolicy(lambda module: units.get(module, False)),
         mixed_precision=policy(param_dtype=layout.dtype, buffer_dtype=torch.float32),
@@ -471,12 +471,12 @@ def shard_fsdp1(model, config, layout):
 
 
 def ulysses_attention(module, query, key, value, attention_mask, s_aux=None, **options):
-    """common.packed_attention of ranks that share the row (DeepSpeed-Ulysses, 2309.14509). Each rank comes
-    with its slice of the row and all heads, computes the whole row for its slice of the heads, and leaves as
-    it came: q (1, H, T/p, D) -> (1, T/p, H, D). No model code knows of it."""
+    """common.packed_attention for ranks that share the row (DeepSpeed-Ulysses, 2309.14509). Each rank enters
+    with its slice of the row and all heads, computes the whole row for its slice of the heads, and returns
+    its slice of the row: q (1, H, T/p, D) -> (1, T/p, H, D). Model code does not change."""
     group = Pack.group
     p = dist.get_world_size(group)
-    repeat = p // math.gcd(key.shape[1], p)  # fewer key heads than ranks: several ranks hold each
+    repeat = p // math.gcd(key.shape[1], p)  # fewer key heads than ranks: several ranks get the same
     key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
     traded = [trade(x.to(value.dtype), group, 1, 2) for x in (query, key, value)]
     if s_aux is not None:
@@ -489,7 +489,7 @@ transformers.AttentionInterface.register("ulysses", ulysses_attention)
 
 
 def trade(x, group, scatter, gather):
-    """Splits x along one axis over the ranks and joins their pieces along another; backward undoes it."""
+    """All-to-all: splits x along one axis over ranks, joins the pieces along another; backward undoes it."""
     p = dist.get_world_size(group)
     pieces = torch.cat(x.chunk(p, scatter))
     out = collectives.wait_tensor(collectives.all_to_all_single_autograd(pieces, None, None, group))
@@ -503,7 +503,7 @@ def gather_slices(x, group):
 
 def slice_row(decoder, args, kwargs):
     """A forward pre-hook: each rank of a sequence-parallel group continues with its slice of the packed row.
-    It runs where the decoder begins, after a vision tower, which all these ranks run on all images."""
+    It runs at the decoder's input, after a vision tower, which every rank of the group runs on all images."""
     group = Pack.group
     if group is None:
         return None
@@ -513,7 +513,7 @@ def slice_row(decoder, args, kwargs):
     for key in ("input_ids", "inputs_embeds", "visual_pos_masks"):
         if kwargs.get(key) is not None:
             sliced[key] = kwargs[key].chunk(p, 1)[rank]
-    if "visual_pos_masks" in sliced:  # Qwen3-VL's deepstack: a row of features for each token of an image
+    if "visual_pos_masks" in sliced:  # Qwen3-VL's deepstack: one row of features per image token
         counts = [int(mask.sum()) for mask in kwargs["visual_pos_masks"].chunk(p, 1)]
         sliced["deepstack_visual_embeds"] = [x.split(counts)[rank] for x in kwargs["deepstack_visual_embeds"]]
     return args, kwargs | sliced
@@ -626,7 +626,7 @@ class DataParallelPPOCritic:
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
         self.model, self.flops, self.passes, self.story = build_value_model(config, model_config, layout)
         self.model.model.get_decoder().register_forward_pre_hook(slice_row, with_kwargs=True)
-        if self.image_processor:  # every rank runs layer 0's backward, also above a frozen embedding
+        if self.image_processor:  # every rank runs layer 0's backward, even above a frozen embedding
             self.model.model.get_input_embeddings().register_forward_hook(lambda *x: x[2].requires_grad_())
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -654,7 +654,7 @@ class DataParallelPPOCritic:
         return micro
 
     def lay_out(self, micro):
-        """(inputs of the model, where its outputs of the T tokens are, PackLayout) of a micro-batch."""
+        """(the model's inputs, where to find its outputs for the T tokens, PackLayout) of a micro-batch."""
         device = self.layout.device
         total = len(micro.input_ids)
         inputs = {}
@@ -672,18 +672,18 @@ class DataParallelPPOCritic:
         return {name: x.to(device, non_blocking=True) for name, x in inputs.items()}, index_T, layout
 
     def forward(self, micro):
-        """What the head says of each action of a micro-batch: (T,) float32 values, or (T, N) logits.
+        """The head's output for each action of a micro-batch: (T,) float32 values, or (T, N) logits.
 
-        The value of an action is read *before* it, so what the head says moves one to the right:
+        The value of an action is read *before* it, so the head's outputs move one place to the right:
 
-            v_T              v0   v1   v2   v3   v4   v5      of the hidden state after each token
+            v_T              v0   v1   v2   v3   v4   v5      from the hidden state after each token
             response_mask    0    0    1    1    0    1
-            result           .    .    v1   v2   .    v4      never read elsewhere
+            result           .    .    v1   v2   .    v4      . is never read
 
         The first token of a sequence is never an action, so nothing crosses into the next sequence."""
         inputs, index_T, Pack.layout = micro.packed
         group = Pack.group = self.layout.sp_group
-        v_S = self.model(**inputs).flatten(0, 1)  # slice_row, a hook, cuts a row that ranks share
+        v_S = self.model(**inputs).flatten(0, 1)  # the hook slice_row cuts a row that ranks share
         if group is not None:
             v_S = gather_slices(v_S, group)
         return v_S[index_T].roll(1, 0)
@@ -707,7 +707,7 @@ class DataParallelPPOCritic:
             self.between()
             micro = self.micro_batch(batch, rows)
             v_T = self.values(self.forward(micro), micro.response_mask)
-            if rows and self.layout.sp_rank == 0:  # ranks that share a row all have the same
+            if rows and self.layout.sp_rank == 0:  # ranks that share a row have equal values
                 values_T[batch.token_index(rows).to(v_T.device, non_blocking=True)] = v_T
         self.free_gathered()
         dist.all_reduce(values_T)  # one rank has each token's value; others add 0
@@ -721,7 +721,7 @@ class DataParallelPPOCritic:
                 module.reshard()
         if self.config.strategy == "fsdp1":
             for handle in self.model._all_handles:
-                handle.reshard(handle.uses_sharded_strategy)  # on a single rank only its views go back
+                handle.reshard(handle.uses_sharded_strategy)  # on a single rank it only resets views
 
     def update_critic(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
@@ -757,11 +757,11 @@ class DataParallelPPOCritic:
 
     @record_function("micro-batch")
     def forward_backward(self, micro, last=True):
-        """Adds the gradient of a micro-batch -> its sums (loss, clipped, vpreds, actions). last:
-        whether it is the last one of its mini-batch.
+        """Accumulates the gradient of a micro-batch -> its sums (loss, clipped, vpreds, actions).
+        last: whether it is the last one of its mini-batch.
 
-        The loss is a sum over all ranks, but FSDP averages gradients: multiply by dp x sp. The sp ranks of a
-        row all compute its loss, and gather_slices adds up their gradients: divide by sp."""
+        The loss is a sum over all ranks, but FSDP averages gradients: multiply by dp x sp. All sp ranks of a
+        row compute its loss, and gather_slices adds up their gradients: divide by sp."""
         if self.config.defer_grad_sync:
             self.model.set_requires_gradient_sync(last)
         pinned = self.layout.device.type == "cuda"
@@ -769,9 +769,9 @@ class DataParallelPPOCritic:
         with saves:
             loss, sums = self.loss(self.forward(micro), micro)
             (loss * self.layout.dp_size).backward()
-        if self.config.strategy == "fsdp1" and WORLD_SIZE == 1:  # it forgets units without a gradient
+        if self.config.strategy == "fsdp1" and WORLD_SIZE == 1:  # FSDP1 forgets units without a gradient
             self.free_gathered()
-        return sums * (self.layout.sp_rank == 0)  # ranks that share a row all have the same
+        return sums * (self.layout.sp_rank == 0)  # ranks that share a row have equal sums
 
     def loss(self, outputs, micro):
         """These actions' part of the mini-batch loss, and of its sums (loss, clipped, vpreds, actions)."""
@@ -846,26 +846,26 @@ class CriticWorker:
             f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}\n"
             f"layout     ranks {WORLD_SIZE} = dp {self.layout.dp_size} x sp {self.layout.sp_size};"
             f" weights in {shards_of(config, WORLD_SIZE)} shards ({config.strategy});"
-            f" CPU threads {torch.get_num_threads()} a rank\n"
+            f" CPU threads {torch.get_num_threads()} per rank\n"
             f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32"
         )
         self.check_model()
 
     @torch.no_grad()
     def check_model(self):
-        """UserError unless a row packed after one with the same prompt gets the hidden states that it gets
-        alone, cut short, with eager attention: no token may see later ones or other rows."""
+        """UserError unless a row that is packed after one with the same prompt gets the same hidden states as
+        alone, cut short, with eager attention: no token may see later tokens or other rows."""
         config = self.config
         critic = self.critic
         backbone = critic.model.model
         name = f"--model {config.model}: {type(backbone).__name__}"
         n = 8 * self.layout.sp_size
         rows = Batch.blank(2 * n).select([0, 0])
-        ids_T = (rows.places + (torch.arange(4 * n) >= 3 * n)) * 7  # the first n of both are equal
+        ids_T = (rows.places + (torch.arange(4 * n) >= 3 * n)) * 7  # the first n tokens of both are equal
         rows.input_ids = ids_T % self.model_config.get_text_config().vocab_size
         rows.response_mask = rows.places >= n
         ids_1L = rows.input_ids[None, 2 * n : 3 * n + 4].to(self.device)
-        critic.model.eval()  # and it returns hidden states
+        critic.model.eval()  # the hook makes it return hidden states
         hook = critic.model.score.register_forward_hook(lambda head, args, out: args[0].float())
         with hook, blame(f"{name} does not run; try --no-use-remove-padding"):
             together_TD = critic.forward(critic.micro_batch(rows, [0, 1]))[3 * n + 1 : 3 * n + 5]
@@ -878,9 +878,9 @@ class CriticWorker:
         if not off < (1e-4 if self.layout.dtype == torch.float32 else 1e-1):
             raise UserError(
                 f"{name} lets tokens see later ones or other rows; add --no-use-remove-padding"
-                f" (they differ by {off:.0e})"
+                f" (hidden states differ by {off:.0e})"
             )
-        print0(f"attention  {Pack.kernel or 'padded'}; rows together are off rows alone by {off:.0e}")
+        print0(f"attention  {Pack.kernel or 'padded'}; packed rows differ from rows alone by {off:.0e}")
 
     def set_budget(self, longest, row, halvings=0):
         """Sets how many tokens a micro-batch takes; no update depends on it. UserError: a row does not fit.
@@ -892,7 +892,7 @@ class CriticWorker:
         least = check_budget(config, longest, row)
         if isinstance(budget, str):  # auto, or auto:GIB
             state = 0
-            for p in self.critic.model.parameters():  # float32; a whole gradient if it is deferred
+            for p in self.critic.model.parameters():  # float32; with --defer-grad-sync a whole gradient too
                 whole = 4 * p.numel() if config.defer_grad_sync else 0
                 held = getattr(p, "_local_tensor", p).nbytes
                 state += 4 * held + whole if p.requires_grad else held
@@ -955,13 +955,13 @@ class CriticWorker:
             return  # everything is on the host already
         self.critic.free_gathered()
         if self.config.strategy == "fsdp1":
-            for handle in model._all_handles:  # .to() would leave the local shard behind in the old memory
-                handle.flat_param.grad = None  # zero_grad() knows only views of it
+            for handle in model._all_handles:  # .to() would leave the local shard in the old memory
+                handle.flat_param.grad = None  # zero_grad() clears only views of it
                 handle.flat_param_to(device)
                 handle.flat_param._local_shard = handle.flat_param.data
                 handle.flat_param._tensors = [None] * len(handle.flat_param._tensors)  # old views
         else:
-            model.to(device)  # blocking, because FSDP2 reads on the host what has come there
+            model.to(device)  # blocking, because FSDP2 reads the copies on the host
         common.move_state(self.critic.optimizer, device)
 
     # ---- Checkpoints and export ----------------------------------------------------------------------------
@@ -1014,12 +1014,12 @@ class CriticWorker:
         """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads:
         num_labels 1, or a label a bin for hl_gauss; a value_range, if there is one, is in config.json.
 
-        Adapters are merged in. An architecture without that class gets its backbone in the folder and the
-        head in value_head.safetensors; --model reads both kinds."""
-        state = {}  # by the library's full_state_dict FSDP1 would crash on a CPU
+        LoRA adapters are merged. For an architecture without that class, the folder holds the backbone and
+        value_head.safetensors the head; --model reads both kinds."""
+        state = {}  # the library's full_state_dict would crash FSDP1 on a CPU
         for name, x in state_dict.get_model_state_dict(self.critic.model).items():
             if isinstance(x, dist.tensor.DTensor):  # not buffers, nor FSDP1's weights on a single rank
-                x = x.full_tensor()  # one at a time; rank 0 keeps it on the host
+                x = x.full_tensor()  # one at a time; only rank 0 keeps it, on the host
             if RANK == 0:
                 state[name] = x.detach().cpu().contiguous()
         with published(folder) as tmp:
@@ -1032,12 +1032,12 @@ class CriticWorker:
 
 
 def checkpoint_tensors(model, optimizer):
-    """All state as one flat dict of tensors, and the model's and optimizer's state dicts that share them."""
+    """All state as one flat dict of tensors, and the model's and optimizer's state dicts of these tensors."""
     fresh = not optimizer.state
     model_state, optimizer_state = state_dict.get_state_dict(model, optimizer)
     if fresh:  # it took an empty step to create the state: undo its count
         for state in (*optimizer.state.values(), *optimizer_state["state"].values()):
-            if "step" in state:  # not every optimizer counts
+            if "step" in state:  # not every optimizer counts steps
                 state["step"].zero_()
     tensors = {f"model.{name}": x for name, x in model_state.items()}
     for name, state in optimizer_state["state"].items():
@@ -1046,7 +1046,7 @@ def checkpoint_tensors(model, optimizer):
 
 
 def save_hf(state, model_config, folder):
-    """Writes a full state dict of a value model ("model.*", "score.*") by transformers' save_pretrained."""
+    """Writes a value model's full state dict ("model.*", "score.*") with transformers' save_pretrained."""
     classifies = type(model_config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
     with torch.device("meta"):
         kind = transformers.AutoModelForTokenClassification if classifies else AutoModel
@@ -1157,11 +1157,11 @@ class Checkpoints:
         raise SystemExit(128 + signal.SIGTERM)
 
 
-# ---- Plan: what a layout takes, worked out without launching it --------------------------------------------
+# ---- Plan: the memory that a layout needs, computed without launching it -----------------------------------
 
 
 def print_plan(run):
-    """Prints, as equations, what each of run.plan ranks holds at most before it has any activations."""
+    """Prints, as equations, the most memory that each of run.plan ranks needs before any activations."""
     config = run.critic
     size = 4 if config.param_dtype == "float32" else 2  # bytes; auto is bfloat16 on GPUs
     _, model_config = common.load_config(config)
@@ -1177,12 +1177,12 @@ def print_plan(run):
         ("weights", count, 4, shards),
         ("gradients", trained, 4, shards),
         ("optimizer", trained, 8, shards),
-        ("gathered", gathered, size, 1),  # the layers that are whole at a time
+        ("gathered", gathered, size, 1),  # the layers that are whole at the same time
     ):
         held = weights * each / parts / 2**20
         total += held
         print0(f"{name:12s} {held:12,.1f} MiB = {weights:,} x {each} bytes / {parts} shards")
-    print0(f"{'together':12s} {total:12,.1f} MiB = on a rank; the rest is for activations")
+    print0(f"{'together':12s} {total:12,.1f} MiB = per rank; the rest is left for activations")
 
 
 # ---- Main: value pretraining from rollouts -----------------------------------------------------------------

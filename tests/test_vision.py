@@ -254,8 +254,8 @@ def test_a_bad_image_is_a_bad_row(rollouts):
         ({"images": ["strip.png"]}, "aspect ratio"),
         ({"images": ["data:image/png;base64,iVBORw0"]}, "data:image/png;base64,iVBORw0"),
         ({"images": [7]}, "images: must be a valid string"),
-        ({"images": ["b.png"] * 2}, "runs of [8] tokens, its images have [8, 8]"),
-        ({}, "runs of [1] tokens, its images have 0"),
+        ({"images": ["b.png"] * 2}, "runs of [8] tokens, but its images have [8, 8]"),
+        ({}, "runs of [1] tokens, but its images have 0"),
         # token ids need a placeholder for each token of an image, and a token between images
         ({"prompt": None, "prompt_ids": [5, IMAGE, 6], "images": ["b.png"]}, "runs of [1] tokens"),
         (
