@@ -57,7 +57,7 @@ class Config:
     """The critic: its model, its layout over ranks, its batches and its optimizer."""
 
     # model
-    model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ... are random
+    model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
     tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own)
     override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
     # how the value head starts (auto: from the checkpoint if it has one, else normal)
@@ -90,8 +90,8 @@ class Config:
     # batches
     ppo_epochs: Positive = 1  # passes over the rows of one update
     ppo_mini_batch_size: Positive = 256  # rows per optimizer step, over all ranks
-    shuffle: bool = True  # shuffle rows into mini-batches (by seed, update, epoch) instead of in row order
-    ppo_max_token_len_per_gpu: Positive | Auto = 16384  # max tokens per micro-batch (auto[:GIB]: fit)
+    shuffle: bool = True  # cut mini-batches in random order (by seed, update, epoch), not in row order
+    ppo_max_token_len_per_gpu: Positive | Auto = 16384  # max tokens per micro-batch (auto[:GIB]: what fits)
 
     # loss
     value_places: tuple[Fraction, ...] = ()  # train only at these fractions of a response (none: all)
@@ -101,7 +101,7 @@ class Config:
 
     # optimizer
     lr: Rate | None = None  # peak learning rate of AdamW (None: 1e-3 for tiny-*, 1e-5 for a checkpoint)
-    weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.01  # AdamW's decoupled decay, of every weight
+    weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.01  # AdamW's decoupled decay, on every weight
     betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay rates of AdamW's two moving averages
     grad_clip: PositiveFloat = 1.0  # clip the norm of the whole gradient to this (inf: no clipping)
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # schedule after warm-up; cosine ends at 0
@@ -115,7 +115,7 @@ class Run:
     critic: Annotated[Config, tyro.conf.arg(name="")] = Config()  # its flags have no prefix
     rollouts: str | None = None  # JSONL file to train on (None: the built-in toy task)
     eval_rollouts: str | None = None  # JSONL file to evaluate on (None: no evaluation; the toy has its own)
-    score: str | None = None  # no training: write this JSONL file with the model's values to out_dir
+    score: str | None = None  # no training: write this JSONL file with values to out_dir/scored.jsonl
     gamma: Fraction = 1.0  # discount factor per action
     lam: Fraction = 1.0  # GAE lambda of the returns (1: Monte Carlo, from rewards alone)
     bootstrap_truncated: bool = False  # truncated rows bootstrap from the value of their last action
@@ -127,7 +127,7 @@ class Run:
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     resume: str | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
     profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B: profile steps A to B
-    out_dir: str = "out/critic_megatron"  # output: checkpoints, Hugging Face folder, metrics and report
+    out_dir: str = "out/critic_megatron"  # folder for checkpoints, Hugging Face export, metrics and report
 
 
 def out_of_range(flags):
