@@ -718,7 +718,7 @@ def wrap(module):
 
 
 def spread(costs, k):
-    """k lists of indices with nearly equal sums: the largest first, to the emptiest list (Graham 1969)."""
+    """k lists of indices with nearly equal sums: each next largest joins the emptiest list (Graham 1969)."""
     parts = [[] for _ in range(k)]
     loads = [0] * k
     largest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
@@ -730,14 +730,14 @@ def spread(costs, k):
 
 
 def micro_batches(batch, dp_size, max_tokens, share, padded=False):
-    """For each data-parallel rank a list of micro-batches (lists of rows), none above max_tokens. Every rank
-    computes the same table from all rows, so all run equally many forwards without communicating, as ranks
-    that share weights must. A rank with less to do gets smaller or empty ones. Rows that share a prompt stay
-    together, unless they are more than a micro-batch takes, or than a rank's share of all tokens."""
+    """A list of micro-batches (lists of rows) for each data-parallel rank, none above max_tokens. Every rank
+    computes the same table, so all run equally many forwards without communicating (ranks that share weights
+    must). A rank with fewer tokens gets smaller or empty micro-batches. Rows with equal prompts stay together
+    unless they exceed a micro-batch or a rank's share of all tokens."""
     lengths = batch.lengths
     groups = batch.groups(share and not padded)
     most = min(max_tokens, sum(batch.computed(groups)) / dp_size)
-    bundles = []  # groups, some of them in pieces
+    bundles = []  # groups, large ones in several pieces
     for shared, rows in groups:
         size = math.inf
         for row in rows:
@@ -759,9 +759,9 @@ def micro_batches(batch, dp_size, max_tokens, share, padded=False):
 
 
 def pack_rows(batch, device, share, unit=1):
-    """Packs rows end to end -> (slots, index_T, PackLayout). slots: (S,) the index of each slot's token, T in
-    the padding to a multiple of `unit`. A shared prompt, but for its last token, is there once, in its first
-    row. index_T: the slot of each token, where later tokens of its row find its key.
+    """Packs rows end to end -> (slots, index_T, PackLayout). slots: (S,) the index of each slot's token, or T
+    for padding to a multiple of `unit`. A shared prompt, except its last token, has slots in its first row
+    only. index_T: the slot of each token, where later tokens of its row find its key.
 
         rows       p0 p1 p2 a0 a1    p0 p1 p2 b0
         slots      p0 p1 p2 a0 a1    p2 b0
@@ -769,14 +769,14 @@ def pack_rows(batch, device, share, unit=1):
     lengths = batch.lengths
     queries = batch.lengths
     total = len(batch.input_ids)
-    source = torch.arange(total + unit)  # [t]: the token that is computed for token t
+    source = torch.arange(total + unit)  # source[t]: the token that is computed for token t
     rows = source[:total].split(lengths)
     for shared, (first, *others) in batch.groups(share):
         for row in others:
             rows[row][:shared] = rows[first][:shared]
             queries[row] -= shared
     pad = -sum(queries) % unit
-    queries[-1] += pad  # padding extends the last row: nothing sees what comes behind
+    queries[-1] += pad  # padding extends the last row, where no token sees it
     lengths[-1] += pad
     slots, keys = source[: total + pad].unique(return_inverse=True)
     keys = keys.to(device, non_blocking=True)
@@ -792,7 +792,7 @@ def pack_unit(config):
 
 
 def check_model_flags(config, model_config):
-    """UserError for flags that this model does not go with."""
+    """UserError for flags that do not fit this model."""
     c = model_config
     known = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
     if c.model_type not in known:
@@ -816,7 +816,7 @@ def check_model_flags(config, model_config):
 
 
 def check_budget(config, longest, row):
-    """UserError unless the longest row fits into a micro-batch. row: words that name it."""
+    """The smallest budget for the longest row; UserError if given less. row: words that name it."""
     least = (longest + -longest % pack_unit(config)) // config.context_parallel_size
     given = config.ppo_max_token_len_per_gpu
     if isinstance(given, int) and given < least:
@@ -838,7 +838,7 @@ class MegatronPPOCritic:
     def __init__(self, config, model_config, layout, total_steps=None):
         self.config = config
         self.layout = layout
-        self.value_range = model_config.value_range  # None: values are what the head says
+        self.value_range = model_config.value_range  # None: the head's outputs are the values
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
         built = build_value_model(config, model_config, layout)
         self.modules, tensors, self.rotary, self.flops, self.passes, self.story = built
@@ -869,12 +869,12 @@ class MegatronPPOCritic:
                 place = optimizer._get_model_param_range_map(p)["param"]
                 self.masters[p] = optimizer.optimizer, master, slice(place.start, place.end)
         self.restore(tensors, f"--model {config.model}")
-        self.max_tokens = 0  # of a micro-batch of the ranks that share it, see CriticWorker.set_budget
-        self.optimizer_steps = 0  # taken, skipped ones not counted: the position of the schedule
-        self.updates = 0  # calls of update_critic: with seed and epoch the key of every shuffle
+        self.max_tokens = 0  # per micro-batch, over the ranks that share it; see CriticWorker.set_budget
+        self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
+        self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
 
     def my_micro_batches(self, batch):
-        """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
+        """This rank's rows of a global batch, as lists of row indices: one list per micro-batch."""
         c = self.config
         mine = micro_batches(
             batch, self.layout.dp_size, self.max_tokens, c.share_prompts, not c.use_remove_padding
@@ -883,7 +883,7 @@ class MegatronPPOCritic:
         return mine + [[]] * (-len(mine) % multiple)  # virtual pipeline stages need such a multiple
 
     def micro_batch(self, batch, rows):
-        """These rows on the device; no rows are one masked token, to keep in step with other ranks.
+        """These rows on the device. Without rows: one masked token, to keep in step with other ranks.
 
         Its columns have S entries, each for the action that *follows* the token of a slot. packed: the ids,
         what attention reads, and the places of these actions in the columns of the whole batch."""
@@ -979,7 +979,7 @@ class MegatronPPOCritic:
         )
 
     def values(self, outputs, mask):
-        """Values of the actions from what the head says of them; zero elsewhere."""
+        """Turns the head's outputs into values of the actions; zero elsewhere."""
         if self.value_range:
             low, high = self.value_range
             if outputs.ndim == 1:  # --value-head bounded: BPCO, 2608.23566
@@ -1006,16 +1006,16 @@ class MegatronPPOCritic:
             self.between()
             micros = [self.micro_batch(batch, rows) for rows in table[first : first + size]]
             self.run_schedule(micros, reduce, forward_only=True)
-        dist.all_reduce(values_T)  # one rank has each token's value; others add 0
-        self.between()  # the last chance: an update, which may follow, is not interrupted
+        dist.all_reduce(values_T)  # one rank holds each token's value; the others add 0
+        self.between()  # last chance to raise: an update may follow, which is not interrupted
         return values_T.cpu()
 
     def update_critic(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
         config = self.config
         self.model.train()
-        totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # as `loss` gives them
-        norms = []  # of the mini-batches, NaN where the step was skipped
+        totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # sums that `loss` returns
+        norms = []  # one per mini-batch, NaN where the step was skipped
         for epoch in range(config.ppo_epochs):
             rows = batch
             if config.shuffle:
@@ -1023,7 +1023,7 @@ class MegatronPPOCritic:
             for mini in rows.split(config.ppo_mini_batch_size):
                 norms.append(math.nan)
                 if not mini.response_mask.any():
-                    continue  # AdamW would move the weights on gradients of zero
+                    continue  # AdamW would move the weights even with zero gradients
                 mini.weights = common.loss_weights(
                     mini, config.loss_agg_mode, config.response_length_limit, config.value_places
                 )
@@ -1065,7 +1065,7 @@ class MegatronPPOCritic:
         return sums
 
     def loss(self, outputs, micro):
-        """These actions' part of the mini-batch loss, and of its sums (loss, clipped, vpreds, actions)."""
+        """This micro-batch's part of the mini-batch loss and of its sums (loss, clipped, vpreds, actions)."""
         vpreds = self.values(outputs, micro.response_mask)
         columns = (micro.returns, micro.response_mask, micro.weights)
         if outputs.ndim == 2:
@@ -1078,8 +1078,8 @@ class MegatronPPOCritic:
         return loss, sums.detach()
 
     def learning_rate(self):
-        """The rate of the next step: linear warm-up, whose first step is at lr / steps, then constant or a
-        cosine that ends at 0. Skipped steps do not move it."""
+        """Learning rate of the next step: linear warm-up, whose first step is at lr / steps, then constant or
+        a cosine that ends at 0. Skipped steps do not advance it."""
         warmup = self.config.lr_warmup_steps
         rate = self.peak_lr * min(1.0, (self.optimizer_steps + 1) / max(warmup, 1))
         if self.config.lr_scheduler_type == "cosine":
@@ -1089,7 +1089,7 @@ class MegatronPPOCritic:
 
     @record_function("optimizer step")
     def optimizer_step(self):
-        """Clips and steps -> norm before clipping. All ranks skip the step if the norm is not finite."""
+        """Clips, then steps -> norm before clipping. All ranks skip the step if the norm is not finite."""
         config = self.config
         self.optimizer.prepare_grads()  # as Megatron's own step() does, which would also step on a NaN
         # get_grad_norm() would wait for the device at every weight
@@ -1153,7 +1153,7 @@ class MegatronPPOCritic:
 
 
 class CriticWorker:
-    """What a PPO loop holds: every rank makes one and calls its methods in the same order."""
+    """The critic of a PPO loop: every rank creates one and calls its methods in the same order."""
 
     def __init__(self, config):
         if mistake := mistake_in(config):
@@ -1163,7 +1163,7 @@ class CriticWorker:
         check_model_flags(config, self.model_config)
         self.device = common.setup_distributed(config.timeout_minutes)
         if config.ppo_max_token_len_per_gpu == "auto" and self.device.type == "cpu":
-            raise UserError("--ppo-max-token-len-per-gpu auto: on a CPU give the memory of a rank, auto:GIB")
+            raise UserError("--ppo-max-token-len-per-gpu auto: on a CPU, give the memory per rank: auto:GIB")
         self.layout = make_layout(config, self.device)
         self.offloaded = False
 
@@ -1171,13 +1171,13 @@ class CriticWorker:
         """Builds the model and its optimizer.
 
         total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs. value_range:
-        (LOW, HIGH) of the head where neither --value-range nor the checkpoint has one."""
+        (LOW, HIGH) of the head if neither --value-range nor the checkpoint gives one."""
         config = self.config
         if config.lr_scheduler_type == "cosine" and not total_steps:
             raise UserError("--lr-scheduler-type cosine: init_model needs total_steps")
         common.describe_head(self.model_config, config, value_range)
         self.critic = MegatronPPOCritic(config, self.model_config, self.layout, total_steps)
-        torch.manual_seed(config.seed)  # random weights were drawn
+        torch.manual_seed(config.seed)  # reset: new weights may have drawn from it
         print0(
             f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}\n"
             f"layout     ranks {WORLD_SIZE} = tp {config.tensor_model_parallel_size} x"
@@ -1187,9 +1187,9 @@ class CriticWorker:
         )
 
     def set_budget(self, longest, row, halvings=0):
-        """Sets how many tokens a micro-batch takes; no update depends on it. UserError: a row does not fit.
+        """Sets the tokens per micro-batch; updates do not depend on it. UserError: a row does not fit.
 
-        longest: tokens of the longest row to come; row: words that name it. halvings: see Checkpoints."""
+        longest: tokens of the longest row to expect; row: words that name it. halvings: see Checkpoints."""
         config = self.config
         budget = config.ppo_max_token_len_per_gpu
         share = config.context_parallel_size
@@ -1208,14 +1208,14 @@ class CriticWorker:
         self.critic.max_tokens = budget * share // pack_unit(config) * pack_unit(config)
 
     def try_out(self, batch):
-        """Forward and backward of a batch, without a step."""
+        """Runs the forward and backward of a batch, without a step."""
         self.critic.model.train()
         # what a stage may hold at once
         turns = self.config.pipeline_model_parallel_size * min(len(self.critic.model), 2)
         self.critic.forward_backward([self.critic.micro_batch(batch, range(len(batch)))] * turns)
 
     def check_batch(self, batch):
-        """Raises UserError, ValueError or RuntimeError for rows that do not fit, or while it is offloaded."""
+        """Raises UserError or ValueError for rows that do not fit, RuntimeError while offloaded."""
         if self.offloaded:
             raise RuntimeError("the critic is offloaded: call onload() first")
         longest, row = batch.longest
@@ -1233,7 +1233,7 @@ class CriticWorker:
 
     @common.dp_compute_proto(needs=("values", "returns"))
     def update_critic(self, batch):
-        """One PPO update on the rows of all ranks, with old values and returns -> metrics, equal on all."""
+        """One PPO update on the rows of all ranks, with old values and returns -> metrics, equal on each."""
         self.check_batch(batch)
         config = self.config
         start = time.perf_counter()
@@ -1243,7 +1243,7 @@ class CriticWorker:
         return metrics | common.describe_update(batch, start, config.ppo_epochs, flops, self.layout)
 
     def offload(self):
-        """Gives the device memory of weights, gradients and optimizer state to others (a rollout engine)."""
+        """Frees the device memory of weights, gradients and optimizer state, e.g. for a rollout engine."""
         self.offloaded = True
         self.move(torch.device("cpu"))
 
@@ -1276,7 +1276,7 @@ class CriticWorker:
             self.checkpoint_writer()(tmp)
 
     def checkpoint_writer(self, copy=False):
-        """-> write(tmp, group), which saves the current state. copy: a snapshot, while training goes on."""
+        """Returns write(tmp, group), which saves the current state. copy: a snapshot, so training goes on."""
         critic = self.critic
         tensors = checkpoint_tensors(critic, self.model_config.vocab_size)  # gathered, so always a copy
         state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps, "shape": self.shape()}
@@ -1295,7 +1295,7 @@ class CriticWorker:
         return write
 
     def load_checkpoint(self, folder):
-        """Restores what either critic saved, on any layout. UserError: damaged or of another model."""
+        """Restores a checkpoint of either critic, on any layout. UserError: damaged, or of another model."""
         critic = self.critic
         saved = open_checkpoint(folder, self.shape())
         tensors = StoredTensors(folder, flag="--resume")
@@ -1308,12 +1308,12 @@ class CriticWorker:
         critic.optimizer_steps = saved["optimizer_steps"]
 
     def shape(self):
-        """What must be equal in a checkpoint and the run that continues it."""
+        """What a checkpoint and the run that resumes it must have in common."""
         return common.shape_of(self.model_config, {"freeze_modules": self.config.freeze_modules})
 
     def export_hf(self, folder):
         """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads:
-        num_labels 1, or a label a bin for hl_gauss; a value_range, if there is one, is in config.json.
+        num_labels is 1, or the number of bins for hl_gauss; config.json holds the value_range, if any.
 
         Every rank writes what it is the first to hold, in a file of its own."""
         state = whole_weights(self.critic.modules, self.model_config.vocab_size, self.critic.master)
@@ -1355,8 +1355,8 @@ def checkpoint_tensors(critic, vocab_size):
 
 
 def open_checkpoint(folder, shape):
-    """trainer.json of a checkpoint whose model has this `shape` (common.shape_of), a collective. UserError
-    on all ranks: damaged, or of another model."""
+    """Returns trainer.json of a checkpoint whose model has this `shape` (common.shape_of). A collective;
+    UserError on all ranks: damaged, or of another model."""
     common.verify(folder)
     with blame(f"--resume {folder}: not a checkpoint of this script"):
         saved = json.loads(Path(folder, "trainer.json").read_text())
@@ -1375,18 +1375,18 @@ def open_checkpoint(folder, shape):
 class Checkpoints:
     """The checkpoints of one run, as a context manager around it.
 
-    `folder` is the one to continue from, by --resume, or None. `halvings`: how often this run has run out of
-    memory; --resume auto then halves the token budget as often."""
+    `folder` is the one to continue from (--resume) or None. `halvings`: how often this run has run out of
+    memory; --resume auto halves the token budget that often."""
 
     def __init__(self, run):
         self.run = run
         self.background = run.async_save and ThreadPoolExecutor(1)
-        self.saving = None  # a Future
+        self.saving = None  # the Future of a save in the background
         timeout = datetime.timedelta(minutes=run.critic.timeout_minutes)
-        self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs its own
-        self.sigterm = threading.Event()  # schedulers announce the end by it
+        self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs a group of its own
+        self.sigterm = threading.Event()  # schedulers send it before they end a job
         common.check_shared(run.out_dir)
-        self.out_of_memory = Path(run.out_dir, "out_of_memory")  # a byte for each time
+        self.out_of_memory = Path(run.out_dir, "out_of_memory")  # one byte for each time
         self.halvings = 0
         self.folder = run.resume and os.path.realpath(run.resume)
         if run.resume == "auto":
@@ -1398,7 +1398,7 @@ class Checkpoints:
             common.steps_in(f"{self.run.out_dir}/checkpoints"),
             self.out_of_memory.exists() and self.out_of_memory.stat().st_size,
         )
-        found, self.halvings = of_all_ranks(mine)[0]  # a network file system may show others something else
+        found, self.halvings = of_all_ranks(mine)[0]  # network file systems may show ranks different files
         self.folder = None
         for _, path in found:
             try:
@@ -1407,14 +1407,14 @@ class Checkpoints:
                 return
             except UserError as error:
                 print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
-        print0(f"resume     auto: {self.run.out_dir} has no checkpoint to continue from, so it starts anew")
+        print0(f"resume     auto: no checkpoint to continue from in {self.run.out_dir}; starting anew")
 
     def __enter__(self):
         signal.signal(signal.SIGTERM, lambda *_: self.sigterm.set())
         return self
 
     def __exit__(self, kind, error, trace):
-        """Notes that memory ran out; after an error it waits up to a minute for a save in the background."""
+        """Records that memory ran out; after an error, waits up to a minute for a save in the background."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with suppress(Exception):
             if re.search(common.OUT_OF_MEMORY, repr(error)):
@@ -1422,7 +1422,7 @@ class Checkpoints:
             self.saving.result(timeout=60)
 
     def save(self, step, write):
-        """Saves a step by write(tmp, group), after any earlier save; keeps the last `keep` (a collective)."""
+        """Saves a step with write(tmp, group), after earlier saves; keeps the last `keep` (a collective)."""
 
         def save():
             folder = f"{self.run.out_dir}/checkpoints/step_{step}"
@@ -1436,7 +1436,7 @@ class Checkpoints:
             save()
 
     def wait(self, block=True):
-        """Waits for the save in the background, or only checks on it; raises its error."""
+        """Waits for the save in the background (block=False: only checks it) and raises its error."""
         if self.saving and (block or self.saving.done()):
             self.saving.result()
 
@@ -1454,9 +1454,9 @@ def main(run):
     worker = CriticWorker(replace(config, value_head_init="checkpoint") if run.score else config)
     train, held_out = load_rows(run, worker)
     longest, line = max(train.longest, held_out.longest)
-    check_budget(config, longest, f"line {line + 1} of the rollouts, or of those held out,")
+    check_budget(config, longest, f"line {line + 1} of the training or held-out rows")
     most = run.train_batch_size or config.ppo_mini_batch_size
-    size = math.ceil(len(train) / math.ceil(len(train) / most))  # of rows_of_step, whose pieces are level
+    size = math.ceil(len(train) / math.ceil(len(train) / most))  # of rows_of_step, which cuts evenly
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
     checkpoints = Checkpoints(run)
     if run.score:
@@ -1484,7 +1484,7 @@ def main(run):
 
 
 def load_rows(run, worker):
-    """(rows to learn from or to score, rows to evaluate on, maybe none), of files or of the toy."""
+    """(rows to train on or to score, rows to evaluate on, maybe none), from files or the toy task."""
     options = {"tokenizer": worker.tokenizer, "model_config": worker.model_config}
     seed = run.critic.seed
     if run.score:
@@ -1498,7 +1498,7 @@ def load_rows(run, worker):
 
 
 def learn(run, worker, train, held_out, size, checkpoints):
-    """Evaluates, saves and learns from the checkpoint's step on -> (rows with values to report, words)."""
+    """Trains from the checkpoint's step on, evaluates and saves -> (rows with values to report, words)."""
     first_step = worker.critic.updates
     if first_step > run.steps:
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
