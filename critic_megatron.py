@@ -229,14 +229,14 @@ warnings.filterwarnings(
 
 
 class CudaMeansCpu(torch.overrides.TorchFunctionMode):
-    """Megatron-Core writes device="cuda" in some places; on a machine without CUDA they mean the CPU."""
+    """Megatron-Core hard-codes device="cuda" in some places; without CUDA, this makes it mean the CPU."""
 
     def __torch_function__(self, function, kinds, args=(), kwargs=None):
         kwargs = kwargs or {}
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = "cpu"
         out = function(*args, **kwargs)
-        # optimizers test for "torch.cuda.FloatTensor"
+        # Megatron's optimizers test for "torch.cuda.FloatTensor"
         if function is torch.Tensor.type and isinstance(out, str):
             out = out.replace("torch.", "torch.cuda.")
         return out
@@ -245,9 +245,9 @@ class CudaMeansCpu(torch.overrides.TorchFunctionMode):
 def megatron_without_cuda():
     """Lets Megatron-Core 0.16.1 run on CPU and gloo; does nothing where CUDA is present.
 
-    It replaces devices, streams, random states, and two collectives for which gloo wants equal sizes (tokens
-    of experts that tensor-parallel ranks share); never computation."""
-    if torch.cuda.is_available() or torch.cuda.manual_seed is torch.manual_seed:  # the latter: done before
+    It replaces devices, streams, random states and two collectives that need equal sizes on gloo (for tokens
+    of experts that tensor-parallel ranks share), but no computation."""
+    if torch.cuda.is_available() or torch.cuda.manual_seed is torch.manual_seed:  # or it has run before
         return
     rng = tensor_parallel.random
     moe = token_dispatcher.MoEAlltoAllTokenDispatcher
@@ -257,17 +257,17 @@ def megatron_without_cuda():
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.manual_seed = torch.manual_seed
-    torch.Tensor.pin_memory = lambda x: x.clone()  # what is offloaded must be a copy
-    rng._get_cuda_rng_state = lambda **_: torch.get_rng_state()  # of recomputation
+    torch.Tensor.pin_memory = lambda x: x.clone()  # offloading needs a copy
+    rng._get_cuda_rng_state = lambda **_: torch.get_rng_state()  # for recomputation
     rng._set_cuda_rng_state = lambda state, **_: torch.set_rng_state(state)
 
-    def sizes_to_host(self, point, tokens_per_expert=None):  # Megatron does it on a CUDA stream
+    def sizes_to_host(self, point, tokens_per_expert=None):  # Megatron does this on a CUDA stream
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             if torch.is_tensor(getattr(self, name)):
                 setattr(self, name, getattr(self, name).numpy())
         return tokens_per_expert
 
-    moe.cuda_dtoh_stream = False  # else it makes one
+    moe.cuda_dtoh_stream = False  # else it creates one
     moe._maybe_dtoh_and_synchronize = sizes_to_host
 
     def all_gather(outputs, x, group):
@@ -284,23 +284,23 @@ def megatron_without_cuda():
     dist.reduce_scatter = reduce_scatter
 
 
-moe_utils.te_general_gemm = None  # megatron-core reads it, but defines it with Transformer Engine only
-megatron_optimizer.USING_PYTORCH_OPTIMIZER = True  # torch's AdamW, also where Apex is installed
+moe_utils.te_general_gemm = None  # megatron-core reads it, but defines it only with Transformer Engine
+megatron_optimizer.USING_PYTORCH_OPTIMIZER = True  # torch's AdamW, even if Apex is installed
 
 # ---- Value model: a decoder and a value head in float32 ----------------------------------------------------
 
 
 class RMSNorm(nn.RMSNorm):
-    """With sequence parallelism each rank sees some of the tokens, so its gradient is a part of the sum."""
+    """With sequence parallelism, each rank sees some of the tokens, so its gradient is a partial sum."""
 
     def __init__(self, config, hidden_size, eps=1e-6, **_):
         super().__init__(hidden_size, eps=eps)
-        # Megatron then sums it over tensor-parallel ranks
+        # makes Megatron sum it over tensor-parallel ranks
         self.weight.sequence_parallel = config.sequence_parallel
 
 
 class ValueHead(nn.Linear):
-    """v = w . h + b on the hidden state of every token, in float32, whole on each tensor-parallel rank. It
+    """v = w . h + b on the hidden state of every token, in float32, replicated over tensor-parallel ranks. It
     replaces GPTModel's vocabulary head. With --value-head hl_gauss it gives N logits."""
 
     def __init__(self, config, outputs):
@@ -308,9 +308,9 @@ class ValueHead(nn.Linear):
         self.weight.sequence_parallel = self.bias.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden_SBD, **_):
-        """(S, B, D) -> (S, B, N) float32; with sequence parallelism of all tokens, on each rank the same."""
+        """(S, B, D) -> (S, B, N) float32; with sequence parallelism, all tokens' outputs on each rank."""
         out_SBN = F.linear(hidden_SBD.float(), self.weight, self.bias)
-        # all ranks then compute the whole loss; the backward keeps each rank's own slice
+        # so that all ranks compute the whole loss; the backward keeps each rank's own slice
         if self.weight.sequence_parallel:
             gather = tensor_parallel.gather_from_sequence_parallel_region
             out_SBN = gather(out_SBN, tensor_parallel_output_grad=False)
@@ -318,11 +318,11 @@ class ValueHead(nn.Linear):
 
 
 class CoreAttention(nn.Module):
-    """Causal attention within each sequence of a packed row, by the kernels of common.py, and before it the
-    rotary embedding, as transformers has it; Megatron's would begin at 0 where the rest of a row begins.
+    """Causal attention within each sequence of a packed row, by the kernels of common.py, after transformers'
+    rotary embedding (Megatron's would restart at 0 where a row continues a shared prompt).
 
-    With context parallelism each rank has two pieces of the row (see share_context). Keys and values are
-    gathered, and each piece sees the keys up to its own end: no head is split."""
+    With context parallelism, each rank has two pieces of the row (see share_context). Keys and values are
+    gathered, and each piece sees the keys up to its own end, so heads are not split."""
 
     def __init__(self, config, **_):
         super().__init__()
@@ -340,8 +340,8 @@ class CoreAttention(nn.Module):
 
 
 def read_weights(config, model_config):
-    """(tensors by the names of critic_fsdp.py, words on their origin). A rank reads the tensors of which
-    it takes a part. Random weights are those of critic_fsdp.py, so every rank draws the whole model."""
+    """(tensors by their names in critic_fsdp.py, words on their origin). A rank reads only the tensors that
+    it needs. Random weights are those of critic_fsdp.py, so every rank draws the whole model."""
     head = nn.Linear(model_config.hidden_size, model_config.num_labels)
     if config.model in common.TINY:
         torch.manual_seed(config.seed)
@@ -357,15 +357,15 @@ def read_weights(config, model_config):
 
 
 class StoredTensors(dict):
-    """name -> tensor of a folder's safetensors, read when asked for. Names that lack the `prefix` get
-    it, once, also those of a checkpoint."""
+    """name -> tensor of a folder's safetensors, read when it is looked up. Every name then has the `prefix`
+    once, whether it had none, one, or two as in a checkpoint."""
 
     def __init__(self, folder, prefix="", flag="--model"):
         self.reader = dcp.HuggingFaceStorageReader(folder)
-        self.read_once = lru_cache(maxsize=2)(self.read)  # experts are asked for one by one
+        self.read_once = lru_cache(maxsize=2)(self.read)  # experts are looked up one by one
         with blame(f"{flag} {folder}: its weights do not load"):
             metadata = self.reader.read_metadata()
-            self.reader.read_metadata = lambda: metadata  # each read would open every file for it
+            self.reader.read_metadata = lambda: metadata  # else each read opens every file
             for name, x in metadata.state_dict_metadata.items():
                 rest = name.removeprefix(prefix and "model.").removeprefix(prefix)
                 self[prefix + rest] = name, x
@@ -381,18 +381,18 @@ class StoredTensors(dict):
 
 
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-# transformers' tensors of all experts: a row for each, gate above up
+# transformers' tensors of all experts: one row per expert, gate above up
 JOINED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
 def mixtral_name(name):
-    """A weight's name in the folder of a Mixtral; in its model and in checkpoints it is as usual."""
+    """A weight's name in a Mixtral's folder; its model and our checkpoints use the common names."""
     name = name.replace("mlp", "block_sparse_moe").replace("gate_proj", "w1")
     return name.replace("up_proj", "w3").replace("down_proj", "w2")
 
 
 def lookup_weight(tensors, name, form="{}"):
-    """A weight by its name, stored in this form. Experts of a layer may be one tensor there."""
+    """Looks up a weight, stored under form.format(name). A layer's experts may be stored as one tensor."""
     stored = form.format(mixtral_name(name))
     if stored not in tensors:
         stored = form.format(name)
@@ -406,8 +406,8 @@ def lookup_weight(tensors, name, form="{}"):
 
 # ---- Weights: megatron-core and Hugging Face ---------------------------------------------------------------
 
-# megatron-core's name -> how tensor-parallel ranks share it, its parts by the names of critic_fsdp.py. What
-# lies in a layer is named after decoder.layers.N here and model.layers.N there.
+# megatron-core's name -> how tensor-parallel ranks split it, then the names of its parts in critic_fsdp.py.
+# In a layer, names follow decoder.layers.N here and model.layers.N there.
 WEIGHTS = {
     "embedding.word_embeddings.weight": ("vocabulary", "model.embed_tokens.weight"),
     "decoder.final_layernorm.weight": ("whole", "model.norm.weight"),
@@ -423,7 +423,7 @@ WEIGHTS = {
     "mlp.router.weight": ("whole", "mlp.gate.weight"),
     "mlp.shared_experts.gate_weight": ("whole", "mlp.shared_expert_gate.weight"),
 }
-# a layer's MLP, an expert, and the expert that all tokens of a Qwen2-MoE share
+# a layer's MLP, an expert, and Qwen2-MoE's expert that all tokens share
 MLPS = {"": "", ".experts.local_experts.{}": ".experts.{}", ".shared_experts": ".shared_expert"}
 for ours, theirs in MLPS.items():
     gate = f"mlp{theirs}.gate_proj.weight"
@@ -432,7 +432,7 @@ for ours, theirs in MLPS.items():
 
 
 def hf_names(name):
-    """(how ranks share it, the names of its parts in critic_fsdp.py) of a weight by its global name."""
+    """A weight's global name -> (how ranks split it, the names of its parts in critic_fsdp.py)."""
     numbers = re.findall(r"\.(\d+)", name)
     form = re.sub(r"\.\d+", ".{}", name).removeprefix("decoder.layers.{}.")
     cut, *parts = WEIGHTS[form]
@@ -441,7 +441,7 @@ def hf_names(name):
 
 
 def named_weights(modules):
-    """(global name, parameter) of what this rank holds; layers and experts are counted over all ranks."""
+    """(global name, parameter) of this rank's weights; layers and experts are numbered over all ranks."""
     for module in modules:
         for name, p in module.named_parameters():
             words = name.split(".")
@@ -455,11 +455,11 @@ def named_weights(modules):
 
 def freeze(modules, pattern):
     """Freezes the weights whose names in critic_fsdp.py match --freeze-modules: they get no gradient, no
-    optimizer state and no float32 master -> the share of all weights that train (a collective)."""
-    sizes = [0, 0]  # of what trains, and of what does not
+    optimizer state and no float32 master. Returns the share of all weights that train (a collective)."""
+    sizes = [0, 0]  # weights that train, frozen weights
     for name, p in named_weights(modules):
         _, parts = hf_names(name)
-        theirs = partial(EXPERT.sub, lambda m: f"{m[1]}.{JOINED[m[3]]}")  # experts in one tensor
+        theirs = partial(EXPERT.sub, lambda m: f"{m[1]}.{JOINED[m[3]]}")  # name of the experts' one tensor
         with blame(f"--freeze-modules {pattern}"):
             found = {bool(pattern and re.search(pattern, theirs(part))) for part in parts}
             if len(found) > 1:
@@ -468,34 +468,34 @@ def freeze(modules, pattern):
         sizes[max(found)] += p.numel()
     trained, frozen = zip(*of_all_ranks(sizes))
     if pattern and (0 in trained or not any(frozen)):
-        raise UserError(f"--freeze-modules {pattern}: must match some of the weights, and not all of a rank")
+        raise UserError(f"--freeze-modules {pattern}: must match some of the weights, but not all of a rank")
     return sum(trained) / sum(trained + frozen)
 
 
 def groups_of(name):
-    """(ranks that share this weight by tensor parallelism, its replicas: ranks with the same shard of it, but
-    other rows, or other tokens of the same rows)."""
+    """(tensor-parallel ranks that split this weight, its replicas: ranks with the same shard but other rows,
+    or other tokens of the same rows)."""
     if ".experts." in name:
         return mpu.get_expert_tensor_parallel_group(), mpu.get_expert_data_parallel_group()
     return mpu.get_tensor_model_parallel_group(), mpu.get_data_parallel_group(with_context_parallel=True)
 
 
 def shard(cut, parts, groups, rank, size):
-    """What a tensor-parallel rank holds of a weight, from its whole parts in Hugging Face's form."""
+    """A tensor-parallel rank's shard of a weight, from its whole parts in Hugging Face's form."""
     if cut == "whole":
         return parts[0]
     if cut == "inputs":
         return parts[0].chunk(size, 1)[rank]
     if cut == "vocabulary":
         return F.pad(parts[0], (0, 0, 0, -len(parts[0]) % size)).chunk(size)[rank]
-    # heads: a group's queries, its key, its value; outputs: a rank's part of the gate, and of up
+    # heads: each group's queries, key and value; outputs: each rank's part of gate and of up
     pieces = groups if cut == "heads" else size
     by_piece = [part.unflatten(0, (pieces, -1)) for part in parts]
     return torch.cat(by_piece, 1).flatten(0, 1).chunk(size)[rank]
 
 
 def unshard(cut, shards, groups, head_dim, vocab_size):
-    """The whole parts in Hugging Face's form, from what all ranks hold: the inverse of shard."""
+    """The whole parts in Hugging Face's form, from the shards of all ranks: the inverse of shard."""
     if cut == "whole":
         return shards[:1]
     if cut == "inputs":
@@ -510,10 +510,10 @@ def unshard(cut, shards, groups, head_dim, vocab_size):
 
 
 def whole_weights(modules, vocab_size, local):
-    """name -> whole tensor on the host, of the weights that this rank is to write; others only take part.
+    """name -> whole tensor on the host, for the weights that this rank writes (a collective).
 
-    local(name, p) gives what this rank holds of a weight, or None. A collective: tensor-parallel ranks gather
-    one weight at a time, and one rank keeps it. Ranks that hold the same layers take turns."""
+    local(name, p) gives this rank's shard of a weight, or None. Tensor-parallel ranks gather one weight at a
+    time, and one rank keeps it. Ranks with the same layers take turns."""
     config = modules[0].config
     kept = {}
     for name, p in named_weights(modules):
@@ -533,10 +533,10 @@ def whole_weights(modules, vocab_size, local):
 
 
 def join_experts(weights):
-    """Weights with experts one by one -> name -> (first row, tensor): a layer's experts in one tensor, as
-    transformers has them, or if this rank has only some, its rows from the first on."""
+    """Joins a layer's experts into one tensor, as transformers has them -> name -> (first row, tensor). A
+    rank with only some of the experts has their rows, from the first row on."""
     out = {}
-    layers = {}  # name of such a tensor -> expert -> its matrices, gate before up
+    layers = {}  # the joint tensor's name -> expert -> its matrices, gate before up
     for name, x in weights.items():
         if expert := EXPERT.fullmatch(name):
             experts, i, kind = expert.groups()
@@ -552,8 +552,8 @@ def join_experts(weights):
 
 
 class Layout(NamedTuple):
-    """Ranks as tp x cp x dp x pp. tp ranks share each product, cp ranks each sequence, pp ranks the layers;
-    dp groups split the rows. Experts are spread over the same ranks in their own way (ep x etp)."""
+    """Ranks form a tp x cp x dp x pp grid. tp ranks split each matrix product, cp ranks each sequence, pp the
+    layers, and dp groups the rows. Experts are spread over the same ranks in their own way (ep x etp)."""
 
     device: torch.device
     dtype: torch.dtype  # of matrix products; master weights, gradients, optimizer and value head are float32
@@ -564,7 +564,7 @@ class Layout(NamedTuple):
 
 
 def parallel_sizes(config):
-    """The flags that both Megatron's groups and its model know by the same name."""
+    """The flags that Megatron's process groups and its model config take under the same names."""
     sizes = {name: x for name, x in vars(config).items() if name.endswith("parallel_size")}
     if config.virtual_pipeline_model_parallel_size == 1:
         sizes["virtual_pipeline_model_parallel_size"] = None
@@ -574,13 +574,13 @@ def parallel_sizes(config):
 def make_layout(config, device):
     """Builds the process groups."""
     megatron_without_cuda()
-    mpu.destroy_model_parallel()  # they are global: a worker made before this one is now without its groups
+    mpu.destroy_model_parallel()  # groups are global: an earlier worker loses its own here
     mpu.initialize_model_parallel(
         **parallel_sizes(config),
         distributed_timeout_minutes=config.timeout_minutes,
-        create_gloo_process_groups=False,  # for ways to save optimizer state that are not used here
+        create_gloo_process_groups=False,  # for optimizer checkpoints of a kind not used here
     )
-    # Megatron asks for it; unused, because all weights are filled in and there is no dropout
+    # Megatron requires it; unused, because all weights are filled in later and dropout is off
     tensor_parallel.model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=True)
     return Layout(
         device=device,
@@ -593,12 +593,12 @@ def make_layout(config, device):
 
 
 def splits_sequence(config):
-    """Whether tensor-parallel ranks also share the tokens between the matrix products."""
+    """Whether tensor-parallel ranks also split the tokens between matrix products."""
     return config.sequence_parallel and config.tensor_model_parallel_size > 1
 
 
 def transformer_config(config, model_config, names, dtype):
-    """Megatron's description of the model and of how it is computed. names: of transformers' weights."""
+    """Megatron's config of the model and of how to compute it. names: those of transformers' weights."""
     c = model_config
     return TransformerConfig(
         num_layers=c.num_hidden_layers,
@@ -617,7 +617,7 @@ def transformer_config(config, model_config, names, dtype):
         moe_router_topk=getattr(c, "num_experts_per_tok", 2),
         moe_ffn_hidden_size=getattr(c, "moe_intermediate_size", None),  # None: intermediate_size
         moe_layer_freq=[int(f"layers.{i}.mlp.gate.weight" in names) for i in range(c.num_hidden_layers)],
-        moe_router_pre_softmax=not getattr(c, "norm_topk_prob", True),  # over all experts, or the chosen
+        moe_router_pre_softmax=not getattr(c, "norm_topk_prob", True),  # softmax over all, or the chosen
         moe_shared_expert_intermediate_size=getattr(c, "shared_expert_intermediate_size", None) or None,
         moe_shared_expert_gate=True,
         attention_dropout=0.0,
@@ -631,17 +631,17 @@ def transformer_config(config, model_config, names, dtype):
         sequence_parallel=splits_sequence(config),
         variable_seq_lengths=True,  # stages tell each other the size of each micro-batch
         moe_token_dispatcher_type="alltoall",
-        # with virtual stages, sends that wait for each other would hang
+        # with virtual stages, blocking sends would wait for each other forever
         overlap_p2p_comm=config.virtual_pipeline_model_parallel_size > 1,
         batch_p2p_comm=False,
-        deallocate_pipeline_outputs=True,  # what has been sent on is not needed here
+        deallocate_pipeline_outputs=True,  # outputs already sent on are not needed here
         calculate_per_token_loss=True,  # gradients are plain sums, see forward_backward
         **parallel_sizes(config),
     )
 
 
 def layer_spec(transformer, names, vp_stage):
-    """The layers of one piece of the model: Megatron's own, with the norm and the attention above."""
+    """The layers of one chunk of the model: Megatron's own, with the norm and the attention above."""
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
         transformer, use_transformer_engine=False, vp_stage=vp_stage
     )
@@ -657,8 +657,8 @@ def layer_spec(transformer, names, vp_stage):
 
 
 def build_value_model(config, model_config, layout):
-    """(the chunks of the model on this rank, the weights to fill them with, rotary embedding, FLOPs of a
-    forward, cost of an update in forwards, words on its size and on where its weights come from)."""
+    """(this rank's chunks of the model, the weights to fill them with, rotary embedding, FLOPs of a forward,
+    cost of an update in forwards, words on its size and on where its weights come from)."""
     modules = []
     tp = config.tensor_model_parallel_size
     with torch.device("meta"):
@@ -687,25 +687,25 @@ def build_value_model(config, model_config, layout):
     count = sum(p.numel() for p in model.parameters())
     share = freeze(modules, config.freeze_modules)
     words = f"{count:,} parameters, {share:.2%} of them train: {story}"
-    return modules, tensors, rotary, flops, 2 + share, words  # forward, to inputs, to weights that train
+    return modules, tensors, rotary, flops, 2 + share, words  # forward, input gradients, weight gradients
 
 
 def padding_row(module, model_config):
-    """The row of the padding token in this rank's part of the embedding, or None."""
+    """The padding token's row in this rank's part of the embedding, or None if it has no such trained row."""
     if not module.pre_process or model_config.pad_token_id is None:
         return None
     embedding = module.embedding.word_embeddings
-    # below 0: from the end
+    # a negative id counts from the end
     row = model_config.pad_token_id % model_config.vocab_size - embedding.vocab_start_index
     return row if embedding.weight.requires_grad and 0 <= row < len(embedding.weight) else None
 
 
 def wrap(module):
-    """Wraps a chunk: casts its inputs, and adds up and reduces its gradients in float32."""
+    """Wraps a chunk, to cast its inputs and to accumulate and reduce its gradients in float32."""
     for name, p in module.named_parameters():
-        if ".experts." in name:  # Megatron sets this from two expert ranks on only
+        if ".experts." in name:  # Megatron sets this only from two expert ranks on
             p.allreduce = False  # reduced over the experts' replicas
-    if module.pre_process:  # recomputation makes no gradients if its inputs need none, as frozen ones
+    if module.pre_process:  # recomputation gives no gradients if its inputs, when frozen, need none
         module.embedding.register_forward_hook(lambda *x: x[2].requires_grad_())
     chunk = Float16Module(module.config, module) if module.config.bf16 else module
     if module.post_process:
@@ -785,8 +785,8 @@ def pack_rows(batch, device, share, unit=1):
 
 
 def pack_unit(config):
-    """A micro-batch is padded at its end to a multiple of this many slots, which ranks can share; each of p
-    context-parallel ranks has two of 2 p equal pieces."""
+    """A micro-batch is padded at its end to a multiple of this many slots, so that ranks can split it evenly;
+    each of p context-parallel ranks has two of 2 p equal pieces."""
     cp = config.context_parallel_size
     return (2 * cp if cp > 1 else 1) * (config.tensor_model_parallel_size if splits_sequence(config) else 1)
 
@@ -801,7 +801,7 @@ def check_model_flags(config, model_config):
         )
     fixed = {"mlp_bias": False, "attention_bias": False, "hidden_act": "silu",
              "quantization_config": None, "sliding_window": None}  # fmt: skip
-    # 0: a window of Qwen2-MoE that is off
+    # 0: Qwen2-MoE's window when it is off
     odd = [f"{name} {getattr(c, name)}" for name, x in fixed.items() if getattr(c, name, x) not in (x, 0)]
     rope = c.rope_parameters
     mapped = ("default", "linear", "llama3")
@@ -812,7 +812,7 @@ def check_model_flags(config, model_config):
             f"--model {config.model}: {', '.join(odd)} is not mapped to Megatron; use critic_fsdp.py"
         )
     if hasattr(c, "num_experts") and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-        raise UserError("--no-sequence-parallel: a mixture of experts needs it with tensor parallelism")
+        raise UserError("--no-sequence-parallel: MoE with tensor parallelism needs sequence parallelism")
 
 
 def check_budget(config, longest, row):
@@ -852,16 +852,16 @@ class MegatronPPOCritic:
             bf16=self.transformer.bf16,
             use_distributed_optimizer=True,
         )
-        # {}: else biases and norms are a group of their own, without weight decay in Megatron's scheduler
+        # {}: else biases and norms form a group of their own, without weight decay in Megatron's scheduler
         self.optimizer = get_megatron_optimizer(
             options, list(self.model), config_overrides={}, use_gloo_process_groups=False
         )
         for group in self.optimizer.param_groups:
             group["fused"] = True  # one kernel
             group["betas"] = config.betas
-        # Megatron's distributed optimizers: one of the experts and one of the rest
+        # Megatron's distributed optimizers: one for experts and one for the rest
         self.optimizers = self.optimizer.chained_optimizers
-        self.masters = {}  # weight -> (AdamW, its float32 tensor of this rank's part, the place of the part)
+        self.masters = {}  # weight -> (AdamW, float32 tensor of this rank's part, slice of the part)
         for optimizer in self.optimizers:
             weights = [*optimizer.model_float16_groups, *optimizer.model_fp32_groups]
             masters = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
@@ -880,13 +880,13 @@ class MegatronPPOCritic:
             batch, self.layout.dp_size, self.max_tokens, c.share_prompts, not c.use_remove_padding
         )[self.layout.dp_rank]
         multiple = c.pipeline_model_parallel_size if len(self.model) > 1 else 1
-        return mine + [[]] * (-len(mine) % multiple)  # virtual pipeline stages need such a multiple
+        return mine + [[]] * (-len(mine) % multiple)  # virtual pipeline stages need this multiple
 
     def micro_batch(self, batch, rows):
         """These rows on the device. Without rows: one masked token, to keep in step with other ranks.
 
-        Its columns have S entries, each for the action that *follows* the token of a slot. packed: the ids,
-        what attention reads, and the places of these actions in the columns of the whole batch."""
+        Its columns have S entries: one for the action that *follows* each slot's token. packed: the ids,
+        what attention reads, and the indices of these actions in the columns of the whole batch."""
         micro = batch.select(rows) if rows else Batch.blank()
         slots, layout = self.lay_out(micro)
         index = batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)
@@ -898,7 +898,7 @@ class MegatronPPOCritic:
         pack.layout = layout
         places_S = to_slots(micro.places)
         pack.rotary = [x[0] for x in self.rotary(places_S.to(self.layout.dtype), places_S[None])]
-        # the shift, to the left: the first token of a row is never an action, so nothing crosses rows
+        # shift to the left by one: the first token of a row is never an action, so nothing crosses rows
         micro.packed = to_slots(micro.input_ids)[None], pack, to_slots(index.roll(-1))
         for name in ("response_mask", *micro.FLOATS):
             if (x := getattr(micro, name)) is not None:
@@ -906,8 +906,8 @@ class MegatronPPOCritic:
         return micro
 
     def lay_out(self, micro):
-        """Where the tokens of a micro-batch go -> (slots, PackLayout), see pack_rows. Padded rows are rows of
-        equal size."""
+        """Where the tokens of a micro-batch go -> (slots, PackLayout), see pack_rows. Without packing, rows
+        are padded to equal length."""
         config = self.config
         device = self.layout.device
         if config.context_parallel_size > 1:
@@ -924,9 +924,9 @@ class MegatronPPOCritic:
         return F.pad(slots, (0, tail), value=total), PackLayout(sizes, device)
 
     def share_context(self, micro):
-        """lay_out of a context-parallel rank: rank r of p has, of the packed row cut into 2 p pieces, piece r
-        and piece 2 p - 1 - r, because under a causal mask that is equal work for all, of one long row and
-        nearly of many. Its queries see the keys of their rows, gathered from all ranks, up to their own ends.
+        """lay_out with context parallelism: a packed row is cut into 2 p pieces; rank r of p has pieces r and
+        2 p - 1 - r. Under a causal mask, this splits the work of one long row evenly, and of many nearly
+        so. Queries see the keys of their own rows, gathered from all ranks, up to their own positions.
 
             p = 2        row: 0 1 2 3 4 5 6 7        rank 0: 0 1 . . . . 6 7        rank 1: . . 2 3 4 5 . ."""
         p = self.config.context_parallel_size
@@ -935,9 +935,9 @@ class MegatronPPOCritic:
         slots, _, layout = pack_rows(micro, host, self.config.share_prompts, pack_unit(self.config))
         places = torch.arange(len(slots))
         seen = places if layout.keys is None else layout.keys
-        ends = list(zip(*(cu.tolist() for cu in layout.varlen[:2])))  # of each row's queries and keys
+        ends = list(zip(*(cu.tolist() for cu in layout.varlen[:2])))  # ends of each row's queries and keys
         pieces = places.view(2 * p, -1)
-        pieces = torch.stack([pieces[:p], pieces[p:].flip(0)], 1)  # those of each rank
+        pieces = torch.stack([pieces[:p], pieces[p:].flip(0)], 1)  # the two of each rank
         mine = pieces[self.layout.cp_rank]
         queries = []
         keys = []
@@ -950,12 +950,12 @@ class MegatronPPOCritic:
                 if n > 0:
                     queries.append(n)
                     keys.append(seen[first_key : end_of_keys - behind])
-        index = pieces.flatten().argsort()[torch.cat(keys)].to(device, non_blocking=True)  # as gathered
+        index = pieces.flatten().argsort()[torch.cat(keys)].to(device, non_blocking=True)  # after the gather
         return slots[mine.flatten()], PackLayout(queries, device, list(map(len, keys)), index)
 
     def run_schedule(self, micros, reduce, forward_only=False):
-        """Sends all micro-batches through Megatron's schedule: forward, and unless forward_only backward.
-        On the last stage reduce(outputs_S, micro) gives their loss."""
+        """Runs all micro-batches through Megatron's schedule: forward and, unless forward_only, backward.
+        On the last stage, reduce(outputs_S, micro) returns their loss."""
 
         @record_function("micro-batch")  # its forward; the schedule itself runs the backward
         def forward_step(micros, chunk):
@@ -964,7 +964,7 @@ class MegatronPPOCritic:
 
             def loss_of(outputs_1SN):
                 loss = reduce(outputs_1SN[0].squeeze(-1), micro)
-                return loss, torch.tensor(0, dtype=torch.int), None  # a count that nothing reads
+                return loss, torch.tensor(0, dtype=torch.int), None  # a token count that nothing reads
 
             return chunk(ids_1S, None, None, packed_seq_params=pack), loss_of
 
@@ -973,7 +973,7 @@ class MegatronPPOCritic:
             data_iterator=[iter(micros) for _ in self.model],
             model=list(self.model),
             num_microbatches=len(micros),
-            seq_length=1,  # unused: each micro-batch has its own
+            seq_length=1,  # unused: each micro-batch has its own length
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -1001,7 +1001,7 @@ class MegatronPPOCritic:
                 values_T.index_add_(0, index_S, self.values(outputs_S, micro.response_mask))
             return outputs_S.sum()
 
-        size = 4 * self.config.pipeline_model_parallel_size  # a pipeline wants several at once
+        size = 4 * self.config.pipeline_model_parallel_size  # several at once keep a pipeline busy
         for first in range(0, len(table), size):
             self.between()
             micros = [self.micro_batch(batch, rows) for rows in table[first : first + size]]
@@ -1029,7 +1029,7 @@ class MegatronPPOCritic:
                 )
                 micros = self.my_micro_batches(mini)
                 with record_function("mini-batch"):
-                    # Megatron's schedule is the loop over them
+                    # Megatron's schedule loops over them
                     sums = self.forward_backward([self.micro_batch(mini, rows) for rows in micros])
                     norm = self.optimizer_step()
                 if math.isfinite(norm):
@@ -1042,24 +1042,24 @@ class MegatronPPOCritic:
         return common.update_metrics("critic", names, totals, norms, lr)
 
     def forward_backward(self, micros):
-        """Makes the gradient of a mini-batch, over all ranks -> this rank's sums, as `loss` gives them.
+        """Computes the gradient of a mini-batch, over all ranks -> this rank's sums, as `loss` returns them.
 
-        Megatron would divide by micro-batches, tokens and ranks; with calculate_per_token_loss, and without
-        a count of tokens at the end, it divides by nothing. So each rank adds its own tokens' part, and all
-        together the loss."""
-        for chunk in self.model:  # here, because compute_values never needs the buffer zero
+        Megatron would divide by micro-batches, tokens and ranks. With calculate_per_token_loss, and without a
+        token count for finalize_model_grads, it divides by nothing: each rank adds its own tokens' loss, and
+        the sum over ranks is the loss of the mini-batch."""
+        for chunk in self.model:  # zeroed here, because compute_values does not need it
             chunk.zero_grad_buffer()
         sums = torch.zeros(4, dtype=torch.float64, device=self.layout.device)
 
         def reduce(outputs_S, micro):
             loss, part = self.loss(outputs_S, micro)
-            if self.layout.tp_rank == 0:  # tensor-parallel ranks all have the same
+            if self.layout.tp_rank == 0:  # tensor-parallel ranks have equal sums
                 sums.add_(part)
             return loss
 
         self.run_schedule(micros, reduce)
         finalize_model_grads(self.model)
-        # as in transformers, where the padding token's embedding does not learn
+        # as in transformers, the padding token's embedding is not trained
         if self.padding_row is not None:
             self.modules[0].embedding.word_embeddings.weight.main_grad[self.padding_row].zero_()
         return sums
@@ -1091,7 +1091,7 @@ class MegatronPPOCritic:
     def optimizer_step(self):
         """Clips, then steps -> norm before clipping. All ranks skip the step if the norm is not finite."""
         config = self.config
-        self.optimizer.prepare_grads()  # as Megatron's own step() does, which would also step on a NaN
+        self.optimizer.prepare_grads()  # part of Megatron's own step(), which would step on a NaN too
         # get_grad_norm() would wait for the device at every weight
         grads = [g for optimizer in self.optimizers for g in optimizer.get_main_grads_for_grad_norm()]
         square = nn.utils.get_total_norm(grads).to(self.layout.device).square()
@@ -1108,8 +1108,8 @@ class MegatronPPOCritic:
         return norm
 
     def master(self, name, p, kind="weight"):
-        """The float32 weight behind p, or a moment of it (a collective of all that hold the weight), which is
-        None if p is frozen."""
+        """The float32 weight behind p, or one of its moments (None if p is frozen). A collective of all ranks
+        that hold the weight."""
         if not p.requires_grad:
             return p.detach().float() if kind == "weight" else None
         flat = torch.zeros(p.numel(), device=p.device)
@@ -1122,8 +1122,8 @@ class MegatronPPOCritic:
 
     @torch.no_grad()
     def restore(self, tensors, flag, kind="weight", form="{}"):
-        """Takes all weights, or a moment of each, from stored tensors in this form: the inverse of master.
-        UserError on all ranks if some do not fit on any (a collective)."""
+        """Fills all weights, or one moment of each, from tensors stored under form.format(name): the inverse
+        of master. A collective; UserError on all ranks if a tensor does not fit on any of them."""
         problems = []
         for name, p in named_weights(self.modules):
             if kind != "weight" and not p.requires_grad:
@@ -1142,7 +1142,7 @@ class MegatronPPOCritic:
                 p.copy_(x)
             if p in self.masters:
                 adam, mine, place = self.masters[p]
-                if kind != "weight":  # torch makes it at the first step
+                if kind != "weight":  # torch creates it at the first step
                     mine = adam.state[mine].setdefault(kind, torch.zeros_like(mine))
                 mine.copy_(x.flatten()[place])
         if problems := sorted(chain(*of_all_ranks(problems))):
@@ -1182,7 +1182,7 @@ class CriticWorker:
             f"model      {config.model} ({self.model_config.model_type}), {self.critic.story}\n"
             f"layout     ranks {WORLD_SIZE} = tp {config.tensor_model_parallel_size} x"
             f" cp {config.context_parallel_size} x dp {self.layout.dp_size} x"
-            f" pp {config.pipeline_model_parallel_size}; CPU threads {torch.get_num_threads()} a rank\n"
+            f" pp {config.pipeline_model_parallel_size}; CPU threads {torch.get_num_threads()} per rank\n"
             f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32"
         )
 
@@ -1196,7 +1196,7 @@ class CriticWorker:
         least = check_budget(config, longest, row)
         if isinstance(budget, str):  # auto, or auto:GIB
             state = 0
-            for name, p in named_weights(self.critic.modules):  # float32; masters and moments are shared
+            for name, p in named_weights(self.critic.modules):  # float32; replicas split masters and moments
                 _, replicas = groups_of(name)
                 state += p.nbytes + 4 * p.numel() + 12 * p.numel() / replicas.size()
             budget = common.measure_budget(self.try_out, budget, longest, share, state)
@@ -1210,7 +1210,7 @@ class CriticWorker:
     def try_out(self, batch):
         """Runs the forward and backward of a batch, without a step."""
         self.critic.model.train()
-        # what a stage may hold at once
+        # as many micro-batches as a stage may hold at once
         turns = self.config.pipeline_model_parallel_size * min(len(self.critic.model), 2)
         self.critic.forward_backward([self.critic.micro_batch(batch, range(len(batch)))] * turns)
 
@@ -1257,9 +1257,9 @@ class CriticWorker:
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                 (buffer.offload_to_cpu if self.offloaded else buffer.reload_from_cpu)()
             for p in chunk.parameters():
-                if not p.requires_grad:  # in no buffer
+                if not p.requires_grad:  # frozen weights are in no buffer
                     p.data = p.data.to(device)
-        mpu.get_global_memory_buffer().buffer.clear()  # what sequence parallelism gathers tokens into
+        mpu.get_global_memory_buffer().buffer.clear()  # here sequence parallelism gathers tokens
         for optimizer in self.critic.optimizers:
             # masters of half-precision weights
             for p in chain(*optimizer.shard_fp32_from_float16_groups):
@@ -1287,7 +1287,7 @@ class CriticWorker:
             }
             if tensors:
                 mine = {name: x for name, (_, x) in tensors.items()}
-                # where torch.distributed.checkpoint notes which rows of a tensor a file has
+                # tells torch.distributed.checkpoint which rows of a tensor this file has
                 metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
                 save_file(mine, f"{tmp}/shard-{RANK:05d}.safetensors", metadata=metadata)
             common.write_json(f"{tmp}/trainer.json", state)
@@ -1301,7 +1301,7 @@ class CriticWorker:
         tensors = StoredTensors(folder, flag="--resume")
         for kind, form in STATE.items():
             critic.restore(tensors, f"--resume {folder}", kind, form)
-        for adam, mine, _ in critic.masters.values():  # a tensor each: the step adds 1 in place
+        for adam, mine, _ in critic.masters.values():  # one tensor each, because AdamW adds 1 in place
             adam.state[mine]["step"] = torch.tensor(float(saved["optimizer_steps"]), device=mine.device)
         torch.set_rng_state(tensors["rng"])
         critic.updates = saved["updates"]
@@ -1315,7 +1315,7 @@ class CriticWorker:
         """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads:
         num_labels is 1, or the number of bins for hl_gauss; config.json holds the value_range, if any.
 
-        Every rank writes what it is the first to hold, in a file of its own."""
+        Every rank writes its share of the weights in a file of its own."""
         state = whole_weights(self.critic.modules, self.model_config.vocab_size, self.critic.master)
         if self.model_config.model_type == "mixtral":
             state = {mixtral_name(name): x for name, x in state.items()}
@@ -1333,7 +1333,7 @@ class CriticWorker:
                     part.save_pretrained(tmp)
 
 
-STATE = {  # what a step changes -> how a checkpoint names it, of the weight with the name {}
+STATE = {  # what a step changes -> its name in a checkpoint, where {} is the name of the weight
     "weight": "model.{}",
     "exp_avg": "optimizer.{}.exp_avg",
     "exp_avg_sq": "optimizer.{}.exp_avg_sq",
@@ -1341,8 +1341,8 @@ STATE = {  # what a step changes -> how a checkpoint names it, of the weight wit
 
 
 def checkpoint_tensors(critic, vocab_size):
-    """name -> (first row, tensor on the host): what this rank writes of all state (a collective), which is
-    weights, moments and AdamW's count of steps, as critic_fsdp.py has them."""
+    """name -> (first row, tensor on the host): what this rank writes of the state (a collective): weights,
+    moments and AdamW's step counts, under the names of critic_fsdp.py."""
     out = {"rng": (0, torch.get_rng_state())} if RANK == 0 else {}
     for kind, form in STATE.items():
         local = partial(critic.master, kind=kind)
