@@ -232,7 +232,7 @@ class Batch:
 
     def groups(self, share=True):
         """[(shared, rows)] of rows with equal prompts (the tokens before the first action), in row order.
-        shared: prompt tokens but the last. Rows with images or no action, or not `share`: one row each."""
+        shared: prompt tokens but the last. Rows with images or no action, or without share, are alone."""
         found = {}
         n = self.lengths
         for row, (ids, mask) in enumerate(zip(self.input_ids.split(n), self.response_mask.split(n))):
@@ -388,14 +388,14 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
 
 
 def describe_rows(rows, gamma, config):
-    """Prints statistics of the rows -> (LOW, HIGH) of a value head: returns, and a tenth at each end."""
+    """Prints statistics of the rows -> (LOW, HIGH) of a value head: returns, a tenth wider at each end."""
     rows = replace(rows, returns=monte_carlo(rows, gamma))
     x_A = rows.returns[rows.response_mask].double()
     low, high = map(float, x_A.aminmax())
     computed = sum(rows.computed(rows.groups(config.share_prompts and config.use_remove_padding)))
     print0(
         f"rows       {len(rows):,} rows, {len(x_A):,} actions, longest row {rows.longest[0]:,}\n"
-        f"tokens     {len(rows.input_ids):,}; {computed:,} to compute, as a shared prompt counts once\n"
+        f"tokens     {len(rows.input_ids):,}, of which {computed:,} are computed (a shared prompt once)\n"
         f"returns    {x_A.mean():.3g} +- {x_A.std(correction=0):.3g}, from {low:.3g} to {high:.3g}\n"
         f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt can explain at the first action"
     )
@@ -863,7 +863,7 @@ class Logger:
         last_step = first_step if is_own else 0
         self.start = time.perf_counter()
         self.updates = 0  # since the start
-        self.skipped = 0  # of the last updates, without a break
+        self.skipped = 0  # updates in a row, up to the last one
         if RANK != 0:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -888,7 +888,7 @@ class Logger:
                 remove(f"{path}.old")
                 os.replace(path, f"{path}.old")
             if later:
-                print0(f"set aside  {len(later)} steps of another run in {folder}, as step_*.old")
+                print0(f"set aside  {len(later)} of another run's steps in {folder}, as step_*.old")
         if not last_step:
             Path(self.out_dir, "out_of_memory").unlink(missing_ok=True)
             shutil.rmtree(f"{self.out_dir}/tensorboard", ignore_errors=True)
@@ -1356,7 +1356,7 @@ title="value {{ '%.3g\nreturn %.3g\nTD error %.3g' % (v, r, error) }}">{{ text }
 
 
 def ceiling(rows):
-    """1 - variance within a prompt / variance overall, of returns at the first action, if prompts repeat."""
+    """1 - variance within prompts / variance of first-action returns, over prompts with several rows."""
     returns = [
         rows.returns[rows.cu_seqlens[same] + shared + 1].double()
         for shared, same in rows.groups()

@@ -1197,7 +1197,7 @@ def main(run):
     longest, line = max(train.longest, held_out.longest)
     check_budget(config, longest, f"line {line + 1} of the training or held-out rows")
     most = run.train_batch_size or config.ppo_mini_batch_size
-    size = math.ceil(len(train) / math.ceil(len(train) / most))  # of rows_of_step, which cuts evenly
+    size = math.ceil(len(train) / math.ceil(len(train) / most))  # rows per update: rows_of_step cuts evenly
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
     checkpoints = Checkpoints(run)
     if run.score:

@@ -937,7 +937,7 @@ class MegatronPPOCritic:
         seen = places if layout.keys is None else layout.keys
         ends = list(zip(*(cu.tolist() for cu in layout.varlen[:2])))  # ends of each row's queries and keys
         pieces = places.view(2 * p, -1)
-        pieces = torch.stack([pieces[:p], pieces[p:].flip(0)], 1)  # the two of each rank
+        pieces = torch.stack([pieces[:p], pieces[p:].flip(0)], 1)  # [rank]: its two pieces
         mine = pieces[self.layout.cp_rank]
         queries = []
         keys = []
@@ -1456,7 +1456,7 @@ def main(run):
     longest, line = max(train.longest, held_out.longest)
     check_budget(config, longest, f"line {line + 1} of the training or held-out rows")
     most = run.train_batch_size or config.ppo_mini_batch_size
-    size = math.ceil(len(train) / math.ceil(len(train) / most))  # of rows_of_step, which cuts evenly
+    size = math.ceil(len(train) / math.ceil(len(train) / most))  # rows per update: rows_of_step cuts evenly
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
     checkpoints = Checkpoints(run)
     if run.score:
