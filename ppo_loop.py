@@ -1149,7 +1149,7 @@ def score(run, reward, phases, replies):
     rows = sum(of_all_ranks(mine), [])
     faults = [row["fault"] for row in rows if row["fault"]]
     if len(faults) == len(rows):
-        raise UserError(f"--reward, --environment: all {len(rows)} rows failed: {faults[0]}")
+        raise UserError(f"--reward, --reward-model, --environment: all {len(rows)} rows failed: {faults[0]}")
     if faults:
         print0(f"{len(faults)} rows failed and count as 0: {faults[0]}")
     return rows, sum(row["reward"] for row in rows) / len(rows), len(faults)
@@ -1216,7 +1216,7 @@ def print_step(step, steps, m):
 
 CURVES = {  # panel -> metrics
     "reward": ("reward/mean", "eval/reward"),
-    "how far the policy has moved": ("actor/entropy", "kl/reference"),
+    "entropy of the policy, KL to the reference": ("actor/entropy", "kl/reference"),
     "explained variance": ("critic/explained_var",),
 }
 LONGEST = "the longest prompt with its response"
@@ -1260,7 +1260,7 @@ def set_up(run):
     known = max(vocab.values()) + 1
     row.input_ids[0] = known - 1
     if longest > actor.ppo_max_token_len_per_gpu:
-        raise UserError(f"--actor.ppo-max-token-len-per-gpu: {LONGEST} has {longest} tokens")
+        raise UserError(f"--actor.ppo-max-token-len-per-gpu: give at least {longest}, for {LONGEST}")
     with flags_of("critic"):
         theirs, critic_config = common.load_config(critic)
         module = critic_module(run.backend)
@@ -1412,7 +1412,8 @@ def main(run):
                     with phases("actor", actor):
                         metrics |= actor.update_policy(batch)
                     kl_coef = next_kl_coef(kl_coef, metrics["kl/reference"], len(rows), run.target_kl)
-                logger.check_progress(metrics)
+                with flags_of("critic"):
+                    logger.check_progress(metrics)
                 if run.dump_rollouts:
                     write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl")
                 metrics |= phases.take(metrics["rollout/tokens"])

@@ -627,7 +627,8 @@ def storm(script, short):
     (folder() / "storm.jsonl").write_text("".join(lines))
     bad = ("--kl-coef", 1e30, "--target-kl", "None") if ppo else ("--rollouts", folder() / "storm.jsonl")
     job = Job(script, out, *bad, "--steps", STEPS + 12, "--resume", "auto", lax=True)
-    job.ends_with("10 updates in a row were skipped: gradients are not finite; use a lower --lr")
+    flag = "--critic.lr" if ppo else "--lr"
+    job.ends_with(f"10 updates in a row were skipped: gradients are not finite; use a lower {flag}")
     last = STEPS + 9
     assert steps_of(out)[0] == last
     before, after = (state_of(checkpoint(out, step)) for step in (STEPS, last))

@@ -776,7 +776,7 @@ def test_rewards_that_all_fail_end_the_run_and_some_are_counted(capsys):
     assert (faults, [row["reward"] for row in rows]) == (2, [0.0, 0.0, 1.0]) and mean == pytest.approx(1 / 3)
     assert rows[2]["response"] == "r2" and rows[0]["fault"] == "KeyError: 0"
     assert "2 rows failed and count as 0: KeyError: 0" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--reward, --environment: all 2 rows failed: KeyError: 0"):
+    with pytest.raises(UserError, match="--environment: all 2 rows failed: KeyError: 0"):
         score(replies[:2])
 
 
