@@ -108,14 +108,14 @@ class ActorConfig:
     model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
     tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own)
     override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-    # dtype of matrix products (auto: bfloat16, but float32 on CPU)
+    # dtype of matrix products (auto: float32 on CPU, else bfloat16)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
-    share_prompts: bool = True  # compute a prompt that rows share only once; the update is the same
+    share_prompts: bool = True  # compute a prompt once for all its rows; the update is the same
     # batches
     ppo_epochs: Positive = 1  # passes over the rows of one update
-    ppo_mini_batch_size: Positive = 128  # rows of one optimizer step, over all ranks
-    ppo_max_token_len_per_gpu: Positive = 16384  # most tokens in a rank's micro-batch, a hard cap
+    ppo_mini_batch_size: Positive = 128  # rows per optimizer step, over all ranks
+    ppo_max_token_len_per_gpu: Positive = 16384  # max tokens per micro-batch, a hard cap
     # loss
     clip_ratio_low: Share = 0.2  # PPO clips the probability ratio below 1 - this
     clip_ratio_high: Rate = 0.2  # PPO clips the probability ratio above 1 + this
@@ -125,12 +125,12 @@ class ActorConfig:
     kl_loss_type: KL = "k3"  # estimator of the KL in the loss
     tis_cap: Rate | None = None  # weigh each token by min(pi_actor / pi_engine, this) (None: no weights)
     ratio_band: tuple[Rate, Rate] | None = None  # drop tokens whose pi_actor / pi_engine is outside LOW HIGH
-    loss_agg_mode: AggMode = "token-mean"  # how token losses become one loss of the mini-batch
+    loss_agg_mode: AggMode = "token-mean"  # how to average token losses over a mini-batch
     # optimizer
     lr: Rate | None = None  # learning rate of AdamW (None: 5e-4 for addition, 1e-6 otherwise)
-    lr_warmup_steps: Count = 0  # optimizer steps of linear warm-up; the first is at lr / steps, not at 0
-    weight_decay: Weight = 0.01  # decoupled, on every weight
-    grad_clip: PositiveFloat = 1.0  # largest norm of the whole gradient (inf: no clipping)
+    lr_warmup_steps: Count = 0  # linear warm-up, in optimizer steps; the first is at lr / steps, not at 0
+    weight_decay: Weight = 0.01  # AdamW's decoupled decay, on every weight
+    grad_clip: PositiveFloat = 1.0  # clip the norm of the whole gradient to this (inf: no clipping)
 
 
 @dataclass(frozen=True)
@@ -174,13 +174,13 @@ class Run:
     rollout_batch_size: Positive = 256  # rows that an engine generates at once
     dump_rollouts: bool = False  # write every step's rows as JSONL to out_dir/rollouts
     # advantages
-    gamma: Fraction = 1.0  # discount of a reward per action
-    lam: Fraction = 1.0  # GAE's lambda for the returns that the critic learns
+    gamma: Fraction = 1.0  # discount factor per action
+    lam: Fraction = 1.0  # GAE lambda of the returns that the critic learns
     lam_policy: Fraction | None = None  # decoupled GAE: lambda for the advantages (None: same as --lam)
     first_token_credit: Share | None = None  # lambda = Q^(1/(L-1)): the first of L actions gets weight Q
     critic_where_it_helps: bool = False  # if values explain nothing, the mean return replaces them
     whiten_advantages: bool = True  # scale advantages to mean 0 and std 1 over the global batch
-    bootstrap_truncated: bool = False  # rows that were cut off end with the value of their last action
+    bootstrap_truncated: bool = False  # truncated rows bootstrap from the value of their last action
     # KL to the reference in the reward
     kl_coef: Weight = 0.0  # penalty on each action's reward per nat of KL to the reference (0: none)
     kl_penalty: KL = "k1"  # estimator of the KL in the reward
@@ -191,12 +191,12 @@ class Run:
     eval_every: Count = 20  # steps between evaluations (0: only at the start and the end)
     save_every: Count = 0  # steps between checkpoints (0: only at the end)
     keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
-    async_save: bool = False  # write checkpoints in the background, from a copy of the state on the host
-    resume: str | None = None  # checkpoint folder to continue from; auto: the last complete one in out_dir
+    async_save: bool = False  # write checkpoints in the background, from a copy in host memory
+    resume: str | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
     offload: bool = False  # keep each model on the host except in the phases that use it
     seed: Count = 0  # seeds the actor's random weights, the prompt order, its shuffles and all sampling
-    profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B, steps for torch.profiler
-    out_dir: str = "out/ppo_loop"  # for checkpoints, the Hugging Face folders, metrics and the report
+    profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B: profile steps A to B
+    out_dir: str = "out/ppo_loop"  # folder for checkpoints, Hugging Face exports, metrics and report
 
 
 def parse(args):
