@@ -1348,7 +1348,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 6px 0; color: #7c8
 {% endfor %}</table><main><div><h2>Where it changes its mind</h2>
 <p>Rows with the largest TD errors before their last action. Colours are values, read just before an action,
 from {{ "%.2f" % low }} (orange) to {{ "%.2f" % high }} (blue); point at one for its numbers.</p>
-{% for prompt, tokens in rows %}<pre id="row-{{ loop.index }}">{{ prompt }}
+{% for prompt, tokens in (rows.values()|list)[:24] %}<pre id="row-{{ loop.index }}">{{ prompt }}
 {%- for text, acts, v, r, error in tokens %}{% set shade = acts * (2 * v - low - high) / (high - low) -%}
 <span style="background: rgba({{ '37,99,235' if shade > 0 else '249,115,22' }},{{ '%.2f' % shade|abs }})"
 title="value {{ '%.3g\nreturn %.3g\nTD error %.3g' % (v, r, error) }}">{{ text }}</span>
@@ -1371,20 +1371,20 @@ def ceiling(rows):
 
 
 def rows_to_show(rows, tokenizer):
-    """[(prompt, [(text, is action, V, R, TD error)])] of 24 rows with the largest errors before the end."""
+    """{token ids: (prompt, [(text, is action, V, R, TD error)])} of rows, those with large errors first."""
     jump_T = rows.advantages.abs()
     jump_T[last_action(rows)] = 0.0  # -1 (no action): the last token of all, 0 anyway
     jump_B = torch.zeros(len(rows)).scatter_reduce(0, rows.row_of_token, jump_T, "amax")
-    shown = []
-    worst = jump_B.argsort(descending=True, stable=True)[:24]
+    shown = {}
+    worst = jump_B.argsort(descending=True, stable=True)[:96]
     for row in rows.select(worst.tolist()).split(1):
         ids = row.input_ids[:2000].tolist()
         texts = [tokenizer.decode([i]) if tokenizer else f"{i} " for i in ids]
         first = int(row.response_mask.int().argmax())
         columns = (row.response_mask, row.values, row.returns, row.advantages)
         tokens = list(zip(texts, *(x_T.tolist() for x_T in columns)))
-        shown.append(("".join(texts[:first]), tokens[first:]))
-    return shown
+        shown[tuple(ids)] = ("".join(texts[:first]), tokens[first:])
+    return shown  # equal rows are one
 
 
 def write_scores(path, out_dir, rows, tokenizer, gamma):

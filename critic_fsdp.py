@@ -427,8 +427,8 @@ def build_value_model(config, model_config, layout):
     common.send_weights(model, source)
     for buffer in model.buffers():  # --offload-policy does not move buffers
         buffer.data = buffer.to(layout.device)
-    passes = 2 + trained / count  # forward, gradients of inputs, gradients of the weights that train
-    return model, flops, passes, f"{count:,} parameters, {trained:,} of them train: {story}"
+    story = f"{count:,} parameters, {trained:,} of them train: {story}"
+    return model, flops, 2 + trained / count, story  # forward, input gradients, weight gradients
 
 
 def units_of(model):

@@ -686,8 +686,8 @@ def build_value_model(config, model_config, layout):
     flops = common.flops_model(model, model_config)
     count = sum(p.numel() for p in model.parameters())
     share = freeze(modules, config.freeze_modules)
-    words = f"{count:,} parameters, {share:.2%} of them train: {story}"
-    return modules, tensors, rotary, flops, 2 + share, words  # forward, input gradients, weight gradients
+    story = f"{count:,} parameters, {share:.2%} of them train: {story}"
+    return modules, tensors, rotary, flops, 2 + share, story  # forward, input gradients, weight gradients
 
 
 def padding_row(module, model_config):

@@ -98,6 +98,7 @@ def test_the_ceiling_is_what_knowing_each_prompt_explains():
 def write(folder, rows, tokenizer=None, curves=common.CURVES, gamma=1.0):
     """(text of the page about some rows, its numbers)."""
     rows = dataclasses.replace(rows, returns=None, advantages=None)
+    folder.mkdir(exist_ok=True)
     common.write_report(str(folder), rows, "rows of a test", tokenizer, gamma, curves)
     text = (folder / "report.html").read_text()
     return text, {name: x for x, name in re.findall(r"<td><b>(.*?)</b><td>(.*?)<td>", text)}
@@ -116,6 +117,8 @@ def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
     text, numbers = write(tmp_path, rows, types.SimpleNamespace(decode=lambda ids: mean[ids[0] % 3]))
     pairs = [(float(rows.values[t]), float(rows.returns[t])) for at in actions_of(rows) for t in at]
     assert float(numbers["explained variance"]) == same(explained(pairs), abs=1e-3)
+    twice, _ = write(tmp_path / "twice", common.concat([rows, rows]))
+    assert twice.count("<pre ") == text.count("<pre ") == 24  # equal rows are shown once
     assert not re.search(r'(src|href)="[^#]', text) and 24 * len(text.split("<pre ")[1]) < 20e6
     ends = re.search(r"(\S+) \(orange\) to\s+(\S+) \(blue\)", text).groups()
     middle = statistics.fmean(map(float, ends))
