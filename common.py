@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.attention.varlen import varlen_attn
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's start and stop messages
@@ -387,15 +387,14 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
     return concat(rows)
 
 
-def describe_rows(rows, gamma, config):
+def describe_rows(rows, gamma, source):
     """Prints statistics of the rows -> (LOW, HIGH) of a value head: returns, a tenth wider at each end."""
     rows = replace(rows, returns=monte_carlo(rows, gamma))
     x_A = rows.returns[rows.response_mask].double()
     low, high = map(float, x_A.aminmax())
-    computed = sum(rows.computed(rows.groups(config.share_prompts and config.use_remove_padding)))
     print0(
-        f"rows       {len(rows):,} rows, {len(x_A):,} actions, longest row {rows.longest[0]:,}\n"
-        f"tokens     {len(rows.input_ids):,}, of which {computed:,} are computed (a shared prompt once)\n"
+        f"rows       {len(rows):,} of {source}, {int(rows.truncated.sum()):,} truncated\n"
+        f"tokens     {len(rows.input_ids):,}, {len(x_A):,} of them actions; longest row {rows.longest[0]:,}\n"
         f"returns    {x_A.mean():.3g} +- {x_A.std(correction=0):.3g}, from {low:.3g} to {high:.3g}\n"
         f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt can explain at the first action"
     )
@@ -1096,14 +1095,14 @@ def load_config(config):
     if model in TINY:  # more threads would only wait for each other
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     tokenizer = None
-    if config.tokenizer:
-        with blame(f"--tokenizer {config.tokenizer}: no tokenizer there"):
-            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
-    elif model in TINY:
+    if model in TINY and not config.tokenizer:
         tokenizer = char_tokenizer(model)
     else:
-        with suppress(Exception):  # libraries raise a dozen types
-            tokenizer = AutoTokenizer.from_pretrained(model)
+        name = config.tokenizer or model
+        # as stored: for Qwen2, AutoTokenizer would replace the rules that split text into words
+        kind = PreTrainedTokenizerFast if os.path.exists(f"{name}/tokenizer.json") else AutoTokenizer
+        with blame(f"--tokenizer {name}: no tokenizer there") if config.tokenizer else suppress(Exception):
+            tokenizer = kind.from_pretrained(name)
     if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):  # or an empty one, made up
         print0(f"tokenizer  none in {config.tokenizer or model}, so rows must be token ids")
         tokenizer = None
@@ -1210,7 +1209,7 @@ def init_value_head(score, config, model_config):
         if name := load_value_head(score, config.model, model_config.value_range):
             return f"value head from its {name}"
     if config.value_head_init == "checkpoint":
-        raise UserError(f"--value-head-init checkpoint: {config.model} holds no such value head")
+        raise UserError(f"--model {config.model}: holds no trained value head that fits; give one that does")
     std = 1 / math.sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
     nn.init.normal_(score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
     return f"value head new, normal(0, {std:.3f})"
@@ -1297,7 +1296,7 @@ def char_tokenizer(model="tiny-qwen2"):
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     if model.endswith("vl"):
         special["additional_special_tokens"] = IMAGE_WORDS
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
+    return PreTrainedTokenizerFast(tokenizer_object=core, **special)
 
 
 def toy_rows(n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True):
@@ -1330,7 +1329,7 @@ CURVES = {  # panels of a critic's report -> metrics
 NUMBERS = {  # numbers in a report -> what they mean
     "explained variance": "over all actions: 1 is perfect, 0 as good as a constant",
     "at the first action": "explained variance where only the prompt is known",
-    "ceiling": "the most that any critic can explain at the first action; -- if unknown",
+    "ceiling": "an estimate of the most that can be explained there; -- if too few rows tell",
     "AUC": "chance that the last value of a right response is above that of a wrong one",
     "best of n": "mean reward of each prompt's response with the highest last value",
     "mean of n": "mean reward of all responses to these prompts, which have two or more",

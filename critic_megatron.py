@@ -1465,7 +1465,7 @@ def main(run):
         train.values = worker.critic.compute_values(train)
         return common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
     with checkpoints:
-        worker.init_model(total, common.describe_rows(train, run.gamma, config))
+        worker.init_model(total, common.describe_rows(train, run.gamma, run.rollouts or "the toy"))
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
         worker.set_budget(longest, "the longest row", checkpoints.halvings)

@@ -248,7 +248,7 @@ def test_both_critics_score_rows_like_transformers(tmp_path):
         assert common.read_lines(out / "scored.jsonl") == rows
         assert f"best of n {best:.3f}, mean of n 0.250, oracle of n 1.000\n" in said
         refused = run(sys.executable, ROOT / f"critic_{kind}.py", *flags[:2], "--out-dir", tmp_path / "none")
-        assert refused.returncode == 2 and "tiny-qwen2 holds no such value head" in refused.stderr
+        assert refused.returncode == 2 and "--model tiny-qwen2: holds no trained value head" in refused.stderr
 
 
 def test_updates_that_are_skipped_are_counted_and_end_the_run(tmp_path):

@@ -15,6 +15,7 @@ import time
 import types
 
 import pytest
+import tokenizers
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -212,6 +213,17 @@ def test_jsonl_round_trip_is_exact(tmp_path_factory, seed, n):
     batch = random_batch(n, seed)
     ppo_loop.write_jsonl(batch, path)
     assert_same(common.read_rows(path, None), batch)
+
+
+def test_a_folder_is_read_by_the_tokenizer_that_is_stored_in_it(tmp_path):
+    """transformers would give a Qwen2 folder Qwen2's own rules, by which each digit is a word of its own."""
+    core = tokenizers.Tokenizer(tokenizers.models.BPE({"1": 0, "2": 1, "12": 2, "$": 3}, [("1", "2")]))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="$").save_pretrained(tmp_path)
+    transformers.AutoConfig.for_model(**common.tiny_config("tiny-qwen2", 4)).save_pretrained(tmp_path)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).encode("12") == [0, 1]
+    tokenizer, _ = common.load_config(critic_fsdp.Config(model=str(tmp_path)))
+    assert tokenizer.encode("12") == [2]
 
 
 def test_text_and_chat_rows():

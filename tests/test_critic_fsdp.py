@@ -149,7 +149,7 @@ def test_seeds_learning_rates_value_heads_and_overrides(tmp_path):
         one, same, other = (full_weights(worker(**fields, seed=s).critic)[name] for s in (0, 0, 1))
         assert torch.equal(one, same) and not torch.equal(one, other), name
     save_checkpoint_of("two labels", tmp_path)
-    with pytest.raises(UserError, match="--value-head-init checkpoint: .* holds no such value head"):
+    with pytest.raises(UserError, match="--model .*: holds no trained value head"):
         worker(model=str(tmp_path), value_head_init="checkpoint")
     w = worker(override_config='{"num_hidden_layers": 3, "hidden_size": 32}')
     assert len(w.critic.model.model.layers) == 3 and w.critic.model.score.in_features == 32
