@@ -156,7 +156,7 @@ class Batch:
 
     token            p0   p1   a0   a1   o0   a2      p prompt . a action . o observation (tool output)
     response_mask    0    0    1    1    0    1
-    values           0    0    v1   v2   0    v4      of an action: read from the hidden state before it"""
+    values           0    0    v1   v2   0    v4      v1: what the head says after p1, before a0"""
 
     input_ids: torch.Tensor  # (T,) int64
     cu_seqlens: torch.Tensor  # (B+1,) int32: sequence b is [cu_seqlens[b], cu_seqlens[b+1])
@@ -431,7 +431,7 @@ def parse_rollout(line, tokenizer):  # one JSON line -> Rollout with token ids; 
 def chat_ids(tokenizer, messages, complete=False):
     """Token ids of messages in the tokenizer's chat template, which adds special tokens itself. Unless
     `complete`, the assistant is next: it continues its last message or begins a new one."""
-    with blame("messages do not fit the tokenizer's chat template, if it has one; --tokenizer sets another"):
+    with blame("messages do not fit the tokenizer's chat template, or it has none; give another tokenizer"):
         if not all({"content", "tool_calls"} & message.keys() for message in messages):
             raise UserError("each message needs content")
         goes_on = not complete and messages[-1].get("role") == "assistant"
@@ -496,8 +496,8 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma, lam=1.0, bootst
 
         delta_k = r_k + gamma V_{k+1} - V_k,    A_k = delta_k + gamma lam A_{k+1}    (1506.02438, eq. 11-16)
         returns = A + V
-    k counts actions; a reward on another token goes to the action before it, or to the first. lam: a number
-    or a list of B. bootstrap_B: the value of what would follow the last action (None: every row ended)."""
+    k counts actions; a reward on another token goes to the action before it, if any, else to the first. lam:
+    a number or a list of B. bootstrap_B: the value of what would follow the last action (None: it ended)."""
     rewards = rewards_T.tolist()
     values = values_T.tolist()
     mask = response_mask_T.tolist()
@@ -541,7 +541,7 @@ def monte_carlo(batch, gamma):  # (T,) discounted sums of the rewards from each 
 
 
 def loss_weights(batch, mode, response_length_limit=None, places=()):
-    """(T,) weights of the token losses of a *global* mini-batch (with an action); micro-batches don't matter.
+    """(T,) weights of the token losses, from a whole *global* mini-batch, which must have an action.
     With places p, only actions min(L - 1, floor(p L)) of a row's L actions count (SP3O, 2609.18708).
     token-mean                1 / N_tokens
     seq-mean-token-sum        1 / N_seqs             N_seqs: rows with an action (all rows in later verl)
@@ -1095,16 +1095,17 @@ def load_config(config):
     if model in TINY:  # more threads would only wait for each other
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     tokenizer = None
-    if model in TINY and not config.tokenizer:
-        tokenizer = char_tokenizer(model)
+    name = config.tokenizer or model
+    if name in TINY:
+        tokenizer = char_tokenizer(name)
     else:
-        name = config.tokenizer or model
-        # as stored: for Qwen2, AutoTokenizer would replace the rules that split text into words
-        kind = PreTrainedTokenizerFast if os.path.exists(f"{name}/tokenizer.json") else AutoTokenizer
+        kind = AutoTokenizer
+        if os.path.exists(f"{name}/tokenizer.json"):  # as stored: for Qwen2, Auto would split words anew
+            kind = PreTrainedTokenizerFast
         with blame(f"--tokenizer {name}: no tokenizer there") if config.tokenizer else suppress(Exception):
             tokenizer = kind.from_pretrained(name)
     if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):  # or an empty one, made up
-        print0(f"tokenizer  none in {config.tokenizer or model}, so rows must be token ids")
+        print0(f"tokenizer  none in {name}, so rows must be token ids")
         tokenizer = None
     with blame(f"--model {model}: no model there; presets are {', '.join(TINY)}"):
         tiny = model in TINY

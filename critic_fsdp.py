@@ -135,7 +135,7 @@ def out_of_range(flags):
         TypeAdapter(type(flags)).validate_python(asdict(flags))
     except ValidationError as error:
         fault = error.errors()[0]
-        # drop the branch of a union and the index in a tuple, which pydantic adds
+        # without the critic. prefix, and the union branch or tuple index that pydantic adds
         flag = re.sub(r"critic\.|\.(constrained|\d).*", "", ".".join(map(str, fault["loc"])))
         return f"--{flag.replace('_', '-')} {fault['input']}: {fault['msg'].replace('Input should', 'must')}"
 
@@ -271,7 +271,7 @@ def freeze(model, pattern):
 
 
 def attention_of(config, model_config):
-    """The decoder's attention, as transformers' attn_implementation; a vision tower keeps its own."""
+    """transformers' attn_implementation: the decoder's name, or None. A vision tower keeps its own ("")."""
     if config.use_remove_padding:
         name = "ulysses" if config.ulysses_size > 1 else "packed"
     else:  # sdpa would ignore a soft cap
@@ -419,7 +419,7 @@ def build_value_model(config, model_config, layout):
     sends each rank its shards."""
     model = build_skeleton(config, model_config)
     if odd := {name for name, _ in model.score.named_parameters()} - {"weight", "bias"}:
-        raise UserError(f"score.{min(odd)}: teach save_hf to export it and load_value_head to read it")
+        raise UserError(f"score.{min(odd)}: teach init_value_head, load_value_head, save_hf and this set")
     source, story = read_weights(config, model_config) if RANK == 0 else (None, "")
     flops = common.flops_model(model, model_config)
     count, trained = count_parameters(model)
@@ -478,8 +478,8 @@ def ulysses_attention(module, query, key, value, attention_mask, s_aux=None, **o
     p = dist.get_world_size(group)
     repeat = p // math.gcd(key.shape[1], p)  # fewer key heads than ranks: several ranks get the same
     key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
-    traded = [trade(x.to(value.dtype), group, 1, 2) for x in (query, key, value)]
-    if s_aux is not None:
+    traded = [trade(x.to(value.dtype), group, 1, 2) for x in (query, key, value)]  # give heads, get tokens
+    if s_aux is not None:  # attention sinks, one per head (gpt-oss)
         s_aux = s_aux.chunk(p)[dist.get_rank(group)]
     out_1THD, _ = common.packed_attention(module, *traded, attention_mask, s_aux=s_aux, **options)
     return trade(out_1THD, group, 1, 2), None
@@ -909,7 +909,7 @@ class CriticWorker:
         """Runs the forward and backward of a batch, without a step."""
         self.critic.model.train()
         self.critic.forward_backward(self.critic.micro_batch(batch, range(len(batch))))
-        self.critic.optimizer.zero_grad(set_to_none=False)
+        self.critic.optimizer.zero_grad(set_to_none=False)  # gradients stay allocated, as in an update
 
     def check_batch(self, batch):
         """Raises UserError or ValueError for rows that do not fit, RuntimeError while offloaded."""
@@ -1097,7 +1097,7 @@ class Checkpoints:
         self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs a group of its own
         self.sigterm = threading.Event()  # schedulers send it before they end a job
         common.check_shared(run.out_dir)
-        self.out_of_memory = Path(run.out_dir, "out_of_memory")  # one byte for each time
+        self.out_of_memory = Path(run.out_dir, "out_of_memory")  # its size: how often
         self.halvings = 0
         self.folder = run.resume and os.path.realpath(run.resume)
         if run.resume == "auto":

@@ -136,7 +136,7 @@ def out_of_range(flags):
         TypeAdapter(type(flags)).validate_python(asdict(flags))
     except ValidationError as error:
         fault = error.errors()[0]
-        # drop the branch of a union and the index in a tuple, which pydantic adds
+        # without the critic. prefix, and the union branch or tuple index that pydantic adds
         flag = re.sub(r"critic\.|\.(constrained|\d).*", "", ".".join(map(str, fault["loc"])))
         return f"--{flag.replace('_', '-')} {fault['input']}: {fault['msg'].replace('Input should', 'must')}"
 
@@ -386,7 +386,7 @@ JOINED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
 def mixtral_name(name):
-    """A weight's name in a Mixtral's folder; its model and our checkpoints use the common names."""
+    """A weight's name in a Mixtral's folder; transformers and our checkpoints name it as in other models."""
     name = name.replace("mlp", "block_sparse_moe").replace("gate_proj", "w1")
     return name.replace("up_proj", "w3").replace("down_proj", "w2")
 
@@ -1386,7 +1386,7 @@ class Checkpoints:
         self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs a group of its own
         self.sigterm = threading.Event()  # schedulers send it before they end a job
         common.check_shared(run.out_dir)
-        self.out_of_memory = Path(run.out_dir, "out_of_memory")  # one byte for each time
+        self.out_of_memory = Path(run.out_dir, "out_of_memory")  # its size: how often
         self.halvings = 0
         self.folder = run.resume and os.path.realpath(run.resume)
         if run.resume == "auto":

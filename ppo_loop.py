@@ -320,7 +320,7 @@ def load_prompts(source, flag, run, tokenizer):
     for number, line in enumerate(progress(source, "prompts"), 1):
         if not line.strip():
             continue
-        with blame(f"{name}:{number}: must be a JSON object with --prompt-key {run.prompt_key}"):
+        with blame(f"{name}:{number}: has no usable --prompt-key {run.prompt_key}"):
             row = json.loads(line)
             text = row[run.prompt_key]
             answer = row.get(run.answer_key)
@@ -1267,7 +1267,7 @@ def set_up(run):
         module.check_model_flags(critic, critic_config)
         module.check_budget(critic, longest, LONGEST)
     if theirs and vocab.items() - theirs.get_vocab().items():
-        raise UserError("--critic.tokenizer: its ids differ from the actor's, which the critic reads")
+        raise UserError("--critic.tokenizer: has other token ids than the actor's; give both one tokenizer")
     for part, config in (("actor", model_config), ("critic", critic_config)):
         with blame(f"--{part}.model: does not fit these prompts"):
             common.check_rows(row, config)

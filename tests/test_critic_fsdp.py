@@ -608,7 +608,7 @@ def test_a_head_that_cannot_be_exported_is_refused_before_training(monkeypatch):
             self.score.norm = torch.nn.LayerNorm(64)
 
     monkeypatch.setattr(critic_fsdp, "ValueModel", Deeper)
-    with pytest.raises(UserError, match="score.norm.bias: teach save_hf to export it"):
+    with pytest.raises(UserError, match="score.norm.bias: teach init_value_head, load_value_head, save_hf"):
         worker()
 
 
