@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib.util
 import itertools
 import json
@@ -17,6 +18,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -223,6 +225,17 @@ def assert_rows_come_back(worker, batch):
         torch.testing.assert_close(values, expected[batch.token_index(own)], rtol=0, atol=0)
     with pytest.raises(ValueError, match="row_id 0 occurs more than once"):
         worker.compute_values(batch)
+
+
+def end_groups(but=()):
+    """Ends all process groups but these and that of all ranks, which have to be done with them (a collective).
+    Each has three threads of gloo, which wake up a hundred times a second: hundreds of them take a core."""
+    if not dist.is_initialized():
+        return
+    dist.barrier()
+    for group in set(dist.distributed_c10d._world.pg_map).difference(but, [dist.group.WORLD]):
+        dist.destroy_process_group(group)
+    gc.collect()  # a worker that nothing needs any more may hold them in a cycle
 
 
 def peak_bytes(call):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 if __name__ != "__main__":  # not in the process that forks ranks: these read RANK on import
     import test_layouts
+    from helpers import end_groups
     from test_layouts import ROWS
 
     import common
@@ -138,6 +139,7 @@ def noted_gradients(worker):
 
 def results_of(model, layout, folder):
     """{(model, layout, case, rows, mode): result} for all cases of a layout."""
+    end_groups()
     worker = cm.CriticWorker(cm.Config(model=str(folder / model), weight_decay=0.1, **fields_of(layout)))
     worker.init_model()
     critic, config = worker.critic, worker.config
@@ -208,5 +210,4 @@ if __name__ == "__main__":
     forked.run(1, on_ranks, "save_models", out / "models")
     for ranks in map(int, sys.argv[2:] or LAYOUTS):
         some = layouts(ranks)
-        for i in range(0, len(some), 6):  # layouts leave process groups behind, which slow a process
-            forked.run(ranks, on_ranks, "some_layouts", out, some[i : i + 6])
+        forked.run(ranks, on_ranks, "some_layouts", out, some)

@@ -134,6 +134,7 @@ def begin(folder):
     for name, (fields, ranks, layout, _) in SAVED.items():
         if ranks != common.WORLD_SIZE:
             continue
+        helpers.end_groups()
         worker = make(**SCHEDULE, **fields, **layout)
         assert len(worker.compute_values(rows(0).select([]))) == 0
         worker.update_critic(rows(0))
@@ -155,6 +156,7 @@ def two_updates(worker):
 def resume(folder, name, layout, path):
     """(worker that loaded a checkpoint, stored results). State and counters are the same, bit for bit. With
     the checkpoint as its --model, a worker loads only the weights."""
+    helpers.end_groups()
     fields, *_ = SAVED[name]
     expected = torch.load(folder / f"{name}.pt")
     warm = make(**SCHEDULE, **fields | {"model": str(folder / path)}, **layout)
@@ -545,7 +547,7 @@ def launch(folder, names):
     os.chdir(folder)  # it holds models/
     for name in names:
         getattr(megatron_scenarios, name)(pathlib.Path(folder))
-        dist.barrier()
+        megatron_scenarios.helpers.end_groups()
         megatron_scenarios.common.print0(f"ok {name} on {megatron_scenarios.common.WORLD_SIZE}")
 
 

@@ -8,7 +8,6 @@ With a GPU, the script runs on that instead, and with DEVICE_RESULTS=OUT_FOLDER 
 """
 
 import dataclasses
-import gc
 import itertools
 import os
 import pathlib
@@ -27,7 +26,7 @@ if __name__ == "__main__":  # before anything asks for a device or for LOCAL_RAN
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from helpers import SCRATCH, ended, mine, random_batch, refused, scenarios  # noqa: E402
+from helpers import SCRATCH, end_groups, ended, mine, random_batch, refused, scenarios  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from test_layouts import MODELS, save_model  # noqa: E402
 
@@ -275,7 +274,7 @@ def main(out, *names):
     for name, part in parts.items():
         if names and name not in names:
             continue
-        gc.collect()
+        end_groups()
         result = part()
         dist.barrier()
         if common.RANK == 0:
