@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from helpers import end_groups, ended, one_update, random_batch, rows_of, scenarios, succeeded
+from helpers import ended, one_update, random_batch, rows_of, scenarios, succeeded
 from safetensors.torch import load_file, save_file
 
 import common
@@ -221,7 +221,6 @@ def main(out, which="qwen2"):
 
 def results_of(model, layout, out, fields, cases):
     """(model, layout, case, rows, loss_agg_mode) -> gradients before clipping, values and metrics."""
-    end_groups()
     config = critic_fsdp.Config(model=str(out / model), weight_decay=0.0, timeout_minutes=15, **fields)
     worker = critic_fsdp.CriticWorker(config)
     worker.init_model()
