@@ -267,7 +267,7 @@ def main(out, *names):
     common.setup_distributed()
     common.write_report = lambda *_: None  # matplotlib takes a second
     rows = common.toy_rows
-    common.toy_rows = lambda n, *args, **options: rows(min(n, 128), *args, **options)
+    common.toy_rows = lambda n, *args, **options: rows(min(n, 32), *args, **options)
     parts = {name: (lambda name=name, x=x: layout(name, x)) for name, x in LAYOUTS[common.WORLD_SIZE].items()}
     for part in PARTS[common.WORLD_SIZE]:
         parts[part.__name__] = lambda part=part: part(out)
