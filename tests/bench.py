@@ -331,7 +331,9 @@ class Contestant:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-        context = multiprocessing.get_context("spawn")
+        # what one thread of one process has imported can be had for nothing
+        alone = work.ranks == 1 and not CUDA and torch.get_num_threads() == 1
+        context = multiprocessing.get_context("fork" if alone else "spawn")
         size = str(work.ranks)
         for rank in map(str, range(work.ranks)):
             # the process inherits these, and common reads them on import

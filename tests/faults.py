@@ -68,7 +68,11 @@ PASSING = ("perf/", "time/")  # metrics that differ between equal runs
 
 def flags_of(script, *flags):
     """The command line of a run of eight updates, with a checkpoint after each."""
-    own = PPO if script == "ppo_loop" else CRITIC
+    own = CRITIC
+    if script == "ppo_loop":
+        few = folder() / "few.jsonl"  # what is held out: all would take most of the time
+        few.write_text("".join(open(ROWS).readlines()[::16]))
+        own = (*PPO, "--eval-prompts", few)
     often = ("--steps", STEPS, "--save-every", 1, "--eval-every", 2)
     return [str(x) for x in (ROOT / f"{script}.py", *SCRIPTS[script][1], *own, *often, *flags)]
 

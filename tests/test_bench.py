@@ -14,7 +14,7 @@ def test_nothing_is_lost():
 
 def test_contestants_compute_the_same_values():
     """Both critics, with and without shared prompts, the bare loop, and verl where it is installed."""
-    work = ("--model", "tiny", "--mix", "long-prompt", "--rows", "16", "--rounds", "1")
+    work = ("--model", "tiny", "--mix", "long-prompt", "--rows", "8", "--answers", "4", "--rounds", "1")
     out = succeeded(run(sys.executable, "-W", "ignore", ROOT / "tests" / "bench.py", *work))
     lines = dict(re.findall(r"^\| (\w+(?: \w+)?) \| .* \| (\S+) \|$", out, flags=re.M))
     assert lines.keys() >= {"bare", "fsdp", "megatron", "fsdp alone", "megatron alone"}, out
