@@ -227,13 +227,13 @@ def assert_rows_come_back(worker, batch):
         worker.compute_values(batch)
 
 
-def end_groups(but=()):
-    """Ends all process groups but these and that of all ranks, which have to be done with them (a collective).
-    Each has three threads of gloo, which wake up a hundred times a second: hundreds of them take a core."""
+def end_groups():
+    """Ends all process groups but that of all ranks, which have to be done with them (a collective). Each has
+    three threads of gloo, which wake up a hundred times a second: hundreds of them take a core."""
     if not dist.is_initialized():
         return
     dist.barrier()
-    for group in set(dist.distributed_c10d._world.pg_map).difference(but, [dist.group.WORLD]):
+    for group in set(dist.distributed_c10d._world.pg_map).difference([dist.group.WORLD]):
         dist.destroy_process_group(group)
     gc.collect()  # a worker that nothing needs any more may hold them in a cycle
 

@@ -43,9 +43,10 @@ PARTS = ("hf/", "critic_hf/", "checkpoints/step_4/actor/", "checkpoints/step_4/c
 
 
 def take_prompts(most):
-    """Limits addition to this many prompts to learn from, and to evaluate on."""
+    """Limits addition to this many prompts to learn from, and 32 to evaluate on."""
     rows = ppo_loop.addition_rows
-    ppo_loop.addition_rows = lambda _, *args, **more: list(rows(2 * most, *args, **more))[:most]
+    some = lambda more: 32 if more else most
+    ppo_loop.addition_rows = lambda _, *args, **more: list(rows(2 * most, *args, **more))[: some(more)]
 
 
 def ppo(out, *flags):
@@ -271,7 +272,7 @@ def one_update(path, n, fields):
 
 def functions_of_a_file(folder):
     """A reward and an environment that fail on some rows: the run goes on and counts them."""
-    take_prompts(36)  # else an evaluation would wait for hundreds of time-outs
+    take_prompts(36)
     out, actor = folder / "functions", str(folder / "actor")
     ppo(
         out, "--supervised-steps", "0", "--steps", "3", "--rollout-n", "2", "--kl-coef", "0.01",
