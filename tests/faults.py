@@ -415,9 +415,8 @@ def apart(script, short):
     job = Job(script, "out", ranks=2, apart=there)
     job.ends_with("--out-dir out: host .* does not see it; use shared storage")
     assert not list(folder().glob(f"{pathlib.Path(job.said).name}.*.disk/out/checkpoints/*"))
-    Job(script, out, "--resume", "there", ranks=2, apart=there).ends_with(
-        "--resume .*: no complete checkpoint"
-    )
+    job = Job(script, out, "--resume", "there", ranks=2, apart=there)
+    job.ends_with("--resume .*: no complete checkpoint")
     assert not steps_of(out)
     return 2, "one line, exit 2, before the first step"
 

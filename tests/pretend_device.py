@@ -136,15 +136,7 @@ def pinning(make):
 # ---- Operations --------------------------------------------------------------------------------------------
 
 # operations whose result the host must know; with indices; that accept numbers (0-dim tensors) on the host
-ASKS = (
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "equal",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-)
+ASKS = "_local_scalar_dense nonzero masked_select equal _unique2 unique_dim unique_consecutive".split()
 INDEXES = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
 NUMBERS = ("_foreach", "_fused", "index_put", "_index_put", "fill_", "masked_fill", "where")
 
@@ -168,9 +160,8 @@ def kernel(op, *args, **kwargs):
     outs = [kwargs.get(a.name) for a in op._schema.arguments if a.is_out]
     grow = [x for x in tree_leaves(outs) if x is not None and not x.numel()]  # out= without a size yet
     hosts |= {id(x): torch.empty(x.shape, dtype=x.dtype) for x in grow}
-    given, named = tree_map(
-        lambda x: hosts.get(id(x), HOST if isinstance(x, torch.device) else x), (args, kwargs)
-    )
+    on_host = lambda x: hosts.get(id(x), HOST if isinstance(x, torch.device) else x)
+    given, named = tree_map(on_host, (args, kwargs))
     named.pop("pin_memory", None)
     named |= {a.name: RANDOM for a in op._schema.arguments if a.name == "generator"}
     kinds = zip(op._schema.arguments, args, strict=False)

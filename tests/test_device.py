@@ -99,10 +99,8 @@ def layout(name, fields):
         assert not any("state[name]" in line for _, line in device.WAITS)  # AdamW's state goes without a wait
         assert not device.late  # and has arrived
         left = device.allocated() - before
-        assert fields.get("offload_policy") or left < 0.1 * whole, (
-            left,
-            whole,
-        )  # a stage keeps its last input
+        # a stage keeps its last input
+        assert fields.get("offload_policy") or left < 0.1 * whole, (left, whole)
         worker.onload()
 
     return learned(worker, move)
@@ -225,15 +223,13 @@ def offloaded_vllm(out):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo_loop, "VLLMRollout", Rollout)
-        patch.setitem(
-            sys.modules, "vllm", types.SimpleNamespace(SamplingParams=types.SimpleNamespace, __spec__=True)
-        )
+        vllm = types.SimpleNamespace(SamplingParams=types.SimpleNamespace, __spec__=True)
+        patch.setitem(sys.modules, "vllm", vllm)
         noted(ppo_loop.RewardModel, "ask_all", lambda args: f"score {len(args[1])}")
         noted(ppo_loop.Policy, "forward", lambda args: f"forward {torch.is_grad_enabled()}")
         flags = "--offload --rollout vllm --kl-coef 0.01 --steps 2 --train-batch-size 8 --supervised-steps 2"
-        flags += (
-            f" --critic.ppo-mini-batch-size 8 --out-dir {out / 'vllm'} --reward-model {out / 'fsdp' / 'hf'}"
-        )
+        flags += f" --critic.ppo-mini-batch-size 8 --out-dir {out / 'vllm'}"
+        flags += f" --reward-model {out / 'fsdp' / 'hf'}"
         ppo_loop.main(ppo_loop.parse([*flags.split(), "--actor.override-config", '{"num_hidden_layers":1}']))
     saved = load_file(out / "vllm" / "hf" / "model.safetensors")
     return {"events": events, "weights": 4 * sum(x.numel() for x in saved.values())}
@@ -315,9 +311,8 @@ def test_a_layout_learns_what_the_host_learns(ranks, name, host):
     fields = LAYOUTS[ranks][name]
     expected, ours = host[fields.get("model", "tiny-qwen2")], of_device(ranks, name)
     exact = "param_dtype" in fields
-    for x, y, most in zip(
-        ours["values"], expected["values"], (2e-5, 1e-3) if exact else (0.1, 0.5), strict=True
-    ):
+    largest = (2e-5, 1e-3) if exact else (0.1, 0.5)
+    for x, y, most in zip(ours["values"], expected["values"], largest, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=most)
     for key in ("critic/vf_loss", "critic/grad_norm"):
         assert ours["metrics"][key] == pytest.approx(expected["metrics"][key], rel=1e-4 if exact else 0.1)
@@ -341,11 +336,9 @@ def test_the_host_does_not_wait_for_micro_batches(ranks, name):
     what, part = THEIRS.get(name, (None, None))
     counts = []
     for waits in of_device(ranks, name)["waits"][:2]:
-        ours = {
-            key: n for key, n in waits.items() if not (name in THEIRS and what in key[0] and part in key[1])
-        }
-        counts.append(sum(ours.values()))
-    moved = name == "fsdp1"  # its clip_grad_norm_ makes one number on the host
+        theirs = lambda key: name in THEIRS and what in key[0] and part in key[1]
+        counts.append(sum(n for key, n in waits.items() if not theirs(key)))
+    moved = name == "fsdp1"  # clip_grad_norm_ makes a number on the host, once
     assert counts == ([0, 0] if THEIRS.get(name) == ("", "") else [1, 3 + moved])
 
 
