@@ -293,9 +293,7 @@ def collective(op):
 
     def call(*args):
         allocated()
-        hosts = {
-            id(x): (to_host(x), x) for x in tree_leaves(args) if isinstance(x, torch.Tensor) and x.is_cuda
-        }
+        hosts = {id(x): (to_host(x), x) for x in tree_leaves(args) if getattr(x, "is_cuda", False)}
         out = op(*tree_map(lambda x: hosts[id(x)][0] if id(x) in hosts else x, args))
         work = dist.Work.unbox(out[-1] if isinstance(out, tuple | list) else out)
         if op.name().startswith(("c10d::send", "c10d::recv")):

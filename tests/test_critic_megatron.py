@@ -114,9 +114,7 @@ def critic_of(rank=0, dp_size=1, **fields):
     config = Config(**fields)
     critic = object.__new__(cm.MegatronPPOCritic)
     critic.config = config
-    critic.layout = types.SimpleNamespace(
-        device=torch.device("cpu"), cp_rank=rank, dp_size=dp_size, dp_rank=0
-    )
+    critic.layout = types.SimpleNamespace(device="cpu", cp_rank=rank, dp_size=dp_size, dp_rank=0)
     critic.model = [None] * config.virtual_pipeline_model_parallel_size
     critic.max_tokens = critic.computed = 0
     return critic

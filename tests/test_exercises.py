@@ -1,4 +1,4 @@
-"""The exercises of .github/reading.md: one test each, whose assertions are the answer."""
+"""Answers to the exercises of .github/reading.md: each test states the answer and asserts it."""
 
 import itertools
 import json
@@ -18,11 +18,9 @@ from critic_fsdp import gather_slices, trade
 
 
 def test_1_a_value_is_read_before_its_action():
-    """The token of an action changes: which values of its row may change?
-
-    Those of the actions after it. Its own is read from the state before it, which has not seen it; a critic
-    that read it from the token's own position would know how the story continues, and be no baseline for that
-    action."""
+    """The values of the actions after it. Its own value is read from the state before it, which has not seen
+    the token. A critic that read it from the token's own position would know how the story continues, and
+    could not be a baseline for that action."""
     w = worker()
     batch = random_batch(1, idle=False)
     changed = batch.select([0])
@@ -34,11 +32,9 @@ def test_1_a_value_is_read_before_its_action():
 
 
 def test_2_with_lambda_1_the_returns_do_not_depend_on_the_critic():
-    """For which lambda do the returns not depend on the critic (without --bootstrap-truncated)?
-
-    For 1: then they are the sum of all later rewards. For 0 they are one reward plus the critic's value of
-    the rest. With that flag, the critic estimates the missing part of rows that were cut off, whatever
-    lambda is."""
+    """For lambda 1: then they are the sum of all later rewards. With 0 they are one reward plus the critic's
+    value of the rest. With --bootstrap-truncated the critic estimates the missing part of rows that were cut
+    off, whatever lambda is."""
     mask = torch.tensor([0, 1, 1, 1]).bool()
     ends = torch.tensor([0, 4], dtype=torch.int32)
     rewards = torch.tensor([0.0, 1.0, 2.0, 4.0])
@@ -49,11 +45,8 @@ def test_2_with_lambda_1_the_returns_do_not_depend_on_the_critic():
 
 
 def test_3_a_mean_of_means_depends_on_the_cut():
-    """Two micro-batches with the losses 4, and 0 0 0: what is the mean, what the mean of the two means? Which
-    function makes every cut give the first?
-
-    1 over the mini-batch, 2 as a mean of means. loss_weights does: a token's weight comes from the counts of
-    the whole mini-batch and stays with the token, so what a micro-batch contributes is a plain sum."""
+    """1 over the mini-batch, 2 as a mean of means. loss_weights gives the first: a token's weight comes from
+    the counts of the whole mini-batch and stays with the token, so each micro-batch adds a plain sum."""
     batch = common.concat([common.Batch.blank(2), common.Batch.blank(4)])
     losses = torch.tensor([0.0, 4.0, 0.0, 0.0, 0.0, 0.0])
     batch.weights = common.loss_weights(batch, "token-mean")
@@ -65,12 +58,9 @@ def test_3_a_mean_of_means_depends_on_the_cut():
 
 
 def test_4_a_huber_loss(monkeypatch):
-    """Put a Huber loss in place of the squares of value_loss, without the clipping. What keeps every layout
-    at one update?
-
-    The weights do, which come from counts of the whole mini-batch: the loss stays a weighted sum over tokens.
-    Far outliers now pull no harder than near ones. (With clipping it would be the larger one of two Huber
-    losses.)"""
+    """Because of the weights, which come from counts of the whole mini-batch: the loss stays a weighted sum
+    over tokens. Far outliers now pull no harder than near ones. (With clipping it would be the larger one of
+    two Huber losses.)"""
 
     def huber_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, *_, delta=1.0):
         v_T, r_T = (torch.where(response_mask_T, x_T, 0.0) for x_T in (vpreds_T, returns_T))
@@ -91,13 +81,10 @@ def test_4_a_huber_loss(monkeypatch):
 
 
 def test_5_adamw_does_not_see_the_size_of_a_gradient():
-    """Delete `* self.layout.dp_size` in forward_backward and run two ranks: the norm halves, the first losses
-    stay. Which two things hide it, and when would they not?
-
-    AdamW divides the mean gradient by the root of the mean square: a factor common to all steps cancels, up
-    to epsilon. And --grad-clip scales all norms above it down to it. So two ranks learn differently from one
-    as soon as some norms are clipped and another, halved, is not. The metric critic/grad_norm shows it
-    at once, and so do the tests of layouts, which compare gradients before clipping."""
+    """AdamW divides the mean gradient by the root of the mean square, so a factor common to all steps
+    cancels, up to epsilon. And --grad-clip scales all larger norms down to it. So two ranks learn differently
+    from one as soon as one norm is clipped and the same norm, halved, is not. The metric critic/grad_norm
+    shows the error at once, and so do the tests of layouts, which compare gradients before clipping."""
 
     def trained(norms, factor):
         p = torch.nn.Parameter(torch.ones(3))
@@ -126,19 +113,15 @@ def ulysses():
 
 
 def test_6_ulysses_trades_tokens_for_heads():
-    """One row of ten tokens, two Ulysses ranks, four heads: who computes what, where?
-
-    Each rank has five tokens of the row and all heads in norms, projections and MLPs; inside the attention
-    function two heads of all ten tokens: an all-to-all before, another after. gather_slices then gives the
-    ten values to both, and both compute the same loss."""
+    """In norms, projections and MLPs each rank has five tokens of the row and all heads; inside the attention
+    function it has two heads of all ten tokens, by one all-to-all before and one after. gather_slices then
+    gives the ten values to both, and both compute the same loss."""
     succeeded(torchrun(2, __file__))
 
 
 def test_7_context_parallel_ranks_have_a_piece_of_either_end():
-    """A row of 8 tokens, two context-parallel ranks: which tokens has each, and why not halves?
-
-    Rank 0 has 0 1 6 7, rank 1 has 2 3 4 5. Token t sees t + 1 keys: halves would give 10 pairs to one rank
-    and 26 to the other, these pieces 18 to each."""
+    """Rank 0 has 0 1 6 7, rank 1 has 2 3 4 5. Token t sees t + 1 keys: halves would give 10 pairs to one rank
+    and 26 to the other, these pieces give 18 to each."""
     for rank, answer in enumerate(([0, 1, 6, 7], [2, 3, 4, 5])):
         layout = types.SimpleNamespace(cp_rank=rank, device=torch.device("cpu"))
         config = critic_megatron.Config(context_parallel_size=2)
@@ -149,11 +132,9 @@ def test_7_context_parallel_ranks_have_a_piece_of_either_end():
 
 
 def test_8_a_critic_learns_what_goes_wrong():
-    """The toy's policy mostly gives up where the units carry, and repeats the first number. What does its
-    critic say of a prompt before any digit, and at the end of a right answer and of one that gave up?
-
-    Before: how likely this policy is to be right, less so where the units carry, so a right answer there gets
-    a large advantage. At the end: whether it gave up; only this can choose among answers to one prompt."""
+    """Before any digit: how likely this policy is to be right, which is less where the sum needs a carry, so
+    that a right answer there has a large advantage. At the end: whether the policy gave up; only this can
+    choose among answers to one prompt."""
     w = worker(lr=1e-3)
     rows = common.read_rows(common.toy_rows(4096, seed=0), w.tokenizer)
     for step in range(40):
@@ -174,12 +155,9 @@ def test_8_a_critic_learns_what_goes_wrong():
 
 @pytest.mark.parametrize("lam", [1.0, 0.95])
 def test_9_a_critic_that_always_says_7(lam):
-    """Returns are 0 or 1, and a new critic says 7 of every action. What does it do to the whitened advantages
-    with lambda 1, and with lambda 0.95? What does --critic-where-it-helps change?
-
-    With lambda 1, nothing: each advantage is the return minus 7, and whitening removes any constant. With
+    """With lambda 1, nothing: each advantage is the return minus 7, and whitening removes any constant. With
     lambda 0.95 the last TD error, return minus 7, fades towards the start of the row, so the position of an
-    action decides. With the flag, returns minus their mean take over, because 7 explains nothing."""
+    action decides. With the flag, returns minus their mean replace the values, because 7 explains nothing."""
     common.setup_distributed()
     found = []
     for value, helps in ((0.0, False), (7.0, False), (7.0, True)):

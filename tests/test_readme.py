@@ -68,11 +68,8 @@ def test_every_command_is_of_a_kind_that_is_tested():
 
 def test_words_are_spelled_right_and_none_is_retired():
     """By codespell and our own list, in prose and code; thw means time, height and width of images."""
-    files = [
-        path
-        for name in ("*.py", "*.md", "tests/*.py", "tests/*.md", ".github/*.md")
-        for path in ROOT.glob(name)
-    ]
+    names = "*.py *.md tests/*.py tests/*.md .github/*.md".split()
+    files = [path for name in names for path in ROOT.glob(name)]
     succeeded(run(sys.executable, "-m", "codespell_lib", "-L", "thw", *files))
     retired = re.compile(r"\b(beside|so many|as yet|somebody|nobody|without a word|there is no such)\b", re.I)
     found = [(path.name, retired.search(path.read_text())) for path in files if path.name != "test_readme.py"]
