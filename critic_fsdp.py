@@ -110,7 +110,7 @@ class Config:
 class Run:
     """Trains a value function on rollouts, evaluates it, and saves a checkpoint and a Hugging Face folder."""
 
-    critic: Annotated[Config, tyro.conf.arg(name="")] = Config()  # its flags have no prefix
+    critic: tyro.conf.OmitArgPrefixes[Config] = Config()  # its flags have no prefix, but a title in --help
     rollouts: str | None = None  # JSONL file to train on (None: the built-in toy task)
     eval_rollouts: str | None = None  # JSONL file to evaluate on (None: no evaluation; the toy has its own)
     score: str | None = None  # no training: write this JSONL file with values to out_dir/scored.jsonl
