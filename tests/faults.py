@@ -435,7 +435,7 @@ def full(script, short):
         assert (there := steps_of(out)) and there[0] < STEPS, there
         subprocess.run(("mount", "-o", f"remount,size={4 * kib}k", disk), check=True)
         said = Job(script, out, "--resume", "auto").succeeds()
-        assert f"step_{there[0]}, " in said and "auto passes" not in said, said
+        assert re.search(rf"resume .*/step_{there[0]}\b", said) and "auto passes" not in said, said
         assert_same_end(out, script)
     finally:
         subprocess.run(("umount", disk), check=True)
