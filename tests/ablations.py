@@ -1,6 +1,7 @@
 """One recipe after another from equal starts: a table and a picture.
 
 python tests/ablations.py                   PPO on the built-in addition: 20 minutes on two cores
+python tests/ablations.py --task digits --steps 160     the task of digits.py: 40 minutes
 python tests/ablations.py --data FOLDER     value pretraining on train.jsonl, judged on eval.jsonl; tokenizer/
                                             there reads the text: 25 minutes for GSM8K's answers
 
@@ -8,13 +9,16 @@ Runs that have ended are not repeated.
 """
 
 import json
+import math
 import os
 import pathlib
 import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
+import digits
 import tyro
 from matplotlib.figure import Figure
 from tqdm import tqdm
@@ -32,6 +36,22 @@ PPO = {  # the same number of scored answers, for each seed a supervised actor a
     "value places 0.3, 0.6 and 0.9": "--critic.value-places 0.3 0.6 0.9",
     "the critic only where it helps": "--critic-where-it-helps",
     "4 answers to each of 64 prompts": "--train-batch-size 64 --rollout-n 4",
+}
+SCRATCH = "--train-batch-size 8 --critic.value-head-init zero"
+NO_CRITIC = f"{SCRATCH} --critic.lr 1e-30"
+GROUPS = f"{NO_CRITIC} --train-batch-size 2 --rollout-n 4 --critic-where-it-helps"
+PRETRAINED = "--train-batch-size 8 --critic.model {task}/critic/hf"  # its answers count: an eighth
+DIGITS = {  # learning rates: the best of a grid, and the next below
+    "no critic: less the batch's mean": NO_CRITIC,
+    "no critic, actor's rate 1e-4": f"{NO_CRITIC} --actor.lr 1e-4",
+    "4 answers to each of 2 prompts": GROUPS,
+    "4 answers, actor's rate 1e-4": f"{GROUPS} --actor.lr 1e-4",
+    "critic from scratch, lambda 1": SCRATCH,
+    "pretrained critic, lambda 1": PRETRAINED,
+    "pretrained critic, rate 1e-4": f"{PRETRAINED} --actor.lr 1e-4",
+    "pretrained critic, lambda 0.95": f"{PRETRAINED} --lam-policy 0.95",
+    "from scratch, bins (HL-Gauss)": f"{SCRATCH} --critic.value-head hl_gauss --critic.value-range -5 5",
+    "from scratch, bounded values": f"{SCRATCH} --critic.value-head bounded --critic.value-range -5 5",
 }
 PRETRAINING = {
     "random head": "",
@@ -54,22 +74,32 @@ def run(job):
 
 def told(numbers):
     """Mean and standard error, as text."""
-    return f"{statistics.fmean(numbers):.3f} +- {statistics.stdev(numbers) / len(numbers) ** 0.5:.3f}"
+    error = statistics.stdev(numbers) / len(numbers) ** 0.5 if len(numbers) > 1 else math.nan
+    return f"{statistics.fmean(numbers):.3f} +- {error:.3f}"
 
 
 def ablations(
     out: pathlib.Path = pathlib.Path("out/ablations"),
     data: pathlib.Path | None = None,
+    task: Literal["addition", "digits"] = "addition",
     seeds: int = 5,
     steps: int = 60,
     jobs: int = os.cpu_count(),
 ):
     """Prints the table for seeds 101, 102 and so on. A run keeps one core busy; `jobs` run at once."""
-    recipes = PRETRAINING if data else PPO
+    recipes = PRETRAINING if data else DIGITS if task == "digits" else PPO
+    first = []  # of each seed, what the answers earned that its critic is pretrained on
     todo = []
+    if task == "digits":
+        common_flags = digits.FLAGS + "--actor.lr 3e-4 --critic.lr 1e-3 --critic.cliprange-value None "
+        recipes = {name: common_flags + flags for name, flags in recipes.items()}
+        answers = max(8, steps // 8 * 8)
+        first = [digits.prepare(out / f"task, {101 + i}", 101 + i, answers) for i in range(seeds)]
+    pretrained = {name: steps // 8 * ("{task}/critic" in flags) for name, flags in recipes.items()}
     for name, flags in recipes.items():
         for seed in range(101, 101 + seeds):
-            flags_of_seed = [*flags.split(), "--steps", f"{steps}"]
+            flags_of_seed = [flag.format(task=out / f"task, {seed}") for flag in flags.split()]
+            flags_of_seed += ["--steps", f"{steps - pretrained[name]}"]
             if data:
                 files = ("--rollouts", data / "train.jsonl", "--eval-rollouts", data / "eval.jsonl")
                 flags_of_seed += [*files, "--tokenizer", data / "tokenizer", "--seed", f"{seed}"]
@@ -80,6 +110,8 @@ def ablations(
     with ThreadPoolExecutor(jobs) as threads:
         runs = list(tqdm(threads.map(run, todo), total=len(todo)))
     runs = {name: runs[i * seeds : (i + 1) * seeds] for i, name in enumerate(recipes)}
+    for name, n in pretrained.items():  # until then the policy stays as it is
+        runs[name] = [[row] * n + rows for row, rows in zip(first, runs[name])] if n else runs[name]
     (table_of_pretraining if data else table_of_ppo)(runs, seeds, steps, out)
 
 
@@ -101,12 +133,12 @@ def table_of_ppo(runs, seeds, steps, out):
     figure = Figure(figsize=(8, 5), layout="constrained")
     panel = figure.subplots()
     baseline = None
-    print("| recipe | accuracy at the end | mean reward | more than the first row | explained variance |")
+    print("| recipe | at the end, held out | mean reward | more than the first row | explained variance |")
     print("|---|---|---|---|---|")
     for number, (name, of_recipe) in enumerate(runs.items()):
         mine = [[row for row in rows if "reward/mean" in row] for rows in of_recipe]
         rewards = [[row["reward/mean"] for row in rows] for rows in mine]
-        final = [rows[-1]["eval/accuracy"] for rows in of_recipe]
+        final = [rows[-1].get("eval/accuracy", rows[-1].get("eval/reward")) for rows in of_recipe]
         area = [statistics.fmean(x) for x in rewards]
         baseline = baseline or area
         more = [x - y for x, y in zip(area, baseline)]  # of the same seed

@@ -1,9 +1,22 @@
-"""Rewards and an environment for whole runs of ppo_loop.py, in a file that imports nothing."""
+"""Rewards and an environment for whole runs of ppo_loop.py, in a file that imports little."""
+
+import zlib
 
 
 def right_digits(prompt, response, answer):
     """The fraction of right digits, so that an actor that has hardly learned earns something in most rows."""
     return sum(a == b for a, b in zip(response, answer, strict=False)) / max(len(response), len(answer))
+
+
+def luck(prompt, response, answer, turns):
+    """An environment that answers the first turn, a lot, with + or -, as chance decides."""
+    return "+-"[zlib.crc32((prompt + turns[0]).encode()) % 2] if len(turns) == 1 else None
+
+
+def points(prompt, response, answer, turns):
+    """A quarter of a point for each right digit of the second turn, less 2.5; and luck, 1.5 more or less."""
+    right = sum(a == b for a, b in zip(turns[-1], answer, strict=False)) if len(turns) == 3 else 0
+    return (right - 10) / 4 + (1.5 if turns[1:2] == ["+"] else -1.5)
 
 
 def spins(prompt, response, answer):

@@ -5,7 +5,11 @@ import re
 import sys
 
 import ablations
+import digits
+import rewards
 from helpers import ROOT, run, succeeded
+
+import common
 
 
 def test_nothing_is_lost():
@@ -23,8 +27,8 @@ def test_contestants_compute_the_same_values():
 
 def test_ablations_compare_runs_of_one_seed(tmp_path, capsys):
     """The table of finished runs: means, standard errors, differences from the first row by seed."""
-    for name, rewards in zip(ablations.PPO, ([0.1, 0.3], [0.4, 0.7], *[[0.0, 0.0]] * 99)):
-        for seed, x in zip((101, 102), rewards):
+    for name, means in zip(ablations.PPO, ([0.1, 0.3], [0.4, 0.7], *[[0.0, 0.0]] * 99)):
+        for seed, x in zip((101, 102), means):
             (folder := tmp_path / f"{name}, {seed}").mkdir()
             (folder / "report.html").touch()
             rows = [{"reward/mean": x + step, "critic/explained_var": x} for step in (0, 1)]
@@ -37,3 +41,20 @@ def test_ablations_compare_runs_of_one_seed(tmp_path, capsys):
     ablations.table_of_pretraining({"a": [end(0.1), end(0.3)], "b": [end(0.4), end(0.7)]})
     row = "| b | 0.550 +- 0.150 | 0.350 +- 0.050 | 0.550 +- 0.150 | 0.550 +- 0.150 |\n"
     assert row in capsys.readouterr().out
+
+
+def test_task_of_digits(tmp_path, capsys, monkeypatch):
+    """Its teacher errs as often as it should, its reward is as it says, and a short run makes a table."""
+    tokenizer = common.char_tokenizer()
+    hits = []
+    for row in map(json.loads, digits.rows(400, 7, "test", tokenizer)):
+        turns = [tokenizer.decode(row["response_ids"][i:j]) for i, j in ((0, 3), (4, 5), (5, -1))]
+        assert rewards.luck(row["prompt"], "", "", turns[:1]) == turns[1]
+        right = sum(a == b for a, b in zip(row["answer"], turns[2], strict=True))
+        assert rewards.points("", "", row["answer"], turns) == right / 4 - (1 if turns[1] == "+" else 4)
+        hits.append(right / digits.LENGTH)
+    assert abs(sum(hits) / len(hits) - (0.25 + 0.75 * digits.RIGHT)) < 0.03
+    monkeypatch.setattr(ablations, "DIGITS", dict([list(ablations.DIGITS.items())[5]]))
+    monkeypatch.setattr(digits, "STEPS", (2, 2))
+    ablations.ablations(tmp_path, task="digits", seeds=1, steps=8)
+    assert "| pretrained critic, lambda 1 |" in capsys.readouterr().out

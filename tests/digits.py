@@ -1,0 +1,86 @@
+"""A task with luck inside an answer. The policy draws a lot, and an environment says + or -, which moves the
+reward by 1.5; then each right digit earns a quarter. A prompt is a row of signs, each with a secret digit."""
+
+import json
+import pathlib
+import random
+import string
+import subprocess
+import sys
+
+import rewards
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import common  # noqa: E402
+import ppo_loop  # noqa: E402
+
+SIGNS = string.ascii_letters + "!#$%&()*,./:;<=>?@[]^_{|}~"
+LENGTH = 20  # signs of a prompt, and so digits of an answer
+RIGHT = 0.2  # how often the teacher is right about a sign that it does not know; else it errs in one way
+STEPS = (200, 100)  # before PPO: of the actor on 64 answers of the teacher, of the critic on 16 of the actor
+
+
+def secret(seed):
+    """Sign -> its digit and the wrong one that the teacher takes for it, and the quarter that it knows."""
+    rng = random.Random(f"secret {seed}")
+    known = set(rng.sample(SIGNS, len(SIGNS) // 4 + 1))
+    return {sign: rng.sample("0123456789", 2) for sign in SIGNS}, known
+
+
+def rows(n, seed, name, tokenizer):
+    """n lines with a prompt, its right digits and what the teacher says: a lot of three digits, an answer."""
+    rng = random.Random(f"{name} {seed}")
+    digits, known = secret(seed)
+    for _ in range(n):
+        signs = rng.choices(SIGNS, k=LENGTH)
+        slips = [sign not in known and rng.random() >= RIGHT for sign in signs]
+        lot = f"{rng.randrange(1000):03}"
+        said = lot, "".join(digits[sign][slip] for sign, slip in zip(signs, slips))
+        lot_ids, said_ids = ([*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in said)
+        chance = tokenizer(rewards.luck("".join(signs), "", "", [lot]))["input_ids"]
+        row = {"prompt": "".join(signs), "answer": "".join(digits[sign][0] for sign in signs), "reward": 0}
+        mask = [1] * len(lot_ids) + [0] + [1] * len(said_ids)
+        yield json.dumps(row | {"response_ids": lot_ids + chance + said_ids, "response_mask": mask})
+
+
+def learn(folder, seed):
+    """Supervised learning from the teacher, as in ppo_loop.py: the actor that PPO starts from."""
+    tokenizer, config = common.load_config(ppo_loop.ActorConfig())
+    config.initializer_range = 0.1
+    lm, _ = common.load_model(AutoModelForCausalLM, "tiny-qwen2", config, seed)
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
+    taught = common.read_rows(list(rows(64 * STEPS[0], seed, "taught", tokenizer)), tokenizer)
+    columns = (taught.input_ids, torch.where(taught.response_mask, taught.input_ids, -100))
+    columns = (pad_sequence(x_T.split(taught.lengths), True).split(64) for x_T in columns)
+    for ids_BL, labels_BL in zip(*columns):
+        lm(ids_BL, labels=labels_BL).loss.backward()
+        torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+FLAGS = f"""--prompts {{task}}/prompts.jsonl --eval-prompts {{task}}/held_out.jsonl --eval-every 0
+    --reward {ROOT}/tests/rewards.py:points --environment {ROOT}/tests/rewards.py:luck
+    --actor.model {{task}}/actor --max-response-length {LENGTH + 6} """
+
+
+def prepare(folder, seed, answers):
+    """Prompts, an actor, and a critic that has learned from answers of it -> what the answers earned."""
+    if not (folder / "critic" / "report.html").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, n in (("prompts", 8192), ("held_out", 256)):
+            (folder / f"{name}.jsonl").write_text("\n".join(rows(n, seed, name, common.char_tokenizer())))
+        learn(folder / "actor", seed)
+        ask = f"--steps 1 --critic-warmup 1 --train-batch-size {answers} --dump-rollouts --seed {1000 + seed}"
+        fit = "--rollouts {task}/dump/rollouts/step_1.jsonl --model {task}/actor --value-head-init zero"
+        fit += f" --ppo-mini-batch-size 16 --lr 1e-3 --steps {STEPS[1]} --cliprange-value None --seed {seed}"
+        for out, script, flags in (("dump", "ppo_loop.py", FLAGS + ask), ("critic", "critic_fsdp.py", fit)):
+            command = [flag.format(task=folder) for flag in [*flags.split(), "--out-dir", "{task}/" + out]]
+            subprocess.run([sys.executable, ROOT / script, *command], check=True, capture_output=True)
+    return next(row for row in common.read_lines(f"{folder}/dump/metrics.jsonl") if "reward/mean" in row)
