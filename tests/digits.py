@@ -2,7 +2,6 @@
 reward by 1.5; then each right digit earns a quarter. A prompt is a row of signs, each with a secret digit."""
 
 import json
-import pathlib
 import random
 import string
 import subprocess
@@ -10,13 +9,11 @@ import sys
 
 import rewards
 import torch
+from helpers import ROOT, common
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-import common  # noqa: E402
-import ppo_loop  # noqa: E402
+from ppo_loop import ActorConfig
 
 SIGNS = string.ascii_letters + "!#$%&()*,./:;<=>?@[]^_{|}~"
 LENGTH = 20  # signs of a prompt, and so digits of an answer
@@ -24,17 +21,14 @@ RIGHT = 0.2  # how often the teacher is right about a sign that it does not know
 STEPS = (200, 100)  # before PPO: of the actor on 64 answers of the teacher, of the critic on 16 of the actor
 
 
-def secret(seed):
-    """Sign -> its digit and the wrong one that the teacher takes for it, and the quarter that it knows."""
-    rng = random.Random(f"secret {seed}")
-    known = set(rng.sample(SIGNS, len(SIGNS) // 4 + 1))
-    return {sign: rng.sample("0123456789", 2) for sign in SIGNS}, known
-
-
 def rows(n, seed, name, tokenizer):
     """n lines with a prompt, its right digits and what the teacher says: a lot of three digits, an answer."""
     rng = random.Random(f"{name} {seed}")
-    digits, known = secret(seed)
+    secret = random.Random(f"secret {seed}")
+    known = set(secret.sample(SIGNS, len(SIGNS) // 4 + 1))  # to the teacher
+    digits = {
+        sign: secret.sample("0123456789", 2) for sign in SIGNS
+    }  # the right one, the teacher's wrong one
     for _ in range(n):
         signs = rng.choices(SIGNS, k=LENGTH)
         slips = [sign not in known and rng.random() >= RIGHT for sign in signs]
@@ -49,7 +43,7 @@ def rows(n, seed, name, tokenizer):
 
 def learn(folder, seed):
     """Supervised learning from the teacher, as in ppo_loop.py: the actor that PPO starts from."""
-    tokenizer, config = common.load_config(ppo_loop.ActorConfig())
+    tokenizer, config = common.load_config(ActorConfig())
     config.initializer_range = 0.1
     lm, _ = common.load_model(AutoModelForCausalLM, "tiny-qwen2", config, seed)
     optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
