@@ -133,6 +133,7 @@ def table_of_ppo(runs, seeds, steps, out):
     figure = Figure(figsize=(8, 5), layout="constrained")
     panel = figure.subplots()
     baseline = None
+    block = 1 if steps < 100 else 10  # steps of a point
     print("| recipe | at the end, held out | mean reward | more than the first row | explained variance |")
     print("|---|---|---|---|---|")
     for number, (name, of_recipe) in enumerate(runs.items()):
@@ -145,7 +146,9 @@ def table_of_ppo(runs, seeds, steps, out):
         ev = statistics.fmean(row["critic/explained_var"] or 0.0 for rows in mine for row in rows[-10:])
         print(f"| {name} | {told(final)} | {told(area)} | {told(more)} | {ev:.2f} |")
         line = "-" if number < 10 else "--"  # there are ten colours
-        panel.plot(range(1, steps + 1), [statistics.fmean(x) for x in zip(*rewards)], line, label=name)
+        curve = [statistics.fmean(x) for x in zip(*rewards)]
+        curve = [statistics.fmean(curve[i : i + block]) for i in range(0, steps, block)]
+        panel.plot(range(block, steps + block, block), curve, line, label=name)
     panel.set(xlabel="step", ylabel=f"reward of the answers, mean of {seeds} seeds")
     panel.legend(fontsize="small")
     figure.savefig(out / "ablations.png")
