@@ -40,8 +40,8 @@ PPO = {  # the same number of scored answers, for each seed a supervised actor a
 SCRATCH = "--train-batch-size 8 --critic.value-head-init zero"
 NO_CRITIC = f"{SCRATCH} --critic.lr 1e-30"
 GROUPS = f"{NO_CRITIC} --train-batch-size 2 --rollout-n 4 --critic-where-it-helps"
-PRETRAINED = "--train-batch-size 8 --critic.model {task}/critic/hf"  # its answers count: an eighth
-DIGITS = {  # learning rates: the best of a grid, and the next below
+PRETRAINED = "--train-batch-size 8 --critic.model {task}/critic/hf"  # on an eighth of all answers
+DIGITS = {  # with the best learning rate of a grid, and some with the next lower one
     "no critic: less the batch's mean": NO_CRITIC,
     "no critic, actor's rate 1e-4": f"{NO_CRITIC} --actor.lr 1e-4",
     "4 answers to each of 2 prompts": GROUPS,
@@ -88,7 +88,7 @@ def ablations(
 ):
     """Prints the table for seeds 101, 102 and so on. A run keeps one core busy; `jobs` run at once."""
     recipes = PRETRAINING if data else DIGITS if task == "digits" else PPO
-    first = []  # of each seed, what the answers earned that its critic is pretrained on
+    first = []  # for each seed, the metrics of the answers that its critic is pretrained on
     todo = []
     if task == "digits":
         common_flags = digits.FLAGS + "--actor.lr 3e-4 --critic.lr 1e-3 --critic.cliprange-value None "
@@ -110,7 +110,7 @@ def ablations(
     with ThreadPoolExecutor(jobs) as threads:
         runs = list(tqdm(threads.map(run, todo), total=len(todo)))
     runs = {name: runs[i * seeds : (i + 1) * seeds] for i, name in enumerate(recipes)}
-    for name, n in pretrained.items():  # until then the policy stays as it is
+    for name, n in pretrained.items():  # for these first n steps the policy does not change
         runs[name] = [[row] * n + rows for row, rows in zip(first, runs[name])] if n else runs[name]
     (table_of_pretraining if data else table_of_ppo)(runs, seeds, steps, out)
 

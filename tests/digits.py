@@ -1,5 +1,5 @@
-"""A task with luck inside an answer. The policy draws a lot, and an environment says + or -, which moves the
-reward by 1.5; then each right digit earns a quarter. A prompt is a row of signs, each with a secret digit."""
+"""A task with luck inside an answer: the policy draws a lot, and an environment replies + or -, which moves
+the reward by 1.5. Then each right digit earns a quarter. A prompt is a row of signs with secret digits."""
 
 import json
 import random
@@ -17,18 +17,16 @@ from ppo_loop import ActorConfig
 
 SIGNS = string.ascii_letters + "!#$%&()*,./:;<=>?@[]^_{|}~"
 LENGTH = 20  # signs of a prompt, and so digits of an answer
-RIGHT = 0.2  # how often the teacher is right about a sign that it does not know; else it errs in one way
-STEPS = (200, 100)  # before PPO: of the actor on 64 answers of the teacher, of the critic on 16 of the actor
+RIGHT = 0.2  # how often the teacher is right about a sign that it does not know; its wrong digit is fixed
+STEPS = (200, 100)  # before PPO: the actor's, on 64 answers of the teacher; the critic's, on 16 of the actor
 
 
 def rows(n, seed, name, tokenizer):
-    """n lines with a prompt, its right digits and what the teacher says: a lot of three digits, an answer."""
+    """Yields n lines with a prompt, its right digits, and the teacher's lot of three digits and answer."""
     rng = random.Random(f"{name} {seed}")
     secret = random.Random(f"secret {seed}")
     known = set(secret.sample(SIGNS, len(SIGNS) // 4 + 1))  # to the teacher
-    digits = {
-        sign: secret.sample("0123456789", 2) for sign in SIGNS
-    }  # the right one, the teacher's wrong one
+    digits = {sign: secret.sample("0123456789", 2) for sign in SIGNS}  # the right one, the teacher's wrong one
     for _ in range(n):
         signs = rng.choices(SIGNS, k=LENGTH)
         slips = [sign not in known and rng.random() >= RIGHT for sign in signs]
@@ -42,7 +40,7 @@ def rows(n, seed, name, tokenizer):
 
 
 def learn(folder, seed):
-    """Supervised learning from the teacher, as in ppo_loop.py: the actor that PPO starts from."""
+    """Trains the actor that PPO starts from on the teacher's answers, as ppo_loop.py does for addition."""
     tokenizer, config = common.load_config(ActorConfig())
     config.initializer_range = 0.1
     lm, _ = common.load_model(AutoModelForCausalLM, "tiny-qwen2", config, seed)
@@ -65,7 +63,7 @@ FLAGS = f"""--prompts {{task}}/prompts.jsonl --eval-prompts {{task}}/held_out.js
 
 
 def prepare(folder, seed, answers):
-    """Prompts, an actor, and a critic that has learned from answers of it -> what the answers earned."""
+    """Makes prompts, an actor, and a critic trained on its answers -> metrics of these answers."""
     if not (folder / "critic" / "report.html").exists():
         folder.mkdir(parents=True, exist_ok=True)
         for name, n in (("prompts", 8192), ("held_out", 256)):

@@ -9,12 +9,12 @@ def right_digits(prompt, response, answer):
 
 
 def luck(prompt, response, answer, turns):
-    """An environment that answers the first turn, a lot, with + or -, as chance decides."""
+    """An environment that replies + or - to the first turn, a lot, at random."""
     return "+-"[zlib.crc32((prompt + turns[0]).encode()) % 2] if len(turns) == 1 else None
 
 
 def points(prompt, response, answer, turns):
-    """A quarter of a point for each right digit of the second turn, less 2.5; and luck, 1.5 more or less."""
+    """A quarter of a point for each right digit of the second turn, minus 2.5, plus or minus 1.5 for luck."""
     right = sum(a == b for a, b in zip(turns[-1], answer, strict=False)) if len(turns) == 3 else 0
     return (right - 10) / 4 + (1.5 if turns[1:2] == ["+"] else -1.5)
 

@@ -44,7 +44,7 @@ def test_ablations_compare_runs_of_one_seed(tmp_path, capsys):
 
 
 def test_task_of_digits(tmp_path, capsys, monkeypatch):
-    """Its teacher errs as often as it should, its reward is as it says, and a short run makes a table."""
+    """The teacher errs at the stated rate, the reward is as documented, and a short run makes a table."""
     tokenizer = common.char_tokenizer()
     hits = []
     for row in map(json.loads, digits.rows(400, 7, "test", tokenizer)):
