@@ -26,7 +26,7 @@ def rows(n, seed, name, tokenizer):
     rng = random.Random(f"{name} {seed}")
     secret = random.Random(f"secret {seed}")
     known = set(secret.sample(SIGNS, len(SIGNS) // 4 + 1))  # to the teacher
-    digits = {sign: secret.sample("0123456789", 2) for sign in SIGNS}  # the right one, the teacher's wrong one
+    digits = {sign: secret.sample("0123456789", 2) for sign in SIGNS}  # right and wrong
     for _ in range(n):
         signs = rng.choices(SIGNS, k=LENGTH)
         slips = [sign not in known and rng.random() >= RIGHT for sign in signs]
