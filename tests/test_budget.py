@@ -19,7 +19,7 @@ TEXT = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
 TREE = {name: ast.parse(text) for name, text in TEXT.items()}
 
 LINES = {"common": 1450, "critic_fsdp": 1350, "critic_megatron": 1550, "ppo_loop": 1450}
-LINES_IN_ALL = 5715
+LINES_IN_ALL = 5712
 TOKENS_IN_ALL = 42000
 TOKENS_A_LINE = {"common": 10, "critic_fsdp": 10, "critic_megatron": 10, "ppo_loop": 10}
 TESTS = 10000
