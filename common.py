@@ -1099,11 +1099,11 @@ def load_config(config):
     if name in TINY:
         tokenizer = char_tokenizer(name)
     else:
-        kind = AutoTokenizer
-        if os.path.exists(f"{name}/tokenizer.json"):  # as stored: for Qwen2, Auto would split words anew
-            kind = PreTrainedTokenizerFast
+        reader = AutoTokenizer
+        if os.path.exists(f"{name}/tokenizer.json"):  # as stored; AutoTokenizer would use Qwen2's own rules
+            reader = PreTrainedTokenizerFast
         with blame(f"--tokenizer {name}: no tokenizer there") if config.tokenizer else suppress(Exception):
-            tokenizer = kind.from_pretrained(name)
+            tokenizer = reader.from_pretrained(name)
     if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):  # or an empty one, made up
         print0(f"tokenizer  none in {name}, so rows must be token ids")
         tokenizer = None
@@ -1330,7 +1330,7 @@ CURVES = {  # panels of a critic's report -> metrics
 NUMBERS = {  # numbers in a report -> what they mean
     "explained variance": "over all actions: 1 is perfect, 0 as good as a constant",
     "at the first action": "explained variance where only the prompt is known",
-    "ceiling": "an estimate of the most that can be explained there; -- if too few rows tell",
+    "ceiling": "an estimate of the most that can be explained at the first action; -- if too few rows tell",
     "AUC": "chance that the last value of a right response is above that of a wrong one",
     "best of n": "mean reward of each prompt's response with the highest last value",
     "mean of n": "mean reward of all responses to these prompts, which have two or more",
@@ -1371,7 +1371,7 @@ def ceiling(rows):
 
 
 def rows_to_show(rows, tokenizer):
-    """{token ids: (prompt, [(text, is action, V, R, TD error)])} of rows, those with large errors first."""
+    """{token ids: (prompt, [(text, is action, V, R, TD error)])}, the rows with the largest errors first."""
     jump_T = rows.advantages.abs()
     jump_T[last_action(rows)] = 0.0  # -1 (no action): the last token of all, 0 anyway
     jump_B = torch.zeros(len(rows)).scatter_reduce(0, rows.row_of_token, jump_T, "amax")

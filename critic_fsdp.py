@@ -271,7 +271,7 @@ def freeze(model, pattern):
 
 
 def attention_of(config, model_config):
-    """transformers' attn_implementation: the decoder's name, or None. A vision tower keeps its own ("")."""
+    """The decoder's attn_implementation, or None: transformers chooses. A vision tower keeps its own."""
     if config.use_remove_padding:
         name = "ulysses" if config.ulysses_size > 1 else "packed"
     else:  # sdpa would ignore a soft cap
