@@ -10,7 +10,6 @@ import hashlib
 import io
 import itertools
 import json
-import math
 import os
 import random
 import re
@@ -22,7 +21,8 @@ import traceback
 import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from math import nan
+from math import ceil, inf, isfinite, isnan, nan, sqrt
+from os.path import abspath, dirname, exists, isdir, realpath
 from pathlib import Path
 from typing import Annotated
 
@@ -248,6 +248,10 @@ class Batch:
         n = self.lengths
         return [count(s) + sum(count(n[row]) - count(s) for row in rows) for s, rows in groups]
 
+    def mean_return(self, gamma):  # over the actions of all ranks (a collective); 0 without an action
+        whole = gather(self)
+        return float(monte_carlo(whole, gamma)[whole.response_mask].mean().nan_to_num())
+
     def shuffled(self, *key):  # the same rows, in the order of shuffled_rows
         return self.select(shuffled_rows(self.groups(), *key))
 
@@ -256,8 +260,6 @@ def check(batch):
     """Returns the batch; ValueError if its columns do not fit together."""
     tokens = len(batch.input_ids)
     lengths = batch.cu_seqlens.diff()
-    if batch.cu_seqlens[0] != 0 or lengths.sum() != tokens or (lengths < 1).any():
-        raise ValueError(f"cu_seqlens must rise from 0 to the {tokens} tokens, but is {batch.cu_seqlens}")
     for name, column in vars(batch).items():
         n = len(lengths) if name in batch.ROWS else tokens
         if column is not None and name != "cu_seqlens" and len(column) != n:
@@ -325,6 +327,7 @@ def dp_compute_proto(needs=()):
 
 Number = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)] | bool  # float32 can hold the square
 ALTERNATIVES = (("prompt", "messages", "prompt_ids"), ("response", "response_ids"), ("reward", "rewards"))
+HINT = "For the critic only: {}\n"  # what the critic reads before the prompt, with --privileged-key
 Text = Annotated[str, Field(min_length=1)]
 Id = Annotated[int, Field(ge=0, lt=2**63)]
 Ids = Annotated[list[Id], Field(min_length=1)]
@@ -355,15 +358,15 @@ class Rollout(pydantic.BaseModel, strict=True):
         return self
 
 
-def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_images=None):
-    """Reads a JSONL file (or a list of its lines) as one Batch; row_id is the line, counted from 0. Rows must
-    fit model_config; place_images(rollout, folder) prepares images. UserError names the first bad row."""
+def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_images=None, hint_key=None):
+    """Reads a JSONL file (or a list of its lines) as one Batch; row_id is the line, from 0. UserError names
+    the first bad row. Rows must fit model_config; place_images(rollout, folder) prepares images."""
     name = "toy"
     folder = ""
     lines = source
     if isinstance(source, str):
         name = f"{flag} {source}"
-        folder = os.path.dirname(source)
+        folder = dirname(source)
         with blame(name):
             lines = Path(source).read_bytes().splitlines()
     rows = []
@@ -372,6 +375,7 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
             continue
         try:
             rollout = parse_rollout(line, tokenizer)
+            rollout.prompt_ids = hint_ids(tokenizer, line, hint_key) + rollout.prompt_ids
             if place_images:
                 place_images(rollout, folder)
             elif rollout.images:
@@ -384,6 +388,8 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
             raise UserError(f"{name}:{number + 1}: {fault}") from None
     if not any(row.response_mask.any() for row in rows):
         raise UserError(f"{name}: no row has an action")
+    if hint_key:
+        print0(f"hint       {HINT!r} before each prompt, for the critic only")
     return concat(rows)
 
 
@@ -410,8 +416,6 @@ def parse_rollout(line, tokenizer):  # one JSON line -> Rollout with token ids; 
         text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         if fault["loc"]:
             text = f"{fault['loc'][0]}: {text}, not {fault['input']!r:.40}"
-        elif fault["type"] == "json_invalid":
-            text = f"a row must be one JSON object on one line; {text}"
         raise UserError(text) from None
     if tokenizer is None and not (rollout.prompt_ids and rollout.response_ids):
         raise UserError("it is text, but there is no tokenizer to encode it; give --tokenizer")
@@ -426,6 +430,13 @@ def parse_rollout(line, tokenizer):  # one JSON line -> Rollout with token ids; 
         if end is not None and not rollout.truncated and rollout.response_ids[-1:] != [end]:
             rollout.response_ids.append(end)
     return rollout
+
+
+def hint_ids(tokenizer, line, key):  # tokens of a JSON line that only the critic reads, before the prompt
+    if not key:
+        return []
+    with blame(f"--privileged-key {key}: the row lacks it, or there is no tokenizer"):
+        return tokenizer.encode(HINT.format(json.loads(line)[key]))
 
 
 def chat_ids(tokenizer, messages, complete=False):
@@ -485,7 +496,7 @@ def shuffled_rows(groups, *key):
 def rows_of_step(step, groups, size, seed):
     """Row indices for update `step`, at most `size`. Each pass over the groups is shuffled anew."""
     n = sum(len(rows) for _, rows in groups)
-    pieces = math.ceil(n / size)
+    pieces = ceil(n / size)
     i = step % pieces
     rows = shuffled_rows(groups, seed, "rows", step // pieces)
     return rows[n * i // pieces : n * (i + 1) // pieces]
@@ -573,7 +584,7 @@ def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, clipra
     columns = (vpreds_T, values_T, returns_T)
     v_T, old_T, returns_T = [torch.where(response_mask_T, x_T, 0.0) for x_T in columns]
     error_T = (v_T - returns_T).square()
-    epsilon = math.inf if cliprange_value is None else cliprange_value
+    epsilon = inf if cliprange_value is None else cliprange_value
     clipped_T = (torch.clamp(v_T, old_T - epsilon, old_T + epsilon) - returns_T).square()
     loss = 0.5 * (weights_T * torch.maximum(error_T, clipped_T)).sum()
     return loss, (clipped_T > error_T).sum()
@@ -598,7 +609,7 @@ def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
     edge_N = torch.linspace(low, high, bins + 1, device=logits_TN.device)
     sigma = 0.75 * (high - low) / bins
     returns_T = torch.where(response_mask_T, returns_T, low).clamp(low, high)
-    cdf_TN = torch.erf((edge_N - returns_T[:, None]) / (sigma * math.sqrt(2)))
+    cdf_TN = torch.erf((edge_N - returns_T[:, None]) / (sigma * sqrt(2)))
     p_TN = cdf_TN.diff() / (cdf_TN[:, -1:] - cdf_TN[:, :1])
     logits_TN = torch.where(response_mask_T[:, None], logits_TN, 0.0)
     return -(weights_T * (p_TN * logits_TN.log_softmax(1)).sum(1)).sum()
@@ -629,7 +640,7 @@ def auc(scores, labels):
 
 def update_metrics(kind, names, totals, norms, lr):
     """Metrics of an update. totals: sums over all actions: loss, ..., number of actions. norms: by step."""
-    taken = [norm for norm in norms if math.isfinite(norm)]
+    taken = [norm for norm in norms if isfinite(norm)]
     steps = len(taken) or nan  # without a step, averages are NaN
     loss, *sums, actions = totals.tolist()
     shares = [x / (actions or nan) for x in sums]
@@ -764,7 +775,7 @@ def dense_attention(q, k, v, scale, window, softcap, sinks):
     scores_NHLL = q @ k.transpose(-1, -2) * scale
     if softcap:
         scores_NHLL = softcap * torch.tanh(scores_NHLL / softcap)
-    scores_NHLL = scores_NHLL.masked_fill(~mask, -math.inf)
+    scores_NHLL = scores_NHLL.masked_fill(~mask, -inf)
     if sinks is not None:  # one more column per head: it takes probability but has no value
         column = sinks.view(1, -1, 1, 1).expand(*scores_NHLL.shape[:3], 1)
         scores_NHLL = torch.cat([scores_NHLL, column.to(scores_NHLL.dtype)], -1)
@@ -772,8 +783,8 @@ def dense_attention(q, k, v, scale, window, softcap, sinks):
     return weights_NHLL.to(q.dtype) @ v
 
 
-# dense bf16 TFLOP/s from the vendors' data sheets; the first pattern that matches the name counts
-PEAK_TFLOPS = {"H100 PCIE": 756, "H[12]00 NVL": 835, "(H|GH)[128]00": 989, "A[18]00": 312}
+# dense bf16, from data sheets; the first pattern that matches counts
+PEAK_TFLOPS = {"H100 PCIe": 756, "H[12]00 NVL": 835, "(H|GH)[128]00": 989, "A[18]00": 312}
 
 
 def flops_model(model, config):
@@ -799,7 +810,7 @@ def describe_update(batch, start, epochs, flops, layout):
     memory = peak = nan
     if layout.device.type == "cuda":
         memory = torch.cuda.max_memory_allocated()
-        name = torch.cuda.get_device_name().upper()
+        name = torch.cuda.get_device_name()
         if layout.dtype != torch.float32 and " MIG " not in name:
             peak = 1e12 * next((x for w, x in PEAK_TFLOPS.items() if re.search(rf"\b{w}\b", name)), nan)
     seconds, memory = map(max, zip(*of_all_ranks((seconds, memory))))
@@ -824,7 +835,7 @@ def measure_budget(try_out, given, longest, share, state_bytes):
     limit = float(given[5:] or "inf") * 2**30
     row = Batch.blank(longest)
     try_out(row)  # creates gradients and workspaces
-    rows = math.ceil(512 * share / longest)
+    rows = ceil(512 * share / longest)
     for doubling in range(6):
         batch = row.select([0] * rows * 2**doubling)
         if torch.cuda.is_available():
@@ -858,7 +869,7 @@ class Logger:
 
     def __init__(self, out_dir, settings, first_step=0, folder=None):
         self.out_dir = out_dir
-        is_own = folder and os.path.dirname(folder) == os.path.realpath(f"{out_dir}/checkpoints")
+        is_own = folder and dirname(folder) == realpath(f"{out_dir}/checkpoints")
         last_step = first_step if is_own else 0
         self.start = time.perf_counter()
         self.updates = 0  # since the start
@@ -908,16 +919,16 @@ class Logger:
         """UserError if values are not finite, or if the gradients of ten updates in a row are not."""
         if "critic/values_mean" not in metrics:  # no row had an action
             return
-        if not math.isfinite(metrics["critic/values_mean"]):
+        if not isfinite(metrics["critic/values_mean"]):
             raise UserError("the critic's values are not finite, the training has diverged; use a lower --lr")
-        self.skipped = self.skipped + 1 if math.isnan(metrics["critic/grad_norm"]) else 0
+        self.skipped = self.skipped + 1 if isnan(metrics["critic/grad_norm"]) else 0
         if self.skipped == 10:
             raise UserError("10 updates in a row were skipped: gradients are not finite; use a lower --lr")
 
     def log(self, step, metrics):  # metrics: name -> number; logs null if it is not finite
         if RANK != 0:
             return
-        metrics = {name: float(x) if math.isfinite(x) else None for name, x in metrics.items()}
+        metrics = {name: float(x) if isfinite(x) else None for name, x in metrics.items()}
         self.file.write(json.dumps({"step": step, **metrics}) + "\n")
         for name, x in metrics.items():
             if x is not None:
@@ -951,7 +962,7 @@ class Logger:
 
 
 def number(x, form):  # x in the given format, or -- for NaN
-    return "--" if math.isnan(x) else format(x, form)
+    return "--" if isnan(x) else format(x, form)
 
 
 def read_lines(path):
@@ -963,7 +974,7 @@ def read_lines(path):
 
 
 def replace_lines(path, rows):  # replaces a JSONL file; a crash leaves the old or the new one, whole
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    os.makedirs(dirname(path), exist_ok=True)
     Path(f"{path}.tmp").write_text("".join(f"{json.dumps(row, default=str)}\n" for row in rows))
     flush_to_disk(f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
@@ -990,7 +1001,7 @@ def published(folder, group=None, keep=None):
     the old or the new one (a collective of `group`). keep: how many of the last step_N next to it to keep."""
     if torch.cuda.is_available():
         torch.cuda.set_device(LOCAL_RANK)  # a new thread starts on device 0
-    if os.path.exists(folder) and os.listdir(folder) and not os.path.exists(f"{folder}/{MANIFEST}"):
+    if exists(folder) and os.listdir(folder) and not exists(f"{folder}/{MANIFEST}"):
         raise UserError(f"--out-dir: {folder} holds something else, which we do not overwrite; move it")
     tmp = f"{folder}.tmp"
     if RANK == 0:
@@ -1002,7 +1013,7 @@ def published(folder, group=None, keep=None):
     found = {str(path.relative_to(tmp)) for path in Path(tmp).rglob("*") if path.is_file()}  # ours at least
     names = sorted(set().union(*of_all_ranks(found, group)))
     sums = {name: checksum(f"{tmp}/{name}") for name in names[RANK::WORLD_SIZE]}
-    seen = None not in sums.values() and all(os.path.exists(f"{tmp}/{name}") for name in names)
+    seen = None not in sums.values() and all(exists(f"{tmp}/{name}") for name in names)
     parts = of_all_ranks(sums if seen else None, group)
     if None in parts:
         raise UserError(f"--out-dir: rank {parts.index(None)} does not see all of {tmp}; use shared storage")
@@ -1011,10 +1022,10 @@ def published(folder, group=None, keep=None):
         for path in (*Path(tmp).rglob("*"), tmp):
             flush_to_disk(path)
         remove(f"{folder}.was")
-        if os.path.exists(folder):  # between the two renames the old folder is complete as .was
+        if exists(folder):  # between the two renames the old folder is complete as .was
             os.rename(folder, f"{folder}.was")
         os.rename(tmp, folder)
-        parent = os.path.dirname(os.path.abspath(folder))
+        parent = dirname(abspath(folder))
         flush_to_disk(parent)
         remove(f"{folder}.was")
         for _, path in steps_in(parent)[keep:] if keep else ():
@@ -1023,7 +1034,7 @@ def published(folder, group=None, keep=None):
 
 
 def remove(folder):  # deletes a folder, if it exists; a crash never leaves half of it under its name
-    if os.path.isdir(folder):
+    if isdir(folder):
         shutil.rmtree(f"{folder}.gone", ignore_errors=True)  # a leftover of a crash
         os.rename(folder, f"{folder}.gone")
         shutil.rmtree(f"{folder}.gone", ignore_errors=True)
@@ -1042,7 +1053,7 @@ def flush_to_disk(path):
 
 def verify(folder):
     """UserError on all ranks unless a published folder, or a file in one, is intact (a collective)."""
-    root = folder if os.path.exists(f"{folder}/{MANIFEST}") else os.path.dirname(folder)
+    root = folder if exists(f"{folder}/{MANIFEST}") else dirname(folder)
     manifests = of_all_ranks(checksum(f"{root}/{MANIFEST}"))
     with blame(f"--resume {folder}: no complete checkpoint here, no readable {MANIFEST}"):
         sums = dict(json.loads(Path(root, MANIFEST).read_text()))
@@ -1062,9 +1073,9 @@ def check_shared(out_dir):
             os.makedirs(probe)
     dist.barrier()
     for _ in range(300):  # network file systems cache for a while that a path is missing
-        if not os.path.exists(probe):
+        if not exists(probe):
             time.sleep(0.1)
-    blind = max(of_all_ranks("" if os.path.exists(probe) else os.uname().nodename))
+    blind = max(of_all_ranks("" if exists(probe) else os.uname().nodename))
     if RANK == 0:
         os.rmdir(probe)
     if blind:
@@ -1100,7 +1111,7 @@ def load_config(config):
         tokenizer = char_tokenizer(name)
     else:
         reader = AutoTokenizer
-        if os.path.exists(f"{name}/tokenizer.json"):  # as stored; AutoTokenizer would use Qwen2's own rules
+        if exists(f"{name}/tokenizer.json"):  # as stored; AutoTokenizer would use Qwen2's own rules
             reader = PreTrainedTokenizerFast
         with blame(f"--tokenizer {name}: no tokenizer there") if config.tokenizer else suppress(Exception):
             tokenizer = reader.from_pretrained(name)
@@ -1127,7 +1138,7 @@ def load_config(config):
 
 
 def config_of(model):  # the config of a model's folder or of either critic's checkpoint, as a dict
-    if os.path.exists(f"{model}/trainer.json"):
+    if exists(f"{model}/trainer.json"):
         return json.loads(Path(model, "trainer.json").read_text())["shape"]
     return transformers.PreTrainedConfig.get_config_dict(model)[0]
 
@@ -1144,7 +1155,7 @@ def check_rows(batch, model_config):  # UserError: a row is too long, or has ids
     text = model_config.get_text_config()
     length, row = batch.longest
     limit = "max_position_embeddings"
-    most = getattr(text, limit, None) or math.inf
+    most = getattr(text, limit, None) or inf
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # a longer row would change the angles of all rows around it
         limit = "original_max_position_embeddings"
@@ -1157,7 +1168,7 @@ def check_rows(batch, model_config):  # UserError: a row is too long, or has ids
 
 
 def local_folder(name):  # a model's folder, downloaded if it is on the hub
-    if os.path.isdir(name):
+    if isdir(name):
         return name
     return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])
 
@@ -1204,24 +1215,23 @@ def init_value_head(score, config, model_config):
     """Initializes the head, an nn.Linear, by --value-head-init -> words on where it comes from."""
     nn.init.zeros_(score.weight)
     nn.init.zeros_(score.bias)
-    if config.value_head_init == "zero":
-        return "value head zero"
+    if config.value_head_init in ("zero", "mean"):
+        return f"value head {config.value_head_init}"
     if config.model not in TINY and config.value_head_init != "normal":
         if name := load_value_head(score, config.model, model_config.value_range):
             return f"value head from its {name}"
     if config.value_head_init == "checkpoint":
         raise UserError(f"--model {config.model}: holds no trained value head that fits; give one that does")
-    std = 1 / math.sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
+    std = 1 / sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
     nn.init.normal_(score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
     return f"value head new, normal(0, {std:.3f})"
 
 
 def load_value_head(score, name, value_range):
-    """Copies the value head in a model's folder -> its name there, or None if none fits size and range."""
+    """Copies the value head of a model's folder (transformers', TRL's or ours) -> its name, or None."""
     folder = local_folder(name)
     if config_of(folder).get("value_range") != (value_range and list(value_range)):
         return None
-    # names in transformers' token-classification and reward models, in TRL's and in our checkpoints
     heads = re.compile(r"(model\.)?(score|classifier|(v|value)_head(\.summary)?)\.(weight|bias)")
     reader = HuggingFaceStorageReader(folder)
     sizes = reader.read_metadata().state_dict_metadata.items()
@@ -1237,7 +1247,7 @@ def load_value_head(score, name, value_range):
 def describe_head(model_config, config, value_range):
     """Records the value head in a transformers config: num_labels outputs, over value_range or None."""
     stored = getattr(model_config, "value_range", None)
-    model_config.num_labels = config.value_bins if config.value_head == "hl_gauss" else 1
+    model_config.num_labels = 51 if config.value_head == "hl_gauss" else 1  # 51 bins
     model_config.value_range = None
     model_config.classifier_dropout = 0.0
     model_config.dtype = torch.float32
@@ -1269,15 +1279,11 @@ def tiny_config(name, vocab_size):
     text = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
     if kind != "gpt2":  # GPT-2 names these differently
         text |= {
-            "hidden_size": 64,
-            "intermediate_size": 192,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "max_position_embeddings": 8192,
-            "pad_token_id": None,
-        }
+            "hidden_size": 64, "intermediate_size": 192,
+            "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16,
+            "max_position_embeddings": 8192, "pad_token_id": None
+        }  # fmt: skip
     if not kind.endswith("vl"):
         return {"model_type": kind, **text, **TINY[name]}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
@@ -1404,11 +1410,11 @@ def write_scores(path, out_dir, rows, tokenizer, gamma):
     if RANK == 0:
         replace_lines(f"{out_dir}/scored.jsonl", scored)
     write_report(out_dir, rows, "scored rows", tokenizer, gamma)
-    print0(f"saved      {out_dir}: scored.jsonl, report.html, curves.png")
+    print0(f"saved      {out_dir}: scored.jsonl, report.html")
 
 
 def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
-    """Writes curves.png and report.html, and prints the numbers. rows: with values; about: what they are."""
+    """Writes report.html and prints its numbers. rows: with values; about: what they are."""
     from matplotlib.figure import Figure
 
     v_A = rows.values[rows.response_mask]
@@ -1422,29 +1428,23 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     explained, _, _, *others = evaluate(rows, gamma).values()
     values = (explained, explained_variance(v_A[first], r_A[first]), ceiling(rows), *others)  # as in NUMBERS
     numbers = {name: number(x, ".3f") for name, x in zip(NUMBERS, values)}
-    figure = Figure(figsize=(6, 9), layout="constrained")
+    figure = Figure(figsize=(6, 9))
     log = read_lines(f"{out_dir}/metrics.jsonl")
     for panel, (title, names) in zip(figure.subplots(3, 1), curves.items()):
         for name in names:
             points = {row["step"]: row[name] for row in log if row.get(name) is not None}
             panel.plot(list(points), list(points.values()), "o--" if "eval" in name else ".-", label=name)
-        panel.set_title(title)
+        panel.set_ylabel(title)
         panel.legend()
-    figure.savefig(f"{out_dir}/curves.png")
     svg = io.StringIO()
     figure.savefig(svg, format="svg")
     low, high = map(float, v_A.aminmax())
     about = f"{len(rows):,} {about}, {len(v_A):,} actions"
     page = PAGE.stream(
-        title=out_dir,
-        about=about,
-        numbers=numbers,
-        words=NUMBERS,
-        low=low,
-        high=max(high, low + 1e-9),
-        rows=rows_to_show(rows, tokenizer),
-        figure=svg.getvalue(),
-    )
+        title=out_dir, about=about, numbers=numbers, words=NUMBERS, rows=rows_to_show(rows, tokenizer),
+        low=low, high=max(high, low + 1e-9),
+        figure=svg.getvalue()
+    )  # fmt: skip
     page.dump(f"{out_dir}/report.html")
     told = ", ".join(f"{name} {x}" for name, x in numbers.items())
     print0(f"report     {out_dir}/report.html: {about}\n  {told}")

@@ -16,7 +16,6 @@ Shapes are in the names: T tokens of all sequences, end to end; B sequences; L l
 
 import datetime
 import json
-import math
 import os
 import re
 import signal
@@ -29,6 +28,8 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
+from math import ceil, cos, gcd, inf, isfinite, nan, pi, tan
+from os.path import exists, realpath
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -44,7 +45,6 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 Rate = Annotated[FiniteFloat, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
 Auto = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d+)?)?$")]
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -57,25 +57,22 @@ class Config:
     model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
     tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own)
     override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-    # how the value head starts (auto: from the checkpoint if it has one, else normal)
-    value_head_init: Literal["auto", "checkpoint", "normal", "zero"] = "auto"
-    # value head: an unbounded number, one within --value-range, or the mean of a distribution over bins
+    # how the value head starts (auto: from the checkpoint, else normal; mean: new, at the mean return)
+    value_head_init: Literal["auto", "checkpoint", "normal", "zero", "mean"] = "auto"
+    # value head: an unbounded number, one within --value-range, or the mean of a distribution over 51 bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
-    value_bins: Annotated[int, Field(ge=2)] = 51  # number of bins of the hl_gauss head
     # LOW HIGH of a bounded or hl_gauss head (None: from the checkpoint, else from the data)
     value_range: tuple[float, float] | None = None
     freeze_modules: str | None = None  # regular expression; weights with a match in their name are frozen
     lora_rank: Count = 0  # train only the value head and LoRA adapters of this rank (0: no LoRA)
     lora_alpha: Rate = 16.0  # LoRA adapters are scaled by alpha / rank
     seed: Count = 0  # random seed of new weights, the value head and every shuffle
-
     # layout
     strategy: Literal["fsdp2", "fsdp1", "none"] = "fsdp2"  # how to shard weights (none: a full copy per rank)
     fsdp_size: int = -1  # ranks that shard one copy of the weights; the others hold replicas (-1: all ranks)
     ulysses_size: Positive = 1  # ranks that split each sequence, and attention by heads
     offload_policy: bool = False  # keep weights, gradients and optimizer state on the host (not with fsdp1)
     timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0  # stop if a collective takes longer
-
     # precision and kernels
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad each to the longest
     share_prompts: bool = True  # compute a prompt once for all its rows; the update is the same
@@ -84,23 +81,20 @@ class Config:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     activation_offload: bool = False  # keep in host memory what gradient checkpointing saves
     defer_grad_sync: bool = False  # reduce gradients once per mini-batch: less traffic, unsharded gradients
-
     # batches
     ppo_epochs: Positive = 1  # passes over the rows of one update
     ppo_mini_batch_size: Positive = 256  # rows per optimizer step, over all ranks
     shuffle: bool = True  # cut mini-batches in random order (by seed, update, epoch), not in row order
     ppo_max_token_len_per_gpu: Positive | Auto = 16384  # max tokens per micro-batch (auto[:GIB]: what fits)
-
     # loss
     value_places: tuple[Fraction, ...] = ()  # train only at these fractions of a response (none: all)
     loss_agg_mode: AggMode = "token-mean"  # how to average token losses over a mini-batch
     cliprange_value: Rate | None = 0.5  # PPO clip range around the old value (None: off; unused by hl_gauss)
     response_length_limit: Positive | None = None  # divisor of seq-mean-token-sum-norm, in tokens
-
     # optimizer
     lr: Rate | None = None  # peak learning rate of AdamW (None: 1e-3 for tiny-*, 1e-5 for a checkpoint)
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.01  # AdamW's decoupled decay, on every weight
-    betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay rates of AdamW's two moving averages
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay rates of AdamW's two moving averages
     grad_clip: PositiveFloat = 1.0  # clip the norm of the whole gradient to this (inf: no clipping)
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # schedule after warm-up; cosine ends at 0
     lr_warmup_steps: Count = 0  # linear warm-up, in optimizer steps; the first is at lr / steps, not at 0
@@ -113,6 +107,7 @@ class Run:
     critic: tyro.conf.OmitArgPrefixes[Config] = Config()  # its flags have no prefix, but a title in --help
     rollouts: str | None = None  # JSONL file to train on (None: the built-in toy task)
     eval_rollouts: str | None = None  # JSONL file to evaluate on (None: no evaluation; the toy has its own)
+    privileged_key: str | None = None  # JSONL key of text that only the critic reads, before the prompt
     score: str | None = None  # no training: write this JSONL file with values to out_dir/scored.jsonl
     gamma: Fraction = 1.0  # discount factor per action
     lam: Fraction = 1.0  # GAE lambda of the returns (1: Monte Carlo, from rewards alone)
@@ -154,9 +149,10 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     sp = c.ulysses_size
     shards = world_size if c.fsdp_size == -1 else c.fsdp_size
     rules = {  # message -> whether the flags agree
-        f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < math.inf,
-        "--value-range, --value-bins: need --value-head hl_gauss, or bounded for the range":
-            c.value_head != "scalar" or not c.value_range and c.value_bins == Config.value_bins,
+        f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < inf,
+        "--value-range: needs --value-head bounded, hl_gauss": c.value_head != "scalar" or not c.value_range,
+        "--value-head-init mean: needs --value-head scalar, bounded":
+            c.value_head_init != "mean" or c.value_head != "hl_gauss",
         "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm; set both or neither":
             norm == (c.response_length_limit is not None),
         f"--ulysses-size {sp}: must divide the {world_size} ranks": world_size % sp == 0,
@@ -168,7 +164,7 @@ def mistake_in(flags, world_size=WORLD_SIZE):
         "--offload-policy, --defer-grad-sync: fsdp1 has neither; use fsdp2":
             c.strategy != "fsdp1" or not (c.offload_policy or c.defer_grad_sync),
         "--activation-offload: needs --gradient-checkpointing":
-            c.gradient_checkpointing or not c.activation_offload,
+            c.gradient_checkpointing or not c.activation_offload
     }  # fmt: skip
     for words, holds in rules.items():
         if not holds:
@@ -230,7 +226,7 @@ class ValueModel(nn.Module):
 
 def read_weights(config, model_config):
     """A ValueModel on the host with its weights, and words on where they come from. Runs on rank 0 only."""
-    if os.path.exists(f"{config.model}/trainer.json"):
+    if exists(f"{config.model}/trainer.json"):
         backbone = AutoModel.from_config(model_config, dtype=torch.float32)
         weights = {f"model.model.{name}": x for name, x in backbone.state_dict().items()}
         with blame(f"--model {config.model}: its weights do not load"):
@@ -330,7 +326,7 @@ def place_images(image_processor, image_token_id, rollout, folder):
     if rollout.images:  # merge_size x merge_size patches are one token
         for i, name in enumerate(rollout.images):
             if not name.startswith("data:"):
-                rollout.images[i] = os.path.abspath(os.path.join(folder, name))
+                rollout.images[i] = f"{Path(folder, name).absolute()}"
         with blame(f"images {rollout.images!s:.200}"):
             grids = read_images({"images": rollout.images}, image_processor)["image_grid_thw"]
         sizes = (grids.prod(1) // image_processor.merge_size**2).tolist()
@@ -348,7 +344,6 @@ def place_images(image_processor, image_token_id, rollout, folder):
 
 def read_images(row, image_processor):
     """One row's multi_modal_inputs -> {"pixel_values": (patches, features), "image_grid_thw": (images, 3)}.
-
     A JSONL row has {"images": [absolute file name or data URL]}. We read it just before each forward, because
     the pixels of all rows would fill the host's memory."""
     if "images" not in row:
@@ -418,8 +413,6 @@ def build_value_model(config, model_config, layout):
     where its weights come from). Every rank builds the model on meta; only rank 0 reads the weights, and it
     sends each rank its shards."""
     model = build_skeleton(config, model_config)
-    if odd := {name for name, _ in model.score.named_parameters()} - {"weight", "bias"}:
-        raise UserError(f"score.{min(odd)}: teach init_value_head, load_value_head, save_hf and this set")
     source, story = read_weights(config, model_config) if RANK == 0 else (None, "")
     flops = common.flops_model(model, model_config)
     count, trained = count_parameters(model)
@@ -476,7 +469,7 @@ def ulysses_attention(module, query, key, value, attention_mask, s_aux=None, **o
     its slice of the row: q (1, H, T/p, D) -> (1, T/p, H, D). Model code does not change."""
     group = Pack.group
     p = dist.get_world_size(group)
-    repeat = p // math.gcd(key.shape[1], p)  # fewer key heads than ranks: several ranks get the same
+    repeat = p // gcd(key.shape[1], p)  # fewer key heads than ranks: several ranks get the same
     key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
     traded = [trade(x.to(value.dtype), group, 1, 2) for x in (query, key, value)]  # give heads, get tokens
     if s_aux is not None:  # attention sinks, one per head (gpt-oss)
@@ -544,7 +537,7 @@ def micro_batches(batch, dp_size, max_tokens, share, padded=False):
     most = min(max_tokens, sum(batch.computed(groups)) / dp_size)
     bundles = []  # groups, large ones in several pieces
     for shared, rows in groups:
-        size = math.inf
+        size = inf
         for row in rows:
             size += lengths[row] - shared
             if size > most:
@@ -593,19 +586,15 @@ def check_model_flags(config, model_config):
     """UserError for flags that do not fit this model."""
     heads = model_config.get_text_config().num_attention_heads
     if heads % config.ulysses_size:
-        raise UserError(
-            f"--ulysses-size {config.ulysses_size}: must divide the model's {heads} attention heads"
-        )
+        raise UserError(f"--ulysses-size {config.ulysses_size}: must divide {heads} attention heads")
 
 
 def check_budget(config, longest, row):
     """The smallest budget for the longest row; UserError if given less. row: words that name it."""
-    least = math.ceil(longest / config.ulysses_size)
+    least = ceil(longest / config.ulysses_size)
     given = config.ppo_max_token_len_per_gpu
     if isinstance(given, int) and given < least:
-        raise UserError(
-            f"--ppo-max-token-len-per-gpu {given}: {row} has {longest} tokens; give at least {least}"
-        )
+        raise UserError(f"--ppo-max-token-len-per-gpu {given}: {row} has {longest} tokens; give {least}")
     return least
 
 
@@ -693,7 +682,7 @@ class DataParallelPPOCritic:
         if self.value_range:
             low, high = self.value_range
             if outputs.ndim == 1:  # --value-head bounded: BPCO, 2608.23566
-                outputs = low + (high - low) * (0.5 + outputs.atan() / math.pi)
+                outputs = low + (high - low) * (0.5 + outputs.atan() / pi)
             else:
                 outputs = common.hl_gauss_values(outputs, low, high)
         return torch.where(mask, outputs, 0.0)
@@ -734,7 +723,7 @@ class DataParallelPPOCritic:
             if config.shuffle:
                 rows = batch.shuffled(config.seed, self.updates, epoch)
             for mini in rows.split(config.ppo_mini_batch_size):
-                norms.append(math.nan)
+                norms.append(nan)
                 if not mini.response_mask.any():
                     continue  # AdamW would move the weights even with zero gradients
                 mini.weights = common.loss_weights(
@@ -746,7 +735,7 @@ class DataParallelPPOCritic:
                     for i, rows in enumerate(micros, 1):
                         sums += self.forward_backward(self.micro_batch(mini, rows), last=i == len(micros))
                     norm = self.optimizer_step()
-                if math.isfinite(norm):
+                if isfinite(norm):
                     norms[-1] = norm
                     totals += sums
         self.updates += 1
@@ -793,7 +782,7 @@ class DataParallelPPOCritic:
         rate = self.peak_lr * min(1.0, (self.optimizer_steps + 1) / max(warmup, 1))
         if self.config.lr_scheduler_type == "cosine":
             done = (self.optimizer_steps - warmup) / max(self.total_steps - warmup, 1)
-            rate *= 0.5 * (1 + math.cos(math.pi * min(max(done, 0.0), 1.0)))
+            rate *= 0.5 * (1 + cos(pi * min(max(done, 0.0), 1.0)))
         return rate
 
     @record_function("optimizer step")
@@ -804,7 +793,7 @@ class DataParallelPPOCritic:
             norm = float(self.model.clip_grad_norm_(config.grad_clip))
         else:
             norm = float(nn.utils.clip_grad_norm_(self.parameters, config.grad_clip).full_tensor())
-        if math.isfinite(norm):
+        if isfinite(norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate()
             self.optimizer.step()
@@ -833,7 +822,6 @@ class CriticWorker:
 
     def init_model(self, total_steps=None, value_range=None):
         """Builds the model and its optimizer.
-
         total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs. value_range:
         (LOW, HIGH) of the head if neither --value-range nor the checkpoint gives one."""
         config = self.config
@@ -884,7 +872,6 @@ class CriticWorker:
 
     def set_budget(self, longest, row, halvings=0):
         """Sets the tokens per micro-batch; updates do not depend on it. UserError: a row does not fit.
-
         longest: tokens of the longest row to expect; row: words that name it. halvings: see Checkpoints."""
         config = self.config
         budget = config.ppo_max_token_len_per_gpu
@@ -921,6 +908,19 @@ class CriticWorker:
         common.check_rows(batch, self.model_config)
         if batch.multi_modal_inputs and self.critic.image_processor is None:
             raise ValueError("multi_modal_inputs: this critic reads text only")
+
+    @torch.no_grad()
+    def start_at_mean(self, batch, gamma):
+        """With --value-head-init mean and before the first update, makes every value the mean return of all
+        ranks' actions, clamped to the inner 98 % of a bounded head's range (a collective)."""
+        critic = self.critic
+        if self.config.value_head_init != "mean" or critic.updates:
+            return
+        bias = batch.mean_return(gamma)
+        if critic.value_range:  # the inverse of `values`
+            low, high = critic.value_range
+            bias = tan(pi * (min(max((bias - low) / (high - low), 0.01), 0.99) - 0.5))
+        critic.model.score.bias.fill_(bias)
 
     @common.dp_compute_proto()
     def compute_values(self, batch):
@@ -968,7 +968,6 @@ class CriticWorker:
 
     def save_checkpoint(self, folder):
         """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not at all.
-
         Sharded safetensors with transformers' names, no pickle: any layout of either critic reads them."""
         with published(folder) as tmp:
             self.checkpoint_writer()(tmp)
@@ -1013,7 +1012,6 @@ class CriticWorker:
     def export_hf(self, folder):
         """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads:
         num_labels is 1, or the number of bins for hl_gauss; config.json holds the value_range, if any.
-
         LoRA adapters are merged. For an architecture without that class, the folder holds the backbone and
         value_head.safetensors the head; --model reads both kinds."""
         state = {}  # the library's full_state_dict would crash FSDP1 on a CPU
@@ -1085,7 +1083,6 @@ def open_checkpoint(folder, shape):
 
 class Checkpoints:
     """The checkpoints of one run, as a context manager around it.
-
     `folder` is the one to continue from (--resume) or None. `halvings`: how often this run has run out of
     memory; --resume auto halves the token budget that often."""
 
@@ -1099,7 +1096,7 @@ class Checkpoints:
         common.check_shared(run.out_dir)
         self.out_of_memory = Path(run.out_dir, "out_of_memory")  # its size: how often
         self.halvings = 0
-        self.folder = run.resume and os.path.realpath(run.resume)
+        self.folder = run.resume and realpath(run.resume)
         if run.resume == "auto":
             self.find_newest()
 
@@ -1114,7 +1111,7 @@ class Checkpoints:
         for _, path in found:
             try:
                 common.verify(path)
-                self.folder = os.path.realpath(path)
+                self.folder = realpath(path)
                 return
             except UserError as error:
                 print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
@@ -1197,8 +1194,8 @@ def main(run):
     longest, line = max(train.longest, held_out.longest)
     check_budget(config, longest, f"line {line + 1} of the training or held-out rows")
     most = run.train_batch_size or config.ppo_mini_batch_size
-    size = math.ceil(len(train) / math.ceil(len(train) / most))  # rows per update: rows_of_step cuts evenly
-    total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
+    size = ceil(len(train) / ceil(len(train) / most))  # rows per update: rows_of_step cuts evenly
+    total = run.steps * config.ppo_epochs * ceil(size / config.ppo_mini_batch_size)
     checkpoints = Checkpoints(run)
     if run.score:
         worker.init_model()
@@ -1219,25 +1216,27 @@ def main(run):
         worker.export_hf(f"{run.out_dir}/hf")
     common.write_report(run.out_dir, shown, about, worker.tokenizer, run.gamma)
     print0(
-        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, report.html, curves.png, metrics.jsonl,"
-        " tensorboard"
+        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, report.html, metrics.jsonl, tensorboard"
     )
 
 
 def load_rows(run, worker):
     """(rows to train on or to score, rows to evaluate on, maybe none), from files or the toy task."""
-    options = {"tokenizer": worker.tokenizer, "model_config": worker.model_config}
-    if processor := load_image_processor(run.critic, worker.model_config):
-        options["place_images"] = partial(place_images, processor, worker.model_config.image_token_id)
+    processor = load_image_processor(run.critic, worker.model_config)
+    read = partial(
+        common.read_rows, tokenizer=worker.tokenizer, model_config=worker.model_config,
+        place_images=processor and partial(place_images, processor, worker.model_config.image_token_id),
+        hint_key=run.privileged_key
+    )  # fmt: skip
     seed = run.critic.seed
     if run.score:
-        train = common.read_rows(run.score, flag="--score", **options)
+        train = read(run.score, flag="--score")
         return train, train
-    train = common.read_rows(run.rollouts or common.toy_rows(8192, seed), **options)
+    train = read(run.rollouts or common.toy_rows(8192, seed))
     held_out = run.eval_rollouts if run.rollouts else common.toy_rows(512, seed, held_out=True)
     if not held_out:
         return train, train.select([])
-    return train, common.read_rows(held_out, flag="--eval-rollouts", **options)
+    return train, read(held_out, flag="--eval-rollouts")
 
 
 def learn(run, worker, train, held_out, size, checkpoints):
@@ -1262,6 +1261,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
             break
         picked = common.rows_of_step(step, groups, size, run.critic.seed)
         batch = train.select(picked[RANK::WORLD_SIZE])
+        worker.start_at_mean(batch, run.gamma)
         batch.values = worker.compute_values(batch)
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)

@@ -18,7 +18,6 @@ S slots: the tokens and padding of a micro-batch on this rank.
 import collections
 import datetime
 import json
-import math
 import os
 import re
 import signal
@@ -31,6 +30,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, pairwise
+from math import ceil, cos, inf, isfinite, nan, pi, sqrt, tan
+from os.path import realpath
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -47,7 +48,6 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron needs it t
 
 Rate = Annotated[FiniteFloat, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
 Auto = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d+)?)?$")]
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -60,16 +60,14 @@ class Config:
     model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
     tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own)
     override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-    # how the value head starts (auto: from the checkpoint if it has one, else normal)
-    value_head_init: Literal["auto", "checkpoint", "normal", "zero"] = "auto"
-    # value head: an unbounded number, one within --value-range, or the mean of a distribution over bins
+    # how the value head starts (auto: from the checkpoint, else normal; mean: new, at the mean return)
+    value_head_init: Literal["auto", "checkpoint", "normal", "zero", "mean"] = "auto"
+    # value head: an unbounded number, one within --value-range, or the mean of a distribution over 51 bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
-    value_bins: Annotated[int, Field(ge=2)] = 51  # number of bins of the hl_gauss head
     # LOW HIGH of a bounded or hl_gauss head (None: from the checkpoint, else from the data)
     value_range: tuple[float, float] | None = None
     freeze_modules: str | None = None  # regular expression; weights with a match in their name are frozen
     seed: Count = 0  # random seed of new weights, the value head and every shuffle
-
     # layout
     tensor_model_parallel_size: Positive = 1  # ranks that split each matrix product
     sequence_parallel: bool = True  # tensor-parallel ranks also split tokens, in norms and residuals
@@ -79,30 +77,26 @@ class Config:
     expert_model_parallel_size: Positive = 1  # ranks that split the experts of an MoE model
     expert_tensor_parallel_size: Positive | None = None  # ranks that split each expert (None: tensor size)
     timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0  # stop if a collective takes longer
-
     # precision and kernels
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad each to the longest
     share_prompts: bool = True  # compute a prompt once for all its rows; the update is the same
     # dtype of matrix products (auto: float32 on CPU, else bfloat16)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
-
     # batches
     ppo_epochs: Positive = 1  # passes over the rows of one update
     ppo_mini_batch_size: Positive = 256  # rows per optimizer step, over all ranks
     shuffle: bool = True  # cut mini-batches in random order (by seed, update, epoch), not in row order
     ppo_max_token_len_per_gpu: Positive | Auto = 16384  # max tokens per micro-batch (auto[:GIB]: what fits)
-
     # loss
     value_places: tuple[Fraction, ...] = ()  # train only at these fractions of a response (none: all)
     loss_agg_mode: AggMode = "token-mean"  # how to average token losses over a mini-batch
     cliprange_value: Rate | None = 0.5  # PPO clip range around the old value (None: off; unused by hl_gauss)
     response_length_limit: Positive | None = None  # divisor of seq-mean-token-sum-norm, in tokens
-
     # optimizer
     lr: Rate | None = None  # peak learning rate of AdamW (None: 1e-3 for tiny-*, 1e-5 for a checkpoint)
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.01  # AdamW's decoupled decay, on every weight
-    betas: tuple[Beta, Beta] = (0.9, 0.999)  # decay rates of AdamW's two moving averages
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay rates of AdamW's two moving averages
     grad_clip: PositiveFloat = 1.0  # clip the norm of the whole gradient to this (inf: no clipping)
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # schedule after warm-up; cosine ends at 0
     lr_warmup_steps: Count = 0  # linear warm-up, in optimizer steps; the first is at lr / steps, not at 0
@@ -115,6 +109,7 @@ class Run:
     critic: tyro.conf.OmitArgPrefixes[Config] = Config()  # its flags have no prefix, but a title in --help
     rollouts: str | None = None  # JSONL file to train on (None: the built-in toy task)
     eval_rollouts: str | None = None  # JSONL file to evaluate on (None: no evaluation; the toy has its own)
+    privileged_key: str | None = None  # JSONL key of text that only the critic reads, before the prompt
     score: str | None = None  # no training: write this JSONL file with values to out_dir/scored.jsonl
     gamma: Fraction = 1.0  # discount factor per action
     lam: Fraction = 1.0  # GAE lambda of the returns (1: Monte Carlo, from rewards alone)
@@ -155,9 +150,10 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     tp, pp, cp = c.tensor_model_parallel_size, c.pipeline_model_parallel_size, c.context_parallel_size
     experts = c.expert_model_parallel_size * (c.expert_tensor_parallel_size or tp) * pp
     rules = {  # message -> whether the flags agree
-        f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < math.inf,
-        "--value-range, --value-bins: need --value-head hl_gauss, or bounded for the range":
-            c.value_head != "scalar" or not c.value_range and c.value_bins == Config.value_bins,
+        f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < inf,
+        "--value-range: needs --value-head bounded, hl_gauss": c.value_head != "scalar" or not c.value_range,
+        "--value-head-init mean: needs --value-head scalar, bounded":
+            c.value_head_init != "mean" or c.value_head != "hl_gauss",
         "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm; set both or neither":
             norm == (c.response_length_limit is not None),
         f"--tensor-model-parallel-size: tensor {tp} x pipeline {pp} x context {cp} must divide {world_size}":
@@ -167,7 +163,7 @@ def mistake_in(flags, world_size=WORLD_SIZE):
         "--virtual-pipeline-model-parallel-size: needs --pipeline-model-parallel-size above 1":
             c.virtual_pipeline_model_parallel_size == 1 or pp > 1,
         "--context-parallel-size: needs packed rows; drop --no-use-remove-padding":
-            cp == 1 or c.use_remove_padding,
+            cp == 1 or c.use_remove_padding
     }  # fmt: skip
     for words, holds in rules.items():
         if not holds:
@@ -671,7 +667,7 @@ def build_value_model(config, model_config, layout):
             module = GPTModel(
                 transformer,
                 layer_spec(transformer, names, vp_stage),
-                vocab_size=math.ceil(model_config.vocab_size / tp) * tp,
+                vocab_size=ceil(model_config.vocab_size / tp) * tp,
                 max_sequence_length=model_config.max_position_embeddings,
                 position_embedding_type="none",  # see CoreAttention
                 pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -739,7 +735,7 @@ def micro_batches(batch, dp_size, max_tokens, share, padded=False):
     most = min(max_tokens, sum(batch.computed(groups)) / dp_size)
     bundles = []  # groups, large ones in several pieces
     for shared, rows in groups:
-        size = math.inf
+        size = inf
         for row in rows:
             size += lengths[row] - shared
             if size > most:
@@ -808,9 +804,7 @@ def check_model_flags(config, model_config):
     if rope["rope_type"] not in mapped or rope.get("partial_rotary_factor", 1.0) != 1.0:
         odd.append(f"rope {rope['rope_type']}")
     if odd:
-        raise UserError(
-            f"--model {config.model}: {', '.join(odd)} is not mapped to Megatron; use critic_fsdp.py"
-        )
+        raise UserError(f"--model {config.model}: {', '.join(odd)} is not mapped here; use critic_fsdp.py")
     if hasattr(c, "num_experts") and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise UserError("--no-sequence-parallel: MoE with tensor parallelism needs sequence parallelism")
 
@@ -820,9 +814,7 @@ def check_budget(config, longest, row):
     least = (longest + -longest % pack_unit(config)) // config.context_parallel_size
     given = config.ppo_max_token_len_per_gpu
     if isinstance(given, int) and given < least:
-        raise UserError(
-            f"--ppo-max-token-len-per-gpu {given}: {row} has {longest} tokens; give at least {least}"
-        )
+        raise UserError(f"--ppo-max-token-len-per-gpu {given}: {row} has {longest} tokens; give {least}")
     return least
 
 
@@ -983,7 +975,7 @@ class MegatronPPOCritic:
         if self.value_range:
             low, high = self.value_range
             if outputs.ndim == 1:  # --value-head bounded: BPCO, 2608.23566
-                outputs = low + (high - low) * (0.5 + outputs.atan() / math.pi)
+                outputs = low + (high - low) * (0.5 + outputs.atan() / pi)
             else:
                 outputs = common.hl_gauss_values(outputs, low, high)
         return torch.where(mask, outputs, 0.0)
@@ -1021,7 +1013,7 @@ class MegatronPPOCritic:
             if config.shuffle:
                 rows = batch.shuffled(config.seed, self.updates, epoch)
             for mini in rows.split(config.ppo_mini_batch_size):
-                norms.append(math.nan)
+                norms.append(nan)
                 if not mini.response_mask.any():
                     continue  # AdamW would move the weights even with zero gradients
                 mini.weights = common.loss_weights(
@@ -1032,7 +1024,7 @@ class MegatronPPOCritic:
                     # Megatron's schedule loops over them
                     sums = self.forward_backward([self.micro_batch(mini, rows) for rows in micros])
                     norm = self.optimizer_step()
-                if math.isfinite(norm):
+                if isfinite(norm):
                     norms[-1] = norm
                     totals += sums
         self.updates += 1
@@ -1084,7 +1076,7 @@ class MegatronPPOCritic:
         rate = self.peak_lr * min(1.0, (self.optimizer_steps + 1) / max(warmup, 1))
         if self.config.lr_scheduler_type == "cosine":
             done = (self.optimizer_steps - warmup) / max(self.total_steps - warmup, 1)
-            rate *= 0.5 * (1 + math.cos(math.pi * min(max(done, 0.0), 1.0)))
+            rate *= 0.5 * (1 + cos(pi * min(max(done, 0.0), 1.0)))
         return rate
 
     @record_function("optimizer step")
@@ -1096,8 +1088,8 @@ class MegatronPPOCritic:
         grads = [g for optimizer in self.optimizers for g in optimizer.get_main_grads_for_grad_norm()]
         square = nn.utils.get_total_norm(grads).to(self.layout.device).square()
         dist.all_reduce(square)
-        norm = math.sqrt(square)
-        if math.isfinite(norm):
+        norm = sqrt(square)
+        if isfinite(norm):
             for optimizer in self.optimizers:
                 clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), config.grad_clip, norm)
             for group in self.optimizer.param_groups:
@@ -1169,7 +1161,6 @@ class CriticWorker:
 
     def init_model(self, total_steps=None, value_range=None):
         """Builds the model and its optimizer.
-
         total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs. value_range:
         (LOW, HIGH) of the head if neither --value-range nor the checkpoint gives one."""
         config = self.config
@@ -1188,7 +1179,6 @@ class CriticWorker:
 
     def set_budget(self, longest, row, halvings=0):
         """Sets the tokens per micro-batch; updates do not depend on it. UserError: a row does not fit.
-
         longest: tokens of the longest row to expect; row: words that name it. halvings: see Checkpoints."""
         config = self.config
         budget = config.ppo_max_token_len_per_gpu
@@ -1224,6 +1214,21 @@ class CriticWorker:
         common.check_rows(batch, self.model_config)
         if batch.multi_modal_inputs:
             raise ValueError("multi_modal_inputs: this critic reads text only")
+
+    @torch.no_grad()
+    def start_at_mean(self, batch, gamma):
+        """With --value-head-init mean and before the first update, makes every value the mean return of all
+        ranks' actions, clamped to the inner 98 % of a bounded head's range (a collective)."""
+        critic = self.critic
+        if self.config.value_head_init != "mean" or critic.updates:
+            return
+        bias = batch.mean_return(gamma)
+        if critic.value_range:  # the inverse of `values`
+            low, high = critic.value_range
+            bias = tan(pi * (min(max((bias - low) / (high - low), 0.01), 0.99) - 0.5))
+        for module in critic.modules:
+            if module.post_process:
+                module.output_layer.bias.fill_(bias)
 
     @common.dp_compute_proto()
     def compute_values(self, batch):
@@ -1270,7 +1275,6 @@ class CriticWorker:
 
     def save_checkpoint(self, folder):
         """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not at all.
-
         Sharded safetensors with transformers' names, no pickle: any layout of either critic reads them."""
         with published(folder) as tmp:
             self.checkpoint_writer()(tmp)
@@ -1282,9 +1286,7 @@ class CriticWorker:
         state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps, "shape": self.shape()}
 
         def write(tmp, group=None):
-            offsets = {
-                name: {"saved_offsets": [first, 0, 0][: x.ndim]} for name, (first, x) in tensors.items()
-            }
+            offsets = {name: {"saved_offsets": [row, 0, 0][: x.ndim]} for name, (row, x) in tensors.items()}
             if tensors:
                 mine = {name: x for name, (_, x) in tensors.items()}
                 # tells torch.distributed.checkpoint which rows of a tensor this file has
@@ -1314,7 +1316,6 @@ class CriticWorker:
     def export_hf(self, folder):
         """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads:
         num_labels is 1, or the number of bins for hl_gauss; config.json holds the value_range, if any.
-
         Every rank writes its share of the weights in a file of its own."""
         state = whole_weights(self.critic.modules, self.model_config.vocab_size, self.critic.master)
         if self.model_config.model_type == "mixtral":
@@ -1374,7 +1375,6 @@ def open_checkpoint(folder, shape):
 
 class Checkpoints:
     """The checkpoints of one run, as a context manager around it.
-
     `folder` is the one to continue from (--resume) or None. `halvings`: how often this run has run out of
     memory; --resume auto halves the token budget that often."""
 
@@ -1388,7 +1388,7 @@ class Checkpoints:
         common.check_shared(run.out_dir)
         self.out_of_memory = Path(run.out_dir, "out_of_memory")  # its size: how often
         self.halvings = 0
-        self.folder = run.resume and os.path.realpath(run.resume)
+        self.folder = run.resume and realpath(run.resume)
         if run.resume == "auto":
             self.find_newest()
 
@@ -1403,7 +1403,7 @@ class Checkpoints:
         for _, path in found:
             try:
                 common.verify(path)
-                self.folder = os.path.realpath(path)
+                self.folder = realpath(path)
                 return
             except UserError as error:
                 print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
@@ -1456,8 +1456,8 @@ def main(run):
     longest, line = max(train.longest, held_out.longest)
     check_budget(config, longest, f"line {line + 1} of the training or held-out rows")
     most = run.train_batch_size or config.ppo_mini_batch_size
-    size = math.ceil(len(train) / math.ceil(len(train) / most))  # rows per update: rows_of_step cuts evenly
-    total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
+    size = ceil(len(train) / ceil(len(train) / most))  # rows per update: rows_of_step cuts evenly
+    total = run.steps * config.ppo_epochs * ceil(size / config.ppo_mini_batch_size)
     checkpoints = Checkpoints(run)
     if run.score:
         worker.init_model()
@@ -1478,23 +1478,25 @@ def main(run):
         worker.export_hf(f"{run.out_dir}/hf")
     common.write_report(run.out_dir, shown, about, worker.tokenizer, run.gamma)
     print0(
-        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, report.html, curves.png, metrics.jsonl,"
-        " tensorboard"
+        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, report.html, metrics.jsonl, tensorboard"
     )
 
 
 def load_rows(run, worker):
     """(rows to train on or to score, rows to evaluate on, maybe none), from files or the toy task."""
-    options = {"tokenizer": worker.tokenizer, "model_config": worker.model_config}
+    read = partial(
+        common.read_rows, tokenizer=worker.tokenizer, model_config=worker.model_config,
+        hint_key=run.privileged_key
+    )  # fmt: skip
     seed = run.critic.seed
     if run.score:
-        train = common.read_rows(run.score, flag="--score", **options)
+        train = read(run.score, flag="--score")
         return train, train
-    train = common.read_rows(run.rollouts or common.toy_rows(8192, seed), **options)
+    train = read(run.rollouts or common.toy_rows(8192, seed))
     held_out = run.eval_rollouts if run.rollouts else common.toy_rows(512, seed, held_out=True)
     if not held_out:
         return train, train.select([])
-    return train, common.read_rows(held_out, flag="--eval-rollouts", **options)
+    return train, read(held_out, flag="--eval-rollouts")
 
 
 def learn(run, worker, train, held_out, size, checkpoints):
@@ -1519,6 +1521,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
             break
         picked = common.rows_of_step(step, groups, size, run.critic.seed)
         batch = train.select(picked[RANK::WORLD_SIZE])
+        worker.start_at_mean(batch, run.gamma)
         batch.values = worker.compute_values(batch)
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)

@@ -22,7 +22,6 @@ import datetime
 import importlib.util
 import inspect
 import json
-import math
 import os
 import random
 import re
@@ -39,7 +38,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
+from math import ceil, inf, isfinite, log, nan
 from multiprocessing.connection import Connection, Pipe
+from os.path import realpath
 from typing import Annotated, Any, Literal, NamedTuple
 
 # ---- A worker process: calls the user's reward or environment, and skips the imports below -----------------
@@ -155,6 +156,7 @@ class Run:
     eval_prompts: str | None = None  # JSONL to evaluate on (None: no evaluation; addition has its own)
     prompt_key: str = "prompt"  # JSONL key of the prompt: text, or a list of chat messages
     answer_key: str = "answer"  # JSONL key of the reference answer, which reward functions receive
+    privileged_key: str | None = None  # JSONL key of text that only the critic reads, before the prompt
     chat: bool = False  # wrap text prompts in the tokenizer's chat template, as a user message
     max_prompt_length: Positive = 1024  # drop prompts longer than this many tokens, and report how many
     supervised_steps: Count = 250  # supervised steps before PPO, for addition with a tiny-* actor
@@ -163,7 +165,7 @@ class Run:
     reward_model: str | None = None  # or a reward model's folder or hub name (one label, at the last token)
     reward_timeout: Rate = 10.0  # seconds that one call of the reward or environment may take, once started
     environment: str | None = None  # FILE.py:FUNCTION, same arguments -> next observation, or None to end
-    max_turns: Positive = 8  # most turns of the policy in one row; needs --environment
+    max_turns: Positive = 8  # most turns of the policy in one row, with --environment
     # rollout
     rollout: Literal["hf", "vllm"] = "hf"  # hf: transformers' generate on a full copy of the actor
     train_batch_size: Positive = 256  # most prompts per step, over all ranks; a pass is cut into equal steps
@@ -239,14 +241,13 @@ def check_flags(run):
         "--lam-policy: excludes --first-token-credit": run.lam_policy is None or not run.first_token_credit,
         "--actor.ratio-band: LOW must be below HIGH": not band or band[0] < band[1],
         "--eval-prompts: needs --prompts; addition has its own": run.prompts or not run.eval_prompts,
-        "--max-turns: needs --environment": run.environment or run.max_turns == Run.max_turns,
         "--rollout vllm: needs vllm, see README.md": run.rollout == "hf" or importlib.util.find_spec("vllm"),
         "--reward or --reward-model: --prompts needs one": not run.prompts or run.reward or run.reward_model,
         "--reward, --reward-model: give only one": not (run.reward and run.reward_model),
         f"--vllm.tensor-parallel-size: must divide the {WORLD_SIZE} ranks":
             WORLD_SIZE % run.vllm.tensor_parallel_size == 0,
         "--critic.ppo-max-token-len-per-gpu auto: leaves the actor no memory; add --offload or give auto:GIB":
-            run.offload or run.critic.ppo_max_token_len_per_gpu != "auto",
+            run.offload or run.critic.ppo_max_token_len_per_gpu != "auto"
     }  # fmt: skip
     for words, holds in rules.items():
         if not holds:
@@ -274,6 +275,7 @@ class Prompt(NamedTuple):
     text: str = ""  # for the user's functions: the row's text, or the last message of a chat
     answer: Any = None  # the row's reference answer, if any
     messages: list | None = None  # of a chat; None: the prompt is plain text
+    hint: list = []  # tokens that only the critic reads, before the prompt
 
 
 @dataclass
@@ -331,22 +333,21 @@ def load_prompts(source, flag, run, tokenizer):
                 text = messages[-1]["content"]
             else:
                 ids = tokenizer(text)["input_ids"]
-            if isinstance(text, list):  # a message in parts
-                text = "".join(part.get("text", "") for part in text)
             if not ids:
                 raise ValueError("empty prompt")
             if run.reward in REWARDS and not REWARDS[run.reward](text, answer, answer):
                 raise ValueError(f"{run.answer_key!r} is not an answer that --reward {run.reward} can check")
+            hint = common.hint_ids(tokenizer, line, run.privileged_key)
             if len(ids) <= run.max_prompt_length:
-                prompts.append(Prompt(ids, text, answer, messages))
+                prompts.append(Prompt(ids, text, answer, messages, hint))
             else:
                 longer += 1
     if longer:
         print0(f"{name}: left out {longer} prompts longer than --max-prompt-length")
     if not prompts:
         raise UserError(f"{name}: no usable prompt")
-    if without := sum(prompt.answer is None for prompt in prompts):
-        print0(f"{name}: {without} of {len(prompts)} prompts have no {run.answer_key!r}")
+    if run.privileged_key:
+        print0(f"hint       {tokenizer.decode(prompts[0].hint)!r} before the first prompt, for the critic")
     return prompts
 
 
@@ -360,7 +361,7 @@ def gsm8k_reward(prompt, response, answer):
 
     def last_number(text):
         found = re.findall(r"####\s*(?:\$\s*)?(-?\$?[\d,]*\.?\d+)", text)
-        return float(re.sub("[$,]", "", found[-1])) if found else math.nan  # not even equal to itself
+        return float(re.sub("[$,]", "", found[-1])) if found else nan  # not even equal to itself
 
     return float(last_number(response) == last_number(answer))
 
@@ -417,7 +418,7 @@ class RewardModel:
     """Scores whole rows by a classifier's label at their last token, computed by a worker of the critic."""
 
     def __init__(self, run, tokenizer):
-        own = "tokenizer override_config value_head value_bins value_range lora_rank freeze_modules".split()
+        own = "tokenizer override_config value_head value_range lora_rank freeze_modules".split()
         changed = {x.name: x.default for x in fields(run.critic) if x.name in own}
         config = replace(run.critic, **changed, model=run.reward_model, value_head_init="checkpoint")
         try:
@@ -462,7 +463,7 @@ def policy_loss(log_probs_T, old_T, advantages_T, mask_T, weights_T, clip_low, c
     free_T = -ratio_T * a_T
     clipped_T = -ratio_T.clamp(1 - clip_low, 1 + clip_high) * a_T
     loss_T = torch.maximum(free_T, clipped_T)
-    bound_T = torch.where(a_T < 0, -(clip_dual or math.inf) * a_T, math.inf)
+    bound_T = torch.where(a_T < 0, -(clip_dual or inf) * a_T, inf)
     loss = (weights_T * torch.minimum(loss_T, bound_T)).sum()
     return loss, (clipped_T > free_T).sum(), (loss_T > bound_T).sum()
 
@@ -492,13 +493,16 @@ def masked_whiten(x_T, mask_T):
     return torch.where(mask_T, (x_T - mean) * torch.rsqrt(var + 1e-8), 0.0).float()
 
 
-def assign_credit(batch, scores, kl_coef, run, critic):
+def assign_credit(batch, seen, scores, kl_coef, run, critic):
     """Fills in rewards, values, advantages and returns of the caller's rows -> metrics (a collective). Every
-    action pays a KL penalty, the last one earns the score. Decoupled GAE: 2503.01491, section 4.2."""
+    action pays a KL penalty, the last one earns the score. Decoupled GAE: 2503.01491, section 4.2.
+    seen: the rows as the critic reads them; gets values and returns for its update."""
     kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
     paid_T = -kl_coef * kl_T if kl_coef else torch.zeros_like(kl_T)
     batch.token_level_rewards = paid_T.index_add(0, common.last_action(batch), torch.tensor(scores))
-    batch.values = critic.compute_values(batch)
+    critic.start_at_mean(batch, run.gamma)
+    seen.values = critic.compute_values(seen)
+    batch.values = torch.zeros_like(kl_T).masked_scatter(batch.response_mask, seen.values[seen.response_mask])
     metrics = {}
     common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
     lam = run.lam_policy
@@ -508,6 +512,7 @@ def assign_credit(batch, scores, kl_coef, run, critic):
         returns_T = batch.returns
         common.add_returns(batch, run.gamma, lam, run.bootstrap_truncated)
         batch.returns = returns_T
+    seen.returns = seen.values.masked_scatter(seen.response_mask, batch.returns[batch.response_mask])
     if run.critic_where_it_helps:
         metrics["critic/helps"] = prefer_the_mean(batch, run)
     if run.whiten_advantages:
@@ -555,7 +560,7 @@ class Draw(LogitsProcessor):
         else:
             chosen_B1 = log_p_BV.argmax(-1, keepdim=True)
         self.log_probs.append(log_p_BV.gather(1, chosen_B1))
-        return torch.full_like(logits_BV, -math.inf).scatter(1, chosen_B1, 0.0)
+        return torch.full_like(logits_BV, -inf).scatter(1, chosen_B1, 0.0)
 
 
 class HFRollout:
@@ -645,7 +650,7 @@ class VLLMRollout:
         """Builds vLLM's LLM with random weights. folder: holds the model's config."""
         defaults = {  # only for variables that are not set: torchrun's values win
             "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"
         }  # fmt: skip
         os.environ |= defaults | os.environ
         from vllm import LLM
@@ -714,7 +719,7 @@ class VLLMRollout:
             asked.append({"prompt_token_ids": ids})
             params.append(SamplingParams(
                 seed=seed, max_tokens=most, temperature=temperature, logprobs=0,
-                top_p=self.run.top_p, stop_token_ids=self.task.stop_ids, ignore_eos=True,
+                top_p=self.run.top_p, stop_token_ids=self.task.stop_ids, ignore_eos=True
             ))  # fmt: skip
         # on CPU, compiling takes longer than the rollout; fork_rng, because vLLM draws from torch's RNG
         stance = "force_eager" if self.on_cpu else "default"
@@ -745,7 +750,7 @@ def roll_out(engine, task, replies, run, temperature, key=""):
         rows = [(
             reply.prompt.ids + reply.ids,
             random.Random(f"{key} {reply.row_id} {turn}").getrandbits(63),  # the same on every machine
-            run.max_response_length - len(reply.ids),
+            run.max_response_length - len(reply.ids)
         ) for reply in going]  # fmt: skip
         out = []
         with suppress(SystemExit):  # after SIGTERM, which other ranks may not know of yet
@@ -802,6 +807,10 @@ def to_batch(replies):
     )
 
 
+def with_hints(replies):  # as the critic reads them
+    return [replace(reply, prompt=Prompt(reply.prompt.hint + reply.prompt.ids)) for reply in replies]
+
+
 def write_jsonl(batch, path):
     """Writes the rows of all ranks, without images, as JSONL for common.read_rows (a collective)."""
     lines = []
@@ -809,7 +818,7 @@ def write_jsonl(batch, path):
         first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
         columns = {
             "response_ids": row.input_ids, "response_mask": row.response_mask,
-            "rewards": row.token_level_rewards, "values": row.values,
+            "rewards": row.token_level_rewards, "values": row.values
         }  # fmt: skip
         line = {name: x_T[first:].tolist() for name, x_T in columns.items()}
         lines.append({"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated), **line})
@@ -994,7 +1003,7 @@ class PolicyWorker:
         """Takes one optimizer step on a global mini-batch -> gradient norm before clipping. Adds to totals.
         All ranks skip the step if the norm is not finite or the mini-batch has no action."""
         if not mini.response_mask.any():
-            return math.nan
+            return nan
         config = self.config
         mini.weights = common.loss_weights(mini, config.loss_agg_mode, self.run.max_response_length)
         total = 0.0
@@ -1004,7 +1013,7 @@ class PolicyWorker:
             (loss * WORLD_SIZE).backward()  # the loss is a sum over ranks, but FSDP averages their gradients
             total += sums
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip).full_tensor())
-        if math.isfinite(norm):
+        if isfinite(norm):
             warm = min(1.0, (self.optimizer_steps + 1) / max(config.lr_warmup_steps, 1))
             self.optimizer.param_groups[0]["lr"] = config.lr * warm
             self.optimizer.step()
@@ -1143,8 +1152,7 @@ def score(run, reward, phases, replies):
         else:
             reply.fault = reply.fault or fault or f"a reward must be a finite number, not {made!r:.40}"
         mine.append({
-            "prompt": reply.prompt.text, "response": reply.text, "answer": reply.prompt.answer,
-            "reward": reply.score, "fault": reply.fault, "tokens": len(reply.ids),
+            "prompt": reply.prompt.text, "response": reply.text, "reward": reply.score, "fault": reply.fault
         })  # fmt: skip
     rows = sum(of_all_ranks(mine), [])
     faults = [row["fault"] for row in rows if row["fault"]]
@@ -1161,7 +1169,7 @@ def rollout_metrics(batch, run, dtype):
     mask_T = whole.response_mask
     off_A = (whole.rollout_log_probs - whole.old_log_probs)[mask_T]
     # top_p raises the engine's log-probs of the kept tokens by up to -log top_p, which is no error
-    off_A = (off_A - off_A.clamp(0, -math.log(run.top_p))).abs()
+    off_A = (off_A - off_A.clamp(0, -log(run.top_p))).abs()
     off = off_A.double().mean()
     if not off < (1e-3 if dtype == torch.float32 else 0.5):
         raise UserError(
@@ -1175,24 +1183,17 @@ def rollout_metrics(batch, run, dtype):
         "rollout/truncated": whole.truncated.double().mean(),
         "rollout/log_prob_diff": off,
         "rollout/log_prob_diff_max": off_A.max(),
-        "kl/reference": float(kl_A.double().mean()) if run.kl_coef or run.actor.kl_loss_coef else math.nan,
+        "kl/reference": float(kl_A.double().mean()) if run.kl_coef or run.actor.kl_loss_coef else nan,
     }
 
 
 def evaluate(replies, run, reward, phases, step, logger):
-    """Logs the rewards of replies to held-out prompts, adds eight to samples.jsonl and prints two."""
+    """Logs the rewards of replies to held-out prompts, writes eight to samples.json and prints two."""
     rows, mean, faults = score(run, reward, phases, replies)
-    if RANK == 0:
-        samples = [row for row in common.read_lines(f"{run.out_dir}/samples.jsonl") if row["step"] < step]
-        samples += [{"step": step, **row} for row in rows[:8]]
-        common.replace_lines(f"{run.out_dir}/samples.jsonl", samples)
-    metrics = {"eval/reward": mean, "eval/errors": faults}
-    words = f"reward {mean:.3f}"
-    if {row["reward"] for row in rows} <= {0.0, 1.0}:  # only then is the mean an accuracy
-        metrics["eval/accuracy"] = mean
-        words = f"accuracy {mean:.3f}   {words}"
-    logger.log(step, metrics)
-    print0(f"held out   {words}")
+    name = "accuracy" if {row["reward"] for row in rows} <= {0.0, 1.0} else "reward"
+    logger.log(step, {"eval/reward": mean, f"eval/{name}": mean, "eval/errors": faults})
+    common.write_json(f"{run.out_dir}/samples.json", rows[:8])
+    print0(f"held out   {name} {mean:.3f}")
     for row in rows[:2]:
         print0(f"  {row['prompt'][-60:]!r} -> {row['response'][-60:]!r}  reward {row['reward']:g}")
 
@@ -1200,10 +1201,9 @@ def evaluate(replies, run, reward, phases, step, logger):
 def print_step(step, steps, m):
     """Prints one aligned line on how a step went, in units a person reads."""
     n = common.number
-    m = collections.defaultdict(lambda: math.nan, m)  # no actor metrics during --critic-warmup
+    m = collections.defaultdict(lambda: nan, m)  # no actor metrics during --critic-warmup
     left = datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
-    odd = f"  {m['reward/errors']} reward errors" if m["reward/errors"] else ""
-    odd += f"  {m['actor/skipped_steps']} skipped" if m.get("actor/skipped_steps") else ""
+    odd = f"  {m['actor/skipped_steps']} skipped" if m.get("actor/skipped_steps") else ""
     print0(
         f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}"
         f"  length {m['rollout/actions']:.1f}  kl {n(m['kl/reference'], '.3f')}"
@@ -1216,7 +1216,7 @@ def print_step(step, steps, m):
 
 CURVES = {  # panel -> metrics
     "reward": ("reward/mean", "eval/reward"),
-    "entropy of the policy, KL to the reference": ("actor/entropy", "kl/reference"),
+    "entropy, KL to the reference": ("actor/entropy", "kl/reference"),
     "explained variance": ("critic/explained_var",),
 }
 LONGEST = "the longest prompt with its response"
@@ -1225,10 +1225,6 @@ LONGEST = "the longest prompt with its response"
 def set_up(run):
     """-> (run with the defaults of its task and actor filled in, Task). UserError: a mistake of the user."""
     check_flags(run)
-    models = (run.actor.model, run.critic.model, run.reward_model or "")
-    exports = (f"{run.out_dir}/hf", f"{run.out_dir}/critic_hf")
-    if set(map(os.path.realpath, models)) & set(map(os.path.realpath, exports)):
-        raise UserError(f"--out-dir {run.out_dir}: its exports would overwrite a model that the run loads")
     addition = not run.prompts
     actor = replace(run.actor, lr=run.actor.lr or (5e-4 if addition else 1e-6))
     with flags_of("actor"):
@@ -1244,7 +1240,7 @@ def set_up(run):
             critic = replace(critic, override_config=actor.override_config)
     run = replace(
         run, actor=actor, critic=critic, reward=run.reward or (None if run.reward_model else "addition"),
-        max_response_length=run.max_response_length or (8 if addition else 256),
+        max_response_length=run.max_response_length or (8 if addition else 256)
     )  # fmt: skip
     train = run.prompts
     more = run.eval_prompts
@@ -1254,7 +1250,7 @@ def set_up(run):
         run = replace(run, prompt_key="prompt", answer_key="response")
     prompts = load_prompts(train, "--prompts", run, tokenizer)
     held_out = load_prompts(more, "--eval-prompts", run, tokenizer) if more else []
-    longest = max(len(prompt.ids) for prompt in prompts + held_out) + run.max_response_length
+    longest = max(len(prompt.hint + prompt.ids) for prompt in prompts + held_out) + run.max_response_length
     row = Batch.blank(longest)
     vocab = tokenizer.get_vocab()
     known = max(vocab.values()) + 1
@@ -1280,7 +1276,7 @@ def set_up(run):
         tokenizer, model_config, prompts, held_out,
         load_function(run.reward, "--reward", run.reward_timeout),
         load_function(run.environment, "--environment", run.reward_timeout),
-        stop_tokens(actor, tokenizer), longest, known,
+        stop_tokens(actor, tokenizer), longest, known
     )  # fmt: skip
 
 
@@ -1302,7 +1298,7 @@ def start_from(run, task, checkpoints):
     actor = run.actor
     critic = run.critic
     if run.supervised_steps and not run.prompts and actor.model in common.TINY:
-        start = os.path.realpath(f"{folder}/../../supervised" if folder else f"{run.out_dir}/supervised")
+        start = realpath(f"{folder}/../../supervised" if folder else f"{run.out_dir}/supervised")
         if folder:
             common.verify(start)
         else:
@@ -1352,7 +1348,7 @@ def build(run, task, device, checkpoints):
     engine = away((HFRollout if run.rollout == "hf" else VLLMRollout)(run, task, device))
     with flags_of("critic"):  # built last, because it seeds or restores torch's RNG
         critic = critic_module(run.backend).CriticWorker(run.critic)
-        minis = math.ceil(run.train_batch_size * run.rollout_n / run.critic.ppo_mini_batch_size)
+        minis = ceil(run.train_batch_size * run.rollout_n / run.critic.ppo_mini_batch_size)
         critic.init_model(run.steps * run.critic.ppo_epochs * minis)
         if folder:
             critic.load_checkpoint(f"{folder}/critic")
@@ -1406,8 +1402,9 @@ def main(run):
                 metrics = rollout_metrics(batch, run, engine.dtype)
                 metrics |= {"reward/mean": mean, "reward/errors": faults, "kl/coef": kl_coef}
                 with phases("critic", critic):
-                    metrics |= assign_credit(batch, [reply.score for reply in replies], kl_coef, run, critic)
-                    metrics |= critic.update_critic(batch)
+                    seen = to_batch(with_hints(replies))
+                    metrics |= assign_credit(batch, seen, [x.score for x in replies], kl_coef, run, critic)
+                    metrics |= critic.update_critic(seen)
                 if step >= run.critic_warmup:
                     with phases("actor", actor):
                         metrics |= actor.update_policy(batch)
@@ -1436,8 +1433,8 @@ def finish(run, task, batch, phases, actor, critic):
         actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
         critic.export_hf(f"{run.out_dir}/critic_hf")
     print0(
-        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, critic_hf, samples.jsonl, report.html,"
-        " curves.png, metrics.jsonl, tensorboard"
+        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, critic_hf, samples.json, report.html,"
+        " metrics.jsonl, tensorboard"
     )
 
 

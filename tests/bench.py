@@ -407,7 +407,7 @@ def table(work, batch, names, rounds):
     flops = sum(map(common.flops_model(backbone, backbone.config), batch.lengths))  # of one forward
     # MFU is relative to the peak FLOP/s of the GPU, or on a CPU to those of a large product in this process
     of = "the peak of this GPU"
-    device = torch.cuda.get_device_name().upper() if CUDA else ""
+    device = torch.cuda.get_device_name() if CUDA else ""
     peak = 1e12 * next((x for w, x in common.PEAK_TFLOPS.items() if re.search(rf"\b{w}\b", device)), math.nan)
     if not CUDA:
         of = "a product of 1024 x 1024 matrices in float32 on one thread"

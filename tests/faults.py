@@ -262,7 +262,7 @@ def end_of(out):
         "checkpoint": state_of(checkpoint(out, steps_of(out)[0])),
         "files": {str(path.relative_to(out)): path.read_bytes() for path in files},
         "metrics": metrics_of(out),
-        "samples": rows_of(out / "samples.jsonl"),
+        "samples": (out / "samples.json").read_bytes() if (out / "samples.json").exists() else None,
         "board": board_of(out),
     }
 
@@ -341,8 +341,8 @@ def background(script, short):
 
 
 def logger(script, short):
-    """kill -9 while the logs of earlier runs are rewritten: metrics.jsonl, TensorBoard's, samples.jsonl."""
-    names = ["metrics.jsonl.tmp", "tensorboard/*", "samples.jsonl.tmp"][: 3 if script == "ppo_loop" else 2]
+    """kill -9 while the logs of earlier runs are rewritten: metrics.jsonl and TensorBoard's."""
+    names = ["metrics.jsonl.tmp", "tensorboard/*"]
     out = copy_of_golden(script, "logger", steps=range(1, 5))
     os.truncate(out / "metrics.jsonl", (out / "metrics.jsonl").stat().st_size - 7)  # as after a crash
     shutil.copytree(out / "hf", out / "hf.was.gone")  # as after a crash, too

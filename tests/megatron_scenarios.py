@@ -45,7 +45,7 @@ MIXTURES = {  # models without a preset, saved in models/ -> changes to tiny-qwe
     "qwen2-moe": {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
 }
 BFLOAT16 = {"param_dtype": "bfloat16"}
-HL_GAUSS = {"value_head": "hl_gauss", "value_bins": 11, "value_range": (-3.0, 3.0)}
+HL_GAUSS = {"value_head": "hl_gauss", "value_range": (-3.0, 3.0)}
 BOUNDED = {"value_head": "bounded", "value_range": (-3.0, 3.0)}
 LR = 1e-3
 STEPS = 12  # of the whole schedule; every learning rate depends on it
@@ -503,7 +503,7 @@ def check_export(path, batch, values, config):
     assert not any(info.values()), (path, info)
     assert len(model.get_input_embeddings().weight) == model.config.vocab_size == 99
     span = model.config.value_range
-    assert model.config.num_labels == (config.value_bins if span else 1)
+    assert model.config.num_labels == (51 if span else 1)
     assert bool(span) == (config.value_head == "hl_gauss")
     value_of = lambda logits: plain_value(logits, *span) if span else logits[0]
     expected, _ = plain_loop(batch, lambda _, ids: model(input_ids=ids).logits[0], value_of)

@@ -212,7 +212,7 @@ def the_plan_is_what_a_rank_holds():
 
 VARIANTS = {
     "lora": {"lora_rank": 3, "lora_alpha": 6.0},
-    "hl_gauss": {"value_head": "hl_gauss", "value_bins": 11, "value_range": (-1.5, 2.0)},
+    "hl_gauss": {"value_head": "hl_gauss", "value_range": (-1.5, 2.0)},
     "freeze": {"freeze_modules": r"embed_tokens|layers\.0\.(self_attn|mlp\.up)"},
     "bounded": {"value_head": "bounded", "value_range": (-1.5, 2.0)},
     "places": {"value_places": (0.0, 0.3, 0.9, 1.0)},

@@ -57,7 +57,7 @@ def test_help_explains_every_flag_without_importing_torch(script):
     ("--seed -1: must be greater than or equal to 0", Config(seed=-1)),
     ("--strategy fsdp3: must be 'fsdp2', 'fsdp1' or 'none'", Config(strategy="fsdp3")),
     ("--cliprange-value -1", Config(cliprange_value=-1)),
-    ("--betas 1.0: must be less than 1", Config(betas=(0.9, 1.0))),
+    ("--betas 1.5: must be less than or equal to 1", Config(betas=(0.9, 1.5))),
     ("--ulysses-size 3: must divide the 4 ranks", Config(ulysses_size=3)),
     ("--ulysses-size: needs packed rows", Config(ulysses_size=2, use_remove_padding=False)),
     ("--fsdp-size 3: must divide the 4 ranks, or be -1", Config(fsdp_size=3)),
@@ -67,8 +67,8 @@ def test_help_explains_every_flag_without_importing_torch(script):
     ("--ppo-max-token-len-per-gpu auto:x", Config(ppo_max_token_len_per_gpu="auto:x")),
     ("--response-length-limit: belongs to", Config(loss_agg_mode="seq-mean-token-sum-norm")),
     ("--response-length-limit: belongs to", Config(response_length_limit=9)),
-    ("--value-range, --value-bins: need --value-head hl_gauss", Config(value_range=(0.0, 1.0))),
-    ("--value-range, --value-bins: need --value-head hl_gauss", critic_megatron.Config(value_bins=11)),
+    ("--value-range: needs --value-head bounded, hl_gauss", Config(value_range=(0.0, 1.0))),
+    ("--value-head-init mean: needs ", critic_megatron.Config(value_head_init="mean", value_head="hl_gauss")),
     ("--value-range (1.0, 0.0): LOW must be", Config(value_head="hl_gauss", value_range=(1.0, 0.0))),
     ("--steps 0: must be greater than 0", Run(steps=0)),
     ("--lam 1.5: must be less than or equal to 1", Run(lam=1.5)),
@@ -105,7 +105,7 @@ def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
     out = tmp_path / "out"
     row = rf"--rollouts {rows}:1: reward: must be a .*number.*"
     diverged = "the critic's values are not finite, the training has diverged; use a lower --lr"
-    budget = r"--ppo-max-token-len-per-gpu 5: line \d+ .* has 10 tokens; give at least 10"
+    budget = r"--ppo-max-token-len-per-gpu 5: line \d+ .* has 10 tokens; give 10"
     for process, said in (
         (start(out, "--ppo-epochs 0"), "--ppo-epochs 0: must be greater than 0"),
         (start(out, "", 2, rollouts=rows), row),
@@ -154,7 +154,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
 
     succeeded(go())
     whole = metrics_of(tmp_path / "out")
-    for name in ("curves.png", "run.json", "tensorboard", "hf/config.json"):
+    for name in ("run.json", "tensorboard", "hf/config.json"):
         assert (tmp_path / "out" / name).exists(), name
     folder = tmp_path / "out" / "checkpoints"
     out = succeeded(go(resume=folder / "step_4"))

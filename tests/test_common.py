@@ -13,6 +13,7 @@ import pathlib
 import re
 import time
 import types
+from functools import partial
 
 import pytest
 import tokenizers
@@ -195,8 +196,6 @@ def test_rows_stay_whole_in_pieces_selections_and_together():
 
 @pytest.mark.parametrize("fault, name, column", [  # words, column, its value in a row of two tokens
     ("row 5: its first token cannot be an action", "response_mask", [True, True]),
-    ("cu_seqlens must rise from 0 to the 2 tokens", "cu_seqlens", [0, 3]),
-    ("cu_seqlens must rise from 0 to the 2 tokens", "cu_seqlens", [1, 2]),
     ("values has 3 entries", "values", [0.0, 0.0, 0.0]),
     ("truncated has 2 entries", "truncated", [False, False]),
 ])  # fmt: skip
@@ -264,7 +263,7 @@ BAD_ROWS = {  # what is wrong -> how the row differs from GOOD (or the whole lin
         {"prompt_ids": None, "messages": [{"role": "user"}]},
         "each message needs content",
     ),
-    "pretty-printed": ("{", "a row must be one JSON object on one line"),
+    "pretty-printed": ("{", "Invalid JSON: EOF while parsing an object"),
     "huge reward": ({"reward": 10**400}, "reward: must be a finite number"),
     "reward whose square is infinite": ({"reward": 1e30}, "reward: must be less"),
     "reward as text": ({"reward": "1"}, "reward: must be a valid number, not '1'"),
@@ -290,6 +289,15 @@ def test_a_bad_row_is_named_with_file_line_and_fault(name, tmp_path):
     reader = (str(path), common.char_tokenizer(), transformers.AutoConfig.for_model(**fields))
     with refused(fault, f"--rollouts {path}:2: "):
         common.read_rows(*reader)
+
+
+def test_a_hint_is_read_before_the_prompt():
+    rows = [{"prompt": "1+1=", "response": "2", "reward": 1.0, "rubric": x} for x in ("two", 7)]
+    plain = [row | {"prompt": f"For the critic only: {row['rubric']}\n{row['prompt']}"} for row in rows]
+    read = partial(common.read_rows, tokenizer=common.char_tokenizer())
+    assert_same(read(map(json.dumps, rows), hint_key="rubric"), read(map(json.dumps, plain)))
+    with refused("toy:1: --privileged-key other: the row lacks it"):
+        read(map(json.dumps, rows), hint_key="other")
 
 
 @pytest.mark.parametrize("text, fault", [

@@ -70,8 +70,8 @@ def of_answers(rewards, values, n=2, **fields):
     defaults = {"lam_policy": None, "first_token_credit": None, "whiten_advantages": False, "rollout_n": 1}
     defaults |= {"kl_penalty": "k1", "gamma": 1.0, "lam": 1.0, "critic_where_it_helps": False}
     run = types.SimpleNamespace(bootstrap_truncated=False, **defaults | fields)
-    critic = types.SimpleNamespace(compute_values=lambda rows: rows.values)
-    metrics = ppo_loop.assign_credit(rows, rewards, 0.0, run, critic)
+    critic = types.SimpleNamespace(compute_values=lambda rows: rows.values, start_at_mean=lambda *_: None)
+    metrics = ppo_loop.assign_credit(rows, rows, rewards, 0.0, run, critic)
     return rows.advantages.view(-1, 1 + n).tolist(), metrics
 
 

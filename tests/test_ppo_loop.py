@@ -28,6 +28,7 @@ import pytest
 import torch
 import transformers
 from helpers import SHARED, captured_gradients, full_tensor, random_batch, rows_of
+from safetensors.torch import load_file
 
 import common
 import critic_fsdp
@@ -781,7 +782,7 @@ def test_rewards_that_all_fail_end_the_run_and_some_are_counted(capsys):
 
 
 @pytest.mark.parametrize("rewards, words", [
-    ([1.0, 0.0, 1.0], "accuracy 0.667   reward 0.667"), ([1.0, 0.5, 1.0], "reward 0.833"),
+    ([1.0, 0.0, 1.0], "accuracy 0.667"), ([1.0, 0.5, 1.0], "reward 0.833"),
 ])  # fmt: skip
 def test_accuracy_is_reported_only_for_rewards_of_0_and_1(rewards, words, tmp_path, capsys):
     common.setup_distributed()
@@ -795,9 +796,12 @@ def test_accuracy_is_reported_only_for_rewards_of_0_and_1(rewards, words, tmp_pa
     assert f"held out   {words}\n" in capsys.readouterr().out
     assert logged["eval/reward"] == pytest.approx(sum(rewards) / 3) and logged["eval/errors"] == 0
     assert ("eval/accuracy" in logged) == ("accuracy" in words)
+    assert [row["reward"] for row in json.loads((tmp_path / "samples.json").read_text())] == rewards
 
 
-SAYS_THE_SAME = types.SimpleNamespace(compute_values=lambda batch: batch.values)  # a critic
+SAYS_THE_SAME = types.SimpleNamespace(
+    compute_values=lambda batch: batch.values, start_at_mean=lambda *_: None
+)  # a critic
 
 
 @pytest.mark.parametrize("kl_coef, fields", [
@@ -818,7 +822,7 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
     batch.old_log_probs, batch.ref_log_probs = noise_2T
     batch.truncated = torch.arange(8) % 3 == 0
     scores = torch.randn(8, generator=g).tolist()
-    assert ppo_loop.assign_credit(batch, scores, kl_coef, run, SAYS_THE_SAME) == {}
+    assert ppo_loop.assign_credit(batch, batch, scores, kl_coef, run, SAYS_THE_SAME) == {}
     rewards_T, advantages_T, returns_T = torch.zeros(3, len(batch.input_ids), dtype=torch.float64)
     kl_T = kl_of(run.kl_penalty, (batch.old_log_probs - batch.ref_log_probs).double())
     lam_policy = run.lam if run.lam_policy is None else run.lam_policy
@@ -869,8 +873,6 @@ def test_prompts_of_text_and_of_chats(tmp_path, capsys):
     assert ours[1] == Prompt(ids_of("<system>S<user>hiA:"), "hi", None, chat)
     ours = load({"question": "hi", "gold": 7}, chat=True, prompt_key="question", answer_key="gold")
     assert ours == [Prompt(ids_of("<user>hiA:"), "hi", 7, user)]
-    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert load({"prompt": parts})[0].text == "ab"
 
     rows = [{"prompt": "a" * n} for n in (3, 6, 5, 9)]
     assert [p.text for p in load(*rows, max_prompt_length=5)] == ["aaa", "aaaaa"]
@@ -938,7 +940,7 @@ def parse(monkeypatch, tmp_path):
     '--actor.model tiny-llama --actor.override-config {"max_position_embeddings":13}',
     "--actor.model tiny-qwen2.5-vl", "--reward-model /none", "--reward-model LM",  # it has no value head
     *([] if importlib.util.find_spec("vllm") else ["--rollout vllm"]),
-    "--chat", "--max-turns 3", "--actor.ratio-band 2 1", "--lam-policy 1 --first-token-credit 0.5",
+    "--chat", "--privileged-key rubric", "--actor.ratio-band 2 1", "--lam-policy 1 --first-token-credit 0.5",
     "--chat --reward FILE --prompts ROWS", "--critic.tokenizer WORDS",
 ))])  # fmt: skip
 def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path):
@@ -955,7 +957,7 @@ def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path):
         ppo_loop.main(parse(flags))
 
 
-def test_valid_flags_are_accepted(parse, tmp_path, capsys):
+def test_valid_flags_are_accepted(parse, tmp_path):
     """Budgets that just fit, sizes of the run, and what the critic inherits from the actor by default."""
     set_up = lambda flags: ppo_loop.set_up(parse(flags))
     for backend in ("fsdp", "megatron"):
@@ -973,10 +975,6 @@ def test_valid_flags_are_accepted(parse, tmp_path, capsys):
     run, _ = set_up(f"--actor.model tiny-llama --prompts {file} --reward gsm8k --critic.model tiny-gpt2")
     assert (run.actor.lr, run.max_response_length, run.reward) == (1e-6, 256, "gsm8k")
     assert run.critic.model == "tiny-gpt2" and run.critic.lr is None
-    file.write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "1+2="}')
-    (tmp_path / "mine.py").write_text("def f(prompt, response, answer):\n    return 1")
-    set_up(f"--prompts {file} --reward {tmp_path}/mine.py:f")
-    assert "1 of 2 prompts have no 'answer'" in capsys.readouterr().out
 
 
 def test_a_resumed_run_continues_where_it_stopped(tmp_path):
@@ -1037,11 +1035,32 @@ def folders(tmp_path):
     return sorted(path.name for path in (tmp_path / "out/checkpoints").iterdir())
 
 
-def test_an_export_never_overwrites_a_model_of_the_run(whole_run, tmp_path):
-    out = tmp_path / "out"
-    for flags in (f"--actor.model {out}/hf", f"--critic.model {out}/../out/critic_hf/"):
-        with pytest.raises(UserError, match=f"^--out-dir {out}: "):
-            whole_run(flags)
+def test_the_critic_alone_reads_the_hint(whole_run, parse, tmp_path):
+    """Its values and its update are those for rows whose prompts begin with the hint. Other rows lack it."""
+    flags = "--steps 1 --gamma 0.9 --lam 0.8 --rollout-n 2 --privileged-key response"
+    whole_run(flags)
+    rows = common.read_lines(tmp_path / "out/rollouts/step_1.jsonl")
+    lines = []
+    for row in rows:
+        prompt = TOKENIZER.decode(row["prompt_ids"])
+        assert re.fullmatch(r"\d\d\+\d\d=", prompt)  # this is what the actor has read
+        ids = ids_of(f"For the critic only: {sum(map(int, prompt[:-1].split('+')))}\n") + row["prompt_ids"]
+        lines.append(json.dumps(row | {"prompt_ids": ids}))
+    batch = common.read_rows(lines, None)
+    config = parse(f"--critic.ppo-mini-batch-size 8 {flags}").critic
+    sharp = '{"initializer_range":0.1}'
+    config = dataclasses.replace(config, model="tiny-qwen2", override_config=sharp, lr=1e-3)
+    critic = critic_fsdp.CriticWorker(config)
+    critic.init_model()
+    critic.set_budget(batch.longest[0], "the longest row")
+    values = critic.compute_values(batch)
+    torch.testing.assert_close(values, batch.values, rtol=0, atol=1e-6)
+    common.add_returns(batch, 0.9, 0.8)
+    critic.update_critic(batch)
+    critic.export_hf(tmp_path / "expected")
+    ours, expected = (load_file(tmp_path / x / "model.safetensors") for x in ("out/critic_hf", "expected"))
+    for name, x in expected.items():
+        torch.testing.assert_close(ours[name], x, rtol=0, atol=1e-5, msg=name)
 
 
 def test_terms_with_coefficient_0_are_left_out_of_the_graph():
@@ -1063,7 +1082,7 @@ def test_terms_with_coefficient_0_are_left_out_of_the_graph():
     batch = random_batch(8, 6, idle=False)
     batch.old_log_probs = batch.values
     batch.ref_log_probs = batch.values * math.nan
-    ppo_loop.assign_credit(batch, [1.0] * 8, 0.0, a_run(), SAYS_THE_SAME)
+    ppo_loop.assign_credit(batch, batch, [1.0] * 8, 0.0, a_run(), SAYS_THE_SAME)
     assert batch.advantages.isfinite().all()
 
 
@@ -1185,7 +1204,7 @@ def test_sigterm_interrupts_a_phase(phase, nth, saved, whole_run, monkeypatch, t
     flags += " --critic.ppo-mini-batch-size 4 --actor.ppo-max-token-len-per-gpu 28"
     flags += " --critic.ppo-max-token-len-per-gpu 28"
     out = tmp_path / "out"
-    end = lambda: ((out / "hf/model.safetensors").read_bytes(), common.read_lines(out / "samples.jsonl"))
+    end = lambda: ((out / "hf/model.safetensors").read_bytes(), (out / "samples.json").read_bytes())
     if flags not in NEVER_STOPPED:
         whole_run(flags)
         NEVER_STOPPED[flags] = end()

@@ -192,7 +192,6 @@ def test_command_runs(line, copy, ppo):
         assert first < 0.45 and then > first + 0.2, (first, then)
         before, after = map(float, re.search(r"held-out sums from (\S+) to (\d\.\d+)", README).groups())
         assert before == pytest.approx(first, abs=0.1) and after >= then
-        assert (copy / "out" / "ppo_loop" / "curves.png").is_file()
     if re.match(r".* ppo_loop.py .*gsm8k", line):
         rows = common.read_lines(copy / "out" / "ppo_gsm8k" / "metrics.jsonl")
         [row] = [row for row in rows if "reward/mean" in row]  # the others are evaluations
