@@ -28,6 +28,8 @@ PPO = {  # the same number of scored answers, for each seed a supervised actor a
     "no critic: less the batch's mean": "--critic.value-head-init zero --critic.lr 1e-30",  # values stay 0
     "critic, lambda 1": "",
     "the same, its head starts at 0": "--critic.value-head-init zero",
+    "the same, at the mean return": "--critic.value-head-init mean",
+    "at 0, and the critic reads the right answer": "--critic.value-head-init zero --privileged-key response",
     "lambda 0.95": "--lam 0.95",
     "the first token gets half the credit": "--first-token-credit 0.5",
     "10 of 60 steps for the critic alone": "--critic-warmup 10",
@@ -50,12 +52,15 @@ DIGITS = {  # with the best learning rate of a grid, and some with the next lowe
     "pretrained critic, lambda 1": PRETRAINED,
     "pretrained critic, rate 1e-4": f"{PRETRAINED} --actor.lr 1e-4",
     "pretrained critic, lambda 0.95": f"{PRETRAINED} --lam-policy 0.95",
+    "from scratch, head at the mean return": "--train-batch-size 8 --critic.value-head-init mean",
+    "from scratch, reads the right answer": f"{SCRATCH} --privileged-key answer",
     "from scratch, bins (HL-Gauss)": f"{SCRATCH} --critic.value-head hl_gauss --critic.value-range -5 5",
     "from scratch, bounded values": f"{SCRATCH} --critic.value-head bounded --critic.value-range -5 5",
 }
 PRETRAINING = {
     "random head": "",
     "head at 0": "--value-head-init zero",
+    "head at the mean return": "--value-head-init mean",
     "bins (HL-Gauss)": "--value-head hl_gauss --value-range -0.1 1.1",
     "bounded values": "--value-head bounded --value-range -0.1 1.1",
     "value places 0.3, 0.6 and 0.9": "--value-places 0.3 0.6 0.9",

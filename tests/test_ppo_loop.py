@@ -1035,9 +1035,11 @@ def folders(tmp_path):
     return sorted(path.name for path in (tmp_path / "out/checkpoints").iterdir())
 
 
-def test_the_critic_alone_reads_the_hint(whole_run, parse, tmp_path):
-    """Its values and its update are those for rows whose prompts begin with the hint. Other rows lack it."""
-    flags = "--steps 1 --gamma 0.9 --lam 0.8 --rollout-n 2 --privileged-key response"
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_the_critic_alone_reads_the_hint(backend, whole_run, parse, tmp_path):
+    """Its values and its update are those for rows whose prompts begin with the hint. The actor's rows lack
+    it."""
+    flags = f"--steps 1 --gamma 0.9 --lam 0.8 --rollout-n 2 --privileged-key response --critic {backend}"
     whole_run(flags)
     rows = common.read_lines(tmp_path / "out/rollouts/step_1.jsonl")
     lines = []
@@ -1050,7 +1052,7 @@ def test_the_critic_alone_reads_the_hint(whole_run, parse, tmp_path):
     config = parse(f"--critic.ppo-mini-batch-size 8 {flags}").critic
     sharp = '{"initializer_range":0.1}'
     config = dataclasses.replace(config, model="tiny-qwen2", override_config=sharp, lr=1e-3)
-    critic = critic_fsdp.CriticWorker(config)
+    critic = ppo_loop.critic_module(backend).CriticWorker(config)
     critic.init_model()
     critic.set_budget(batch.longest[0], "the longest row")
     values = critic.compute_values(batch)
@@ -1058,7 +1060,8 @@ def test_the_critic_alone_reads_the_hint(whole_run, parse, tmp_path):
     common.add_returns(batch, 0.9, 0.8)
     critic.update_critic(batch)
     critic.export_hf(tmp_path / "expected")
-    ours, expected = (load_file(tmp_path / x / "model.safetensors") for x in ("out/critic_hf", "expected"))
+    files = (next((tmp_path / x).glob("*.safetensors")) for x in ("out/critic_hf", "expected"))
+    ours, expected = map(load_file, files)
     for name, x in expected.items():
         torch.testing.assert_close(ours[name], x, rtol=0, atol=1e-5, msg=name)
 
