@@ -140,18 +140,10 @@ def random_batch(n, seed=0, vocab_size=97, longest=40, idle=True, prompts=0):
             more = torch.arange(7 * (i % prompts) + 1) * 13 % vocab_size
             ids, mask = torch.cat([more, ids[prompt:]]), torch.cat([more < 0, mask[prompt:]])
         noise = lambda mask=mask: torch.randn(len(mask), generator=g) * mask
-        rows.append(
-            common.Batch(
-                input_ids=ids,
-                cu_seqlens=torch.tensor([0, len(ids)], dtype=torch.int32),
-                response_mask=mask,
-                row_id=torch.tensor([i]),
-                truncated=torch.rand(1, generator=g) < 0.3,
-                token_level_rewards=noise(),
-                values=noise(),
-                returns=noise(),
-            )
-        )
+        truncated = torch.rand(1, generator=g) < 0.3
+        columns = {name: noise() for name in ("token_level_rewards", "values", "returns")}
+        ends = torch.tensor([0, len(ids)], dtype=torch.int32)
+        rows.append(common.Batch(ids, ends, mask, torch.tensor([i]), truncated, **columns))
     return common.concat(rows)
 
 

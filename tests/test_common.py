@@ -259,10 +259,7 @@ BAD_ROWS = {  # what is wrong -> how the row differs from GOOD (or the whole lin
     "empty response text": ({"response_ids": None, "response": ""}, "response: "),
     "prompt of another type": ({"prompt_ids": None, "prompt": 7}, "prompt: must be a valid string, not 7"),
     "no chat template": ({"prompt_ids": None, "messages": [{"role": "user", "content": "a"}]}, "template"),
-    "message without content": (
-        {"prompt_ids": None, "messages": [{"role": "user"}]},
-        "each message needs content",
-    ),
+    "no content": ({"prompt_ids": None, "messages": [{"role": "user"}]}, "each message needs content"),
     "pretty-printed": ("{", "Invalid JSON: EOF while parsing an object"),
     "huge reward": ({"reward": 10**400}, "reward: must be a finite number"),
     "reward whose square is infinite": ({"reward": 1e30}, "reward: must be less"),

@@ -49,16 +49,13 @@ ROWS = image_rows([[(1, 4, 4)], [], [(1, 4, 8), (1, 6, 4)], [], [(1, 2, 2)]])
 FROZEN = {"freeze_modules": "visual"}
 LOWEST = {"freeze_modules": r"embed_tokens|language_model\.layers\.0\."}
 LAYOUTS = {
-    "fsdp2": {},
-    "fsdp2, frozen": FROZEN,
-    "padded": {"use_remove_padding": False},
+    "fsdp2": {}, "fsdp2, frozen": FROZEN, "padded": {"use_remove_padding": False},
     "fsdp1": {"strategy": "fsdp1", "gradient_checkpointing": True},
     "fsdp1, frozen": {"strategy": "fsdp1", **FROZEN},
-    "none": {"strategy": "none"},
-    "none, frozen": {"strategy": "none", **FROZEN},
+    "none": {"strategy": "none"}, "none, frozen": {"strategy": "none", **FROZEN},
     "ulysses": {"ulysses_size": 2, "gradient_checkpointing": True},
     "ulysses, frozen": {"ulysses_size": 2, **FROZEN},
-}
+}  # fmt: skip
 
 
 def results_of(model, layouts):

@@ -282,17 +282,13 @@ def shared_memory():
 def state_of_the_process():
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD)
     return {
-        "torch": torch.get_rng_state().tolist(),
-        "warnings": list(warnings.filters),
-        "threads": torch.get_num_threads(),
-        "cores": os.sched_getaffinity(0),
-        "signals": [signal.getsignal(s) for s in signals],
-        "hook": sys.excepthook,
-        "dtype": torch.get_default_dtype(),
-        "precision": torch.get_float32_matmul_precision(),
+        "torch": torch.get_rng_state().tolist(), "warnings": list(warnings.filters),
+        "threads": torch.get_num_threads(), "cores": os.sched_getaffinity(0),
+        "signals": [signal.getsignal(s) for s in signals], "hook": sys.excepthook,
+        "dtype": torch.get_default_dtype(), "precision": torch.get_float32_matmul_precision(),
         "group": (dist.get_rank(), dist.get_world_size(), dist.get_backend()),
         "shared memory": shared_memory(),
-    }
+    }  # fmt: skip
 
 
 def the_process_is_as_it_was(folder):
