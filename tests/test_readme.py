@@ -94,15 +94,6 @@ def test_every_link_leads_somewhere():
             assert not anchor or anchor in there, (name, file, anchor)
 
 
-def test_the_map_of_files_has_the_right_numbers_of_lines():
-    count = lambda *paths: sum(len(path.read_text().splitlines()) for path in paths)
-    table = PAGES["reading.md"].partition("\n| file | lines |")[2].partition("\n\n")[0]
-    said = dict(re.findall(r"^\| `(\S+)` \| ([\d,]+) \|", table, flags=re.M))
-    there = {path.name: count(path) for path in ROOT.glob("*.py")}
-    there["tests/"] = count(*ROOT.glob("tests/*.py"))
-    assert said == {name: f"{n:,}" for name, n in there.items()}
-
-
 def test_the_speeds_are_those_of_results():
     section = PAGES["RESULTS.md"].partition("\n## Shared prompts")[2].partition("\n## ")[0]
     bare, ours = (
