@@ -35,6 +35,7 @@ import typing
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
+import forked
 import hypothesis
 import hypothesis.strategies as st
 import pydantic
@@ -94,7 +95,6 @@ def run_script(arguments, said=None, slow=0.0, lax=False, memory=None, apart=Non
         os.setsid()
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(f"{said}.{os.environ['RANK']}.{name}", os.O_WRONLY | os.O_CREAT, 0o600), number)
-
     if apart:
         os.makedirs(disk := f"{said}.{os.environ['RANK']}.disk")
         os.chdir(disk)
@@ -140,8 +140,6 @@ class Job:
     """A script on forked ranks. disturbance: options of run_script."""
 
     def __init__(self, script, out, *flags, ranks=None, **disturbance):
-        import forked
-
         self.said = tempfile.mktemp(prefix="said.", dir=folder())
         function = functools.partial(run_script, flags_of(script, "--out-dir", out, *flags), self.said)
         self.pids = forked.start(ranks or SCRIPTS[script][0], functools.partial(function, **disturbance))
@@ -647,8 +645,6 @@ def storm(script, short):
 def fuzz(function, script, short):
     """Tries a function -> (number of inputs, a strategy for them, a check of one) in a fork, because this
     process must not import common. If the check raises UserError, the input was refused."""
-    import forked
-
     path = golden(script) / "counts.json"
     counts = [0, 0]  # accepted, refused
 
@@ -801,12 +797,7 @@ FAULTS = {  # fault -> scripts to try it on; with --short only the first
 
 def main(names, short):
     warnings.filterwarnings("ignore")  # Megatron's, about packages that are not installed
-    # imported once here, because every run needs them
-    import forked  # noqa: F401
-    import matplotlib.pyplot  # noqa: F401
-    import torch.utils.tensorboard  # noqa: F401
-    import tyro  # noqa: F401
-
+    forked.warm_up()  # once here, because every run needs it
     total, start = 0, time.monotonic()
     assert names <= {fault.__name__ for fault in FAULTS}, names
     try:

@@ -1,5 +1,6 @@
 """Ranks as forks of one process that has imported the slow libraries: a launch takes a second, not twenty."""
 
+import functools
 import gc
 import io
 import json
@@ -11,22 +12,36 @@ import time
 import traceback
 import warnings
 
+import pydantic.type_adapter
+import pydantic.types  # noqa: F401
 import torch
 import torch.nn.attention.varlen  # noqa: F401
-import transformers  # noqa: F401
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2
+import transformers.models.qwen2_vl.image_processing_pil_qwen2_vl
 import transformers.models.qwen3.modeling_qwen3
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
-from torch.distributed import TCPStore
+from torch.distributed import ProcessGroupGloo, TCPStore
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that Apex is not installed
-    import megatron.core.models.gpt
+    import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer  # noqa: F401
 
 STORES = {}  # pid -> the store where it finds the other ranks: as long as this process lives
 NUMBERS = {}  # of this rank, as torchrun tells them
+device = functools.cache(lambda pid: ProcessGroupGloo.create_default_device())
+
+
+def new_group(self, store, rank, size, timeout, init=ProcessGroupGloo.__init__):
+    """All groups of a process share its device, because each has a thread that wakes up every 10 ms."""
+    options = ProcessGroupGloo._Options()
+    options._devices, options._timeout = [device(os.getpid())], timeout
+    init(self, store, rank, size, options)
+
+
+if ProcessGroupGloo.__init__.__name__ != "new_group":  # this file may be imported twice
+    ProcessGroupGloo.__init__ = new_group
 
 
 def start(ranks, function, *args):

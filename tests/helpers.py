@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 
+import forked  # noqa: F401  # all groups share one device here, too
 import pytest
 import torch
 import torch.distributed as dist
@@ -220,11 +221,9 @@ def assert_rows_come_back(worker, batch):
 
 
 def end_groups():
-    """Ends all process groups but that of all ranks, which have to be done with them (a collective). Each has
-    three threads of gloo, which wake up a hundred times a second: hundreds of them take a core."""
-    if not dist.is_initialized():
-        return
-    dist.barrier()
+    """Ends all groups, their threads and sockets, but that of all ranks, which must be done with them."""
+    if dist.is_initialized():
+        dist.barrier()
     for group in set(dist.distributed_c10d._world.pg_map).difference([dist.group.WORLD]):
         dist.destroy_process_group(group)
     gc.collect()  # a worker that nothing needs any more may hold them in a cycle

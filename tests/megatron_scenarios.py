@@ -552,8 +552,6 @@ def launch(folder, names):
 
 
 if __name__ == "__main__":
-    import pytest  # noqa: F401  # once, before the ranks are forked
-
     folder, *chosen = sys.argv[1:]
     folder = os.path.abspath(folder)
     for ranks, some in LAUNCHES:

@@ -11,6 +11,7 @@ import os
 import pathlib
 import time
 
+import forked
 import pytest
 import rewards
 import torch
@@ -303,8 +304,6 @@ def functions_of_a_file(folder):
 def a_lost_rank_is_reported(folder):
     """Two ranks without a launcher, which would end the other at once: rank 1 is killed in its second update,
     and rank 0 ends by itself with a line that says so. This function runs outside the ranks."""
-    import forked
-
     began = time.monotonic()
     rank_0, rank_1 = forked.start(2, dies, folder)
     ends = forked.wait([rank_1], 240), forked.wait([rank_0], 15)
@@ -364,6 +363,4 @@ def launch(name, function, folder, args):
 
 
 if __name__ == "__main__":
-    import forked
-
     forked.scenarios(LAUNCHES, launch)

@@ -13,6 +13,7 @@ import signal
 import sys
 import warnings
 
+import forked
 import ppo_scenarios
 import pytest
 import torch
@@ -365,6 +366,4 @@ def launches():
 
 
 if __name__ == "__main__":
-    import forked
-
     forked.scenarios(launches(), launch)
