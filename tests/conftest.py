@@ -5,23 +5,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for a hub
 os.environ["OMP_NUM_THREADS"] = "1"  # models are so small that threads would only wait for each other
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests compare what a CPU computes; of a GPU see test_device.py
 
+from helpers import AHEAD, scenarios  # noqa: E402  # imports torch
+
 QUICK = ("test_budget.py", "test_common.py", "test_edges.py", "test_exercises.py", "test_ppo_loop.py")
+LAUNCHES = tuple(f"test_{x}.py" for x in ("command_line", "heads_and_lora", "ranks", "readme", "vision"))
 
 
 def pytest_collection_modifyitems(items):
-    """Marks whole files as quick, and asks last for what other processes do meanwhile."""
-    from helpers import AHEAD
-
+    """Marks whole files as quick. What starts ranks comes late, and what others do meanwhile comes last."""
     for item in items:
         if item.path.name in QUICK:
             item.add_marker("quick")
-    items.sort(key=lambda item: item.path.name in AHEAD)
+    items.sort(key=lambda item: 2 * (item.path.name in AHEAD) + (item.path.name in LAUNCHES))
 
 
 def pytest_collection_finish(session):
     """Begins what takes several ranks, one script after another, if the session is about to ask for it."""
-    from helpers import AHEAD, scenarios
-
     gc.freeze()  # what is imported never goes: to look through it again and again takes a tenth of the time
     asked, before = {item.path.name for item in session.items}, None
     for file, jobs in AHEAD.items() if not session.config.option.collectonly else ():

@@ -93,6 +93,7 @@ def ended(folder):
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 # what takes several ranks, and minutes: conftest.py begins it, while tests of one process run
 AHEAD = {
+    "test_bench.py": [(1, "faults.py", "--short")],
     "test_device.py": [(1, "test_device.py"), (2, "test_device.py")],
     "test_layouts.py": [*((n, "test_layouts.py") for n in (1, 2, 4)), (2, "test_layouts.py", "models")],
     "test_megatron_layouts.py": [(1, "megatron_layouts.py")],
@@ -106,7 +107,7 @@ def scenarios(ranks, script, *arguments, after=None):
     job = (ranks, script, *arguments)
     if job not in BEGUN:
         out = pathlib.Path(tempfile.mkdtemp(dir=SCRATCH.name))
-        command = (ROOT / "tests" / script, out, *arguments)
+        command = (ROOT / "tests" / script, *[out] * (script != "faults.py"), *arguments)
         BEGUN[job] = begin(ranks, command, timeout=1200, alone=ranks == 1, after=after), out
     return BEGUN[job]
 
