@@ -313,7 +313,6 @@ def test_a_rollout_equals_transformers_prompt_by_prompt(kind):
     engine.onload()
     assert engine.generate(rows, 0.0) == replies
     assert len({(ended, len(ids) == row[2]) for row, (ids, _, ended) in zip(rows, replies)}) >= 2
-
     rows = [(prompt, seed, 10) for prompt, seed, _ in rows]
     replies = engine.generate(rows, 0.7)
     batch = batch_of([prompt for prompt, _, _ in rows], replies)
@@ -916,9 +915,9 @@ def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys):
 
 @pytest.fixture
 def parse(monkeypatch, tmp_path):
-    """Parses flags into a Run without supervised learning and, for speed, with only 40 prompts."""
+    """Parses flags into a Run without supervised learning, with 40 prompts, and 12 of an evaluation."""
     addition_rows = ppo_loop.addition_rows
-    few = lambda n, *args, **more: addition_rows(40, *args, **more)
+    few = lambda n, *args, **more: addition_rows(12 if more else 40, *args, **more)
     monkeypatch.setattr(ppo_loop, "addition_rows", few)
     more = ["--supervised-steps", "0", "--out-dir", str(tmp_path / "out")]
     return lambda flags: ppo_loop.parse([*flags.split(), *more])
@@ -1202,10 +1201,9 @@ def test_sigterm_interrupts_a_phase(phase, nth, saved, whole_run, monkeypatch, t
     saved, and the resumed run ends exactly like one without interruption and without --offload."""
     owner, name = units(phase)
     work = getattr(owner, name)
-    evaluates = "--eval-every 1" if "evaluation" in phase else "--eval-every 0"
-    flags = f"--kl-coef 0.1 --steps 3 {evaluates} --rollout-batch-size 3 --actor.ppo-mini-batch-size 4"
-    flags += " --critic.ppo-mini-batch-size 4 --actor.ppo-max-token-len-per-gpu 28"
-    flags += " --critic.ppo-max-token-len-per-gpu 28"
+    flags = f"--kl-coef 0.1 --steps 3 --eval-every {int('evaluation' in phase)}"
+    flags += " --rollout-batch-size 3 --actor.ppo-mini-batch-size 4 --critic.ppo-mini-batch-size 4"
+    flags += " --actor.ppo-max-token-len-per-gpu 28 --critic.ppo-max-token-len-per-gpu 28"
     out = tmp_path / "out"
     end = lambda: ((out / "hf/model.safetensors").read_bytes(), (out / "samples.json").read_bytes())
     if flags not in NEVER_STOPPED:

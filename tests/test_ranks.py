@@ -47,7 +47,8 @@ def on_disks_of_their_own(tmp_path_factory):
     for script in ("critic_fsdp.py", "critic_megatron.py", "ppo_loop.py"):
         folder = tmp_path_factory.mktemp(script)
         (folder / "alone.py").write_text(ALONE)
-        begun[script] = folder, begin(2, (folder / "alone.py", ROOT / script, "--steps", 1), cwd=folder)
+        few = () if script == "ppo_loop.py" else ("--rollouts", ROOT / "tests" / "rows.jsonl")
+        begun[script] = folder, begin(2, (folder / "alone.py", ROOT / script, "--steps=1", *few), cwd=folder)
     return begun
 
 
@@ -126,7 +127,6 @@ def test_a_killed_rank_ends_a_ppo_run_which_continues_from_its_checkpoint(tmp_pa
     said = log.read_text()
     assert process.returncode and "SIGKILL" in said and "rank      : 1 (local_rank: 1)" in said, said
     until(lambda: not ranks(), "the end of all ranks", 60)
-
     step, newest = common.steps_in(f"{out}/checkpoints")[0]
     succeeded(run(sys.executable, *script, "--steps", step + 2, "--resume", newest))
     steps = [row["step"] for row in common.read_lines(f"{out}/metrics.jsonl") if "reward/mean" in row]
