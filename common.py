@@ -466,7 +466,7 @@ def batch_of_one(rollout, number):  # Rollout with token ids -> Batch of one row
             given = [default] * n
         if len(given) != n:
             raise UserError(f"{name} has {len(given)} entries, the response has {n} tokens")
-        return F.pad(torch.tensor(given, dtype=torch.float32), (len(ids) - n, 0))
+        return torch.tensor([0.0] * (len(ids) - n) + given, dtype=torch.float32)
 
     rewards = column("rewards", 0.0)
     mask = column("response_mask", True) > 0
