@@ -255,12 +255,11 @@ def metrics_of(out):
 
 def end_of(out):
     """Everything that must be equal in two equal runs."""
-    files = [*out.glob("*hf/*.safetensors"), *out.glob("rollouts/*.jsonl")]
+    files = [*out.glob("*hf/*.safetensors"), *out.glob("rollouts/*.jsonl"), *out.glob("samples.json")]
     return {
         "checkpoint": state_of(checkpoint(out, steps_of(out)[0])),
         "files": {str(path.relative_to(out)): path.read_bytes() for path in files},
         "metrics": metrics_of(out),
-        "samples": (out / "samples.json").read_bytes() if (out / "samples.json").exists() else None,
         "board": board_of(out),
     }
 

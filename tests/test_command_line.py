@@ -124,11 +124,8 @@ def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
 def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
     """Every metric of every step on 2 and 4 ranks equals one process to a relative 1e-5. Only three updates
     of two steps each, because rounding grows along a run: AdamW divides by numbers that may be almost 0."""
-    layouts = {
-        "one": (1, ""),
-        "padded": (2, "--strategy fsdp1 --no-use-remove-padding --ppo-max-token-len-per-gpu 300"),
-        "ulysses": (4, "--ulysses-size 2 --fsdp-size 2"),
-    }
+    padded = "--strategy fsdp1 --no-use-remove-padding --ppo-max-token-len-per-gpu 300"
+    layouts = {"one": (1, ""), "padded": (2, padded), "ulysses": (4, "--ulysses-size 2 --fsdp-size 2")}
     # signed statistics of values of about 1 are compared on the scale of 1, the others relatively
     signed = re.compile("mean|min|max|explained|auc").search
     first = None

@@ -293,8 +293,8 @@ def test_a_hint_is_read_before_the_prompt():
     plain = [row | {"prompt": f"For the critic only: {row['rubric']}\n{row['prompt']}"} for row in rows]
     read = partial(common.read_rows, tokenizer=common.char_tokenizer())
     assert_same(read(map(json.dumps, rows), hint_key="rubric"), read(map(json.dumps, plain)))
-    with refused("toy:1: --privileged-key other: the row lacks it"):
-        read(map(json.dumps, rows), hint_key="other")
+    with refused("toy:1: --privileged-key gold: the row lacks it"):
+        read(map(json.dumps, rows), hint_key="gold")
 
 
 @pytest.mark.parametrize("text, fault", [

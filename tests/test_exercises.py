@@ -165,8 +165,8 @@ def test_9_a_critic_that_always_says_7(lam):
     for value, helps in ((0.0, False), (7.0, False), (7.0, True)):
         batch = random_batch(8, idle=False)
         batch.old_log_probs = batch.ref_log_probs = 0 * batch.values
-        critic = types.SimpleNamespace(start_at_mean=lambda *_: None)
-        critic.compute_values = lambda batch: value * batch.response_mask  # noqa: B023
+        says = lambda batch: value * batch.response_mask  # noqa: B023
+        critic = types.SimpleNamespace(start_at_mean=lambda *_: None, compute_values=says)
         run = ppo_loop.Run(critic=None, lam=lam, critic_where_it_helps=helps)
         ppo_loop.assign_credit(batch, batch, [0.0, 1.0] * 4, 0.0, run, critic)
         found.append(batch.advantages)

@@ -272,13 +272,11 @@ def test_values_start_at_the_mean_return(ranks, command, tmp_path):
     second update starts where the first has ended, also in a resumed run."""
     script, *flags = command.split()
     flags += "--value-head-init mean --gamma 0.9 --ppo-mini-batch-size 192 --lr 1e-4 --save-every 1".split()
-    options = (ROOT / script, "--rollouts", ROOT / "tests" / "rows.jsonl", "--out-dir", tmp_path, *flags)
+    flags += ["--rollouts", ROOT / "tests/rows.jsonl", "--out-dir", tmp_path, "--resume", "auto"]
     for steps in (1, 2) if "fsdp1" in flags else (2,):
-        succeeded(torchrun(ranks, *options, "--steps", steps, "--resume", "auto"))
-    returns = []
-    for line in open(ROOT / "tests" / "rows.jsonl"):
-        row = json.loads(line)
-        returns += [row["reward"] * 0.9**i for i in range(len(row["response"]) + 1)]
+        succeeded(torchrun(ranks, ROOT / script, *flags, "--steps", steps))
+    rows = common.read_lines(ROOT / "tests/rows.jsonl")
+    returns = [row["reward"] * 0.9**i for row in rows for i in range(len(row["response"]) + 1)]
     expected = max(sum(returns) / len(returns), 0.704 if "0.7" in flags else -1)
     first, second = common.read_lines(tmp_path / "metrics.jsonl")
     for x in ("min", "max"):

@@ -185,11 +185,10 @@ def loss_by_hand(lm, batch, run):
     for start, end, places in rows:
         log_p_LV = log_softmax_of(lm, batch.input_ids[start:end], run.temperature)
         weight = {
-            "token-mean": 1 / actions,
-            "seq-mean-token-sum": 1 / len(rows),
+            "token-mean": 1 / actions, "seq-mean-token-sum": 1 / len(rows),
             "seq-mean-token-mean": 1 / len(rows) / len(places),
             "seq-mean-token-sum-norm": 1 / len(rows) / run.max_response_length,
-        }[config.loss_agg_mode]
+        }[config.loss_agg_mode]  # fmt: skip
         for t in places:
             before_V = log_p_LV[t - start - 1]
             log_p = before_V[batch.input_ids[t]]
@@ -798,9 +797,8 @@ def test_accuracy_is_reported_only_for_rewards_of_0_and_1(rewards, words, tmp_pa
     assert [row["reward"] for row in json.loads((tmp_path / "samples.json").read_text())] == rewards
 
 
-SAYS_THE_SAME = types.SimpleNamespace(
-    compute_values=lambda batch: batch.values, start_at_mean=lambda *_: None
-)  # a critic
+SAYS_THE_SAME = types.SimpleNamespace(start_at_mean=lambda *_: None)  # a critic
+SAYS_THE_SAME.compute_values = lambda batch: batch.values
 
 
 @pytest.mark.parametrize("kl_coef, fields", [
@@ -1036,22 +1034,19 @@ def folders(tmp_path):
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_the_critic_alone_reads_the_hint(backend, whole_run, parse, tmp_path):
-    """Its values and its update are those for rows whose prompts begin with the hint. The actor's rows lack
-    it."""
+    """Its values and its update are those for rows that begin with the hint; the actor's rows lack it."""
     flags = f"--steps 1 --gamma 0.9 --lam 0.8 --rollout-n 2 --privileged-key response --critic {backend}"
     whole_run(flags)
-    rows = common.read_lines(tmp_path / "out/rollouts/step_1.jsonl")
     lines = []
-    for row in rows:
+    for row in common.read_lines(tmp_path / "out/rollouts/step_1.jsonl"):
         prompt = TOKENIZER.decode(row["prompt_ids"])
-        assert re.fullmatch(r"\d\d\+\d\d=", prompt)  # this is what the actor has read
-        ids = ids_of(f"For the critic only: {sum(map(int, prompt[:-1].split('+')))}\n") + row["prompt_ids"]
+        a, b = re.fullmatch(r"(\d\d)\+(\d\d)=", prompt).groups()  # this is what the actor has read
+        ids = ids_of(f"For the critic only: {int(a) + int(b)}\n{prompt}")
         lines.append(json.dumps(row | {"prompt_ids": ids}))
     batch = common.read_rows(lines, None)
     config = parse(f"--critic.ppo-mini-batch-size 8 {flags}").critic
-    sharp = '{"initializer_range":0.1}'
-    config = dataclasses.replace(config, model="tiny-qwen2", override_config=sharp, lr=1e-3)
-    critic = ppo_loop.critic_module(backend).CriticWorker(config)
+    own = {"model": "tiny-qwen2", "override_config": '{"initializer_range":0.1}', "lr": 1e-3}
+    critic = ppo_loop.critic_module(backend).CriticWorker(dataclasses.replace(config, **own))
     critic.init_model()
     critic.set_budget(batch.longest[0], "the longest row")
     values = critic.compute_values(batch)
