@@ -207,7 +207,7 @@ def until(happens, what, timeout=240):
 @functools.cache
 def folder():
     """The folder of all runs."""
-    return pathlib.Path(tempfile.mkdtemp(prefix="faults."))
+    return pathlib.Path(tempfile.mkdtemp(prefix="faults.", dir=os.environ.get("FAULTS_IN")))
 
 
 @functools.cache

@@ -62,7 +62,7 @@ def verl():
 def forks():
     """The process that has imported the slow libraries, and forks; all it has started ends with this one."""
     server = (sys.executable, ROOT / "tests" / "forked.py", pathlib.Path(SCRATCH.name) / "bytecode")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FAULTS_IN": SCRATCH.name}
     process = subprocess.Popen(server, env=env, text=True, stdin=subprocess.PIPE, start_new_session=True)
     atexit.register(os.killpg, process.pid, signal.SIGKILL)
     return process
