@@ -504,7 +504,6 @@ def rows_of_step(step, groups, size, seed):
 
 def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma, lam=1.0, bootstrap_B=None):
     """Generalised advantage estimation over the actions of each row -> (advantages_T, returns_T) float32.
-
         delta_k = r_k + gamma V_{k+1} - V_k,    A_k = delta_k + gamma lam A_{k+1}    (1506.02438, eq. 11-16)
         returns = A + V
     k counts actions; a reward on another token goes to the action before it, if any, else to the first. lam:
@@ -578,7 +577,6 @@ def loss_weights(batch, mode, response_length_limit=None, places=()):
 
 def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, cliprange_value=None):
     """Clipped value loss -> (loss, number of actions whose clipped term is larger), both 0-dim tensors.
-
         L_t = 0.5 max( (v_t - R_t)^2, (clip(v_t, v_old - eps, v_old + eps) - R_t)^2 ),   loss = sum_t w_t L_t
     As in the code of 1707.06347; None: no clipping. Masked entries are ignored, even if they are NaN."""
     columns = (vpreds_T, values_T, returns_T)
@@ -600,7 +598,6 @@ def hl_gauss_values(logits_TN, low, high):
 
 def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
     """Cross-entropy between the predicted bins and a Gaussian around the return -> loss, a 0-dim tensor.
-
         L_t = -sum_i p_i(R_t) log softmax(logits_t)_i,    loss = sum_t w_t L_t
         p_i = (Phi(e_i+1) - Phi(e_i)) / (Phi(e_N) - Phi(e_0)),    Phi: CDF of Normal(R, 0.75 bin widths)
     N equal bins divide [low, high] at edges e_0 .. e_N; a return outside is clamped to the range. HL-Gauss,

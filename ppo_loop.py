@@ -244,6 +244,9 @@ def check_flags(run):
         "--rollout vllm: needs vllm, see README.md": run.rollout == "hf" or importlib.util.find_spec("vllm"),
         "--reward or --reward-model: --prompts needs one": not run.prompts or run.reward or run.reward_model,
         "--reward, --reward-model: give only one": not (run.reward and run.reward_model),
+        f"--out-dir {run.out_dir}: its exports would overwrite a model that the run loads":
+            not {realpath(f"{run.out_dir}/hf"), realpath(f"{run.out_dir}/critic_hf")}
+            & {realpath(run.actor.model), realpath(run.critic.model)},
         f"--vllm.tensor-parallel-size: must divide the {WORLD_SIZE} ranks":
             WORLD_SIZE % run.vllm.tensor_parallel_size == 0,
         "--critic.ppo-max-token-len-per-gpu auto: leaves the actor no memory; add --offload or give auto:GIB":
@@ -367,7 +370,7 @@ def gsm8k_reward(prompt, response, answer):
 
 
 REWARDS = {"addition": addition_reward, "gsm8k": gsm8k_reward}
-THREADS = ThreadPoolExecutor(max(8, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+THREADS = ThreadPoolExecutor(16)  # for calls of the user's functions
 
 
 def load_function(name, flag, seconds):
@@ -870,7 +873,7 @@ class PolicyWorker:
     def __init__(self, run, task, device, trains=True):
         self.run = run
         self.config = config = run.actor
-        self.model_config = model_config = task.model_config
+        model_config = task.model_config
         self.backend = critic_module(run.backend)
         self.device = device
         self.dtype = common.compute_dtype(config.param_dtype, device)
@@ -1189,9 +1192,9 @@ def rollout_metrics(batch, run, dtype):
 
 def evaluate(replies, run, reward, phases, step, logger):
     """Logs the rewards of replies to held-out prompts, writes eight to samples.json and prints two."""
-    rows, mean, faults = score(run, reward, phases, replies)
+    rows, mean, _ = score(run, reward, phases, replies)
     name = "accuracy" if {row["reward"] for row in rows} <= {0.0, 1.0} else "reward"
-    logger.log(step, {"eval/reward": mean, f"eval/{name}": mean, "eval/errors": faults})
+    logger.log(step, {"eval/reward": mean, f"eval/{name}": mean})
     common.write_json(f"{run.out_dir}/samples.json", rows[:8])
     print0(f"held out   {name} {mean:.3f}")
     for row in rows[:2]:

@@ -549,7 +549,8 @@ def reference(script, short):
     shutil.copytree(model, started, dirs_exist_ok=True)
     assert "step 3/3" in Job(script, out, *flags, "--steps", 3).succeeds()
     Job(script, out, "--actor.model", out / "hf").ends_with(f"--out-dir {out}: ")
-    return 2, "one line, exit 2"
+    Job(script, out, "--critic.model", out / "critic_hf").ends_with(f"--out-dir {out}: ")
+    return 3, "one line, exit 2"
 
 
 TORCHRUN = {  # name -> nodes, signal, whether rank 1 gets it instead of torchrun

@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import math
-import os
 import pathlib
 import re
 import sys
@@ -288,15 +287,15 @@ def bad_input_ends_every_rank(folder):
 
 def what_a_rank_does_not_see_is_an_error_on_all(folder):
     """A save without the files of another rank leaves no checkpoint, and a folder must exist on all ranks."""
-    exists = os.path.exists
+    exists = common.exists
     common.setup_distributed()
     for blind in range(WORLD_SIZE):
         with refused(f"--out-dir: rank {blind} does not see all of {folder}/step_1.tmp"):
             with common.published(f"{folder}/step_1") as tmp:
                 pathlib.Path(tmp, f"{RANK}").touch()
                 if RANK == blind:
-                    os.path.exists = lambda path: f"{path}" != f"{tmp}/{1 - RANK}" and exists(path)
-        os.path.exists = exists
+                    common.exists = lambda path: f"{path}" != f"{tmp}/{1 - RANK}" and exists(path)
+        common.exists = exists
         assert not exists(f"{folder}/step_1")
     with common.published(f"{folder}/step_1"):
         pass
