@@ -1340,9 +1340,9 @@ NUMBERS = {  # numbers in a report -> what they mean
     "oracle of n": "mean reward of the best response to each",
 }
 PAGE = jinja2.Template(autoescape=True, source="""<!doctype html><meta charset="utf-8">
-<meta name="viewport" content="width=device-width"><title>{{ title }}</title><style>
+<meta name="viewport" content="width=device-width"><title>{{ title }}</title><style>span { color: CanvasText }
 :root { color-scheme: light dark } body { font: 15px/1.5 system-ui; width: min(1100px,94%); margin: 2em auto }
-td { padding: 2px 16px 2px 0 } svg { width: 100%; height: auto } span { color: CanvasText }
+td { padding: 0 1em 0 0 } svg { width: 104%; margin: -12% -4%; height: auto; position: relative; z-index: -1 }
 @media (prefers-color-scheme: dark) { svg { filter: invert(0.9) hue-rotate(180deg) } }
 main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(360px, 100%), 1fr)); gap: 0 3em }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 6px 0; color: #7c8494 }</style>
