@@ -95,7 +95,7 @@ class Config:
     response_length_limit: Positive | None = None  # divisor of seq-mean-token-sum-norm, in tokens
     # optimizer
     lr: Rate | None = None  # peak learning rate of AdamW (None: 1e-3 for tiny-*, 1e-5 for a checkpoint)
-    weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.01  # AdamW's decoupled decay, on every weight
+    weight_decay: Fraction = 0.01  # AdamW's decoupled decay, on every weight
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay rates of AdamW's two moving averages
     grad_clip: PositiveFloat = 1.0  # clip the norm of the whole gradient to this (inf: no clipping)
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # schedule after warm-up; cosine ends at 0
@@ -152,8 +152,8 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     rules = {  # message -> whether the flags agree
         f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < inf,
         "--value-range: needs --value-head bounded, hl_gauss": c.value_head != "scalar" or not c.value_range,
-        "--value-head-init mean: needs --value-head scalar, bounded":
-            c.value_head_init != "mean" or c.value_head != "hl_gauss",
+        "--value-head-init mean: not for hl_gauss": c.value_head_init != "mean" or c.value_head != "hl_gauss",
+        f"--betas {c.betas}: must be below 1": max(c.betas) < 1,
         "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm; set both or neither":
             norm == (c.response_length_limit is not None),
         f"--tensor-model-parallel-size: tensor {tp} x pipeline {pp} x context {cp} must divide {world_size}":

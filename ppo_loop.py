@@ -1192,9 +1192,9 @@ def rollout_metrics(batch, run, dtype):
 
 def evaluate(replies, run, reward, phases, step, logger):
     """Logs the rewards of replies to held-out prompts, writes eight to samples.json and prints two."""
-    rows, mean, _ = score(run, reward, phases, replies)
+    rows, mean, faults = score(run, reward, phases, replies)
     name = "accuracy" if {row["reward"] for row in rows} <= {0.0, 1.0} else "reward"
-    logger.log(step, {"eval/reward": mean, f"eval/{name}": mean})
+    logger.log(step, {"eval/reward": mean, f"eval/{name}": mean, "eval/errors": faults})
     common.write_json(f"{run.out_dir}/samples.json", rows[:8])
     print0(f"held out   {name} {mean:.3f}")
     for row in rows[:2]:
@@ -1206,14 +1206,14 @@ def print_step(step, steps, m):
     n = common.number
     m = collections.defaultdict(lambda: nan, m)  # no actor metrics during --critic-warmup
     left = datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
-    odd = f"  {m['actor/skipped_steps']} skipped" if m.get("actor/skipped_steps") else ""
     print0(
         f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}"
         f"  length {m['rollout/actions']:.1f}  kl {n(m['kl/reference'], '.3f')}"
         f"  entropy {n(m['actor/entropy'], '.3f')}  clipped {n(m['actor/pg_clipfrac'], '.3f')}"
-        f"  |g| {n(m['actor/grad_norm'], '.2g'):>5}  value loss {n(m['critic/vf_loss'], '.4f')}"
+        f"  |g| {n(m['actor/grad_norm'], '.2g'):>5}  skipped {n(m['actor/skipped_steps'], '.0f')}"
+        f"  value loss {n(m['critic/vf_loss'], '.4f')}"
         f"  explained var {n(m['critic/explained_var'], '.2f'):>5}"
-        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}{odd}"
+        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}"
     )
 
 

@@ -794,7 +794,7 @@ def test_accuracy_is_reported_only_for_rewards_of_0_and_1(rewards, words, tmp_pa
     run = a_run(out_dir=str(tmp_path))
     ppo_loop.evaluate(replies, run, reward, ppo_loop.Phases(False), 3, logger)
     assert f"held out   {words}\n" in capsys.readouterr().out
-    assert logged["eval/reward"] == pytest.approx(sum(rewards) / 3)
+    assert logged["eval/reward"] == pytest.approx(sum(rewards) / 3) and logged["eval/errors"] == 0
     assert ("eval/accuracy" in logged) == ("accuracy" in words)
     assert [row["reward"] for row in json.loads((tmp_path / "samples.json").read_text())] == rewards
 
