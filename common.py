@@ -360,7 +360,7 @@ class Rollout(pydantic.BaseModel, strict=True):
 
 def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_images=None, hint_key=None):
     """Reads a JSONL file (or a list of its lines) as one Batch; row_id is the line, from 0. UserError names
-    the first bad row. Rows must fit model_config; place_images(rollout, folder) prepares images."""
+    the first bad row. Rows must fit model_config; place_images(rollout, folder) and hint_ids add to them."""
     name = "toy"
     folder = ""
     lines = source
@@ -1244,7 +1244,7 @@ def load_value_head(score, name, value_range):
 def describe_head(model_config, config, value_range):
     """Records the value head in a transformers config: num_labels outputs, over value_range or None."""
     stored = getattr(model_config, "value_range", None)
-    model_config.num_labels = 51 if config.value_head == "hl_gauss" else 1  # 51 bins
+    model_config.num_labels = 51 if config.value_head == "hl_gauss" else 1  # bins
     model_config.value_range = None
     model_config.classifier_dropout = 0.0
     model_config.dtype = torch.float32

@@ -810,7 +810,7 @@ def to_batch(replies):
     )
 
 
-def with_hints(replies):  # as the critic reads them
+def with_hints(replies):  # the replies with prompts as the critic reads them, see --privileged-key
     return [replace(reply, prompt=Prompt(reply.prompt.hint + reply.prompt.ids)) for reply in replies]
 
 
@@ -1405,7 +1405,7 @@ def main(run):
                 metrics = rollout_metrics(batch, run, engine.dtype)
                 metrics |= {"reward/mean": mean, "reward/errors": faults, "kl/coef": kl_coef}
                 with phases("critic", critic):
-                    seen = to_batch(with_hints(replies))
+                    seen = to_batch(with_hints(replies)) if run.privileged_key else batch
                     metrics |= assign_credit(batch, seen, [x.score for x in replies], kl_coef, run, critic)
                     metrics |= critic.update_critic(seen)
                 if step >= run.critic_warmup:
