@@ -11,7 +11,7 @@ It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 25
 verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them.
 critic_megatron.py computes the same function on Megatron-Core.
 
-Shapes are in the names: T tokens of all sequences, end to end; B sequences; L longest; D hidden features.
+Shapes are in the names: T tokens of all sequences, end to end; B sequences; L longest; S slots; D features.
 """
 
 import datetime
@@ -475,7 +475,7 @@ def ulysses_attention(module, query, key, value, attention_mask, s_aux=None, **o
     if s_aux is not None:  # attention sinks, one per head (gpt-oss)
         s_aux = s_aux.chunk(p)[dist.get_rank(group)]
     out_1THD, _ = common.packed_attention(module, *traded, attention_mask, s_aux=s_aux, **options)
-    return trade(out_1THD, group, 1, 2), None
+    return trade(out_1THD, group, 1, 2), None  # give tokens, get heads
 
 
 transformers.AttentionInterface.register("ulysses", ulysses_attention)
@@ -719,10 +719,10 @@ class DataParallelPPOCritic:
         totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # sums that `loss` returns
         norms = []  # one per mini-batch, NaN where the step was skipped
         for epoch in range(config.ppo_epochs):
-            rows = batch
+            ordered = batch
             if config.shuffle:
-                rows = batch.shuffled(config.seed, self.updates, epoch)
-            for mini in rows.split(config.ppo_mini_batch_size):
+                ordered = batch.shuffled(config.seed, self.updates, epoch)
+            for mini in ordered.split(config.ppo_mini_batch_size):
                 norms.append(nan)
                 if not mini.response_mask.any():
                     continue  # AdamW would move the weights even with zero gradients

@@ -11,8 +11,8 @@ verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py,
 critic_fsdp.py computes the same function on PyTorch FSDP, with the same sections and names: a diff of the two
 shows what parallelism costs. This script has no images, LoRA, activation offload or --plan.
 
-Shapes are in the names: T tokens of all sequences, end to end; B sequences; L longest; D hidden features.
-S slots: the tokens and padding of a micro-batch on this rank.
+Shapes are in the names: T tokens of all sequences, end to end; B sequences; L longest; S slots; D features.
+A slot is a token or padding of a micro-batch on this rank.
 """
 
 import collections
@@ -1009,10 +1009,10 @@ class MegatronPPOCritic:
         totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # sums that `loss` returns
         norms = []  # one per mini-batch, NaN where the step was skipped
         for epoch in range(config.ppo_epochs):
-            rows = batch
+            ordered = batch
             if config.shuffle:
-                rows = batch.shuffled(config.seed, self.updates, epoch)
-            for mini in rows.split(config.ppo_mini_batch_size):
+                ordered = batch.shuffled(config.seed, self.updates, epoch)
+            for mini in ordered.split(config.ppo_mini_batch_size):
                 norms.append(nan)
                 if not mini.response_mask.any():
                     continue  # AdamW would move the weights even with zero gradients

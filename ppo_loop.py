@@ -12,8 +12,8 @@
 main() at the end is the algorithm and calls the rest. Actor and reference are Hugging Face models on FSDP2;
 the critic is the CriticWorker of critic_fsdp.py or critic_megatron.py. Copy this file with it and common.py.
 
-Shapes are in the names: T tokens, sequences end to end; A actions (tokens the policy chose); C a chunk of
-them; B sequences; L tokens of a padded row; R tokens of a response; V vocabulary; D hidden features.
+Shapes are in the names: T tokens, sequences end to end; A actions (tokens the policy chose); C a chunk
+of A; B sequences; L tokens of a padded row; R of a response; S slots of pack_rows; V vocabulary; D features.
 """
 
 import collections
@@ -972,8 +972,8 @@ class PolicyWorker:
         if self.run.offload:
             common.move_state(self.optimizer, self.device)
         for epoch in range(self.config.ppo_epochs):
-            rows = batch.shuffled(self.run.seed, self.updates, epoch)
-            for mini in rows.split(self.config.ppo_mini_batch_size):
+            ordered = batch.shuffled(self.run.seed, self.updates, epoch)
+            for mini in ordered.split(self.config.ppo_mini_batch_size):
                 norms.append(self.step(mini, totals))
         self.updates += 1
         dist.all_reduce(totals)

@@ -44,7 +44,31 @@ def test_2_with_lambda_1_the_returns_do_not_depend_on_the_critic():
         assert returns.tolist() == pytest.approx(answer)
 
 
-def test_3_a_mean_of_means_depends_on_the_cut():
+def test_3_a_critic_learns_what_goes_wrong():
+    """Before any digit: how likely this policy is to be right, which is less where the sum needs a carry, so
+    that a right answer there has a large advantage. Before <eos>: whether the policy gave up; only this can
+    choose among answers to one prompt."""
+    w = worker(lr=1e-3)
+    rows = common.read_rows(common.toy_rows(4096, seed=0), w.tokenizer)
+    groups = rows.groups()
+    for step in range(40):
+        batch = rows.select(common.rows_of_step(step, groups, 256, seed=0))
+        batch.values = w.compute_values(batch)
+        common.add_returns(batch, gamma=1.0, lam=1.0)
+        w.update_critic(batch)
+    before, end = {True: [], False: []}, {True: [], False: []}  # key: the units carry; it gave up
+    cases = list(itertools.product(range(11, 90, 7), range(12, 90, 7), end))
+    row = lambda a, b, x: {"prompt": f"{a}+{b}=", "response": str(a if x else a + b), "reward": 1}
+    batch = common.read_rows([json.dumps(row(*case)) for case in cases], w.tokenizer)
+    values = w.compute_values(batch)[batch.response_mask].split(batch.actions.tolist())
+    for (a, b, gave_up), (first, *_, last) in zip(cases, values, strict=True):
+        before[a % 10 + b % 10 >= 10].append(first)
+        end[gave_up].append(last)
+    assert statistics.fmean(before[True]) < statistics.fmean(before[False]) - 0.1
+    assert statistics.fmean(end[True]) < statistics.fmean(end[False]) - 0.2
+
+
+def test_4_a_mean_of_means_depends_on_the_cut():
     """1 over the mini-batch, 2 as a mean of means. loss_weights gives the first: a token's weight comes from
     the counts of the whole mini-batch and stays with the token, so each micro-batch adds a plain sum."""
     batch = common.concat([common.Batch.blank(2), common.Batch.blank(4)])
@@ -57,7 +81,7 @@ def test_3_a_mean_of_means_depends_on_the_cut():
     assert sum(means) / 2 == 2
 
 
-def test_4_a_huber_loss(monkeypatch):
+def test_5_a_huber_loss(monkeypatch):
     """Because of the weights, which come from counts of the whole mini-batch: the loss stays a weighted sum
     over tokens. Far outliers now pull no harder than near ones. (With clipping it would be the larger one of
     two Huber losses.)"""
@@ -80,7 +104,28 @@ def test_4_a_huber_loss(monkeypatch):
     assert norms["huber"] < 0.1 * norms["squared"]
 
 
-def test_5_adamw_does_not_see_the_size_of_a_gradient():
+@pytest.mark.parametrize("lam", [1.0, 0.95])
+def test_6_a_critic_that_always_says_7(lam):
+    """With lambda 1, nothing: each advantage is the return minus 7, and whitening removes any constant. With
+    lambda 0.95 the last TD error, return minus 7, fades towards the start of the row, so the place of an
+    action decides. With the flag, advantages are returns minus their mean, because 7 explains nothing."""
+    common.setup_distributed()
+    found = []
+    for value, helps in ((0.0, False), (7.0, False), (7.0, True)):
+        batch = random_batch(8, idle=False)
+        batch.old_log_probs = batch.ref_log_probs = 0 * batch.values
+        says = lambda batch: value * batch.response_mask  # noqa: B023
+        critic = types.SimpleNamespace(start_at_mean=lambda *_: None, compute_values=says)
+        run = ppo_loop.Run(critic=None, lam=lam, critic_where_it_helps=helps)
+        ppo_loop.assign_credit(batch, batch, [0.0, 1.0] * 4, 0.0, run, critic)
+        found.append(batch.advantages)
+    returns, sevens, with_the_flag = found
+    assert torch.allclose(returns, sevens, atol=1e-4) == (lam == 1.0)
+    assert torch.allclose(returns, with_the_flag, atol=1e-4) == (lam == 1.0)
+    assert with_the_flag.sign().equal(sevens.sign()) == (lam == 1.0)
+
+
+def test_7_adamw_does_not_see_the_size_of_a_gradient():
     """AdamW divides the mean gradient by the root of the mean square, so a factor common to all steps
     cancels, up to epsilon. And --grad-clip scales all larger norms down to it. So two ranks learn differently
     from one as soon as one norm is clipped and the same norm, halved, is not. The metric critic/grad_norm
@@ -112,68 +157,23 @@ def ulysses():
     assert gather_slices(mine[0, 0, :, 0], group).equal(x[0, 0, :, 0])
 
 
-def test_6_ulysses_trades_tokens_for_heads():
+def test_8_ulysses_trades_tokens_for_heads():
     """In norms, projections and MLPs each rank has five tokens of the row and all heads; inside the attention
     function it has two heads of all ten tokens, by one all-to-all before and one after. gather_slices then
     gives the ten values to both, and both compute the same loss."""
     succeeded(torchrun(2, __file__))
 
 
-def test_7_context_parallel_ranks_have_a_piece_of_either_end():
-    """Rank 0 has 0 1 6 7, rank 1 has 2 3 4 5. Token t sees t + 1 keys: halves would give 10 pairs to one rank
-    and 26 to the other, these pieces give 18 to each."""
-    for rank, answer in enumerate(([0, 1, 6, 7], [2, 3, 4, 5])):
+def test_9_context_parallel_ranks_have_a_piece_of_either_end():
+    """Rank 0 has 0 1 10 11, rank 1 has 2 3 8 9, rank 2 has 4 5 6 7. Token t sees t + 1 keys: thirds would
+    give the ranks 10, 26 and 42 pairs, these pieces give 26 to each."""
+    for rank, answer in enumerate(([0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7])):
         layout = types.SimpleNamespace(cp_rank=rank, device=torch.device("cpu"))
-        config = critic_megatron.Config(context_parallel_size=2)
+        config = critic_megatron.Config(context_parallel_size=3)
         critic = types.SimpleNamespace(config=config, layout=layout)
-        row = common.Batch.blank(8)
+        row = common.Batch.blank(12)
         slots, _ = critic_megatron.MegatronPPOCritic.share_context(critic, row)
-        assert slots.tolist() == answer and sum(t + 1 for t in answer) == 18
-
-
-def test_8_a_critic_learns_what_goes_wrong():
-    """Before any digit: how likely this policy is to be right, which is less where the sum needs a carry, so
-    that a right answer there has a large advantage. At the end: whether the policy gave up; only this can
-    choose among answers to one prompt."""
-    w = worker(lr=1e-3)
-    rows = common.read_rows(common.toy_rows(4096, seed=0), w.tokenizer)
-    groups = rows.groups()
-    for step in range(40):
-        batch = rows.select(common.rows_of_step(step, groups, 256, seed=0))
-        batch.values = w.compute_values(batch)
-        common.add_returns(batch, gamma=1.0, lam=1.0)
-        w.update_critic(batch)
-    before, end = {True: [], False: []}, {True: [], False: []}  # key: the units carry; it gave up
-    cases = list(itertools.product(range(11, 90, 7), range(12, 90, 7), end))
-    row = lambda a, b, x: {"prompt": f"{a}+{b}=", "response": str(a if x else a + b), "reward": 1}
-    batch = common.read_rows([json.dumps(row(*case)) for case in cases], w.tokenizer)
-    values = w.compute_values(batch)[batch.response_mask].split(batch.actions.tolist())
-    for (a, b, gave_up), (first, *_, last) in zip(cases, values, strict=True):
-        before[a % 10 + b % 10 >= 10].append(first)
-        end[gave_up].append(last)
-    assert statistics.fmean(before[True]) < statistics.fmean(before[False]) - 0.1
-    assert statistics.fmean(end[True]) < statistics.fmean(end[False]) - 0.2
-
-
-@pytest.mark.parametrize("lam", [1.0, 0.95])
-def test_9_a_critic_that_always_says_7(lam):
-    """With lambda 1, nothing: each advantage is the return minus 7, and whitening removes any constant. With
-    lambda 0.95 the last TD error, return minus 7, fades towards the start of the row, so the position of an
-    action decides. With the flag, returns minus their mean replace the values, because 7 explains nothing."""
-    common.setup_distributed()
-    found = []
-    for value, helps in ((0.0, False), (7.0, False), (7.0, True)):
-        batch = random_batch(8, idle=False)
-        batch.old_log_probs = batch.ref_log_probs = 0 * batch.values
-        says = lambda batch: value * batch.response_mask  # noqa: B023
-        critic = types.SimpleNamespace(start_at_mean=lambda *_: None, compute_values=says)
-        run = ppo_loop.Run(critic=None, lam=lam, critic_where_it_helps=helps)
-        ppo_loop.assign_credit(batch, batch, [0.0, 1.0] * 4, 0.0, run, critic)
-        found.append(batch.advantages)
-    returns, sevens, with_the_flag = found
-    assert torch.allclose(returns, sevens, atol=1e-4) == (lam == 1.0)
-    assert torch.allclose(returns, with_the_flag, atol=1e-4) == (lam == 1.0)
-    assert with_the_flag.sign().equal(sevens.sign()) == (lam == 1.0)
+        assert slots.tolist() == answer and sum(t + 1 for t in answer) == 26
 
 
 if __name__ == "__main__":
