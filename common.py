@@ -1,7 +1,7 @@
 """Utilities that the scripts of this repository share. Nothing here knows FSDP, Megatron or its caller.
 
 Shapes are in the names: T tokens of all sequences, end to end; B sequences; A actions; L longest sequence;
-N value bins; H query heads; K key and value heads; D features per head."""
+N value bins, or rows treated alike; H query heads; K key and value heads; D features per head."""
 
 import collections
 import datetime
@@ -132,8 +132,8 @@ def launch(main):
         code = stop.code
     except BaseException:
         message = traceback.format_exc()
-        for words, hint in HINTS.items():
-            if re.search(words, message):
+        for pattern, hint in HINTS.items():
+            if re.search(pattern, message):
                 message += f"error: {hint}\n"
     if code and RANK:
         time.sleep(5)  # if rank 0 fails too, torchrun ends this process before it prints the same
@@ -243,10 +243,10 @@ class Batch:
             found.setdefault(prompt, []).append(row)
         return [(len(prompt) - 1, rows) for prompt, rows in found.items()]
 
-    def computed(self, groups, count=int):
-        """Cost of each group, whose shared tokens count once. count(n): cost of a row's first n tokens."""
+    def costs(self, groups, cost=int):
+        """Cost of each group, whose shared tokens count once. cost(n): of a row's first n tokens."""
         n = self.lengths
-        return [count(s) + sum(count(n[row]) - count(s) for row in rows) for s, rows in groups]
+        return [cost(s) + sum(cost(n[row]) - cost(s) for row in rows) for s, rows in groups]
 
     def mean_return(self, gamma):  # over the actions of all ranks (a collective); 0 without an action
         whole = gather(self)
@@ -370,7 +370,7 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
         with blame(name):
             lines = Path(source).read_bytes().splitlines()
     rows = []
-    for number, line in enumerate(progress(lines, "rows")):
+    for row_id, line in enumerate(progress(lines, "rows")):
         if not line.strip():
             continue
         try:
@@ -380,12 +380,12 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
                 place_images(rollout, folder)
             elif rollout.images:
                 raise UserError("it has images, but this model reads text only")
-            row = batch_of_one(rollout, number)
+            row = batch_of_one(rollout, row_id)
             if model_config:
                 check_rows(row, model_config)
             rows.append(row)
         except UserError as fault:
-            raise UserError(f"{name}:{number + 1}: {fault}") from None
+            raise UserError(f"{name}:{row_id + 1}: {fault}") from None
     if not any(row.response_mask.any() for row in rows):
         raise UserError(f"{name}: no row has an action")
     if hint_key:
@@ -435,7 +435,7 @@ def parse_rollout(line, tokenizer):  # one JSON line -> Rollout with token ids; 
 def hint_ids(tokenizer, line, key):  # tokens of a JSON line that only the critic reads, before the prompt
     if not key:
         return []
-    with blame(f"--privileged-key {key}: the row lacks it, or there is no tokenizer"):
+    with blame(f"no usable --privileged-key {key}, or no tokenizer"):
         return tokenizer.encode(HINT.format(json.loads(line)[key]))
 
 
@@ -454,7 +454,7 @@ def chat_ids(tokenizer, messages, complete=False):
         )
 
 
-def batch_of_one(rollout, number):  # Rollout with token ids -> Batch of one row; may raise UserError
+def batch_of_one(rollout, row_id):  # Rollout with token ids -> Batch of one row; may raise UserError
     ids = rollout.prompt_ids + rollout.response_ids
     n = len(rollout.response_ids)
     if not 0 < n < len(ids):
@@ -476,7 +476,7 @@ def batch_of_one(rollout, number):  # Rollout with token ids -> Batch of one row
         input_ids=torch.tensor(ids),
         cu_seqlens=cumulative([len(ids)]),
         response_mask=mask,
-        row_id=torch.tensor([number]),
+        row_id=torch.tensor([row_id]),
         truncated=torch.tensor([bool(rollout.truncated)]),
         token_level_rewards=rewards,
         values=column("values", 0.0) * mask,
@@ -599,7 +599,7 @@ def hl_gauss_values(logits_TN, low, high):
 def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
     """Cross-entropy between the predicted bins and a Gaussian around the return -> loss, a 0-dim tensor.
         L_t = -sum_i p_i(R_t) log softmax(logits_t)_i,    loss = sum_t w_t L_t
-        p_i = (Phi(e_i+1) - Phi(e_i)) / (Phi(e_N) - Phi(e_0)),    Phi: CDF of Normal(R, 0.75 bin widths)
+        p_i = (Phi(e_{i+1}) - Phi(e_i)) / (Phi(e_N) - Phi(e_0)),    Phi: CDF of Normal(R, 0.75 bin widths)
     N equal bins divide [low, high] at edges e_0 .. e_N; a return outside is clamped to the range. HL-Gauss,
     1806.04613; width as in 2403.03950. Takes no old values; masked entries are ignored, even if NaN."""
     bins = logits_TN.shape[1]
@@ -636,7 +636,7 @@ def auc(scores, labels):
 
 
 def update_metrics(kind, names, totals, norms, lr):
-    """Metrics of an update. totals: sums over all actions: loss, ..., number of actions. norms: by step."""
+    """Metrics of an update. totals: sums: loss of each step, ..., number of actions. norms: of each step."""
     taken = [norm for norm in norms if isfinite(norm)]
     steps = len(taken) or nan  # without a step, averages are NaN
     loss, *sums, actions = totals.tolist()
@@ -654,7 +654,7 @@ def evaluate(rows, gamma):  # metrics of rows with values, against Monte Carlo r
     acted_B = rows.actions > 0
     reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)
     last_B = rows.values[last_action(rows)]
-    of_n = []  # per prompt with several rows: reward of the row with the highest last value, mean, best
+    of_n = []  # per prompt with several rows: reward of the row with the highest last value, mean, maximum
     for _, same in rows.groups():
         if len(same) > 1:
             reward_N = reward_B[same]
@@ -687,9 +687,9 @@ class PackLayout:
         key_lengths = key_lengths or lengths
         self.keys = keys
         self.pieces = []  # equally long neighbours together: (how many, all their queries, all their keys)
-        for (queries, keys), same in itertools.groupby(zip(lengths, key_lengths)):
+        for (queries, seen), same in itertools.groupby(zip(lengths, key_lengths)):
             count = len(list(same))
-            self.pieces.append((count, count * queries, count * keys))
+            self.pieces.append((count, count * queries, count * seen))
         cu = [cumulative(n).to(device, non_blocking=True) for n in (lengths, key_lengths)]
         self.varlen = (*cu, max(lengths), max(key_lengths))  # arguments of kernels for packed rows
 
@@ -706,7 +706,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
                      sliding_window=None, softcap=None, is_causal=None, s_aux=None, **kwargs):  # fmt: skip
     """transformers' attention interface for a packed row: q (1,H,T,D), k v (1,K,T,D) -> (1,T,H,D), None."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is not None or not causal or kwargs.get("position_bias") is not None:
+    if attention_mask is not None or not causal:
         raise UserError(
             f"--use-remove-padding: {type(module).__name__} asks for more than causal attention; "
             "add --no-use-remove-padding"
@@ -722,7 +722,7 @@ transformers.AttentionInterface.register("packed", packed_attention)
 
 def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
     """(1,H,T,D) causal attention within each sequence of the layout: flash-attn or torch's varlen kernel for
-    half precision on CUDA, else SDPA; written out where none has soft caps (Gemma 2) or sinks (gpt-oss)."""
+    half precision on CUDA, else SDPA, or plain products for soft caps (Gemma 2) and sinks (gpt-oss)."""
     if layout.keys is not None:
         k, v = (x[:, :, layout.keys] for x in (k, v))
     half = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
@@ -826,13 +826,13 @@ def describe_update(batch, start, epochs, flops, layout):
     return metrics
 
 
-def measure_budget(try_out, given, longest, share, state_bytes):
+def measure_budget(try_out, given, longest, ranks_per_row, state_bytes):
     """The most tokens per rank that fit into a micro-batch, equal on all ranks (a collective). Measured
-    by running try_out(batch) on ever more rows. given: auto[:GIB]. share: ranks that share a row."""
+    by running try_out(batch) on ever more rows. given: auto[:GIB]."""
     limit = float(given[5:] or "inf") * 2**30
     row = Batch.blank(longest)
     try_out(row)  # creates gradients and workspaces
-    rows = ceil(512 * share / longest)
+    rows = ceil(512 * ranks_per_row / longest)
     for doubling in range(6):
         batch = row.select([0] * rows * 2**doubling)
         if torch.cuda.is_available():
@@ -851,7 +851,7 @@ def measure_budget(try_out, given, longest, share, state_bytes):
         room = min(of_all_ranks(0.9 * limit - state_bytes))  # the allocator wastes a tenth
         if 2 * peak > room:
             break
-    cost = peak * share / len(batch.input_ids)  # an upper bound: part of the peak does not grow with the rows
+    cost = peak * ranks_per_row / len(batch.input_ids)  # too high: part of it does not grow with rows
     tokens = max(int(room / cost), 0)
     print0(f"budget     {room / 2**30:.3g} GiB / {cost:,.0f} bytes per token = {tokens:,} tokens")
     return tokens
@@ -936,14 +936,14 @@ class Logger:
         self.updates += 1
         m["perf/time_step"] = (time.perf_counter() - self.start) / self.updates
         self.log(step, m)
-        skipped = f"  skipped {m['critic/skipped_steps']:.0f}" if m["critic/skipped_steps"] else ""
         left = datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
         print0(
             f"step {step:>{len(str(steps))}}/{steps}  loss {number(m['critic/vf_loss'], '.4f')}"
             f"  explained var {number(m['critic/explained_var'], '.3f'):>6}"
             f"  |g| {number(m['critic/grad_norm'], '.3g'):>7}  lr {number(m['critic/lr'], '.1e')}"
             f"  {m['perf/tokens_per_second']:>7,.0f} tok/s  mfu {number(100 * m['perf/mfu'], '.1f')} %"
-            f"  {number(m['perf/peak_memory_gib'], '.1f')} GiB  eta {left}{skipped}"
+            f"  {number(m['perf/peak_memory_gib'], '.1f')} GiB  eta {left}"
+            f"  skipped {m['critic/skipped_steps']:.0f}"
         )
 
     def log_evaluation(self, step, rows, gamma):  # evaluates rows with values, logs and prints the result
@@ -995,7 +995,7 @@ MANIFEST = "manifest.json"  # in a complete folder: file name -> SHA-256
 @contextmanager
 def published(folder, group=None, keep=None):
     """`with published(folder) as tmp:` all ranks write into tmp, which becomes the folder; a crash leaves
-    the old or the new one (a collective of `group`). keep: how many of the last step_N next to it to keep."""
+    one of them complete (a collective of `group`). keep: how many of the last step_N next to it to keep."""
     if torch.cuda.is_available():
         torch.cuda.set_device(LOCAL_RANK)  # a new thread starts on device 0
     if exists(folder) and os.listdir(folder) and not exists(f"{folder}/{MANIFEST}"):
@@ -1100,7 +1100,8 @@ def shape_of(model_config, more):
 def load_config(config):
     """(tokenizer or None, transformers config) of config.model, with --override-config and dropout off."""
     model = config.model
-    if model in TINY:  # more threads would only wait for each other
+    tiny = model in TINY
+    if tiny:  # more threads would only wait for each other
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     tokenizer = None
     name = config.tokenizer or model
@@ -1112,11 +1113,10 @@ def load_config(config):
             reader = PreTrainedTokenizerFast
         with blame(f"--tokenizer {name}: no tokenizer there") if config.tokenizer else suppress(Exception):
             tokenizer = reader.from_pretrained(name)
-    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):  # or an empty one, made up
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):  # or it is made up, and empty
         print0(f"tokenizer  none in {name}, so rows must be token ids")
         tokenizer = None
     with blame(f"--model {model}: no model there; presets are {', '.join(TINY)}"):
-        tiny = model in TINY
         fields = tiny_config(model, len(tokenizer or char_tokenizer(model))) if tiny else config_of(model)
         kind = type(AutoConfig.for_model(**fields))
     with blame(f"--override-config {config.override_config}: must be a JSON object"):
@@ -1158,7 +1158,7 @@ def check_rows(batch, model_config):  # UserError: a row is too long, or has ids
         limit = "original_max_position_embeddings"
         most = rope[limit]
     if length > most:
-        raise UserError(f"row {row}: {length} tokens, more than the model's {limit}, {most}")
+        raise UserError(f"row_id {row}: {length} tokens, more than the model's {limit}, {most}")
     odd = batch.input_ids[batch.input_ids >= text.vocab_size]
     if len(odd):
         raise UserError(f"token id {odd[0]} is outside the model's vocabulary of {text.vocab_size}")
@@ -1171,7 +1171,7 @@ def local_folder(name):  # a model's folder, downloaded if it is on the hub
 
 
 def load_model(kind, name, model_config, seed):
-    """(a float32 model of this AutoModel class on the host, words on its weights: a folder's or random)."""
+    """(float32 model of this AutoModel class on the host, text on where its weights come from)."""
     torch.manual_seed(seed)
     if name in TINY:
         return kind.from_config(model_config, dtype=torch.float32), f"random weights (seed {seed})"
@@ -1235,7 +1235,7 @@ def load_value_head(score, name, value_range):
     found = {key: torch.empty(x.size) for key, x in sizes if heads.fullmatch(key)}
     dcp.load(found, storage_reader=reader, no_dist=True)
     for key in sorted(found):
-        if found[key].numel() == score.weight.numel():  # it may have another shape, e.g. (8, D / 8)
+        if found[key].numel() == score.weight.numel():  # some are stored as (8, D / 8)
             score.weight.data.copy_(found[key].view_as(score.weight))
             score.bias.data.copy_(found.get(key.replace("weight", "bias"), score.bias))
             return key
@@ -1398,12 +1398,10 @@ def write_scores(path, out_dir, rows, tokenizer, gamma):
     for _, same in rows.groups():
         rank_B[same] += (last_B[same] > last_B[same, None]).sum(1)
     scored = []
-    for row, rank in zip(rows.split(1), rank_B.tolist()):
+    for row, last, rank in zip(rows.split(1), last_B.tolist(), rank_B.tolist()):
         line = json.loads(lines[row.row_id])
-        line["values"] = row.values[row.response_mask.int().argmax() :].tolist()  # from the first action on
-        line["last_value"] = float(row.values[last_action(row)])
-        line["rank"] = rank
-        scored.append(line)
+        n = len(line.get("response_mask") or row.response_mask.nonzero())  # response tokens
+        scored.append(line | {"values": row.values[-n:].tolist(), "last_value": last, "rank": rank})
     if RANK == 0:
         replace_lines(f"{out_dir}/scored.jsonl", scored)
     write_report(out_dir, rows, "scored rows", tokenizer, gamma)

@@ -75,7 +75,7 @@ class Config:
     timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0  # stop if a collective takes longer
     # precision and kernels
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad each to the longest
-    share_prompts: bool = True  # compute a prompt once for all its rows; the update is the same
+    share_prompts: bool = True  # when packing, compute a prompt once for all its rows; same update
     # dtype of matrix products (auto: float32 on CPU, else bfloat16)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
@@ -197,8 +197,8 @@ from common import Batch, Pack, PackLayout, UserError, blame, of_all_ranks, prin
 
 transformers.logging.set_verbosity_error()  # the run prints one line about the weights
 transformers.logging.disable_progress_bar()
-# views that nothing writes to; FSDP1 on a single rank; peft adapting by itself to GPT-2; a rank that reads
-# files without the others
+# harmless: views that nothing writes to; FSDP1 on a single rank; peft adapting by itself to GPT-2; a rank
+# that reads files without the others
 warnings.filterwarnings(
     "ignore",
     "FSDP2-wrapped module .* returned a view|.*`NO_SHARD`|fan_in_fan_out is|torch.distributed is disabled",
@@ -229,7 +229,7 @@ def read_weights(config, model_config):
     if exists(f"{config.model}/trainer.json"):
         backbone = AutoModel.from_config(model_config, dtype=torch.float32)
         weights = {f"model.model.{name}": x for name, x in backbone.state_dict().items()}
-        with blame(f"--model {config.model}: its weights do not load"):
+        with blame(f"--model {config.model}: its weights do not load; give a folder made by an export"):
             dcp.load(weights, storage_reader=HuggingFaceStorageReader(config.model), no_dist=True)
         story = f"weights of the checkpoint {config.model} (no optimizer state)"
     else:
@@ -368,7 +368,7 @@ def with_images(backbone, micro, image_processor):
 
 class Layout(NamedTuple):
     """Ranks form a dp x sp grid (rank = dp_rank * sp_size + sp_rank): sp neighbours share each sequence, and
-    dp groups split the rows. FSDP shards over all ranks."""
+    dp groups split the rows. FSDP shards over all of them, or --fsdp-size."""
 
     device: torch.device
     dtype: torch.dtype  # of matrix products; master weights, gradients, optimizer and value head are float32
@@ -534,7 +534,7 @@ def micro_batches(batch, dp_size, max_tokens, share, padded=False):
     unless they exceed a micro-batch or a rank's share of all tokens."""
     lengths = batch.lengths
     groups = batch.groups(share and not padded)
-    most = min(max_tokens, sum(batch.computed(groups)) / dp_size)
+    most = min(max_tokens, sum(batch.costs(groups)) / dp_size)
     bundles = []  # groups, large ones in several pieces
     for shared, rows in groups:
         size = inf
@@ -544,7 +544,7 @@ def micro_batches(batch, dp_size, max_tokens, share, padded=False):
                 size = lengths[row]
                 bundles.append((shared, []))
             bundles[-1][1].append(row)
-    sizes = batch.computed(bundles)
+    sizes = batch.costs(bundles)
     tokens = lambda part: max(part, default=0) * len(part) if padded else sum(part)
     count = 1
     while True:
@@ -565,7 +565,7 @@ def pack_rows(batch, device, share, unit=1):
         slots      p0 p1 p2 a0 a1    p2 b0
         index_T    0  1  2  3  4     0  1  5  6"""
     lengths = batch.lengths
-    queries = batch.lengths
+    queries = batch.lengths  # another list
     total = len(batch.input_ids)
     source = torch.arange(total + unit)  # source[t]: the token that is computed for token t
     rows = source[:total].split(lengths)
@@ -845,8 +845,8 @@ class CriticWorker:
         alone, cut short, with eager attention: no token may see later tokens or other rows."""
         config = self.config
         critic = self.critic
-        backbone = critic.model.model
-        name = f"--model {config.model}: {type(backbone).__name__}"
+        decoder = critic.model.model.get_decoder()
+        name = f"--model {config.model}: {type(critic.model.model).__name__}"
         n = 8 * self.layout.sp_size
         rows = Batch.blank(2 * n).select([0, 0])
         ids_T = (rows.places + (torch.arange(4 * n) >= 3 * n)) * 7  # the first n tokens of both are equal
@@ -858,9 +858,10 @@ class CriticWorker:
         with hook, blame(f"{name} does not run; try --no-use-remove-padding"):
             together_TD = critic.forward(critic.micro_batch(rows, [0, 1]))[3 * n + 1 : 3 * n + 5]
             Pack.group = None
-            backbone.set_attn_implementation("eager")
+            kernel = decoder.config._attn_implementation
+            decoder.set_attn_implementation("eager")
             alone_TD = critic.model(input_ids=ids_1L)[0, n:]
-            backbone.set_attn_implementation(attention_of(config, self.model_config))
+            decoder.set_attn_implementation(kernel)
         critic.free_gathered()
         off = float((together_TD - alone_TD).norm() / alone_TD.norm())
         if not off < (1e-4 if self.layout.dtype == torch.float32 else 1e-1):
@@ -936,7 +937,7 @@ class CriticWorker:
         start = time.perf_counter()
         metrics = self.critic.update_critic(batch)
         groups = batch.groups(config.share_prompts and config.use_remove_padding)
-        flops = self.critic.passes * sum(batch.computed(groups, self.critic.flops))
+        flops = self.critic.passes * sum(batch.costs(groups, self.critic.flops))
         return metrics | common.describe_update(batch, start, config.ppo_epochs, flops, self.layout)
 
     def offload(self):
@@ -1172,14 +1173,14 @@ def print_plan(run):
     total = 0.0
     for name, weights, each, parts in (
         ("weights", count, 4, shards),
-        ("gradients", trained, 4, shards),
+        ("gradients", trained, 4, 1 if config.defer_grad_sync else shards),
         ("optimizer", trained, 8, shards),
         ("gathered", gathered, size, 1),  # the layers that are whole at the same time
     ):
         held = weights * each / parts / 2**20
         total += held
         print0(f"{name:12s} {held:12,.1f} MiB = {weights:,} x {each} bytes / {parts} shards")
-    print0(f"{'together':12s} {total:12,.1f} MiB = per rank; the rest is left for activations")
+    print0(f"{'together':12s} {total:12,.1f} MiB per rank; the rest is left for activations")
 
 
 # ---- Main: value pretraining from rollouts -----------------------------------------------------------------

@@ -72,14 +72,14 @@ class Config:
     tensor_model_parallel_size: Positive = 1  # ranks that split each matrix product
     sequence_parallel: bool = True  # tensor-parallel ranks also split tokens, in norms and residuals
     pipeline_model_parallel_size: Positive = 1  # pipeline stages: ranks that split the layers
-    virtual_pipeline_model_parallel_size: Positive = 1  # model chunks per stage; more idle less
+    virtual_pipeline_model_parallel_size: Positive = 1  # model chunks per stage; more reduce idle time
     context_parallel_size: Positive = 1  # ranks that split the tokens of each sequence
     expert_model_parallel_size: Positive = 1  # ranks that split the experts of an MoE model
     expert_tensor_parallel_size: Positive | None = None  # ranks that split each expert (None: tensor size)
     timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0  # stop if a collective takes longer
     # precision and kernels
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad each to the longest
-    share_prompts: bool = True  # compute a prompt once for all its rows; the update is the same
+    share_prompts: bool = True  # when packing, compute a prompt once for all its rows; same update
     # dtype of matrix products (auto: float32 on CPU, else bfloat16)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
@@ -455,9 +455,9 @@ def freeze(modules, pattern):
     sizes = [0, 0]  # weights that train, frozen weights
     for name, p in named_weights(modules):
         _, parts = hf_names(name)
-        theirs = partial(EXPERT.sub, lambda m: f"{m[1]}.{JOINED[m[3]]}")  # name of the experts' one tensor
+        joined = partial(EXPERT.sub, lambda m: f"{m[1]}.{JOINED[m[3]]}")  # name of the experts' one tensor
         with blame(f"--freeze-modules {pattern}"):
-            found = {bool(pattern and re.search(pattern, theirs(part))) for part in parts}
+            found = {bool(pattern and re.search(pattern, joined(part))) for part in parts}
             if len(found) > 1:
                 raise ValueError(f"must match all or none of {', '.join(parts)}, which are one weight here")
         p.requires_grad_(found == {False})
@@ -701,7 +701,7 @@ def wrap(module):
     for name, p in module.named_parameters():
         if ".experts." in name:  # Megatron sets this only from two expert ranks on
             p.allreduce = False  # reduced over the experts' replicas
-    if module.pre_process:  # recomputation gives no gradients if its inputs, when frozen, need none
+    if module.pre_process:  # else recomputation after a frozen embedding gives no gradients
         module.embedding.register_forward_hook(lambda *x: x[2].requires_grad_())
     chunk = Float16Module(module.config, module) if module.config.bf16 else module
     if module.post_process:
@@ -732,7 +732,7 @@ def micro_batches(batch, dp_size, max_tokens, share, padded=False):
     unless they exceed a micro-batch or a rank's share of all tokens."""
     lengths = batch.lengths
     groups = batch.groups(share and not padded)
-    most = min(max_tokens, sum(batch.computed(groups)) / dp_size)
+    most = min(max_tokens, sum(batch.costs(groups)) / dp_size)
     bundles = []  # groups, large ones in several pieces
     for shared, rows in groups:
         size = inf
@@ -742,7 +742,7 @@ def micro_batches(batch, dp_size, max_tokens, share, padded=False):
                 size = lengths[row]
                 bundles.append((shared, []))
             bundles[-1][1].append(row)
-    sizes = batch.computed(bundles)
+    sizes = batch.costs(bundles)
     tokens = lambda part: max(part, default=0) * len(part) if padded else sum(part)
     count = 1
     while True:
@@ -763,7 +763,7 @@ def pack_rows(batch, device, share, unit=1):
         slots      p0 p1 p2 a0 a1    p2 b0
         index_T    0  1  2  3  4     0  1  5  6"""
     lengths = batch.lengths
-    queries = batch.lengths
+    queries = batch.lengths  # another list
     total = len(batch.input_ids)
     source = torch.arange(total + unit)  # source[t]: the token that is computed for token t
     rows = source[:total].split(lengths)
@@ -797,14 +797,14 @@ def check_model_flags(config, model_config):
         )
     fixed = {"mlp_bias": False, "attention_bias": False, "hidden_act": "silu",
              "quantization_config": None, "sliding_window": None}  # fmt: skip
-    # 0: Qwen2-MoE's window when it is off
+    # a window of 0 is none (Qwen2-MoE)
     odd = [f"{name} {getattr(c, name)}" for name, x in fixed.items() if getattr(c, name, x) not in (x, 0)]
     rope = c.rope_parameters
     mapped = ("default", "linear", "llama3")
     if rope["rope_type"] not in mapped or rope.get("partial_rotary_factor", 1.0) != 1.0:
         odd.append(f"rope {rope['rope_type']}")
     if odd:
-        raise UserError(f"--model {config.model}: {', '.join(odd)} is not mapped here; use critic_fsdp.py")
+        raise UserError(f"--model {config.model}: {', '.join(odd)} is not supported here; use critic_fsdp.py")
     if hasattr(c, "num_experts") and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise UserError("--no-sequence-parallel: MoE with tensor parallelism needs sequence parallelism")
 
@@ -942,7 +942,7 @@ class MegatronPPOCritic:
                 if n > 0:
                     queries.append(n)
                     keys.append(seen[first_key : end_of_keys - behind])
-        index = pieces.flatten().argsort()[torch.cat(keys)].to(device, non_blocking=True)  # after the gather
+        index = pieces.flatten().argsort()[torch.cat(keys)].to(device, non_blocking=True)  # once gathered
         return slots[mine.flatten()], PackLayout(queries, device, list(map(len, keys)), index)
 
     def run_schedule(self, micros, reduce, forward_only=False):
@@ -1188,7 +1188,7 @@ class CriticWorker:
             state = 0
             for name, p in named_weights(self.critic.modules):  # float32; replicas split masters and moments
                 _, replicas = groups_of(name)
-                state += p.nbytes + 4 * p.numel() + 12 * p.numel() / replicas.size()
+                state += p.nbytes + p.requires_grad * p.numel() * (4 + 12 / replicas.size())
             budget = common.measure_budget(self.try_out, budget, longest, share, state)
             if budget < least:
                 raise UserError(f"--ppo-max-token-len-per-gpu auto: {row} of {longest} tokens does not fit")
@@ -1244,7 +1244,7 @@ class CriticWorker:
         start = time.perf_counter()
         metrics = self.critic.update_critic(batch)
         groups = batch.groups(config.share_prompts and config.use_remove_padding)
-        flops = self.critic.passes * sum(batch.computed(groups, self.critic.flops))
+        flops = self.critic.passes * sum(batch.costs(groups, self.critic.flops))
         return metrics | common.describe_update(batch, start, config.ppo_epochs, flops, self.layout)
 
     def offload(self):
@@ -1349,7 +1349,7 @@ def checkpoint_tensors(critic, vocab_size):
         local = partial(critic.master, kind=kind)
         weights = join_experts(whole_weights(critic.modules, vocab_size, local))
         out |= {form.format(name): rows for name, rows in weights.items()}
-    for name, (first, _) in weights.items():
+    for name, (first, _) in weights.items():  # of the last kind, which only trained weights have
         if first == 0:
             out[f"optimizer.{name}.step"] = 0, torch.tensor(float(critic.optimizer_steps))
     return out

@@ -112,7 +112,7 @@ class ActorConfig:
     # dtype of matrix products (auto: float32 on CPU, else bfloat16)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
-    share_prompts: bool = True  # compute a prompt once for all its rows; the update is the same
+    share_prompts: bool = True  # compute a prompt once for all its rows; same update
     # batches
     ppo_epochs: Positive = 1  # passes over the rows of one update
     ppo_mini_batch_size: Positive = 128  # rows per optimizer step, over all ranks
@@ -124,7 +124,7 @@ class ActorConfig:
     entropy_coeff: Weight = 0.0  # weight of the entropy bonus
     kl_loss_coef: Weight = 0.0  # coefficient of the KL to the reference in the loss (0: none)
     kl_loss_type: KL = "k3"  # estimator of the KL in the loss
-    tis_cap: Rate | None = None  # weigh each token by min(pi_actor / pi_engine, this) (None: no weights)
+    tis_cap: Rate | None = None  # weigh each token by min(pi_old / pi_engine, this) (None: no weights)
     ratio_band: tuple[Rate, Rate] | None = None  # drop tokens whose pi_actor / pi_engine is outside LOW HIGH
     loss_agg_mode: AggMode = "token-mean"  # how to average token losses over a mini-batch
     # optimizer
@@ -162,7 +162,7 @@ class Run:
     supervised_steps: Count = 250  # supervised steps before PPO, for addition with a tiny-* actor
     # addition, gsm8k or FILE.py:FUNCTION, a stateless f(prompt, response, answer[, turns]) -> number
     reward: str | None = None
-    reward_model: str | None = None  # or a reward model's folder or hub name (one label, at the last token)
+    reward_model: str | None = None  # reward model instead: folder or hub name (one label, at the last token)
     reward_timeout: Rate = 10.0  # seconds that one call of the reward or environment may take, once started
     environment: str | None = None  # FILE.py:FUNCTION, same arguments -> next observation, or None to end
     max_turns: Positive = 8  # most turns of the policy in one row, with --environment
@@ -179,7 +179,7 @@ class Run:
     gamma: Fraction = 1.0  # discount factor per action
     lam: Fraction = 1.0  # GAE lambda of the returns that the critic learns
     lam_policy: Fraction | None = None  # decoupled GAE: lambda for the advantages (None: same as --lam)
-    first_token_credit: Share | None = None  # lambda = Q^(1/(L-1)): the first of L actions gets weight Q
+    first_token_credit: Share | None = None  # lambda = Q^(1/(n-1)): the first of n actions gets weight Q
     critic_where_it_helps: bool = False  # if values explain nothing, the mean return replaces them
     whiten_advantages: bool = True  # scale advantages to mean 0 and std 1 over the global batch
     bootstrap_truncated: bool = False  # truncated rows bootstrap from the value of their last action
@@ -325,7 +325,7 @@ def load_prompts(source, flag, run, tokenizer):
     for number, line in enumerate(progress(source, "prompts"), 1):
         if not line.strip():
             continue
-        with blame(f"{name}:{number}: has no usable --prompt-key {run.prompt_key}"):
+        with blame(f"{name}:{number}: unusable, with --prompt-key {run.prompt_key}"):
             row = json.loads(line)
             text = row[run.prompt_key]
             answer = row.get(run.answer_key)
@@ -406,15 +406,15 @@ def load_function(name, flag, seconds):
 
 def ask_all(function, replies):
     """attempt(function, *row) for each reply, in order; after SIGTERM only for some. Built-in rewards run in
-    this thread; partial(attempt, function) runs a Python function in other threads, without a time-out."""
+    this thread. (A fork may pass partial(attempt, function): it runs in other threads, without time-out.)"""
     rows = [(reply.prompt.text, reply.text, reply.prompt.answer, reply.turns) for reply in replies]
     if function in REWARDS.values():
         return [attempt(function, *row) for row in rows if not SIGTERM.is_set()]
-    answers = [THREADS.submit(function, *row) for row in rows]
-    for answer in progress(answers, "functions"):
-        while not answer.done() and not SIGTERM.is_set():
-            wait([answer], 0.5)
-    return [answer.result() for answer in answers if not answer.cancel() and answer.done()]
+    futures = [THREADS.submit(function, *row) for row in rows]
+    for future in progress(futures, "functions"):
+        while not future.done() and not SIGTERM.is_set():
+            wait([future], 0.5)
+    return [future.result() for future in futures if not future.cancel() and future.done()]
 
 
 class RewardModel:
@@ -422,8 +422,8 @@ class RewardModel:
 
     def __init__(self, run, tokenizer):
         own = "tokenizer override_config value_head value_range lora_rank freeze_modules".split()
-        changed = {x.name: x.default for x in fields(run.critic) if x.name in own}
-        config = replace(run.critic, **changed, model=run.reward_model, value_head_init="checkpoint")
+        defaults = {x.name: x.default for x in fields(run.critic) if x.name in own}
+        config = replace(run.critic, **defaults, model=run.reward_model, value_head_init="checkpoint")
         try:
             self.worker = critic_module(run.backend).CriticWorker(config)
             self.worker.init_model(1)
@@ -490,7 +490,7 @@ def next_kl_coef(coef, kl, n, target):
 
 
 def masked_whiten(x_T, mask_T):
-    """(x - mean) / sqrt(variance + 1e-8) over the masked entries of all ranks, zero elsewhere."""
+    """(x - mean) / sqrt(variance + 1e-8) over all ranks' entries where the mask is true, zero elsewhere."""
     x_A = torch.cat(of_all_ranks(x_T[mask_T])).double()
     var, mean = torch.var_mean(x_A, correction=len(x_A) > 1)
     return torch.where(mask_T, (x_T - mean) * torch.rsqrt(var + 1e-8), 0.0).float()
@@ -800,12 +800,12 @@ def to_batch(replies):
     """A Batch of prompts and replies, with the engine's log-probs."""
     rows = [reply.prompt.ids + reply.ids for reply in replies]
     log_probs = [x for reply in replies for x in [None] * len(reply.prompt.ids) + reply.log_probs]
-    return Batch(  # .long() and .bool() because a rank may have no rows
-        input_ids=torch.tensor(list(chain(*rows))).long(),
+    return Batch(  # LongTensor and BoolTensor, because a rank may have no rows
+        input_ids=torch.LongTensor(list(chain(*rows))),
         cu_seqlens=common.cumulative(list(map(len, rows))),
-        response_mask=torch.tensor([x is not None for x in log_probs]).bool(),
-        row_id=torch.tensor([reply.row_id for reply in replies]).long(),
-        truncated=torch.tensor([not reply.finished for reply in replies]).bool(),
+        response_mask=torch.BoolTensor([x is not None for x in log_probs]),
+        row_id=torch.LongTensor([reply.row_id for reply in replies]),
+        truncated=torch.BoolTensor([not reply.finished for reply in replies]),
         rollout_log_probs=torch.tensor([x or 0.0 for x in log_probs]),
     )
 
@@ -890,7 +890,7 @@ class PolicyWorker:
         # a checksum of the initial weights: with a KL term, a resumed run must load the same reference
         bits = source and sum(int(p.data.view(torch.int32).sum()) for p in source.parameters())
         start = (run.kl_coef or config.kl_loss_coef) and of_all_ranks(bits)[0]
-        self.shape = common.shape_of(model_config, {"bits at the start": start})
+        self.shape = common.shape_of(model_config, {"weights of the reference": start})
         if config.gradient_checkpointing and trains:
             lm.gradient_checkpointing_enable()
         kind = "actor    " if trains else "reference"
@@ -913,6 +913,7 @@ class PolicyWorker:
             for p in weights:  # create the state before the first step, so that every checkpoint has it
                 moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
                 self.optimizer.state[p] = {"step": torch.zeros((), device=device), **moments}
+        self.max_tokens = config.ppo_max_token_len_per_gpu  # per micro-batch
         self.optimizer_steps = 0  # steps taken; skipped ones do not count
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
 
@@ -949,8 +950,7 @@ class PolicyWorker:
 
     def my_micro_batches(self, batch):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
-        most = self.config.ppo_max_token_len_per_gpu
-        return self.backend.micro_batches(batch, WORLD_SIZE, most, self.config.share_prompts)[RANK]
+        return self.backend.micro_batches(batch, WORLD_SIZE, self.max_tokens, self.config.share_prompts)[RANK]
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
@@ -1009,19 +1009,19 @@ class PolicyWorker:
             return nan
         config = self.config
         mini.weights = common.loss_weights(mini, config.loss_agg_mode, self.run.max_response_length)
-        total = 0.0
+        sums = 0.0
         for rows in self.my_micro_batches(mini):
             micro = self.micro_batch(mini, rows)
-            loss, sums = self.loss(micro, *self.model(micro, self.run.temperature))
+            loss, part = self.loss(micro, *self.model(micro, self.run.temperature))
             (loss * WORLD_SIZE).backward()  # the loss is a sum over ranks, but FSDP averages their gradients
-            total += sums
+            sums += part
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip).full_tensor())
         if isfinite(norm):
             warm = min(1.0, (self.optimizer_steps + 1) / max(config.lr_warmup_steps, 1))
             self.optimizer.param_groups[0]["lr"] = config.lr * warm
             self.optimizer.step()
             self.optimizer_steps += 1
-            totals += total
+            totals += sums
         self.optimizer.zero_grad()
         return norm
 
@@ -1338,6 +1338,7 @@ def build(run, task, device, checkpoints):
         return worker
 
     actor = PolicyWorker(run, task, device)
+    actor.max_tokens = max(actor.max_tokens >> checkpoints.halvings, task.longest)
     if folder:
         actor.load_checkpoint(f"{folder}/actor")
     away(actor)
@@ -1368,7 +1369,7 @@ def main(run):
         actor, reference, critic, reward, engine = build(run, task, device, checkpoints)
         logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
         phases = Phases(run.offload)
-        prompts = [(0, [prompt]) for prompt in task.prompts]  # each is its own group
+        groups = [(0, [prompt]) for prompt in task.prompts]  # each prompt is a group of its own
         saved = first_step
         batch = None
         try:
@@ -1388,7 +1389,7 @@ def main(run):
                         engine.sync(actor.weights(engine.dtype))
                     roll_out(engine, task, greedy, run, 0.0)
                     if not last:
-                        picked = common.rows_of_step(step, prompts, run.train_batch_size, run.seed)
+                        picked = common.rows_of_step(step, groups, run.train_batch_size, run.seed)
                         replies = rows_of_rank(picked, run.rollout_n)
                         roll_out(engine, task, replies, run, run.temperature, f"{run.seed} {step}")
                         batch = to_batch(replies)

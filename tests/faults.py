@@ -545,7 +545,7 @@ def reference(script, short):
     other = copy_of_golden(script, "other", steps=())
     Job(script, other, "--seed", 1, "--steps", 1).succeeds()
     shutil.copytree(other / "hf", started, dirs_exist_ok=True)
-    Job(script, out, *flags, "--steps", 3).ends_with(f"--resume {out}/.* of another model: bits at the start")
+    Job(script, out, *flags, "--steps", 3).ends_with(f"--resume {out}/.* model: weights of the reference")
     shutil.copytree(model, started, dirs_exist_ok=True)
     assert "step 3/3" in Job(script, out, *flags, "--steps", 3).succeeds()
     Job(script, out, "--actor.model", out / "hf").ends_with(f"--out-dir {out}: ")

@@ -337,8 +337,8 @@ def offload_changes_nothing(folder):
 
 
 def an_automatic_budget_fills_the_memory(folder):
-    """On one rank, and on two stages, of which the first holds the activations of two micro-batches."""
-    layout = {1: {}, 2: {PP: 2}}[common.WORLD_SIZE]
+    """On one rank with frozen weights; on two stages, of which the first holds two micro-batches."""
+    layout = {1: {"freeze_modules": "mlp"}, 2: {PP: 2}}[common.WORLD_SIZE]
     auto = make(ppo_max_token_len_per_gpu="auto:0.03", **layout)
     metrics = auto.update_critic(rows(3))
     for name, x in make(ppo_max_token_len_per_gpu=64, **layout).update_critic(rows(3)).items():
@@ -347,8 +347,8 @@ def an_automatic_budget_fills_the_memory(folder):
     micro = lambda: auto.critic.micro_batch(full, range(len(full)))
     auto.critic.forward_backward([micro()])  # creates what stays allocated
     peak = helpers.peak_bytes(lambda: auto.critic.forward_backward([micro()] * 4))
-    weights = sum(p.numel() for p in auto.critic.modules[0].parameters())
-    held = torch.tensor(peak + 16.0 * weights)  # weights, gradients and both moments in float32
+    weights = ((16.0 if p.requires_grad else 4.0) * p.numel() for p in auto.critic.modules[0].parameters())
+    held = torch.tensor(peak + sum(weights))  # weights; of trained ones also gradients and both moments
     dist.all_reduce(held, dist.ReduceOp.MAX)
     assert 0.8 < held / (0.03 * 2**30) < 0.92, held
 

@@ -223,7 +223,7 @@ def test_both_critics_score_rows_like_transformers(tmp_path):
     for part in (judge, tokenizer):
         part.save_pretrained(tmp_path / "hf")
     rows = [{**GOOD, "response": answer, "reward": float(answer == "2"), "my": [answer]} for answer in "2345"]
-    rows.append({"prompt_ids": [3, 4], "response_ids": [9, 8, 7], "response_mask": [1, 0, 1], "reward": 0})
+    rows.append({"prompt_ids": [3, 4], "response_ids": [9, 8, 7], "response_mask": [0, 1, 1], "reward": 0})
     (file := tmp_path / "my rows.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
     near = lambda x: pytest.approx(x, abs=1e-5)
     lasts = []

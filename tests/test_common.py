@@ -293,7 +293,7 @@ def test_a_hint_is_read_before_the_prompt():
     plain = [row | {"prompt": f"For the critic only: {row['rubric']}\n{row['prompt']}"} for row in rows]
     read = partial(common.read_rows, tokenizer=common.char_tokenizer())
     assert_same(read(map(json.dumps, rows), hint_key="rubric"), read(map(json.dumps, plain)))
-    with refused("toy:1: --privileged-key gold: the row lacks it"):
+    with refused("toy:1: no usable --privileged-key gold"):
         read(map(json.dumps, rows), hint_key="gold")
 
 
@@ -377,7 +377,7 @@ def test_many_rows_that_share_no_micro_batch_are_split_in_few_tries(monkeypatch)
     assert sum(map(bool, parts)) == 2000 and len(parts) <= 1.05 * 2000 + 1 and len(tries) < 200
 
 
-# ---- Attention over packed rows ----------------------------------------------------------------------------
+# ---- Attention over packed rows, FLOPs ---------------------------------------------------------------------
 
 
 def plain_attention(q, k, v, scale, window, softcap, sinks):
@@ -434,7 +434,7 @@ def test_packed_attention_refuses_options_that_it_would_ignore():
     encoder = nn.Module()
     encoder.is_causal = False
     x = torch.ones(4, 4)
-    for case in ({"attention_mask": x}, {"is_causal": False}, {"position_bias": x}, {"module": encoder}):
+    for case in ({"attention_mask": x}, {"is_causal": False}, {"module": encoder}):
         options = {"module": nn.Module(), "attention_mask": None, **case}
         with pytest.raises(UserError, match="--no-use-remove-padding"):
             common.packed_attention(query=q, key=q, value=q, **options)
@@ -466,9 +466,6 @@ def test_the_gpu_kernels_are_called_with_the_right_arguments(name, softcap, wind
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert_close(common.attention(layout, *qkv, 0.3, window, softcap), expected, rtol=1e-6, atol=1e-6)
     assert common.Pack.kernel == name
-
-
-# ---- FLOPs -------------------------------------------------------------------------------------------------
 
 
 def test_mfu_uses_the_peak_of_the_device_or_is_unknown(monkeypatch):

@@ -233,7 +233,7 @@ def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fie
     w = policy(kind, temperature, **fields)
     assert tied(w.model.lm) == (kind in TIED)  # also after sharding
     batch = batch_to_learn(w, seed=1)
-    assert len(w.my_micro_batches(batch)) > 1 and sum(batch.computed(batch.groups())) < len(batch.input_ids)
+    assert len(w.my_micro_batches(batch)) > 1 and sum(batch.costs(batch.groups())) < len(batch.input_ids)
     lm = plain(w, torch.float64)
     loss, sums, expected_T, entropy_T = loss_by_hand(lm, batch, w.run)
     assert entropy_T[batch.response_mask].std() > 0.05  # positions differ
@@ -876,8 +876,9 @@ def test_prompts_of_text_and_of_chats(tmp_path, capsys):
     rows = [{"prompt": "a" * n} for n in (3, 6, 5, 9)]
     assert [p.text for p in load(*rows, max_prompt_length=5)] == ["aaa", "aaaaa"]
     assert "left out 2 prompts longer than --max-prompt-length" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--prompts .*prompts.jsonl: no usable prompt"):
-        load(*rows, max_prompt_length=2)
+    for fault, fields in (": no usable", {"max_prompt_length": 2}), (":1: .* why", {"privileged_key": "why"}):
+        with pytest.raises(UserError, match=f"--prompts .*prompts.jsonl{fault}"):
+            load(*rows, **fields)
 
 
 @pytest.mark.parametrize("row", (
@@ -925,6 +926,7 @@ def parse(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("named, flags", [
     ("--reward", "--prompts x.jsonl"), ("--critic.value-range", "--critic.value-head hl_gauss"),
+    ("--prompts", "--privileged-key x"),
     *((flags.split()[0], flags) for flags in (  # prompts have 6 tokens and responses 8
     "--rollout-n 0", "--gamma 1.1", "--kl-coef nan", "--eval-every -1", "--top-p 0", "--reward-timeout inf",
     "--temperature 0", "--target-kl 0.1", "--eval-prompts x.jsonl", "--prompts x.jsonl --reward gsm8k",
@@ -932,15 +934,14 @@ def parse(monkeypatch, tmp_path):
     "--vllm.tensor-parallel-size 2", "--vllm.gpu-memory-utilization 1.5", "--actor.clip-ratio-c 1",
     "--actor.override-config {", "--actor.model tiny-qwen7", "--actor.tokenizer /none",
     "--actor.ppo-max-token-len-per-gpu 13", "--critic.ulysses-size 3", "--critic.model tiny-qwen7",
-    "--critic.ppo-max-token-len-per-gpu 13",
-    "--critic.ppo-max-token-len-per-gpu auto", "--critic.ppo-mini-batch-size 0 --critic megatron",
+    "--critic.ppo-max-token-len-per-gpu 13", "--critic.ppo-max-token-len-per-gpu auto", "--chat",
+    "--critic.ppo-mini-batch-size 0 --critic megatron", "--lam-policy 1 --first-token-credit 0.5",
     '--critic.model tiny-gpt2 --critic.override-config {"vocab_size":50}',
     '--critic.model tiny-gpt2 --critic.override-config {"n_positions":13}',
     '--actor.model tiny-llama --actor.override-config {"max_position_embeddings":13}',
     "--actor.model tiny-qwen2.5-vl", "--reward-model /none", "--reward-model LM",  # it has no value head
     *([] if importlib.util.find_spec("vllm") else ["--rollout vllm"]),
-    "--chat", "--privileged-key rubric", "--actor.ratio-band 2 1", "--lam-policy 1 --first-token-credit 0.5",
-    "--chat --reward FILE --prompts ROWS", "--critic.tokenizer WORDS",
+    "--actor.ratio-band 2 1", "--chat --reward FILE --prompts ROWS", "--critic.tokenizer WORDS",
 ))])  # fmt: skip
 def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path):
     """This includes mistakes that are found only while models are built."""
@@ -957,7 +958,7 @@ def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path):
 
 
 def test_valid_flags_are_accepted(parse, tmp_path):
-    """Budgets that just fit, sizes of the run, and what the critic inherits from the actor by default."""
+    """Budgets that just fit, or are halved since memory ran out; what the critic inherits from the actor."""
     set_up = lambda flags: ppo_loop.set_up(parse(flags))
     for backend in ("fsdp", "megatron"):
         budgets = "--actor.ppo-max-token-len-per-gpu 14 --critic.ppo-max-token-len-per-gpu 14"
@@ -969,8 +970,10 @@ def test_valid_flags_are_accepted(parse, tmp_path):
     assert not {p.text for p in task.prompts} & {p.text for p in task.held_out}
     assert run.critic.model == run.actor.model == "tiny-llama" and task.model_config.model_type == "llama"
     assert (run.actor.lr, run.critic.lr, run.max_response_length, run.reward) == (5e-4, 1e-3, 8, "addition")
-    file = tmp_path / "x.jsonl"
-    file.write_text('{"prompt": "1+1=", "answer": "#### 2"}')
+    halved = types.SimpleNamespace(folder=None, halvings=9)
+    actor, _, critic, *_ = ppo_loop.build(run, task, common.setup_distributed(), halved)
+    assert actor.max_tokens == critic.critic.max_tokens == 16384 >> 9
+    (file := tmp_path / "x.jsonl").write_text('{"prompt": "1+1=", "answer": "#### 2"}')
     run, _ = set_up(f"--actor.model tiny-llama --prompts {file} --reward gsm8k --critic.model tiny-gpt2")
     assert (run.actor.lr, run.max_response_length, run.reward) == (1e-6, 256, "gsm8k")
     assert run.critic.model == "tiny-gpt2" and run.critic.lr is None

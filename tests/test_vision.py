@@ -300,6 +300,7 @@ def test_adapters_of_a_frozen_tower_do_not_train():
 @pytest.mark.parametrize("name", MODELS)
 def test_an_exported_folder_gives_the_same_values(name, folders, tmp_path):
     w = worker(model=str(folders[name]))
+    assert w.critic.model.model.visual.config._attn_implementation == "sdpa"  # which transformers chooses
     w.update_critic(ROWS)
     w.export_hf(tmp_path / "hf")
     assert torch.equal(worker(model=str(tmp_path / "hf")).compute_values(ROWS), w.compute_values(ROWS))
