@@ -1241,7 +1241,7 @@ def load_value_head(score, name, value_range):
             return key
 
 
-def describe_head(model_config, config, value_range):
+def configure_head(model_config, config, value_range):
     """Records the value head in a transformers config: num_labels outputs, over value_range or None."""
     stored = getattr(model_config, "value_range", None)
     model_config.num_labels = 51 if config.value_head == "hl_gauss" else 1  # bins

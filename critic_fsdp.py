@@ -827,7 +827,7 @@ class CriticWorker:
         config = self.config
         if config.lr_scheduler_type == "cosine" and not total_steps:
             raise UserError("--lr-scheduler-type cosine: init_model needs total_steps")
-        common.describe_head(self.model_config, config, value_range)
+        common.configure_head(self.model_config, config, value_range)
         self.critic = DataParallelPPOCritic(config, self.model_config, self.layout, total_steps)
         torch.manual_seed(config.seed)  # reset: new weights may have drawn from it
         print0(
@@ -1164,7 +1164,7 @@ def print_plan(run):
     size = 4 if config.param_dtype == "float32" else 2  # bytes; auto is bfloat16 on GPUs
     _, model_config = common.load_config(config)
     check_model_flags(config, model_config)
-    common.describe_head(model_config, config, (0.0, 1.0))
+    common.configure_head(model_config, config, (0.0, 1.0))
     model = build_skeleton(config, model_config)
     count, trained = count_parameters(model)
     blocks = sorted(count_parameters(block)[0] for block in units_of(model))

@@ -1166,7 +1166,7 @@ class CriticWorker:
         config = self.config
         if config.lr_scheduler_type == "cosine" and not total_steps:
             raise UserError("--lr-scheduler-type cosine: init_model needs total_steps")
-        common.describe_head(self.model_config, config, value_range)
+        common.configure_head(self.model_config, config, value_range)
         self.critic = MegatronPPOCritic(config, self.model_config, self.layout, total_steps)
         torch.manual_seed(config.seed)  # reset: new weights may have drawn from it
         print0(
