@@ -1492,7 +1492,7 @@ def load_rows(run, worker):
     if run.score:
         train = read(run.score, flag="--score")
         return train, train
-    train = read(run.rollouts or common.toy_rows(8192, seed))
+    train = read(run.rollouts or common.toy_rows(4096, seed))
     held_out = run.eval_rollouts if run.rollouts else common.toy_rows(512, seed, held_out=True)
     if not held_out:
         return train, train.select([])

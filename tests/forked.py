@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pydantic.type_adapter
 import pydantic.types  # noqa: F401
@@ -165,27 +166,26 @@ def serve():
 
 def warm_up():
     """What the first of its kind takes a second or two for."""
-    import matplotlib
     import pytest  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
     import tyro
+    from matplotlib.figure import Figure
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panel = pyplot.subplots(layout="constrained")
-    panel.plot([1, 2], [1, 2], label="a")
-    panel.set_yscale("log")
+    figure = Figure()
+    panel = figure.subplots()
+    panel.plot([1, 2], label="a")
     panel.legend()
-    figure.savefig(io.BytesIO())
-    pyplot.close(figure)
+    figure.savefig(io.StringIO(), format="svg")
     get_checkpoint_conversion_mapping("qwen2")  # hundreds of regular expressions
     tyro.cli(str, args=["a"])
 
 
 if __name__ == "__main__":
     warm_up()
+    init = ThreadPoolExecutor.__init__  # each thread of ppo_loop.py starts a process, so have few of them
+    few = lambda self, max_workers=None, *x, **y: init(self, max_workers and min(max_workers, 3), *x, **y)
+    ThreadPoolExecutor.__init__ = few
     sys.dont_write_bytecode = False  # or each child would compile common.py anew
     sys.pycache_prefix = sys.argv[1]
     serve()

@@ -49,7 +49,7 @@ def test_3_a_critic_learns_what_goes_wrong():
     that a right answer there has a large advantage. Before <eos>: whether the policy gave up; only this can
     choose among answers to one prompt."""
     w = worker(lr=1e-3)
-    rows = common.read_rows(common.toy_rows(4096, seed=0), w.tokenizer)
+    rows = common.read_rows(common.toy_rows(2048, seed=0), w.tokenizer)
     groups = rows.groups()
     for step in range(40):
         batch = rows.select(common.rows_of_step(step, groups, 256, seed=0))
