@@ -800,8 +800,7 @@ def check_model_flags(config, model_config):
     # a window of 0 is none (Qwen2-MoE)
     odd = [f"{name} {getattr(c, name)}" for name, x in fixed.items() if getattr(c, name, x) not in (x, 0)]
     rope = c.rope_parameters
-    mapped = ("default", "linear", "llama3")
-    if rope["rope_type"] not in mapped or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope["rope_type"] not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
         odd.append(f"rope {rope['rope_type']}")
     if odd:
         raise UserError(f"--model {config.model}: {', '.join(odd)} is not supported here; use critic_fsdp.py")

@@ -1345,6 +1345,7 @@ def build(run, task, device, checkpoints):
     reference = None
     if run.kl_coef or run.actor.kl_loss_coef:
         reference = away(PolicyWorker(run, task, device, trains=False))
+        reference.max_tokens = actor.max_tokens
     reward = task.reward
     if run.reward_model:
         reward = RewardModel(run, task.tokenizer)

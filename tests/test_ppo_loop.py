@@ -964,15 +964,15 @@ def test_valid_flags_are_accepted(parse, tmp_path):
         budgets = "--actor.ppo-max-token-len-per-gpu 14 --critic.ppo-max-token-len-per-gpu 14"
         run, task = set_up(f"--critic {backend} {budgets} --kl-coef 0.1 --target-kl 0.1")
         assert (task.longest, task.stop_ids) == (14, [EOS])
-    run, task = set_up("--actor.model tiny-llama")
+    run, task = set_up("--actor.model tiny-llama --kl-coef 0.1")
     for p in task.prompts + task.held_out:
         assert sum(map(int, p.text[:-1].split("+"))) == int(p.answer) and p.ids == ids_of(p.text)
     assert not {p.text for p in task.prompts} & {p.text for p in task.held_out}
     assert run.critic.model == run.actor.model == "tiny-llama" and task.model_config.model_type == "llama"
     assert (run.actor.lr, run.critic.lr, run.max_response_length, run.reward) == (5e-4, 1e-3, 8, "addition")
     halved = types.SimpleNamespace(folder=None, halvings=9)
-    actor, _, critic, *_ = ppo_loop.build(run, task, common.setup_distributed(), halved)
-    assert actor.max_tokens == critic.critic.max_tokens == 16384 >> 9
+    actor, reference, critic, *_ = ppo_loop.build(run, task, common.setup_distributed(), halved)
+    assert actor.max_tokens == reference.max_tokens == critic.critic.max_tokens == 16384 >> 9
     (file := tmp_path / "x.jsonl").write_text('{"prompt": "1+1=", "answer": "#### 2"}')
     run, _ = set_up(f"--actor.model tiny-llama --prompts {file} --reward gsm8k --critic.model tiny-gpt2")
     assert (run.actor.lr, run.max_response_length, run.reward) == (1e-6, 256, "gsm8k")
