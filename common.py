@@ -636,7 +636,7 @@ def auc(scores, labels):
 
 
 def update_metrics(kind, names, totals, norms, lr):
-    """Metrics of an update. totals: sums: loss of each step, ..., number of actions. norms: of each step."""
+    """Metrics of an update. totals: loss summed over steps, ..., number of actions. norms: one per step."""
     taken = [norm for norm in norms if isfinite(norm)]
     steps = len(taken) or nan  # without a step, averages are NaN
     loss, *sums, actions = totals.tolist()
@@ -995,7 +995,7 @@ MANIFEST = "manifest.json"  # in a complete folder: file name -> SHA-256
 @contextmanager
 def published(folder, group=None, keep=None):
     """`with published(folder) as tmp:` all ranks write into tmp, which becomes the folder; a crash leaves
-    one of them complete (a collective of `group`). keep: how many of the last step_N next to it to keep."""
+    the old or the new one complete (a collective of `group`). keep: how many of the last step_N stay."""
     if torch.cuda.is_available():
         torch.cuda.set_device(LOCAL_RANK)  # a new thread starts on device 0
     if exists(folder) and os.listdir(folder) and not exists(f"{folder}/{MANIFEST}"):
@@ -1113,7 +1113,7 @@ def load_config(config):
             reader = PreTrainedTokenizerFast
         with blame(f"--tokenizer {name}: no tokenizer there") if config.tokenizer else suppress(Exception):
             tokenizer = reader.from_pretrained(name)
-    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):  # or it is made up, and empty
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):  # or transformers made it up
         print0(f"tokenizer  none in {name}, so rows must be token ids")
         tokenizer = None
     with blame(f"--model {model}: no model there; presets are {', '.join(TINY)}"):

@@ -565,7 +565,7 @@ def pack_rows(batch, device, share, unit=1):
         slots      p0 p1 p2 a0 a1    p2 b0
         index_T    0  1  2  3  4     0  1  5  6"""
     lengths = batch.lengths
-    queries = batch.lengths  # another list
+    queries = batch.lengths  # a list of its own: both change below
     total = len(batch.input_ids)
     source = torch.arange(total + unit)  # source[t]: the token that is computed for token t
     rows = source[:total].split(lengths)

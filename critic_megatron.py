@@ -701,7 +701,7 @@ def wrap(module):
     for name, p in module.named_parameters():
         if ".experts." in name:  # Megatron sets this only from two expert ranks on
             p.allreduce = False  # reduced over the experts' replicas
-    if module.pre_process:  # else recomputation after a frozen embedding gives no gradients
+    if module.pre_process:  # without this, recomputation after a frozen embedding gives no gradients
         module.embedding.register_forward_hook(lambda *x: x[2].requires_grad_())
     chunk = Float16Module(module.config, module) if module.config.bf16 else module
     if module.post_process:
@@ -763,7 +763,7 @@ def pack_rows(batch, device, share, unit=1):
         slots      p0 p1 p2 a0 a1    p2 b0
         index_T    0  1  2  3  4     0  1  5  6"""
     lengths = batch.lengths
-    queries = batch.lengths  # another list
+    queries = batch.lengths  # a list of its own: both change below
     total = len(batch.input_ids)
     source = torch.arange(total + unit)  # source[t]: the token that is computed for token t
     rows = source[:total].split(lengths)
