@@ -5,7 +5,6 @@
     torchrun --nproc-per-node 8 critic_fsdp.py --model Qwen/Qwen2.5-7B --rollouts train.jsonl \\
         --eval-rollouts eval.jsonl --gradient-checkpointing --lr-warmup-steps 20 --out-dir out/7b
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 critic_fsdp.py ...
-    python critic_fsdp.py --help                          every flag
 
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level
 verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them.
@@ -104,7 +103,9 @@ class Config:
 class Run:
     """Trains a value function on rollouts, evaluates it, and saves a checkpoint and a Hugging Face folder."""
 
-    critic: tyro.conf.OmitArgPrefixes[Config] = Config()  # its flags have no prefix, but a title in --help
+    # in this order: model; layout, from --strategy; precision, from --use-remove-padding; batches, from
+    # --ppo-epochs; loss, from --value-places; optimizer, from --lr
+    critic: tyro.conf.OmitArgPrefixes[Config] = Config()
     rollouts: str | None = None  # JSONL file to train on (None: the built-in toy task)
     eval_rollouts: str | None = None  # JSONL file to evaluate on (None: no evaluation; the toy has its own)
     privileged_key: str | None = None  # JSONL key of text that only the critic reads, before the prompt
@@ -119,7 +120,7 @@ class Run:
     keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     resume: str | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
-    plan: Positive | None = None  # print the memory that each of N ranks needs before activations, then exit
+    plan: Positive | None = None  # print the memory of N ranks, host included, without activations; then exit
     profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B: profile steps A to B
     out_dir: str = "out/critic_fsdp"  # folder for checkpoints, Hugging Face export, metrics and report
 
@@ -197,8 +198,7 @@ from common import Batch, Pack, PackLayout, UserError, blame, of_all_ranks, prin
 
 transformers.logging.set_verbosity_error()  # the run prints one line about the weights
 transformers.logging.disable_progress_bar()
-# harmless: views that nothing writes to; FSDP1 on a single rank; peft adapting by itself to GPT-2; a rank
-# that reads files without the others
+# harmless: views that are only read; FSDP1 on one rank; peft adapting to GPT-2; a rank that reads alone
 warnings.filterwarnings(
     "ignore",
     "FSDP2-wrapped module .* returned a view|.*`NO_SHARD`|fan_in_fan_out is|torch.distributed is disabled",
@@ -344,8 +344,7 @@ def place_images(image_processor, image_token_id, rollout, folder):
 
 def read_images(row, image_processor):
     """One row's multi_modal_inputs -> {"pixel_values": (patches, features), "image_grid_thw": (images, 3)}.
-    A JSONL row has {"images": [absolute file name or data URL]}. We read it just before each forward, because
-    the pixels of all rows would fill the host's memory."""
+    A JSONL row has {"images": [absolute file name or data URL]}; each forward reads them, to save memory."""
     if "images" not in row:
         return row
     return dict(image_processor(images=[load_image(x) for x in row["images"]], return_tensors="pt"))

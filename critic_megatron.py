@@ -4,7 +4,6 @@
     torchrun --nproc-per-node 2 critic_megatron.py --tensor-model-parallel-size 2
     torchrun --nproc-per-node 8 critic_megatron.py --model Qwen/Qwen2.5-7B --rollouts train.jsonl \\
         --eval-rollouts eval.jsonl --tensor-model-parallel-size 4 --gradient-checkpointing --out-dir out/7b
-    python critic_megatron.py --help                      every flag
 
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level
 verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them.
@@ -106,7 +105,9 @@ class Config:
 class Run:
     """Trains a value function on rollouts, evaluates it, and saves a checkpoint and a Hugging Face folder."""
 
-    critic: tyro.conf.OmitArgPrefixes[Config] = Config()  # its flags have no prefix, but a title in --help
+    # in this order: model; layout, from --tensor-model-parallel-size; precision, from --use-remove-padding;
+    # batches, from --ppo-epochs; loss, from --value-places; optimizer, from --lr
+    critic: tyro.conf.OmitArgPrefixes[Config] = Config()
     rollouts: str | None = None  # JSONL file to train on (None: the built-in toy task)
     eval_rollouts: str | None = None  # JSONL file to evaluate on (None: no evaluation; the toy has its own)
     privileged_key: str | None = None  # JSONL key of text that only the critic reads, before the prompt
@@ -240,7 +241,6 @@ class CudaMeansCpu(torch.overrides.TorchFunctionMode):
 
 def megatron_without_cuda():
     """Lets Megatron-Core 0.16.1 run on CPU and gloo; does nothing where CUDA is present.
-
     It replaces devices, streams, random states and two collectives that need equal sizes on gloo (for tokens
     of experts that tensor-parallel ranks share), but no computation."""
     if torch.cuda.is_available() or torch.cuda.manual_seed is torch.manual_seed:  # or it has run before

@@ -7,7 +7,7 @@
     torchrun --nproc-per-node 8 ppo_loop.py --actor.model Qwen/Qwen2.5-0.5B-Instruct \\
         --prompts gsm8k/train.jsonl --eval-prompts gsm8k/test.jsonl --prompt-key question --chat \\
         --reward gsm8k --max-response-length 512
-    python ppo_loop.py --help                             every flag; the critic's own are --critic.*
+    python ppo_loop.py --help      every flag: task, rollout, advantages, KL, run; then critic, actor and vLLM
 
 main() at the end is the algorithm and calls the rest. Actor and reference are Hugging Face models on FSDP2;
 the critic is the CriticWorker of critic_fsdp.py or critic_megatron.py. Copy this file with it and common.py.
@@ -146,7 +146,8 @@ class VLLMConfig:
 class Run:
     """Trains a policy with PPO, evaluates it, and saves checkpoints and Hugging Face folders."""
 
-    critic: Any  # Config of the script chosen by --critic
+    critic: Any  # those of the critic's own script, in the same order
+    # in this order: model; batches, from --actor.ppo-epochs; loss, from --actor.clip-ratio-low; optimizer
     actor: ActorConfig = ActorConfig()
     vllm: VLLMConfig = VLLMConfig()
     # script that implements the critic; its own flags are --critic.*

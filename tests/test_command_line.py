@@ -74,7 +74,6 @@ def test_help_explains_every_flag_without_importing_torch(script):
     ("--lam 1.5: must be less than or equal to 1", Run(lam=1.5)),
     ("--eval-every -1", Run(eval_every=-1)),
     ("--profile-steps 3", Run(profile_steps="3")),
-    ("--eval-rollouts", Run(eval_rollouts="x.jsonl")),
     ("--eval-rollouts: needs --rollouts", Run(eval_rollouts="x.jsonl")),
     ("--tensor-model-parallel-size: tensor 3", critic_megatron.Config(tensor_model_parallel_size=3)),
     ("--expert-model-parallel-size:", critic_megatron.Config(expert_model_parallel_size=3)),

@@ -137,11 +137,3 @@ def test_a_cosine_of_one_step_after_the_warm_up(kind):
     critic = types.SimpleNamespace(config=config, peak_lr=1.0, total_steps=3)
     for critic.optimizer_steps, rate in enumerate((0.5, 1.0, 1.0, 0.0, 0.0)):
         assert kind.learning_rate(critic) == pytest.approx(rate, abs=1e-9)
-
-
-def test_best_of_n_is_the_reward_of_the_row_with_the_highest_last_value():
-    rows = rows_of([3], [3], [4], [4], [5], answer=1)
-    rows.values = torch.tensor([0.0, 1, 0, 2, 0, 3, 0, 1, 0, 7])  # right for prompt 3, wrong for prompt 4
-    rows.token_level_rewards = torch.tensor([0.0, 0, 0, 1, 0, 0, 0, 4, 0, 9])
-    *_, best, mean, oracle = common.evaluate(rows, gamma=1.0).values()
-    assert (best, mean, oracle) == (0.5, 1.25, 2.5)

@@ -15,13 +15,10 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import types
 from functools import partial
-from multiprocessing.connection import Pipe
 
 import numpy
 import pytest
@@ -676,19 +673,27 @@ def test_rows_run_at_once_in_processes_or_threads(ask, tmp_path, monkeypatch):
     assert ppo_loop.ask_all(ppo_loop.REWARDS["thread"], replies) == [("MainThread", "")] * 8
 
 
-def test_a_reward_that_is_not_a_number_is_a_fault_and_counts_as_0():
+def test_a_reward_that_is_not_a_number_is_a_fault_and_counts_as_0(capsys):
+    """As does a fault of the environment before it. If all rows fail, the run ends."""
     common.setup_distributed()
-    says = [1, 0.25, numpy.True_, None, math.nan, math.inf, "x", [1], 10**5000, numpy.float16("inf")]
+    says = [1, 0.25, numpy.True_, 8, None, math.nan, math.inf, "x", [1], 10**5000, numpy.float16("inf")]
     replies = [Reply(Prompt([1], f"p{i}", i), i, text=f"r{i}") for i in range(len(says))]
+    replies[3].fault = "died"
     heard = []
     function = lambda prompt, response, i: heard.append((prompt, response)) or says[i]
-    function = partial(ppo_loop.attempt, function)
-    rows, mean, faults = ppo_loop.score(a_run(), function, ppo_loop.Phases(False), replies)
-    assert sorted(heard) == [(f"p{i}", f"r{i}") for i in range(len(says))]
+    score = lambda some: ppo_loop.score(
+        a_run(), partial(ppo_loop.attempt, function), ppo_loop.Phases(False), some
+    )
+    rows, mean, faults = score(replies)
+    assert sorted(heard) == sorted((f"p{i}", f"r{i}") for i in range(len(says)))
     scores = [reply.score for reply in replies]
-    assert scores == [row["reward"] for row in rows] == [1, 0.25, 1] + [0] * 7
-    assert (faults, mean) == (7, 0.225) and all(type(x) is float for x in scores)
+    assert scores == [row["reward"] for row in rows] == [1, 0.25, 1] + [0] * 8
+    assert faults == 8 and mean == pytest.approx(2.25 / 11) and all(type(x) is float for x in scores)
     assert not any(r.fault for r in replies[:3]) and all(r.fault for r in replies[3:])
+    assert (rows[3]["response"], rows[3]["fault"]) == ("r3", "died")
+    assert "8 rows failed and count as 0: died" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--environment: all 8 rows failed: died"):
+        score(replies[3:])
 
 
 def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path):
@@ -704,16 +709,6 @@ def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path):
         file.write_text(text)
         with pytest.raises(UserError, match=re.escape(f"--environment {name}: ")):
             load(name)
-
-
-def test_a_process_that_cannot_load_its_function_prints_nothing():
-    ours, theirs = Pipe()
-    command = (sys.executable, ppo_loop.__file__, "serve", __file__, "none")
-    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        theirs.close()
-        made, fault = ours.recv()
-        ours.close()
-        assert fault and process.stdout.read() == b"" and process.wait() == 0
 
 
 def reversed_characters():
@@ -766,19 +761,6 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
         replies[2].text = "y" * (longest + 1)
         with pytest.raises(UserError, match=f"--critic.ppo-max-token-len-per-gpu {longest}: row 2"):
             ours.ask_all(replies)
-
-
-def test_rewards_that_all_fail_end_the_run_and_some_are_counted(capsys):
-    common.setup_distributed()
-    replies = [Reply(Prompt([1], f"p{i}", i), i, text=f"r{i}", fault="died" * (i == 1)) for i in range(3)]
-    reward = partial(ppo_loop.attempt, lambda prompt, response, i: {1: 1.0, 2: 1.0}[i])
-    score = lambda replies: ppo_loop.score(a_run(), reward, ppo_loop.Phases(False), replies)
-    rows, mean, faults = score(replies)
-    assert (faults, [row["reward"] for row in rows]) == (2, [0.0, 0.0, 1.0]) and mean == pytest.approx(1 / 3)
-    assert rows[2]["response"] == "r2" and rows[0]["fault"] == "KeyError: 0"
-    assert "2 rows failed and count as 0: KeyError: 0" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--environment: all 2 rows failed: KeyError: 0"):
-        score(replies[:2])
 
 
 @pytest.mark.parametrize("rewards, words", [

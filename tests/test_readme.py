@@ -59,7 +59,7 @@ def copy(tmp_path_factory):
 
 
 def test_every_command_is_of_a_kind_that_is_tested():
-    kinds = "start extra run nodes gpu vllm test"
+    kinds = "start extra run parts nodes gpu vllm test"
     assert {kind for kind, _ in COMMANDS} == set(kinds.split())
     assert (START, TESTS) == ("python critic_fsdp.py", "python -m pytest -q tests")
     for text in PAGES.values():
@@ -195,6 +195,33 @@ def test_command_runs(line, copy, ppo):
         assert first == pytest.approx(then, abs=0.001)
         report = (copy / "out" / "gsm8k" / "report.html").read_text()
         assert "800 held-out rows, 131,365 actions" in report
+
+
+def test_a_file_is_scored_in_parts_and_its_answers_are_put_to_the_vote(tmp_path):
+    """The shell says what to score, which forks do; after one part it is asked again, as after a kill."""
+    rows = [json.loads(line) for line in common.toy_rows(192, 0)]
+    common.replace_lines(f"{tmp_path}/tests/rows.jsonl", rows)
+    block = next(block for kind, block in BLOCKS if kind == "parts").replace(".venv/bin/", "echo ")
+    shell = lambda: run("bash", "-c", block, cwd=tmp_path).stdout.splitlines()
+    critic = lambda *words: succeeded(run(sys.executable, ROOT / "critic_fsdp.py", *words, cwd=tmp_path))
+    critic("--rollouts", "tests/rows.jsonl", "--steps", 1, "--out-dir", "out/my")
+    for part in ("aa", "ab"):
+        first = shell()[0].split()
+        assert first[1:4] == ["critic_fsdp.py", "--score", f"out/parts/{part}"]
+        critic(*first[2:])
+    assert shell() == []
+    scored = common.read_lines(tmp_path / "out" / "scored.jsonl")
+    assert [{name: row[name] for name in rows[0]} for row in scored] == rows
+    vote = re.search(r"^```python vote\n(.*?)^```", PAGES["reference.md"], flags=re.M | re.S)[1]
+    (tmp_path / "vote.py").write_text(vote)
+    said = succeeded(run(sys.executable, "vote.py", cwd=tmp_path)).splitlines()
+    for k, name in enumerate(("best of n", "majority", "weighted")):
+        rewards = 0.0
+        for four in zip(*[iter(scored)] * 4):
+            votes = [(row["response"], (row["rank"] == 1, 1, row["last_value"])[k]) for row in four]
+            total = [sum(vote for word, vote in votes if word == row["response"]) for row in four]
+            rewards += four[total.index(max(total))]["reward"]
+        assert said[k].startswith(name) and float(said[k].split()[-1]) == pytest.approx(rewards / 48)
 
 
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "nodes"])
