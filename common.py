@@ -1007,7 +1007,7 @@ def published(folder, group=None, keep=None):
     dist.barrier(group)
     yield tmp
     dist.barrier(group)
-    found = {str(path.relative_to(tmp)) for path in Path(tmp).rglob("*") if path.is_file()}  # ours at least
+    found = {str(path.relative_to(tmp)) for path in Path(tmp).rglob("*") if path.is_file()}  # or only ours
     names = sorted(set().union(*of_all_ranks(found, group)))
     sums = {name: checksum(f"{tmp}/{name}") for name in names[RANK::WORLD_SIZE]}
     seen = None not in sums.values() and all(exists(f"{tmp}/{name}") for name in names)

@@ -137,7 +137,7 @@ def out_of_range(flags):
 
 
 def mistake_in(flags, world_size=WORLD_SIZE):
-    """What is wrong with a Config or a Run, as one line that names the flag and the fix, or None."""
+    """What is wrong with a Config or a Run: one line that names the flag and the fix, or None."""
     if words := out_of_range(flags):
         return words
     if isinstance(flags, Run):
@@ -557,8 +557,8 @@ def micro_batches(batch, dp_size, max_tokens, share, padded=False):
 
 def pack_rows(batch, device, share, unit=1):
     """Packs rows end to end -> (slots, index_T, PackLayout). slots: (S,) the index of each slot's token, or T
-    for padding to a multiple of `unit`. A shared prompt, except its last token, has slots in its first row
-    only. index_T: the slot of each token, where later tokens of its row find its key.
+    for padding to a multiple of `unit`. A shared prompt has slots in its first row only, but its last token
+    in each: another action follows it. index_T: the slot where later tokens of its row find a token's key.
 
         rows       p0 p1 p2 a0 a1    p0 p1 p2 b0
         slots      p0 p1 p2 a0 a1    p2 b0
@@ -567,7 +567,7 @@ def pack_rows(batch, device, share, unit=1):
     queries = batch.lengths  # a list of its own: both change below
     total = len(batch.input_ids)
     source = torch.arange(total + unit)  # source[t]: the token that is computed for token t
-    rows = source[:total].split(lengths)
+    rows = source[:total].split(lengths)  # views of it
     for shared, (first, *others) in batch.groups(share):
         for row in others:
             rows[row][:shared] = rows[first][:shared]
@@ -1032,15 +1032,17 @@ class CriticWorker:
 def checkpoint_tensors(model, optimizer):
     """All state as one flat dict of tensors, and the model's and optimizer's state dicts of these tensors."""
     fresh = not optimizer.state
+    optimizer.zero_grad()  # with gradients, get_state_dict would create no state
     model_state, optimizer_state = state_dict.get_state_dict(model, optimizer)
-    if fresh:  # it took an empty step to create the state: undo its count
+    if fresh:  # get_state_dict took an empty step to create the state: undo its count
         for state in (*optimizer.state.values(), *optimizer_state["state"].values()):
             if "step" in state:  # not every optimizer counts steps
                 state["step"].zero_()
     tensors = {f"model.{name}": x for name, x in model_state.items()}
     for name, state in optimizer_state["state"].items():
         tensors |= {f"optimizer.{name}.{key}": x for key, x in state.items()}
-    return {**tensors, "rng": torch.get_rng_state()}, model_state, optimizer_state
+    tensors["rng"] = torch.get_rng_state()
+    return tensors, model_state, optimizer_state
 
 
 def save_hf(state, model_config, folder):
@@ -1082,9 +1084,8 @@ def open_checkpoint(folder, shape):
 
 
 class Checkpoints:
-    """The checkpoints of one run, as a context manager around it.
-    `folder` is the one to continue from (--resume) or None. `halvings`: how often this run has run out of
-    memory; --resume auto halves the token budget that often."""
+    """The checkpoints of a run, as a context manager around it. folder: the one to continue from, if any.
+    halvings: how often the run has run out of memory; --resume auto halves the token budget so often."""
 
     def __init__(self, run):
         self.run = run
@@ -1144,7 +1145,7 @@ class Checkpoints:
             save()
 
     def wait(self, block=True):
-        """Waits for the save in the background (block=False: only checks it) and raises its error."""
+        """Waits for a save in the background (block=False: only checks it) and raises its error."""
         if self.saving and (block or self.saving.done()):
             self.saving.result()
 

@@ -138,7 +138,7 @@ def out_of_range(flags):
 
 
 def mistake_in(flags, world_size=WORLD_SIZE):
-    """What is wrong with a Config or a Run, as one line that names the flag and the fix, or None."""
+    """What is wrong with a Config or a Run: one line that names the flag and the fix, or None."""
     if words := out_of_range(flags):
         return words
     if isinstance(flags, Run):
@@ -756,8 +756,8 @@ def micro_batches(batch, dp_size, max_tokens, share, padded=False):
 
 def pack_rows(batch, device, share, unit=1):
     """Packs rows end to end -> (slots, index_T, PackLayout). slots: (S,) the index of each slot's token, or T
-    for padding to a multiple of `unit`. A shared prompt, except its last token, has slots in its first row
-    only. index_T: the slot of each token, where later tokens of its row find its key.
+    for padding to a multiple of `unit`. A shared prompt has slots in its first row only, but its last token
+    in each: another action follows it. index_T: the slot where later tokens of its row find a token's key.
 
         rows       p0 p1 p2 a0 a1    p0 p1 p2 b0
         slots      p0 p1 p2 a0 a1    p2 b0
@@ -766,7 +766,7 @@ def pack_rows(batch, device, share, unit=1):
     queries = batch.lengths  # a list of its own: both change below
     total = len(batch.input_ids)
     source = torch.arange(total + unit)  # source[t]: the token that is computed for token t
-    rows = source[:total].split(lengths)
+    rows = source[:total].split(lengths)  # views of it
     for shared, (first, *others) in batch.groups(share):
         for row in others:
             rows[row][:shared] = rows[first][:shared]
@@ -843,7 +843,7 @@ class MegatronPPOCritic:
             bf16=self.transformer.bf16,
             use_distributed_optimizer=True,
         )
-        # {}: else biases and norms form a group of their own, without weight decay in Megatron's scheduler
+        # {}: by default biases and norms would form a group without weight decay
         self.optimizer = get_megatron_optimizer(
             options, list(self.model), config_overrides={}, use_gloo_process_groups=False
         )
@@ -1038,7 +1038,7 @@ class MegatronPPOCritic:
         Megatron would divide by micro-batches, tokens and ranks. With calculate_per_token_loss, and without a
         token count for finalize_model_grads, it divides by nothing: each rank adds its own tokens' loss, and
         the sum over ranks is the loss of the mini-batch."""
-        for chunk in self.model:  # zeroed here, because compute_values does not need it
+        for chunk in self.model:  # the layers of one stage, or of one virtual stage
             chunk.zero_grad_buffer()
         sums = torch.zeros(4, dtype=torch.float64, device=self.layout.device)
 
@@ -1373,9 +1373,8 @@ def open_checkpoint(folder, shape):
 
 
 class Checkpoints:
-    """The checkpoints of one run, as a context manager around it.
-    `folder` is the one to continue from (--resume) or None. `halvings`: how often this run has run out of
-    memory; --resume auto halves the token budget that often."""
+    """The checkpoints of a run, as a context manager around it. folder: the one to continue from, if any.
+    halvings: how often the run has run out of memory; --resume auto halves the token budget so often."""
 
     def __init__(self, run):
         self.run = run
@@ -1435,7 +1434,7 @@ class Checkpoints:
             save()
 
     def wait(self, block=True):
-        """Waits for the save in the background (block=False: only checks it) and raises its error."""
+        """Waits for a save in the background (block=False: only checks it) and raises its error."""
         if self.saving and (block or self.saving.done()):
             self.saving.result()
 

@@ -500,7 +500,7 @@ def masked_whiten(x_T, mask_T):
 def assign_credit(batch, seen, scores, kl_coef, run, critic):
     """Fills in rewards, values, advantages and returns of the caller's rows -> metrics (a collective). Every
     action pays a KL penalty, the last one earns the score. Decoupled GAE: 2503.01491, section 4.2.
-    seen: the rows as the critic reads them; gets values and returns for its update."""
+    seen: the rows with the critic's hints, see with_hints; gets values and returns for its update."""
     kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
     paid_T = -kl_coef * kl_T if kl_coef else torch.zeros_like(kl_T)
     batch.token_level_rewards = paid_T.index_add(0, common.last_action(batch), torch.tensor(scores))
@@ -525,14 +525,14 @@ def assign_credit(batch, seen, scores, kl_coef, run, critic):
 
 
 def prefer_the_mean(batch, run):
-    """If the values explain nothing, advantages become returns minus their mean over the answers to a prompt
-    (--rollout-n 1: over the batch) -> whether values explain any (a collective; EVPO, 2604.19485)."""
+    """If values explain nothing, advantages become returns minus their mean over all actions of a prompt's
+    answers (--rollout-n 1: of the batch) -> whether values explain any (a collective; EVPO, 2604.19485)."""
     returns_T = common.monte_carlo(batch, run.gamma)
     whole = gather(replace(batch, returns=returns_T))
     mask_T = whole.response_mask
     if common.explained_variance(whole.values[mask_T], whole.returns[mask_T]) > 1e-3:  # above rounding errors
         return True
-    size = run.rollout_n if run.rollout_n > 1 else len(whole)
+    size = run.rollout_n if run.rollout_n > 1 else len(whole)  # row_ids of one prompt are consecutive
     mean_G = torch.stack([x.returns.sum() / x.response_mask.sum() for x in whole.split(size)])
     less_T = returns_T - mean_G[batch.row_id // size][batch.row_of_token]
     batch.advantages = torch.where(batch.response_mask, less_T, 0.0)
@@ -1192,11 +1192,11 @@ def rollout_metrics(batch, run, dtype):
 
 
 def evaluate(replies, run, reward, phases, step, logger):
-    """Logs the rewards of replies to held-out prompts, writes eight to samples.json and prints two."""
+    """Logs the rewards of replies to held-out prompts, writes them to samples.json and prints two."""
     rows, mean, faults = score(run, reward, phases, replies)
     name = "accuracy" if {row["reward"] for row in rows} <= {0.0, 1.0} else "reward"
     logger.log(step, {"eval/reward": mean, f"eval/{name}": mean, "eval/errors": faults})
-    common.write_json(f"{run.out_dir}/samples.json", rows[:8])
+    common.write_json(f"{run.out_dir}/samples.json", rows)
     print0(f"held out   {name} {mean:.3f}")
     for row in rows[:2]:
         print0(f"  {row['prompt'][-60:]!r} -> {row['response'][-60:]!r}  reward {row['reward']:g}")
