@@ -402,7 +402,7 @@ def describe_rows(rows, gamma, source):
         f"rows       {len(rows):,} of {source}, {int(rows.truncated.sum()):,} truncated\n"
         f"tokens     {len(rows.input_ids):,}, {len(x_A):,} of them actions; longest row {rows.longest[0]:,}\n"
         f"returns    {x_A.mean():.3g} +- {x_A.std(correction=0):.3g}, from {low:.3g} to {high:.3g}\n"
-        f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt can explain at the first action"
+        f"ceiling    {number(ceiling(rows), '.3f')} is what prompts explain at the first action (--: unknown)"
     )
     margin = 0.1 * (high - low) or 1.0
     return low - margin, high + margin
@@ -653,7 +653,7 @@ def evaluate(rows, gamma):  # metrics of rows with values, against Monte Carlo r
     v_A = rows.values[rows.response_mask]
     acted_B = rows.actions > 0
     reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)
-    last_B = rows.values[last_action(rows)]
+    last_B = rows.values[last_action(rows)] * acted_B
     of_n = []  # per prompt with several rows: reward of the row with the highest last value, mean, maximum
     for _, same in rows.groups():
         if len(same) > 1:
@@ -900,11 +900,10 @@ class Logger:
             Path(self.out_dir, "out_of_memory").unlink(missing_ok=True)
             shutil.rmtree(f"{self.out_dir}/tensorboard", ignore_errors=True)
 
-    def profiled(self, steps, given):
-        """Yields the steps; rank 0 records steps A to B (given: "A:B") with torch.profiler."""
-        first, last = map(int, given.split(":")) if given and RANK == 0 else (0, -1)
+    def profiled(self, steps, chosen):
+        """Yields the steps; rank 0 records step `chosen`, if any, with torch.profiler."""
         for step in steps:
-            if not first <= step + 1 <= last:
+            if RANK or step + 1 != chosen:
                 yield step
                 continue
             os.makedirs(f"{self.out_dir}/profile", exist_ok=True)
@@ -1227,12 +1226,15 @@ def init_value_head(score, config, model_config):
 def load_value_head(score, name, value_range):
     """Copies the value head of a model's folder (transformers', TRL's or ours) -> its name, or None."""
     folder = local_folder(name)
-    if config_of(folder).get("value_range") != (value_range and list(value_range)):
+    stored = config_of(folder).get("value_range")
+    if stored != (value_range and list(value_range)):
+        if stored:
+            raise UserError(f"--value-head: {name} has another; give that one, or --value-head-init normal")
         return None
-    heads = re.compile(r"(model\.)?(score|classifier|(v|value)_head(\.summary)?)\.(weight|bias)")
+    heads = r"(model\.)?(score|classifier|(v|value)_head(\.summary)?)\.(weight|bias)"
     reader = HuggingFaceStorageReader(folder)
     sizes = reader.read_metadata().state_dict_metadata.items()
-    found = {key: torch.empty(x.size) for key, x in sizes if heads.fullmatch(key)}
+    found = {key: torch.empty(x.size) for key, x in sizes if re.fullmatch(heads, key)}
     dcp.load(found, storage_reader=reader, no_dist=True)
     for key in sorted(found):
         if found[key].numel() == score.weight.numel():  # some are stored as (8, D / 8)
@@ -1393,7 +1395,7 @@ def rows_to_show(rows, tokenizer):
 def write_scores(path, out_dir, rows, tokenizer, gamma):
     """Copies a JSONL file's lines, with the values of their rows, to out_dir/scored.jsonl; adds a report."""
     lines = Path(path).read_bytes().splitlines()
-    last_B = rows.values[last_action(rows)]
+    last_B = rows.values[last_action(rows)] * (rows.actions > 0)
     rank_B = torch.ones_like(rows.row_id)  # 1: the highest last value of its prompt
     for _, same in rows.groups():
         rank_B[same] += (last_B[same] > last_B[same, None]).sum(1)

@@ -4,7 +4,6 @@
     torchrun --nproc-per-node 2 critic_fsdp.py            the same on two ranks: the same numbers
     torchrun --nproc-per-node 8 critic_fsdp.py --model Qwen/Qwen2.5-7B --rollouts train.jsonl \\
         --eval-rollouts eval.jsonl --gradient-checkpointing --lr-warmup-steps 20 --out-dir out/7b
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 critic_fsdp.py ...
 
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level
 verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them.
@@ -42,6 +41,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
+Text = Annotated[str, Field(min_length=1)]
 Rate = Annotated[FiniteFloat, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d+)?)?$")]
@@ -53,16 +53,16 @@ class Config:
     """The critic: its model, its layout over ranks, its batches and its optimizer."""
 
     # model
-    model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
-    tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own)
-    override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
+    model: Text = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
+    tokenizer: Text | None = None  # Hugging Face folder or hub name (None: the model's own)
+    override_config: Text = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
     # how the value head starts (auto: from the checkpoint, else normal; mean: new, at the mean return)
     value_head_init: Literal["auto", "checkpoint", "normal", "zero", "mean"] = "auto"
     # value head: an unbounded number, one within --value-range, or the mean of a distribution over 51 bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
     # LOW HIGH of a bounded or hl_gauss head (None: from the checkpoint, else from the data)
     value_range: tuple[float, float] | None = None
-    freeze_modules: str | None = None  # regular expression; weights with a match in their name are frozen
+    freeze_modules: Text | None = None  # regular expression; weights with a match in their name are frozen
     lora_rank: Count = 0  # train only the value head and LoRA adapters of this rank (0: no LoRA)
     lora_alpha: Rate = 16.0  # LoRA adapters are scaled by alpha / rank
     seed: Count = 0  # random seed of new weights, the value head and every shuffle
@@ -106,23 +106,23 @@ class Run:
     # in this order: model; layout, from --strategy; precision, from --use-remove-padding; batches, from
     # --ppo-epochs; loss, from --value-places; optimizer, from --lr
     critic: tyro.conf.OmitArgPrefixes[Config] = Config()
-    rollouts: str | None = None  # JSONL file to train on (None: the built-in toy task)
-    eval_rollouts: str | None = None  # JSONL file to evaluate on (None: no evaluation; the toy has its own)
-    privileged_key: str | None = None  # JSONL key of text that only the critic reads, before the prompt
-    score: str | None = None  # no training: write this JSONL file with values to out_dir/scored.jsonl
+    rollouts: Text | None = None  # JSONL file to train on (None: the built-in toy task)
+    eval_rollouts: Text | None = None  # JSONL file to evaluate on (None: no evaluation; the toy has its own)
+    privileged_key: Text | None = None  # JSONL key of text that only the critic reads, before the prompt
+    score: Text | None = None  # no training: write this JSONL file with values to out_dir/scored.jsonl
     gamma: Fraction = 1.0  # discount factor per action
     lam: Fraction = 1.0  # GAE lambda of the returns (1: Monte Carlo, from rewards alone)
     bootstrap_truncated: bool = False  # truncated rows bootstrap from the value of their last action
     steps: Positive = 100  # critic updates, each on one train batch
-    train_batch_size: Positive | None = None  # rows per update, over all ranks (None: one mini-batch)
+    train_batch_size: Positive | None = None  # most rows per update, over all ranks (None: one mini-batch)
     eval_every: Count = 20  # updates between evaluations (0: only at the start and the end)
     save_every: Count = 0  # updates between checkpoints (0: only at the end)
     keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
-    resume: str | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
+    resume: Text | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
     plan: Positive | None = None  # print the memory of N ranks, host included, without activations; then exit
-    profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B: profile steps A to B
-    out_dir: str = "out/critic_fsdp"  # folder for checkpoints, Hugging Face export, metrics and report
+    profile_step: Positive | None = None  # profile this step of rank 0, with torch.profiler
+    out_dir: Text = "out/critic_fsdp"  # folder for checkpoints, Hugging Face export, metrics and report
 
 
 def out_of_range(flags):
@@ -1248,7 +1248,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
     picked = []
     groups = train.groups()
-    for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
+    for step in logger.profiled(range(first_step, run.steps + 1), run.profile_step):
         ends = step == run.steps or any(of_all_ranks(checkpoints.sigterm.is_set()))
         evaluates = step == run.steps or step % (run.eval_every or run.steps) == 0
         if len(held_out) and evaluates:

@@ -45,6 +45,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron needs it t
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
+Text = Annotated[str, Field(min_length=1)]
 Rate = Annotated[FiniteFloat, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d+)?)?$")]
@@ -56,16 +57,16 @@ class Config:
     """The critic: its model, its layout over ranks, its batches and its optimizer."""
 
     # model
-    model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
-    tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own)
-    override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
+    model: Text = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
+    tokenizer: Text | None = None  # Hugging Face folder or hub name (None: the model's own)
+    override_config: Text = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
     # how the value head starts (auto: from the checkpoint, else normal; mean: new, at the mean return)
     value_head_init: Literal["auto", "checkpoint", "normal", "zero", "mean"] = "auto"
     # value head: an unbounded number, one within --value-range, or the mean of a distribution over 51 bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
     # LOW HIGH of a bounded or hl_gauss head (None: from the checkpoint, else from the data)
     value_range: tuple[float, float] | None = None
-    freeze_modules: str | None = None  # regular expression; weights with a match in their name are frozen
+    freeze_modules: Text | None = None  # regular expression; weights with a match in their name are frozen
     seed: Count = 0  # random seed of new weights, the value head and every shuffle
     # layout
     tensor_model_parallel_size: Positive = 1  # ranks that split each matrix product
@@ -108,22 +109,22 @@ class Run:
     # in this order: model; layout, from --tensor-model-parallel-size; precision, from --use-remove-padding;
     # batches, from --ppo-epochs; loss, from --value-places; optimizer, from --lr
     critic: tyro.conf.OmitArgPrefixes[Config] = Config()
-    rollouts: str | None = None  # JSONL file to train on (None: the built-in toy task)
-    eval_rollouts: str | None = None  # JSONL file to evaluate on (None: no evaluation; the toy has its own)
-    privileged_key: str | None = None  # JSONL key of text that only the critic reads, before the prompt
-    score: str | None = None  # no training: write this JSONL file with values to out_dir/scored.jsonl
+    rollouts: Text | None = None  # JSONL file to train on (None: the built-in toy task)
+    eval_rollouts: Text | None = None  # JSONL file to evaluate on (None: no evaluation; the toy has its own)
+    privileged_key: Text | None = None  # JSONL key of text that only the critic reads, before the prompt
+    score: Text | None = None  # no training: write this JSONL file with values to out_dir/scored.jsonl
     gamma: Fraction = 1.0  # discount factor per action
     lam: Fraction = 1.0  # GAE lambda of the returns (1: Monte Carlo, from rewards alone)
     bootstrap_truncated: bool = False  # truncated rows bootstrap from the value of their last action
     steps: Positive = 100  # critic updates, each on one train batch
-    train_batch_size: Positive | None = None  # rows per update, over all ranks (None: one mini-batch)
+    train_batch_size: Positive | None = None  # most rows per update, over all ranks (None: one mini-batch)
     eval_every: Count = 20  # updates between evaluations (0: only at the start and the end)
     save_every: Count = 0  # updates between checkpoints (0: only at the end)
     keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
-    resume: str | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
-    profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B: profile steps A to B
-    out_dir: str = "out/critic_megatron"  # folder for checkpoints, Hugging Face export, metrics and report
+    resume: Text | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
+    profile_step: Positive | None = None  # profile this step of rank 0, with torch.profiler
+    out_dir: Text = "out/critic_megatron"  # folder for checkpoints, Hugging Face export, metrics and report
 
 
 def out_of_range(flags):
@@ -157,9 +158,9 @@ def mistake_in(flags, world_size=WORLD_SIZE):
         f"--betas {c.betas}: must be below 1": max(c.betas) < 1,
         "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm; set both or neither":
             norm == (c.response_length_limit is not None),
-        f"--tensor-model-parallel-size: tensor {tp} x pipeline {pp} x context {cp} must divide {world_size}":
+        f"--*-parallel-size: tensor {tp} x pipeline {pp} x context {cp} must divide the {world_size} ranks":
             world_size % (tp * pp * cp) == 0,
-        f"--expert-model-parallel-size: ep x etp x pp = {experts} must divide {world_size}":
+        f"--expert-model-parallel-size: ep x etp x pp = {experts} must divide the {world_size} ranks":
             world_size % experts == 0,
         "--virtual-pipeline-model-parallel-size: needs --pipeline-model-parallel-size above 1":
             c.virtual_pipeline_model_parallel_size == 1 or pp > 1,
@@ -316,7 +317,6 @@ class ValueHead(nn.Linear):
 class CoreAttention(nn.Module):
     """Causal attention within each sequence of a packed row, by the kernels of common.py, after transformers'
     rotary embedding (Megatron's would restart at 0 where a row continues a shared prompt).
-
     With context parallelism, each rank has two pieces of the row (see share_context). Keys and values are
     gathered, and each piece sees the keys up to its own end, so heads are not split."""
 
@@ -507,7 +507,6 @@ def unshard(cut, shards, groups, head_dim, vocab_size):
 
 def whole_weights(modules, vocab_size, local):
     """name -> whole tensor on the host, for the weights that this rank writes (a collective).
-
     local(name, p) gives this rank's shard of a weight, or None. Tensor-parallel ranks gather one weight at a
     time, and one rank keeps it. Ranks with the same layers take turns."""
     config = modules[0].config
@@ -1505,7 +1504,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
     picked = []
     groups = train.groups()
-    for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
+    for step in logger.profiled(range(first_step, run.steps + 1), run.profile_step):
         ends = step == run.steps or any(of_all_ranks(checkpoints.sigterm.is_set()))
         evaluates = step == run.steps or step % (run.eval_every or run.steps) == 0
         if len(held_out) and evaluates:

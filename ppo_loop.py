@@ -7,7 +7,6 @@
     torchrun --nproc-per-node 8 ppo_loop.py --actor.model Qwen/Qwen2.5-0.5B-Instruct \\
         --prompts gsm8k/train.jsonl --eval-prompts gsm8k/test.jsonl --prompt-key question --chat \\
         --reward gsm8k --max-response-length 512
-    python ppo_loop.py --help      every flag: task, rollout, advantages, KL, run; then critic, actor and vLLM
 
 main() at the end is the algorithm and calls the rest. Actor and reference are Hugging Face models on FSDP2;
 the critic is the CriticWorker of critic_fsdp.py or critic_megatron.py. Copy this file with it and common.py.
@@ -92,6 +91,7 @@ from common import RANK, WORLD_SIZE, Batch, UserError, blame, gather, of_all_ran
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
+Text = Annotated[str, Field(min_length=1)]
 Rate = Annotated[FiniteFloat, Field(gt=0)]
 Weight = Annotated[FiniteFloat, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -106,9 +106,9 @@ class ActorConfig:
     """The policy, and the frozen reference, which is the same model before training."""
 
     # model
-    model: str = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
-    tokenizer: str | None = None  # Hugging Face folder or hub name (None: the model's own)
-    override_config: str = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
+    model: Text = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
+    tokenizer: Text | None = None  # Hugging Face folder or hub name (None: the model's own)
+    override_config: Text = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
     # dtype of matrix products (auto: float32 on CPU, else bfloat16)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
@@ -153,19 +153,18 @@ class Run:
     # script that implements the critic; its own flags are --critic.*
     backend: Annotated[Literal["fsdp", "megatron"], tyro.conf.arg(name="critic")] = "fsdp"
     # task
-    prompts: str | None = None  # JSONL to train on (None: the built-in addition task)
-    eval_prompts: str | None = None  # JSONL to evaluate on (None: no evaluation; addition has its own)
-    prompt_key: str = "prompt"  # JSONL key of the prompt: text, or a list of chat messages
-    answer_key: str = "answer"  # JSONL key of the reference answer, which reward functions receive
-    privileged_key: str | None = None  # JSONL key of text that only the critic reads, before the prompt
+    prompts: Text | None = None  # JSONL to train on (None: the built-in addition task)
+    eval_prompts: Text | None = None  # JSONL to evaluate on (None: no evaluation; addition has its own)
+    prompt_key: Text = "prompt"  # JSONL key of the prompt: text, or a list of chat messages
+    answer_key: Text = "answer"  # JSONL key of the reference answer, which reward functions receive
+    privileged_key: Text | None = None  # JSONL key of text that only the critic reads, before the prompt
     chat: bool = False  # wrap text prompts in the tokenizer's chat template, as a user message
     max_prompt_length: Positive = 1024  # drop prompts longer than this many tokens, and report how many
     supervised_steps: Count = 250  # supervised steps before PPO, for addition with a tiny-* actor
-    # addition, gsm8k or FILE.py:FUNCTION, a stateless f(prompt, response, answer[, turns]) -> number
-    reward: str | None = None
-    reward_model: str | None = None  # reward model instead: folder or hub name (one label, at the last token)
+    reward: Text | None = None  # addition, gsm8k, or FILE.py:FUNCTION(prompt, response, answer) -> number
+    reward_model: Text | None = None  # or a reward model: folder or hub name (one label, at the last token)
     reward_timeout: Rate = 10.0  # seconds that one call of the reward or environment may take, once started
-    environment: str | None = None  # FILE.py:FUNCTION, same arguments -> next observation, or None to end
+    environment: Text | None = None  # FILE.py:FUNCTION, same arguments -> next observation, or None to end
     max_turns: Positive = 8  # most turns of the policy in one row, with --environment
     # rollout
     rollout: Literal["hf", "vllm"] = "hf"  # hf: transformers' generate on a full copy of the actor
@@ -195,11 +194,11 @@ class Run:
     save_every: Count = 0  # steps between checkpoints (0: only at the end)
     keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
-    resume: str | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
+    resume: Text | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
     offload: bool = False  # keep each model on the host except in the phases that use it
     seed: Count = 0  # seeds the actor's random weights, the prompt order, its shuffles and all sampling
-    profile_steps: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None  # A:B: profile steps A to B
-    out_dir: str = "out/ppo_loop"  # folder for checkpoints, Hugging Face exports, metrics and report
+    profile_step: Positive | None = None  # profile this step of rank 0, with torch.profiler
+    out_dir: Text = "out/ppo_loop"  # folder for checkpoints, Hugging Face exports, metrics and report
 
 
 def parse(args):
@@ -400,7 +399,7 @@ def load_function(name, flag, seconds):
         vars(mine).clear()
         return None, f"no answer within {seconds:g} s, or its process has died"
 
-    with blame(f"{flag} {name}: must be FILE.py:FUNCTION, or one of {', '.join(REWARDS)}"):
+    with blame(f"{flag} {name}: must be FILE.py:FUNCTION, or, for --reward, {' or '.join(REWARDS)}"):
         start()
     return ask
 
@@ -456,7 +455,6 @@ class RewardModel:
 
 def policy_loss(log_probs_T, old_T, advantages_T, mask_T, weights_T, clip_low, clip_high, clip_dual):
     """PPO's clipped objective -> (loss, number of clipped actions, number of dual-clipped ones), all 0-dim.
-
         r_t = pi(a_t) / pi_old(a_t),  L_t = max( -r_t A_t, -clip(r_t, 1 - low, 1 + high) A_t )
         loss = sum_t w_t L_t            where A_t < 0, L_t <= -c A_t with clip_dual c > 1 (None: no bound)
     1707.06347, eq. 7; separate low and high: 2503.14476, eq. 10; c: 1912.09729, eq. 5. log r is clamped to
@@ -1273,6 +1271,7 @@ def set_up(run):
             common.check_rows(row, config)
     print0(
         f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens\n"
+        f"answers    {sum(p.answer is None for p in prompts + held_out):,} prompts lack {run.answer_key!r}\n"
         f"rollout    at most {run.train_batch_size} prompts x {run.rollout_n} responses per step\n"
         f"update     mini-batch rows: actor {actor.ppo_mini_batch_size}, critic {critic.ppo_mini_batch_size}"
     )
@@ -1375,7 +1374,7 @@ def main(run):
         saved = first_step
         batch = None
         try:
-            for step in logger.profiled(range(first_step, run.steps + 1), run.profile_steps):
+            for step in logger.profiled(range(first_step, run.steps + 1), run.profile_step):
                 last = step == run.steps
                 poll()
                 if step > saved and (last or run.save_every and step % run.save_every == 0):

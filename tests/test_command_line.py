@@ -71,11 +71,11 @@ def test_help_explains_every_flag_without_importing_torch(script):
     ("--value-head-init mean: not", critic_megatron.Config(value_head_init="mean", value_head="hl_gauss")),
     ("--value-range (1.0, 0.0): LOW must be", Config(value_head="hl_gauss", value_range=(1.0, 0.0))),
     ("--steps 0: must be greater than 0", Run(steps=0)),
+    ("--out-dir : String should have at least 1 character", Run(out_dir="")),
     ("--lam 1.5: must be less than or equal to 1", Run(lam=1.5)),
-    ("--eval-every -1", Run(eval_every=-1)),
-    ("--profile-steps 3", Run(profile_steps="3")),
+    ("--profile-step 0", Run(profile_step=0)),
     ("--eval-rollouts: needs --rollouts", Run(eval_rollouts="x.jsonl")),
-    ("--tensor-model-parallel-size: tensor 3", critic_megatron.Config(tensor_model_parallel_size=3)),
+    ("--*-parallel-size: tensor 3", critic_megatron.Config(tensor_model_parallel_size=3)),
     ("--expert-model-parallel-size:", critic_megatron.Config(expert_model_parallel_size=3)),
     ("--virtual-pipeline-model-parallel-size:",
      critic_megatron.Config(virtual_pipeline_model_parallel_size=2)),
@@ -222,7 +222,8 @@ def test_both_critics_score_rows_like_transformers(tmp_path):
     for part in (judge, tokenizer):
         part.save_pretrained(tmp_path / "hf")
     rows = [{**GOOD, "response": answer, "reward": float(answer == "2"), "my": [answer]} for answer in "2345"]
-    rows.append({"prompt_ids": [3, 4], "response_ids": [9, 8, 7], "response_mask": [0, 1, 1], "reward": 0})
+    for ids, mask in (([3, 5], [0, 0, 0]), ([3, 4], [0, 1, 1])):  # the first row has no action
+        rows.append({"prompt_ids": ids, "response_ids": [9, 8, 7], "response_mask": mask, "reward": 0})
     (file := tmp_path / "my rows.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
     near = lambda x: pytest.approx(x, abs=1e-5)
     lasts = []

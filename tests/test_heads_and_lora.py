@@ -303,9 +303,10 @@ def test_the_script_finds_the_range_and_keeps_it(tmp_path):
     critic_fsdp.main(dataclasses.replace(run, **options))
     assert span(tmp_path / "more") == span(out)  # not the range of the wider rows
     for change in ({"value_range": (0.0, 1.0)}, {"value_head": "scalar"}):
-        with pytest.raises(UserError, match="--model .*: holds no trained value head"):
-            worker(**vars(exported) | change)
-    w = worker(model=exported.model)
+        for start in ("auto", "checkpoint"):
+            with pytest.raises(UserError, match="--value-head: .*/hf has another"):
+                worker(**vars(exported) | change | {"value_head_init": start})
+    w = worker(model=exported.model, value_head_init="normal")
     w.export_hf(tmp_path / "scalar" / "hf")  # with a new head
     assert span(tmp_path / "scalar") is None
 
