@@ -120,7 +120,7 @@ class Run:
     keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     resume: Text | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
-    plan: Positive | None = None  # print the memory of N ranks, host included, without activations; then exit
+    plan: Positive | None = None  # print the memory of each of N ranks, host included, without activations
     profile_step: Positive | None = None  # profile this step of rank 0, with torch.profiler
     out_dir: Text = "out/critic_fsdp"  # folder for checkpoints, Hugging Face export, metrics and report
 
@@ -557,8 +557,8 @@ def micro_batches(batch, dp_size, max_tokens, share, padded=False):
 
 def pack_rows(batch, device, share, unit=1):
     """Packs rows end to end -> (slots, index_T, PackLayout). slots: (S,) the index of each slot's token, or T
-    for padding to a multiple of `unit`. A shared prompt has slots in its first row only, but its last token
-    in each: another action follows it. index_T: the slot where later tokens of its row find a token's key.
+    for padding to a multiple of `unit`. A shared prompt has slots in its first row only, except for its last
+    token, after which rows differ. index_T: each token's slot, where later tokens of its row find its key.
 
         rows       p0 p1 p2 a0 a1    p0 p1 p2 b0
         slots      p0 p1 p2 a0 a1    p2 b0
@@ -567,7 +567,7 @@ def pack_rows(batch, device, share, unit=1):
     queries = batch.lengths  # a list of its own: both change below
     total = len(batch.input_ids)
     source = torch.arange(total + unit)  # source[t]: the token that is computed for token t
-    rows = source[:total].split(lengths)  # views of it
+    rows = source[:total].split(lengths)  # views of source
     for shared, (first, *others) in batch.groups(share):
         for row in others:
             rows[row][:shared] = rows[first][:shared]
@@ -1085,7 +1085,7 @@ def open_checkpoint(folder, shape):
 
 class Checkpoints:
     """The checkpoints of a run, as a context manager around it. folder: the one to continue from, if any.
-    halvings: how often the run has run out of memory; --resume auto halves the token budget so often."""
+    halvings: how often the run has run out of memory; --resume auto halves the token budget for each."""
 
     def __init__(self, run):
         self.run = run

@@ -755,8 +755,8 @@ def micro_batches(batch, dp_size, max_tokens, share, padded=False):
 
 def pack_rows(batch, device, share, unit=1):
     """Packs rows end to end -> (slots, index_T, PackLayout). slots: (S,) the index of each slot's token, or T
-    for padding to a multiple of `unit`. A shared prompt has slots in its first row only, but its last token
-    in each: another action follows it. index_T: the slot where later tokens of its row find a token's key.
+    for padding to a multiple of `unit`. A shared prompt has slots in its first row only, except for its last
+    token, after which rows differ. index_T: each token's slot, where later tokens of its row find its key.
 
         rows       p0 p1 p2 a0 a1    p0 p1 p2 b0
         slots      p0 p1 p2 a0 a1    p2 b0
@@ -765,7 +765,7 @@ def pack_rows(batch, device, share, unit=1):
     queries = batch.lengths  # a list of its own: both change below
     total = len(batch.input_ids)
     source = torch.arange(total + unit)  # source[t]: the token that is computed for token t
-    rows = source[:total].split(lengths)  # views of it
+    rows = source[:total].split(lengths)  # views of source
     for shared, (first, *others) in batch.groups(share):
         for row in others:
             rows[row][:shared] = rows[first][:shared]
@@ -1373,7 +1373,7 @@ def open_checkpoint(folder, shape):
 
 class Checkpoints:
     """The checkpoints of a run, as a context manager around it. folder: the one to continue from, if any.
-    halvings: how often the run has run out of memory; --resume auto halves the token budget so often."""
+    halvings: how often the run has run out of memory; --resume auto halves the token budget for each."""
 
     def __init__(self, run):
         self.run = run

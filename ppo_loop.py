@@ -146,7 +146,7 @@ class VLLMConfig:
 class Run:
     """Trains a policy with PPO, evaluates it, and saves checkpoints and Hugging Face folders."""
 
-    critic: Any  # those of the critic's own script, in the same order
+    critic: Any  # Config of the script chosen by --critic: its own flags, in the same order
     # in this order: model; batches, from --actor.ppo-epochs; loss, from --actor.clip-ratio-low; optimizer
     actor: ActorConfig = ActorConfig()
     vllm: VLLMConfig = VLLMConfig()
