@@ -402,7 +402,7 @@ def describe_rows(rows, gamma, source):
         f"rows       {len(rows):,} of {source}, {int(rows.truncated.sum()):,} truncated\n"
         f"tokens     {len(rows.input_ids):,}, {len(x_A):,} of them actions; longest row {rows.longest[0]:,}\n"
         f"returns    {x_A.mean():.3g} +- {x_A.std(correction=0):.3g}, from {low:.3g} to {high:.3g}\n"
-        f"ceiling    {number(ceiling(rows), '.3f')} is what prompts explain at the first action (--: unknown)"
+        f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt can explain at the first action"
     )
     margin = 0.1 * (high - low) or 1.0
     return low - margin, high + margin
