@@ -22,7 +22,7 @@ import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import ceil, inf, isfinite, isnan, nan, sqrt
-from os.path import abspath, dirname, exists, isdir, realpath
+from os.path import dirname, exists, isdir, realpath
 from pathlib import Path
 from typing import Annotated
 
@@ -280,8 +280,9 @@ def concat(batches):  # joins batches, in order; their columns must be the same,
     columns = {"cu_seqlens": cumulative(torch.cat(lengths))}
     for name in vars(batches[0]).keys() - columns.keys():
         parts = [getattr(batch, name) for batch in batches]
-        if name == "multi_modal_inputs" and any(parts):
-            columns[name] = [x for batch, part in zip(batches, parts) for x in part or [{}] * len(batch)]
+        if name == "multi_modal_inputs":
+            if any(parts):
+                columns[name] = [x for batch, part in zip(batches, parts) for x in part or [{}] * len(batch)]
         elif any(part is not None for part in parts):
             columns[name] = torch.cat(parts)
     return Batch(**columns)
@@ -871,7 +872,7 @@ class Logger:
         self.start = time.perf_counter()
         self.updates = 0  # since the start
         self.skipped = 0  # updates in a row, up to the last one
-        if RANK != 0:
+        if RANK:
             return
         from torch.utils.tensorboard import SummaryWriter
 
@@ -922,7 +923,7 @@ class Logger:
             raise UserError("10 updates in a row were skipped: gradients are not finite; use a lower --lr")
 
     def log(self, step, metrics):  # metrics: name -> number; logs null if it is not finite
-        if RANK != 0:
+        if RANK:
             return
         metrics = {name: float(x) if isfinite(x) else None for name, x in metrics.items()}
         self.file.write(json.dumps({"step": step, **metrics}) + "\n")
@@ -999,6 +1000,7 @@ def published(folder, group=None, keep=None):
         torch.cuda.set_device(LOCAL_RANK)  # a new thread starts on device 0
     if exists(folder) and os.listdir(folder) and not exists(f"{folder}/{MANIFEST}"):
         raise UserError(f"--out-dir: {folder} holds something else, which we do not overwrite; move it")
+    folder = realpath(folder)  # without a slash at its end, and where a link leads
     tmp = f"{folder}.tmp"
     if RANK == 0:
         shutil.rmtree(tmp, ignore_errors=True)
@@ -1021,7 +1023,7 @@ def published(folder, group=None, keep=None):
         if exists(folder):  # between the two renames the old folder is complete as .was
             os.rename(folder, f"{folder}.was")
         os.rename(tmp, folder)
-        parent = dirname(abspath(folder))
+        parent = dirname(folder)
         flush_to_disk(parent)
         remove(f"{folder}.was")
         for _, path in steps_in(parent)[keep:] if keep else ():
@@ -1158,7 +1160,7 @@ def check_rows(batch, model_config):  # UserError: a row is too long, or has ids
         most = rope[limit]
     if length > most:
         raise UserError(f"row_id {row}: {length} tokens, more than the model's {limit}, {most}")
-    odd = batch.input_ids[batch.input_ids >= text.vocab_size]
+    odd = batch.input_ids[batch.input_ids // text.vocab_size != 0]
     if len(odd):
         raise UserError(f"token id {odd[0]} is outside the model's vocabulary of {text.vocab_size}")
 
@@ -1415,7 +1417,7 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     from matplotlib.figure import Figure
 
     v_A = rows.values[rows.response_mask]
-    if RANK != 0 or not len(v_A) or not v_A.isfinite().all():
+    if RANK or not len(v_A) or not v_A.isfinite().all():
         return print0("report     none: there are no rows with actions and finite values")
     rows = replace(rows)
     add_returns(rows, gamma, lam=0.0)  # with lambda 0 advantages are TD errors

@@ -78,7 +78,7 @@ class Config:
     # dtype of matrix products (auto: float32 on CPU, else bfloat16)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
-    activation_offload: bool = False  # keep in host memory what gradient checkpointing saves
+    activation_offload: bool = False  # keep in host memory what the backward pass needs of the forward pass
     defer_grad_sync: bool = False  # reduce gradients once per mini-batch: less traffic, unsharded gradients
     # batches
     ppo_epochs: Positive = 1  # passes over the rows of one update
@@ -163,9 +163,7 @@ def mistake_in(flags, world_size=WORLD_SIZE):
         "--fsdp-size 1: fsdp1 cannot keep whole replicas; use --strategy none":
             shards > 1 or c.strategy != "fsdp1" or world_size == 1,  # FSDP1 would not average over them
         "--offload-policy, --defer-grad-sync: fsdp1 has neither; use fsdp2":
-            c.strategy != "fsdp1" or not (c.offload_policy or c.defer_grad_sync),
-        "--activation-offload: needs --gradient-checkpointing":
-            c.gradient_checkpointing or not c.activation_offload
+            c.strategy != "fsdp1" or not (c.offload_policy or c.defer_grad_sync)
     }  # fmt: skip
     for words, holds in rules.items():
         if not holds:
@@ -497,7 +495,7 @@ def slice_row(decoder, args, kwargs):
     """A forward pre-hook: each rank of a sequence-parallel group continues with its slice of the packed row.
     It runs at the decoder's input, after a vision tower, which every rank of the group runs on all images."""
     group = Pack.group
-    if group is None:
+    if not group:
         return None
     p = dist.get_world_size(group)
     rank = dist.get_rank(group)
@@ -647,7 +645,7 @@ class DataParallelPPOCritic:
         total = len(micro.input_ids)
         inputs = {}
         places_T = micro.places
-        if self.image_processor is not None:
+        if self.image_processor:
             places_T, inputs = with_images(self.model.model, micro, self.image_processor)
         slots, index_T, layout = pack_rows(micro, device, self.config.share_prompts, self.layout.sp_size)
         slots = slots[None]
@@ -672,7 +670,7 @@ class DataParallelPPOCritic:
         inputs, index_T, Pack.layout = micro.packed
         group = Pack.group = self.layout.sp_group
         v_S = self.model(**inputs).flatten(0, 1)  # the hook slice_row cuts a row that ranks share
-        if group is not None:
+        if group:
             v_S = gather_slices(v_S, group)
         return v_S[index_T].roll(1, 0)
 
@@ -715,6 +713,7 @@ class DataParallelPPOCritic:
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
         config = self.config
         self.model.train()
+        self.optimizer.zero_grad()  # an earlier update may have failed halfway
         totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # sums that `loss` returns
         norms = []  # one per mini-batch, NaN where the step was skipped
         for epoch in range(config.ppo_epochs):
@@ -747,7 +746,6 @@ class DataParallelPPOCritic:
     def forward_backward(self, micro, last=True):
         """Accumulates the gradient of a micro-batch -> its sums (loss, clipped, vpreds, actions).
         last: whether it is the last one of its mini-batch.
-
         The loss is a sum over all ranks, but FSDP averages gradients: multiply by dp x sp. All sp ranks of a
         row compute its loss, and gather_slices adds up their gradients: divide by sp."""
         if self.config.defer_grad_sync:
@@ -820,7 +818,7 @@ class CriticWorker:
         self.offloaded = False
 
     def init_model(self, total_steps=None, value_range=None):
-        """Builds the model and its optimizer.
+        """Builds the model and its optimizer, and seeds torch, alike on all ranks.
         total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs. value_range:
         (LOW, HIGH) of the head if neither --value-range nor the checkpoint gives one."""
         config = self.config
@@ -906,7 +904,7 @@ class CriticWorker:
         if longest > self.critic.max_tokens:
             self.set_budget(longest, f"row {row}")
         common.check_rows(batch, self.model_config)
-        if batch.multi_modal_inputs and self.critic.image_processor is None:
+        if batch.multi_modal_inputs and not self.critic.image_processor:
             raise ValueError("multi_modal_inputs: this critic reads text only")
 
     @torch.no_grad()
@@ -940,7 +938,7 @@ class CriticWorker:
         return metrics | common.describe_update(batch, start, config.ppo_epochs, flops, self.layout)
 
     def offload(self):
-        """Frees the device memory of weights, gradients and optimizer state, e.g. for a rollout engine."""
+        """Frees the device memory of weights, gradients and optimizer state. The next call must be onload."""
         self.offloaded = True
         self.move(torch.device("cpu"))
 

@@ -567,9 +567,9 @@ def parallel_sizes(config):
 
 
 def make_layout(config, device):
-    """Builds the process groups."""
+    """Builds the process groups. They are global: a worker of another layout cannot be used after this."""
     megatron_without_cuda()
-    mpu.destroy_model_parallel()  # groups are global: an earlier worker loses its own here
+    mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(
         **parallel_sizes(config),
         distributed_timeout_minutes=config.timeout_minutes,
@@ -874,7 +874,6 @@ class MegatronPPOCritic:
 
     def micro_batch(self, batch, rows):
         """These rows on the device. Without rows: one masked token, to keep in step with other ranks.
-
         Its columns have S entries: one for the action that *follows* each slot's token. packed: the ids,
         what attention reads, and the indices of these actions in the columns of the whole batch."""
         micro = batch.select(rows) if rows else Batch.blank()
@@ -1033,7 +1032,6 @@ class MegatronPPOCritic:
 
     def forward_backward(self, micros):
         """Computes the gradient of a mini-batch, over all ranks -> this rank's sums, as `loss` returns them.
-
         Megatron would divide by micro-batches, tokens and ranks. With calculate_per_token_loss, and without a
         token count for finalize_model_grads, it divides by nothing: each rank adds its own tokens' loss, and
         the sum over ranks is the loss of the mini-batch."""
@@ -1158,7 +1156,7 @@ class CriticWorker:
         self.offloaded = False
 
     def init_model(self, total_steps=None, value_range=None):
-        """Builds the model and its optimizer.
+        """Builds the model and its optimizer, and seeds torch, alike on all ranks.
         total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs. value_range:
         (LOW, HIGH) of the head if neither --value-range nor the checkpoint gives one."""
         config = self.config
@@ -1246,7 +1244,7 @@ class CriticWorker:
         return metrics | common.describe_update(batch, start, config.ppo_epochs, flops, self.layout)
 
     def offload(self):
-        """Frees the device memory of weights, gradients and optimizer state, e.g. for a rollout engine."""
+        """Frees the device memory of weights, gradients and optimizer state. The next call must be onload."""
         self.offloaded = True
         self.move(torch.device("cpu"))
 

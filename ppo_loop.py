@@ -62,8 +62,8 @@ def serve(path, name):
     pipe = Connection(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # programs started by the function must not read the pipe
     loaded = {}
-    pipe.send(attempt(lambda: loaded.update(function=runpy.run_path(path)[name])))
     with suppress(EOFError, OSError):
+        pipe.send(attempt(lambda: loaded.update(function=runpy.run_path(path)[name])))
         while True:
             pipe.send(attempt(loaded.get("function"), *pipe.recv()))
     os._exit(0)
@@ -112,7 +112,6 @@ class ActorConfig:
     # dtype of matrix products (auto: float32 on CPU, else bfloat16)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
-    share_prompts: bool = True  # compute a prompt once for all its rows; same update
     # batches
     ppo_epochs: Positive = 1  # passes over the rows of one update
     ppo_mini_batch_size: Positive = 128  # rows per optimizer step, over all ranks
@@ -203,7 +202,7 @@ class Run:
 
 def parse(args):
     """Parses the command line into a Run. --critic is read first: it decides which --critic.* flags exist."""
-    backend = re.search(r"--critic[ =](\S+)", " ".join([*args, "--critic fsdp"]))[1]
+    backend = re.search(r".*--critic[ =](\S+)", " ".join(["--critic fsdp", *args]))[1]  # the last one counts
     if backend not in ("fsdp", "megatron"):
         raise UserError(f"--critic {backend}: must be fsdp or megatron; flags of the critic are --critic.*")
     config = critic_module(backend).Config
@@ -338,7 +337,7 @@ def load_prompts(source, flag, run, tokenizer):
                 ids = tokenizer(text)["input_ids"]
             if not ids:
                 raise ValueError("empty prompt")
-            if run.reward in REWARDS and not REWARDS[run.reward](text, answer, answer):
+            if run.reward in REWARDS and not REWARDS[run.reward](text, str(answer), answer):
                 raise ValueError(f"{run.answer_key!r} is not an answer that --reward {run.reward} can check")
             hint = common.hint_ids(tokenizer, line, run.privileged_key)
             if len(ids) <= run.max_prompt_length:
@@ -949,12 +948,12 @@ class PolicyWorker:
 
     def my_micro_batches(self, batch):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
-        return self.backend.micro_batches(batch, WORLD_SIZE, self.max_tokens, self.config.share_prompts)[RANK]
+        return self.backend.micro_batches(batch, WORLD_SIZE, self.max_tokens, True)[RANK]
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
         micro = batch.select(rows) if rows else Batch.blank()
-        slots_S, *packed = self.backend.pack_rows(micro, self.device, self.config.share_prompts)
+        slots_S, *packed = self.backend.pack_rows(micro, self.device, True)
         inputs_21S = torch.stack([micro.input_ids, micro.places])[:, None, slots_S]
         micro.packed = (inputs_21S.to(self.device, non_blocking=True), *packed)
         for name in ("input_ids", *micro.FLOATS):  # lengths and the mask stay on the host
@@ -1161,7 +1160,7 @@ def score(run, reward, phases, replies):
     if len(faults) == len(rows):
         raise UserError(f"--reward, --reward-model, --environment: all {len(rows)} rows failed: {faults[0]}")
     if faults:
-        print0(f"{len(faults)} rows failed and count as 0: {faults[0]}")
+        print0(f"{len(faults)} rows failed and count as 0: {faults[0].encode(errors='replace').decode()}")
     return rows, sum(row["reward"] for row in rows) / len(rows), len(faults)
 
 
@@ -1295,7 +1294,7 @@ def start_from(run, task, checkpoints):
             saved = json.load(file)
         step = saved["step"]
         if run.target_kl:
-            kl_coef = saved["kl_coef"]
+            kl_coef = saved["kl_coef"] or kl_coef
         if step > run.steps:
             raise UserError(f"--steps {run.steps}: {folder} has made {step} already; give more")
     actor = run.actor
@@ -1353,7 +1352,9 @@ def build(run, task, device, checkpoints):
     engine = away((HFRollout if run.rollout == "hf" else VLLMRollout)(run, task, device))
     with flags_of("critic"):  # built last, because it seeds or restores torch's RNG
         critic = critic_module(run.backend).CriticWorker(run.critic)
-        minis = ceil(run.train_batch_size * run.rollout_n / run.critic.ppo_mini_batch_size)
+        n = len(task.prompts)
+        size = ceil(n / ceil(n / run.train_batch_size))  # prompts per step: rows_of_step cuts evenly
+        minis = ceil(size * run.rollout_n / run.critic.ppo_mini_batch_size)
         critic.init_model(run.steps * run.critic.ppo_epochs * minis)
         if folder:
             critic.load_checkpoint(f"{folder}/critic")

@@ -19,11 +19,11 @@ TEXT = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
 TREE = {name: ast.parse(text) for name, text in TEXT.items()}
 
 LINES = {"common": 1450, "critic_fsdp": 1350, "critic_megatron": 1550, "ppo_loop": 1450}
-LINES_IN_ALL = 5712
+LINES_IN_ALL = 5711
 TOKENS_IN_ALL = 42000
 TOKENS_A_LINE = {"common": 10, "critic_fsdp": 10, "critic_megatron": 10, "ppo_loop": 10}
 TESTS = 10000
-FLAGS = {"critic_fsdp": 52, "critic_megatron": 50, "ppo_loop": 102}
+FLAGS = {"critic_fsdp": 52, "critic_megatron": 50, "ppo_loop": 101}
 NAMES_OF_COMMON = {"critic_fsdp": 44, "critic_megatron": 41, "ppo_loop": 41}
 REACHED = {"critic_fsdp": 27, "critic_megatron": 26}  # definitions that one update_critic reaches
 SHARE = {"critic_fsdp": 55, "critic_megatron": 57}  # % of their lines that are in the script

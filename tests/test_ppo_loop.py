@@ -858,7 +858,9 @@ def test_prompts_of_text_and_of_chats(tmp_path, capsys):
     rows = [{"prompt": "a" * n} for n in (3, 6, 5, 9)]
     assert [p.text for p in load(*rows, max_prompt_length=5)] == ["aaa", "aaaaa"]
     assert "left out 2 prompts longer than --max-prompt-length" in capsys.readouterr().out
-    for fault, fields in (": no usable", {"max_prompt_length": 2}), (":1: .* why", {"privileged_key": "why"}):
+    no_answer = (":1: .*addition can check", {"reward": "addition"})
+    short = (": no usable", {"max_prompt_length": 2})
+    for fault, fields in (short, no_answer, (":1: .* why", {"privileged_key": "why"})):
         with pytest.raises(UserError, match=f"--prompts .*prompts.jsonl{fault}"):
             load(*rows, **fields)
 
@@ -946,7 +948,8 @@ def test_valid_flags_are_accepted(parse, tmp_path):
         budgets = "--actor.ppo-max-token-len-per-gpu 14 --critic.ppo-max-token-len-per-gpu 14"
         run, task = set_up(f"--critic {backend} {budgets} --kl-coef 0.1 --target-kl 0.1")
         assert (task.longest, task.stop_ids) == (14, [EOS])
-    run, task = set_up("--actor.model tiny-llama --kl-coef 0.1")
+    sizes = "--train-batch-size 32 --critic.ppo-mini-batch-size 8"  # steps of 20 prompts, 3 mini-batches
+    run, task = set_up(f"--actor.model tiny-llama --kl-coef 0.1 {sizes}")
     for p in task.prompts + task.held_out:
         assert sum(map(int, p.text[:-1].split("+"))) == int(p.answer) and p.ids == ids_of(p.text)
     assert not {p.text for p in task.prompts} & {p.text for p in task.held_out}
@@ -955,6 +958,7 @@ def test_valid_flags_are_accepted(parse, tmp_path):
     halved = types.SimpleNamespace(folder=None, halvings=9)
     actor, reference, critic, *_ = ppo_loop.build(run, task, common.setup_distributed(), halved)
     assert actor.max_tokens == reference.max_tokens == critic.critic.max_tokens == 16384 >> 9
+    assert critic.critic.total_steps == 60 * 3
     (file := tmp_path / "x.jsonl").write_text('{"prompt": "1+1=", "answer": "#### 2"}')
     run, _ = set_up(f"--actor.model tiny-llama --prompts {file} --reward gsm8k --critic.model tiny-gpt2")
     assert (run.actor.lr, run.max_response_length, run.reward) == (1e-6, 256, "gsm8k")
