@@ -917,7 +917,7 @@ class Logger:
         if "critic/values_mean" not in metrics:  # no row had an action
             return
         if not isfinite(metrics["critic/values_mean"]):
-            raise UserError("the critic's values are not finite, the training has diverged; use a lower --lr")
+            raise UserError("the critic's values are not finite: take an earlier checkpoint and a lower --lr")
         self.skipped = self.skipped + 1 if isnan(metrics["critic/grad_norm"]) else 0
         if self.skipped == 10:
             raise UserError("10 updates in a row were skipped: gradients are not finite; use a lower --lr")
