@@ -654,7 +654,7 @@ def evaluate(rows, gamma):  # metrics of rows with values, against Monte Carlo r
     v_A = rows.values[rows.response_mask]
     acted_B = rows.actions > 0
     reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)
-    last_B = rows.values[last_action(rows)] * acted_B
+    last_B = rows.values[last_action(rows)] * acted_B  # 0 without an action
     of_n = []  # per prompt with several rows: reward of the row with the highest last value, mean, maximum
     for _, same in rows.groups():
         if len(same) > 1:
@@ -1160,7 +1160,7 @@ def check_rows(batch, model_config):  # UserError: a row is too long, or has ids
         most = rope[limit]
     if length > most:
         raise UserError(f"row_id {row}: {length} tokens, more than the model's {limit}, {most}")
-    odd = batch.input_ids[batch.input_ids // text.vocab_size != 0]
+    odd = batch.input_ids[batch.input_ids // text.vocab_size != 0]  # negative or too large
     if len(odd):
         raise UserError(f"token id {odd[0]} is outside the model's vocabulary of {text.vocab_size}")
 
@@ -1397,7 +1397,7 @@ def rows_to_show(rows, tokenizer):
 def write_scores(path, out_dir, rows, tokenizer, gamma):
     """Copies a JSONL file's lines, with the values of their rows, to out_dir/scored.jsonl; adds a report."""
     lines = Path(path).read_bytes().splitlines()
-    last_B = rows.values[last_action(rows)] * (rows.actions > 0)
+    last_B = rows.values[last_action(rows)] * (rows.actions > 0)  # 0 without an action
     rank_B = torch.ones_like(rows.row_id)  # 1: the highest last value of its prompt
     for _, same in rows.groups():
         rank_B[same] += (last_B[same] > last_B[same, None]).sum(1)

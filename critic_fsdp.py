@@ -41,7 +41,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]  # a shell's unset variable gives ""
 Rate = Annotated[FiniteFloat, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d+)?)?$")]

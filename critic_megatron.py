@@ -45,7 +45,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron needs it t
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]  # a shell's unset variable gives ""
 Rate = Annotated[FiniteFloat, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d+)?)?$")]

@@ -91,7 +91,7 @@ from common import RANK, WORLD_SIZE, Batch, UserError, blame, gather, of_all_ran
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]  # a shell's unset variable gives ""
 Rate = Annotated[FiniteFloat, Field(gt=0)]
 Weight = Annotated[FiniteFloat, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -948,12 +948,12 @@ class PolicyWorker:
 
     def my_micro_batches(self, batch):
         """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
-        return self.backend.micro_batches(batch, WORLD_SIZE, self.max_tokens, True)[RANK]
+        return self.backend.micro_batches(batch, WORLD_SIZE, self.max_tokens, True)[RANK]  # True: share
 
     def micro_batch(self, batch, rows):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
         micro = batch.select(rows) if rows else Batch.blank()
-        slots_S, *packed = self.backend.pack_rows(micro, self.device, True)
+        slots_S, *packed = self.backend.pack_rows(micro, self.device, True)  # True: share prompts
         inputs_21S = torch.stack([micro.input_ids, micro.places])[:, None, slots_S]
         micro.packed = (inputs_21S.to(self.device, non_blocking=True), *packed)
         for name in ("input_ids", *micro.FLOATS):  # lengths and the mask stay on the host
@@ -1294,7 +1294,7 @@ def start_from(run, task, checkpoints):
             saved = json.load(file)
         step = saved["step"]
         if run.target_kl:
-            kl_coef = saved["kl_coef"] or kl_coef
+            kl_coef = saved["kl_coef"] or kl_coef  # 0: that run had no such term, and 0 would stay 0
         if step > run.steps:
             raise UserError(f"--steps {run.steps}: {folder} has made {step} already; give more")
     actor = run.actor

@@ -549,8 +549,10 @@ def test_resuming_equals_continuing_bit_for_bit(strategy, variant, tmp_path):
     w, untouched = (worker(strategy=strategy, **fields) for _ in range(2))
     batches = [batch_for(w, seed=s) for s in range(2)]
     metrics, random = [], []
-    _ = [x.try_out(common.Batch.blank(9)) for x in (w, untouched)]  # gradients without state, as after `auto`
-    _ = [p.grad.fill_(9.0) for p in untouched.critic.parameters]  # as after an update that failed halfway
+    w.try_out(common.Batch.blank(9))  # gradients without state, as an automatic budget leaves them
+    untouched.try_out(common.Batch.blank(9))
+    for p in untouched.critic.parameters:  # as an update leaves them that fails halfway
+        p.grad.fill_(9.0)
     for step, batch in enumerate(batches):
         w.save_checkpoint(tmp_path / f"step_{step}")
         write = w.checkpoint_writer(copy=True)

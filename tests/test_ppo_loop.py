@@ -680,10 +680,8 @@ def test_a_reward_that_is_not_a_number_is_a_fault_and_counts_as_0(capsys):
     replies = [Reply(Prompt([1], f"p{i}", i), i, text=f"r{i}") for i in range(len(says))]
     replies[3].fault = "died"
     heard = []
-    function = lambda prompt, response, i: heard.append((prompt, response)) or says[i]
-    score = lambda some: ppo_loop.score(
-        a_run(), partial(ppo_loop.attempt, function), ppo_loop.Phases(False), some
-    )
+    function = partial(ppo_loop.attempt, lambda prompt, said, i: heard.append((prompt, said)) or says[i])
+    score = lambda some: ppo_loop.score(a_run(), function, ppo_loop.Phases(False), some)
     rows, mean, faults = score(replies)
     assert sorted(heard) == sorted((f"p{i}", f"r{i}") for i in range(len(says)))
     scores = [reply.score for reply in replies]
