@@ -4,30 +4,29 @@ Shapes are in the names: T tokens of all sequences, end to end; B sequences; A a
 N value bins, or rows treated alike; H query heads; K key and value heads; D features per head."""
 
 import collections
-import datetime
 import functools
 import hashlib
 import io
 import itertools
 import json
 import os
-import random
 import re
-import shutil
 import signal
 import sys
-import time
 import traceback
 import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from math import ceil, inf, isfinite, isnan, nan, sqrt
 from os.path import dirname, exists, isdir, realpath
 from pathlib import Path
+from random import Random
+from shutil import rmtree
+from time import perf_counter, sleep, time_ns
 from typing import Annotated
 
 import jinja2
-import pydantic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -35,7 +34,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 import transformers
 from huggingface_hub import snapshot_download
-from pydantic import Field
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -92,7 +91,7 @@ def setup_distributed(timeout_minutes=30.0):
         with blame(f"--nproc-per-node: this machine has {torch.cuda.device_count()} CUDA devices"):
             torch.cuda.set_device(device)
     if not dist.is_initialized():
-        timeout = datetime.timedelta(minutes=timeout_minutes)
+        timeout = timedelta(minutes=timeout_minutes)
         store = dist.HashStore()  # no torchrun: a world of one
         if "RANK" in os.environ:
             store, *_ = next(dist.rendezvous("env://", timeout=timeout))
@@ -136,7 +135,7 @@ def launch(main):
             if re.search(pattern, message):
                 message += f"error: {hint}\n"
     if code and RANK:
-        time.sleep(5)  # if rank 0 fails too, torchrun ends this process before it prints the same
+        sleep(5)  # if rank 0 fails too, torchrun ends this process before it prints the same
         message = message.replace("error:", f"error on rank {RANK}:", 1)
     with suppress(OSError):  # the streams may be files on a full disk
         sys.stdout.flush()
@@ -211,19 +210,19 @@ class Batch:
 
     def token_index(self, rows):
         """Indices of these rows' tokens in the (T,) columns, in the order of `rows`."""
-        pieces = torch.arange(len(self.input_ids)).split(self.lengths)
-        return torch.cat([torch.arange(0), *(pieces[row] for row in rows)])
+        lengths = self.cu_seqlens.diff()[rows]
+        cu = cumulative(lengths)
+        return torch.arange(cu[-1]) + (self.cu_seqlens[rows] - cu[:-1]).repeat_interleave(lengths)
 
     def select(self, rows):
         """A new Batch of the rows with these indices, in that order; it shares no memory with this one."""
         tokens = self.token_index(rows)
-        row_index = torch.tensor(rows).long()
-        columns = {"cu_seqlens": cumulative(self.cu_seqlens.diff()[row_index])}
+        columns = {"cu_seqlens": cumulative(self.cu_seqlens.diff()[rows])}
         for name, column in vars(self).items():
             if isinstance(column, list):
                 columns[name] = [column[r] for r in rows]
             elif column is not None and name != "cu_seqlens":
-                columns[name] = column[row_index if name in self.ROWS else tokens]
+                columns[name] = column[rows if name in self.ROWS else tokens]
         return Batch(**columns)
 
     def split(self, size):  # consecutive pieces of `size` rows; the last one may be shorter
@@ -334,7 +333,7 @@ Id = Annotated[int, Field(ge=0, lt=2**63)]
 Ids = Annotated[list[Id], Field(min_length=1)]
 
 
-class Rollout(pydantic.BaseModel, strict=True):
+class Rollout(BaseModel, strict=True):
     """One line of a JSONL file. It has exactly one key of each tuple in ALTERNATIVES; others are ignored."""
 
     prompt: Text | None = None
@@ -349,7 +348,7 @@ class Rollout(pydantic.BaseModel, strict=True):
     truncated: bool | None = None  # the response hit the length limit
     images: list[str] | None = None  # files, relative to the JSONL, or data URLs
 
-    @pydantic.model_validator(mode="after")
+    @model_validator(mode="after")
     def one_of_each(self):
         for names in ALTERNATIVES:
             given = [name for name in names if getattr(self, name) is not None]
@@ -412,7 +411,7 @@ def describe_rows(rows, gamma, source):
 def parse_rollout(line, tokenizer):  # one JSON line -> Rollout with token ids; a UserError says what is wrong
     try:
         rollout = Rollout.model_validate_json(line)
-    except pydantic.ValidationError as error:
+    except ValidationError as error:
         fault = error.errors()[0]
         text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         if fault["loc"]:
@@ -490,7 +489,7 @@ def batch_of_one(rollout, row_id):  # Rollout with token ids -> Batch of one row
 
 def shuffled_rows(groups, *key):
     """The rows of Batch.groups, with the groups shuffled by the key alone (e.g. seed, step, epoch)."""
-    groups = random.Random(" ".join(map(str, key))).sample(groups, len(groups))
+    groups = Random(" ".join(map(str, key))).sample(groups, len(groups))
     return [row for _, rows in groups for row in rows]
 
 
@@ -804,7 +803,7 @@ def flops_model(model, config):
 def describe_update(batch, start, epochs, flops, layout):
     """Metrics of an update's rows, with values from before it, and of its speed since `start` (a collective).
     flops: of one epoch, shared prompts once. MFU is NaN in float32 and on devices not in PEAK_TFLOPS."""
-    seconds = time.perf_counter() - start
+    seconds = perf_counter() - start
     memory = peak = nan
     if layout.device.type == "cuda":
         memory = torch.cuda.max_memory_allocated()
@@ -869,7 +868,7 @@ class Logger:
         self.out_dir = out_dir
         is_own = folder and dirname(folder) == realpath(f"{out_dir}/checkpoints")
         last_step = first_step if is_own else 0
-        self.start = time.perf_counter()
+        self.start = perf_counter()
         self.updates = 0  # since the start
         self.skipped = 0  # updates in a row, up to the last one
         if RANK:
@@ -890,7 +889,7 @@ class Logger:
         for folder in (f"{self.out_dir}/checkpoints", f"{self.out_dir}/rollouts"):
             for path in Path(folder).glob("*.*"):
                 if path.suffix in (".tmp", ".gone"):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    rmtree(path) if path.is_dir() else path.unlink()
             later = [path for step, path in steps_in(folder) if step > last_step]
             for path in later:
                 remove(f"{path}.old")
@@ -899,7 +898,7 @@ class Logger:
                 print0(f"set aside  {len(later)} of another run's steps in {folder}, as step_*.old")
         if not last_step:
             Path(self.out_dir, "out_of_memory").unlink(missing_ok=True)
-            shutil.rmtree(f"{self.out_dir}/tensorboard", ignore_errors=True)
+            rmtree(f"{self.out_dir}/tensorboard", ignore_errors=True)
 
     def profiled(self, steps, chosen):
         """Yields the steps; rank 0 records step `chosen`, if any, with torch.profiler."""
@@ -934,9 +933,9 @@ class Logger:
 
     def log_update(self, step, steps, m):  # logs an update of the critic and prints one aligned line
         self.updates += 1
-        m["perf/time_step"] = (time.perf_counter() - self.start) / self.updates
+        m["perf/time_step"] = (perf_counter() - self.start) / self.updates
         self.log(step, m)
-        left = datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
+        left = timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
         print0(
             f"step {step:>{len(str(steps))}}/{steps}  loss {number(m['critic/vf_loss'], '.4f')}"
             f"  explained var {number(m['critic/explained_var'], '.3f'):>6}"
@@ -1003,7 +1002,7 @@ def published(folder, group=None, keep=None):
     folder = realpath(folder)  # without a slash at its end, and where a link leads
     tmp = f"{folder}.tmp"
     if RANK == 0:
-        shutil.rmtree(tmp, ignore_errors=True)
+        rmtree(tmp, ignore_errors=True)
         os.makedirs(tmp)
     dist.barrier(group)
     yield tmp
@@ -1033,9 +1032,9 @@ def published(folder, group=None, keep=None):
 
 def remove(folder):  # deletes a folder, if it exists; a crash never leaves half of it under its name
     if isdir(folder):
-        shutil.rmtree(f"{folder}.gone", ignore_errors=True)  # a leftover of a crash
+        rmtree(f"{folder}.gone", ignore_errors=True)  # a leftover of a crash
         os.rename(folder, f"{folder}.gone")
-        shutil.rmtree(f"{folder}.gone", ignore_errors=True)
+        rmtree(f"{folder}.gone", ignore_errors=True)
 
 
 def checksum(path):  # SHA-256 of a file, or None if it cannot be read
@@ -1065,14 +1064,14 @@ def verify(folder):
 
 def check_shared(out_dir):
     """Creates out_dir (a collective). UserError: it cannot be written, or a rank does not see it."""
-    probe = f"{out_dir}/checkpoints/{of_all_ranks(time.time_ns())[0]}.tmp"  # a new name
+    probe = f"{out_dir}/checkpoints/{of_all_ranks(time_ns())[0]}.tmp"  # a new name
     if RANK == 0:
         with blame(f"--out-dir {out_dir}: cannot be written"):
             os.makedirs(probe)
     dist.barrier()
     for _ in range(300):  # network file systems cache for a while that a path is missing
         if not exists(probe):
-            time.sleep(0.1)
+            sleep(0.1)
     blind = max(of_all_ranks("" if exists(probe) else os.uname().nodename))
     if RANK == 0:
         os.rmdir(probe)
@@ -1310,7 +1309,7 @@ def char_tokenizer(model="tiny-qwen2"):
 def toy_rows(n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True):
     """At least n JSON lines of a policy that adds numbers; held_out rows have their own prompts. slips: error
     rates with and without a carry; a wrong answer is the first number (gives_up), or off by 10 or 1."""
-    rng = random.Random(f"toy {seed} {held_out}")
+    rng = Random(f"toy {seed} {held_out}")
     lines = []
     while len(lines) < n:
         a = rng.randrange(10, 100)

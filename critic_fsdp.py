@@ -12,7 +12,6 @@ critic_megatron.py computes the same function on Megatron-Core.
 Shapes are in the names: T tokens of all sequences, end to end; B sequences; L longest; S slots; D features.
 """
 
-import datetime
 import json
 import os
 import re
@@ -24,7 +23,9 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import partial
+from heapq import heapreplace
 from itertools import groupby
 from math import ceil, cos, gcd, inf, isfinite, nan, pi, tan
 from os.path import exists, realpath
@@ -390,7 +391,7 @@ def make_layout(config, device):
     shards = shards_of(config, WORLD_SIZE)
     names = ("replicate", "shard")
     mesh = dist.init_device_mesh(device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=names)
-    timeout = datetime.timedelta(minutes=config.timeout_minutes)
+    timeout = timedelta(minutes=config.timeout_minutes)
     for group in mesh.get_all_groups():  # otherwise they have torch's default
         dist.distributed_c10d._set_pg_timeout(timeout, group)
     return Layout(
@@ -515,11 +516,11 @@ def slice_row(decoder, args, kwargs):
 def spread(costs, k):
     """k lists of indices with nearly equal sums: each next largest joins the emptiest list (Graham 1969)."""
     parts = [[] for _ in range(k)]
-    loads = [0] * k
+    loads = [(0, part) for part in range(k)]  # a heap
     largest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
     for i in largest_first:
-        emptiest = loads.index(min(loads))
-        loads[emptiest] += costs[i]
+        load, emptiest = loads[0]
+        heapreplace(loads, (load + costs[i], emptiest))
         parts[emptiest].append(i)
     return parts
 
@@ -1089,7 +1090,7 @@ class Checkpoints:
         self.run = run
         self.background = run.async_save and ThreadPoolExecutor(1)
         self.saving = None  # the Future of a save in the background
-        timeout = datetime.timedelta(minutes=run.critic.timeout_minutes)
+        timeout = timedelta(minutes=run.critic.timeout_minutes)
         self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs a group of its own
         self.sigterm = threading.Event()  # schedulers send it before they end a job
         common.check_shared(run.out_dir)

@@ -14,8 +14,6 @@ Shapes are in the names: T tokens of all sequences, end to end; B sequences; L l
 A slot is a token or padding of a micro-batch on this rank.
 """
 
-import collections
-import datetime
 import json
 import os
 import re
@@ -24,10 +22,13 @@ import sys
 import threading
 import time
 import warnings
+from collections import ChainMap
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import lru_cache, partial
+from heapq import heapreplace
 from itertools import chain, pairwise
 from math import ceil, cos, inf, isfinite, nan, pi, sqrt, tan
 from os.path import realpath
@@ -349,7 +350,7 @@ def read_weights(config, model_config):
         story = f"{len(tensors)} tensors from {config.model} (no optimizer state)"
     words = common.init_value_head(head, config, model_config)
     score = {f"score.{name}": x for name, x in head.state_dict().items()}
-    return collections.ChainMap(score, tensors), f"{story}; {words}"
+    return ChainMap(score, tensors), f"{story}; {words}"
 
 
 class StoredTensors(dict):
@@ -715,11 +716,11 @@ def wrap(module):
 def spread(costs, k):
     """k lists of indices with nearly equal sums: each next largest joins the emptiest list (Graham 1969)."""
     parts = [[] for _ in range(k)]
-    loads = [0] * k
+    loads = [(0, part) for part in range(k)]  # a heap
     largest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
     for i in largest_first:
-        emptiest = loads.index(min(loads))
-        loads[emptiest] += costs[i]
+        load, emptiest = loads[0]
+        heapreplace(loads, (load + costs[i], emptiest))
         parts[emptiest].append(i)
     return parts
 
@@ -1047,8 +1048,7 @@ class MegatronPPOCritic:
 
         self.run_schedule(micros, reduce)
         finalize_model_grads(self.model)
-        # as in transformers, the padding token's embedding is not trained
-        if self.padding_row is not None:
+        if self.padding_row is not None:  # as in transformers, the padding token's embedding is not trained
             self.modules[0].embedding.word_embeddings.weight.main_grad[self.padding_row].zero_()
         return sums
 
@@ -1317,7 +1317,7 @@ class CriticWorker:
         if self.model_config.model_type == "mixtral":
             state = {mixtral_name(name): x for name, x in state.items()}
         file = f"model-{RANK:05d}.safetensors"
-        files = collections.ChainMap(*of_all_ranks(dict.fromkeys(state, file)))
+        files = ChainMap(*of_all_ranks(dict.fromkeys(state, file)))
         index = {"metadata": {}, "weight_map": dict(files)}
         kind = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(self.model_config)]
         self.model_config.architectures = [kind.__name__]
@@ -1377,7 +1377,7 @@ class Checkpoints:
         self.run = run
         self.background = run.async_save and ThreadPoolExecutor(1)
         self.saving = None  # the Future of a save in the background
-        timeout = datetime.timedelta(minutes=run.critic.timeout_minutes)
+        timeout = timedelta(minutes=run.critic.timeout_minutes)
         self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs a group of its own
         self.sigterm = threading.Event()  # schedulers send it before they end a job
         common.check_shared(run.out_dir)

@@ -30,7 +30,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
@@ -40,6 +39,7 @@ from itertools import chain
 from math import ceil, inf, isfinite, log, nan
 from multiprocessing.connection import Connection, Pipe
 from os.path import realpath
+from time import perf_counter
 from typing import Annotated, Any, Literal, NamedTuple
 
 # ---- A worker process: calls the user's reward or environment, and skips the imports below -----------------
@@ -1116,23 +1116,23 @@ class Phases:
 
     def __init__(self, offload):
         self.offload = offload
-        self.ends = [time.perf_counter()]  # the start, then the end of each step
+        self.ends = [perf_counter()]  # the start, then the end of each step
         self.seconds = collections.Counter()  # phase -> seconds of this step
 
     @contextmanager
     def __call__(self, name, *workers):
-        start = time.perf_counter()
+        start = perf_counter()
         with torch.profiler.record_function(name), ExitStack() as stack:
             for worker in workers:
                 if worker and self.offload:
                     worker.onload()
                     stack.callback(worker.offload)
             yield
-        self.seconds[name] += time.perf_counter() - start
+        self.seconds[name] += perf_counter() - start
 
     def take(self, tokens):
         """Timing metrics of the step that ends now. tokens: in its rows, including prompts."""
-        self.ends.append(time.perf_counter())
+        self.ends.append(perf_counter())
         *_, before, now = self.ends
         metrics = {f"time/{name}": x for name, x in self.seconds.items()}
         metrics["perf/time_step"] = (now - self.ends[0]) / (len(self.ends) - 1)
