@@ -18,7 +18,6 @@ of A; B sequences; L tokens of a padded row; R of a response; S slots of pack_ro
 import collections
 import ctypes
 import datetime
-import importlib.util
 import inspect
 import json
 import os
@@ -35,10 +34,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import import_module, util
 from itertools import chain
 from math import ceil, inf, isfinite, log, nan
 from multiprocessing.connection import Connection, Pipe
-from os.path import realpath
+from os.path import exists, realpath
 from time import perf_counter
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -217,7 +217,7 @@ def parse(args):
 
 def critic_module(backend):
     """Imports critic_fsdp or critic_megatron, and only the one that is used."""
-    return importlib.import_module(f"critic_{backend}")
+    return import_module(f"critic_{backend}")
 
 
 @contextmanager
@@ -240,7 +240,7 @@ def check_flags(run):
         "--lam-policy: excludes --first-token-credit": run.lam_policy is None or not run.first_token_credit,
         "--actor.ratio-band: LOW must be below HIGH": not band or band[0] < band[1],
         "--eval-prompts: needs --prompts; addition has its own": run.prompts or not run.eval_prompts,
-        "--rollout vllm: needs vllm, see README.md": run.rollout == "hf" or importlib.util.find_spec("vllm"),
+        "--rollout vllm: needs vllm, see README.md": run.rollout == "hf" or util.find_spec("vllm"),
         "--reward or --reward-model: --prompts needs one": not run.prompts or run.reward or run.reward_model,
         "--reward, --reward-model: give only one": not (run.reward and run.reward_model),
         f"--out-dir {run.out_dir}: its exports would overwrite a model that the run loads":
@@ -1301,7 +1301,7 @@ def start_from(run, task, checkpoints):
     critic = run.critic
     if run.supervised_steps and not run.prompts and actor.model in common.TINY:
         start = realpath(f"{folder}/../../supervised" if folder else f"{run.out_dir}/supervised")
-        if folder:
+        if folder and exists(start):  # a run that began in another folder may have none
             common.verify(start)
         else:
             learn_to_add(run, task, start)
