@@ -96,7 +96,7 @@ AHEAD = {
     "test_bench.py": [(1, "faults.py", "--short")],
     "test_device.py": [(1, "test_device.py"), (2, "test_device.py")],
     "test_layouts.py": [*((n, "test_layouts.py") for n in (1, 2, 4)), (2, "test_layouts.py", "models")],
-    "test_megatron_layouts.py": [(1, "megatron_layouts.py")],
+    "test_megatron_layouts.py": [(n, "test_megatron_layouts.py") for n in (1, 2, 4, 8)],
     "test_scenarios.py": [(1, f"{name}_scenarios.py") for name in ("megatron", "ppo", *["vllm"] * HAS_VLLM)],
 }
 BEGUN = {}  # ranks, script, arguments -> where ended() waits for it, and the folder that it writes into

@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 if __name__ != "__main__":  # not in the process that forks ranks: these read RANK on import
     import helpers
     from helpers import assert_rows_come_back, full_tensor, mine, random_batch, refused
-    from megatron_layouts import computed, whole_of
     from test_heads_and_lora import plain_value
     from test_layouts import difference, plain_loop
+    from test_megatron_layouts import computed, whole_of
 
     import common
     import critic_fsdp

@@ -1,45 +1,235 @@
-"""One update on Megatron: values, gradient and step of every layout equal a plain float64 loop."""
+"""One update on Megatron: values, gradient and step of every layout equal a plain float64 loop.
+
+As a script, it runs one mini-batch on every layout of this number of ranks, for the tests to compare:
+
+    torchrun --nproc-per-node 2 tests/test_megatron_layouts.py OUT_FOLDER
+"""
+
+import dataclasses
+import pathlib
+import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
-from helpers import ended, scenarios, succeeded
-from megatron_layouts import LAYOUTS, MODES, layouts
+from helpers import end_groups
 from safetensors.torch import load_file
-from test_layouts import GROUPED, ROWS, compare, reference_of
+from test_layouts import GROUPED, MODES, ROWS, compare, launched, reference_of, save_model
 
-SIZES = {**GROUPED, "num_hidden_layers": 4}  # 4 query heads, 2 key and value heads
+import common
+import critic_megatron as cm
+from common import RANK, WORLD_SIZE
+
+FOUR = {**GROUPED, "num_hidden_layers": 4}  # 4 query heads, 2 key and value heads
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
-FOUR_LAYERS = {
-    "qwen2": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=16),
-    "llama": transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3),
-    "mistral": transformers.MistralConfig(**SIZES, head_dim=16, sliding_window=None),
+MODELS = {
+    "qwen2": transformers.Qwen2Config(**FOUR, tie_word_embeddings=True),
+    "qwen3": transformers.Qwen3Config(**FOUR, head_dim=16),
+    "llama": transformers.LlamaConfig(**FOUR, rope_parameters=LLAMA3),
+    "mistral": transformers.MistralConfig(**FOUR, head_dim=16, sliding_window=None),
     "qwen3-moe": transformers.Qwen3MoeConfig(
-        **SIZES, head_dim=8, norm_topk_prob=True, shared_expert_intermediate_size=0, **MIXTURE
+        **FOUR, head_dim=8, norm_topk_prob=True, shared_expert_intermediate_size=0, **MIXTURE
     ),  # the 0 is in the configs of Qwen3-Coder
-    "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4),
-    "qwen2-moe": transformers.Qwen2MoeConfig(**SIZES, shared_expert_intermediate_size=48, **MIXTURE),
+    "mixtral": transformers.MixtralConfig(**FOUR, num_local_experts=4),
+    "qwen2-moe": transformers.Qwen2MoeConfig(**FOUR, shared_expert_intermediate_size=48, **MIXTURE),
+}
+
+SIZES = {  # short for the flags NAME_parallel_size
+    "tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "cp": "context",
+    "ep": "expert_model", "etp": "expert_tensor",
+}  # fmt: skip
+OPTIONS = {
+    "dp": {},  # the default for all other ranks
+    "padded": {"use_remove_padding": False},
+    "recompute": {"gradient_checkpointing": True},
+    "whole-rows": {"sequence_parallel": False},
+}
+LAYOUTS = {  # ranks -> model -> layouts, for fields_of
+    1: {"qwen2": "dp, padded, recompute", "qwen3": "dp", "llama": "dp", "qwen3-moe": "dp, recompute"},
+    2: {
+        "qwen2": "dp, tp2, tp2 whole-rows, tp2 padded, cp2, pp2, pp2 padded, pp2 recompute, pp2 vpp2",
+        "qwen3": "tp2 recompute, cp2 recompute",
+        "llama": "tp2, pp2 vpp2",
+        "qwen3-moe": "ep2, etp2, tp2 etp1, tp2 etp2, tp2 ep2 etp1",
+    },
+    4: {
+        "qwen2": "tp4, pp4, cp4, tp2 pp2, pp2 cp2, pp2 vpp2 dp, cp2 dp",
+        "qwen3": "tp2 cp2",
+        "llama": "tp2 dp",
+        "mistral": "tp2 pp2",
+        "qwen3-moe": "ep4, ep2 dp, ep2 cp2, pp2 ep2",
+        "mixtral": "tp2 pp2 ep2 etp1",
+        "qwen2-moe": "tp2 pp2 ep2 etp1",
+    },
+    8: {
+        "qwen2": "tp2 pp2 cp2",
+        "qwen3": "tp2 pp2 vpp2 dp",
+        "qwen3-moe": "tp2 pp2 ep2 etp2, tp2 pp2 vpp2 cp2 ep2 etp1",
+    },
+}
+
+MORE = {  # cases in addition to "budget 64" that could go wrong on a layout
+    (1, "qwen2", "padded"): ("smallest budget", *MODES[1:]),
+    (2, "qwen2", "dp"): ("rows on rank 0", "fewer rows than ranks"),
+    (2, "qwen2", "tp2"): ("one micro-batch",),
+    (2, "qwen2", "pp2 vpp2"): ("smallest budget", "fewer rows than ranks"),
+    (2, "qwen2", "cp2"): ("smallest budget", *MODES[1:]),
+    (2, "qwen3-moe", "ep2"): ("smallest budget", "fewer rows than ranks"),
+    (4, "qwen2", "pp2 vpp2 dp"): ("rows on rank 0", "fewer rows than ranks"),
 }
 
 
+def fields_of(layout):
+    """Config fields of a layout, e.g. "tp2 padded"."""
+    fields = {}
+    for word in layout.split():
+        fields |= OPTIONS[word] if word in OPTIONS else {f"{SIZES[word[:-1]]}_parallel_size": int(word[-1])}
+    return fields
+
+
+def layouts(ranks):
+    """(model, layout) of all layouts of this number of ranks."""
+    return [(model, layout) for model, words in LAYOUTS[ranks].items() for layout in words.split(", ")]
+
+
+def whole_of(worker, part):
+    """name -> whole tensor of part(AdamW, p), for every weight that trains (a collective). p is this rank's
+    part of the float32 weight; part returns its gradient, a moment, or p itself."""
+
+    def local(name, p):
+        if not p.requires_grad:
+            return None
+        flat = torch.zeros(p.numel())
+        if p in worker.critic.masters:
+            adam, mine, place = worker.critic.masters[p]
+            flat[place] = part(adam, mine).detach()
+        dist.all_reduce(flat, group=cm.groups_of(name)[1])
+        return flat.view_as(p)
+
+    return union(worker, local)
+
+
+def computed(worker):
+    """name -> whole tensor, of every weight as the forward uses it."""
+    return union(worker, lambda name, p: p.detach())
+
+
+def union(worker, local):
+    """All that the ranks would write, as one dict; no two ranks write the same rows of a weight."""
+    mine = cm.whole_weights(worker.critic.modules, worker.model_config.vocab_size, local)
+    every = common.of_all_ranks({name: x.numpy() for name, x in mine.items()})  # faster than tensors
+    whole = {name: torch.from_numpy(x) for some in every for name, x in some.items()}
+    assert len(whole) == sum(map(len, every))
+    return {name: x for name, (_, x) in cm.join_experts(whole).items()}
+
+
+def assert_replicas_agree(critic):
+    """Ranks that hold the same part of a weight, or all of an unsharded one, hold the same bits."""
+    for name, p in cm.named_weights(critic.modules):
+        groups = [cm.groups_of(name)[1]]
+        if cm.hf_names(name)[0] == "whole":
+            groups.append(cm.groups_of(name)[0])
+        for group in groups:
+            most, least = p.detach().clone(), p.detach().clone()
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+            assert torch.equal(most, least), f"{name} differs between ranks by {(most - least).abs().max()}"
+
+
+def noted_gradients(worker):
+    """A list to which every step from now on adds the whole gradient before clipping."""
+    seen = []
+    prepare = worker.critic.optimizer.prepare_grads
+
+    def note():
+        prepare()
+        seen.append(whole_of(worker, lambda _, p: p.grad))
+
+    worker.critic.optimizer.prepare_grads = note
+    return seen
+
+
+def results_of(model, layout, folder):
+    """{(model, layout, case, rows, mode): result} for all cases of a layout."""
+    end_groups()
+    config = cm.Config(model=str(folder / model), weight_decay=0.1, **fields_of(layout))
+    worker = cm.CriticWorker(config)
+    worker.init_model()
+    critic = worker.critic
+    assert all(group["wd_mult"] == 1 for group in critic.optimizer.param_groups)  # norms and biases decay too
+    seen = noted_gradients(worker)
+    smallest = cm.check_budget(config, ROWS["ragged"].longest[0], "the longest row")
+    spread = range(RANK, 11, WORLD_SIZE)
+    cases = {  # case -> (rows, this rank's rows, token budget)
+        "budget 64": ("ragged", spread, 64),
+        "one micro-batch": ("ragged", spread, 1000),
+        "smallest budget": ("ragged", spread, smallest),
+        "shared": ("equal prompts", range(RANK, 14, WORLD_SIZE), 64),
+        "rows on rank 0": ("ragged", range(0 if RANK else 11), 64),
+        "fewer rows than ranks": ("two rows", range(RANK, 2, WORLD_SIZE), 64),
+        **dict.fromkeys(MODES[1:], ("ragged", spread, 64)),
+    }
+    results = {}
+    for case in (*MORE.get((WORLD_SIZE, model, layout), ()), "shared", "budget 64"):
+        rows, mine, budget = cases[case]
+        mode = case if case in MODES else "token-mean"
+        changes = {"loss_agg_mode": mode, "ppo_max_token_len_per_gpu": budget, "response_length_limit": 50}
+        worker.config = critic.config = dataclasses.replace(config, **changes)
+        worker.set_budget(ROWS[rows].longest[0], "the longest row")
+        step = case == "budget 64"  # the other cases come first and leave the weights unchanged
+        critic.peak_lr = 1e-2 * step
+        for optimizer in critic.optimizers:
+            optimizer.optimizer.state.clear()  # forget the moments of the previous case
+        batch = ROWS[rows].select(mine)
+        values = worker.compute_values(batch)
+        metrics = worker.update_critic(batch)
+        assert metrics["critic/skipped_steps"] == 0 and len(seen) == 1
+        whole = common.gather(dataclasses.replace(batch, values=values))
+        result = {"gradients": seen.pop(), "metrics": metrics, "values": whole.values}
+        if step:
+            assert_replicas_agree(critic)
+            result["weights"] = computed(worker)
+        results[model, layout, case, rows, mode] = result
+    return results
+
+
+def main(out):
+    """Saves the models, and the results of all layouts of this number of ranks."""
+    out = pathlib.Path(out)
+    common.setup_distributed()
+    if RANK == 0:
+        save_models(out)
+    dist.barrier()
+    results = {}
+    for model, layout in layouts(WORLD_SIZE):
+        results |= results_of(model, layout, out)
+    if RANK == 0:
+        torch.save(results, out / "out.pt")
+
+
+def save_models(folder):
+    for name, config in MODELS.items():
+        save_model(config, folder / name)
+
+
 @pytest.fixture(scope="module")
-def launched():
-    """(folder that megatron_layouts.py writes, model -> (rows, mode) -> results of the float64 loop)."""
-    waits_for, out = scenarios(1, "megatron_layouts.py")
-    succeeded(ended(waits_for))
-    cases = {name: [(rows, "token-mean") for rows in ("ragged", "equal prompts")] for name in FOUR_LAYERS}
-    cases["qwen2"] += [("two rows", "token-mean"), *(("ragged", mode) for mode in MODES)]
+def references(tmp_path_factory):
+    """model -> (its weights, (rows, mode) -> results of the float64 loop)."""
+    folder = tmp_path_factory.mktemp("models")
+    save_models(folder)
+    cases = {name: [(rows, "token-mean") for rows in ("ragged", "equal prompts")] for name in MODELS}
+    cases["qwen2"] += [("two rows", "token-mean"), *(("ragged", mode) for mode in MODES[1:])]
     cases["qwen3-moe"].append(("two rows", "token-mean"))
-    references = {}
+    found = {}
     for name, some in cases.items():
-        of = lambda rows, mode, name=name: reference_of(out / "models" / name, ROWS[rows], mode)
-        references[name] = {case: of(*case) for case in some}
-    return out, references
+        of = lambda rows, mode, name=name: reference_of(folder / name, ROWS[rows], mode)
+        found[name] = weights_of(folder / name), {case: of(*case) for case in some}
+    return found
 
 
 def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
@@ -53,19 +243,17 @@ def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
 
 
 @pytest.mark.parametrize("ranks, cases", [(1, 18), (2, 47), (4, 34), (8, 8)])
-def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases, launched):
-    out, references = launched
-    results = {}
-    for path in out.glob(f"{ranks} *.pt"):
-        results |= torch.load(path, weights_only=True)
+def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases, references):
+    _, results = launched(ranks, "test_megatron_layouts.py")
     assert len(results) == cases and LAYOUTS.keys() == {1, 2, 4, 8}
     print(f"\n{'largest difference':36s} gradient     step   of {ranks} ranks")
     for model, layout in layouts(ranks):
+        weights, reference = references[model]
         some = {key: x for key, x in results.items() if key[:2] == (model, layout)}
-        error = compare(some, references[model])[layout]
+        error = compare(some, reference)[layout]
         after = next(x["weights"] for x in some.values() if "weights" in x)
-        gradients = references[model]["ragged", "token-mean"][2]
-        expected = stepped(weights_of(out / "models" / model), gradients)
+        gradients = reference["ragged", "token-mean"][2]
+        expected = stepped(weights, gradients)
         assert after.keys() == expected.keys()
         # where the gradient is almost 0, AdamW divides rounding errors by each other
         norm = torch.stack([g.norm() for g in gradients.values()]).norm()
@@ -80,3 +268,7 @@ def weights_of(folder):
     """All stored weights under the critic's names, with all experts of a layer in one tensor."""
     state = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).state_dict()
     return {f"model.{n}": x for n, x in state.items()} | load_file(folder / "value_head.safetensors")
+
+
+if __name__ == "__main__":
+    common.launch(lambda: main(*sys.argv[1:]))
