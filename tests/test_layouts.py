@@ -7,6 +7,7 @@ As a script, it runs one mini-batch on every layout of this number of ranks, for
 
 import dataclasses
 import datetime
+import functools
 import pathlib
 import sys
 import typing
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from helpers import ended, one_update, random_batch, rows_of, scenarios, succeeded
+from helpers import ended, mine, one_update, random_batch, rows_of, scenarios, succeeded
 from safetensors.torch import load_file, save_file
 
 import common
@@ -131,11 +132,16 @@ def assert_agrees(what, result, values, loss, gradients):
     return error
 
 
+def references(folder):
+    """(rows, mode) -> reference_of this model, computed when asked for."""
+    return functools.cache(lambda rows, mode: reference_of(folder, ROWS[rows], mode))
+
+
 def compare(results, reference):
     """Asserts that results of layouts agree with the reference -> {layout: largest difference}."""
     worst = {}
     for (_, layout, case, *of), result in results.items():
-        error = assert_agrees((layout, case, *of), result, *reference[tuple(of)])
+        error = assert_agrees((layout, case, *of), result, *reference(*of))
         worst[layout] = max(worst.get(layout, 0.0), error)
     return worst
 
@@ -235,13 +241,16 @@ def results_of(model, layout, out, fields, cases):
         rows, changes = CASES[case]
         worker.config = critic.config = dataclasses.replace(config, **changes)
         critic.max_tokens = 0  # the worker then sets the budget again
-        everything = range(len(ROWS[rows]))
-        mine = everything[RANK::WORLD_SIZE]
-        if case == "rows on rank 0":
-            mine = everything if RANK == 0 else []
-        batch = ROWS[rows].select(mine)
+        batch = part_of(case, ROWS[rows])
         results[model, layout, case, rows, critic.config.loss_agg_mode] = one_update(worker, batch)
     return results
+
+
+def part_of(case, batch):
+    """This rank's rows."""
+    if case == "rows on rank 0":
+        return batch if RANK == 0 else batch.select([])
+    return mine(batch)
 
 
 def launched(*job):
@@ -255,9 +264,7 @@ def launched(*job):
 def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen2")
     save_model(MODELS["qwen2"], folder)
-    cases = [("ragged", mode) for mode in MODES]
-    cases += [(rows, "token-mean") for rows in ("two rows", "equal prompts")]
-    return {(rows, mode): reference_of(folder, ROWS[rows], mode) for rows, mode in cases}
+    return references(folder)
 
 
 @pytest.mark.parametrize("ranks, cases", [(1, 30), (2, 71), (4, 45)])
@@ -274,8 +281,7 @@ def test_every_model_makes_the_same_gradient_packed_padded_and_with_ulysses(name
     folder, results = launched(2, "test_layouts.py", "models")
     of_model = {key: result for key, result in results.items() if key[0] == name}
     assert len(of_model) == 2 * len(SOME)
-    expected = reference_of(folder / name, ROWS["equal prompts"])
-    worst = compare(of_model, {("equal prompts", "token-mean"): expected})
+    worst = compare(of_model, references(folder / name))
     print(f"\n  {name:12s}", "  ".join(f"{layout} {error:.1e}" for layout, error in worst.items()))
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 from helpers import end_groups
 from safetensors.torch import load_file
-from test_layouts import GROUPED, MODES, ROWS, compare, launched, reference_of, save_model
+from test_layouts import GROUPED, MODES, ROWS, compare, launched, part_of, references, save_model
 
 import common
 import critic_megatron as cm
@@ -164,19 +164,11 @@ def results_of(model, layout, folder):
     assert all(group["wd_mult"] == 1 for group in critic.optimizer.param_groups)  # norms and biases decay too
     seen = noted_gradients(worker)
     smallest = cm.check_budget(config, ROWS["ragged"].longest[0], "the longest row")
-    spread = range(RANK, 11, WORLD_SIZE)
-    cases = {  # case -> (rows, this rank's rows, token budget)
-        "budget 64": ("ragged", spread, 64),
-        "one micro-batch": ("ragged", spread, 1000),
-        "smallest budget": ("ragged", spread, smallest),
-        "shared": ("equal prompts", range(RANK, 14, WORLD_SIZE), 64),
-        "rows on rank 0": ("ragged", range(0 if RANK else 11), 64),
-        "fewer rows than ranks": ("two rows", range(RANK, 2, WORLD_SIZE), 64),
-        **dict.fromkeys(MODES[1:], ("ragged", spread, 64)),
-    }
+    other_rows = {"shared": "equal prompts", "fewer rows than ranks": "two rows"}
+    other_budgets = {"one micro-batch": 1000, "smallest budget": smallest}
     results = {}
     for case in (*MORE.get((WORLD_SIZE, model, layout), ()), "shared", "budget 64"):
-        rows, mine, budget = cases[case]
+        rows, budget = other_rows.get(case, "ragged"), other_budgets.get(case, 64)
         mode = case if case in MODES else "token-mean"
         changes = {"loss_agg_mode": mode, "ppo_max_token_len_per_gpu": budget, "response_length_limit": 50}
         worker.config = critic.config = dataclasses.replace(config, **changes)
@@ -185,7 +177,7 @@ def results_of(model, layout, folder):
         critic.peak_lr = 1e-2 * step
         for optimizer in critic.optimizers:
             optimizer.optimizer.state.clear()  # forget the moments of the previous case
-        batch = ROWS[rows].select(mine)
+        batch = part_of(case, ROWS[rows])
         values = worker.compute_values(batch)
         metrics = worker.update_critic(batch)
         assert metrics["critic/skipped_steps"] == 0 and len(seen) == 1
@@ -218,18 +210,11 @@ def save_models(folder):
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory):
-    """model -> (its weights, (rows, mode) -> results of the float64 loop)."""
+def models(tmp_path_factory):
+    """name -> (weights, results of the float64 loop)."""
     folder = tmp_path_factory.mktemp("models")
     save_models(folder)
-    cases = {name: [(rows, "token-mean") for rows in ("ragged", "equal prompts")] for name in MODELS}
-    cases["qwen2"] += [("two rows", "token-mean"), *(("ragged", mode) for mode in MODES[1:])]
-    cases["qwen3-moe"].append(("two rows", "token-mean"))
-    found = {}
-    for name, some in cases.items():
-        of = lambda rows, mode, name=name: reference_of(folder / name, ROWS[rows], mode)
-        found[name] = weights_of(folder / name), {case: of(*case) for case in some}
-    return found
+    return {name: (weights_of(folder / name), references(folder / name)) for name in MODELS}
 
 
 def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
@@ -243,16 +228,16 @@ def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
 
 
 @pytest.mark.parametrize("ranks, cases", [(1, 18), (2, 47), (4, 34), (8, 8)])
-def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases, references):
+def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases, models):
     _, results = launched(ranks, "test_megatron_layouts.py")
     assert len(results) == cases and LAYOUTS.keys() == {1, 2, 4, 8}
     print(f"\n{'largest difference':36s} gradient     step   of {ranks} ranks")
     for model, layout in layouts(ranks):
-        weights, reference = references[model]
+        weights, reference = models[model]
         some = {key: x for key, x in results.items() if key[:2] == (model, layout)}
         error = compare(some, reference)[layout]
         after = next(x["weights"] for x in some.values() if "weights" in x)
-        gradients = reference["ragged", "token-mean"][2]
+        gradients = reference("ragged", "token-mean")[2]
         expected = stepped(weights, gradients)
         assert after.keys() == expected.keys()
         # where the gradient is almost 0, AdamW divides rounding errors by each other
