@@ -483,16 +483,9 @@ def test_a_plan_is_printed_as_equations_that_hold(capsys):
     assert words[1:3] == ["129 x 4 bytes / 1 shards", "129 x 8 bytes / 8 shards"]  # the head and last norm
 
 
-SHARING = (
-    {}, {"model": "tiny-gemma2"}, {"model": "tiny-mistral", "override_config": '{"sliding_window": 8}'},
-    {"model": "tiny-qwen3-moe"}, {"lora_rank": 4}, {"value_head": "hl_gauss", "value_range": (-3.0, 3.0)},
-    {"param_dtype": "bfloat16"},
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("fields", SHARING, ids=str)
+@pytest.mark.parametrize("fields", [VARIANTS["lora"], VARIANTS["hl_gauss"], {"param_dtype": "bfloat16"}])
 def test_shared_prompts_change_no_update(fields):
-    """Two steps with and without sharing: windows, soft caps, experts, adapters, HL-Gauss, bfloat16."""
+    """Two steps with and without sharing. For windows, soft caps and experts see test_layouts.py."""
     batch = random_batch(20, prompts=4)
     assert sum(batch.costs(batch.groups())) < 0.85 * len(batch.input_ids)
     seen = []

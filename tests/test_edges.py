@@ -1,4 +1,6 @@
-"""Edge cases of the maths and the batching, worked out by hand, for faults that nothing else would show."""
+"""Edge cases of the maths and the batching, worked out by hand, for faults that nothing else would show.
+
+Where both critics have the same function, test_critic_megatron.py compares its text, and this tests one."""
 
 import math
 import types
@@ -9,10 +11,9 @@ import torch
 
 import common
 import critic_fsdp
-import critic_megatron
 import ppo_loop
+from critic_fsdp import micro_batches
 
-CRITICS = (critic_fsdp, critic_megatron)
 TRUE = torch.ones(1, dtype=torch.bool)
 
 
@@ -106,34 +107,31 @@ def test_a_row_with_images_shares_with_no_prompt():
     assert rows.groups(share=False) == [(0, [row]) for row in range(5)]
 
 
-@pytest.mark.parametrize("script", CRITICS)
-def test_no_more_micro_batches_than_needed(script):
+def test_no_more_micro_batches_than_needed():
     two = rows_of([1] * 58, [2] * 58)  # of 60 tokens each
-    assert script.micro_batches(two, 1, 120, True) == [[[0, 1]]]
-    assert sorted(script.micro_batches(two, 1, 119, True)[0]) == [[0], [1]]
+    assert micro_batches(two, 1, 120, True) == [[[0, 1]]]
+    assert sorted(micro_batches(two, 1, 119, True)[0]) == [[0], [1]]
     group = rows_of([1] * 10, [1] * 10, [1] * 10)  # 9 shared tokens, and 3 more for each row
-    assert script.micro_batches(group, 1, 18, True) == [[[0, 1, 2]]]
-    parts = script.micro_batches(group, 1, 17, True)[0]
+    assert micro_batches(group, 1, 18, True) == [[[0, 1, 2]]]
+    parts = micro_batches(group, 1, 17, True)[0]
     assert sorted(map(len, parts)) == [1, 2]
-    ranks = script.micro_batches(group, 2, 99, True)  # each rank gets some, although one could take all
+    ranks = micro_batches(group, 2, 99, True)  # each rank gets some, although one could take all
     assert sorted(len(rows) for [rows] in ranks) == [1, 2]
 
 
-@pytest.mark.parametrize("script", CRITICS)
-def test_a_pack_is_padded_at_its_end(script):
+def test_a_pack_is_padded_at_its_end():
     rows = rows_of([5], [1, 1], [1, 1])  # 3, 4 and 4 tokens; the 4s share their first one
     host = torch.device("cpu")
     for unit, pad in (((), 0), ((4,), 2), ((7,), 4)):
-        slots, index, layout = script.pack_rows(rows, host, True, *unit)
+        slots, index, layout = critic_fsdp.pack_rows(rows, host, True, *unit)
         assert slots.tolist() == [*range(7), 8, 9, 10, *[11] * pad]
         assert index.tolist() == [*range(7), 3, 7, 8, 9]
         assert layout.pieces == [(1, 3, 3), (1, 4, 4), (1, 3 + pad, 4 + pad)]
         assert layout.keys.tolist() == [*range(7), 3, *range(7, 10 + pad)]
 
 
-@pytest.mark.parametrize("kind", [critic_fsdp.DataParallelPPOCritic, critic_megatron.MegatronPPOCritic])
-def test_a_cosine_of_one_step_after_the_warm_up(kind):
+def test_a_cosine_of_one_step_after_the_warm_up():
     config = critic_fsdp.Config(lr_warmup_steps=2, lr_scheduler_type="cosine")
     critic = types.SimpleNamespace(config=config, peak_lr=1.0, total_steps=3)
     for critic.optimizer_steps, rate in enumerate((0.5, 1.0, 1.0, 0.0, 0.0)):
-        assert kind.learning_rate(critic) == pytest.approx(rate, abs=1e-9)
+        assert critic_fsdp.DataParallelPPOCritic.learning_rate(critic) == pytest.approx(rate, abs=1e-9)
