@@ -1,4 +1,6 @@
-"""Scenarios for critic_megatron.py that need several ranks. Each asserts, and prints "ok" at its end.
+"""Scenarios for critic_megatron.py and for both critics' checkpoints, on several ranks.
+
+Each asserts, and prints "ok" at its end.
 
     python tests/megatron_scenarios.py OUT_FOLDER [NAME...]        all of them by default
 
@@ -109,6 +111,8 @@ def of_critic(metrics):
 
 
 FSDP2 = {"strategy": "fsdp2"}
+FSDP = {name: {"strategy": name} for name in ("fsdp2", "fsdp1", "none")}
+FSDP["ulysses"] = {**FSDP2, "ulysses_size": 2}
 SAVED = {  # name -> model, ranks and layout that save it, {ranks: Megatron layouts that resume it}
     "llama": ({"model": "tiny-llama", **PLACES}, 1, {"strategy": "none"}, {2: [{PP: 2, VPP: 2}]}),
     "qwen3, hl_gauss": ({"model": "tiny-qwen3", **HL_GAUSS}, 1, FSDP2, {2: [{TP: 2}, {CP: 2}]}),
@@ -122,6 +126,7 @@ SAVED = {  # name -> model, ranks and layout that save it, {ranks: Megatron layo
     "moe": (MOE, 2, {EP: 2}, {1: [{}], 2: [{EP: 2}, {TP: 2}], 4: [{EP: 4}]}),
     "dense, bfloat16": (BFLOAT16, 2, {TP: 2}, {2: [{TP: 2}, {}]}),
     "moe, bfloat16": ({**BFLOAT16, **MOE}, 2, {EP: 2}, {1: [{}], 2: [{EP: 2}]}),
+    **{name: ({"ppo_max_token_len_per_gpu": 100}, 2, layout, {}) for name, layout in FSDP.items()},
 }
 
 
@@ -149,8 +154,13 @@ def begin(folder):
             torch.save(result, folder / f"{name}.pt")
 
 
-def two_updates(worker):
-    return [of_critic(worker.update_critic(rows(seed))) for seed in (2, 3)]
+def two_updates(worker, move=lambda: None):
+    """Metrics of two updates. move() runs before each."""
+    found = []
+    for seed in (2, 3):
+        move()
+        found.append(of_critic(worker.update_critic(rows(seed))))
+    return found
 
 
 def resume(folder, name, layout, path):
@@ -164,6 +174,7 @@ def resume(folder, name, layout, path):
     assert counters(warm)[:2] == [0, 0]
     worker = make(**SCHEDULE, **fields, **layout)
     worker.update_critic(rows(9))  # loading must replace all of this
+    worker.compute_values(rows(9))  # and free the gathered weights
     worker.load_checkpoint(str(folder / path))
     for kind, whole in wholes(worker).items():
         assert_same(whole, expected["then"][kind], (name, layout, kind))
@@ -176,8 +187,8 @@ def resume(folder, name, layout, path):
 
 
 def go_on(worker, expected, what, exact):
-    """Two more updates give the same results, bit for bit or up to rounding."""
-    metrics = two_updates(worker)
+    """Two more updates, each after offloading, give the same results, bit for bit or up to rounding."""
+    metrics = two_updates(worker, lambda: (worker.offload(), worker.onload()))
     after = wholes(worker)
     if not exact:
         return agree(metrics, after, expected, what)
@@ -207,9 +218,27 @@ def fsdp_takes_back(folder):
         if "strategy" not in home:
             continue
         exact = ranks == common.WORLD_SIZE
-        for i in range(len(layouts[2]) if exact else 1):
+        for i, _ in enumerate(layouts.get(2, ())[: None if exact else 1]):
             worker, expected = resume(folder, name, home, f"{name}, {i}")
             go_on(worker, expected, (name, i), exact)
+
+
+def fsdp_goes_on(folder):
+    """critic_fsdp.py resumes its own checkpoints of two ranks on every layout of this number of ranks: on the
+    same layout bit for bit, also with offloading or recomputing."""
+    fitting = [layout for layout in FSDP.values() if common.WORLD_SIZE % layout.get("ulysses_size", 1) == 0]
+    runs = [("fsdp1", layout, False) for layout in fitting]  # saved layout, new layout, exact
+    if common.WORLD_SIZE == 4:
+        runs.append(("fsdp1", {**FSDP2, "fsdp_size": 2}, False))
+    elif common.WORLD_SIZE == 2:
+        on_host = {"gradient_checkpointing": True, "activation_offload": True}
+        runs += [(saved, FSDP2, False) for saved in FSDP if saved != "fsdp1"]
+        runs += [(saved, layout, True) for saved, layout in FSDP.items()]
+        runs += [(saved, {**FSDP[saved], **on_host}, True) for saved in ("fsdp2", "fsdp1")]
+        runs.append(("fsdp2", {**FSDP2, "offload_policy": True}, True))
+    for saved, layout, exact in runs:
+        worker, expected = resume(folder, saved, layout, saved)
+        go_on(worker, expected, (saved, layout), exact)
 
 
 def agree(metrics, after, expected, what):
@@ -527,14 +556,14 @@ def exports_load_elsewhere(folder):
 
 LAUNCHES = [  # ranks and scenarios; the order matters: some read what earlier ones leave in the folder
     (1, [bfloat16_learns_alike_on_every_layout, an_automatic_budget_fills_the_memory, begin]),
-    (2, [begin, megatron_goes_on]),
+    (2, [begin, megatron_goes_on, fsdp_goes_on]),
     (2, [fsdp_takes_back, a_checkpoint_that_is_saved_again_is_the_same, damage_is_refused]),
     (2, [rows_come_back_in_the_callers_order, export, offload_changes_nothing]),
     (2, [an_automatic_budget_fills_the_memory, what_is_not_finite_skips_the_step]),
     (2, [a_padding_token_may_count_from_the_end, sizes_that_do_not_divide_are_named]),
     (2, [bfloat16_keeps_master_weights, bfloat16_learns_alike_on_every_layout]),
-    (4, [megatron_goes_on, export, bfloat16_learns_alike_on_every_layout]),
-    (1, [exports_load_elsewhere, megatron_goes_on, fsdp_takes_back]),
+    (4, [megatron_goes_on, fsdp_goes_on, export, bfloat16_learns_alike_on_every_layout]),
+    (1, [exports_load_elsewhere, megatron_goes_on, fsdp_goes_on, fsdp_takes_back]),
     (2, [exports_load_elsewhere]),
 ]
 NAMES = [f"{scenario.__name__} on {ranks}" for ranks, some in LAUNCHES for scenario in some]

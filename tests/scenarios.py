@@ -96,50 +96,6 @@ def a_weight_may_be_used_on_one_rank_alone():
     modeling_qwen2.Qwen2MLP = mlp
 
 
-def save_and_go_on(folder):
-    """Two updates, a checkpoint of every layout, two more updates; stores their metrics and weights, too."""
-    batches = [mine(random_batch(8, seed, vocab_size=60)) for seed in range(4)]
-    for name, fields in LAYOUTS.items():
-        worker = make(ppo_max_token_len_per_gpu=100, **fields)
-        for batch in batches[:2]:
-            worker.update_critic(batch)
-        worker.save_checkpoint(f"{folder}/{name}")
-        metrics = [worker.update_critic(batch) for batch in batches[2:]]
-        weights = full_weights(worker.critic)
-        if RANK == 0:
-            torch.save((metrics, weights), f"{folder}/{name}.pt")
-
-
-def resume_and_go_on(folder):
-    """Continues from the checkpoints of two ranks on every layout of this world size. On two ranks with the
-    same layout the result is the same bit for bit, also with offloading or recomputing."""
-    batches = [mine(random_batch(8, seed, vocab_size=60)) for seed in (2, 3)]
-    fitting = [fields for fields in LAYOUTS.values() if WORLD_SIZE % fields.get("ulysses_size", 1) == 0]
-    runs = [(fields, "fsdp1", False) for fields in fitting]  # new layout, saved layout, exact
-    if WORLD_SIZE == 4:
-        runs.append(({"fsdp_size": 2}, "fsdp1", False))
-    elif WORLD_SIZE == 2:
-        on_host = {"gradient_checkpointing": True, "activation_offload": True}
-        runs += [({}, saved, False) for saved in LAYOUTS if saved != "fsdp1"]
-        runs += [(fields, saved, True) for saved, fields in LAYOUTS.items()]
-        runs += [({"strategy": saved, **on_host}, saved, True) for saved in ("fsdp2", "fsdp1")]
-        runs.append(({"offload_policy": True}, "fsdp2", True))
-    for fields, saved, exact in runs:
-        worker = make(ppo_max_token_len_per_gpu=100, **fields)
-        worker.compute_values(batches[0])  # loading must free the gathered weights
-        worker.load_checkpoint(f"{folder}/{saved}")
-        expected_metrics, expected_weights = torch.load(f"{folder}/{saved}.pt", weights_only=True)
-        for batch, expected in zip(batches, expected_metrics, strict=True):
-            worker.offload()
-            worker.onload()
-            for key, x in worker.update_critic(batch).items():
-                close = math.isclose(x, expected[key], rel_tol=0 if exact else 1e-4)
-                assert close or key.startswith("perf/"), (fields, saved, key, x, expected[key])
-        weights = {name: x.cpu() for name, x in full_weights(worker.critic).items()}
-        options = {"rtol": 0, "atol": 0 if exact else 2e-4}
-        torch.testing.assert_close(weights, expected_weights, **options, msg=f"{fields} {saved}")
-
-
 def whitening_is_over_all_ranks():
     """masked_whiten on the ranks' parts equals the formula over the whole."""
     batch = random_batch(16)
@@ -249,11 +205,11 @@ def heads_and_adapters(model, folder, out):
 
 def images_on_every_layout(out, model, *others):
     """Saves results of layouts on rows with images. Models differ in how the tower's output is sliced."""
-    from test_vision import LAYOUTS, norms_of, results_of
+    from test_vision import LAYOUTS, PARTS, results_of, some_layouts
 
-    some = ("fsdp1", "ulysses", "ulysses, frozen")
+    some = some_layouts("fsdp1", "ulysses", "ulysses, frozen")
     results = {model: results_of(model, LAYOUTS)} | {other: results_of(other, some) for other in others}
-    results["norms"] = norms_of(model)
+    results["parts"] = results_of(model, PARTS)
     if RANK == 0:
         torch.save(results, out)
 
