@@ -139,19 +139,6 @@ def test_the_longest_row_fits_with_its_padding_and_after_every_halving(fields, l
         cm.check_budget(tight, 101, "row 7")
 
 
-@pytest.mark.parametrize("cut, parts", [
-    ("whole", [(7,)]), ("inputs", [(6, 16)]), ("outputs", [(24, 5), (24, 5)]), ("vocabulary", [(97, 5)]),
-    ("heads", [(32, 5), (8, 5), (8, 5)]), ("heads", [(32,), (8,), (8,)]),
-])  # fmt: skip
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_shards_of_tensor_parallel_ranks_join_again(cut, parts, size):
-    wholes = [torch.randn(shape) for shape in parts]  # 8 query heads, 2 key and value heads
-    shards = [cm.shard(cut, wholes, 2, rank, size) for rank in range(size)]
-    assert len({tuple(x.shape) for x in shards}) == 1
-    again = cm.unshard(cut, shards, 2, 4, 97)
-    assert all(torch.equal(a, b) for a, b in zip(wholes, again, strict=True))
-
-
 def test_names_of_weights():
     cut, parts = cm.hf_names("decoder.layers.11.self_attention.linear_proj.weight")
     assert (cut, parts) == ("inputs", ["model.layers.11.self_attn.o_proj.weight"])
