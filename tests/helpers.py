@@ -193,6 +193,13 @@ def captured_gradients(critic):
         owner.clip_grad_norm_ = clip
 
 
+def worker(total_steps=None, script=critic_fsdp, **fields):
+    """A critic with its model built."""
+    made = script.CriticWorker(script.Config(**fields))
+    made.init_model(total_steps)
+    return made
+
+
 def one_update(worker, batch):
     """Values of the whole batch; gradient and metrics of an update by this rank's rows, of one step."""
     values = common.gather(dataclasses.replace(batch, values=worker.compute_values(batch))).values

@@ -56,10 +56,7 @@ SCHEDULE = {"lr": LR, "lr_scheduler_type": "cosine", "lr_warmup_steps": 3, "ppo_
 
 def make(**fields):
     """A worker of critic_fsdp.py if the fields have a strategy, else of critic_megatron.py."""
-    script = critic_fsdp if "strategy" in fields else cm
-    worker = script.CriticWorker(script.Config(**fields))
-    worker.init_model(STEPS)
-    return worker
+    return helpers.worker(STEPS, critic_fsdp if "strategy" in fields else cm, **fields)
 
 
 def rows(seed, n=16):

@@ -12,6 +12,7 @@ import pathlib
 import re
 import sys
 
+import helpers
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,17 +27,14 @@ import common
 import critic_fsdp
 import ppo_loop
 from common import RANK, WORLD_SIZE
-from critic_fsdp import Config, CriticWorker, Run
+from critic_fsdp import Config, Run
 
 ROWS = str(ROOT / "tests" / "rows.jsonl")
 LAYOUTS = {name: {"strategy": name} for name in ("fsdp2", "fsdp1", "none")} | {"ulysses": {"ulysses_size": 2}}
 
 
 def make(**fields):
-    """A critic with its model built."""
-    worker = CriticWorker(Config(**{"lr_warmup_steps": 3, "ppo_mini_batch_size": 8, **fields}))
-    worker.init_model()
-    return worker
+    return helpers.worker(**{"lr_warmup_steps": 3, "ppo_mini_batch_size": 8, **fields})
 
 
 def rows_come_back_in_the_callers_order():
@@ -183,11 +181,8 @@ def one_gradient(model, folder=None, **fields):
     weights = full_weights(worker.critic)
     batch = mine(random_batch(12, seed=1))
     batch.values = worker.compute_values(batch)
-    with captured_gradients(worker.critic) as seen:
-        metrics = worker.update_critic(batch)
-    assert len(seen) == 1
-    whole = {"values": common.gather(batch).values, "metrics": metrics, "gradients": seen[0]}
-    return worker, {**whole, "weights": weights, "after": full_weights(worker.critic)}
+    result = helpers.one_update(worker, batch)
+    return worker, {**result, "weights": weights, "after": full_weights(worker.critic)}
 
 
 def heads_and_adapters(model, folder, out):

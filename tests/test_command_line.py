@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import transformers
-from helpers import ROOT, random_batch, run, succeeded, torchrun
+from helpers import ROOT, random_batch, run, succeeded, torchrun, worker
 from ppo_scenarios import metrics_of
 
 import common
@@ -166,9 +166,7 @@ def test_returns_from_lambda_and_truncation(tmp_path):
     ppo_loop.write_jsonl(batch, str(rows))
     flags = "--steps 1 --gamma 0.9 --lam 0.5 --bootstrap-truncated"
     out = succeeded(start(tmp_path / "out", flags, rollouts=rows))
-    worker = critic_fsdp.CriticWorker(critic_fsdp.Config())
-    worker.init_model()
-    batch.values = worker.compute_values(batch)
+    batch.values = worker().compute_values(batch)
     assert "steps      1 updates x 12 rows" in out
     tail = torch.where(batch.truncated, batch.values[common.last_action(batch)], 0.0)
     columns = (batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens)

@@ -13,7 +13,7 @@ import helpers
 import pytest
 import torch
 import transformers
-from helpers import full_weights, random_batch
+from helpers import full_weights, random_batch, worker
 from safetensors.torch import load_file, save_file
 from scenarios import VARIANTS
 from torch.distributed.fsdp._flat_param import FlatParameter
@@ -21,16 +21,9 @@ from torch.distributed.fsdp._flat_param import FlatParameter
 import common
 import critic_fsdp
 from common import UserError
-from critic_fsdp import Config, CriticWorker, Run
+from critic_fsdp import Config, Run
 
 STRATEGIES = ("fsdp2", "fsdp1", "none")
-
-
-def worker(total_steps=None, **fields):
-    """A critic with its model built."""
-    w = CriticWorker(Config(**fields))
-    w.init_model(total_steps)
-    return w
 
 
 def batch_for(w, n=12, seed=0):

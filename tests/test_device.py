@@ -23,6 +23,7 @@ if __name__ == "__main__":  # before anything asks for a device or for LOCAL_RAN
         sys.exit(device.REASON)
     device.install()
 
+import helpers  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -67,8 +68,7 @@ def made(name, fields):
         import critic_megatron as module
     if fields.get("model") == DEEPSEEK:
         save_model(MODELS["deepseek-v3"], pathlib.Path(DEEPSEEK))
-    worker = module.CriticWorker(module.Config(**SIZES, **fields))
-    worker.init_model()
+    worker = helpers.worker(script=module, **SIZES, **fields)
     worker.set_budget(BATCH.longest[0], "the longest row")
     return worker
 

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 import transformers
-from helpers import ROOT, captured_gradients, full_weights, random_batch, succeeded, torchrun
+from helpers import ROOT, captured_gradients, full_weights, random_batch, succeeded, torchrun, worker
 from scenarios import VARIANTS, one_gradient
-from test_critic_fsdp import assert_same_weights, worker
+from test_critic_fsdp import assert_same_weights
 from test_layouts import MODELS, assert_agrees, clipped_loss, plain_loop, save_model
 
 import common

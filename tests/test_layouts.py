@@ -12,6 +12,7 @@ import pathlib
 import sys
 import typing
 
+import helpers
 import pytest
 import torch
 import torch.distributed as dist
@@ -227,10 +228,8 @@ def main(out, which="qwen2"):
 
 def results_of(model, layout, out, fields, cases):
     """(model, layout, case, rows, loss_agg_mode) -> gradients before clipping, values and metrics."""
-    config = critic_fsdp.Config(model=str(out / model), weight_decay=0.0, timeout_minutes=15, **fields)
-    worker = critic_fsdp.CriticWorker(config)
-    worker.init_model()
-    critic = worker.critic
+    worker = helpers.worker(model=str(out / model), weight_decay=0.0, timeout_minutes=15, **fields)
+    critic, config = worker.critic, worker.config
     meshes = worker.layout
     for group in filter(None, (*meshes.fsdp_mesh.get_all_groups(), meshes.sp_group)):
         options = group._get_backend(torch.device("cpu")).options

@@ -9,11 +9,11 @@ import dataclasses
 import pathlib
 import sys
 
+import helpers
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from helpers import end_groups
 from safetensors.torch import load_file
 from test_layouts import GROUPED, MODES, ROWS, compare, launched, part_of, references, save_model
 
@@ -156,11 +156,9 @@ def noted_gradients(worker):
 
 def results_of(model, layout, folder):
     """{(model, layout, case, rows, mode): result} for all cases of a layout."""
-    end_groups()
-    config = cm.Config(model=str(folder / model), weight_decay=0.1, **fields_of(layout))
-    worker = cm.CriticWorker(config)
-    worker.init_model()
-    critic = worker.critic
+    helpers.end_groups()
+    worker = helpers.worker(script=cm, model=str(folder / model), weight_decay=0.1, **fields_of(layout))
+    critic, config = worker.critic, worker.config
     assert all(group["wd_mult"] == 1 for group in critic.optimizer.param_groups)  # norms and biases decay too
     seen = noted_gradients(worker)
     smallest = cm.check_budget(config, ROWS["ragged"].longest[0], "the longest row")

@@ -8,10 +8,10 @@ import json
 import pytest
 import torch
 import transformers
-from helpers import ROOT, full_weights, mine, one_update, random_batch, refused, succeeded, torchrun
+from helpers import ROOT, full_weights, mine, one_update, random_batch, refused, succeeded, torchrun, worker
 from PIL import Image
 from safetensors.torch import save_file
-from test_critic_fsdp import STRATEGIES, assert_same_weights, worker
+from test_critic_fsdp import STRATEGIES, assert_same_weights
 from test_heads_and_lora import names_with_moments
 from test_layouts import assert_agrees, reference_of
 
