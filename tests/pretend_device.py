@@ -215,17 +215,8 @@ def to_copy(
     return copy_(out, x, non_blocking)
 
 
-def set_(x, source, offset=0, size=None, stride=None):
-    """x.set_(tensor), and x.set_(storage ...), for which x gets a second storage on the same memory."""
-    if isinstance(source, torch.Tensor):
-        x.data = view(source, to_host(source))
-        return x
-    memory = torch._C._construct_storage_from_data_pointer(source.data_ptr(), HOST, nbytes(source))
-    whole = torch.empty(0, dtype=torch.uint8).set_(memory)
-    weakref.finalize(whole, lambda: source)
-    size = (nbytes(source) // x.itemsize,) if size is None else size
-    stride = stride or torch.empty(size, device="meta").stride()
-    x.data = view(to_device(whole), torch.empty(0, dtype=x.dtype).set_(memory, offset, size, stride))
+def set_(x, source):
+    x.data = view(source, to_host(source))
     return x
 
 
@@ -389,7 +380,7 @@ def install():
     kept.append(libraries)
     own = {"copy_": copy_, "_to_copy": to_copy, "scaled_dot_product_attention": sdpa}
     own |= {"_flash_attention_forward": flash_forward, "_flash_attention_backward": flash_backward}
-    own |= {f"set_.source_{x}": set_ for x in ("Storage", "Storage_storage_offset", "Tensor")}
+    own["set_.source_Tensor"] = set_
     with warnings.catch_warnings(action="ignore"):  # warnings about replaced kernels
         libraries[1].fallback(kernel, "CUDA")
         for name, function in own.items():
