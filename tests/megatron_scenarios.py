@@ -1,4 +1,4 @@
-"""Scenarios for critic_megatron.py and for both critics' checkpoints, on several ranks.
+"""Scenarios for critic_megatron.py, and for what both critics share, on several ranks.
 
 Each asserts, and prints "ok" at its end.
 
@@ -65,7 +65,9 @@ def rows(seed, n=16):
 
 
 def shards(worker):
-    """Copies of all state on this rank that a step changes: weights, masters, moments and step counts."""
+    """Copies of all state on this rank that a step changes; of FSDP only the weights, which are whole."""
+    if not isinstance(worker, cm.CriticWorker):
+        return helpers.full_weights(worker.critic)
     found = {}
     for i, module in enumerate(worker.critic.modules):
         found |= {f"{i} {name}": p for name, p in module.named_parameters()}
@@ -316,6 +318,7 @@ def damages(files, scratch):
         "no shard": ({shard: b""}, "weights do not fit, e.g. ", "does not fit this critic"),
         "half a shard": ({shard: content[:9000]}, "do not load (", "does not fit"),
         "some experts lack a moment": ({shard: scratch.read_bytes()}, "fit, e.g. ", "does not fit"),
+        "no JSON": ({"trainer.json": b"{"}, "not a checkpoint of this script (JSONDecodeError"),
         "no shape": ({"trainer.json": b'{"updates": 1}'}, "not a checkpoint of this script (KeyError"),
         "other model": (shape(hidden_size=128), "another model: hidden_size 128 there, 64 here"),
         "adapters": (shape(lora_rank=3), "another model: lora_rank 3 there, None here"),
@@ -382,14 +385,16 @@ def an_automatic_budget_fills_the_memory(folder):
 def what_is_not_finite_skips_the_step(folder):
     """If a return is NaN, the loss overflows, or one number of a gradient is not finite on one rank, no rank
     steps and the schedule does not advance. The next mini-batch is unaffected by the one before."""
-    for name, fields in {"tp 2": {TP: 2}, "pp 2": {PP: 2}, "dp 2": {}, "ep 2": {EP: 2, **MOE}}.items():
+    layouts = {"tp 2": {TP: 2}, "pp 2": {PP: 2}, "dp 2": {}, "ep 2": {EP: 2, **MOE}, **FSDP}
+    for name, fields in layouts.items():
         options = {**SCHEDULE, "ppo_mini_batch_size": 8, "shuffle": False, **fields}
         worker = make(**options)
         before = shards(worker)
         whole = random_batch(16, 1, idle=False)
         spoilt = dataclasses.replace(whole, returns=whole.returns.clone())
         last = spoilt.token_index([3])[-1]  # an action of rank 1
-        faults = [("return", 1e30), ("gradient", math.inf), ("gradient", math.nan), ("return", math.nan)]
+        faults = [("gradient", math.inf), ("gradient", math.nan)] * (name not in FSDP)
+        faults = [("return", 1e30), *faults, ("return", math.nan)]
         for updates, (where, number) in enumerate(faults, 1):
             what = (name, where, number)
             spoilt.returns[last] = number if where == "return" else 0.0  # the square of 1e30 is infinite
@@ -494,7 +499,7 @@ def bfloat16_keeps_master_weights(folder):
 
 
 def rows_come_back_in_the_callers_order(folder):
-    for fields in ({}, {TP: 2}, {PP: 2}):
+    for fields in ({}, {TP: 2}, {PP: 2}, FSDP2):
         assert_rows_come_back(make(ppo_max_token_len_per_gpu=100, **fields), random_batch(13))
 
 
