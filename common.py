@@ -50,7 +50,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's start
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these; plain `python` is a world of one
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-OUT_OF_MEMORY = "OutOfMemoryError|MemoryError|can't allocate memory"  # from CUDA, Python, torch on CPU
+OUT_OF_MEMORY = "MemoryError|can't allocate memory|out of memory|ALLOC_FAILED"  # as libraries say it
 HINTS = {  # pattern in a traceback -> advice
     OUT_OF_MEMORY: "out of memory; --resume auto continues with half the token budget",
     "No space left": "the disk is full (No space left on device); make room and use --resume auto",

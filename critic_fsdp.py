@@ -79,7 +79,7 @@ class Config:
     # dtype of matrix products (auto: float32 on CPU, else bfloat16)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
-    activation_offload: bool = False  # keep in host memory what the backward pass needs of the forward pass
+    activation_offload: bool = False  # keep activations on the host; without checkpointing, weights as well
     defer_grad_sync: bool = False  # reduce gradients once per mini-batch: less traffic, unsharded gradients
     # batches
     ppo_epochs: Positive = 1  # passes over the rows of one update

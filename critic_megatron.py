@@ -676,7 +676,7 @@ def build_value_model(config, model_config, layout):
             )
             modules.append(module)
     if module.post_process:
-        module.output_layer = ValueHead(transformer, model_config.num_labels).to(layout.device)
+        module.output_layer = ValueHead(transformer, model_config.num_labels)
     tensors, story = read_weights(config, model_config)
     rotary = type(model.rotary_emb)(model_config).to(layout.device)
     flops = common.flops_model(model, model_config)
@@ -835,7 +835,7 @@ class MegatronPPOCritic:
         self.modules, tensors, self.rotary, self.flops, self.passes, self.story = built
         self.transformer = self.modules[0].config
         self.padding_row = padding_row(self.modules[0], model_config)
-        self.model = nn.ModuleList(map(wrap, self.modules))  # the same chunks
+        self.model = nn.ModuleList(map(wrap, self.modules)).to(layout.device)  # the same chunks
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         options = OptimizerConfig(
             lr=self.peak_lr,
