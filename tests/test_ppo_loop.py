@@ -973,7 +973,8 @@ def test_a_resumed_run_continues_where_it_stopped(tmp_path):
     def go_on(critic="tiny-qwen2", **fields):
         run = a_run(kl_coef=0.01, critic=critic_fsdp.Config(model=critic), **fields)
         checkpoints = types.SimpleNamespace(folder=f"{out}/checkpoints/step_2")
-        run, step, kl_coef = ppo_loop.start_from(run, a_task(), checkpoints)
+        task = a_task()._replace(model_config=common.load_config(ActorConfig())[1])
+        run, step, kl_coef = ppo_loop.start_from(run, task, checkpoints)
         return run.actor.model, run.critic.model, step, kl_coef
 
     assert go_on(target_kl=0.1) == (f"{out}/supervised", f"{out}/supervised", 2, 0.02)
@@ -983,6 +984,9 @@ def test_a_resumed_run_continues_where_it_stopped(tmp_path):
         go_on(steps=1)
     with open(f"{out}/supervised/config.json", "w"), pytest.raises(UserError, match="damaged, config.json"):
         go_on()
+    shutil.rmtree(f"{out}/supervised")  # the run went on from a checkpoint of another folder
+    assert go_on(supervised_steps=1) == (f"{out}/supervised", f"{out}/supervised", 2, 0.01)
+    common.verify(f"{out}/supervised")
 
 
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-3), (torch.bfloat16, 0.5)])
