@@ -149,7 +149,6 @@ class Job:
         return f"{self.codes} {self.text(0)}"
 
     def poll(self):
-        """Whether all ranks have ended."""
         for rank, pid in enumerate(self.pids):
             if rank not in self.codes and any(ended := os.waitpid(pid, os.WNOHANG)):
                 self.codes[rank] = os.waitstatus_to_exitcode(ended[1])
@@ -170,7 +169,6 @@ class Job:
                 os.kill(pid, number)
 
     def text(self, rank):
-        """(stdout, stderr) of a rank."""
         return [pathlib.Path(f"{self.said}.{rank}.{name}").read_text() for name in ("stdout", "stderr")]
 
     def succeeds(self):
@@ -194,7 +192,6 @@ def processes():
 
 
 def until(happens, what, timeout=240):
-    """Waits until happens() is true."""
     deadline = time.monotonic() + timeout
     while not happens():
         assert time.monotonic() < deadline, f"does not happen: {what}"
@@ -206,7 +203,6 @@ def until(happens, what, timeout=240):
 
 @functools.cache
 def folder():
-    """The folder of all runs."""
     return pathlib.Path(tempfile.mkdtemp(prefix="faults.", dir=os.environ.get("FAULTS_IN")))
 
 
@@ -238,7 +234,6 @@ def rows_of(path):
 
 
 def updates_of(out):
-    """Steps of all updates in a run's log."""
     return [row["step"] for row in rows_of(out / "metrics.jsonl") if "critic/vf_loss" in row]
 
 
@@ -673,7 +668,6 @@ def fuzz(function, script, short):
 
 
 def rows(script, short):
-    """Odd JSONL rows."""
     import common
 
     tokenizer = common.char_tokenizer()

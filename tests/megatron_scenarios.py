@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 if __name__ != "__main__":  # not in the process that forks ranks: these read RANK on import
     import helpers
     from helpers import assert_rows_come_back, full_tensor, mine, random_batch, refused
-    from test_heads_and_lora import plain_value
-    from test_layouts import difference, plain_loop
+    from test_heads_and_lora import check_export
+    from test_layouts import difference
     from test_megatron_layouts import computed, whole_of
 
     import common
@@ -39,8 +39,7 @@ VPP = "virtual_pipeline_model_parallel_size"
 FOUR_LAYERS = {"override_config": '{"num_hidden_layers": 4}'}
 FROZEN = {**FOUR_LAYERS, "gradient_checkpointing": True, "freeze_modules": "embed|self_attn|gate_|up_"}
 PLACES = {**FOUR_LAYERS, "value_places": (0.2, 0.7)}
-MISTRAL = {"model": "tiny-mistral"}
-MISTRAL["override_config"] = '{"num_hidden_layers": 4, "sliding_window": null}'
+MISTRAL = {"model": "tiny-mistral", "override_config": '{"num_hidden_layers": 4, "sliding_window": null}'}
 MOE = {"model": "tiny-qwen3-moe"}
 MIXTURES = {  # models without a preset, saved in models/ -> changes to tiny-qwen2
     "mixtral": {"num_local_experts": 4},
@@ -60,7 +59,6 @@ def make(**fields):
 
 
 def rows(seed, n=16):
-    """This rank's rows of a random batch."""
     return mine(random_batch(n, seed))
 
 
@@ -527,21 +525,9 @@ def export(folder):
         worker.export_hf(folder / "hf" / name)
         if common.RANK == 0:
             torch.save(values, folder / f"values of {name}.pt")
-            check_export(folder / "hf" / name, batch, values, worker.config)
-
-
-def check_export(path, batch, values, config):
-    """transformers finds all weights and no others, and computes the values one sequence at a time."""
-    kind = transformers.AutoModelForTokenClassification
-    model, info = kind.from_pretrained(path, output_loading_info=True, dtype=torch.float32)
-    assert not any(info.values()), (path, info)
-    assert len(model.get_input_embeddings().weight) == model.config.vocab_size == 99
-    span = model.config.value_range
-    assert model.config.num_labels == (51 if span else 1)
-    assert bool(span) == (config.value_head == "hl_gauss")
-    value_of = lambda logits: plain_value(logits, *span) if span else logits[0]
-    expected, _ = plain_loop(batch, lambda _, ids: model(input_ids=ids).logits[0], value_of)
-    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
+            head = (worker.config.value_head, worker.config.value_range)
+            model = check_export(folder / "hf" / name, batch, values, *head, rtol=1e-5)
+            assert len(model.get_input_embeddings().weight) == model.config.vocab_size == 99
 
 
 def exports_load_elsewhere(folder):
@@ -576,7 +562,6 @@ NAMES = [f"{scenario.__name__} on {ranks}" for ranks, some in LAUNCHES for scena
 
 
 def launch(folder, names):
-    """Runs some scenarios on this rank, one after another."""
     import megatron_scenarios
 
     os.chdir(folder)  # it holds models/

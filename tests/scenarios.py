@@ -185,9 +185,9 @@ def heads_and_adapters(model, folder, out):
 
 def images_on_every_layout(out, model, other):
     """Saves results of layouts on rows with images. Models differ in how the tower's output is sliced."""
-    from test_vision import LAYOUTS, PARTS, results_of, some_layouts
+    from test_vision import LAYOUTS, PARTS, results_of
 
-    some = some_layouts("fsdp1", "ulysses", "ulysses, frozen")
+    some = {name: LAYOUTS[name] for name in ("fsdp1", "ulysses", "ulysses, frozen")}
     results = {model: results_of(model, LAYOUTS), other: results_of(other, some)}
     results["parts"] = results_of(model, PARTS)
     if RANK == 0:

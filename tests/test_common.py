@@ -40,7 +40,6 @@ def flatten(x_BR):
 
 
 def flat(mask_BR, **columns):
-    """Makes a Batch of padded (B, R) columns."""
     batch = common.concat([common.Batch.blank(mask_BR.shape[1] + 1)] * len(mask_BR))
     columns = {name: flatten(x_BR) for name, x_BR in columns.items()}
     return dataclasses.replace(batch, response_mask=flatten(mask_BR).bool(), **columns)
@@ -165,7 +164,6 @@ def test_explained_variance_and_auc_are_not_always_defined():
 
 
 def assert_same(a, b):
-    """Both batches hold the same rows, bit for bit."""
     for name in "input_ids cu_seqlens response_mask row_id truncated token_level_rewards values".split():
         x, y = (getattr(batch, name) for batch in (a, b))
         assert x is y is None or torch.equal(x, y), name
@@ -412,7 +410,6 @@ def draw_qkv(keys):
 @pytest.mark.parametrize("softcap, sinks", [(None, False), (2.0, False), (None, True)])
 @pytest.mark.parametrize("keys", [QUERIES, KEYS])
 def test_packed_attention_equals_a_plain_loop(window, softcap, sinks, keys):
-    """Outputs and gradients."""
     inputs = draw_qkv(keys)
     s_aux = torch.arange(4.0, dtype=torch.float64).requires_grad_() if sinks else None
     common.Pack.layout = common.PackLayout(QUERIES, "cpu", keys)

@@ -131,7 +131,6 @@ def test_checkpoints_of_every_kind_load_and_are_named(kind, tmp_path, capsys):
 
 
 def test_seeds_learning_rates_value_heads_and_overrides(tmp_path):
-    """What these flags do, and their defaults."""
     save_checkpoint_of("token classification", tmp_path)
     zero = worker(model=str(tmp_path), value_head_init="zero")
     assert not any(x.any() for n, x in full_weights(zero.critic).items() if n.startswith("score."))

@@ -63,7 +63,6 @@ LAYOUTS = {  # ranks -> name -> changes to the defaults
 
 
 def made(name, fields):
-    """A critic with its model built."""
     module = critic_fsdp
     if name.startswith("megatron"):
         import critic_megatron as module

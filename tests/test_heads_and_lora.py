@@ -76,6 +76,28 @@ def test_a_target_has_its_return_as_value_and_zeros_the_centre_of_the_range():
     torch.testing.assert_close(zero, 0.25 * batch.response_mask)
 
 
+def values_by_hand(head, span):
+    """A function of a head's outputs for an action."""
+    if head == "hl_gauss":
+        return lambda logits: plain_value(logits, *span)
+    if head == "bounded":
+        assert span == (-1.5, 2.0)
+        return lambda output: 0.25 + 3.5 / math.pi * torch.atan(output[0])
+    return lambda output: output[0]
+
+
+def check_export(path, batch, values, head, span, rtol=0):
+    """transformers finds all weights and no others, and computes the values one sequence at a time."""
+    model, info = LOAD(path, output_loading_info=True, dtype=torch.float32)
+    assert not any(info.values()), (path, info)
+    assert model.config.value_range == (span and list(span))
+    assert model.config.num_labels == (51 if head == "hl_gauss" else 1)
+    outputs_of = lambda _, ids: model(input_ids=ids).logits[0]
+    expected, _ = plain_loop(batch, outputs_of, values_by_hand(head, span))
+    torch.testing.assert_close(values, expected, rtol=rtol, atol=1e-5)
+    return model
+
+
 def reference(folder, result, variant):
     """(values, loss, gradients) in float64, from a result's weights (adapters merged) and old values."""
     model = LOAD(folder, dtype=torch.float64, attn_implementation="eager")
@@ -90,14 +112,10 @@ def reference(folder, result, variant):
         merged[name.replace(".base_layer", "")] = w
     outputs_of = lambda _, ids: torch.func.functional_call(model, merged, kwargs={"input_ids": ids}).logits[0]
     batch = dataclasses.replace(random_batch(12, seed=1), values=result["values"])
-    value_of = lambda output: output[0]
-    loss_of = lambda output, old, target: clipped_loss(output[0], old, target)
+    value_of = values_by_hand(variant, (-1.5, 2.0))
+    loss_of = lambda output, old, target: clipped_loss(value_of(output), old, target)
     if variant == "hl_gauss":
-        value_of = lambda logits: plain_value(logits, -1.5, 2.0)
         loss_of = lambda logits, old, target: plain_cross_entropy(logits, target, -1.5, 2.0)
-    if variant == "bounded":
-        value_of = lambda output: 0.25 + 3.5 / math.pi * torch.atan(output[0])
-        loss_of = lambda output, old, target: clipped_loss(value_of(output), old, target)
     values, losses = plain_loop(batch, outputs_of, value_of, loss_of)
     if variant == "places":  # of L actions those at floor(p L), each once; for p = 1 the last
         losses = [x[sorted({0, len(x) * 3 // 10, len(x) * 9 // 10, len(x) - 1})] for x in losses]
@@ -107,7 +125,6 @@ def reference(folder, result, variant):
 
 
 def trains(name, variant):
-    """Whether a weight should be trained."""
     if variant == "lora":
         return ".lora_" in name or name.startswith("score.")
     layer = "model.layers.0"
@@ -242,7 +259,6 @@ def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields
     assert (values - before).abs().max() > 1e-2
     w.export_hf(hf)
     assert {p.name for p in tmp_path.iterdir()} <= {"base", "hf"} and not (hf / "stale").exists()
-    span = fields.get("value_range")
     head = {name: x for name, x in fields.items() if name == "value_head"}
     again = worker(model=str(hf), value_head_init="checkpoint", **head)
     torch.testing.assert_close(again.compute_values(batch), values, rtol=0, atol=1e-5)
@@ -250,16 +266,7 @@ def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields
         assert (hf / "value_head.safetensors").exists()
         return
     assert again.tokenizer("1+1=")["input_ids"] == w.tokenizer("1+1=")["input_ids"]
-    plain, info = LOAD(hf, output_loading_info=True)
-    assert not any(info.values()), info
-    value_of = lambda logits: logits[0]
-    if span:
-        value_of = lambda logits: plain_value(logits, *span)
-    if fields.get("value_head") == "bounded":
-        value_of = lambda logits: 0.25 + 3.5 / math.pi * torch.atan(logits[0])
-    theirs, _ = plain_loop(batch, lambda _, ids: plain(input_ids=ids).logits[0], value_of)
-    torch.testing.assert_close(theirs, values, rtol=0, atol=1e-5)
-    assert plain.config.value_range == (span and list(span))
+    check_export(hf, batch, values, fields.get("value_head"), fields.get("value_range"))
 
 
 @pytest.mark.parametrize("ranks, command", [

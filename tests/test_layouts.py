@@ -207,26 +207,30 @@ def cases_of(layout):
 
 
 def main(out, which="qwen2"):
-    """Saves models and results. `models`: three layouts of all models, otherwise all layouts of one."""
+    """`models`: three layouts of all models, otherwise all layouts of one."""
+    jobs = [(which, layout, fields, cases_of(layout)) for layout, fields in layouts().items()]
+    if which == "models":
+        cases = ("shared", "shared, one micro-batch")
+        jobs = [(model, layout, layouts()[layout], cases) for model in MODELS for layout in SOME]
+    save_results(out, MODELS, results_of, jobs)
+
+
+def save_results(out, models, results_of, jobs):
+    """Saves results_of(*job, out) of all jobs, and before that the models that jobs begin with."""
     out = pathlib.Path(out)
-    names = list(MODELS) if which == "models" else [which]
     common.setup_distributed()
     if RANK == 0:
-        for name in names:
-            save_model(MODELS[name], out / name)
+        for name in {model for model, *_ in jobs}:
+            save_model(models[name], out / name)
     dist.barrier()
     results = {}
-    for model in names:
-        for layout, fields in layouts().items():
-            if which != "models":
-                results |= results_of(model, layout, out, fields, cases_of(layout))
-            elif layout in SOME:
-                results |= results_of(model, layout, out, fields, ["shared", "shared, one micro-batch"])
+    for job in jobs:
+        results |= results_of(*job, out)
     if RANK == 0:
         torch.save(results, out / "out.pt")
 
 
-def results_of(model, layout, out, fields, cases):
+def results_of(model, layout, fields, cases, out):
     """(model, layout, case, rows, loss_agg_mode) -> gradients before clipping, values and metrics."""
     worker = helpers.worker(model=str(out / model), weight_decay=0.0, timeout_minutes=15, **fields)
     critic, config = worker.critic, worker.config
@@ -246,7 +250,6 @@ def results_of(model, layout, out, fields, cases):
 
 
 def part_of(case, batch):
-    """This rank's rows."""
     if case == "rows on rank 0":
         return batch if RANK == 0 else batch.select([])
     return mine(batch)

@@ -6,7 +6,6 @@ As a script, it runs one mini-batch on every layout of this number of ranks, for
 """
 
 import dataclasses
-import pathlib
 import sys
 
 import helpers
@@ -15,11 +14,21 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
-from test_layouts import GROUPED, MODES, ROWS, compare, launched, part_of, references, save_model
+from test_layouts import (
+    GROUPED,
+    MODES,
+    ROWS,
+    compare,
+    launched,
+    part_of,
+    references,
+    save_model,
+    save_results,
+)
 
 import common
 import critic_megatron as cm
-from common import RANK, WORLD_SIZE
+from common import WORLD_SIZE
 
 FOUR = {**GROUPED, "num_hidden_layers": 4}  # 4 query heads, 2 key and value heads
 LLAMA3 = {
@@ -188,31 +197,15 @@ def results_of(model, layout, folder):
     return results
 
 
-def main(out):
-    """Saves the models, and the results of all layouts of this number of ranks."""
-    out = pathlib.Path(out)
-    common.setup_distributed()
-    if RANK == 0:
-        save_models(out)
-    dist.barrier()
-    results = {}
-    for model, layout in layouts(WORLD_SIZE):
-        results |= results_of(model, layout, out)
-    if RANK == 0:
-        torch.save(results, out / "out.pt")
-
-
-def save_models(folder):
-    for name, config in MODELS.items():
-        save_model(config, folder / name)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """name -> (weights, results of the float64 loop)."""
-    folder = tmp_path_factory.mktemp("models")
-    save_models(folder)
-    return {name: (weights_of(folder / name), references(folder / name)) for name in MODELS}
+    found = {}
+    for name, config in MODELS.items():
+        folder = tmp_path_factory.mktemp(name)
+        save_model(config, folder)
+        found[name] = weights_of(folder), references(folder)
+    return found
 
 
 def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
@@ -254,4 +247,4 @@ def weights_of(folder):
 
 
 if __name__ == "__main__":
-    common.launch(lambda: main(*sys.argv[1:]))
+    common.launch(lambda: save_results(sys.argv[1], MODELS, results_of, layouts(WORLD_SIZE)))

@@ -88,10 +88,6 @@ def results_of(model, layouts):
     return results
 
 
-def some_layouts(*names):
-    return {name: LAYOUTS[name] for name in names}
-
-
 PRESETS = ("tiny-qwen2.5-vl", "tiny-qwen3-vl")
 MODELS = {name: common.tiny_config(name, END + 1) for name in PRESETS}
 QWEN25, QWEN3 = MODELS.values()
@@ -144,8 +140,9 @@ def test_every_layout_makes_the_same_update(name, folders, on_two_ranks):
     largest = max(g.abs().max() for g in gradients.values())
     vision = [g.abs().max() for n, g in gradients.items() if ".visual." in n]
     assert len(vision) > 20 and min(vision) > 1e-6 * largest  # all of them matter
-    layouts = ("fsdp2", "fsdp2, frozen", "padded") if name in PRESETS else ("fsdp2",)
-    results = {(1, *key): x for key, x in results_of(folders[name], some_layouts(*layouts)).items()}
+    names = ("fsdp2", "fsdp2, frozen", "padded") if name in PRESETS else ("fsdp2",)
+    on_one = results_of(folders[name], {layout: LAYOUTS[layout] for layout in names})
+    results = {(1, *key): x for key, x in on_one.items()}
     results |= {(2, *key): x for key, x in on_two_ranks.get(str(folders[name]), {}).items()}
     print(f"\n{name}: largest relative difference of a gradient, and of a value, to float64")
     for (ranks, layout, tokens), result in results.items():
@@ -177,7 +174,6 @@ def test_positions_are_those_of_each_image_alone():
 
 
 def draw(path, size, seed=0):
-    """Saves a picture of noise."""
     g = torch.Generator().manual_seed(seed)
     Image.fromarray(torch.randint(0, 256, (size[1], size[0], 3), generator=g).byte().numpy()).save(path)
 
