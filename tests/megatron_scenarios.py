@@ -384,7 +384,7 @@ def what_is_not_finite_skips_the_step(folder):
     """If a return is NaN, the loss overflows, or one number of a gradient is not finite on one rank, no rank
     steps and the schedule does not advance. The next mini-batch is unaffected by the one before."""
     layouts = {"dp": {}, **FSDP, "tp 2": {TP: 2}, "pp 2": {PP: 2}, "ep 2": {EP: 2, **MOE}}
-    for name in [*layouts][: 4 if common.WORLD_SIZE == 1 else None]:
+    for name in [*layouts][: 4 if common.WORLD_SIZE == 1 else None]:  # the others need two ranks
         options = {**SCHEDULE, "ppo_mini_batch_size": 8, "shuffle": False, **layouts[name]}
         worker, clean = make(**options), make(**options)
         whole = random_batch(16, 1, idle=False)

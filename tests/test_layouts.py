@@ -133,6 +133,7 @@ def assert_agrees(what, result, values, loss, gradients):
     return error
 
 
+@functools.cache
 def references(folder):
     """(rows, mode) -> reference_of this model, computed when asked for."""
     return functools.cache(lambda rows, mode: reference_of(folder, ROWS[rows], mode))
@@ -262,19 +263,12 @@ def launched(*job):
     return out, torch.load(out / "out.pt", weights_only=True)
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("qwen2")
-    save_model(MODELS["qwen2"], folder)
-    return references(folder)
-
-
 @pytest.mark.parametrize("ranks, cases", [(1, 30), (2, 71), (4, 45)])
-def test_every_layout_makes_the_same_gradient(ranks, cases, reference):
-    _, results = launched(ranks, "test_layouts.py")
+def test_every_layout_makes_the_same_gradient(ranks, cases):
+    folder, results = launched(ranks, "test_layouts.py")
     assert len(results) == cases
     print(f"\nlargest relative difference of a gradient to float64, {ranks} ranks, {cases} cases")
-    for layout, error in compare(results, reference).items():
+    for layout, error in compare(results, references(folder / "qwen2")).items():
         print(f"  {layout:42s} {error:.1e}")
 
 

@@ -14,17 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
-from test_layouts import (
-    GROUPED,
-    MODES,
-    ROWS,
-    compare,
-    launched,
-    part_of,
-    references,
-    save_model,
-    save_results,
-)
+from test_layouts import GROUPED, MODES, ROWS, compare, launched, part_of, references, save_results
 
 import common
 import critic_megatron as cm
@@ -197,17 +187,6 @@ def results_of(model, layout, folder):
     return results
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """name -> (weights, results of the float64 loop)."""
-    found = {}
-    for name, config in MODELS.items():
-        folder = tmp_path_factory.mktemp(name)
-        save_model(config, folder)
-        found[name] = weights_of(folder), references(folder)
-    return found
-
-
 def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
     """Weights after one step of AdamW from a fresh state, in float64 (1711.05101, algorithm 2)."""
     norm = torch.stack([g.norm() for g in gradients.values()]).norm()
@@ -219,17 +198,17 @@ def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
 
 
 @pytest.mark.parametrize("ranks, cases", [(1, 18), (2, 47), (4, 34), (8, 8)])
-def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases, models):
-    _, results = launched(ranks, "test_megatron_layouts.py")
+def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases):
+    out, results = launched(ranks, "test_megatron_layouts.py")
     assert len(results) == cases and LAYOUTS.keys() == {1, 2, 4, 8}
     print(f"\n{'largest difference':36s} gradient     step   of {ranks} ranks")
     for model, layout in layouts(ranks):
-        weights, reference = models[model]
+        reference = references(out / model)
         some = {key: x for key, x in results.items() if key[:2] == (model, layout)}
         error = compare(some, reference)[layout]
         after = next(x["weights"] for x in some.values() if "weights" in x)
         gradients = reference("ragged", "token-mean")[2]
-        expected = stepped(weights, gradients)
+        expected = stepped(weights_of(out / model), gradients)
         assert after.keys() == expected.keys()
         # where the gradient is almost 0, AdamW divides rounding errors by each other
         norm = torch.stack([g.norm() for g in gradients.values()]).norm()
