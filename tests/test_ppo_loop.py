@@ -973,7 +973,7 @@ def test_a_resumed_run_continues_where_it_stopped(tmp_path):
     def go_on(critic="tiny-qwen2", **fields):
         run = a_run(kl_coef=0.01, critic=critic_fsdp.Config(model=critic), **fields)
         checkpoints = types.SimpleNamespace(folder=f"{out}/checkpoints/step_2")
-        task = a_task()._replace(model_config=common.load_config(ActorConfig())[1])
+        task = a_task()._replace(tokenizer=TOKENIZER, model_config=common.load_config(ActorConfig())[1])
         run, step, kl_coef = ppo_loop.start_from(run, task, checkpoints)
         return run.actor.model, run.critic.model, step, kl_coef
 
