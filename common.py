@@ -706,10 +706,11 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
                      sliding_window=None, softcap=None, is_causal=None, s_aux=None, **kwargs):  # fmt: skip
     """transformers' attention interface for a packed row: q (1,H,T,D), k v (1,K,T,D) -> (1,T,H,D), None."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is not None or not causal:
+    kinds = {*(getattr(module.config, "layer_types", None) or ())}  # others mix tokens in ways of their own
+    if attention_mask is not None or not causal or kinds - {"full_attention", "sliding_attention"}:
         raise UserError(
-            f"--use-remove-padding: {type(module).__name__} asks for more than causal attention; "
-            "add --no-use-remove-padding"
+            f"--use-remove-padding: {type(module).__name__} or a layer next to it asks for more than causal"
+            " attention; add --no-use-remove-padding"
         )
     query = query.to(value.dtype)  # float32 rotary tables turn queries and keys into float32
     key = key.to(value.dtype)
@@ -795,7 +796,7 @@ def flops_model(model, config):
         if p.ndim > 1 and p not in free and "visual" not in name:
             weights += p.numel() * (chosen / len(p) if ".experts." in name else 1)  # one row per expert
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head_dim = vars(config).get("head_dim") or config.hidden_size // heads  # Gemma 4 has one for each layer
     pairs = 2 * config.num_hidden_layers * heads * head_dim
     return lambda length: 2 * weights * length + pairs * length * (length + 1)
 
@@ -879,8 +880,9 @@ class Logger:
         settings["run"] = {"command": sys.argv, "ranks": WORLD_SIZE}
         replace_lines(f"{out_dir}/run.json", [settings])
         log = f"{out_dir}/metrics.jsonl"
-        rows = read_lines(log)
-        replace_lines(log, [row for row in rows if row["step"] < last_step + ("perf/time_step" in row)])
+        replace_lines(
+            log, [row for row in read_lines(log) if row["step"] < last_step + ("perf/time_step" in row)]
+        )
         self.file = open(log, "a", buffering=1)
         self.board = SummaryWriter(f"{out_dir}/tensorboard", purge_step=last_step + 1)
 

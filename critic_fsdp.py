@@ -287,6 +287,7 @@ def add_lora(backbone, config):
     if config.lora_rank:
         from peft import LoraConfig, inject_adapter_in_model
 
+        backbone = nn.ModuleList([backbone])  # peft would choose by its config
         linear = [n for n, m in backbone.named_modules() if isinstance(m, nn.Linear | Conv1D)]
         lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=linear)
         inject_adapter_in_model(lora, backbone)
@@ -418,8 +419,8 @@ def build_value_model(config, model_config, layout):
     common.send_weights(model, source)
     for buffer in model.buffers():  # --offload-policy does not move buffers
         buffer.data = buffer.to(layout.device)
-    story = f"{count:,} parameters, {trained:,} of them train: {story}"
-    return model, flops, 2 + trained / count, story  # forward, input gradients, weight gradients
+    # the cost: forward and input gradients, and weight gradients
+    return model, flops, 2 + trained / count, f"{count:,} parameters, {trained:,} of them train: {story}"
 
 
 def units_of(model):
@@ -851,6 +852,7 @@ class CriticWorker:
         rows.input_ids = ids_T % self.model_config.get_text_config().vocab_size
         rows.response_mask = rows.places >= n
         ids_1L = rows.input_ids[None, 2 * n : 3 * n + 4].to(self.device)
+        Pack.kernel = None
         critic.model.eval()  # the hook makes it return hidden states
         hook = critic.model.score.register_forward_hook(lambda head, args, out: args[0].float())
         with hook, blame(f"{name} does not run; try --no-use-remove-padding"):
@@ -862,7 +864,8 @@ class CriticWorker:
             decoder.set_attn_implementation(kernel)
         critic.free_gathered()
         off = float((together_TD - alone_TD).norm() / alone_TD.norm())
-        if not off < (1e-4 if self.layout.dtype == torch.float32 else 1e-1):
+        most = 1e-4 if self.layout.dtype == torch.float32 else 1e-1
+        if not off < most or config.use_remove_padding and not Pack.kernel:  # its own attention
             raise UserError(
                 f"{name} lets tokens see later ones or other rows; add --no-use-remove-padding"
                 f" (hidden states differ by {off:.0e})"
@@ -941,7 +944,7 @@ class CriticWorker:
     def offload(self):
         """Frees the device memory of weights, gradients and optimizer state. The next call must be onload."""
         self.offloaded = True
-        self.move(torch.device("cpu"))
+        self.move("cpu")
 
     def onload(self):
         """Undoes offload."""
@@ -1253,8 +1256,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
         if len(held_out) and evaluates:
             held_out.values = worker.critic.compute_values(held_out)
             logger.log_evaluation(step, held_out, run.gamma)
-        due = run.save_every and step % run.save_every == 0
-        if step > first_step and (due or ends):
+        if step > first_step and (ends or run.save_every and step % run.save_every == 0):
             checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
         checkpoints.wait(block=ends)
         if ends:

@@ -247,8 +247,6 @@ def megatron_without_cuda():
     of experts that tensor-parallel ranks share), but no computation."""
     if torch.cuda.is_available() or torch.cuda.manual_seed is torch.manual_seed:  # or it has run before
         return
-    rng = tensor_parallel.random
-    moe = token_dispatcher.MoEAlltoAllTokenDispatcher
     CudaMeansCpu().__enter__()
     warnings.filterwarnings("ignore", message="When using sequence parallelism .*CUDA")
     torch._dynamo.config.disable = True  # compiling its small functions would take minutes
@@ -256,8 +254,8 @@ def megatron_without_cuda():
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.manual_seed = torch.manual_seed
     torch.Tensor.pin_memory = lambda x: x.clone()  # offloading needs a copy
-    rng._get_cuda_rng_state = lambda **_: torch.get_rng_state()  # for recomputation
-    rng._set_cuda_rng_state = lambda state, **_: torch.set_rng_state(state)
+    tensor_parallel.random._get_cuda_rng_state = lambda **_: torch.get_rng_state()  # for recomputation
+    tensor_parallel.random._set_cuda_rng_state = lambda state, **_: torch.set_rng_state(state)
 
     def sizes_to_host(self, point, tokens_per_expert=None):  # Megatron does this on a CUDA stream
         for name in ("input_splits", "output_splits", "output_splits_tp"):
@@ -265,8 +263,8 @@ def megatron_without_cuda():
                 setattr(self, name, getattr(self, name).numpy())
         return tokens_per_expert
 
-    moe.cuda_dtoh_stream = False  # else it creates one
-    moe._maybe_dtoh_and_synchronize = sizes_to_host
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = False  # else it creates one
+    token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = sizes_to_host
 
     def all_gather(outputs, x, group):
         outputs[dist.get_rank(group)].copy_(x)
@@ -831,8 +829,9 @@ class MegatronPPOCritic:
         self.layout = layout
         self.value_range = model_config.value_range  # None: the head's outputs are the values
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
-        built = build_value_model(config, model_config, layout)
-        self.modules, tensors, self.rotary, self.flops, self.passes, self.story = built
+        self.modules, tensors, self.rotary, self.flops, self.passes, self.story = build_value_model(
+            config, model_config, layout
+        )
         self.transformer = self.modules[0].config
         self.padding_row = padding_row(self.modules[0], model_config)
         self.model = nn.ModuleList(map(wrap, self.modules)).to(layout.device)  # the same chunks
@@ -921,8 +920,7 @@ class MegatronPPOCritic:
             p = 2        row: 0 1 2 3 4 5 6 7        rank 0: 0 1 . . . . 6 7        rank 1: . . 2 3 4 5 . ."""
         p = self.config.context_parallel_size
         device = self.layout.device
-        host = torch.device("cpu")
-        slots, _, layout = pack_rows(micro, host, self.config.share_prompts, pack_unit(self.config))
+        slots, _, layout = pack_rows(micro, "cpu", self.config.share_prompts, pack_unit(self.config))
         places = torch.arange(len(slots))
         seen = places if layout.keys is None else layout.keys
         ends = list(zip(*(cu.tolist() for cu in layout.varlen[:2])))  # ends of each row's queries and keys
@@ -1246,7 +1244,7 @@ class CriticWorker:
     def offload(self):
         """Frees the device memory of weights, gradients and optimizer state. The next call must be onload."""
         self.offloaded = True
-        self.move(torch.device("cpu"))
+        self.move("cpu")
 
     def onload(self):
         """Undoes offload."""
@@ -1508,8 +1506,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
         if len(held_out) and evaluates:
             held_out.values = worker.critic.compute_values(held_out)
             logger.log_evaluation(step, held_out, run.gamma)
-        due = run.save_every and step % run.save_every == 0
-        if step > first_step and (due or ends):
+        if step > first_step and (ends or run.save_every and step % run.save_every == 0):
             checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
         checkpoints.wait(block=ends)
         if ends:

@@ -1232,8 +1232,6 @@ def set_up(run):
         tokenizer, model_config = common.load_config(actor)
     if tokenizer is None:
         raise UserError(f"--actor.tokenizer: {actor.model} has none, but prompts are text; give one")
-    if run.chat and not tokenizer.chat_template:
-        raise UserError(f"--chat: the tokenizer of {actor.model} has no chat template")
     critic = replace(run.critic, lr=run.critic.lr or (1e-3 if addition else None))
     if critic.model == "actor":
         critic = replace(critic, model=actor.model, tokenizer=critic.tokenizer or actor.tokenizer)
@@ -1433,8 +1431,9 @@ def main(run):
 def finish(run, task, batch, phases, actor, critic):
     """Writes the report and both models. batch: the last step's rows, None if no step was left to do."""
     if batch is not None:
-        rows = gather(batch)
-        common.write_report(run.out_dir, rows, "rows of the last step", task.tokenizer, run.gamma, CURVES)
+        common.write_report(
+            run.out_dir, gather(batch), "rows of the last step", task.tokenizer, run.gamma, CURVES
+        )
     with phases("export", actor, critic):
         actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
         critic.export_hf(f"{run.out_dir}/critic_hf")

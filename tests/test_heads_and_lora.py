@@ -213,6 +213,16 @@ def test_adapters_begin_at_zero_and_depend_on_the_seed():
         assert ".lora_B." in name or not torch.equal(x, adapters["none"][name])
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+def test_each_linear_layer_of_a_mixture_has_an_adapter_and_joint_experts_have_none(strategy):
+    few = json.dumps({"mlp_only_layers": [0]})
+    w = worker(model="tiny-qwen3-moe", override_config=few, strategy=strategy, lora_rank=4)
+    names = {name.rpartition(".lora_A")[0] for name in full_weights(w.critic) if ".lora_A" in name}
+    ends = [f"self_attn.{x}_proj" for x in "qkvo"]
+    dense = [f"layers.0.mlp.{x}_proj" for x in ("gate", "up", "down")]
+    assert names == {f"model.{x}" for x in (*dense, *(f"layers.{i}.{x}" for i in range(2) for x in ends))}
+
+
 @pytest.mark.parametrize("variant, strategy", [
     *itertools.product(("lora", "freeze"), ("fsdp1", "none")), ("lora", "fsdp2"), ("hl_gauss", "none")
 ])  # fmt: skip
