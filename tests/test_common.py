@@ -406,6 +406,12 @@ def draw_qkv(keys):
     return [torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
+def a_layer(*kinds):
+    layer = nn.Module()
+    layer.config = types.SimpleNamespace(layer_types=kinds or None)
+    return layer
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("softcap, sinks", [(None, False), (2.0, False), (None, True)])
 @pytest.mark.parametrize("keys", [QUERIES, KEYS])
@@ -413,7 +419,7 @@ def test_packed_attention_equals_a_plain_loop(window, softcap, sinks, keys):
     inputs = draw_qkv(keys)
     s_aux = torch.arange(4.0, dtype=torch.float64).requires_grad_() if sinks else None
     common.Pack.layout = common.PackLayout(QUERIES, "cpu", keys)
-    out, _ = common.packed_attention(nn.Module(), *inputs, None, 0.3, 0.0, window, softcap, s_aux=s_aux)
+    out, _ = common.packed_attention(a_layer(), *inputs, None, 0.3, 0.0, window, softcap, s_aux=s_aux)
     assert common.Pack.kernel == ("eager" if softcap or sinks else "sdpa")
     expected = plain_packed(*(x[0] for x in inputs), QUERIES, keys, 0.3, window, softcap, s_aux)
     assert_close(out[0].transpose(0, 1), expected, rtol=1e-6, atol=1e-6)
@@ -425,11 +431,12 @@ def test_packed_attention_equals_a_plain_loop(window, softcap, sinks, keys):
 def test_packed_attention_refuses_options_that_it_would_ignore():
     common.Pack.layout = common.PackLayout([4], "cpu")
     q = torch.zeros(1, 2, 4, 8)
-    encoder = nn.Module()
+    encoder = a_layer()
     encoder.is_causal = False
+    chunked = a_layer("full_attention", "chunked_attention")
     x = torch.ones(4, 4)
-    for case in ({"attention_mask": x}, {"is_causal": False}, {"module": encoder}):
-        options = {"module": nn.Module(), "attention_mask": None, **case}
+    for case in ({"attention_mask": x}, {"is_causal": False}, {"module": encoder}, {"module": chunked}):
+        options = {"module": a_layer("full_attention"), "attention_mask": None, **case}
         with pytest.raises(UserError, match="--no-use-remove-padding"):
             common.packed_attention(query=q, key=q, value=q, **options)
 
