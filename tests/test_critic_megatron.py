@@ -183,13 +183,6 @@ def test_context_parallel_ranks_have_every_token_once_and_see_all_before_it(leng
     assert max(work) == min(work) or len(lengths) > 1
 
 
-def test_padded_rows_are_laid_out_in_rows():
-    rows = common.concat([common.Batch.blank(n) for n in (3, 5)])
-    slots, layout = critic_of(**{TP: 4}, use_remove_padding=False).lay_out(rows)
-    assert slots.tolist() == [0, 1, 2, 8, 8, 3, 4, 5, 6, 7, 8, 8]  # 12 slots, divisible by 4 ranks
-    assert layout.pieces == [(1, 5, 5), (1, 7, 7)]
-
-
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_micro_batches_keep_the_budget_and_the_number_that_the_schedule_needs(vpp):
     critic = critic_of(dp_size=3, **{PP: 2, "virtual_pipeline_model_parallel_size": vpp, TP: 2, CP: 2})
