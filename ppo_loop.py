@@ -324,7 +324,7 @@ def load_prompts(source, flag, run, tokenizer):
     for number, line in enumerate(progress(source, "prompts"), 1):
         if not line.strip():
             continue
-        with blame(f"{name}:{number}: unusable, with --prompt-key {run.prompt_key}"):
+        with blame(f"{name}:{number}: unusable, with --prompt-key {run.prompt_key}{' --chat' * run.chat}"):
             row = json.loads(line)
             text = row[run.prompt_key]
             answer = row.get(run.answer_key)

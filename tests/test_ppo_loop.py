@@ -916,14 +916,14 @@ def parse(monkeypatch, tmp_path):
     "--vllm.tensor-parallel-size 2", "--vllm.gpu-memory-utilization 1.5", "--actor.clip-ratio-c 1",
     "--actor.override-config {", "--actor.model tiny-qwen7", "--actor.tokenizer /none",
     "--actor.ppo-max-token-len-per-gpu 13", "--critic.ulysses-size 3", "--critic.model tiny-qwen7",
-    "--critic.ppo-max-token-len-per-gpu 13", "--critic.ppo-max-token-len-per-gpu auto", "--chat",
+    "--critic.ppo-max-token-len-per-gpu 13", "--critic.ppo-max-token-len-per-gpu auto",
     "--critic.ppo-mini-batch-size 0 --critic megatron", "--lam-policy 1 --first-token-credit 0.5",
     '--critic.model tiny-gpt2 --critic.override-config {"vocab_size":50}',
     '--critic.model tiny-gpt2 --critic.override-config {"n_positions":13}',
     '--actor.model tiny-llama --actor.override-config {"max_position_embeddings":13}',
     "--actor.model tiny-qwen2.5-vl", "--reward-model /none", "--reward-model LM",  # it has no value head
     *([] if importlib.util.find_spec("vllm") else ["--rollout vllm"]),
-    "--actor.ratio-band 2 1", "--chat --reward FILE --prompts ROWS", "--critic.tokenizer WORDS",
+    "--actor.ratio-band 2 1", "--prompts ROWS --chat --reward FILE", "--critic.tokenizer WORDS",
 ))])  # fmt: skip
 def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path):
     """This includes mistakes that are found only while models are built."""
