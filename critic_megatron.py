@@ -799,7 +799,7 @@ def check_model_flags(config, model_config):
     odd = [f"{name} {getattr(c, name)}" for name, x in fixed.items() if getattr(c, name, x) not in (x, 0)]
     rope = c.rope_parameters
     if rope["rope_type"] not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
-        odd.append(f"rope {rope['rope_type']}")
+        odd.append(f"rope_parameters {rope}")
     if odd:
         raise UserError(f"--model {config.model}: {', '.join(odd)} is not supported here; use critic_fsdp.py")
     if hasattr(c, "num_experts") and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:

@@ -94,7 +94,7 @@ BAD_MODELS = {  # words of the error -> a model that causes it
     "sliding_window 8": transformers.Qwen2Config(**SIZES, **WINDOW, max_window_layers=0),
     "sliding_window 9": transformers.MistralConfig(**SIZES, sliding_window=9),
     "quantization_config": transformers.LlamaConfig(**SIZES, quantization_config={"quant_method": "fp8"}),
-    "rope yarn": transformers.LlamaConfig(**SIZES, rope_parameters=YARN),
+    "rope_parameters .*yarn": transformers.LlamaConfig(**SIZES, rope_parameters=YARN),
     "--no-sequence-parallel": transformers.MixtralConfig(**SIZES, num_local_experts=4),
 }
 
