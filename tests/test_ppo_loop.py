@@ -276,10 +276,11 @@ def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fie
 # ---- Rollout: engine, turns with an environment ------------------------------------------------------------
 
 
-def engine_of(w, stop=(EOS,), at_once=100, top_p=1.0):
+def engine_of(w, stop=(EOS,), at_once=100, top_p=1.0, known=None):
     """The rollout engine with the actor's weights."""
     run = a_run(actor=w.config, top_p=top_p, rollout_batch_size=at_once)
-    engine = HFRollout(run, a_task(model_config=w.model_config, stop_ids=list(stop)), w.device)
+    task = a_task(model_config=w.model_config, stop_ids=list(stop), known=known)
+    engine = HFRollout(run, task, w.device)
     engine.sync(w.weights(torch.float32))
     return engine
 
@@ -440,23 +441,24 @@ def assert_drawn_from_the_softmax(replies, lm, prompt):
     assert abs(excess[0.8]) < 3.5 and excess[1.0] > 5  # a fit that is too good is wrong as well
 
 
-def play(turns, observe, n=1, **fields):
-    """roll_out on the prompts q0=, q1= ... with an engine that answers these turns (with EOS, unless one ends
-    in "...") and observe(...) as environment -> (replies, what the engine was asked)."""
+def play(turns, observe, prompts=(), tokenizer=TOKENIZER, **fields):
+    """roll_out on prompts (q0=, q1= ... by default) with an engine that answers these turns (with EOS, unless
+    one ends in "...") and observe(...) as environment -> (replies, what the engine was asked)."""
     asked = []
 
     def generate(rows, temperature):
-        asked.append([(TOKENIZER.decode(prompt), seed, most) for prompt, seed, most in rows])
+        asked.append([(tokenizer.decode(prompt), seed, most) for prompt, seed, most in rows])
         out = []
         for said, (_, _, most) in zip(turns[len(asked) - 1], rows):
             ids = ids_of(said.removesuffix("...")) + [EOS] * (not said.endswith("..."))
             out.append((ids[:most], [-0.5] * len(ids[:most]), len(ids) <= most and ids[-1] == EOS))
         return out
 
-    prompts = [Prompt(ids_of(f"q{i}="), f"q{i}=", f"answer {i}") for i in range(n)]
+    n = len(turns[0])
+    prompts = prompts or [Prompt(ids_of(f"q{i}="), f"q{i}=", f"answer {i}") for i in range(n)]
     replies = [Reply(prompt, 4 + 2 * i) for i, prompt in enumerate(prompts)]
     run = a_run(**{"max_response_length": 30, **fields})
-    task = a_task(tokenizer=TOKENIZER, observe=observe and partial(ppo_loop.attempt, observe))
+    task = a_task(tokenizer=tokenizer, observe=observe and partial(ppo_loop.attempt, observe))
     engine = types.SimpleNamespace(generate=generate)
     common.setup_distributed()
     ppo_loop.roll_out(engine, task, replies, run, 1.0, "key")
@@ -471,7 +473,7 @@ def test_policy_and_environment_take_turns():
         heard.append((prompt, response, answer, *turns))
         return {"ab": "[1]", "ab[1]cd": None, "x": None}[response]
 
-    (a, b), asked = play([["ab", "x"], ["cd"]], observe, n=2)
+    (a, b), asked = play([["ab", "x"], ["cd"]], observe)
     assert a.ids == [*ids_of("ab"), EOS, *ids_of("[1]cd"), EOS] and b.ids == [*ids_of("x"), EOS]
     assert a.log_probs == [-0.5] * 3 + [None] * 3 + [-0.5] * 3 and b.log_probs == [-0.5] * 2
     assert [(r.finished, r.text, r.fault) for r in (a, b)] == [(True, "ab[1]cd", ""), (True, "x", "")]
@@ -508,57 +510,47 @@ def test_a_row_ends_at_the_limit_of_tokens_or_turns(turns, fields, text, finishe
 
 def test_an_environments_faults_end_the_row_and_are_reported():
     does = [lambda: {}["tool"], lambda: 5, lambda: b"no", lambda: None]
-    replies, asked = play([list("abcd")], lambda prompt, *_: does[int(prompt[1])](), n=4)
+    replies, asked = play([list("abcd")], lambda prompt, *_: does[int(prompt[1])]())
     assert [r.text for r in replies] == list("abcd") and len(asked) == 1 and all(r.finished for r in replies)
     words = ("KeyError: 'tool'", "not 5", "float: b'no'", "")
     assert all(word in reply.fault for word, reply in zip(words, replies)) and replies[3].fault == ""
 
 
-CHATML = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}END\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+def chat_tokenizer(end="<eos>", tokenizer=None):
+    """A tokenizer with a chat template in which this text and a newline end each message."""
+    tokenizer = tokenizer or common.char_tokenizer()
+    turns = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}END\n{% endfor %}"
+    turns += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    tokenizer.chat_template = turns.replace("END", end)
+    return tokenizer
 
 
 @pytest.mark.parametrize("closes", (True, False))
 def test_a_chat_with_an_environment_follows_the_template(closes):
     """All tokens of a dialogue of three turns are those of the chat template for its messages, whether or not
     the template begins the text between turns with the token that ended the policy's turn."""
-    common.setup_distributed()
-    tokenizer = common.char_tokenizer()
-    tokenizer.chat_template = CHATML.replace("END", "<eos>" if closes else "")
-    heard = []
-
-    def observe(prompt, response, answer):
-        heard.append(response)
-        return f"no {len(heard)}" if len(heard) < 3 else None
-
-    def generate(rows, temperature):
-        return [(ids_of(said[len(heard)]) + [EOS], [-0.5] * 3, True) for _ in rows]
-
-    said = ["a?", "b?", "c?"]
+    tokenizer = chat_tokenizer("<eos>" if closes else "")
+    says = iter(("no 1", "no 2", None))
     user = [{"role": "user", "content": "hi"}]
-    reply = Reply(Prompt(common.chat_ids(tokenizer, user), "hi", "yes", user), 0)
-    task = a_task(tokenizer=tokenizer, observe=partial(ppo_loop.attempt, observe))
-    engine = types.SimpleNamespace(generate=generate)
-    ppo_loop.roll_out(engine, task, [reply], a_run(max_response_length=99), 1.0)
+    prompt = Prompt(common.chat_ids(tokenizer, user), "hi", "yes", user)
+    turns = [["a?"], ["b?"], ["c?"]]
+    [reply], _ = play(turns, lambda *_: next(says), [prompt], tokenizer, max_response_length=99)
     assert reply.turns == ["a?", "no 1", "b?", "no 2", "c?"]  # without the template's own text
     roles = zip(["assistant", "user"] * 3, reply.turns)
-    turns = [{"role": role, "content": text} for role, text in roles]
-    whole = tokenizer.apply_chat_template([*user, *turns], tokenize=False)
+    chat = user + [{"role": role, "content": text} for role, text in roles]
+    whole = tokenizer.apply_chat_template(chat, tokenize=False)
     text = tokenizer.decode(reply.prompt.ids + reply.ids)
     if not closes:  # the policy ends its turns with a token that is not in the template
         text = text.replace("<eos>", "")
         whole = whole.replace("?\n", "?")
-    assert text == whole.removesuffix("\n") and len(heard) == 3
+    assert text == whole.removesuffix("\n") and [*says] == []  # all of them were asked for
     own = [i for i, x in zip(reply.ids, reply.log_probs) if x is not None]
     assert tokenizer.decode(own) == "a?<eos>b?<eos>c?<eos>"
 
 
 def test_a_last_message_of_the_assistant_is_continued():
     """Its tokens are the template's up to the end of that message, without a second assistant header."""
-    tokenizer = common.char_tokenizer()
-    tokenizer.chat_template = CHATML.replace("END", "<eos>")
+    tokenizer = chat_tokenizer()
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I think"}]
     assert tokenizer.decode(common.chat_ids(tokenizer, chat)) == "<user>hi<eos>\n<assistant>I think"
     assert tokenizer.decode(common.chat_ids(tokenizer, chat[:1])) == "<user>hi<eos>\n<assistant>"
@@ -709,22 +701,16 @@ def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path):
             load(name)
 
 
-def reversed_characters():
-    """Another tokenizer: the same characters with ids in reverse order."""
-    core = json.loads(TOKENIZER.backend_tokenizer.to_str())
-    vocab = core["model"]["vocab"]
-    vocab |= {c: len(vocab) + 2 - i for c, i in vocab.items() if i > 2}
-    core = type(TOKENIZER.backend_tokenizer).from_str(json.dumps(core))
-    special = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "unk")}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
+def another_tokenizer():
+    """With other ids of the same characters, and tokens of more than one."""
+    return TOKENIZER.train_new_from_iterator(["hello world, 12+34"], 270)
 
 
 @pytest.mark.parametrize("backend, same_tokens", [("fsdp", True), ("megatron", False)])
 def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_path):
     """Also with a tokenizer of its own, for texts and chats. Rows as long as the token budget fit."""
     common.setup_distributed()
-    tokenizer = common.char_tokenizer() if same_tokens else reversed_characters()
-    tokenizer.chat_template = "{% for m in messages %}({{ m['role'] }}){{ m['content'] }}{% endfor %}"
+    tokenizer = chat_tokenizer(tokenizer=None if same_tokens else another_tokenizer())
     fields = common.tiny_config("tiny-llama", len(tokenizer)) | {"num_labels": 1, "pad_token_id": 0}
     config = transformers.AutoConfig.for_model(**fields)
     torch.manual_seed(2)
@@ -749,7 +735,8 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
     for prompt, reply, score in zip(prompts, replies, scores):
         ids = prompt.ids + reply.ids
         if not same_tokens:
-            text = "(user)hi(assistant)yo" if prompt.messages else prompt.text + reply.text
+            whole = "<user>hi<eos>\n<assistant>yo<eos>\n"
+            text = whole if prompt.messages else prompt.text + reply.text
             ids = tokenizer(text)["input_ids"]
         with torch.no_grad():
             theirs = model(input_ids=torch.tensor([ids])).logits.item()
@@ -841,17 +828,14 @@ def prompts_of(tmp_path, *rows, tokenizer=None, **fields):
 
 
 def test_prompts_of_text_and_of_chats(tmp_path, capsys):
-    tokenizer = common.char_tokenizer()
-    turns = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-    tokenizer.chat_template = turns + "{% if add_generation_prompt %}A:{% endif %}"
-    load = lambda *rows, **fields: prompts_of(tmp_path, *rows, tokenizer=tokenizer, **fields)
+    load = lambda *rows, **fields: prompts_of(tmp_path, *rows, tokenizer=chat_tokenizer(""), **fields)
     user = [{"role": "user", "content": "hi"}]
     chat = [{"role": "system", "content": "S"}, *user]
     ours = load({"prompt": "1+1=", "answer": "2"}, {"prompt": chat})
     assert ours[0] == Prompt(ids_of("1+1="), "1+1=", "2", None)
-    assert ours[1] == Prompt(ids_of("<system>S<user>hiA:"), "hi", None, chat)
+    assert ours[1] == Prompt(ids_of("<system>S\n<user>hi\n<assistant>"), "hi", None, chat)
     ours = load({"question": "hi", "gold": 7}, chat=True, prompt_key="question", answer_key="gold")
-    assert ours == [Prompt(ids_of("<user>hiA:"), "hi", 7, user)]
+    assert ours == [Prompt(ids_of("<user>hi\n<assistant>"), "hi", 7, user)]
 
     rows = [{"prompt": "a" * n} for n in (3, 6, 5, 9)]
     assert [p.text for p in load(*rows, max_prompt_length=5)] == ["aaa", "aaaaa"]
@@ -931,7 +915,7 @@ def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path):
         policy().export_hf(tmp_path / "lm", TOKENIZER)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
     (tmp_path / "mine.py").write_text("def f(prompt, response, answer):\n    return 1")
-    reversed_characters().save_pretrained(tmp_path / "words")
+    another_tokenizer().save_pretrained(tmp_path / "words")
     files = {"LM": "lm", "ROWS": "rows.jsonl", "FILE": "mine.py:f", "WORDS": "words"}
     for word, file in files.items():
         flags = flags.replace(word, str(tmp_path / file))
@@ -1079,9 +1063,7 @@ def test_ids_without_a_token_are_never_drawn_and_have_no_probability(whole_run, 
     log-probs of the others, and a critic without the extra ids works."""
     w = policy(override_config='{"initializer_range": 0.1, "vocab_size": 150}')
     w.model.known = 99
-    run = a_run(actor=w.config, rollout_batch_size=400)
-    engine = HFRollout(run, a_task(model_config=w.model_config, stop_ids=[EOS], known=99), w.device)
-    engine.sync(w.weights(torch.float32))
+    engine = engine_of(w, at_once=400, known=99)
     rows = [([20, 30, 40], i, 4) for i in range(400)]
     replies = engine.generate(rows, 1.0)
     assert_no_fillers(replies, w, plain(w))
@@ -1103,23 +1085,6 @@ def assert_no_fillers(replies, w, lm):
         logits_LV = lm(torch.tensor([[20, 30, 40, *ids]])).logits[0, 2:-1]
     assert logits_LV.softmax(-1)[:, 99:].sum(-1).min() > 0.15
     assert_close(log_probs, logits_LV[:, :99].log_softmax(-1)[range(len(ids)), ids].tolist())
-
-
-def test_temperature_and_nucleus_change_log_probs_and_no_values(whole_run, tmp_path):
-    """Old, new and reference log-probs of a first update are equal, and the engine's differ from them only by
-    the nucleus. Values are those of a fresh critic, on other rows than at temperature 1."""
-    values = {}
-    for name, flags in (("sharp", "--temperature 0.6 --top-p 0.8"), ("plain", "")):
-        metrics = whole_run(f"--steps 1 --kl-coef 0.1 {flags}")[-1]
-        assert metrics["kl/reference"] == 0 and abs(metrics["actor/ppo_kl"]) < 1e-6
-        assert metrics["rollout/log_prob_diff"] < 1e-6
-        rows = common.read_rows(str(tmp_path / "out/rollouts/step_1.jsonl"), None)
-        critic = critic_fsdp.CriticWorker(critic_fsdp.Config(override_config=SHARP))
-        critic.init_model()
-        critic.set_budget(100, "a row")
-        torch.testing.assert_close(critic.compute_values(rows), rows.values, rtol=0, atol=1e-5)
-        values[name] = rows.values
-    assert values["sharp"].shape != values["plain"].shape or (values["sharp"] != values["plain"]).any()
 
 
 def test_equal_prompts_get_different_tokens_in_each_step(whole_run, tmp_path, monkeypatch):
@@ -1147,45 +1112,23 @@ def test_each_epoch_of_each_update_has_its_own_order(monkeypatch):
     assert len({*map(tuple, orders)}) == 6
 
 
-def test_a_wrong_engine_is_refused(whole_run, monkeypatch):
-    """Its weights differ slightly from the actor's, here only from the second sync on."""
-    sync = HFRollout.sync
-    syncs = []
-
-    def almost(engine, weights):
-        syncs.append(1)
-        sync(engine, ((name, x * (1.05 if len(syncs) == 2 else 1.0)) for name, x in weights))
-
-    monkeypatch.setattr(HFRollout, "sync", almost)
-    with pytest.raises(UserError, match="^--actor.model tiny-qwen2: the rollout is off the actor by"):
-        whole_run("--critic-warmup 1 --steps 3")
-    assert len(syncs) == 2
-
-
-def units(phase):
-    """(owner, name) of the function that a phase calls repeatedly."""
-    return {
-        "rollout": (ppo_loop.Draw, "__call__"), "evaluation": (ppo_loop.Draw, "__call__"),
-        "reward": (ppo_loop, "addition_reward"), "reward of an evaluation": (ppo_loop, "addition_reward"),
-        "log-probs": (ppo_loop.Policy, "forward"), "reference": (ppo_loop.Policy, "forward"),
-        "values": (critic_fsdp.DataParallelPPOCritic, "forward"),
-        "update of the critic": (critic_fsdp.DataParallelPPOCritic, "forward_backward"),
-        "update of the actor": (PolicyWorker, "step"),
-    }[phase]  # fmt: skip
-
-
 NEVER_STOPPED = {}  # flags -> how such a run ends, once for all phases
 
 
-@pytest.mark.parametrize("phase, nth, saved", [  # the signal comes in the nth call of the second step
-    ("rollout", 20, 1), ("evaluation", 3, 1), ("reward", 6, 1), ("reward of an evaluation", 4, 1),
-    ("log-probs", 2, 1), ("reference", 6, 1), ("values", 2, 1),
-    ("update of the critic", 2, 2), ("update of the actor", 1, 2),
+@pytest.mark.parametrize("phase, owner, name, nth, saved", [  # in the nth call of the second step
+    ("rollout", ppo_loop.Draw, "__call__", 20, 1),
+    ("evaluation", ppo_loop.Draw, "__call__", 3, 1),
+    ("reward", ppo_loop, "addition_reward", 6, 1),
+    ("reward of an evaluation", ppo_loop, "addition_reward", 4, 1),
+    ("log-probs", ppo_loop.Policy, "forward", 2, 1),
+    ("reference", ppo_loop.Policy, "forward", 6, 1),
+    ("values", critic_fsdp.DataParallelPPOCritic, "forward", 2, 1),
+    ("update of the critic", critic_fsdp.DataParallelPPOCritic, "forward_backward", 2, 2),
+    ("update of the actor", PolicyWorker, "step", 1, 2),
 ])  # fmt: skip
-def test_sigterm_interrupts_a_phase(phase, nth, saved, whole_run, monkeypatch, tmp_path):
+def test_sigterm_interrupts_a_phase(phase, owner, name, nth, saved, whole_run, monkeypatch, tmp_path):
     """At most one more call begins, except in an update, which is completed. The state between two steps is
     saved, and the resumed run ends exactly like one without interruption and without --offload."""
-    owner, name = units(phase)
     work = getattr(owner, name)
     flags = f"--kl-coef 0.1 --steps 3 --eval-every {int('evaluation' in phase)}"
     flags += " --rollout-batch-size 3 --actor.ppo-mini-batch-size 4 --critic.ppo-mini-batch-size 4"
