@@ -720,23 +720,23 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
     tokenizer.save_pretrained(tmp_path)
 
     chat = [{"role": "user", "content": "hi"}]
-    asked = [("1+2=", None), ("hello ", None), ("x", None), ("12+34=", None), ("hi", chat)]
-    prompts = [Prompt(ids_of(text), text, None, messages) for text, messages in asked]
-    texts = ["3", "world", "y" * 30, "", "yo"]
-    ends = [(ids_of(x + "."), [0.0] * (len(x) + 1), True, x) for x in texts]
-    replies = [Reply(prompt, i, *end) for i, (prompt, end) in enumerate(zip(prompts, ends))]
+    rows = [("1+2=", "3"), ("hello ", "world"), ("x", "y" * 30), ("12+34=", ""), ("hi", "yo", chat)]
+    replies = []
+    for i, (asked, said, *messages) in enumerate(rows):
+        prompt = Prompt(ids_of(asked), asked, None, *messages)
+        replies.append(Reply(prompt, i, ids_of(f"{said}."), [0.0] * (len(said) + 1), True, said))
     longest = max(ppo_loop.to_batch(replies).lengths) + 1
-    run = a_run(backend, reward_model=str(tmp_path))
-    run = dataclasses.replace(run, critic=dataclasses.replace(run.critic, ppo_max_token_len_per_gpu=longest))
+    critic = ppo_loop.critic_module(backend).Config(ppo_max_token_len_per_gpu=longest)
+    run = a_run(backend, reward_model=str(tmp_path), critic=critic)
     ours = ppo_loop.RewardModel(run, TOKENIZER)
     assert ours.same_tokens == same_tokens
     ppo_loop.score(run, ours, ppo_loop.Phases(False), replies)
     scores = [reply.score for reply in replies]
-    for prompt, reply, score in zip(prompts, replies, scores):
-        ids = prompt.ids + reply.ids
+    for reply, score in zip(replies, scores):
+        ids = reply.prompt.ids + reply.ids
         if not same_tokens:
             whole = "<user>hi<eos>\n<assistant>yo<eos>\n"
-            text = whole if prompt.messages else prompt.text + reply.text
+            text = whole if reply.prompt.messages else reply.prompt.text + reply.text
             ids = tokenizer(text)["input_ids"]
         with torch.no_grad():
             theirs = model(input_ids=torch.tensor([ids])).logits.item()
@@ -990,23 +990,13 @@ def test_an_engine_that_is_off_the_actor_ends_the_run(dtype, most):
 
 
 @pytest.fixture
-def whole_run(parse, monkeypatch, tmp_path):
-    """Runs main with these flags on a small task, without a report -> the metrics of its steps."""
+def whole_run(parse, monkeypatch):
+    """Runs main with these flags on a small task, without a report."""
     monkeypatch.setattr(common, "write_report", lambda *_: None)
     ppo_loop.SIGTERM.clear()
     small = "--train-batch-size 8 --critic.ppo-mini-batch-size 8 --eval-every 0 --steps 2 --dump-rollouts"
-    sharp = '{"initializer_range":0.1}'
-
-    def go(flags):
-        ppo_loop.main(parse(f"{small} --actor.override-config {sharp} --actor.lr 1e-3 {flags}"))
-        return [row for row in common.read_lines(tmp_path / "out/metrics.jsonl") if "reward/mean" in row]
-
-    return go
-
-
-def folders(tmp_path):
-    """The checkpoints of a whole run."""
-    return sorted(path.name for path in (tmp_path / "out/checkpoints").iterdir())
+    small += ' --actor.lr 1e-3 --actor.override-config {"initializer_range":0.1}'
+    return lambda flags: ppo_loop.main(parse(f"{small} {flags}"))
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
@@ -1098,7 +1088,7 @@ def test_equal_prompts_get_different_tokens_in_each_step(whole_run, tmp_path, mo
 
 
 def test_each_epoch_of_each_update_has_its_own_order(monkeypatch):
-    """Each epoch has every row once, in an order that depends only on seed, update and epoch."""
+    """An order that depends only on seed, update and epoch."""
     w = policy(ppo_epochs=3, ppo_mini_batch_size=4)
     seen = []
     monkeypatch.setattr(w, "step", lambda mini, totals: seen.append(mini.row_id.tolist()) or 1.0)
@@ -1106,7 +1096,6 @@ def test_each_epoch_of_each_update_has_its_own_order(monkeypatch):
     for _ in range(2):
         w.update_policy(batch)
     orders = [sum(seen[i : i + 3], []) for i in range(0, 18, 3)]
-    assert all(sorted(order) == list(range(9)) for order in orders)
     keys = itertools.product((0, 1), (0, 1, 2))
     assert orders == [common.shuffled_rows(batch.groups(), 0, *key) for key in keys]
     assert len({*map(tuple, orders)}) == 6
@@ -1155,7 +1144,7 @@ def test_sigterm_interrupts_a_phase(phase, owner, name, nth, saved, whole_run, m
             patch.setitem(ppo_loop.REWARDS, "addition", told)
         with pytest.raises(SystemExit) as stop:
             whole_run(f"{flags} --offload")
-    assert stop.value.code == 143 and folders(tmp_path) == [f"step_{saved}"]
+    assert stop.value.code == 143 and os.listdir(out / "checkpoints") == [f"step_{saved}"]
     if "evaluation" in phase:  # it is abandoned and leaves no numbers
         rows = common.read_lines(out / "metrics.jsonl")
         assert {row["step"] for row in rows if "eval/reward" in row} == {0}
