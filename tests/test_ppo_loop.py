@@ -348,6 +348,13 @@ def assert_greedy(replies, lm, rows, stop):
     return worst
 
 
+def assert_same_replies(some, others):
+    """What an engine has said, and its log-probs up to rounding."""
+    for (ids, log_probs, ended), (ids_2, log_probs_2, ended_2) in zip(some, others, strict=True):
+        assert (ids, ended) == (ids_2, ended_2)
+        assert_close(log_probs, log_probs_2)
+
+
 def assert_samples_follow_their_seeds(engine):
     """A row's sample is the same alone, among other rows and in any order; another seed gives another one."""
     rows = [(prompt, 70 + i, 3 + 2 * i) for i, prompt in enumerate(some_prompts())]
@@ -362,9 +369,7 @@ def assert_samples_follow_their_seeds(engine):
     backwards = engine.generate(rows[::-1], 0.9)[::-1]
     engine.run = run
     for other in (alone, backwards, crowd):
-        for (ids, log_probs, ended), (ids_2, log_probs_2, ended_2) in zip(together, other):
-            assert (ids, ended) == (ids_2, ended_2)
-            assert_close(log_probs, log_probs_2)
+        assert_same_replies(together, other)
     others = engine.generate([(prompt, 80 + i, most) for i, (prompt, _, most) in enumerate(rows)], 0.9)
     assert sum(a[0] != b[0] for a, b in zip(together, others)) >= 7
     shorter = engine.generate([(prompt, seed, 2) for prompt, seed, _ in rows], 0.9)  # only cut off

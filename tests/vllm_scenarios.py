@@ -109,7 +109,8 @@ def weights_are_cast(folder):
 
 
 def played(engine, mine):
-    """Rows of a multi-turn roll_out: row i gets i % 5 observations, unless it reaches its length limit."""
+    """Rows of a multi-turn roll_out, like replies of an engine, with log-probs of 1 for what the environment
+    says: row i gets i % 5 observations, unless it reaches its length limit."""
     heard = {}
     prompts = [ppo_loop.Prompt(ids, f"row {i}", i % 5) for i, ids in enumerate(MANY)]
 
@@ -123,7 +124,8 @@ def played(engine, mine):
     replies = [ppo_loop.Reply(prompts[i], i) for i in mine]
     ppo_loop.roll_out(engine, task, replies, run, 0.9)
     assert not any(reply.fault for reply in replies), replies
-    return dict(zip(mine, replies, strict=True)), heard
+    whole = [(r.ids, [1 if x is None else x for x in r.log_probs], r.finished) for r in replies]
+    return dict(zip(mine, whole, strict=True)), heard
 
 
 def on_ranks(folder, size=1):
@@ -132,7 +134,7 @@ def on_ranks(folder, size=1):
     engine, rank, n = engine_of(w, tensor_parallel_size=size), common.RANK, len(MANY)
     deals = [(range(n), []), ([], range(n)), (range(2), range(2, n)), (range(0, n, 2), range(1, n, 2))]
     deals = [deal[rank] for deal in deals] if common.WORLD_SIZE == 2 else [range(n)]
-    found = {}
+    found = []
     for step in range(3):
         move(w, step)
         engine.sync(w.weights(engine.dtype))
@@ -140,29 +142,21 @@ def on_ranks(folder, size=1):
             for temperature in (0.0, 0.9):
                 rows = [(MANY[i], 100 * step + i, 4 + i) for i in mine]
                 replies = engine.generate(rows, temperature)
-                found |= {(step, temperature, str(mine), i): x for i, x in zip(mine, replies, strict=True)}
+                found += [((step, temperature, i), x) for i, x in zip(mine, replies, strict=True)]
     rows = [(prompt, i, 6) for i, prompt in enumerate(MANY)]
     tests.assert_greedy(engine.generate(rows, 0.0), tests.plain(w), rows, STOP)
     turns, heard = played(engine, range(n))
     if common.WORLD_SIZE == 1:
-        torch.save({"replies": {(*key[:2], key[3]): x for key, x in found.items()}, "turns": turns}, path)
-        assert len({len(ids) for ids, _, _ in found.values()}) > 5
+        torch.save({"replies": dict(found), "turns": turns}, path)
+        assert len({len(ids) for _, (ids, _, _) in found}) > 5
         assert set(heard.values()) >= {1, 2, 3, 4}, heard
         return
     theirs = torch.load(path, weights_only=False)
-    for (step, temperature, _, i), (ids, log_probs, ended) in found.items():
-        ids_1, log_probs_1, ended_1 = theirs["replies"][step, temperature, i]
-        assert (ids, ended) == (ids_1, ended_1), (step, temperature, i)
-        tests.assert_close(log_probs, log_probs_1)
+    tests.assert_same_replies([x for _, x in found], [theirs["replies"][key] for key, _ in found])
     one_turn = [i for i in range(n) if i % 5 == 0]
     for deal in ([one_turn, [i for i in range(n) if i % 5]], [range(n), []], [[], range(n)]):
         turns, heard = played(engine, deal[rank])
-        for i, reply in turns.items():
-            same = theirs["turns"][i]
-            assert (reply.ids, reply.finished) == (same.ids, same.finished), i
-            assert [x is None for x in reply.log_probs] == [x is None for x in same.log_probs], i
-            chosen = ([x for x in r.log_probs if x is not None] for r in (reply, same))
-            tests.assert_close(*chosen)
+        tests.assert_same_replies(turns.values(), [theirs["turns"][i] for i in turns])
         most = 1 if deal[rank] is one_turn else 4
         assert max(heard.values(), default=most) == most, heard
     assert not shared_memory(), shared_memory()
@@ -192,7 +186,8 @@ def samples(folder):
 
 
 def sleeps(folder):
-    """An engine that was asleep has the new weights after a sync."""
+    """An engine that was asleep has the new weights after a sync; its cache stays asleep until the first rows
+    come, when the actor has left the device."""
     w, rows = policy(tie_word_embeddings=True), rows_of()
     engine = engine_of(w, offload=True)
     for step in range(3):
@@ -202,21 +197,8 @@ def sleeps(folder):
         for change in (step, step + 10):  # the second time it is awake
             move(w, change)
             engine.sync(w.weights(engine.dtype))
+            assert engine.llm.llm_engine.is_sleeping() == (change == step)
             tests.assert_greedy(engine.generate(rows, 0.0), tests.plain(w), rows, STOP)
-
-
-def the_cache_wakes_last(folder):
-    """The cache stays asleep after a sync until the first rows come, when the actor has left the device."""
-    w = policy()
-    engine = engine_of(w, offload=True)
-    asleep = engine.llm.llm_engine.is_sleeping
-    for _ in range(2):
-        engine.offload()
-        engine.onload()
-        engine.sync(w.weights(engine.dtype))
-        assert asleep()
-        engine.generate(rows_of(), 0.0)
-        assert not asleep()
 
 
 def warms_up_asleep(folder):
@@ -332,7 +314,6 @@ LAUNCHES = [  # name, ranks, function, its arguments; the order matters: some re
     ("on two ranks that share an engine", 2, on_ranks, (2,)),
     ("samples", 1, samples, ()),
     ("sleeps", 1, sleeps, ()),
-    ("the cache wakes last", 1, the_cache_wakes_last, ()),
     ("fillers", 1, fillers, ()),
     ("sigterm ends generate", 2, sigterm_ends_generate, ()),
     ("errors", 1, errors, ()),
