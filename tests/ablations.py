@@ -93,25 +93,22 @@ def ablations(
 ):
     """Prints the table for seeds 101, 102 and so on. A run keeps one core busy; `jobs` run at once."""
     recipes = PRETRAINING if data else DIGITS if task == "digits" else PPO
+    script, own = "ppo_loop.py", "--critic.seed {seed}"
     first = []  # for each seed, the metrics of the answers that its critic is pretrained on
     todo = []
-    if task == "digits":
-        common_flags = digits.FLAGS + "--actor.lr 3e-4 --critic.lr 1e-3 --critic.cliprange-value None "
-        recipes = {name: common_flags + flags for name, flags in recipes.items()}
+    if data:
+        script, own = "critic_fsdp.py", "--rollouts {data}/train.jsonl --eval-rollouts {data}/eval.jsonl"
+        own += " --tokenizer {data}/tokenizer"
+    elif task == "digits":
+        own += f" {digits.FLAGS} --actor.lr 3e-4 --critic.lr 1e-3 --critic.cliprange-value None"
         answers = max(8, steps // 8 * 8)
         first = [digits.prepare(out / f"task, {101 + i}", 101 + i, answers) for i in range(seeds)]
     pretrained = {name: steps // 8 * ("{task}/critic" in flags) for name, flags in recipes.items()}
     for name, flags in recipes.items():
+        words = f"--steps {steps - pretrained[name]} --seed {{seed}} {own} {flags}".split()
         for seed in range(101, 101 + seeds):
-            flags_of_seed = [flag.format(task=out / f"task, {seed}") for flag in flags.split()]
-            flags_of_seed += ["--steps", f"{steps - pretrained[name]}"]
-            if data:
-                files = ("--rollouts", data / "train.jsonl", "--eval-rollouts", data / "eval.jsonl")
-                flags_of_seed += [*files, "--tokenizer", data / "tokenizer", "--seed", f"{seed}"]
-            else:
-                flags_of_seed += ["--seed", f"{seed}", "--critic.seed", f"{seed}"]
-            script = "critic_fsdp.py" if data else "ppo_loop.py"
-            todo.append((script, out / f"{name}, {seed}", flags_of_seed))
+            blanks = {"seed": seed, "data": data, "task": out / f"task, {seed}"}
+            todo.append((script, out / f"{name}, {seed}", [word.format(**blanks) for word in words]))
     with ThreadPoolExecutor(jobs) as threads:
         runs = list(tqdm(threads.map(run, todo), total=len(todo)))
     runs = {name: runs[i * seeds : (i + 1) * seeds] for i, name in enumerate(recipes)}

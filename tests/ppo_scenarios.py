@@ -50,16 +50,12 @@ def take_prompts(most):
     ppo_loop.addition_rows = lambda _, *args, **more: list(rows(2 * most, *args, **more))[: some(more)]
 
 
-def ppo(out, *flags):
-    """A whole run with these flags, as from the command line."""
-    ppo_loop.main(ppo_loop.parse([*flags, "--out-dir", str(out)]))
-
-
 def toy(folder, name, *flags):
     """A run of the toy task without its report, because matplotlib takes a second."""
     common.write_report = lambda *_: None
     take_prompts(128)
-    ppo(folder / name, "--actor.model", str(folder / "actor"), *TOY, *flags)
+    own = ("--actor.model", str(folder / "actor"), "--out-dir", str(folder / name))
+    ppo_loop.main(ppo_loop.parse([*own, *TOY, *flags]))
 
 
 def steps_of(out):
@@ -271,33 +267,29 @@ def one_update(path, n, fields):
 
 def functions_of_a_file(folder):
     """A reward and an environment that fail on some rows: the run goes on and counts them."""
-    take_prompts(36)
-    out, actor = folder / "functions", str(folder / "actor")
-    ppo(
-        out, "--supervised-steps", "0", "--steps", "3", "--rollout-n", "2", "--kl-coef", "0.01",
-        "--actor.lr", "1e-3", "--critic.lr", "1e-3",
-        "--actor.model", actor, "--train-batch-size", "12", "--max-response-length", "24",
-        "--reward", f"{REWARDS}:faulty_reward", "--reward-timeout", "0.3", "--max-turns", "3",
-        "--environment", f"{REWARDS}:faulty_environment", "--dump-rollouts", "--eval-every", "0",
-    )  # fmt: skip
+    own = "--steps 3 --train-batch-size 12 --max-response-length 24 --max-turns 3 --eval-every 0"
+    own += f" --kl-coef 0.01 --target-kl None --actor.lr 1e-3 --reward-timeout 0.3 --reward {REWARDS}:"
+    own += f"faulty_reward --environment {REWARDS}:faulty_environment"
+    toy(folder, "functions", *own.split())
     if common.RANK > 0:
         return
-    turns, faults = set(), []
-    tokenizer, _ = common.load_config(ppo_loop.ActorConfig(model=actor))
-    for metrics in steps_of(out):
-        errors = timeouts = 0
-        for row in common.read_lines(out / "rollouts" / f"step_{metrics['step']}.jsonl"):
+    turns, failed = set(), set()
+    tokenizer, _ = common.load_config(ppo_loop.ActorConfig(model=str(folder / "actor")))
+    steps = steps_of(folder / "functions")
+    for metrics in steps:
+        errors = 0
+        for row in common.read_lines(folder / f"functions/rollouts/step_{metrics['step']}.jsonl"):
             first, mask = tokenizer.decode(row["prompt_ids"])[0], row["response_mask"]
-            errors += first in "12" or (first == "4" and not row["truncated"])
-            timeouts += first == "3"
+            if first in "123" or (first == "4" and not row["truncated"]):
+                errors += 1
+                failed.add(first)
             turns.add(1 + sum(not a and b for a, b in zip(mask, mask[1:])))
             seen = tokenizer.decode([t for t, own in zip(row["response_ids"], mask) if not own])
             assert set(seen) <= set("[]0123456789") and len(mask) <= 24 and mask[0] and mask[-1], (seen, mask)
             # a failed row gets 0, plus the KL penalties of its actions
             assert first not in "123" or row["rewards"][-1] <= 0.01 * 20, row
-        assert metrics["reward/errors"] == errors + timeouts, metrics
-        faults.append((errors, timeouts))
-    assert len(faults) == 3 and all(map(sum, zip(*faults))) and turns == {1, 2, 3}, (faults, turns)
+        assert metrics["reward/errors"] == errors, metrics
+    assert len(steps) == 3 and failed == {*"1234"} and turns == {1, 2, 3}, (failed, turns)
 
 
 def a_lost_rank_is_reported(folder):
