@@ -24,7 +24,7 @@ import numpy
 import pytest
 import torch
 import transformers
-from helpers import SHARED, captured_gradients, full_tensor, random_batch, rows_of
+from helpers import SHARED, actions_of, captured_gradients, full_tensor, random_batch, rows_of
 from safetensors.torch import load_file
 
 import common
@@ -75,11 +75,8 @@ def plain(w, dtype=torch.float32):
     config._experts_implementation = "eager"  # the grouped matrix product does not support float64
     lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=kernel)
     weights = dict(w.weights())
-    named = dict(lm.named_parameters())
-    assert weights.keys() == named.keys()
-    with torch.no_grad():
-        for name, p in named.items():
-            p.copy_(weights[name])
+    assert weights.keys() == dict(lm.named_parameters()).keys()
+    lm.load_state_dict(weights, strict=False)  # which also names a tied head, and buffers
     return lm.to(dtype).eval()
 
 
@@ -175,8 +172,7 @@ def kl_of(kind, log_ratio):
 def loss_by_hand(lm, batch, run):
     """(loss of a mini-batch, its sums, log-probs (T,), entropies (T,)), action by action."""
     config = run.actor
-    rows = [(s, e, [t for t in range(s, e) if batch.response_mask[t]]) for s, e in rows_of(batch)]
-    rows = [row for row in rows if row[2]]
+    rows = [(*ends, at) for ends, at in zip(rows_of(batch), actions_of(batch)) if at]
     actions = int(batch.response_mask.sum())
     log_probs_T, entropy_T = torch.zeros(2, len(batch.input_ids), dtype=torch.float64)
     loss = 0.0
@@ -339,8 +335,7 @@ def assert_greedy(replies, lm, rows, stop):
     for (prompt, _, most), (ids, log_probs, ended) in zip(rows, replies):
         special = {"eos_token_id": stop, "pad_token_id": 0, "bos_token_id": None}
         settings = transformers.GenerationConfig(do_sample=False, max_new_tokens=most, **special)
-        ids_1L = torch.tensor([prompt])
-        theirs_1L = lm.generate(ids_1L, settings, attention_mask=torch.ones_like(ids_1L))
+        theirs_1L = lm.generate(torch.tensor([prompt]), settings)
         assert ids == theirs_1L[0, len(prompt) :].tolist()
         assert ended == (ids[-1] in stop) and not any(i in stop for i in ids[:-1])  # a stop id is kept
         assert len(ids) <= most and (ended or len(ids) == most)
@@ -758,10 +753,9 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
 ])  # fmt: skip
 def test_accuracy_is_reported_only_for_rewards_of_0_and_1(rewards, words, tmp_path, capsys):
     common.setup_distributed()
-    held_out = [Prompt([1], f"{i}", i) for i in range(3)]
     logged = {}
     logger = types.SimpleNamespace(log=lambda step, metrics: logged.update(metrics))
-    replies = ppo_loop.rows_of_rank(held_out)
+    replies = ppo_loop.rows_of_rank([Prompt([1], f"{i}", i) for i in range(3)])
     reward = partial(ppo_loop.attempt, lambda prompt, response, i: rewards[i])
     run = a_run(out_dir=str(tmp_path))
     ppo_loop.evaluate(replies, run, reward, ppo_loop.Phases(False), 3, logger)
@@ -797,8 +791,7 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
     rewards_T, advantages_T, returns_T = torch.zeros(3, len(batch.input_ids), dtype=torch.float64)
     kl_T = kl_of(run.kl_penalty, (batch.old_log_probs - batch.ref_log_probs).double())
     lam_policy = run.lam if run.lam_policy is None else run.lam_policy
-    for b, (start, end) in enumerate(rows_of(batch)):
-        places = [t for t in range(start, end) if batch.response_mask[t]]
+    for b, places in enumerate(actions_of(batch)):
         after = float(batch.values[places[-1]]) if run.bootstrap_truncated and batch.truncated[b] else 0.0
         for_policy = for_critic = 0.0
         if run.first_token_credit:
