@@ -17,6 +17,7 @@ import rewards
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 
 REWARDS = pathlib.Path(rewards.__file__)
 
@@ -74,8 +75,6 @@ def off(x, y):
 
 def tensors_of(out):
     """name -> tensor, of both exports and the last checkpoint; their order in a file is not fixed."""
-    from safetensors.torch import load_file
-
     paths = [path for part in PARTS for path in (out / part).rglob("*.safetensors")]
     return {f"{path.relative_to(out)} {name}": x for path in paths for name, x in load_file(path).items()}
 
@@ -166,8 +165,7 @@ def replies_belong_to_their_prompts(folder, run):
     for row in samples[:8]:
         ids = torch.tensor([tokenizer(row["prompt"])["input_ids"]])
         special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
-        settings = transformers.GenerationConfig(max_new_tokens=8, **special)
-        out = lm.generate(ids, settings, attention_mask=torch.ones_like(ids))[0, ids.shape[1] :]
+        out = lm.generate(ids, max_new_tokens=8, **special)[0, ids.shape[1] :]
         assert row["response"] == tokenizer.decode(out, skip_special_tokens=True), row
         assert row["reward"] == rewards.right_digits(None, row["response"], answer_of(row["prompt"]))
     for row in common.read_lines(run / "rollouts/step_1.jsonl"):

@@ -47,7 +47,8 @@ def ids_of(text):
 
 
 def a_run(backend="fsdp", **fields):
-    """The Run that parse() would make of these flags."""
+    """The Run that parse() would make of these flags, and the process group of its only rank."""
+    common.setup_distributed()
     config = ppo_loop.critic_module(backend).Config
     critic = config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size)
     return ppo_loop.Run(**{"critic": critic, "backend": backend, **fields})
@@ -218,8 +219,7 @@ def loss_by_hand(lm, batch, run):
     ("tiny-qwen3-moe", 0.7, dict(kl_loss_coef=0.2, kl_loss_type="abs", clip_ratio_c=1.2)),
 ])  # fmt: skip
 def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fields, monkeypatch):
-    """Log-probs, entropies, and gradient, norm and metrics of a step over several micro-batches are those of
-    autograd in float64; the gradient also equals that of one micro-batch with all logits at once. The head
+    """Log-probs, entropies and a step over several micro-batches are those of autograd in float64. The head
     makes one chunk of logits at a time, and keeps none. A reference without optimizer has equal log-probs."""
     monkeypatch.setattr(ppo_loop, "LOGITS_AT_ONCE", 5 * 99)
     fields = {"ppo_max_token_len_per_gpu": 90, **fields}
@@ -294,8 +294,7 @@ ENGINES = dict.fromkeys(KINDS, SHARP) | dict.fromkeys(("tiny-gemma2", "tiny-mist
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_rollout_equals_transformers_prompt_by_prompt(kind):
-    """Greedy tokens equal those of transformers' generate, also after the engine was offloaded. Log-probs,
-    also of sampled tokens, equal those of a plain forward and of the actor. A row ends only at a stop token
+    """Greedy tokens, and log-probs, also of sampled tokens and of the actor. A row ends only at a stop token
     or at its length limit, and its sample depends on nothing but its seed."""
     w = policy(kind, temperature=0.7, override_config=ENGINES[kind])
     lm = plain(w)
@@ -460,7 +459,6 @@ def play(turns, observe, prompts=(), tokenizer=TOKENIZER, **fields):
     run = a_run(**{"max_response_length": 30, **fields})
     task = a_task(tokenizer=tokenizer, observe=observe and partial(ppo_loop.attempt, observe))
     engine = types.SimpleNamespace(generate=generate)
-    common.setup_distributed()
     ppo_loop.roll_out(engine, task, replies, run, 1.0, "key")
     return replies, asked
 
@@ -553,9 +551,6 @@ def test_a_last_message_of_the_assistant_is_continued():
     tokenizer = chat_tokenizer()
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I think"}]
     assert tokenizer.decode(common.chat_ids(tokenizer, chat)) == "<user>hi<eos>\n<assistant>I think"
-    assert tokenizer.decode(common.chat_ids(tokenizer, chat[:1])) == "<user>hi<eos>\n<assistant>"
-    whole = tokenizer.decode(common.chat_ids(tokenizer, chat, complete=True))
-    assert whole == "<user>hi<eos>\n<assistant>I think<eos>\n"
 
 
 # ---- Rewards, advantages -----------------------------------------------------------------------------------
@@ -667,7 +662,6 @@ def test_rows_run_at_once_in_processes_or_threads(ask, tmp_path, monkeypatch):
 
 def test_a_reward_that_is_not_a_number_is_a_fault_and_counts_as_0(capsys):
     """As does a fault of the environment before it. If all rows fail, the run ends."""
-    common.setup_distributed()
     says = [1, 0.25, numpy.True_, 8, None, math.nan, math.inf, "x", [1], 10**5000, numpy.float16("inf")]
     replies = [Reply(Prompt([1], f"p{i}", i), i, text=f"r{i}") for i in range(len(says))]
     replies[3].fault = "died"
@@ -709,7 +703,6 @@ def another_tokenizer():
 @pytest.mark.parametrize("backend, same_tokens", [("fsdp", True), ("megatron", False)])
 def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_path):
     """Also with a tokenizer of its own, for texts and chats. Rows as long as the token budget fit."""
-    common.setup_distributed()
     tokenizer = chat_tokenizer(tokenizer=None if same_tokens else another_tokenizer())
     fields = common.tiny_config("tiny-llama", len(tokenizer)) | {"num_labels": 1, "pad_token_id": 0}
     config = transformers.AutoConfig.for_model(**fields)
@@ -752,7 +745,6 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
     ([1.0, 0.0, 1.0], "accuracy 0.667"), ([1.0, 0.5, 1.0], "reward 0.833"),
 ])  # fmt: skip
 def test_accuracy_is_reported_only_for_rewards_of_0_and_1(rewards, words, tmp_path, capsys):
-    common.setup_distributed()
     logged = {}
     logger = types.SimpleNamespace(log=lambda step, metrics: logged.update(metrics))
     replies = ppo_loop.rows_of_rank([Prompt([1], f"{i}", i) for i in range(3)])
@@ -779,7 +771,6 @@ SAYS_THE_SAME.compute_values = lambda batch: batch.values
 ])  # fmt: skip
 def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
     """The loop goes action by action, backwards from the end of each row."""
-    common.setup_distributed()
     run = a_run(**fields)
     batch = random_batch(8, 6, idle=False)
     g = torch.Generator().manual_seed(1)
@@ -838,9 +829,11 @@ def test_prompts_of_text_and_of_chats(tmp_path, capsys):
     rows = [{"prompt": "a" * n} for n in (3, 6, 5, 9)]
     assert [p.text for p in load(*rows, max_prompt_length=5)] == ["aaa", "aaaaa"]
     assert "left out 2 prompts longer than --max-prompt-length" in capsys.readouterr().out
-    no_answer = (":1: .*addition can check", {"reward": "addition"})
-    short = (": no usable", {"max_prompt_length": 2})
-    for fault, fields in (short, no_answer, (":1: .* why", {"privileged_key": "why"})):
+    for fault, fields in (
+        (": no usable", {"max_prompt_length": 2}),
+        (":1: .*addition can check", {"reward": "addition"}),
+        (":1: .* why", {"privileged_key": "why"}),
+    ):
         with pytest.raises(UserError, match=f"--prompts .*prompts.jsonl{fault}"):
             load(*rows, **fields)
 
@@ -973,7 +966,6 @@ def test_a_resumed_run_continues_where_it_stopped(tmp_path):
 
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-3), (torch.bfloat16, 0.5)])
 def test_an_engine_that_is_off_the_actor_ends_the_run(dtype, most):
-    common.setup_distributed()
     batch = random_batch(8)
     batch.old_log_probs = batch.ref_log_probs = batch.values
     batch.rollout_log_probs = batch.values - 0.9 * most * batch.response_mask

@@ -6,6 +6,7 @@ Commands run as they are written, except that those that train for minutes have 
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import re
 import shlex
@@ -20,8 +21,6 @@ import tyro
 from helpers import ROOT, SHARED, begin, ended, run, succeeded
 
 import common
-import critic_fsdp
-import critic_megatron
 import ppo_loop
 
 PAGES = {
@@ -50,9 +49,8 @@ PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # torchrun, if
 def copy(tmp_path_factory):
     """The scripts alone in a folder, next to the development data."""
     folder = tmp_path_factory.mktemp("copy")
-    (folder / "main").mkdir()
+    (folder / "main" / "tests").mkdir(parents=True)
     for file in (*ROOT.glob("*.py"), ROOT / "tests" / "rows.jsonl"):
-        (folder / "main" / file.relative_to(ROOT)).parent.mkdir(exist_ok=True)
         shutil.copy(file, folder / "main" / file.relative_to(ROOT))
     (folder / "shared").symlink_to(SHARED)
     return folder / "main"
@@ -244,11 +242,9 @@ def test_commands_of_the_benchmark_have_flags_that_exist():
 
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "gpu"])
 def test_command_for_gpus_has_flags_that_exist(line, monkeypatch):
-    words = shlex.split(line)
-    ranks = int(words[words.index("--nproc-per-node") + 1]) if words[0] == "torchrun" else 1
-    ranks *= int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
-    script = next(s for s in (critic_fsdp, critic_megatron, ppo_loop) if f"{s.__name__}.py" in words)
-    args = words[words.index(f"{script.__name__}.py") + 1 :]
+    ranks = math.prod(map(int, re.findall(r"--(?:nproc-per-node|nnodes) (\d+)", line)))
+    name, args = re.search(r"(\w+)\.py\b(.*)", line).groups()
+    script, args = importlib.import_module(name), shlex.split(args)
     if script is ppo_loop:
         flags = ppo_loop.parse(args)
         monkeypatch.setattr(ppo_loop, "WORLD_SIZE", ranks)
