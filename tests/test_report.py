@@ -12,7 +12,7 @@ import types
 import browser
 import pytest
 import torch
-from helpers import ROOT, actions_of, rows_of, succeeded, torchrun
+from helpers import ROOT, actions_of, random_batch, rows_of, succeeded, torchrun
 from matplotlib.figure import Figure
 
 import common
@@ -24,20 +24,12 @@ same = pytest.approx
 def judged_rows(n, prompts, longest=12, gamma=1.0):
     """Rows that answer some prompts, rewarded with 0 or 1; returns and TD errors (as advantages) by hand."""
     rng = random.Random(0)
-    lines = []
-    for _ in range(n):
-        prompt = rng.randrange(prompts)
-        reward = int(rng.random() < (0.2, 0.7)[prompt % 2])
-        tokens = [(rng.randrange(90), rng.random() < 0.8) for _ in range(rng.randrange(longest - 1))]
-        ids, mask = zip(*tokens, (1, True))
-        values = [rng.random() * 1.2 - 0.1 + 0.2 * reward for _ in ids]
-        row = {"prompt_ids": [99, prompt], "response_ids": ids, "response_mask": mask, "values": values}
-        lines.append(json.dumps({**row, "reward": reward}))
-    rows = common.read_rows(lines, None)
-    rows.returns = torch.zeros(len(rows.input_ids))
-    rows.advantages = torch.zeros(len(rows.input_ids))
-    for at in actions_of(rows):
-        ahead = tail = float(rows.token_level_rewards[at[-1]])
+    rows = random_batch(n, longest=longest + 8, idle=False, prompts=prompts)
+    columns = torch.zeros(3, len(rows.input_ids))
+    rows.token_level_rewards, rows.returns, rows.advantages = columns
+    for b, at in enumerate(actions_of(rows)):
+        reward = int(rng.random() < (0.2, 0.7)[b % prompts % 2])
+        rows.token_level_rewards[at[-1]] = ahead = tail = reward
         for t in reversed(at):
             rows.advantages[t] = ahead - float(rows.values[t])
             rows.returns[t] = tail
@@ -54,7 +46,7 @@ def explained(pairs):
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_every_number_equals_a_plain_loop(gamma, tmp_path):
-    rows = judged_rows(150, 40, gamma=gamma)
+    rows = judged_rows(150, 80, gamma=gamma)
     pairs = [[(float(rows.values[t]), float(rows.returns[t])) for t in at] for at in actions_of(rows)]
     groups = {}  # prompt -> (return at the first action, last value, reward) of its rows
     for (start, _), at, row in zip(rows_of(rows), actions_of(rows), pairs, strict=True):
