@@ -281,11 +281,10 @@ def engine_of(w, stop=(EOS,), at_once=100, top_p=1.0, known=None):
     return engine
 
 
-def some_prompts(n=9, seed=5):
-    """n prompts of 1 to 12 token ids each."""
+def some_prompts(lengths=(6, 1, 12, 3, 9, 2, 11, 5, 8), seed=5):
+    """Prompts of these numbers of token ids."""
     g = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 13, (n,), generator=g).tolist()
-    return [torch.randint(3, 99, (length,), generator=g).tolist() for length in lengths]
+    return [torch.randint(3, 99, (n,), generator=g).tolist() for n in lengths]
 
 
 # with a sliding window the cache drops old keys, and left padding shifts the window
@@ -381,7 +380,7 @@ def test_a_model_without_sdpa_rolls_out_by_its_own_attention(tmp_path):
     lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     lm.save_pretrained(tmp_path)
     w = policy(tmp_path, override_config="{}")
-    rows = [(prompt, i, 6) for i, prompt in enumerate(some_prompts(4))]
+    rows = [(prompt, i, 6) for i, prompt in enumerate(some_prompts((5, 1, 12, 8)))]
     assert_greedy(engine_of(w).generate(rows, 0.0), lm, rows, [EOS])
 
 

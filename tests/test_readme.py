@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 import tyro
 from helpers import ROOT, SHARED, begin, ended, run, succeeded
+from ppo_scenarios import metrics_of
 
 import common
 import ppo_loop
@@ -166,12 +167,10 @@ def test_command_runs(line, copy, ppo):
         first = common.read_lines(copy / "out" / "scored" / "scored.jsonl")[0]
         assert said_by_python_of(PAGES["reference.md"], copy) == pytest.approx(first["values"], abs=1e-5)
     if line.endswith("out/two/megatron"):
-        logs = (common.read_lines(f"{copy}/out/two/{x}/metrics.jsonl") for x in ("fsdp", "megatron"))
+        ours, theirs = (metrics_of(copy / "out" / "two" / x) for x in ("fsdp", "megatron"))
         signed = re.compile("mean|min|max|explained|auc").search  # about 1 in size
-        for row, other in zip(*logs, strict=True):
-            same = {n: x for n, x in other.items() if not n.startswith("perf/") and x is not None}
-            near = {n: pytest.approx(x, rel=1e-6, abs=1e-6 * bool(signed(n))) for n, x in same.items()}
-            assert len(same) > 3 and near == {n: row[n] for n in same}
+        near = lambda n, x: None if x is None else pytest.approx(x, rel=1e-6, abs=1e-6 * bool(signed(n)))
+        assert ours == {key: near(key[1], x) for key, x in theirs.items()} and len(ours) > 30
     if line == START:
         rising = held_out(out)
         assert rising[-1] > 0.4 and rising[-1] > rising[1] > rising[0], rising

@@ -43,17 +43,13 @@ def engine_of(w, stop=STOP, at_once=16, offload=False, longest=220, known=99, **
     return ppo_loop.VLLMRollout(tests.a_run(actor=w.config, rollout="vllm", **fields), task, w.device)
 
 
-def prompts_of(lengths, seed=5):
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 99, (n,), generator=g).tolist() for n in lengths]
-
-
 def rows_of(room=(12, 1, 2, 12, 12, 3)):
     """Rows for an engine: prompts, some longer than a block of the cache; seeds; numbers of new tokens."""
-    return list(zip(prompts_of((140, 1, 30, 131, 5, 190)), range(6), room, strict=True))
+    return list(zip(tests.some_prompts((140, 1, 30, 131, 5, 190)), range(6), room, strict=True))
 
 
-MANY = prompts_of([3, 16, 29, 42, 5, 18, 31, 44, 7, 150, 129], seed=8)
+def many_prompts():
+    return tests.some_prompts((3, 16, 29, 42, 5, 18, 31, 44, 7, 150, 129), seed=8)
 
 
 @torch.no_grad()
@@ -112,7 +108,7 @@ def played(engine, mine):
     """Rows of a multi-turn roll_out, like replies of an engine, with log-probs of 1 for what the environment
     says: row i gets i % 5 observations, unless it reaches its length limit."""
     heard = {}
-    prompts = [ppo_loop.Prompt(ids, f"row {i}", i % 5) for i, ids in enumerate(MANY)]
+    prompts = [ppo_loop.Prompt(ids, f"row {i}", i % 5) for i, ids in enumerate(many_prompts())]
 
     def observe(prompt, response, answer):
         heard[prompt] = heard.get(prompt, 0) + 1
@@ -131,7 +127,8 @@ def played(engine, mine):
 def on_ranks(folder, size=1):
     """The tokens are those of one rank, with one engine per rank or a shared one, however rows are dealt."""
     w, path = policy(tie_word_embeddings=True), folder / "on one rank.pt"
-    engine, rank, n = engine_of(w, tensor_parallel_size=size), common.RANK, len(MANY)
+    engine, rank, many = engine_of(w, tensor_parallel_size=size), common.RANK, many_prompts()
+    n = len(many)
     deals = [(range(n), []), ([], range(n)), (range(2), range(2, n)), (range(0, n, 2), range(1, n, 2))]
     deals = [deal[rank] for deal in deals] if common.WORLD_SIZE == 2 else [range(n)]
     found = []
@@ -140,10 +137,10 @@ def on_ranks(folder, size=1):
         engine.sync(w.weights(engine.dtype))
         for mine in deals if step == 2 else deals[-2:]:
             for temperature in (0.0, 0.9):
-                rows = [(MANY[i], 100 * step + i, 4 + i) for i in mine]
+                rows = [(many[i], 100 * step + i, 4 + i) for i in mine]
                 replies = engine.generate(rows, temperature)
                 found += [((step, temperature, i), x) for i, x in zip(mine, replies, strict=True)]
-    rows = [(prompt, i, 6) for i, prompt in enumerate(MANY)]
+    rows = [(prompt, i, 6) for i, prompt in enumerate(many)]
     tests.assert_greedy(engine.generate(rows, 0.0), tests.plain(w), rows, STOP)
     turns, heard = played(engine, range(n))
     if common.WORLD_SIZE == 1:
