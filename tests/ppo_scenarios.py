@@ -185,8 +185,7 @@ def one_row(folder, name, *flags):
 
 def goes_on(folder, name, layout, *flags):
     """A golden run's checkpoint of step 2 continues with the same steps 3 and 4: to 1e-4 on another layout or
-    with the other critic; bit for bit on its own layout, also with --offload, which moves every model to the
-    host outside its own phases."""
+    with the other critic; bit for bit on its own layout, also with --offload."""
     out, whole = folder / f"{name}, on {layout}", folder / name
     toy(folder, out.name, *GOLDEN[layout][1], *flags, "--resume", str(whole / "checkpoints" / "step_2"))
     if common.RANK == 0:
@@ -197,13 +196,10 @@ def goes_on(folder, name, layout, *flags):
 
 
 def update_of_the_actor(folder):
-    """Gradients before clipping, norm, metrics and weights of one update equal those of one rank.
-
-    Gradients agree to 1e-6 of the largest of their tensor. AdamW's first step is the learning rate times the
-    sign of the gradient. Where the gradient is above 1e-2 of the largest, and far above AdamW's eps, weights
-    agree to 1e-6 of the largest, too. Where it is almost 0 (keys' biases have only rounding errors) the sign
-    may be either.
-    """
+    """Gradients before clipping, norm, metrics and weights of one update equal those of one rank, gradients to
+    1e-6 of the largest of their tensor. AdamW's first step is the learning rate times the sign of the gradient,
+    which may be either where it is almost 0 (keys' biases have only rounding errors). Elsewhere weights agree
+    to 1e-6 of the largest, too."""
     cut = {"ppo_max_token_len_per_gpu": 48, "loss_agg_mode": "seq-mean-token-mean"}
     for name, n, fields in (
         ("21 rows", 21, {"entropy_coeff": 0.01, "kl_loss_coef": 0.1}),

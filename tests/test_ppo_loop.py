@@ -989,20 +989,19 @@ def whole_run(parse, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_the_critic_alone_reads_the_hint(backend, whole_run, parse, tmp_path):
-    """Its values and its update are those for rows that begin with the hint; the actor's rows lack it."""
-    flags = f"--steps 1 --gamma 0.9 --lam 0.8 --rollout-n 2 --privileged-key response --critic {backend}"
-    whole_run(flags)
+def test_the_critic_alone_reads_the_hint(backend, whole_run, tmp_path):
+    """Its values and its update are those for rows that begin with the hint, at any temperature; the actor's
+    rows lack it."""
+    flags = "--steps 1 --gamma 0.9 --lam 0.8 --rollout-n 2 --privileged-key response"
+    whole_run(f"{flags} --temperature 0.6 --top-p 0.8 --critic {backend}")
     lines = []
     for row in common.read_lines(tmp_path / "out/rollouts/step_1.jsonl"):
-        prompt = TOKENIZER.decode(row["prompt_ids"])
-        a, b = re.fullmatch(r"(\d\d)\+(\d\d)=", prompt).groups()  # this is what the actor has read
-        ids = ids_of(f"For the critic only: {int(a) + int(b)}\n{prompt}")
-        lines.append(json.dumps(row | {"prompt_ids": ids}))
+        prompt = TOKENIZER.decode(row["prompt_ids"])  # this is what the actor has read
+        hint = f"For the critic only: {sum(map(int, prompt[:-1].split('+')))}\n"
+        lines.append(json.dumps(row | {"prompt_ids": ids_of(hint + prompt)}))
     batch = common.read_rows(lines, None)
-    config = parse(f"--critic.ppo-mini-batch-size 8 {flags}").critic
-    own = {"model": "tiny-qwen2", "override_config": '{"initializer_range":0.1}', "lr": 1e-3}
-    critic = ppo_loop.critic_module(backend).CriticWorker(dataclasses.replace(config, **own))
+    script = ppo_loop.critic_module(backend)
+    critic = script.CriticWorker(script.Config(override_config=SHARP, lr=1e-3, ppo_mini_batch_size=8))
     critic.init_model()
     torch.testing.assert_close(critic.compute_values(batch), batch.values, rtol=0, atol=1e-6)
     common.add_returns(batch, 0.9, 0.8)
