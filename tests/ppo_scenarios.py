@@ -196,7 +196,7 @@ def goes_on(folder, name, layout, *flags):
 
 
 def update_of_the_actor(folder):
-    """Gradients before clipping, norm, metrics and weights of one update equal those of one rank: gradients to
+    """Gradients before clipping, norm, metrics and weights of an update equal those of one rank: gradients to
     1e-6 of the largest of their tensor, and so do weights. But AdamW's first step is the learning rate times
     the sign of the gradient, which may be either where it is almost 0, as for keys' biases."""
     cut = {"ppo_max_token_len_per_gpu": 48, "loss_agg_mode": "seq-mean-token-mean"}
