@@ -37,10 +37,12 @@ def policy(kind="tiny-qwen2", param_dtype="auto", **overrides):
 
 
 def engine_of(w, stop=STOP, at_once=16, offload=False, longest=220, known=99, **vllm):
-    """A VLLMRollout that has no weights yet."""
+    """A VLLMRollout with the actor's weights."""
     fields = {"rollout_batch_size": at_once, "offload": offload, "vllm": ppo_loop.VLLMConfig(**vllm)}
     task = tests.a_task(model_config=w.model_config, stop_ids=list(stop), longest=longest, known=known)
-    return ppo_loop.VLLMRollout(tests.a_run(actor=w.config, rollout="vllm", **fields), task, w.device)
+    engine = ppo_loop.VLLMRollout(tests.a_run(actor=w.config, rollout="vllm", **fields), task, w.device)
+    engine.sync(w.weights(engine.dtype))
+    return engine
 
 
 def rows_of(room=(12, 1, 2, 12, 12, 3)):
@@ -53,10 +55,11 @@ def many_prompts():
 
 
 @torch.no_grad()
-def move(w, step):
-    """Changes the weights, in the same way on any number of ranks."""
+def move(w, step, engine):
+    """Changes the weights, in the same way on any number of ranks, also in the engine."""
     for p in w.model.parameters():
         p.add_(0.05 * torch.sin(100 * p + step))
+    engine.sync(w.weights(engine.dtype))
 
 
 def weights_arrive(folder):
@@ -71,8 +74,7 @@ def weights_arrive(folder):
         engine = engine_of(w)
         rows, seen, worst = rows_of(), set(), 0.0
         for step in range(3):
-            move(w, step)
-            engine.sync(w.weights(engine.dtype))
+            move(w, step, engine)
             replies = engine.generate(rows, 0.0)
             worst = max(worst, tests.assert_greedy(replies, tests.plain(w), rows, STOP))
             seen.add(str([ids for ids, _, _ in replies]))
@@ -85,9 +87,7 @@ def weights_are_cast(folder):
     w, rows = policy(param_dtype="bfloat16"), rows_of(room=[16] * 6)
     engine, old = engine_of(w, stop=()), tests.plain(w)
     assert engine.dtype == torch.bfloat16
-    engine.sync(w.weights(engine.dtype))
-    move(w, 1)
-    engine.sync(w.weights(engine.dtype))
+    move(w, 1, engine)
     replies = engine.generate(rows, 1.0)
     now, half = tests.plain(w), tests.plain(w, torch.bfloat16)
 
@@ -133,8 +133,7 @@ def on_ranks(folder, size=1):
     deals = [deal[rank] for deal in deals] if common.WORLD_SIZE == 2 else [range(n)]
     found = []
     for step in range(3):
-        move(w, step)
-        engine.sync(w.weights(engine.dtype))
+        move(w, step, engine)
         for mine in deals if step == 2 else deals[-2:]:
             for temperature in (0.0, 0.9):
                 rows = [(many[i], 100 * step + i, 4 + i) for i in mine]
@@ -164,8 +163,6 @@ def samples(folder):
     w, prompt = policy(), [20, 30, 40]
     lm = tests.plain(w)
     some, engine = engine_of(w, range(1, 99, 12), at_once=32), engine_of(w, (), at_once=128)
-    for e in (some, engine):
-        e.sync(w.weights(e.dtype))
     before = torch.get_rng_state()
     tests.assert_samples_follow_their_seeds(some)
     assert torch.equal(torch.get_rng_state(), before)
@@ -192,8 +189,7 @@ def sleeps(folder):
         assert engine.llm.llm_engine.is_sleeping()
         engine.onload()
         for change in (step, step + 10):  # the second time it is awake
-            move(w, change)
-            engine.sync(w.weights(engine.dtype))
+            move(w, change, engine)
             assert engine.llm.llm_engine.is_sleeping() == (change == step)
             tests.assert_greedy(engine.generate(rows, 0.0), tests.plain(w), rows, STOP)
 
@@ -227,7 +223,6 @@ def fillers(folder):
     w = policy(vocab_size=150)
     w.model.known = 99
     engine = engine_of(w, stop=(), at_once=400)
-    engine.sync(w.weights(engine.dtype))
     replies = engine.generate([([20, 30, 40], i, 4) for i in range(400)], 1.0)
     tests.assert_no_fillers(replies, w, tests.plain(w))
 
@@ -236,7 +231,6 @@ def sigterm_ends_generate(folder):
     """After SIGTERM to one rank, all ranks of its engine stop at the same step, and the engine can sleep."""
     w = policy()
     engine = engine_of(w, (), offload=True, tensor_parallel_size=common.WORLD_SIZE)
-    engine.sync(w.weights(engine.dtype))
     step, steps = engine.llm.llm_engine.step, []
 
     def counted():
