@@ -419,7 +419,7 @@ def build_value_model(config, model_config, layout):
     common.send_weights(model, source)
     for buffer in model.buffers():  # --offload-policy does not move buffers
         buffer.data = buffer.to(layout.device)
-    # the cost: forward and input gradients, and weight gradients
+    # the cost in forwards: forward and input gradients are 2, weight gradients the rest
     return model, flops, 2 + trained / count, f"{count:,} parameters, {trained:,} of them train: {story}"
 
 
@@ -517,7 +517,7 @@ def slice_row(decoder, args, kwargs):
 def spread(costs, k):
     """k lists of indices with nearly equal sums: each next largest joins the emptiest list (Graham 1969)."""
     parts = [[] for _ in range(k)]
-    loads = [(0, part) for part in range(k)]  # a heap
+    loads = [(0, part) for part in range(k)]  # a heap: the emptiest is first
     largest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
     for i in largest_first:
         load, emptiest = loads[0]

@@ -714,7 +714,7 @@ def wrap(module):
 def spread(costs, k):
     """k lists of indices with nearly equal sums: each next largest joins the emptiest list (Graham 1969)."""
     parts = [[] for _ in range(k)]
-    loads = [(0, part) for part in range(k)]  # a heap
+    loads = [(0, part) for part in range(k)]  # a heap: the emptiest is first
     largest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
     for i in largest_first:
         load, emptiest = loads[0]
@@ -834,7 +834,7 @@ class MegatronPPOCritic:
         )
         self.transformer = self.modules[0].config
         self.padding_row = padding_row(self.modules[0], model_config)
-        self.model = nn.ModuleList(map(wrap, self.modules)).to(layout.device)  # the same chunks
+        self.model = nn.ModuleList(map(wrap, self.modules)).to(layout.device)  # wrap moves only what trains
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         options = OptimizerConfig(
             lr=self.peak_lr,
