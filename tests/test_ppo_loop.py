@@ -72,7 +72,7 @@ def policy(kind="tiny-qwen2", temperature=1.0, trains=True, override_config=SHAR
 def plain(w, dtype=torch.float32):
     """The same weights in a plain transformers model, without packing and sharding."""
     config = copy.deepcopy(w.model_config)
-    kernel = "eager" if config.model_type == "gemma2" else "sdpa"  # sdpa has no cap on attention logits
+    kernel = "eager" if config.model_type in ("gemma2", "gpt_oss") else "sdpa"  # has no softcap and no sinks
     config._experts_implementation = "eager"  # the grouped matrix product does not support float64
     lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=kernel)
     weights = dict(w.weights())
@@ -288,13 +288,15 @@ def some_prompts(lengths=(6, 1, 12, 3, 9, 2, 11, 5, 8), seed=5):
 
 
 # with a sliding window the cache drops old keys, and left padding shifts the window
-ENGINES = dict.fromkeys(KINDS, SHARP) | dict.fromkeys(("tiny-gemma2", "tiny-mistral"), WINDOW)
+ENGINES = dict.fromkeys((*KINDS, "tiny-gpt-oss"), SHARP)
+ENGINES |= dict.fromkeys(("tiny-gemma2", "tiny-mistral"), WINDOW)
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_a_rollout_equals_transformers_prompt_by_prompt(kind):
+def test_a_rollout_equals_transformers_prompt_by_prompt(kind, monkeypatch):
     """Greedy tokens, and log-probs, also of sampled tokens and of the actor. A row ends only at a stop token
     or at its length limit, and its sample depends on nothing but its seed."""
+    monkeypatch.setitem(common.TINY, "tiny-gpt-oss", {"num_local_experts": 4, "num_experts_per_tok": 2})
     w = policy(kind, temperature=0.7, override_config=ENGINES[kind])
     lm = plain(w)
     stop = list(range(1, 99, 6))  # one token in six ends a row
@@ -367,21 +369,6 @@ def assert_samples_follow_their_seeds(engine):
     assert sum(a[0] != b[0] for a, b in zip(together, others)) >= 7
     shorter = engine.generate([(prompt, seed, 2) for prompt, seed, _ in rows], 0.9)  # only cut off
     assert [ids for ids, _, _ in shorter] == [ids[:2] for ids, _, _ in together]
-
-
-def test_a_model_without_sdpa_rolls_out_by_its_own_attention(tmp_path):
-    """gpt-oss, whose attention has sinks, gives the same greedy tokens as transformers."""
-    config = transformers.GptOssConfig(
-        vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, eos_token_id=None,
-        pad_token_id=None, initializer_range=0.5,
-    )  # fmt: skip
-    torch.manual_seed(3)
-    lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    lm.save_pretrained(tmp_path)
-    w = policy(tmp_path, override_config="{}")
-    rows = [(prompt, i, 6) for i, prompt in enumerate(some_prompts((5, 1, 12, 8)))]
-    assert_greedy(engine_of(w).generate(rows, 0.0), lm, rows, [EOS])
 
 
 def nucleus(log_p_V, top_p):

@@ -197,7 +197,6 @@ def sleeps(folder):
 def warms_up_asleep(folder):
     """Steps that update only the critic, with an engine that sleeps in between and loses its weights, as it
     does on a GPU: each step's log-probs equal the actor's, and those of an engine that never sleeps."""
-    common.write_report = lambda *_: None
     sleep = ppo_loop.VLLMRollout.offload
 
     def forget(model):
