@@ -532,13 +532,6 @@ def test_a_chat_with_an_environment_follows_the_template(closes):
     assert tokenizer.decode(own) == "a?<eos>b?<eos>c?<eos>"
 
 
-def test_a_last_message_of_the_assistant_is_continued():
-    """Its tokens are the template's up to the end of that message, without a second assistant header."""
-    tokenizer = chat_tokenizer()
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I think"}]
-    assert tokenizer.decode(common.chat_ids(tokenizer, chat)) == "<user>hi<eos>\n<assistant>I think"
-
-
 # ---- Rewards, advantages -----------------------------------------------------------------------------------
 
 
@@ -806,9 +799,11 @@ def test_prompts_of_text_and_of_chats(tmp_path, capsys):
     load = lambda *rows, **fields: prompts_of(tmp_path, *rows, tokenizer=chat_tokenizer(""), **fields)
     user = [{"role": "user", "content": "hi"}]
     chat = [{"role": "system", "content": "S"}, *user]
-    ours = load({"prompt": "1+1=", "answer": "2"}, {"prompt": chat})
+    begun = [*user, {"role": "assistant", "content": "I think"}]
+    ours = load({"prompt": "1+1=", "answer": "2"}, {"prompt": chat}, {"prompt": begun})
     assert ours[0] == Prompt(ids_of("1+1="), "1+1=", "2", None)
     assert ours[1] == Prompt(ids_of("<system>S\n<user>hi\n<assistant>"), "hi", None, chat)
+    assert ours[2] == Prompt(ids_of("<user>hi\n<assistant>I think"), "I think", None, begun)
     ours = load({"question": "hi", "gold": 7}, chat=True, prompt_key="question", answer_key="gold")
     assert ours == [Prompt(ids_of("<user>hi\n<assistant>"), "hi", 7, user)]
 
