@@ -877,20 +877,18 @@ def parse(monkeypatch, tmp_path):
     '--critic.model tiny-gpt2 --critic.override-config {"vocab_size":50}',
     '--critic.model tiny-gpt2 --critic.override-config {"n_positions":13}',
     '--actor.model tiny-llama --actor.override-config {"max_position_embeddings":13}',
-    "--actor.model tiny-qwen2.5-vl", "--reward-model /none", "--reward-model LM",  # it has no value head
+    "--actor.model tiny-qwen2.5-vl", "--reward-model /none", "--reward-model lm",  # it has no value head
     *([] if importlib.util.find_spec("vllm") else ["--rollout vllm"]),
-    "--actor.ratio-band 2 1", "--prompts ROWS --chat --reward FILE", "--critic.tokenizer WORDS",
+    "--actor.ratio-band 2 1", "--prompts rows.jsonl --chat --reward mine.py:f", "--critic.tokenizer words",
 ))])  # fmt: skip
-def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path):
+def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path, monkeypatch):
     """This includes mistakes that are found only while models are built."""
-    if "LM" in flags:
+    monkeypatch.chdir(tmp_path)
+    if "--reward-model lm" in flags:
         policy().export_hf(tmp_path / "lm", TOKENIZER)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
     (tmp_path / "mine.py").write_text("def f(prompt, response, answer):\n    return 1")
     another_tokenizer().save_pretrained(tmp_path / "words")
-    files = {"LM": "lm", "ROWS": "rows.jsonl", "FILE": "mine.py:f", "WORDS": "words"}
-    for word, file in files.items():
-        flags = flags.replace(word, str(tmp_path / file))
     with pytest.raises(UserError, match=rf"^{named}(?![\w-])[^\n]*\Z"):
         ppo_loop.main(parse(flags))
 

@@ -133,14 +133,14 @@ def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
             assert color in found[2] or not rows.response_mask[t]
 
 
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")  # of processes that other tests left running
 @pytest.mark.parametrize("case", ["one row", "equal rewards", "a row without actions", "not 0 or 1"])
-def test_unusual_rows_have_a_report(tmp_path, case, recwarn):
+def test_unusual_rows_have_a_report(tmp_path, case):
     rows = judged_rows(1 if case == "one row" else 12, 5)
     rows.token_level_rewards *= {"equal rewards": 0, "not 0 or 1": 2}.get(case, 1)
     if case == "a row without actions":
         rows.response_mask[slice(*rows_of(rows)[3])] = False
     _, numbers = write(tmp_path, rows)
-    assert not list(recwarn), [str(w.message) for w in recwarn]
     assert (numbers["AUC"] == "--") == (case != "a row without actions")
     assert (numbers["explained variance"] == "--") == (case in ("one row", "equal rewards"))
 
