@@ -703,11 +703,12 @@ class Pack:
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
-                     sliding_window=None, softcap=None, is_causal=None, s_aux=None, **kwargs):  # fmt: skip
+                     sliding_window=0, softcap=None, is_causal=None, s_aux=None, **kwargs):  # fmt: skip
     """transformers' attention interface for a packed row: q (1,H,T,D), k v (1,K,T,D) -> (1,T,H,D), None."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     kinds = {*(getattr(module.config, "layer_types", None) or ())}  # others mix tokens in ways of their own
-    if attention_mask is not None or not causal or kinds - {"full_attention", "sliding_attention"}:
+    masked = sliding_window == 0 and getattr(module.config, "sliding_window", None)  # only in its own mask
+    if attention_mask is not None or not causal or masked or kinds - {"full_attention", "sliding_attention"}:
         raise UserError(
             f"--use-remove-padding: {type(module).__name__} or a layer next to it asks for more than causal"
             " attention; add --no-use-remove-padding"
@@ -865,7 +866,7 @@ class Logger:
     """Writes metrics.jsonl, TensorBoard and run.json in out_dir, and prints on rank 0. If `folder`, where the
     run starts, is a checkpoint in out_dir, the files continue, without entries after first_step."""
 
-    def __init__(self, out_dir, settings, first_step=0, folder=None):
+    def __init__(self, out_dir, settings, first_step, folder):
         self.out_dir = out_dir
         is_own = folder and dirname(folder) == realpath(f"{out_dir}/checkpoints")
         last_step = first_step if is_own else 0

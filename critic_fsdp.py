@@ -239,12 +239,12 @@ def read_weights(config, model_config):
     return model, f"{story}; {words}"
 
 
-def build_skeleton(config, model_config, dtype=torch.float32):
+def build_skeleton(config, model_config):
     """A ValueModel on the meta device: everything but the weights. UserError if it cannot be built."""
     name = f"--model {config.model} ({model_config.model_type})"
     with blame(f"{name}: cannot be built; try --no-use-remove-padding"), torch.device("meta"):
         attention = attention_of(config, model_config)
-        backbone = AutoModel.from_config(model_config, dtype=dtype, attn_implementation=attention)
+        backbone = AutoModel.from_config(model_config, dtype=torch.float32, attn_implementation=attention)
         model = ValueModel(backbone)
         add_lora(backbone, config)
         freeze(model, config.freeze_modules)
@@ -583,7 +583,8 @@ def pack_rows(batch, device, share, unit=1):
 
 def check_model_flags(config, model_config):
     """UserError for flags that do not fit this model."""
-    heads = model_config.get_text_config().num_attention_heads
+    with blame(f"--model {config.model}: has no attention"):
+        heads = model_config.get_text_config().num_attention_heads
     if heads % config.ulysses_size:
         raise UserError(f"--ulysses-size {config.ulysses_size}: must divide {heads} attention heads")
 
@@ -606,7 +607,7 @@ class DataParallelPPOCritic:
 
     between = staticmethod(lambda: None)  # called between micro-batches of compute_values; it may raise
 
-    def __init__(self, config, model_config, layout, total_steps=None):
+    def __init__(self, config, model_config, layout, total_steps):
         self.config = config
         self.layout = layout
         self.value_range = model_config.value_range  # None: the head's outputs are the values

@@ -824,7 +824,7 @@ class MegatronPPOCritic:
 
     between = staticmethod(lambda: None)  # called between micro-batches of compute_values; it may raise
 
-    def __init__(self, config, model_config, layout, total_steps=None):
+    def __init__(self, config, model_config, layout, total_steps):
         self.config = config
         self.layout = layout
         self.value_range = model_config.value_range  # None: the head's outputs are the values
@@ -878,7 +878,7 @@ class MegatronPPOCritic:
         what attention reads, and the indices of these actions in the columns of the whole batch."""
         micro = batch.select(rows) if rows else Batch.blank()
         slots, layout = self.lay_out(micro)
-        index = batch.token_index(rows) if rows else torch.zeros(1, dtype=torch.int64)
+        index = batch.token_index(rows) if rows else torch.tensor([0])
 
         def to_slots(x_T):
             return F.pad(x_T, (0, 1))[slots].to(self.layout.device, non_blocking=True)
@@ -952,7 +952,7 @@ class MegatronPPOCritic:
 
             def loss_of(outputs_1SN):
                 loss = reduce(outputs_1SN[0].squeeze(-1), micro)
-                return loss, torch.tensor(0, dtype=torch.int), None  # a token count that nothing reads
+                return loss, torch.tensor(0), None  # a token count that nothing reads
 
             return chunk(ids_1S, None, None, packed_seq_params=pack), loss_of
 

@@ -1036,7 +1036,7 @@ class PolicyWorker:
             tensors |= {f"optimizer.{name}.{key}": x for key, x in self.optimizer.state[p].items()}
         return tensors
 
-    def checkpoint_writer(self, copy=False):
+    def checkpoint_writer(self, copy):
         """-> write(tmp, group), which saves the current state. copy: a snapshot, while training goes on."""
         tensors = self.checkpoint_tensors()
         if copy:

@@ -246,7 +246,7 @@ def test_both_critics_score_rows_like_transformers(tmp_path):
 def test_updates_that_are_skipped_are_counted_and_end_the_run(tmp_path):
     made, skipped = ({"critic/values_mean": 0.1, "critic/grad_norm": norm} for norm in (1.0, math.nan))
     idle = {"critic/grad_norm": math.nan}  # no row had an action
-    logger = common.Logger(str(tmp_path), {})
+    logger = common.Logger(str(tmp_path), {}, 0, None)
     for metrics, expected in ((skipped, 1), (made, 0), (idle, 0), *((skipped, n) for n in range(1, 10))):
         logger.check_progress(metrics)
         assert logger.skipped == expected

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import inspect
 import itertools
 import json
 import math
@@ -214,24 +213,14 @@ def test_no_decoder_of_transformers_has_a_hidden_dropout():
     assert len(decoders()) > 100 and not [x for x in found if x[2] > 0 and re.search("^p$|drop|jitter", x[1])]
 
 
-def test_decoders_of_transformers_pass_their_sliding_window_to_attention():
-    """So packed attention applies it. The others have no window, or one as long as the context."""
-    hands_over = {}
-    for model in decoders():
-        if hasattr(model.config.get_text_config(), "sliding_window") and model._can_set_attn_implementation():
-            files = {inspect.getmodule(type(m)) for m in model.modules() if "models" in type(m).__module__}
-            sources = "".join(map(inspect.getsource, files))
-            hands_over[model.config.model_type] = "sliding_window=" in sources
-    kept = {name for name, handed in hands_over.items() if not handed}
-    assert len(hands_over) > 30 and kept <= {"doge", "moshi", "nemotron_h", "phimoe", "qwen2_moe"}, kept
-
-
 @pytest.mark.parametrize("config", [
     transformers.BambaConfig(**GROUPED, **MAMBA),  # has state spaces; the others have their own attention
     transformers.BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=2),
     transformers.FalconConfig(**SMALL),
     transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
     transformers.Llama4TextConfig(**GROUPED, intermediate_size_mlp=64),  # long rows are cut into chunks
+    transformers.PhimoeConfig(**GROUPED, sliding_window=8),  # here and below, only the mask has the window
+    transformers.Qwen2MoeConfig(**GROUPED, use_sliding_window=True, sliding_window=8),
 ], ids=lambda config: config.model_type)  # fmt: skip
 def test_a_model_that_packing_would_change_is_refused_and_runs_padded(config, tmp_path):
     """When padded, a row among others has the same values as alone."""
@@ -251,6 +240,12 @@ def test_a_model_with_heads_of_several_sizes_learns(tmp_path):
     transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
     w = worker(model=str(tmp_path))
     assert w.update_critic(batch_for(w))["critic/skipped_steps"] == 0
+
+
+def test_a_model_without_attention_is_refused(tmp_path):
+    transformers.MambaConfig().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="^--model .*: has no attention"):
+        worker(model=str(tmp_path))
 
 
 def test_a_model_that_sees_the_future_is_refused_packed_and_padded(tmp_path):

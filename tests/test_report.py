@@ -181,7 +181,7 @@ def test_a_run_leaves_the_same_report_on_any_number_of_ranks(tmp_path):
 
 
 def test_the_chosen_step_is_profiled_and_no_other(tmp_path):
-    logger = common.Logger(str(tmp_path), {})
+    logger = common.Logger(str(tmp_path), {}, 0, None)
     assert list(logger.profiled(range(5), None)) == list(range(5))
     seen = []
     for step in logger.profiled(range(5), 2):
