@@ -1443,8 +1443,7 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     about = f"{len(rows):,} {about}, {len(v_A):,} actions"
     page = PAGE.stream(
         title=out_dir, about=about, numbers=numbers, words=NUMBERS, rows=rows_to_show(rows, tokenizer),
-        low=low, high=max(high, low + 1e-9),
-        figure=svg.getvalue()
+        low=low, high=max(high, low + 1e-9), figure=svg.getvalue()
     )  # fmt: skip
     page.dump(f"{out_dir}/report.html")
     told = ", ".join(f"{name} {x}" for name, x in numbers.items())

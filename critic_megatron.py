@@ -1260,8 +1260,7 @@ class CriticWorker:
                     p.data = p.data.to(device)
         mpu.get_global_memory_buffer().buffer.clear()  # here sequence parallelism gathers tokens
         for optimizer in self.critic.optimizers:
-            # masters of half-precision weights
-            for p in chain(*optimizer.shard_fp32_from_float16_groups):
+            for p in chain(*optimizer.shard_fp32_from_float16_groups):  # masters of bfloat16 weights
                 p.data = p.data.to(device)
             common.move_state(optimizer.optimizer, device)
 
