@@ -24,8 +24,10 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+ZERO = "--critic.value-head-init zero --critic.lr 1e-30"  # values stay 0
 PPO = {  # the same number of scored answers, for each seed a supervised actor and a critic of its own
-    "no critic: less the batch's mean": "--critic.value-head-init zero --critic.lr 1e-30",  # values stay 0
+    "no critic: less the batch's mean": ZERO,
+    "4 answers to each of 64 prompts": f"{ZERO} --train-batch-size 64 --rollout-n 4 --critic-where-it-helps",
     "critic, lambda 1": "",
     "the same, its head starts at 0": "--critic.value-head-init zero",
     "the same, at the mean return": "--critic.value-head-init mean",
@@ -37,15 +39,13 @@ PPO = {  # the same number of scored answers, for each seed a supervised actor a
     "bounded values": "--critic.value-head bounded --critic.value-range -0.1 1.1",
     "value places 0.3, 0.6 and 0.9": "--critic.value-places 0.3 0.6 0.9",
     "the critic only where it helps": "--critic-where-it-helps",
-    "4 answers to each of 64 prompts": "--train-batch-size 64 --rollout-n 4",
 }
 SCRATCH = "--train-batch-size 8 --critic.value-head-init zero"
-NO_CRITIC = f"{SCRATCH} --critic.lr 1e-30"
-GROUPS = f"{NO_CRITIC} --train-batch-size 2 --rollout-n 4 --critic-where-it-helps"
+GROUPS = f"{ZERO} --train-batch-size 2 --rollout-n 4 --critic-where-it-helps"
 PRETRAINED = "--train-batch-size 8 --critic.model {task}/critic/hf"  # on an eighth of all answers
 DIGITS = {  # with the best learning rate of a grid, and some with the next lower one
-    "no critic: less the batch's mean": NO_CRITIC,
-    "no critic, actor's rate 1e-4": f"{NO_CRITIC} --actor.lr 1e-4",
+    "no critic: less the batch's mean": f"{ZERO} --train-batch-size 8",
+    "no critic, actor's rate 1e-4": f"{ZERO} --train-batch-size 8 --actor.lr 1e-4",
     "4 answers to each of 2 prompts": GROUPS,
     "4 answers, actor's rate 1e-4": f"{GROUPS} --actor.lr 1e-4",
     "critic from scratch, lambda 1": SCRATCH,
