@@ -711,7 +711,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     if attention_mask is not None or not causal or masked or kinds - {"full_attention", "sliding_attention"}:
         raise UserError(
             f"--use-remove-padding: {type(module).__name__} or a layer next to it asks for more than causal"
-            " attention; add --no-use-remove-padding"
+            " attention; for a critic, add --no-use-remove-padding (an actor must be packed)"
         )
     query = query.to(value.dtype)  # float32 rotary tables turn queries and keys into float32
     key = key.to(value.dtype)

@@ -65,10 +65,10 @@ class Config:
     value_head_init: Literal["auto", "checkpoint", "normal", "zero", "mean"] = "auto"
     # value head: an unbounded number, one within --value-range, or the mean of a distribution over 51 bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
-    # LOW HIGH of a bounded or hl_gauss head (None: from the checkpoint, else from the data)
+    # LOW HIGH of a bounded or hl_gauss head (None: the checkpoint's, else the data's, except in PPO)
     value_range: tuple[float, float] | None = None
     freeze_modules: Text | None = None  # regular expression; weights with a match in their name are frozen
-    seed: Count = 0  # random seed of new weights, the value head and every shuffle
+    seed: Count = 0  # random seed of new weights, the value head, every shuffle and the toy's rows
     # layout
     tensor_model_parallel_size: Positive = 1  # ranks that split each matrix product
     sequence_parallel: bool = True  # tensor-parallel ranks also split tokens, in norms and residuals
@@ -95,7 +95,7 @@ class Config:
     cliprange_value: Rate | None = 0.5  # PPO clip range around the old value (None: off; unused by hl_gauss)
     response_length_limit: Positive | None = None  # divisor of seq-mean-token-sum-norm, in tokens
     # optimizer
-    lr: Rate | None = None  # peak learning rate of AdamW (None: 1e-3 for tiny-*, 1e-5 for a checkpoint)
+    lr: Rate | None = None  # peak learning rate (None: 1e-3 for tiny-* and PPO's toy, else 1e-5)
     weight_decay: Fraction = 0.01  # AdamW's decoupled decay, on every weight
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay rates of AdamW's two moving averages
     grad_clip: PositiveFloat = 1.0  # clip the norm of the whole gradient to this (inf: no clipping)

@@ -1438,7 +1438,7 @@ def finish(run, task, batch, phases, actor, critic):
         actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
         critic.export_hf(f"{run.out_dir}/critic_hf")
     print0(
-        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, critic_hf, samples.json, report.html,"
+        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, critic_hf, report.html,"
         " metrics.jsonl, tensorboard"
     )
 
