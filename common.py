@@ -1176,9 +1176,9 @@ def local_folder(name):  # a model's folder, downloaded if it is on the hub
 def load_model(kind, name, model_config, seed):
     """(float32 model of this AutoModel class on the host, text on where its weights come from)."""
     torch.manual_seed(seed)
-    if name in TINY:
-        return kind.from_config(model_config, dtype=torch.float32), f"random weights (seed {seed})"
     with blame(f"--model {name}: its weights do not load"):
+        if name in TINY:
+            return kind.from_config(model_config, dtype=torch.float32), f"random weights (seed {seed})"
         model, info = kind.from_pretrained(
             local_folder(name), config=model_config, output_loading_info=True, dtype=torch.float32
         )

@@ -849,7 +849,7 @@ class CriticWorker:
         name = f"--model {config.model}: {type(critic.model.model).__name__}"
         n = 8 * self.layout.sp_size
         rows = Batch.blank(2 * n).select([0, 0])
-        ids_T = (rows.places + (torch.arange(4 * n) >= 3 * n)) * 7  # the first n tokens of both are equal
+        ids_T = rows.places + (torch.arange(4 * n) >= 3 * n)  # the first n tokens of both are equal
         rows.input_ids = ids_T % self.model_config.get_text_config().vocab_size
         rows.response_mask = rows.places >= n
         ids_1L = rows.input_ids[None, 2 * n : 3 * n + 4].to(self.device)
@@ -1201,16 +1201,15 @@ def main(run):
     size = ceil(len(train) / ceil(len(train) / most))  # rows per update: rows_of_step cuts evenly
     total = run.steps * config.ppo_epochs * ceil(size / config.ppo_mini_batch_size)
     checkpoints = Checkpoints(run)
+    source = run.score or run.rollouts or "the toy"
+    worker.init_model(total, common.describe_rows(train, run.gamma, source))
+    if checkpoints.folder:
+        worker.load_checkpoint(checkpoints.folder)
+    worker.set_budget(longest, "the longest row", checkpoints.halvings)
     if run.score:
-        worker.init_model()
-        worker.set_budget(longest, "the longest row")
         train.values = worker.critic.compute_values(train)
         return common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
     with checkpoints:
-        worker.init_model(total, common.describe_rows(train, run.gamma, run.rollouts or "the toy"))
-        if checkpoints.folder:
-            worker.load_checkpoint(checkpoints.folder)
-        worker.set_budget(longest, "the longest row", checkpoints.halvings)
         print0(
             f"steps      {run.steps} updates x {size} rows,"
             f" mini-batches of {min(size, config.ppo_mini_batch_size)} rows,"

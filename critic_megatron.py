@@ -386,7 +386,7 @@ def mixtral_name(name):
     return name.replace("up_proj", "w3").replace("down_proj", "w2")
 
 
-def lookup_weight(tensors, name, form="{}"):
+def lookup_weight(tensors, name, form):
     """Looks up a weight, stored under form.format(name). A layer's experts may be stored as one tensor."""
     stored = form.format(mixtral_name(name))
     if stored not in tensors:
@@ -1451,16 +1451,15 @@ def main(run):
     size = ceil(len(train) / ceil(len(train) / most))  # rows per update: rows_of_step cuts evenly
     total = run.steps * config.ppo_epochs * ceil(size / config.ppo_mini_batch_size)
     checkpoints = Checkpoints(run)
+    source = run.score or run.rollouts or "the toy"
+    worker.init_model(total, common.describe_rows(train, run.gamma, source))
+    if checkpoints.folder:
+        worker.load_checkpoint(checkpoints.folder)
+    worker.set_budget(longest, "the longest row", checkpoints.halvings)
     if run.score:
-        worker.init_model()
-        worker.set_budget(longest, "the longest row")
         train.values = worker.critic.compute_values(train)
         return common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
     with checkpoints:
-        worker.init_model(total, common.describe_rows(train, run.gamma, run.rollouts or "the toy"))
-        if checkpoints.folder:
-            worker.load_checkpoint(checkpoints.folder)
-        worker.set_budget(longest, "the longest row", checkpoints.halvings)
         print0(
             f"steps      {run.steps} updates x {size} rows,"
             f" mini-batches of {min(size, config.ppo_mini_batch_size)} rows,"

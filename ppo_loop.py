@@ -335,8 +335,8 @@ def load_prompts(source, flag, run, tokenizer):
                 text = messages[-1]["content"]
             else:
                 ids = tokenizer(text)["input_ids"]
-            if not ids:
-                raise ValueError("empty prompt")
+            if not ids or not isinstance(text, str):
+                raise ValueError("the prompt, or its last message, must be text and not empty")
             if run.reward in REWARDS and not REWARDS[run.reward](text, str(answer), answer):
                 raise ValueError(f"{run.answer_key!r} is not an answer that --reward {run.reward} can check")
             hint = common.hint_ids(tokenizer, line, run.privileged_key)
@@ -778,10 +778,12 @@ def listen(replies, task, run):
         shown = said = said.encode(errors="replace").decode()  # "?" for a lone surrogate
         chat = reply.prompt.messages
         if chat:
-            turns = zip(("user", "assistant", "user"), ("?", "the turn before", said))
-            messages = [{"role": role, "content": text} for role, text in turns]
-            text = task.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            shown = text.partition("the turn before")[2].lstrip()
+            start = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "the turn before"}]
+            with blame("--environment: needs a chat template that shows an assistant's turn as it is"):
+                text = task.tokenizer.apply_chat_template(
+                    [*start, {"role": "user", "content": said}], add_generation_prompt=True, tokenize=False
+                )
+                shown = text.split("the turn before", 1)[1].lstrip()
         ids = task.tokenizer(shown, add_special_tokens=False)["input_ids"]
         if chat and ids[:1] == reply.ids[-1:]:  # the policy has ended the turn itself
             ids = ids[1:]
@@ -884,7 +886,7 @@ class PolicyWorker:
                 )
             if RANK == 0:
                 source, _ = common.load_model(AutoModelForCausalLM, config.model, model_config, run.seed)
-                lm.generation_config = source.generation_config  # for the export
+                lm.generation_config = GenerationConfig(eos_token_id=task.stop_ids)  # for the export
         # a checksum of the initial weights: with a KL term, a resumed run must load the same reference
         bits = source and sum(int(p.data.view(torch.int32).sum()) for p in source.parameters())
         start = (run.kl_coef or config.kl_loss_coef) and of_all_ranks(bits)[0]

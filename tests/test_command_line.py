@@ -155,6 +155,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert {p.name for p in folder.iterdir()} == {"step_4", "step_6", "step_6.old"}
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert metrics_of(tmp_path / "out") == whole and sum("critic/vf_loss" in x for x in lines) == 6
+    score = ("--score", ROWS, "--model", tmp_path / "out" / "hf", "--out-dir", tmp_path / "scored")
+    said = succeeded(run(sys.executable, SCRIPT, *score, "--resume", folder / "step_4"))
+    assert f"explained variance {whole[4, 'eval/explained_var']:.3f}" in said  # not that of step 6
     late = go("late", 3, resume=folder / "step_4")
     assert late.returncode == 2 and "--steps 3" in late.stderr and "has made 4 already" in late.stderr
 

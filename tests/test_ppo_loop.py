@@ -530,6 +530,9 @@ def test_a_chat_with_an_environment_follows_the_template(closes):
     assert text == whole.removesuffix("\n") and [*says] == []  # all of them were asked for
     own = [i for i, x in zip(reply.ids, reply.log_probs) if x is not None]
     assert tokenizer.decode(own) == "a?<eos>b?<eos>c?<eos>"
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"  # it would lose what the environment says
+    with pytest.raises(UserError, match="--environment: needs a chat template"):
+        play(turns, lambda *_: "no", [prompt], tokenizer, max_response_length=99)
 
 
 # ---- Rewards, advantages -----------------------------------------------------------------------------------
@@ -807,13 +810,14 @@ def test_prompts_of_text_and_of_chats(tmp_path, capsys):
     ours = load({"question": "hi", "gold": 7}, chat=True, prompt_key="question", answer_key="gold")
     assert ours == [Prompt(ids_of("<user>hi\n<assistant>"), "hi", 7, user)]
 
-    rows = [{"prompt": "a" * n} for n in (3, 6, 5, 9)]
+    rows = [{"prompt": "a" * n, "n": n} for n in (3, 6, 5, 9)]
     assert [p.text for p in load(*rows, max_prompt_length=5)] == ["aaa", "aaaaa"]
     assert "left out 2 prompts longer than --max-prompt-length" in capsys.readouterr().out
     for fault, fields in (
         (": no usable", {"max_prompt_length": 2}),
         (":1: .*addition can check", {"reward": "addition"}),
         (":1: .* why", {"privileged_key": "why"}),
+        (":1: .*must be text", {"chat": True, "prompt_key": "n"}),
     ):
         with pytest.raises(UserError, match=f"--prompts .*prompts.jsonl{fault}"):
             load(*rows, **fields)
@@ -859,12 +863,12 @@ def parse(monkeypatch, tmp_path):
     few = lambda n, *args, **more: addition_rows(12 if more else 40, *args, **more)
     monkeypatch.setattr(ppo_loop, "addition_rows", few)
     more = ["--supervised-steps", "0", "--out-dir", str(tmp_path / "out")]
-    return lambda flags: ppo_loop.parse([*flags.split(), *more])
+    return lambda flags: ppo_loop.parse([*more, *flags.split()])
 
 
 @pytest.mark.parametrize("named, flags", [
     ("--reward", "--prompts x.jsonl"), ("--critic.value-range", "--critic.value-head hl_gauss"),
-    ("--prompts", "--privileged-key x"),
+    ("--prompts", "--privileged-key x"), ("--model", "--actor.model tiny-qwen3-vl --supervised-steps 1"),
     *((flags.split()[0], flags) for flags in (  # prompts have 6 tokens and responses 8
     "--rollout-n 0", "--gamma 1.1", "--kl-coef nan", "--eval-every -1", "--top-p 0", "--reward-timeout inf",
     "--temperature 0", "--target-kl 0.1", "--eval-prompts x.jsonl", "--prompts x.jsonl --reward gsm8k",
@@ -1182,7 +1186,9 @@ def test_a_checkpoint_restores_every_bit_and_transformers_loads_an_export(kind, 
     assert tied(lm) == (kind in TIED)
     engine.sync(w.weights(torch.float32))
     assert same(dict(engine.model.state_dict()), dict(lm.state_dict()))
+    common.write_json(f"{folder}/generation_config.json", {"temperature": 0.5})  # invalid without sampling
     again = policy(folder, override_config="{}")
+    again.export_hf(f"{folder} again", TOKENIZER)
     assert same(weights, dict(again.weights()))
     torch.testing.assert_close(again.compute_log_probs(batch), w.compute_log_probs(batch), rtol=0, atol=1e-6)
     for eos, ids in ((None, [1]), (7, [1, 7]), ([7, 9], [1, 7, 9])):  # both say what ends a turn

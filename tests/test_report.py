@@ -1,5 +1,6 @@
 """What the critic learned: numbers against plain loops, and the page in a real browser. Also the profiler."""
 
+import collections
 import dataclasses
 import gzip
 import json
@@ -176,19 +177,7 @@ def test_a_run_leaves_the_same_report_on_any_number_of_ranks(tmp_path):
     assert alone == together and len(alone) == 1 and "3 rows of the last update" in alone[0], said
     (trace,) = (tmp_path / "out" / "profile").iterdir()  # from rank 0
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    ranges = {"compute_values", "update_critic", "mini-batch", "micro-batch", "optimizer step", "save"}
-    assert trace.name == "step_2.json.gz" and ranges <= {event["name"] for event in events}
-
-
-def test_the_chosen_step_is_profiled_and_no_other(tmp_path):
-    logger = common.Logger(str(tmp_path), {}, 0, None)
-    assert list(logger.profiled(range(5), None)) == list(range(5))
-    seen = []
-    for step in logger.profiled(range(5), 2):
-        seen.append((torch.ones(2 + step, 2) @ torch.ones(2, 2)).shape)
-    assert seen == [(2, 2), (3, 2), (4, 2), (5, 2), (6, 2)]
-    [file] = (tmp_path / "profile").iterdir()
-    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-    shapes = [event["args"].get("Input Dims") for event in events if event.get("name") == "aten::mm"]
-    assert file.name == "step_2.json.gz" and shapes == [[[3, 2], [2, 2]]]
-    assert any(event.get("name") == "[memory]" for event in events)
+    names = collections.Counter(event["name"] for event in events)
+    ranges = {"compute_values", "mini-batch", "micro-batch", "optimizer step", "save", "[memory]"}
+    assert trace.name == "step_2.json.gz" and ranges <= names.keys() and names["update_critic"] == 1
+    assert any("Input Dims" in event.get("args", {}) for event in events)  # shapes
