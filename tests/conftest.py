@@ -7,7 +7,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests compare what a CPU computes; of
 
 from helpers import AHEAD, scenarios  # noqa: E402  # imports torch
 
-QUICK = ("test_budget.py", "test_common.py", "test_exercises.py", "test_ppo_loop.py")
+QUICK = ("test_house.py", "test_common.py", "test_exercises.py", "test_ppo_loop.py")
 LAUNCHES = tuple(f"test_{x}.py" for x in ("command_line", "heads_and_lora", "ranks", "readme", "vision"))
 
 
