@@ -3,7 +3,9 @@
 Shapes are in the names: T tokens of all sequences, end to end; B sequences; A actions; L longest sequence;
 N value bins, or rows treated alike; H query heads; K key and value heads; D features per head."""
 
+import codecs
 import collections
+import fcntl
 import functools
 import hashlib
 import io
@@ -13,13 +15,14 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import ceil, inf, isfinite, isnan, nan, sqrt
-from os.path import dirname, exists, isdir, realpath
+from os.path import dirname, exists, isdir, isfile, realpath
 from pathlib import Path
 from random import Random
 from shutil import rmtree
@@ -47,12 +50,23 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's start
 
 # ---- How a process starts and ends -------------------------------------------------------------------------
 
-RANK = int(os.environ.get("RANK", 0))  # torchrun sets these; plain `python` is a world of one
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # all of them, or none
+
+
+def from_torchrun(name, default):
+    """A number that torchrun sets; plain `python` is a world of one. See check_environment."""
+    text = os.environ.get(name, "")
+    if not all(os.environ.get(other) for other in TORCHRUN) or not re.fullmatch("[0-9]{1,9}", text):
+        return default
+    return int(text)
+
+
+RANK = from_torchrun("RANK", 0)
+WORLD_SIZE = from_torchrun("WORLD_SIZE", 1)
+LOCAL_RANK = from_torchrun("LOCAL_RANK", 0)
 OUT_OF_MEMORY = "MemoryError|can't allocate memory|out of memory|ALLOC_FAILED"  # as libraries say it
 HINTS = {  # pattern in a traceback -> advice
-    OUT_OF_MEMORY: "out of memory; --resume auto continues with half the token budget",
+    OUT_OF_MEMORY: "out of memory; --resume auto continues with half the token budgets",
     "No space left": "the disk is full (No space left on device); make room and use --resume auto",
     "Timed out|(closed|reset) by peer|Broken pipe|likely closed|remote process": "another rank died or hangs",
 }
@@ -68,7 +82,9 @@ def blame(words):
     try:
         yield
     except (Exception, CheckpointException) as error:  # libraries raise a dozen types
-        if isinstance(error, torch.OutOfMemoryError) or str(error).startswith("--"):  # names its flag already
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        if isinstance(error, UserError) and str(error).startswith("--"):  # names its flag already
             raise
         if isinstance(error, CheckpointException):  # a BaseException that holds one error per rank
             error, _ = next(iter(error.failures.values()))
@@ -81,8 +97,48 @@ def print0(*args):  # prints on rank 0 only
         print(*args, flush=True)
 
 
+def check_environment():
+    """UserError unless the variables that torchrun sets are all there and readable, or none of them is.
+
+    An empty variable counts as absent. MASTER_ADDR and MASTER_PORT alone are harmless: clusters export them.
+    """
+    given = {name: os.environ.get(name, "") for name in TORCHRUN}
+    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    if not any(given[name] for name in ours):
+        return
+
+    absent = [name for name in TORCHRUN if not given[name]]
+    if absent:
+        there = next(name for name in ours if given[name])
+        raise UserError(
+            f"{there}={given[there]:.40} is set, but {', '.join(absent)} is not:"
+            f" start with torchrun, which sets them all, or unset {there}"
+        )
+
+    for name in (*ours, "MASTER_PORT"):
+        if not re.fullmatch("[0-9]{1,9}", given[name]):
+            raise UserError(f"{name}={given[name]:.40}: must be a number, as torchrun sets it")
+    if RANK >= WORLD_SIZE or LOCAL_RANK > RANK:
+        raise UserError(
+            f"RANK={RANK}, LOCAL_RANK={LOCAL_RANK}, WORLD_SIZE={WORLD_SIZE}:"
+            " ranks count from 0, and no local rank is above its rank"
+        )
+    if not 0 < int(given["MASTER_PORT"]) < 2**16:
+        raise UserError(f"MASTER_PORT={given['MASTER_PORT']}: must be from 1 to 65535")
+
+
+def cpu_threads():
+    """OMP_NUM_THREADS, at most one for each CPU; 1 if it is not set. UserError: it cannot be read."""
+    text = os.environ.get("OMP_NUM_THREADS", "").strip() or "1"
+    first = text.split(",")[0].strip()  # a list is for nested parallel regions
+    if not re.fullmatch("[0-9]{1,9}", first) or int(first) == 0:
+        raise UserError(f"OMP_NUM_THREADS={text:.40}: must be a number of threads, 1 or more")
+    return min(int(first), os.cpu_count() or 1)
+
+
 def setup_distributed(timeout_minutes=30.0):
     """Joins the process group -> this rank's torch.device. A collective that takes longer ends the run."""
+    check_environment()
     device = torch.device("cpu")
     backend = "gloo"
     if torch.accelerator.is_available() and sys.platform != "darwin":  # do not use a Mac's GPU
@@ -91,14 +147,31 @@ def setup_distributed(timeout_minutes=30.0):
         with blame(f"--nproc-per-node: this machine has {torch.cuda.device_count()} CUDA devices"):
             torch.cuda.set_device(device)
     if not dist.is_initialized():
-        timeout = timedelta(minutes=timeout_minutes)
         store = dist.HashStore()  # no torchrun: a world of one
-        if "RANK" in os.environ:
-            store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it survives a restart: use fresh keys
-            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        timeout = timedelta(minutes=timeout_minutes)
+        if os.environ.get("RANK"):
+            store = meet(timeout)
         dist.init_process_group(backend, timeout=timeout, store=store, rank=RANK, world_size=WORLD_SIZE)
     return device
+
+
+def meet(timeout):
+    """The store where all ranks meet. UserError: they do not meet in time; until then, a line says so."""
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    words = f"ranks      rank {RANK} waits at {place} for the others, {WORLD_SIZE} in all"
+    note = threading.Timer(20, print, (words,), {"flush": True})
+    note.daemon = True
+    note.start()
+    try:
+        with blame(f"MASTER_ADDR, MASTER_PORT: rank {RANK} does not meet the other ranks at {place}"):
+            store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+    finally:
+        note.cancel()
+
+    # torchrun's own store survives a restart, so each start uses fresh keys
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    return store
 
 
 def compute_dtype(name, device):  # name -> torch.dtype; auto is float32 on CPU, else bfloat16
@@ -117,26 +190,31 @@ def launch(main):
     """Runs main(), then exits: 0 on success, 2 on a UserError (one line, no traceback), 1 otherwise."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # else ranks outlive a killed torchrun
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a terminal may lack the letters of a user's rows
+
     code = 1
     message = ""
+    label = f"error on rank {RANK}" if RANK else "error"
     try:
+        check_environment()
         main()
         if dist.is_initialized():
             dist.barrier()
         code = 0
     except UserError as error:
         code = 2
-        message = f"error: {error}\n"
+        message = f"{label}: {error}\n"
     except SystemExit as stop:
         code = stop.code
     except BaseException:
         message = traceback.format_exc()
         for pattern, hint in HINTS.items():
             if re.search(pattern, message):
-                message += f"error: {hint}\n"
+                message += f"{label}: {hint}\n"
+
     if code and RANK:
         sleep(5)  # if rank 0 fails too, torchrun ends this process before it prints the same
-        message = message.replace("error:", f"error on rank {RANK}:", 1)
     with suppress(OSError):  # the streams may be files on a full disk
         sys.stdout.flush()
         sys.stderr.write(message)
@@ -247,26 +325,58 @@ class Batch:
         n = self.lengths
         return [cost(s) + sum(cost(n[row]) - cost(s) for row in rows) for s, rows in groups]
 
-    def mean_return(self, gamma):  # over the actions of all ranks (a collective); 0 without an action
+    def mean_return(self, gamma):  # over the actions of all ranks (a collective); NaN without an action
         whole = gather(self)
-        return float(monte_carlo(whole, gamma)[whole.response_mask].mean().nan_to_num())
+        return float(monte_carlo(whole, gamma)[whole.response_mask].mean())
 
     def shuffled(self, *key):  # the same rows, in the order of shuffled_rows
         return self.select(shuffled_rows(self.groups(), *key))
 
 
-def check(batch):
-    """Returns the batch; ValueError if its columns do not fit together."""
+def check(batch, needs=()):
+    """Returns the batch; ValueError names the first column that is not what it should be.
+
+    needs: float columns that must be there. The others may be None."""
+    if not isinstance(batch, Batch):
+        raise ValueError(f"batch: must be a common.Batch, not {type(batch).__name__}")
+
+    # types and shapes; the number of rows is that of row_id, and the number of tokens that of input_ids
+    dtypes = {"input_ids": torch.int64, "cu_seqlens": torch.int32, "response_mask": torch.bool}
+    dtypes |= {"row_id": torch.int64, "truncated": torch.bool} | dict.fromkeys(Batch.FLOATS, torch.float32)
+    for name, dtype in dtypes.items():
+        column = getattr(batch, name)
+        if column is None and name in Batch.FLOATS and name not in needs:
+            continue
+        letter = "B" if name in Batch.ROWS else "B+1" if name == "cu_seqlens" else "T"
+        wanted = f"a ({letter},) tensor of {dtype} on the host"
+        if not isinstance(column, torch.Tensor):
+            raise ValueError(f"{name}: must be {wanted}, not {type(column).__name__}")
+        if (column.dtype, column.ndim, column.device.type) != (dtype, 1, "cpu"):
+            have = f"{column.dtype} of shape {tuple(column.shape)} on {column.device}"
+            raise ValueError(f"{name}: must be {wanted}, not {have}")
+
+    # where sequences begin and end
     tokens = len(batch.input_ids)
-    lengths = batch.cu_seqlens.diff()
+    rows = len(batch.row_id)
+    cu = batch.cu_seqlens
+    if len(cu) != rows + 1 or cu[0] != 0 or cu[-1] != tokens or (cu.diff() < 1).any():
+        raise ValueError(
+            f"cu_seqlens: must begin at 0, grow, and end at {tokens}, the number of tokens, with"
+            f" {rows + 1} entries for {rows} rows; it is {' '.join(map(str, cu.tolist())):.60}"
+        )
     for name, column in vars(batch).items():
-        n = len(lengths) if name in batch.ROWS else tokens
-        if column is not None and name != "cu_seqlens" and len(column) != n:
-            raise ValueError(f"{name} has {len(column)} entries instead of {n}")
-    early_B = batch.response_mask[batch.cu_seqlens[:-1]]
+        size = rows if name in Batch.ROWS else tokens
+        if column is not None and name not in ("cu_seqlens", "packed") and len(column) != size:
+            raise ValueError(f"{name}: has {len(column)} entries instead of {size}")
+    if any(not isinstance(row, dict) for row in batch.multi_modal_inputs or ()):
+        raise ValueError("multi_modal_inputs: must be a list of one dict for each row")
+
+    early_B = batch.response_mask[cu[:-1]]
     if early_B.any():
         row = batch.row_id[early_B][0]
-        raise ValueError(f"row {row}: its first token cannot be an action: no hidden state precedes it")
+        raise ValueError(
+            f"response_mask: the first token of row {row} cannot be an action: no hidden state precedes it"
+        )
     return batch
 
 
@@ -307,9 +417,7 @@ def dp_compute_proto(needs=()):
     def decorate(method):
         @functools.wraps(method)
         def call(self, batch):
-            missing = [name for name in needs if getattr(batch, name) is None]
-            if missing:
-                raise ValueError(f"{method.__name__} needs the columns {', '.join(missing)} of the batch")
+            check(batch, needs)
             unused = dict.fromkeys(set(Batch.FLOATS).difference(needs))
             whole = gather(replace(batch, **unused))
             with torch.profiler.record_function(method.__name__):
@@ -339,7 +447,7 @@ class Rollout(BaseModel, strict=True):
     prompt: Text | None = None
     messages: Annotated[list[dict], Field(min_length=1)] | None = None  # a chat
     prompt_ids: Ids | None = None
-    response: Text | None = None
+    response: str | None = None  # empty text: the policy stopped at once
     response_ids: Ids | None = None
     reward: Number | None = None  # given to the last action
     rewards: list[Number] | None = None  # one per response token
@@ -360,22 +468,22 @@ class Rollout(BaseModel, strict=True):
 
 def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_images=None, hint_key=None):
     """Reads a JSONL file (or a list of its lines) as one Batch; row_id is the line, from 0. UserError names
-    the first bad row. Rows must fit model_config; place_images(rollout, folder) and hint_ids add to them."""
+    the first bad row. Rows must fit model_config; place_images(rollout, folder) and add_hint change them."""
     name = "toy"
     folder = ""
     lines = source
     if isinstance(source, str):
         name = f"{flag} {source}"
         folder = dirname(source)
-        with blame(name):
-            lines = Path(source).read_bytes().splitlines()
+        lines = read_file(source, flag)
+
     rows = []
     for row_id, line in enumerate(progress(lines, "rows")):
         if not line.strip():
             continue
         try:
-            rollout = parse_rollout(line, tokenizer)
-            rollout.prompt_ids = hint_ids(tokenizer, line, hint_key) + rollout.prompt_ids
+            rollout = parse_rollout(line, tokenizer, images=place_images is not None)
+            rollout.prompt_ids = add_hint(tokenizer, line, hint_key, rollout.prompt_ids)
             if place_images:
                 place_images(rollout, folder)
             elif rollout.images:
@@ -386,11 +494,25 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
             rows.append(row)
         except UserError as fault:
             raise UserError(f"{name}:{row_id + 1}: {fault}") from None
+
     if not any(row.response_mask.any() for row in rows):
         raise UserError(f"{name}: no row has an action")
     if hint_key:
         print0(f"hint       {HINT!r} before each prompt, for the critic only")
     return concat(rows)
+
+
+def read_file(path, flag):
+    """The lines of a text file, as UTF-8 bytes. UserError: it cannot be read."""
+    with blame(f"{flag} {path}"):
+        if WORLD_SIZE > 1 and exists(path) and not isdir(path) and not isfile(path):
+            raise ValueError("several ranks can read only a file, not a pipe")
+        text = Path(path).read_bytes()
+        if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell writes it
+            text = text.decode("utf-16").encode()
+
+    # a byte order mark begins a file, or a line where files were joined
+    return [line.removeprefix(codecs.BOM_UTF8) for line in text.splitlines()]
 
 
 def describe_rows(rows, gamma, source):
@@ -405,10 +527,12 @@ def describe_rows(rows, gamma, source):
         f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt can explain at the first action"
     )
     margin = 0.1 * (high - low) or 1.0
+    margin = max(margin, 1e-4 * max(abs(low), abs(high)))  # float32 must tell the two ends apart
     return low - margin, high + margin
 
 
-def parse_rollout(line, tokenizer):  # one JSON line -> Rollout with token ids; a UserError says what is wrong
+def parse_rollout(line, tokenizer, images=False):
+    """One JSON line -> Rollout with token ids. UserError says what is wrong. images: see chat_ids."""
     try:
         rollout = Rollout.model_validate_json(line)
     except ValidationError as error:
@@ -419,12 +543,15 @@ def parse_rollout(line, tokenizer):  # one JSON line -> Rollout with token ids; 
         raise UserError(text) from None
     if tokenizer is None and not (rollout.prompt_ids and rollout.response_ids):
         raise UserError("it is text, but there is no tokenizer to encode it; give --tokenizer")
+
     if rollout.messages:
-        rollout.prompt_ids = chat_ids(tokenizer, rollout.messages)
+        rollout.prompt_ids = chat_ids(tokenizer, text_messages(rollout.messages, images))
     elif rollout.prompt:
-        rollout.prompt_ids = tokenizer.encode(rollout.prompt)
+        begin, ids = encode_start(tokenizer, rollout.prompt)
+        rollout.prompt_ids = begin + ids
+
     # stopping is an action too, so a text response ends with the end-of-sequence token unless truncated
-    if rollout.response:
+    if rollout.response is not None:
         rollout.response_ids = tokenizer.encode(rollout.response, add_special_tokens=False)
         end = tokenizer.eos_token_id
         if end is not None and not rollout.truncated and rollout.response_ids[-1:] != [end]:
@@ -432,26 +559,133 @@ def parse_rollout(line, tokenizer):  # one JSON line -> Rollout with token ids; 
     return rollout
 
 
-def hint_ids(tokenizer, line, key):  # tokens of a JSON line that only the critic reads, before the prompt
+def encode_start(tokenizer, text):
+    """Token ids of a text that begins a row -> (what the tokenizer puts before it, such as BOS; the text's).
+    What it would put after the text, such as EOS, is left out: a response follows."""
+    plain = tokenizer.encode(text, add_special_tokens=False)
+    whole = tokenizer.encode(text)
+    bos = tokenizer.bos_token_id
+
+    # a text that brings its own BOS gets no second one
+    if bos is not None and plain[:1] == [bos]:
+        return [bos], plain[1:]
+    for first in range(len(whole) - len(plain) + 1):
+        if plain and whole[first : first + len(plain)] == plain:
+            return whole[:first], plain
+
+    # next to special tokens this tokenizer splits a text in another way
+    if whole[-1:] == [tokenizer.eos_token_id] != plain[-1:]:
+        whole = whole[:-1]
+    if bos is not None and whole[:1] == [bos]:
+        return [bos], whole[1:]
+    return [], whole
+
+
+def add_hint(tokenizer, line, key, prompt_ids):
+    """The prompt as only the critic reads it: with the text at this key of the JSON line before it. Special
+    tokens that begin a row, such as BOS, stay at its start, once. No key: the prompt itself."""
     if not key:
-        return []
-    with blame(f"no usable --privileged-key {key}, or no tokenizer"):
-        return tokenizer.encode(HINT.format(json.loads(line)[key]))
+        return prompt_ids
+    name = f"--privileged-key {key}"
+    if tokenizer is None:
+        raise UserError(f"{name}: is text, but there is no tokenizer to encode it; give --tokenizer")
+    row = json.loads(line)
+    if key not in row:
+        raise UserError(f"{name}: the row has only the keys {', '.join(row):.200}")
+    hint = row[key]
+    if isinstance(hint, bool) or not isinstance(hint, str | int | float):
+        raise UserError(f"{name}: must be text or a number, not {json.dumps(hint):.40}")
+
+    begin, ids = encode_start(tokenizer, HINT.format(hint))
+    bos = tokenizer.bos_token_id
+    if prompt_ids[: len(begin)] == begin:
+        prompt_ids = prompt_ids[len(begin) :]
+    elif bos is not None and prompt_ids[:1] == [bos]:  # from a chat template
+        begin = [bos]
+        prompt_ids = prompt_ids[1:]
+    return begin + ids + prompt_ids
+
+
+def text_messages(messages, images=False):
+    """Chat messages with text as their content; parts of text are joined. UserError: a message has something
+    else. null is left only next to tool_calls. images: messages with parts of images stay as they are."""
+    ours = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UserError(f"message {number}: must be an object with a role and content")
+        content = message.get("content")
+
+        if isinstance(content, list):
+            texts = [text_of(part) for part in content]
+            others = [part for part, text in zip(content, texts) if text is None]
+            if images and others and all(is_image(part) for part in others):
+                ours.append(message)
+                continue
+            if others or not content:
+                words = json.dumps(others or content)
+                raise UserError(f"message {number}: its content has parts that are not text: {words:.60}")
+            content = "".join(texts)
+
+        if content is None and not message.get("tool_calls"):
+            raise UserError(f"message {number}: needs content; only one with tool_calls may lack it")
+        if not isinstance(content, str | None):
+            words = json.dumps(content)
+            raise UserError(f"message {number}: its content must be text, not {words:.40}")
+        if content is not None:
+            message = message | {"content": content}
+        ours.append(message)
+    return ours
+
+
+def text_of(part):  # the text of a part of a message's content, or None if it is something else
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    return None
+
+
+def is_image(part):  # whether a part of a message's content stands for an image, which templates can show
+    return isinstance(part, dict) and part.get("type") == "image"
 
 
 def chat_ids(tokenizer, messages, complete=False):
-    """Token ids of messages in the tokenizer's chat template, which adds special tokens itself. Unless
+    """Token ids of text_messages in the tokenizer's chat template, which adds special tokens itself. Unless
     `complete`, the assistant is next: it continues its last message or begins a new one."""
-    with blame("messages do not fit the tokenizer's chat template, or it has none; give another tokenizer"):
-        if not all({"content", "tool_calls"} & message.keys() for message in messages):
-            raise UserError("each message needs content")
-        goes_on = not complete and messages[-1].get("role") == "assistant"
+    goes_on = not complete and messages[-1].get("role") == "assistant"
+    said = [m["content"].strip() for m in messages if m["role"] == "user" and isinstance(m["content"], str)]
+
+    def show(messages):
         return tokenizer.apply_chat_template(
             messages,
+            tokenize=False,
             add_generation_prompt=not (complete or goes_on),
             continue_final_message=goes_on,
-            return_dict=False,
         )
+
+    with blame("messages do not fit the tokenizer's chat template, or it has none; give another tokenizer"):
+        text = show(messages)
+
+        # templates of some image models want parts, and leave out a text that comes without them
+        if not all(words in text for words in said):
+            text = show([in_parts(message) for message in messages])
+        if not all(words in text for words in said):
+            raise UserError("the template leaves out what a user says")
+
+        calls = [message for message in messages if message.get("tool_calls")]
+        if calls and "tool_calls" not in tokenizer.get_chat_template():
+            raise UserError("a message has tool_calls, which the template leaves out")
+
+        # templates of tool users expect null next to calls, and others show it as a word
+        if any(message.get("content") is None for message in calls):
+            without = show([message | {"content": message.get("content") or ""} for message in messages])
+            if text.count("None") > without.count("None"):
+                raise UserError('the template shows null as "None"; write "" as the content')
+        return tokenizer.encode(text, add_special_tokens=False)
+
+
+def in_parts(message):  # a message whose text is a list of one part
+    if not isinstance(message.get("content"), str):
+        return message
+    return message | {"content": [{"type": "text", "text": message["content"]}]}
 
 
 def batch_of_one(rollout, row_id):  # Rollout with token ids -> Batch of one row; may raise UserError
@@ -538,7 +772,9 @@ def last_action(batch):  # (B,) index of each sequence's last action in the (T,)
 
 
 def add_returns(batch, gamma, lam, bootstrap_truncated=False):
-    """Fills in advantages and returns. bootstrap_truncated: truncated rows end with their last value."""
+    """Fills in advantages and returns. bootstrap_truncated: truncated rows end with their last value.
+    ValueError: the batch lacks its rewards or values."""
+    check(batch, needs=("token_level_rewards", "values"))
     tail_B = torch.where(batch.truncated & bootstrap_truncated, batch.values[last_action(batch)], 0.0)
     batch.advantages, batch.returns = gae(
         batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens, gamma, lam, tail_B
@@ -710,8 +946,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     masked = sliding_window == 0 and getattr(module.config, "sliding_window", None)  # only in its own mask
     if attention_mask is not None or not causal or masked or kinds - {"full_attention", "sliding_attention"}:
         raise UserError(
-            f"--use-remove-padding: {type(module).__name__} or a layer next to it asks for more than causal"
-            " attention; for a critic, add --no-use-remove-padding (an actor must be packed)"
+            f"{type(module).__name__} or a layer next to it asks for more than causal attention,"
+            " so its rows cannot be packed"
         )
     query = query.to(value.dtype)  # float32 rotary tables turn queries and keys into float32
     key = key.to(value.dtype)
@@ -831,7 +1067,8 @@ def describe_update(batch, start, epochs, flops, layout):
 def measure_budget(try_out, given, longest, ranks_per_row, state_bytes):
     """The most tokens per rank that fit into a micro-batch, equal on all ranks (a collective). Measured
     by running try_out(batch) on ever more rows. given: auto[:GIB]."""
-    limit = float(given[5:] or "inf") * 2**30
+    _, _, gib = given.partition(":")
+    limit = float(gib or "inf") * 2**30
     row = Batch.blank(longest)
     try_out(row)  # creates gradients and workspaces
     rows = ceil(512 * ranks_per_row / longest)
@@ -881,9 +1118,7 @@ class Logger:
         settings["run"] = {"command": sys.argv, "ranks": WORLD_SIZE}
         replace_lines(f"{out_dir}/run.json", [settings])
         log = f"{out_dir}/metrics.jsonl"
-        replace_lines(
-            log, [row for row in read_lines(log) if row["step"] < last_step + ("perf/time_step" in row)]
-        )
+        replace_lines(log, [row for row in read_lines(log) if happened(row, last_step)])
         self.file = open(log, "a", buffering=1)
         self.board = SummaryWriter(f"{out_dir}/tensorboard", purge_step=last_step + 1)
 
@@ -895,13 +1130,17 @@ class Logger:
                     rmtree(path) if path.is_dir() else path.unlink()
             later = [path for step, path in steps_in(folder) if step > last_step]
             for path in later:
-                remove(f"{path}.old")
-                os.replace(path, f"{path}.old")
+                os.rename(path, unused_name(path))
             if later:
                 print0(f"set aside  {len(later)} of another run's steps in {folder}, as step_*.old")
+
+        # a run that starts anew leaves the curves of an earlier one as they are, too
         if not last_step:
             Path(self.out_dir, "out_of_memory").unlink(missing_ok=True)
-            rmtree(f"{self.out_dir}/tensorboard", ignore_errors=True)
+            for name in ("metrics.jsonl", "tensorboard"):
+                path = f"{self.out_dir}/{name}"
+                if exists(path):
+                    os.rename(path, unused_name(path))
 
     def profiled(self, steps, chosen):
         """Yields the steps; rank 0 records step `chosen`, if any, with torch.profiler."""
@@ -914,15 +1153,18 @@ class Logger:
                 yield step
             trace.export_chrome_trace(f"{self.out_dir}/profile/step_{step + 1}.json.gz")
 
-    def check_progress(self, metrics):
-        """UserError if values are not finite, or if the gradients of ten updates in a row are not."""
+    def check_progress(self, metrics, lr="--lr"):
+        """UserError if values are not finite, or if the gradients of ten updates in a row are not. lr: the
+        flag to name."""
         if "critic/values_mean" not in metrics:  # no row had an action
             return
         if not isfinite(metrics["critic/values_mean"]):
-            raise UserError("the critic's values are not finite: take an earlier checkpoint and a lower --lr")
+            raise UserError(
+                f"the critic's values are not finite: take an earlier checkpoint and a lower {lr}"
+            )
         self.skipped = self.skipped + 1 if isnan(metrics["critic/grad_norm"]) else 0
         if self.skipped == 10:
-            raise UserError("10 updates in a row were skipped: gradients are not finite; use a lower --lr")
+            raise UserError(f"10 updates in a row were skipped: gradients are not finite; use a lower {lr}")
 
     def log(self, step, metrics):  # metrics: name -> number; logs null if it is not finite
         if RANK:
@@ -938,7 +1180,7 @@ class Logger:
         self.updates += 1
         m["perf/time_step"] = (perf_counter() - self.start) / self.updates
         self.log(step, m)
-        left = timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
+        left = time_left(m["perf/time_step"], steps - step)
         print0(
             f"step {step:>{len(str(steps))}}/{steps}  loss {number(m['critic/vf_loss'], '.4f')}"
             f"  explained var {number(m['critic/explained_var'], '.3f'):>6}"
@@ -960,8 +1202,19 @@ class Logger:
         )
 
 
+def time_left(seconds, steps):  # for this many steps of so many seconds; timedelta has an upper bound
+    return timedelta(seconds=round(min(seconds * steps, 1e12)))
+
+
 def number(x, form):  # x in the given format, or -- for NaN
     return "--" if isnan(x) else format(x, form)
+
+
+def happened(row, last_step):
+    """Whether a row of metrics.jsonl is from before a run that goes on after last_step: an evaluation at this
+    step will be made again, but its update will not."""
+    step = row.get("step", inf)
+    return step < last_step or (step == last_step and "perf/time_step" in row)
 
 
 def read_lines(path):
@@ -1033,6 +1286,16 @@ def published(folder, group=None, keep=None):
     dist.barrier(group)
 
 
+def unused_name(path):
+    """path.old, or path.old2 and so on: the first name that nothing has yet."""
+    name = f"{path}.old"
+    number = 2
+    while exists(name):
+        name = f"{path}.old{number}"
+        number += 1
+    return name
+
+
 def remove(folder):  # deletes a folder, if it exists; a crash never leaves half of it under its name
     if isdir(folder):
         rmtree(f"{folder}.gone", ignore_errors=True)  # a leftover of a crash
@@ -1065,9 +1328,24 @@ def verify(folder):
         raise UserError(f"--resume {folder}: damaged, {damaged[0]} is missing or changed; use an earlier one")
 
 
-def check_shared(out_dir):
-    """Creates out_dir (a collective). UserError: it cannot be written, or a rank does not see it."""
-    probe = f"{out_dir}/checkpoints/{of_all_ranks(time_ns())[0]}.tmp"  # a new name
+def claim(out_dir):
+    """Creates out_dir and locks it -> the lock, an open file that the caller keeps, or None (a collective).
+    UserError: out_dir cannot be written, a rank does not see it, or another run is using it."""
+    lock = None
+    fault = ""
+    if RANK == 0:
+        try:
+            with blame(f"--out-dir {out_dir}: cannot be written"):
+                os.makedirs(f"{out_dir}/checkpoints", exist_ok=True)
+                lock = locked(out_dir)
+        except UserError as error:
+            fault = str(error)
+    fault, name = of_all_ranks((fault, f"{time_ns()}"))[0]
+    if fault:
+        raise UserError(fault)
+
+    # all ranks must see a folder that rank 0 makes now
+    probe = f"{out_dir}/checkpoints/{name}.tmp"
     if RANK == 0:
         with blame(f"--out-dir {out_dir}: cannot be written"):
             os.makedirs(probe)
@@ -1080,6 +1358,33 @@ def check_shared(out_dir):
         os.rmdir(probe)
     if blind:
         raise UserError(f"--out-dir {out_dir}: host {blind} does not see it; use shared storage")
+    return lock
+
+
+def locked(out_dir):
+    """The open file out_dir/.lock with an exclusive lock, which ends with this process, even if it is killed.
+    None, with a line, where the file system has no locks. UserError: another run has it."""
+    file = open(f"{out_dir}/.lock", "a+")
+    for attempt in range(50):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:  # a killed run's last rank may still be ending
+            if attempt < 49:
+                sleep(0.1)
+                continue
+            file.seek(0)
+            owner = file.read(200) or "another process"
+            raise UserError(
+                f"--out-dir {out_dir}: another run, {owner}, is writing there; give another folder or end it"
+            ) from None
+        except OSError as error:
+            print0(f"lock       none in {out_dir} ({error.strerror}), so start no second run there")
+            return None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {os.uname().nodename}")
+    file.flush()
+    return file
 
 
 def steps_in(folder):  # [(step, path)] of each step_N and step_N.jsonl in a folder, latest first
@@ -1102,10 +1407,12 @@ def shape_of(model_config, more):
 
 def load_config(config):
     """(tokenizer or None, transformers config) of config.model, with --override-config and dropout off."""
+    to = config.prefix
     model = config.model
     tiny = model in TINY
     if tiny:  # more threads would only wait for each other
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+        torch.set_num_threads(cpu_threads())
+
     tokenizer = None
     name = config.tokenizer or model
     if name in TINY:
@@ -1114,27 +1421,63 @@ def load_config(config):
         reader = AutoTokenizer
         if exists(f"{name}/tokenizer.json"):  # as stored; AutoTokenizer would use Qwen2's own rules
             reader = PreTrainedTokenizerFast
-        with blame(f"--tokenizer {name}: no tokenizer there") if config.tokenizer else suppress(Exception):
+        with blame(f"{to}tokenizer {name}: no tokenizer there") if config.tokenizer else suppress(Exception):
             tokenizer = reader.from_pretrained(name)
     if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):  # or transformers made it up
         print0(f"tokenizer  none in {name}, so rows must be token ids")
         tokenizer = None
-    with blame(f"--model {model}: no model there; presets are {', '.join(TINY)}"):
+
+    with blame(f"{to}model {model}: no model there; presets are {', '.join(TINY)}"):
         fields = tiny_config(model, len(tokenizer or char_tokenizer(model))) if tiny else config_of(model)
         kind = type(AutoConfig.for_model(**fields))
-    with blame(f"--override-config {config.override_config}: must be a JSON object"):
-        overrides = dict(json.loads(config.override_config))
-        windows = {"num_hidden_layers", "sliding_window", "use_sliding_window", "max_window_layers"}
-        if windows & overrides.keys():
-            fields.pop("layer_types", None)  # lets the config derive them again
-        for key, value in overrides.items():
-            if key == "model_type" or not (key in fields or hasattr(kind(), key)):
-                raise UserError(f"--override-config: {kind.__name__} has no {key!r} to override")
-            nested = isinstance(value, dict) and isinstance(fields.get(key), dict)
-            fields[kind.attribute_map.get(key, key)] = fields[key] | value if nested else value
+
+    # merge --override-config into the fields
+    text = config.override_config
+    with blame(f"{to}override-config {text}: must be a JSON object"):
+        overrides = json.loads(text)
+        if not isinstance(overrides, dict):
+            raise ValueError(f"it is a {type(overrides).__name__}")
+    windows = {"num_hidden_layers", "sliding_window", "use_sliding_window", "max_window_layers"}
+    if windows & overrides.keys():
+        fields.pop("layer_types", None)  # lets the config derive them again
+    for key, value in overrides.items():
+        if key == "model_type" or not (key in fields or hasattr(kind(), key)):
+            raise UserError(f"{to}override-config: {kind.__name__} has no {key!r} to override")
+        nested = isinstance(value, dict) and isinstance(fields.get(key), dict)
+        fields[kind.attribute_map.get(key, key)] = fields[key] | value if nested else value
+
+    name = f"{to}override-config {text}" if overrides else f"{to}model {model}"
+    with blame(f"{name}: is no config that {kind.__name__} takes"):
         model_config = kind.from_dict(fields)
+    if mistake := mistake_in_sizes(model_config.get_text_config()):
+        raise UserError(f"{name}: {mistake}")
     disable_dropout(model_config)
     return tokenizer, model_config
+
+
+def mistake_in_sizes(text):
+    """What is impossible in the transformers config of a decoder, or None: it would fail only later."""
+    sizes = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    sizes += " num_key_value_heads head_dim max_position_embeddings"
+    found = {name: getattr(text, name, None) for name in sizes.split()}
+    for name, x in found.items():
+        if isinstance(x, int) and not 0 < x < 2**31:
+            return f"{name} is {x}; it must be at least 1"
+
+    heads = found["num_attention_heads"]
+    groups = found["num_key_value_heads"]
+    width = found["head_dim"]
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        return f"num_attention_heads is {heads}, which num_key_value_heads, {groups}, must divide"
+    if isinstance(heads, int) and width is None and found["hidden_size"] % heads:
+        return f"hidden_size is {found['hidden_size']}, which num_attention_heads, {heads}, must divide"
+    if isinstance(width, int) and width % 2 and getattr(text, "rope_parameters", None):
+        return f"head_dim is {width}, but rotary embeddings need an even number"
+
+    pad = getattr(text, "pad_token_id", None)
+    if isinstance(pad, int) and not -found["vocab_size"] <= pad < found["vocab_size"]:
+        return f"pad_token_id is {pad}, outside the vocabulary of {found['vocab_size']}; set it to null"
+    return None
 
 
 def config_of(model):  # the config of a model's folder or of either critic's checkpoint, as a dict
@@ -1151,9 +1494,19 @@ def disable_dropout(model_config):  # zeroes attention_dropout, layerdrop, jitte
             setattr(model_config, key, 0.0)
 
 
-def check_rows(batch, model_config):  # UserError: a row is too long, or has ids outside the vocabulary
-    text = model_config.get_text_config()
+def check_rows(batch, model_config):
+    """UserError: a row is too long for the model, or has ids outside its vocabulary."""
     length, row = batch.longest
+    check_length(length, f"row_id {row}", model_config)
+    size = model_config.get_text_config().vocab_size
+    odd = batch.input_ids[batch.input_ids // size != 0]  # negative or too large
+    if len(odd):
+        raise UserError(f"token id {odd[0]} is outside the model's vocabulary of {size}")
+
+
+def check_length(length, row, model_config):
+    """UserError: this many tokens are too many for the model. row: words that name the row."""
+    text = model_config.get_text_config()
     limit = "max_position_embeddings"
     most = getattr(text, limit, None) or inf
     rope = getattr(text, "rope_parameters", None) or {}
@@ -1161,10 +1514,7 @@ def check_rows(batch, model_config):  # UserError: a row is too long, or has ids
         limit = "original_max_position_embeddings"
         most = rope[limit]
     if length > most:
-        raise UserError(f"row_id {row}: {length} tokens, more than the model's {limit}, {most}")
-    odd = batch.input_ids[batch.input_ids // text.vocab_size != 0]  # negative or too large
-    if len(odd):
-        raise UserError(f"token id {odd[0]} is outside the model's vocabulary of {text.vocab_size}")
+        raise UserError(f"{row}: {length} tokens, more than the model's {limit}, {most}")
 
 
 def local_folder(name):  # a model's folder, downloaded if it is on the hub
@@ -1257,7 +1607,9 @@ def configure_head(model_config, config, value_range):
     if config.value_head != "scalar":
         model_config.value_range = config.value_range or stored or value_range
         if not model_config.value_range:
-            raise UserError("--value-range: this head needs it: LOW and HIGH of the returns, with a margin")
+            raise UserError(
+                f"{config.prefix}value-range: this head needs it: LOW and HIGH of the returns, with a margin"
+            )
 
 
 TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14,

@@ -21,37 +21,52 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from heapq import heapreplace
 from itertools import groupby
-from math import ceil, cos, gcd, inf, isfinite, nan, pi, tan
+from math import ceil, cos, gcd, inf, isfinite, isnan, nan, pi, tan
 from os.path import exists, realpath
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import tyro
-from pydantic import Field, FiniteFloat, PositiveFloat, TypeAdapter, ValidationError
-from pydantic import NonNegativeInt as Count
-from pydantic import PositiveInt as Positive
+from pydantic import Field, PositiveFloat, TypeAdapter, ValidationError
 
-RANK = int(os.environ.get("RANK", 0))  # torchrun sets these; plain `python` is a world of one
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # all of them, or none
+
+
+def from_torchrun(name, default):
+    """A number that torchrun sets; plain `python` is a world of one. common.py names what is wrong."""
+    text = os.environ.get(name, "")
+    if not all(os.environ.get(other) for other in TORCHRUN) or not re.fullmatch("[0-9]{1,9}", text):
+        return default
+    return int(text)
+
+
+RANK = from_torchrun("RANK", 0)
+WORLD_SIZE = from_torchrun("WORLD_SIZE", 1)
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
 Text = Annotated[str, Field(min_length=1)]  # a shell's unset variable gives ""
-Rate = Annotated[FiniteFloat, Field(gt=0)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
+Positive = Annotated[int, Field(gt=0, le=10**9)]
+Seed = Annotated[int, Field(ge=0, lt=2**62)]
+Rate = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]  # float32 can hold its square
+Edge = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Auto = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d+)?)?$")]
+Auto = Annotated[str, Field(pattern=r"^auto(:[0-9]{1,6}(\.[0-9]{1,6})?)?$")]
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 @dataclass(frozen=True)
 class Config:
     """The critic: its model, its layout over ranks, its batches and its optimizer."""
+
+    prefix: ClassVar[str] = "--"  # what its flags begin with, in messages; "--critic." in ppo_loop.py
 
     # model
     model: Text = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
@@ -62,11 +77,11 @@ class Config:
     # value head: an unbounded number, one within --value-range, or the mean of a distribution over 51 bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
     # LOW HIGH of a bounded or hl_gauss head (None: the checkpoint's, else the data's, except in PPO)
-    value_range: tuple[float, float] | None = None
+    value_range: tuple[Edge, Edge] | None = None
     freeze_modules: Text | None = None  # regular expression; weights with a match in their name are frozen
     lora_rank: Count = 0  # train only the value head and LoRA adapters of this rank (0: no LoRA)
     lora_alpha: Rate = 16.0  # LoRA adapters are scaled by alpha / rank
-    seed: Count = 0  # random seed of new weights, the value head, every shuffle and the toy's rows
+    seed: Seed = 0  # random seed of new weights, the value head, every shuffle and the toy's rows
     # layout
     strategy: Literal["fsdp2", "fsdp1", "none"] = "fsdp2"  # how to shard weights (none: a full copy per rank)
     fsdp_size: int = -1  # ranks that shard one copy of the weights; the others hold replicas (-1: all ranks)
@@ -132,9 +147,15 @@ def out_of_range(flags):
         TypeAdapter(type(flags)).validate_python(asdict(flags))
     except ValidationError as error:
         fault = error.errors()[0]
-        # without the critic. prefix, and the union branch or tuple index that pydantic adds
-        flag = re.sub(r"critic\.|\.(constrained|\d).*", "", ".".join(map(str, fault["loc"])))
-        return f"--{flag.replace('_', '-')} {fault['input']}: {fault['msg'].replace('Input should', 'must')}"
+        holder = flags
+        name, *rest = fault["loc"]
+
+        # a group of flags, such as the critic's; the rest may also be a branch of a union, or an index
+        if is_dataclass(getattr(flags, name)):
+            holder = getattr(flags, name)
+            name = rest[0]
+        flag = getattr(holder, "prefix", "--") + name.replace("_", "-")
+        return f"{flag} {fault['input']}: {fault['msg'].replace('Input should', 'must')}"
 
 
 def mistake_in(flags, world_size=WORLD_SIZE):
@@ -142,33 +163,63 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     if words := out_of_range(flags):
         return words
     if isinstance(flags, Run):
-        if flags.eval_rollouts and not flags.rollouts:
-            return "--eval-rollouts: needs --rollouts; the toy has its own rows"
-        return mistake_in(flags.critic, flags.plan or world_size)
+        return mistake_in_run(flags) or mistake_in(flags.critic, flags.plan or world_size)
+
     c = flags
-    norm = c.loss_agg_mode == "seq-mean-token-sum-norm"
-    low, high = c.value_range or (0.0, 1.0)
+    to = c.prefix
+
+    # the value head
+    if c.value_range:
+        low, high = c.value_range
+        if c.value_head == "scalar":
+            return f"{to}value-range: needs {to}value-head bounded or hl_gauss"
+        if not low < high:
+            return f"{to}value-range {c.value_range}: LOW must be below HIGH"
+        if high - low < 1e-15 + 1e-4 * max(abs(low), abs(high)):
+            return f"{to}value-range {c.value_range}: is too narrow for float32; give numbers farther apart"
+    if c.value_head == "hl_gauss" and c.value_head_init == "mean":
+        return f"{to}value-head-init mean: not for hl_gauss"
+
+    # the loss and the optimizer
+    divides = c.loss_agg_mode == "seq-mean-token-sum-norm"
+    if divides != (c.response_length_limit is not None):
+        return (
+            f"{to}response-length-limit: belongs to {to}loss-agg-mode seq-mean-token-sum-norm;"
+            " set both or neither"
+        )
+    if max(c.betas) == 1:
+        return f"{to}betas {c.betas}: must be below 1"
+
+    # the layout
     sp = c.ulysses_size
-    shards = world_size if c.fsdp_size == -1 else c.fsdp_size
-    rules = {  # message -> whether the flags agree
-        f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < inf,
-        "--value-range: needs --value-head bounded, hl_gauss": c.value_head != "scalar" or not c.value_range,
-        "--value-head-init mean: not for hl_gauss": c.value_head_init != "mean" or c.value_head != "hl_gauss",
-        f"--betas {c.betas}: must be below 1": max(c.betas) < 1,
-        "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm; set both or neither":
-            norm == (c.response_length_limit is not None),
-        f"--ulysses-size {sp}: must divide the {world_size} ranks": world_size % sp == 0,
-        "--ulysses-size: needs packed rows; drop --no-use-remove-padding": sp == 1 or c.use_remove_padding,
-        f"--fsdp-size {c.fsdp_size}: must divide the {world_size} ranks, or be -1":
-            shards > 0 and world_size % shards == 0,
-        "--fsdp-size 1: fsdp1 cannot keep whole replicas; use --strategy none":
-            shards > 1 or c.strategy != "fsdp1" or world_size == 1,  # FSDP1 would not average over them
-        "--offload-policy, --defer-grad-sync: fsdp1 has neither; use fsdp2":
-            c.strategy != "fsdp1" or not (c.offload_policy or c.defer_grad_sync)
-    }  # fmt: skip
-    for words, holds in rules.items():
-        if not holds:
-            return words
+    if world_size % sp:
+        return f"{to}ulysses-size {sp}: must divide the {world_size} ranks"
+    if sp > 1 and not c.use_remove_padding:
+        return f"{to}ulysses-size: needs packed rows; drop {to}no-use-remove-padding"
+    shards = c.fsdp_size
+    if shards == -1:
+        shards = world_size
+    if shards < 1 or world_size % shards:
+        return f"{to}fsdp-size {c.fsdp_size}: must divide the {world_size} ranks, or be -1"
+    if c.strategy == "fsdp1":
+        if shards == 1 < world_size:  # FSDP1 would not average over them
+            return f"{to}fsdp-size 1: fsdp1 cannot keep whole replicas; use {to}strategy none"
+        if c.offload_policy or c.defer_grad_sync:
+            return f"{to}offload-policy, {to}defer-grad-sync: fsdp1 has neither; use fsdp2"
+    return None
+
+
+def mistake_in_run(run):
+    """What is wrong with the flags of a Run that are not the critic's, or None."""
+    if run.eval_rollouts and not run.rollouts:
+        return "--eval-rollouts: needs --rollouts; the toy has its own rows"
+
+    # a run that scores neither exports nor sets anything aside
+    theirs = realpath(run.critic.model)
+    ours = [realpath(f"{run.out_dir}/{name}") for name in ("hf", "checkpoints")]
+    if not run.score and any(f"{theirs}/".startswith(f"{path}/") for path in ours):
+        return f"--out-dir {run.out_dir}: holds the --model, which the run would replace; give another"
+    return None
 
 
 if __name__ == "__main__":  # here, because the imports below take ten seconds
@@ -241,28 +292,37 @@ def read_weights(config, model_config):
 
 def build_skeleton(config, model_config):
     """A ValueModel on the meta device: everything but the weights. UserError if it cannot be built."""
-    name = f"--model {config.model} ({model_config.model_type})"
-    with blame(f"{name}: cannot be built; try --no-use-remove-padding"), torch.device("meta"):
+    name = f"{config.prefix}model {config.model} ({model_config.model_type})"
+    with blame(f"{name}: cannot be built{padding_advice(config)}"), torch.device("meta"):
         attention = attention_of(config, model_config)
         backbone = AutoModel.from_config(model_config, dtype=torch.float32, attn_implementation=attention)
         model = ValueModel(backbone)
         add_lora(backbone, config)
-        freeze(model, config.freeze_modules)
+        freeze(model, config)
         if config.gradient_checkpointing:
             backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
-def freeze(model, pattern):
+def padding_advice(config):
+    """What may help a model that fails while its rows are packed; no advice if they are padded already."""
+    if config.use_remove_padding:
+        return f"; try {config.prefix}no-use-remove-padding"
+    return ""
+
+
+def freeze(model, config):
     """Freezes the weights in whose names --freeze-modules has a match. A checkpoint has the same names after
     a leading "model."; frozen weights get no gradient and no optimizer state."""
-    if pattern:
-        with blame(f"--freeze-modules {pattern}"):
-            frozen = [p for name, p in model.named_parameters() if re.search(pattern, name)]
-            if len(frozen) in (0, len(list(model.parameters()))):
-                raise ValueError("must match some of the weights, but not all")
-        for p in frozen:
-            p.requires_grad_(False)
+    pattern = config.freeze_modules
+    if not pattern:
+        return
+    with blame(f"{config.prefix}freeze-modules {pattern}"):
+        frozen = [p for name, p in model.named_parameters() if re.search(pattern, name)]
+        if len(frozen) in (0, len(list(model.parameters()))):
+            raise ValueError("must match some of the weights, but not all")
+    for p in frozen:
+        p.requires_grad_(False)
 
 
 def attention_of(config, model_config):
@@ -315,7 +375,7 @@ def load_image_processor(config, model_config):
         return None
     if config.model in common.TINY:
         return Qwen2VLImageProcessorPil(patch_size=model_config.vision_config.patch_size)
-    with blame(f"--model {config.model}: reads images, but has no preprocessor_config.json"):
+    with blame(f"{config.prefix}model {config.model}: reads images, but has no preprocessor_config.json"):
         return Qwen2VLImageProcessorPil.from_pretrained(config.model)
 
 
@@ -386,15 +446,24 @@ def shards_of(config, ranks):
     return ranks if config.fsdp_size == -1 else config.fsdp_size
 
 
-def make_layout(config, device):
-    """Builds the process groups."""
-    sp = config.ulysses_size
-    shards = shards_of(config, WORLD_SIZE)
+@lru_cache
+def make_groups(device_type, shards, sp, timeout_minutes):
+    """(mesh of replicas x shards, the ranks that share this rank's rows or None). A layout's groups are built
+    once: their threads and sockets stay until the process ends."""
     names = ("replicate", "shard")
-    mesh = dist.init_device_mesh(device.type, (WORLD_SIZE // shards, shards), mesh_dim_names=names)
-    timeout = timedelta(minutes=config.timeout_minutes)
+    mesh = dist.init_device_mesh(device_type, (WORLD_SIZE // shards, shards), mesh_dim_names=names)
+    timeout = timedelta(minutes=timeout_minutes)
     for group in mesh.get_all_groups():  # otherwise they have torch's default
         dist.distributed_c10d._set_pg_timeout(timeout, group)
+    sp_group = dist.new_subgroups(sp, timeout=timeout)[0] if sp > 1 else None
+    return mesh, sp_group
+
+
+def make_layout(config, device):
+    """Which ranks share what."""
+    sp = config.ulysses_size
+    shards = shards_of(config, WORLD_SIZE)
+    mesh, sp_group = make_groups(device.type, shards, sp, config.timeout_minutes)
     return Layout(
         device=device,
         dtype=common.compute_dtype(config.param_dtype, device),
@@ -402,7 +471,7 @@ def make_layout(config, device):
         dp_size=WORLD_SIZE // sp,
         sp_rank=RANK % sp,
         sp_size=sp,
-        sp_group=dist.new_subgroups(sp, timeout=timeout)[0] if sp > 1 else None,
+        sp_group=sp_group,
         fsdp_mesh=mesh["shard"] if shards == WORLD_SIZE else mesh,
     )
 
@@ -582,11 +651,19 @@ def pack_rows(batch, device, share, unit=1):
 
 
 def check_model_flags(config, model_config):
-    """UserError for flags that do not fit this model."""
-    with blame(f"--model {config.model}: has no attention"):
+    """UserError for flags that do not fit this model, or for a model that cannot be built."""
+    with blame(f"{config.prefix}model {config.model}: has no attention"):
         heads = model_config.get_text_config().num_attention_heads
     if heads % config.ulysses_size:
-        raise UserError(f"--ulysses-size {config.ulysses_size}: must divide {heads} attention heads")
+        raise UserError(
+            f"{config.prefix}ulysses-size {config.ulysses_size}: must divide {heads} attention heads"
+        )
+    width = model_config.get_text_config().hidden_size
+    if config.lora_rank > width:
+        raise UserError(
+            f"{config.prefix}lora-rank {config.lora_rank}: must be at most {width}, the model's hidden_size"
+        )
+    build_skeleton(config, model_config)
 
 
 def check_budget(config, longest, row):
@@ -594,7 +671,9 @@ def check_budget(config, longest, row):
     least = ceil(longest / config.ulysses_size)
     given = config.ppo_max_token_len_per_gpu
     if isinstance(given, int) and given < least:
-        raise UserError(f"--ppo-max-token-len-per-gpu {given}: {row} has {longest} tokens; give {least}")
+        raise UserError(
+            f"{config.prefix}ppo-max-token-len-per-gpu {given}: {row} has {longest} tokens; give {least}"
+        )
     return least
 
 
@@ -816,9 +895,13 @@ class CriticWorker:
         check_model_flags(config, self.model_config)
         self.device = common.setup_distributed(config.timeout_minutes)
         if config.ppo_max_token_len_per_gpu == "auto" and self.device.type == "cpu":
-            raise UserError("--ppo-max-token-len-per-gpu auto: on a CPU, give the memory per rank: auto:GIB")
+            raise UserError(
+                f"{config.prefix}ppo-max-token-len-per-gpu auto: on a CPU, give the memory per rank: auto:GIB"
+            )
         self.layout = make_layout(config, self.device)
+        self.critic = None  # see init_model
         self.offloaded = False
+        self.halvings = 0  # how often runs from here have run out of memory, see Checkpoints
 
     def init_model(self, total_steps=None, value_range=None):
         """Builds the model and its optimizer, and seeds torch, alike on all ranks.
@@ -826,7 +909,7 @@ class CriticWorker:
         (LOW, HIGH) of the head if neither --value-range nor the checkpoint gives one."""
         config = self.config
         if config.lr_scheduler_type == "cosine" and not total_steps:
-            raise UserError("--lr-scheduler-type cosine: init_model needs total_steps")
+            raise UserError(f"{config.prefix}lr-scheduler-type cosine: init_model needs total_steps")
         common.configure_head(self.model_config, config, value_range)
         self.critic = DataParallelPPOCritic(config, self.model_config, self.layout, total_steps)
         torch.manual_seed(config.seed)  # reset: new weights may have drawn from it
@@ -846,7 +929,7 @@ class CriticWorker:
         config = self.config
         critic = self.critic
         decoder = critic.model.model.get_decoder()
-        name = f"--model {config.model}: {type(critic.model.model).__name__}"
+        name = f"{config.prefix}model {config.model}: {type(critic.model.model).__name__}"
         n = 8 * self.layout.sp_size
         rows = Batch.blank(2 * n).select([0, 0])
         ids_T = rows.places + (torch.arange(4 * n) >= 3 * n)  # the first n tokens of both are equal
@@ -856,7 +939,7 @@ class CriticWorker:
         Pack.kernel = None
         critic.model.eval()  # the hook makes it return hidden states
         hook = critic.model.score.register_forward_hook(lambda head, args, out: args[0].float())
-        with hook, blame(f"{name} does not run; try --no-use-remove-padding"):
+        with hook, blame(f"{name} does not run{padding_advice(config)}"):
             together_TD = critic.forward(critic.micro_batch(rows, [0, 1]))[3 * n + 1 : 3 * n + 5]
             Pack.group = None
             kernel = decoder.config._attn_implementation
@@ -864,19 +947,28 @@ class CriticWorker:
             alone_TD = critic.model(input_ids=ids_1L)[0, n:]
             decoder.set_attn_implementation(kernel)
         critic.free_gathered()
+        if not (together_TD.isfinite().all() and alone_TD.isfinite().all()):
+            raise UserError(f"{name} has hidden states that are not finite: check its weights and its config")
+
         off = float((together_TD - alone_TD).norm() / alone_TD.norm())
         most = 1e-4 if self.layout.dtype == torch.float32 else 1e-1
-        if not off < most or config.use_remove_padding and not Pack.kernel:  # its own attention
+        if off > most:
             raise UserError(
-                f"{name} lets tokens see later ones or other rows; add --no-use-remove-padding"
+                f"{name} lets tokens see later ones or other rows{padding_advice(config)}"
                 f" (hidden states differ by {off:.0e})"
+            )
+        if config.use_remove_padding and not Pack.kernel:
+            raise UserError(
+                f"{name} has an attention of its own, which cannot be packed{padding_advice(config)}"
             )
         print0(f"attention  {Pack.kernel or 'padded'}; packed rows differ from rows alone by {off:.0e}")
 
-    def set_budget(self, longest, row, halvings=0):
+    def set_budget(self, longest, row):
         """Sets the tokens per micro-batch; updates do not depend on it. UserError: a row does not fit.
-        longest: tokens of the longest row to expect; row: words that name it. halvings: see Checkpoints."""
+        longest: tokens of the longest row to expect; row: words that name it."""
+        self.check_ready()
         config = self.config
+        flag = f"{config.prefix}ppo-max-token-len-per-gpu"
         budget = config.ppo_max_token_len_per_gpu
         share = self.layout.sp_size
         least = check_budget(config, longest, row)
@@ -889,10 +981,12 @@ class CriticWorker:
             state = 0 if config.offload_policy else state
             budget = common.measure_budget(self.try_out, budget, longest, share, state)
             if budget < least:
-                raise UserError(f"--ppo-max-token-len-per-gpu auto: {row} of {longest} tokens does not fit")
-        if halvings:
-            budget = max(budget >> halvings, least)
-            print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu is lowered to {budget}")
+                raise UserError(f"{flag} auto: {row} of {longest} tokens does not fit")
+
+        # a row that is longer than announced comes here again, and must not undo this
+        if self.halvings:
+            budget = max(budget >> self.halvings, least)
+            print0(f"memory     ran out before, so {flag} is lowered to {budget}")
         self.critic.max_tokens = budget * share
 
     def try_out(self, batch):
@@ -901,10 +995,27 @@ class CriticWorker:
         self.critic.forward_backward(self.critic.micro_batch(batch, range(len(batch))))
         self.critic.optimizer.zero_grad(set_to_none=False)  # gradients stay allocated, as in an update
 
-    def check_batch(self, batch):
-        """Raises UserError or ValueError for rows that do not fit, RuntimeError while offloaded."""
+    def check_ready(self):
+        """RuntimeError unless the model is built and on its device."""
+        if self.critic is None:
+            raise RuntimeError("the critic has no model yet: call init_model() first")
         if self.offloaded:
             raise RuntimeError("the critic is offloaded: call onload() first")
+
+    @contextmanager
+    def on_device(self):
+        """Brings an offloaded critic back for a while: collectives need its weights on the device."""
+        offloaded = self.offloaded
+        if offloaded:
+            self.onload()
+        self.check_ready()
+        yield
+        if offloaded:
+            self.offload()
+
+    def check_batch(self, batch):
+        """Raises UserError or ValueError for rows that do not fit, RuntimeError while offloaded."""
+        self.check_ready()
         longest, row = batch.longest
         if longest > self.critic.max_tokens:
             self.set_budget(longest, f"row {row}")
@@ -914,12 +1025,16 @@ class CriticWorker:
 
     @torch.no_grad()
     def start_at_mean(self, batch, gamma):
-        """With --value-head-init mean and before the first update, makes every value the mean return of all
-        ranks' actions, clamped to the inner 98 % of a bounded head's range (a collective)."""
+        """With --value-head-init mean and before the first step, makes every value the mean return of all
+        ranks' actions, clamped to the inner 98 % of a bounded head's range (a collective). A batch without an
+        action changes nothing, and takes no step, so the next batch decides."""
+        self.check_ready()
         critic = self.critic
-        if self.config.value_head_init != "mean" or critic.updates:
+        if self.config.value_head_init != "mean" or critic.optimizer_steps:
             return
         bias = batch.mean_return(gamma)
+        if isnan(bias):
+            return
         if critic.value_range:  # the inverse of `values`
             low, high = critic.value_range
             bias = tan(pi * (min(max((bias - low) / (high - low), 0.01), 0.99) - 0.5))
@@ -942,8 +1057,21 @@ class CriticWorker:
         flops = self.critic.passes * sum(batch.costs(groups, self.critic.flops))
         return metrics | common.describe_update(batch, start, config.ppo_epochs, flops, self.layout)
 
+    def check_values(self, batch):
+        """UserError if values of the caller's first row are not finite: an update has ruined the weights."""
+        first = batch.actions.nonzero()[:1, 0].tolist()  # that has an action
+        finite = bool(self.compute_values(batch.select(first)).isfinite().all())
+        if not all(of_all_ranks(finite)):
+            raise UserError(
+                "the critic's values are not finite after the last update, which is not saved:"
+                f" take an earlier checkpoint and a lower {self.config.prefix}lr"
+            )
+
     def offload(self):
-        """Frees the device memory of weights, gradients and optimizer state. The next call must be onload."""
+        """Frees the device memory of weights, gradients and optimizer state, until onload. Meanwhile only
+        checkpoints and exports work: they bring it back for a while."""
+        if self.critic is None:
+            raise RuntimeError("the critic has no model yet: call init_model() first")
         self.offloaded = True
         self.move("cpu")
 
@@ -972,7 +1100,7 @@ class CriticWorker:
     def save_checkpoint(self, folder):
         """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not at all.
         Sharded safetensors with transformers' names, no pickle: any layout of either critic reads them."""
-        with published(folder) as tmp:
+        with self.on_device(), published(folder) as tmp:
             self.checkpoint_writer()(tmp)
 
     def checkpoint_writer(self, copy=False):
@@ -992,6 +1120,7 @@ class CriticWorker:
 
     def load_checkpoint(self, folder):
         """Restores a checkpoint of either critic, on any layout. UserError: damaged, or of another model."""
+        self.check_ready()
         critic = self.critic
         saved = open_checkpoint(folder, self.shape())
         tensors, model_state, optimizer_state = checkpoint_tensors(critic.model, critic.optimizer)
@@ -1018,11 +1147,12 @@ class CriticWorker:
         LoRA adapters are merged. For an architecture without that class, the folder holds the backbone and
         value_head.safetensors the head; --model reads both kinds."""
         state = {}  # the library's full_state_dict would crash FSDP1 on a CPU
-        for name, x in state_dict.get_model_state_dict(self.critic.model).items():
-            if isinstance(x, dist.tensor.DTensor):  # not buffers, nor FSDP1's weights on a single rank
-                x = x.full_tensor()  # one at a time; only rank 0 keeps it, on the host
-            if RANK == 0:
-                state[name] = x.detach().cpu().contiguous()
+        with self.on_device():
+            for name, x in state_dict.get_model_state_dict(self.critic.model).items():
+                if isinstance(x, dist.tensor.DTensor):  # not buffers, nor FSDP1's weights on a single rank
+                    x = x.full_tensor()  # one at a time; only rank 0 keeps it, on the host
+                if RANK == 0:
+                    state[name] = x.detach().cpu().contiguous()
         with published(folder) as tmp:
             if RANK == 0:
                 if self.config.lora_rank:
@@ -1088,17 +1218,17 @@ def open_checkpoint(folder, shape):
 
 class Checkpoints:
     """The checkpoints of a run, as a context manager around it. folder: the one to continue from, if any.
-    halvings: how often the run has run out of memory; --resume auto halves the token budget for each."""
+    halvings: how often the run has run out of memory; --resume auto halves the token budgets for each."""
 
     def __init__(self, run):
         self.run = run
-        self.background = run.async_save and ThreadPoolExecutor(1)
+        self.background = ThreadPoolExecutor(1) if run.async_save else None
         self.saving = None  # the Future of a save in the background
         timeout = timedelta(minutes=run.critic.timeout_minutes)
         self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs a group of its own
         self.sigterm = threading.Event()  # schedulers send it before they end a job
-        common.check_shared(run.out_dir)
-        self.out_of_memory = Path(run.out_dir, "out_of_memory")  # its size: how often
+        self.lock = common.claim(run.out_dir)  # until this process ends
+        self.out_of_memory = Path(run.out_dir, "out_of_memory")  # holds how often
         self.halvings = 0
         self.folder = run.resume and realpath(run.resume)
         if run.resume == "auto":
@@ -1106,11 +1236,13 @@ class Checkpoints:
 
     def find_newest(self):
         """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""
-        mine = (
-            common.steps_in(f"{self.run.out_dir}/checkpoints"),
-            self.out_of_memory.exists() and self.out_of_memory.stat().st_size,
-        )
-        found, self.halvings = of_all_ranks(mine)[0]  # network file systems may show ranks different files
+        halvings = 0
+        with suppress(OSError, ValueError):
+            halvings = int(self.out_of_memory.read_text())
+        steps = common.steps_in(f"{self.run.out_dir}/checkpoints")
+
+        # network file systems may show ranks different files: what rank 0 sees counts
+        found, self.halvings = of_all_ranks((steps, halvings))[0]
         self.folder = None
         for _, path in found:
             try:
@@ -1129,8 +1261,9 @@ class Checkpoints:
         """Records that memory ran out; after an error, waits up to a minute for a save in the background."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with suppress(Exception):
-            if re.search(common.OUT_OF_MEMORY, repr(error)):
-                self.out_of_memory.write_text("x" * (self.halvings + 1))
+            if re.search(common.OUT_OF_MEMORY, repr(error)) and not isinstance(error, UserError):
+                self.out_of_memory.write_text(f"{self.halvings + 1}")
+        with suppress(Exception):
             self.saving.result(timeout=60)
 
     def save(self, step, write):
@@ -1205,7 +1338,8 @@ def main(run):
     worker.init_model(total, common.describe_rows(train, run.gamma, source))
     if checkpoints.folder:
         worker.load_checkpoint(checkpoints.folder)
-    worker.set_budget(longest, "the longest row", checkpoints.halvings)
+    worker.halvings = checkpoints.halvings
+    worker.set_budget(longest, "the longest row")
     if run.score:
         train.values = worker.critic.compute_values(train)
         return common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
@@ -1249,6 +1383,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
     picked = []
+    batch = None  # this rank's rows of the last update
     groups = train.groups()
     for step in logger.profiled(range(first_step, run.steps + 1), run.profile_step):
         ends = step == run.steps or any(of_all_ranks(checkpoints.sigterm.is_set()))
@@ -1257,6 +1392,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
             held_out.values = worker.critic.compute_values(held_out)
             logger.log_evaluation(step, held_out, run.gamma)
         if step > first_step and (ends or run.save_every and step % run.save_every == 0):
+            worker.check_values(batch)
             checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
         checkpoints.wait(block=ends)
         if ends:

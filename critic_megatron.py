@@ -24,38 +24,53 @@ import time
 import warnings
 from collections import ChainMap
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from heapq import heapreplace
 from itertools import chain, pairwise
-from math import ceil, cos, inf, isfinite, nan, pi, sqrt, tan
+from math import ceil, cos, inf, isfinite, isnan, nan, pi, sqrt, tan
 from os.path import realpath
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import tyro
-from pydantic import Field, FiniteFloat, PositiveFloat, TypeAdapter, ValidationError
-from pydantic import NonNegativeInt as Count
-from pydantic import PositiveInt as Positive
+from pydantic import Field, PositiveFloat, TypeAdapter, ValidationError
 
-RANK = int(os.environ.get("RANK", 0))  # torchrun sets these; plain `python` is a world of one
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # all of them, or none
+
+
+def from_torchrun(name, default):
+    """A number that torchrun sets; plain `python` is a world of one. common.py names what is wrong."""
+    text = os.environ.get(name, "")
+    if not all(os.environ.get(other) for other in TORCHRUN) or not re.fullmatch("[0-9]{1,9}", text):
+        return default
+    return int(text)
+
+
+RANK = from_torchrun("RANK", 0)
+WORLD_SIZE = from_torchrun("WORLD_SIZE", 1)
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron needs it to overlap communication
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
 Text = Annotated[str, Field(min_length=1)]  # a shell's unset variable gives ""
-Rate = Annotated[FiniteFloat, Field(gt=0)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
+Positive = Annotated[int, Field(gt=0, le=10**9)]
+Seed = Annotated[int, Field(ge=0, lt=2**62)]
+Rate = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]  # float32 can hold its square
+Edge = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Auto = Annotated[str, Field(pattern=r"^auto(:\d+(\.\d+)?)?$")]
+Auto = Annotated[str, Field(pattern=r"^auto(:[0-9]{1,6}(\.[0-9]{1,6})?)?$")]
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 @dataclass(frozen=True)
 class Config:
     """The critic: its model, its layout over ranks, its batches and its optimizer."""
+
+    prefix: ClassVar[str] = "--"  # what its flags begin with, in messages; "--critic." in ppo_loop.py
 
     # model
     model: Text = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
@@ -66,9 +81,9 @@ class Config:
     # value head: an unbounded number, one within --value-range, or the mean of a distribution over 51 bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
     # LOW HIGH of a bounded or hl_gauss head (None: the checkpoint's, else the data's, except in PPO)
-    value_range: tuple[float, float] | None = None
+    value_range: tuple[Edge, Edge] | None = None
     freeze_modules: Text | None = None  # regular expression; weights with a match in their name are frozen
-    seed: Count = 0  # random seed of new weights, the value head, every shuffle and the toy's rows
+    seed: Seed = 0  # random seed of new weights, the value head, every shuffle and the toy's rows
     # layout
     tensor_model_parallel_size: Positive = 1  # ranks that split each matrix product
     sequence_parallel: bool = True  # tensor-parallel ranks also split tokens, in norms and residuals
@@ -134,9 +149,15 @@ def out_of_range(flags):
         TypeAdapter(type(flags)).validate_python(asdict(flags))
     except ValidationError as error:
         fault = error.errors()[0]
-        # without the critic. prefix, and the union branch or tuple index that pydantic adds
-        flag = re.sub(r"critic\.|\.(constrained|\d).*", "", ".".join(map(str, fault["loc"])))
-        return f"--{flag.replace('_', '-')} {fault['input']}: {fault['msg'].replace('Input should', 'must')}"
+        holder = flags
+        name, *rest = fault["loc"]
+
+        # a group of flags, such as the critic's; the rest may also be a branch of a union, or an index
+        if is_dataclass(getattr(flags, name)):
+            holder = getattr(flags, name)
+            name = rest[0]
+        flag = getattr(holder, "prefix", "--") + name.replace("_", "-")
+        return f"{flag} {fault['input']}: {fault['msg'].replace('Input should', 'must')}"
 
 
 def mistake_in(flags, world_size=WORLD_SIZE):
@@ -144,33 +165,63 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     if words := out_of_range(flags):
         return words
     if isinstance(flags, Run):
-        if flags.eval_rollouts and not flags.rollouts:
-            return "--eval-rollouts: needs --rollouts; the toy has its own rows"
-        return mistake_in(flags.critic, world_size)
+        return mistake_in_run(flags) or mistake_in(flags.critic, world_size)
+
     c = flags
-    norm = c.loss_agg_mode == "seq-mean-token-sum-norm"
-    low, high = c.value_range or (0.0, 1.0)
-    tp, pp, cp = c.tensor_model_parallel_size, c.pipeline_model_parallel_size, c.context_parallel_size
+    to = c.prefix
+
+    # the value head
+    if c.value_range:
+        low, high = c.value_range
+        if c.value_head == "scalar":
+            return f"{to}value-range: needs {to}value-head bounded or hl_gauss"
+        if not low < high:
+            return f"{to}value-range {c.value_range}: LOW must be below HIGH"
+        if high - low < 1e-15 + 1e-4 * max(abs(low), abs(high)):
+            return f"{to}value-range {c.value_range}: is too narrow for float32; give numbers farther apart"
+    if c.value_head == "hl_gauss" and c.value_head_init == "mean":
+        return f"{to}value-head-init mean: not for hl_gauss"
+
+    # the loss and the optimizer
+    divides = c.loss_agg_mode == "seq-mean-token-sum-norm"
+    if divides != (c.response_length_limit is not None):
+        return (
+            f"{to}response-length-limit: belongs to {to}loss-agg-mode seq-mean-token-sum-norm;"
+            " set both or neither"
+        )
+    if max(c.betas) == 1:
+        return f"{to}betas {c.betas}: must be below 1"
+
+    # the layout
+    tp = c.tensor_model_parallel_size
+    pp = c.pipeline_model_parallel_size
+    cp = c.context_parallel_size
+    if world_size % (tp * pp * cp):
+        return (
+            f"{to}*-parallel-size: tensor {tp} x pipeline {pp} x context {cp}"
+            f" must divide the {world_size} ranks"
+        )
     experts = c.expert_model_parallel_size * (c.expert_tensor_parallel_size or tp) * pp
-    rules = {  # message -> whether the flags agree
-        f"--value-range {c.value_range}: LOW must be below HIGH": 0 < high - low < inf,
-        "--value-range: needs --value-head bounded, hl_gauss": c.value_head != "scalar" or not c.value_range,
-        "--value-head-init mean: not for hl_gauss": c.value_head_init != "mean" or c.value_head != "hl_gauss",
-        f"--betas {c.betas}: must be below 1": max(c.betas) < 1,
-        "--response-length-limit: belongs to --loss-agg-mode seq-mean-token-sum-norm; set both or neither":
-            norm == (c.response_length_limit is not None),
-        f"--*-parallel-size: tensor {tp} x pipeline {pp} x context {cp} must divide the {world_size} ranks":
-            world_size % (tp * pp * cp) == 0,
-        f"--expert-model-parallel-size: ep x etp x pp = {experts} must divide the {world_size} ranks":
-            world_size % experts == 0,
-        "--virtual-pipeline-model-parallel-size: needs --pipeline-model-parallel-size above 1":
-            c.virtual_pipeline_model_parallel_size == 1 or pp > 1,
-        "--context-parallel-size: needs packed rows; drop --no-use-remove-padding":
-            cp == 1 or c.use_remove_padding
-    }  # fmt: skip
-    for words, holds in rules.items():
-        if not holds:
-            return words
+    if world_size % experts:
+        return f"{to}expert-model-parallel-size: ep x etp x pp = {experts} must divide the {world_size} ranks"
+    if c.virtual_pipeline_model_parallel_size > 1 and pp == 1:
+        return f"{to}virtual-pipeline-model-parallel-size: needs {to}pipeline-model-parallel-size above 1"
+    if cp > 1 and not c.use_remove_padding:
+        return f"{to}context-parallel-size: needs packed rows; drop {to}no-use-remove-padding"
+    return None
+
+
+def mistake_in_run(run):
+    """What is wrong with the flags of a Run that are not the critic's, or None."""
+    if run.eval_rollouts and not run.rollouts:
+        return "--eval-rollouts: needs --rollouts; the toy has its own rows"
+
+    # a run that scores neither exports nor sets anything aside
+    theirs = realpath(run.critic.model)
+    ours = [realpath(f"{run.out_dir}/{name}") for name in ("hf", "checkpoints")]
+    if not run.score and any(f"{theirs}/".startswith(f"{path}/") for path in ours):
+        return f"--out-dir {run.out_dir}: holds the --model, which the run would replace; give another"
+    return None
 
 
 if __name__ == "__main__":  # here, because the imports below take ten seconds
@@ -448,22 +499,29 @@ def named_weights(modules):
             yield ".".join(words), p
 
 
-def freeze(modules, pattern):
+def freeze(modules, config):
     """Freezes the weights whose names in critic_fsdp.py match --freeze-modules: they get no gradient, no
     optimizer state and no float32 master. Returns the share of all weights that train (a collective)."""
-    sizes = [0, 0]  # weights that train, frozen weights
+    pattern = config.freeze_modules
+    flag = f"{config.prefix}freeze-modules {pattern}"
+    trained = 0
+    frozen = 0
     for name, p in named_weights(modules):
         _, parts = hf_names(name)
         joined = partial(EXPERT.sub, lambda m: f"{m[1]}.{JOINED[m[3]]}")  # name of the experts' one tensor
-        with blame(f"--freeze-modules {pattern}"):
-            found = {bool(pattern and re.search(pattern, joined(part))) for part in parts}
-            if len(found) > 1:
+        with blame(flag):
+            matches = [bool(pattern and re.search(pattern, joined(part))) for part in parts]
+            if any(matches) != all(matches):
                 raise ValueError(f"must match all or none of {', '.join(parts)}, which are one weight here")
-        p.requires_grad_(found == {False})
-        sizes[max(found)] += p.numel()
-    trained, frozen = zip(*of_all_ranks(sizes))
+        p.requires_grad_(not all(matches))
+        if all(matches):
+            frozen += p.numel()
+        else:
+            trained += p.numel()
+
+    trained, frozen = zip(*of_all_ranks((trained, frozen)))
     if pattern and (0 in trained or not any(frozen)):
-        raise UserError(f"--freeze-modules {pattern}: must match some of the weights, but not all of a rank")
+        raise UserError(f"{flag}: must match some of the weights, but not all of a rank")
     return sum(trained) / sum(trained + frozen)
 
 
@@ -565,15 +623,46 @@ def parallel_sizes(config):
     return sizes
 
 
-def make_layout(config, device):
-    """Builds the process groups. They are global: a worker of another layout cannot be used after this."""
-    megatron_without_cuda()
-    mpu.destroy_model_parallel()
-    mpu.initialize_model_parallel(
-        **parallel_sizes(config),
-        distributed_timeout_minutes=config.timeout_minutes,
-        create_gloo_process_groups=False,  # for optimizer checkpoints of a kind not used here
+def has_groups(config):
+    """Whether Megatron's process groups are those of this layout already, from an earlier worker."""
+    if not mpu.model_parallel_is_initialized():
+        return False
+    found = {
+        "tensor_model_parallel_size": mpu.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": mpu.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": mpu.get_virtual_pipeline_model_parallel_world_size(),
+        "context_parallel_size": mpu.get_context_parallel_world_size(),
+        "expert_model_parallel_size": mpu.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": mpu.get_expert_tensor_parallel_world_size(),
+    }
+    wanted = parallel_sizes(config)
+    wanted["expert_tensor_parallel_size"] = (
+        config.expert_tensor_parallel_size or config.tensor_model_parallel_size
     )
+    return found == wanted and mpu.get_model_parallel_group() in dist.distributed_c10d._world.pg_map
+
+
+def end_groups():
+    """Ends Megatron's process groups, whose threads and sockets would stay until the process ends."""
+    kept = chain(*(x if isinstance(x, list) else [x] for x in vars(mpu).values()))
+    groups = {group for group in kept if isinstance(group, dist.ProcessGroup)} - {dist.group.WORLD}
+    dist.barrier()  # until all ranks are done with them
+    for group in groups & dist.distributed_c10d._world.pg_map.keys():
+        dist.destroy_process_group(group)
+    mpu.destroy_model_parallel()
+
+
+def make_layout(config, device):
+    """Builds the process groups, unless an earlier worker has built the same. They are global: a worker of
+    another layout cannot be used after this."""
+    megatron_without_cuda()
+    if not has_groups(config):
+        end_groups()
+        mpu.initialize_model_parallel(
+            **parallel_sizes(config),
+            distributed_timeout_minutes=config.timeout_minutes,
+            create_gloo_process_groups=False,  # for optimizer checkpoints of a kind not used here
+        )
     # Megatron requires it; unused, because all weights are filled in later and dropout is off
     tensor_parallel.model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=True)
     return Layout(
@@ -658,7 +747,7 @@ def build_value_model(config, model_config, layout):
     with torch.device("meta"):
         model = AutoModel.from_config(model_config, dtype=torch.float32)
         model.score = nn.Linear(model_config.hidden_size, model_config.num_labels)
-    with blame(f"--model {config.model}: cannot be built with these parallel sizes"):
+    with blame(f"{config.prefix}model {config.model}: cannot be built with these parallel sizes"):
         names = model.state_dict()
         transformer = transformer_config(config, model_config, names, layout.dtype)
         for vp_stage in range(config.virtual_pipeline_model_parallel_size):
@@ -679,7 +768,7 @@ def build_value_model(config, model_config, layout):
     rotary = type(model.rotary_emb)(model_config).to(layout.device)
     flops = common.flops_model(model, model_config)
     count = sum(p.numel() for p in model.parameters())
-    share = freeze(modules, config.freeze_modules)
+    share = freeze(modules, config)
     story = f"{count:,} parameters, {share:.2%} of them train: {story}"
     return modules, tensors, rotary, flops, 2 + share, story  # forward, input gradients, weight gradients
 
@@ -791,7 +880,8 @@ def check_model_flags(config, model_config):
     known = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
     if c.model_type not in known:
         raise UserError(
-            f"--model {config.model}: {c.model_type} is not among {', '.join(known)}; use critic_fsdp.py"
+            f"{config.prefix}model {config.model}: {c.model_type} is not among {', '.join(known)};"
+            " use critic_fsdp.py"
         )
     fixed = {"mlp_bias": False, "attention_bias": False, "hidden_act": "silu",
              "quantization_config": None, "sliding_window": None}  # fmt: skip
@@ -801,9 +891,19 @@ def check_model_flags(config, model_config):
     if rope["rope_type"] not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
         odd.append(f"rope_parameters {rope}")
     if odd:
-        raise UserError(f"--model {config.model}: {', '.join(odd)} is not supported here; use critic_fsdp.py")
+        raise UserError(
+            f"{config.prefix}model {config.model}: {', '.join(odd)} is not supported here; use critic_fsdp.py"
+        )
     if hasattr(c, "num_experts") and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-        raise UserError("--no-sequence-parallel: MoE with tensor parallelism needs sequence parallelism")
+        raise UserError(
+            f"{config.prefix}no-sequence-parallel: MoE with tensor parallelism needs sequence parallelism"
+        )
+
+    # Megatron's own rules, before any process group is built
+    with blame(f"{config.prefix}model {config.model}: cannot be built with these parallel sizes"):
+        with torch.device("meta"):
+            names = AutoModel.from_config(model_config, dtype=torch.float32).state_dict()
+        transformer_config(config, model_config, names, torch.float32)
 
 
 def check_budget(config, longest, row):
@@ -811,7 +911,9 @@ def check_budget(config, longest, row):
     least = (longest + -longest % pack_unit(config)) // config.context_parallel_size
     given = config.ppo_max_token_len_per_gpu
     if isinstance(given, int) and given < least:
-        raise UserError(f"--ppo-max-token-len-per-gpu {given}: {row} has {longest} tokens; give {least}")
+        raise UserError(
+            f"{config.prefix}ppo-max-token-len-per-gpu {given}: {row} has {longest} tokens; give {least}"
+        )
     return least
 
 
@@ -858,7 +960,7 @@ class MegatronPPOCritic:
             for p, master in zip(chain(*weights), chain(*masters)):
                 place = optimizer._get_model_param_range_map(p)["param"]
                 self.masters[p] = optimizer.optimizer, master, slice(place.start, place.end)
-        self.restore(tensors, f"--model {config.model}")
+        self.restore(tensors, f"{config.prefix}model {config.model}")
         self.max_tokens = 0  # per micro-batch, over the ranks that share it; see CriticWorker.set_budget
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
@@ -1149,9 +1251,13 @@ class CriticWorker:
         check_model_flags(config, self.model_config)
         self.device = common.setup_distributed(config.timeout_minutes)
         if config.ppo_max_token_len_per_gpu == "auto" and self.device.type == "cpu":
-            raise UserError("--ppo-max-token-len-per-gpu auto: on a CPU, give the memory per rank: auto:GIB")
+            raise UserError(
+                f"{config.prefix}ppo-max-token-len-per-gpu auto: on a CPU, give the memory per rank: auto:GIB"
+            )
         self.layout = make_layout(config, self.device)
+        self.critic = None  # see init_model
         self.offloaded = False
+        self.halvings = 0  # how often runs from here have run out of memory, see Checkpoints
 
     def init_model(self, total_steps=None, value_range=None):
         """Builds the model and its optimizer, and seeds torch, alike on all ranks.
@@ -1159,7 +1265,7 @@ class CriticWorker:
         (LOW, HIGH) of the head if neither --value-range nor the checkpoint gives one."""
         config = self.config
         if config.lr_scheduler_type == "cosine" and not total_steps:
-            raise UserError("--lr-scheduler-type cosine: init_model needs total_steps")
+            raise UserError(f"{config.prefix}lr-scheduler-type cosine: init_model needs total_steps")
         common.configure_head(self.model_config, config, value_range)
         self.critic = MegatronPPOCritic(config, self.model_config, self.layout, total_steps)
         torch.manual_seed(config.seed)  # reset: new weights may have drawn from it
@@ -1171,10 +1277,12 @@ class CriticWorker:
             f"precision  {self.layout.dtype} products on {self.device.type}; the rest is float32"
         )
 
-    def set_budget(self, longest, row, halvings=0):
+    def set_budget(self, longest, row):
         """Sets the tokens per micro-batch; updates do not depend on it. UserError: a row does not fit.
-        longest: tokens of the longest row to expect; row: words that name it. halvings: see Checkpoints."""
+        longest: tokens of the longest row to expect; row: words that name it."""
+        self.check_ready()
         config = self.config
+        flag = f"{config.prefix}ppo-max-token-len-per-gpu"
         budget = config.ppo_max_token_len_per_gpu
         share = config.context_parallel_size
         least = check_budget(config, longest, row)
@@ -1185,10 +1293,12 @@ class CriticWorker:
                 state += p.nbytes + p.requires_grad * p.numel() * (4 + 12 / replicas.size())
             budget = common.measure_budget(self.try_out, budget, longest, share, state)
             if budget < least:
-                raise UserError(f"--ppo-max-token-len-per-gpu auto: {row} of {longest} tokens does not fit")
-        if halvings:
-            budget = max(budget >> halvings, least)
-            print0(f"memory     ran out before, so --ppo-max-token-len-per-gpu is lowered to {budget}")
+                raise UserError(f"{flag} auto: {row} of {longest} tokens does not fit")
+
+        # a row that is longer than announced comes here again, and must not undo this
+        if self.halvings:
+            budget = max(budget >> self.halvings, least)
+            print0(f"memory     ran out before, so {flag} is lowered to {budget}")
         self.critic.max_tokens = budget * share // pack_unit(config) * pack_unit(config)
 
     def try_out(self, batch):
@@ -1198,10 +1308,27 @@ class CriticWorker:
         turns = self.config.pipeline_model_parallel_size * min(len(self.critic.model), 2)
         self.critic.forward_backward([self.critic.micro_batch(batch, range(len(batch)))] * turns)
 
-    def check_batch(self, batch):
-        """Raises UserError or ValueError for rows that do not fit, RuntimeError while offloaded."""
+    def check_ready(self):
+        """RuntimeError unless the model is built and on its device."""
+        if self.critic is None:
+            raise RuntimeError("the critic has no model yet: call init_model() first")
         if self.offloaded:
             raise RuntimeError("the critic is offloaded: call onload() first")
+
+    @contextmanager
+    def on_device(self):
+        """Brings an offloaded critic back for a while: collectives need its weights on the device."""
+        offloaded = self.offloaded
+        if offloaded:
+            self.onload()
+        self.check_ready()
+        yield
+        if offloaded:
+            self.offload()
+
+    def check_batch(self, batch):
+        """Raises UserError or ValueError for rows that do not fit, RuntimeError while offloaded."""
+        self.check_ready()
         longest, row = batch.longest
         if longest > self.critic.max_tokens:
             self.set_budget(longest, f"row {row}")
@@ -1211,12 +1338,16 @@ class CriticWorker:
 
     @torch.no_grad()
     def start_at_mean(self, batch, gamma):
-        """With --value-head-init mean and before the first update, makes every value the mean return of all
-        ranks' actions, clamped to the inner 98 % of a bounded head's range (a collective)."""
+        """With --value-head-init mean and before the first step, makes every value the mean return of all
+        ranks' actions, clamped to the inner 98 % of a bounded head's range (a collective). A batch without an
+        action changes nothing, and takes no step, so the next batch decides."""
+        self.check_ready()
         critic = self.critic
-        if self.config.value_head_init != "mean" or critic.updates:
+        if self.config.value_head_init != "mean" or critic.optimizer_steps:
             return
         bias = batch.mean_return(gamma)
+        if isnan(bias):
+            return
         if critic.value_range:  # the inverse of `values`
             low, high = critic.value_range
             bias = tan(pi * (min(max((bias - low) / (high - low), 0.01), 0.99) - 0.5))
@@ -1241,8 +1372,21 @@ class CriticWorker:
         flops = self.critic.passes * sum(batch.costs(groups, self.critic.flops))
         return metrics | common.describe_update(batch, start, config.ppo_epochs, flops, self.layout)
 
+    def check_values(self, batch):
+        """UserError if values of the caller's first row are not finite: an update has ruined the weights."""
+        first = batch.actions.nonzero()[:1, 0].tolist()  # that has an action
+        finite = bool(self.compute_values(batch.select(first)).isfinite().all())
+        if not all(of_all_ranks(finite)):
+            raise UserError(
+                "the critic's values are not finite after the last update, which is not saved:"
+                f" take an earlier checkpoint and a lower {self.config.prefix}lr"
+            )
+
     def offload(self):
-        """Frees the device memory of weights, gradients and optimizer state. The next call must be onload."""
+        """Frees the device memory of weights, gradients and optimizer state, until onload. Meanwhile only
+        checkpoints and exports work: they bring it back for a while."""
+        if self.critic is None:
+            raise RuntimeError("the critic has no model yet: call init_model() first")
         self.offloaded = True
         self.move("cpu")
 
@@ -1269,7 +1413,7 @@ class CriticWorker:
     def save_checkpoint(self, folder):
         """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not at all.
         Sharded safetensors with transformers' names, no pickle: any layout of either critic reads them."""
-        with published(folder) as tmp:
+        with self.on_device(), published(folder) as tmp:
             self.checkpoint_writer()(tmp)
 
     def checkpoint_writer(self, copy=False):
@@ -1291,6 +1435,7 @@ class CriticWorker:
 
     def load_checkpoint(self, folder):
         """Restores a checkpoint of either critic, on any layout. UserError: damaged, or of another model."""
+        self.check_ready()
         critic = self.critic
         saved = open_checkpoint(folder, self.shape())
         tensors = StoredTensors(folder, flag="--resume")
@@ -1310,7 +1455,8 @@ class CriticWorker:
         """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads:
         num_labels is 1, or the number of bins for hl_gauss; config.json holds the value_range, if any.
         Every rank writes its share of the weights in a file of its own."""
-        state = whole_weights(self.critic.modules, self.model_config.vocab_size, self.critic.master)
+        with self.on_device():
+            state = whole_weights(self.critic.modules, self.model_config.vocab_size, self.critic.master)
         if self.model_config.model_type == "mixtral":
             state = {mixtral_name(name): x for name, x in state.items()}
         file = f"model-{RANK:05d}.safetensors"
@@ -1368,17 +1514,17 @@ def open_checkpoint(folder, shape):
 
 class Checkpoints:
     """The checkpoints of a run, as a context manager around it. folder: the one to continue from, if any.
-    halvings: how often the run has run out of memory; --resume auto halves the token budget for each."""
+    halvings: how often the run has run out of memory; --resume auto halves the token budgets for each."""
 
     def __init__(self, run):
         self.run = run
-        self.background = run.async_save and ThreadPoolExecutor(1)
+        self.background = ThreadPoolExecutor(1) if run.async_save else None
         self.saving = None  # the Future of a save in the background
         timeout = timedelta(minutes=run.critic.timeout_minutes)
         self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs a group of its own
         self.sigterm = threading.Event()  # schedulers send it before they end a job
-        common.check_shared(run.out_dir)
-        self.out_of_memory = Path(run.out_dir, "out_of_memory")  # its size: how often
+        self.lock = common.claim(run.out_dir)  # until this process ends
+        self.out_of_memory = Path(run.out_dir, "out_of_memory")  # holds how often
         self.halvings = 0
         self.folder = run.resume and realpath(run.resume)
         if run.resume == "auto":
@@ -1386,11 +1532,13 @@ class Checkpoints:
 
     def find_newest(self):
         """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""
-        mine = (
-            common.steps_in(f"{self.run.out_dir}/checkpoints"),
-            self.out_of_memory.exists() and self.out_of_memory.stat().st_size,
-        )
-        found, self.halvings = of_all_ranks(mine)[0]  # network file systems may show ranks different files
+        halvings = 0
+        with suppress(OSError, ValueError):
+            halvings = int(self.out_of_memory.read_text())
+        steps = common.steps_in(f"{self.run.out_dir}/checkpoints")
+
+        # network file systems may show ranks different files: what rank 0 sees counts
+        found, self.halvings = of_all_ranks((steps, halvings))[0]
         self.folder = None
         for _, path in found:
             try:
@@ -1409,8 +1557,9 @@ class Checkpoints:
         """Records that memory ran out; after an error, waits up to a minute for a save in the background."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with suppress(Exception):
-            if re.search(common.OUT_OF_MEMORY, repr(error)):
-                self.out_of_memory.write_text("x" * (self.halvings + 1))
+            if re.search(common.OUT_OF_MEMORY, repr(error)) and not isinstance(error, UserError):
+                self.out_of_memory.write_text(f"{self.halvings + 1}")
+        with suppress(Exception):
             self.saving.result(timeout=60)
 
     def save(self, step, write):
@@ -1455,7 +1604,8 @@ def main(run):
     worker.init_model(total, common.describe_rows(train, run.gamma, source))
     if checkpoints.folder:
         worker.load_checkpoint(checkpoints.folder)
-    worker.set_budget(longest, "the longest row", checkpoints.halvings)
+    worker.halvings = checkpoints.halvings
+    worker.set_budget(longest, "the longest row")
     if run.score:
         train.values = worker.critic.compute_values(train)
         return common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
@@ -1497,6 +1647,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
         raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
     picked = []
+    batch = None  # this rank's rows of the last update
     groups = train.groups()
     for step in logger.profiled(range(first_step, run.steps + 1), run.profile_step):
         ends = step == run.steps or any(of_all_ranks(checkpoints.sigterm.is_set()))
@@ -1505,6 +1656,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
             held_out.values = worker.critic.compute_values(held_out)
             logger.log_evaluation(step, held_out, run.gamma)
         if step > first_step and (ends or run.save_every and step % run.save_every == 0):
+            worker.check_values(batch)
             checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
         checkpoints.wait(block=ends)
         if ends:

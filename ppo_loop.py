@@ -15,15 +15,16 @@ Shapes are in the names: T tokens, sequences end to end; A actions (tokens the p
 of A; B sequences; L tokens of a padded row; R of a response; S slots of pack_rows; V vocabulary; D features.
 """
 
+import argparse
 import collections
 import ctypes
-import datetime
 import inspect
 import json
 import os
 import random
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,7 +41,7 @@ from math import ceil, inf, isfinite, log, nan
 from multiprocessing.connection import Connection, Pipe
 from os.path import exists, realpath
 from time import perf_counter
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 # ---- A worker process: calls the user's reward or environment, and skips the imports below -----------------
 
@@ -77,9 +78,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import tyro
-from pydantic import Field, FiniteFloat, PositiveFloat
-from pydantic import NonNegativeInt as Count
-from pydantic import PositiveInt as Positive
+from pydantic import Field, PositiveFloat
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -92,8 +91,13 @@ from common import RANK, WORLD_SIZE, Batch, UserError, blame, gather, of_all_ran
 # ---- Config ------------------------------------------------------------------------------------------------
 
 Text = Annotated[str, Field(min_length=1)]  # a shell's unset variable gives ""
-Rate = Annotated[FiniteFloat, Field(gt=0)]
-Weight = Annotated[FiniteFloat, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
+Positive = Annotated[int, Field(gt=0, le=10**9)]
+Seed = Annotated[int, Field(ge=0, lt=2**62)]
+Rate = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]  # float32 can hold its square
+Weight = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+Heat = Annotated[float, Field(ge=0.01, le=100)]  # vLLM takes less for 0.01; logits stay finite
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 KL = Literal["k1", "k2", "k3", "abs"]  # see kl_penalty
@@ -104,6 +108,8 @@ LOGITS_AT_ONCE = 2**25  # per chunk: 128 MiB in float32
 @dataclass(frozen=True)
 class ActorConfig:
     """The policy, and the frozen reference, which is the same model before training."""
+
+    prefix: ClassVar[str] = "--actor."  # what its flags begin with, in messages
 
     # model
     model: Text = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
@@ -119,7 +125,8 @@ class ActorConfig:
     # loss
     clip_ratio_low: Share = 0.2  # PPO clips the probability ratio below 1 - this
     clip_ratio_high: Rate = 0.2  # PPO clips the probability ratio above 1 + this
-    clip_ratio_c: Annotated[float, Field(gt=1)] | None = 3.0  # dual clip for negative advantages (None: off)
+    # dual clip for negative advantages (None: off)
+    clip_ratio_c: Annotated[float, Field(gt=1, le=1e15)] | None = 3.0
     entropy_coeff: Weight = 0.0  # weight of the entropy bonus
     kl_loss_coef: Weight = 0.0  # coefficient of the KL to the reference in the loss (0: none)
     kl_loss_type: KL = "k3"  # estimator of the KL in the loss
@@ -136,6 +143,8 @@ class ActorConfig:
 @dataclass(frozen=True)
 class VLLMConfig:
     """The vLLM engine of --rollout vllm."""
+
+    prefix: ClassVar[str] = "--vllm."  # what its flags begin with, in messages
 
     tensor_parallel_size: Positive = 1  # ranks that share one engine and its copy of the actor
     gpu_memory_utilization: Share = 0.5  # fraction of device memory that vLLM uses while awake
@@ -162,7 +171,7 @@ class Run:
     supervised_steps: Count = 250  # supervised steps before PPO, for addition with a tiny-* actor
     reward: Text | None = None  # addition, gsm8k, or FILE.py:FUNCTION(prompt, response, answer) -> number
     reward_model: Text | None = None  # or a reward model: folder or hub name (one label, at the last token)
-    reward_timeout: Rate = 10.0  # seconds that one call of the reward or environment may take, once started
+    reward_timeout: Seconds = 10.0  # seconds that one call of the reward or environment may take
     environment: Text | None = None  # FILE.py:FUNCTION, same arguments -> next observation, or None to end
     max_turns: Positive = 8  # most turns of the policy in one row, with --environment
     # rollout
@@ -170,7 +179,7 @@ class Run:
     train_batch_size: Positive = 256  # most prompts per step, over all ranks; a pass is cut into equal steps
     rollout_n: Positive = 1  # responses per prompt (torchrun would take --n for one of its own flags)
     max_response_length: Positive | None = None  # tokens incl. observations (None: 8 for addition, else 256)
-    temperature: Rate = 1.0  # sampling temperature, also applied to all log-probs of actor and reference
+    temperature: Heat = 1.0  # sampling temperature, also applied to all log-probs of actor and reference
     top_p: Share = 1.0  # nucleus sampling: draw from the likeliest tokens that reach this probability
     rollout_batch_size: Positive = 256  # rows that an engine generates at once
     dump_rollouts: bool = False  # write every step's rows as JSONL to out_dir/rollouts
@@ -195,20 +204,28 @@ class Run:
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     resume: Text | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
     offload: bool = False  # keep each model on the host except in the phases that use it
-    seed: Count = 0  # seeds the actor's random weights, the prompt order, its shuffles and all sampling
+    seed: Seed = 0  # seeds the actor's random weights, the prompt order, its shuffles and all sampling
     profile_step: Positive | None = None  # profile this step of rank 0, with torch.profiler
     out_dir: Text = "out/ppo_loop"  # folder for checkpoints, Hugging Face exports, metrics and report
 
 
 def parse(args):
     """Parses the command line into a Run. --critic is read first: it decides which --critic.* flags exist."""
-    backend = re.search(r".*--critic[ =](\S+)", " ".join(["--critic fsdp", *args]))[1]  # the last one counts
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--critic", nargs="?", default="fsdp")
+    backend = first.parse_known_args(args)[0].critic
     if backend not in ("fsdp", "megatron"):
-        raise UserError(f"--critic {backend}: must be fsdp or megatron; flags of the critic are --critic.*")
-    config = critic_module(backend).Config
-    start = Run(critic=config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size))
+        raise UserError(
+            f"--critic {backend or ''}: must be fsdp or megatron; flags of the critic are --critic.*"
+        )
+    critic = critic_flags(backend)(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size)
     run, unknown = tyro.cli(
-        Run, args=args, default=start, description=__doc__, console_outputs=not RANK, return_unknown_args=True
+        Run,
+        args=args,
+        default=Run(critic=critic),
+        description=__doc__,
+        console_outputs=not RANK,
+        return_unknown_args=True,
     )
     if unknown:
         raise UserError(f"{unknown[0]}: unknown with --critic {backend}; --help explains all flags")
@@ -220,43 +237,60 @@ def critic_module(backend):
     return import_module(f"critic_{backend}")
 
 
-@contextmanager
-def flags_of(part):
-    """Adds the prefix to flags that a UserError from in here names: the actor's --lr becomes --actor.lr."""
-    try:
-        yield
-    except UserError as error:
-        words = re.sub(r"(?<!\S)--(?!resume|out-dir|nproc)(?=[a-z])", f"--{part}.", str(error))
-        raise UserError(words) from None
+def critic_flags(backend):
+    """The critic's Config; in this script its flags begin with --critic."""
+
+    class Config(critic_module(backend).Config):
+        prefix = "--critic."
+
+    return Config
 
 
 def check_flags(run):
     """Raises UserError for flags that cannot work, before any process group or model is built."""
-    if words := critic_module(run.backend).out_of_range(run):
-        raise UserError(words)
+    module = critic_module(run.backend)
+    mistake = module.out_of_range(run) or mistake_in(run) or module.mistake_in(run.critic)
+    if mistake:
+        raise UserError(mistake)
+
+
+def mistake_in(run):
+    """What is wrong with the flags of a Run that are not the critic's: one line, or None."""
+    # the task
+    if run.eval_prompts and not run.prompts:
+        return "--eval-prompts: needs --prompts; addition has its own"
+    if run.prompts and not (run.reward or run.reward_model):
+        return "--reward or --reward-model: --prompts needs one"
+    if run.reward and run.reward_model:
+        return "--reward, --reward-model: give only one"
+
+    # the algorithm
+    if run.target_kl and not run.kl_coef:
+        return "--target-kl: adapts --kl-coef, which must be above 0"
+    if run.lam_policy is not None and run.first_token_credit:
+        return "--lam-policy: excludes --first-token-credit"
     band = run.actor.ratio_band
-    rules = {
-        "--target-kl: adapts --kl-coef, which must be above 0": not run.target_kl or run.kl_coef,
-        "--lam-policy: excludes --first-token-credit": run.lam_policy is None or not run.first_token_credit,
-        "--actor.ratio-band: LOW must be below HIGH": not band or band[0] < band[1],
-        "--eval-prompts: needs --prompts; addition has its own": run.prompts or not run.eval_prompts,
-        "--rollout vllm: needs vllm, see README.md": run.rollout == "hf" or util.find_spec("vllm"),
-        "--reward or --reward-model: --prompts needs one": not run.prompts or run.reward or run.reward_model,
-        "--reward, --reward-model: give only one": not (run.reward and run.reward_model),
-        f"--out-dir {run.out_dir}: its exports would overwrite a model that the run loads":
-            not {realpath(f"{run.out_dir}/hf"), realpath(f"{run.out_dir}/critic_hf")}
-            & {realpath(run.actor.model), realpath(run.critic.model)},
-        f"--vllm.tensor-parallel-size: must divide the {WORLD_SIZE} ranks":
-            WORLD_SIZE % run.vllm.tensor_parallel_size == 0,
-        "--critic.ppo-max-token-len-per-gpu auto: leaves the actor no memory; add --offload or give auto:GIB":
-            run.offload or run.critic.ppo_max_token_len_per_gpu != "auto"
-    }  # fmt: skip
-    for words, holds in rules.items():
-        if not holds:
-            raise UserError(words)
-    with flags_of("critic"):
-        if mistake := critic_module(run.backend).mistake_in(run.critic):
-            raise UserError(mistake)
+    if band and band[0] >= band[1]:
+        return "--actor.ratio-band: LOW must be below HIGH"
+
+    # the rollout, and memory
+    if run.rollout == "vllm" and not util.find_spec("vllm"):
+        return "--rollout vllm: needs vllm, see README.md"
+    if WORLD_SIZE % run.vllm.tensor_parallel_size:
+        return f"--vllm.tensor-parallel-size: must divide the {WORLD_SIZE} ranks"
+    if run.critic.ppo_max_token_len_per_gpu == "auto" and not run.offload:
+        return (
+            "--critic.ppo-max-token-len-per-gpu auto: leaves the actor no memory;"
+            " add --offload or give auto:GIB"
+        )
+
+    # a run sets aside its checkpoints and replaces its exports, so no model may come from them
+    ours = [realpath(f"{run.out_dir}/{name}") for name in ("hf", "critic_hf", "checkpoints")]
+    loaded = (run.actor.model, run.critic.model, run.reward_model or "")
+    theirs = [f"{realpath(name)}/" for name in loaded if name]
+    if any(path.startswith(f"{own}/") for path in theirs for own in ours):
+        return f"--out-dir {run.out_dir}: the run would replace a model there that it loads; give another"
+    return None
 
 
 # ---- Task: prompts, rewards, environment -------------------------------------------------------------------
@@ -277,7 +311,7 @@ class Prompt(NamedTuple):
     text: str = ""  # for the user's functions: the row's text, or the last message of a chat
     answer: Any = None  # the row's reference answer, if any
     messages: list | None = None  # of a chat; None: the prompt is plain text
-    hint: list = []  # tokens that only the critic reads, before the prompt
+    critic_ids: list | None = None  # prompt tokens as the critic reads them, with --privileged-key
 
 
 @dataclass
@@ -317,40 +351,61 @@ def load_prompts(source, flag, run, tokenizer):
     name = flag
     if isinstance(source, str):
         name = f"{flag} {source}"
-        with blame(name), open(source, "rb") as file:
-            source = file.readlines()
+        source = common.read_file(source, flag)
     prompts = []
     longer = 0
     for number, line in enumerate(progress(source, "prompts"), 1):
         if not line.strip():
             continue
         with blame(f"{name}:{number}: unusable, with --prompt-key {run.prompt_key}{' --chat' * run.chat}"):
-            row = json.loads(line)
-            text = row[run.prompt_key]
-            answer = row.get(run.answer_key)
-            messages = None
-            if run.chat or isinstance(text, list):
-                messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
-                ids = common.chat_ids(tokenizer, messages)
-                text = messages[-1]["content"]
-            else:
-                ids = tokenizer(text)["input_ids"]
-            if not ids or not isinstance(text, str):
-                raise ValueError("the prompt, or its last message, must be text and not empty")
-            if run.reward in REWARDS and not REWARDS[run.reward](text, str(answer), answer):
-                raise ValueError(f"{run.answer_key!r} is not an answer that --reward {run.reward} can check")
-            hint = common.hint_ids(tokenizer, line, run.privileged_key)
-            if len(ids) <= run.max_prompt_length:
-                prompts.append(Prompt(ids, text, answer, messages, hint))
-            else:
-                longer += 1
+            prompt = read_prompt(line, run, tokenizer)
+        if len(prompt.ids) <= run.max_prompt_length:
+            prompts.append(prompt)
+        else:
+            longer += 1
+
     if longer:
         print0(f"{name}: left out {longer} prompts longer than --max-prompt-length")
     if not prompts:
         raise UserError(f"{name}: no usable prompt")
     if run.privileged_key:
-        print0(f"hint       {tokenizer.decode(prompts[0].hint)!r} before the first prompt, for the critic")
+        print0(f"hint       {tokenizer.decode(prompts[0].critic_ids)[:200]!r} is what the critic reads first")
     return prompts
+
+
+def read_prompt(line, run, tokenizer):
+    """One JSON line -> Prompt. ValueError, or an error of the tokenizer: it is unusable."""
+    row = json.loads(line)
+    if not isinstance(row, dict) or run.prompt_key not in row:
+        raise ValueError(f"it must be an object with the key {run.prompt_key!r}")
+    text = row[run.prompt_key]
+    answer = row.get(run.answer_key)
+
+    # a chat; its last message is what rewards and environments see
+    messages = None
+    if isinstance(text, list) or (run.chat and isinstance(text, str)):
+        messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
+        if not messages:
+            raise ValueError("the chat has no messages")
+        messages = common.text_messages(messages)
+        text = messages[-1].get("content")
+
+    if not isinstance(text, str) or not text:
+        raise ValueError("the prompt, or its last message, must be text and not empty")
+    if messages:
+        ids = common.chat_ids(tokenizer, messages)
+    else:
+        begin, ids = common.encode_start(tokenizer, text)
+        ids = begin + ids
+    if not ids:
+        raise ValueError("the prompt has no tokens")
+
+    if run.reward in REWARDS and not REWARDS[run.reward](text, str(answer), answer):
+        raise ValueError(f"{run.answer_key!r} is not an answer that --reward {run.reward} can check")
+    critic_ids = None
+    if run.privileged_key:
+        critic_ids = common.add_hint(tokenizer, line, run.privileged_key, ids)
+    return Prompt(ids, text, answer, messages, critic_ids)
 
 
 def addition_reward(prompt, response, answer):
@@ -419,17 +474,25 @@ def ask_all(function, replies):
 class RewardModel:
     """Scores whole rows by a classifier's label at their last token, computed by a worker of the critic."""
 
-    def __init__(self, run, tokenizer):
+    def __init__(self, run, tokenizer, halvings):
         own = "tokenizer override_config value_head value_range lora_rank freeze_modules".split()
         defaults = {x.name: x.default for x in fields(run.critic) if x.name in own}
         config = replace(run.critic, **defaults, model=run.reward_model, value_head_init="checkpoint")
-        try:
+        with self.named(config):
             self.worker = critic_module(run.backend).CriticWorker(config)
             self.worker.init_model(1)
-        except UserError as error:
-            raise UserError(f"--reward-model: {error}") from None
+        self.worker.halvings = halvings
         self.tokenizer = self.worker.tokenizer or tokenizer
         self.same_tokens = self.tokenizer.get_vocab() == tokenizer.get_vocab()
+
+    @contextmanager
+    def named(self, config):
+        """Lets a UserError in its block name --reward-model: the other flags are the critic's."""
+        try:
+            yield
+        except UserError as error:
+            fault = str(error).removeprefix(f"{config.prefix}model {config.model}: ")
+            raise UserError(f"--reward-model {config.model}: {fault}") from None
 
     def ids(self, reply):
         """The row in this model's token ids; if it lacks a chat template, only the last message and reply."""
@@ -445,8 +508,9 @@ class RewardModel:
         """Rewards of the caller's rows, in the format of ask_all (a collective)."""
         # append one action: its value is read at the row's last token, so its own id does not matter
         whole = to_batch([Reply(Prompt(self.ids(reply)), reply.row_id, [0], [0.0]) for reply in replies])
-        with flags_of("critic"):  # of the token budget
-            return [(x, "") for x in self.worker.compute_values(whole)[common.last_action(whole)].tolist()]
+        with self.named(self.worker.config):
+            values_T = self.worker.compute_values(whole)
+        return [(x, "") for x in values_T[common.last_action(whole)].tolist()]
 
 
 # ---- Policy maths ------------------------------------------------------------------------------------------
@@ -811,7 +875,7 @@ def to_batch(replies):
 
 
 def with_hints(replies):  # the replies with prompts as the critic reads them, see --privileged-key
-    return [replace(reply, prompt=Prompt(reply.prompt.hint + reply.prompt.ids)) for reply in replies]
+    return [replace(reply, prompt=Prompt(reply.prompt.critic_ids)) for reply in replies]
 
 
 def write_jsonl(batch, path):
@@ -879,7 +943,7 @@ class PolicyWorker:
         self.dtype = common.compute_dtype(config.param_dtype, device)
         dtype = torch.float32 if trains else self.dtype
         source = None
-        with flags_of("actor"), blame(f"--model {config.model}: cannot be built"):
+        with blame(f"{config.prefix}model {config.model}: cannot be built"):
             with torch.device("meta"):
                 lm = AutoModelForCausalLM.from_config(
                     deepcopy(model_config), attn_implementation="packed", dtype=dtype
@@ -938,6 +1002,8 @@ class PolicyWorker:
                 out_T, _ = self.model(self.micro_batch(batch, rows), self.run.temperature)
                 if rows:
                     log_probs_T[batch.token_index(rows).to(self.device, non_blocking=True)] = out_T
+        except UserError as error:  # from attention, which knows no flag
+            raise UserError(f"--actor.model {self.config.model}: {error}") from None
         finally:
             self.model.reshard()  # FSDP keeps the root's weights for a backward, which does not come here
         dist.all_reduce(log_probs_T)  # one rank computed each token; others add 0
@@ -1205,7 +1271,7 @@ def print_step(step, steps, m):
     """Prints one aligned line on how a step went, in units a person reads."""
     n = common.number
     m = collections.defaultdict(lambda: nan, m)  # no actor metrics during --critic-warmup
-    left = datetime.timedelta(seconds=round(m["perf/time_step"] * (steps - step)))
+    left = common.time_left(m["perf/time_step"], steps - step)
     print0(
         f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}"
         f"  length {m['rollout/actions']:.1f}  kl {n(m['kl/reference'], '.3f')}"
@@ -1230,19 +1296,21 @@ def set_up(run):
     check_flags(run)
     addition = not run.prompts
     actor = replace(run.actor, lr=run.actor.lr or (5e-4 if addition else 1e-6))
-    with flags_of("actor"):
-        tokenizer, model_config = common.load_config(actor)
+    tokenizer, model_config = common.load_config(actor)
     if tokenizer is None:
         raise UserError(f"--actor.tokenizer: {actor.model} has none, but prompts are text; give one")
+
+    # fill in the defaults
     critic = replace(run.critic, lr=run.critic.lr or (1e-3 if addition else None))
     if critic.model == "actor":
         critic = replace(critic, model=actor.model, tokenizer=critic.tokenizer or actor.tokenizer)
         if critic.override_config == "{}":
             critic = replace(critic, override_config=actor.override_config)
-    run = replace(
-        run, actor=actor, critic=critic, reward=run.reward or (None if run.reward_model else "addition"),
-        max_response_length=run.max_response_length or (8 if addition else 256)
-    )  # fmt: skip
+    reward = run.reward or (None if run.reward_model else "addition")
+    limit = run.max_response_length or (8 if addition else 256)
+    run = replace(run, actor=actor, critic=critic, reward=reward, max_response_length=limit)
+
+    # read the prompts
     train = run.prompts
     more = run.eval_prompts
     if addition:
@@ -1251,23 +1319,30 @@ def set_up(run):
         run = replace(run, prompt_key="prompt", answer_key="response")
     prompts = load_prompts(train, "--prompts", run, tokenizer)
     held_out = load_prompts(more, "--eval-prompts", run, tokenizer) if more else []
-    longest = max(len(prompt.hint + prompt.ids) for prompt in prompts + held_out) + run.max_response_length
-    row = Batch.blank(longest)
+
+    # the longest row must fit both models
+    longest = max(len(prompt.critic_ids or prompt.ids) for prompt in prompts + held_out) + limit
+    theirs, critic_config = common.load_config(critic)
     vocab = tokenizer.get_vocab()
     known = max(vocab.values()) + 1
-    row.input_ids[0] = known - 1
+    ids = Batch.blank(2)
+    ids.input_ids[0] = known - 1
+    for config, model in ((actor, model_config), (critic, critic_config)):
+        with blame(f"{config.prefix}model: does not fit these prompts"):
+            common.check_length(longest, LONGEST, model)
+            common.check_rows(ids, model)
     if longest > actor.ppo_max_token_len_per_gpu:
         raise UserError(f"--actor.ppo-max-token-len-per-gpu: give at least {longest}, for {LONGEST}")
-    with flags_of("critic"):
-        theirs, critic_config = common.load_config(critic)
-        module = critic_module(run.backend)
-        module.check_model_flags(critic, critic_config)
-        module.check_budget(critic, longest, LONGEST)
     if theirs and vocab.items() - theirs.get_vocab().items():
         raise UserError("--critic.tokenizer: has other token ids than the actor's; give both one tokenizer")
-    for part, config in (("actor", model_config), ("critic", critic_config)):
-        with blame(f"--{part}.model: does not fit these prompts"):
-            common.check_rows(row, config)
+
+    # build both models without weights
+    module = critic_module(run.backend)
+    module.check_model_flags(critic, critic_config)
+    module.check_budget(critic, longest, LONGEST)
+    with blame(f"--actor.model {actor.model}: cannot be built"), torch.device("meta"):
+        AutoModelForCausalLM.from_config(deepcopy(model_config))
+
     print0(
         f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens\n"
         f"answers    {sum(p.answer is None for p in prompts + held_out):,} prompts lack {run.answer_key!r}\n"
@@ -1275,11 +1350,16 @@ def set_up(run):
         f"update     mini-batch rows: actor {actor.ppo_mini_batch_size}, critic {critic.ppo_mini_batch_size}"
     )
     return run, Task(
-        tokenizer, model_config, prompts, held_out,
-        load_function(run.reward, "--reward", run.reward_timeout),
-        load_function(run.environment, "--environment", run.reward_timeout),
-        stop_tokens(actor, tokenizer), longest, known
-    )  # fmt: skip
+        tokenizer=tokenizer,
+        model_config=model_config,
+        prompts=prompts,
+        held_out=held_out,
+        reward=load_function(run.reward, "--reward", run.reward_timeout),
+        observe=load_function(run.environment, "--environment", run.reward_timeout),
+        stop_ids=stop_tokens(actor, tokenizer),
+        longest=longest,
+        known=known,
+    )
 
 
 def start_from(run, task, checkpoints):
@@ -1300,9 +1380,12 @@ def start_from(run, task, checkpoints):
     actor = run.actor
     critic = run.critic
     if run.supervised_steps and not run.prompts and actor.model in common.TINY:
-        start = realpath(f"{folder}/../../supervised" if folder else f"{run.out_dir}/supervised")
-        if folder and exists(start):  # a run that began in another folder may have none
-            common.verify(start)
+        start = realpath(f"{run.out_dir}/supervised")
+        theirs = realpath(f"{folder}/../../supervised")
+        if folder and exists(theirs):
+            common.verify(theirs)
+            if theirs != start:  # --resume auto must find it here later
+                copy_folder(theirs, start)
         else:
             learn_to_add(run, task, start)
         fresh = {"model": start, "override_config": "{}"}
@@ -1312,8 +1395,21 @@ def start_from(run, task, checkpoints):
     return run, step, kl_coef
 
 
-def save(checkpoints, phases, run, step, kl_coef, actor, critic):
-    """Saves the whole state at the start of a step; prompts and samples follow from it and are not saved."""
+def copy_folder(source, folder):
+    """Copies a published folder (a collective)."""
+    with common.published(folder) as tmp:
+        if RANK == 0:
+            shutil.copytree(source, tmp, dirs_exist_ok=True, ignore=shutil.ignore_patterns(common.MANIFEST))
+
+
+def save(checkpoints, phases, run, step, kl_coef, actor, critic, batch):
+    """Saves the whole state at the start of a step; prompts and samples follow from it and are not saved.
+    UserError: the last update has ruined the weights. batch: any rows of this rank, to find out."""
+    with phases("log_probs", actor):
+        actor.compute_log_probs(batch.select(range(len(batch))[:1]))  # raises if they are not finite
+    with phases("critic", critic):
+        critic.check_values(batch)
+
     with phases("checkpoint", actor, critic):
         writers = [part.checkpoint_writer(run.async_save) for part in (actor, critic)]
 
@@ -1336,8 +1432,9 @@ def build(run, task, device, checkpoints):
             worker.offload()
         return worker
 
+    halvings = checkpoints.halvings
     actor = PolicyWorker(run, task, device)
-    actor.max_tokens = max(actor.max_tokens >> checkpoints.halvings, task.longest)
+    actor.max_tokens = max(actor.max_tokens >> halvings, task.longest)
     if folder:
         actor.load_checkpoint(f"{folder}/actor")
     away(actor)
@@ -1347,19 +1444,26 @@ def build(run, task, device, checkpoints):
         reference.max_tokens = actor.max_tokens
     reward = task.reward
     if run.reward_model:
-        reward = RewardModel(run, task.tokenizer)
+        reward = RewardModel(run, task.tokenizer, halvings)
         away(reward.worker).critic.between = poll
-    engine = away((HFRollout if run.rollout == "hf" else VLLMRollout)(run, task, device))
-    with flags_of("critic"):  # built last, because it seeds or restores torch's RNG
-        critic = critic_module(run.backend).CriticWorker(run.critic)
-        n = len(task.prompts)
-        size = ceil(n / ceil(n / run.train_batch_size))  # prompts per step: rows_of_step cuts evenly
-        minis = ceil(size * run.rollout_n / run.critic.ppo_mini_batch_size)
-        critic.init_model(run.steps * run.critic.ppo_epochs * minis)
-        if folder:
-            critic.load_checkpoint(f"{folder}/critic")
-        critic.set_budget(task.longest, LONGEST, checkpoints.halvings)
-        away(critic).critic.between = poll
+
+    rows = max(run.rollout_batch_size >> halvings, 1)
+    if halvings:
+        print0(f"memory     ran out before, so --rollout-batch-size is lowered to {rows}")
+    engine_kind = HFRollout if run.rollout == "hf" else VLLMRollout
+    engine = away(engine_kind(replace(run, rollout_batch_size=rows), task, device))
+
+    # built last, because it seeds or restores torch's RNG
+    critic = critic_module(run.backend).CriticWorker(run.critic)
+    n = len(task.prompts)
+    size = ceil(n / ceil(n / run.train_batch_size))  # prompts per step: rows_of_step cuts evenly
+    minis = ceil(size * run.rollout_n / run.critic.ppo_mini_batch_size)
+    critic.init_model(run.steps * run.critic.ppo_epochs * minis)
+    if folder:
+        critic.load_checkpoint(f"{folder}/critic")
+    critic.halvings = halvings
+    critic.set_budget(task.longest, LONGEST)
+    away(critic).critic.between = poll
     return actor, reference, critic, reward, engine
 
 
@@ -1379,9 +1483,7 @@ def main(run):
                 last = step == run.steps
                 poll()
                 if step > saved and (last or run.save_every and step % run.save_every == 0):
-                    with phases("log_probs", actor):
-                        actor.compute_log_probs(batch.select(range(len(batch))[:1]))  # raises if not finite
-                    save(checkpoints, phases, run, step, kl_coef, actor, critic)
+                    save(checkpoints, phases, run, step, kl_coef, actor, critic, batch)
                     saved = step
                 checkpoints.wait(last)
                 held_out = task.held_out if last or step % (run.eval_every or run.steps) == 0 else []
@@ -1415,16 +1517,16 @@ def main(run):
                     with phases("actor", actor):
                         metrics |= actor.update_policy(batch)
                     kl_coef = next_kl_coef(kl_coef, metrics["kl/reference"], len(rows), run.target_kl)
-                with flags_of("critic"):
-                    logger.check_progress(metrics)
+                logger.check_progress(metrics, "--critic.lr")
                 if run.dump_rollouts:
                     write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl")
                 metrics |= phases.take(metrics["rollout/tokens"])
                 logger.log(step + 1, metrics)
                 print_step(step + 1, run.steps, metrics)
-        except SystemExit:
+        except SystemExit:  # from poll, on all ranks
+            SIGTERM.clear()  # else save would poll it again
             if step > saved:
-                save(checkpoints, phases, run, step, kl_coef, actor, critic)
+                save(checkpoints, phases, run, step, kl_coef, actor, critic, batch)
             checkpoints.wait()
             checkpoints.leave(step)
         finish(run, task, batch, phases, actor, critic)

@@ -234,6 +234,7 @@ def end_groups():
         dist.barrier()
     for group in set(dist.distributed_c10d._world.pg_map).difference([dist.group.WORLD]):
         dist.destroy_process_group(group)
+    critic_fsdp.make_groups.cache_clear()  # what it remembers has ended
     gc.collect()  # a worker that nothing needs any more may hold them in a cycle
 
 
