@@ -349,6 +349,8 @@ def check(batch, needs=()):
             continue
         letter = "B" if name in Batch.ROWS else "B+1" if name == "cu_seqlens" else "T"
         wanted = f"a ({letter},) tensor of {dtype} on the host"
+        if column is None:
+            raise ValueError(f"{name}: is missing; it must be {wanted}")
         if not isinstance(column, torch.Tensor):
             raise ValueError(f"{name}: must be {wanted}, not {type(column).__name__}")
         if (column.dtype, column.ndim, column.device.type) != (dtype, 1, "cpu"):
@@ -586,15 +588,14 @@ def add_hint(tokenizer, line, key, prompt_ids):
     tokens that begin a row, such as BOS, stay at its start, once. No key: the prompt itself."""
     if not key:
         return prompt_ids
-    name = f"--privileged-key {key}"
     if tokenizer is None:
-        raise UserError(f"{name}: is text, but there is no tokenizer to encode it; give --tokenizer")
+        raise UserError("--privileged-key is text, but there is no tokenizer to encode it; give --tokenizer")
     row = json.loads(line)
     if key not in row:
-        raise UserError(f"{name}: the row has only the keys {', '.join(row):.200}")
+        raise UserError(f"no {key!r}, which --privileged-key names, among its keys {', '.join(row):.200}")
     hint = row[key]
     if isinstance(hint, bool) or not isinstance(hint, str | int | float):
-        raise UserError(f"{name}: must be text or a number, not {json.dumps(hint):.40}")
+        raise UserError(f"{key} of --privileged-key must be text or a number, not {json.dumps(hint):.40}")
 
     begin, ids = encode_start(tokenizer, HINT.format(hint))
     bos = tokenizer.bos_token_id
@@ -1459,7 +1460,11 @@ def mistake_in_sizes(text):
     """What is impossible in the transformers config of a decoder, or None: it would fail only later."""
     sizes = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
     sizes += " num_key_value_heads head_dim max_position_embeddings"
-    found = {name: getattr(text, name, None) for name in sizes.split()}
+    found = {}
+    for name in sizes.split():
+        found[name] = None
+        with suppress(Exception):  # some models lack it, others have one for each layer
+            found[name] = getattr(text, name)
     for name, x in found.items():
         if isinstance(x, int) and not 0 < x < 2**31:
             return f"{name} is {x}; it must be at least 1"

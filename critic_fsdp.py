@@ -1227,7 +1227,7 @@ class Checkpoints:
         timeout = timedelta(minutes=run.critic.timeout_minutes)
         self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs a group of its own
         self.sigterm = threading.Event()  # schedulers send it before they end a job
-        self.lock = common.claim(run.out_dir)  # until this process ends
+        self.lock = common.claim(run.out_dir)  # the run holds it until it ends, even by a kill
         self.out_of_memory = Path(run.out_dir, "out_of_memory")  # holds how often
         self.halvings = 0
         self.folder = run.resume and realpath(run.resume)
@@ -1265,6 +1265,8 @@ class Checkpoints:
                 self.out_of_memory.write_text(f"{self.halvings + 1}")
         with suppress(Exception):
             self.saving.result(timeout=60)
+        if self.lock:
+            self.lock.close()
 
     def save(self, step, write):
         """Saves a step with write(tmp, group), after earlier saves; keeps the last `keep` (a collective)."""
@@ -1351,10 +1353,11 @@ def main(run):
         )
         shown, about = learn(run, worker, train, held_out, size, checkpoints)
         worker.export_hf(f"{run.out_dir}/hf")
-    common.write_report(run.out_dir, shown, about, worker.tokenizer, run.gamma)
-    print0(
-        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, report.html, metrics.jsonl, tensorboard"
-    )
+        common.write_report(run.out_dir, shown, about, worker.tokenizer, run.gamma)
+        print0(
+            f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, report.html,"
+            " metrics.jsonl, tensorboard"
+        )
 
 
 def load_rows(run, worker):

@@ -35,6 +35,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from importlib import import_module, util
 from itertools import chain
 from math import ceil, inf, isfinite, log, nan
@@ -237,6 +238,7 @@ def critic_module(backend):
     return import_module(f"critic_{backend}")
 
 
+@cache
 def critic_flags(backend):
     """The critic's Config; in this script its flags begin with --critic."""
 
@@ -474,7 +476,7 @@ def ask_all(function, replies):
 class RewardModel:
     """Scores whole rows by a classifier's label at their last token, computed by a worker of the critic."""
 
-    def __init__(self, run, tokenizer, halvings):
+    def __init__(self, run, tokenizer, halvings=0):
         own = "tokenizer override_config value_head value_range lora_rank freeze_modules".split()
         defaults = {x.name: x.default for x in fields(run.critic) if x.name in own}
         config = replace(run.critic, **defaults, model=run.reward_model, value_head_init="checkpoint")

@@ -65,7 +65,7 @@ def test_help_explains_every_flag_without_importing_torch(script):
     ("--ppo-max-token-len-per-gpu auto:x", Config(ppo_max_token_len_per_gpu="auto:x")),
     ("--response-length-limit: belongs to", Config(loss_agg_mode="seq-mean-token-sum-norm")),
     ("--response-length-limit: belongs to", Config(response_length_limit=9)),
-    ("--value-range: needs --value-head bounded, hl_gauss", Config(value_range=(0.0, 1.0))),
+    ("--value-range: needs --value-head bounded or hl_gauss", Config(value_range=(0.0, 1.0))),
     ("--value-head-init mean: not", critic_megatron.Config(value_head_init="mean", value_head="hl_gauss")),
     ("--value-range (1.0, 0.0): LOW must be", Config(value_head="hl_gauss", value_range=(1.0, 0.0))),
     ("--steps 0: must be greater than 0", Run(steps=0)),
@@ -112,7 +112,9 @@ def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
     ):
         assert process.returncode == 2 and re.fullmatch(f"error: {said}\n", process.stderr), process.stderr
     for rank, said in (("0", 1), ("1", 0)):
-        unknown = run(sys.executable, SCRIPT, "--lrr", "3", RANK=rank, WORLD_SIZE="2")
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+        unknown = run(sys.executable, SCRIPT, "--lrr", "3", **numbers, **place)
         assert unknown.returncode == 2
         assert (unknown.stdout + unknown.stderr).count("Unrecognized options:") == said
 

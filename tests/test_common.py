@@ -193,9 +193,9 @@ def test_rows_stay_whole_in_pieces_selections_and_together():
 
 
 @pytest.mark.parametrize("fault, name, column", [  # words, column, its value in a row of two tokens
-    ("row 5: its first token cannot be an action", "response_mask", [True, True]),
-    ("values has 3 entries", "values", [0.0, 0.0, 0.0]),
-    ("truncated has 2 entries", "truncated", [False, False]),
+    ("response_mask: the first token of row 5 cannot be an action", "response_mask", [True, True]),
+    ("values: has 3 entries instead of 2", "values", [0.0, 0.0, 0.0]),
+    ("truncated: has 2 entries instead of 1", "truncated", [False, False]),
 ])  # fmt: skip
 def test_an_inconsistent_batch_is_refused(fault, name, column):
     row = dataclasses.replace(common.Batch.blank(2), row_id=torch.tensor([5]))
@@ -254,10 +254,13 @@ BAD_ROWS = {  # what is wrong -> how the row differs from GOOD (or the whole lin
     "too deep": ("[" * 100_000, "JSON"),
     "no reward": ({"reward": None}, "one of reward, rewards; has none"),
     "two prompts": ({"prompt": "a"}, "one of prompt, messages, prompt_ids; has prompt and prompt_ids"),
-    "empty response text": ({"response_ids": None, "response": ""}, "response: "),
+    "empty response that is truncated": (
+        {"response_ids": None, "response": "", "truncated": True},
+        "empty prompt or response",
+    ),
     "prompt of another type": ({"prompt_ids": None, "prompt": 7}, "prompt: must be a valid string, not 7"),
     "no chat template": ({"prompt_ids": None, "messages": [{"role": "user", "content": "a"}]}, "template"),
-    "no content": ({"prompt_ids": None, "messages": [{"role": "user"}]}, "each message needs content"),
+    "no content": ({"prompt_ids": None, "messages": [{"role": "user"}]}, "message 1: needs content"),
     "huge reward": ({"reward": 10**400}, "reward: must be a finite number"),
     "reward whose square is infinite": ({"reward": 1e30}, "reward: must be less"),
     "reward as text": ({"reward": "1"}, "reward: must be a valid number, not '1'"),
@@ -290,7 +293,7 @@ def test_a_hint_is_read_before_the_prompt():
     plain = [row | {"prompt": f"For the critic only: {row['rubric']}\n{row['prompt']}"} for row in rows]
     read = partial(common.read_rows, tokenizer=common.char_tokenizer())
     assert_same(read(map(json.dumps, rows), hint_key="rubric"), read(map(json.dumps, plain)))
-    with refused("toy:1: no usable --privileged-key gold"):
+    with refused("toy:1: no 'gold', which --privileged-key names, among its keys prompt, response"):
         read(map(json.dumps, rows), hint_key="gold")
 
 
@@ -437,7 +440,7 @@ def test_packed_attention_refuses_options_that_it_would_ignore():
     x = torch.ones(4, 4)
     for case in ({"attention_mask": x}, {"is_causal": False}, {"module": encoder}, {"module": chunked}):
         options = {"module": a_layer("full_attention"), "attention_mask": None, **case}
-        with pytest.raises(UserError, match="--no-use-remove-padding"):
+        with pytest.raises(UserError, match="cannot be packed"):
             common.packed_attention(query=q, key=q, value=q, **options)
 
 

@@ -49,7 +49,7 @@ def ids_of(text):
 def a_run(backend="fsdp", **fields):
     """The Run that parse() would make of these flags, and the process group of its only rank."""
     common.setup_distributed()
-    config = ppo_loop.critic_module(backend).Config
+    config = ppo_loop.critic_flags(backend)
     critic = config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size)
     return ppo_loop.Run(**{"critic": critic, "backend": backend, **fields})
 
@@ -701,7 +701,7 @@ def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_p
         prompt = Prompt(ids_of(asked), asked, None, *messages)
         replies.append(Reply(prompt, i, ids_of(f"{said}."), [0.0] * (len(said) + 1), True, said))
     longest = max(ppo_loop.to_batch(replies).lengths) + 1
-    critic = ppo_loop.critic_module(backend).Config(ppo_max_token_len_per_gpu=longest)
+    critic = ppo_loop.critic_flags(backend)(ppo_max_token_len_per_gpu=longest)
     run = a_run(backend, reward_model=str(tmp_path), critic=critic)
     ours = ppo_loop.RewardModel(run, TOKENIZER)
     assert ours.same_tokens == same_tokens
@@ -816,7 +816,7 @@ def test_prompts_of_text_and_of_chats(tmp_path, capsys):
     for fault, fields in (
         (": no usable", {"max_prompt_length": 2}),
         (":1: .*addition can check", {"reward": "addition"}),
-        (":1: .* why", {"privileged_key": "why"}),
+        (":1: .*'why', which --privileged-key names", {"privileged_key": "why"}),
         (":1: .*must be text", {"chat": True, "prompt_key": "n"}),
     ):
         with pytest.raises(UserError, match=f"--prompts .*prompts.jsonl{fault}"):
@@ -842,7 +842,7 @@ def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys):
         backend = critic.removeprefix("--critic")[1:]
         run = parse(f"{critic} --critic.{flag} 2 --actor.lr 0.25 --no-whiten-advantages")
         fields = {"model": "actor", "ppo_mini_batch_size": 128, flag.replace("-", "_"): 2}
-        critic = ppo_loop.critic_module(backend).Config(**fields)
+        critic = ppo_loop.critic_flags(backend)(**fields)
         assert run == a_run(backend, critic=critic, actor=ActorConfig(lr=0.25), whiten_advantages=False)
         with pytest.raises(SystemExit):
             parse(f"--critic {backend} --help")
@@ -868,7 +868,8 @@ def parse(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("named, flags", [
     ("--reward", "--prompts x.jsonl"), ("--critic.value-range", "--critic.value-head hl_gauss"),
-    ("--prompts", "--privileged-key x"), ("--model", "--actor.model tiny-qwen3-vl --supervised-steps 1"),
+    ("--prompts", "--privileged-key x"),
+    ("--actor.model", "--actor.model tiny-qwen3-vl --supervised-steps 1"),
     *((flags.split()[0], flags) for flags in (  # prompts have 6 tokens and responses 8
     "--rollout-n 0", "--gamma 1.1", "--kl-coef nan", "--eval-every -1", "--top-p 0", "--reward-timeout inf",
     "--temperature 0", "--target-kl 0.1", "--eval-prompts x.jsonl", "--prompts x.jsonl --reward gsm8k",
@@ -922,29 +923,37 @@ def test_valid_flags_are_accepted(parse, tmp_path):
 
 
 def test_a_resumed_run_continues_where_it_stopped(tmp_path):
-    """With its step, its adapted KL coefficient and its supervised actor, also in another --out-dir."""
-    out = str(tmp_path)
-    policy().export_hf(f"{out}/supervised", TOKENIZER)
-    with common.published(f"{out}/checkpoints/step_2") as tmp:
+    """With its step, its adapted KL coefficient and its supervised actor. In another --out-dir this actor is
+    copied, so that --resume auto can continue the new run, too."""
+    theirs, ours = (str(tmp_path / name) for name in ("theirs", "ours"))
+    policy().export_hf(f"{theirs}/supervised", TOKENIZER)
+    with common.published(f"{theirs}/checkpoints/step_2") as tmp:
         common.write_json(f"{tmp}/loop.json", {"step": 2, "kl_coef": 0.02})
 
-    def go_on(critic="tiny-qwen2", **fields):
-        run = a_run(kl_coef=0.01, critic=critic_fsdp.Config(model=critic), **fields)
-        checkpoints = types.SimpleNamespace(folder=f"{out}/checkpoints/step_2")
+    def go_on(critic="tiny-qwen2", folder=f"{theirs}/checkpoints/step_2", out_dir=theirs, **fields):
+        run = a_run(kl_coef=0.01, critic=critic_fsdp.Config(model=critic), out_dir=out_dir, **fields)
+        checkpoints = types.SimpleNamespace(folder=folder)
         task = a_task()._replace(tokenizer=TOKENIZER, model_config=common.load_config(ActorConfig())[1])
         run, step, kl_coef = ppo_loop.start_from(run, task, checkpoints)
         return run.actor.model, run.critic.model, step, kl_coef
 
-    assert go_on(target_kl=0.1) == (f"{out}/supervised", f"{out}/supervised", 2, 0.02)
-    assert go_on("tiny-llama") == (f"{out}/supervised", "tiny-llama", 2, 0.01)
-    assert go_on(actor=ActorConfig(model=out)) == (out, "tiny-qwen2", 2, 0.01)  # it had no supervised actor
+    start = f"{theirs}/supervised"
+    assert go_on(target_kl=0.1) == (start, start, 2, 0.02)
+    assert go_on("tiny-llama") == (start, "tiny-llama", 2, 0.01)
+    assert go_on(actor=ActorConfig(model=ours)) == (ours, "tiny-qwen2", 2, 0.01)  # it had no supervised actor
     with pytest.raises(UserError, match="^--steps 1: .*step_2"):
         go_on(steps=1)
-    with open(f"{out}/supervised/config.json", "w"), pytest.raises(UserError, match="damaged, config.json"):
-        go_on()
-    shutil.rmtree(f"{out}/supervised")  # the run went on from a checkpoint of another folder
-    assert go_on(supervised_steps=1) == (f"{out}/supervised", f"{out}/supervised", 2, 0.01)
-    common.verify(f"{out}/supervised")
+
+    assert go_on(out_dir=ours)[0] == f"{ours}/supervised"
+    shutil.copytree(f"{theirs}/checkpoints", f"{ours}/checkpoints")  # what the new run saved
+    shutil.rmtree(theirs)
+    assert go_on(folder=f"{ours}/checkpoints/step_2", out_dir=ours)[0] == f"{ours}/supervised"
+    common.verify(f"{ours}/supervised")
+    with open(f"{ours}/supervised/config.json", "w"), pytest.raises(UserError, match="damaged, config.json"):
+        go_on(folder=f"{ours}/checkpoints/step_2", out_dir=ours)
+    shutil.rmtree(f"{ours}/supervised")
+    made = go_on(folder=f"{ours}/checkpoints/step_2", out_dir=ours, supervised_steps=1)
+    assert made == (f"{ours}/supervised", f"{ours}/supervised", 2, 0.01)
 
 
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-3), (torch.bfloat16, 0.5)])
