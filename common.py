@@ -326,6 +326,7 @@ class Batch:
         return [cost(s) + sum(cost(n[row]) - cost(s) for row in rows) for s, rows in groups]
 
     def mean_return(self, gamma):  # over the actions of all ranks (a collective); NaN without an action
+        check(self, needs=("token_level_rewards",))
         whole = gather(self)
         return float(monte_carlo(whole, gamma)[whole.response_mask].mean())
 
@@ -599,7 +600,7 @@ def add_hint(tokenizer, line, key, prompt_ids):
 
     begin, ids = encode_start(tokenizer, HINT.format(hint))
     bos = tokenizer.bos_token_id
-    if prompt_ids[: len(begin)] == begin:
+    if begin and prompt_ids[: len(begin)] == begin:
         prompt_ids = prompt_ids[len(begin) :]
     elif bos is not None and prompt_ids[:1] == [bos]:  # from a chat template
         begin = [bos]

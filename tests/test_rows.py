@@ -1,0 +1,267 @@
+"""Rows as people write them: chats, special tokens, files from other systems, batches made by hand."""
+
+import codecs
+import dataclasses
+import json
+from functools import partial
+
+import pytest
+import tokenizers
+import torch
+from helpers import random_batch, refused, worker
+from transformers import PreTrainedTokenizerFast
+
+import common
+import critic_fsdp
+import critic_megatron
+import ppo_loop
+
+GOOD = {"response": "2", "reward": 1.0}
+TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+WITH_CALLS = TURNS.replace("{% endfor %}", "{{ m.tool_calls|length if m.tool_calls }}{% endfor %}")
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
+
+
+def a_tokenizer(template=TURNS, begins="", ends="", bos=None):
+    """One token per character; it puts `begins` before each text and `ends` after it, as words."""
+    core = common.char_tokenizer().backend_tokenizer
+    words = [word for word in (*begins.split(), *ends.split(), bos) if word]
+    core.add_special_tokens([*dict.fromkeys(words)])
+    core.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{begins} $A {ends}".strip(),
+        special_tokens=[(word, core.token_to_id(word)) for word in words],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<eos>", bos_token=bos, chat_template=template
+    )
+
+
+def text_of_row(tokenizer, **row):
+    """One JSONL row as the critic reads it."""
+    return tokenizer.decode(common.read_rows([json.dumps(GOOD | row)], tokenizer).input_ids)
+
+
+def text_of_prompt(tokenizer, **row):
+    """A prompt as PPO's actor reads it, and its text for reward functions."""
+    run = ppo_loop.Run(critic=critic_fsdp.Config(), prompts="x")
+    (prompt,) = ppo_loop.load_prompts([json.dumps(row)], "--prompts", run, tokenizer)
+    return tokenizer.decode(prompt.ids), prompt.text
+
+
+# ---- Chats -------------------------------------------------------------------------------------------------
+
+
+def parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def test_parts_of_text_are_joined_in_every_message_by_both_scripts():
+    chat = [
+        {"role": "system", "content": parts("be ", "brief")},
+        {"role": "user", "content": parts("1+", "1?")},
+    ]
+    shown = "<system>be brief<user>1+1?"
+    assert text_of_row(a_tokenizer(), messages=chat) == f"{shown}2<eos>"
+    assert text_of_prompt(a_tokenizer(), prompt=chat) == (shown, "1+1?")
+
+
+def test_prompts_that_differ_in_their_parts_are_different_prompts():
+    lines = [json.dumps(GOOD | {"messages": [{"role": "user", "content": parts(q)}]}) for q in "abca"]
+    rows = common.read_rows(lines, a_tokenizer())
+    assert [same for _, same in rows.groups()] == [[0, 3], [1], [2]]
+
+
+@pytest.mark.parametrize("content, words", [
+    (None, "message 1: needs content; only one with tool_calls may lack it"),
+    (7, "message 1: its content must be text, not 7"),
+    ({"text": "1+1?"}, "message 1: its content must be text"),
+    ([], "message 1: its content has parts that are not text: []"),
+    ([*parts("x"), {"type": "image"}], 'parts that are not text: [{"type": "image"}]'),
+    ([{"type": "text", "text": None}], "parts that are not text"),
+    (["1+1?"], 'parts that are not text: ["1+1?"]'),
+])  # fmt: skip
+def test_other_content_is_refused_in_every_message_with_file_and_line(content, words):
+    bad = {"role": "user", "content": content}
+    last = {"role": "user", "content": "hi"}
+    for chat, number in (([bad], 1), ([bad, last], 1), ([last, CALL | {"content": "x"}, bad], 3)):
+        said = words.replace("message 1", f"message {number}")
+        with refused(said, begin="toy:1: message "):
+            text_of_row(a_tokenizer(WITH_CALLS), messages=chat)
+        with refused(said, begin="--prompts:1: unusable, with --prompt-key prompt"):
+            text_of_prompt(a_tokenizer(WITH_CALLS), prompt=chat)
+
+
+@pytest.mark.parametrize("message", [{"content": "hi"}, {"role": 1, "content": "hi"}])
+def test_a_message_needs_a_role(message):
+    with refused("must be an object with a role and content", begin="toy:1: message 1"):
+        text_of_row(a_tokenizer(), messages=[message])
+
+
+def test_null_stands_next_to_tool_calls_only_where_the_template_shows_them():
+    chat = [{"role": "user", "content": "1+1?"}, CALL | {"content": None}, {"role": "tool", "content": "2"}]
+    shows = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{{ m.tool_calls|length if m.tool_calls }}"
+    )
+    shown = "<user>1+1?<assistant>1<tool>2"
+    for messages in (chat, [*chat[:1], CALL, *chat[2:]]):  # null, and no content at all
+        assert text_of_row(a_tokenizer(shows + "{% endfor %}"), messages=messages) == f"{shown}2<eos>"
+    with refused('the template shows null as "None"; write "" as the content'):
+        text_of_row(a_tokenizer(WITH_CALLS), messages=chat)
+    chat[1]["content"] = ""
+    assert text_of_row(a_tokenizer(WITH_CALLS), messages=chat) == f"{shown}2<eos>"
+    with refused("a message has tool_calls, which the template leaves out"):
+        text_of_row(a_tokenizer(TURNS), messages=chat)
+
+
+def test_a_template_that_wants_parts_gets_them_and_one_that_drops_a_question_is_refused():
+    """Templates of some image models go through the parts of a message, and a text has none."""
+    wants = (
+        "{% for m in messages %}<{{ m.role }}>{% for x in m.content %}{{ x.text }}{% endfor %}{% endfor %}"
+    )
+    for content in ("1+1?", parts("1+", "1?")):
+        chat = [{"role": "user", "content": content}]
+        assert text_of_row(a_tokenizer(wants), messages=chat) == "<user>1+1?2<eos>"
+    with refused("the template leaves out what a user says"):
+        text_of_row(a_tokenizer("{{ messages[0].role }}"), messages=chat)
+
+
+# ---- Special tokens ----------------------------------------------------------------------------------------
+
+BEGINS_AND_ENDS = {"begins": "<s>", "ends": "<eos>", "bos": "<s>"}
+
+
+@pytest.mark.parametrize("kind, begin", [
+    ({"ends": "<eos>"}, ""), (BEGINS_AND_ENDS, "<s>"), ({"begins": "<s>", "bos": "<s>"}, "<s>"),
+    ({"begins": "[gMASK] <sop>"}, "[gMASK]<sop>"), ({"begins": "[CLS]", "ends": "[SEP]"}, "[CLS]"),
+])  # fmt: skip
+def test_a_row_begins_once_and_never_ends_in_its_middle(kind, begin):
+    """For prompts of text, of chats, and with a hint, in the critic's rows and in PPO's."""
+    tokenizer = a_tokenizer(begin + TURNS, **kind)
+    chat = [{"role": "user", "content": "hi"}]
+    hint = "For the critic only: 7\n"
+    assert text_of_row(tokenizer, prompt="1+1=") == f"{begin}1+1=2<eos>"
+    assert text_of_row(tokenizer, messages=chat) == f"{begin}<user>hi2<eos>"
+    assert text_of_prompt(tokenizer, prompt="1+1=") == (f"{begin}1+1=", "1+1=")
+    assert text_of_prompt(tokenizer, prompt=chat) == (f"{begin}<user>hi", "hi")
+    for source, shown in (({"prompt": "1+1="}, "1+1="), ({"messages": chat}, "<user>hi")):
+        line = json.dumps(GOOD | source | {"answer": 7})
+        rows = common.read_rows([line], tokenizer, hint_key="answer")
+        assert tokenizer.decode(rows.input_ids) == f"{begin}{hint}{shown}2<eos>"
+        run = ppo_loop.Run(critic=None, prompts="x", prompt_key=[*source][0], privileged_key="answer")
+        (prompt,) = ppo_loop.load_prompts([line], "--prompts", run, tokenizer)
+        assert tokenizer.decode(prompt.critic_ids) == f"{begin}{hint}{shown}"
+        assert tokenizer.decode(prompt.ids) == f"{begin}{shown}"
+
+
+def test_a_prompt_that_brings_its_own_bos_gets_no_second_one():
+    """As in text that a chat template has made before."""
+    tokenizer = a_tokenizer(**BEGINS_AND_ENDS)
+    assert tokenizer.decode(tokenizer.encode("<s>1+1=")) == "<s><s>1+1=<eos>"
+    assert text_of_row(tokenizer, prompt="<s>1+1=") == "<s>1+1=2<eos>"
+    assert text_of_prompt(tokenizer, prompt="<s>1+1=")[0] == "<s>1+1="
+
+
+def test_a_hint_before_token_ids_keeps_their_bos_in_front():
+    tokenizer = a_tokenizer(bos="<s>")  # which this tokenizer does not add to a text
+    bos = tokenizer.bos_token_id
+    ids = [bos, *tokenizer.encode("1+1=")]
+    line = json.dumps(GOOD | {"prompt_ids": ids, "response": "2", "answer": "two"})
+    rows = common.read_rows([line], tokenizer, hint_key="answer")
+    assert tokenizer.decode(rows.input_ids) == "<s>For the critic only: two\n1+1=2<eos>"
+
+
+@pytest.mark.parametrize("hint", [None, True, ["x"], {"a": 1}])
+def test_a_hint_is_text_or_a_number(hint):
+    line = json.dumps(GOOD | {"prompt": "1+1=", "answer": hint})
+    with refused("answer of --privileged-key must be text or a number", begin="toy:1: "):
+        common.read_rows([line], a_tokenizer(), hint_key="answer")
+
+
+def test_an_empty_response_is_a_policy_that_stopped_at_once():
+    rows = common.read_rows([json.dumps({"prompt": "1+1=", "response": "", "reward": 0.5})], a_tokenizer())
+    assert a_tokenizer().decode(rows.input_ids) == "1+1=<eos>"
+    assert rows.response_mask.tolist() == [False] * 4 + [True] and rows.token_level_rewards[-1] == 0.5
+
+
+# ---- Files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encode", [
+    lambda text: codecs.BOM_UTF8 + text.encode(),
+    lambda text: text.encode("utf-16"),
+    lambda text: codecs.BOM_UTF16_BE + text.encode("utf-16-be"),
+    lambda text: b"\n".join(codecs.BOM_UTF8 + line for line in text.encode().splitlines()),
+], ids=["utf-8", "utf-16", "utf-16, big end first", "joined files"])  # fmt: skip
+def test_a_file_with_a_byte_order_mark_is_read(encode, tmp_path):
+    lines = [json.dumps(GOOD | {"prompt": prompt}, ensure_ascii=False) for prompt in ("1+1=", "é=")]
+    tokenizer = a_tokenizer()
+    expected = common.read_rows(lines, tokenizer)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(encode("\n".join(lines)))
+    assert torch.equal(common.read_rows(str(path), tokenizer).input_ids, expected.input_ids)
+    run = ppo_loop.Run(critic=None, prompts=str(path))
+    prompts = ppo_loop.load_prompts(str(path), "--prompts", run, tokenizer)
+    assert [prompt.text for prompt in prompts] == ["1+1=", "é="]
+
+
+# ---- Batches made by hand ----------------------------------------------------------------------------------
+
+SCRIPTS = pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
+FAULTS = {  # column -> what a user might put there, and words of the answer
+    "input_ids": [
+        (lambda x: x.int(), "must be a (T,) tensor of torch.int64 on the host, not torch.int32"),
+        (lambda x: x[None], "of shape (1, "),
+        (lambda x: x.tolist(), "not list"),
+        (lambda x: x.to("meta"), "on meta"),
+    ],
+    "response_mask": [
+        (lambda x: x.int(), "must be a (T,) tensor of torch.bool"), (lambda x: x.float(), "torch.bool"),
+        (lambda x: x[:-1], "has"),
+    ],
+    "cu_seqlens": [
+        (lambda x: x.long(), "must be a (B+1,) tensor of torch.int32"),
+        (lambda x: x[:-1], "must begin at 0, grow, and end at"),
+        (lambda x: torch.cat([x[:-1], x[-1:] - 1]), "must begin at 0, grow, and end at"),
+        (lambda x: x + 1, "must begin at 0"),
+        (lambda x: torch.cat([x[:1], x[:1], x[2:]]), "must begin at 0, grow"),
+    ],
+    "row_id": [(lambda x: x.int(), "must be a (B,) tensor of torch.int64"), (lambda x: None, "is missing")],
+    "truncated": [(lambda x: x.long(), "must be a (B,) tensor of torch.bool")],
+    "values": [(lambda x: x.double(), "torch.float32"), (lambda x: None, "is missing")],
+    "returns": [(lambda x: x[:, None], "of shape"), (lambda x: None, "is missing")],
+    "multi_modal_inputs": [(lambda x: [None] * 4, "must be a list of one dict for each row")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_batch_made_by_hand_is_told_which_column_is_wrong(name):
+    critic = worker()
+    batch = random_batch(4, idle=False)
+    batch.returns = batch.values.clone()
+    critic.set_budget(batch.longest[0], "the longest row")
+    critic.update_critic(batch)
+    for spoil, words in FAULTS[name]:
+        spoiled = dataclasses.replace(batch, **{name: spoil(getattr(batch, name))})
+        with refused(words, begin=f"{name}: ", kind=ValueError):
+            critic.update_critic(spoiled)
+
+
+def test_returns_and_the_mean_need_rewards():
+    batch = random_batch(4, idle=False)
+    batch.token_level_rewards = None
+    with refused("is missing; it must be a (T,) tensor", begin="token_level_rewards: ", kind=ValueError):
+        common.add_returns(batch, 1.0, 1.0)
+    with refused("is missing", begin="token_level_rewards: ", kind=ValueError):
+        worker(value_head_init="mean").start_at_mean(batch, 1.0)
+
+
+@SCRIPTS
+def test_a_worker_without_a_model_says_so(script, tmp_path):
+    critic = script.CriticWorker(script.Config())
+    batch = random_batch(2)
+    calls = [partial(critic.compute_values, batch), partial(critic.set_budget, 9, "row"), critic.offload,
+             partial(critic.save_checkpoint, tmp_path / "x"), partial(critic.export_hf, tmp_path / "x"),
+             partial(critic.load_checkpoint, tmp_path / "x"), partial(critic.start_at_mean, batch, 1.0)]  # fmt: skip
+    for call in calls:
+        with refused("call init_model() first", kind=RuntimeError):
+            call()
