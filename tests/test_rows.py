@@ -259,9 +259,14 @@ def test_returns_and_the_mean_need_rewards():
 def test_a_worker_without_a_model_says_so(script, tmp_path):
     critic = script.CriticWorker(script.Config())
     batch = random_batch(2)
-    calls = [partial(critic.compute_values, batch), partial(critic.set_budget, 9, "row"), critic.offload,
-             partial(critic.save_checkpoint, tmp_path / "x"), partial(critic.export_hf, tmp_path / "x"),
-             partial(critic.load_checkpoint, tmp_path / "x"), partial(critic.start_at_mean, batch, 1.0)]  # fmt: skip
-    for call in calls:
+    for call in (
+        partial(critic.compute_values, batch),
+        partial(critic.set_budget, 9, "row"),
+        partial(critic.start_at_mean, batch, 1.0),
+        partial(critic.save_checkpoint, tmp_path / "x"),
+        partial(critic.load_checkpoint, tmp_path / "x"),
+        partial(critic.export_hf, tmp_path / "x"),
+        critic.offload,
+    ):
         with refused("call init_model() first", kind=RuntimeError):
             call()

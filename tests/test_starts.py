@@ -1,0 +1,438 @@
+"""How a run begins: its environment, its numbers, the model's sizes, and the folder that it alone writes.
+
+Each start is a process of its own: it ends well, or in one line with status 2, before anything is built."""
+
+import contextlib
+import errno
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import pytest
+import torch
+from helpers import ROOT, random_batch, refused, run, succeeded, torchrun, worker
+
+import common
+import critic_fsdp
+import critic_megatron
+import ppo_loop
+
+FSDP, MEGATRON, PPO = (ROOT / f"{name}.py" for name in ("critic_fsdp", "critic_megatron", "ppo_loop"))
+ROWS = ROOT / "tests" / "rows.jsonl"
+SHORT = ("--steps", "1", "--eval-every", "0", "--rollouts", ROWS, "--train-batch-size", "8")
+
+
+def ends_in_one_line(process, words):
+    """Asserts that a run ended with status 2 and one line that begins with an error and holds these words."""
+    assert process.returncode == 2, (process.returncode, process.stderr[-2000:])
+    assert re.fullmatch(r"error: [^\n]+\n", process.stderr) and words in process.stderr, process.stderr
+
+
+# ---- The environment ---------------------------------------------------------------------------------------
+
+WHOLE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+HALF = {  # words of the answer -> what is set
+    "WORLD_SIZE=2 is set, but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not": {"WORLD_SIZE": "2"},
+    "RANK=0 is set, but LOCAL_RANK, WORLD_SIZE": {"RANK": "0"},
+    "RANK=3 is set, but LOCAL_RANK is not": {**WHOLE, "RANK": "3", "LOCAL_RANK": ""},
+    "RANK=one: must be a number": {**WHOLE, "RANK": "one"},
+    "WORLD_SIZE=-1: must be a number": {**WHOLE, "WORLD_SIZE": "-1"},
+    "LOCAL_RANK=1.5: must be a number": {**WHOLE, "LOCAL_RANK": "1.5"},
+    "RANK=1, LOCAL_RANK=0, WORLD_SIZE=1: ranks count from 0": {**WHOLE, "RANK": "1"},
+    "MASTER_PORT=port: must be a number": {**WHOLE, "MASTER_PORT": "port"},
+    "MASTER_PORT=99999: must be from 1 to 65535": {**WHOLE, "MASTER_PORT": "99999"},
+    "OMP_NUM_THREADS=many: must be a number of threads": {"OMP_NUM_THREADS": "many"},
+    "OMP_NUM_THREADS=0: must be a number of threads": {"OMP_NUM_THREADS": "0"},
+}
+
+
+@pytest.mark.parametrize("words", HALF)
+@pytest.mark.parametrize("script", [FSDP, MEGATRON, PPO], ids=lambda path: path.stem)
+def test_what_torchrun_sets_is_taken_whole_or_named(script, words, tmp_path):
+    flags = SHORT if script != PPO else ("--steps", "1", "--supervised-steps", "0")
+    ends_in_one_line(
+        run(sys.executable, script, *flags, "--out-dir", tmp_path, timeout=60, **HALF[words]), words
+    )
+
+
+@pytest.mark.parametrize("env", [
+    {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": "", "OMP_NUM_THREADS": ""},
+    {"MASTER_ADDR": "node0", "MASTER_PORT": "1"},  # as clusters export them
+    {"OMP_NUM_THREADS": " 2,1 "},  # for nested parallel regions
+    {"PYTHONIOENCODING": "ascii"},
+], ids=str)  # fmt: skip
+def test_empty_and_harmless_variables_are_no_mistake(env, tmp_path):
+    succeeded(run(sys.executable, FSDP, *SHORT, "--out-dir", tmp_path, timeout=120, **env))
+
+
+def test_ranks_that_never_come_are_waited_for_in_words_and_not_longer_than_the_time_out(tmp_path):
+    """This process listens at the port, so no store answers there."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+        env = {**WHOLE, **place, "RANK": "1", "WORLD_SIZE": "2"}
+        flags = (*SHORT, "--out-dir", tmp_path, "--timeout-minutes", "0.02")
+        process = run(sys.executable, FSDP, *flags, timeout=90, **env)
+    assert process.returncode == 2 and "error on rank 1: MASTER_ADDR, MASTER_PORT: rank 1 does not meet" in (
+        process.stderr
+    )
+
+
+def test_letters_that_a_terminal_lacks_end_no_run(tmp_path):
+    rows = tmp_path / "zeilen é.jsonl"
+    rows.write_bytes(ROWS.read_bytes())
+    flags = ("--steps", "1", "--rollouts", rows, "--train-batch-size", "8", "--out-dir", tmp_path / "out")
+    said = succeeded(run(sys.executable, FSDP, *flags, PYTHONIOENCODING="ascii"))
+    assert r"zeilen \xe9.jsonl" in said
+
+
+# ---- Numbers and sizes -------------------------------------------------------------------------------------
+
+HUGE = "9" * 30
+
+
+@pytest.mark.parametrize("flags", [
+    f"--seed {HUGE}", f"--steps {HUGE}", f"--keep {HUGE}", f"--train-batch-size {HUGE}", f"--save-every {HUGE}",
+    f"--ppo-max-token-len-per-gpu {HUGE}", f"--ppo-max-token-len-per-gpu auto:{HUGE * 11}",
+    "--lr 1e300", "--cliprange-value 1e39", "--value-head bounded --value-range -1e39 1e39",
+    "--value-head hl_gauss --value-range 1 1.0000001", "--value-head bounded --value-range 0 1e-40",
+    f"--response-length-limit {HUGE} --loss-agg-mode seq-mean-token-sum-norm", f"--profile-step {HUGE}",
+])  # fmt: skip
+@pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
+def test_numbers_have_an_upper_bound(script, flags):
+    """The flag with the number is named by both critics, and with its prefix by the PPO loop."""
+    import tyro
+
+    run = tyro.cli(script.Run, args=flags.split())
+    flag = [word for word in flags.split() if word.startswith("--")][-1]
+    if flag == "--loss-agg-mode":
+        flag = "--response-length-limit"
+    mistake = script.mistake_in(run)
+    assert mistake.startswith(f"{flag} "), mistake
+    if hasattr(script.Config, flag[2:].replace("-", "_")):
+        backend = script.__name__.removeprefix("critic_")
+        words = " ".join(flags.split()).replace("--", "--critic.")
+        with refused("", begin=f"--critic.{flag[2:]} "):
+            ppo_loop.check_flags(ppo_loop.parse(["--critic", backend, *words.split()]))
+
+
+@pytest.mark.parametrize("flags", [
+    f"--seed {HUGE}", f"--steps {HUGE}", "--reward-timeout 1e9", "--kl-coef 1e300", "--temperature 1e-9",
+    f"--rollout-batch-size {HUGE}", f"--max-response-length {HUGE}", f"--max-turns {HUGE}",
+    "--actor.lr 1e300", "--actor.tis-cap 1e300", f"--actor.ppo-epochs {HUGE}",
+])  # fmt: skip
+def test_numbers_of_the_loop_have_an_upper_bound(flags):
+    with refused("", begin=f"{flags.split()[0]} "):
+        ppo_loop.check_flags(ppo_loop.parse(flags.split()))
+
+
+SIZES = {  # words of the answer -> --override-config
+    "num_attention_heads is 0; it must be at least 1": '{"num_attention_heads": 0}',
+    "num_attention_heads is 3, which num_key_value_heads, 2, must divide": '{"num_attention_heads": 3}',
+    "num_key_value_heads is 0": '{"num_key_value_heads": 0}',
+    "head_dim is 15, but rotary embeddings need an even number": '{"head_dim": 15}',
+    "head_dim is 0": '{"head_dim": 0}',
+    "hidden_size is 0": '{"hidden_size": 0}',
+    "hidden_size is -64": '{"hidden_size": -64}',
+    "num_hidden_layers is 0": '{"num_hidden_layers": 0}',
+    "intermediate_size is 0": '{"intermediate_size": 0}',
+    "vocab_size is 0": '{"vocab_size": 0}',
+    "pad_token_id is 1000, outside the vocabulary of 98": '{"pad_token_id": 1000}',
+    "max_position_embeddings is 0": '{"max_position_embeddings": 0}',
+    "is no config that Qwen2Config takes": '{"hidden_size": "wide"}',
+    "must be a JSON object (ValueError: it is a list)": "[1]",
+    "must be a JSON object (JSONDecodeError": "{",
+}
+
+
+@pytest.mark.parametrize("words", SIZES)
+@pytest.mark.parametrize("script", [FSDP, MEGATRON, PPO], ids=lambda path: path.stem)
+def test_a_config_that_cannot_be_built_is_one_line(script, words, tmp_path):
+    flag = "--actor.override-config" if script == PPO else "--override-config"
+    process = run(sys.executable, script, flag, SIZES[words], "--out-dir", tmp_path / "out", timeout=60)
+    ends_in_one_line(process, words)
+    assert process.stderr.startswith(f"error: {flag} ") and not (tmp_path / "out").exists()
+
+
+def test_no_process_group_is_built_for_a_config_that_megatron_refuses():
+    config = critic_megatron.Config(
+        override_config='{"num_key_value_heads": 1}', tensor_model_parallel_size=2
+    )
+    _, model_config = common.load_config(config)
+    with refused("", begin="--model tiny-qwen2: cannot be built with these parallel sizes"):
+        critic_megatron.check_model_flags(config, model_config)
+
+
+def test_an_adapter_wider_than_the_model_is_named():
+    with refused("must be at most 64, the model's hidden_size", begin="--lora-rank 65: "):
+        critic_fsdp.CriticWorker(critic_fsdp.Config(lora_rank=65))
+
+
+def test_padding_is_advised_only_to_a_run_that_packs():
+    """A sliding window that only the model's own mask knows cannot be packed."""
+    fields = {"model": "tiny-qwen2", "override_config": '{"hidden_act": "none of these"}'}
+    with refused("cannot be built; try --no-use-remove-padding"):
+        worker(**fields)
+    with pytest.raises(common.UserError) as error:
+        worker(**fields, use_remove_padding=False)
+    assert "--no-use-remove-padding" not in str(error.value)
+
+
+# ---- Flags -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args, backend", [
+    ([], "fsdp"),
+    (["--critic", "megatron"], "megatron"),
+    (["--critic=megatron"], "megatron"),
+    (["--critic", "megatron", "--critic", "fsdp"], "fsdp"),
+    (["--actor.override-config", '{"a":\n"b"}', "--critic", "megatron"], "megatron"),
+    (["--out-dir", "out of --critic megatron"], "fsdp"),
+    (["--prompts", "a\n--critic megatron\nb", "--reward", "gsm8k"], "fsdp"),
+])  # fmt: skip
+def test_the_critic_is_the_value_of_its_own_flag(args, backend):
+    assert ppo_loop.parse(args).backend == backend
+
+
+@pytest.mark.parametrize("args", [["--critic"], ["--critic", ""], ["--critic", "--steps", "3"]])
+def test_a_critic_without_a_value_is_one_line(args):
+    with refused("must be fsdp or megatron", begin="--critic"):
+        ppo_loop.parse(args)
+
+
+def test_the_users_own_text_is_left_as_it_is():
+    """Only the flag at the start gets the critic's prefix, not a word of the user that looks like a flag."""
+    with refused("tiny --lr model", begin="--critic.model tiny --lr model: no model there"):
+        ppo_loop.set_up(ppo_loop.parse(["--critic.model", "tiny --lr model"]))
+    with refused('{"--lr": 1}', begin="--actor.override-config"):
+        ppo_loop.set_up(ppo_loop.parse(["--actor.override-config", '{"--lr": 1}']))
+
+
+# ---- The folder of a run -----------------------------------------------------------------------------------
+
+
+def started(*flags, **env):
+    """A run in a process of its own."""
+    command = [sys.executable, *map(str, flags)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=env, text=True, **pipes)
+
+
+def contents(folder):
+    """path -> content of each file that two runs could take from one another."""
+    files = [path for path in pathlib.Path(folder).rglob("*") if path.is_file()]
+    return {str(path): path.read_bytes() for path in files if path.name != "metrics.jsonl"}
+
+
+@pytest.mark.parametrize("second", [FSDP, MEGATRON, PPO], ids=lambda path: path.stem)
+def test_a_second_run_leaves_the_folder_of_the_first_alone(second, tmp_path):
+    """It ends in one line, and the first goes on. When that is killed, the next one starts at once."""
+    out = tmp_path / "out"
+    flags = ("--out-dir", out, "--steps", "100000", "--save-every", "1", "--keep", "1", "--eval-every", "0")
+    first = started(FSDP, "--rollouts", ROWS, "--train-batch-size", "8", *flags)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(out.glob("checkpoints/step_3")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(first.pid, signal.SIGSTOP)  # nothing may change while the second tries
+        before = contents(out)
+        process = run(sys.executable, second, "--out-dir", out, "--steps", "1", timeout=120)
+        ends_in_one_line(process, f"--out-dir {out}: another run, process {first.pid} on ")
+        assert contents(out) == before
+        os.kill(first.pid, signal.SIGCONT)
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.communicate()
+    if second == FSDP:
+        made = max(common.steps_in(f"{out}/checkpoints"))[0]
+        again = ("--resume", "auto", "--steps", made + 1, "--keep", "1", "--rollouts", ROWS)
+        succeeded(run(sys.executable, FSDP, "--out-dir", out, *again, "--train-batch-size", "8"))
+
+
+def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch, capsys):
+    """Some network file systems have none; this one cannot be asked to, so its answer is made up."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    common.setup_distributed()
+    monkeypatch.setattr(common.fcntl, "flock", refuse)
+    assert common.claim(str(tmp_path)) is None
+    assert "lock       none in" in capsys.readouterr().out
+
+
+def test_what_earlier_runs_saved_is_never_replaced(tmp_path):
+    """Checkpoints, rollouts, metrics and curves of four runs in one folder."""
+    for number in range(1, 5):
+        for name in ("checkpoints/step_2", "tensorboard"):
+            (tmp_path / name).mkdir(parents=True)
+            (tmp_path / name / "number").write_text(f"{number}")
+        (tmp_path / "rollouts").mkdir(exist_ok=True)
+        (tmp_path / "rollouts/step_2.jsonl").write_text(f"{number}")
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
+        common.Logger(str(tmp_path), {}, 0, None)
+        if number < 4:  # its own files make way for those of the next
+            (tmp_path / "metrics.jsonl").unlink()
+            for path in (tmp_path / "tensorboard").iterdir():
+                path.unlink()
+            (tmp_path / "tensorboard").rmdir()
+    for number, ending in enumerate((".old", ".old2", ".old3", ".old4"), 1):
+        for name in (f"checkpoints/step_2{ending}/number", f"tensorboard{ending}/number"):
+            assert (tmp_path / name).read_text() == f"{number}"
+        assert (tmp_path / f"rollouts/step_2.jsonl{ending}").read_text() == f"{number}"
+        assert json.loads((tmp_path / f"metrics.jsonl{ending}").read_text()) == {"step": number}
+
+
+@pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
+def test_a_run_never_replaces_the_model_that_it_loads(script, tmp_path):
+    out = str(tmp_path / "out")
+    for name in ("hf", "checkpoints/step_9", "hf/"):
+        run = script.Run(critic=script.Config(model=f"{out}/{name}"), out_dir=out)
+        assert (
+            script.mistake_in(run)
+            == f"--out-dir {out}: holds the --model, which the run would replace; give another"
+        )
+        assert script.mistake_in(script.Run(critic=run.critic, out_dir=out, score=str(ROWS))) is None
+    assert script.mistake_in(script.Run(critic=script.Config(model=f"{out}/other"), out_dir=out)) is None
+
+
+@pytest.mark.parametrize("flag", ["--actor.model", "--critic.model", "--reward-model"])
+@pytest.mark.parametrize("name", ["hf", "critic_hf", "checkpoints/step_3/critic"])
+def test_the_loop_never_replaces_a_model_that_it_loads(flag, name, tmp_path):
+    task = [] if flag == "--reward-model" else ["--reward", "gsm8k"]
+    args = [flag, f"{tmp_path}/{name}", "--out-dir", str(tmp_path), "--prompts", str(ROWS), *task]
+    with refused("the run would replace a model there that it loads", begin=f"--out-dir {tmp_path}: "):
+        ppo_loop.check_flags(ppo_loop.parse(args))
+
+
+# ---- What an update may ruin -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", [FSDP, MEGATRON], ids=lambda path: path.stem)
+def test_a_critic_that_an_update_has_ruined_is_not_saved_over_the_good_one(script, tmp_path):
+    flags = ("--rollouts", ROWS, "--train-batch-size", "8", "--eval-every", "0", "--save-every", "1")
+    flags += ("--keep", "1", "--out-dir", tmp_path / "out", "--resume", "auto")
+    succeeded(run(sys.executable, script, *flags, "--steps", "2"))
+    kept = tmp_path / "out" / "checkpoints" / "step_2"
+    before = contents(kept)
+    process = run(sys.executable, script, *flags, "--steps", "3", "--lr", "1e15", "--grad-clip", "inf")
+    ends_in_one_line(process, "the critic's values are not finite after the last update, which is not saved")
+    assert contents(kept) == before and not (tmp_path / "out/checkpoints/step_3").exists()
+
+
+def test_an_actor_or_critic_of_the_loop_that_is_ruined_is_not_saved(tmp_path):
+    flags = ("--supervised-steps", "0", "--train-batch-size", "8", "--eval-every", "0", "--save-every", "1")
+    flags += ("--keep", "1", "--out-dir", tmp_path / "out", "--resume", "auto")
+    succeeded(run(sys.executable, PPO, *flags, "--steps", "1"))
+    kept = tmp_path / "out" / "checkpoints" / "step_1"
+    before = contents(kept)
+    for flag, words in (("--critic.lr", "the critic's values are not finite"), ("--actor.lr", "log-probs")):
+        ruin = (flag, "1e15", "--actor.grad-clip", "inf", "--critic.grad-clip", "inf", "--steps", "2")
+        process = run(sys.executable, PPO, *flags, *ruin)
+        ends_in_one_line(process, words)
+        assert contents(kept) == before and not (tmp_path / "out/checkpoints/step_2").exists()
+
+
+# ---- The mean, memory, groups ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
+def test_a_head_starts_at_the_mean_of_the_first_batch_that_has_an_action(script):
+    critic = worker(script=script, value_head_init="mean", ppo_mini_batch_size=8)
+    batch = random_batch(8, vocab_size=60, idle=False)
+    idle = random_batch(8, vocab_size=60, idle=False)
+    idle.response_mask[:] = False
+    for rows in (idle, batch):
+        critic.set_budget(40, "row")
+        critic.start_at_mean(rows, 1.0)
+        rows.values = critic.compute_values(rows)
+        common.add_returns(rows, 1.0, 1.0)
+        critic.update_critic(rows)
+    mean = float(common.monte_carlo(batch, 1.0)[batch.response_mask].mean())
+    assert abs(mean) > 0.01
+    torch.testing.assert_close(
+        batch.values[batch.response_mask].unique(), torch.tensor([mean]), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
+def test_a_longer_row_does_not_undo_the_halving(script):
+    critic = worker(script=script, ppo_max_token_len_per_gpu=1000)
+    critic.halvings = 2
+    critic.set_budget(20, "the longest row")
+    assert critic.critic.max_tokens == 250
+    critic.critic.max_tokens = 30  # as if rows were longer than announced
+    critic.compute_values(random_batch(4, longest=60, idle=False))
+    assert critic.critic.max_tokens == 250
+
+
+def test_everything_is_halved_after_memory_ran_out(tmp_path):
+    """The budgets of actor, critic, reference and reward model, and the rows that are generated at once."""
+    judge = worker(model="tiny-qwen2", value_head_init="normal")
+    judge.export_hf(tmp_path / "judge")
+    flags = f"--prompts {ROWS} --reward-model {tmp_path}/judge --rollout-batch-size 100 --kl-coef 0.1"
+    task_of = ppo_loop.set_up(ppo_loop.parse([*flags.split(), "--max-response-length", "3"]))
+    halved = types.SimpleNamespace(folder=None, halvings=3)
+    actor, reference, critic, reward, engine = ppo_loop.build(*task_of, common.setup_distributed(), halved)
+    assert actor.max_tokens == reference.max_tokens == critic.critic.max_tokens == 16384 >> 3
+    assert engine.run.rollout_batch_size == 100 >> 3
+    reward.worker.compute_values(random_batch(3, vocab_size=60))
+    assert reward.worker.critic.max_tokens == 16384 >> 3
+
+
+def test_how_often_memory_ran_out_is_kept_as_a_number(tmp_path):
+    critic = critic_fsdp.Config()
+    common.setup_distributed()
+    for expected in (0, 1, 2):
+        checkpoints = critic_fsdp.Checkpoints(critic_fsdp.Run(critic, resume="auto", out_dir=str(tmp_path)))
+        assert checkpoints.halvings == expected
+        with contextlib.suppress(MemoryError), checkpoints:
+            raise MemoryError("out of memory")
+    with critic_fsdp.Checkpoints(critic_fsdp.Run(critic, out_dir=str(tmp_path))) as checkpoints:
+        checkpoints.__exit__(None, common.UserError("--rollouts out of memory.jsonl: No such file"), None)
+    assert (tmp_path / "out_of_memory").read_text() == "3"  # not for a user's file of that name
+
+
+GROUPS = """
+import os, sys
+import torch.distributed as dist
+import common, critic_fsdp, critic_megatron
+
+counts = []
+for turn in range(6):
+    size = 1 + turn % 2
+    critic_fsdp.CriticWorker(critic_fsdp.Config(ulysses_size=size))
+    critic_megatron.CriticWorker(critic_megatron.Config(tensor_model_parallel_size=size))
+    counts.append((len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/task"))))
+first, last = counts[1], counts[-1]
+if last[0] > first[0] or last[1] > first[1] + 2:
+    raise SystemExit(f"groups and threads grow: {counts}")
+common.launch(lambda: None)
+"""
+
+
+def test_workers_that_are_built_again_leave_no_process_groups(tmp_path):
+    (script := tmp_path / "groups.py").write_text(GROUPS)
+    process = torchrun(2, script)
+    assert process.returncode == 0, process.stderr[-3000:]
+
+
+def test_a_wait_for_other_ranks_says_where(monkeypatch, capsys):
+    """The line comes after twenty seconds; here the clock of the timer runs faster."""
+    quick = lambda seconds, *args: threading.Timer(seconds / 1000, *args)
+    monkeypatch.setattr(common, "threading", types.SimpleNamespace(Timer=quick))
+    monkeypatch.setattr(common.dist, "rendezvous", lambda *_, **__: iter([time.sleep(0.5) or ("store",)]))
+    for name, x in WHOLE.items():
+        monkeypatch.setenv(name, x)
+    common.meet(None)
+    assert "rank 0 waits at localhost:0 for the others, 1 in all" in capsys.readouterr().out
