@@ -16,6 +16,7 @@ of A; B sequences; L tokens of a padded row; R of a response; S slots of pack_ro
 """
 
 import argparse
+import asyncio
 import collections
 import ctypes
 import inspect
@@ -23,7 +24,6 @@ import json
 import os
 import random
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -37,7 +37,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib import import_module, util
-from itertools import chain
+from itertools import chain, count
 from math import ceil, inf, isfinite, log, nan
 from multiprocessing.connection import Connection, Pipe
 from os.path import exists, realpath
@@ -46,28 +46,122 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 # ---- A worker process: calls the user's reward or environment, and skips the imports below -----------------
 
+LOOP = asyncio.new_event_loop()  # of all async rows: a client stays with the loop it meets first
+DRIVES = threading.Lock()  # held by the thread that runs the loop
+
+
+def words_of(error):
+    """The error in one line. The text of a user's exception may itself raise."""
+    try:
+        text = str(error)
+    except BaseException:
+        text = "its text cannot be made"
+    return f"{type(error).__name__}: {' '.join(text.split()):.300}"
+
+
+def awaited(awaitable):
+    """Its result, from LOOP. The thread that runs the loop also runs the rows of other threads."""
+
+    async def outcome():
+        try:
+            return await awaitable, None
+        except BaseException as error:  # sys.exit would end the loop itself
+            return None, error
+
+    future = asyncio.run_coroutine_threadsafe(outcome(), LOOP)
+    with DRIVES:
+        made, error = LOOP.run_until_complete(asyncio.wrap_future(future, loop=LOOP))
+    if error is not None:
+        raise error
+    return made
+
 
 def attempt(function, *row):
-    """Calls the function -> (its result as text, None or float, ""), or (None, what went wrong). row: prompt,
-    response, answer, turns; turns are passed only if the function has an argument of that name."""
+    """Calls the function, and awaits it if it is async -> (its result, an exact str, float or None,
+    and ""), or (None, what went wrong). row: prompt, response, answer, turns; turns are passed only
+    if the function has an argument of that name."""
+    process = os.getpid()
+    status = 0
+    parameters = ()
+    with suppress(Exception):  # some built-in functions have no signature
+        parameters = inspect.signature(function).parameters
+
+    # the rank cannot unpickle the user's classes, so their texts and numbers become plain ones
     try:
-        made = function(*row if "turns" in inspect.signature(function).parameters else row[:3])
-        return made if isinstance(made, str | None) else float(made), ""
-    except BaseException as error:  # sys.exit and asyncio.CancelledError, too, fail the row and not the run
-        return None, f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        made = function(*row if "turns" in parameters else row[:3])
+        if inspect.isawaitable(made):
+            made = awaited(made)
+        if isinstance(made, str):
+            made = str.__str__(made)
+        elif made is not None:
+            made = float(made)
+        answer = made, ""
+    except BaseException as error:  # sys.exit, too, fails the row and not the run
+        answer = None, words_of(error)
+        status = 1
+        if isinstance(error, SystemExit):
+            status = error.code or 0
+
+    # a child that the function forks may come here, too: it ends like a script and answers nothing
+    if os.getpid() != process:
+        os._exit(status & 255 if isinstance(status, int) else 1)
+    return answer
+
+
+def import_function(path, name):
+    """Imports the file as a module of its own name, next to its neighbours: pickle, process pools,
+    pydantic and typing look for what it defines in sys.modules."""
+    path = os.path.abspath(path)
+    stem = os.path.splitext(os.path.basename(path))[0]
+
+    # a random.py must not replace Python's, neither in sys.modules nor by coming first in sys.path
+    if stem in sys.stdlib_module_names:
+        with suppress(ImportError):
+            import_module(stem)
+    if stem in sys.modules or stem in sys.stdlib_module_names:
+        stem = f"user_{stem}"
+    sys.path.insert(0, os.path.dirname(path))
+
+    # the module is registered before it runs, because its own classes may look for it
+    spec = util.spec_from_file_location(stem, path)
+    if spec is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = util.module_from_spec(spec)
+    sys.modules[stem] = module
+    spec.loader.exec_module(module)
+
+    function = getattr(module, name)
+    if not callable(function):
+        raise TypeError(f"{name} is not callable")
+    return function
 
 
 def serve(path, name):
-    """Loads the function and answers each row that the rank sends with its result, until the rank exits."""
+    """Imports the function and answers each numbered row of the rank, until the rank exits."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the rank, even within a row
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the rank, even in a row
+
+    # programs started by the function must not read the pipe
     pipe = Connection(os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # programs started by the function must not read the pipe
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+    # what multiprocessing spawns would run the file of the main module, and thereby import torch
+    del sys.modules["__main__"].__file__
+
+    def answer(number, function, *row):
+        asyncio.set_event_loop(LOOP)  # for futures that the function makes and returns
+        pipe.send((number, attempt(function, *row)))
+
     loaded = {}
     with suppress(EOFError, OSError):
-        pipe.send(attempt(lambda: loaded.update(function=runpy.run_path(path)[name])))
+        answer(0, lambda: loaded.update(function=import_function(path, name)))
         while True:
-            pipe.send(attempt(loaded.get("function"), *pipe.recv()))
+            number, row = pipe.recv()
+            answer(number, loaded.get("function"), *row)
+
+    # the processes of a pool would wait for work for ever
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.killpg(0, signal.SIGTERM)
     os._exit(0)
 
 
@@ -430,33 +524,62 @@ THREADS = ThreadPoolExecutor(16)  # for calls of the user's functions
 
 
 def load_function(name, flag, seconds):
-    """Returns a built-in reward, or for FILE.py:FUNCTION an ask(*row) that runs attempt(FUNCTION, *row) in a
-    worker process, one per thread. Workers are fresh interpreters: a fork with threads or a GPU may hang."""
+    """Returns a built-in reward, or for FILE.py:FUNCTION an ask(*row) that runs attempt(FUNCTION,
+    *row) in the thread's own worker process, a fresh interpreter: a fork with threads may hang."""
     if not name or name in REWARDS:
         return REWARDS.get(name)
+
     command = [sys.executable, "-u", __file__, "serve", *name.rpartition(":")[::2]]
-    mine = threading.local()
+    mine = threading.local()  # the thread's worker: its process, and the pipe to it
+    numbers = count(1)  # one for each row, so that no other row gets its answer
 
     def start():
         ours, theirs = Pipe()
-        with theirs:
-            process = subprocess.Popen(command, stdin=theirs, process_group=0)  # Ctrl-C does not reach it
-        if fault := ours.recv()[1]:  # wait for the function to load; this is not part of a row's time
+        with theirs:  # Ctrl-C does not reach a process group of its own
+            process = subprocess.Popen(command, stdin=theirs, process_group=0)
+        mine.worker = process, ours
+
+        # the worker first sends whether it could import the file, which is not part of a row's time
+        _, fault = hear(0, inf) or (None, "its process has died")
+        if fault:
+            vars(mine).clear()
             raise UserError(fault)
-        return process, ours
+
+    def hear(number, seconds):
+        """The worker's answer to this row, or None if it is late or the worker has died."""
+        process, pipe = mine.worker
+        until = perf_counter() + seconds
+        with suppress(EOFError, OSError):
+            while perf_counter() < until:
+                alive = process.poll() is None  # if not, what it started may hold the pipe open
+                if pipe.poll(min(until - perf_counter(), 0.5)):
+                    heard, answer = pipe.recv()
+                    if heard == number:
+                        return answer
+                elif not alive:
+                    break
+
+        # the worker and the programs that it started are one process group
+        with suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        vars(mine).clear()
+        return None
 
     def ask(*row):
-        with suppress(EOFError, OSError):
-            process, pipe = mine.worker = vars(mine).get("worker") or start()
-            pipe.send(row)
-            if pipe.poll(seconds):
-                return pipe.recv()
-            os.killpg(process.pid, signal.SIGKILL)  # and the programs that it started
-        vars(mine).clear()
-        return None, f"no answer within {seconds:g} s, or its process has died"
+        number = next(numbers)
+        try:
+            if not vars(mine):
+                start()
+            with suppress(OSError):  # the worker has died, which hear will find, too
+                mine.worker[1].send((number, row))
+        except (UserError, OSError, RecursionError) as error:  # no worker starts; a row too nested
+            return None, str(error)
+        late = f"no answer within {seconds:g} s, or its process has died"
+        return hear(number, seconds) or (None, late)
 
     with blame(f"{flag} {name}: must be FILE.py:FUNCTION, or, for --reward, {' or '.join(REWARDS)}"):
         start()
+    vars(mine).clear()
     return ask
 
 

@@ -3,6 +3,7 @@
 Results are compared with plain loops over scalars, or with transformers on one unpacked row at a time.
 """
 
+import asyncio
 import collections
 import copy
 import dataclasses
@@ -11,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import pathlib
 import random
 import re
 import shutil
@@ -616,7 +618,8 @@ def test_a_users_function_runs_in_processes_that_are_killed_when_they_hang(ask):
     assert named["raises"] == (None, "KeyError: 'x'") and named["exits"] == (None, "SystemExit: enough")
     assert named["stdin"] == ("", "") and named["turns"] == ("r/o", "")
     modules = named["modules"][0].split()
-    assert "runpy" in modules and not {"torch", "numpy", "pydantic", "common", "ppo_loop"} & set(modules)
+    assert "mine" in modules
+    assert not {"torch", "numpy", "pydantic", "common", "ppo_loop"} & set(modules)
     assert ask("odd", [f"{n}" for n in range(40)], "!") == [(f"{n}r!", "") for n in range(40)]
 
 
@@ -669,12 +672,305 @@ def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path):
     file.write_text(good)
     assert load(f"{file}:good")("", "abc", None) == (9, "")
     assert load("gsm8k") is ppo_loop.gsm8k_reward and load(None) is None
-    names = [f"{file}:bad", f"{file}", f"{tmp_path}/none.py:good", "math"]
-    code = ["import nothing_like_this", "def good(:", "import os; os._exit(0)"]
-    for text, name in [*((good, name) for name in names), *((text, f"{file}:good") for text in code)]:
+    unprintable = "class Mute(Exception):\n    __str__ = None\nraise Mute"
+    for text, name, words in (
+        (good, f"{file}:bad", "AttributeError: module 'mine' has no attribute 'bad'"),
+        (good, f"{file}:x", "TypeError: x is not callable"),
+        (good, f"{file}", "is not a Python file"),
+        (good, f"{tmp_path}/none.py:good", "No such file"),
+        (good, "math", "is not a Python file"),
+        ("import nothing_like_this", f"{file}:good", "No module named 'nothing_like_this'"),
+        ("def good(:", f"{file}:good", "SyntaxError: "),
+        ("import sys; sys.exit('no key')", f"{file}:good", "SystemExit: no key"),
+        ("import os; os._exit(0)", f"{file}:good", "its process has died"),
+        (unprintable, f"{file}:good", "Mute: its text cannot be made"),
+    ):
         file.write_text(text)
-        with pytest.raises(UserError, match=re.escape(f"--environment {name}: ")):
+        with pytest.raises(UserError, match=re.escape(f"--environment {name}: ")) as caught:
             load(name)
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+FORKS = """
+import asyncio, ctypes, os, signal, sys, threading, time
+
+ENDS = {"returns": lambda: 7, "raises": lambda: {}["x"], "exits": lambda: sys.exit(3),
+        "leaves": lambda: sys.exit(), "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL)}
+
+def forks(prompt, response, answer, fork=os.fork):
+    child = fork()
+    if child == 0:
+        return ENDS[answer]()
+    return 100 * int(prompt) + os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def forks_in_c(prompt, response, answer):
+    return forks(prompt, response, answer, ctypes.PyDLL(None).fork)
+
+async def forks_later(prompt, response, answer):
+    await asyncio.sleep(0)
+    return forks(prompt, response, answer)
+
+def dies(prompt, response, answer):
+    if os.fork() == 0:
+        time.sleep(60)
+    os._exit(0)
+
+def dies_later(prompt, response, answer):
+    threading.Timer(0.1, os._exit, [0]).start()
+    return prompt
+"""
+
+
+@pytest.mark.parametrize("name", ["forks", "forks_in_c", "forks_later"])
+@pytest.mark.parametrize("end, status", [
+    ("returns", 0), ("raises", 1), ("exits", 3), ("leaves", 0), ("is killed", -9)
+])  # fmt: skip
+def test_a_child_that_a_function_forks_answers_no_row(name, end, status, ask, tmp_path):
+    """However it ends: every row gets its own answer, and the function sees how its child ended."""
+    (tmp_path / "mine.py").write_text(FORKS)
+    answers = ask(name, [f"{n}" for n in range(24)], end)
+    assert answers == [(100.0 * n + status, "") for n in range(24)]
+
+
+def test_a_worker_that_dies_is_noticed_though_its_child_holds_the_pipe(ask, tmp_path):
+    """At once and not after the time of a row, and while the file is imported as well."""
+    (tmp_path / "mine.py").write_text(FORKS)
+    began = time.monotonic()
+    late = (None, "no answer within 50 s, or its process has died")
+    assert ask("dies", ["x"], seconds=50.0) == [late]
+    (tmp_path / "mine.py").write_text(f"{FORKS}\ndies(1, 2, 3)\n")
+    with pytest.raises(UserError, match="its process has died"):
+        ask("dies", ["x"])
+    assert time.monotonic() - began < 30
+
+
+def test_a_worker_that_dies_between_two_rows_fails_at_most_the_next_one(tmp_path):
+    (tmp_path / "mine.py").write_text(FORKS)
+    f = ppo_loop.load_function(f"{tmp_path}/mine.py:dies_later", "--reward", 20.0)
+    late = (None, "no answer within 20 s, or its process has died")
+    assert f("a", "", None) == ("a", "")
+    time.sleep(2)
+    assert [f(x, "", None) for x in "bc"] == [late, ("c", "")]
+
+
+MEDDLES = """
+import gc, os, time
+from multiprocessing.connection import Connection
+
+def meddles(prompt, response, answer):
+    [pipe] = [x for x in gc.get_objects() if isinstance(x, Connection)]
+    while prompt == "floods":
+        pipe.send((-1, (7.0, "")))
+        time.sleep(0.01)
+    if prompt == "closes":
+        os.closerange(3, 100)
+    else:
+        pipe.send((-1, (7.0, "")))
+    return prompt
+"""
+
+
+def test_only_the_answer_to_a_row_counts_and_only_within_its_time(ask, tmp_path):
+    """Other messages do not prolong a row. A worker whose pipe is closed has died."""
+    (tmp_path / "mine.py").write_text(MEDDLES)
+    late = "no answer within {} s, or its process has died"
+    assert ask("meddles", ["floods"], seconds=1.5) == [(None, late.format(1.5))]
+    answers = ask("meddles", ["a", "closes", *"bcdefghijklmnopqrstuvwxyz"])
+    assert answers.pop(1) == (None, late.format(20))
+    assert answers == [(x, "") for x in "abcdefghijklmnopqrstuvwxyz"]
+
+
+MODULE = """
+from __future__ import annotations
+import multiprocessing, pickle, sys, time, typing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+import pydantic
+from common import double
+
+@dataclass
+class Number:
+    value: int
+    after: Number | None = None
+
+class Model(pydantic.BaseModel):
+    number: Number
+
+def slow_imports(number):
+    return number.value, {"torch", "transformers", "ppo_loop"} & set(sys.modules)
+
+def uses(prompt, response, answer):
+    number = pickle.loads(pickle.dumps(Number(int(prompt))))
+    assert Model(number={"value": 3}).number == Number(3)
+    assert typing.get_type_hints(Number)["after"] == Number | None
+    for method in ("fork", "spawn"):
+        with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
+            assert list(pool.map(slow_imports, [number])) == [(number.value, set())], method
+    return double(number.value)
+"""
+
+
+def test_a_users_file_is_a_module_whose_classes_reach_other_processes(ask, tmp_path):
+    """Its neighbours come before the script's own common.py. Spawned processes import no torch."""
+    (tmp_path / "common.py").write_text("def double(x):\n    return 2 * x\n")
+    (tmp_path / "mine.py").write_text(MODULE)
+    assert ask("uses", ["5", "6"], seconds=60.0) == [(10.0, ""), (12.0, "")]
+
+
+@pytest.mark.parametrize("stem", ["random", "json", "statistics"])  # loaded, and not loaded
+def test_a_users_file_does_not_replace_pythons_module_of_that_name(stem, tmp_path):
+    path = tmp_path / f"{stem}.py"
+    path.write_text(
+        "import importlib, pickle, sys\nclass Mine:\n    pass\n"
+        "def told(prompt, response, answer):\n    pickle.loads(pickle.dumps(Mine()))\n"
+        "    return importlib.import_module(answer).__file__ + ' ' + Mine.__module__\n"
+    )
+    told = ppo_loop.load_function(f"{path}:told", "--reward", 20.0)
+    found = importlib.util.find_spec(stem).origin
+    assert told("", "", stem) == (f"{found} user_{stem}", "")
+
+
+ASYNC = """
+import asyncio, os, sys
+
+SHARED = asyncio.Barrier(1)
+
+async def f(prompt, response, answer, turns=None):
+    await SHARED.wait()  # is bound to the first loop that it meets
+    await asyncio.sleep(0.05)
+    if prompt == "exits":
+        sys.exit("enough")
+    if prompt == "cancels":
+        raise asyncio.CancelledError
+    if prompt == "hangs":
+        await asyncio.sleep(60)
+    return f"{os.getpid()} {id(asyncio.get_running_loop())}"
+
+class Judge:
+    async def __call__(self, *row):
+        return await f(*row)
+
+judge = Judge()
+returns = lambda *row: f(*row)
+
+def gathers(*row):
+    async def first(made):
+        return (await made)[0]
+    return first(asyncio.gather(f(*row), asyncio.sleep(0)))
+"""
+
+
+@pytest.mark.parametrize("name", ["f", "judge", "returns", "gathers"])
+def test_all_async_rows_of_a_worker_are_awaited_on_one_loop(name, ask, tmp_path):
+    (tmp_path / "mine.py").write_text(ASYNC)
+    late = (None, "no answer within 1.5 s, or its process has died")
+    assert ask(name, ["hangs"], seconds=1.5) == [late]
+    rows = [*"ab", "exits", "cancels", *"cdefghijklmnopqrstuvwxyz"]
+    answers = dict(zip(rows, ask(name, rows)))
+    assert answers.pop("exits") == (None, "SystemExit: enough")
+    assert answers.pop("cancels") == (None, "CancelledError: ")
+    assert all(fault == "" for _, fault in answers.values()), answers
+    loops = collections.defaultdict(set)
+    for made, _ in answers.values():
+        loops[made.split()[0]].add(made.split()[1])
+    assert len(loops) < len(answers) and all(len(ids) == 1 for ids in loops.values())
+
+
+def test_async_rows_of_threads_wait_for_each_other_on_one_loop():
+    """As in a fork of the script, whose task.reward is no file. A row that fails ends no other."""
+    all_there = asyncio.Barrier(8)
+
+    async def meets(prompt, response, answer):
+        await asyncio.wait_for(all_there.wait(), 60)
+        return {"3": lambda: {}["x"], "5": lambda: exit(1)}.get(prompt, lambda: prompt)()
+
+    for _ in range(2):
+        replies = [Reply(Prompt([1], f"{i}"), i) for i in range(8)]
+        answers = ppo_loop.ask_all(partial(ppo_loop.attempt, meets), replies)
+        assert answers.pop(5) == (None, "SystemExit: 1")
+        assert answers.pop(3) == (None, "KeyError: 'x'")
+        assert answers == [(x, "") for x in "012467"]
+
+
+VALUES = """
+import enum, os
+from decimal import Decimal
+from fractions import Fraction
+import numpy
+
+class Text(str):
+    def __reduce__(self):
+        raise TypeError("not for other processes")
+    __str__ = __repr__ = lambda self: "another text"
+
+class Verdict(str, enum.Enum):
+    GOOD = "good"
+
+class Score(float):
+    __reduce__ = Text.__reduce__
+
+class Mute(Exception):
+    def __str__(self):
+        raise self
+
+def deep(n):
+    return deep(n + 1)
+
+def raises(error):
+    raise error
+
+def f(prompt, response, answer):
+    return eval(prompt)
+
+largest = max
+"""
+
+
+def test_a_value_of_any_class_reaches_the_rank_as_plain_text_or_number(ask, tmp_path):
+    """Nothing that a row holds, returns or raises ends its worker, so that there are 16 at most."""
+    (tmp_path / "mine.py").write_text(VALUES)
+    cases = {
+        "Text('text')": "text", "Verdict.GOOD": "good", "numpy.str_('s')": "s", "None": None,
+        "Score(1.5)": 1.5, "numpy.float32(0.5)": 0.5, "numpy.array(2)": 2.0, "numpy.int64(3)": 3.0,
+        "Decimal('0.25')": 0.25, "Fraction(1, 4)": 0.25, "True": 1.0, "numpy.True_": 1.0, "7": 7.0,
+        "'\\udc80'": "\udc80", "answer": "\ud800", "'x' * 2**24": "x" * 2**24,
+    }  # fmt: skip
+    for row, (made, fault) in zip(cases, ask("f", cases, "\ud800")):
+        assert (made, type(made), fault) == (cases[row], type(cases[row]), ""), row[:40]
+    faults = {
+        "raises(Mute())": "Mute: its text cannot be made", "10**400": "OverflowError: ",
+        "raises(ValueError('\\ud800'))": "ValueError: \ud800", "deep(0)": "RecursionError: maximum",
+        "[1]": "TypeError: float() argument must be", "1j": "TypeError: float() argument must be",
+        "raises(KeyboardInterrupt())": "KeyboardInterrupt: ",
+    }  # fmt: skip
+    for row, (made, fault) in zip(faults, ask("f", faults)):
+        assert made is None and fault.startswith(faults[row]), (row, fault)
+    assert ask("largest", ["a", "z"], "q") == [("r", ""), ("z", "")]  # max has no signature
+    pids = {made for made, _ in ask("f", ["os.getpid()", "raises(Mute())", "Text('x')"] * 20)}
+    assert len(pids - {None, "x"}) <= 16
+    nested = "x"
+    for _ in range(5000):
+        nested = [nested]
+    [(made, fault)] = ask("f", ["1"], nested)
+    assert made is None and "recursion" in fault
+    made, fault = ppo_loop.attempt(lambda *_: torch.tensor([0.5]))
+    assert (made, type(made), fault) == (0.5, float, "")
+
+
+def test_processes_of_a_pool_end_with_the_worker(tmp_path):
+    """Those of a module's pool would wait for work for ever."""
+    (tmp_path / "mine.py").write_text(
+        "import os\nfrom concurrent.futures import ProcessPoolExecutor\n"
+        "POOL = ProcessPoolExecutor(2)\ndef f(*row):\n    return POOL.submit(os.getpid).result()\n"
+    )
+    f = ppo_loop.load_function(f"{tmp_path}/mine.py:f", "--reward", 20.0)
+    stat = pathlib.Path(f"/proc/{f('', '', None)[0]:.0f}/stat")
+    assert stat.read_text().split()[2] != "Z"
+    del f  # closes the pipe
+    until = time.monotonic() + 20
+    while stat.exists() and stat.read_text().split()[2] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def another_tokenizer():
