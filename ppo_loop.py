@@ -139,7 +139,7 @@ def import_function(path, name):
 def serve(path, name):
     """Imports the function and answers each numbered row of the rank, until the rank exits."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the rank, even in a row
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with it, even in a row
 
     # programs started by the function must not read the pipe
     pipe = Connection(os.dup(0))
