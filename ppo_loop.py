@@ -118,7 +118,7 @@ def import_function(path, name):
     if stem in sys.stdlib_module_names:
         with suppress(ImportError):
             import_module(stem)
-    if stem in sys.modules or stem in sys.stdlib_module_names:
+    if stem in sys.modules:
         stem = f"user_{stem}"
     sys.path.insert(0, os.path.dirname(path))
 
