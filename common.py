@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 import zlib
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -156,17 +157,27 @@ def setup_distributed(timeout_minutes=30.0):
 
 
 def meet(timeout):
-    """The store where all ranks meet. UserError: they do not meet in time; until then, a line says so."""
+    """The store where all ranks meet. UserError: they do not meet in time; a line says where one waits."""
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    words = f"ranks      rank {RANK} waits at {place} for the others, {WORLD_SIZE} in all"
-    note = threading.Timer(20, print, (words,), {"flush": True})
-    note.daemon = True
-    note.start()
-    try:
-        with blame(f"MASTER_ADDR, MASTER_PORT: rank {RANK} does not meet the other ranks at {place}"):
+    found = Future()
+
+    def look():
+        try:
             store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-    finally:
-        note.cancel()
+            found.set_result(store)
+        except Exception as error:
+            found.set_exception(error)
+
+    # in a thread, because torch waits for ever if another program answers at this port
+    threading.Thread(target=look, daemon=True).start()
+    seconds = timeout.total_seconds()
+    with blame(f"MASTER_ADDR, MASTER_PORT: rank {RANK} does not meet the other ranks at {place}"):
+        try:
+            store = found.result(min(20, seconds + 1))
+        except TimeoutError:
+            words = f"ranks      rank {RANK} waits at {place} for the others, {WORLD_SIZE} in all"
+            print(words, flush=True)
+            store = found.result(seconds)
 
     # torchrun's own store survives a restart, so each start uses fresh keys
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -1472,13 +1483,10 @@ def mistake_in_sizes(text):
 
     heads = found["num_attention_heads"]
     groups = found["num_key_value_heads"]
-    width = found["head_dim"]
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         return f"num_attention_heads is {heads}, which num_key_value_heads, {groups}, must divide"
-    if isinstance(heads, int) and width is None and found["hidden_size"] % heads:
+    if isinstance(heads, int) and found["head_dim"] is None and found["hidden_size"] % heads:
         return f"hidden_size is {found['hidden_size']}, which num_attention_heads, {heads}, must divide"
-    if isinstance(width, int) and width % 2 and getattr(text, "rope_parameters", None):
-        return f"head_dim is {width}, but rotary embeddings need an even number"
 
     pad = getattr(text, "pad_token_id", None)
     if isinstance(pad, int) and not -found["vocab_size"] <= pad < found["vocab_size"]:
