@@ -45,6 +45,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.nn.attention.varlen import varlen_attn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import find_adapter_config_file
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's start and stop messages
@@ -1425,21 +1427,10 @@ def load_config(config):
     tiny = model in TINY
     if tiny:  # more threads would only wait for each other
         torch.set_num_threads(cpu_threads())
-
-    tokenizer = None
-    name = config.tokenizer or model
-    if name in TINY:
-        tokenizer = char_tokenizer(name)
     else:
-        reader = AutoTokenizer
-        if exists(f"{name}/tokenizer.json"):  # as stored; AutoTokenizer would use Qwen2's own rules
-            reader = PreTrainedTokenizerFast
-        with blame(f"{to}tokenizer {name}: no tokenizer there") if config.tokenizer else suppress(Exception):
-            tokenizer = reader.from_pretrained(name)
-    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):  # or transformers made it up
-        print0(f"tokenizer  none in {name}, so rows must be token ids")
-        tokenizer = None
+        refuse_adapter(config)
 
+    tokenizer = load_tokenizer(config)
     with blame(f"{to}model {model}: no model there; presets are {', '.join(TINY)}"):
         fields = tiny_config(model, len(tokenizer or char_tokenizer(model))) if tiny else config_of(model)
         kind = type(AutoConfig.for_model(**fields))
@@ -1466,6 +1457,44 @@ def load_config(config):
         raise UserError(f"{name}: {mistake}")
     disable_dropout(model_config)
     return tokenizer, model_config
+
+
+def refuse_adapter(config):
+    """UserError if the model's folder holds an adapter: transformers would load its base model instead."""
+    name = f"{config.prefix}model {config.model}"
+    with blame(f"{name}: no model there; presets are {', '.join(TINY)}"):
+        adapter = find_adapter_config_file(config.model)
+        if adapter:
+            base = json.loads(Path(adapter).read_text()).get("base_model_name_or_path")
+            raise UserError(
+                f"{name}: holds a LoRA adapter of {base}; merge it first (peft's merge_and_unload,"
+                " save_pretrained) and give the merged folder, without adapter_config.json"
+            )
+
+
+def load_tokenizer(config):
+    """The tokenizer of --tokenizer or of the model, or None with a line that says so."""
+    to = config.prefix
+    name = config.tokenizer or config.model
+    if name in TINY:
+        return char_tokenizer(name)
+
+    reader = AutoTokenizer
+    guard = suppress(Exception)
+    if config.tokenizer:
+        guard = blame(f"{to}tokenizer {name}: no tokenizer there")
+    if exists(f"{name}/tokenizer.json"):  # as stored; AutoTokenizer would use Qwen2's own rules
+        reader = PreTrainedTokenizerFast
+        guard = blame(f"{to}tokenizer: that of {name} does not load; mend it or give another")
+    tokenizer = None
+    with guard:
+        tokenizer = reader.from_pretrained(name)
+
+    # transformers makes up a tokenizer where there is none
+    if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
+        print0(f"tokenizer  none in {name}, so rows must be token ids")
+        return None
+    return tokenizer
 
 
 def mistake_in_sizes(text):
@@ -1534,7 +1563,55 @@ def check_length(length, row, model_config):
 def local_folder(name):  # a model's folder, downloaded if it is on the hub
     if isdir(name):
         return name
-    return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])
+    folder = snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "value_head.bin"])
+    if not list(Path(folder).glob("model*.safetensors")):
+        snapshot_download(name, allow_patterns=["pytorch_model.bin", "pytorch_model-*.bin"])
+    return folder
+
+
+def open_weights(folder):
+    """(name -> shape of each weight in a model's folder or a checkpoint, function that reads one).
+    Opens the files that transformers would, and a value head's own; no other pickle, such as
+    training_args.bin, is ever opened."""
+    # a weight of a checkpoint may be in pieces, in the files of several ranks
+    if exists(f"{folder}/trainer.json"):
+        reader = HuggingFaceStorageReader(folder)
+        metadata = reader.read_metadata()
+        reader.read_metadata = lambda: metadata  # else each read opens every file
+        stored = metadata.state_dict_metadata
+
+        def read(name):
+            tensors = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype)}
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
+            return tensors[name]
+
+        return {name: x.size for name, x in stored.items()}, read
+
+    # in the order of transformers: safetensors first, and one file before those that an index names
+    kinds = ("model.safetensors", "pytorch_model.bin")
+    models = [f"{kind}{end}" for kind in kinds for end in ("", ".index.json")]
+    there = [name for name in models if exists(f"{folder}/{name}")]
+    if not there:
+        raise UserError(f"it has none of {', '.join(models)}")
+    files = there[:1]
+    if files[0].endswith(".json"):
+        index = json.loads(Path(folder, files[0]).read_text())
+        files = sorted(set(index["weight_map"].values()))
+
+    # a head in a file of its own, as from LLaMA-Factory and export_hf, goes before one of that name
+    heads = ("value_head.safetensors", "value_head.bin")
+    files += [name for name in heads if exists(f"{folder}/{name}")][:1]
+
+    # the files are mapped into memory, so only what is used is read
+    tensors = {}
+    for file in files:
+        try:
+            found = load_state_dict(f"{folder}/{file}", weights_only=True)
+            tensors |= {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
+        except Exception as error:  # its text may advise to load pickles without this care
+            kind = type(error).__name__
+            raise UserError(f"{file} is absent, cut or holds more than tensors: {kind}") from None
+    return {name: x.shape for name, x in tensors.items()}, tensors.__getitem__
 
 
 def load_model(kind, name, model_config, seed):
@@ -1543,8 +1620,10 @@ def load_model(kind, name, model_config, seed):
     with blame(f"--model {name}: its weights do not load"):
         if name in TINY:
             return kind.from_config(model_config, dtype=torch.float32), f"random weights (seed {seed})"
+        folder = local_folder(name)
+        open_weights(folder)  # names a file that does not load, where transformers would not
         model, info = kind.from_pretrained(
-            local_folder(name), config=model_config, output_loading_info=True, dtype=torch.float32
+            folder, config=model_config, output_loading_info=True, dtype=torch.float32
         )
     if absent := sorted(info["missing_keys"]):  # transformers itself raises on a wrong shape
         raise UserError(f"--model {name}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}")
@@ -1582,33 +1661,57 @@ def init_value_head(score, config, model_config):
     if config.value_head_init in ("zero", "mean"):
         return f"value head {config.value_head_init}"
     if config.model not in TINY and config.value_head_init != "normal":
-        if name := load_value_head(score, config.model, model_config.value_range):
+        if name := load_value_head(score, config, model_config.value_range):
             return f"value head from its {name}"
     if config.value_head_init == "checkpoint":
-        raise UserError(f"--model {config.model}: holds no trained value head that fits; give one that does")
+        kind = f"for --value-head {config.value_head}"
+        raise UserError(f"--model {config.model}: holds no trained value head {kind}; give one that does")
     std = 1 / sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
     nn.init.normal_(score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
     return f"value head new, normal(0, {std:.3f})"
 
 
-def load_value_head(score, name, value_range):
-    """Copies the value head of a model's folder (transformers', TRL's or ours) -> its name, or None."""
-    folder = local_folder(name)
+# words in the name of a value head; then those in names of vocabularies, towers and optimizers
+HEAD = r"(^|[._])(v?heads?|score[rs]?|classif\w*|regress\w*|rewards?|critic|value|rm)([._]|$)"
+NO_HEAD = (
+    r"(^|[._])(m?lm_head|hc_head|generation|code[cb]|mtp|medusa|eagle|vi[st]|image|img|audio"
+    r"|embed|\w*att(n|ention)|optimizer)"
+)
+
+
+def load_value_head(score, config, value_range):
+    """Copies the value head of a model's folder, whatever its name, to `score` -> its name, or None
+    without one. UserError if it does not fit: only --value-head-init replaces a head."""
+    model = config.model
+    folder = local_folder(model)
     stored = config_of(folder).get("value_range")
     if stored != (value_range and list(value_range)):
         if stored:
-            raise UserError(f"--value-head: {name} has another; give that one, or --value-head-init normal")
+            raise UserError(f"--value-head: {model} has another; give that one, or --value-head-init normal")
         return None
-    heads = r"(model\.)?(score|classifier|(v|value)_head(\.summary)?)\.(weight|bias)"
-    reader = HuggingFaceStorageReader(folder)
-    sizes = reader.read_metadata().state_dict_metadata.items()
-    found = {key: torch.empty(x.size) for key, x in sizes if re.fullmatch(heads, key)}
-    dcp.load(found, storage_reader=reader, no_dist=True)
-    for key in sorted(found):
-        if found[key].numel() == score.weight.numel():  # some are stored as (8, D / 8)
-            score.weight.data.copy_(found[key].view_as(score.weight))
-            score.bias.data.copy_(found.get(key.replace("weight", "bias"), score.bias))
-            return key
+
+    # layers have parts of the same names, so only what comes before a number tells
+    with blame(f"--model {model}: its weights do not load"):
+        shapes, read = open_weights(folder)
+    paths = {name: re.split(r"\.\d+(?=\.|$)", name)[0] for name in shapes}
+    found = [name for name, path in paths.items() if re.search(HEAD, path)]
+    found = [name for name in found if not re.search(NO_HEAD, paths[name])]
+    if not found:
+        return None
+
+    # one layer of as many elements fits; some have its weight as (8, D / 8)
+    weight = max(found)
+    ours = {weight: score.weight, f"{weight.removesuffix('weight')}bias": score.bias}
+    if any(name not in ours or shapes[name].numel() != ours[name].numel() for name in found):
+        shown = ", ".join(f"{name} {list(shapes[name])}" for name in sorted(found))
+        fix = "give a model whose head is"
+        if config.value_head_init == "auto":
+            fix = "--value-head-init normal starts a new head"
+        needed = f"one layer of {score.weight.numel()} weights"
+        raise UserError(f"--model {model}: its head, {shown:.200}, is not {needed}; {fix}")
+    for name in found:
+        ours[name].data.copy_(read(name).reshape(ours[name].shape))
+    return weight
 
 
 def configure_head(model_config, config, value_range):

@@ -232,7 +232,6 @@ if __name__ == "__main__":  # here, because the imports below take ten seconds
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
@@ -395,7 +394,8 @@ def read_weights(config, model_config):
         tensors = {f"model.{name}": x for name, x in backbone.state_dict().items()}
         story = f"random weights (seed {config.seed})"
     else:
-        tensors = StoredTensors(common.local_folder(config.model), "model.")
+        with blame(f"--model {config.model}: its weights do not load"):
+            tensors = StoredTensors(common.local_folder(config.model), "model.")
         story = f"{len(tensors)} tensors from {config.model} (no optimizer state)"
     words = common.init_value_head(head, config, model_config)
     score = {f"score.{name}": x for name, x in head.state_dict().items()}
@@ -403,27 +403,19 @@ def read_weights(config, model_config):
 
 
 class StoredTensors(dict):
-    """name -> tensor of a folder's safetensors, read when it is looked up. Every name then has the `prefix`
-    once, whether it had none, one, or two as in a checkpoint."""
+    """name -> tensor of a folder's weights, read when it is looked up. Every name then has the
+    `prefix` once, whether it had none, one, or two as in a checkpoint."""
 
     def __init__(self, folder, prefix="", flag="--model"):
-        self.reader = dcp.HuggingFaceStorageReader(folder)
-        self.read_once = lru_cache(maxsize=2)(self.read)  # experts are looked up one by one
         with blame(f"{flag} {folder}: its weights do not load"):
-            metadata = self.reader.read_metadata()
-            self.reader.read_metadata = lambda: metadata  # else each read opens every file
-            for name, x in metadata.state_dict_metadata.items():
-                rest = name.removeprefix(prefix and "model.").removeprefix(prefix)
-                self[prefix + rest] = name, x
+            shapes, read = common.open_weights(folder)
+        self.read_once = lru_cache(maxsize=2)(read)  # experts are looked up one by one
+        for name in shapes:
+            rest = name.removeprefix(prefix and "model.").removeprefix(prefix)
+            self[prefix + rest] = name
 
     def __getitem__(self, name):
-        return self.read_once(name)
-
-    def read(self, name):
-        stored, x = super().__getitem__(name)
-        tensors = {stored: torch.empty(x.size, dtype=x.properties.dtype)}
-        dcp.load(tensors, storage_reader=self.reader, no_dist=True)
-        return tensors[stored]
+        return self.read_once(super().__getitem__(name))
 
 
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")

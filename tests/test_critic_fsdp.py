@@ -76,7 +76,7 @@ def test_three_steps_equal_verl(strategy, packed, tmp_path):
 
 NEW = "new, normal(0, 0.124)"
 STORIES = {  # kind of checkpoint -> source of the value head
-    **dict.fromkeys(("LM", "tied LM", "LM in bfloat16", "two labels"), NEW),
+    **dict.fromkeys(("LM", "tied LM", "LM in bfloat16"), NEW),
     "token classification": "from its score.weight",
     "reward model": "from its score.weight",
     "TRL": "from its v_head.summary.weight",
@@ -88,7 +88,7 @@ def save_checkpoint_of(kind, folder):
     """Saves a checkpoint like those of users -> (backbone, head weight or None, head bias or None)."""
     torch.manual_seed(7)
     config = transformers.Qwen2Config(**common.tiny_config("tiny-qwen2", 60))
-    config.num_labels = 2 if kind == "two labels" else 1
+    config.num_labels = 1
     config.tie_word_embeddings = kind == "tied LM"
     auto = transformers.AutoModelForTokenClassification
     if kind == "reward model":  # its head has no bias
@@ -139,7 +139,7 @@ def test_seeds_learning_rates_value_heads_and_overrides(tmp_path):
     for name, fields in (drawn | {"model.layers.0.mlp.up_proj.weight": {}}).items():
         one, same, other = (full_weights(worker(**fields, seed=s).critic)[name] for s in (0, 0, 1))
         assert torch.equal(one, same) and not torch.equal(one, other), name
-    save_checkpoint_of("two labels", tmp_path)
+    save_checkpoint_of("LM", tmp_path)
     with pytest.raises(UserError, match="--model .*: holds no trained value head"):
         worker(model=str(tmp_path), value_head_init="checkpoint")
     w = worker(override_config='{"num_hidden_layers": 3, "hidden_size": 32}')

@@ -1,0 +1,397 @@
+"""Folders as others save them: where a trained value head is, and what is no model or damaged."""
+
+import itertools
+import json
+import shutil
+
+import peft
+import pytest
+import torch
+import transformers
+from helpers import refused
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file, save_file
+
+import common
+import critic_fsdp
+import critic_megatron
+import ppo_loop
+
+SCRIPTS = (critic_fsdp, critic_megatron)
+CONFIG = transformers.Qwen2Config(**common.tiny_config("tiny-qwen2", 60), tie_word_embeddings=False)
+NEW = "value head new, normal(0, 0.124)"
+
+
+@pytest.fixture
+def base():
+    """name -> weight of a language model."""
+    torch.manual_seed(7)
+    return transformers.AutoModelForCausalLM.from_config(CONFIG).state_dict()
+
+
+def linear(stem, outputs=1, inputs=64):
+    """A trained layer, as it would be stored."""
+    return {f"{stem}.weight": torch.randn(outputs, inputs), f"{stem}.bias": torch.randn(outputs)}
+
+
+def save(folder, weights, files=1, zipped=True):
+    """Writes weights to .bin files, as older versions of transformers do, next to a config."""
+    CONFIG.save_pretrained(folder)
+    names = [f"pytorch_model-{i:05d}-of-{files:05d}.bin" for i in range(1, files + 1)]
+    if files == 1:
+        names = ["pytorch_model.bin"]
+    place = dict(zip(weights, itertools.cycle(names)))
+    for name in names:
+        part = {key: x for key, x in weights.items() if place[key] == name}
+        torch.save(part, folder / name, _use_new_zipfile_serialization=zipped)
+    if files > 1:
+        index = {"metadata": {}, "weight_map": place}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    for name in ("training_args.bin", "optimizer.bin", "scheduler.bin"):
+        torch.save(print, folder / name)  # a function, which weights_only refuses to read
+
+
+def save_safe(folder, weights):
+    CONFIG.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def read(script, folder, **fields):
+    """What a critic reads from a folder: (name -> weight, words on it)."""
+    config = script.Config(model=str(folder), **fields)
+    _, model_config = common.load_config(config)
+    common.configure_head(model_config, config, None)
+    weights, words = script.read_weights(config, model_config)
+    return (weights.state_dict() if script is critic_fsdp else weights), words
+
+
+def assert_both_read(folder, base, weight, bias, **fields):
+    """Both critics have the base model's weights and this head."""
+    for script in SCRIPTS:
+        weights, words = read(script, folder, **fields)
+        for name, x in base.items():
+            assert name == "lm_head.weight" or torch.equal(weights[f"model.{name[6:]}"], x), name
+        assert torch.equal(weights["score.weight"], weight.view(1, 64)), words
+        assert torch.equal(weights["score.bias"], bias.view(1)), words
+
+
+def trl(folder, base, head):
+    save(folder, base | head)
+
+
+def trl_before_zip(folder, base, head):
+    save(folder, base | head, zipped=False)
+
+
+def trl_in_three_files(folder, base, head):
+    save(folder, base | head, files=3)
+
+
+def llama_factory(folder, base, head):
+    save_safe(folder, base)
+    save_file(head, folder / "value_head.safetensors")
+
+
+def llama_factory_in_bin(folder, base, head):
+    save(folder, base)
+    torch.save(head, folder / "value_head.bin")
+
+
+def bin_head_of_a_safe_model(folder, base, head):
+    save_safe(folder, base)
+    torch.save(head, folder / "value_head.bin")
+
+
+def both_formats(folder, base, head):
+    """What is left of an earlier save is not read."""
+    save(folder, {name: x + 1 for name, x in (base | head).items()})
+    torch.save({name: x + 1 for name, x in head.items()}, folder / "value_head.bin")
+    save_safe(folder, base)
+    save_file(head, folder / "value_head.safetensors")
+
+
+def files_of_another_save(folder, base, head):
+    """Transformers reads model.safetensors alone if there is one."""
+    save_safe(folder, base | head)
+    wrong = {name: x + 1 for name, x in (base | head).items()}
+    save_file(wrong, folder / "model-00001-of-00001.safetensors")
+    (folder / "cut.safetensors").write_bytes(b"{")
+
+
+STORES = (
+    trl, trl_before_zip, trl_in_three_files, llama_factory, llama_factory_in_bin,
+    bin_head_of_a_safe_model, both_formats, files_of_another_save
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_trained_head_is_read_from_every_kind_of_file(store, base, tmp_path):
+    head = linear("v_head.summary")
+    store(tmp_path, base, head)
+    assert_both_read(tmp_path, base, *head.values(), value_head_init="checkpoint")
+
+
+@pytest.mark.parametrize("stem", [
+    "score", "classifier", "v_head", "value_head", "reward_head", "regression_layer", "rm_head",
+    "score.0", "value_head.mlp", "value", "critic_head", "head", "scores", "vhead", "value_net"
+])  # fmt: skip
+def test_a_trained_head_is_read_under_every_name(stem, base, tmp_path):
+    head = linear(stem)
+    save_safe(tmp_path, base | head)
+    assert_both_read(tmp_path, base, *head.values())
+    del head[f"{stem}.bias"]
+    save_safe(tmp_path, base | head)
+    assert_both_read(tmp_path, base, *head.values(), torch.zeros(1))
+
+
+UNFIT = {  # heads, of which no one is the one layer with one output that is needed
+    "two layers": {**linear("score.0", 64), **linear("score.2")},
+    "a layer of a fork": {**linear("score.hidden", 64), **linear("score")},
+    "nine outputs": linear("classifier", 9),
+    "two heads": {**linear("score"), **linear("v_head.summary")},
+    "a norm": {"value_head.norm.weight": torch.ones(64), **linear("value_head.out")},
+    "a wide input": linear("reward_head", 1, 128),
+    "a wide bias": {"rm_head.weight": torch.randn(1, 64), "rm_head.bias": torch.randn(64)},
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_a_head_that_does_not_fit_is_named_and_replaced_only_on_demand(kind, base, tmp_path):
+    head = UNFIT[kind]
+    save_safe(tmp_path, base | head)
+    begin = f"--model {tmp_path}: its head, "
+    first, *_ = sorted(head)
+    words = f"{first} {list(head[first].shape)}"
+    for script in SCRIPTS:
+        with refused(words, begin, "of 64 weights; --value-head-init normal starts a new head"):
+            read(script, tmp_path)
+        with refused(words, begin, "not one layer of 64 weights; give a model whose head is"):
+            read(script, tmp_path, value_head_init="checkpoint")
+        for start, story in {"normal": NEW, "zero": "value head zero", "mean": "value head mean"}.items():
+            weights, said = read(script, tmp_path, value_head_init=start)
+            assert said.endswith(story)
+            assert not any(torch.equal(weights["score.weight"], x) for x in head.values())
+
+
+def test_a_classifier_with_several_labels_is_no_value_model(tmp_path):
+    config = transformers.Qwen2Config(**CONFIG.to_dict() | {"num_labels": 2})
+    transformers.AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path)
+    for script in SCRIPTS:
+        with refused("its head, score.bias [2], score.weight [2, 64], is not one layer"):
+            read(script, tmp_path)
+
+
+def test_a_base_model_gets_a_new_head_whatever_else_is_in_its_files(base, tmp_path):
+    others = (
+        "mtp.head.weight", "model.mtp_layers.0.value_head.weight", "visual.head.weight",
+        "model.vision_tower.vision_model.head.probe", "model.layers.0.attention.self.value.weight",
+        "model.layers.1.score.weight", "model.rotary_emb.inv_freq", "generator_lm_head.bias",
+        "talker.codec_head.weight", "model.hc_head.hc_fn", "lm_heads.0.weight",
+        "medusa_head.0.weight", "model.embed_tokens_extend.audio_embed.head.weight",
+        "resampler.cross_attn.value.weight"
+    )  # fmt: skip
+    save_safe(tmp_path, base | {name: torch.randn(1, 64) for name in others})
+    for script in SCRIPTS:
+        assert NEW in read(script, tmp_path)[1]
+        with refused(": holds no trained value head for --value-head scalar; give one that does"):
+            read(script, tmp_path, value_head_init="checkpoint")
+
+
+@pytest.mark.parametrize("model", common.TINY)
+def test_no_preset_has_parts_that_are_called_like_a_head(model, tmp_path):
+    """Also with a language model's head, and a vision tower."""
+    auto = transformers.AutoModelForCausalLM
+    if model.endswith("vl"):
+        auto = transformers.AutoModelForImageTextToText
+    config = transformers.AutoConfig.for_model(**common.tiny_config(model, 99))
+    auto.from_config(config).save_pretrained(tmp_path)
+    assert "value head new, " in read(critic_fsdp, tmp_path)[1]
+
+
+def test_a_checkpoint_has_a_head_and_no_second_one_in_its_optimizer(base, tmp_path):
+    """With the names of a fork's second layer, it is refused like an export."""
+    head = {f"model.{name}": x for name, x in linear("score").items()}
+    weights = {f"model.{name}": x for name, x in base.items() if name != "lm_head.weight"} | head
+    moments = {f"optimizer.{name[6:]}.exp_avg": x + 1 for name, x in weights.items()}
+    note = {"shape": CONFIG.to_dict()}
+    (tmp_path / "trainer.json").write_text(json.dumps(note))
+    save_file(weights | moments, tmp_path / "shard-00000.safetensors")
+    assert_both_read(tmp_path, base, *head.values(), value_head_init="checkpoint")
+    more = {"model.score.hidden.weight": torch.randn(64, 64)}
+    save_file(weights | moments | more, tmp_path / "shard-00000.safetensors")
+    for script in SCRIPTS:
+        with refused("its head, model.score.bias [1], model.score.hidden.weight [64, 64], "):
+            read(script, tmp_path)
+
+
+@pytest.mark.parametrize("formats, files", [
+    (("safetensors",), {"model.safetensors", "value_head.bin"}),
+    (("bin",), {"pytorch_model.bin", "value_head.bin"}),
+    (("bin", "safetensors"), {"model.safetensors", "value_head.bin"}),
+])  # fmt: skip
+def test_only_the_weights_of_one_format_are_fetched(formats, files, base, tmp_path, monkeypatch):
+    """A folder stands for the hub; the library's own filter says what a pattern fetches."""
+    hub = tmp_path / "hub"
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    head = linear("v_head.summary")
+    save(hub, base)
+    torch.save(head, hub / "value_head.bin")
+    save_safe(hub, base)
+    absent = {"model.safetensors": "safetensors", "pytorch_model.bin": "bin"}
+    for name, kind in absent.items():
+        if kind not in formats:
+            (hub / name).unlink()
+
+    def download(name, allow_patterns):
+        there = [path.name for path in hub.iterdir()]
+        for file in filter_repo_objects(there, allow_patterns=allow_patterns):
+            shutil.copy(hub / file, cache / file)
+        return str(cache)
+
+    monkeypatch.setattr(common, "snapshot_download", download)
+    monkeypatch.setattr(common, "config_of", lambda _: CONFIG.to_dict())
+    assert_both_read("some/critic", base, *head.values())
+    assert {path.name for path in cache.iterdir() if path.suffix != ".json"} == files
+
+
+def test_a_download_that_fails_is_named(monkeypatch):
+    """Only the weights are absent from the cache; the tests have no hub."""
+    monkeypatch.setattr(common, "config_of", lambda _: CONFIG.to_dict())
+    for script in SCRIPTS:
+        with refused("--model some/critic: its weights do not load (LocalEntryNotFoundError"):
+            read(script, "some/critic")
+
+
+# ---- Folders that are no model, or a damaged one -----------------------------------------------------------
+
+
+def test_an_adapter_is_refused_and_its_merged_model_is_read(base, tmp_path):
+    """Also with a config.json next to it: transformers would load the base model without a word."""
+    plain = tmp_path / "plain"
+    adapter = tmp_path / "adapter"
+    merged = tmp_path / "merged"
+    save_safe(plain, base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    options = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(model, options)
+    model.save_pretrained(adapter)
+    words = f": holds a LoRA adapter of {plain}; merge it first (peft's merge_and_unload, "
+    for _ in range(2):
+        for flags in (*(script.Config for script in SCRIPTS), ppo_loop.ActorConfig):
+            with refused(words, f"--model {adapter}"):
+                common.load_config(flags(model=str(adapter)))
+        run = ppo_loop.Run(critic=critic_fsdp.Config(), reward_model=str(adapter))
+        with refused(words, f"--reward-model: --model {adapter}"):
+            ppo_loop.RewardModel(run, common.char_tokenizer())
+        CONFIG.save_pretrained(adapter)
+    model.merge_and_unload().save_pretrained(merged)
+    expected = load_file(merged / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(expected[name], base[name])
+    for script in SCRIPTS:
+        weights, words = read(script, merged)
+        assert NEW in words and torch.equal(weights[name], expected[name])
+
+
+def cut(path, part=0.5):
+    content = path.read_bytes()
+    path.write_bytes(content[: int(part * len(content))])
+
+
+def second_file(folder, base):
+    model = transformers.AutoModelForCausalLM.from_config(CONFIG)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    _, path, *_ = sorted(folder.glob("*.safetensors"))
+    return path
+
+
+def cut_second_file(folder, base):
+    path = second_file(folder, base)
+    cut(path)
+    return path.name
+
+
+def no_second_file(folder, base):
+    path = second_file(folder, base)
+    path.unlink()
+    return path.name
+
+
+def empty_file(folder, base):
+    save_safe(folder, base)
+    cut(folder / "model.safetensors", 0)
+    return "model.safetensors"
+
+
+def cut_bin(folder, base):
+    save(folder, base)
+    cut(folder / "pytorch_model.bin")
+    return "pytorch_model.bin"
+
+
+def cut_bin_before_zip(folder, base):
+    save(folder, base, zipped=False)
+    cut(folder / "pytorch_model.bin")
+    return "pytorch_model.bin"
+
+
+def empty_bin(folder, base):
+    save(folder, base, files=2)
+    path = folder / "pytorch_model-00002-of-00002.bin"
+    cut(path, 0)
+    return path.name
+
+
+def bin_with_code(folder, base):
+    save(folder, base | {"hook": print})
+    return "pytorch_model.bin"
+
+
+def cut_head(folder, base):
+    llama_factory(folder, base, linear("v_head.summary"))
+    cut(folder / "value_head.safetensors")
+    return "value_head.safetensors"
+
+
+DAMAGES = (
+    cut_second_file, no_second_file, empty_file, cut_bin, cut_bin_before_zip, empty_bin,
+    bin_with_code, cut_head
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_does_not_load_is_named(damage, base, tmp_path):
+    name = damage(tmp_path, base)
+    begin = f"--model {tmp_path}: its weights do not load ({name} is absent, cut or "
+    for script in SCRIPTS:
+        with refused("Error)", begin):
+            read(script, tmp_path)
+
+
+def test_folders_without_weights_or_with_those_of_another_architecture_are_refused(base, tmp_path):
+    CONFIG.save_pretrained(tmp_path)
+    torch.save(linear("v_head.summary"), tmp_path / "training_args.bin")
+    for script in SCRIPTS:
+        with refused("its weights do not load (it has none of model.safetensors, model.s"):
+            read(script, tmp_path)
+    (tmp_path / "pytorch_model.bin.index.json").write_text("{")
+    for script in SCRIPTS:
+        with refused("its weights do not load (JSONDecodeError: "):
+            read(script, tmp_path)
+    save(tmp_path, {name.replace("mlp", "ffn"): x for name, x in base.items()})
+    with refused("6 weights are not in the checkpoint, e.g. layers.0.mlp.down_proj.weight"):
+        read(critic_fsdp, tmp_path)
+    weights, _ = read(critic_megatron, tmp_path)  # its restore names what it does not find
+    assert "model.layers.0.mlp.down_proj.weight" not in weights
+
+
+def test_a_tokenizer_that_is_there_but_does_not_load_is_named(base, tmp_path, capsys):
+    save_safe(tmp_path, base)
+    common.load_config(critic_fsdp.Config(model=str(tmp_path)))
+    assert f"tokenizer  none in {tmp_path}, so rows must be token ids" in capsys.readouterr().out
+    common.char_tokenizer().save_pretrained(tmp_path)
+    cut(tmp_path / "tokenizer.json")
+    for flags in ({"model": str(tmp_path)}, {"tokenizer": str(tmp_path)}):
+        with refused("; mend it or give another (", f"--tokenizer: that of {tmp_path} does not load"):
+            common.load_config(critic_fsdp.Config(**flags))
