@@ -1614,10 +1614,12 @@ def open_weights(folder):
     return {name: x.shape for name, x in tensors.items()}, tensors.__getitem__
 
 
-def load_model(kind, name, model_config, seed):
+def load_model(kind, config, model_config, seed):
     """(float32 model of this AutoModel class on the host, text on where its weights come from)."""
+    name = config.model
+    flag = f"{config.prefix}model {name}"
     torch.manual_seed(seed)
-    with blame(f"--model {name}: its weights do not load"):
+    with blame(f"{flag}: its weights do not load"):
         if name in TINY:
             return kind.from_config(model_config, dtype=torch.float32), f"random weights (seed {seed})"
         folder = local_folder(name)
@@ -1626,7 +1628,7 @@ def load_model(kind, name, model_config, seed):
             folder, config=model_config, output_loading_info=True, dtype=torch.float32
         )
     if absent := sorted(info["missing_keys"]):  # transformers itself raises on a wrong shape
-        raise UserError(f"--model {name}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}")
+        raise UserError(f"{flag}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}")
     return model, f"{type(model).__name__} from {name} (no optimizer state)"
 
 
@@ -1664,8 +1666,9 @@ def init_value_head(score, config, model_config):
         if name := load_value_head(score, config, model_config.value_range):
             return f"value head from its {name}"
     if config.value_head_init == "checkpoint":
-        kind = f"for --value-head {config.value_head}"
-        raise UserError(f"--model {config.model}: holds no trained value head {kind}; give one that does")
+        kind = f"for {config.prefix}value-head {config.value_head}"
+        name = f"{config.prefix}model {config.model}"
+        raise UserError(f"{name}: holds no trained value head {kind}; give one that does")
     std = 1 / sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
     nn.init.normal_(score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
     return f"value head new, normal(0, {std:.3f})"
@@ -1682,22 +1685,24 @@ NO_HEAD = (
 def load_value_head(score, config, value_range):
     """Copies the value head of a model's folder, whatever its name, to `score` -> its name, or None
     without one. UserError if it does not fit: only --value-head-init replaces a head."""
+    to = config.prefix
     model = config.model
     folder = local_folder(model)
+    another = f"{to}value-head: {model} has another; give that one, or {to}value-head-init normal"
     stored = config_of(folder).get("value_range")
-    if stored != (value_range and list(value_range)):
-        if stored:
-            raise UserError(f"--value-head: {model} has another; give that one, or --value-head-init normal")
-        return None
+    if stored and stored != (value_range and list(value_range)):
+        raise UserError(another)
 
     # layers have parts of the same names, so only what comes before a number tells
-    with blame(f"--model {model}: its weights do not load"):
+    with blame(f"{to}model {model}: its weights do not load"):
         shapes, read = open_weights(folder)
     paths = {name: re.split(r"\.\d+(?=\.|$)", name)[0] for name in shapes}
     found = [name for name, path in paths.items() if re.search(HEAD, path)]
     found = [name for name in found if not re.search(NO_HEAD, paths[name])]
     if not found:
         return None
+    if value_range and not stored:  # a head that gives values is none for bins, or for a bounded value
+        raise UserError(another)
 
     # one layer of as many elements fits; some have its weight as (8, D / 8)
     weight = max(found)
@@ -1706,9 +1711,9 @@ def load_value_head(score, config, value_range):
         shown = ", ".join(f"{name} {list(shapes[name])}" for name in sorted(found))
         fix = "give a model whose head is"
         if config.value_head_init == "auto":
-            fix = "--value-head-init normal starts a new head"
+            fix = f"{to}value-head-init normal starts a new head"
         needed = f"one layer of {score.weight.numel()} weights"
-        raise UserError(f"--model {model}: its head, {shown:.200}, is not {needed}; {fix}")
+        raise UserError(f"{to}model {model}: its head, {shown:.200}, is not {needed}; {fix}")
     for name in found:
         ours[name].data.copy_(read(name).reshape(ours[name].shape))
     return weight

@@ -279,11 +279,12 @@ def read_weights(config, model_config):
     if exists(f"{config.model}/trainer.json"):
         backbone = AutoModel.from_config(model_config, dtype=torch.float32)
         weights = {f"model.model.{name}": x for name, x in backbone.state_dict().items()}
-        with blame(f"--model {config.model}: its weights do not load; give a folder made by an export"):
+        name = f"{config.prefix}model {config.model}"
+        with blame(f"{name}: its weights do not load; give a folder made by an export"):
             dcp.load(weights, storage_reader=HuggingFaceStorageReader(config.model), no_dist=True)
         story = f"weights of the checkpoint {config.model} (no optimizer state)"
     else:
-        backbone, story = common.load_model(AutoModel, config.model, model_config, config.seed)
+        backbone, story = common.load_model(AutoModel, config, model_config, config.seed)
     model = ValueModel(backbone)
     words = common.init_value_head(model.score, config, model_config)
     add_lora(backbone, config)

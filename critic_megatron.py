@@ -394,8 +394,9 @@ def read_weights(config, model_config):
         tensors = {f"model.{name}": x for name, x in backbone.state_dict().items()}
         story = f"random weights (seed {config.seed})"
     else:
-        with blame(f"--model {config.model}: its weights do not load"):
-            tensors = StoredTensors(common.local_folder(config.model), "model.")
+        flag = f"{config.prefix}model"
+        with blame(f"{flag} {config.model}: its weights do not load"):
+            tensors = StoredTensors(common.local_folder(config.model), "model.", flag)
         story = f"{len(tensors)} tensors from {config.model} (no optimizer state)"
     words = common.init_value_head(head, config, model_config)
     score = {f"score.{name}": x for name, x in head.state_dict().items()}

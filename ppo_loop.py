@@ -1074,7 +1074,7 @@ class PolicyWorker:
                     deepcopy(model_config), attn_implementation="packed", dtype=dtype
                 )
             if RANK == 0:
-                source, _ = common.load_model(AutoModelForCausalLM, config.model, model_config, run.seed)
+                source, _ = common.load_model(AutoModelForCausalLM, config, model_config, run.seed)
                 lm.generation_config = GenerationConfig(eos_token_id=task.stop_ids)  # for the export
         # a checksum of the initial weights: with a KL term, a resumed run must load the same reference
         bits = source and sum(int(p.data.view(torch.int32).sum()) for p in source.parameters())
@@ -1279,7 +1279,7 @@ def learn_to_add(run, task, folder):
         if RANK == 0:
             model_config = deepcopy(task.model_config)
             model_config.initializer_range = 0.1  # with the usual 0.02, so narrow a model hardly learns
-            lm, _ = common.load_model(AutoModelForCausalLM, run.actor.model, model_config, run.seed)
+            lm, _ = common.load_model(AutoModelForCausalLM, run.actor, model_config, run.seed)
             optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
             rows = common.read_rows(
                 common.toy_rows(8192, run.seed, slips=(0.75, 0.6), answers=1, gives_up=False), task.tokenizer

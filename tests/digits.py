@@ -43,7 +43,7 @@ def learn(folder, seed):
     """Trains the actor that PPO starts from on the teacher's answers, as ppo_loop.py does for addition."""
     tokenizer, config = common.load_config(ActorConfig())
     config.initializer_range = 0.1
-    lm, _ = common.load_model(AutoModelForCausalLM, "tiny-qwen2", config, seed)
+    lm, _ = common.load_model(AutoModelForCausalLM, ActorConfig(), config, seed)
     optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
     taught = common.read_rows(list(rows(64 * STEPS[0], seed, "taught", tokenizer)), tokenizer)
     columns = (taught.input_ids, torch.where(taught.response_mask, taught.input_ids, -100))
