@@ -1688,10 +1688,11 @@ def load_value_head(score, config, value_range):
     to = config.prefix
     model = config.model
     folder = local_folder(model)
-    another = f"{to}value-head: {model} has another; give that one, or {to}value-head-init normal"
     stored = config_of(folder).get("value_range")
     if stored and stored != (value_range and list(value_range)):
-        raise UserError(another)
+        raise UserError(f"{to}value-head: {model} has another; give that one, or {to}value-head-init normal")
+    if value_range and not stored:  # --value-head asks for a head that this folder cannot have
+        return None
 
     # layers have parts of the same names, so only what comes before a number tells
     with blame(f"{to}model {model}: its weights do not load"):
@@ -1701,8 +1702,6 @@ def load_value_head(score, config, value_range):
     found = [name for name in found if not re.search(NO_HEAD, paths[name])]
     if not found:
         return None
-    if value_range and not stored:  # a head that gives values is none for bins, or for a bounded value
-        raise UserError(another)
 
     # one layer of as many elements fits; some have its weight as (8, D / 8)
     weight = max(found)

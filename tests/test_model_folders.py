@@ -279,10 +279,10 @@ def test_an_adapter_is_refused_and_its_merged_model_is_read(base, tmp_path):
     words = f": holds a LoRA adapter of {plain}; merge it first (peft's merge_and_unload, "
     for _ in range(2):
         for flags in (*(script.Config for script in SCRIPTS), ppo_loop.ActorConfig):
-            with refused(words, f"--model {adapter}"):
+            with refused(words, f"{flags.prefix}model {adapter}"):
                 common.load_config(flags(model=str(adapter)))
         run = ppo_loop.Run(critic=critic_fsdp.Config(), reward_model=str(adapter))
-        with refused(words, f"--reward-model: --model {adapter}"):
+        with refused(words, f"--reward-model {adapter}: "):
             ppo_loop.RewardModel(run, common.char_tokenizer())
         CONFIG.save_pretrained(adapter)
     model.merge_and_unload().save_pretrained(merged)

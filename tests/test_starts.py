@@ -429,7 +429,7 @@ def test_workers_that_are_built_again_leave_no_process_groups(tmp_path):
 
 def test_a_wait_for_other_ranks_says_where(monkeypatch, capsys):
     """The first line comes after a second here, because the time-out is that short."""
-    monkeypatch.setattr(common.dist, "rendezvous", lambda *_, **__: iter([time.sleep(1.5) or ("store",)]))
+    monkeypatch.setattr(common.dist, "rendezvous", lambda *_, **__: iter([time.sleep(2) or ("store",)]))
     for name, x in WHOLE.items():
         monkeypatch.setenv(name, x)
     assert common.meet(datetime.timedelta(seconds=0.6)) == "store"
