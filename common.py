@@ -65,7 +65,7 @@ def from_torchrun(name, default):
 
 
 RANK = from_torchrun("RANK", 0)
-WORLD_SIZE = from_torchrun("WORLD_SIZE", 1)
+WORLD_SIZE = max(1, from_torchrun("WORLD_SIZE", 1))
 LOCAL_RANK = from_torchrun("LOCAL_RANK", 0)
 OUT_OF_MEMORY = "MemoryError|can't allocate memory|out of memory|ALLOC_FAILED"  # as libraries say it
 HINTS = {  # pattern in a traceback -> advice
@@ -121,13 +121,14 @@ def check_environment():
     for name in (*ours, "MASTER_PORT"):
         if not re.fullmatch("[0-9]{1,9}", given[name]):
             raise UserError(f"{name}={given[name]:.40}: must be a number, as torchrun sets it")
-    if RANK >= WORLD_SIZE or LOCAL_RANK > RANK:
+    rank, local_rank, world_size, port = (int(given[name]) for name in (*ours, "MASTER_PORT"))
+    if not local_rank <= rank < world_size:
         raise UserError(
-            f"RANK={RANK}, LOCAL_RANK={LOCAL_RANK}, WORLD_SIZE={WORLD_SIZE}:"
+            f"RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={world_size}:"
             " ranks count from 0, and no local rank is above its rank"
         )
-    if not 0 < int(given["MASTER_PORT"]) < 2**16:
-        raise UserError(f"MASTER_PORT={given['MASTER_PORT']}: must be from 1 to 65535")
+    if port >= 2**16:
+        raise UserError(f"MASTER_PORT={port}: must be below {2**16}")
 
 
 def cpu_threads():

@@ -47,7 +47,7 @@ def from_torchrun(name, default):
 
 
 RANK = from_torchrun("RANK", 0)
-WORLD_SIZE = from_torchrun("WORLD_SIZE", 1)
+WORLD_SIZE = max(1, from_torchrun("WORLD_SIZE", 1))
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
@@ -55,8 +55,8 @@ Text = Annotated[str, Field(min_length=1)]  # a shell's unset variable gives ""
 Count = Annotated[int, Field(ge=0, le=10**9)]
 Positive = Annotated[int, Field(gt=0, le=10**9)]
 Seed = Annotated[int, Field(ge=0, lt=2**62)]
-Rate = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]  # float32 can hold its square
-Edge = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]  # float32 can hold it
+Edge = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]  # float32 can hold its square
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Annotated[str, Field(pattern=r"^auto(:[0-9]{1,6}(\.[0-9]{1,6})?)?$")]
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -223,9 +223,10 @@ def mistake_in_run(run):
 
 
 if __name__ == "__main__":  # here, because the imports below take ten seconds
-    RUN = tyro.cli(Run, description=__doc__, console_outputs=RANK == 0)
+    speaks = not 0 < RANK < WORLD_SIZE  # one rank speaks for all
+    RUN = tyro.cli(Run, description=__doc__, console_outputs=speaks)
     if mistake := mistake_in(RUN):
-        print(f"error: {mistake}" if RANK == 0 else "", file=sys.stderr)
+        print(f"error: {mistake}" if speaks else "", file=sys.stderr)
         sys.exit(2)
 
 import torch

@@ -189,8 +189,8 @@ Text = Annotated[str, Field(min_length=1)]  # a shell's unset variable gives ""
 Count = Annotated[int, Field(ge=0, le=10**9)]
 Positive = Annotated[int, Field(gt=0, le=10**9)]
 Seed = Annotated[int, Field(ge=0, lt=2**62)]
-Rate = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]  # float32 can hold its square
-Weight = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]  # float32 can hold it
+Weight = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Heat = Annotated[float, Field(ge=0.01, le=100)]  # vLLM takes less for 0.01; logits stay finite
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -221,7 +221,7 @@ class ActorConfig:
     clip_ratio_low: Share = 0.2  # PPO clips the probability ratio below 1 - this
     clip_ratio_high: Rate = 0.2  # PPO clips the probability ratio above 1 + this
     # dual clip for negative advantages (None: off)
-    clip_ratio_c: Annotated[float, Field(gt=1, le=1e15)] | None = 3.0
+    clip_ratio_c: Annotated[float, Field(gt=1, le=1e30)] | None = 3.0
     entropy_coeff: Weight = 0.0  # weight of the entropy bonus
     kl_loss_coef: Weight = 0.0  # coefficient of the KL to the reference in the loss (0: none)
     kl_loss_type: KL = "k3"  # estimator of the KL in the loss

@@ -81,20 +81,29 @@ def flags_of(script, *flags):
 # ---- Processes ---------------------------------------------------------------------------------------------
 
 
-def run_script(arguments, said=None, slow=0.0, lax=False, memory=None, apart=None, slow_in=None):
+def run_script(
+    arguments, said=None, slow=0.0, lax=False, memory=None, apart=None, slow_in=None, environment=None
+):
     """Runs a script in this process without its report, because matplotlib takes two seconds.
 
     said: prefix of files for this rank's output; the rank gets its own session. slow: seconds of delay before
     each save, flush and rename, so that a fault can hit them. lax: accept rewards of any size. memory:
     MiB that steps may allocate on top of what exists before them. apart: a checkpoint; each rank works in its
     own folder, and only rank 0 has the checkpoint there, as `there`. slow_in: (a function of PPO, steps after
-    which each call of it takes a second and leaves a file)."""
+    which each call of it takes a second and leaves a file). environment: the rank's variables."""
+    if environment is not None:
+        for name in forked.NUMBERS:
+            del os.environ[name]
+        os.environ |= environment
+        forked.NUMBERS["RANK"] = "0"  # in the names of files
     import common
 
     if said:
         os.setsid()
         for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(f"{said}.{os.environ['RANK']}.{name}", os.O_WRONLY | os.O_CREAT, 0o600), number)
+            os.dup2(
+                os.open(f"{said}.{forked.NUMBERS['RANK']}.{name}", os.O_WRONLY | os.O_CREAT, 0o600), number
+            )
     if apart:
         os.makedirs(disk := f"{said}.{os.environ['RANK']}.disk")
         os.chdir(disk)
@@ -522,12 +531,83 @@ def diverges(script, short):
     only one with --keep 1, is from an earlier step."""
     out = copy_of_golden(script, "diverges", steps=(STEPS - 1,))
     for more in (("--save-every", 1), ("--save-every", 0)):
-        flags = ("--resume", "auto", "--keep", 1, "--steps", STEPS + 3, "--actor.lr", 3e38, *more)
+        flags = ("--resume", "auto", "--keep", 1, "--steps", STEPS + 3, "--actor.lr", 1e30, *more)
         Job(script, out, *flags).ends_with("--actor.model .*: its log-probs are not finite")
         assert steps_of(out) == [STEPS - 1], steps_of(out)
     Job(script, out, "--resume", "auto").succeeds()
     assert_same_end(out, script, absent=range(1, STEPS - 1))
     return 2, "one line, exit 2; what was good stays"
+
+
+def two_runs(script, short):
+    """A second run of each script in the folder of one that goes on ends in one line and takes nothing."""
+    out = folder() / f"{script}.two_runs"
+    job = Job(script, out, slow=0.05)
+    until(lambda: steps_of(out), "a checkpoint")
+    for second in SCRIPTS:
+        job.send(signal.SIGSTOP)  # so that what is there cannot change
+        before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+        for flags in ((), ("--resume", "auto")):
+            Job(second, out, *flags).ends_with(f"--out-dir {out}: another run, process .* is writing there")
+        assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+        job.send(signal.SIGCONT)
+    job.succeeds()
+    assert_same_end(out, script)
+    return 2 * len(SCRIPTS), "one line, exit 2; the first ends as if alone"
+
+
+def forking(script, short):
+    """A reward that forks children which return, raise, exit, are killed or live on: the same rewards."""
+    out = folder() / f"{script}.forking"
+    Job(script, out, "--reward", f"{ROOT}/tests/rewards.py:forks").succeeds()
+    assert_same_end(out, script)
+    return len(rows_of(golden(script) / "rollouts" / "step_1.jsonl")) * STEPS, "each row its own reward"
+
+
+def odd_rewards(script, short):
+    """Functions of users that return, raise, exit, hang, fork or print what nobody expects."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    import rewards
+
+    rng, said = random.Random(script), []
+    for i in range(4 if short else 60):
+        names = rng.choices([*rewards.ODD], k=rng.randint(1, 2))  # one for rows that begin with an even digit
+        file = folder() / f"odd_{i}.py"
+        bodies = [
+            f"def f{n}(prompt, response, answer):\n    {rewards.ODD[name]}" for n, name in enumerate(names)
+        ]
+        choose = "def f(*row):\n    return [f0, f1][ord(row[0][0]) % 2](*row)"
+        file.write_text("\n\n".join([*bodies, choose if len(names) == 2 else "f = f0"]))
+        flags = ("--reward", f"{file}:f", "--reward-timeout", 0.5, "--steps", 1, "--eval-every", 0)
+        job = Job(script, folder() / f"{script}.odd", *flags)
+        said.append(ended_well(job, names))
+    return len(said), f"{said.count(0)} ended well, {said.count(2)} in one line"
+
+
+def ended_well(job, what):
+    """Asserts that a run ended well, or with status 2 and one line -> its status."""
+    codes, error = job.wait(120), job.text(0)[1]
+    assert codes in ([0], [2]), (what, str(job))
+    assert codes == [0] or re.fullmatch("error[^:\n]*: [^\n]*\n", error), (what, error)
+    return codes[0]
+
+
+def environment(script, short):
+    """Odd values of the variables that torchrun and OpenMP read, in all combinations of whole and half."""
+    rng, said = random.Random(script), []
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
+             "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "COLUMNS", "TMPDIR")  # fmt: skip
+    odd = ("", " ", "0", "1", "2", "-1", "1.0", "one", "9" * 30, "\N{SUPERSCRIPT TWO}", "True", "127.0.0.1")
+    good = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for i in range(4 if short else 60):
+        changed = rng.sample(names, rng.randint(1, 4))
+        given = {**rng.choice([{}, good]), **{name: rng.choice(odd) for name in changed}}
+        given.setdefault("OMP_NUM_THREADS", "1")
+        flags = ("--steps", 1, "--eval-every", 0, "--seed", i)
+        flags += ("--critic.timeout-minutes" if script == "ppo_loop" else "--timeout-minutes", 0.02)
+        job = Job(script, folder() / f"{script}.environment", *flags, ranks=1, environment=given)
+        said.append(ended_well(job, given))
+    return len(said), f"{said.count(0)} ended well, {said.count(2)} in one line"
 
 
 def reference(script, short):
@@ -729,6 +809,7 @@ def flags(script, short):
         parts = {"": module.Run(rollouts=str(ROWS), train_batch_size=4, **own)}
         parts["critic"] = module.Config(ppo_mini_batch_size=4, **small)
     fixed = "critic actor vllm backend rollout model steps train_batch_size plan supervised_steps out_dir"
+    fixed += " prefix"  # no flag
     choices = []
     for part, config in parts.items():
         for name, kind in typing.get_type_hints(type(config)).items():
@@ -784,6 +865,7 @@ FAULTS = {  # fault -> scripts to try it on; with --short only the first
     kills: SCRIPTS, background: SCRIPTS, logger: ("ppo_loop", "critic_fsdp"), damage: SCRIPTS,
     foreign: SCRIPTS, apart: SCRIPTS, full: SCRIPTS, memory: ("critic_fsdp", "critic_megatron"),
     sigterm: SCRIPTS, phases: ("ppo_loop",), workers: ("ppo_loop",), diverges: ("ppo_loop",),
+    two_runs: SCRIPTS, forking: ("ppo_loop",), odd_rewards: ("ppo_loop",), environment: SCRIPTS,
     reference: ("ppo_loop",), torchrun: ("critic_fsdp",), storm: SCRIPTS, rows: ("critic_fsdp",),
     flags: SCRIPTS, folders: SCRIPTS,
 }  # fmt: skip

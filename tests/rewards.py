@@ -1,5 +1,9 @@
 """Rewards and an environment for whole runs of ppo_loop.py, in a file that imports little."""
 
+import os
+import signal
+import sys
+import time
 import zlib
 
 
@@ -39,3 +43,47 @@ def faulty_environment(prompt, response, answer):
     if prompt.startswith("4"):
         raise ValueError("no turn for this one")
     return f"[{len(response)}]" if response.count("[") < 2 - prompt.startswith("5") else None
+
+
+def forks(prompt, response, answer):
+    """right_digits, by a function that forks children which return, raise, exit, are killed or live on."""
+    kind = zlib.crc32((prompt + response).encode()) % 6
+    child = os.fork() if kind else -1
+    if child == 0:
+        time.sleep(0.02 * (kind == 5))
+        if kind == 1:
+            raise ValueError("a child")
+        if kind == 2:
+            sys.exit(3)
+        if kind == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return -1e9  # which must reach no row
+    return right_digits(prompt, response, answer)
+
+
+ODD = {  # how a function of a user may behave -> its body; some end well, some fail their row
+    "subclass": "class Points(float): pass\n    return Points(0.5)",
+    "text": "return '0.5'",
+    "nothing": "pass",
+    "infinite": "return float('inf')",
+    "huge": "return 10**400",
+    "list": "return [1.0]",
+    "raises": "raise ValueError(response * 1000)",
+    "raises without text": "class Odd(Exception):\n        __str__ = None\n    raise Odd",
+    "exits": "import sys; sys.exit(7)",
+    "ends its process": "import os; os._exit(0)",
+    "is killed": "import os; os.kill(os.getpid(), 9)",
+    "interrupted": "raise KeyboardInterrupt",
+    "hangs": "import time; time.sleep(60)",
+    "reads": "import sys; return float(len(sys.stdin.read()))",
+    "prints": "print('\\x00é中' * 9999); return 0.5",
+    "closes": "import os; os.closerange(0, 64); return 0.5",
+    "recurses": "def deeper(): return deeper() + 1\n    return deeper()",
+    "forks": "import os; return os.fork() * 0 + 0.5",
+    "forks and waits": "import os; child = os.fork()\n    if child: os.waitpid(child, 0)\n    return 0.5",
+    "pool": "from concurrent.futures import ProcessPoolExecutor as P\n    return sum(P(1).map(abs, [0.5]))",
+    "thread": "import threading; threading.Thread(target=lambda: 1 / 0).start(); return 0.5",
+    "generator": "yield 0.5",
+    "dict": "return {'score': 0.5}",
+    "signals": "import os; os.kill(os.getppid(), 0); return 0.5",
+}

@@ -49,7 +49,7 @@ HALF = {  # words of the answer -> what is set
     "LOCAL_RANK=1.5: must be a number": {**WHOLE, "LOCAL_RANK": "1.5"},
     "RANK=1, LOCAL_RANK=0, WORLD_SIZE=1: ranks count from 0": {**WHOLE, "RANK": "1"},
     "MASTER_PORT=port: must be a number": {**WHOLE, "MASTER_PORT": "port"},
-    "MASTER_PORT=99999: must be from 1 to 65535": {**WHOLE, "MASTER_PORT": "99999"},
+    "MASTER_PORT=99999: must be below 65536": {**WHOLE, "MASTER_PORT": "99999"},
     "OMP_NUM_THREADS=many: must be a number of threads": {"OMP_NUM_THREADS": "many"},
     "OMP_NUM_THREADS=0: must be a number of threads": {"OMP_NUM_THREADS": "0"},
 }
