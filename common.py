@@ -39,6 +39,7 @@ import torch.nn.functional as F
 import transformers
 from huggingface_hub import snapshot_download
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic_core import to_jsonable_python
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -1241,16 +1242,22 @@ def read_lines(path):
     return rows
 
 
+def as_json(state, indent=None):  # JSON has no NaN and no infinity: it gets null in their place
+    plain = to_jsonable_python(state, inf_nan_mode="null", fallback=str)
+    return json.dumps(plain, allow_nan=False, indent=indent)
+
+
 def replace_lines(path, rows):  # replaces a JSONL file; a crash leaves the old or the new one, whole
     os.makedirs(dirname(path), exist_ok=True)
-    Path(f"{path}.tmp").write_text("".join(f"{json.dumps(row, default=str)}\n" for row in rows))
+    with open(f"{path}.tmp", "w") as file:
+        file.writelines(f"{as_json(row)}\n" for row in rows)  # `rows` may be made one at a time
     flush_to_disk(f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
 
 def write_json(path, state):  # writes a JSON file on rank 0
     if RANK == 0:
-        Path(path).write_text(json.dumps(state, indent=1))
+        Path(path).write_text(as_json(state, indent=1))
 
 
 def progress(items, what):
@@ -1411,7 +1418,8 @@ def steps_in(folder):  # [(step, path)] of each step_N and step_N.jsonl in a fol
 
 def shape_of(model_config, more):
     """What two runs must have in common for one to resume the other, as plain JSON: config and `more`."""
-    fields = model_config.to_dict() | more
+    # transformers' own JSON, in which an infinity is {"__float__": "Infinity"}
+    fields = json.loads(model_config.to_json_string(use_diff=False)) | more
     for key in ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache",
                 "initializer_range"):  # fmt: skip
         fields.pop(key, None)
@@ -1526,7 +1534,7 @@ def mistake_in_sizes(text):
 
 def config_of(model):  # the config of a model's folder or of either critic's checkpoint, as a dict
     if exists(f"{model}/trainer.json"):
-        return json.loads(Path(model, "trainer.json").read_text())["shape"]
+        return transformers.PreTrainedConfig.get_config_dict(f"{model}/trainer.json")[0]["shape"]
     return transformers.PreTrainedConfig.get_config_dict(model)[0]
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
-from helpers import ROOT, actions_of, random_batch, refused, rows_of, verl
+from helpers import ROOT, actions_of, random_batch, refused, rows_of, verl, write_manifest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -581,6 +581,48 @@ def test_a_folder_is_published_whole_and_damage_is_named(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--out-dir: .* holds something else"), common.published(str(folder)):
         raise AssertionError("without a manifest it is not one of ours, and must stay")
     assert (folder / "actor").exists()
+
+
+def strictly(text):
+    """JSON as other programs read it: without the words that Python adds."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_files_have_null_for_a_number_that_is_not_finite(tmp_path):
+    odd = [math.nan, math.inf, -math.inf]
+    rows = [{"x": odd, "deep": {"a": [{"b": (1e-310, math.nan, "\ud800", 10**30)}]}}, {"path": tmp_path}]
+    plain = [{"x": [None] * 3, "deep": {"a": [{"b": [1e-310, None, "\ud800", 10**30]}]}}]
+    plain.append({"path": str(tmp_path)})
+    common.replace_lines(tmp_path / "rows.jsonl", iter(rows))
+    assert [strictly(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == plain
+    common.write_json(tmp_path / "state.json", rows)
+    assert strictly((tmp_path / "state.json").read_text()) == plain
+    batch = random_batch(2, idle=False)
+    batch.values[-1] = math.nan
+    ppo_loop.write_jsonl(batch, f"{tmp_path}/dumped.jsonl")
+    lines = (tmp_path / "dumped.jsonl").read_text().splitlines()
+    assert strictly(lines[1])["values"][-1] is None
+    common.Logger(str(tmp_path), {"actor": {"grad_clip": math.inf, "lr": 0.5}}, 0, None)
+    assert strictly((tmp_path / "run.json").read_text())["actor"] == {"grad_clip": None, "lr": 0.5}
+
+
+def test_a_config_with_an_infinite_number_is_stored_and_resumes(tmp_path):
+    """Mamba's time steps have no upper limit. JSON has no infinity, but the number must come back."""
+    common.setup_distributed()
+    shape = lambda *limit: common.shape_of(transformers.Mamba2Config(time_step_limit=limit), {"more": (1, 2)})
+    common.write_json(tmp_path / "trainer.json", {"updates": 3, "shape": shape(0.0, math.inf)})
+    write_manifest(tmp_path)
+    strictly((tmp_path / "trainer.json").read_text())
+    assert critic_fsdp.open_checkpoint(tmp_path, shape(0.0, math.inf))["updates"] == 3
+    with refused("is of another model: time_step_limit"):
+        critic_fsdp.open_checkpoint(tmp_path, shape(0.0, 5.0))
+    found = common.config_of(tmp_path)
+    assert found["time_step_limit"] == [0.0, math.inf] and found["more"] == [1, 2]
+    assert transformers.Mamba2Config.from_dict(found).time_step_limit == [0.0, math.inf]
 
 
 def test_a_row_that_would_change_the_rotary_angles_of_others_is_refused():
