@@ -318,9 +318,19 @@ class Batch:
                 columns[name] = column[rows if name in self.ROWS else tokens]
         return Batch(**columns)
 
-    def split(self, size):  # consecutive pieces of `size` rows; the last one may be shorter
-        rows = range(len(self))
-        return [self.select(rows[i : i + size]) for i in rows[::size]]
+    def split(self, size):
+        """Consecutive pieces of `size` rows; the last one may be shorter. They share memory with this
+        batch: do not write into their columns, and pickle only a `select` of them, not a whole storage."""
+        starts = range(0, len(self), size)
+        cu = self.cu_seqlens
+        tokens = cu[[*starts, len(self)]].diff().tolist()  # of each piece
+        columns = {"cu_seqlens": [cu[i : i + size + 1] - cu[i] for i in starts]}
+        for name, column in vars(self).items():
+            if isinstance(column, list):
+                columns[name] = [column[i : i + size] for i in starts]
+            elif column is not None and name != "cu_seqlens":
+                columns[name] = column.split(size if name in self.ROWS else tokens)
+        return [Batch(**dict(zip(columns, piece))) for piece in zip(*columns.values())]
 
     def groups(self, share=True):
         """[(shared, rows)] of rows with equal prompts (the tokens before the first action), in row order.

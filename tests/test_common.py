@@ -179,7 +179,13 @@ def test_rows_stay_whole_in_pieces_selections_and_together():
         assert torch.equal(ours.input_ids, batch.input_ids[ends])
         assert torch.equal(ours.values, batch.values[ends])
         assert int(ours.row_id) == i and int(ours.multi_modal_inputs[0]["pixels"]) == i
+    for size in (1, 4, 9, 50):
+        for i, piece in enumerate(batch.split(size)):
+            rows = list(range(9))[i * size : (i + 1) * size]
+            assert_same(piece, batch.select(rows))
+            assert piece.multi_modal_inputs == [batch.multi_modal_inputs[row] for row in rows]
     nothing = common.concat([batch.select([])])
+    assert batch.select([]).split(3) == []
     assert len(nothing) == 0 and nothing.cu_seqlens.tolist() == [0] and nothing.lengths == []
     assert_same(common.concat([nothing, batch, nothing]), batch)
     with pytest.raises(TypeError):  # a column must be in all batches or in none
@@ -190,6 +196,15 @@ def test_rows_stay_whole_in_pieces_selections_and_together():
     assert_same(common.gather(batch.select([2, 0, 3, 8, 7, 6, 5, 4, 1])), batch)
     with pytest.raises(ValueError, match="row_id 1 occurs more than once"):
         common.gather(common.concat([batch, batch.select([1])]))
+
+
+def test_pieces_of_many_rows_copy_nothing():
+    """They are views of the batch's columns; a copy of each row's would take minutes for a large file."""
+    batch = random_batch(9)
+    where = lambda x: x.untyped_storage().data_ptr()
+    for piece in [*batch.split(1), *batch.split(4)]:
+        for name in ("input_ids", "response_mask", "row_id", "truncated", "values", "returns"):
+            assert where(getattr(piece, name)) == where(getattr(batch, name)), name
 
 
 @pytest.mark.parametrize("fault, name, column", [  # words, column, its value in a row of two tokens
