@@ -548,15 +548,19 @@ def describe_rows(rows, gamma, source):
     rows = replace(rows, returns=monte_carlo(rows, gamma))
     x_A = rows.returns[rows.response_mask].double()
     low, high = map(float, x_A.aminmax())
+    margin = 0.1 * (high - low) or 1.0
+    margin = max(margin, 1e-4 * max(abs(low), abs(high)))  # float32 must tell the two ends apart
+    ends = (low - margin, high + margin)
+    if RANK:  # the ceiling takes longer than all the rest
+        return ends
+
     print0(
         f"rows       {len(rows):,} of {source}, {int(rows.truncated.sum()):,} truncated\n"
         f"tokens     {len(rows.input_ids):,}, {len(x_A):,} of them actions; longest row {rows.longest[0]:,}\n"
         f"returns    {x_A.mean():.3g} +- {x_A.std(correction=0):.3g}, from {low:.3g} to {high:.3g}\n"
         f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt can explain at the first action"
     )
-    margin = 0.1 * (high - low) or 1.0
-    margin = max(margin, 1e-4 * max(abs(low), abs(high)))  # float32 must tell the two ends apart
-    return low - margin, high + margin
+    return ends
 
 
 def parse_rollout(line, tokenizer, images=False):
@@ -1218,6 +1222,8 @@ class Logger:
         )
 
     def log_evaluation(self, step, rows, gamma):  # evaluates rows with values, logs and prints the result
+        if RANK:
+            return
         m = evaluate(rows, gamma)
         self.log(step, m)
         print0(

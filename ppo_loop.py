@@ -1003,19 +1003,35 @@ def with_hints(replies):  # the replies with prompts as the critic reads them, s
     return [replace(reply, prompt=Prompt(reply.prompt.critic_ids)) for reply in replies]
 
 
+def on_rank_0(mine):  # there a list with each rank's object, elsewhere None (a collective)
+    if WORLD_SIZE == 1:
+        return [mine]
+    parts = [None] * WORLD_SIZE if RANK == 0 else None
+    dist.gather_object(mine, parts)
+    return parts
+
+
 def write_jsonl(batch, path):
     """Writes the rows of all ranks, without images, as JSONL for common.read_rows (a collective)."""
-    lines = []
-    for row in gather(batch).split(1):
-        first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
-        columns = {
-            "response_ids": row.input_ids, "response_mask": row.response_mask,
-            "rewards": row.token_level_rewards, "values": row.values
-        }  # fmt: skip
-        line = {name: x_T[first:].tolist() for name, x_T in columns.items()}
-        lines.append({"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated), **line})
-    if RANK == 0:
-        common.replace_lines(path, lines)
+    unused = set(Batch.FLOATS).difference(("token_level_rewards", "values"))
+    few = replace(batch, multi_modal_inputs=None, **dict.fromkeys(unused))
+    parts = on_rank_0(few.select(range(len(few))))  # copy: pickle sends a view's whole storage
+    if RANK:
+        return
+    rows = [row for part in parts for row in part.split(1)]
+    rows.sort(key=lambda row: int(row.row_id))
+
+    def lines():  # one at a time, because numbers take more memory in Python's lists
+        for row in rows:
+            first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
+            columns = {
+                "response_ids": row.input_ids, "response_mask": row.response_mask,
+                "rewards": row.token_level_rewards, "values": row.values
+            }  # fmt: skip
+            line = {name: x_T[first:].tolist() for name, x_T in columns.items()}
+            yield {"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated), **line}
+
+    common.replace_lines(path, lines())
 
 
 # ---- Actor and reference: a policy on FSDP2 ----------------------------------------------------------------
@@ -1335,26 +1351,28 @@ class Phases:
 
 
 def score(run, reward, phases, replies):
-    """Scores the caller's rows, failed ones as 0 -> (all ranks' rows as dicts, mean reward, failures)."""
+    """Scores the caller's rows, failed ones as 0 -> (rewards of all ranks' rows, their mean, failures)."""
     with phases("reward", run.reward_model and reward.worker):
         answers = reward.ask_all(replies) if run.reward_model else ask_all(reward, replies)
     poll()
-    mine = []
     for reply, (made, fault) in zip(replies, answers):
         if not reply.fault and isinstance(made, float) and abs(made) <= 1e15:
             reply.score = made
         else:
             reply.fault = reply.fault or fault or f"a reward must be a finite number, not {made!r:.40}"
-        mine.append({
-            "prompt": reply.prompt.text, "response": reply.text, "reward": reply.score, "fault": reply.fault
-        })  # fmt: skip
-    rows = sum(of_all_ranks(mine), [])
-    faults = [row["fault"] for row in rows if row["fault"]]
-    if len(faults) == len(rows):
-        raise UserError(f"--reward, --reward-model, --environment: all {len(rows)} rows failed: {faults[0]}")
-    if faults:
-        print0(f"{len(faults)} rows failed and count as 0: {faults[0].encode(errors='replace').decode()}")
-    return rows, sum(row["reward"] for row in rows) / len(rows), len(faults)
+
+    # all ranks need the numbers and one fault to name, but no texts
+    faults = [reply.fault for reply in replies if reply.fault]
+    parts = of_all_ranks(([reply.score for reply in replies], len(faults), faults[:1]))
+    scores, counts, named = zip(*parts)
+    rewards = list(chain(*scores))
+    failed = sum(counts)
+    first = next(chain(*named), "")
+    if failed == len(rewards):
+        raise UserError(f"--reward, --reward-model, --environment: all {failed} rows failed: {first}")
+    if failed:
+        print0(f"{failed} rows failed and count as 0: {first.encode(errors='replace').decode()}")
+    return rewards, sum(rewards) / len(rewards), failed
 
 
 def rollout_metrics(batch, run, dtype):
@@ -1383,8 +1401,16 @@ def rollout_metrics(batch, run, dtype):
 
 def evaluate(replies, run, reward, phases, step, logger):
     """Logs the rewards of replies to held-out prompts, writes them to samples.json and prints two."""
-    rows, mean, faults = score(run, reward, phases, replies)
-    name = "accuracy" if {row["reward"] for row in rows} <= {0.0, 1.0} else "reward"
+    rewards, mean, faults = score(run, reward, phases, replies)
+    mine = [
+        {"prompt": reply.prompt.text, "response": reply.text, "reward": reply.score, "fault": reply.fault}
+        for reply in replies
+    ]
+    parts = on_rank_0(mine)
+    if RANK:
+        return
+    rows = list(chain(*parts))
+    name = "accuracy" if set(rewards) <= {0.0, 1.0} else "reward"
     logger.log(step, {"eval/reward": mean, f"eval/{name}": mean, "eval/errors": faults})
     common.write_json(f"{run.out_dir}/samples.json", rows)
     print0(f"held out   {name} {mean:.3f}")

@@ -653,13 +653,13 @@ def test_a_reward_that_is_not_a_number_is_a_fault_and_counts_as_0(capsys):
     heard = []
     function = partial(ppo_loop.attempt, lambda prompt, said, i: heard.append((prompt, said)) or says[i])
     score = lambda some: ppo_loop.score(a_run(), function, ppo_loop.Phases(False), some)
-    rows, mean, faults = score(replies)
+    rewards, mean, faults = score(replies)
     assert sorted(heard) == sorted((f"p{i}", f"r{i}") for i in range(len(says)))
     scores = [reply.score for reply in replies]
-    assert scores == [row["reward"] for row in rows] == [1, 0.25, 1] + [0] * 8
+    assert scores == rewards == [1, 0.25, 1] + [0] * 8
     assert faults == 8 and mean == pytest.approx(2.25 / 11) and all(type(x) is float for x in scores)
     assert not any(r.fault for r in replies[:3]) and all(r.fault for r in replies[3:])
-    assert (rows[3]["response"], rows[3]["fault"]) == ("r3", "died")
+    assert replies[3].fault == "died"
     assert "8 rows failed and count as 0: died" in capsys.readouterr().out
     with pytest.raises(UserError, match="--environment: all 8 rows failed: died"):
         score(replies[3:])
@@ -1032,7 +1032,37 @@ def test_accuracy_is_reported_only_for_rewards_of_0_and_1(rewards, words, tmp_pa
     assert f"held out   {words}\n" in capsys.readouterr().out
     assert logged["eval/reward"] == pytest.approx(sum(rewards) / 3) and logged["eval/errors"] == 0
     assert ("eval/accuracy" in logged) == ("accuracy" in words)
-    assert [row["reward"] for row in json.loads((tmp_path / "samples.json").read_text())] == rewards
+    rows = json.loads((tmp_path / "samples.json").read_text())
+    assert [row["reward"] for row in rows] == rewards
+    assert [(row["prompt"], row["fault"]) for row in rows] == [("0", ""), ("1", ""), ("2", "")]
+
+
+def test_texts_of_rows_go_only_to_rank_0_which_alone_writes_them(tmp_path, monkeypatch):
+    """The second of two ranks, with a made-up message of the first: it learns rewards, counts, a fault."""
+    told = []
+    theirs = ([1.0, 0.5, 0.0], 1, ["the first rank's"])
+    monkeypatch.setattr(ppo_loop, "of_all_ranks", lambda mine: told.append(mine) or [theirs, mine])
+    monkeypatch.setattr(ppo_loop, "RANK", 1)
+    monkeypatch.setattr(ppo_loop, "WORLD_SIZE", 2)
+    sent = []
+    monkeypatch.setattr(ppo_loop.dist, "gather_object", lambda mine, parts: sent.append((mine, parts)))
+    monkeypatch.setattr(ppo_loop, "poll", lambda: None)
+    replies = [Reply(Prompt([1], f"p{i}", i), i, text=f"r{i}") for i in range(3)]
+    reward = partial(ppo_loop.attempt, lambda prompt, response, i: [0.25, None, "x"][i])
+    run = ppo_loop.Run(critic=None, out_dir=str(tmp_path))
+    rewards, mean, faults = ppo_loop.score(run, reward, ppo_loop.Phases(False), replies)
+    assert rewards == [1.0, 0.5, 0.0, 0.25, 0.0, 0.0] and mean == 1.75 / 6 and faults == 3
+    assert "r1" not in str(told) and "p1" not in str(told) and len(told) == 1 and not sent
+    ppo_loop.evaluate(replies, run, reward, ppo_loop.Phases(False), 3, logger=None)
+    [(rows, parts)] = sent
+    assert parts is None and [row["response"] for row in rows] == ["r0", "r1", "r2"]
+    batch = random_batch(4)
+    monkeypatch.setattr(common.Batch, "split", None)  # what would cut the rows
+    ppo_loop.write_jsonl(batch, f"{tmp_path}/rows.jsonl")
+    few, parts = sent[1]
+    assert parts is None and len(few) == 4 and few.old_log_probs is few.returns is None
+    assert few.values.untyped_storage().nbytes() == 4 * len(batch.values)  # and not a view of more
+    assert not [*tmp_path.iterdir()]
 
 
 SAYS_THE_SAME = types.SimpleNamespace(start_at_mean=lambda *_: None)  # a critic
