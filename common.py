@@ -18,10 +18,12 @@ import sys
 import threading
 import traceback
 import zlib
+from bisect import bisect_right
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from math import ceil, inf, isfinite, isnan, nan, sqrt
 from os.path import dirname, exists, isdir, isfile, realpath
 from pathlib import Path
@@ -1854,12 +1856,17 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 6px 0; color: #7c8
 {% for name, x in numbers.items() %}<tr><td><b>{{ x }}</b><td>{{ name }}<td>{{ words[name] }}
 {% endfor %}</table><main><div><h2>Where it changes its mind</h2>
 <p>Rows with the largest TD errors before their last action. Colours are values, read just before an action,
-from {{ "%.2f" % low }} (orange) to {{ "%.2f" % high }} (blue); point at one for its numbers.</p>
-{% for prompt, tokens in (rows.values()|list)[:24] %}<pre id="row-{{ loop.index }}">{{ prompt }}
+from {{ "%.2f" % low }} (orange) to {{ "%.2f" % high }} (blue); point at one for its numbers.
+"…" stands for what is left out of a long row.</p>
+{% for prompt, tokens, rest in rows %}<pre id="row-{{ loop.index }}">{{ prompt }}
 {%- for text, acts, v, r, error in tokens %}{% set shade = acts * (2 * v - low - high) / (high - low) -%}
 <span style="background: rgba({{ '37,99,235' if shade > 0 else '249,115,22' }},{{ '%.2f' % shade|abs }})"
 title="value {{ '%.3g\nreturn %.3g\nTD error %.3g' % (v, r, error) }}">{{ text }}</span>
-{%- endfor %}</pre>{% endfor %}</div><div><h2>How it learned</h2>{{figure|safe}}</div></main>""")  # fmt: skip
+{%- endfor %}{{ rest }}</pre>{% endfor %}</div>
+<div><h2>How it learned</h2>{{figure|safe}}</div></main>""")  # fmt: skip
+
+
+MOST_SHOWN = 2000  # tokens of a prompt, and of a response, on the page
 
 
 def ceiling(rows):
@@ -1877,37 +1884,93 @@ def ceiling(rows):
     return 1 - within / spread if 0 < spread >= within else nan  # by chance it can be below 0
 
 
+def texts_of(ids, first, decode):
+    """[text of ids[:first], text of each token after it]: pieces of the text of all ids, end to end.
+    A character of several tokens belongs to its last one."""
+    whole = decode(ids)
+    ends = []  # where in `whole` each piece ends
+    start = middle = 0  # a text that is complete lies between these two tokens
+    offset = 0  # where in `whole` the text from `start` on begins
+    reached = 0  # and where the text before `middle` ends
+    for t in range(first, len(ids) + 1):
+        # decode some tokens together: alone they would lose blanks, and all of them take too long
+        text = decode(ids[start:t])
+        complete = text
+        if t - max(first, middle) < 16:  # a longer sequence of such bytes is no text
+            complete = text.rstrip("\ufffd")  # the end is only a part of a character
+        ends.append(max([offset + len(complete), *ends[-1:]]))
+
+        # go on from the middle as soon as there is something to see after it
+        if complete == text and ends[-1] > reached:
+            start = middle
+            middle = t
+            reached = ends[-1]
+            offset = reached - len(decode(ids[start:t]))
+    ends[-1] = len(whole)
+    return [whole[i:j] for i, j in itertools.pairwise([0, *ends])]
+
+
 def rows_to_show(rows, tokenizer):
-    """{token ids: (prompt, [(text, is action, V, R, TD error)])}, the rows with the largest errors first."""
+    """[(prompt, [(text, is action, V, R, TD error)], rest)], rows with the largest errors first. Of a long
+    row: the end of the prompt, the response around its largest error, and ... for the rest."""
+    decode = lambda ids: "".join(f"{i} " for i in ids)
+    if tokenizer:
+        decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     jump_T = rows.advantages.abs()
     jump_T[last_action(rows)] = 0.0  # -1 (no action): the last token of all, 0 anyway
     jump_B = torch.zeros(len(rows)).scatter_reduce(0, rows.row_of_token, jump_T, "amax")
-    shown = {}
-    worst = jump_B.argsort(descending=True, stable=True)[:96]
-    for row in rows.select(worst.tolist()).split(1):
-        ids = row.input_ids[:2000].tolist()
-        texts = [tokenizer.decode([i]) if tokenizer else f"{i} " for i in ids]
-        first = int(row.response_mask.int().argmax())
-        columns = (row.response_mask, row.values, row.returns, row.advantages)
-        tokens = list(zip(texts, *(x_T.tolist() for x_T in columns)))
-        shown[tuple(ids)] = ("".join(texts[:first]), tokens[first:])
-    return shown  # equal rows are one
+
+    # rows of equal tokens are one, with the numbers of the first, whose error is the largest
+    found = {}
+    for b in jump_B.argsort(descending=True, stable=True)[:96].tolist():
+        row = slice(*rows.cu_seqlens[b : b + 2].tolist())
+        found.setdefault(tuple(rows.input_ids[row].tolist()), row)
+
+    shown = []
+    for ids, row in list(found.items())[:24]:
+        first = int(rows.response_mask[row].int().argmax())
+        start = int(jump_T[row].argmax()) - MOST_SHOWN // 2
+        start = max(first, min(start, len(ids) - MOST_SHOWN))
+        end = start + MOST_SHOWN
+        begin = max(0, first - MOST_SHOWN)
+
+        # decode the response from its start, even if a part is left out: it tells where a text begins;
+        # and a bit more than is shown, because a cut may lie within a character
+        prompt, *texts = texts_of(list(ids[begin : end + 64]), first - begin, decode)
+        columns = (rows.response_mask, rows.values, rows.returns, rows.advantages)
+        tokens = list(zip(texts, *(x_T[row][first:end].tolist() for x_T in columns)))
+        if begin > 0:
+            prompt = "…" + prompt.lstrip("\ufffd")
+        if start > first:
+            prompt += "…"
+        rest = "…" if end < len(ids) else ""
+        shown.append((prompt, tokens[start - first :], rest))
+    return shown
 
 
 def write_scores(path, out_dir, rows, tokenizer, gamma):
     """Copies a JSONL file's lines, with the values of their rows, to out_dir/scored.jsonl; adds a report."""
+    if RANK:
+        return
     lines = Path(path).read_bytes().splitlines()
     last_B = rows.values[last_action(rows)] * (rows.actions > 0)  # 0 without an action
-    rank_B = torch.ones_like(rows.row_id)  # 1: the highest last value of its prompt
+
+    # rank 1 is the highest last value of its prompt, equal ones share a rank, and NaN comes last
+    height = last_B.nan_to_num(nan=-inf, posinf=inf, neginf=-inf).tolist()
+    rank = [1] * len(rows)
     for _, same in rows.groups():
-        rank_B[same] += (last_B[same] > last_B[same, None]).sum(1)
-    scored = []
-    for row, last, rank in zip(rows.split(1), last_B.tolist(), rank_B.tolist()):
-        line = json.loads(lines[row.row_id])
-        n = len(line.get("response_mask") or row.response_mask.nonzero())  # response tokens
-        scored.append(line | {"values": row.values[-n:].tolist(), "last_value": last, "rank": rank})
-    if RANK == 0:
-        replace_lines(f"{out_dir}/scored.jsonl", scored)
+        ascending = sorted(height[row] for row in same)
+        for row in same:
+            rank[row] += len(same) - bisect_right(ascending, height[row])
+
+    def scored():  # one line at a time, because values take more memory as Python's floats
+        columns = [x_T.split(rows.lengths) for x_T in (rows.values, rows.response_mask)]
+        for row_id, last, place, values, mask in zip(rows.row_id, last_B.tolist(), rank, *columns):
+            line = json.loads(lines[row_id])
+            n = len(line.get("response_mask") or mask.nonzero())  # response tokens
+            yield line | {"values": values[-n:].tolist(), "last_value": last, "rank": place}
+
+    replace_lines(f"{out_dir}/scored.jsonl", scored())
     write_report(out_dir, rows, "scored rows", tokenizer, gamma)
     print0(f"saved      {out_dir}: scored.jsonl, report.html")
 

@@ -12,9 +12,12 @@ import types
 
 import browser
 import pytest
+import tokenizers
 import torch
-from helpers import ROOT, actions_of, random_batch, rows_of, succeeded, torchrun
+import transformers
+from helpers import ROOT, actions_of, peak_bytes, random_batch, rows_of, succeeded, torchrun
 from matplotlib.figure import Figure
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import common
 import ppo_loop
@@ -97,6 +100,17 @@ def write(folder, rows, tokenizer=None, curves=common.CURVES, gamma=1.0):
     return text, {name: x for x, name in re.findall(r"<td><b>(.*?)</b><td>(.*?)<td>", text)}
 
 
+def shown_of(rows, b, words):
+    """(first token, text) of what the page must show of row b, whose prompt is short: of the response 2,000
+    tokens around the largest error."""
+    end = rows_of(rows)[b][1]
+    acts = actions_of(rows)[b]
+    worst = max(acts[:-1], key=lambda t: float(rows.advantages[t].abs()), default=acts[0])
+    first = max(acts[0], min(worst - 1000, end - 2000))
+    prompt = "".join(words[rows_of(rows)[b][0] : acts[0]]) + "…" * (first > acts[0])
+    return first, prompt + "".join(words[first:end][:2000]) + "…" * (end > first + 2000)
+
+
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
     """Numbers equal TD errors by hand. The rows shown are those with the largest ones before the last action.
@@ -107,7 +121,8 @@ def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
     worst = sorted(range(61), key=lambda b: -jumps[b])[:24]
     mean = ("<script>document.title = 'run'</script>", '<img src=x onerror="document.title = 1">', "&amp;")
     words = [mean[i % 3] for i in rows.input_ids.tolist()]
-    text, numbers = write(tmp_path, rows, types.SimpleNamespace(decode=lambda ids: mean[ids[0] % 3]))
+    decode = lambda ids, **_: "".join(mean[i % 3] for i in ids)
+    text, numbers = write(tmp_path, rows, types.SimpleNamespace(decode=decode))
     pairs = [(float(rows.values[t]), float(rows.returns[t])) for at in actions_of(rows) for t in at]
     assert float(numbers["explained variance"]) == same(explained(pairs), abs=1e-3)
     twice, _ = write(tmp_path / "twice", common.concat([rows, rows]))
@@ -120,9 +135,9 @@ def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
         assert ask("document.title") == str(tmp_path) and ask("document.images.length") == 0
         assert ask("document.querySelector('svg').getBoundingClientRect().width") > 500
         shown = ask("Array.from(document.querySelectorAll('pre'), x => x.textContent)")
-        texts = ["".join(words[start:end][:2000]) for start, end in rows_of(rows)]
-        assert rows.longest[0] > 2000 and shown == [texts[b] for b in worst]
-        start = actions_of(rows)[worst[0]][0]
+        starts, texts = zip(*(shown_of(rows, b, words) for b in worst))
+        assert any("…" in text for text in texts) and shown == [*texts]
+        start = starts[0]
         for t in range(start, start + 10):
             browser.hover(call, f"pre span:nth-child({t - start + 1})")
             style = "getComputedStyle(x).backgroundColor"
@@ -132,6 +147,167 @@ def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
             assert found[0] == words[t] and list(map(float, told)) == same(expected, rel=1e-2, abs=1e-6)
             color = "(37, 99, 235" if rows.values[t] > middle else "(249, 115, 22"
             assert color in found[2] or not rows.response_mask[t]
+
+
+TEXT = "The lady’s naïve café — 你好，世界！ 😀👩‍👩‍👧  Привет, мир \n مرحبا  x."
+
+
+def tokenizer_of(kind):
+    """Of single characters; of bytes and some pairs of them; like Llama 2's, which drops the first blank."""
+    if kind == "characters":
+        return common.char_tokenizer()
+    if kind == "bytes":
+        core = tokenizers.Tokenizer(models.BPE())
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=275, initial_alphabet=alphabet, show_progress=False)
+        core.train_from_iterator([TEXT], trainer)
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=core)
+    words = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁▁",
+        "▁The",
+        "▁x",
+        *"abcdefilnstvy,.",
+    ]
+    core = tokenizers.Tokenizer(models.Unigram([(x, -1.0) for x in words], 0, byte_fallback=True))
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    blank = decoders.Replace("▁", " ")
+    parts = [blank, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    core.decoder = decoders.Sequence(parts)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+def whole_prefixes(ids, first, decode):
+    """What common.texts_of must return, from the text of every prefix: takes quadratic time."""
+    seen = [""]  # the longest so far: of Llama's bytes, a part of a character spoils those before it, too
+    for n in range(first, len(ids) + 1):
+        seen.append(max(decode(ids[:n]).rstrip("�"), seen[-1], key=len))
+    return [b[len(a) :] for a, b in zip(seen, seen[1:])]
+
+
+@pytest.mark.parametrize("kind", ["characters", "bytes", "llama"])
+def test_texts_of_tokens_are_the_text_of_the_row(kind):
+    """Wherever the response begins: blanks stay, and a character of several tokens is shown once, whole."""
+    tokenizer = tokenizer_of(kind)
+    ids = tokenizer.encode(TEXT)
+    whole = tokenizer.decode(ids)
+    assert (whole == TEXT) == (kind != "characters") and len(ids) > 60
+    for first in range(len(ids)):
+        texts = common.texts_of(ids, first, tokenizer.decode)
+        assert "".join(texts) == whole and texts == whole_prefixes(ids, first, tokenizer.decode), first
+        assert not any("�" in text for text in texts) and len(texts) == len(ids) - first + 1
+    cut = ids[: ids.index(tokenizer.encode("😀")[-1]) - 1]  # it ends within a character
+    assert "".join(common.texts_of(cut, 5, tokenizer.decode)) == tokenizer.decode(cut)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "llama"])
+def test_texts_of_long_rows_take_linear_time_even_if_bytes_are_no_text(kind):
+    tokenizer = tokenizer_of(kind)
+    rng = random.Random(0)
+    noise = [rng.randrange(1, 257) for _ in range(3000)]
+    for ids in (noise, tokenizer.encode(TEXT) * 40, [noise[0]] * 3000):
+        seen = []
+        decode = lambda some, seen=seen: seen.append(len(some)) or tokenizer.decode(some)
+        assert "".join(common.texts_of(ids, 1000, decode)) == tokenizer.decode(ids)
+        assert sum(seen) < 100_000 < len(ids) ** 2 / 50
+
+
+def a_row(ids, first, errors):
+    """A row whose response begins at token `first`, with these TD errors and values as large."""
+    mask = torch.arange(len(ids)) >= first
+    x_T = torch.zeros(len(ids)).index_add(0, torch.tensor([*errors]), torch.tensor([*errors.values()]))
+    row = common.Batch(torch.tensor(ids), common.cumulative([len(ids)]), mask, torch.tensor([0]), mask[:1])
+    return dataclasses.replace(row, values=x_T, returns=x_T, advantages=x_T)
+
+
+def test_long_rows_are_cut_around_their_largest_error_and_stay_apart():
+    """Rows are one only if all their tokens are equal. The last action's error does not count."""
+    ids = list(range(9000))
+    late = a_row(ids, 3000, {3100: 1.0, 6500: 4.0, 8999: 9.0})
+    other = a_row([*ids[:-1], 7], 3000, {3100: 3.0})
+    again = a_row(ids, 3000, {3100: 2.0})
+    short = a_row(ids[:50], 20, {30: 0.5})
+    rows = common.concat([again, short, other, late, a_row(ids[:4000], 3990, {3995: 0.25})])
+    shown = common.rows_to_show(rows, None)
+    text = lambda start, end: "".join(f"{i} " for i in range(start, end))
+    assert [prompt for prompt, _, _ in shown] == [
+        f"…{text(1000, 3000)}…", f"…{text(1000, 3000)}", text(0, 20), f"…{text(1990, 3990)}"
+    ]  # fmt: skip
+    told = ["".join(text for text, *_ in tokens) for _, tokens, _ in shown]
+    assert told == [text(5500, 7500), text(3000, 5000), text(20, 50), text(3990, 4000)]
+    assert [rest for *_, rest in shown] == ["…", "…", "", ""]
+    assert shown[0][1][1000] == ("6500 ", True, 4.0, 4.0, 4.0)
+
+
+def test_a_cut_through_a_character_shows_no_part_of_it():
+    """Of a prompt and a response of over 4,000 tokens; the response is cut at both ends."""
+    tokenizer = tokenizer_of("llama")
+    ids = tokenizer.encode(TEXT) * 100
+    whole = tokenizer.decode(ids)
+    for shift in range(0, 24, 3):
+        row = a_row(ids[shift:], 4000 - shift, {7000: 1.0})
+        [(prompt, tokens, rest)] = common.rows_to_show(row, tokenizer)
+        text = "".join(text for text, *_ in tokens)
+        assert prompt[0] == prompt[-1] == rest == "…" and "�" not in prompt + text
+        assert prompt[1:-1] in whole and text in whole and min(len(prompt), len(text)) > 1000
+
+
+def scored(folder, rows):
+    """The lines of scored.jsonl about some rows, whose values are there."""
+    lines = [{"prompt_ids": [1], "response_ids": [2], "my": [math.nan]}] * len(rows)
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    common.write_scores(folder / "rows.jsonl", str(folder), rows, None, 1.0)
+    return [json.loads(line) for line in (folder / "scored.jsonl").read_text().splitlines()]
+
+
+def test_ranks_within_a_prompt_equal_a_plain_loop(tmp_path, monkeypatch):
+    """Equal values share a rank. NaN is last, and null in the file, as in the keys of the user."""
+    monkeypatch.setattr(common, "write_report", lambda *_: None)
+    rows = common.concat([common.Batch.blank(2)] * 60)
+    rows.row_id = torch.arange(60)
+    rows.input_ids[::2] = torch.arange(60) % 3
+    rng = random.Random(0)
+    last = [rng.choice([0.0, -0.5, 0.25, 1.0, -math.inf, math.inf, math.nan]) for _ in range(60)]
+    rows.values[1::2] = torch.tensor(last)
+    lines = scored(tmp_path, rows)
+    height = [-math.inf if math.isnan(x) else x for x in last]
+    assert [line["rank"] for line in lines] == [
+        1 + sum(height[other] > height[row] for other in range(row % 3, 60, 3)) for row in range(60)
+    ]
+    told = [x if math.isfinite(x) else None for x in last]
+    assert [line["last_value"] for line in lines] == told
+    assert [line["values"] for line in lines] == [[x] for x in told]
+    assert all(line["my"] == [None] for line in lines)
+
+
+def test_many_answers_to_one_prompt_take_little_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "write_report", lambda *_: None)
+    rows = common.Batch.blank(2).select([0] * 4000)
+    rows.row_id = torch.arange(4000)
+    rows.values[1::2] = torch.arange(4000.0)
+    assert peak_bytes(lambda: scored(tmp_path, rows)) < 4000 * 1000  # a table of pairs has 4000 * 4000
+    ranks = [line["rank"] for line in common.read_lines(tmp_path / "scored.jsonl")]
+    assert ranks == list(range(4000, 0, -1))
+
+
+def test_only_rank_0_builds_what_only_rank_0_writes(tmp_path, monkeypatch):
+    """Prompts are compared for the ceiling, ranks and best of n, which takes long."""
+    rows = judged_rows(20, 5)
+    ends = common.describe_rows(rows, 1.0, "a test")
+    logger = common.Logger(str(tmp_path / "out"), {}, 0, None)
+    monkeypatch.setattr(common.Batch, "groups", None)
+    with pytest.raises(TypeError):
+        common.describe_rows(rows, 1.0, "a test")
+    monkeypatch.setattr(common, "RANK", 1)
+    assert common.describe_rows(rows, 1.0, "a test") == ends
+    logger.log_evaluation(1, rows, 1.0)
+    common.write_scores("no such file", str(tmp_path / "none"), rows, None, 1.0)
+    common.write_report(str(tmp_path / "none"), rows, "rows", None, 1.0)
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.filterwarnings("error", "ignore::ResourceWarning")  # of processes that other tests left running
