@@ -321,8 +321,8 @@ class Batch:
         return Batch(**columns)
 
     def split(self, size):
-        """Consecutive pieces of `size` rows; the last one may be shorter. They share memory with this
-        batch: do not write into their columns, and pickle only a `select` of them, not a whole storage."""
+        """Consecutive pieces of `size` rows; the last one may be shorter. They share memory with
+        this batch: do not write into their columns, and pickle only a `select` of them."""
         starts = range(0, len(self), size)
         cu = self.cu_seqlens
         tokens = cu[[*starts, len(self)]].diff().tolist()  # of each piece
@@ -1885,7 +1885,7 @@ def ceiling(rows):
 
 
 def texts_of(ids, first, decode):
-    """[text of ids[:first], text of each token after it]: pieces of the text of all ids, end to end.
+    """[text of ids[:first], text of each token after it]: together they are the text of all ids.
     A character of several tokens belongs to its last one."""
     whole = decode(ids)
     ends = []  # where in `whole` each piece ends
@@ -1911,8 +1911,8 @@ def texts_of(ids, first, decode):
 
 
 def rows_to_show(rows, tokenizer):
-    """[(prompt, [(text, is action, V, R, TD error)], rest)], rows with the largest errors first. Of a long
-    row: the end of the prompt, the response around its largest error, and ... for the rest."""
+    """[(prompt, [(text, is action, V, R, TD error)], rest)], rows with the largest errors first.
+    Of a long row: the end of the prompt, the response around its largest error, and "…"."""
     decode = lambda ids: "".join(f"{i} " for i in ids)
     if tokenizer:
         decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
@@ -1934,8 +1934,8 @@ def rows_to_show(rows, tokenizer):
         end = start + MOST_SHOWN
         begin = max(0, first - MOST_SHOWN)
 
-        # decode the response from its start, even if a part is left out: it tells where a text begins;
-        # and a bit more than is shown, because a cut may lie within a character
+        # decode the response from its start, even if a part is left out, to know where a text
+        # begins; and a bit more than is shown, because a cut may lie within a character
         prompt, *texts = texts_of(list(ids[begin : end + 64]), first - begin, decode)
         columns = (rows.response_mask, rows.values, rows.returns, rows.advantages)
         tokens = list(zip(texts, *(x_T[row][first:end].tolist() for x_T in columns)))

@@ -1028,8 +1028,8 @@ def write_jsonl(batch, path):
                 "response_ids": row.input_ids, "response_mask": row.response_mask,
                 "rewards": row.token_level_rewards, "values": row.values
             }  # fmt: skip
-            line = {name: x_T[first:].tolist() for name, x_T in columns.items()}
-            yield {"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated), **line}
+            line = {"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated)}
+            yield line | {name: x_T[first:].tolist() for name, x_T in columns.items()}
 
     common.replace_lines(path, lines())
 
@@ -1351,7 +1351,7 @@ class Phases:
 
 
 def score(run, reward, phases, replies):
-    """Scores the caller's rows, failed ones as 0 -> (rewards of all ranks' rows, their mean, failures)."""
+    """Scores the caller's rows, failed ones as 0 -> (all ranks' rewards, their mean, failures)."""
     with phases("reward", run.reward_model and reward.worker):
         answers = reward.ask_all(replies) if run.reward_model else ask_all(reward, replies)
     poll()
@@ -1369,7 +1369,8 @@ def score(run, reward, phases, replies):
     failed = sum(counts)
     first = next(chain(*named), "")
     if failed == len(rewards):
-        raise UserError(f"--reward, --reward-model, --environment: all {failed} rows failed: {first}")
+        flags = "--reward, --reward-model, --environment"
+        raise UserError(f"{flags}: all {failed} rows failed: {first}")
     if failed:
         print0(f"{failed} rows failed and count as 0: {first.encode(errors='replace').decode()}")
     return rewards, sum(rewards) / len(rewards), failed
@@ -1402,10 +1403,10 @@ def rollout_metrics(batch, run, dtype):
 def evaluate(replies, run, reward, phases, step, logger):
     """Logs the rewards of replies to held-out prompts, writes them to samples.json and prints two."""
     rewards, mean, faults = score(run, reward, phases, replies)
-    mine = [
-        {"prompt": reply.prompt.text, "response": reply.text, "reward": reply.score, "fault": reply.fault}
-        for reply in replies
-    ]
+    mine = [{
+        "prompt": reply.prompt.text, "response": reply.text,
+        "reward": reply.score, "fault": reply.fault
+    } for reply in replies]  # fmt: skip
     parts = on_rank_0(mine)
     if RANK:
         return

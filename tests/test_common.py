@@ -199,7 +199,7 @@ def test_rows_stay_whole_in_pieces_selections_and_together():
 
 
 def test_pieces_of_many_rows_copy_nothing():
-    """They are views of the batch's columns; a copy of each row's would take minutes for a large file."""
+    """They are views of the batch's columns; copies would take minutes for a large file."""
     batch = random_batch(9)
     where = lambda x: x.untyped_storage().data_ptr()
     for piece in [*batch.split(1), *batch.split(4)]:
@@ -609,7 +609,8 @@ def strictly(text):
 
 def test_files_have_null_for_a_number_that_is_not_finite(tmp_path):
     odd = [math.nan, math.inf, -math.inf]
-    rows = [{"x": odd, "deep": {"a": [{"b": (1e-310, math.nan, "\ud800", 10**30)}]}}, {"path": tmp_path}]
+    rows = [{"x": odd, "deep": {"a": [{"b": (1e-310, math.nan, "\ud800", 10**30)}]}}]
+    rows.append({"path": tmp_path})
     plain = [{"x": [None] * 3, "deep": {"a": [{"b": [1e-310, None, "\ud800", 10**30]}]}}]
     plain.append({"path": str(tmp_path)})
     common.replace_lines(tmp_path / "rows.jsonl", iter(rows))
@@ -626,9 +627,10 @@ def test_files_have_null_for_a_number_that_is_not_finite(tmp_path):
 
 
 def test_a_config_with_an_infinite_number_is_stored_and_resumes(tmp_path):
-    """Mamba's time steps have no upper limit. JSON has no infinity, but the number must come back."""
+    """Mamba's time steps have no upper limit. JSON has no infinity, but it must come back."""
     common.setup_distributed()
-    shape = lambda *limit: common.shape_of(transformers.Mamba2Config(time_step_limit=limit), {"more": (1, 2)})
+    config = transformers.Mamba2Config
+    shape = lambda *limit: common.shape_of(config(time_step_limit=limit), {"more": (1, 2)})
     common.write_json(tmp_path / "trainer.json", {"updates": 3, "shape": shape(0.0, math.inf)})
     write_manifest(tmp_path)
     strictly((tmp_path / "trainer.json").read_text())
@@ -637,7 +639,7 @@ def test_a_config_with_an_infinite_number_is_stored_and_resumes(tmp_path):
         critic_fsdp.open_checkpoint(tmp_path, shape(0.0, 5.0))
     found = common.config_of(tmp_path)
     assert found["time_step_limit"] == [0.0, math.inf] and found["more"] == [1, 2]
-    assert transformers.Mamba2Config.from_dict(found).time_step_limit == [0.0, math.inf]
+    assert config.from_dict(found).time_step_limit == [0.0, math.inf]
 
 
 def test_a_row_that_would_change_the_rotary_angles_of_others_is_refused():

@@ -1038,14 +1038,15 @@ def test_accuracy_is_reported_only_for_rewards_of_0_and_1(rewards, words, tmp_pa
 
 
 def test_texts_of_rows_go_only_to_rank_0_which_alone_writes_them(tmp_path, monkeypatch):
-    """The second of two ranks, with a made-up message of the first: it learns rewards, counts, a fault."""
+    """On the second of two ranks, with a made-up message of the first."""
     told = []
     theirs = ([1.0, 0.5, 0.0], 1, ["the first rank's"])
     monkeypatch.setattr(ppo_loop, "of_all_ranks", lambda mine: told.append(mine) or [theirs, mine])
     monkeypatch.setattr(ppo_loop, "RANK", 1)
     monkeypatch.setattr(ppo_loop, "WORLD_SIZE", 2)
     sent = []
-    monkeypatch.setattr(ppo_loop.dist, "gather_object", lambda mine, parts: sent.append((mine, parts)))
+    send = lambda mine, parts: sent.append((mine, parts))
+    monkeypatch.setattr(ppo_loop.dist, "gather_object", send)
     monkeypatch.setattr(ppo_loop, "poll", lambda: None)
     replies = [Reply(Prompt([1], f"p{i}", i), i, text=f"r{i}") for i in range(3)]
     reward = partial(ppo_loop.attempt, lambda prompt, response, i: [0.25, None, "x"][i])

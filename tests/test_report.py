@@ -101,8 +101,8 @@ def write(folder, rows, tokenizer=None, curves=common.CURVES, gamma=1.0):
 
 
 def shown_of(rows, b, words):
-    """(first token, text) of what the page must show of row b, whose prompt is short: of the response 2,000
-    tokens around the largest error."""
+    """(first token, text) of what the page must show of row b, whose prompt is short: 2,000 tokens
+    of the response, around the largest error."""
     end = rows_of(rows)[b][1]
     acts = actions_of(rows)[b]
     worst = max(acts[:-1], key=lambda t: float(rows.advantages[t].abs()), default=acts[0])
@@ -153,7 +153,7 @@ TEXT = "The lady’s naïve café — 你好，世界！ 😀👩‍👩‍👧 
 
 
 def tokenizer_of(kind):
-    """Of single characters; of bytes and some pairs of them; like Llama 2's, which drops the first blank."""
+    """Of single characters; of bytes and some pairs; like Llama 2's, without a first blank."""
     if kind == "characters":
         return common.char_tokenizer()
     if kind == "bytes":
@@ -161,8 +161,8 @@ def tokenizer_of(kind):
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         core.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=275, initial_alphabet=alphabet, show_progress=False)
-        core.train_from_iterator([TEXT], trainer)
+        sizes = {"vocab_size": 275, "initial_alphabet": alphabet, "show_progress": False}
+        core.train_from_iterator([TEXT], trainers.BpeTrainer(**sizes))
         return transformers.PreTrainedTokenizerFast(tokenizer_object=core)
     words = [
         "<unk>",
@@ -183,7 +183,7 @@ def tokenizer_of(kind):
 
 def whole_prefixes(ids, first, decode):
     """What common.texts_of must return, from the text of every prefix: takes quadratic time."""
-    seen = [""]  # the longest so far: of Llama's bytes, a part of a character spoils those before it, too
+    seen = [""]  # the longest so far: half a character of Llama's bytes spoils those before it, too
     for n in range(first, len(ids) + 1):
         seen.append(max(decode(ids[:n]).rstrip("�"), seen[-1], key=len))
     return [b[len(a) :] for a, b in zip(seen, seen[1:])]
@@ -191,14 +191,15 @@ def whole_prefixes(ids, first, decode):
 
 @pytest.mark.parametrize("kind", ["characters", "bytes", "llama"])
 def test_texts_of_tokens_are_the_text_of_the_row(kind):
-    """Wherever the response begins: blanks stay, and a character of several tokens is shown once, whole."""
+    """Wherever the response begins: blanks stay, and a character of several tokens is whole."""
     tokenizer = tokenizer_of(kind)
     ids = tokenizer.encode(TEXT)
     whole = tokenizer.decode(ids)
     assert (whole == TEXT) == (kind != "characters") and len(ids) > 60
     for first in range(len(ids)):
         texts = common.texts_of(ids, first, tokenizer.decode)
-        assert "".join(texts) == whole and texts == whole_prefixes(ids, first, tokenizer.decode), first
+        assert "".join(texts) == whole
+        assert texts == whole_prefixes(ids, first, tokenizer.decode), first
         assert not any("�" in text for text in texts) and len(texts) == len(ids) - first + 1
     cut = ids[: ids.index(tokenizer.encode("😀")[-1]) - 1]  # it ends within a character
     assert "".join(common.texts_of(cut, 5, tokenizer.decode)) == tokenizer.decode(cut)
@@ -219,8 +220,9 @@ def test_texts_of_long_rows_take_linear_time_even_if_bytes_are_no_text(kind):
 def a_row(ids, first, errors):
     """A row whose response begins at token `first`, with these TD errors and values as large."""
     mask = torch.arange(len(ids)) >= first
-    x_T = torch.zeros(len(ids)).index_add(0, torch.tensor([*errors]), torch.tensor([*errors.values()]))
-    row = common.Batch(torch.tensor(ids), common.cumulative([len(ids)]), mask, torch.tensor([0]), mask[:1])
+    x_T = torch.tensor([errors.get(i, 0.0) for i in range(len(ids))])
+    ends = common.cumulative([len(ids)])
+    row = common.Batch(torch.tensor(ids), ends, mask, torch.tensor([0]), mask[:1])
     return dataclasses.replace(row, values=x_T, returns=x_T, advantages=x_T)
 
 
@@ -289,7 +291,8 @@ def test_many_answers_to_one_prompt_take_little_memory(tmp_path, monkeypatch):
     rows = common.Batch.blank(2).select([0] * 4000)
     rows.row_id = torch.arange(4000)
     rows.values[1::2] = torch.arange(4000.0)
-    assert peak_bytes(lambda: scored(tmp_path, rows)) < 4000 * 1000  # a table of pairs has 4000 * 4000
+    peak = peak_bytes(lambda: scored(tmp_path, rows))
+    assert peak < 4000 * 1000  # a table of pairs has 4000 * 4000
     ranks = [line["rank"] for line in common.read_lines(tmp_path / "scored.jsonl")]
     assert ranks == list(range(4000, 0, -1))
 
