@@ -1653,7 +1653,7 @@ def main(run):
                     evaluate(greedy, run, reward, phases, step, logger)
                 if last:
                     break
-                rows, mean, faults = score(run, reward, phases, replies)
+                rewards, mean, faults = score(run, reward, phases, replies)
                 with phases("log_probs", actor):
                     batch.old_log_probs = batch.ref_log_probs = actor.compute_log_probs(batch)
                 if reference:
@@ -1668,7 +1668,7 @@ def main(run):
                 if step >= run.critic_warmup:
                     with phases("actor", actor):
                         metrics |= actor.update_policy(batch)
-                    kl_coef = next_kl_coef(kl_coef, metrics["kl/reference"], len(rows), run.target_kl)
+                    kl_coef = next_kl_coef(kl_coef, metrics["kl/reference"], len(rewards), run.target_kl)
                 logger.check_progress(metrics, "--critic.lr")
                 if run.dump_rollouts:
                     write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl")
