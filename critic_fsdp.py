@@ -28,7 +28,7 @@ from functools import lru_cache, partial
 from heapq import heapreplace
 from itertools import groupby
 from math import ceil, cos, gcd, inf, isfinite, isnan, nan, pi, tan
-from os.path import exists, realpath
+from os.path import exists, isfile, realpath
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -214,11 +214,14 @@ def mistake_in_run(run):
     if run.eval_rollouts and not run.rollouts:
         return "--eval-rollouts: needs --rollouts; the toy has its own rows"
 
-    # a run that scores neither exports nor sets anything aside
+    # scores and plans neither export anything nor set anything aside
     theirs = realpath(run.critic.model)
     ours = [realpath(f"{run.out_dir}/{name}") for name in ("hf", "checkpoints")]
-    if not run.score and any(f"{theirs}/".startswith(f"{path}/") for path in ours):
+    writes = not (run.score or run.plan)
+    if writes and any(f"{theirs}/".startswith(f"{path}/") for path in ours):
         return f"--out-dir {run.out_dir}: holds the --model, which the run would replace; give another"
+    if run.score and exists(run.score) and not isfile(run.score):
+        return f"--score {run.score}: must be a file, because it is read twice"
     return None
 
 
@@ -965,10 +968,12 @@ class CriticWorker:
             )
         print0(f"attention  {Pack.kernel or 'padded'}; packed rows differ from rows alone by {off:.0e}")
 
-    def set_budget(self, longest, row):
+    def set_budget(self, longest, row, halvings=None):
         """Sets the tokens per micro-batch; updates do not depend on it. UserError: a row does not fit.
-        longest: tokens of the longest row to expect; row: words that name it."""
+        longest: tokens of the longest row to expect; row: words that name it. halvings: see Checkpoints."""
         self.check_ready()
+        if halvings is not None:
+            self.halvings = halvings
         config = self.config
         flag = f"{config.prefix}ppo-max-token-len-per-gpu"
         budget = config.ppo_max_token_len_per_gpu
@@ -1342,8 +1347,7 @@ def main(run):
     worker.init_model(total, common.describe_rows(train, run.gamma, source))
     if checkpoints.folder:
         worker.load_checkpoint(checkpoints.folder)
-    worker.halvings = checkpoints.halvings
-    worker.set_budget(longest, "the longest row")
+    worker.set_budget(longest, "the longest row", checkpoints.halvings)
     if run.score:
         train.values = worker.critic.compute_values(train)
         return common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)

@@ -1613,8 +1613,7 @@ def build(run, task, device, checkpoints):
     critic.init_model(run.steps * run.critic.ppo_epochs * minis)
     if folder:
         critic.load_checkpoint(f"{folder}/critic")
-    critic.halvings = halvings
-    critic.set_budget(task.longest, LONGEST)
+    critic.set_budget(task.longest, LONGEST, halvings)
     away(critic).critic.between = poll
     return actor, reference, critic, reward, engine
 

@@ -130,8 +130,8 @@ def test_the_longest_row_fits_with_its_padding_and_after_every_halving(fields, l
     worker = object.__new__(cm.CriticWorker)
     worker.config, worker.critic = config, critic_of(**fields)
     worker.layout = worker.critic.layout
-    worker.offloaded, worker.halvings = False, 3
-    worker.set_budget(101, "row 7")
+    worker.offloaded = False
+    worker.set_budget(101, "row 7", halvings=3)
     worker.critic.flops = lambda n: n
     assert worker.critic.max_tokens == least * config.context_parallel_size
     assert worker.critic.my_micro_batches(common.Batch.blank(101)) == [[0]]

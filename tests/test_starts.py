@@ -368,8 +368,7 @@ def test_a_head_starts_at_the_mean_of_the_first_batch_that_has_an_action(script)
 @pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
 def test_a_longer_row_does_not_undo_the_halving(script):
     critic = worker(script=script, ppo_max_token_len_per_gpu=1000)
-    critic.halvings = 2
-    critic.set_budget(20, "the longest row")
+    critic.set_budget(20, "the longest row", halvings=2)
     assert critic.critic.max_tokens == 250
     critic.critic.max_tokens = 30  # as if rows were longer than announced
     critic.compute_values(random_batch(4, longest=60, idle=False))
