@@ -922,7 +922,7 @@ def evaluate(rows, gamma):  # metrics of rows with values, against Monte Carlo r
     v_A = rows.values[rows.response_mask]
     acted_B = rows.actions > 0
     reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)
-    last_B = rows.values[last_action(rows)] * acted_B  # 0 without an action
+    last_B = torch.where(acted_B, rows.values[last_action(rows)], 0.0)
     of_n = []  # per prompt with several rows: reward of the row with the highest last value, mean, maximum
     for _, same in rows.groups():
         if len(same) > 1:
@@ -1952,8 +1952,8 @@ def write_scores(path, out_dir, rows, tokenizer, gamma):
     """Copies a JSONL file's lines, with the values of their rows, to out_dir/scored.jsonl; adds a report."""
     if RANK:
         return
-    lines = Path(path).read_bytes().splitlines()
-    last_B = rows.values[last_action(rows)] * (rows.actions > 0)  # 0 without an action
+    lines = read_file(path, "--score")
+    last_B = torch.where(rows.actions > 0, rows.values[last_action(rows)], 0.0)
 
     # rank 1 is the highest last value of its prompt, equal ones share a rank, and NaN comes last
     height = last_B.nan_to_num(nan=-inf, posinf=inf, neginf=-inf).tolist()

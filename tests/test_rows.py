@@ -202,6 +202,10 @@ def test_a_file_with_a_byte_order_mark_is_read(encode, tmp_path):
     run = ppo_loop.Run(critic=None, prompts=str(path))
     prompts = ppo_loop.load_prompts(str(path), "--prompts", run, tokenizer)
     assert [prompt.text for prompt in prompts] == ["1+1=", "é="]
+    expected.values = expected.token_level_rewards.clone()
+    common.write_scores(str(path), str(tmp_path), expected, tokenizer, 1.0)
+    scored = common.read_lines(tmp_path / "scored.jsonl")
+    assert [(row["prompt"], row["last_value"]) for row in scored] == [("1+1=", 1.0), ("é=", 1.0)]
 
 
 # ---- Batches made by hand ----------------------------------------------------------------------------------
