@@ -210,6 +210,7 @@ def launch(main):
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a terminal may lack the letters of a user's rows
 
+    # a mistake of the user is one line, anything else a traceback
     code = 1
     message = ""
     label = f"error on rank {RANK}" if RANK else "error"
@@ -507,6 +508,7 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
         folder = dirname(source)
         lines = read_file(source, flag)
 
+    # a fault is named by the line, counted from 1
     rows = []
     for row_id, line in enumerate(progress(lines, "rows")):
         if not line.strip():
@@ -644,10 +646,12 @@ def text_messages(messages, images=False):
     else. null is left only next to tool_calls. images: messages with parts of images stay as they are."""
     ours = []
     for number, message in enumerate(messages, 1):
+        # chat templates read these two, and print nothing for what is missing
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UserError(f"message {number}: must be an object with a role and content")
         content = message.get("content")
 
+        # parts, as from OpenAI's interface
         if isinstance(content, list):
             texts = [text_of(part) for part in content]
             others = [part for part, text in zip(content, texts) if text is None]
@@ -1406,11 +1410,13 @@ def locked(out_dir):
     """The open file out_dir/.lock with an exclusive lock, which ends with this process, even if it is killed.
     None, with a line, where the file system has no locks. UserError: another run has it."""
     file = open(f"{out_dir}/.lock", "a+")
+
+    # try for five seconds: the ranks of a run that was just killed may still be ending
     for attempt in range(50):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        except BlockingIOError:  # a killed run's last rank may still be ending
+        except BlockingIOError:
             if attempt < 49:
                 sleep(0.1)
                 continue
@@ -1422,6 +1428,7 @@ def locked(out_dir):
         except OSError as error:
             print0(f"lock       none in {out_dir} ({error.strerror}), so start no second run there")
             return None
+
     file.truncate(0)
     file.write(f"process {os.getpid()} on {os.uname().nodename}")
     file.flush()

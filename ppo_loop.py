@@ -272,7 +272,8 @@ class Run:
     # rollout
     rollout: Literal["hf", "vllm"] = "hf"  # hf: transformers' generate on a full copy of the actor
     train_batch_size: Positive = 256  # most prompts per step, over all ranks; a pass is cut into equal steps
-    rollout_n: Positive = 1  # responses per prompt (torchrun would take --n for one of its own flags)
+    # responses per prompt (torchrun would take --n for one of its own flags)
+    rollout_n: Annotated[int, Field(gt=0, le=4096)] = 1
     max_response_length: Positive | None = None  # tokens incl. observations (None: 8 for addition, else 256)
     temperature: Heat = 1.0  # sampling temperature, also applied to all log-probs of actor and reference
     top_p: Share = 1.0  # nucleus sampling: draw from the likeliest tokens that reach this probability
@@ -1446,60 +1447,31 @@ LONGEST = "the longest prompt with its response"
 def set_up(run):
     """-> (run with the defaults of its task and actor filled in, Task). UserError: a mistake of the user."""
     check_flags(run)
-    addition = not run.prompts
-    actor = replace(run.actor, lr=run.actor.lr or (5e-4 if addition else 1e-6))
+    run = with_defaults(run)
+    actor = run.actor
     tokenizer, model_config = common.load_config(actor)
     if tokenizer is None:
         raise UserError(f"--actor.tokenizer: {actor.model} has none, but prompts are text; give one")
 
-    # fill in the defaults
-    critic = replace(run.critic, lr=run.critic.lr or (1e-3 if addition else None))
-    if critic.model == "actor":
-        critic = replace(critic, model=actor.model, tokenizer=critic.tokenizer or actor.tokenizer)
-        if critic.override_config == "{}":
-            critic = replace(critic, override_config=actor.override_config)
-    reward = run.reward or (None if run.reward_model else "addition")
-    limit = run.max_response_length or (8 if addition else 256)
-    run = replace(run, actor=actor, critic=critic, reward=reward, max_response_length=limit)
-
     # read the prompts
     train = run.prompts
     more = run.eval_prompts
-    if addition:
+    if not run.prompts:
         train = addition_rows(8192, run.seed)
         more = addition_rows(512, run.seed, held_out=True)
-        run = replace(run, prompt_key="prompt", answer_key="response")
     prompts = load_prompts(train, "--prompts", run, tokenizer)
     held_out = load_prompts(more, "--eval-prompts", run, tokenizer) if more else []
 
-    # the longest row must fit both models
-    longest = max(len(prompt.critic_ids or prompt.ids) for prompt in prompts + held_out) + limit
-    theirs, critic_config = common.load_config(critic)
-    vocab = tokenizer.get_vocab()
-    known = max(vocab.values()) + 1
-    ids = Batch.blank(2)
-    ids.input_ids[0] = known - 1
-    for config, model in ((actor, model_config), (critic, critic_config)):
-        with blame(f"{config.prefix}model: does not fit these prompts"):
-            common.check_length(longest, LONGEST, model)
-            common.check_rows(ids, model)
-    if longest > actor.ppo_max_token_len_per_gpu:
-        raise UserError(f"--actor.ppo-max-token-len-per-gpu: give at least {longest}, for {LONGEST}")
-    if theirs and vocab.items() - theirs.get_vocab().items():
-        raise UserError("--critic.tokenizer: has other token ids than the actor's; give both one tokenizer")
-
-    # build both models without weights
-    module = critic_module(run.backend)
-    module.check_model_flags(critic, critic_config)
-    module.check_budget(critic, longest, LONGEST)
-    with blame(f"--actor.model {actor.model}: cannot be built"), torch.device("meta"):
-        AutoModelForCausalLM.from_config(deepcopy(model_config))
-
+    longest = max(len(prompt.critic_ids or prompt.ids) for prompt in prompts + held_out)
+    longest += run.max_response_length
+    known = max(tokenizer.get_vocab().values()) + 1
+    check_models(run, tokenizer, model_config, longest, known)
     print0(
         f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens\n"
         f"answers    {sum(p.answer is None for p in prompts + held_out):,} prompts lack {run.answer_key!r}\n"
         f"rollout    at most {run.train_batch_size} prompts x {run.rollout_n} responses per step\n"
-        f"update     mini-batch rows: actor {actor.ppo_mini_batch_size}, critic {critic.ppo_mini_batch_size}"
+        f"update     mini-batch rows: actor {actor.ppo_mini_batch_size},"
+        f" critic {run.critic.ppo_mini_batch_size}"
     )
     return run, Task(
         tokenizer=tokenizer,
@@ -1512,6 +1484,49 @@ def set_up(run):
         longest=longest,
         known=known,
     )
+
+
+def with_defaults(run):
+    """The run with what its flags leave open: the defaults of its task, and of the critic's model."""
+    addition = not run.prompts
+    actor = replace(run.actor, lr=run.actor.lr or (5e-4 if addition else 1e-6))
+    critic = replace(run.critic, lr=run.critic.lr or (1e-3 if addition else None))
+    if critic.model == "actor":
+        critic = replace(critic, model=actor.model, tokenizer=critic.tokenizer or actor.tokenizer)
+        if critic.override_config == "{}":
+            critic = replace(critic, override_config=actor.override_config)
+
+    reward = run.reward or (None if run.reward_model else "addition")
+    limit = run.max_response_length or (8 if addition else 256)
+    run = replace(run, actor=actor, critic=critic, reward=reward, max_response_length=limit)
+    if addition:
+        run = replace(run, prompt_key="prompt", answer_key="response")
+    return run
+
+
+def check_models(run, tokenizer, model_config, longest, known):
+    """UserError unless actor and critic can be built, and take rows of this length with these token ids."""
+    actor = run.actor
+    critic = run.critic
+    theirs, critic_config = common.load_config(critic)
+    ids = Batch.blank(2)
+    ids.input_ids[0] = known - 1
+    for config, model in ((actor, model_config), (critic, critic_config)):
+        with blame(f"{config.prefix}model: does not fit these prompts"):
+            common.check_length(longest, LONGEST, model)
+            common.check_rows(ids, model)
+
+    if longest > actor.ppo_max_token_len_per_gpu:
+        raise UserError(f"--actor.ppo-max-token-len-per-gpu: give at least {longest}, for {LONGEST}")
+    if theirs and tokenizer.get_vocab().items() - theirs.get_vocab().items():
+        raise UserError("--critic.tokenizer: has other token ids than the actor's; give both one tokenizer")
+
+    # without weights, which takes no time
+    module = critic_module(run.backend)
+    module.check_model_flags(critic, critic_config)
+    module.check_budget(critic, longest, LONGEST)
+    with blame(f"--actor.model {actor.model}: cannot be built"), torch.device("meta"):
+        AutoModelForCausalLM.from_config(deepcopy(model_config))
 
 
 def start_from(run, task, checkpoints):

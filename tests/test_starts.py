@@ -127,6 +127,7 @@ def test_numbers_have_an_upper_bound(script, flags):
 @pytest.mark.parametrize("flags", [
     f"--seed {HUGE}", f"--steps {HUGE}", "--reward-timeout 1e9", "--kl-coef 1e300", "--temperature 1e-9",
     f"--rollout-batch-size {HUGE}", f"--max-response-length {HUGE}", f"--max-turns {HUGE}",
+    "--rollout-n 1000000",
     "--actor.lr 1e300", "--actor.tis-cap 1e300", f"--actor.ppo-epochs {HUGE}",
 ])  # fmt: skip
 def test_numbers_of_the_loop_have_an_upper_bound(flags):
