@@ -477,6 +477,7 @@ class Rollout(BaseModel, strict=True):
 
     prompt: Text | None = None
     messages: Annotated[list[dict], Field(min_length=1)] | None = None  # a chat
+    tools: list[dict] | None = None  # that a chat may call, for the chat template
     prompt_ids: Ids | None = None
     response: str | None = None  # empty text: the policy stopped at once
     response_ids: Ids | None = None
@@ -497,9 +498,11 @@ class Rollout(BaseModel, strict=True):
         return self
 
 
-def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_images=None, hint_key=None):
+def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_images=None, hint_key=None,
+              keys=None, chat=None):  # fmt: skip
     """Reads a JSONL file (or a list of its lines) as one Batch; row_id is the line, from 0. UserError names
-    the first bad row. Rows must fit model_config; place_images(rollout, folder) and add_hint change them."""
+    the first bad row. Rows must fit model_config; place_images(rollout, folder) and add_hint change them.
+    keys: where prompt, response and reward are, see in_our_keys. chat: more arguments of chat templates."""
     name = "toy"
     folder = ""
     lines = source
@@ -514,7 +517,7 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
         if not line.strip():
             continue
         try:
-            rollout = parse_rollout(line, tokenizer, images=place_images is not None)
+            rollout = parse_rollout(line, tokenizer, place_images is not None, keys or {}, chat or {})
             rollout.prompt_ids = add_hint(tokenizer, line, hint_key, rollout.prompt_ids)
             if place_images:
                 place_images(rollout, folder)
@@ -567,8 +570,57 @@ def describe_rows(rows, gamma, source):
     return ends
 
 
-def parse_rollout(line, tokenizer, images=False):
-    """One JSON line -> Rollout with token ids. UserError says what is wrong. images: see chat_ids."""
+def look_up(row, key, default=None):
+    """row[key]; a key with dots leads to a nested one, as in reward_model.ground_truth."""
+    if key in row:
+        return row[key]
+    for part in key.split("."):
+        if not isinstance(row, dict) or part not in row:
+            return default
+        row = row[part]
+    return row
+
+
+def in_our_keys(row, keys):
+    """A row as TRL, verl or datasets write it, in the keys of Rollout. keys: {"prompt": "question"} and the
+    like say where to find prompt, response and reward."""
+    row = dict(row)
+    for name, key in keys.items():
+        if key != name:
+            row[name] = look_up(row, key)
+
+    # TRL: a prompt of messages, and a completion, which may be a message, too
+    if isinstance(row.get("prompt"), list) and "messages" not in row:
+        row["messages"] = row.pop("prompt")
+    if "completion" in row and "response" not in row and "response_ids" not in row:
+        row["response"] = row.pop("completion")
+    messages = row.get("messages")
+    answer = row.get("response")
+    if isinstance(answer, list) and isinstance(messages, list) and len(answer) == 1:
+        messages = messages + answer
+        row["response"] = None
+
+    # a chat whose last message is the answer
+    given = (row.get("response"), row.get("response_ids"))
+    if isinstance(messages, list) and len(messages) > 1 and given == (None, None):
+        last = messages[-1]
+        if isinstance(last, dict) and last.get("role") == "assistant":
+            (last,) = text_messages([last])
+            row["response"] = last.get("content")
+            row["messages"] = messages[:-1]
+    return row
+
+
+def parse_rollout(line, tokenizer, images=False, keys=None, chat=None):
+    """One JSON line -> Rollout with token ids. UserError says what is wrong. images: see text_messages;
+    keys: see in_our_keys; chat: more arguments of the chat template."""
+    row = None
+    with suppress(ValueError, RecursionError):  # which the model below names
+        row = json.loads(line)
+    if isinstance(row, dict):
+        ours = in_our_keys(row, keys or {})
+        if ours != row:
+            line = json.dumps(ours)
     try:
         rollout = Rollout.model_validate_json(line)
     except ValidationError as error:
@@ -576,12 +628,15 @@ def parse_rollout(line, tokenizer, images=False):
         text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         if fault["loc"]:
             text = f"{fault['loc'][0]}: {text}, not {fault['input']!r:.40}"
+        elif isinstance(row, dict):
+            text += f"; its keys are {', '.join(row):.200}"
         raise UserError(text) from None
     if tokenizer is None and not (rollout.prompt_ids and rollout.response_ids):
         raise UserError("it is text, but there is no tokenizer to encode it; give --tokenizer")
 
     if rollout.messages:
-        rollout.prompt_ids = chat_ids(tokenizer, text_messages(rollout.messages, images))
+        messages = text_messages(rollout.messages, images)
+        rollout.prompt_ids = chat_ids(tokenizer, messages, tools=rollout.tools, **(chat or {}))
     elif rollout.prompt:
         begin, ids = encode_start(tokenizer, rollout.prompt)
         rollout.prompt_ids = begin + ids
@@ -625,9 +680,9 @@ def add_hint(tokenizer, line, key, prompt_ids):
     if tokenizer is None:
         raise UserError("--privileged-key is text, but there is no tokenizer to encode it; give --tokenizer")
     row = json.loads(line)
-    if key not in row:
+    hint = look_up(row, key, default=...)
+    if hint is ...:
         raise UserError(f"no {key!r}, which --privileged-key names, among its keys {', '.join(row):.200}")
-    hint = row[key]
     if isinstance(hint, bool) or not isinstance(hint, str | int | float):
         raise UserError(f"{key} of --privileged-key must be text or a number, not {json.dumps(hint):.40}")
 
@@ -684,9 +739,10 @@ def is_image(part):  # whether a part of a message's content stands for an image
     return isinstance(part, dict) and part.get("type") == "image"
 
 
-def chat_ids(tokenizer, messages, complete=False):
+def chat_ids(tokenizer, messages, complete=False, **options):
     """Token ids of text_messages in the tokenizer's chat template, which adds special tokens itself. Unless
-    `complete`, the assistant is next: it continues its last message or begins a new one."""
+    `complete`, the assistant is next: it continues its last message or begins a new one. options: tools, and
+    more arguments of the template."""
     goes_on = not complete and messages[-1].get("role") == "assistant"
     said = [m["content"].strip() for m in messages if m["role"] == "user" and isinstance(m["content"], str)]
 
@@ -696,6 +752,7 @@ def chat_ids(tokenizer, messages, complete=False):
             tokenize=False,
             add_generation_prompt=not (complete or goes_on),
             continue_final_message=goes_on,
+            **options,
         )
 
     with blame("messages do not fit the tokenizer's chat template, or it has none; give another tokenizer"):
@@ -710,6 +767,9 @@ def chat_ids(tokenizer, messages, complete=False):
         calls = [message for message in messages if message.get("tool_calls")]
         if calls and "tool_calls" not in tokenizer.get_chat_template():
             raise UserError("a message has tool_calls, which the template leaves out")
+
+        if options.get("tools") and "tools" not in tokenizer.get_chat_template(tools=options["tools"]):
+            raise UserError("the row has tools, which the template leaves out")
 
         # templates of tool users expect null next to calls, and others show it as a word
         if any(message.get("content") is None for message in calls):
@@ -1471,10 +1531,7 @@ def load_config(config):
 
     # merge --override-config into the fields
     text = config.override_config
-    with blame(f"{to}override-config {text}: must be a JSON object"):
-        overrides = json.loads(text)
-        if not isinstance(overrides, dict):
-            raise ValueError(f"it is a {type(overrides).__name__}")
+    overrides = json_object(f"{to}override-config", text)
     windows = {"num_hidden_layers", "sliding_window", "use_sliding_window", "max_window_layers"}
     if windows & overrides.keys():
         fields.pop("layer_types", None)  # lets the config derive them again
@@ -1529,6 +1586,15 @@ def load_tokenizer(config):
         print0(f"tokenizer  none in {name}, so rows must be token ids")
         return None
     return tokenizer
+
+
+def json_object(flag, text):
+    """The dict of a flag's JSON text. UserError: it is something else."""
+    with blame(f"{flag} {text}: must be a JSON object"):
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise ValueError(f"it is a {type(found).__name__}")
+    return found
 
 
 def mistake_in_sizes(text):

@@ -127,7 +127,11 @@ class Run:
     critic: tyro.conf.OmitArgPrefixes[Config] = Config()
     rollouts: Text | None = None  # JSONL file to train on (None: the built-in toy task)
     eval_rollouts: Text | None = None  # JSONL file to evaluate on (None: no evaluation; the toy has its own)
+    prompt_key: Text = "prompt"  # JSONL key of the prompt: text, or a list of chat messages
+    response_key: Text = "response"  # JSONL key of the response; a.b is key b within key a, here and below
+    reward_key: Text = "reward"  # JSONL key of the reward
     privileged_key: Text | None = None  # JSONL key of text that only the critic reads, before the prompt
+    chat_template_kwargs: Text = "{}"  # JSON for the chat template, e.g. '{"enable_thinking": false}'
     score: Text | None = None  # no training: write this JSONL file with values to out_dir/scored.jsonl
     gamma: Fraction = 1.0  # discount factor per action
     lam: Fraction = 1.0  # GAE lambda of the returns (1: Monte Carlo, from rewards alone)
@@ -1628,7 +1632,9 @@ def load_rows(run, worker):
     """(rows to train on or to score, rows to evaluate on, maybe none), from files or the toy task."""
     read = partial(
         common.read_rows, tokenizer=worker.tokenizer, model_config=worker.model_config,
-        hint_key=run.privileged_key
+        hint_key=run.privileged_key,
+        keys={"prompt": run.prompt_key, "response": run.response_key, "reward": run.reward_key},
+        chat=common.json_object("--chat-template-kwargs", run.chat_template_kwargs)
     )  # fmt: skip
     seed = run.critic.seed
     if run.score:

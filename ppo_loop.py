@@ -259,9 +259,11 @@ class Run:
     prompts: Text | None = None  # JSONL to train on (None: the built-in addition task)
     eval_prompts: Text | None = None  # JSONL to evaluate on (None: no evaluation; addition has its own)
     prompt_key: Text = "prompt"  # JSONL key of the prompt: text, or a list of chat messages
-    answer_key: Text = "answer"  # JSONL key of the reference answer, which reward functions receive
+    # JSONL key of the reference answer, which reward functions receive; in all keys, a.b is key b within a
+    answer_key: Text = "answer"
     privileged_key: Text | None = None  # JSONL key of text that only the critic reads, before the prompt
     chat: bool = False  # wrap text prompts in the tokenizer's chat template, as a user message
+    chat_template_kwargs: Text = "{}"  # JSON for the chat template, e.g. '{"enable_thinking": false}'
     max_prompt_length: Positive = 1024  # drop prompts longer than this many tokens, and report how many
     supervised_steps: Count = 250  # supervised steps before PPO, for addition with a tiny-* actor
     reward: Text | None = None  # addition, gsm8k, or FILE.py:FUNCTION(prompt, response, answer) -> number
@@ -473,10 +475,12 @@ def load_prompts(source, flag, run, tokenizer):
 def read_prompt(line, run, tokenizer):
     """One JSON line -> Prompt. ValueError, or an error of the tokenizer: it is unusable."""
     row = json.loads(line)
-    if not isinstance(row, dict) or run.prompt_key not in row:
-        raise ValueError(f"it must be an object with the key {run.prompt_key!r}")
-    text = row[run.prompt_key]
-    answer = row.get(run.answer_key)
+    if not isinstance(row, dict):
+        raise ValueError("it must be a JSON object")
+    text = common.look_up(row, run.prompt_key)
+    if text is None:
+        raise ValueError(f"it has only the keys {', '.join(row):.200}")
+    answer = common.look_up(row, run.answer_key)
 
     # a chat; its last message is what rewards and environments see
     messages = None
@@ -490,7 +494,8 @@ def read_prompt(line, run, tokenizer):
     if not isinstance(text, str) or not text:
         raise ValueError("the prompt, or its last message, must be text and not empty")
     if messages:
-        ids = common.chat_ids(tokenizer, messages)
+        options = common.json_object("--chat-template-kwargs", run.chat_template_kwargs)
+        ids = common.chat_ids(tokenizer, messages, tools=row.get("tools"), **options)
     else:
         begin, ids = common.encode_start(tokenizer, text)
         ids = begin + ids
@@ -970,8 +975,12 @@ def listen(replies, task, run):
         if chat:
             start = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "the turn before"}]
             with blame("--environment: needs a chat template that shows an assistant's turn as it is"):
+                options = common.json_object("--chat-template-kwargs", run.chat_template_kwargs)
                 text = task.tokenizer.apply_chat_template(
-                    [*start, {"role": "user", "content": said}], add_generation_prompt=True, tokenize=False
+                    [*start, {"role": "user", "content": said}],
+                    add_generation_prompt=True,
+                    tokenize=False,
+                    **options,
                 )
                 shown = text.split("the turn before", 1)[1].lstrip()
         ids = task.tokenizer(shown, add_special_tokens=False)["input_ids"]

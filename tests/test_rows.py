@@ -16,6 +16,7 @@ import critic_fsdp
 import critic_megatron
 import ppo_loop
 
+SCRIPTS = pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
 GOOD = {"response": "2", "reward": 1.0}
 TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 WITH_CALLS = TURNS.replace("{% endfor %}", "{{ m.tool_calls|length if m.tool_calls }}{% endfor %}")
@@ -125,6 +126,82 @@ def test_a_template_that_wants_parts_gets_them_and_one_that_drops_a_question_is_
         text_of_row(a_tokenizer("{{ messages[0].role }}"), messages=chat)
 
 
+# ---- Rows of other systems ---------------------------------------------------------------------------------
+
+USER = {"role": "user", "content": "1+1?"}
+SHAPES = {  # who writes it -> the row, and where its prompt, response and reward are
+    "plain": ({"prompt": "<user>1+1?", "response": "2", "reward": 1.0}, {}),
+    "TRL": ({"prompt": [USER], "completion": [{"role": "assistant", "content": "2"}], "reward": 1.0}, {}),
+    "TRL, text": ({"prompt": "<user>1+1?", "completion": "2", "reward": 1.0}, {}),
+    "a whole chat": ({"messages": [USER, {"role": "assistant", "content": "2"}], "reward": 1.0}, {}),
+    "a whole chat as the prompt":
+        ({"prompt": [USER, {"role": "assistant", "content": parts("2")}], "reward": 1}, {}),
+    "other keys": ({"question": [USER], "answer": "2", "score": 1.0},
+                   {"prompt": "question", "response": "answer", "reward": "score"}),
+    "nested keys": ({"prompt": [USER], "out": {"text": "2", "judge": {"score": 1}}},
+                    {"prompt": "prompt", "response": "out.text", "reward": "out.judge.score"}),
+    "a key with a dot": ({"prompt": [USER], "response": "2", "a.b": 1.0, "a": {"b": 9}}, {"reward": "a.b"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_other_systems_are_read(shape):
+    row, keys = SHAPES[shape]
+    tokenizer = a_tokenizer()
+    rows = common.read_rows([json.dumps(row)], tokenizer, keys=keys)
+    assert tokenizer.decode(rows.input_ids) == "<user>1+1?2<eos>"
+    assert rows.token_level_rewards.tolist() == [0.0] * (len(rows.input_ids) - 1) + [1.0]
+
+
+def test_a_row_that_fits_nothing_is_told_with_its_keys():
+    row = {"question": "1+1=", "text": "2", "score": 1.0}
+    for more, words in (({}, "prompt, messages, prompt_ids"), ({"prompt": "1+1="}, "response, response_ids")):
+        shown = f"needs exactly one of {words}; has none; its keys are {', '.join(row | more)}"
+        with refused(shown, begin="toy:1: "):
+            common.read_rows([json.dumps(row | more)], a_tokenizer())
+
+
+def test_the_loop_reads_nested_answers_as_verl_writes_them():
+    row = {"prompt": [USER], "reward_model": {"ground_truth": "#### 2"}, "extra_info": {"answer": 3}}
+    for key, answer in (("reward_model.ground_truth", "#### 2"), ("extra_info.answer", 3), ("x.y", None)):
+        run = ppo_loop.Run(critic=None, prompts="x", answer_key=key)
+        (prompt,) = ppo_loop.load_prompts([json.dumps(row)], "--prompts", run, a_tokenizer())
+        assert (prompt.text, prompt.answer) == ("1+1?", answer)
+
+
+def test_tools_and_options_reach_the_chat_template():
+    """As Qwen3's, which has an empty thought before the answer unless thinking is enabled."""
+    thinks = "{% for t in tools %}[{{ t.name }}]{% endfor %}" + TURNS
+    thinks += "{% if enable_thinking is false %}<think></think>{% endif %}"
+    tokenizer = a_tokenizer(thinks)
+    row = {"messages": [USER], "tools": [{"name": "add"}], "response": "2", "reward": 1.0}
+    rows = common.read_rows([json.dumps(row)], tokenizer, chat={"enable_thinking": False})
+    assert tokenizer.decode(rows.input_ids) == "[add]<user>1+1?<think></think>2<eos>"
+    run = ppo_loop.Run(critic=None, prompts="x", chat_template_kwargs='{"enable_thinking": false}')
+    line = json.dumps({"prompt": [USER], "tools": [{"name": "add"}]})
+    (prompt,) = ppo_loop.load_prompts([line], "--prompts", run, tokenizer)
+    assert tokenizer.decode(prompt.ids) == "[add]<user>1+1?<think></think>"
+    with refused("the row has tools, which the template leaves out"):
+        common.read_rows([json.dumps(row)], a_tokenizer())
+
+
+@SCRIPTS
+def test_the_critics_pass_keys_and_options_on(script, tmp_path):
+    tokenizer = a_tokenizer(TURNS + "{{ more }}")
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"q": [USER], "a": {"text": "2"}, "points": 0.5}))
+    run = script.Run(
+        rollouts=str(path), prompt_key="q", response_key="a.text", reward_key="points",
+        chat_template_kwargs='{"more": "!"}'
+    )  # fmt: skip
+    made = script.CriticWorker(script.Config())
+    made.tokenizer = tokenizer
+    rows, _ = script.load_rows(run, made)
+    assert tokenizer.decode(rows.input_ids) == "<user>1+1?!2<eos>" and rows.token_level_rewards.sum() == 0.5
+    with refused("must be a JSON object", begin="--chat-template-kwargs [1]: "):
+        script.load_rows(dataclasses.replace(run, chat_template_kwargs="[1]"), made)
+
+
 # ---- Special tokens ----------------------------------------------------------------------------------------
 
 BEGINS_AND_ENDS = {"begins": "<s>", "ends": "<eos>", "bos": "<s>"}
@@ -210,7 +287,6 @@ def test_a_file_with_a_byte_order_mark_is_read(encode, tmp_path):
 
 # ---- Batches made by hand ----------------------------------------------------------------------------------
 
-SCRIPTS = pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
 FAULTS = {  # column -> what a user might put there, and words of the answer
     "input_ids": [
         (lambda x: x.int(), "must be a (T,) tensor of torch.int64 on the host, not torch.int32"),

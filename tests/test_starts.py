@@ -200,7 +200,8 @@ def test_padding_is_advised_only_to_a_run_that_packs():
     (["--prompts", "a\n--critic megatron\nb", "--reward", "gsm8k"], "fsdp"),
 ])  # fmt: skip
 def test_the_critic_is_the_value_of_its_own_flag(args, backend):
-    assert ppo_loop.parse(args).backend == backend
+    run = ppo_loop.parse(args)
+    assert run.backend == backend and type(run.critic) is ppo_loop.critic_flags(backend)
 
 
 @pytest.mark.parametrize("args", [["--critic"], ["--critic", ""], ["--critic", "--steps", "3"]])
