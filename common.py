@@ -1301,7 +1301,7 @@ class Logger:
         )
 
 
-def time_left(seconds, steps):  # for this many steps of so many seconds; timedelta has an upper bound
+def time_left(seconds, steps):  # seconds: of one step; a timedelta has an upper bound
     return timedelta(seconds=round(min(seconds * steps, 1e12)))
 
 

@@ -565,7 +565,7 @@ def forking(script, short):
 
 
 def odd_rewards(script, short):
-    """Functions of users that return, raise, exit, hang, fork or print what nobody expects."""
+    """Functions of users that return, raise, exit, hang, fork or print in odd ways."""
     sys.path.insert(0, str(ROOT / "tests"))
     import rewards
 

@@ -203,7 +203,11 @@ def bad_input_ends_every_rank(folder):
         ({}, {"rollouts": f"{folder}/none.jsonl"}, "--rollouts"),
         ({"tokenizer": folder}, {}, "--tokenizer"),
         ({"model": folder}, {}, "--model"),
-        ({"ulysses_size": 2, "override_config": '{"num_attention_heads": 1}'}, {}, "attention heads"),
+        (
+            {"ulysses_size": 2, "override_config": '{"num_attention_heads": 1, "num_key_value_heads": 1}'},
+            {},
+            "attention heads",
+        ),
         ({"fsdp_size": 5}, {}, "--fsdp-size 5: must divide the 2 ranks"),
     ]
     for name, (change, fault) in BAD_ROWS.items():

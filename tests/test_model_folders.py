@@ -267,7 +267,7 @@ def test_a_download_that_fails_is_named(monkeypatch):
 
 
 def test_an_adapter_is_refused_and_its_merged_model_is_read(base, tmp_path):
-    """Also with a config.json next to it: transformers would load the base model without a word."""
+    """Also with a config.json next to it: transformers would load the base model and say nothing."""
     plain = tmp_path / "plain"
     adapter = tmp_path / "adapter"
     merged = tmp_path / "merged"
