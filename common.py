@@ -106,25 +106,25 @@ def print0(*args):  # prints on rank 0 only
 def check_environment():
     """UserError unless the variables that torchrun sets are all there and readable, or none of them is.
 
-    An empty variable counts as absent. MASTER_ADDR and MASTER_PORT alone are harmless: clusters export them.
-    """
+    An empty variable counts as absent. Without RANK and WORLD_SIZE the others are harmless, and not used:
+    clusters export them."""
     given = {name: os.environ.get(name, "") for name in TORCHRUN}
-    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    if not any(given[name] for name in ours):
+    if not given["RANK"] and not given["WORLD_SIZE"]:
         return
 
     absent = [name for name in TORCHRUN if not given[name]]
     if absent:
-        there = next(name for name in ours if given[name])
+        there = "RANK" if given["RANK"] else "WORLD_SIZE"
         raise UserError(
             f"{there}={given[there]:.40} is set, but {', '.join(absent)} is not:"
             f" start with torchrun, which sets them all, or unset {there}"
         )
 
-    for name in (*ours, "MASTER_PORT"):
+    numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+    for name in numbers:
         if not re.fullmatch("[0-9]{1,9}", given[name]):
             raise UserError(f"{name}={given[name]:.40}: must be a number, as torchrun sets it")
-    rank, local_rank, world_size, port = (int(given[name]) for name in (*ours, "MASTER_PORT"))
+    rank, local_rank, world_size, port = (int(given[name]) for name in numbers)
     if not local_rank <= rank < world_size:
         raise UserError(
             f"RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={world_size}:"

@@ -1272,6 +1272,8 @@ def test_a_resumed_run_continues_where_it_stopped(tmp_path):
         go_on(steps=1)
 
     assert go_on(out_dir=ours)[0] == f"{ours}/supervised"
+    copied, original = (load_file(f"{folder}/supervised/model.safetensors") for folder in (ours, theirs))
+    assert all(torch.equal(copied[name], x) for name, x in original.items())
     shutil.copytree(f"{theirs}/checkpoints", f"{ours}/checkpoints")  # what the new run saved
     shutil.rmtree(theirs)
     assert go_on(folder=f"{ours}/checkpoints/step_2", out_dir=ours)[0] == f"{ours}/supervised"

@@ -66,7 +66,7 @@ def test_what_torchrun_sets_is_taken_whole_or_named(script, words, tmp_path):
 
 @pytest.mark.parametrize("env", [
     {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": "", "OMP_NUM_THREADS": ""},
-    {"MASTER_ADDR": "node0", "MASTER_PORT": "1"},  # as clusters export them
+    {"MASTER_ADDR": "node0", "MASTER_PORT": "1", "LOCAL_RANK": "0"},  # as clusters export them
     {"OMP_NUM_THREADS": " 2,1 "},  # for nested parallel regions
 ], ids=str)  # fmt: skip
 def test_empty_and_harmless_variables_are_no_mistake(env, tmp_path):
