@@ -5,6 +5,7 @@ N value bins, or rows treated alike; H query heads; K key and value heads; D fea
 
 import codecs
 import collections
+import copy
 import fcntl
 import functools
 import hashlib
@@ -222,7 +223,8 @@ def launch(main):
         code = 0
     except UserError as error:
         code = 2
-        message = f"{label}: {error}\n"
+        said = "\\n".join(str(error).splitlines())  # a flag or a variable may hold several lines
+        message = f"{label}: {said}\n"
     except SystemExit as stop:
         code = stop.code
     except BaseException:
@@ -1544,6 +1546,13 @@ def load_config(config):
     name = f"{to}override-config {text}" if overrides else f"{to}model {model}"
     with blame(f"{name}: is no config that {kind.__name__} takes"):
         model_config = kind.from_dict(fields)
+        if model_config.is_encoder_decoder:
+            raise ValueError("an encoder-decoder writes no rows of prompt and response")
+
+        # the export checks the config in this way, when all the work is done
+        as_exported = copy.deepcopy(model_config)
+        as_exported._attn_implementation = "sdpa"
+        as_exported.validate()
     if mistake := mistake_in_sizes(model_config.get_text_config()):
         raise UserError(f"{name}: {mistake}")
     disable_dropout(model_config)

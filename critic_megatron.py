@@ -235,7 +235,8 @@ if __name__ == "__main__":  # here, because the imports below take ten seconds
     speaks = not 0 < RANK < WORLD_SIZE  # one rank speaks for all
     RUN = tyro.cli(Run, description=__doc__, console_outputs=speaks)
     if mistake := mistake_in(RUN):
-        print(f"error: {mistake}" if speaks else "", file=sys.stderr)
+        said = "\\n".join(mistake.splitlines())  # a flag may hold several lines
+        print(f"error: {said}" if speaks else "", file=sys.stderr)
         sys.exit(2)
 
 import torch

@@ -85,6 +85,16 @@ def test_ranks_that_never_come_are_waited_for_in_words_and_not_longer_than_the_t
     ends_in_one_line(process, "MASTER_ADDR, MASTER_PORT: rank 1 does not meet the other ranks at 127.0.0.1:")
 
 
+def test_a_mistake_of_several_lines_is_told_in_one(tmp_path):
+    path = tmp_path / "two\nlines"
+    process = run(sys.executable, FSDP, "--rollouts", path, "--out-dir", tmp_path / "out", timeout=60)
+    ends_in_one_line(process, f"--rollouts {tmp_path}/two\\nlines (FileNotFoundError")
+    process = run(sys.executable, MEGATRON, "--ppo-max-token-len-per-gpu", "a\nb", timeout=60)
+    ends_in_one_line(process, "--ppo-max-token-len-per-gpu a\\nb: ")
+    process = run(sys.executable, FSDP, *SHORT, timeout=60, **WHOLE | {"RANK": "0\n"})
+    ends_in_one_line(process, "RANK=0\\n: must be a number")
+
+
 def test_letters_that_a_terminal_lacks_end_no_run():
     """As the name of a file, or the text of a row, on a terminal that knows ASCII only."""
     say = "import common; common.launch(lambda: common.print0('prompts é 中.jsonl'))"
@@ -149,6 +159,9 @@ SIZES = {  # words of the answer -> --override-config
     "pad_token_id is 1000, outside the vocabulary of 99": '{"pad_token_id": 1000}',
     "max_position_embeddings is 0": '{"max_position_embeddings": 0}',
     "is no config that Qwen2Config takes": '{"hidden_size": "wide"}',
+    "is no config that Qwen2Config takes (TypeError: 'int'": '{"validate": 1}',
+    "is no config that Qwen2Config takes (StrictDataclassClassV": '{"output_attentions": true}',
+    "is no config that Qwen2Config takes (ValueError: an encoder": '{"is_encoder_decoder": true}',
     "must be a JSON object (ValueError: it is a list)": "[1]",
     "must be a JSON object (JSONDecodeError": "{",
 }
