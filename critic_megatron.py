@@ -1538,7 +1538,7 @@ class Checkpoints:
         """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""
         halvings = 0
         with suppress(OSError, ValueError):
-            halvings = int(self.out_of_memory.read_text())
+            halvings = max(0, int(self.out_of_memory.read_text()))
         steps = common.steps_in(f"{self.run.out_dir}/checkpoints")
 
         # network file systems may show ranks different files: what rank 0 sees counts

@@ -417,6 +417,13 @@ def test_how_often_memory_ran_out_is_kept_as_a_number(tmp_path):
     assert (tmp_path / "out_of_memory").read_text() == "3"  # not for a user's file of that name
 
 
+def test_a_number_below_zero_halves_nothing(tmp_path):
+    (tmp_path / "out_of_memory").write_text("-1")
+    common.setup_distributed()
+    run = critic_fsdp.Run(critic_fsdp.Config(), resume="auto", out_dir=str(tmp_path))
+    assert critic_fsdp.Checkpoints(run).halvings == 0
+
+
 GROUPS = """
 import os, sys
 import torch.distributed as dist
