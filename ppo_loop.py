@@ -82,13 +82,18 @@ def attempt(function, *row):
     if the function has an argument of that name."""
     process = os.getpid()
     status = 0
-    parameters = ()
+    parameters = {}
     with suppress(Exception):  # some built-in functions have no signature
         parameters = inspect.signature(function).parameters
 
     # the rank cannot unpickle the user's classes, so their texts and numbers become plain ones
     try:
-        made = function(*row if "turns" in parameters else row[:3])
+        more = {}
+        if "turns" not in parameters:
+            row = row[:3]
+        elif parameters["turns"].kind is inspect.Parameter.KEYWORD_ONLY:
+            *row, more["turns"] = row
+        made = function(*row, **more)
         if inspect.isawaitable(made):
             made = awaited(made)
         if isinstance(made, str):

@@ -892,6 +892,13 @@ def test_async_rows_of_threads_wait_for_each_other_on_one_loop():
         assert answers == [(x, "") for x in "012467"]
 
 
+def test_turns_may_be_an_argument_with_a_name_only():
+    row = ("1+1=", "2", "2", ["2", "ok"])
+    assert ppo_loop.attempt(lambda *row, turns: len(row) * 10 + len(turns), *row) == (32.0, "")
+    assert ppo_loop.attempt(lambda p, r, a, turns: len(turns), *row) == (2.0, "")
+    assert ppo_loop.attempt(lambda *row: len(row), *row) == (3.0, "")
+
+
 VALUES = """
 import enum, os
 from decimal import Decimal
