@@ -15,6 +15,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -169,7 +170,17 @@ def meet(timeout):
     found = Future()
 
     def look():
+        until = perf_counter() + timeout.total_seconds()
         try:
+            # torch would tell a name that it cannot find in a page of C++; a cluster may know it soon
+            while True:
+                try:
+                    socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
+                    break
+                except socket.gaierror:
+                    if perf_counter() > until - 1:
+                        raise
+                    sleep(1)
             store, *_ = next(dist.rendezvous("env://", timeout=timeout))
             found.set_result(store)
         except Exception as error:

@@ -85,6 +85,13 @@ def test_ranks_that_never_come_are_waited_for_in_words_and_not_longer_than_the_t
     ends_in_one_line(process, "MASTER_ADDR, MASTER_PORT: rank 1 does not meet the other ranks at 127.0.0.1:")
 
 
+@pytest.mark.parametrize("name", ["no.such.host.invalid", " ", "ü" * 300])
+def test_a_host_that_nobody_knows_is_one_line(name, tmp_path):
+    env = WHOLE | {"MASTER_ADDR": name}
+    process = run(sys.executable, FSDP, *SHORT, "--timeout-minutes", "0.04", timeout=90, **env)
+    ends_in_one_line(process, f"MASTER_ADDR, MASTER_PORT: rank 0 does not meet the other ranks at {name}:0 (")
+
+
 def test_a_mistake_of_several_lines_is_told_in_one(tmp_path):
     path = tmp_path / "two\nlines"
     process = run(sys.executable, FSDP, "--rollouts", path, "--out-dir", tmp_path / "out", timeout=60)
