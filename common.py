@@ -1246,7 +1246,6 @@ class Logger:
 
         # a run that starts anew leaves the curves of an earlier one as they are, too
         if not last_step:
-            Path(self.out_dir, "out_of_memory").unlink(missing_ok=True)
             for name in ("metrics.jsonl", "tensorboard"):
                 path = f"{self.out_dir}/{name}"
                 if exists(path):
@@ -1619,16 +1618,23 @@ def json_object(flag, text):
 
 def mistake_in_sizes(text):
     """What is impossible in the transformers config of a decoder, or None: it would fail only later."""
-    sizes = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
-    sizes += " num_key_value_heads head_dim max_position_embeddings"
-    found = {}
-    for name in sizes.split():
-        found[name] = None
+    most = {
+        "vocab_size": 2**24,
+        "hidden_size": 2**18,
+        "intermediate_size": 2**20,
+        "num_hidden_layers": 2**10,
+        "num_attention_heads": 2**12,
+        "num_key_value_heads": 2**12,
+        "head_dim": 2**14,
+        "max_position_embeddings": 2**31,
+    }
+    found = dict.fromkeys(most)
+    for name in most:
         with suppress(Exception):  # some models lack it, others have one for each layer
             found[name] = getattr(text, name)
     for name, x in found.items():
-        if isinstance(x, int) and not 0 < x < 2**31:
-            return f"{name} is {x}; it must be at least 1"
+        if isinstance(x, int) and not 0 < x <= most[name]:
+            return f"{name} is {x}; it must be from 1 to {most[name]:,}"
 
     heads = found["num_attention_heads"]
     groups = found["num_key_value_heads"]

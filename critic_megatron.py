@@ -14,6 +14,7 @@ Shapes are in the names: T tokens of all sequences, end to end; B sequences; L l
 A slot is a token or padding of a micro-batch on this rank.
 """
 
+import io
 import json
 import os
 import re
@@ -24,7 +25,7 @@ import time
 import warnings
 from collections import ChainMap
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -147,6 +148,27 @@ class Run:
     out_dir: Text = "out/critic_megatron"  # folder for checkpoints, Hugging Face export, metrics and report
 
 
+def read_flags(kind, **options):
+    """The dataclass `kind` from the command line, by tyro. A mistake ends the process with one line."""
+    box = io.StringIO()
+    try:
+        with redirect_stderr(box):
+            return tyro.cli(kind, **options)
+    except SystemExit as stop:
+        if not stop.code or not box.getvalue():  # --help, or a rank that is silent
+            raise
+
+        # tyro's box: what is wrong, then perhaps what was meant, then the flag's help
+        lines = [line.strip("│╭╮╰╯─ ") for line in box.getvalue().splitlines()[1:]]
+        text = "\n".join(lines)
+        wrong = " ".join(text.split("\n\n")[0].split()).removeprefix("Error parsing ").rstrip(".")
+        if "Perhaps you meant" in text:
+            meant = re.findall(r"^--\S+", text.split("Perhaps you meant")[1], flags=re.M)
+            wrong += f"; perhaps you meant {' or '.join(dict.fromkeys(meant))}"
+        print(f"error: {wrong}; --help explains all flags", file=sys.stderr)
+        sys.exit(stop.code)
+
+
 def out_of_range(flags):
     """One line about the first flag with a wrong type or range, or None. flags: a dataclass."""
     try:
@@ -233,7 +255,7 @@ def mistake_in_run(run):
 
 if __name__ == "__main__":  # here, because the imports below take ten seconds
     speaks = not 0 < RANK < WORLD_SIZE  # one rank speaks for all
-    RUN = tyro.cli(Run, description=__doc__, console_outputs=speaks)
+    RUN = read_flags(Run, description=__doc__, console_outputs=speaks)
     if mistake := mistake_in(RUN):
         said = "\\n".join(mistake.splitlines())  # a flag may hold several lines
         print(f"error: {said}" if speaks else "", file=sys.stderr)
@@ -1533,6 +1555,8 @@ class Checkpoints:
         self.folder = run.resume and realpath(run.resume)
         if run.resume == "auto":
             self.find_newest()
+        elif RANK == 0:
+            self.out_of_memory.unlink(missing_ok=True)  # a run that starts anew may have other flags
 
     def find_newest(self):
         """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""
@@ -1605,16 +1629,19 @@ def main(run):
     most = run.train_batch_size or config.ppo_mini_batch_size
     size = ceil(len(train) / ceil(len(train) / most))  # rows per update: rows_of_step cuts evenly
     total = run.steps * config.ppo_epochs * ceil(size / config.ppo_mini_batch_size)
-    checkpoints = Checkpoints(run)
     source = run.score or run.rollouts or "the toy"
-    worker.init_model(total, common.describe_rows(train, run.gamma, source))
-    if checkpoints.folder:
-        worker.load_checkpoint(checkpoints.folder)
-    worker.set_budget(longest, "the longest row", checkpoints.halvings)
-    if run.score:
-        train.values = worker.critic.compute_values(train)
-        return common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
-    with checkpoints:
+    with Checkpoints(run) as checkpoints:
+        worker.init_model(total, common.describe_rows(train, run.gamma, source))
+        if checkpoints.folder:
+            worker.load_checkpoint(checkpoints.folder)
+        worker.set_budget(longest, "the longest row", checkpoints.halvings)
+
+        if run.score:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save
+            train.values = worker.critic.compute_values(train)
+            common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
+            return
+
         print0(
             f"steps      {run.steps} updates x {size} rows,"
             f" mini-batches of {min(size, config.ppo_mini_batch_size)} rows,"

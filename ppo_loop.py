@@ -322,7 +322,7 @@ def parse(args):
             f"--critic {backend or ''}: must be fsdp or megatron; flags of the critic are --critic.*"
         )
     critic = critic_flags(backend)(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size)
-    run, unknown = tyro.cli(
+    run, unknown = critic_module(backend).read_flags(
         Run,
         args=args,
         default=Run(critic=critic),

@@ -3,6 +3,7 @@
 Each start is a process of its own: it ends well, or in one line with status 2, before anything is built."""
 
 import contextlib
+import dataclasses
 import datetime
 import errno
 import json
@@ -153,7 +154,7 @@ def test_numbers_of_the_loop_have_an_upper_bound(flags):
 
 
 SIZES = {  # words of the answer -> --override-config
-    "num_attention_heads is 0; it must be at least 1": '{"num_attention_heads": 0}',
+    "num_attention_heads is 0; it must be from 1 to 4,096": '{"num_attention_heads": 0}',
     "num_attention_heads is 3, which num_key_value_heads, 2, must divide": '{"num_attention_heads": 3}',
     "num_key_value_heads is 0": '{"num_key_value_heads": 0}',
     "RoPE requires an even rotary dimension": '{"head_dim": 15}',
@@ -161,6 +162,9 @@ SIZES = {  # words of the answer -> --override-config
     "hidden_size is 0": '{"hidden_size": 0}',
     "hidden_size is -64": '{"hidden_size": -64}',
     "num_hidden_layers is 0": '{"num_hidden_layers": 0}',
+    "num_hidden_layers is 1000000": '{"num_hidden_layers": 1000000}',
+    "hidden_size is 1000000": '{"hidden_size": 1000000}',
+    "vocab_size is 1000000000": '{"vocab_size": 1000000000}',
     "intermediate_size is 0": '{"intermediate_size": 0}',
     "vocab_size is 0": '{"vocab_size": 0}',
     "pad_token_id is 1000, outside the vocabulary of 99": '{"pad_token_id": 1000}',
@@ -236,6 +240,23 @@ def test_the_users_own_text_is_left_as_it_is():
         ppo_loop.set_up(ppo_loop.parse(["--critic.model", "tiny --lr model"]))
     with refused("has no '--lr' to override", begin="--actor.override-config: "):
         ppo_loop.set_up(ppo_loop.parse(["--actor.override-config", '{"--lr": 1}']))
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--value-head 0", "invalid choice '0' for argument '--value-head'"),
+    ("--steps inf", "--steps: invalid literal for int() with base 10: 'inf'"),
+    ("--lr", "Missing value for argument '--lr'"),
+    ("--lr x", "--lr: no type matching"),
+    ("--lrr 3", "Unrecognized options: --lrr, 3; perhaps you meant --lr; --help explains all flags"),
+])  # fmt: skip
+@pytest.mark.parametrize("script", [FSDP, MEGATRON, PPO], ids=lambda path: path.stem)
+def test_a_flag_that_cannot_be_read_is_one_line(script, flags, words):
+    if script == PPO and "steps" not in flags:
+        flags = flags.replace("--", "--critic.")
+        words = words.replace("--", "--critic.").replace("--critic.help", "--help")
+        if "lrr" in flags:
+            words = "--critic.lrr: unknown with --critic fsdp; --help explains all flags"
+    ends_in_one_line(run(sys.executable, script, *flags.split()), words)
 
 
 # ---- The folder of a run -----------------------------------------------------------------------------------
@@ -388,6 +409,33 @@ def test_a_head_starts_at_the_mean_of_the_first_batch_that_has_an_action(script)
 
 
 @pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
+@pytest.mark.parametrize("score", [True, False])
+def test_memory_that_runs_out_before_the_first_step_counts_too(script, score, tmp_path, monkeypatch):
+    """While the budget is measured, and while rows are scored; a run that starts anew forgets it."""
+    judge = worker(model="tiny-qwen2", value_head_init="normal")
+    judge.export_hf(tmp_path / "judge")
+    critic = script.Config(model=str(tmp_path / "judge"))
+    flags = {"score": str(ROWS)} if score else {"rollouts": str(ROWS), "steps": 1}
+    run = script.Run(critic, out_dir=str(tmp_path / "out"), resume="auto", **flags)
+
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("out of memory")
+
+    where = (script.CriticWorker, "set_budget")
+    if score:
+        kind = script.DataParallelPPOCritic if script is critic_fsdp else script.MegatronPPOCritic
+        where = (kind, "compute_values")
+    monkeypatch.setattr(*where, fails)
+    for times in (1, 2):
+        with pytest.raises(torch.OutOfMemoryError):
+            script.main(run)
+        assert (tmp_path / "out/out_of_memory").read_text() == f"{times}"
+    monkeypatch.undo()
+    anew = script.Checkpoints(dataclasses.replace(run, resume=None))
+    assert anew.halvings == 0 and not (tmp_path / "out/out_of_memory").exists()
+
+
+@pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
 def test_a_longer_row_does_not_undo_the_halving(script):
     critic = worker(script=script, ppo_max_token_len_per_gpu=1000)
     critic.set_budget(20, "the longest row", halvings=2)
@@ -419,7 +467,8 @@ def test_how_often_memory_ran_out_is_kept_as_a_number(tmp_path):
         assert checkpoints.halvings == expected
         with contextlib.suppress(MemoryError), checkpoints:
             raise MemoryError("out of memory")
-    with critic_fsdp.Checkpoints(critic_fsdp.Run(critic, out_dir=str(tmp_path))) as checkpoints:
+    again = critic_fsdp.Run(critic, resume="auto", out_dir=str(tmp_path))
+    with critic_fsdp.Checkpoints(again) as checkpoints:
         checkpoints.__exit__(None, common.UserError("--rollouts out of memory.jsonl: No such file"), None)
     assert (tmp_path / "out_of_memory").read_text() == "3"  # not for a user's file of that name
 
