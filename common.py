@@ -757,7 +757,6 @@ def chat_ids(tokenizer, messages, complete=False, **options):
     `complete`, the assistant is next: it continues its last message or begins a new one. options: tools, and
     more arguments of the template."""
     goes_on = not complete and messages[-1].get("role") == "assistant"
-    said = [m["content"].strip() for m in messages if m["role"] == "user" and isinstance(m["content"], str)]
 
     def show(messages):
         return tokenizer.apply_chat_template(
@@ -768,28 +767,72 @@ def chat_ids(tokenizer, messages, complete=False, **options):
             **options,
         )
 
+    def show_all(messages):
+        text = show([with_mark(n, message) for n, message in enumerate(messages, 1)]).casefold()
+        for n, message in enumerate(messages, 1):
+            if with_mark(n, message) != message and mark_of(n) not in text:
+                role = json.dumps(message["role"])
+                raise UserError(f"the template leaves out message {n}, whose role is {role:.40}")
+        return show(messages)
+
     with blame("messages do not fit the tokenizer's chat template, or it has none; give another tokenizer"):
-        text = show(messages)
+        try:
+            text = show_all(messages)
+        except Exception:
+            # templates of some image models want parts, and leave out a text that comes without them
+            text = None
+            parts = [in_parts(message) for message in messages]
+            with suppress(Exception):
+                text = show_all(parts)
+            if text is None:
+                raise
+            messages = parts
 
-        # templates of some image models want parts, and leave out a text that comes without them
-        if not all(words in text for words in said):
-            text = show([in_parts(message) for message in messages])
-        if not all(words in text for words in said):
-            raise UserError("the template leaves out what a user says")
-
-        calls = [message for message in messages if message.get("tool_calls")]
-        if calls and "tool_calls" not in tokenizer.get_chat_template():
-            raise UserError("a message has tool_calls, which the template leaves out")
+        # some templates show no calls, or only those of messages without a text
+        for speaks in (True, False):
+            silent = [without_calls(message, speaks) for message in messages]
+            same = False
+            with suppress(Exception):  # others refuse what is left
+                same = silent != messages and show(silent) == text
+            if same:
+                words = "tool_calls next to a text" if speaks else "tool_calls"
+                raise UserError(f"a message has {words}, which the template leaves out")
 
         if options.get("tools") and "tools" not in tokenizer.get_chat_template(tools=options["tools"]):
             raise UserError("the row has tools, which the template leaves out")
 
         # templates of tool users expect null next to calls, and others show it as a word
+        calls = [message for message in messages if message.get("tool_calls")]
         if any(message.get("content") is None for message in calls):
             without = show([message | {"content": message.get("content") or ""} for message in messages])
             if text.count("None") > without.count("None"):
                 raise UserError('the template shows null as "None"; write "" as the content')
         return tokenizer.encode(text, add_special_tokens=False)
+
+
+def mark_of(number):  # letters and digits only, which templates do not escape
+    return f"zq{number}qz"
+
+
+def with_mark(number, message):
+    """A message with a mark after its text, which shows whether a template leaves it out. The assistant's
+    have none: templates may leave out its thoughts, and its last message may go on."""
+    content = message.get("content")
+    if message["role"] == "assistant" or content is None:
+        return message
+    mark = mark_of(number)
+    if isinstance(content, list):
+        return message | {"content": [*content, {"type": "text", "text": mark}]}
+    return message | {"content": content + mark}
+
+
+def without_calls(message, speaks):
+    """A message without its tool_calls if it has a text or, with speaks=False, if it has none."""
+    content = message.get("content") or ""
+    if not message.get("tool_calls") or bool(content) != speaks:
+        return message
+    others = {key: x for key, x in message.items() if key != "tool_calls"}
+    return others | {"content": content}
 
 
 def in_parts(message):  # a message whose text is a list of one part

@@ -643,8 +643,9 @@ class RewardModel:
     def ask_all(self, replies):
         """Rewards of the caller's rows, in the format of ask_all (a collective)."""
         # append one action: its value is read at the row's last token, so its own id does not matter
-        whole = to_batch([Reply(Prompt(self.ids(reply)), reply.row_id, [0], [0.0]) for reply in replies])
         with self.named(self.worker.config):
+            rows = [Prompt(self.ids(reply)) for reply in replies]
+            whole = to_batch([Reply(row, x.row_id, [0], [0.0]) for row, x in zip(rows, replies)])
             values_T = self.worker.compute_values(whole)
         return [(x, "") for x in values_T[common.last_action(whole)].tolist()]
 

@@ -122,8 +122,44 @@ def test_a_template_that_wants_parts_gets_them_and_one_that_drops_a_question_is_
     for content in ("1+1?", parts("1+", "1?")):
         chat = [{"role": "user", "content": content}]
         assert text_of_row(a_tokenizer(wants), messages=chat) == "<user>1+1?2<eos>"
-    with refused("the template leaves out what a user says"):
+    with refused('the template leaves out message 1, whose role is "user"'):
         text_of_row(a_tokenizer("{{ messages[0].role }}"), messages=chat)
+    going_on = [*chat, {"role": "assistant", "content": "it is"}]
+    assert text_of_row(a_tokenizer(wants), messages=going_on) == "<user>1+1?<assistant>it is2<eos>"
+
+
+@pytest.mark.parametrize("role", ["developer", "human", "function"])
+def test_a_message_that_the_template_leaves_out_because_of_its_role_is_refused(role):
+    """As Qwen's does. Its question may be short, and so be found elsewhere in the text."""
+    knows = TURNS.replace("<{{", "{% if m.role == 'user' %}<{{").replace("{% endfor", "{% endif %}{% endfor")
+    tokenizer = a_tokenizer(knows)
+    for chat in ([{"role": role, "content": "s"}], [{"role": "user", "content": "hi"}] * 2):
+        chat[-1] = {"role": role, "content": "s"}
+        words = f'the template leaves out message {len(chat)}, whose role is "{role}"'
+        with refused(words, begin="toy:1: "):
+            text_of_row(tokenizer, messages=chat)
+        with refused(words, begin="--prompts:1: "):
+            text_of_prompt(tokenizer, prompt=chat)
+
+
+def test_a_template_may_write_a_text_in_another_way():
+    """With JSON's escapes, as Llama 3.1 writes what tools say, or in capitals."""
+    chat = [{"role": "user", "content": ' say "hi"\nnow '}]
+    assert text_of_row(a_tokenizer("{{ messages[0].content|tojson }}"), messages=chat).startswith('" say')
+    assert text_of_row(a_tokenizer("{{ messages[0].content|upper }}"), messages=chat).startswith(" SAY")
+
+
+def test_calls_that_the_template_shows_only_without_a_text_are_refused_next_to_one():
+    """As DeepSeek's template does."""
+    shows = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.tool_calls|length if m.content is none else m.content }}"
+    )
+    tokenizer = a_tokenizer(f"{shows}{{% endfor %}}")
+    chat = [{"role": "user", "content": "hi"}, CALL | {"content": None}, {"role": "tool", "content": "2"}]
+    assert text_of_row(tokenizer, messages=chat) == "<user>hi<assistant>1<tool>22<eos>"
+    chat[1] = CALL | {"content": "I add"}
+    with refused("a message has tool_calls next to a text, which the template leaves out"):
+        text_of_row(tokenizer, messages=chat)
 
 
 # ---- Rows of other systems ---------------------------------------------------------------------------------
