@@ -395,8 +395,11 @@ def check(batch, needs=()):
             raise ValueError(f"{name}: is missing; it must be {wanted}")
         if not isinstance(column, torch.Tensor):
             raise ValueError(f"{name}: must be {wanted}, not {type(column).__name__}")
-        if (column.dtype, column.ndim, column.device.type) != (dtype, 1, "cpu"):
+        kind = (column.dtype, column.ndim, column.device.type, column.layout)
+        if kind != (dtype, 1, "cpu", torch.strided):
             have = f"{column.dtype} of shape {tuple(column.shape)} on {column.device}"
+            if column.layout != torch.strided:
+                have += f", {column.layout}"
             raise ValueError(f"{name}: must be {wanted}, not {have}")
 
     # where sequences begin and end
@@ -410,10 +413,15 @@ def check(batch, needs=()):
         )
     for name, column in vars(batch).items():
         size = rows if name in Batch.ROWS else tokens
-        if column is not None and name not in ("cu_seqlens", "packed") and len(column) != size:
+        if isinstance(column, torch.Tensor) and name != "cu_seqlens" and len(column) != size:
             raise ValueError(f"{name}: has {len(column)} entries instead of {size}")
-    if any(not isinstance(row, dict) for row in batch.multi_modal_inputs or ()):
-        raise ValueError("multi_modal_inputs: must be a list of one dict for each row")
+    images = batch.multi_modal_inputs
+    if images is not None:
+        is_list = isinstance(images, list) and len(images) == rows
+        if not is_list or any(not isinstance(row, dict) for row in images):
+            raise ValueError("multi_modal_inputs: must be a list of one dict for each row")
+    if batch.packed is not None:
+        raise ValueError("packed: must be None; only a critic fills it in, for its micro-batches")
 
     early_B = batch.response_mask[cu[:-1]]
     if early_B.any():
@@ -553,8 +561,9 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
 def read_file(path, flag):
     """The lines of a text file, as UTF-8 bytes. UserError: it cannot be read."""
     with blame(f"{flag} {path}"):
-        if WORLD_SIZE > 1 and exists(path) and not isdir(path) and not isfile(path):
-            raise ValueError("several ranks can read only a file, not a pipe")
+        is_pipe = exists(path) and not isdir(path) and not isfile(path)
+        if is_pipe and (WORLD_SIZE > 1 or flag == "--score"):
+            raise ValueError("several ranks, and --score, can read only a file, not a pipe")
         text = Path(path).read_bytes()
         if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell writes it
             text = text.decode("utf-16").encode()
@@ -670,12 +679,15 @@ def encode_start(tokenizer, text):
     whole = tokenizer.encode(text)
     bos = tokenizer.bos_token_id
 
-    # a text that brings its own BOS gets no second one
+    # a text that brings its own BOS, or all of such a beginning, gets no second one
     if bos is not None and plain[:1] == [bos]:
         return [bos], plain[1:]
     for first in range(len(whole) - len(plain) + 1):
         if plain and whole[first : first + len(plain)] == plain:
-            return whole[:first], plain
+            begin = whole[:first]
+            if plain[:first] == begin:
+                plain = plain[first:]
+            return begin, plain
 
     # next to special tokens this tokenizer splits a text in another way
     if whole[-1:] == [tokenizer.eos_token_id] != plain[-1:]:

@@ -3,8 +3,10 @@
 import codecs
 import dataclasses
 import json
+import os
 from functools import partial
 
+import numpy
 import pytest
 import tokenizers
 import torch
@@ -274,6 +276,15 @@ def test_a_prompt_that_brings_its_own_bos_gets_no_second_one():
     assert text_of_prompt(tokenizer, prompt="<s>1+1=")[0] == "<s>1+1="
 
 
+@pytest.mark.parametrize("kind, begin", [
+    ({"begins": "[gMASK] <sop>"}, "[gMASK]<sop>"), ({"begins": "<b> <s>", "bos": "<s>"}, "<b><s>"),
+])  # fmt: skip
+def test_a_prompt_that_brings_all_of_its_beginning_gets_no_second_one(kind, begin):
+    tokenizer = a_tokenizer(**kind)
+    assert text_of_row(tokenizer, prompt=f"{begin}1+1=") == f"{begin}1+1=2<eos>"
+    assert text_of_prompt(tokenizer, prompt=f"{begin}1+1=")[0] == f"{begin}1+1="
+
+
 def test_a_hint_before_token_ids_keeps_their_bos_in_front():
     tokenizer = a_tokenizer(bos="<s>")  # which this tokenizer does not add to a text
     bos = tokenizer.bos_token_id
@@ -321,6 +332,20 @@ def test_a_file_with_a_byte_order_mark_is_read(encode, tmp_path):
     assert [(row["prompt"], row["last_value"]) for row in scored] == [("1+1=", 1.0), ("é=", 1.0)]
 
 
+def test_scores_stand_next_to_the_rows_of_a_file_of_another_system(tmp_path):
+    rows = random_batch(2, idle=False)
+    lines = [json.dumps(GOOD | {"prompt": "1+1=", "response_mask": [1], "n": n}) for n in (1, 2)]
+    (tmp_path / "rows.jsonl").write_bytes("\n".join(lines).encode("utf-16"))
+    common.write_scores(str(tmp_path / "rows.jsonl"), str(tmp_path), rows, None, 1.0)
+    assert [row["n"] for row in common.read_lines(tmp_path / "scored.jsonl")] == [1, 2]
+
+
+def test_what_is_scored_is_no_pipe_because_it_is_read_twice(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with refused("can read only a file, not a pipe", begin=f"--score {tmp_path}/pipe"):
+        common.read_rows(str(tmp_path / "pipe"), a_tokenizer(), flag="--score")
+
+
 # ---- Batches made by hand ----------------------------------------------------------------------------------
 
 FAULTS = {  # column -> what a user might put there, and words of the answer
@@ -344,8 +369,15 @@ FAULTS = {  # column -> what a user might put there, and words of the answer
     "row_id": [(lambda x: x.int(), "must be a (B,) tensor of torch.int64"), (lambda x: None, "is missing")],
     "truncated": [(lambda x: x.long(), "must be a (B,) tensor of torch.bool")],
     "values": [(lambda x: x.double(), "torch.float32"), (lambda x: None, "is missing")],
-    "returns": [(lambda x: x[:, None], "of shape"), (lambda x: None, "is missing")],
-    "multi_modal_inputs": [(lambda x: [None] * 4, "must be a list of one dict for each row")],
+    "returns": [
+        (lambda x: x[:, None], "of shape"), (lambda x: x.to_sparse(), "torch.sparse_coo"),
+        (lambda x: None, "is missing"),
+    ],
+    "multi_modal_inputs": [
+        (lambda x, kind=kind: kind, "must be a list of one dict for each row")
+        for kind in ([None] * 4, ({},) * 4, [{}] * 3, 4, numpy.array([{}] * 4))  # the last as in verl
+    ],
+    "packed": [(lambda x: (1, 2), "must be None")],
 }  # fmt: skip
 
 
