@@ -1741,10 +1741,13 @@ def check_length(length, row, model_config):
         raise UserError(f"{row}: {length} tokens, more than the model's {limit}, {most}")
 
 
+HEAD_FILES = [f"{name}.{end}" for end in ("safetensors", "bin", "pt") for name in ("value_head", "v_head")]
+
+
 def local_folder(name):  # a model's folder, downloaded if it is on the hub
     if isdir(name):
         return name
-    folder = snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "value_head.bin"])
+    folder = snapshot_download(name, allow_patterns=["*.json", "*.safetensors", *HEAD_FILES])
     if not list(Path(folder).glob("model*.safetensors")):
         snapshot_download(name, allow_patterns=["pytorch_model.bin", "pytorch_model-*.bin"])
     return folder
@@ -1780,18 +1783,22 @@ def open_weights(folder):
         files = sorted(set(index["weight_map"].values()))
 
     # a head in a file of its own, as from LLaMA-Factory and export_hf, goes before one of that name
-    heads = ("value_head.safetensors", "value_head.bin")
-    files += [name for name in heads if exists(f"{folder}/{name}")][:1]
+    own = [name for name in HEAD_FILES if exists(f"{folder}/{name}")][:1]
 
     # the files are mapped into memory, so only what is used is read
     tensors = {}
-    for file in files:
+    for file in files + own:
         try:
             found = load_state_dict(f"{folder}/{file}", weights_only=True)
-            tensors |= {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
+            found = {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
         except Exception as error:  # its text may advise to load pickles without this care
             kind = type(error).__name__
             raise UserError(f"{file} is absent, cut or holds more than tensors: {kind}") from None
+        if file in own:
+            if not found:
+                raise UserError(f"{file} holds no tensors by name")
+            found = {name if re.search(HEAD, name) else f"value_head.{name}": x for name, x in found.items()}
+        tensors |= found
     return {name: x.shape for name, x in tensors.items()}, tensors.__getitem__
 
 
@@ -1856,7 +1863,10 @@ def init_value_head(score, config, model_config):
 
 
 # words in the name of a value head; then those in names of vocabularies, towers and optimizers
-HEAD = r"(^|[._])(v?heads?|score[rs]?|classif\w*|regress\w*|rewards?|critic|value|rm)([._]|$)"
+HEAD = (
+    r"(^|[._])((v|value|reward|rm|score)?heads?|score[rs]?|classif\w*|regress\w*|rewards?|critic|value|rm)"
+    r"([._]|$)"
+)
 NO_HEAD = (
     r"(^|[._])(m?lm_head|hc_head|generation|code[cb]|mtp|medusa|eagle|vi[st]|image|img|audio"
     r"|embed|\w*att(n|ention)|optimizer)"
@@ -1896,6 +1906,8 @@ def load_value_head(score, config, value_range):
         raise UserError(f"{to}model {model}: its head, {shown:.200}, is not {needed}; {fix}")
     for name in found:
         ours[name].data.copy_(read(name).reshape(ours[name].shape))
+        if not ours[name].isfinite().all():
+            raise UserError(f"{to}model {model}: its head, {name}, is not finite; its training has diverged")
     return weight
 
 
