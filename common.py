@@ -445,6 +445,8 @@ def concat(batches):  # joins batches, in order; their columns must be the same,
             if any(parts):
                 columns[name] = [x for batch, part in zip(batches, parts) for x in part or [{}] * len(batch)]
         elif any(part is not None for part in parts):
+            if any(part is None for part in parts):
+                raise ValueError(f"{name}: only some batches have it; all ranks must pass it, or none")
             columns[name] = torch.cat(parts)
     return Batch(**columns)
 
@@ -760,8 +762,10 @@ def text_of(part):  # the text of a part of a message's content, or None if it i
     return None
 
 
-def is_image(part):  # whether a part of a message's content stands for an image, which templates can show
-    return isinstance(part, dict) and part.get("type") == "image"
+def is_image(part):
+    """Whether a part of a message's content stands for an image, which templates can show. OpenAI's
+    kind names it; the key images, and not the part, says which file it is."""
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
 
 
 def chat_ids(tokenizer, messages, complete=False, **options):

@@ -1359,7 +1359,7 @@ class CriticWorker:
         if longest > self.critic.max_tokens:
             self.set_budget(longest, f"row {row}")
         common.check_rows(batch, self.model_config)
-        if batch.multi_modal_inputs:
+        if any(batch.multi_modal_inputs or ()):
             raise ValueError("multi_modal_inputs: this critic reads text only")
 
     @torch.no_grad()

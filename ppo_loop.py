@@ -1166,9 +1166,8 @@ class PolicyWorker:
         dist.all_reduce(log_probs_T)  # one rank computed each token; others add 0
         log_probs_T = log_probs_T.cpu()
         if not log_probs_T.isfinite().all():
-            raise UserError(
-                f"--actor.model {self.config.model}: its log-probs are not finite; use a lower --actor.lr"
-            )
+            advice = "use a lower --actor.lr" if self.optimizer_steps else "check its weights"
+            raise UserError(f"--actor.model {self.config.model}: its log-probs are not finite; {advice}")
         return log_probs_T
 
     def my_micro_batches(self, batch):

@@ -188,7 +188,7 @@ def test_rows_stay_whole_in_pieces_selections_and_together():
     assert batch.select([]).split(3) == []
     assert len(nothing) == 0 and nothing.cu_seqlens.tolist() == [0] and nothing.lengths == []
     assert_same(common.concat([nothing, batch, nothing]), batch)
-    with pytest.raises(TypeError):  # a column must be in all batches or in none
+    with pytest.raises(ValueError, match="values: only some batches have it"):
         common.concat([dataclasses.replace(batch, values=None), random_batch(2)])
     acts = actions_of(batch)
     assert batch.actions.tolist() == [*map(len, acts)] and 0 in batch.actions

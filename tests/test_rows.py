@@ -94,6 +94,21 @@ def test_other_content_is_refused_in_every_message_with_file_and_line(content, w
             text_of_prompt(a_tokenizer(WITH_CALLS), prompt=chat)
 
 
+@pytest.mark.parametrize("part", [{"type": "image"}, {"type": "image_url", "image_url": {"url": "a.png"}}])
+def test_parts_of_images_are_left_to_the_template_of_a_model_that_reads_them(part):
+    chat = [{"role": "user", "content": [part, *parts("what?")]}]
+    template = (
+        "{% for m in messages %}{% for x in m.content %}{{ x.text if x.type == 'text' else '<image>' }}"
+        "{% endfor %}{% endfor %}"
+    )
+    tokenizer = a_tokenizer(template)
+    assert common.text_messages(chat, images=True) == chat
+    assert tokenizer.decode(common.chat_ids(tokenizer, chat)) == "<image>what?"
+    drops = template.replace("x.text", "''")
+    with refused("the template leaves out message 1"):
+        common.chat_ids(a_tokenizer(drops), chat)
+
+
 @pytest.mark.parametrize("message", [{"content": "hi"}, {"role": 1, "content": "hi"}])
 def test_a_message_needs_a_role(message):
     with refused("must be an object with a role and content", begin="toy:1: message 1"):
@@ -392,6 +407,27 @@ def test_a_batch_made_by_hand_is_told_which_column_is_wrong(name):
         spoiled = dataclasses.replace(batch, **{name: spoil(getattr(batch, name))})
         with refused(words, begin=f"{name}: ", kind=ValueError):
             critic.update_critic(spoiled)
+
+
+def test_a_column_that_only_some_ranks_pass_is_named():
+    batch = random_batch(4, idle=False)
+    parts = [batch.select([0, 1]), dataclasses.replace(batch, old_log_probs=batch.values).select([2, 3])]
+    with refused("only some batches have it", begin="old_log_probs: ", kind=ValueError):
+        common.concat(parts)
+
+
+@SCRIPTS
+def test_rows_without_images_may_say_so_to_a_critic_that_reads_text(script):
+    """As verl's rows do, which have an empty dict each."""
+    critic = worker(script=script)
+    batch = random_batch(2, idle=False)
+    critic.set_budget(batch.longest[0], "the longest row")
+    values = critic.compute_values(batch)
+    batch.multi_modal_inputs = [{}, {}]
+    assert torch.equal(critic.compute_values(batch), values)
+    batch.multi_modal_inputs[1] = {"pixel_values": torch.zeros(1)}
+    with refused("reads text only", begin="multi_modal_inputs: ", kind=ValueError):
+        critic.compute_values(batch)
 
 
 def test_returns_and_the_mean_need_rewards():

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import errno
 import json
+import math
 import os
 import pathlib
 import re
@@ -18,6 +19,7 @@ import types
 
 import pytest
 import torch
+import transformers
 from helpers import ROOT, random_batch, refused, run, succeeded, torchrun, worker
 
 import common
@@ -384,6 +386,19 @@ def test_an_actor_or_critic_of_the_loop_that_is_ruined_is_not_saved(tmp_path):
         process = run(sys.executable, PPO, *flags, *ruin)
         ends_in_one_line(process, words)
         assert contents(kept) == before and not (tmp_path / "out/checkpoints/step_2").exists()
+
+
+def test_an_actor_that_was_ruined_before_is_not_blamed_on_the_learning_rate(tmp_path):
+    tokenizer = common.char_tokenizer()
+    fields = common.tiny_config("tiny-qwen2", len(tokenizer))
+    config = transformers.Qwen2Config(**fields, tie_word_embeddings=False)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.lm_head.weight.data[7] = math.inf
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "actor")
+    flags = ("--actor.model", tmp_path / "actor", "--out-dir", tmp_path / "out", "--train-batch-size", "8")
+    process = run(sys.executable, PPO, *flags, "--steps", "1", "--eval-every", "0")
+    ends_in_one_line(process, f"--actor.model {tmp_path}/actor: its log-probs are not finite; check its")
 
 
 # ---- The mean, memory, groups ------------------------------------------------------------------------------
