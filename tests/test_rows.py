@@ -355,10 +355,12 @@ def test_scores_stand_next_to_the_rows_of_a_file_of_another_system(tmp_path):
     assert [row["n"] for row in common.read_lines(tmp_path / "scored.jsonl")] == [1, 2]
 
 
-def test_what_is_scored_is_no_pipe_because_it_is_read_twice(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with refused("can read only a file, not a pipe", begin=f"--score {tmp_path}/pipe"):
-        common.read_rows(str(tmp_path / "pipe"), a_tokenizer(), flag="--score")
+def test_what_is_scored_is_no_pipe_because_it_is_read_twice():
+    pipe, end = os.pipe()
+    os.close(end)
+    with refused("can read only a file, not a pipe", begin=f"--score /dev/fd/{pipe}"):
+        common.read_rows(f"/dev/fd/{pipe}", a_tokenizer(), flag="--score")
+    os.close(pipe)
 
 
 # ---- Batches made by hand ----------------------------------------------------------------------------------
