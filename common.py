@@ -164,6 +164,20 @@ def setup_distributed(timeout_minutes=30.0):
     return device
 
 
+@contextmanager
+def silent_stderr():
+    """Drops what C++ prints to the error stream within its block: pages of frames before it raises."""
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def meet(timeout):
     """The store where all ranks meet. UserError: they do not meet in time; a line says where one waits."""
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -189,7 +203,8 @@ def meet(timeout):
     # in a thread, because torch waits for ever if another program answers at this port
     threading.Thread(target=look, daemon=True).start()
     seconds = timeout.total_seconds()
-    with blame(f"MASTER_ADDR, MASTER_PORT: rank {RANK} does not meet the other ranks at {place}"):
+    words = f"MASTER_ADDR, MASTER_PORT: rank {RANK} does not meet the other ranks at {place}"
+    with blame(words), silent_stderr():
         try:
             store = found.result(min(20, seconds + 1))
         except TimeoutError:

@@ -605,6 +605,8 @@ def environment(script, short):
         given.setdefault("OMP_NUM_THREADS", "1")
         flags = ("--steps", 1, "--eval-every", 0, "--seed", i)
         flags += ("--critic.timeout-minutes" if script == "ppo_loop" else "--timeout-minutes", 0.02)
+        if script == "critic_megatron":
+            flags += ("--tensor-model-parallel-size", 1)
         job = Job(script, folder() / f"{script}.environment", *flags, ranks=1, environment=given)
         said.append(ended_well(job, given))
     return len(said), f"{said.count(0)} ended well, {said.count(2)} in one line"

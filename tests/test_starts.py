@@ -105,6 +105,14 @@ def test_a_mistake_of_several_lines_is_told_in_one(tmp_path):
     ends_in_one_line(process, "RANK=0\\n: must be a number")
 
 
+def test_a_place_that_cannot_be_reached_is_one_line(tmp_path):
+    """torch would print a page of its own frames before it raises."""
+    env = {**WHOLE, "MASTER_ADDR": "1"}  # which is 0.0.0.1
+    flags = (*SHORT, "--out-dir", tmp_path, "--timeout-minutes", "0.02")
+    process = run(sys.executable, FSDP, *flags, timeout=60, **env)
+    ends_in_one_line(process, "MASTER_ADDR, MASTER_PORT: rank 0 does not meet the other ranks at 1:0")
+
+
 def test_letters_that_a_terminal_lacks_end_no_run():
     """As the name of a file, or the text of a row, on a terminal that knows ASCII only."""
     say = "import common; common.launch(lambda: common.print0('prompts é 中.jsonl'))"
