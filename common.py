@@ -208,8 +208,7 @@ def meet(timeout):
         try:
             store = found.result(min(20, seconds + 1))
         except TimeoutError:
-            words = f"ranks      rank {RANK} waits at {place} for the others, {WORLD_SIZE} in all"
-            print(words, flush=True)
+            print(f"ranks      rank {RANK} waits at {place} for the others, {WORLD_SIZE} in all", flush=True)
             store = found.result(seconds)
 
     # torchrun's own store survives a restart, so each start uses fresh keys
@@ -1478,7 +1477,7 @@ def published(folder, group=None, keep=None):
 
 
 def unused_name(path):
-    """path.old, or path.old2 and so on: the first name that nothing has yet."""
+    """The first free name among path.old, path.old2 and so on."""
     name = f"{path}.old"
     number = 2
     while exists(name):

@@ -1,4 +1,4 @@
-"""Folders as others save them: where a trained value head is, and what is no model or damaged."""
+"""Folders as others save them: where a trained value head is; folders that hold no model, or a damaged one."""
 
 import itertools
 import json
