@@ -1,4 +1,4 @@
-"""Folders as others save them: where a trained value head is; folders that hold no model, or a damaged one."""
+"""Folders as others save them: where a trained value head is; folders without a model, or with a damaged one."""
 
 import itertools
 import json
