@@ -1,4 +1,4 @@
-"""Folders as others save them: where a trained value head is; folders without a model, or with a damaged one."""
+"""Folders as others save them: trained value heads, adapters, files that are damaged or of another kind."""
 
 import itertools
 import json
