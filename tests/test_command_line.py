@@ -34,7 +34,7 @@ def start(out_dir, flags, ranks=1, **paths):
 
 @pytest.mark.parametrize("script", [critic_fsdp, critic_megatron])
 def test_help_explains_every_flag_without_importing_torch(script):
-    process = run(sys.executable, "-X", "importtime", script.__file__, "--help", COLUMNS="200")
+    process = run(sys.executable, "-X", "importtime", script.__file__, "--help", COLUMNS="100")
     imported = set(re.findall(r"\| +(\S+)$", process.stderr, flags=re.M))
     assert process.returncode == 0 and "tyro" in imported
     assert not imported & {"torch", "transformers", "common"}
