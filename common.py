@@ -41,6 +41,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
+from huggingface_hub import logging as hub_logging
 from huggingface_hub import snapshot_download
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import to_jsonable_python
@@ -55,6 +56,8 @@ from transformers.utils import find_adapter_config_file
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's start and stop messages
+
+hub_logging.set_verbosity_error()  # a name that is not there ends in one line, without those of its retries
 
 # ---- How a process starts and ends -------------------------------------------------------------------------
 
@@ -1603,15 +1606,20 @@ def load_config(config):
     """(tokenizer or None, transformers config) of config.model, with --override-config and dropout off."""
     to = config.prefix
     model = config.model
-    tiny = model in TINY
-    if tiny:  # more threads would only wait for each other
-        torch.set_num_threads(cpu_threads())
-    else:
-        refuse_adapter(config)
-
-    tokenizer = load_tokenizer(config)
     with blame(f"{to}model {model}: no model there; presets are {', '.join(TINY)}"):
-        fields = tiny_config(model, len(tokenizer or char_tokenizer(model))) if tiny else config_of(model)
+        if model in TINY:
+            torch.set_num_threads(cpu_threads())  # more would only wait for each other
+            tokenizer = load_tokenizer(config)
+            fields = tiny_config(model, len(tokenizer or char_tokenizer(model)))
+        elif model.startswith("tiny-"):  # so the hub, which may be out of reach, need not be asked
+            raise UserError("it is none of them")
+        else:
+            if isdir(model):
+                refuse_adapter(config)
+            fields = config_of(model)
+            if not isdir(model):  # later, because a hub that is out of reach is asked for long
+                refuse_adapter(config)
+            tokenizer = load_tokenizer(config)
         kind = type(AutoConfig.for_model(**fields))
 
     # merge --override-config into the fields
@@ -1644,15 +1652,13 @@ def load_config(config):
 
 def refuse_adapter(config):
     """UserError if the model's folder holds an adapter: transformers would load its base model instead."""
-    name = f"{config.prefix}model {config.model}"
-    with blame(f"{name}: no model there; presets are {', '.join(TINY)}"):
-        adapter = find_adapter_config_file(config.model)
-        if adapter:
-            base = json.loads(Path(adapter).read_text()).get("base_model_name_or_path")
-            raise UserError(
-                f"{name}: holds a LoRA adapter of {base}; merge it first (peft's merge_and_unload,"
-                " save_pretrained) and give the merged folder, without adapter_config.json"
-            )
+    adapter = find_adapter_config_file(config.model)
+    if adapter:
+        base = json.loads(Path(adapter).read_text()).get("base_model_name_or_path")
+        raise UserError(
+            f"{config.prefix}model {config.model}: holds a LoRA adapter of {base}; merge it first (peft's"
+            " merge_and_unload, save_pretrained) and give the merged folder, without adapter_config.json"
+        )
 
 
 def load_tokenizer(config):
