@@ -8,7 +8,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests compare what a CPU computes; of
 from helpers import AHEAD, scenarios  # noqa: E402  # imports torch
 
 QUICK = ("test_house.py", "test_common.py", "test_exercises.py", "test_ppo_loop.py")
-LAUNCHES = tuple(f"test_{x}.py" for x in ("command_line", "heads_and_lora", "ranks", "readme", "vision"))
+LAUNCHES = tuple(f"test_{x}.py" for x in ("command_line", "heads_and_lora", "ranks", "readme", "starts", "vision"))
 
 
 def pytest_collection_modifyitems(items):
