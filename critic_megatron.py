@@ -1624,12 +1624,17 @@ def main(run):
     config = run.critic
     worker = CriticWorker(replace(config, value_head_init="checkpoint") if run.score else config)
     train, held_out = load_rows(run, worker)
+
+    # the longest row must fit into a micro-batch
     longest, line = max(train.longest, held_out.longest)
     check_budget(config, longest, f"line {line + 1} of the training or held-out rows")
+
+    # each update takes equally many rows, and as many optimizer steps
     most = run.train_batch_size or config.ppo_mini_batch_size
     size = ceil(len(train) / ceil(len(train) / most))  # rows per update: rows_of_step cuts evenly
     total = run.steps * config.ppo_epochs * ceil(size / config.ppo_mini_batch_size)
     source = run.score or run.rollouts or "the toy"
+
     with Checkpoints(run) as checkpoints:
         worker.init_model(total, common.describe_rows(train, run.gamma, source))
         if checkpoints.folder:
