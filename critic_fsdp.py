@@ -12,17 +12,20 @@ critic_megatron.py computes the same function on Megatron-Core.
 Shapes are in the names: T tokens of all sequences, end to end; B sequences; L longest; S slots; D features.
 """
 
+import inspect
 import io
 import json
 import os
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -69,91 +72,151 @@ class Config:
 
     prefix: ClassVar[str] = "--"  # what its flags begin with, in messages; "--critic." in ppo_loop.py
 
-    # model
+    # ---- model
     model: Text = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
     tokenizer: Text | None = None  # Hugging Face folder or hub name (None: the model's own)
     override_config: Text = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-    # how the value head starts (auto: from the checkpoint, else normal; mean: new, at the mean return)
-    value_head_init: Literal["auto", "checkpoint", "normal", "zero", "mean"] = "auto"
     # value head: an unbounded number, one within --value-range, or the mean of a distribution over 51 bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
+    # how the value head starts (auto: from the checkpoint, else normal; mean: new, at the mean return)
+    value_head_init: Literal["auto", "checkpoint", "normal", "zero", "mean"] = "auto"
     # LOW HIGH of a bounded or hl_gauss head (None: the checkpoint's, else the data's, except in PPO)
     value_range: tuple[Edge, Edge] | None = None
     freeze_modules: Text | None = None  # regular expression; weights with a match in their name are frozen
     lora_rank: Count = 0  # train only the value head and LoRA adapters of this rank (0: no LoRA)
     lora_alpha: Rate = 16.0  # LoRA adapters are scaled by alpha / rank
     seed: Seed = 0  # random seed of new weights, the value head, every shuffle and the toy's rows
-    # layout
+
+    # ---- layout
     strategy: Literal["fsdp2", "fsdp1", "none"] = "fsdp2"  # how to shard weights (none: a full copy per rank)
     fsdp_size: int = -1  # ranks that shard one copy of the weights; the others hold replicas (-1: all ranks)
     ulysses_size: Positive = 1  # ranks that split each sequence, and attention by heads
     offload_policy: bool = False  # keep weights, gradients and optimizer state on the host (not with fsdp1)
     timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0  # stop if a collective takes longer
-    # precision and kernels
-    use_remove_padding: bool = True  # pack sequences end to end; otherwise pad each to the longest
-    share_prompts: bool = True  # when packing, compute a prompt once for all its rows; same update
-    # dtype of matrix products (auto: float32 on CPU, else bfloat16)
-    param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+    # ---- precision and kernels
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     activation_offload: bool = False  # keep activations on the host; without checkpointing, weights as well
+    # dtype of matrix products (auto: float32 on CPU, else bfloat16)
+    param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    use_remove_padding: bool = True  # pack sequences end to end; otherwise pad each to the longest
+    share_prompts: bool = True  # when packing, compute a prompt once for all its rows; same update
     defer_grad_sync: bool = False  # reduce gradients once per mini-batch: less traffic, unsharded gradients
-    # batches
-    ppo_epochs: Positive = 1  # passes over the rows of one update
+
+    # ---- batches
     ppo_mini_batch_size: Positive = 256  # rows per optimizer step, over all ranks
-    shuffle: bool = True  # cut mini-batches in random order (by seed, update, epoch), not in row order
     ppo_max_token_len_per_gpu: Positive | Auto = 16384  # max tokens per micro-batch (auto[:GIB]: what fits)
-    # loss
-    value_places: tuple[Fraction, ...] = ()  # train only at these fractions of a response (none: all)
-    loss_agg_mode: AggMode = "token-mean"  # how to average token losses over a mini-batch
+    ppo_epochs: Positive = 1  # passes over the rows of one update
+    shuffle: bool = True  # cut mini-batches in random order (by seed, update, epoch), not in row order
+
+    # ---- loss
     cliprange_value: Rate | None = 0.5  # PPO clip range around the old value (None: off; unused by hl_gauss)
+    loss_agg_mode: AggMode = "token-mean"  # how to average token losses over a mini-batch
     response_length_limit: Positive | None = None  # divisor of seq-mean-token-sum-norm, in tokens
-    # optimizer
+    value_places: tuple[Fraction, ...] = ()  # train only at these fractions of a response (none: all)
+
+    # ---- optimizer
     lr: Rate | None = None  # peak learning rate (None: 1e-3 for tiny-* and PPO's toy, else 1e-5)
+    lr_warmup_steps: Count = 0  # linear warm-up, in optimizer steps; the first is at lr / steps, not at 0
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # schedule after warm-up; cosine ends at 0
+    grad_clip: PositiveFloat = 1.0  # clip the norm of the whole gradient to this (inf: no clipping)
     weight_decay: Fraction = 0.01  # AdamW's decoupled decay, on every weight
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay rates of AdamW's two moving averages
-    grad_clip: PositiveFloat = 1.0  # clip the norm of the whole gradient to this (inf: no clipping)
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # schedule after warm-up; cosine ends at 0
-    lr_warmup_steps: Count = 0  # linear warm-up, in optimizer steps; the first is at lr / steps, not at 0
 
 
 @dataclass(frozen=True)
 class Run:
     """Trains a value function on rollouts, evaluates it, and saves a checkpoint and a Hugging Face folder."""
 
-    # in this order: model; layout, from --strategy; precision, from --use-remove-padding; batches, from
-    # --ppo-epochs; loss, from --value-places; optimizer, from --lr
     critic: tyro.conf.OmitArgPrefixes[Config] = Config()
+
+    # ---- rows
     rollouts: Text | None = None  # JSONL file to train on (None: the built-in toy task)
     eval_rollouts: Text | None = None  # JSONL file to evaluate on (None: no evaluation; the toy has its own)
+    score: Text | None = None  # no training: write this JSONL file with values to out_dir/scored.jsonl
     prompt_key: Text = "prompt"  # JSONL key of the prompt: text, or a list of chat messages
     response_key: Text = "response"  # JSONL key of the response; a.b is key b within key a, here and below
     reward_key: Text = "reward"  # JSONL key of the reward
     privileged_key: Text | None = None  # JSONL key of text that only the critic reads, before the prompt
     chat_template_kwargs: Text = "{}"  # JSON for the chat template, e.g. '{"enable_thinking": false}'
-    score: Text | None = None  # no training: write this JSONL file with values to out_dir/scored.jsonl
-    gamma: Fraction = 1.0  # discount factor per action
-    lam: Fraction = 1.0  # GAE lambda of the returns (1: Monte Carlo, from rewards alone)
-    bootstrap_truncated: bool = False  # truncated rows bootstrap from the value of their last action
+
+    # ---- run
     steps: Positive = 100  # critic updates, each on one train batch
     train_batch_size: Positive | None = None  # most rows per update, over all ranks (None: one mini-batch)
     eval_every: Count = 20  # updates between evaluations (0: only at the start and the end)
+    out_dir: Text = "out/critic_fsdp"  # folder for checkpoints, Hugging Face export, metrics and report
+    resume: Text | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
     save_every: Count = 0  # updates between checkpoints (0: only at the end)
     keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
-    resume: Text | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
     plan: Positive | None = None  # print the memory of each of N ranks, host included, without activations
     profile_step: Positive | None = None  # profile this step of rank 0, with torch.profiler
-    out_dir: Text = "out/critic_fsdp"  # folder for checkpoints, Hugging Face export, metrics and report
+
+    # ---- returns
+    gamma: Fraction = 1.0  # discount factor per action
+    lam: Fraction = 1.0  # GAE lambda of the returns (1: Monte Carlo, from rewards alone)
+    bootstrap_truncated: bool = False  # truncated rows bootstrap from the value of their last action
+
+
+def section_titles(flags):
+    """First flag of each section -> the section's title, from lines like `# ---- layout` in a dataclass."""
+    titles = {}
+    for holder in (flags, *filter(is_dataclass, vars(flags).values())):
+        prefix = getattr(holder, "prefix", "--")
+        for kind in type(holder).__mro__[:-1]:
+            for title, name in re.findall(r"^    # ---- (.+)\n    (\w+)", inspect.getsource(kind), re.M):
+                titles[prefix + name.replace("_", "-")] = f"{prefix.strip('-.')} {title}".strip()
+    return titles
+
+
+def show_help(kind, **options):
+    """Prints tyro's --help on fewer lines, with a title above each section, and ends the process. Returns if
+    tyro has no help to show."""
+    width = min(max(shutil.get_terminal_size().columns, 72), 160)
+    os.environ["COLUMNS"] = "129"  # with more, tyro would put some flags next to others
+    page = io.StringIO()
+    with redirect_stdout(page), redirect_stderr(io.StringIO()), suppress(SystemExit):
+        tyro.cli(kind, **options)
+    if not page.getvalue():
+        return
+
+    # tyro writes a flag on one line, and what it means below it, farther to the right
+    flags = []
+    usage, *lines = page.getvalue().splitlines()
+    for line in lines:
+        if re.match("  --?[a-z]", line):
+            flags.append([line.strip(), ""])
+        elif flags and line.startswith(" " * 6):
+            flags[-1][1] += f" {line.strip()}"
+
+    text = [usage, "", options["description"]]
+    titles = section_titles(options.get("default") or kind())
+    margin = " " * 36
+    wrapped = partial(textwrap.wrap, width=width, subsequent_indent=margin, break_on_hyphens=False)
+    for flag, words in flags:
+        if title := titles.get(flag.split()[0].rstrip(",")):
+            text += ["", f"---- {title} ".ljust(width, "-")]
+        flag = re.sub(r"^--([a-z]+\.)?(\S+), --.*", r"--\1[no-]\2", flag).replace("{None}|", "")
+        start = f"  {flag}  ".ljust(len(margin))
+        if len(start) > len(margin):
+            text.append(start.rstrip())
+            start = margin
+        words = re.sub(r" \(default: (None|False)?\)$", "", words.strip())
+        text += wrapped(words, initial_indent=start)
+    print("\n".join(text))
+    sys.exit(0)
 
 
 def read_flags(kind, **options):
     """The dataclass `kind` from the command line, by tyro. A mistake ends the process with one line."""
+    if {"-h", "--help"}.intersection(options.get("args", sys.argv)):
+        show_help(kind, **options)
     box = io.StringIO()
     try:
         with redirect_stderr(box):
             return tyro.cli(kind, **options)
     except SystemExit as stop:
-        if not stop.code or not box.getvalue():  # --help, or a rank that is silent
+        if not stop.code or not box.getvalue():  # a rank that is silent
             raise
 
         # tyro's box: what is wrong, then perhaps what was meant, then the flag's help

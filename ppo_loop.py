@@ -211,18 +211,20 @@ class ActorConfig:
 
     prefix: ClassVar[str] = "--actor."  # what its flags begin with, in messages
 
-    # model
+    # ---- model
     model: Text = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
     tokenizer: Text | None = None  # Hugging Face folder or hub name (None: the model's own)
     override_config: Text = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     # dtype of matrix products (auto: float32 on CPU, else bfloat16)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
-    # batches
-    ppo_epochs: Positive = 1  # passes over the rows of one update
+
+    # ---- batches
     ppo_mini_batch_size: Positive = 128  # rows per optimizer step, over all ranks
     ppo_max_token_len_per_gpu: Positive = 16384  # max tokens per micro-batch, a hard cap
-    # loss
+    ppo_epochs: Positive = 1  # passes over the rows of one update
+
+    # ---- loss
     clip_ratio_low: Share = 0.2  # PPO clips the probability ratio below 1 - this
     clip_ratio_high: Rate = 0.2  # PPO clips the probability ratio above 1 + this
     # dual clip for negative advantages (None: off)
@@ -233,7 +235,8 @@ class ActorConfig:
     tis_cap: Rate | None = None  # weigh each token by min(pi_old / pi_engine, this) (None: no weights)
     ratio_band: tuple[Rate, Rate] | None = None  # drop tokens whose pi_actor / pi_engine is outside LOW HIGH
     loss_agg_mode: AggMode = "token-mean"  # how to average token losses over a mini-batch
-    # optimizer
+
+    # ---- optimizer
     lr: Rate | None = None  # learning rate of AdamW (None: 5e-4 for addition, 1e-6 otherwise)
     lr_warmup_steps: Count = 0  # linear warm-up, in optimizer steps; the first is at lr / steps, not at 0
     weight_decay: Weight = 0.01  # AdamW's decoupled decay, on every weight
@@ -246,6 +249,7 @@ class VLLMConfig:
 
     prefix: ClassVar[str] = "--vllm."  # what its flags begin with, in messages
 
+    # ---- engine, for --rollout vllm
     tensor_parallel_size: Positive = 1  # ranks that share one engine and its copy of the actor
     gpu_memory_utilization: Share = 0.5  # fraction of device memory that vLLM uses while awake
 
@@ -254,13 +258,13 @@ class VLLMConfig:
 class Run:
     """Trains a policy with PPO, evaluates it, and saves checkpoints and Hugging Face folders."""
 
-    critic: Any  # Config of the script chosen by --critic: its own flags, in the same order
-    # in this order: model; batches, from --actor.ppo-epochs; loss, from --actor.clip-ratio-low; optimizer
+    critic: Any  # Config of the script chosen by --critic
     actor: ActorConfig = ActorConfig()
     vllm: VLLMConfig = VLLMConfig()
     # script that implements the critic; its own flags are --critic.*
     backend: Annotated[Literal["fsdp", "megatron"], tyro.conf.arg(name="critic")] = "fsdp"
-    # task
+
+    # ---- task
     prompts: Text | None = None  # JSONL to train on (None: the built-in addition task)
     eval_prompts: Text | None = None  # JSONL to evaluate on (None: no evaluation; addition has its own)
     prompt_key: Text = "prompt"  # JSONL key of the prompt: text, or a list of chat messages
@@ -276,7 +280,8 @@ class Run:
     reward_timeout: Seconds = 10.0  # seconds that one call of the reward or environment may take
     environment: Text | None = None  # FILE.py:FUNCTION, same arguments -> next observation, or None to end
     max_turns: Positive = 8  # most turns of the policy in one row, with --environment
-    # rollout
+
+    # ---- rollout
     rollout: Literal["hf", "vllm"] = "hf"  # hf: transformers' generate on a full copy of the actor
     train_batch_size: Positive = 256  # most prompts per step, over all ranks; a pass is cut into equal steps
     # responses per prompt (torchrun would take --n for one of its own flags)
@@ -286,7 +291,8 @@ class Run:
     top_p: Share = 1.0  # nucleus sampling: draw from the likeliest tokens that reach this probability
     rollout_batch_size: Positive = 256  # rows that an engine generates at once
     dump_rollouts: bool = False  # write every step's rows as JSONL to out_dir/rollouts
-    # advantages
+
+    # ---- advantages
     gamma: Fraction = 1.0  # discount factor per action
     lam: Fraction = 1.0  # GAE lambda of the returns that the critic learns
     lam_policy: Fraction | None = None  # decoupled GAE: lambda for the advantages (None: same as --lam)
@@ -294,11 +300,13 @@ class Run:
     critic_where_it_helps: bool = False  # if values explain nothing, the mean return replaces them
     whiten_advantages: bool = True  # scale advantages to mean 0 and std 1 over the global batch
     bootstrap_truncated: bool = False  # truncated rows bootstrap from the value of their last action
-    # KL to the reference in the reward
+
+    # ---- KL to the reference in the reward
     kl_coef: Weight = 0.0  # penalty on each action's reward per nat of KL to the reference (0: none)
     kl_penalty: KL = "k1"  # estimator of the KL in the reward
     target_kl: Rate | None = None  # adapt --kl-coef to keep the mean KL per action near this (None: fixed)
-    # run
+
+    # ---- run
     steps: Positive = 60  # PPO steps
     critic_warmup: Count = 0  # first steps that update only the critic
     eval_every: Count = 20  # steps between evaluations (0: only at the start and the end)

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -116,6 +117,16 @@ def succeeded(process):
     """The standard output of a process that must have ended well."""
     assert process.returncode == 0, f"exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
     return process.stdout
+
+
+def help_of(page):
+    """title of a section -> {flag: what it means}, from the page that --help prints."""
+    flags = re.compile(r"^  (--\S+)(?: \S+)*(?:  +|\n {36})(.*(?:\n {36}.*)*)", flags=re.M)
+    _, *found = re.split(r"^---- (.+?) -+\n", page, flags=re.M)
+    return {
+        title: {flag.replace("[no-]", ""): " ".join(words.split()) for flag, words in flags.findall(section)}
+        for title, section in zip(found[::2], found[1::2])
+    }
 
 
 def write_manifest(folder):

@@ -33,7 +33,7 @@ def test_both_scripts_have_the_same_sections_in_the_same_order():
 
 
 SAME_CODE = {  # class in critic_fsdp.py, class in critic_megatron.py -> functions whose source is equal
-    ("", ""): "out_of_range spread micro_batches pack_rows learn",
+    ("", ""): "section_titles show_help read_flags out_of_range spread micro_batches pack_rows learn",
     ("DataParallelPPOCritic", "MegatronPPOCritic"): "values loss learning_rate",
     ("CriticWorker", "CriticWorker"): "compute_values save_checkpoint",
     ("Checkpoints", "Checkpoints"): "__enter__ __exit__ save wait leave",

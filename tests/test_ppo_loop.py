@@ -26,7 +26,7 @@ import numpy
 import pytest
 import torch
 import transformers
-from helpers import SHARED, actions_of, captured_gradients, full_tensor, random_batch, rows_of
+from helpers import SHARED, actions_of, captured_gradients, full_tensor, help_of, random_batch, rows_of
 from safetensors.torch import load_file
 
 import common
@@ -1169,7 +1169,8 @@ def test_a_bad_prompt_is_named_by_file_and_line(row, tmp_path):
         prompts_of(tmp_path, good, "", "  ", row, good, reward="gsm8k")
 
 
-def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys):
+def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")  # --help changes it
     parse = lambda flags: ppo_loop.parse(flags.split())
     own = {"--critic=fsdp": "ulysses-size", "--critic megatron": "tensor-model-parallel-size"}
     for critic, flag in own.items():
@@ -1180,9 +1181,11 @@ def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys):
         assert run == a_run(backend, critic=critic, actor=ActorConfig(lr=0.25), whiten_advantages=False)
         with pytest.raises(SystemExit):
             parse(f"--critic {backend} --help")
-        lines = [line.strip("│ ") for line in capsys.readouterr().out.splitlines()]
-        after = [(flag, words) for flag, words in zip(lines, lines[1:]) if flag.startswith("--")]
-        assert len(after) > 90 and not [flag for flag, words in after if words.startswith("(default")]
+        sections = help_of(capsys.readouterr().out)
+        words = {flag: words for section in sections.values() for flag, words in section.items()}
+        assert len(words) > 90 and all(len(x) > 7 and not x.startswith("(default") for x in words.values())
+        assert f"--critic.{flag}" in sections["critic layout"] and "--actor.lr" in sections["actor optimizer"]
+        assert len(sections["vllm engine, for --rollout vllm"]) == 2
     assert parse("") == a_run()
     with pytest.raises(UserError, match="--critic.tensor-model-parallel-size: unknown with --critic fsdp"):
         parse("--critic fsdp --critic.tensor-model-parallel-size 2")
