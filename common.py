@@ -1057,13 +1057,19 @@ def auc(scores, labels):
     return float(below.double().mean() / (2 * len(zeros)))
 
 
-def update_metrics(kind, names, totals, norms, lr):
-    """Metrics of an update. totals: loss summed over steps, ..., number of actions. norms: one per step."""
+def update_metrics(kind, loss, totals, norms, lr, device):
+    """Metrics of an update (a collective). totals: name -> this rank's sum over the steps taken, 0.0 or a
+    0-dim tensor. The sum named `loss`, whose terms have weights, is divided by the number of steps, and the
+    others by "actions", one of the sums. norms: one per step."""
+    sums = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in totals.values()])
+    dist.all_reduce(sums)
+    sums = dict(zip(totals, sums.tolist()))
+
+    # without a step or an action, averages are NaN
     taken = [norm for norm in norms if isfinite(norm)]
-    steps = len(taken) or nan  # without a step, averages are NaN
-    loss, *sums, actions = totals.tolist()
-    shares = [x / (actions or nan) for x in sums]
-    metrics = dict(zip(names, [loss / steps, *shares]))
+    steps = len(taken) or nan
+    actions = sums.pop("actions") or nan
+    metrics = {name: x / (steps if name == loss else actions) for name, x in sums.items()}
     metrics["grad_norm"] = sum(taken) / steps
     metrics["lr"] = lr
     metrics["skipped_steps"] = len(norms) - len(taken)

@@ -24,6 +24,7 @@ import textwrap
 import threading
 import time
 import warnings
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
@@ -796,6 +797,9 @@ class DataParallelPPOCritic:
         self.optimizer = torch.optim.AdamW(
             self.parameters, self.peak_lr, config.betas, weight_decay=config.weight_decay, fused=True
         )
+        # the names of what `loss` sums: ranks without the head, and updates without a step, have them, too
+        _, sums = self.loss(torch.zeros(1, model_config.num_labels).squeeze(1), Batch.blank())
+        self.no_sums = dict.fromkeys(sums, 0.0)
         self.max_tokens = 0  # per micro-batch, over the ranks that share it; see CriticWorker.set_budget
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
@@ -891,7 +895,7 @@ class DataParallelPPOCritic:
         config = self.config
         self.model.train()
         self.optimizer.zero_grad()  # an earlier update may have failed halfway
-        totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # sums that `loss` returns
+        totals = Counter(self.no_sums)  # of the steps taken
         norms = []  # one per mini-batch, NaN where the step was skipped
         for epoch in range(config.ppo_epochs):
             ordered = batch
@@ -904,24 +908,23 @@ class DataParallelPPOCritic:
                 mini.weights = common.loss_weights(
                     mini, config.loss_agg_mode, config.response_length_limit, config.value_places
                 )
-                sums = torch.zeros_like(totals)
+                sums = Counter()
                 micros = self.my_micro_batches(mini)
                 with record_function("mini-batch"):
                     for i, rows in enumerate(micros, 1):
-                        sums += self.forward_backward(self.micro_batch(mini, rows), last=i == len(micros))
+                        micro = self.micro_batch(mini, rows)
+                        sums.update(self.forward_backward(micro, last=i == len(micros)))
                     norm = self.optimizer_step()
                 if isfinite(norm):
                     norms[-1] = norm
-                    totals += sums
+                    totals.update(sums)
         self.updates += 1
-        dist.all_reduce(totals)
-        names = ("vf_loss", "vf_clipfrac", "vpred_mean")
         lr = self.optimizer.param_groups[0]["lr"]
-        return common.update_metrics("critic", names, totals, norms, lr)
+        return common.update_metrics("critic", "vf_loss", totals, norms, lr, self.layout.device)
 
     @record_function("micro-batch")
     def forward_backward(self, micro, last=True):
-        """Accumulates the gradient of a micro-batch -> its sums (loss, clipped, vpreds, actions).
+        """Accumulates the gradient of a micro-batch -> its sums, as `loss` returns them.
         last: whether it is the last one of its mini-batch.
         The loss is a sum over all ranks, but FSDP averages gradients: multiply by dp x sp. All sp ranks of a
         row compute its loss, and gather_slices adds up their gradients: divide by sp."""
@@ -934,10 +937,11 @@ class DataParallelPPOCritic:
             (loss * self.layout.dp_size).backward()
         if self.config.strategy == "fsdp1" and WORLD_SIZE == 1:  # FSDP1 forgets units without a gradient
             self.free_gathered()
-        return sums * (self.layout.sp_rank == 0)  # ranks that share a row have equal sums
+        return sums if self.layout.sp_rank == 0 else {}  # ranks that share a row have equal ones
 
     def loss(self, outputs, micro):
-        """This micro-batch's part of the mini-batch loss and of its sums (loss, clipped, vpreds, actions)."""
+        """This micro-batch's part of the mini-batch loss, and its sums: for each metric, the sum over the
+        actions. See common.update_metrics."""
         vpreds = self.values(outputs, micro.response_mask)
         columns = (micro.returns, micro.response_mask, micro.weights)
         if outputs.ndim == 2:
@@ -946,8 +950,13 @@ class DataParallelPPOCritic:
         else:
             cliprange = self.config.cliprange_value
             loss, clipped = common.value_loss(vpreds, micro.values, *columns, cliprange)
-        sums = torch.stack([loss, clipped, vpreds.sum(), micro.response_mask.sum()])
-        return loss, sums.detach()
+        sums = {
+            "vf_loss": loss,
+            "vf_clipfrac": clipped,
+            "vpred_mean": vpreds.sum(),
+            "actions": micro.response_mask.sum(),
+        }
+        return loss, {name: x.detach().double() for name, x in sums.items()}
 
     def learning_rate(self):
         """Learning rate of the next step: linear warm-up, whose first step is at lr / steps, then constant or

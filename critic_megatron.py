@@ -26,7 +26,7 @@ import textwrap
 import threading
 import time
 import warnings
-from collections import ChainMap
+from collections import ChainMap, Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
@@ -1048,6 +1048,9 @@ class MegatronPPOCritic:
                 place = optimizer._get_model_param_range_map(p)["param"]
                 self.masters[p] = optimizer.optimizer, master, slice(place.start, place.end)
         self.restore(tensors, f"{config.prefix}model {config.model}")
+        # the names of what `loss` sums: ranks without the head, and updates without a step, have them, too
+        _, sums = self.loss(torch.zeros(1, model_config.num_labels).squeeze(1), Batch.blank())
+        self.no_sums = dict.fromkeys(sums, 0.0)
         self.max_tokens = 0  # per micro-batch, over the ranks that share it; see CriticWorker.set_budget
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
@@ -1191,7 +1194,7 @@ class MegatronPPOCritic:
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
         config = self.config
         self.model.train()
-        totals = torch.zeros(4, dtype=torch.float64, device=self.layout.device)  # sums that `loss` returns
+        totals = Counter(self.no_sums)  # of the steps taken
         norms = []  # one per mini-batch, NaN where the step was skipped
         for epoch in range(config.ppo_epochs):
             ordered = batch
@@ -1211,12 +1214,10 @@ class MegatronPPOCritic:
                     norm = self.optimizer_step()
                 if isfinite(norm):
                     norms[-1] = norm
-                    totals += sums
+                    totals.update(sums)
         self.updates += 1
-        dist.all_reduce(totals)
-        names = ("vf_loss", "vf_clipfrac", "vpred_mean")
         lr = self.optimizer.param_groups[0]["lr"]
-        return common.update_metrics("critic", names, totals, norms, lr)
+        return common.update_metrics("critic", "vf_loss", totals, norms, lr, self.layout.device)
 
     def forward_backward(self, micros):
         """Computes the gradient of a mini-batch, over all ranks -> this rank's sums, as `loss` returns them.
@@ -1225,12 +1226,12 @@ class MegatronPPOCritic:
         the sum over ranks is the loss of the mini-batch."""
         for chunk in self.model:  # the layers of one stage, or of one virtual stage
             chunk.zero_grad_buffer()
-        sums = torch.zeros(4, dtype=torch.float64, device=self.layout.device)
+        sums = Counter()
 
         def reduce(outputs_S, micro):
             loss, part = self.loss(outputs_S, micro)
             if self.layout.tp_rank == 0:  # tensor-parallel ranks have equal sums
-                sums.add_(part)
+                sums.update(part)
             return loss
 
         self.run_schedule(micros, reduce)
@@ -1240,7 +1241,8 @@ class MegatronPPOCritic:
         return sums
 
     def loss(self, outputs, micro):
-        """This micro-batch's part of the mini-batch loss and of its sums (loss, clipped, vpreds, actions)."""
+        """This micro-batch's part of the mini-batch loss, and its sums: for each metric, the sum over the
+        actions. See common.update_metrics."""
         vpreds = self.values(outputs, micro.response_mask)
         columns = (micro.returns, micro.response_mask, micro.weights)
         if outputs.ndim == 2:
@@ -1249,8 +1251,13 @@ class MegatronPPOCritic:
         else:
             cliprange = self.config.cliprange_value
             loss, clipped = common.value_loss(vpreds, micro.values, *columns, cliprange)
-        sums = torch.stack([loss, clipped, vpreds.sum(), micro.response_mask.sum()])
-        return loss, sums.detach()
+        sums = {
+            "vf_loss": loss,
+            "vf_clipfrac": clipped,
+            "vpred_mean": vpreds.sum(),
+            "actions": micro.response_mask.sum(),
+        }
+        return loss, {name: x.detach().double() for name, x in sums.items()}
 
     def learning_rate(self):
         """Learning rate of the next step: linear warm-up, whose first step is at lr / steps, then constant or

@@ -1142,6 +1142,10 @@ class PolicyWorker:
             for p in weights:  # create the state before the first step, so that every checkpoint has it
                 moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
                 self.optimizer.state[p] = {"step": torch.zeros((), device=device), **moments}
+            # the names of what `loss` sums: an update without a step has them, too
+            zeros_T = torch.zeros(1, device=device)
+            _, sums = self.loss(self.micro_batch(Batch.blank(), []), zeros_T, zeros_T)
+            self.no_sums = dict.fromkeys(sums, 0.0)
         self.max_tokens = config.ppo_max_token_len_per_gpu  # per micro-batch
         self.optimizer_steps = 0  # steps taken; skipped ones do not count
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
@@ -1196,8 +1200,7 @@ class PolicyWorker:
     @common.dp_compute_proto(needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages"))
     def update_policy(self, batch):
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
-        names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "pg_outside", "ppo_kl", "kl_loss", "entropy")
-        totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.device)
+        totals = collections.Counter(self.no_sums)  # of the steps taken
         norms = []  # of the mini-batches, NaN where the step was skipped
         if self.run.offload:
             common.move_state(self.optimizer, self.device)
@@ -1206,11 +1209,11 @@ class PolicyWorker:
             for mini in ordered.split(self.config.ppo_mini_batch_size):
                 norms.append(self.step(mini, totals))
         self.updates += 1
-        dist.all_reduce(totals)
-        return common.update_metrics("actor", names, totals, norms, self.optimizer.param_groups[0]["lr"])
+        lr = self.optimizer.param_groups[0]["lr"]
+        return common.update_metrics("actor", "pg_loss", totals, norms, lr, self.device)
 
     def loss(self, micro, log_probs_T, entropy_T):
-        """-> (the loss to minimise, 0-dim; sums over the actions, in the order of update_policy's totals)."""
+        """-> (the loss to minimise, 0-dim; for each metric, the sum over the actions)."""
         c = self.config
         mask_T = micro.response_mask.to(self.device, non_blocking=True)
         weights_T = micro.weights
@@ -1229,8 +1232,17 @@ class PolicyWorker:
         for coef, x_T in ((c.kl_loss_coef, ref_kl_T), (-c.entropy_coeff, entropy_T)):
             if coef:  # else the term is left out, even if it is NaN
                 whole = whole + coef * (micro.weights * x_T).sum()
-        terms = (outside_T, micro.old_log_probs - log_probs_T, ref_kl_T, entropy_T, mask_T)
-        return whole, torch.stack([loss, clipped, dual, *(x_T.sum() for x_T in terms)]).detach()
+        sums = {
+            "pg_loss": loss,
+            "pg_clipfrac": clipped,
+            "pg_clipfrac_lower": dual,
+            "pg_outside": outside_T.sum(),
+            "ppo_kl": (micro.old_log_probs - log_probs_T).sum(),
+            "kl_loss": ref_kl_T.sum(),
+            "entropy": entropy_T.sum(),
+            "actions": mask_T.sum(),
+        }
+        return whole, {name: x.detach().double() for name, x in sums.items()}
 
     def step(self, mini, totals):
         """Takes one optimizer step on a global mini-batch -> gradient norm before clipping. Adds to totals.
@@ -1239,19 +1251,19 @@ class PolicyWorker:
             return nan
         config = self.config
         mini.weights = common.loss_weights(mini, config.loss_agg_mode, self.run.max_response_length)
-        sums = 0.0
+        sums = collections.Counter()
         for rows in self.my_micro_batches(mini):
             micro = self.micro_batch(mini, rows)
             loss, part = self.loss(micro, *self.model(micro, self.run.temperature))
             (loss * WORLD_SIZE).backward()  # the loss is a sum over ranks, but FSDP averages their gradients
-            sums += part
+            sums.update(part)
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip).full_tensor())
         if isfinite(norm):
             warm = min(1.0, (self.optimizer_steps + 1) / max(config.lr_warmup_steps, 1))
             self.optimizer.param_groups[0]["lr"] = config.lr * warm
             self.optimizer.step()
             self.optimizer_steps += 1
-            totals += sums
+            totals.update(sums)
         self.optimizer.zero_grad()
         return norm
 

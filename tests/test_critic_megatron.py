@@ -2,13 +2,15 @@
 
 import dataclasses
 import inspect
+import math
 import re
+import sys
 import types
 
 import pytest
 import torch
 import transformers
-from helpers import random_batch
+from helpers import random_batch, worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,6 +79,27 @@ def test_flags_of_both_scripts_have_the_same_meaning_and_default(kind, count):
     layout = "strategy fsdp_size ulysses_size offload_policy activation_offload".split()
     absent = "freeze_modules lora_rank lora_alpha defer_grad_sync plan".split()
     assert fsdp.keys() - megatron.keys() <= {*layout, *absent}
+
+
+@pytest.mark.parametrize("kind", [critic_fsdp.DataParallelPPOCritic, cm.MegatronPPOCritic])
+def test_a_metric_is_added_in_the_loss_alone(kind, monkeypatch):
+    """A sum over micro-batches. An update without a step has the metric, too: it is NaN."""
+    loss_of = kind.loss
+
+    def loss(self, outputs, micro):
+        loss, sums = loss_of(self, outputs, micro)
+        error_A = (outputs - micro.returns)[micro.response_mask]
+        return loss, sums | {"abs_error": error_A.detach().double().abs().sum()}
+
+    monkeypatch.setattr(kind, "loss", loss)
+    w = worker(script=sys.modules[kind.__module__], ppo_max_token_len_per_gpu=100)
+    batch = random_batch(24)
+    batch.values = w.compute_values(batch)
+    metrics = w.update_critic(batch)
+    error_A = (batch.values - batch.returns)[batch.response_mask].double()
+    assert metrics["critic/abs_error"] == pytest.approx(float(error_A.abs().mean()), rel=1e-6)
+    batch.response_mask[:] = False
+    assert math.isnan(w.update_critic(batch)["critic/abs_error"])
 
 
 TP, PP, CP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
