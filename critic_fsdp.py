@@ -776,6 +776,12 @@ def check_budget(config, longest, row):
 # ---- The critic: forward, loss, step -----------------------------------------------------------------------
 
 
+def build_optimizer(model, config, lr):
+    """The optimizer of the weights that train, which are sharded. Its state is saved, whatever it holds."""
+    weights = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(weights, lr, config.betas, weight_decay=config.weight_decay, fused=True)
+
+
 class DataParallelPPOCritic:
     """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same
     on every rank, and work on this rank's share of it."""
@@ -794,9 +800,7 @@ class DataParallelPPOCritic:
             self.model.model.get_input_embeddings().register_forward_hook(lambda *x: x[2].requires_grad_())
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, self.peak_lr, config.betas, weight_decay=config.weight_decay, fused=True
-        )
+        self.optimizer = build_optimizer(self.model, config, self.peak_lr)
         # the names of what `loss` sums: ranks without the head, and updates without a step, have them, too
         _, sums = self.loss(torch.zeros(1, model_config.num_labels).squeeze(1), Batch.blank())
         self.no_sums = dict.fromkeys(sums, 0.0)

@@ -1007,6 +1007,21 @@ def check_budget(config, longest, row):
 # ---- The critic: forward, loss, step -----------------------------------------------------------------------
 
 
+def build_optimizer(model, config, lr):
+    """The optimizer of the weights that train, as Megatron shards them. It supports only Adam."""
+    options = OptimizerConfig(
+        lr=lr, weight_decay=config.weight_decay, bf16=model[0].config.bf16, use_distributed_optimizer=True
+    )
+    # {}: by default biases and norms would form a group without weight decay
+    optimizer = get_megatron_optimizer(
+        options, list(model), config_overrides={}, use_gloo_process_groups=False
+    )
+    for group in optimizer.param_groups:
+        group["fused"] = True  # one kernel
+        group["betas"] = config.betas
+    return optimizer
+
+
 class MegatronPPOCritic:
     """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same
     on every rank, and work on this rank's share of it."""
@@ -1025,19 +1040,7 @@ class MegatronPPOCritic:
         self.padding_row = padding_row(self.modules[0], model_config)
         self.model = nn.ModuleList(map(wrap, self.modules)).to(layout.device)  # wrap moves only what trains
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
-        options = OptimizerConfig(
-            lr=self.peak_lr,
-            weight_decay=config.weight_decay,
-            bf16=self.transformer.bf16,
-            use_distributed_optimizer=True,
-        )
-        # {}: by default biases and norms would form a group without weight decay
-        self.optimizer = get_megatron_optimizer(
-            options, list(self.model), config_overrides={}, use_gloo_process_groups=False
-        )
-        for group in self.optimizer.param_groups:
-            group["fused"] = True  # one kernel
-            group["betas"] = config.betas
+        self.optimizer = build_optimizer(self.model, config, self.peak_lr)
         # Megatron's distributed optimizers: one for experts and one for the rest
         self.optimizers = self.optimizer.chained_optimizers
         self.masters = {}  # weight -> (AdamW, float32 tensor of this rank's part, slice of the part)

@@ -148,6 +148,66 @@ def the_plan_is_what_a_rank_holds():
             assert math.isclose(mean, planned[part], rel_tol=1e-3), (layout, part, mean, planned[part])
 
 
+class Pair(torch.optim.Optimizer):
+    """Two optimizers as one, which owns their state and their groups."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+
+    def step(self, closure=None):
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.state = self.state
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.step()
+
+
+def muon_and_adamw(named):
+    """Muon for the matrices of the layers and AdamW for the rest, at one learning rate."""
+    matrices = {name: p for name, p in named.items() if ".layers." in name and p.ndim == 2}
+    others = [p for name, p in named.items() if name not in matrices]
+    muon = torch.optim.Muon(matrices.values(), 1e-3, adjust_lr_fn="match_rms_adamw")
+    return Pair(muon, torch.optim.AdamW(others, 1e-3))
+
+
+def an_optimizer_of_a_fork_steps_as_on_whole_weights(folder):
+    """Ranks that shard the weights make the step of one rank that has them all, and a checkpoint holds the
+    state. Muon multiplies in bfloat16, so that its steps differ in rounding."""
+    kinds = {
+        "sgd": (1e-4, lambda named: torch.optim.SGD(named.values(), 1e-3, momentum=0.9)),
+        "rmsprop": (1e-3, lambda named: torch.optim.RMSprop(named.values(), 1e-3)),
+        "muon": (0.2, muon_and_adamw),
+    }
+    batch = mine(random_batch(8, vocab_size=97))
+    for kind, (near, build) in kinds.items():
+        worker = make(lr=1e-3, lr_warmup_steps=0)
+        worker.critic.optimizer = build(dict(worker.critic.model.named_parameters()))
+        before = full_weights(worker.critic)
+        with captured_gradients(worker.critic) as gradients:
+            worker.update_critic(batch)
+            worker.save_checkpoint(f"{folder}/{kind}")
+            worker.update_critic(batch)
+        after = full_weights(worker.critic)
+
+        alone = {name: torch.nn.Parameter(x.clone()) for name, x in before.items()}
+        optimizer = build(alone)
+        for gradient in gradients:
+            for name, p in alone.items():
+                p.grad = gradient[name]
+            torch.nn.utils.clip_grad_norm_(alone.values(), worker.config.grad_clip)
+            optimizer.step()
+        for name, p in alone.items():
+            off = (after[name] - p).norm() / (p - before[name]).norm()
+            assert off < (near if p.ndim == 2 and ".layers." in name else 1e-3), (kind, name, off)
+
+        again = make(lr=1e-3, lr_warmup_steps=0)
+        again.critic.optimizer = build(dict(again.critic.model.named_parameters()))
+        again.load_checkpoint(f"{folder}/{kind}")
+        again.update_critic(batch)
+        assert all(torch.equal(x, after[name]) for name, x in full_weights(again.critic).items()), kind
+
+
 VARIANTS = {
     "lora": {"lora_rank": 3, "lora_alpha": 6.0},
     "hl_gauss": {"value_head": "hl_gauss", "value_range": (-1.5, 2.0)},

@@ -41,7 +41,9 @@ SAME_CODE = {  # class in critic_fsdp.py, class in critic_megatron.py -> functio
     ("Checkpoints", "Checkpoints"): "__enter__ __exit__ save wait leave",
 }
 SAME_SIGNATURE = {
-    ("", ""): "mistake_in read_weights make_layout build_value_model check_model_flags check_budget main",
+    ("", ""):
+        "mistake_in read_weights make_layout build_value_model check_model_flags check_budget"
+        " build_optimizer main",
     ("DataParallelPPOCritic", "MegatronPPOCritic"):
         "my_micro_batches micro_batch compute_values update_critic optimizer_step",
     ("CriticWorker", "CriticWorker"):
