@@ -481,6 +481,97 @@ def gather(batch):
     return whole
 
 
+def from_padded(input_ids, attention_mask, response_mask, rewards, values=None, truncated=None, row_id=None):
+    """This rank's rows as a Batch, from padded tensors, as TRL, OpenRLHF and verl have them.
+
+    input_ids, attention_mask: (B, L). Places where attention_mask is 0 are left out, wherever they are.
+    response_mask: (B, L), 1 on actions; or (B, R), the last R places of each row.
+    rewards: (B,) for the last action of each row; or one for each place, (B, L) or like response_mask.
+    values: (B, L) or like response_mask; the value of an action is what the critic says before it.
+    truncated: (B,), whether the response hit the length limit. None: no response did.
+    row_id: (B,), numbers that are unique over all ranks. None: rows are numbered from 0, those of rank 0
+        first, then those of rank 1 and so on (a collective, for which the CriticWorker must exist).
+
+    What stands in places without an action does not matter, not even NaN; but a reward on a token behind an
+    action goes to that action, see gae. ValueError names the argument."""
+    ids_BL = torch.as_tensor(input_ids).detach().cpu()
+    if ids_BL.ndim != 2 or ids_BL.is_floating_point():
+        raise ValueError(f"input_ids: must be (B, L) integers, not {ids_BL.dtype} of {tuple(ids_BL.shape)}")
+    rows, places = ids_BL.shape
+
+    tokens_BL = on_host("attention_mask", attention_mask, (rows, places)) > 0
+    acts_BL, responses = which_act(response_mask, tokens_BL)
+
+    def column(name, given):  # -> (T,)
+        x_BL = on_host(name, given, (rows, places), (rows, responses)).float()
+        x_BL = F.pad(x_BL, (places - x_BL.shape[1], 0))
+        wrong_B = (acts_BL & ~x_BL.isfinite()).any(1)
+        if wrong_B.any():
+            raise ValueError(f"{name}: row {int(wrong_B.int().argmax())} is not finite on an action")
+        return x_BL.nan_to_num(0.0, 0.0, 0.0)[tokens_BL]
+
+    # the reward of a row is that of its last action
+    if torch.as_tensor(rewards).ndim == 1:
+        rewards_B = on_host("rewards", rewards, (rows,)).float()
+        is_last_BL = acts_BL & (acts_BL.flip(1).cumsum(1).flip(1) == 1)
+        rewards = torch.where(is_last_BL, rewards_B[:, None], 0.0)
+    if row_id is None:
+        counts = of_all_ranks(rows) if WORLD_SIZE > 1 else [rows]
+        row_id = sum(counts[:RANK]) + torch.arange(rows)
+    if truncated is None:
+        truncated = torch.zeros(rows)
+
+    batch = Batch(
+        input_ids=ids_BL[tokens_BL].long(),
+        cu_seqlens=cumulative(tokens_BL.sum(1)),
+        response_mask=acts_BL[tokens_BL],
+        row_id=on_host("row_id", row_id, (rows,)).long(),
+        truncated=on_host("truncated", truncated, (rows,)) > 0,
+        token_level_rewards=column("rewards", rewards),
+    )
+    if values is not None:
+        batch.values = torch.where(batch.response_mask, column("values", values), 0.0)
+    return check(batch)
+
+
+def which_act(response_mask, tokens_BL):
+    """(the (B, L) mask of actions, the columns of response_mask) for from_padded. Checks both masks."""
+    rows, places = tokens_BL.shape
+    acts_BR = torch.as_tensor(response_mask).detach().cpu() > 0
+    shape = tuple(acts_BR.shape)
+    if len(shape) != 2 or shape[0] != rows or shape[1] > places:
+        raise ValueError(f"response_mask: must be of shape ({rows}, {places}) or fewer columns, not {shape}")
+    acts_BL = F.pad(acts_BR, (places - shape[1], 0))
+
+    for words, wrong_B in (
+        ("attention_mask: row {} has no token", ~tokens_BL.any(1)),
+        ("response_mask: row {} has an action where attention_mask is 0", (acts_BL & ~tokens_BL).any(1)),
+    ):
+        if wrong_B.any():
+            raise ValueError(words.format(int(wrong_B.int().argmax())))
+    return acts_BL, shape[1]
+
+
+def on_host(name, given, *shapes):  # an argument of from_padded, which must have one of these shapes
+    x = torch.as_tensor(given).detach().cpu()
+    if x.shape not in shapes:
+        allowed = " or ".join(map(str, dict.fromkeys(shapes)))
+        raise ValueError(f"{name}: must be of shape {allowed}, not {tuple(x.shape)}")
+    return x
+
+
+def to_padded(x_T, attention_mask):
+    """The way back: (T,) numbers of a batch from from_padded, such as its values -> (B, L) on the device of
+    attention_mask, 0 where it is 0. ValueError: it is not the mask of this batch."""
+    tokens_BL = torch.as_tensor(attention_mask) > 0
+    count = int(tokens_BL.sum())
+    if x_T.shape != (count,):
+        raise ValueError(f"attention_mask: has {count} tokens, but x_T is of shape {tuple(x_T.shape)}")
+    x_BL = torch.zeros(tokens_BL.shape, dtype=x_T.dtype, device=tokens_BL.device)
+    x_BL[tokens_BL] = x_T.to(tokens_BL.device)
+    return x_BL
+
+
 def dp_compute_proto(needs=()):
     """Decorates a worker's method, which every rank calls with the rows it owns. The method sees the *global*
     batch in row_id order, with only the float columns in `needs`; a rank gets its rows of a (T,) result."""

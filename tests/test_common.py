@@ -45,6 +45,70 @@ def flat(mask_BR, **columns):
     return dataclasses.replace(batch, response_mask=flatten(mask_BR).bool(), **columns)
 
 
+# ---- Padded tensors ----------------------------------------------------------------------------------------
+
+X = math.nan
+PADDED = {  # prompts padded on the left, responses on the right, and the second one in its middle, too
+    "input_ids": [[9, 9, 1, 2, 3, 4, 5, 9], [9, 1, 2, 3, 9, 4, 9, 9]],
+    "attention_mask": [[0, 0, 1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 1, 0, 0]],
+    "response_mask": [[0, 0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 1, 0, 0, 0, 0]],
+    "rewards": [[X, X, X, X, 0.5, 2.0, 1.0, X], [X, X, X, 0.25, X, X, X, X]],
+    "values": [[X, X, X, 7.0, 0.1, X, 0.3, 7.0], [X, X, X, 0.2, X, X, X, X]],
+}
+
+
+def test_padded_tensors_become_a_batch_and_its_columns_padded_tensors():
+    padded = {name: torch.tensor(x) for name, x in PADDED.items()}
+    batch = common.from_padded(**padded, truncated=torch.tensor([0, 1]))
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 4] and batch.lengths == [5, 4]
+    assert batch.response_mask.int().tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 0]
+    assert_close(batch.token_level_rewards, torch.tensor([0, 0, 0.5, 2.0, 1.0, 0, 0, 0.25, 0]))
+    assert_close(batch.values, torch.tensor([0, 0, 0.1, 0, 0.3, 0, 0, 0.2, 0]))
+    assert batch.row_id.tolist() == [0, 1] and batch.truncated.tolist() == [False, True]
+    back = common.to_padded(batch.values, padded["attention_mask"])
+    assert_close(back, torch.where(padded["response_mask"] > 0, padded["values"], 0.0))
+
+
+def test_columns_of_the_responses_alone_and_rewards_of_rows():
+    """verl's (B, R), and OpenRLHF's (B, L - 1), are the last places of a row."""
+    names = ("response_mask", "rewards", "values")
+    whole = common.from_padded(**PADDED)
+    for columns in (6, 7):
+        narrow = {name: [row[-columns:] for row in PADDED[name]] for name in names}
+        part = common.from_padded(**{**PADDED, **narrow})
+        assert all(torch.equal(x, getattr(part, name)) for name, x in vars(whole).items() if x is not None)
+    last = {"rewards": [3.0, 4.0], "response_mask": [PADDED["response_mask"][0], [0] * 8], "row_id": [7, 5]}
+    batch = common.from_padded(**{**PADDED, **last})
+    assert batch.token_level_rewards.tolist() == [0, 0, 0, 0, 3.0, 0, 0, 0, 0]
+    assert batch.row_id.tolist() == [7, 5]
+
+
+@pytest.mark.parametrize("words, fields", [
+    ("input_ids: must be (B, L) integers, not torch.float32 of (1, 2)", {"input_ids": [[1.0, 2.0]]}),
+    ("attention_mask: must be of shape (2, 8), not (2, 1)", {"attention_mask": [[1], [1]]}),
+    ("attention_mask: row 0 has no token",
+     {"attention_mask": [[0] * 8, [1] * 8], "response_mask": [[0], [1]], "rewards": [0, 1], "values": None}),
+    ("response_mask: must be of shape (2, 8) or fewer columns, not (2, 9)", {"response_mask": [[0] * 9] * 2}),
+    ("response_mask: row 1 has an action where attention_mask is 0", {"response_mask": [[0], [1]]}),
+    ("response_mask: the first token of row 1 cannot be an action",
+     {"response_mask": [[0] * 8, [0, 1, 0, 0, 0, 0, 0, 0]], "rewards": [0, 0], "values": None}),
+    ("rewards: must be of shape (2, 8), not (2, 1)", {"rewards": [[1], [1]]}),
+    ("rewards: must be of shape (2,), not (3,)", {"rewards": [1, 1, 1]}),
+    ("rewards: row 1 is not finite on an action", {"rewards": [1, X]}),
+    ("values: row 0 is not finite on an action", {"values": [[X] * 8] * 2}),
+    ("row_id: must be of shape (2,), not (1,)", {"row_id": [1]}),
+    ("truncated: must be of shape (2,), not ()", {"truncated": 1}),
+])  # fmt: skip
+def test_padded_tensors_that_do_not_fit_are_named(words, fields):
+    with refused(words, begin=words.split()[0], kind=ValueError):
+        common.from_padded(**{**PADDED, **fields})
+
+
+def test_numbers_of_another_batch_are_not_padded():
+    with refused("attention_mask: has 9 tokens, but x_T is of shape (8,)", kind=ValueError):
+        common.to_padded(torch.zeros(8), PADDED["attention_mask"])
+
+
 # ---- PPO maths ---------------------------------------------------------------------------------------------
 
 

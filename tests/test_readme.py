@@ -18,7 +18,7 @@ import bench
 import pytest
 import torch.distributed as dist
 import tyro
-from helpers import ROOT, SHARED, begin, ended, run, succeeded
+from helpers import ROOT, SHARED, begin, ended, run, succeeded, torchrun
 from ppo_scenarios import metrics_of
 
 import common
@@ -112,6 +112,23 @@ def said_by_python_of(page, copy):
 
 def test_the_lines_of_python_run(copy):
     assert 0 < said_by_python_of(README, copy) < 10
+
+
+@pytest.mark.parametrize("script", ["critic_fsdp", "critic_megatron"])
+def test_a_loop_of_your_own_prints_the_same_on_any_ranks(script, copy):
+    text = re.search(r"^```python own\n(.*?)^```", PAGES["reference.md"], flags=re.M | re.S)[1]
+    (copy / f"own_{script}.py").write_text(text.replace("critic_fsdp", script))
+    found = []
+    for ranks in (1, 2):
+        said = succeeded(torchrun(ranks, f"own_{script}.py", cwd=copy))
+        lines = re.findall(r"^({.*}) \((\d+), 10\)$", said, flags=re.M)
+        assert [int(rows) for _, rows in lines] == [16 // ranks] * 3
+        steps = [json.loads(metrics) for metrics, _ in lines]
+        found.append([{name: x for name, x in m.items() if name.startswith("critic/")} for m in steps])
+    one, two = found
+    near = lambda m: {name: pytest.approx(x, rel=1e-6, abs=1e-6) for name, x in m.items()}
+    assert two == [near(m) for m in one] and len(one[0]) > 10
+    assert len({m["critic/vf_loss"] for m in one}) == 3
 
 
 @pytest.mark.quick
