@@ -696,7 +696,7 @@ def describe_rows(rows, gamma, source):
     print0(
         f"rows       {len(rows):,} of {source}, {int(rows.truncated.sum()):,} truncated\n"
         f"tokens     {len(rows.input_ids):,}, {len(x_A):,} of them actions; longest row {rows.longest[0]:,}\n"
-        f"returns    {x_A.mean():.3g} +- {x_A.std(correction=0):.3g}, from {low:.3g} to {high:.3g}\n"
+        f"returns    {x_A.mean():z.3g} +- {x_A.std(correction=0):.3g}, from {low:z.3g} to {high:z.3g}\n"
         f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt can explain at the first action"
     )
     return ends
@@ -1465,7 +1465,7 @@ class Logger:
         left = time_left(m["perf/time_step"], steps - step)
         print0(
             f"step {step:>{len(str(steps))}}/{steps}  loss {number(m['critic/vf_loss'], '.4f')}"
-            f"  explained var {number(m['critic/explained_var'], '.3f'):>6}"
+            f"  explained var {explained_number(m['critic/explained_var']):>6}"
             f"  |g| {number(m['critic/grad_norm'], '.3g'):>7}  lr {number(m['critic/lr'], '.1e')}"
             f"  {m['perf/tokens_per_second']:>7,.0f} tok/s  mfu {number(100 * m['perf/mfu'], '.1f')} %"
             f"  {number(m['perf/peak_memory_gib'], '.1f')} GiB  eta {left}"
@@ -1478,7 +1478,7 @@ class Logger:
         m = evaluate(rows, gamma)
         self.log(step, m)
         print0(
-            f"held out   explained var {number(m['eval/explained_var'], '.3f')}"
+            f"held out   explained var {explained_number(m['eval/explained_var'])}"
             f"   loss {m['eval/vf_loss']:.4f} (best constant {m['eval/constant_loss']:.4f})"
             f"   AUC of the last value {number(m['eval/auc'], '.3f')}"
             f"\n  best of n {number(m['eval/best_of_n'], '.3f')},"
@@ -1490,8 +1490,12 @@ def time_left(seconds, steps):  # seconds: of one step; a timedelta has an upper
     return timedelta(seconds=round(min(seconds * steps, 1e12)))
 
 
-def number(x, form):  # x in the given format, or -- for NaN
-    return "--" if isnan(x) else format(x, form)
+def number(x, form):  # x in the given format, or -- for NaN; z: what rounds to 0 has no sign
+    return "--" if isnan(x) else format(x, f"z{form}")
+
+
+def explained_number(x, form=".3f"):  # an explained variance; all that are far below 0 say the same
+    return "< -99" if x < -99 else number(x, form)
 
 
 def happened(row, last_step):
@@ -2143,12 +2147,12 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 6px 0; color: #7c8
 {% for name, x in numbers.items() %}<tr><td><b>{{ x }}</b><td>{{ name }}<td>{{ words[name] }}
 {% endfor %}</table><main><div><h2>Where it changes its mind</h2>
 <p>Rows with the largest TD errors before their last action. Colours are values, read just before an action,
-from {{ "%.2f" % low }} (orange) to {{ "%.2f" % high }} (blue); point at one for its numbers.
-"…" stands for what is left out of a long row.</p>
+from {{ "{:z.2f}".format(low) }} (orange) to {{ "{:z.2f}".format(high) }} (blue); point at one for its
+numbers. "…" stands for what is left out of a long row.</p>
 {% for prompt, tokens, rest in rows %}<pre id="row-{{ loop.index }}">{{ prompt }}
 {%- for text, acts, v, r, error in tokens %}{% set shade = acts * (2 * v - low - high) / (high - low) -%}
 <span style="background: rgba({{ '37,99,235' if shade > 0 else '249,115,22' }},{{ '%.2f' % shade|abs }})"
-title="value {{ '%.3g\nreturn %.3g\nTD error %.3g' % (v, r, error) }}">{{ text }}</span>
+title="value {{ '{:z.3g}\nreturn {:z.3g}\nTD error {:z.3g}'.format(v, r, error) }}">{{ text }}</span>
 {%- endfor %}{{ rest }}</pre>{% endfor %}</div>
 <div><h2>How it learned</h2>{{figure|safe}}</div></main>""")  # fmt: skip
 
@@ -2277,6 +2281,8 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
     explained, _, _, *others = evaluate(rows, gamma).values()
     values = (explained, explained_variance(v_A[first], r_A[first]), ceiling(rows), *others)  # as in NUMBERS
     numbers = {name: number(x, ".3f") for name, x in zip(NUMBERS, values)}
+    for name, x in zip(("explained variance", "at the first action"), values):
+        numbers[name] = explained_number(x)
     figure = Figure(figsize=(6, 9))
     log = read_lines(f"{out_dir}/metrics.jsonl")
     for panel, (title, names) in zip(figure.subplots(3, 1), curves.items()):

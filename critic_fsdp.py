@@ -584,8 +584,9 @@ def build_value_model(config, model_config, layout):
     common.send_weights(model, source)
     for buffer in model.buffers():  # --offload-policy does not move buffers
         buffer.data = buffer.to(layout.device)
-    # the cost in forwards: forward and input gradients are 2, weight gradients the rest
-    return model, flops, 2 + trained / count, f"{count:,} parameters, {trained:,} of them train: {story}"
+    share = trained / count
+    story = f"{count:,} parameters, {trained:,} of them ({share:.2%}) train: {story}"
+    return model, flops, 2 + share, story  # forward, input gradients, weight gradients
 
 
 def units_of(model):

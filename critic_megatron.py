@@ -588,7 +588,7 @@ def named_weights(modules):
 
 def freeze(modules, config):
     """Freezes the weights whose names in critic_fsdp.py match --freeze-modules: they get no gradient, no
-    optimizer state and no float32 master. Returns the share of all weights that train (a collective)."""
+    optimizer state and no float32 master (a collective)."""
     pattern = config.freeze_modules
     flag = f"{config.prefix}freeze-modules {pattern}"
     trained = 0
@@ -609,7 +609,18 @@ def freeze(modules, config):
     trained, frozen = zip(*of_all_ranks((trained, frozen)))
     if pattern and (0 in trained or not any(frozen)):
         raise UserError(f"{flag}: must match some of the weights, but not all of a rank")
-    return sum(trained) / sum(trained + frozen)
+
+
+def count_parameters(model, config):
+    """(all parameters, trainable parameters) of transformers' model, which has a head named score."""
+    count = 0
+    trained = 0
+    for name, p in model.named_parameters():
+        name = name if name.startswith("score.") else f"model.{name}"
+        count += p.numel()
+        if not (config.freeze_modules and re.search(config.freeze_modules, name)):
+            trained += p.numel()
+    return count, trained
 
 
 def groups_of(name):
@@ -854,9 +865,10 @@ def build_value_model(config, model_config, layout):
     tensors, story = read_weights(config, model_config)
     rotary = type(model.rotary_emb)(model_config).to(layout.device)
     flops = common.flops_model(model, model_config)
-    count = sum(p.numel() for p in model.parameters())
-    share = freeze(modules, config)
-    story = f"{count:,} parameters, {share:.2%} of them train: {story}"
+    freeze(modules, config)
+    count, trained = count_parameters(model, config)
+    share = trained / count
+    story = f"{count:,} parameters, {trained:,} of them ({share:.2%}) train: {story}"
     return modules, tensors, rotary, flops, 2 + share, story  # forward, input gradients, weight gradients
 
 

@@ -1449,9 +1449,9 @@ def evaluate(replies, run, reward, phases, step, logger):
     name = "accuracy" if set(rewards) <= {0.0, 1.0} else "reward"
     logger.log(step, {"eval/reward": mean, f"eval/{name}": mean, "eval/errors": faults})
     common.write_json(f"{run.out_dir}/samples.json", rows)
-    print0(f"held out   {name} {mean:.3f}")
+    print0(f"held out   {name} {mean:z.3f}")
     for row in rows[:2]:
-        print0(f"  {row['prompt'][-60:]!r} -> {row['response'][-60:]!r}  reward {row['reward']:g}")
+        print0(f"  {row['prompt'][-60:]!r} -> {row['response'][-60:]!r}  reward {row['reward']:zg}")
 
 
 def print_step(step, steps, m):
@@ -1460,12 +1460,12 @@ def print_step(step, steps, m):
     m = collections.defaultdict(lambda: nan, m)  # no actor metrics during --critic-warmup
     left = common.time_left(m["perf/time_step"], steps - step)
     print0(
-        f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:.3f}"
+        f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:z.3f}"
         f"  length {m['rollout/actions']:.1f}  kl {n(m['kl/reference'], '.3f')}"
         f"  entropy {n(m['actor/entropy'], '.3f')}  clipped {n(m['actor/pg_clipfrac'], '.3f')}"
         f"  |g| {n(m['actor/grad_norm'], '.2g'):>5}  skipped {n(m['actor/skipped_steps'], '.0f')}"
         f"  value loss {n(m['critic/vf_loss'], '.4f')}"
-        f"  explained var {n(m['critic/explained_var'], '.2f'):>5}"
+        f"  explained var {common.explained_number(m['critic/explained_var'], '.2f'):>5}"
         f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}"
     )
 
@@ -1502,11 +1502,13 @@ def set_up(run):
     check_models(run, tokenizer, model_config, longest, known)
     print0(
         f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens\n"
-        f"answers    {sum(p.answer is None for p in prompts + held_out):,} prompts lack {run.answer_key!r}\n"
         f"rollout    at most {run.train_batch_size} prompts x {run.rollout_n} responses per step\n"
         f"update     mini-batch rows: actor {actor.ppo_mini_batch_size},"
         f" critic {run.critic.ppo_mini_batch_size}"
     )
+    answers = [prompt.answer for prompt in prompts + held_out]
+    if None in answers:
+        print0(f"answers    {answers.count(None):,} of {len(answers):,} prompts have no {run.answer_key!r}")
     return run, Task(
         tokenizer=tokenizer,
         model_config=model_config,

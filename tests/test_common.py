@@ -45,6 +45,13 @@ def flat(mask_BR, **columns):
     return dataclasses.replace(batch, response_mask=flatten(mask_BR).bool(), **columns)
 
 
+def test_numbers_on_a_line_are_readable():
+    assert [common.number(x, ".3f") for x in (-0.0001, 0.25, math.nan)] == ["0.000", "0.250", "--"]
+    assert common.number(torch.tensor(-1e-9), ".1f") == "0.0" and common.number(-0.0, ".3g") == "0"
+    shown = [common.explained_number(x, ".2f") for x in (-79770.4, -98.5, -0.001, 1.0, math.nan)]
+    assert shown == ["< -99", "-98.50", "0.00", "1.00", "--"]
+
+
 # ---- Padded tensors ----------------------------------------------------------------------------------------
 
 X = math.nan

@@ -83,6 +83,18 @@ def test_flags_of_both_scripts_have_the_same_meaning_and_default(kind, count):
     assert fsdp.keys() - megatron.keys() <= {*layout, *absent}
 
 
+@pytest.mark.parametrize("fields", [{}, {"freeze_modules": r"embed|layers\.0\.(self_attn|input)"}])
+@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-qwen3-moe"])
+def test_both_scripts_count_the_weights_that_train(model, fields, capsys):
+    for script in (critic_fsdp, cm):
+        w = worker(script=script, model=model, **fields)
+    shares = re.findall(r"([\d,]+) parameters, ([\d,]+) of them \((\S+)%\) train: ", capsys.readouterr().out)
+    weights = list(w.critic.modules[0].parameters())
+    counts = [sum(p.numel() for p in x) for x in (weights, [p for p in weights if p.requires_grad])]
+    percent = f"{100 * counts[1] / counts[0]:.2f}"
+    assert shares == [(f"{counts[0]:,}", f"{counts[1]:,}", percent)] * 2
+
+
 @pytest.mark.parametrize("kind", [critic_fsdp.DataParallelPPOCritic, cm.MegatronPPOCritic])
 def test_a_metric_is_added_in_the_loss_alone(kind, monkeypatch):
     """A sum over micro-batches. An update without a step has the metric, too: it is NaN."""

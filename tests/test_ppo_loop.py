@@ -1235,7 +1235,7 @@ def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path, mon
         ppo_loop.main(parse(flags))
 
 
-def test_valid_flags_are_accepted(parse, tmp_path):
+def test_valid_flags_are_accepted(parse, tmp_path, capsys):
     """Budgets that just fit, or are halved since memory ran out; what the critic inherits from the actor."""
     set_up = lambda flags: ppo_loop.set_up(parse(flags))
     for backend in ("fsdp", "megatron"):
@@ -1254,9 +1254,14 @@ def test_valid_flags_are_accepted(parse, tmp_path):
     assert actor.max_tokens == reference.max_tokens == critic.critic.max_tokens == 16384 >> 9
     assert critic.critic.total_steps == 60 * 3
     (file := tmp_path / "x.jsonl").write_text('{"prompt": "1+1=", "answer": "#### 2"}')
+    assert "answers " not in capsys.readouterr().out
     run, _ = set_up(f"--actor.model tiny-llama --prompts {file} --reward gsm8k --critic.model tiny-gpt2")
+    assert "answers " not in capsys.readouterr().out
     assert (run.actor.lr, run.max_response_length, run.reward) == (1e-6, 256, "gsm8k")
     assert run.critic.model == "tiny-gpt2" and run.critic.lr is None
+    file.write_text('{"prompt": "1+1="}\n{"prompt": "1+2=", "answer": "3"}')
+    set_up(f"--prompts {file} --reward-model tiny-llama")
+    assert "\nanswers    1 of 2 prompts have no 'answer'\n" in capsys.readouterr().out
 
 
 def test_a_resumed_run_continues_where_it_stopped(tmp_path):

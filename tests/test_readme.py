@@ -34,6 +34,10 @@ COMMANDS = []  # (kind, command on one line, without .venv/bin/)
 for kind, block in BLOCKS:
     lines = block.replace("\\\n    ", "").replace(".venv/bin/", "").strip().splitlines()
     COMMANDS += [(kind, line) for line in lines]
+OWN, VOTE = (
+    re.search(rf"^```python {name}\n(.*?)^```", PAGES["reference.md"], flags=re.M | re.S)[1]
+    for name in ("own", "vote")
+)
 START, TESTS = (line.split(" && ")[-1] for kind, line in COMMANDS if kind == "start")
 COMMANDS.insert(0, ("run", START))
 LONGEST = "python ppo_loop.py"
@@ -116,8 +120,7 @@ def test_the_lines_of_python_run(copy):
 
 @pytest.mark.parametrize("script", ["critic_fsdp", "critic_megatron"])
 def test_a_loop_of_your_own_prints_the_same_on_any_ranks(script, copy):
-    text = re.search(r"^```python own\n(.*?)^```", PAGES["reference.md"], flags=re.M | re.S)[1]
-    (copy / f"own_{script}.py").write_text(text.replace("critic_fsdp", script))
+    (copy / f"own_{script}.py").write_text(OWN.replace("critic_fsdp", script))
     found = []
     for ranks in (1, 2):
         said = succeeded(torchrun(ranks, f"own_{script}.py", cwd=copy))
@@ -183,6 +186,8 @@ def test_command_runs(line, copy, ppo):
     if "--score" in line:
         first = common.read_lines(copy / "out" / "scored" / "scored.jsonl")[0]
         assert said_by_python_of(PAGES["reference.md"], copy) == pytest.approx(first["values"], abs=1e-5)
+        (copy / "vote.py").write_text(VOTE)
+        assert "\nmajority 0.6\n" in succeeded(run(sys.executable, "vote.py", cwd=copy))
     if line.endswith("out/two/megatron"):
         ours, theirs = (metrics_of(copy / "out" / "two" / x) for x in ("fsdp", "megatron"))
         signed = re.compile("mean|min|max|explained|auc").search  # about 1 in size
@@ -224,9 +229,8 @@ def test_a_file_is_scored_in_parts_and_its_answers_are_put_to_the_vote(tmp_path)
         assert first[1:4] == ["critic_fsdp.py", "--score", f"out/parts/{part}"]
         critic(*first[2:])
     assert shell() == []
-    scored = common.read_lines(tmp_path / "out" / "scored.jsonl")
-    vote = re.search(r"^```python vote\n(.*?)^```", PAGES["reference.md"], flags=re.M | re.S)[1]
-    (tmp_path / "vote.py").write_text(vote)
+    scored = common.read_lines(tmp_path / "out" / "scored" / "scored.jsonl")
+    (tmp_path / "vote.py").write_text(VOTE)
     said = succeeded(run(sys.executable, "vote.py", cwd=tmp_path)).splitlines()
     for k, name in enumerate(("best of n", "majority", "weighted")):
         rewards = 0.0
