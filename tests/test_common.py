@@ -88,6 +88,8 @@ def test_columns_of_the_responses_alone_and_rewards_of_rows():
     batch = common.from_padded(**{**PADDED, **last})
     assert batch.token_level_rewards.tolist() == [0, 0, 0, 0, 3.0, 0, 0, 0, 0]
     assert batch.row_id.tolist() == [7, 5]
+    none = common.from_padded(torch.zeros(0, 8).long(), *[torch.zeros(0, 8)] * 3)
+    assert len(none) == len(none.input_ids) == 0 and none.cu_seqlens.tolist() == [0]
 
 
 @pytest.mark.parametrize("words, fields", [
