@@ -623,11 +623,11 @@ def test_a_users_function_runs_in_processes_that_are_killed_when_they_hang(ask):
     assert ask("odd", [f"{n}" for n in range(40)], "!") == [(f"{n}r!", "") for n in range(40)]
 
 
-def test_sigterm_interrupts_a_users_function(ask, monkeypatch):
+def test_a_signal_interrupts_a_users_function(ask, monkeypatch):
     """Rows that would take half a minute each are abandoned; only their threads go on."""
     monkeypatch.setattr(ppo_loop, "THREADS", ppo_loop.ThreadPoolExecutor(8))
-    monkeypatch.setattr(ppo_loop, "SIGTERM", threading.Event())
-    threading.Timer(1.0, ppo_loop.SIGTERM.set).start()
+    monkeypatch.setattr(common.Stop, "signal", 0)
+    threading.Timer(1.0, lambda: setattr(common.Stop, "signal", signal.SIGTERM)).start()
     began = time.monotonic()
     assert ask("odd", ["sleeps"] * 20, seconds=60.0) == [] and time.monotonic() - began < 20
 
@@ -1311,7 +1311,7 @@ def test_an_engine_that_is_off_the_actor_ends_the_run(dtype, most):
 def whole_run(parse, monkeypatch):
     """Runs main with these flags on a small task, without a report."""
     monkeypatch.setattr(common, "write_report", lambda *_: None)
-    ppo_loop.SIGTERM.clear()
+    monkeypatch.setattr(common.Stop, "signal", 0)
     small = "--train-batch-size 8 --critic.ppo-mini-batch-size 8 --eval-every 0 --steps 2 --dump-rollouts"
     small += ' --actor.lr 1e-3 --actor.override-config {"initializer_range":0.1}'
     return lambda flags: ppo_loop.main(parse(f"{small} {flags}"))
@@ -1401,7 +1401,7 @@ def test_each_epoch_of_each_update_has_its_own_order(monkeypatch):
     """An order that depends only on seed, update and epoch."""
     w = policy(ppo_epochs=3, ppo_mini_batch_size=4)
     seen = []
-    monkeypatch.setattr(w, "step", lambda mini, totals: seen.append(mini.row_id.tolist()) or 1.0)
+    monkeypatch.setattr(w, "step", lambda mini, totals, done: seen.append(mini.row_id.tolist()) or 1.0)
     batch = batch_to_learn(w)
     for _ in range(2):
         w.update_policy(batch)
@@ -1459,7 +1459,6 @@ def test_sigterm_interrupts_a_phase(phase, owner, name, nth, saved, whole_run, m
         rows = common.read_lines(out / "metrics.jsonl")
         assert {row["step"] for row in rows if "eval/reward" in row} == {0}
     assert len(done) <= nth + 1 if saved == 1 else len(done) > nth, len(done)
-    ppo_loop.SIGTERM.clear()
     whole_run(f"{flags} --resume auto")
     assert end() == NEVER_STOPPED[flags]
 
