@@ -1510,6 +1510,7 @@ def progress_of(total, what, unit):
 
 def progress(items, what, unit):
     """Yields the items, and shows how far they are; see progress_of."""
+    items = list(items)
     done = progress_of(len(items), what, unit)
     for item in items:
         yield item

@@ -153,7 +153,7 @@ class Run:
     eval_every: Count = 20  # updates between evaluations (0: only at the start and the end)
     # updates between checkpoints (None: at each evaluation, in place of the one before; 0: only at the end)
     save_every: Count | None = None
-    keep: Positive | None = None  # how many of the last checkpoints to keep (None: all of --save-every)
+    keep: Positive | None = None  # how many of the last checkpoints to keep (None: all, but see --save-every)
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     resume: Text | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
     plan: Positive | None = None  # print the memory of each of N ranks, host included, without activations

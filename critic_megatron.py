@@ -156,7 +156,7 @@ class Run:
     eval_every: Count = 20  # updates between evaluations (0: only at the start and the end)
     # updates between checkpoints (None: at each evaluation, in place of the one before; 0: only at the end)
     save_every: Count | None = None
-    keep: Positive | None = None  # how many of the last checkpoints to keep (None: all of --save-every)
+    keep: Positive | None = None  # how many of the last checkpoints to keep (None: all, but see --save-every)
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     resume: Text | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
     profile_step: Positive | None = None  # profile this step of rank 0, with torch.profiler

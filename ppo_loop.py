@@ -330,7 +330,7 @@ class Run:
     eval_every: Count = 20  # steps between evaluations (0: only at the start and the end)
     # steps between checkpoints (None: at each evaluation, in place of the one before; 0: only at the end)
     save_every: Count | None = None
-    keep: Positive | None = None  # how many of the last checkpoints to keep (None: all of --save-every)
+    keep: Positive | None = None  # how many of the last checkpoints to keep (None: all, but see --save-every)
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     resume: Text | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
     offload: bool = False  # keep each model on the host except in the phases that use it

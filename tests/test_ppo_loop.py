@@ -1411,6 +1411,24 @@ def test_each_epoch_of_each_update_has_its_own_order(monkeypatch):
     assert len({*map(tuple, orders)}) == 6
 
 
+def test_rollout_log_probs_and_update_show_how_far_they_are(monkeypatch, capsys):
+    """Of a rollout that ends early, the rest counts as done."""
+    w = policy(ppo_mini_batch_size=4, ppo_epochs=2)
+    w.max_tokens = 64
+    batch = batch_to_learn(w, n=8)
+    monkeypatch.setattr(common, "LINE_EVERY", 0.0)
+    lines = lambda: [re.sub(r"0:00:0\d", "0:00:00", line) for line in capsys.readouterr().out.splitlines()]
+    lines()
+    w.compute_log_probs(batch)
+    n = len(w.my_micro_batches(batch))
+    said = [f"log-probs  {i} of {n} micro-batches, 0:00:00 left" for i in range(1, n + 1)]
+    assert n > 2 and lines() == said
+    w.update_policy(batch)
+    assert len(said := lines()) > 4 and said[-1] == "policy     16 of 16 rows, 0:00:00 left"
+    engine_of(w, at_once=2).generate([([20, 30], 0, 5), ([20], 1, 7), ([40], 2, 4)], 0.0)
+    assert lines()[-1] == "rollout    11 of 11 forwards, 0:00:00 left"
+
+
 NEVER_STOPPED = {}  # flags -> how such a run ends, once for all phases
 
 
