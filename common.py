@@ -252,8 +252,9 @@ def listen():
 
 def listen_no_more():
     """Undoes listen, if it was called: there is nothing left to save."""
-    while Stop.handlers:
-        signal.signal(*Stop.handlers.popitem())
+    for number, handler in Stop.handlers.items():
+        signal.signal(number, handler)
+    Stop.handlers.clear()
 
 
 def heard(number, frame):
@@ -278,8 +279,8 @@ def heard(number, frame):
 def told(number):
     """Notes in Stop that this rank, or another one, has received the signal."""
     if not Stop.first:
+        Stop.time = perf_counter()  # before `first`, because a signal may come in between
         Stop.first = number
-        Stop.time = perf_counter()
         Stop.signal = number
 
 

@@ -220,12 +220,11 @@ def answer(*row):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
-@pytest.mark.parametrize("imports", [True, False])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number, imports", [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False)]
+)
 def test_the_processes_of_a_reward_function_end_with_the_run(number, imports, tmp_path):
     """Those of the workers, and the programs that they have started, in a row or in an import."""
-    if imports and number == signal.SIGTERM:
-        pytest.skip("it ends a run that has not begun by the system's default")
     seconds = f"{10**6 + os.getpid()}"
     source = SLEEPS.format(seconds=seconds) + "answer()\n" * imports
     (tmp_path / "slow.py").write_text(source)
