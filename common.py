@@ -232,6 +232,58 @@ def of_all_ranks(mine, group=None):  # a list with each rank's object, over `gro
     return everyones
 
 
+class Stop:
+    """Whether Ctrl-C (SIGINT) or SIGTERM has told this run to save its state and to end, see listen."""
+
+    signal = 0  # SIGINT or SIGTERM if the loop is to stop, else 0
+    first = 0  # the first of the two since listen, or 0
+    time = 0.0  # when it came
+    handlers = {}  # signal -> what handled it before
+
+
+def listen():
+    """From here on Ctrl-C and SIGTERM are noted in Stop, for a loop that can save its state. A second Ctrl-C
+    does what the first one did before."""
+    Stop.signal = 0
+    Stop.first = 0
+    for number in (signal.SIGINT, signal.SIGTERM):
+        Stop.handlers.setdefault(number, signal.signal(number, heard))
+
+
+def listen_no_more():
+    """Undoes listen, if it was called: there is nothing left to save."""
+    for number, handler in Stop.handlers.items():
+        signal.signal(number, handler)
+    Stop.handlers.clear()
+
+
+def heard(number, frame):
+    """Handles a signal of listen."""
+    # torchrun passes Ctrl-C on to ranks that may have it already, and a second one as SIGTERM; a scheduler
+    # may send SIGTERM more than once
+    again = Stop.first and perf_counter() - Stop.time > 1
+    if again and signal.SIGINT in (number, Stop.first):
+        Stop.handlers[signal.SIGINT](number, frame)
+    if Stop.first:
+        return
+
+    told(number)
+    if number == signal.SIGINT and RANK == 0:
+        line = "Ctrl-C     the run saves its state and ends within a step; Ctrl-C again ends it at once\n"
+        if os.isatty(1):
+            line = "\n" + line  # after ^C, or a bar
+        with suppress(OSError):
+            os.write(1, line.encode())  # print could be within a print
+
+
+def told(number):
+    """Notes in Stop that this rank, or another one, has received the signal."""
+    if not Stop.first:
+        Stop.time = perf_counter()  # before `first`, because a signal may come in between
+        Stop.first = number
+        Stop.signal = number
+
+
 def launch(main):
     """Runs main(), then exits: 0 on success, 2 on a UserError (one line, no traceback), 1 otherwise."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
@@ -261,8 +313,9 @@ def launch(main):
             if re.search(pattern, message):
                 message += f"{label}: {hint}\n"
 
+    # if rank 0 fails too, torchrun ends this process before it prints the same
     if code and RANK:
-        sleep(5)  # if rank 0 fails too, torchrun ends this process before it prints the same
+        sleep(5 if message else 1)
     with suppress(OSError):  # the streams may be files on a full disk
         sys.stdout.flush()
         sys.stderr.write(message)
@@ -644,7 +697,7 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
 
     # a fault is named by the line, counted from 1
     rows = []
-    for row_id, line in enumerate(progress(lines, "rows")):
+    for row_id, line in enumerate(progress(lines, "rows", "lines")):
         if not line.strip():
             continue
         try:
@@ -1531,9 +1584,39 @@ def write_json(path, state):  # writes a JSON file on rank 0
         Path(path).write_text(as_json(state, indent=1))
 
 
-def progress(items, what):
-    """A progress bar over `items`, on rank 0 in a terminal, if the work takes longer than three seconds."""
-    return tqdm(items, what, delay=3, leave=False, disable=RANK > 0 or None)
+LINE_EVERY = 60.0  # seconds between the lines that tell how far long work is, where there is no terminal
+
+
+def progress_of(total, what, unit):
+    """-> done(n), to be called after n of `total` units of work, or a fraction of one. In a terminal rank 0
+    shows a bar if the work takes longer than three seconds, until the caller drops `done`. Elsewhere it
+    prints a line a minute."""
+    bar = tqdm(total=total, desc=what, unit=f" {unit}", delay=3, leave=False, disable=RANK > 0 or None)
+    start = perf_counter()
+    printed = start
+    finished = 0.0
+
+    def done(n=1):
+        nonlocal finished, printed
+        finished += n
+        bar.update(round(finished) - bar.n)
+
+        now = perf_counter()
+        if bar.disable and now - printed >= LINE_EVERY:
+            printed = now
+            left = time_left((now - start) / finished, total - finished)
+            print0(f"{what:10s} {finished:,.0f} of {total:,} {unit}, {left} left")
+
+    return done
+
+
+def progress(items, what, unit):
+    """Yields the items, and shows how far they are; see progress_of."""
+    items = list(items)
+    done = progress_of(len(items), what, unit)
+    for item in items:
+        yield item
+        done()
 
 
 # ---- Checkpoints: folders that are complete or absent ------------------------------------------------------

@@ -21,7 +21,6 @@ import shutil
 import signal
 import sys
 import textwrap
-import threading
 import time
 import warnings
 from collections import Counter
@@ -36,6 +35,21 @@ from math import ceil, cos, gcd, inf, isfinite, isnan, nan, pi, tan
 from os.path import exists, isfile, realpath
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
+
+
+def interrupted(*_):
+    """Ends the process with one line: Ctrl-C (SIGINT) finds nothing to save, or comes again."""
+    line = b"Ctrl-C     ended at once\n"
+    if os.isatty(2):
+        line = b"\n" + line  # after ^C
+    with suppress(OSError):
+        if os.environ.get("RANK", "") in ("", "0"):
+            os.write(2, line)
+    os._exit(128 + signal.SIGINT)
+
+
+if __name__ == "__main__":  # here, because the imports below take ten seconds
+    signal.signal(signal.SIGINT, interrupted)
 
 import tyro
 from pydantic import Field, PositiveFloat, TypeAdapter, ValidationError
@@ -147,8 +161,9 @@ class Run:
     eval_every: Count = 20  # updates between evaluations (0: only at the start and the end)
     out_dir: Text = "out/critic_fsdp"  # folder for checkpoints, Hugging Face export, metrics and report
     resume: Text | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
-    save_every: Count = 0  # updates between checkpoints (0: only at the end)
-    keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
+    # updates between checkpoints (None: at each evaluation, in place of the one before; 0: only at the end)
+    save_every: Count | None = None
+    keep: Positive | None = None  # how many of the last checkpoints to keep (None: all, but see --save-every)
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     plan: Positive | None = None  # print the memory of each of N ranks, host included, without activations
     profile_step: Positive | None = None  # profile this step of rank 0, with torch.profiler
@@ -875,7 +890,7 @@ class DataParallelPPOCritic:
         """(T,) float32 values of the global batch's actions, zero elsewhere; on the host, on all ranks."""
         self.model.eval()
         values_T = torch.zeros(len(batch.input_ids), device=self.layout.device)
-        for rows in self.my_micro_batches(batch):
+        for rows in common.progress(self.my_micro_batches(batch), "values", "micro-batches"):
             self.between()
             micro = self.micro_batch(batch, rows)
             v_T = self.values(self.forward(micro), micro.response_mask)
@@ -902,6 +917,7 @@ class DataParallelPPOCritic:
         self.optimizer.zero_grad()  # an earlier update may have failed halfway
         totals = Counter(self.no_sums)  # of the steps taken
         norms = []  # one per mini-batch, NaN where the step was skipped
+        done = common.progress_of(config.ppo_epochs * len(batch), "update", "rows")
         for epoch in range(config.ppo_epochs):
             ordered = batch
             if config.shuffle:
@@ -919,6 +935,7 @@ class DataParallelPPOCritic:
                     for i, rows in enumerate(micros, 1):
                         micro = self.micro_batch(mini, rows)
                         sums.update(self.forward_backward(micro, last=i == len(micros)))
+                        done(len(mini) / len(micros))
                     norm = self.optimizer_step()
                 if isfinite(norm):
                     norms[-1] = norm
@@ -1335,9 +1352,10 @@ class Checkpoints:
         self.run = run
         self.background = ThreadPoolExecutor(1) if run.async_save else None
         self.saving = None  # the Future of a save in the background
+        self.every = run.eval_every if run.save_every is None else run.save_every  # steps, or 0
+        self.newest = None  # the folder of this run's last checkpoint
         timeout = timedelta(minutes=run.critic.timeout_minutes)
         self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs a group of its own
-        self.sigterm = threading.Event()  # schedulers send it before they end a job
         self.lock = common.claim(run.out_dir)  # the run holds it until it ends, even by a kill
         self.out_of_memory = Path(run.out_dir, "out_of_memory")  # holds how often
         self.halvings = 0
@@ -1367,12 +1385,11 @@ class Checkpoints:
         print0(f"resume     auto: no checkpoint to continue from in {self.run.out_dir}; starting anew")
 
     def __enter__(self):
-        signal.signal(signal.SIGTERM, lambda *_: self.sigterm.set())
         return self
 
     def __exit__(self, kind, error, trace):
         """Records that memory ran out; after an error, waits up to a minute for a save in the background."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        common.listen_no_more()
         with suppress(Exception):
             if re.search(common.OUT_OF_MEMORY, repr(error)) and not isinstance(error, UserError):
                 self.out_of_memory.write_text(f"{self.halvings + 1}")
@@ -1381,13 +1398,34 @@ class Checkpoints:
         if self.lock:
             self.lock.close()
 
+    def begin(self):
+        """Prints what the loop will save, and lets Ctrl-C and SIGTERM end it after a step."""
+        run = self.run
+        keep = run.keep
+        when = f"every {self.every} steps"
+        if run.save_every is None:
+            keep = run.keep or 1
+            when = "at each evaluation"
+        if not self.every:
+            when = "at the end"
+        elif keep:
+            when += ", the newest is kept" if keep == 1 else f", the last {keep} are kept"
+        print0(f"saving     {run.out_dir}/checkpoints {when}; Ctrl-C saves, too")
+        common.listen()
+
     def save(self, step, write):
         """Saves a step with write(tmp, group), after earlier saves; keeps the last `keep` (a collective)."""
+        run = self.run
 
         def save():
-            folder = f"{self.run.out_dir}/checkpoints/step_{step}"
-            with record_function("save"), published(folder, self.group, self.run.keep) as tmp:
+            folder = f"{run.out_dir}/checkpoints/step_{step}"
+            with record_function("save"), published(folder, self.group, run.keep) as tmp:
                 write(tmp, self.group)
+
+            # what the user has asked for, in this run or an earlier one, stays
+            if self.newest and run.save_every is None and run.keep is None and RANK == 0:
+                common.remove(self.newest)
+            self.newest = folder
 
         self.wait()
         if self.background:
@@ -1400,10 +1438,11 @@ class Checkpoints:
         if self.saving and (block or self.saving.done()):
             self.saving.result()
 
-    def leave(self, step):
-        """Ends the run after SIGTERM, with the exit status of a process that SIGTERM killed."""
-        print0(f"SIGTERM    stopped after step {step} of {self.run.out_dir}; continue with --resume auto")
-        raise SystemExit(128 + signal.SIGTERM)
+    def leave(self, step, number):
+        """Ends the run after the signal of this number, with the exit status of a process that it killed."""
+        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        print0(f"{name:10s} stopped after step {step} of {self.run.out_dir}; continue with --resume auto")
+        raise SystemExit(128 + number)
 
 
 # ---- Plan: the memory that a layout needs, computed without launching it -----------------------------------
@@ -1461,7 +1500,6 @@ def main(run):
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
 
         if run.score:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save
             train.values = worker.critic.compute_values(train)
             common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
             return
@@ -1510,13 +1548,15 @@ def learn(run, worker, train, held_out, size, checkpoints):
     picked = []
     batch = None  # this rank's rows of the last update
     groups = train.groups()
+    checkpoints.begin()
     for step in logger.profiled(range(first_step, run.steps + 1), run.profile_step):
-        ends = step == run.steps or any(of_all_ranks(checkpoints.sigterm.is_set()))
+        told = max(of_all_ranks(common.Stop.signal))  # a signal's number, or 0
+        ends = step == run.steps or told > 0
         evaluates = step == run.steps or step % (run.eval_every or run.steps) == 0
         if len(held_out) and evaluates:
             held_out.values = worker.critic.compute_values(held_out)
             logger.log_evaluation(step, held_out, run.gamma)
-        if step > first_step and (ends or run.save_every and step % run.save_every == 0):
+        if step > first_step and (ends or checkpoints.every and step % checkpoints.every == 0):
             worker.check_values(batch)
             checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
         checkpoints.wait(block=ends)
@@ -1531,7 +1571,8 @@ def learn(run, worker, train, held_out, size, checkpoints):
         logger.check_progress(metrics)
         logger.log_update(step + 1, run.steps, metrics)
     if step < run.steps:
-        checkpoints.leave(step)
+        checkpoints.leave(step, told)
+    common.listen_no_more()
     if len(held_out):
         return held_out, "held-out rows"
     rows = train.select(picked)

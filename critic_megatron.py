@@ -23,7 +23,6 @@ import shutil
 import signal
 import sys
 import textwrap
-import threading
 import time
 import warnings
 from collections import ChainMap, Counter
@@ -38,6 +37,21 @@ from math import ceil, cos, inf, isfinite, isnan, nan, pi, sqrt, tan
 from os.path import exists, isfile, realpath
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
+
+
+def interrupted(*_):
+    """Ends the process with one line: Ctrl-C (SIGINT) finds nothing to save, or comes again."""
+    line = b"Ctrl-C     ended at once\n"
+    if os.isatty(2):
+        line = b"\n" + line  # after ^C
+    with suppress(OSError):
+        if os.environ.get("RANK", "") in ("", "0"):
+            os.write(2, line)
+    os._exit(128 + signal.SIGINT)
+
+
+if __name__ == "__main__":  # here, because the imports below take ten seconds
+    signal.signal(signal.SIGINT, interrupted)
 
 import tyro
 from pydantic import Field, PositiveFloat, TypeAdapter, ValidationError
@@ -149,8 +163,9 @@ class Run:
     eval_every: Count = 20  # updates between evaluations (0: only at the start and the end)
     out_dir: Text = "out/critic_megatron"  # folder for checkpoints, Hugging Face export, metrics and report
     resume: Text | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
-    save_every: Count = 0  # updates between checkpoints (0: only at the end)
-    keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
+    # updates between checkpoints (None: at each evaluation, in place of the one before; 0: only at the end)
+    save_every: Count | None = None
+    keep: Positive | None = None  # how many of the last checkpoints to keep (None: all, but see --save-every)
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     profile_step: Positive | None = None  # profile this step of rank 0, with torch.profiler
 
@@ -1148,13 +1163,14 @@ class MegatronPPOCritic:
         index = pieces.flatten().argsort()[torch.cat(keys)].to(device, non_blocking=True)  # once gathered
         return slots[mine.flatten()], PackLayout(queries, device, list(map(len, keys)), index)
 
-    def run_schedule(self, micros, reduce, forward_only=False):
+    def run_schedule(self, micros, reduce, done, forward_only=False):
         """Runs all micro-batches through Megatron's schedule: forward and, unless forward_only, backward.
-        On the last stage, reduce(outputs_S, micro) returns their loss."""
+        On the last stage, reduce(outputs_S, micro) returns their loss. done() is called for each forward."""
 
         @record_function("micro-batch")  # its forward; the schedule itself runs the backward
         def forward_step(micros, chunk):
             micro = next(micros)
+            done()
             ids_1S, pack, _ = micro.packed
 
             def loss_of(outputs_1SN):
@@ -1197,10 +1213,12 @@ class MegatronPPOCritic:
             return outputs_S.sum()
 
         size = 4 * self.config.pipeline_model_parallel_size  # several at once keep a pipeline busy
+        done = common.progress_of(len(table), "values", "micro-batches")
+        done_one = partial(done, 1 / len(self.model))  # each virtual stage has its own forwards
         for first in range(0, len(table), size):
             self.between()
             micros = [self.micro_batch(batch, rows) for rows in table[first : first + size]]
-            self.run_schedule(micros, reduce, forward_only=True)
+            self.run_schedule(micros, reduce, done_one, forward_only=True)
         dist.all_reduce(values_T)  # one rank holds each token's value; the others add 0
         self.between()  # last chance to raise: an update may follow, which is not interrupted
         return values_T.cpu()
@@ -1211,6 +1229,7 @@ class MegatronPPOCritic:
         self.model.train()
         totals = Counter(self.no_sums)  # of the steps taken
         norms = []  # one per mini-batch, NaN where the step was skipped
+        done = common.progress_of(config.ppo_epochs * len(batch), "update", "rows")
         for epoch in range(config.ppo_epochs):
             ordered = batch
             if config.shuffle:
@@ -1223,9 +1242,10 @@ class MegatronPPOCritic:
                     mini, config.loss_agg_mode, config.response_length_limit, config.value_places
                 )
                 micros = self.my_micro_batches(mini)
+                done_one = partial(done, len(mini) / len(micros) / len(self.model))
                 with record_function("mini-batch"):
                     # Megatron's schedule loops over them
-                    sums = self.forward_backward([self.micro_batch(mini, rows) for rows in micros])
+                    sums = self.forward_backward([self.micro_batch(mini, rows) for rows in micros], done_one)
                     norm = self.optimizer_step()
                 if isfinite(norm):
                     norms[-1] = norm
@@ -1234,7 +1254,7 @@ class MegatronPPOCritic:
         lr = self.optimizer.param_groups[0]["lr"]
         return common.update_metrics("critic", "vf_loss", totals, norms, lr, self.layout.device)
 
-    def forward_backward(self, micros):
+    def forward_backward(self, micros, done=lambda: None):
         """Computes the gradient of a mini-batch, over all ranks -> this rank's sums, as `loss` returns them.
         Megatron would divide by micro-batches, tokens and ranks. With calculate_per_token_loss, and without a
         token count for finalize_model_grads, it divides by nothing: each rank adds its own tokens' loss, and
@@ -1249,7 +1269,7 @@ class MegatronPPOCritic:
                 sums.update(part)
             return loss
 
-        self.run_schedule(micros, reduce)
+        self.run_schedule(micros, reduce, done)
         finalize_model_grads(self.model)
         if self.padding_row is not None:  # as in transformers, the padding token's embedding is not trained
             self.modules[0].embedding.word_embeddings.weight.main_grad[self.padding_row].zero_()
@@ -1631,9 +1651,10 @@ class Checkpoints:
         self.run = run
         self.background = ThreadPoolExecutor(1) if run.async_save else None
         self.saving = None  # the Future of a save in the background
+        self.every = run.eval_every if run.save_every is None else run.save_every  # steps, or 0
+        self.newest = None  # the folder of this run's last checkpoint
         timeout = timedelta(minutes=run.critic.timeout_minutes)
         self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs a group of its own
-        self.sigterm = threading.Event()  # schedulers send it before they end a job
         self.lock = common.claim(run.out_dir)  # the run holds it until it ends, even by a kill
         self.out_of_memory = Path(run.out_dir, "out_of_memory")  # holds how often
         self.halvings = 0
@@ -1663,12 +1684,11 @@ class Checkpoints:
         print0(f"resume     auto: no checkpoint to continue from in {self.run.out_dir}; starting anew")
 
     def __enter__(self):
-        signal.signal(signal.SIGTERM, lambda *_: self.sigterm.set())
         return self
 
     def __exit__(self, kind, error, trace):
         """Records that memory ran out; after an error, waits up to a minute for a save in the background."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        common.listen_no_more()
         with suppress(Exception):
             if re.search(common.OUT_OF_MEMORY, repr(error)) and not isinstance(error, UserError):
                 self.out_of_memory.write_text(f"{self.halvings + 1}")
@@ -1677,13 +1697,34 @@ class Checkpoints:
         if self.lock:
             self.lock.close()
 
+    def begin(self):
+        """Prints what the loop will save, and lets Ctrl-C and SIGTERM end it after a step."""
+        run = self.run
+        keep = run.keep
+        when = f"every {self.every} steps"
+        if run.save_every is None:
+            keep = run.keep or 1
+            when = "at each evaluation"
+        if not self.every:
+            when = "at the end"
+        elif keep:
+            when += ", the newest is kept" if keep == 1 else f", the last {keep} are kept"
+        print0(f"saving     {run.out_dir}/checkpoints {when}; Ctrl-C saves, too")
+        common.listen()
+
     def save(self, step, write):
         """Saves a step with write(tmp, group), after earlier saves; keeps the last `keep` (a collective)."""
+        run = self.run
 
         def save():
-            folder = f"{self.run.out_dir}/checkpoints/step_{step}"
-            with record_function("save"), published(folder, self.group, self.run.keep) as tmp:
+            folder = f"{run.out_dir}/checkpoints/step_{step}"
+            with record_function("save"), published(folder, self.group, run.keep) as tmp:
                 write(tmp, self.group)
+
+            # what the user has asked for, in this run or an earlier one, stays
+            if self.newest and run.save_every is None and run.keep is None and RANK == 0:
+                common.remove(self.newest)
+            self.newest = folder
 
         self.wait()
         if self.background:
@@ -1696,10 +1737,11 @@ class Checkpoints:
         if self.saving and (block or self.saving.done()):
             self.saving.result()
 
-    def leave(self, step):
-        """Ends the run after SIGTERM, with the exit status of a process that SIGTERM killed."""
-        print0(f"SIGTERM    stopped after step {step} of {self.run.out_dir}; continue with --resume auto")
-        raise SystemExit(128 + signal.SIGTERM)
+    def leave(self, step, number):
+        """Ends the run after the signal of this number, with the exit status of a process that it killed."""
+        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        print0(f"{name:10s} stopped after step {step} of {self.run.out_dir}; continue with --resume auto")
+        raise SystemExit(128 + number)
 
 
 # ---- Main: value pretraining from rollouts -----------------------------------------------------------------
@@ -1727,7 +1769,6 @@ def main(run):
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
 
         if run.score:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save
             train.values = worker.critic.compute_values(train)
             common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
             return
@@ -1774,13 +1815,15 @@ def learn(run, worker, train, held_out, size, checkpoints):
     picked = []
     batch = None  # this rank's rows of the last update
     groups = train.groups()
+    checkpoints.begin()
     for step in logger.profiled(range(first_step, run.steps + 1), run.profile_step):
-        ends = step == run.steps or any(of_all_ranks(checkpoints.sigterm.is_set()))
+        told = max(of_all_ranks(common.Stop.signal))  # a signal's number, or 0
+        ends = step == run.steps or told > 0
         evaluates = step == run.steps or step % (run.eval_every or run.steps) == 0
         if len(held_out) and evaluates:
             held_out.values = worker.critic.compute_values(held_out)
             logger.log_evaluation(step, held_out, run.gamma)
-        if step > first_step and (ends or run.save_every and step % run.save_every == 0):
+        if step > first_step and (ends or checkpoints.every and step % checkpoints.every == 0):
             worker.check_values(batch)
             checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
         checkpoints.wait(block=ends)
@@ -1795,7 +1838,8 @@ def learn(run, worker, train, held_out, size, checkpoints):
         logger.check_progress(metrics)
         logger.log_update(step + 1, run.steps, metrics)
     if step < run.steps:
-        checkpoints.leave(step)
+        checkpoints.leave(step, told)
+    common.listen_no_more()
     if len(held_out):
         return held_out, "held-out rows"
     rows = train.select(picked)

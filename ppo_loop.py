@@ -173,6 +173,32 @@ def serve(path, name):
 if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
     serve(*sys.argv[2:])
 
+
+WORKERS = set()  # ids of this rank's worker processes, see load_function
+
+
+def end_workers():
+    """Ends the worker processes and the programs that they started: each worker has its own process group."""
+    for pid in list(WORKERS):
+        with suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def interrupted(*_):
+    """Ends the process with one line: Ctrl-C (SIGINT) finds nothing to save, or comes again."""
+    end_workers()
+    line = b"Ctrl-C     ended at once\n"
+    if os.isatty(2):
+        line = b"\n" + line  # after ^C
+    with suppress(OSError):
+        if os.environ.get("RANK", "") in ("", "0"):
+            os.write(2, line)
+    os._exit(128 + signal.SIGINT)
+
+
+if __name__ == "__main__":  # here, because the imports below take ten seconds
+    signal.signal(signal.SIGINT, interrupted)
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -186,7 +212,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 from transformers.core_model_loading import revert_weight_conversion
 
 import common
-from common import RANK, WORLD_SIZE, Batch, UserError, blame, gather, of_all_ranks, print0, progress
+from common import RANK, WORLD_SIZE, Batch, Stop, UserError, blame, gather, of_all_ranks, print0, progress
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
@@ -310,8 +336,9 @@ class Run:
     steps: Positive = 60  # PPO steps
     critic_warmup: Count = 0  # first steps that update only the critic
     eval_every: Count = 20  # steps between evaluations (0: only at the start and the end)
-    save_every: Count = 0  # steps between checkpoints (0: only at the end)
-    keep: Positive | None = None  # how many of the last checkpoints to keep (None: all)
+    # steps between checkpoints (None: at each evaluation, in place of the one before; 0: only at the end)
+    save_every: Count | None = None
+    keep: Positive | None = None  # how many of the last checkpoints to keep (None: all, but see --save-every)
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     resume: Text | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
     offload: bool = False  # keep each model on the host except in the phases that use it
@@ -407,15 +434,15 @@ def mistake_in(run):
 
 # ---- Task: prompts, rewards, environment -------------------------------------------------------------------
 
-SIGTERM = threading.Event()  # set when it is received: generation and scoring then stop early, see poll
-
 
 def poll(group=None):
-    """Raises SystemExit on all ranks of the group (None: all ranks) if one of them has received SIGTERM (a
-    collective). main then saves the state at the start of the step, so never call this within an update."""
-    if any(of_all_ranks(SIGTERM.is_set(), group)):
-        SIGTERM.set()
-        raise SystemExit
+    """Raises SystemExit on all ranks of the group (None: all ranks) if one of them is to stop (a collective).
+    Generation and scoring look at Stop, too, and end early. main then saves the state at the start of the
+    step, so never call this within an update."""
+    number = max(of_all_ranks(Stop.signal, group))
+    if number:
+        common.told(number)
+        raise SystemExit(number)
 
 
 class Prompt(NamedTuple):
@@ -466,7 +493,7 @@ def load_prompts(source, flag, run, tokenizer):
         source = common.read_file(source, flag)
     prompts = []
     longer = 0
-    for number, line in enumerate(progress(source, "prompts"), 1):
+    for number, line in enumerate(progress(source, "prompts", "lines"), 1):
         if not line.strip():
             continue
         with blame(f"{name}:{number}: unusable, with --prompt-key {run.prompt_key}{' --chat' * run.chat}"):
@@ -557,6 +584,7 @@ def load_function(name, flag, seconds):
         with theirs:  # Ctrl-C does not reach a process group of its own
             process = subprocess.Popen(command, stdin=theirs, process_group=0)
         mine.worker = process, ours
+        WORKERS.add(process.pid)
 
         # the worker first sends whether it could import the file, which is not part of a row's time
         _, fault = hear(0, inf) or (None, "its process has died")
@@ -581,6 +609,7 @@ def load_function(name, flag, seconds):
         # the worker and the programs that it started are one process group
         with suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
+        WORKERS.discard(process.pid)
         vars(mine).clear()
         return None
 
@@ -603,14 +632,15 @@ def load_function(name, flag, seconds):
 
 
 def ask_all(function, replies):
-    """attempt(function, *row) for each reply, in order; after SIGTERM only for some. Built-in rewards run in
-    this thread. (A fork may pass partial(attempt, function): it runs in other threads, without time-out.)"""
+    """attempt(function, *row) for each reply, in order; once the run is to stop, only for some. Built-in
+    rewards run in this thread. (A fork may pass partial(attempt, function): it runs in other threads,
+    without time-out.)"""
     rows = [(reply.prompt.text, reply.text, reply.prompt.answer, reply.turns) for reply in replies]
     if function in REWARDS.values():
-        return [attempt(function, *row) for row in rows if not SIGTERM.is_set()]
+        return [attempt(function, *row) for row in rows if not Stop.signal]
     futures = [THREADS.submit(function, *row) for row in rows]
-    for future in progress(futures, "functions"):
-        while not future.done() and not SIGTERM.is_set():
+    for future in progress(futures, "functions", "rows"):
+        while not future.done() and not Stop.signal:
             wait([future], 0.5)
     return [future.result() for future in futures if not future.cancel() and future.done()]
 
@@ -756,10 +786,11 @@ class Draw(LogitsProcessor):
     temperature: float  # 0: greedy
     top_p: float
     known: int  # see Task
+    done: Any = lambda: None  # called after each token, see common.progress_of
     log_probs: list = field(default_factory=list)  # (B, 1) for each step: those of the drawn tokens
 
     def __call__(self, ids_BL, logits_BV):
-        if SIGTERM.is_set():
+        if Stop.signal:
             raise SystemExit
         log_p_BV = (logits_BV[:, : self.known].float() / (self.temperature or 1.0)).log_softmax(-1)
         if self.temperature:  # inverse transform sampling: one random number per token
@@ -770,6 +801,7 @@ class Draw(LogitsProcessor):
         else:
             chosen_B1 = log_p_BV.argmax(-1, keepdim=True)
         self.log_probs.append(log_p_BV.gather(1, chosen_B1))
+        self.done()
         return torch.full_like(logits_BV, -inf).scatter(1, chosen_B1, 0.0)
 
 
@@ -807,18 +839,22 @@ class HFRollout:
         whether a stop token ended it). temperature 0: greedy."""
         size = self.run.rollout_batch_size
         replies = []
-        for first in progress(range(0, len(rows), size), "rollout"):
-            prompts, seeds, room = zip(*rows[first : first + size])
-            most = max(room)
+        batches = [rows[first : first + size] for first in range(0, len(rows), size)]
+        steps = [max(room for _, _, room in batch) for batch in batches]  # most new tokens of a row
+        done = common.progress_of(sum(steps), "rollout", "forwards")
+        for batch, most in zip(batches, steps):
+            prompts, seeds, room = zip(*batch)
             ids_BL = pad_sequence([torch.tensor(x) for x in prompts], True, -1, "left").to(self.device)
             g = torch.Generator()
             u_BR = [torch.rand(most, generator=g.manual_seed(x), dtype=torch.float64) for x in seeds]
-            draw = Draw(torch.stack(u_BR).to(self.device), temperature, self.run.top_p, self.task.known)
+            u_BR = torch.stack(u_BR).to(self.device)
+            draw = Draw(u_BR, temperature, self.run.top_p, self.task.known, done)
             out_BL = self.model.generate(
                 ids_BL.clamp(min=0), attention_mask=ids_BL >= 0, max_new_tokens=most, logits_processor=[draw]
             )
             out_BR = out_BL[:, ids_BL.shape[1] :].tolist()
             log_probs_BR = torch.cat(draw.log_probs, 1).tolist()
+            done(most - len(draw.log_probs))  # all rows may have ended early
             for ids, log_probs, limit in zip(out_BR, log_probs_BR, room):
                 ends = [n for n, i in enumerate(ids[:limit], 1) if i in self.task.stop_ids]
                 n = ends[0] if ends else limit
@@ -963,7 +999,7 @@ def roll_out(engine, task, replies, run, temperature, key=""):
             run.max_response_length - len(reply.ids)
         ) for reply in going]  # fmt: skip
         out = []
-        with suppress(SystemExit):  # after SIGTERM, which other ranks may not know of yet
+        with suppress(SystemExit):  # after a signal, which other ranks may not know of yet
             out = engine.generate(rows, temperature)
         for reply, (ids, log_probs, ended) in zip(going, out):
             reply.ids += ids
@@ -1166,7 +1202,7 @@ class PolicyWorker:
         """Log-probs of the actions in the caller's rows at --temperature: (T,) float32, zero elsewhere."""
         log_probs_T = torch.zeros(len(batch.input_ids), device=self.device)
         try:
-            for rows in self.my_micro_batches(batch):
+            for rows in progress(self.my_micro_batches(batch), "log-probs", "micro-batches"):
                 poll()
                 out_T, _ = self.model(self.micro_batch(batch, rows), self.run.temperature)
                 if rows:
@@ -1202,12 +1238,13 @@ class PolicyWorker:
         """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
         totals = collections.Counter(self.no_sums)  # of the steps taken
         norms = []  # of the mini-batches, NaN where the step was skipped
+        done = common.progress_of(self.config.ppo_epochs * len(batch), "policy", "rows")
         if self.run.offload:
             common.move_state(self.optimizer, self.device)
         for epoch in range(self.config.ppo_epochs):
             ordered = batch.shuffled(self.run.seed, self.updates, epoch)
             for mini in ordered.split(self.config.ppo_mini_batch_size):
-                norms.append(self.step(mini, totals))
+                norms.append(self.step(mini, totals, done))
         self.updates += 1
         lr = self.optimizer.param_groups[0]["lr"]
         return common.update_metrics("actor", "pg_loss", totals, norms, lr, self.device)
@@ -1244,7 +1281,7 @@ class PolicyWorker:
         }
         return whole, {name: x.detach().double() for name, x in sums.items()}
 
-    def step(self, mini, totals):
+    def step(self, mini, totals, done):
         """Takes one optimizer step on a global mini-batch -> gradient norm before clipping. Adds to totals.
         All ranks skip the step if the norm is not finite or the mini-batch has no action."""
         if not mini.response_mask.any():
@@ -1252,11 +1289,13 @@ class PolicyWorker:
         config = self.config
         mini.weights = common.loss_weights(mini, config.loss_agg_mode, self.run.max_response_length)
         sums = collections.Counter()
-        for rows in self.my_micro_batches(mini):
+        micros = self.my_micro_batches(mini)
+        for rows in micros:
             micro = self.micro_batch(mini, rows)
             loss, part = self.loss(micro, *self.model(micro, self.run.temperature))
             (loss * WORLD_SIZE).backward()  # the loss is a sum over ranks, but FSDP averages their gradients
             sums.update(part)
+            done(len(mini) / len(micros))
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip).full_tensor())
         if isfinite(norm):
             warm = min(1.0, (self.optimizer_steps + 1) / max(config.lr_warmup_steps, 1))
@@ -1338,7 +1377,7 @@ def learn_to_add(run, task, folder):
             columns = (rows.input_ids, rows.response_mask)
             ids_BL, mask_BL = (pad_sequence(x_T.split(rows.lengths), True) for x_T in columns)
             labels_BL = torch.where(mask_BL, ids_BL, -100)
-            for _ in progress(range(run.supervised_steps), "supervised"):
+            for _ in progress(range(run.supervised_steps), "supervised", "steps"):
                 picked = torch.randperm(len(rows))[:256]
                 loss = lm(ids_BL[picked], labels=labels_BL[picked]).loss
                 loss.backward()
@@ -1567,7 +1606,6 @@ def check_models(run, tokenizer, model_config, longest, known):
 
 def start_from(run, task, checkpoints):
     """-> (run, step, KL coefficient) to start from. A toy run's actor starts from the supervised one."""
-    checkpoints.sigterm = SIGTERM
     folder = checkpoints.folder
     step = 0
     kl_coef = run.kl_coef
@@ -1680,11 +1718,12 @@ def main(run):
         groups = [(0, [prompt]) for prompt in task.prompts]  # each prompt is a group of its own
         saved = first_step
         batch = None
+        checkpoints.begin()
         try:
             for step in logger.profiled(range(first_step, run.steps + 1), run.profile_step):
                 last = step == run.steps
                 poll()
-                if step > saved and (last or run.save_every and step % run.save_every == 0):
+                if step > saved and (last or checkpoints.every and step % checkpoints.every == 0):
                     save(checkpoints, phases, run, step, kl_coef, actor, critic, batch)
                     saved = step
                 checkpoints.wait(last)
@@ -1725,12 +1764,13 @@ def main(run):
                 metrics |= phases.take(metrics["rollout/tokens"])
                 logger.log(step + 1, metrics)
                 print_step(step + 1, run.steps, metrics)
-        except SystemExit:  # from poll, on all ranks
-            SIGTERM.clear()  # else save would poll it again
+        except SystemExit as stop:  # from poll, on all ranks
+            Stop.signal = 0  # else save would stop, too
             if step > saved:
                 save(checkpoints, phases, run, step, kl_coef, actor, critic, batch)
             checkpoints.wait()
-            checkpoints.leave(step)
+            checkpoints.leave(step, stop.code)
+        common.listen_no_more()
         finish(run, task, batch, phases, actor, critic)
 
 
@@ -1749,5 +1789,13 @@ def finish(run, task, batch, phases, actor, critic):
     )
 
 
+def start():
+    """Runs main with the flags of the command line, and leaves no worker process behind."""
+    try:
+        main(parse(sys.argv[1:]))
+    finally:
+        end_workers()
+
+
 if __name__ == "__main__":
-    common.launch(lambda: main(parse(sys.argv[1:])))
+    common.launch(start)

@@ -8,7 +8,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests compare what a CPU computes; of
 from helpers import AHEAD, scenarios  # noqa: E402  # imports torch
 
 QUICK = ("test_house.py", "test_common.py", "test_exercises.py", "test_ppo_loop.py")
-LAUNCHES = ("command_line", "heads_and_lora", "ranks", "readme", "starts", "vision")
+LAUNCHES = ("command_line", "heads_and_lora", "ranks", "readme", "starts", "stops", "vision")
 LAUNCHES = tuple(f"test_{name}.py" for name in LAUNCHES)
 
 

@@ -466,18 +466,28 @@ def memory(script, short):
 
 def sigterm(script, short):
     """SIGTERM to one rank or to all: the run saves and ends within a step."""
-    out, ranks = folder() / f"{script}.sigterm", [1] if script == "critic_fsdp" else None
+    return stopped(script, signal.SIGTERM)
+
+
+def ctrl_c(script, short):
+    """SIGINT, likewise."""
+    return stopped(script, signal.SIGINT)
+
+
+def stopped(script, number):
+    out, ranks = folder() / f"{script}.{number}", [1] if script == "critic_fsdp" else None
+    status = 128 + number
     job = Job(script, out, "--save-every", 0, slow=0.01)
     until(lambda: len(updates_of(out)) >= 3, "a step")
     before = updates_of(out)[-1]
-    job.send(signal.SIGTERM, ranks)
-    assert set(job.wait(60)) <= {143, -signal.SIGTERM} and job.codes[0] == 143, job
+    job.send(number, ranks)
+    assert set(job.wait(60)) <= {status, -signal.SIGTERM} and job.codes[0] == status, job
     (saved,) = steps_of(out)
     assert saved <= before + 2, (saved, before)
     assert f"stopped after step {saved} of {out}; continue with" in job.text(0)[0], job
     Job(script, out, "--resume", "auto").succeeds()
     assert_same_end(out, script, absent=range(1, saved))  # because of --save-every 0
-    return 1, f"{'to one rank: ' if ranks else ''}saved, exit 143; the same end"
+    return 1, f"{'to one rank: ' if ranks else ''}saved, exit {status}; the same end"
 
 
 SLOW_IN = {  # phase -> a function that it calls often, updates before that becomes slow, the saved step
@@ -636,6 +646,7 @@ TORCHRUN = {  # name -> nodes, signal, whether rank 1 gets it instead of torchru
     "rank-killed-of-2-nodes": (2, signal.SIGKILL, True),
     "rank-hangs-of-2-nodes": (2, signal.SIGSTOP, True),
     "torchrun-ended": (1, signal.SIGTERM, False),
+    "torchrun-interrupted": (1, signal.SIGINT, False),
     "torchrun-killed": (1, signal.SIGKILL, False),
 }
 
@@ -866,7 +877,7 @@ def folders(script, short):
 FAULTS = {  # fault -> scripts to try it on; with --short only the first
     kills: SCRIPTS, background: SCRIPTS, logger: ("ppo_loop", "critic_fsdp"), damage: SCRIPTS,
     foreign: SCRIPTS, apart: SCRIPTS, full: SCRIPTS, memory: ("critic_fsdp", "critic_megatron"),
-    sigterm: SCRIPTS, phases: ("ppo_loop",), workers: ("ppo_loop",), diverges: ("ppo_loop",),
+    sigterm: SCRIPTS, ctrl_c: SCRIPTS, phases: ("ppo_loop",), workers: ("ppo_loop",), diverges: ("ppo_loop",),
     two_runs: SCRIPTS, forking: ("ppo_loop",), odd_rewards: ("ppo_loop",), environment: SCRIPTS,
     reference: ("ppo_loop",), torchrun: ("critic_fsdp",), storm: SCRIPTS, rows: ("critic_fsdp",),
     flags: SCRIPTS, folders: SCRIPTS,

@@ -6,6 +6,7 @@ cut by the same functions, as test_critic_megatron.py asserts.
 
 import dataclasses
 import inspect
+import io
 import itertools
 import json
 import math
@@ -22,7 +23,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
-from helpers import ROOT, actions_of, random_batch, refused, rows_of, verl, write_manifest
+from helpers import ROOT, actions_of, random_batch, refused, rows_of, verl, worker, write_manifest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -30,6 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import critic_fsdp
+import critic_megatron
 import ppo_loop
 from common import UserError
 
@@ -614,6 +616,67 @@ def test_flops_follow_verls_formula_but_for_the_head_and_causality():
     extra = head + 4 * c["hidden_size"] * c["num_hidden_layers"] * unseen
     ours = 3 * (sum(map(common.flops_model(model, config), case["seqlens"])) + extra)
     assert ours / 1e12 == pytest.approx(case["tflops"], rel=1e-3)
+
+
+# ---- What long work shows ----------------------------------------------------------------------------------
+
+
+def test_long_work_prints_a_line_a_minute(monkeypatch, capsys):
+    """How far it is, and how long the rest takes at the same speed. Work of less than a minute is silent."""
+    seconds = [100.0]
+    monkeypatch.setattr(common, "perf_counter", lambda: seconds[0])
+    done = common.progress_of(8000, "values", "rows")
+    for _ in range(4 * 130):  # ten rows a second
+        seconds[0] += 0.25
+        done(2.5)
+    assert capsys.readouterr().out == (
+        "values     600 of 8,000 rows, 0:12:20 left\nvalues     1,200 of 8,000 rows, 0:11:20 left\n"
+    )
+    for _ in common.progress(range(59), "rows", "lines"):
+        seconds[0] += 1
+    assert capsys.readouterr().out == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_gets_a_bar_that_leaves_no_trace(monkeypatch, capsys):
+    """Also if the work fails: then the message comes after it."""
+    terminal, bar = Terminal(), common.tqdm
+    now = {"file": terminal, "delay": 0, "mininterval": 0, "ncols": 80}
+    monkeypatch.setattr(common, "tqdm", lambda *args, **more: bar(*args, **{**more, **now}))
+    monkeypatch.setattr(common, "LINE_EVERY", 0.0)
+    assert list(common.progress("abc", "rows", "lines")) == ["a", "b", "c"]
+    with pytest.raises(UserError):
+        for x in common.progress("abc", "prompts", "lines"):
+            if x == "b":
+                raise UserError("no")
+    shown = terminal.getvalue()
+    for words in ("rows:  67%", "| 2/3 [", "rows: 100%", "prompts:  33%"):
+        assert words in shown
+    *_, last = shown.rstrip("\r").split("\r")
+    assert last.isspace() and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
+def test_values_and_updates_of_a_critic_show_how_far_they_are(script, monkeypatch, capsys):
+    """Micro-batch by micro-batch, to the end."""
+    batch = random_batch(16, vocab_size=60, idle=False)
+    w = worker(script=script, ppo_mini_batch_size=8, ppo_epochs=2)
+    w.set_budget(batch.longest[0], "a row")
+    w.critic.max_tokens = 64
+    capsys.readouterr()
+    monkeypatch.setattr(common, "LINE_EVERY", 0.0)
+    w.compute_values(batch)
+    n = len(w.critic.my_micro_batches(batch))
+    said = [f"values     {i} of {n} micro-batches, 0:00:00 left" for i in range(1, n + 1)]
+    assert n > 4 and capsys.readouterr().out.splitlines() == said
+    w.update_critic(batch)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 8 and lines[-1] == "update     32 of 32 rows, 0:00:00 left"
+    assert all(re.fullmatch(r"update     \d+ of 32 rows, 0:00:0\d left", line) for line in lines)
 
 
 # ---- Folders, toy, README ----------------------------------------------------------------------------------

@@ -623,11 +623,11 @@ def test_a_users_function_runs_in_processes_that_are_killed_when_they_hang(ask):
     assert ask("odd", [f"{n}" for n in range(40)], "!") == [(f"{n}r!", "") for n in range(40)]
 
 
-def test_sigterm_interrupts_a_users_function(ask, monkeypatch):
+def test_a_signal_interrupts_a_users_function(ask, monkeypatch):
     """Rows that would take half a minute each are abandoned; only their threads go on."""
     monkeypatch.setattr(ppo_loop, "THREADS", ppo_loop.ThreadPoolExecutor(8))
-    monkeypatch.setattr(ppo_loop, "SIGTERM", threading.Event())
-    threading.Timer(1.0, ppo_loop.SIGTERM.set).start()
+    monkeypatch.setattr(common.Stop, "signal", 0)
+    threading.Timer(1.0, lambda: setattr(common.Stop, "signal", signal.SIGTERM)).start()
     began = time.monotonic()
     assert ask("odd", ["sleeps"] * 20, seconds=60.0) == [] and time.monotonic() - began < 20
 
@@ -1319,7 +1319,7 @@ def test_an_engine_that_is_off_the_actor_ends_the_run(dtype, most):
 def whole_run(parse, monkeypatch):
     """Runs main with these flags on a small task, without a report."""
     monkeypatch.setattr(common, "write_report", lambda *_: None)
-    ppo_loop.SIGTERM.clear()
+    monkeypatch.setattr(common.Stop, "signal", 0)
     small = "--train-batch-size 8 --critic.ppo-mini-batch-size 8 --eval-every 0 --steps 2 --dump-rollouts"
     small += ' --actor.lr 1e-3 --actor.override-config {"initializer_range":0.1}'
     return lambda flags: ppo_loop.main(parse(f"{small} {flags}"))
@@ -1409,7 +1409,7 @@ def test_each_epoch_of_each_update_has_its_own_order(monkeypatch):
     """An order that depends only on seed, update and epoch."""
     w = policy(ppo_epochs=3, ppo_mini_batch_size=4)
     seen = []
-    monkeypatch.setattr(w, "step", lambda mini, totals: seen.append(mini.row_id.tolist()) or 1.0)
+    monkeypatch.setattr(w, "step", lambda mini, totals, done: seen.append(mini.row_id.tolist()) or 1.0)
     batch = batch_to_learn(w)
     for _ in range(2):
         w.update_policy(batch)
@@ -1417,6 +1417,24 @@ def test_each_epoch_of_each_update_has_its_own_order(monkeypatch):
     keys = itertools.product((0, 1), (0, 1, 2))
     assert orders == [common.shuffled_rows(batch.groups(), 0, *key) for key in keys]
     assert len({*map(tuple, orders)}) == 6
+
+
+def test_rollout_log_probs_and_update_show_how_far_they_are(monkeypatch, capsys):
+    """Of a rollout that ends early, the rest counts as done."""
+    w = policy(ppo_mini_batch_size=4, ppo_epochs=2)
+    w.max_tokens = 64
+    batch = batch_to_learn(w, n=8)
+    monkeypatch.setattr(common, "LINE_EVERY", 0.0)
+    lines = lambda: [re.sub(r"0:00:0\d", "0:00:00", line) for line in capsys.readouterr().out.splitlines()]
+    lines()
+    w.compute_log_probs(batch)
+    n = len(w.my_micro_batches(batch))
+    said = [f"log-probs  {i} of {n} micro-batches, 0:00:00 left" for i in range(1, n + 1)]
+    assert n > 2 and lines() == said
+    w.update_policy(batch)
+    assert len(said := lines()) > 4 and said[-1] == "policy     16 of 16 rows, 0:00:00 left"
+    engine_of(w, at_once=2).generate([([20, 30], 0, 5), ([20], 1, 7), ([40], 2, 4)], 0.0)
+    assert lines()[-1] == "rollout    11 of 11 forwards, 0:00:00 left"
 
 
 NEVER_STOPPED = {}  # flags -> how such a run ends, once for all phases
@@ -1467,7 +1485,6 @@ def test_sigterm_interrupts_a_phase(phase, owner, name, nth, saved, whole_run, m
         rows = common.read_lines(out / "metrics.jsonl")
         assert {row["step"] for row in rows if "eval/reward" in row} == {0}
     assert len(done) <= nth + 1 if saved == 1 else len(done) > nth, len(done)
-    ppo_loop.SIGTERM.clear()
     whole_run(f"{flags} --resume auto")
     assert end() == NEVER_STOPPED[flags]
 

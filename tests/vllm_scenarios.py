@@ -235,13 +235,13 @@ def sigterm_ends_generate(folder):
     def counted():
         steps.append(1)
         if len(steps) == 3 and common.RANK == 0:
-            ppo_loop.SIGTERM.set()
+            common.told(signal.SIGTERM)
         return step()
 
     engine.llm.llm_engine.step = counted
     with pytest.raises(SystemExit):
         engine.generate([(prompt, seed, 12) for prompt, seed, _ in rows_of()], 0.0)
-    assert len(steps) == 3 and ppo_loop.SIGTERM.is_set()
+    assert len(steps) == 3 and common.Stop.signal == signal.SIGTERM
     engine.offload()
     assert engine.llm.llm_engine.is_sleeping()
 

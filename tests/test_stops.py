@@ -1,0 +1,303 @@
+"""How a run stops: by Ctrl-C, SIGTERM or a crash, on one rank and on two, and what it has saved by then.
+
+faults.py has more: signals and crashes at random times, under torchrun, and in each phase of a PPO step."""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from faults import processes, until
+from helpers import ROOT, run, succeeded, torchrun, worker
+
+import common
+import critic_fsdp
+import critic_megatron
+
+SCRIPTS = ("critic_fsdp", "critic_megatron", "ppo_loop")
+ROWS = ROOT / "tests" / "rows.jsonl"
+LINE = "Ctrl-C     ended at once\n"
+LAYOUT = {"critic_megatron": ("--tensor-model-parallel-size", 2)}  # of two ranks
+# runs a script, where the nth call of a function first does something else
+SCRIPT = """
+import os, pkgutil, runpy, signal, sys, time
+
+
+def patch(what, nth, act):
+    owner, _, name = what.rpartition(".")
+    owner = pkgutil.resolve_name(owner)
+    work, calls = getattr(owner, name), []
+
+    def first_acts(*args, **more):
+        calls.append(1)
+        if len(calls) == nth:
+            exec(act)
+        return work(*args, **more)
+
+    setattr(owner, name, first_acts)
+
+
+for row in {patches!r}:
+    patch(*row)
+sys.argv = {argv!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+PRESS = "signal.raise_signal(signal.SIGINT)"
+CRASH = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def flags_of(script, out, *more):
+    """A command line with few rows, which does not evaluate."""
+    own = ("--rollouts", ROWS)
+    if script == "ppo_loop":
+        own = ("--supervised-steps", 0, "--max-response-length", 3)
+    flags = ("--train-batch-size", 8, "--eval-every", 0, "--out-dir", out)
+    return [str(x) for x in (ROOT / f"{script}.py", *own, *flags, *more)]
+
+
+def patched(path, patches, script, *flags):
+    """Writes a program that runs the script with these patches: (function, nth call, what it does first)."""
+    path.write_text(SCRIPT.format(patches=patches, argv=flags_of(script, *flags)))
+    return path
+
+
+def saved(out):
+    """The steps of the checkpoints, in order."""
+    return sorted(step for step, _ in common.steps_in(f"{out}/checkpoints"))
+
+
+def weights(out):
+    """The bytes of all weights that a run has exported."""
+    return {
+        str(p.relative_to(out)): p.read_bytes() for p in sorted(pathlib.Path(out).glob("*hf/*.safetensors"))
+    }
+
+
+# ---- Ctrl-C ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ctrl_c_during_the_imports_ends_in_one_line(script, tmp_path):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, *flags_of(script, tmp_path / "out")], **pipes)
+    until(lambda: "libtorch" in pathlib.Path(f"/proc/{process.pid}/maps").read_text(), "the import of torch")
+    process.send_signal(signal.SIGINT)
+    assert (*process.communicate(timeout=60), process.returncode) == ("", LINE, 130)
+
+
+@pytest.mark.parametrize("script, what, flags", [
+    ("critic_fsdp", "common.read_rows", ()),
+    ("critic_fsdp", "common.init_value_head", ()),
+    ("critic_megatron", "common.init_value_head", ()),
+    ("ppo_loop", "common.load_model", ()),
+    ("critic_fsdp", "common.write_scores", ("--score", ROWS)),
+    ("critic_megatron", "common.write_scores", ("--score", ROWS)),
+    ("critic_fsdp", "common.load_config", ("--plan", 2)),
+    ("critic_fsdp", "common.write_report", ()),
+    ("critic_megatron", "common.write_report", ()),
+    ("ppo_loop", "common.write_report", ()),
+])  # fmt: skip
+def test_ctrl_c_with_nothing_to_save_ends_in_one_line(script, what, flags, tmp_path):
+    """Before the loop, after it, and where there is none."""
+    out = tmp_path / "out"
+    if "--score" in flags:
+        worker(model="tiny-qwen2", value_head_init="normal").export_hf(tmp_path / "judge")
+        flags += ("--model", tmp_path / "judge")
+    program = patched(tmp_path / "run.py", [(what, 1, PRESS)], script, out, "--steps", 1, *flags)
+    process = run(sys.executable, program)
+    assert (process.returncode, process.stderr) == (130, LINE), process.stderr
+    assert saved(out) == ([1] if "report" in what else [])
+
+
+def test_ctrl_c_before_the_loop_ends_both_ranks_in_one_line(tmp_path):
+    program = patched(
+        tmp_path / "run.py", [("common.describe_rows", 1, PRESS)], "critic_fsdp", tmp_path / "out"
+    )
+    process = torchrun(2, program)
+    assert (process.returncode, process.stderr) == (130, LINE)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ctrl_c_in_the_loop_saves_the_state(script, ranks, tmp_path):
+    """All ranks end at the same step. The run continues from it, and ends as if it had not been stopped."""
+    layout = LAYOUT.get(script, ()) if ranks == 2 else ()
+    flags = ("--steps", 3, *layout)
+    presses = [("common.describe_update", 2, PRESS)]
+    program = patched(tmp_path / "run.py", presses, script, tmp_path / "out", *flags)
+    process = torchrun(ranks, program)
+    assert process.returncode == 130 and process.stderr == "", process.stderr
+    said = f"Ctrl-C     stopped after step 2 of {tmp_path}/out; continue with --resume auto\n"
+    assert process.stdout.endswith(said) and process.stdout.count("Ctrl-C again ends it at once\n") == 1
+    assert saved(tmp_path / "out") == [2]
+    succeeded(torchrun(ranks, *flags_of(script, tmp_path / "out", *flags, "--resume", "auto")))
+    succeeded(torchrun(ranks, *flags_of(script, tmp_path / "whole", *flags)))
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path):
+    """In the save that the first has asked for, which would take a minute."""
+    out = tmp_path / "out"
+    slowly = f"time.sleep(1.5); {PRESS}; time.sleep(60)"
+    patches = [("common.describe_update", 2, PRESS), ("common.checksum", 1, slowly)]
+    program = patched(tmp_path / "run.py", patches, "critic_fsdp", out)
+    process = run(sys.executable, program, timeout=50)
+    assert (process.returncode, process.stderr) == (130, LINE), process
+    assert saved(out) == []
+
+
+@pytest.mark.parametrize("first, second, ends", [
+    (signal.SIGINT, signal.SIGINT, True),
+    (signal.SIGINT, signal.SIGTERM, True),  # as torchrun passes a second Ctrl-C on
+    (signal.SIGTERM, signal.SIGINT, True),
+    (signal.SIGTERM, signal.SIGTERM, False),  # schedulers send it more than once
+])  # fmt: skip
+def test_signals_within_a_second_are_one(first, second, ends, monkeypatch):
+    pressed = []
+    before = [signal.signal(signal.SIGINT, lambda *_: pressed.append(1)), signal.getsignal(signal.SIGTERM)]
+    try:
+        common.listen()
+        for number in (first, first, second):
+            signal.raise_signal(number)
+        assert common.Stop.signal == first and not pressed
+        monkeypatch.setattr(common.Stop, "time", common.Stop.time - 2)
+        signal.raise_signal(second)
+        assert bool(pressed) == ends and common.Stop.signal == first
+        common.listen_no_more()
+        signal.raise_signal(signal.SIGINT)
+        assert len(pressed) == 1 + ends and signal.getsignal(signal.SIGTERM) == before[1]
+    finally:
+        common.listen_no_more()
+        signal.signal(signal.SIGINT, before[0])
+        common.Stop.signal = 0
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
+@pytest.mark.parametrize("again", [False, True])
+def test_ctrl_c_under_torchrun(again, tmp_path):
+    """The terminal sends it to torchrun, which passes it on; here all ranks have it already, as from srun. A
+    second one ends them at once, in a save that would take a minute."""
+    out, log = tmp_path / "out", tmp_path / "log"
+    slowly = [("common.checksum", 1, "time.sleep(60)")] if again else []
+    program = patched(tmp_path / "run.py", slowly, "critic_fsdp", out, "--steps", 100000)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with open(log, "w") as file:
+        options = {"env": env, "stdout": file, "stderr": file, "process_group": 0}
+        process = subprocess.Popen([*launcher, program], **options)
+    ranks = lambda: [pid for pid, _, words in processes() if str(program) in words and "RANK=" in str(words)]
+    try:
+        until(lambda: "step      2/" in log.read_text() or process.poll() is not None, log, 180)
+        for pid in ranks():
+            os.kill(pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)
+        if again:
+            time.sleep(2)
+            os.killpg(process.pid, signal.SIGINT)
+        process.wait(timeout=25)  # after 30 s torchrun would kill its ranks
+    finally:
+        process.kill()
+    until(lambda: not ranks(), "the end of all ranks", 20)
+    said = log.read_text()
+    assert said.count("Ctrl-C again ends it at once\n") == 1, said
+    assert (said.count(LINE), len(saved(out))) == ((1, 0) if again else (0, 1)), said
+    if not again:
+        (step,) = saved(out)
+        assert f"stopped after step {step} of {out}; continue with --resume auto\n" in said, said
+
+
+SLEEPS = """
+import subprocess, time
+def answer(*row):
+    subprocess.Popen(["sleep", "{seconds}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    time.sleep(60)
+    return 0.0
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
+@pytest.mark.parametrize(
+    "number, imports", [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False)]
+)
+def test_the_processes_of_a_reward_function_end_with_the_run(number, imports, tmp_path):
+    """Those of the workers, and the programs that they have started, in a row or in an import."""
+    seconds = f"{10**6 + os.getpid()}"
+    source = SLEEPS.format(seconds=seconds) + "answer()\n" * imports
+    (tmp_path / "slow.py").write_text(source)
+    flags = ("--reward", f"{tmp_path}/slow.py:answer", "--reward-timeout", 60)
+    ours = lambda: [words for *_, words in processes() if seconds in words or f"{tmp_path}/slow.py" in words]
+    process = subprocess.Popen(
+        [sys.executable, *flags_of("ppo_loop", tmp_path / "out", *flags)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+    rows = 1 if imports else 8
+    until(lambda: len(ours()) >= 2 * rows or process.poll() is not None, "a worker for each row", 120)
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 128 + number
+    until(lambda: not ours(), "the end of all processes", 10)
+
+
+# ---- Checkpoints -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script, ranks", [*((script, 1) for script in SCRIPTS), ("critic_fsdp", 2)])
+def test_a_crash_loses_no_more_than_the_steps_since_the_last_evaluation(script, ranks, tmp_path):
+    """Only the newest checkpoint is there; the run that continues ends as one that has never crashed."""
+    flags = ("--steps", 6, "--eval-every", 2)
+    crashes = [("common.describe_update", 6, CRASH)]
+    program = patched(tmp_path / "run.py", crashes, script, tmp_path / "out", *flags)
+    process = torchrun(ranks, program)
+    at_each = (
+        f"saving     {tmp_path}/out/checkpoints at each evaluation, the newest is kept; Ctrl-C saves, too\n"
+    )
+    assert process.returncode == -9 and at_each in process.stdout, process
+    assert saved(tmp_path / "out") == [4]
+    succeeded(torchrun(ranks, *flags_of(script, tmp_path / "out", *flags, "--resume", "auto")))
+    succeeded(torchrun(ranks, *flags_of(script, tmp_path / "whole", *flags)))
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole") and saved(tmp_path / "whole") == [6]
+
+
+@pytest.mark.parametrize("more, kept", [
+    ((), [1, 2, 6]),  # what the user has asked for before stays
+    (("--keep", 2), [4, 6]),
+    (("--save-every", 3), [1, 2, 3, 6]),
+    (("--save-every", 0), [1, 2, 6]),
+])  # fmt: skip
+def test_which_checkpoints_a_run_keeps(more, kept, tmp_path):
+    out = tmp_path / "out"
+    succeeded(run(sys.executable, *flags_of("critic_fsdp", out, "--steps", 2, "--save-every", 1)))
+    flags = ("--steps", 6, "--resume", "auto", "--eval-every", 2, *more)
+    succeeded(run(sys.executable, *flags_of("critic_fsdp", out, *flags)))
+    assert saved(out) == kept
+
+
+@pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
+@pytest.mark.parametrize("flags, words", [
+    ({}, "at each evaluation, the newest is kept"),
+    ({"keep": 3}, "at each evaluation, the last 3 are kept"),
+    ({"eval_every": 0}, "at the end"),
+    ({"save_every": 0}, "at the end"),
+    ({"save_every": 5}, "every 5 steps"),
+    ({"save_every": 5, "keep": 1}, "every 5 steps, the newest is kept"),
+])  # fmt: skip
+def test_a_line_says_what_is_saved(script, flags, words, tmp_path, capsys):
+    common.setup_distributed()
+    with script.Checkpoints(script.Run(out_dir=str(tmp_path), **flags)) as checkpoints:
+        checkpoints.begin()
+    assert f"saving     {tmp_path}/checkpoints {words}; Ctrl-C saves, too\n" == capsys.readouterr().out
+
+
+def test_help_has_the_same_words_in_all_scripts():
+    """About checkpoints, but for the PPO loop's steps, which are updates of a critic."""
+    texts = []
+    for script in SCRIPTS:
+        text = (ROOT / f"{script}.py").read_text().replace("# steps between", "# updates between")
+        texts.append(
+            re.search(r"    # updates between checkpoints .*\n    save_every.*\n    keep.*\n", text)[0]
+        )
+    assert texts[0] == texts[1] == texts[2]
