@@ -2077,7 +2077,7 @@ h3 { font-size: 1.1em; }
 p { max-width: 44em; margin: 0.5em 0; }
 table { border-collapse: collapse; }
 td { padding: 2px 1em 2px 0; vertical-align: top; white-space: nowrap; }
-td:last-child { white-space: normal; }
+td:last-child { white-space: normal; font-size: 0.95em; }
 td:last-child, .quiet, summary { color: var(--quiet); }
 .advice { border-left: 4px solid {{ colours[0] }}; padding-left: 1em; margin: 1em 0; }
 
@@ -2112,7 +2112,7 @@ details[open] summary span { display: none; }
   background: CanvasText; color: Canvas; border-radius: 4px; padding: 0.2em 0.7em; }
 
 @media (min-width: 1000px) {
-  main { display: grid; grid-template-columns: minmax(0, 7fr) minmax(0, 5fr); gap: 0 4em; }
+  main { display: grid; grid-template-columns: minmax(0, 3fr) minmax(0, 2fr); gap: 0 3em; }
   section { grid-column: 1; }
   aside { grid-column: 2; grid-row: 1 / 3; align-self: start; position: sticky; top: 1.5em; }
   aside h2 { margin-top: 0; }

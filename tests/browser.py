@@ -79,13 +79,13 @@ def hover(call, selector):
 
 
 def tap(call, selector):
-    """Taps an element with a finger, and waits until it has the focus."""
+    """Taps an element with a finger, and waits for its focus, at most ten seconds."""
     point = middle(call, selector)
     call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[point])
     call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
     focused = f"document.activeElement.matches({json.dumps(selector)})"
-    wait = f"new Promise(end => {focused} ? end() : addEventListener('focusin', end))"
-    evaluate(call, wait)
+    later = "addEventListener('focusin', end), setTimeout(end, 10000)"
+    evaluate(call, f"new Promise(end => {focused} ? end() : ({later}))")
 
 
 def press(call, key):

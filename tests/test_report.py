@@ -190,6 +190,7 @@ def test_the_page_fits_each_screen_and_the_curves_stay_in_view(tmp_path):
     with browser.page(tmp_path / "report.html") as call:
         ask = lambda expression: browser.evaluate(call, expression)
         box = lambda name: ask(f"document.querySelector('{name}').getBoundingClientRect().toJSON()")
+        ask("document.querySelectorAll('details').forEach(x => x.open = true)")
         for width, scheme in FORMS:
             set_form(call, width, scheme)
             ask("scrollTo(0, 0)")
@@ -513,7 +514,8 @@ def test_the_page_of_a_long_run_is_small(tmp_path, monkeypatch):
 
 
 def a_sample(prompt, reward):
-    return {"prompt": prompt, "response": f"<b>{prompt}</b>", "reward": reward, "fault": ""}
+    """An answer with a tag and half a character."""
+    return {"prompt": prompt, "response": f"<b>{prompt}</b>\ud83d", "reward": reward, "fault": ""}
 
 
 def test_the_report_of_ppo_tells_before_and_after(tmp_path):
@@ -523,7 +525,7 @@ def test_the_report_of_ppo_tells_before_and_after(tmp_path):
     log += [{"step": 2, "reward/mean": 0.75}, {"step": 2, "eval/reward": 0.5, "eval/accuracy": 0.5}]
     common.replace_lines(f"{tmp_path}/metrics.jsonl", log)
     before = [a_sample(*x) for x in (("p", 0.0), ("q", 0.0), ("r", 1.0), ("s", 1.0), ("gone", 1.0))]
-    after = [a_sample(*x) for x in (("s", 1.0), ("r", 0.0), ("\ud83d", 1.0), ("q", 1.0), ("p", 1.0))]
+    after = [a_sample(*x) for x in (("s", 1.0), ("r", 0.0), ("new", 1.0), ("q", 1.0), ("p", 1.0))]
     common.write_json(tmp_path / "samples_first.json", before)
     common.write_json(tmp_path / "samples.json", after)
     changed = ppo_loop.what_changed(tmp_path)
@@ -537,7 +539,7 @@ def test_the_report_of_ppo_tells_before_and_after(tmp_path):
     }
     text, numbers = write(tmp_path, rows, curves=ppo_loop.CURVES, changed=changed)
     assert "<h1>What PPO changed</h1>" in text and numbers["accuracy"] == "0.250 → 0.500"
-    assert "&lt;b&gt;q&lt;/b&gt;" in text and "<b>q" not in text and "of 4 held-out answers" in text
+    assert "&lt;b&gt;q&lt;/b&gt;?" in text and "<b>q" not in text and "of 4 held-out answers" in text
     assert text.index("0.250 → 0.500") < text.index("What the critic learned") < text.index("explained var")
 
     # without evaluations it tells of the steps, whatever samples an earlier run has left
