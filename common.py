@@ -2205,42 +2205,205 @@ def toy_rows(n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True
 
 # ---- The report: what the critic learned -------------------------------------------------------------------
 
-CURVES = {  # panels of a critic's report -> metrics
-    "explained variance": ("critic/explained_var", "eval/explained_var"),
-    "value loss": ("critic/vf_loss", "eval/vf_loss", "eval/constant_loss"),
-    "gradient norm": ("critic/grad_norm",),
+CURVES = {  # panels of a critic's report -> {words: metric}
+    "explained variance": {"training rows": "critic/explained_var", "held-out rows": "eval/explained_var"},
+    "value loss": {
+        "training rows": "critic/vf_loss",
+        "held-out rows": "eval/vf_loss",
+        "best constant": "eval/constant_loss",
+    },
+    "gradient norm": {"training rows": "critic/grad_norm"},
 }
+LOGARITHMIC = ("value loss", "gradient norm")  # panels with a logarithmic axis
 NUMBERS = {  # numbers in a report -> what they mean
     "explained variance": "over all actions: 1 is perfect, 0 as good as a constant",
     "at the first action": "explained variance where only the prompt is known",
-    "ceiling": "an estimate of the most that can be explained at the first action; -- if too few rows tell",
+    "ceiling": "an estimate of the most that can be explained at the first action",
     "AUC": "chance that the last value of a right response is above that of a wrong one",
     "best of n": "mean reward of each prompt's response with the highest last value",
     "mean of n": "mean reward of all responses to these prompts, which have two or more",
     "oracle of n": "mean reward of the best response to each",
 }
-PAGE = jinja2.Template(autoescape=True, source="""<!doctype html><meta charset="utf-8">
-<meta name="viewport" content="width=device-width"><title>{{ title }}</title><style>span { color: CanvasText }
-:root { color-scheme: light dark } body { font: 15px/1.5 system-ui; width: min(1100px,94%); margin: 2em auto }
-td { padding: 0 1em 0 0 } svg { width: 104%; margin: -12% -4%; height: auto; position: relative; z-index: -1 }
-@media (prefers-color-scheme: dark) { svg { filter: invert(0.9) hue-rotate(180deg) } }
-main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(360px, 100%), 1fr)); gap: 0 3em }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 6px 0; color: #7c8494 }</style>
-<h1>What the critic learned</h1><p>{{ title }}: {{ about }}</p><table>
-{% for name, x in numbers.items() %}<tr><td><b>{{ x }}</b><td>{{ name }}<td>{{ words[name] }}
-{% endfor %}</table><main><div><h2>Where it changes its mind</h2>
-<p>Rows with the largest TD errors before their last action. Colours are values, read just before an action,
-from {{ "{:z.2f}".format(low) }} (orange) to {{ "{:z.2f}".format(high) }} (blue); point at one for its
-numbers. "…" stands for what is left out of a long row.</p>
-{% for prompt, tokens, rest in rows %}<pre id="row-{{ loop.index }}">{{ prompt }}
-{%- for text, acts, v, r, error in tokens %}{% set shade = acts * (2 * v - low - high) / (high - low) -%}
-<span style="background: rgba({{ '37,99,235' if shade > 0 else '249,115,22' }},{{ '%.2f' % shade|abs }})"
-title="value {{ '{:z.3g}\nreturn {:z.3g}\nTD error {:z.3g}'.format(v, r, error) }}">{{ text }}</span>
-{%- endfor %}{{ rest }}</pre>{% endfor %}</div>
-<div><h2>How it learned</h2>{{figure|safe}}</div></main>""")  # fmt: skip
-
-
+WORSE = (
+    "On these rows the critic is worse than a constant: its loss is {:.4f}, that of their mean return {:.4f}."
+    " After few updates its new head is still random: train longer, or start at the mean (value-head-init)."
+    " After many, try another learning rate; if only held-out rows are bad, it overfits: make fewer"
+    " passes, or use more rows or a pretrained model."
+)
+ALL_EQUAL = "All returns of these rows are equal, so there is nothing that a critic could explain."
+LOW, HIGH = "#f97316", "#2563eb"  # the colours of low and of high values
+INK = "#010203"  # stands for the page's text colour, which is light or dark, in a figure
+LOOKS = (  # of the first, second and third curve of a panel
+    {"color": "#3b82f6"},
+    {"color": "#e8590c", "marker": "o", "markersize": 5},
+    {"color": INK, "linestyle": "--", "linewidth": 1},
+)
 MOST_SHOWN = 2000  # tokens of a prompt, and of a response, on the page
+SECTIONS = (16, 8)  # rows with the largest errors, and typical ones, on the page
+
+# the numbers of a token appear on hover, tap and focus by CSS alone; the script adds the arrow keys
+PAGE = jinja2.Template(
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    source="""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
+:root { color-scheme: light dark; --line: color-mix(in srgb, CanvasText 20%, Canvas);
+  --quiet: color-mix(in srgb, CanvasText 68%, Canvas); }
+body { font: 15px/1.5 system-ui, sans-serif; width: min(1440px, 92%); margin: 2em auto 6em; }
+h1, h2, h3 { line-height: 1.2; margin: 1.5em 0 0.5em; }
+h1 { margin-top: 0; }
+h3 { font-size: 1.1em; }
+p { max-width: 44em; margin: 0.5em 0; }
+table { border-collapse: collapse; }
+td { padding: 2px 1em 2px 0; vertical-align: top; white-space: nowrap; }
+td:last-child { white-space: normal; font-size: 0.95em; }
+td:last-child, .quiet, summary { color: var(--quiet); }
+.advice { border-left: 4px solid {{ colours[0] }}; padding-left: 1em; margin: 1em 0; }
+
+svg { width: 100%; max-width: 36em; height: auto; display: block; }
+svg text { font-family: system-ui, sans-serif !important; }
+.scale { display: grid; grid-template-columns: 1fr 1fr 1fr; max-width: 30em; margin: 1em 0; }
+.scale i { grid-column: 1 / 4; height: 12px; border: 1px solid var(--line);
+  background: linear-gradient(90deg, {{ colours[0] }}a6, transparent, {{ colours[1] }}a6); }
+.scale :nth-child(3) { text-align: center; }
+.scale :last-child { text-align: right; }
+
+article { border-top: 1px solid var(--line); padding: 0.7em 0; }
+header { display: flex; flex-wrap: wrap; gap: 0 1em; font-size: 0.9em; color: var(--quiet); }
+header b { border: 1px solid; border-radius: 4px; padding: 0 0.5em; }
+header .good { background: CanvasText; color: Canvas; }
+header .text { margin: 0; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(16em, 100%), 1fr)); gap: 0 2em; }
+.pair > div { display: flex; gap: 0.7em; align-items: baseline; }
+.pair .text { color: CanvasText; }
+.text { font: 14px/1.6 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
+  margin: 0.3em 0; color: var(--quiet); }
+summary { font-family: system-ui, sans-serif; white-space: normal; }
+summary { cursor: pointer; }
+details[open] summary span { display: none; }
+
+[data-told] { position: relative; color: CanvasText; }
+[data-told].quiet { color: var(--quiet); }
+.jump { text-decoration: underline 2px; text-underline-offset: 4px; }
+[data-told]:is(:hover, :focus) { outline: 2px solid; z-index: 1; }
+[data-told]:is(:hover, :focus)::after { content: attr(data-told); position: absolute; left: 0; top: 145%;
+  font: 13px/1.5 system-ui, sans-serif; white-space: nowrap; pointer-events: none;
+  background: CanvasText; color: Canvas; border-radius: 4px; padding: 0.2em 0.7em; }
+
+@media (min-width: 1000px) {
+  main { display: grid; grid-template-columns: minmax(0, 3fr) minmax(0, 2fr); gap: 0 3em; }
+  section { grid-column: 1; }
+  aside { grid-column: 2; grid-row: 1 / 3; align-self: start; position: sticky; top: 1.5em; }
+  aside h2 { margin-top: 0; }
+  aside svg { max-height: calc(100vh - 7em); }
+}
+@media (max-width: 999px) {
+  tr { display: block; margin: 0.4em 0; }
+  td { display: inline; }
+  td:last-child { display: block; }
+  [data-told]:is(:hover, :focus)::after { position: fixed; inset: auto 0 0; padding: 1em; border-radius: 0;
+    font-size: 15px; text-align: center; }
+}
+</style>
+{% macro fold(name, text) -%}
+{% if text|length > 20000 %}{% set text = "…" ~ text[-20000:] %}{% endif %}
+{% if text|length > 200 -%}
+<details><summary>{{ name }} <span>… {{ text[-80:] }}</span></summary><div>{{ text }}</div></details>
+{%- else %}{{ text }}{% endif %}
+{%- endmacro %}
+{% macro table(numbers) %}
+<table>
+{% for name, (x, words) in numbers.items() %}
+<tr><td><b>{{ x }}</b><td>{{ name }}<td>{{ words }}
+{% endfor %}
+</table>
+{% endmacro %}
+{% macro critic() %}
+{{ table(numbers) }}
+{% if advice %}<p class="advice">{{ advice }}</p>{% endif %}
+{% endmacro %}
+{% macro article(row) %}
+<article>
+<header>
+<b{% if row.reward > 0 %} class="good"{% endif %}>reward {{ "{:z.3g}".format(row.reward) }}</b>
+<span>value {{ "{:z.2f} → {:z.2f}".format(*row.ends) }}</span>
+<span>TD error {{ "{:z.2f}".format(row.error) }}</span>
+</header>
+<div class="text">{{ fold("prompt", row.prompt) }}
+{%- for token in row.tokens -%}
+<span tabindex="{{ 0 if loop.first else -1 }}" data-told="{{ token.told }}"
+{%- if token.colour %} style="background:{{ token.colour }}"{% endif %}
+{%- if token.kind %} class="{{ token.kind }}"{% endif %}>{{ token.text }}</span>
+{%- endfor %}{{ row.rest }}</div>
+</article>
+{% endmacro %}
+<main>
+<section>
+<h1>{{ "What PPO changed" if changed else "What the critic learned" }}</h1>
+<p class="quiet">{{ title }}{% if not changed %}: {{ about }}{% endif %}</p>
+{{ table(changed.numbers) if changed else critic() }}
+</section>
+{% if figure %}
+<aside><h2>How it learned</h2>{{ figure|safe }}</aside>
+{% endif %}
+<section>
+{% if changed %}
+{% for kind, pairs in changed.samples.items() %}
+<h2>Held-out answers that {{ kind }}</h2>
+{% for before, after in pairs %}
+<article>
+<header>
+<b{% if after.reward > 0 %} class="good"{% endif %}>
+reward {{ "{:z.3g}".format(before.reward) }} → {{ "{:z.3g}".format(after.reward) }}</b>
+<div class="text">{{ fold("prompt", after.prompt) }}</div>
+</header>
+<div class="pair">
+<div><span class="quiet">before</span><div class="text">{{ fold("answer", before.response) }}</div></div>
+<div><span class="quiet">after</span><div class="text">{{ fold("answer", after.response) }}</div></div>
+</div>
+</article>
+{% endfor %}
+{% endfor %}
+<h2>What the critic learned</h2>
+<p class="quiet">{{ about }}</p>
+{{ critic() }}
+{% endif %}
+<h2>Where it changes its mind</h2>
+<p>The colour of a token is the value that the critic gave just before it.
+Point at a token or tap it for its numbers; the arrow keys go on from there.
+The value changes most at the underlined token. “…” stands for what is left out of a long row.</p>
+<div class="scale">
+<i></i>
+<span>{{ "{:z.2f}".format(low) }} or less</span>
+<span>{{ "{:z.2f}".format((low + high) / 2) }}</span>
+<span>{{ "{:z.2f}".format(high) }} or more</span>
+</div>
+<p>A good critic ends near the reward, and changes its mind where the answer turns right or wrong.
+Look for values that end far from the reward, that jump where nothing is decided,
+or that stay the same whatever is written.</p>
+<h3>The largest TD errors before the last action</h3>
+{% for row in largest %}{{ article(row) }}{% endfor %}
+{% if typical %}
+<h3>Typical rows, with errors around the median</h3>
+{% for row in typical %}{{ article(row) }}{% endfor %}
+{% endif %}
+</section>
+</main>
+<script>
+addEventListener("keydown", event => {
+  const way = {ArrowLeft: "previousElementSibling", ArrowRight: "nextElementSibling"}[event.key]
+  const token = way && document.activeElement.matches("[data-told]") && document.activeElement[way]
+  if (token) token.focus()
+})
+</script>
+</html>
+""",
+)
 
 
 def ceiling(rows):
@@ -2284,42 +2447,94 @@ def texts_of(ids, first, decode):
     return [whole[i:j] for i, j in itertools.pairwise([0, *ends])]
 
 
+def value_range(v_A):
+    """(low, high), the ends of the colours: the 5% and the 95% quantile, so that one outlier does not make
+    all other values pale."""
+    n = len(v_A)
+    low, high = (float(v_A.kthvalue(1 + round(share * (n - 1))).values) for share in (0.05, 0.95))
+    if low == high:  # nearly all values are equal
+        low, high = map(float, v_A.aminmax())
+    return low, high
+
+
+def colour_of(value, low, high):
+    """A CSS colour that fades out halfway between low and high; text stays legible on it, light or dark."""
+    if low == high:
+        return ""
+    shade = max(-1.0, min((2 * value - low - high) / (high - low), 1.0))
+    return f"{HIGH if shade > 0 else LOW}{round(166 * abs(shade)):02x}"
+
+
 def rows_to_show(rows, tokenizer):
-    """[(prompt, [(text, is action, V, R, TD error)], rest)], rows with the largest errors first.
-    Of a long row: the end of the prompt, the response around its largest error, and "…"."""
+    """[rows with the largest TD errors before their last action, typical rows], each row as row_to_show
+    makes it, with the reward of the whole row."""
     decode = lambda ids: "".join(f"{i} " for i in ids)
     if tokenizer:
         decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    ends = value_range(rows.values[rows.response_mask])
+    reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)
     jump_T = rows.advantages.abs()
     jump_T[last_action(rows)] = 0.0  # -1 (no action): the last token of all, 0 anyway
     jump_B = torch.zeros(len(rows)).scatter_reduce(0, rows.row_of_token, jump_T, "amax")
 
-    # rows of equal tokens are one, with the numbers of the first, whose error is the largest
-    found = {}
-    for b in jump_B.argsort(descending=True, stable=True)[:96].tolist():
-        row = slice(*rows.cu_seqlens[b : b + 2].tolist())
-        found.setdefault(tuple(rows.input_ids[row].tolist()), row)
+    # N: rows with an action, by their error and by its distance from the median
+    acted_N = (rows.actions > 0).nonzero()[:, 0]
+    jump_N = jump_B[acted_N]
+    largest_N = acted_N[jump_N.argsort(descending=True, stable=True)]
+    typical_N = acted_N[(jump_N - jump_N.median()).abs().argsort(stable=True)]
 
-    shown = []
-    for ids, row in list(found.items())[:24]:
-        first = int(rows.response_mask[row].int().argmax())
-        start = int(jump_T[row].argmax()) - MOST_SHOWN // 2
-        start = max(first, min(start, len(ids) - MOST_SHOWN))
-        end = start + MOST_SHOWN
-        begin = max(0, first - MOST_SHOWN)
+    # rows of equal tokens are one, with the numbers of the first
+    seen = set()
+    sections = []
+    for order_N, most in zip((largest_N, typical_N), SECTIONS):
+        section = []
+        for b in order_N[:96].tolist():
+            row = slice(*rows.cu_seqlens[b : b + 2].tolist())
+            ids = tuple(rows.input_ids[row].tolist())
+            if ids not in seen and len(section) < most:
+                seen.add(ids)
+                shown = row_to_show(rows, row, jump_T[row], decode, ends)
+                section.append({"reward": float(reward_B[b]), **shown})
+        sections.append(section)
+    return sections
 
-        # decode the response from its start, even if a part is left out, to know where a text
-        # begins; and a bit more than is shown, because a cut may lie within a character
-        prompt, *texts = texts_of(list(ids[begin : end + 64]), first - begin, decode)
-        columns = (rows.response_mask, rows.values, rows.returns, rows.advantages)
-        tokens = list(zip(texts, *(x_T[row][first:end].tolist() for x_T in columns)))
-        if begin > 0:
-            prompt = "…" + prompt.lstrip("\ufffd")
-        if start > first:
-            prompt += "…"
-        rest = "…" if end < len(ids) else ""
-        shown.append((prompt, tokens[start - first :], rest))
-    return shown
+
+def row_to_show(rows, row, jump_T, decode, ends):
+    """What the page shows of a row, as a dict; row: the slice of its tokens, jump_T: their TD errors.
+    Of a long row: the end of the prompt, the response around its largest error, and "…"."""
+    ids = rows.input_ids[row].tolist()
+    acts_T = rows.response_mask[row]
+    value_A = rows.values[row][acts_T]
+    worst = int(jump_T.argmax())
+    first = int(acts_T.int().argmax())
+    start = max(first, min(worst - MOST_SHOWN // 2, len(ids) - MOST_SHOWN))
+    end = start + MOST_SHOWN
+    begin = max(0, first - MOST_SHOWN)
+
+    # decode the response from its start, even if a part is left out, to know where a text
+    # begins; and a bit more than is shown, because a cut may lie within a character
+    prompt, *texts = texts_of(ids[begin : end + 64], first - begin, decode)
+    if begin > 0:
+        prompt = "…" + prompt.lstrip("\ufffd")
+    if start > first:
+        prompt += "…"
+
+    columns = (acts_T, rows.values[row], rows.returns[row], rows.advantages[row])
+    tokens = []
+    for t, acts, v, r, error in zip(range(start, end), *(x_T[start:end].tolist() for x_T in columns)):
+        token = {"text": texts[t - first], "told": "not an action", "colour": "", "kind": "quiet"}
+        if acts:
+            token["told"] = f"value {v:z.3g}, return {r:z.3g}, TD error {error:z.3g}"
+            token["colour"] = colour_of(v, *ends)
+            token["kind"] = "jump" if t == worst and jump_T[t] > 0 else ""
+        tokens.append(token)
+    return {
+        "ends": (float(value_A[0]), float(value_A[-1])),
+        "error": float(jump_T[worst]),
+        "prompt": prompt,
+        "tokens": tokens,
+        "rest": "…" if end < len(ids) else "",
+    }
 
 
 def write_scores(path, out_dir, rows, tokenizer, gamma):
@@ -2349,39 +2564,112 @@ def write_scores(path, out_dir, rows, tokenizer, gamma):
     print0(f"saved      {out_dir}: scored.jsonl, report.html")
 
 
-def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES):
-    """Writes report.html and prints its numbers. rows: with values; about: what they are."""
+def numbers_of(rows, gamma):
+    """({name in NUMBERS: text of a number that exists}, advice or "") of rows with values and returns."""
+    v_A = rows.values[rows.response_mask]
+    r_A = rows.returns[rows.response_mask]
+    first = F.pad(rows.actions[rows.actions > 0].cumsum(0), (1, -1))
+    explained, loss, constant, *others = evaluate(rows, gamma).values()
+    values = (explained, explained_variance(v_A[first], r_A[first]), ceiling(rows), *others)  # as in NUMBERS
+    numbers = {name: number(x, ".3f") for name, x in zip(NUMBERS, values) if not isnan(x)}
+    for name, x in zip(("explained variance", "at the first action"), values):
+        if name in numbers:
+            numbers[name] = explained_number(x)
+
+    advice = ""
+    if isnan(explained):
+        advice = ALL_EQUAL
+    elif loss > constant:
+        advice = WORSE.format(loss, constant)
+    return numbers, advice
+
+
+def draw(log, curves):
+    """The panels of `curves` that have points in the log, as SVG for the page, or "" if none has. At most
+    1,000 points of a curve are drawn, because the page must stay small."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    panels = {}  # title -> [(words, steps, numbers, look)]
+    for title, names in curves.items():
+        for (words, name), look in zip(names.items(), LOOKS):
+            points = {row["step"]: row[name] for row in log if row.get(name) is not None}
+            if points:
+                every = ceil(len(points) / 1000)
+                some = list(points.items())[(len(points) - 1) % every :: every]  # up to the last one
+                panels.setdefault(title, []).append((words, *zip(*some), look))
+    if not panels:
+        return ""
+
+    # texts stay texts, in the fonts of the page, and what is drawn in INK takes the colour of its text
+    style = {"svg.fonttype": "none", "axes.formatter.min_exponent": 4, "font.size": 11}
+    style |= {f"{part}.color": INK for part in ("text", "xtick", "ytick")}
+    with rc_context({**style, "axes.edgecolor": INK, "axes.labelcolor": INK}):
+        figure = Figure(figsize=(5, 2 * len(panels)), layout="constrained")
+        places = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+        for panel, (title, lines) in zip(places, panels.items()):
+            draw_panel(panel, title, lines)
+        places[-1].set_xlabel("steps")
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+    text = svg.getvalue()
+    return text[text.index("<svg") :].replace(INK, "currentColor")
+
+
+def draw_panel(panel, title, lines):
+    """Draws lines of (words, steps, numbers, look) so that the first steps, which are often far off, leave
+    room for the others."""
+    from matplotlib.ticker import MaxNLocator
+
+    for words, steps, numbers, look in lines:
+        panel.plot(steps, numbers, label=words, **look)
+    drawn = [x for _, _, numbers, _ in lines for x in numbers]
+    if title in LOGARITHMIC and min(drawn) > 0:
+        title += " (log scale)"
+        panel.set_yscale("log")
+    if title == "explained variance" and min(drawn) < -1 < max(drawn):
+        title += " (from -1)"
+        panel.set_ylim(bottom=-1)
+
+    panel.set_title(title, loc="left", fontsize=11)
+    panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(color=INK, alpha=0.15)
+    if len(lines) > 1:
+        panel.legend(frameon=False)
+
+
+def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES, changed=None):
+    """Writes report.html and prints its numbers. rows: with values; about: what they are; changed: what
+    training made of the policy, {"numbers": {name: (text, words)}, "samples": {words: pairs of answers}}."""
     v_A = rows.values[rows.response_mask]
     if RANK or not len(v_A) or not v_A.isfinite().all():
         return print0("report     none: there are no rows with actions and finite values")
+
     rows = replace(rows)
     add_returns(rows, gamma, lam=0.0)  # with lambda 0 advantages are TD errors
     rows.returns = monte_carlo(rows, gamma)
-    r_A = rows.returns[rows.response_mask]
-    first = F.pad(rows.actions[rows.actions > 0].cumsum(0), (1, -1))
-    explained, _, _, *others = evaluate(rows, gamma).values()
-    values = (explained, explained_variance(v_A[first], r_A[first]), ceiling(rows), *others)  # as in NUMBERS
-    numbers = {name: number(x, ".3f") for name, x in zip(NUMBERS, values)}
-    for name, x in zip(("explained variance", "at the first action"), values):
-        numbers[name] = explained_number(x)
-    figure = Figure(figsize=(6, 9))
-    log = read_lines(f"{out_dir}/metrics.jsonl")
-    for panel, (title, names) in zip(figure.subplots(3, 1), curves.items()):
-        for name in names:
-            points = {row["step"]: row[name] for row in log if row.get(name) is not None}
-            panel.plot(list(points), list(points.values()), "o--" if "eval" in name else ".-", label=name)
-        panel.set_ylabel(title)
-        panel.legend()
-    svg = io.StringIO()
-    figure.savefig(svg, format="svg")
-    low, high = map(float, v_A.aminmax())
+
+    numbers, advice = numbers_of(rows, gamma)
+    low, high = value_range(v_A)
+    largest, typical = rows_to_show(rows, tokenizer)
     about = f"{len(rows):,} {about}, {len(v_A):,} actions"
     page = PAGE.stream(
-        title=out_dir, about=about, numbers=numbers, words=NUMBERS, rows=rows_to_show(rows, tokenizer),
-        low=low, high=max(high, low + 1e-9), figure=svg.getvalue()
-    )  # fmt: skip
-    page.dump(f"{out_dir}/report.html")
+        title=out_dir,
+        about=about,
+        changed=changed,
+        numbers={name: (x, NUMBERS[name]) for name, x in numbers.items()},
+        advice=advice,
+        figure=draw(read_lines(f"{out_dir}/metrics.jsonl"), curves),
+        low=low,
+        high=high,
+        colours=(LOW, HIGH),
+        largest=largest,
+        typical=typical,
+    )
+    page.dump(f"{out_dir}/report.html", "utf-8", "replace")  # a user's text may hold half a character
+
     told = ", ".join(f"{name} {x}" for name, x in numbers.items())
+    if not numbers:
+        told = advice
     print0(f"report     {out_dir}/report.html: {about}\n  {told}")

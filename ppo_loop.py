@@ -1475,7 +1475,8 @@ def rollout_metrics(batch, run, dtype):
 
 
 def evaluate(replies, run, reward, phases, step, logger):
-    """Logs the rewards of replies to held-out prompts, writes them to samples.json and prints two."""
+    """Logs the rewards of replies to held-out prompts, writes them to samples.json, those of a run's first
+    evaluation also to samples_first.json, and prints two."""
     rewards, mean, faults = score(run, reward, phases, replies)
     mine = [{
         "prompt": reply.prompt.text, "response": reply.text,
@@ -1486,6 +1487,8 @@ def evaluate(replies, run, reward, phases, step, logger):
         return
     rows = list(chain(*parts))
     name = "accuracy" if set(rewards) <= {0.0, 1.0} else "reward"
+    if not any("eval/reward" in row for row in common.read_lines(f"{run.out_dir}/metrics.jsonl")):
+        common.write_json(f"{run.out_dir}/samples_first.json", rows)
     logger.log(step, {"eval/reward": mean, f"eval/{name}": mean, "eval/errors": faults})
     common.write_json(f"{run.out_dir}/samples.json", rows)
     print0(f"held out   {name} {mean:z.3f}")
@@ -1509,11 +1512,13 @@ def print_step(step, steps, m):
     )
 
 
-CURVES = {  # panel -> metrics
-    "reward": ("reward/mean", "eval/reward"),
-    "entropy, KL to the reference": ("actor/entropy", "kl/reference"),
-    "explained variance": ("critic/explained_var",),
+CURVES = {  # panels of PPO's report -> {words: metric}
+    "mean reward": {"training prompts": "reward/mean", "held-out prompts": "eval/reward"},
+    "entropy of the policy": {"training prompts": "actor/entropy"},
+    "KL to the reference": {"training prompts": "kl/reference"},
+    "explained variance": {"training prompts": "critic/explained_var"},
 }
+SAMPLES_SHOWN = 4  # of each kind, in the report
 LONGEST = "the longest prompt with its response"
 
 
@@ -1774,12 +1779,53 @@ def main(run):
         finish(run, task, batch, phases, actor, critic)
 
 
+def what_changed(out_dir):
+    """What training made of the policy, as write_report takes it, from what the run has left in out_dir."""
+    log = common.read_lines(f"{out_dir}/metrics.jsonl")
+    key = "eval/reward"
+    words = "of the answers to held-out prompts"
+    rated = [row for row in log if key in row]
+    if len(rated) < 2:
+        key = "reward/mean"
+        words = "of the sampled responses"
+        rated = [row for row in log if key in row]
+    if not rated:
+        return None
+
+    first = rated[0]
+    last = rated[-1]
+    name = "accuracy" if "eval/accuracy" in first and "eval/accuracy" in last else "mean reward"
+    words += f", at step {first['step']} and at step {last['step']}"
+    numbers = {name: (f"{first[key]:.3f} → {last[key]:.3f}", words)}
+
+    # pairs of answers to one prompt; the order of rows depends on the number of ranks
+    pairs = []
+    if key == "eval/reward":
+        with suppress(OSError, ValueError), open(f"{out_dir}/samples_first.json") as file:
+            before = {row["prompt"]: row for row in json.load(file)}
+            with open(f"{out_dir}/samples.json") as file:
+                pairs = [(before[row["prompt"]], row) for row in json.load(file) if row["prompt"] in before]
+
+    kinds = {
+        "earn more than before": [(x, y) for x, y in pairs if y["reward"] > x["reward"]],
+        "earn less": [(x, y) for x, y in pairs if y["reward"] < x["reward"]],
+        "earn the same": [(x, y) for x, y in pairs if y["reward"] == x["reward"]],
+    }
+    for kind, some in kinds.items():
+        if pairs:
+            numbers[kind] = (f"{len(some):,}", f"of {len(pairs):,} held-out answers")
+    samples = {kind: some[:SAMPLES_SHOWN] for kind, some in kinds.items() if some}
+    return {"numbers": numbers, "samples": samples}
+
+
 def finish(run, task, batch, phases, actor, critic):
     """Writes the report and both models. batch: the last step's rows, None if no step was left to do."""
     if batch is not None:
-        common.write_report(
-            run.out_dir, gather(batch), "rows of the last step", task.tokenizer, run.gamma, CURVES
-        )
+        rows = gather(batch)
+        if RANK == 0:
+            changed = what_changed(run.out_dir)
+            about = "rows of the last step"
+            common.write_report(run.out_dir, rows, about, task.tokenizer, run.gamma, CURVES, changed)
     with phases("export", actor, critic):
         actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
         critic.export_hf(f"{run.out_dir}/critic_hf")

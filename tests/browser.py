@@ -65,10 +65,31 @@ def evaluate(call, expression):
     return out["result"].get("value")
 
 
-def hover(call, selector):
-    """Moves the mouse onto the middle of the first line of an element."""
+def middle(call, selector):
+    """The middle of the first line of an element, which it moves into view."""
     element = f"document.querySelector({json.dumps(selector)})"
     evaluate(call, f"{element}.scrollIntoView({{block: 'center'}})")
     box = evaluate(call, f"{element}.getClientRects()[0].toJSON()")
-    middle = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
-    call("Input.dispatchMouseEvent", type="mouseMoved", **middle)
+    return {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
+
+
+def hover(call, selector):
+    """Moves the mouse onto an element."""
+    call("Input.dispatchMouseEvent", type="mouseMoved", **middle(call, selector))
+
+
+def tap(call, selector):
+    """Taps an element with a finger, and waits for its focus, at most ten seconds."""
+    point = middle(call, selector)
+    call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[point])
+    call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    focused = f"document.activeElement.matches({json.dumps(selector)})"
+    later = "addEventListener('focusin', end), setTimeout(end, 10000)"
+    evaluate(call, f"new Promise(end => {focused} ? end() : ({later}))")
+
+
+def press(call, key):
+    """Presses a key: Tab, ArrowLeft or ArrowRight."""
+    code = {"Tab": 9, "ArrowLeft": 37, "ArrowRight": 39}[key]
+    for kind in ("rawKeyDown", "keyUp"):
+        call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)

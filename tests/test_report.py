@@ -91,11 +91,11 @@ def test_the_ceiling_is_what_knowing_each_prompt_explains():
     assert math.isnan(ceiling(prompts, torch.arange(10_000) % 5))  # it falls below 0 by chance
 
 
-def write(folder, rows, tokenizer=None, curves=common.CURVES, gamma=1.0):
+def write(folder, rows, tokenizer=None, curves=common.CURVES, gamma=1.0, changed=None):
     """(text of the page about some rows, its numbers)."""
     rows = dataclasses.replace(rows, returns=None, advantages=None)
     folder.mkdir(exist_ok=True)
-    common.write_report(str(folder), rows, "rows of a test", tokenizer, gamma, curves)
+    common.write_report(str(folder), rows, "rows of a test", tokenizer, gamma, curves, changed)
     text = (folder / "report.html").read_text()
     return text, {name: x for x, name in re.findall(r"<td><b>(.*?)</b><td>(.*?)<td>", text)}
 
@@ -111,14 +111,25 @@ def shown_of(rows, b, words):
     return first, prompt + "".join(words[first:end][:2000]) + "…" * (end > first + 2000)
 
 
-@pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium on this machine")
+def sections_of(rows):
+    """The rows that the page must show, by hand: 16 with the largest errors, and 8 around the median."""
+    jumps = [max(rows.advantages[at[:-1]].abs().tolist(), default=0.0) for at in actions_of(rows)]
+    middle = statistics.median_low(jumps)
+    largest = sorted(range(len(rows)), key=lambda b: -jumps[b])[:16]
+    typical = sorted(range(len(rows)), key=lambda b: abs(jumps[b] - middle))
+    return largest, [b for b in typical if b not in largest][:8]
+
+
+needs_browser = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium on this machine")
+
+
+@needs_browser
 def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
-    """Numbers equal TD errors by hand. The rows shown are those with the largest ones before the last action.
-    The page cuts a long row and stays below 20 megabytes, but its numbers are for all tokens."""
+    """Numbers equal TD errors by hand. The page cuts a long row and stays below 20 megabytes, but its
+    numbers are for all tokens."""
     rows = common.concat([judged_rows(60, 20), judged_rows(1, 1, longest=6000)])
     rows.row_id = torch.arange(61)
-    jumps = [max(rows.advantages[at[:-1]].abs().tolist(), default=0.0) for at in actions_of(rows)]
-    worst = sorted(range(61), key=lambda b: -jumps[b])[:24]
+    shown = sum(sections_of(rows), [])
     mean = ("<script>document.title = 'run'</script>", '<img src=x onerror="document.title = 1">', "&amp;")
     words = [mean[i % 3] for i in rows.input_ids.tolist()]
     decode = lambda ids, **_: "".join(mean[i % 3] for i in ids)
@@ -126,27 +137,122 @@ def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
     pairs = [(float(rows.values[t]), float(rows.returns[t])) for at in actions_of(rows) for t in at]
     assert float(numbers["explained variance"]) == same(explained(pairs), abs=1e-3)
     twice, _ = write(tmp_path / "twice", common.concat([rows, rows]))
-    assert twice.count("<pre ") == text.count("<pre ") == 24  # equal rows are shown once
-    assert not re.search(r'(src|href)="[^#]', text) and 24 * len(text.split("<pre ")[1]) < 20e6
-    ends = re.search(r"(\S+) \(orange\) to\s+(\S+) \(blue\)", text).groups()
-    middle = statistics.fmean(map(float, ends))
+    assert twice.count("<article") == text.count("<article") == 24  # equal rows are shown once
+    assert not re.search(r'(src|href)="[^#]', text) and len(text) < 20e6
     with browser.page(tmp_path / "report.html") as call:
         ask = lambda expression: browser.evaluate(call, expression)
         assert ask("document.title") == str(tmp_path) and ask("document.images.length") == 0
-        assert ask("document.querySelector('svg').getBoundingClientRect().width") > 500
-        shown = ask("Array.from(document.querySelectorAll('pre'), x => x.textContent)")
-        starts, texts = zip(*(shown_of(rows, b, words) for b in worst))
-        assert any("…" in text for text in texts) and shown == [*texts]
+        ask("document.querySelectorAll('summary').forEach(x => x.remove())")  # the ends of folded prompts
+        starts, texts = zip(*(shown_of(rows, b, words) for b in shown))
+        assert any("…" in text for text in texts)
+        assert ask("Array.from(document.querySelectorAll('.text'), x => x.textContent)") == [*texts]
         start = starts[0]
         for t in range(start, start + 10):
-            browser.hover(call, f"pre span:nth-child({t - start + 1})")
-            style = "getComputedStyle(x).backgroundColor"
-            found = ask(f"(x => [x.textContent, x.title, {style}])(document.querySelector('span:hover'))")
-            told = re.fullmatch(r"value (.+)\nreturn (.+)\nTD error (.+)", found[1]).groups()
+            browser.hover(call, f"[data-told]:nth-of-type({t - start + 1})")
+            found, seen = ask("(x => [x.textContent, getComputedStyle(x, '::after').content])"
+                              "(document.querySelector('[data-told]:hover'))")  # fmt: skip
             expected = [float(x[t]) for x in (rows.values, rows.returns, rows.advantages)]
-            assert found[0] == words[t] and list(map(float, told)) == same(expected, rel=1e-2, abs=1e-6)
-            color = "(37, 99, 235" if rows.values[t] > middle else "(249, 115, 22"
-            assert color in found[2] or not rows.response_mask[t]
+            assert found == words[t]
+            if rows.response_mask[t]:
+                told = re.fullmatch('"value (.+), return (.+), TD error (.+)"', seen).groups()
+                assert list(map(float, told)) == same(expected, rel=1e-2, abs=1e-6)
+            else:
+                assert seen == '"not an action"'
+
+
+FORMS = [(width, scheme) for width in (390, 1280, 1920) for scheme in ("light", "dark")]
+
+
+def set_form(call, width, scheme):
+    """Shows the page as on a screen of this width; the narrow one is a phone, which has no mouse."""
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+    call("Emulation.setDeviceMetricsOverride", **size)
+    call("Emulation.setTouchEmulationEnabled", enabled=width < 500)
+    call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+
+def log_of(folder, curves, steps=9):
+    """Writes a log of these curves, in which 0 was not finite, as the logger does -> its rows."""
+    names = [name for panel in curves.values() for name in panel.values()]
+    log = [{name: (7 * step + i) % 5 or None for i, name in enumerate(names)} for step in range(steps)]
+    rows = [{"step": step, **row} for step, row in enumerate(log)]
+    common.replace_lines(f"{folder}/metrics.jsonl", rows)
+    return rows
+
+
+@needs_browser
+def test_the_page_fits_each_screen_and_the_curves_stay_in_view(tmp_path):
+    """Light and dark. On a phone the curves are above the rows, elsewhere next to them."""
+    log_of(tmp_path, ppo_loop.CURVES)
+    sample = {"prompt": "x" * 3000, "response": "y" * 3000, "reward": 1.0}
+    changed = {"numbers": {"accuracy": ("0.1", "of a test")}, "samples": {"are long": [(sample, sample)]}}
+    write(tmp_path, judged_rows(60, 20, longest=300), None, ppo_loop.CURVES, changed=changed)
+    with browser.page(tmp_path / "report.html") as call:
+        ask = lambda expression: browser.evaluate(call, expression)
+        box = lambda name: ask(f"document.querySelector('{name}').getBoundingClientRect().toJSON()")
+        ask("document.querySelectorAll('details').forEach(x => x.open = true)")
+        for width, scheme in FORMS:
+            set_form(call, width, scheme)
+            ask("scrollTo(0, 0)")
+            assert ask("document.documentElement.scrollWidth <= innerWidth")
+            color = "getComputedStyle(document.querySelector('{}')).{}"
+            ink = ask(color.format("body", "color"))
+            assert ink == {"light": "rgb(0, 0, 0)", "dark": "rgb(255, 255, 255)"}[scheme]
+            assert ink == ask(color.format("svg text", "fill"))
+            assert box("svg")["width"] > 300
+            if width < 500:
+                assert box("aside")["bottom"] <= box("article")["top"]
+            else:
+                assert box("aside")["left"] >= box("article")["right"]
+                ask("scrollTo(0, document.documentElement.scrollHeight / 2)")
+                assert box("svg")["top"] >= 0 and box("svg")["bottom"] <= 800
+
+
+@needs_browser
+def test_a_finger_and_the_keyboard_show_a_tokens_numbers_too(tmp_path):
+    """A tap shows them at the bottom of the screen. Tab goes to the next row, an arrow to the next token."""
+    write(tmp_path, judged_rows(60, 20))
+    with browser.page(tmp_path / "report.html") as call:
+        ask = lambda expression: browser.evaluate(call, expression)
+        told = "getComputedStyle(document.activeElement, '::after').content"
+        nth = "[...document.querySelectorAll('[data-told]')].indexOf(document.activeElement)"
+        set_form(call, 390, "light")
+        browser.tap(call, "[data-told]:nth-of-type(2)")
+        assert ask(nth) == 1 and "TD error" in ask(told)
+        assert ask("getComputedStyle(document.activeElement, '::after').bottom") == "0px"
+
+        ask("document.querySelectorAll('details').forEach(x => x.remove())")  # folded prompts take the focus
+        set_form(call, 1280, "light")
+        length = ask("document.querySelector('.text').querySelectorAll('[data-told]').length")
+        ask("document.querySelector('[data-told]').focus()")
+        for key, expected in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("Tab", length)):
+            browser.press(call, key)
+            assert ask(nth) == expected
+            assert ask(told) == ask("JSON.stringify(document.activeElement.dataset.told)")
+
+
+def test_one_value_far_off_leaves_the_other_colours_as_they_are():
+    """The colours end at the 5% and 95% quantiles. Black and white text stays legible on all of them."""
+    values = [i / 1000 for i in range(1000)]
+    low, high = common.value_range(torch.tensor([*values, 1e6])[torch.randperm(1001)])
+    assert (low, high) == same((0.05, 0.95), abs=0.002)
+    assert common.value_range(torch.tensor([1.0] * 99 + [2.0])) == (1.0, 2.0)  # both quantiles are 1
+    assert (
+        common.colour_of(1.0, 1.0, 1.0) == "" == common.colour_of(0.5, 0.0, 1.0).removeprefix("#f97316")[2:]
+    )
+
+    def luminance(color):  # as in WCAG
+        lights = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in color]
+        return sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), lights)) + 0.05
+
+    for value in (-9.0, 0.0, 0.2, 0.8, 1e6):
+        *color, alpha = (x / 255 for x in bytes.fromhex(common.colour_of(value, 0.0, 1.0)[1:]))
+        assert color == same([x / 255 for x in bytes.fromhex("f97316" if value < 0.5 else "2563eb")])
+        assert alpha == same(0.65 * min(1, abs(2 * value - 1)), abs=0.005)
+        for paper, ink in ((1.0, 0.0), (0x12 / 255, 1.0)):  # Chromium's
+            mixed = luminance([alpha * x + (1 - alpha) * paper for x in color])
+            text = luminance([ink] * 3)
+            assert max(mixed, text) / min(mixed, text) > 4.5
 
 
 TEXT = "The lady’s naïve café — 你好，世界！ 😀👩‍👩‍👧  Привет, мир \n مرحبا  x."
@@ -217,32 +323,39 @@ def test_texts_of_long_rows_take_linear_time_even_if_bytes_are_no_text(kind):
         assert sum(seen) < 100_000 < len(ids) ** 2 / 50
 
 
-def a_row(ids, first, errors):
+def a_row(ids, first, errors, reward=0.0):
     """A row whose response begins at token `first`, with these TD errors and values as large."""
     mask = torch.arange(len(ids)) >= first
     x_T = torch.tensor([errors.get(i, 0.0) for i in range(len(ids))])
     ends = common.cumulative([len(ids)])
     row = common.Batch(torch.tensor(ids), ends, mask, torch.tensor([0]), mask[:1])
-    return dataclasses.replace(row, values=x_T, returns=x_T, advantages=x_T)
+    rewards = reward * (torch.arange(len(ids)) == len(ids) - 1)
+    return dataclasses.replace(row, token_level_rewards=rewards, values=x_T, returns=x_T, advantages=x_T)
 
 
 def test_long_rows_are_cut_around_their_largest_error_and_stay_apart():
     """Rows are one only if all their tokens are equal. The last action's error does not count."""
     ids = list(range(9000))
-    late = a_row(ids, 3000, {3100: 1.0, 6500: 4.0, 8999: 9.0})
-    other = a_row([*ids[:-1], 7], 3000, {3100: 3.0})
+    late = a_row(ids, 3000, {3100: 1.0, 6500: 4.0, 8999: 9.0}, reward=5.0)
+    other = a_row([*ids[:-1], 7], 3000, {3100: 3.0}, reward=1.0)
     again = a_row(ids, 3000, {3100: 2.0})
     short = a_row(ids[:50], 20, {30: 0.5})
     rows = common.concat([again, short, other, late, a_row(ids[:4000], 3990, {3995: 0.25})])
-    shown = common.rows_to_show(rows, None)
+    shown, typical = common.rows_to_show(rows, None)
     text = lambda start, end: "".join(f"{i} " for i in range(start, end))
-    assert [prompt for prompt, _, _ in shown] == [
+    assert [row["prompt"] for row in shown] == [
         f"…{text(1000, 3000)}…", f"…{text(1000, 3000)}", text(0, 20), f"…{text(1990, 3990)}"
     ]  # fmt: skip
-    told = ["".join(text for text, *_ in tokens) for _, tokens, _ in shown]
+    told = ["".join(token["text"] for token in row["tokens"]) for row in shown]
     assert told == [text(5500, 7500), text(3000, 5000), text(20, 50), text(3990, 4000)]
-    assert [rest for *_, rest in shown] == ["…", "…", "", ""]
-    assert shown[0][1][1000] == ("6500 ", True, 4.0, 4.0, 4.0)
+    assert [row["rest"] for row in shown] == ["…", "…", "", ""] and not typical
+
+    # the head of a row tells of all its tokens, and the largest error is marked
+    assert [row["reward"] for row in shown] == [5.0, 1.0, 0.0, 0.0]
+    assert shown[0]["ends"] == (0.0, 9.0) and shown[0]["error"] == 4.0
+    marked = [(t, token) for t, token in enumerate(shown[0]["tokens"]) if token["kind"]]
+    told = "value 4, return 4, TD error 4"  # a bit below the middle of 0 and 9
+    assert marked == [(1000, {"text": "6500 ", "told": told, "colour": "#f9731612", "kind": "jump"})]
 
 
 def test_a_cut_through_a_character_shows_no_part_of_it():
@@ -252,9 +365,10 @@ def test_a_cut_through_a_character_shows_no_part_of_it():
     whole = tokenizer.decode(ids)
     for shift in range(0, 24, 3):
         row = a_row(ids[shift:], 4000 - shift, {7000: 1.0})
-        [(prompt, tokens, rest)] = common.rows_to_show(row, tokenizer)
-        text = "".join(text for text, *_ in tokens)
-        assert prompt[0] == prompt[-1] == rest == "…" and "�" not in prompt + text
+        [[shown], _] = common.rows_to_show(row, tokenizer)
+        text = "".join(token["text"] for token in shown["tokens"])
+        prompt = shown["prompt"]
+        assert prompt[0] == prompt[-1] == shown["rest"] == "…" and "�" not in prompt + text
         assert prompt[1:-1] in whole and text in whole and min(len(prompt), len(text)) > 1000
 
 
@@ -321,30 +435,142 @@ def test_unusual_rows_have_a_report(tmp_path, case):
     if case == "a row without actions":
         rows.response_mask[slice(*rows_of(rows)[3])] = False
     _, numbers = write(tmp_path, rows)
-    assert (numbers["AUC"] == "--") == (case != "a row without actions")
-    assert (numbers["explained variance"] == "--") == (case in ("one row", "equal rewards"))
+    assert ("AUC" in numbers) == (case == "a row without actions")
+    assert ("explained variance" in numbers) == (case not in ("one row", "equal rewards"))
+
+
+def test_advice_stands_where_a_constant_is_better(tmp_path, capsys):
+    """With the losses of both. Numbers that do not exist are neither on the page nor in the line."""
+    rows = judged_rows(60, 60)
+    _, numbers = write(tmp_path, rows)
+    assert "best of n" not in numbers and "--" not in capsys.readouterr().out
+    pairs = [(float(rows.values[t]), float(rows.returns[t])) for at in actions_of(rows) for t in at]
+    losses = [0.5 * statistics.fmean((v - r) ** 2 for v, r in pairs)]
+    losses.append(0.5 * statistics.pvariance([r for _, r in pairs]))
+    assert losses[0] > losses[1]
+    text, _ = write(tmp_path, rows)
+    assert "its loss is {:.4f}, that of their mean return {:.4f}".format(*losses) in text
+    rows.values = rows.returns * 0.9
+    assert 'class="advice"' not in write(tmp_path, rows)[0]
+    rows.token_level_rewards *= 0
+    capsys.readouterr()
+    assert common.ALL_EQUAL in write(tmp_path, rows)[0]
+    assert f"\n  {common.ALL_EQUAL}\n" in capsys.readouterr().out
+
+
+def panels_of(monkeypatch):
+    """A list that the panels of figures to come are added to."""
+    panels = []
+    add = Figure.add_subplot
+    note = lambda *args, **options: panels.append(add(*args, **options)) or panels[-1]
+    monkeypatch.setattr(Figure, "add_subplot", note)
+    return panels
 
 
 @pytest.mark.parametrize("curves", [common.CURVES, ppo_loop.CURVES])
 def test_the_figure_shows_the_metrics(tmp_path, curves, monkeypatch):
     """It draws the log, in which null was not finite. Without finite values there is no page."""
-    panels = []
-    add = Figure.add_subplot
-    note = lambda *args, **options: panels.append(add(*args, **options)) or panels[-1]
-    monkeypatch.setattr(Figure, "add_subplot", note)
-    names = sum(curves.values(), ())
-    log = [{name: (7 * step + i) % 5 or None for i, name in enumerate(names)} for step in range(9)]
-    common.replace_lines(tmp_path / "metrics.jsonl", [{"step": s, **row} for s, row in enumerate(log)])
+    panels = panels_of(monkeypatch)
+    log = log_of(tmp_path, curves)
     rows = judged_rows(60, 20)
     write(tmp_path, rows, curves=curves)
-    assert [panel.get_ylabel() for panel in panels] == list(curves)
+    assert [panel.get_title(loc="left").removesuffix(" (log scale)") for panel in panels] == list(curves)
     for panel, names in zip(panels, curves.values()):
         drawn = {line.get_label(): line.get_xydata().tolist() for line in panel.lines}
-        assert drawn == {name: [[s, row[name]] for s, row in enumerate(log) if row[name]] for name in names}
+        points = lambda name: [[row["step"], row[name]] for row in log if row[name]]
+        assert drawn == {words: points(name) for words, name in names.items()}
+        assert (panel.get_legend() is None) == (len(names) == 1)
     (tmp_path / "report.html").unlink()
     rows.values[rows.response_mask] = math.nan
     with pytest.raises(FileNotFoundError):
         write(tmp_path, rows)
+
+
+def test_panels_without_points_are_left_out(tmp_path, monkeypatch):
+    """Here KL, which such a run does not have. Without any there are no curves at all."""
+    rows = judged_rows(6, 2)
+    assert "<aside" not in write(tmp_path, rows, curves=ppo_loop.CURVES)[0]
+    panels = panels_of(monkeypatch)
+    log = [{"step": 1, "reward/mean": 0.5, "kl/reference": None}, {"step": 1, "actor/entropy": 1.0}]
+    common.replace_lines(f"{tmp_path}/metrics.jsonl", log)
+    text, _ = write(tmp_path, rows, curves=ppo_loop.CURVES)
+    assert [panel.get_title(loc="left") for panel in panels] == ["mean reward", "entropy of the policy"]
+    assert panels[0].get_legend() is None and common.INK not in text and "currentColor" in text
+
+
+def test_the_page_of_a_long_run_is_small(tmp_path, monkeypatch):
+    """Of each curve at most 1,000 points are drawn; the last is one of them. Outliers at the start do not
+    flatten explained variance."""
+    panels = panels_of(monkeypatch)
+    names = [name for panel in common.CURVES.values() for name in panel.values()]
+    rng = random.Random(0)
+    log = [{"step": s, **{name: rng.random() - 9 * (s < 40) for name in names}} for s in range(20_000)]
+    common.replace_lines(f"{tmp_path}/metrics.jsonl", log)
+    text, _ = write(tmp_path, judged_rows(6, 2))
+    for panel in panels:
+        for line in panel.lines:
+            assert 500 < len(line.get_xdata()) <= 1000 and line.get_xdata()[-1] == 19_999
+    assert panels[0].get_ylim()[0] == -1 and len(text) < 1e6
+
+
+def a_sample(prompt, reward):
+    """An answer with a tag and half a character."""
+    return {"prompt": prompt, "response": f"<b>{prompt}</b>\ud83d", "reward": reward, "fault": ""}
+
+
+def test_the_report_of_ppo_tells_before_and_after(tmp_path):
+    """The same prompts, in another order after a resume on other ranks. Texts of users stay texts."""
+    rows = judged_rows(6, 2)
+    log = [{"step": 0, "eval/reward": 0.25, "eval/accuracy": 0.25}, {"step": 1, "reward/mean": 0.125}]
+    log += [{"step": 2, "reward/mean": 0.75}, {"step": 2, "eval/reward": 0.5, "eval/accuracy": 0.5}]
+    common.replace_lines(f"{tmp_path}/metrics.jsonl", log)
+    before = [a_sample(*x) for x in (("p", 0.0), ("q", 0.0), ("r", 1.0), ("s", 1.0), ("gone", 1.0))]
+    after = [a_sample(*x) for x in (("s", 1.0), ("r", 0.0), ("new", 1.0), ("q", 1.0), ("p", 1.0))]
+    common.write_json(tmp_path / "samples_first.json", before)
+    common.write_json(tmp_path / "samples.json", after)
+    changed = ppo_loop.what_changed(tmp_path)
+    assert {name: x for name, (x, _) in changed["numbers"].items()} == {
+        "accuracy": "0.250 → 0.500", "earn more than before": "2", "earn less": "1", "earn the same": "1"
+    }  # fmt: skip
+    assert changed["samples"] == {
+        "earn more than before": [(before[1], after[3]), (before[0], after[4])],
+        "earn less": [(before[2], after[1])],
+        "earn the same": [(before[3], after[0])],
+    }
+    text, numbers = write(tmp_path, rows, curves=ppo_loop.CURVES, changed=changed)
+    assert "<h1>What PPO changed</h1>" in text and numbers["accuracy"] == "0.250 → 0.500"
+    assert "&lt;b&gt;q&lt;/b&gt;?" in text and "<b>q" not in text and "of 4 held-out answers" in text
+    assert text.index("0.250 → 0.500") < text.index("What the critic learned") < text.index("explained var")
+
+    # without evaluations it tells of the steps, whatever samples an earlier run has left
+    common.replace_lines(f"{tmp_path}/metrics.jsonl", log[1:3])
+    changed = ppo_loop.what_changed(tmp_path)
+    words = "of the sampled responses, at step 1 and at step 2"
+    assert changed == {"numbers": {"mean reward": ("0.125 → 0.750", words)}, "samples": {}}
+    write(tmp_path, rows, curves=ppo_loop.CURVES, changed=changed)
+    assert ppo_loop.what_changed(tmp_path / "none") is None
+
+
+def test_the_first_samples_are_kept_when_a_run_goes_on(tmp_path, monkeypatch):
+    """A resumed run keeps those of its first evaluation, and a new run in this folder replaces them."""
+    monkeypatch.chdir(tmp_path)
+    addition_rows = ppo_loop.addition_rows
+    few = lambda n, *args, **more: addition_rows(16, *args, **more)
+    monkeypatch.setattr(ppo_loop, "addition_rows", few)
+    flags = "--supervised-steps 0 --eval-every 1 --save-every 1 --actor.lr 0.1 --out-dir out"
+
+    def samples_after(more):
+        ppo_loop.main(ppo_loop.parse(f"{flags} {more}".split()))
+        return [(tmp_path / "out" / f"{name}.json").read_text() for name in ("samples_first", "samples")]
+
+    first, then = samples_after("--steps 1")
+    assert first != then and len(json.loads(first)) == len(json.loads(then)) >= 16
+    assert samples_after("--steps 2 --resume auto")[0] == first
+    rated = [row for row in common.read_lines(tmp_path / "out/metrics.jsonl") if "eval/reward" in row]
+    assert [row["step"] for row in rated] == [0, 1, 2]
+    expected = f"<b>{rated[0]['eval/reward']:.3f} → {rated[-1]['eval/reward']:.3f}</b>"
+    assert expected in (tmp_path / "out/report.html").read_text()
+    assert samples_after("--steps 1 --seed 1")[0] != first
 
 
 def test_a_run_leaves_the_same_report_on_any_number_of_ranks(tmp_path):
