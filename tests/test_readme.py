@@ -209,7 +209,7 @@ def test_command_runs(line, copy, ppo):
         assert said_by_python_of(PAGES["reference.md"], copy) == pytest.approx(first["values"], abs=1e-5)
         shutil.copy(copy / "out" / "scored" / "scored.jsonl", copy / "out")
         (copy / "vote.py").write_text(VOTE)
-        shown = PAGES["reference.md"].partition("With the critic of the README")[2]
+        shown = PAGES["reference.md"].replace("\n", " ").partition("With the critic of the README")[2]
         for said in succeeded(run(sys.executable, "vote.py", cwd=copy)).splitlines():
             name, reward = said.rsplit(" ", 1)
             assert float(re.search(rf"{name} ([\d.]+\d)", shown)[1]) == pytest.approx(float(reward), abs=0.05)
