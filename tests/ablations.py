@@ -26,7 +26,7 @@ from tqdm import tqdm
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ZERO = "--critic.value-head-init zero --critic.lr 1e-30"  # values stay 0
 PPO = {  # the same number of scored answers, for each seed a supervised actor and a critic of its own
-    "no critic: less the batch's mean": ZERO,
+    "no critic: minus the batch's mean": ZERO,
     "4 answers to each of 64 prompts": f"{ZERO} --train-batch-size 64 --rollout-n 4 --critic-where-it-helps",
     "critic, lambda 1": "",
     "the same, its head starts at 0": "--critic.value-head-init zero",
@@ -44,7 +44,7 @@ SCRATCH = "--train-batch-size 8 --critic.value-head-init zero"
 GROUPS = f"{ZERO} --train-batch-size 2 --rollout-n 4 --critic-where-it-helps"
 PRETRAINED = "--train-batch-size 8 --critic.model {task}/critic/hf"  # on an eighth of all answers
 DIGITS = {  # with the best learning rate of a grid, and some with the next lower one
-    "no critic: less the batch's mean": f"{ZERO} --train-batch-size 8",
+    "no critic: minus the batch's mean": f"{ZERO} --train-batch-size 8",
     "no critic, actor's rate 1e-4": f"{ZERO} --train-batch-size 8 --actor.lr 1e-4",
     "4 answers to each of 2 prompts": GROUPS,
     "4 answers, actor's rate 1e-4": f"{GROUPS} --actor.lr 1e-4",

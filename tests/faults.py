@@ -44,6 +44,7 @@ from safetensors.torch import load_file
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROWS = ROOT / "tests" / "rows.jsonl"
+HELD_OUT = ROOT / "tests" / "rows_held_out.jsonl"
 os.environ["HF_HUB_OFFLINE"] = "1"  # do not search the hub for models
 sys.path.insert(0, str(ROOT))  # for the ranks: this process must not import common, which reads RANK
 SCRIPTS = {  # ranks, flags
@@ -53,7 +54,7 @@ SCRIPTS = {  # ranks, flags
 }
 STEPS = 8
 CRITIC = (
-    "--rollouts", ROWS, "--eval-rollouts", ROWS, "--train-batch-size", 16, "--ppo-mini-batch-size", 8,
+    "--rollouts", ROWS, "--eval-rollouts", HELD_OUT, "--train-batch-size", 16, "--ppo-mini-batch-size", 8,
     "--lr-scheduler-type", "cosine", "--lr-warmup-steps", 3,
 )  # fmt: skip
 PPO = (
@@ -71,9 +72,12 @@ def flags_of(script, *flags):
     """The command line of a run of eight updates, with a checkpoint after each."""
     own = CRITIC
     if script == "ppo_loop":
+        lines = open(ROWS).readlines()[::4]  # each prompt once, not with its four answers
+        prompts = folder() / "prompts.jsonl"
+        prompts.write_text("".join(lines))
         few = folder() / "few.jsonl"  # what is held out: all would take most of the time
-        few.write_text("".join(open(ROWS).readlines()[::16]))
-        own = (*PPO, "--eval-prompts", few)
+        few.write_text("".join(lines[::21]))
+        own = (*PPO, "--prompts", prompts, "--eval-prompts", few)
     often = ("--steps", STEPS, "--save-every", 1, "--eval-every", 2)
     return [str(x) for x in (ROOT / f"{script}.py", *SCRIPTS[script][1], *own, *often, *flags)]
 
@@ -447,6 +451,7 @@ def memory(script, short):
     """Too little memory for a step: --resume auto halves the token budget until it fits; equal metrics."""
     wide = ("--train-batch-size", 192, "--ppo-mini-batch-size", 192, "--steps", 1, "--eval-every", 0)
     wide += ("--override-config", '{"intermediate_size": 8192}', "--ppo-max-token-len-per-gpu", 1024)
+    wide += ("--no-share-prompts",)  # else the tokens are too few for their budget
     out, other = folder() / f"{script}.memory", folder() / f"{script}.roomy"
     Job(script, other, *wide).succeeds()
     tries = 0

@@ -22,6 +22,7 @@ from critic_fsdp import Config, Run
 
 SCRIPT = ROOT / "critic_fsdp.py"
 ROWS = ROOT / "tests" / "rows.jsonl"
+HELD_OUT = ROOT / "tests" / "rows_held_out.jsonl"
 GOOD = {"prompt": "1+1=", "response": "2", "reward": 1.0}
 
 
@@ -137,7 +138,7 @@ def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
     first = None
     for name, (ranks, flags) in layouts.items():
         flags += " --lr 1e-4 --steps 3 --eval-every 3 --ppo-mini-batch-size 64 --train-batch-size 128"
-        succeeded(start(tmp_path / name, flags, ranks, rollouts=ROWS, eval_rollouts=ROWS))
+        succeeded(start(tmp_path / name, flags, ranks, rollouts=ROWS, eval_rollouts=HELD_OUT))
         metrics = metrics_of(tmp_path / name)
         first = first or metrics
         assert metrics.keys() == first.keys()
@@ -153,7 +154,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     def go(out_dir="out", steps=6, **paths):
         flags = f"--steps {steps} --eval-every 2 --save-every 4 --ppo-mini-batch-size 32"
         flags += " --train-batch-size 64 --lr-scheduler-type cosine --lr-warmup-steps 2"
-        return start(tmp_path / out_dir, flags, rollouts=ROWS, eval_rollouts=ROWS, **paths)
+        return start(tmp_path / out_dir, flags, rollouts=ROWS, eval_rollouts=HELD_OUT, **paths)
 
     succeeded(go())
     whole = metrics_of(tmp_path / "out")
@@ -165,7 +166,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert {p.name for p in folder.iterdir()} == {"step_4", "step_6", "step_6.old"}
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert metrics_of(tmp_path / "out") == whole and sum("critic/vf_loss" in x for x in lines) == 6
-    score = ("--score", ROWS, "--model", tmp_path / "out" / "hf", "--out-dir", tmp_path / "scored")
+    score = ("--score", HELD_OUT, "--model", tmp_path / "out" / "hf", "--out-dir", tmp_path / "scored")
     said = succeeded(run(sys.executable, SCRIPT, *score, "--resume", folder / "step_4"))
     assert f"explained variance {whole[4, 'eval/explained_var']:.3f}" in said  # not that of step 6
     late = go("late", 3, resume=folder / "step_4")

@@ -809,10 +809,11 @@ def test_toy_rows_follow_their_rule():
         assert sum(right[carries]) / len(right[carries]) == pytest.approx(share, abs=0.03)
 
 
-def test_the_five_tokens_of_the_readme():
+def test_the_five_tokens_of_the_reading_path():
     """The table's numbers are right, to all digits that are shown."""
     common.setup_distributed()
-    text = (ROOT / "README.md").read_text().partition("## Five tokens by hand")[2].partition("\n##")[0]
+    page = (ROOT / ".github" / "reading.md").read_text()
+    text = page.partition("## Five tokens by hand")[2].partition("\n##")[0]
     lines = re.findall(r"^\| *`?([^`|]+?)`? *\|((?: [-.\d]+ \|){5})", text, flags=re.M)
     said = {name: torch.tensor([float(x) for x in cells.split("|")[:-1]]) for name, cells in lines}
     batch = flat(torch.tensor([[0, 1, 1, 1]]))

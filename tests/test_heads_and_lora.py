@@ -288,7 +288,7 @@ def test_values_start_at_the_mean_return(ranks, command, tmp_path):
     """Against the mean of the rows' rewards, discounted by hand; a range that ends above it gives 0.704. The
     second update starts where the first has ended, also in a resumed run."""
     script, *flags = command.split()
-    flags += "--value-head-init mean --gamma 0.9 --ppo-mini-batch-size 192 --lr 1e-4 --save-every 1".split()
+    flags += "--value-head-init mean --gamma 0.9 --ppo-mini-batch-size 1024 --lr 1e-4 --save-every 1".split()
     flags += ["--rollouts", ROOT / "tests/rows.jsonl", "--out-dir", tmp_path, "--resume", "auto"]
     for steps in (1, 2) if "fsdp1" in flags else (2,):
         succeeded(torchrun(ranks, ROOT / script, *flags, "--steps", steps))

@@ -3,6 +3,7 @@
 Commands run as they are written, except that those that train for minutes have fewer --steps, see STEPS.
 """
 
+import ast
 import dataclasses
 import importlib.util
 import json
@@ -40,6 +41,8 @@ OWN, VOTE = (
 )
 START, TESTS = (line.split(" && ")[-1] for kind, line in COMMANDS if kind == "start")
 COMMANDS.insert(0, ("run", START))
+[OWN_ROWS] = [line for _, line in COMMANDS if line.endswith("--out-dir out/my")]
+OWN_ROWS_SAY = README.partition("\n## Your own rollouts")[2].partition("\n## ")[0]
 LONGEST = "python ppo_loop.py"
 STEPS = {  # commands that take minutes -> number of steps here
     rf"{LONGEST}$": 20,
@@ -55,14 +58,14 @@ def copy(tmp_path_factory):
     """The scripts alone in a folder, next to the development data."""
     folder = tmp_path_factory.mktemp("copy")
     (folder / "main" / "tests").mkdir(parents=True)
-    for file in (*ROOT.glob("*.py"), ROOT / "tests" / "rows.jsonl"):
+    for file in (*ROOT.glob("*.py"), *(ROOT / "tests").glob("rows*.jsonl")):
         shutil.copy(file, folder / "main" / file.relative_to(ROOT))
     (folder / "shared").symlink_to(SHARED)
     return folder / "main"
 
 
 def test_every_command_is_of_a_kind_that_is_tested():
-    kinds = "start extra run parts nodes gpu vllm test"
+    kinds = "start extra run parts nodes gpu vllm test convert board"
     assert {kind for kind, _ in COMMANDS} == set(kinds.split())
     assert (START, TESTS) == ("python critic_fsdp.py", "python -m pytest -q tests")
     for text in PAGES.values():
@@ -81,8 +84,9 @@ def test_words_are_spelled_right_and_none_is_retired():
 
 def test_the_readme_is_short_and_stands_alone():
     lines = README.splitlines()
-    assert len(lines) <= 180 and len(README.split()) <= 2300 and max(map(len, lines)) <= 120
+    assert len(lines) <= 200 and len(README.split()) <= 2000 and max(map(len, lines)) <= 120
     assert sum(line.startswith("|") for line in lines) <= 45
+    assert len(PAGES["RESULTS.md"].splitlines()) <= 300
     assert not any("../shared" in text for name, text in PAGES.items() if name != "RESULTS.md")
 
 
@@ -107,6 +111,41 @@ def test_the_speeds_are_those_of_results():
     words = README.replace("\n", " ")
     assert f"an update is {few} as fast as a bare transformers loop with 4 answers" in words
     assert f"and {many} as fast with 8 answers to long prompts" in words
+
+
+def test_the_example_rows_are_the_toys():
+    """Four answers to each prompt, as the scripts make them for themselves; held out are other prompts."""
+    for name, n, held_out in (("rows", 1024, False), ("rows_held_out", 256, True)):
+        lines = (ROOT / "tests" / f"{name}.jsonl").read_text().splitlines()
+        assert lines == common.toy_rows(n, 0, held_out)
+    words = README.replace("\n", " ")
+    assert "1,024 answers to 256 sums and is judged by 256 answers to other sums" in words
+
+
+def test_what_the_readme_says_of_recipes_is_in_results():
+    """The numbers of each column of its table are in the table of that task, among the differences."""
+    difference = r"^\| ([^|]+) \| [^|]* \| [^|]* \| ([^|]* \+- [^|]*) \| [\d.-]+ \|$"
+    sections = PAGES["RESULTS.md"].split("\n## ")
+    tables = [dict(found) for x in sections if (found := re.findall(difference, x, flags=re.M))]
+    shown = README.partition("| recipe | addition |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[2:4]] for line in shown.splitlines()[2:]]
+    for table, numbers in zip(tables, zip(*rows, strict=True), strict=True):
+        assert set(numbers) - {"not run"} <= set(table.values()) and len(set(numbers)) > 5
+    earned = re.search(r"earned (\S+) points.* and (\S+) more", README.replace("\n", " ")).groups()
+    recipes = ("critic from scratch, lambda 1", "pretrained critic, lambda 1")
+    assert earned == tuple(f"{float(tables[1][name].split()[0]):.2f}" for name in recipes)
+
+
+def test_each_function_of_the_reading_path_is_in_its_file():
+    """The links lead to files, for the numbers of lines change."""
+    links = re.findall(r"\[`([\w.]+)`\]\(\.\./(\w+\.py)\)", PAGES["reading.md"])
+    for name, file in links:
+        here = ast.parse((ROOT / file).read_text()).body
+        for part in name.split("."):
+            found = [x for x in here if getattr(x, "name", None) == part]
+            assert len(found) == 1, (file, name)
+            here = found[0].body
+    assert len(links) > 30
 
 
 def said_by_python_of(page, copy):
@@ -180,14 +219,22 @@ def test_command_runs(line, copy, ppo):
         pytest.skip(f"needs the development data in {SHARED}")
     for folder in re.findall(r"--model (out/\S+)/hf", line):
         if not (copy / folder).is_dir():  # if the command that makes it has not run
-            succeeded(run(sys.executable, "critic_fsdp.py", "--steps", 9, "--out-dir", folder, cwd=copy))
+            [maker] = [x for _, x in COMMANDS if x.endswith(f"--out-dir {folder}")] or [f"{START} --steps 9"]
+            succeeded(ended(started(maker, copy)))
     out = succeeded(ended(ppo if line == LONGEST else started(line, copy)))
     assert out.splitlines()[-1].startswith("together " if "--plan" in line else "saved ")
     if "--score" in line:
         first = common.read_lines(copy / "out" / "scored" / "scored.jsonl")[0]
         assert said_by_python_of(PAGES["reference.md"], copy) == pytest.approx(first["values"], abs=1e-5)
         (copy / "vote.py").write_text(VOTE)
-        assert "\nmajority 0.6\n" in succeeded(run(sys.executable, "vote.py", cwd=copy))
+        shown = PAGES["reference.md"].replace("\n", " ").partition("With the critic of the README")[2]
+        for said in succeeded(run(sys.executable, "vote.py", cwd=copy)).splitlines():
+            name, reward = said.rsplit(" ", 1)
+            assert float(re.search(rf"{name} ([\d.]+\d)", shown)[1]) == pytest.approx(float(reward), abs=0.05)
+    if line == OWN_ROWS:
+        for name in ("explained var", "best constant", "last value", "best of n", "mean", "oracle"):
+            shown, found = (re.findall(rf"{name} ([\d.]+\d)", text)[-1] for text in (OWN_ROWS_SAY, out))
+            assert float(shown) == pytest.approx(float(found), abs=0.05), name
     if line.endswith("out/two/megatron"):
         ours, theirs = (metrics_of(copy / "out" / "two" / x) for x in ("fsdp", "megatron"))
         signed = re.compile("mean|min|max|explained|auc").search  # about 1 in size
@@ -196,7 +243,7 @@ def test_command_runs(line, copy, ppo):
     if line == START:
         rising = held_out(out)
         assert rising[-1] > 0.4 and rising[-1] > rising[1] > rising[0], rising
-        assert held_out(README) == pytest.approx(rising[-1:], abs=0.03)
+        assert held_out(README)[0] == pytest.approx(rising[-1], abs=0.03)
     if line == LONGEST:
         first, then = held_out(out, "accuracy")
         assert first < 0.45 and then > first + 0.2, (first, then)
@@ -219,11 +266,11 @@ def test_command_runs(line, copy, ppo):
 def test_a_file_is_scored_in_parts_and_its_answers_are_put_to_the_vote(tmp_path):
     """The shell says what to score, which forks do; after one part it is asked again, as after a kill."""
     rows = [json.loads(line) for line in common.toy_rows(192, 0)]
-    common.replace_lines(f"{tmp_path}/tests/rows.jsonl", rows)
+    common.replace_lines(f"{tmp_path}/tests/rows_held_out.jsonl", rows)
     block = next(block for kind, block in BLOCKS if kind == "parts").replace(".venv/bin/", "echo ")
     shell = lambda: run("bash", "-c", block, cwd=tmp_path).stdout.splitlines()
     critic = lambda *words: succeeded(run(sys.executable, ROOT / "critic_fsdp.py", *words, cwd=tmp_path))
-    critic("--rollouts", "tests/rows.jsonl", "--steps", 1, "--out-dir", "out/my")
+    critic("--rollouts", "tests/rows_held_out.jsonl", "--steps", 1, "--out-dir", "out/my")
     for part in ("aa", "ab"):
         first = shell()[0].split()
         assert first[1:4] == ["critic_fsdp.py", "--score", f"out/parts/{part}"]
@@ -239,6 +286,44 @@ def test_a_file_is_scored_in_parts_and_its_answers_are_put_to_the_vote(tmp_path)
             total = [sum(vote for word, vote in votes if word == row["response"]) for row in four]
             rewards += four[total.index(max(total))]["reward"]
         assert said[k].startswith(name) and float(said[k].split()[-1]) == pytest.approx(rewards / 48)
+
+
+def skip_without_packages(line):
+    """Skips if what the line imports is not installed: the project itself does not need it."""
+    needs = {"pandas": "pyarrow", "datasets": "datasets", "trackio": "tbparse", "wandb": "wandb"}
+    for package, module in needs.items():
+        if package in line:
+            pytest.importorskip(module)
+
+
+@pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "convert"])
+def test_files_of_other_kinds_become_rows(line, tmp_path):
+    """Of a JSON array, of parquet, and of a folder that load_dataset reads as it reads the hub."""
+    skip_without_packages(line)
+    rows = common.read_lines(ROOT / "tests" / "rows.jsonl")[:8]
+    for row in rows:
+        row["prompt"] = [{"role": "user", "content": row["prompt"] + " é"}]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "OWNER" / "NAME").mkdir(parents=True)
+    shutil.copy(tmp_path / "rows.json", tmp_path / "OWNER" / "NAME" / "train.json")
+    if "pandas" in line:
+        importlib.import_module("pandas").DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
+    command = line.replace("python3", sys.executable)
+    succeeded(run("bash", "-c", command, cwd=tmp_path, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1"))
+    assert common.read_lines(tmp_path / "rows.jsonl") == rows
+
+
+@pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "board"])
+def test_other_boards_read_the_curves(line, tmp_path):
+    skip_without_packages(line)
+    logger = common.Logger(str(tmp_path / "out" / "my"), {}, 0, None)
+    for step in (1, 2):
+        logger.log(step, {"critic/vf_loss": 0.5 / step, "perf/mfu": math.nan})
+    logger.board.flush()
+    home = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    succeeded(run("bash", "-c", line.replace("python3", sys.executable), cwd=tmp_path, **home))
+    theirs = [path for path in tmp_path.glob("**/*") if path.is_file() and "out" not in path.parts]
+    assert any(b"critic/vf_loss" in path.read_bytes() for path in theirs), theirs
 
 
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "nodes"])
