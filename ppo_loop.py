@@ -997,8 +997,6 @@ class VLLMRollout:
         set_num_threads = torch.set_num_threads
         with tempfile.TemporaryDirectory() as folder:
             model_config.save_pretrained(folder)
-            if run.stop:  # else the engine needs no tokenizer
-                task.tokenizer.save_pretrained(folder)
             with warnings.catch_warnings(action="ignore"), torch.random.fork_rng():
                 with blame(f"--rollout vllm: cannot run {run.actor.model}"):
                     self.start(folder, size)
@@ -1010,7 +1008,7 @@ class VLLMRollout:
         print0(f"vllm       {WORLD_SIZE // size} engines x {size} ranks")
 
     def start(self, folder, size):
-        """Builds vLLM's LLM with random weights. folder: the model's config, and with --stop a tokenizer."""
+        """Builds vLLM's LLM with random weights. folder: holds the model's config."""
         defaults = {  # only for variables that are not set: torchrun's values win
             "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"
@@ -1026,7 +1024,7 @@ class VLLMRollout:
         self.llm = LLM(
             model=folder,
             load_format="dummy",  # the first sync brings the weights
-            skip_tokenizer_init=not self.run.stop,
+            skip_tokenizer_init=True,
             generation_config="vllm",  # not the model's own sampling defaults
             dtype=self.dtype,
             max_model_len=self.task.longest,
@@ -1039,6 +1037,8 @@ class VLLMRollout:
             distributed_executor_backend="external_launcher",  # each torchrun process runs its own worker
             logprobs_mode="processed_logprobs",  # of the sampling distribution: after temperature and top-p
         )
+        if self.run.stop:  # the actor's own, because vLLM would read a stored one by other rules
+            self.llm.llm_engine.output_processor.tokenizer = self.task.tokenizer
         self.group = get_tp_group().cpu_group  # the ranks of this engine
         get_tp_group().mq_broadcaster = None  # its shared memory would outlive the os._exit of common.launch
 
