@@ -619,15 +619,22 @@ THREADS = ThreadPoolExecutor(16)  # for calls of the user's functions
 
 
 def load_function(name, flag, seconds):
-    """Returns a built-in reward, or for FILE.py:FUNCTION an ask(*row) that runs attempt(FUNCTION,
-    *row) in the thread's own worker process, a fresh interpreter: a fork with threads may hang."""
+    """Returns a built-in reward, or for FILE.py:FUNCTION what in_workers makes of it."""
     if not name or name in REWARDS:
         return REWARDS.get(name)
     path, _, function = name.rpartition(":")
     if not path:
         built_in = f", or {' or '.join(REWARDS)}" if flag == "--reward" else ""
         raise UserError(f"{flag} {name}: must be FILE.py:FUNCTION{built_in}")
+    try:
+        return in_workers(path, function, seconds)
+    except (UserError, OSError) as error:
+        raise UserError(f"{flag} {name}: {error}") from None
 
+
+def in_workers(path, function, seconds):
+    """Returns an ask(*row) that runs attempt(FUNCTION of the file, *row) in the thread's own worker process,
+    a fresh interpreter: a fork with threads may hang. UserError: the file or the name is wrong."""
     command = [sys.executable, "-u", __file__, "serve", path, function]
     mine = threading.local()  # the thread's worker: its process, and the pipe to it
     numbers = count(1)  # one for each row, so that no other row gets its answer
@@ -676,10 +683,7 @@ def load_function(name, flag, seconds):
         late = f"no answer within {seconds:g} s, or its process has died"
         return hear(number, seconds) or (None, late)
 
-    try:
-        start()
-    except (UserError, OSError) as error:
-        raise UserError(f"{flag} {name}: {error}") from None
+    start()
     vars(mine).clear()
     return ask
 
@@ -739,7 +743,7 @@ def try_functions(run, task):
         if len(faults) == len(replies):
             raise UserError(f"{calls}: {faults[0]}")
         if faults:
-            print0(f"{calls}, which it may mean to do: {faults[0]}")
+            print0(f"{calls}, which is fine if some rows may: {faults[0]}")
 
 
 class RewardModel:
@@ -1680,9 +1684,10 @@ def where_time_went(m):
     return " ".join(parts)
 
 
-def print_sample(replies):
-    """Prints the first row of a step, which is rank 0's: the end of its prompt, and its response."""
-    if RANK:
+def print_sample(step, run, replies):
+    """Prints a training row as often as held-out ones are, also if there are none: the end of its prompt, and
+    its response. The first row of a step is rank 0's."""
+    if RANK or step % (run.eval_every or run.steps):
         return
     reply = replies[0]
     print0(
@@ -1914,8 +1919,7 @@ def main(run):
                     save(checkpoints, phases, run, step, kl_coef, actor, critic, batch)
                     saved = step
                 checkpoints.wait(last)
-                shows = step % (run.eval_every or run.steps) == 0
-                held_out = task.held_out if last or shows else []
+                held_out = task.held_out if last or step % (run.eval_every or run.steps) == 0 else []
                 greedy = rows_of_rank(held_out)
                 with phases("generation", engine):
                     with phases("sync", actor):
@@ -1953,8 +1957,7 @@ def main(run):
                 metrics |= phases.take(metrics["rollout/tokens"])
                 logger.log(step + 1, metrics)
                 print_step(step + 1, run.steps, metrics)
-                if shows:
-                    print_sample(replies)
+                print_sample(step, run, replies)
         except SystemExit:  # from poll, on all ranks
             SIGTERM.clear()  # else save would poll it again
             if step > saved:
