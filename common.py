@@ -769,10 +769,15 @@ def look_up(row, key, default=None):
 def in_our_keys(row, keys):
     """A row as TRL, verl or datasets write it, in the keys of Rollout. keys: {"prompt": "question"} and the
     like say where to find prompt, response and reward."""
-    row = dict(row)
-    for name, key in keys.items():
-        if key != name:
-            row[name] = look_up(row, key)
+    named = {name: look_up(row, key, ...) for name, key in keys.items() if key != name}
+    for name, found in named.items():
+        if found is ...:
+            flag = f"--{name}-key"
+            raise UserError(f"no {keys[name]!r}, which {flag} names, among its keys {', '.join(row):.200}")
+
+    # what the user names wins over other keys for the same thing
+    unused = {other for names in ALTERNATIVES for other in names if named.keys() & names}
+    row = {key: x for key, x in row.items() if key not in unused} | named
 
     # TRL: a prompt of messages, and a completion, which may be a message, too
     if isinstance(row.get("prompt"), list) and "messages" not in row:

@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import collections
 import ctypes
+import difflib
 import inspect
 import json
 import os
@@ -26,6 +27,7 @@ import random
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,7 +39,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib import import_module, util
-from itertools import chain, count
+from itertools import chain, count, product
 from math import ceil, inf, isfinite, log, nan
 from multiprocessing.connection import Connection, Pipe
 from os.path import exists, realpath
@@ -48,15 +50,27 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 LOOP = asyncio.new_event_loop()  # of all async rows: a client stays with the loop it meets first
 DRIVES = threading.Lock()  # held by the thread that runs the loop
+NAMED = ("turns", "truncated", "tokens")  # what a function gets only if it has an argument of that name
 
 
-def words_of(error):
-    """The error in one line. The text of a user's exception may itself raise."""
+def words_of(error, file):
+    """The error that is being handled, in one line, and where in the user's file it arose. The text of a
+    user's exception may itself raise."""
     try:
         text = str(error)
     except BaseException:
         text = "its text cannot be made"
-    return f"{type(error).__name__}: {' '.join(text.split()):.300}"
+    words = f"{type(error).__name__}: {' '.join(text.split()):.300}"
+
+    # the deepest line of the user's file, because what it calls in libraries is rarely at fault
+    place = ""
+    _, _, at = sys.exc_info()
+    while at:
+        code = at.tb_frame.f_code
+        if code.co_filename == file:
+            place = f" at {os.path.basename(file)}:{at.tb_lineno} in {code.co_name}"
+        at = at.tb_next
+    return words + place
 
 
 def awaited(awaitable):
@@ -76,33 +90,36 @@ def awaited(awaitable):
     return made
 
 
-def attempt(function, *row):
-    """Calls the function, and awaits it if it is async -> (its result, an exact str, float or None,
-    and ""), or (None, what went wrong). row: prompt, response, answer, turns; turns are passed only
-    if the function has an argument of that name."""
+def plain(made):
+    """What a function has returned as an exact str, float or None, or a dict of exact str -> float:
+    the rank cannot unpickle the user's classes."""
+    if made is None:
+        return None
+    if isinstance(made, str):
+        return str.__str__(made)
+    if isinstance(made, dict):
+        return {str.__str__(name).encode(errors="replace").decode(): float(x) for name, x in made.items()}
+    return float(made)
+
+
+def attempt(function, *row, file=""):
+    """Calls the function, and awaits it if it is async -> (its result, see plain, and ""), or (None,
+    what went wrong). row: prompt, response, answer, and the values of NAMED. file: the function's, of
+    which faults name the line."""
     process = os.getpid()
     status = 0
     parameters = {}
     with suppress(Exception):  # some built-in functions have no signature
         parameters = inspect.signature(function).parameters
 
-    # the rank cannot unpickle the user's classes, so their texts and numbers become plain ones
     try:
-        more = {}
-        if "turns" not in parameters:
-            row = row[:3]
-        elif parameters["turns"].kind is inspect.Parameter.KEYWORD_ONLY:
-            *row, more["turns"] = row
-        made = function(*row, **more)
+        more = {name: x for name, x in zip(NAMED, row[3:]) if name in parameters}
+        made = function(*row[:3], **more)
         if inspect.isawaitable(made):
             made = awaited(made)
-        if isinstance(made, str):
-            made = str.__str__(made)
-        elif made is not None:
-            made = float(made)
-        answer = made, ""
+        answer = plain(made), ""
     except BaseException as error:  # sys.exit, too, fails the row and not the run
-        answer = None, words_of(error)
+        answer = None, words_of(error, file)
         status = 1
         if isinstance(error, SystemExit):
             status = error.code or 0
@@ -113,7 +130,7 @@ def attempt(function, *row):
     return answer
 
 
-def import_function(path, name):
+def import_file(path):
     """Imports the file as a module of its own name, next to its neighbours: pickle, process pools,
     pydantic and typing look for what it defines in sys.modules."""
     path = os.path.abspath(path)
@@ -134,11 +151,17 @@ def import_function(path, name):
     module = util.module_from_spec(spec)
     sys.modules[stem] = module
     spec.loader.exec_module(module)
+    return module
 
-    function = getattr(module, name)
-    if not callable(function):
-        raise TypeError(f"{name} is not callable")
-    return function
+
+def functions_of(module, name):
+    """Names of the functions that a module defines, the one that is most like `name` first."""
+    own = [
+        key
+        for key, x in vars(module).items()
+        if callable(x) and not inspect.isclass(x) and getattr(x, "__module__", "") == module.__name__
+    ]
+    return difflib.get_close_matches(name, own, n=len(own) or 1, cutoff=0.0)
 
 
 def serve(path, name):
@@ -155,14 +178,24 @@ def serve(path, name):
 
     def answer(number, function, *row):
         asyncio.set_event_loop(LOOP)  # for futures that the function makes and returns
-        pipe.send((number, attempt(function, *row)))
+        pipe.send((number, attempt(function, *row, file=file)))
 
-    loaded = {}
+    file = os.path.abspath(path)  # before the user's code may change the directory
+    function = None
+
+    def load():
+        nonlocal function
+        module = import_file(path)
+        function = getattr(module, name, None)
+        if not callable(function):
+            others = ", ".join(functions_of(module, name)) or "none"
+            return f"{path} has no function {name!r}; it has {others}"
+
     with suppress(EOFError, OSError):
-        answer(0, lambda: loaded.update(function=import_function(path, name)))
+        answer(0, load)
         while True:
             number, row = pipe.recv()
-            answer(number, loaded.get("function"), *row)
+            answer(number, function, *row)
 
     # the processes of a pool would wait for work for ever
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -208,7 +241,14 @@ from pydantic import Field, PositiveFloat
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, TopPLogitsWarper
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    StoppingCriteria,
+    StopStringCriteria,
+    TopPLogitsWarper,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 import common
@@ -301,7 +341,8 @@ class Run:
     chat_template_kwargs: Text = "{}"  # JSON for the chat template, e.g. '{"enable_thinking": false}'
     max_prompt_length: Positive = 1024  # drop prompts longer than this many tokens, and report how many
     supervised_steps: Count = 250  # supervised steps before PPO, for addition with a tiny-* actor
-    reward: Text | None = None  # addition, gsm8k, or FILE.py:FUNCTION(prompt, response, answer) -> number
+    # addition, gsm8k, or FILE.py:FUNCTION(prompt, response, answer) -> number, or dict with one as "score"
+    reward: Text | None = None
     reward_model: Text | None = None  # or a reward model: folder or hub name (one label, at the last token)
     reward_timeout: Seconds = 10.0  # seconds that one call of the reward or environment may take
     environment: Text | None = None  # FILE.py:FUNCTION, same arguments -> next observation, or None to end
@@ -315,6 +356,7 @@ class Run:
     max_response_length: Positive | None = None  # tokens incl. observations (None: 8 for addition, else 256)
     temperature: Heat = 1.0  # sampling temperature, also applied to all log-probs of actor and reference
     top_p: Share = 1.0  # nucleus sampling: draw from the likeliest tokens that reach this probability
+    stop: tuple[Text, ...] = ()  # texts that end a turn, next to the end-of-sequence token, e.g. '</tool>'
     rollout_batch_size: Positive = 256  # rows that an engine generates at once
     dump_rollouts: bool = False  # write every step's rows as JSONL to out_dir/rollouts
 
@@ -366,8 +408,48 @@ def parse(args):
         return_unknown_args=True,
     )
     if unknown:
-        raise UserError(f"{unknown[0]}: unknown with --critic {backend}; --help explains all flags")
+        hint = meant_by(unknown[0], backend)
+        raise UserError(f"{unknown[0]}: unknown with --critic {backend}; {hint}--help explains all flags")
     return run
+
+
+def flags_with(backend):
+    """All flags that exist with this critic, and the --no- form of those that are on or off."""
+    flags = []
+    for kind in (critic_flags(backend), ActorConfig, VLLMConfig, Run):
+        prefix = getattr(kind, "prefix", "--")
+        for flag in fields(kind):
+            name = flag.name.replace("_", "-")
+            flags.append(f"{prefix}{name}")
+            if flag.type is bool:
+                flags.append(f"{prefix}no-{name}")
+    return [flag for flag in flags if flag not in ("--actor", "--vllm", "--backend")]
+
+
+def meant_by(word, backend):
+    """What the user may have meant by a flag that is unknown with this critic: the start of a hint, or ""."""
+    if not word.startswith("-"):
+        return ""
+    other = {"fsdp": "megatron", "megatron": "fsdp"}[backend]
+    flags = {backend: flags_with(backend)}
+    with suppress(Exception):  # Megatron-Core may be absent
+        flags[other] = flags_with(other)
+
+    # the prefix may be missing, so only the names count: first the same one, then one that is nearly the same
+    name_of = lambda flag: flag.lstrip("-").rpartition(".")[2]
+    word = word.partition("=")[0].replace("_", "-")
+    for likeness, critic in product((1.0, 0.75), flags):
+        names = [name_of(flag) for flag in flags[critic]]
+        near = difflib.get_close_matches(name_of(word), names, n=1, cutoff=likeness)
+        meant = [flag for flag in flags[critic] if name_of(flag) in near]
+        if "." in word and meant:
+            meant = difflib.get_close_matches(word, meant, n=1, cutoff=0.0)
+        if meant and critic == other:
+            it = "it" if meant[0] == word else meant[0]
+            return f"{it} is a flag of --critic {other}; "
+        if meant:
+            return f"perhaps you meant {' or '.join(meant)}; "
+    return ""
 
 
 def critic_module(backend):
@@ -465,6 +547,7 @@ class Reply:
     text: str = ""
     turns: list = field(default_factory=list)  # texts: policy, environment, policy ...
     score: float = 0.0
+    parts: dict = field(default_factory=dict)  # other numbers of a reward that returns a dict: name -> number
     fault: str = ""  # what went wrong in the environment or the reward
 
 
@@ -476,6 +559,7 @@ class Task(NamedTuple):  # what the policy learns
     reward: Any  # f(prompt, response, answer), or None with a reward model
     observe: Any  # the environment, or None
     stop_ids: list  # tokens that end a turn
+    stop_texts: Any  # transformers' criterion for texts that end a turn, or None without --stop
     longest: int  # most tokens of a prompt and its response together
     known: int  # the tokenizer's ids are below this; a model may pad its vocabulary with more
 
@@ -570,12 +654,23 @@ THREADS = ThreadPoolExecutor(16)  # for calls of the user's functions
 
 
 def load_function(name, flag, seconds):
-    """Returns a built-in reward, or for FILE.py:FUNCTION an ask(*row) that runs attempt(FUNCTION,
-    *row) in the thread's own worker process, a fresh interpreter: a fork with threads may hang."""
+    """Returns a built-in reward, or for FILE.py:FUNCTION what in_workers makes of it."""
     if not name or name in REWARDS:
         return REWARDS.get(name)
+    path, _, function = name.rpartition(":")
+    if not path:
+        built_in = f", or {' or '.join(REWARDS)}" if flag == "--reward" else ""
+        raise UserError(f"{flag} {name}: must be FILE.py:FUNCTION{built_in}")
+    try:
+        return in_workers(path, function, seconds)
+    except (UserError, OSError) as error:
+        raise UserError(f"{flag} {name}: {error}") from None
 
-    command = [sys.executable, "-u", __file__, "serve", *name.rpartition(":")[::2]]
+
+def in_workers(path, function, seconds):
+    """Returns an ask(*row) that runs attempt(FUNCTION of the file, *row) in the thread's own worker process,
+    a fresh interpreter: a fork with threads may hang. UserError: the file or the name is wrong."""
+    command = [sys.executable, "-u", __file__, "serve", path, function]
     mine = threading.local()  # the thread's worker: its process, and the pipe to it
     numbers = count(1)  # one for each row, so that no other row gets its answer
 
@@ -586,11 +681,11 @@ def load_function(name, flag, seconds):
         mine.worker = process, ours
         WORKERS.add(process.pid)
 
-        # the worker first sends whether it could import the file, which is not part of a row's time
-        _, fault = hear(0, inf) or (None, "its process has died")
-        if fault:
+        # the worker first sends what is wrong with the file or the name, and takes its time for that
+        wrong, fault = hear(0, inf) or (None, "its process has died")
+        if wrong or fault:
             vars(mine).clear()
-            raise UserError(fault)
+            raise UserError(wrong or fault)
 
     def hear(number, seconds):
         """The worker's answer to this row, or None if it is late or the worker has died."""
@@ -625,8 +720,7 @@ def load_function(name, flag, seconds):
         late = f"no answer within {seconds:g} s, or its process has died"
         return hear(number, seconds) or (None, late)
 
-    with blame(f"{flag} {name}: must be FILE.py:FUNCTION, or, for --reward, {' or '.join(REWARDS)}"):
-        start()
+    start()
     vars(mine).clear()
     return ask
 
@@ -635,7 +729,10 @@ def ask_all(function, replies):
     """attempt(function, *row) for each reply, in order; once the run is to stop, only for some. Built-in
     rewards run in this thread. (A fork may pass partial(attempt, function): it runs in other threads,
     without time-out.)"""
-    rows = [(reply.prompt.text, reply.text, reply.prompt.answer, reply.turns) for reply in replies]
+    rows = []
+    for reply in replies:
+        named = {"turns": reply.turns, "truncated": not reply.finished, "tokens": reply.ids}
+        rows.append((reply.prompt.text, reply.text, reply.prompt.answer, *(named[name] for name in NAMED)))
     if function in REWARDS.values():
         return [attempt(function, *row) for row in rows if not Stop.signal]
     futures = [THREADS.submit(function, *row) for row in rows]
@@ -643,6 +740,48 @@ def ask_all(function, replies):
         while not future.done() and not Stop.signal:
             wait([future], 0.5)
     return [future.result() for future in futures if not future.cancel() and future.done()]
+
+
+def fault_of_reward(made):  # what is wrong with what a reward has returned, or ""
+    score = made.get("score") if isinstance(made, dict) else made
+    if isinstance(score, float) and abs(score) <= 1e15:
+        return ""
+    if isinstance(made, dict):
+        return f"a dict of a reward must have a finite number as 'score', not {made!r:.40}"
+    return f"a reward must be a finite number, not {made!r:.40}"
+
+
+def fault_of_observation(made):  # what is wrong with what an environment has returned, or ""
+    if made is None or isinstance(made, str):
+        return ""
+    return f"an environment must return text or None, not {made!r:.40}"
+
+
+def try_functions(run, task):
+    """Calls the user's functions with the first prompts before models load, as if the policy had answered
+    right. They may fail on some rows by intent, so it is a UserError only if they fail on all of these."""
+    first = {}
+    for prompt in task.prompts:
+        first.setdefault(prompt.text, prompt)
+    replies = []
+    for prompt in list(first.values())[:4]:
+        said = prompt.answer if isinstance(prompt.answer, str) else ""
+        ids = task.tokenizer(said, add_special_tokens=False)["input_ids"]
+        replies.append(Reply(prompt, 0, ids, finished=True, text=said, turns=[said]))
+
+    for flag, name, function, fault_of in (
+        ("--reward", run.reward, task.reward, fault_of_reward),
+        ("--environment", run.environment, task.observe, fault_of_observation),
+    ):
+        if not name or name in REWARDS:
+            continue
+        faults = [fault or fault_of(made) for made, fault in ask_all(function, replies)]
+        faults = [fault.encode(errors="replace").decode() for fault in faults if fault]
+        calls = f"{flag} {name}: {len(faults)} of the first {len(replies)} calls failed"
+        if len(faults) == len(replies):
+            raise UserError(f"{calls}: {faults[0]}")
+        if faults:
+            print0(f"{calls}, which is fine if some rows may: {faults[0]}")
 
 
 class RewardModel:
@@ -805,6 +944,19 @@ class Draw(LogitsProcessor):
         return torch.full_like(logits_BV, -inf).scatter(1, chosen_B1, 0.0)
 
 
+class StopText(StoppingCriteria):
+    """Ends a row whose last token has completed a text of --stop, and notes when. Prompts do not count."""
+
+    def __init__(self, texts, prompt_length):
+        self.texts = texts  # see Task.stop_texts
+        self.prompt_length = prompt_length
+        self.done = []  # (B,) for each step: whether its token has completed a text
+
+    def __call__(self, ids_BL, scores, **more):
+        self.done.append(self.texts(ids_BL[:, self.prompt_length :], scores))
+        return self.done[-1]
+
+
 class HFRollout:
     """Generates with transformers: each rank holds a full copy of the policy and generates its own rows. A
     row's random numbers depend only on its seed, so its sample is the same in any batch, up to rounding."""
@@ -836,8 +988,9 @@ class HFRollout:
 
     def generate(self, rows, temperature):
         """rows: (prompt ids, seed, most new tokens) each -> for each (new ids, their log-probs as sampled,
-        whether a stop token ended it). temperature 0: greedy."""
+        whether a stop token or text ended it). temperature 0: greedy."""
         size = self.run.rollout_batch_size
+        stop_ids = torch.tensor(self.task.stop_ids, dtype=torch.int64, device=self.device)
         replies = []
         batches = [rows[first : first + size] for first in range(0, len(rows), size)]
         steps = [max(room for _, _, room in batch) for batch in batches]  # most new tokens of a row
@@ -849,14 +1002,24 @@ class HFRollout:
             u_BR = [torch.rand(most, generator=g.manual_seed(x), dtype=torch.float64) for x in seeds]
             u_BR = torch.stack(u_BR).to(self.device)
             draw = Draw(u_BR, temperature, self.run.top_p, self.task.known, done)
+            stop = StopText(self.task.stop_texts, ids_BL.shape[1])
             out_BL = self.model.generate(
-                ids_BL.clamp(min=0), attention_mask=ids_BL >= 0, max_new_tokens=most, logits_processor=[draw]
+                ids_BL.clamp(min=0),
+                attention_mask=ids_BL >= 0,
+                max_new_tokens=most,
+                logits_processor=[draw],
+                stopping_criteria=[stop] if self.task.stop_texts else None,
             )
-            out_BR = out_BL[:, ids_BL.shape[1] :].tolist()
-            log_probs_BR = torch.cat(draw.log_probs, 1).tolist()
             done(most - len(draw.log_probs))  # all rows may have ended early
-            for ids, log_probs, limit in zip(out_BR, log_probs_BR, room):
-                ends = [n for n, i in enumerate(ids[:limit], 1) if i in self.task.stop_ids]
+
+            # a row ends at its first stop token or text; what generate appends to it is padding
+            out_BR = out_BL[:, ids_BL.shape[1] :]
+            stops_BR = torch.isin(out_BR, stop_ids)
+            if self.task.stop_texts:
+                stops_BR |= torch.stack(stop.done, 1)
+            columns = (out_BR, torch.cat(draw.log_probs, 1), stops_BR)
+            for ids, log_probs, stops, limit in zip(*(x_BR.tolist() for x_BR in columns), room):
+                ends = [n for n, stops_here in enumerate(stops[:limit], 1) if stops_here]
                 n = ends[0] if ends else limit
                 replies.append((ids[:n], log_probs[:n], bool(ends)))
         return replies
@@ -922,6 +1085,8 @@ class VLLMRollout:
             distributed_executor_backend="external_launcher",  # each torchrun process runs its own worker
             logprobs_mode="processed_logprobs",  # of the sampling distribution: after temperature and top-p
         )
+        if self.run.stop:  # the actor's own, because vLLM would read a stored one by other rules
+            self.llm.llm_engine.output_processor.tokenizer = self.task.tokenizer
         self.group = get_tp_group().cpu_group  # the ranks of this engine
         get_tp_group().mq_broadcaster = None  # its shared memory would outlive the os._exit of common.launch
 
@@ -959,13 +1124,19 @@ class VLLMRollout:
             self.llm.wake_up(tags=["kv_cache"])
         everyones = of_all_ranks(rows, self.group)
         before = sum(map(len, everyones[: dist.get_rank(self.group)]))
+
+        # special tokens are part of the text, as they are for transformers' criterion
+        stop = {}
+        if self.run.stop:
+            stop = {"stop": list(self.run.stop), "include_stop_str_in_output": True}
+            stop |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
         asked = []
         params = []
         for ids, seed, most in sum(everyones, []):
             asked.append({"prompt_token_ids": ids})
             params.append(SamplingParams(
                 seed=seed, max_tokens=most, temperature=temperature, logprobs=0,
-                top_p=self.run.top_p, stop_token_ids=self.task.stop_ids, ignore_eos=True
+                top_p=self.run.top_p, stop_token_ids=self.task.stop_ids, ignore_eos=True, **stop
             ))  # fmt: skip
         # on CPU, compiling takes longer than the rollout; fork_rng, because vLLM draws from torch's RNG
         stance = "force_eager" if self.on_cpu else "default"
@@ -1015,10 +1186,8 @@ def listen(replies, task, run):
     finished = [reply for reply in replies if reply.finished]
     going = []
     for reply, (said, fault) in zip(finished, ask_all(task.observe, finished)):
-        reply.fault = fault
+        reply.fault = fault or fault_of_observation(said)
         if not isinstance(said, str):
-            if said is not None:
-                reply.fault = f"an environment must return text or None, not {said!r:.40}"
             continue
         shown = said = said.encode(errors="replace").decode()  # "?" for a lone surrogate
         chat = reply.prompt.messages
@@ -1071,25 +1240,30 @@ def on_rank_0(mine):  # there a list with each rank's object, elsewhere None (a 
     return parts
 
 
-def write_jsonl(batch, path):
-    """Writes the rows of all ranks, without images, as JSONL for common.read_rows (a collective)."""
+def write_jsonl(batch, path, replies=()):
+    """Writes the rows of all ranks, without images, as JSONL for common.read_rows (a collective). replies:
+    the same rows, whose texts and scores are for people and for --reward-key."""
     unused = set(Batch.FLOATS).difference(("token_level_rewards", "values"))
     few = replace(batch, multi_modal_inputs=None, **dict.fromkeys(unused))
-    parts = on_rank_0(few.select(range(len(few))))  # copy: pickle sends a view's whole storage
+    texts = [{
+        "prompt_text": reply.prompt.text, "response_text": reply.text,
+        "score": reply.score, "parts": reply.parts, "fault": reply.fault
+    } for reply in replies] or [{}] * len(few)  # fmt: skip
+    parts = on_rank_0((few.select(range(len(few))), texts))  # copy: pickle sends a view's whole storage
     if RANK:
         return
-    rows = [row for part in parts for row in part.split(1)]
-    rows.sort(key=lambda row: int(row.row_id))
+    rows = [pair for few, texts in parts for pair in zip(few.split(1), texts, strict=True)]
+    rows.sort(key=lambda pair: int(pair[0].row_id))
 
     def lines():  # one at a time, because numbers take more memory in Python's lists
-        for row in rows:
+        for row, more in rows:
             first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
             columns = {
                 "response_ids": row.input_ids, "response_mask": row.response_mask,
                 "rewards": row.token_level_rewards, "values": row.values
             }  # fmt: skip
             line = {"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated)}
-            yield line | {name: x_T[first:].tolist() for name, x_T in columns.items()}
+            yield line | {name: x_T[first:].tolist() for name, x_T in columns.items()} | more
 
     common.replace_lines(path, lines())
 
@@ -1360,6 +1534,15 @@ def stop_tokens(config, tokenizer):
     return sorted({tokenizer.eos_token_id, *more} - {None})
 
 
+def stop_texts(run, tokenizer):
+    """transformers' criterion that the texts of --stop end a turn, or None. UserError: the tokenizer cannot
+    write one."""
+    for text in run.stop:  # one by one, because only the first of several unknown ones would be found
+        with blame(f"--stop {text}: does not fit the tokenizer"):
+            StopStringCriteria(tokenizer, text)
+    return StopStringCriteria(tokenizer, list(run.stop)) if run.stop else None
+
+
 # ---- The loop ----------------------------------------------------------------------------------------------
 
 
@@ -1430,10 +1613,13 @@ def score(run, reward, phases, replies):
         answers = reward.ask_all(replies) if run.reward_model else ask_all(reward, replies)
     poll()
     for reply, (made, fault) in zip(replies, answers):
-        if not reply.fault and isinstance(made, float) and abs(made) <= 1e15:
-            reply.score = made
-        else:
-            reply.fault = reply.fault or fault or f"a reward must be a finite number, not {made!r:.40}"
+        reply.fault = reply.fault or fault or fault_of_reward(made)
+        if reply.fault:
+            continue
+        if isinstance(made, dict):
+            reply.parts = made
+            made = reply.parts.pop("score")
+        reply.score = made
 
     # all ranks need the numbers and one fault to name, but no texts
     faults = [reply.fault for reply in replies if reply.fault]
@@ -1448,6 +1634,38 @@ def score(run, reward, phases, replies):
     if failed:
         print0(f"{failed} rows failed and count as 0: {first.encode(errors='replace').decode()}")
     return rewards, sum(rewards) / len(rewards), failed
+
+
+def part_means(replies):
+    """Metrics: means of the parts of rewards, over all ranks' rows that have them (a collective)."""
+    numbers = {}
+    for parts in chain(*of_all_ranks([reply.parts for reply in replies if reply.parts])):
+        for name, x in parts.items():
+            numbers.setdefault(f"reward/{name}", []).append(x)
+    return {name: sum(some) / len(some) for name, some in numbers.items()}
+
+
+print_once = cache(print0)  # of equal lines only the first is printed
+
+
+def mean_turns(replies, run, task):
+    """Metrics: the policy's turns per row, over all ranks, if there is an environment (a collective). Says
+    once why no row had a second one."""
+    if not task.observe:
+        return {}
+    mine = []
+    for reply in replies:
+        end = "were ended by the environment, or by --max-turns"
+        if not reply.finished:
+            end = "left no room for the environment within --max-response-length"
+            if len(reply.ids) >= run.max_response_length:
+                end = "reached --max-response-length, but neither the end-of-sequence token nor a --stop text"
+        mine.append((ceil(len(reply.turns) / 2), end))  # policy, environment, policy ...
+
+    turns, ends = zip(*chain(*of_all_ranks(mine)))
+    if max(turns) == 1:
+        print_once(f"hint       no row of a step had a second turn: most {statistics.mode(ends)}")
+    return {"rollout/turns": sum(turns) / len(turns)}
 
 
 def rollout_metrics(batch, run, dtype):
@@ -1508,10 +1726,42 @@ def print_step(step, steps, m):
         f"  |g| {n(m['actor/grad_norm'], '.2g'):>5}  skipped {n(m['actor/skipped_steps'], '.0f')}"
         f"  value loss {n(m['critic/vf_loss'], '.4f')}"
         f"  explained var {common.explained_number(m['critic/explained_var'], '.2f'):>5}"
-        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}"
+        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}  {where_time_went(m)}"
     )
 
 
+def where_time_went(m):
+    """The phases that took at least 5 % of a step, as in `gen 7.2s reward 12s actor 950ms`."""
+    spent = {word: m[f"time/{name}"] for name, word in WORDS.items() if f"time/{name}" in m}
+    parts = []
+    for word, seconds in spent.items():
+        if seconds < 0.05 * sum(spent.values()):
+            continue
+        time = f"{seconds * 1000:.0f}ms"
+        if seconds >= 0.9995:
+            time = f"{seconds:.1f}s"
+        if seconds >= 9.95:
+            time = f"{seconds:.0f}s"
+        parts.append(f"{word} {time}")
+    return " ".join(parts)
+
+
+def print_sample(step, run, replies):
+    """Prints a training row as often as held-out ones are, also if there are none: the end of its prompt, and
+    its response. The first row of a step is rank 0's."""
+    if RANK or step % (run.eval_every or run.steps):
+        return
+    reply = replies[0]
+    print0(
+        f"sample     {reply.prompt.text[-60:]!r} -> {reply.text[-200:]!r}  reward {reply.score:g}"
+        f"  {reply.fault[:100]}".rstrip()
+    )
+
+
+WORDS = {  # phase -> how the step's line calls it; generation includes sync
+    "generation": "gen", "reward": "reward", "log_probs": "log-probs", "reference": "ref",
+    "critic": "critic", "actor": "actor", "checkpoint": "save"
+}  # fmt: skip
 CURVES = {  # panels of PPO's report -> {words: metric}
     "mean reward": {"training prompts": "reward/mean", "held-out prompts": "eval/reward"},
     "entropy of the policy": {"training prompts": "actor/entropy"},
@@ -1553,7 +1803,7 @@ def set_up(run):
     answers = [prompt.answer for prompt in prompts + held_out]
     if None in answers:
         print0(f"answers    {answers.count(None):,} of {len(answers):,} prompts have no {run.answer_key!r}")
-    return run, Task(
+    task = Task(
         tokenizer=tokenizer,
         model_config=model_config,
         prompts=prompts,
@@ -1561,9 +1811,12 @@ def set_up(run):
         reward=load_function(run.reward, "--reward", run.reward_timeout),
         observe=load_function(run.environment, "--environment", run.reward_timeout),
         stop_ids=stop_tokens(actor, tokenizer),
+        stop_texts=stop_texts(run, tokenizer),
         longest=longest,
         known=known,
     )
+    try_functions(run, task)
+    return run, task
 
 
 def with_defaults(run):
@@ -1754,6 +2007,7 @@ def main(run):
                     with phases("reference", reference):
                         batch.ref_log_probs = reference.compute_log_probs(batch)
                 metrics = rollout_metrics(batch, run, engine.dtype)
+                metrics |= part_means(replies) | mean_turns(replies, run, task)
                 metrics |= {"reward/mean": mean, "reward/errors": faults, "kl/coef": kl_coef}
                 with phases("critic", critic):
                     seen = to_batch(with_hints(replies)) if run.privileged_key else batch
@@ -1765,10 +2019,11 @@ def main(run):
                     kl_coef = next_kl_coef(kl_coef, metrics["kl/reference"], len(rewards), run.target_kl)
                 logger.check_progress(metrics, "--critic.lr")
                 if run.dump_rollouts:
-                    write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl")
+                    write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl", replies)
                 metrics |= phases.take(metrics["rollout/tokens"])
                 logger.log(step + 1, metrics)
                 print_step(step + 1, run.steps, metrics)
+                print_sample(step, run, replies)
         except SystemExit as stop:  # from poll, on all ranks
             Stop.signal = 0  # else save would stop, too
             if step > saved:

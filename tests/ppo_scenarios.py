@@ -166,7 +166,9 @@ def replies_belong_to_their_prompts(folder, run):
     for row in common.read_lines(run / "rollouts/step_1.jsonl"):
         prompt = tokenizer.decode(row["prompt_ids"])
         reply = tokenizer.decode(row["response_ids"], skip_special_tokens=True)
-        assert sum(row["rewards"]) == pytest.approx(rewards.right_digits(prompt, reply, answer_of(prompt)))
+        assert (row["prompt_text"], row["response_text"]) == (prompt, reply)
+        assert row["score"] == rewards.right_digits(prompt, reply, answer_of(prompt))
+        assert sum(row["rewards"]) == pytest.approx(row["score"])
 
 
 def one_row(folder, name, *flags):
@@ -248,30 +250,37 @@ def one_update(path, n, fields):
 
 
 def functions_of_a_file(folder):
-    """A reward and an environment that fail on some rows: the run goes on and counts them."""
+    """A reward and an environment that fail on some rows: the run goes on and counts them, the turns of all
+    rows, and the parts of the rewards that are there."""
     own = "--steps 3 --train-batch-size 12 --max-response-length 24 --max-turns 3 --eval-every 0"
     own += f" --kl-coef 0.01 --target-kl None --actor.lr 1e-3 --reward-timeout 0.3 --reward {REWARDS}:"
     own += f"faulty_reward --environment {REWARDS}:faulty_environment"
     toy(folder, "functions", *own.split())
     if common.RANK > 0:
         return
-    turns, failed = set(), set()
+    seen_turns, failed = set(), set()
     tokenizer, _ = common.load_config(ppo_loop.ActorConfig(model=str(folder / "actor")))
     steps = steps_of(folder / "functions")
     for metrics in steps:
         errors = 0
+        turns, lengths = [], []
         for row in common.read_lines(folder / f"functions/rollouts/step_{metrics['step']}.jsonl"):
             first, mask = tokenizer.decode(row["prompt_ids"])[0], row["response_mask"]
             if first in "123" or (first == "4" and not row["truncated"]):
                 errors += 1
                 failed.add(first)
-            turns.add(1 + sum(not a and b for a, b in zip(mask, mask[1:])))
+            turns.append(1 + sum(not a and b for a, b in zip(mask, mask[1:])))
+            lengths += [row["parts"]["length"]] if row["parts"] else []
+            assert bool(row["parts"]) != bool(row["fault"]), row
             seen = tokenizer.decode([t for t, own in zip(row["response_ids"], mask) if not own])
             assert set(seen) <= set("[]0123456789") and len(mask) <= 24 and mask[0] and mask[-1], (seen, mask)
             # a failed row gets 0, plus the KL penalties of its actions
             assert first not in "123" or row["rewards"][-1] <= 0.01 * 20, row
         assert metrics["reward/errors"] == errors, metrics
-    assert len(steps) == 3 and failed == {*"1234"} and turns == {1, 2, 3}, (failed, turns)
+        assert metrics["rollout/turns"] == pytest.approx(sum(turns) / len(turns)), metrics
+        assert metrics["reward/length"] == pytest.approx(sum(lengths) / len(lengths)), metrics
+        seen_turns.update(turns)
+    assert len(steps) == 3 and failed == {*"1234"} and seen_turns == {1, 2, 3}, (failed, seen_turns)
 
 
 def a_lost_rank_is_reported(folder):

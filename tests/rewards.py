@@ -35,7 +35,7 @@ def faulty_reward(prompt, response, answer):
         raise KeyError(prompt)
     while prompt.startswith("3"):
         pass
-    return "much" if prompt.startswith("2") else float(len(response)) / 16
+    return "much" if prompt.startswith("2") else {"score": len(response) / 16, "length": len(response)}
 
 
 def faulty_environment(prompt, response, answer):

@@ -26,7 +26,16 @@ import numpy
 import pytest
 import torch
 import transformers
-from helpers import SHARED, actions_of, captured_gradients, full_tensor, help_of, random_batch, rows_of
+from helpers import (
+    SHARED,
+    actions_of,
+    captured_gradients,
+    full_tensor,
+    help_of,
+    random_batch,
+    refused,
+    rows_of,
+)
 from safetensors.torch import load_file
 
 import common
@@ -373,6 +382,58 @@ def assert_samples_follow_their_seeds(engine):
     assert [ids for ids, _, _ in shorter] == [ids[:2] for ids, _, _ in together]
 
 
+def stop_texts_of(tokenizer, rows, replies):
+    """Texts that replies of an engine hold: two letters, one letter, a part of a token or two tokens, one
+    that a prompt begins, and a letter of several tokens, if there is one."""
+    said = [(tokenizer.decode(row[0][-1:]), tokenizer.decode(ids)) for row, (ids, _, _) in zip(rows, replies)]
+    (before, first), (_, second), *_ = [both for both in said if (both[0] + both[1][:2]).isascii()]
+    wide = [letter for _, text in said for letter in text if letter > "\x7f" and letter != "\ufffd"]
+    return [first[:2], second[1], "or", before + first[0], *wide[:1]]
+
+
+def assert_stops(engine, stops, tokenizer, texts, rows):
+    """With the same seeds, the engine that stops keeps the tokens of the other up to the first one with which
+    the decoded text holds one of these texts, and their log-probs."""
+    expected = []
+    cut = 0
+    for ids, log_probs, ended in engine.generate(rows, 0.9):
+        whole = len(ids)
+        for n in range(whole, 0, -1):
+            if any(text in tokenizer.decode(ids[:n]) for text in texts):
+                ids, ended = ids[:n], True
+        cut += len(ids) < whole
+        expected.append((ids, log_probs[: len(ids)], ended))
+    assert_same_replies(stops.generate(rows, 0.9), expected)
+    assert len(rows) // 8 < cut < len(rows), cut
+
+
+def rows_to_stop(tokenizer):
+    """Rows for an engine, whose prompts are whole letters."""
+    whole = [i for i in tokenizer.get_vocab().values() if tokenizer.decode([i]).isascii()]
+    draw = random.Random(3)
+    return [(draw.choices(sorted(whole), k=n), n, 20 + n % 9) for n in range(1, 41)]
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, "of several letters, or parts of one"])
+def test_a_text_ends_a_turn(tokenizer):
+    """Whatever its tokens are. What the prompt holds of it does not count, and other rows stay the same."""
+    if tokenizer != TOKENIZER:
+        tokenizer = another_tokenizer()
+    known = len(tokenizer)
+    w = policy(override_config=json.dumps({"initializer_range": 0.1, "vocab_size": known}))
+    rows = rows_to_stop(tokenizer)
+    engine, stops = (engine_of(w, known=known, at_once=16) for _ in range(2))
+    texts = stop_texts_of(tokenizer, rows, engine.generate(rows, 0.9))
+    stops.task = stops.task._replace(stop_texts=ppo_loop.stop_texts(a_run(stop=tuple(texts)), tokenizer))
+    assert_stops(engine, stops, tokenizer, texts, rows)
+
+
+def test_a_text_that_the_tokenizer_cannot_write_is_refused():
+    assert ppo_loop.stop_texts(a_run(), TOKENIZER) is None
+    with refused("--stop a\u00e9: does not fit the tokenizer"):
+        ppo_loop.stop_texts(a_run(stop=("b", "a\u00e9")), TOKENIZER)
+
+
 def nucleus(log_p_V, top_p):
     """Token -> its log-prob among the likeliest tokens that together reach top_p, by a plain loop."""
     kept = {}
@@ -492,6 +553,25 @@ def test_a_row_ends_at_the_limit_of_tokens_or_turns(turns, fields, text, finishe
     [reply], asked = play(turns, None, **fields)  # without an environment there is one turn
     assert len(asked) == 1 and reply.text == turns[0][0][: fields["max_response_length"]]
     assert None not in reply.log_probs
+
+
+@pytest.mark.parametrize("turns, says, fields, mean, most", [
+    ([["ab...", "a"], ["b"]], "[1]", {"max_response_length": 9}, 1.5, None),
+    ([["ab...", "cd...", "a"]], None, {"max_response_length": 2}, 1, "reached --max-response-length, but"),
+    ([["ab", "ab", "a..."]], "[1]", {"max_response_length": 5}, 1, "left no room for the environment"),
+    ([["ab", "ab", "a..."]], None, {}, 1, "were ended by the environment, or by --max-turns"),
+])  # fmt: skip
+def test_turns_are_counted_and_a_lack_of_them_is_explained_once(turns, says, fields, mean, most, capsys):
+    replies, _ = play(turns, lambda *_: says, **fields)
+    run = a_run(**{"max_response_length": 30, **fields})
+    ppo_loop.print_once.cache_clear()
+    capsys.readouterr()
+    for _ in range(2):
+        assert ppo_loop.mean_turns(replies, run, a_task(observe=print)) == {"rollout/turns": mean}
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == (most is not None)
+    assert most is None or said[0].startswith(f"hint       no row of a step had a second turn: most {most}")
+    assert ppo_loop.mean_turns(replies, run, a_task()) == {}
 
 
 def test_an_environments_faults_end_the_row_and_are_reported():
@@ -615,7 +695,9 @@ def test_a_users_function_runs_in_processes_that_are_killed_when_they_hang(ask):
     assert 1 <= len(pids) <= 16 and os.getpid() not in pids
     named = dict(zip(rows, answers))
     assert [named[row] for row in ("spins", "sleeps", "dies", "program")] == [late] * 4
-    assert named["raises"] == (None, "KeyError: 'x'") and named["exits"] == (None, "SystemExit: enough")
+    line = 1 + FUNCTIONS.partition("{}[")[0].count("\n")
+    assert named["raises"] == (None, f"KeyError: 'x' at mine.py:{line} in <lambda>")
+    assert named["exits"] == (None, f"SystemExit: enough at mine.py:{line} in <lambda>")
     assert named["stdin"] == ("", "") and named["turns"] == ("r/o", "")
     modules = named["modules"][0].split()
     assert "mine" in modules
@@ -668,20 +750,25 @@ def test_a_reward_that_is_not_a_number_is_a_fault_and_counts_as_0(capsys):
 def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path):
     file = tmp_path / "mine.py"
     load = lambda name: ppo_loop.load_function(name, "--environment", 10.0)
-    good = "x = 3\n\ndef good(prompt, response, answer):\n    return len(response) * x\n"
+    good = "from os import path\nx = 3\n\ndef helper(): pass\n\n"
+    good += "def good(prompt, response, answer):\n    return len(response) * x\n"
     file.write_text(good)
     assert load(f"{file}:good")("", "abc", None) == (9, "")
     assert load("gsm8k") is ppo_loop.gsm8k_reward and load(None) is None
     unprintable = "class Mute(Exception):\n    __str__ = None\nraise Mute"
     for text, name, words in (
-        (good, f"{file}:bad", "AttributeError: module 'mine' has no attribute 'bad'"),
-        (good, f"{file}:x", "TypeError: x is not callable"),
-        (good, f"{file}", "is not a Python file"),
+        (good, f"{file}:god", f"{file} has no function 'god'; it has good, helper"),
+        (good, f"{file}:help", f"{file} has no function 'help'; it has helper, good"),
+        (good, f"{file}:x", f"{file} has no function 'x'; it has "),
+        ("", f"{file}:x", f"{file} has no function 'x'; it has none"),
+        (good, f"{file}", "must be FILE.py:FUNCTION"),
         (good, f"{tmp_path}/none.py:good", "No such file"),
-        (good, "math", "is not a Python file"),
-        ("import nothing_like_this", f"{file}:good", "No module named 'nothing_like_this'"),
-        ("def good(:", f"{file}:good", "SyntaxError: "),
-        ("import sys; sys.exit('no key')", f"{file}:good", "SystemExit: no key"),
+        (good, f"{tmp_path}:good", "is not a Python file"),
+        (good, "math", "must be FILE.py:FUNCTION"),
+        ("\nimport nothing_like_this", f"{file}:good", "'nothing_like_this' at mine.py:2 in <module>"),
+        ("def f():\n    1 / 0\nf()", f"{file}:good", "division by zero at mine.py:2 in f"),
+        ("def good(:", f"{file}:good", "SyntaxError: invalid syntax (mine.py, line 1)"),
+        ("import sys; sys.exit('no key')", f"{file}:good", "SystemExit: no key at mine.py:1"),
         ("import os; os._exit(0)", f"{file}:good", "its process has died"),
         (unprintable, f"{file}:good", "Mute: its text cannot be made"),
     ):
@@ -867,8 +954,8 @@ def test_all_async_rows_of_a_worker_are_awaited_on_one_loop(name, ask, tmp_path)
     assert ask(name, ["hangs"], seconds=1.5) == [late]
     rows = [*"ab", "exits", "cancels", *"cdefghijklmnopqrstuvwxyz"]
     answers = dict(zip(rows, ask(name, rows)))
-    assert answers.pop("exits") == (None, "SystemExit: enough")
-    assert answers.pop("cancels") == (None, "CancelledError: ")
+    assert answers.pop("exits") == (None, "SystemExit: enough at mine.py:10 in f")
+    assert answers.pop("cancels") == (None, "CancelledError:  at mine.py:12 in f")
     assert all(fault == "" for _, fault in answers.values()), answers
     loops = collections.defaultdict(set)
     for made, _ in answers.values():
@@ -892,11 +979,126 @@ def test_async_rows_of_threads_wait_for_each_other_on_one_loop():
         assert answers == [(x, "") for x in "012467"]
 
 
-def test_turns_may_be_an_argument_with_a_name_only():
-    row = ("1+1=", "2", "2", ["2", "ok"])
-    assert ppo_loop.attempt(lambda *row, turns: len(row) * 10 + len(turns), *row) == (32.0, "")
-    assert ppo_loop.attempt(lambda p, r, a, turns: len(turns), *row) == (2.0, "")
-    assert ppo_loop.attempt(lambda *row: len(row), *row) == (3.0, "")
+def test_a_function_gets_what_it_names():
+    """The turns, whether the row was cut off, and its token ids, in any order."""
+    replies = [Reply(Prompt([1], "q", "a"), 0, [7, 8], finished=True, text="r", turns=["r", "o"])]
+    replies.append(dataclasses.replace(replies[0], ids=[7], finished=False))
+    ask = lambda function: ppo_loop.ask_all(partial(ppo_loop.attempt, function), replies)
+    shows = lambda *row: str(row)
+    for function, expected in (
+        (lambda *row: shows(*row), (("q", "r", "a"), ("q", "r", "a"))),
+        (lambda *row, turns: shows(len(row), turns), ((3, ["r", "o"]), (3, ["r", "o"]))),
+        (lambda p, r, a, turns: shows(p, r, a, turns), (("q", "r", "a", ["r", "o"]),) * 2),
+        (
+            lambda p, r, a, tokens, turns=None: shows(a, tokens, turns),
+            (("a", [7, 8], ["r", "o"]), ("a", [7], ["r", "o"])),
+        ),
+        (lambda p, r, a, *, truncated: shows(a, truncated), (("a", False), ("a", True))),
+    ):
+        assert ask(function) == [(str(row), "") for row in expected]
+
+
+def test_a_reward_may_return_its_parts(capsys):
+    """Their means are over the rows that have them. A dict without a finite score is a fault of its row."""
+    says = [{"score": 1, "format": 0.5}, {"score": 0.25, "format": 1, "length": 7}, 0.5, {"format": 9.0},
+            {"score": math.nan, "format": 9.0}]  # fmt: skip
+    replies = [Reply(Prompt([1], f"p{i}", i), i) for i in range(len(says))]
+    function = partial(ppo_loop.attempt, lambda prompt, said, i: says[i])
+    rewards, _, faults = ppo_loop.score(a_run(), function, ppo_loop.Phases(False), replies)
+    assert rewards == [1, 0.25, 0.5, 0, 0] and faults == 2
+    assert ppo_loop.part_means(replies) == {"reward/format": 0.75, "reward/length": 7}
+    assert "a dict of a reward must have a finite number as 'score', not {'format'" in capsys.readouterr().out
+    assert ppo_loop.part_means(replies[2:]) == {}
+
+
+DEEP = """
+import json, os
+
+def parse(text):
+    os.chdir("/")
+    return json.loads(text)
+
+def score(prompt, response, answer):
+    return parse("{")["score"]
+"""
+
+
+def test_a_fault_names_the_deepest_line_of_the_users_file(ask, tmp_path):
+    (tmp_path / "mine.py").write_text(DEEP)
+    [(made, fault)] = ask("score", ["x"])
+    assert made is None and fault.startswith("JSONDecodeError: ") and fault.endswith(" at mine.py:6 in parse")
+
+
+TRIED = """
+import os, sys, time
+
+def notes(prompt, response, answer, turns, truncated, tokens):
+    with open(os.path.dirname(__file__) + "/notes", "a") as file:
+        print(prompt, response, answer, turns, truncated, len(tokens), file=file)
+    return 0.5
+
+def meets(prompt, response, answer):
+    folder = os.path.dirname(__file__) + "/here"
+    open(f"{folder}/{prompt}", "w").close()
+    while len(os.listdir(folder)) < 4:
+        time.sleep(0.01)
+    return 1
+
+def fails(prompt, response, answer):
+    return {}["key"]
+
+def some_fail(prompt, response, answer):
+    return {}["key"] if prompt == "1+3=" else 1
+
+def text(prompt, response, answer):
+    return "more"
+"""
+
+
+@pytest.fixture
+def tried(tmp_path):
+    """set_up with these functions of TRIED, on a file of prompts, some of which are there twice."""
+    (tmp_path / "tried.py").write_text(TRIED)
+    (tmp_path / "here").mkdir()
+    rows = [{"prompt": f"1+{i}=", "answer": str(1 + i)} for i in (3, 3, 4, 3, 5, 6, 7)]
+    rows[2]["answer"] = 5
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def go(reward, environment=""):
+        flags = ["--prompts", f"{tmp_path}/rows.jsonl", "--reward", f"{tmp_path}/tried.py:{reward}"]
+        if environment:
+            flags += ["--environment", f"{tmp_path}/tried.py:{environment}"]
+        ppo_loop.set_up(ppo_loop.parse(flags))
+
+    return go
+
+
+def test_the_users_functions_are_tried_with_the_first_prompts(tried, tmp_path):
+    """With the right answer as the response, if it is text."""
+    tried("notes")
+    rows = [("1+3=", "4"), ("1+4=", 5), ("1+5=", "6"), ("1+6=", "7")]
+    said = [answer if isinstance(answer, str) else "" for _, answer in rows]
+    expected = [f"{p} {r} {a} {[r]} False {len(r)}" for (p, a), r in zip(rows, said)]
+    assert sorted((tmp_path / "notes").read_text().splitlines()) == expected
+
+
+def test_trial_calls_run_at_once_and_some_may_fail(tried, tmp_path, capsys):
+    tried("meets", "text")
+    assert "calls failed" not in capsys.readouterr().out
+    tried("some_fail")
+    words = "1 of the first 4 calls failed, which is fine if some rows may: KeyError: 'key' at tried.py:20"
+    assert f"--reward {tmp_path}/tried.py:some_fail: {words} in some_fail\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("functions, words", [
+    (["fails"], "KeyError: 'key' at tried.py:17 in fails"),
+    (["text"], "a reward must be a finite number, not 'more'"),
+    (["meets", "notes"], "an environment must return text or None, not 0.5"),
+])  # fmt: skip
+def test_a_function_that_fails_on_all_trial_calls_ends_the_run(functions, words, tried, tmp_path):
+    flag = "--environment" if len(functions) == 2 else "--reward"
+    with refused(f"{flag} {tmp_path}/tried.py:{functions[-1]}: 4 of the first 4 calls failed: {words}"):
+        tried(*functions)
 
 
 VALUES = """
@@ -939,16 +1141,21 @@ def test_a_value_of_any_class_reaches_the_rank_as_plain_text_or_number(ask, tmp_
     cases = {
         "Text('text')": "text", "Verdict.GOOD": "good", "numpy.str_('s')": "s", "None": None,
         "Score(1.5)": 1.5, "numpy.float32(0.5)": 0.5, "numpy.array(2)": 2.0, "numpy.int64(3)": 3.0,
+        "{'score': 1, Text('part'): numpy.float32(2)}": {"score": 1.0, "part": 2.0},
+        "{Verdict.GOOD: True, '\\udc80': Score(3)}": {"good": 1.0, "?": 3.0},
         "Decimal('0.25')": 0.25, "Fraction(1, 4)": 0.25, "True": 1.0, "numpy.True_": 1.0, "7": 7.0,
         "'\\udc80'": "\udc80", "answer": "\ud800", "'x' * 2**24": "x" * 2**24,
     }  # fmt: skip
     for row, (made, fault) in zip(cases, ask("f", cases, "\ud800")):
         assert (made, type(made), fault) == (cases[row], type(cases[row]), ""), row[:40]
+        if isinstance(made, dict):
+            assert {*map(type, made)} == {str} and {*map(type, made.values())} == {float}
     faults = {
         "raises(Mute())": "Mute: its text cannot be made", "10**400": "OverflowError: ",
         "raises(ValueError('\\ud800'))": "ValueError: \ud800", "deep(0)": "RecursionError: maximum",
         "[1]": "TypeError: float() argument must be", "1j": "TypeError: float() argument must be",
-        "raises(KeyboardInterrupt())": "KeyboardInterrupt: ",
+        "raises(KeyboardInterrupt())": "KeyboardInterrupt: ", "{1: 2.0}": "TypeError: ",
+        "{'score': 'much'}": "ValueError: could not convert", "{'score': [1]}": "TypeError: ",
     }  # fmt: skip
     for row, (made, fault) in zip(faults, ask("f", faults)):
         assert made is None and fault.startswith(faults[row]), (row, fault)
@@ -1067,7 +1274,7 @@ def test_texts_of_rows_go_only_to_rank_0_which_alone_writes_them(tmp_path, monke
     batch = random_batch(4)
     monkeypatch.setattr(common.Batch, "split", None)  # what would cut the rows
     ppo_loop.write_jsonl(batch, f"{tmp_path}/rows.jsonl")
-    few, parts = sent[1]
+    (few, _), parts = sent[1]
     assert parts is None and len(few) == 4 and few.old_log_probs is few.returns is None
     assert few.values.untyped_storage().nbytes() == 4 * len(batch.values)  # and not a view of more
     assert not [*tmp_path.iterdir()]
@@ -1191,6 +1398,27 @@ def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys, monkeypa
         parse("--critic fsdp --critic.tensor-model-parallel-size 2")
     with pytest.raises(UserError, match="--critic fsdp2: must be fsdp or megatron"):
         parse("--critic fsdp2")
+
+
+@pytest.mark.parametrize("flags, meant", [
+    ("--tokenizer x", "perhaps you meant --critic.tokenizer or --actor.tokenizer"),
+    ("--lr 1", "perhaps you meant --critic.lr or --actor.lr"),
+    ("--tokeniser=x", "perhaps you meant --critic.tokenizer or --actor.tokenizer"),
+    ("--kl-coeff 0.1", "perhaps you meant --kl-coef"),
+    ("--no-ofload", "perhaps you meant --no-offload"),
+    ("--actr.lr 1", "perhaps you meant --actor.lr"),
+    ("--critic.clip_ratio_low 1", "perhaps you meant --actor.clip-ratio-low"),
+    ("--critic.ulysses-size 2 --critic megatron", "it is a flag of --critic fsdp"),
+    ("--ulyses-size 2 --critic megatron", "--critic.ulysses-size is a flag of --critic fsdp"),
+    ("--critic.tensor-model-parallel-size 2", "it is a flag of --critic megatron"),
+    ("--xyzzy 1", "--help explains all flags"),
+    ("--offload True", "--help explains all flags"),
+])  # fmt: skip
+def test_an_unknown_flag_is_told_with_what_may_be_meant(flags, meant):
+    words = flags.partition(" ")[0] if flags != "--offload True" else "True"
+    critic = flags.partition("--critic ")[2] or "fsdp"
+    with refused(f"{words}: unknown with --critic {critic}; {meant}", end="--help explains all flags"):
+        ppo_loop.parse(flags.split())
 
 
 @pytest.fixture
@@ -1435,6 +1663,80 @@ def test_rollout_log_probs_and_update_show_how_far_they_are(monkeypatch, capsys)
     assert len(said := lines()) > 4 and said[-1] == "policy     16 of 16 rows, 0:00:00 left"
     engine_of(w, at_once=2).generate([([20, 30], 0, 5), ([20], 1, 7), ([40], 2, 4)], 0.0)
     assert lines()[-1] == "rollout    11 of 11 forwards, 0:00:00 left"
+
+
+def test_a_run_prints_a_row_at_each_interval_also_without_an_evaluation(whole_run, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+1=", "answer": "3"}'
+    )
+    whole_run(
+        f"--prompts {tmp_path}/rows.jsonl --reward addition --steps 3 --eval-every 2 --max-response-length 9"
+    )
+    said = capsys.readouterr().out.splitlines()
+    steps = [common.read_lines(tmp_path / f"out/rollouts/step_{step}.jsonl") for step in (1, 3)]
+    expected = [f"sample     {x['prompt_text']!r} -> {x['response_text']!r}  reward 0" for (x, *_) in steps]
+    assert [line for line in said if line.startswith("sample")] == expected
+    assert [line[:8] for line in said if "step " in line or "sample " in line] == [
+        "step 1/3", "sample  ", "step 2/3", "step 3/3", "sample  "
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seconds, words", [
+    ({"generation": 7.24, "sync": 5.0, "reward": 11.8, "log_probs": 0.9, "reference": 1, "actor": 0.99996},
+     "gen 7.2s reward 12s"),
+    ({"generation": 0.087, "critic": 0.06, "actor": 0.9996, "checkpoint": 900.0}, "save 900s"),
+    ({"generation": 0.087, "reward": 0.0001, "critic": 0.06}, "gen 87ms critic 60ms"),
+    ({"log_probs": 9.96, "reference": 0.9996, "actor": 0.9994}, "log-probs 10s ref 1.0s actor 999ms"),
+    ({}, ""),
+])  # fmt: skip
+def test_a_steps_line_ends_with_the_phases_that_took_most_of_it(seconds, words):
+    times = {f"time/{name}": x for name, x in seconds.items()}
+    assert ppo_loop.where_time_went({"perf/time_step": 99.0, **times}) == words
+
+
+def test_every_phase_of_a_step_has_a_word(whole_run, tmp_path, capsys):
+    whole_run("--kl-coef 0.1 --save-every 1")
+    rows = common.read_lines(tmp_path / "out/metrics.jsonl")
+    phases = {name.removeprefix("time/") for row in rows for name in row if name.startswith("time/")}
+    assert phases == {*ppo_loop.WORDS, "sync"}
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("step 2/2"))
+    assert re.search(r"  eta 0:00:00(  | )(\w[\w-]* \d+(\.\d)?(ms|s) ?)+$", line), line
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_critic_learns_from_raw_scores_or_shaped_rewards_of_a_dump(backend, whole_run, tmp_path):
+    """With a KL in the reward. The texts of the dump are those that the reward has read."""
+    (tmp_path / "mine.py").write_text(
+        "def f(prompt, response, answer):\n"
+        "    return {'score': len(response) % 2, 'length': len(response), 'echo': prompt[:1] in response}\n"
+    )
+    whole_run(f"--kl-coef 0.1 --reward {tmp_path}/mine.py:f")
+    path = f"{tmp_path}/out/rollouts/step_2.jsonl"  # in step 1 the actor is its own reference
+    rows = common.read_lines(path)
+    for row in rows:
+        ids, said = row["prompt_ids"], row["response_text"]
+        assert row["prompt_text"] == TOKENIZER.decode(ids) and row["fault"] == ""
+        assert said == TOKENIZER.decode(row["response_ids"], skip_special_tokens=True)
+        assert row["score"] == len(said) % 2
+        assert row["parts"] == {"length": len(said), "echo": row["prompt_text"][0] in said}
+    *_, metrics, _ = common.read_lines(tmp_path / "out/metrics.jsonl")  # the last one is an evaluation
+    for name in ("length", "echo"):
+        assert metrics[f"reward/{name}"] == pytest.approx(sum(row["parts"][name] for row in rows) / len(rows))
+
+    script = ppo_loop.critic_module(backend)
+    critic = script.CriticWorker(script.Config())
+    critic.tokenizer = None
+    scores, shaped = (script.load_rows(script.Run(rollouts=path, **more), critic)[0] for more in (
+        {"reward_key": "score"}, {}
+    ))  # fmt: skip
+    returns_A = common.monte_carlo(scores, 1.0)[scores.response_mask]
+    assert returns_A.unique().tolist() == [0.0, 1.0]
+    assert shaped.token_level_rewards.tolist() == pytest.approx(
+        [x for row in rows for x in [0.0] * len(row["prompt_ids"]) + row["rewards"]]
+    )
+    assert len(common.monte_carlo(shaped, 1.0)[shaped.response_mask].unique()) > len(rows)
+    length, _ = script.load_rows(script.Run(rollouts=path, reward_key="parts.length"), critic)
+    assert length.token_level_rewards.sum() == sum(row["parts"]["length"] for row in rows)
 
 
 NEVER_STOPPED = {}  # flags -> how such a run ends, once for all phases

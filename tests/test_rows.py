@@ -193,6 +193,9 @@ SHAPES = {  # who writes it -> the row, and where its prompt, response and rewar
                    {"prompt": "question", "response": "answer", "reward": "score"}),
     "nested keys": ({"prompt": [USER], "out": {"text": "2", "judge": {"score": 1}}},
                     {"prompt": "prompt", "response": "out.text", "reward": "out.judge.score"}),
+    "a key that wins over ours": (
+        {"q": [USER], "prompt_ids": [5], "messages": [USER], "a": "2", "response": "3", "response_ids": [7],
+         "score": 1, "rewards": [0.5], "reward": 9.0}, {"prompt": "q", "response": "a", "reward": "score"}),
     "a key with a dot": ({"prompt": [USER], "response": "2", "a.b": 1.0, "a": {"b": 9}}, {"reward": "a.b"}),
 }  # fmt: skip
 
@@ -212,6 +215,14 @@ def test_a_row_that_fits_nothing_is_told_with_its_keys():
         shown = f"needs exactly one of {words}; has none; its keys are {', '.join(row | more)}"
         with refused(shown, begin="toy:1: "):
             common.read_rows([json.dumps(row | more)], a_tokenizer())
+
+
+@pytest.mark.parametrize("name", ["prompt", "response", "reward"])
+def test_a_named_key_that_a_row_lacks_is_told_although_others_would_do(name):
+    row = {"prompt": "1+1=", "response": "2", "rewards": [1.0, 0.0]}
+    shown = f"toy:1: no 'x.y', which --{name}-key names, among its keys prompt, response, rewards"
+    with refused(shown):
+        common.read_rows([json.dumps(row)], a_tokenizer(), keys={name: "x.y"})
 
 
 def test_the_loop_reads_nested_answers_as_verl_writes_them():

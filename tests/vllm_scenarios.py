@@ -36,11 +36,14 @@ def policy(kind="tiny-qwen2", param_dtype="auto", **overrides):
     return tests.policy(kind, override_config=overrides, param_dtype=param_dtype)
 
 
-def engine_of(w, stop=STOP, at_once=16, offload=False, longest=220, known=99, **vllm):
+def engine_of(w, stop=STOP, at_once=16, offload=False, longest=220, known=99, texts=(), tokenizer=None,
+              **vllm):  # fmt: skip
     """A VLLMRollout with the actor's weights."""
     fields = {"rollout_batch_size": at_once, "offload": offload, "vllm": ppo_loop.VLLMConfig(**vllm)}
-    task = tests.a_task(model_config=w.model_config, stop_ids=list(stop), longest=longest, known=known)
-    engine = ppo_loop.VLLMRollout(tests.a_run(actor=w.config, rollout="vllm", **fields), task, w.device)
+    fields |= {"stop": tuple(texts), "actor": w.config, "rollout": "vllm"}
+    columns = {"model_config": w.model_config, "stop_ids": list(stop), "longest": longest, "known": known}
+    task = tests.a_task(tokenizer=tokenizer, **columns)
+    engine = ppo_loop.VLLMRollout(tests.a_run(**fields), task, w.device)
     engine.sync(w.weights(engine.dtype))
     return engine
 
@@ -179,6 +182,28 @@ def samples(folder):
     tests.assert_close(log_probs, tests.log_probs_of_reply(lm, prompt, ids, 1.0))
 
 
+def texts_end_turns(folder):
+    """At the token that completes one, with finished=True, like the same rows of --rollout hf with these ids;
+    without --stop the engine has no tokenizer."""
+    for tokenizer in (tests.TOKENIZER, tests.another_tokenizer()):
+        known = len(tokenizer)
+        w = policy(vocab_size=known)
+        rows = tests.rows_to_stop(tokenizer)
+        engine = engine_of(w, (tests.EOS,), known=known)
+        assert engine.llm.llm_engine.tokenizer is None
+        texts = tests.stop_texts_of(tokenizer, rows, engine.generate(rows, 0.9))
+        stops = engine_of(w, (tests.EOS,), known=known, texts=texts, tokenizer=tokenizer)
+        tests.assert_stops(engine, stops, tokenizer, texts, rows)
+
+        # the engines draw other samples from equal seeds, so they are compared where there is no choice
+        theirs = tests.engine_of(w, known=known)
+        criterion = ppo_loop.stop_texts(stops.run, tokenizer)
+        theirs.task = theirs.task._replace(stop_texts=criterion)
+        greedy = stops.generate(rows, 0.0)
+        tests.assert_same_replies(greedy, theirs.generate(rows, 0.0))
+        assert any(ended for _, _, ended in greedy)
+
+
 def sleeps(folder):
     """An engine that was asleep has the new weights after a sync; its cache stays asleep until the first rows
     come, when the actor has left the device."""
@@ -303,6 +328,7 @@ LAUNCHES = [  # name, ranks, function, its arguments; the order matters: some re
     ("on two ranks", 2, on_ranks, ()),
     ("on two ranks that share an engine", 2, on_ranks, (2,)),
     ("samples", 1, samples, ()),
+    ("texts end turns", 1, texts_end_turns, ()),
     ("sleeps", 1, sleeps, ()),
     ("fillers", 1, fillers, ()),
     ("sigterm ends generate", 2, sigterm_ends_generate, ()),
