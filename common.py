@@ -475,7 +475,7 @@ def dp_compute_proto(needs=()):
     return decorate
 
 
-# ---- Where a row goes: all ranks know of it, and only those that compute it get it ---------------------------
+# ---- Where a row goes: all ranks know of it, and only those that compute it get it -------------------------
 
 
 class Row(NamedTuple):
@@ -570,8 +570,8 @@ def fetch(batch, wanted):
 
 def give_back(x_T, local, wanted, batch):
     """The inverse of fetch, for numbers of tokens (a collective) -> (T,) of this rank's batch.
-    x_T: of `local`, which fetch gave. wanted: as in fetch, but empty for ranks that give nothing back. What several ranks
-    give back for one token is added up."""
+    x_T: of `local`, which fetch gave. wanted: as in fetch, but empty for ranks that give nothing back. What
+    several ranks give back for one token is added up."""
     going = sorted(range(len(wanted[RANK])), key=lambda i: wanted[RANK][i].owner)
     sent = [tokens_of([row for row in wanted[RANK] if row.owner == rank]) for rank in range(WORLD_SIZE)]
     returning = [[row for row in rows if row.owner == RANK] for rows in wanted]
