@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import re
 import types
 
