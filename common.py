@@ -337,9 +337,7 @@ class Batch:
 
     def token_index(self, rows):
         """Indices of these rows' tokens in the (T,) columns, in the order of `rows`."""
-        lengths = self.cu_seqlens.diff()[rows]
-        cu = cumulative(lengths)
-        return torch.arange(cu[-1]) + (self.cu_seqlens[rows] - cu[:-1]).repeat_interleave(lengths)
+        return tokens_in(self.cu_seqlens, rows)
 
     def select(self, rows):
         """A new Batch of the rows with these indices, in that order; it shares no memory with this one."""
@@ -441,6 +439,12 @@ def cumulative(lengths):  # B lengths (list or tensor) -> (B+1,) int32 [0, l0, l
     return F.pad(torch.as_tensor(lengths).cumsum(0), (1, 0)).int()
 
 
+def tokens_in(cu_seqlens, rows):  # indices of these rows' tokens, in the order of `rows`
+    lengths = cu_seqlens.diff()[rows]
+    cu = cumulative(lengths)
+    return torch.arange(cu[-1]) + (cu_seqlens[rows] - cu[:-1]).repeat_interleave(lengths)
+
+
 def concat(batches):  # joins batches, in order; their columns must be the same, except for images
     lengths = [batch.cu_seqlens.diff() for batch in batches]
     columns = {"cu_seqlens": cumulative(torch.cat(lengths))}
@@ -494,22 +498,20 @@ class Row(NamedTuple):
 
 def describe(batch):
     """[Row] of this rank's batch, in its order."""
-    tokens = len(batch.input_ids)
-    starts = batch.cu_seqlens[:-1].long()
-    index_T = torch.where(batch.response_mask, torch.arange(tokens), tokens)
-    first_B = torch.full((len(batch),), tokens).scatter_reduce(0, batch.row_of_token, index_T, "amin")
-    prompts = torch.where(batch.actions > 0, first_B - starts, 0).tolist()  # tokens before the first action
-
     ids = batch.input_ids.numpy()
+    acts = batch.response_mask.numpy()
     images = batch.multi_modal_inputs or [{}] * len(batch)
-    columns = (batch.row_id, batch.cu_seqlens, batch.cu_seqlens.diff(), batch.actions)
+    starts = batch.cu_seqlens.tolist()
     rows = []
-    for index, (row_id, start, length, actions) in enumerate(zip(*(x.tolist() for x in columns))):
-        n = prompts[index]
+    for index, row_id in enumerate(batch.row_id.tolist()):
+        start, end = starts[index : index + 2]
+        actions = int(acts[start:end].sum())
+        prompt = int(acts[start:end].argmax())  # tokens before the first action; 0 without any
         digest = b""
-        if n and not images[index]:
-            digest = hashlib.blake2b(ids[start : start + n].tobytes(), digest_size=16).digest()
-        rows.append(Row(row_id, RANK, index, length, actions, max(n - 1, 0), digest, bool(images[index])))
+        if prompt and not images[index]:
+            digest = hashlib.blake2b(ids[start : start + prompt].tobytes(), digest_size=16).digest()
+        shared = max(prompt - 1, 0)
+        rows.append(Row(row_id, RANK, index, end - start, actions, shared, digest, bool(images[index])))
     return rows
 
 
@@ -549,23 +551,32 @@ def fetch(batch, wanted):
 
     # what leaves goes by rank, and what comes is sorted by its owner
     leaving = [[row for row in rows if row.owner == RANK] for rows in wanted]
-    coming = sorted(range(len(mine)), key=lambda i: mine[i].owner)
     sources = [[row for row in mine if row.owner == rank] for rank in range(WORLD_SIZE)]
-    out = batch.select([row.index for row in itertools.chain(*leaving)])
+    rows_out = [row.index for row in itertools.chain(*leaving)]
+    arrived = cumulative([row.length for row in itertools.chain(*sources)])
+    came = sorted(range(len(mine)), key=lambda i: mine[i].owner)
+    back = torch.tensor(came).argsort().tolist()  # where each wanted row is among those that came
 
-    columns = {"cu_seqlens": cumulative([mine[i].length for i in coming])}
-    for name, column in vars(out).items():
+    # one column after another, which takes less memory
+    by_row = (rows_out, list(map(len, leaving)), list(map(len, sources)), back)
+    by_token = (
+        batch.token_index(rows_out),
+        list(map(tokens_of, leaving)),
+        list(map(tokens_of, sources)),
+        tokens_in(arrived, back),
+    )
+    columns = {"cu_seqlens": cumulative([row.length for row in mine])}
+    for name, column in vars(batch).items():
         if isinstance(column, torch.Tensor) and name != "cu_seqlens":
-            size = len if name in Batch.ROWS else tokens_of
-            columns[name] = all_to_all(column, list(map(size, leaving)), list(map(size, sources)))
-    if any(row.images for rows in wanted for row in rows):
-        images = out.multi_modal_inputs or [{}] * len(out)
-        cuts = itertools.pairwise(itertools.accumulate(map(len, leaving), initial=0))
-        parts = exchange([images[i:j] for i, j in cuts])
-        columns["multi_modal_inputs"] = list(itertools.chain(*parts))
+            out, sent, got, order = by_row if name in Batch.ROWS else by_token
+            columns[name] = all_to_all(column[out], sent, got)[order]
 
-    back = torch.tensor(coming).argsort()  # where each wanted row is among those that came
-    return Batch(**columns).select(back.tolist())
+    if any(row.images for rows in wanted for row in rows):
+        images = batch.multi_modal_inputs or [{}] * len(batch)
+        parts = exchange([[images[row.index] for row in rows] for rows in leaving])
+        parts = list(itertools.chain(*parts))
+        columns["multi_modal_inputs"] = [parts[i] for i in back]
+    return Batch(**columns)
 
 
 def give_back(x_T, local, wanted, batch):

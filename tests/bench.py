@@ -426,7 +426,10 @@ def send_rows_where_they_are_computed(ranks, whole):
     """Our way, on rank 0 of many, with its own rows. What others would send is made of zeros."""
     own = whole.select(range(0, len(whole), ranks))
     rows = common.describe(whole)
-    told = [pickle.dumps([row._replace(owner=r) for row in rows[r::ranks]]) for r in range(ranks)]
+    told = []  # what each rank tells of its rows
+    for rank in range(ranks):
+        its = enumerate(rows[rank::ranks])
+        told.append(pickle.dumps([row._replace(owner=rank, index=i) for i, row in its]))
     del whole
     critic = object.__new__(critic_fsdp.DataParallelPPOCritic)
     critic.config = critic_fsdp.Config()
