@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import os
+import pickle
 import re
 import signal
 import socket
@@ -32,7 +33,7 @@ from pathlib import Path
 from random import Random
 from shutil import rmtree
 from time import perf_counter, sleep, time_ns
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import jinja2
 import torch
@@ -389,9 +390,7 @@ class Batch:
 
     def token_index(self, rows):
         """Indices of these rows' tokens in the (T,) columns, in the order of `rows`."""
-        lengths = self.cu_seqlens.diff()[rows]
-        cu = cumulative(lengths)
-        return torch.arange(cu[-1]) + (self.cu_seqlens[rows] - cu[:-1]).repeat_interleave(lengths)
+        return tokens_in(self.cu_seqlens, rows)
 
     def select(self, rows):
         """A new Batch of the rows with these indices, in that order; it shares no memory with this one."""
@@ -404,45 +403,32 @@ class Batch:
                 columns[name] = column[rows if name in self.ROWS else tokens]
         return Batch(**columns)
 
-    def split(self, size):
-        """Consecutive pieces of `size` rows; the last one may be shorter. They share memory with
-        this batch: do not write into their columns, and pickle only a `select` of them."""
-        starts = range(0, len(self), size)
+    def split(self, sizes):
+        """Consecutive pieces of these sizes, in rows; a number cuts equal pieces, of which the last may be
+        shorter. They share memory with this batch: do not write into their columns, and pickle only
+        a `select` of them."""
+        if isinstance(sizes, int):
+            sizes = [min(sizes, len(self) - first) for first in range(0, len(self), sizes)]
+        ends = list(itertools.accumulate(sizes, initial=0))
         cu = self.cu_seqlens
-        tokens = cu[[*starts, len(self)]].diff().tolist()  # of each piece
-        columns = {"cu_seqlens": [cu[i : i + size + 1] - cu[i] for i in starts]}
+        tokens = cu[ends].diff().tolist()  # of each piece
+        columns = {"cu_seqlens": [cu[i : j + 1] - cu[i] for i, j in itertools.pairwise(ends)]}
         for name, column in vars(self).items():
             if isinstance(column, list):
-                columns[name] = [column[i : i + size] for i in starts]
+                columns[name] = [column[i:j] for i, j in itertools.pairwise(ends)]
             elif column is not None and name != "cu_seqlens":
-                columns[name] = column.split(size if name in self.ROWS else tokens)
+                columns[name] = column.split(list(sizes) if name in self.ROWS else tokens)
         return [Batch(**dict(zip(columns, piece))) for piece in zip(*columns.values())]
 
     def groups(self, share=True):
-        """[(shared, rows)] of rows with equal prompts (the tokens before the first action), in row order.
-        shared: prompt tokens but the last. Rows with images or no action, or without share, are alone."""
-        found = {}
-        n = self.lengths
-        for row, (ids, mask) in enumerate(zip(self.input_ids.split(n), self.response_mask.split(n))):
-            prompt = tuple(ids[: mask.int().argmax()].tolist())
-            images = self.multi_modal_inputs and self.multi_modal_inputs[row]
-            if images or not prompt or not share:
-                prompt = (-1 - row,)  # a key that no prompt has, because token ids are not negative
-            found.setdefault(prompt, []).append(row)
-        return [(len(prompt) - 1, rows) for prompt, rows in found.items()]
-
-    def costs(self, groups, cost=int):
-        """Cost of each group, whose shared tokens count once. cost(n): of a row's first n tokens."""
-        n = self.lengths
-        return [cost(s) + sum(cost(n[row]) - cost(s) for row in rows) for s, rows in groups]
+        """by_prompt, with the rows' indices in this batch."""
+        groups = by_prompt(describe(self), share)
+        return [(shared, [row.index for row in rows]) for shared, rows in groups]
 
     def mean_return(self, gamma):  # over the actions of all ranks (a collective); NaN without an action
         check(self, needs=("token_level_rewards",))
-        whole = gather(self)
-        return float(monte_carlo(whole, gamma)[whole.response_mask].mean())
-
-    def shuffled(self, *key):  # the same rows, in the order of shuffled_rows
-        return self.select(shuffled_rows(self.groups(), *key))
+        _, mean, _ = moments(monte_carlo(self, gamma)[self.response_mask], everywhere=True)
+        return mean
 
 
 def check(batch, needs=()):
@@ -506,6 +492,12 @@ def cumulative(lengths):  # B lengths (list or tensor) -> (B+1,) int32 [0, l0, l
     return F.pad(torch.as_tensor(lengths).cumsum(0), (1, 0)).int()
 
 
+def tokens_in(cu_seqlens, rows):  # indices of these rows' tokens, in the order of `rows`
+    lengths = cu_seqlens.diff()[rows]
+    cu = cumulative(lengths)
+    return torch.arange(cu[-1]) + (cu_seqlens[rows] - cu[:-1]).repeat_interleave(lengths)
+
+
 def concat(batches):  # joins batches, in order; their columns must be the same, except for images
     lengths = [batch.cu_seqlens.diff() for batch in batches]
     columns = {"cu_seqlens": cumulative(torch.cat(lengths))}
@@ -519,19 +511,6 @@ def concat(batches):  # joins batches, in order; their columns must be the same,
                 raise ValueError(f"{name}: only some batches have it; all ranks must pass it, or none")
             columns[name] = torch.cat(parts)
     return Batch(**columns)
-
-
-def gather(batch):
-    """Gives every rank the rows of all, in row_id order (a collective). ValueError: a row is passed twice."""
-    parts = [check(batch)]
-    if WORLD_SIZE > 1:
-        parts = of_all_ranks(batch.select(range(len(batch))))  # copy: pickle sends a view's whole storage
-    whole = concat(parts)
-    whole = whole.select(whole.row_id.argsort().tolist())
-    twice = whole.row_id[1:][whole.row_id.diff() == 0]
-    if len(twice):
-        raise ValueError(f"row_id {twice[0]} occurs more than once: a rank must pass only its own rows")
-    return whole
 
 
 def from_padded(input_ids, attention_mask, response_mask, rewards, values=None, truncated=None, row_id=None):
@@ -626,24 +605,177 @@ def to_padded(x_T, attention_mask):
 
 
 def dp_compute_proto(needs=()):
-    """Decorates a worker's method, which every rank calls with the rows it owns. The method sees the *global*
-    batch in row_id order, with only the float columns in `needs`; a rank gets its rows of a (T,) result."""
+    """Decorates a worker's method, which every rank calls with the rows it owns. The method gets this batch,
+    with only the float columns in `needs`, and the Rows of all ranks."""
 
     def decorate(method):
         @functools.wraps(method)
         def call(self, batch):
             check(batch, needs)
             unused = dict.fromkeys(set(Batch.FLOATS).difference(needs))
-            whole = gather(replace(batch, **unused))
+            batch = replace(batch, **unused)
+            rows = rows_of_all_ranks(batch)
             with torch.profiler.record_function(method.__name__):
-                result = method(self, whole)
-            if not isinstance(result, torch.Tensor):
-                return result
-            return result[whole.token_index(torch.searchsorted(whole.row_id, batch.row_id).tolist())]
+                return method(self, batch, rows)
 
         return call
 
     return decorate
+
+
+# ---- Where a row goes: all ranks know of it, and only those that compute it get it -------------------------
+
+
+class Row(NamedTuple):
+    """What every rank knows of a row, wherever it is: mini-batches, micro-batches and the weights of losses
+    follow from it, alike on all ranks."""
+
+    row_id: int
+    owner: int  # the rank that has it
+    index: int  # its place in the owner's batch
+    length: int  # tokens
+    actions: int
+    shared: int  # tokens that rows with an equal prompt can share: the prompt but its last token
+    prompt: bytes  # digest of the prompt; empty: the row shares nothing
+    images: bool  # whether it has any
+
+
+def describe(batch):
+    """[Row] of this rank's batch, in its order."""
+    ids = batch.input_ids.numpy()
+    acts = batch.response_mask.numpy()
+    images = batch.multi_modal_inputs or [{}] * len(batch)
+    starts = batch.cu_seqlens.tolist()
+    rows = []
+    for index, row_id in enumerate(batch.row_id.tolist()):
+        start, end = starts[index : index + 2]
+        actions = int(acts[start:end].sum())
+        prompt = int(acts[start:end].argmax())  # tokens before the first action; 0 without any
+        digest = b""
+        if prompt and not images[index]:
+            digest = hashlib.blake2b(ids[start : start + prompt].tobytes(), digest_size=16).digest()
+        shared = max(prompt - 1, 0)
+        rows.append(Row(row_id, RANK, index, end - start, actions, shared, digest, bool(images[index])))
+    return rows
+
+
+def rows_of_all_ranks(batch):
+    """[Row] of all ranks, in row_id order (a collective). ValueError: a row is passed twice."""
+    parts = [describe(batch)]
+    if WORLD_SIZE > 1:
+        parts = of_all_ranks(parts[0])
+    rows = sorted(itertools.chain(*parts))
+    for row, after in itertools.pairwise(rows):
+        if row.row_id == after.row_id:
+            raise ValueError(f"row_id {row.row_id} occurs more than once: a rank must pass only its own rows")
+    return rows
+
+
+def by_prompt(rows, share=True):
+    """[(shared, [Row])] of rows with equal prompts, in row order; shared: prompt tokens but the last. Rows
+    with images or without an action are alone; without share, all are."""
+    found = {}
+    for number, row in enumerate(rows):
+        key = row.prompt if share and row.prompt else number
+        found.setdefault(key, []).append(row)
+    return [(same[0].shared, same) for same in found.values()]
+
+
+def costs(groups, cost=int):
+    """Cost of each group of by_prompt, whose shared tokens count once. cost(n): of a row's first n tokens."""
+    return [cost(shared) + sum(cost(row.length) - cost(shared) for row in rows) for shared, rows in groups]
+
+
+def fetch(batch, wanted):
+    """The rows that this rank computes, from the ranks that have them (a collective) -> Batch of the Rows
+    wanted[RANK], in that order. wanted: a list of Rows for each rank; the whole table is equal on all."""
+    mine = wanted[RANK]
+    if WORLD_SIZE == 1:
+        return batch.select([row.index for row in mine])
+
+    # what leaves goes by rank, and what comes is sorted by its owner
+    leaving = [[row for row in rows if row.owner == RANK] for rows in wanted]
+    sources = [[row for row in mine if row.owner == rank] for rank in range(WORLD_SIZE)]
+    rows_out = [row.index for row in itertools.chain(*leaving)]
+    arrived = cumulative([row.length for row in itertools.chain(*sources)])
+    came = sorted(range(len(mine)), key=lambda i: mine[i].owner)
+    back = torch.tensor(came).argsort().tolist()  # where each wanted row is among those that came
+
+    # one column after another, which takes less memory
+    by_row = (rows_out, list(map(len, leaving)), list(map(len, sources)), back)
+    by_token = (
+        batch.token_index(rows_out),
+        list(map(tokens_of, leaving)),
+        list(map(tokens_of, sources)),
+        tokens_in(arrived, back),
+    )
+    columns = {"cu_seqlens": cumulative([row.length for row in mine])}
+    for name, column in vars(batch).items():
+        if isinstance(column, torch.Tensor) and name != "cu_seqlens":
+            out, sent, got, order = by_row if name in Batch.ROWS else by_token
+            columns[name] = all_to_all(column[out], sent, got)[order]
+
+    if any(row.images for rows in wanted for row in rows):
+        images = batch.multi_modal_inputs or [{}] * len(batch)
+        parts = exchange([[images[row.index] for row in rows] for rows in leaving])
+        parts = list(itertools.chain(*parts))
+        columns["multi_modal_inputs"] = [parts[i] for i in back]
+    return Batch(**columns)
+
+
+def give_back(x_T, local, wanted, batch):
+    """The inverse of fetch, for numbers of tokens (a collective) -> (T,) of this rank's batch.
+    x_T: of `local`, which fetch gave. wanted: as in fetch, but empty for ranks that give nothing back. What
+    several ranks give back for one token is added up."""
+    going = sorted(range(len(wanted[RANK])), key=lambda i: wanted[RANK][i].owner)
+    sent = [tokens_of([row for row in wanted[RANK] if row.owner == rank]) for rank in range(WORLD_SIZE)]
+    returning = [[row for row in rows if row.owner == RANK] for rows in wanted]
+    got_T = all_to_all(x_T[local.token_index(going)], sent, list(map(tokens_of, returning)))
+    index_T = batch.token_index([row.index for row in itertools.chain(*returning)])
+    return torch.zeros(len(batch.input_ids)).index_add(0, index_T, got_T)
+
+
+def tokens_of(rows):
+    return sum(row.length for row in rows)
+
+
+def all_to_all(x, sent, got):
+    """Sends x in parts of these sizes, one to each rank -> the parts that come, end to end (a collective)."""
+    if WORLD_SIZE == 1:
+        return x
+    is_bool = x.dtype == torch.bool  # gloo sends numbers only
+    x = x.view(torch.uint8) if is_bool else x.contiguous()
+    out = x.new_empty(sum(got))
+    dist.all_to_all_single(out, x, got, sent)
+    return out.view(torch.bool) if is_bool else out
+
+
+def exchange(parts):
+    """Sends an object to each rank -> [the object that comes from each rank] (a collective)."""
+    sent = [pickle.dumps(part) for part in parts]
+    sizes = list(map(len, sent))
+    theirs = all_to_all(torch.tensor(sizes), [1] * WORLD_SIZE, [1] * WORLD_SIZE).tolist()
+    data = torch.frombuffer(bytearray(b"".join(sent)), dtype=torch.uint8)
+    return [pickle.loads(x.numpy().tobytes()) for x in all_to_all(data, sizes, theirs).split(theirs)]
+
+
+def add_up(*numbers):
+    """Sums over all ranks, in float64 (a collective)."""
+    x = torch.tensor(numbers, dtype=torch.float64)
+    if WORLD_SIZE > 1:
+        dist.all_reduce(x)
+    return x.tolist()
+
+
+def moments(x_A, everywhere=False):
+    """(how many, mean, variance) in float64, in two passes; everywhere: over the entries of all ranks (a
+    collective). Without entries, mean and variance are NaN."""
+    total = add_up if everywhere else lambda *numbers: numbers
+    x_A = x_A.double()
+    n, sums = total(len(x_A), float(x_A.sum()))
+    mean = sums / (n or nan)
+    (squares,) = total(float((x_A - mean).square().sum()))
+    return int(n), mean, squares / (n or nan)
 
 
 # ---- Rows as JSON, one per line ----------------------------------------------------------------------------
@@ -1121,26 +1253,35 @@ def monte_carlo(batch, gamma):  # (T,) discounted sums of the rewards from each 
     return gae(rewards_T, 0 * rewards_T, batch.response_mask, batch.cu_seqlens, gamma)[1]
 
 
-def loss_weights(batch, mode, response_length_limit=None, places=()):
-    """(T,) weights of the token losses, from a whole *global* mini-batch, which must have an action.
-    With places p, only actions min(L - 1, floor(p L)) of a row's L actions count (SP3O, 2609.18708).
+def loss_weights(batch, mode, response_length_limit=None, places=(), rows=None):
+    """(T,) weights of the token losses. N_tokens and N_seqs are those of the whole *global* mini-batch, which
+    must have an action. rows: its Rows (None: this batch is the whole). With places p, only actions
+    min(L - 1, floor(p L)) of a row's L actions count (SP3O, 2609.18708).
     token-mean                1 / N_tokens
     seq-mean-token-sum        1 / N_seqs             N_seqs: rows with an action (all rows in later verl)
     seq-mean-token-mean       1 / (N_seqs len_i)                    len_i: actions in the token's row
     seq-mean-token-sum-norm   1 / (N_seqs response_length_limit)    (Dr. GRPO's constant, 2503.20783)"""
+    rows = rows or describe(batch)
+    mask_T = batch.response_mask
+    actions_B = batch.actions
+    tokens = sum(row.actions for row in rows)
     if places:
-        mask_T = torch.zeros_like(batch.response_mask)
+
+        def picked(n):  # which of n actions count
+            return sorted({min(n - 1, int(p * n)) for p in places if n})
+
+        mask_T = torch.zeros_like(mask_T)
         action_A = batch.response_mask.nonzero()[:, 0]
-        for index in action_A.split(batch.actions.tolist()):
-            n = len(index)
-            picked = [min(n - 1, int(p * n)) for p in places if n]
-            mask_T[index[picked]] = True
-        batch = replace(batch, response_mask=mask_T)
+        for index in action_A.split(actions_B.tolist()):
+            mask_T[index[picked(len(index))]] = True
+        actions_B = replace(batch, response_mask=mask_T).actions
+        tokens = sum(len(picked(row.actions)) for row in rows)
+
     if mode == "token-mean":
-        return batch.response_mask / batch.response_mask.sum()
-    weights_T = batch.response_mask / (batch.actions > 0).sum()
+        return mask_T / torch.tensor(tokens)
+    weights_T = mask_T / torch.tensor(sum(row.actions > 0 for row in rows))
     if mode == "seq-mean-token-mean":
-        weights_T /= batch.actions.clamp(min=1)[batch.row_of_token]
+        weights_T /= actions_B.clamp(min=1)[batch.row_of_token]
     elif mode == "seq-mean-token-sum-norm":
         weights_T /= response_length_limit
     return weights_T
@@ -1183,16 +1324,15 @@ def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
     return -(weights_T * (p_TN * logits_TN.log_softmax(1)).sum(1)).sum()
 
 
-def explained_variance(values_A, returns_A):
-    """1 - Var(R - V) / Var(R): 1 is perfect, 0 as good as a constant, NaN if all returns are equal."""
-    if not len(returns_A):
-        return nan
+def explained_variance(values_A, returns_A, everywhere=False):
+    """1 - Var(R - V) / Var(R): 1 is perfect, 0 as good as a constant, NaN if all returns are equal.
+    everywhere: of all ranks' entries (a collective)."""
     r_A = returns_A.double()
-    error_A = r_A - values_A.double()
-    spread = r_A.var(correction=0)
-    if spread <= 1e-9 * (r_A.square().mean() + error_A.square().mean()):  # zero but for rounding
+    _, mean, spread = moments(r_A, everywhere)
+    _, bias, left = moments(r_A - values_A.double(), everywhere)
+    if not spread > 1e-9 * (mean**2 + spread + bias**2 + left):  # zero but for rounding
         return nan
-    return float(1 - error_A.var(correction=0) / spread)
+    return 1 - left / spread
 
 
 def auc(scores, labels):
@@ -1379,7 +1519,7 @@ def flops_model(model, config):
     return lambda length: 2 * weights * length + pairs * length * (length + 1)
 
 
-def describe_update(batch, start, epochs, flops, layout):
+def describe_update(batch, rows, start, epochs, flops, layout):
     """Metrics of an update's rows, with values from before it, and of its speed since `start` (a collective).
     flops: of one epoch, shared prompts once. MFU is NaN in float32 and on devices not in PEAK_TFLOPS."""
     seconds = perf_counter() - start
@@ -1392,16 +1532,19 @@ def describe_update(batch, start, epochs, flops, layout):
     seconds, memory = map(max, zip(*of_all_ranks((seconds, memory))))
     columns = {name: getattr(batch, name)[batch.response_mask].double() for name in ("values", "returns")}
     metrics = {
-        "perf/tokens_per_second": epochs * len(batch.input_ids) / seconds,
+        "perf/tokens_per_second": epochs * tokens_of(rows) / seconds,
         "perf/mfu": epochs * flops / (seconds * WORLD_SIZE * peak),
         "perf/peak_memory_gib": memory / 2**30,
         "perf/time_update": seconds,
-        "critic/explained_var": explained_variance(*columns.values()),
+        "critic/explained_var": explained_variance(columns["values"], columns["returns"], everywhere=True),
     }
     for name, x_A in columns.items():
-        if len(x_A):
-            for kind in ("mean", "min", "max"):
-                metrics[f"critic/{name}_{kind}"] = float(getattr(x_A, kind)())
+        n, mean, _ = moments(x_A, everywhere=True)
+        ends = x_A.aminmax() if len(x_A) else (inf, -inf)
+        low, high = zip(*of_all_ranks(tuple(map(float, ends))))
+        if n:
+            metrics |= {f"critic/{name}_mean": mean, f"critic/{name}_min": min(low)}
+            metrics[f"critic/{name}_max"] = max(high)
     return metrics
 
 

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from heapq import heapreplace
-from itertools import groupby
+from itertools import chain, groupby
 from math import ceil, cos, gcd, inf, isfinite, isnan, nan, pi, tan
 from os.path import exists, isfile, realpath
 from pathlib import Path
@@ -547,6 +547,8 @@ class Layout(NamedTuple):
     sp_rank: int
     sp_size: int
     sp_group: dist.ProcessGroup | None
+    dp_ranks: list  # the dp_rank of each rank
+    gives_values: list  # for each rank, whether it gives values back: one of those that share a row
     fsdp_mesh: dist.DeviceMesh  # (world,), or (replicas, fsdp_size) for hybrid sharding
 
 
@@ -583,6 +585,8 @@ def make_layout(config, device):
         sp_rank=RANK % sp,
         sp_size=sp,
         sp_group=sp_group,
+        dp_ranks=[rank // sp for rank in range(WORLD_SIZE)],
+        gives_values=[rank % sp == 0 for rank in range(WORLD_SIZE)],
         fsdp_mesh=mesh["shard"] if shards == WORLD_SIZE else mesh,
     )
 
@@ -707,24 +711,27 @@ def spread(costs, k):
     return parts
 
 
-def micro_batches(batch, dp_size, max_tokens, share, padded=False):
-    """A list of micro-batches (lists of rows) for each data-parallel rank, none above max_tokens. Every rank
+def micro_batches(rows, dp_size, max_tokens, share, padded=False):
+    """A list of micro-batches (lists of Rows) for each data-parallel rank, none above max_tokens. Every rank
     computes the same table, so all run equally many forwards without communicating (ranks that share weights
     must). A rank with fewer tokens gets smaller or empty micro-batches. Rows with equal prompts stay together
     unless they exceed a micro-batch or a rank's share of all tokens."""
-    lengths = batch.lengths
-    groups = batch.groups(share and not padded)
-    most = min(max_tokens, sum(batch.costs(groups)) / dp_size)
-    bundles = []  # groups, large ones in several pieces
-    for shared, rows in groups:
+    groups = common.by_prompt(rows, share and not padded)
+    most = min(max_tokens, sum(common.costs(groups)) / dp_size)
+
+    # groups, large ones in several pieces
+    bundles = []
+    for shared, same in groups:
         size = inf
-        for row in rows:
-            size += lengths[row] - shared
+        for row in same:
+            size += row.length - shared
             if size > most:
-                size = lengths[row]
+                size = row.length
                 bundles.append((shared, []))
             bundles[-1][1].append(row)
-    sizes = batch.costs(bundles)
+
+    # as few micro-batches as the cap allows
+    sizes = common.costs(bundles)
     tokens = lambda part: max(part, default=0) * len(part) if padded else sum(part)
     count = 1
     while True:
@@ -799,8 +806,8 @@ def build_optimizer(model, config, lr):
 
 
 class DataParallelPPOCritic:
-    """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same
-    on every rank, and work on this rank's share of it."""
+    """Values and updates of a value model. compute_values and update_critic take the rows that this rank has,
+    and the Rows of all ranks; each rank fetches the rows that it computes."""
 
     between = staticmethod(lambda: None)  # called between micro-batches of compute_values; it may raise
 
@@ -824,16 +831,25 @@ class DataParallelPPOCritic:
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
 
-    def my_micro_batches(self, batch):
-        """This rank's rows of a global batch, as lists of row indices: one list per micro-batch."""
+    def plan_micro_batches(self, rows):
+        """Micro-batches of these Rows for each data-parallel rank, see micro_batches."""
         c = self.config
         return micro_batches(
-            batch, self.layout.dp_size, self.max_tokens, c.share_prompts, not c.use_remove_padding
-        )[self.layout.dp_rank]
+            rows, self.layout.dp_size, self.max_tokens, c.share_prompts, not c.use_remove_padding
+        )
 
-    def micro_batch(self, batch, rows):
+    def fetch(self, batch, table):
+        """The rows that this rank computes, in the order of its micro-batches (a collective)."""
+        wanted = [list(chain(*table[dp_rank])) for dp_rank in self.layout.dp_ranks]
+        return common.fetch(batch, wanted)
+
+    def cut(self, local, table):
+        """The fetched rows in micro-batches; some may have no row."""
+        return local.split(list(map(len, table[self.layout.dp_rank])))
+
+    def micro_batch(self, micro):
         """These rows on the device. Without rows: one masked token, to keep in step with other ranks."""
-        micro = batch.select(rows) if rows else Batch.blank()
+        micro = replace(micro if len(micro) else Batch.blank())
         micro.packed = self.lay_out(micro)
         for name in ("response_mask", *micro.FLOATS):  # the rest stays on the host
             if (x := getattr(micro, name)) is not None:
@@ -886,20 +902,27 @@ class DataParallelPPOCritic:
         return torch.where(mask, outputs, 0.0)
 
     @torch.no_grad()
-    def compute_values(self, batch):
-        """(T,) float32 values of the global batch's actions, zero elsewhere; on the host, on all ranks."""
+    def compute_values(self, batch, rows):
+        """(T,) float32 values of the batch's actions, zero elsewhere; on the host."""
         self.model.eval()
-        values_T = torch.zeros(len(batch.input_ids), device=self.layout.device)
-        for rows in common.progress(self.my_micro_batches(batch), "values", "micro-batches"):
+        table = self.plan_micro_batches(rows)
+        local = self.fetch(batch, table)
+        values = []
+        for piece in common.progress(self.cut(local, table), "values", "micro-batches"):
             self.between()
-            micro = self.micro_batch(batch, rows)
+            micro = self.micro_batch(piece)
             v_T = self.values(self.forward(micro), micro.response_mask)
-            if rows and self.layout.sp_rank == 0:  # ranks that share a row have equal values
-                values_T[batch.token_index(rows).to(v_T.device, non_blocking=True)] = v_T
+            values.append(v_T[: len(piece.input_ids)])  # nothing of a masked token
         self.free_gathered()
-        dist.all_reduce(values_T)  # one rank holds each token's value; the others add 0
+        values_T = self.give_back(torch.cat(values).cpu(), local, table, batch)
         self.between()  # last chance to raise: an update may follow, which is not interrupted
-        return values_T.cpu()
+        return values_T
+
+    def give_back(self, values_T, local, table, batch):
+        """Values of the fetched rows -> values of the rows that this rank has."""
+        ranks = zip(self.layout.dp_ranks, self.layout.gives_values)
+        wanted = [list(chain(*table[dp_rank])) if gives else [] for dp_rank, gives in ranks]
+        return common.give_back(values_T, local, wanted, batch)
 
     def free_gathered(self):
         """Frees the gathered weights that FSDP keeps after a forward, for a backward that may not come."""
@@ -910,32 +933,31 @@ class DataParallelPPOCritic:
             for handle in self.model._all_handles:
                 handle.reshard(handle.uses_sharded_strategy)  # on a single rank it only resets views
 
-    def update_critic(self, batch):
-        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
+    def update_critic(self, batch, rows):
+        """PPO epochs over mini-batches of the Rows of all ranks, one optimizer step each -> metrics."""
         config = self.config
         self.model.train()
         self.optimizer.zero_grad()  # an earlier update may have failed halfway
         totals = Counter(self.no_sums)  # of the steps taken
         norms = []  # one per mini-batch, NaN where the step was skipped
-        done = common.progress_of(config.ppo_epochs * len(batch), "update", "rows")
+        done = common.progress_of(config.ppo_epochs * len(rows), "update", "rows")
+        groups = common.by_prompt(rows)
         for epoch in range(config.ppo_epochs):
-            ordered = batch
+            ordered = rows
             if config.shuffle:
-                ordered = batch.shuffled(config.seed, self.updates, epoch)
-            for mini in ordered.split(config.ppo_mini_batch_size):
+                ordered = common.shuffled_rows(groups, config.seed, self.updates, epoch)
+            for first in range(0, len(ordered), config.ppo_mini_batch_size):
+                mini = ordered[first : first + config.ppo_mini_batch_size]
                 norms.append(nan)
-                if not mini.response_mask.any():
+                if not any(row.actions for row in mini):
                     continue  # AdamW would move the weights even with zero gradients
-                mini.weights = common.loss_weights(
-                    mini, config.loss_agg_mode, config.response_length_limit, config.value_places
-                )
+                pieces = self.mini_batch(batch, mini)
                 sums = Counter()
-                micros = self.my_micro_batches(mini)
                 with record_function("mini-batch"):
-                    for i, rows in enumerate(micros, 1):
-                        micro = self.micro_batch(mini, rows)
-                        sums.update(self.forward_backward(micro, last=i == len(micros)))
-                        done(len(mini) / len(micros))
+                    for i, piece in enumerate(pieces, 1):
+                        micro = self.micro_batch(piece)
+                        sums.update(self.forward_backward(micro, last=i == len(pieces)))
+                        done(len(mini) / len(pieces))
                     norm = self.optimizer_step()
                 if isfinite(norm):
                     norms[-1] = norm
@@ -943,6 +965,16 @@ class DataParallelPPOCritic:
         self.updates += 1
         lr = self.optimizer.param_groups[0]["lr"]
         return common.update_metrics("critic", "vf_loss", totals, norms, lr, self.layout.device)
+
+    def mini_batch(self, batch, mini):
+        """This rank's rows of a mini-batch, with the weights of their losses, in micro-batches."""
+        config = self.config
+        table = self.plan_micro_batches(mini)
+        local = self.fetch(batch, table)
+        local.weights = common.loss_weights(
+            local, config.loss_agg_mode, config.response_length_limit, config.value_places, mini
+        )
+        return self.cut(local, table)
 
     @record_function("micro-batch")
     def forward_backward(self, micro, last=True):
@@ -1066,7 +1098,7 @@ class CriticWorker:
         critic.model.eval()  # the hook makes it return hidden states
         hook = critic.model.score.register_forward_hook(lambda head, args, out: args[0].float())
         with hook, blame(f"{name} does not run{padding_advice(config)}"):
-            together_TD = critic.forward(critic.micro_batch(rows, [0, 1]))[3 * n + 1 : 3 * n + 5]
+            together_TD = critic.forward(critic.micro_batch(rows))[3 * n + 1 : 3 * n + 5]
             Pack.group = None
             kernel = decoder.config._attn_implementation
             decoder.set_attn_implementation("eager")
@@ -1120,7 +1152,7 @@ class CriticWorker:
     def try_out(self, batch):
         """Runs the forward and backward of a batch, without a step."""
         self.critic.model.train()
-        self.critic.forward_backward(self.critic.micro_batch(batch, range(len(batch))))
+        self.critic.forward_backward(self.critic.micro_batch(batch))
         self.critic.optimizer.zero_grad(set_to_none=False)  # gradients stay allocated, as in an update
 
     def check_ready(self):
@@ -1141,10 +1173,10 @@ class CriticWorker:
         if offloaded:
             self.offload()
 
-    def check_batch(self, batch):
+    def check_batch(self, batch, rows):
         """Raises UserError or ValueError for rows that do not fit, RuntimeError while offloaded."""
         self.check_ready()
-        longest, row = batch.longest
+        longest, row = max(((row.length, row.row_id) for row in rows), default=(0, -1))
         if longest > self.critic.max_tokens:
             self.set_budget(longest, f"row {row}")
         common.check_rows(batch, self.model_config)
@@ -1169,21 +1201,21 @@ class CriticWorker:
         critic.model.score.bias.fill_(bias)
 
     @common.dp_compute_proto()
-    def compute_values(self, batch):
+    def compute_values(self, batch, rows):
         """Values of the caller's rows: (T,) float32, zero where response_mask is false."""
-        self.check_batch(batch)
-        return self.critic.compute_values(batch)
+        self.check_batch(batch, rows)
+        return self.critic.compute_values(batch, rows)
 
     @common.dp_compute_proto(needs=("values", "returns"))
-    def update_critic(self, batch):
+    def update_critic(self, batch, rows):
         """One PPO update on the rows of all ranks, with old values and returns -> metrics, equal on each."""
-        self.check_batch(batch)
+        self.check_batch(batch, rows)
         config = self.config
         start = time.perf_counter()
-        metrics = self.critic.update_critic(batch)
-        groups = batch.groups(config.share_prompts and config.use_remove_padding)
-        flops = self.critic.passes * sum(batch.costs(groups, self.critic.flops))
-        return metrics | common.describe_update(batch, start, config.ppo_epochs, flops, self.layout)
+        metrics = self.critic.update_critic(batch, rows)
+        groups = common.by_prompt(rows, config.share_prompts and config.use_remove_padding)
+        flops = self.critic.passes * sum(common.costs(groups, self.critic.flops))
+        return metrics | common.describe_update(batch, rows, start, config.ppo_epochs, flops, self.layout)
 
     def check_values(self, batch):
         """UserError if values of the caller's first row are not finite: an update has ruined the weights."""
@@ -1500,7 +1532,7 @@ def main(run):
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
 
         if run.score:
-            train.values = worker.critic.compute_values(train)
+            train.values = compute_together(worker, train)
             common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
             return
 
@@ -1539,6 +1571,16 @@ def load_rows(run, worker):
     return train, read(held_out, flag="--eval-rollouts")
 
 
+def compute_together(worker, batch):
+    """(T,) values of a batch that every rank has read whole, on every rank; each computes a part of it."""
+    parts = [range(rank, len(batch), WORLD_SIZE) for rank in range(WORLD_SIZE)]
+    values = of_all_ranks(worker.compute_values(batch.select(parts[RANK])))
+    values_T = torch.zeros(len(batch.input_ids))
+    for part, x_T in zip(parts, values):
+        values_T[batch.token_index(part)] = x_T
+    return values_T
+
+
 def learn(run, worker, train, held_out, size, checkpoints):
     """Trains from the checkpoint's step on, evaluates and saves -> (rows with values to report, words)."""
     first_step = worker.critic.updates
@@ -1554,7 +1596,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
         ends = step == run.steps or told > 0
         evaluates = step == run.steps or step % (run.eval_every or run.steps) == 0
         if len(held_out) and evaluates:
-            held_out.values = worker.critic.compute_values(held_out)
+            held_out.values = compute_together(worker, held_out)
             logger.log_evaluation(step, held_out, run.gamma)
         if step > first_step and (ends or checkpoints.every and step % checkpoints.every == 0):
             worker.check_values(batch)
@@ -1576,7 +1618,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     if len(held_out):
         return held_out, "held-out rows"
     rows = train.select(picked)
-    rows.values = worker.critic.compute_values(rows)
+    rows.values = compute_together(worker, rows)
     return rows, "rows of the last update"
 
 

@@ -726,6 +726,8 @@ class Layout(NamedTuple):
     dp_size: int
     tp_rank: int
     cp_rank: int
+    dp_ranks: list  # the dp_rank of each rank
+    gives_values: list  # for each rank, whether it gives values back: the last stage, once
 
 
 def parallel_sizes(config):
@@ -778,13 +780,18 @@ def make_layout(config, device):
         )
     # Megatron requires it; unused, because all weights are filled in later and dropout is off
     tensor_parallel.model_parallel_cuda_manual_seed(config.seed, inference_rng_tracker=True)
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    gives = tp_rank == 0 and mpu.is_pipeline_last_stage(ignore_virtual=True)
+    dp_ranks, gives_values = zip(*of_all_ranks((mpu.get_data_parallel_rank(), gives)))
     return Layout(
         device=device,
         dtype=common.compute_dtype(config.param_dtype, device),
         dp_rank=mpu.get_data_parallel_rank(),
         dp_size=mpu.get_data_parallel_world_size(),
-        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        tp_rank=tp_rank,
         cp_rank=mpu.get_context_parallel_rank(),
+        dp_ranks=dp_ranks,
+        gives_values=gives_values,
     )
 
 
@@ -926,24 +933,27 @@ def spread(costs, k):
     return parts
 
 
-def micro_batches(batch, dp_size, max_tokens, share, padded=False):
-    """A list of micro-batches (lists of rows) for each data-parallel rank, none above max_tokens. Every rank
+def micro_batches(rows, dp_size, max_tokens, share, padded=False):
+    """A list of micro-batches (lists of Rows) for each data-parallel rank, none above max_tokens. Every rank
     computes the same table, so all run equally many forwards without communicating (ranks that share weights
     must). A rank with fewer tokens gets smaller or empty micro-batches. Rows with equal prompts stay together
     unless they exceed a micro-batch or a rank's share of all tokens."""
-    lengths = batch.lengths
-    groups = batch.groups(share and not padded)
-    most = min(max_tokens, sum(batch.costs(groups)) / dp_size)
-    bundles = []  # groups, large ones in several pieces
-    for shared, rows in groups:
+    groups = common.by_prompt(rows, share and not padded)
+    most = min(max_tokens, sum(common.costs(groups)) / dp_size)
+
+    # groups, large ones in several pieces
+    bundles = []
+    for shared, same in groups:
         size = inf
-        for row in rows:
-            size += lengths[row] - shared
+        for row in same:
+            size += row.length - shared
             if size > most:
-                size = lengths[row]
+                size = row.length
                 bundles.append((shared, []))
             bundles[-1][1].append(row)
-    sizes = batch.costs(bundles)
+
+    # as few micro-batches as the cap allows
+    sizes = common.costs(bundles)
     tokens = lambda part: max(part, default=0) * len(part) if padded else sum(part)
     count = 1
     while True:
@@ -1050,8 +1060,8 @@ def build_optimizer(model, config, lr):
 
 
 class MegatronPPOCritic:
-    """Values and updates of a value model. compute_values and update_critic take the *global* batch, the same
-    on every rank, and work on this rank's share of it."""
+    """Values and updates of a value model. compute_values and update_critic take the rows that this rank has,
+    and the Rows of all ranks; each rank fetches the rows that it computes."""
 
     between = staticmethod(lambda: None)  # called between micro-batches of compute_values; it may raise
 
@@ -1085,22 +1095,30 @@ class MegatronPPOCritic:
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
 
-    def my_micro_batches(self, batch):
-        """This rank's rows of a global batch, as lists of row indices: one list per micro-batch."""
+    def plan_micro_batches(self, rows):
+        """Micro-batches of these Rows for each data-parallel rank, see micro_batches."""
         c = self.config
-        mine = micro_batches(
-            batch, self.layout.dp_size, self.max_tokens, c.share_prompts, not c.use_remove_padding
-        )[self.layout.dp_rank]
+        table = micro_batches(
+            rows, self.layout.dp_size, self.max_tokens, c.share_prompts, not c.use_remove_padding
+        )
         multiple = c.pipeline_model_parallel_size if len(self.model) > 1 else 1
-        return mine + [[]] * (-len(mine) % multiple)  # virtual pipeline stages need this multiple
+        return [part + [[]] * (-len(part) % multiple) for part in table]  # virtual stages need this multiple
 
-    def micro_batch(self, batch, rows):
+    def fetch(self, batch, table):
+        """The rows that this rank computes, in the order of its micro-batches (a collective)."""
+        wanted = [list(chain(*table[dp_rank])) for dp_rank in self.layout.dp_ranks]
+        return common.fetch(batch, wanted)
+
+    def cut(self, local, table):
+        """The fetched rows in micro-batches; some may have no row."""
+        return local.split(list(map(len, table[self.layout.dp_rank])))
+
+    def micro_batch(self, micro):
         """These rows on the device. Without rows: one masked token, to keep in step with other ranks.
         Its columns have S entries: one for the action that *follows* each slot's token. packed: the ids,
-        what attention reads, and the indices of these actions in the columns of the whole batch."""
-        micro = batch.select(rows) if rows else Batch.blank()
+        what attention reads, and the indices of these actions among the T tokens of these rows."""
+        micro = replace(micro if len(micro) else Batch.blank())
         slots, layout = self.lay_out(micro)
-        index = batch.token_index(rows) if rows else torch.tensor([0])
 
         def to_slots(x_T):
             return F.pad(x_T, (0, 1))[slots].to(self.layout.device, non_blocking=True)
@@ -1110,7 +1128,8 @@ class MegatronPPOCritic:
         places_S = to_slots(micro.places)
         pack.rotary = [x[0] for x in self.rotary(places_S.to(self.layout.dtype), places_S[None])]
         # shift to the left by one: the first token of a row is never an action, so nothing crosses rows
-        micro.packed = to_slots(micro.input_ids)[None], pack, to_slots(index.roll(-1))
+        index_T = torch.arange(len(micro.input_ids))
+        micro.packed = to_slots(micro.input_ids)[None], pack, to_slots(index_T.roll(-1))
         for name in ("response_mask", *micro.FLOATS):
             if (x := getattr(micro, name)) is not None:
                 setattr(micro, name, to_slots(x.roll(-1)))
@@ -1200,52 +1219,61 @@ class MegatronPPOCritic:
         return torch.where(mask, outputs, 0.0)
 
     @torch.no_grad()
-    def compute_values(self, batch):
-        """(T,) float32 values of the global batch's actions, zero elsewhere; on the host, on all ranks."""
+    def compute_values(self, batch, rows):
+        """(T,) float32 values of the batch's actions, zero elsewhere; on the host."""
         self.model.eval()
-        values_T = torch.zeros(len(batch.input_ids), device=self.layout.device)
-        table = self.my_micro_batches(batch)
+        table = self.plan_micro_batches(rows)
+        local = self.fetch(batch, table)
+        pieces = self.cut(local, table)
+        values = []
 
         def reduce(outputs_S, micro):
-            if self.layout.tp_rank == 0 and len(values_T):
-                *_, index_S = micro.packed
-                values_T.index_add_(0, index_S, self.values(outputs_S, micro.response_mask))
+            *_, index_S = micro.packed
+            v_T = torch.zeros(len(micro.input_ids), device=self.layout.device)
+            v_T.index_add_(0, index_S, self.values(outputs_S, micro.response_mask))
+            values.append(v_T[: len(pieces[len(values)].input_ids)])  # nothing of a masked token
             return outputs_S.sum()
 
         size = 4 * self.config.pipeline_model_parallel_size  # several at once keep a pipeline busy
-        done = common.progress_of(len(table), "values", "micro-batches")
+        done = common.progress_of(len(pieces), "values", "micro-batches")
         done_one = partial(done, 1 / len(self.model))  # each virtual stage has its own forwards
-        for first in range(0, len(table), size):
+        for first in range(0, len(pieces), size):
             self.between()
-            micros = [self.micro_batch(batch, rows) for rows in table[first : first + size]]
+            micros = list(map(self.micro_batch, pieces[first : first + size]))
             self.run_schedule(micros, reduce, done_one, forward_only=True)
-        dist.all_reduce(values_T)  # one rank holds each token's value; the others add 0
+        values_T = torch.cat(values).cpu() if values else torch.zeros(len(local.input_ids))
+        values_T = self.give_back(values_T, local, table, batch)
         self.between()  # last chance to raise: an update may follow, which is not interrupted
-        return values_T.cpu()
+        return values_T
 
-    def update_critic(self, batch):
-        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
+    def give_back(self, values_T, local, table, batch):
+        """Values of the fetched rows -> values of the rows that this rank has."""
+        ranks = zip(self.layout.dp_ranks, self.layout.gives_values)
+        wanted = [list(chain(*table[dp_rank])) if gives else [] for dp_rank, gives in ranks]
+        return common.give_back(values_T, local, wanted, batch)
+
+    def update_critic(self, batch, rows):
+        """PPO epochs over mini-batches of the Rows of all ranks, one optimizer step each -> metrics."""
         config = self.config
         self.model.train()
         totals = Counter(self.no_sums)  # of the steps taken
         norms = []  # one per mini-batch, NaN where the step was skipped
-        done = common.progress_of(config.ppo_epochs * len(batch), "update", "rows")
+        done = common.progress_of(config.ppo_epochs * len(rows), "update", "rows")
+        groups = common.by_prompt(rows)
         for epoch in range(config.ppo_epochs):
-            ordered = batch
+            ordered = rows
             if config.shuffle:
-                ordered = batch.shuffled(config.seed, self.updates, epoch)
-            for mini in ordered.split(config.ppo_mini_batch_size):
+                ordered = common.shuffled_rows(groups, config.seed, self.updates, epoch)
+            for first in range(0, len(ordered), config.ppo_mini_batch_size):
+                mini = ordered[first : first + config.ppo_mini_batch_size]
                 norms.append(nan)
-                if not mini.response_mask.any():
+                if not any(row.actions for row in mini):
                     continue  # AdamW would move the weights even with zero gradients
-                mini.weights = common.loss_weights(
-                    mini, config.loss_agg_mode, config.response_length_limit, config.value_places
-                )
-                micros = self.my_micro_batches(mini)
-                done_one = partial(done, len(mini) / len(micros) / len(self.model))
+                pieces = self.mini_batch(batch, mini)
+                done_one = partial(done, len(mini) / len(pieces) / len(self.model))
                 with record_function("mini-batch"):
                     # Megatron's schedule loops over them
-                    sums = self.forward_backward([self.micro_batch(mini, rows) for rows in micros], done_one)
+                    sums = self.forward_backward(list(map(self.micro_batch, pieces)), done_one)
                     norm = self.optimizer_step()
                 if isfinite(norm):
                     norms[-1] = norm
@@ -1253,6 +1281,16 @@ class MegatronPPOCritic:
         self.updates += 1
         lr = self.optimizer.param_groups[0]["lr"]
         return common.update_metrics("critic", "vf_loss", totals, norms, lr, self.layout.device)
+
+    def mini_batch(self, batch, mini):
+        """This rank's rows of a mini-batch, with the weights of their losses, in micro-batches."""
+        config = self.config
+        table = self.plan_micro_batches(mini)
+        local = self.fetch(batch, table)
+        local.weights = common.loss_weights(
+            local, config.loss_agg_mode, config.response_length_limit, config.value_places, mini
+        )
+        return self.cut(local, table)
 
     def forward_backward(self, micros, done=lambda: None):
         """Computes the gradient of a mini-batch, over all ranks -> this rank's sums, as `loss` returns them.
@@ -1437,7 +1475,7 @@ class CriticWorker:
         self.critic.model.train()
         # as many micro-batches as a stage may hold at once
         turns = self.config.pipeline_model_parallel_size * min(len(self.critic.model), 2)
-        self.critic.forward_backward([self.critic.micro_batch(batch, range(len(batch)))] * turns)
+        self.critic.forward_backward([self.critic.micro_batch(batch)] * turns)
 
     def check_ready(self):
         """RuntimeError unless the model is built and on its device."""
@@ -1457,10 +1495,10 @@ class CriticWorker:
         if offloaded:
             self.offload()
 
-    def check_batch(self, batch):
+    def check_batch(self, batch, rows):
         """Raises UserError or ValueError for rows that do not fit, RuntimeError while offloaded."""
         self.check_ready()
-        longest, row = batch.longest
+        longest, row = max(((row.length, row.row_id) for row in rows), default=(0, -1))
         if longest > self.critic.max_tokens:
             self.set_budget(longest, f"row {row}")
         common.check_rows(batch, self.model_config)
@@ -1487,21 +1525,21 @@ class CriticWorker:
                 module.output_layer.bias.fill_(bias)
 
     @common.dp_compute_proto()
-    def compute_values(self, batch):
+    def compute_values(self, batch, rows):
         """Values of the caller's rows: (T,) float32, zero where response_mask is false."""
-        self.check_batch(batch)
-        return self.critic.compute_values(batch)
+        self.check_batch(batch, rows)
+        return self.critic.compute_values(batch, rows)
 
     @common.dp_compute_proto(needs=("values", "returns"))
-    def update_critic(self, batch):
+    def update_critic(self, batch, rows):
         """One PPO update on the rows of all ranks, with old values and returns -> metrics, equal on each."""
-        self.check_batch(batch)
+        self.check_batch(batch, rows)
         config = self.config
         start = time.perf_counter()
-        metrics = self.critic.update_critic(batch)
-        groups = batch.groups(config.share_prompts and config.use_remove_padding)
-        flops = self.critic.passes * sum(batch.costs(groups, self.critic.flops))
-        return metrics | common.describe_update(batch, start, config.ppo_epochs, flops, self.layout)
+        metrics = self.critic.update_critic(batch, rows)
+        groups = common.by_prompt(rows, config.share_prompts and config.use_remove_padding)
+        flops = self.critic.passes * sum(common.costs(groups, self.critic.flops))
+        return metrics | common.describe_update(batch, rows, start, config.ppo_epochs, flops, self.layout)
 
     def check_values(self, batch):
         """UserError if values of the caller's first row are not finite: an update has ruined the weights."""
@@ -1769,7 +1807,7 @@ def main(run):
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
 
         if run.score:
-            train.values = worker.critic.compute_values(train)
+            train.values = compute_together(worker, train)
             common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
             return
 
@@ -1806,6 +1844,16 @@ def load_rows(run, worker):
     return train, read(held_out, flag="--eval-rollouts")
 
 
+def compute_together(worker, batch):
+    """(T,) values of a batch that every rank has read whole, on every rank; each computes a part of it."""
+    parts = [range(rank, len(batch), WORLD_SIZE) for rank in range(WORLD_SIZE)]
+    values = of_all_ranks(worker.compute_values(batch.select(parts[RANK])))
+    values_T = torch.zeros(len(batch.input_ids))
+    for part, x_T in zip(parts, values):
+        values_T[batch.token_index(part)] = x_T
+    return values_T
+
+
 def learn(run, worker, train, held_out, size, checkpoints):
     """Trains from the checkpoint's step on, evaluates and saves -> (rows with values to report, words)."""
     first_step = worker.critic.updates
@@ -1821,7 +1869,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
         ends = step == run.steps or told > 0
         evaluates = step == run.steps or step % (run.eval_every or run.steps) == 0
         if len(held_out) and evaluates:
-            held_out.values = worker.critic.compute_values(held_out)
+            held_out.values = compute_together(worker, held_out)
             logger.log_evaluation(step, held_out, run.gamma)
         if step > first_step and (ends or checkpoints.every and step % checkpoints.every == 0):
             worker.check_values(batch)
@@ -1843,7 +1891,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     if len(held_out):
         return held_out, "held-out rows"
     rows = train.select(picked)
-    rows.values = worker.critic.compute_values(rows)
+    rows.values = compute_together(worker, rows)
     return rows, "rows of the last update"
 
 

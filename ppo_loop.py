@@ -252,7 +252,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 import common
-from common import RANK, WORLD_SIZE, Batch, Stop, UserError, blame, gather, of_all_ranks, print0, progress
+from common import RANK, WORLD_SIZE, Batch, Stop, UserError, blame, of_all_ranks, print0, progress
 
 # ---- Config ------------------------------------------------------------------------------------------------
 
@@ -867,8 +867,8 @@ def next_kl_coef(coef, kl, n, target):
 
 def masked_whiten(x_T, mask_T):
     """(x - mean) / sqrt(variance + 1e-8) over all ranks' entries where the mask is true, zero elsewhere."""
-    x_A = torch.cat(of_all_ranks(x_T[mask_T])).double()
-    var, mean = torch.var_mean(x_A, correction=len(x_A) > 1)
+    n, mean, variance = common.moments(x_T[mask_T], everywhere=True)
+    var = torch.tensor(variance * n / max(n - 1, 1), dtype=torch.float64)
     return torch.where(mask_T, (x_T - mean) * torch.rsqrt(var + 1e-8), 0.0).float()
 
 
@@ -903,14 +903,25 @@ def prefer_the_mean(batch, run):
     """If values explain nothing, advantages become returns minus their mean over all actions of a prompt's
     answers (--rollout-n 1: of the batch) -> whether values explain any (a collective; EVPO, 2604.19485)."""
     returns_T = common.monte_carlo(batch, run.gamma)
-    whole = gather(replace(batch, returns=returns_T))
-    mask_T = whole.response_mask
-    if common.explained_variance(whole.values[mask_T], whole.returns[mask_T]) > 1e-3:  # above rounding errors
+    mask_T = batch.response_mask
+    explained = common.explained_variance(batch.values[mask_T], returns_T[mask_T], everywhere=True)
+    if explained > 1e-3:  # above rounding errors
         return True
-    size = run.rollout_n if run.rollout_n > 1 else len(whole)  # row_ids of one prompt are consecutive
-    mean_G = torch.stack([x.returns.sum() / x.response_mask.sum() for x in whole.split(size)])
-    less_T = returns_T - mean_G[batch.row_id // size][batch.row_of_token]
-    batch.advantages = torch.where(batch.response_mask, less_T, 0.0)
+
+    # sums of each row on its rank, then of each group; the row_ids of one prompt are consecutive
+    row_T = batch.row_of_token
+    sum_B = torch.zeros(len(batch), dtype=torch.float64).index_add(0, row_T, returns_T.double())
+    rows = chain(*of_all_ranks(list(zip(batch.row_id.tolist(), sum_B.tolist(), batch.actions.tolist()))))
+    sums = collections.Counter()
+    counts = collections.Counter()
+    group = lambda row_id: row_id // run.rollout_n if run.rollout_n > 1 else 0  # 0: the whole batch
+    for row_id, returns, actions in rows:
+        sums[group(row_id)] += returns
+        counts[group(row_id)] += actions
+
+    mean_B = [sums[group(i)] / max(counts[group(i)], 1) for i in batch.row_id.tolist()]
+    less_T = returns_T - torch.tensor(mean_B)[row_T]
+    batch.advantages = torch.where(mask_T, less_T, 0.0)
     return False
 
 
@@ -1372,33 +1383,42 @@ class PolicyWorker:
 
     @common.dp_compute_proto()
     @torch.no_grad()
-    def compute_log_probs(self, batch):
+    def compute_log_probs(self, batch, rows):
         """Log-probs of the actions in the caller's rows at --temperature: (T,) float32, zero elsewhere."""
-        log_probs_T = torch.zeros(len(batch.input_ids), device=self.device)
+        table = self.plan_micro_batches(rows)
+        local = self.fetch(batch, table)
+        log_probs = []
         try:
-            for rows in progress(self.my_micro_batches(batch), "log-probs", "micro-batches"):
+            for piece in progress(self.cut(local, table), "log-probs", "micro-batches"):
                 poll()
-                out_T, _ = self.model(self.micro_batch(batch, rows), self.run.temperature)
-                if rows:
-                    log_probs_T[batch.token_index(rows).to(self.device, non_blocking=True)] = out_T
+                out_T, _ = self.model(self.micro_batch(piece), self.run.temperature)
+                log_probs.append(out_T[: len(piece.input_ids)])  # nothing of a masked token
         except UserError as error:  # from attention, which knows no flag
             raise UserError(f"--actor.model {self.config.model}: {error}") from None
         finally:
             self.model.reshard()  # FSDP keeps the root's weights for a backward, which does not come here
-        dist.all_reduce(log_probs_T)  # one rank computed each token; others add 0
-        log_probs_T = log_probs_T.cpu()
-        if not log_probs_T.isfinite().all():
+        wanted = [list(chain(*micros)) for micros in table]
+        log_probs_T = common.give_back(torch.cat(log_probs).cpu(), local, wanted, batch)
+        if not all(of_all_ranks(bool(log_probs_T.isfinite().all()))):
             advice = "use a lower --actor.lr" if self.optimizer_steps else "check its weights"
             raise UserError(f"--actor.model {self.config.model}: its log-probs are not finite; {advice}")
         return log_probs_T
 
-    def my_micro_batches(self, batch):
-        """This rank's rows of a global batch as lists of row indices, one list a micro-batch."""
-        return self.backend.micro_batches(batch, WORLD_SIZE, self.max_tokens, True)[RANK]  # True: share
+    def plan_micro_batches(self, rows):
+        """Micro-batches of these Rows for each rank, as lists of Rows."""
+        return self.backend.micro_batches(rows, WORLD_SIZE, self.max_tokens, True)  # True: share prompts
 
-    def micro_batch(self, batch, rows):
+    def fetch(self, batch, table):
+        """The rows that this rank computes, in the order of its micro-batches (a collective)."""
+        return common.fetch(batch, [list(chain(*micros)) for micros in table])
+
+    def cut(self, local, table):
+        """The fetched rows in micro-batches; some may have no row."""
+        return local.split(list(map(len, table[RANK])))
+
+    def micro_batch(self, micro):
         """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
-        micro = batch.select(rows) if rows else Batch.blank()
+        micro = replace(micro if len(micro) else Batch.blank())
         slots_S, *packed = self.backend.pack_rows(micro, self.device, True)  # True: share prompts
         inputs_21S = torch.stack([micro.input_ids, micro.places])[:, None, slots_S]
         micro.packed = (inputs_21S.to(self.device, non_blocking=True), *packed)
@@ -1408,17 +1428,19 @@ class PolicyWorker:
         return micro
 
     @common.dp_compute_proto(needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages"))
-    def update_policy(self, batch):
-        """PPO epochs over mini-batches of the global batch, one optimizer step each -> metrics."""
+    def update_policy(self, batch, rows):
+        """PPO epochs over mini-batches of the Rows of all ranks, one optimizer step each -> metrics."""
         totals = collections.Counter(self.no_sums)  # of the steps taken
         norms = []  # of the mini-batches, NaN where the step was skipped
-        done = common.progress_of(self.config.ppo_epochs * len(batch), "policy", "rows")
+        done = common.progress_of(self.config.ppo_epochs * len(rows), "policy", "rows")
         if self.run.offload:
             common.move_state(self.optimizer, self.device)
+        groups = common.by_prompt(rows)
         for epoch in range(self.config.ppo_epochs):
-            ordered = batch.shuffled(self.run.seed, self.updates, epoch)
-            for mini in ordered.split(self.config.ppo_mini_batch_size):
-                norms.append(self.step(mini, totals, done))
+            ordered = common.shuffled_rows(groups, self.run.seed, self.updates, epoch)
+            for first in range(0, len(ordered), self.config.ppo_mini_batch_size):
+                mini = ordered[first : first + self.config.ppo_mini_batch_size]
+                norms.append(self.step(batch, mini, totals, done))
         self.updates += 1
         lr = self.optimizer.param_groups[0]["lr"]
         return common.update_metrics("actor", "pg_loss", totals, norms, lr, self.device)
@@ -1455,21 +1477,25 @@ class PolicyWorker:
         }
         return whole, {name: x.detach().double() for name, x in sums.items()}
 
-    def step(self, mini, totals, done):
-        """Takes one optimizer step on a global mini-batch -> gradient norm before clipping. Adds to totals.
-        All ranks skip the step if the norm is not finite or the mini-batch has no action."""
-        if not mini.response_mask.any():
+    def step(self, batch, mini, totals, done):
+        """Takes one optimizer step on the Rows of a mini-batch -> gradient norm before clipping. Adds to
+        totals. All ranks skip the step if the norm is not finite or the mini-batch has no action."""
+        if not any(row.actions for row in mini):
             return nan
         config = self.config
-        mini.weights = common.loss_weights(mini, config.loss_agg_mode, self.run.max_response_length)
+        table = self.plan_micro_batches(mini)
+        local = self.fetch(batch, table)
+        local.weights = common.loss_weights(
+            local, config.loss_agg_mode, self.run.max_response_length, rows=mini
+        )
+        pieces = self.cut(local, table)
         sums = collections.Counter()
-        micros = self.my_micro_batches(mini)
-        for rows in micros:
-            micro = self.micro_batch(mini, rows)
+        for piece in pieces:
+            micro = self.micro_batch(piece)
             loss, part = self.loss(micro, *self.model(micro, self.run.temperature))
             (loss * WORLD_SIZE).backward()  # the loss is a sum over ranks, but FSDP averages their gradients
             sums.update(part)
-            done(len(mini) / len(micros))
+            done(len(mini) / len(pieces))
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip).full_tensor())
         if isfinite(norm):
             warm = min(1.0, (self.optimizer_steps + 1) / max(config.lr_warmup_steps, 1))
@@ -1670,25 +1696,29 @@ def mean_turns(replies, run, task):
 
 def rollout_metrics(batch, run, dtype):
     """Metrics of all ranks' rows. UserError: engine and actor, with equal weights, disagree on log-probs."""
-    whole = gather(batch)
-    mask_T = whole.response_mask
-    off_A = (whole.rollout_log_probs - whole.old_log_probs)[mask_T]
+    mask_T = batch.response_mask
+    off_A = (batch.rollout_log_probs - batch.old_log_probs)[mask_T]
     # top_p raises the engine's log-probs of the kept tokens by up to -log top_p, which is no error
     off_A = (off_A - off_A.clamp(0, -log(run.top_p))).abs()
-    off = off_A.double().mean()
+    kl_A = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)[mask_T]
+    rows, tokens, actions, truncated = common.add_up(
+        len(batch), len(mask_T), len(off_A), int(batch.truncated.sum())
+    )
+    off, kl = common.add_up(float(off_A.double().sum()), float(kl_A.double().sum()))
+    most = max(of_all_ranks(max(off_A.tolist(), default=0.0)))
+    off /= actions
     if not off < (1e-3 if dtype == torch.float32 else 0.5):
         raise UserError(
             f"--actor.model {run.actor.model}: the rollout is off the actor by {off:.1e} nats a token:"
             " either Policy computes other logits than the model, or packed rows see each other"
         )
-    kl_A = kl_penalty(whole.old_log_probs, whole.ref_log_probs, run.kl_penalty)[mask_T]
     return {
-        "rollout/actions": len(off_A) / len(whole),
-        "rollout/tokens": len(mask_T),
-        "rollout/truncated": whole.truncated.double().mean(),
+        "rollout/actions": actions / rows,
+        "rollout/tokens": tokens,
+        "rollout/truncated": truncated / rows,
         "rollout/log_prob_diff": off,
-        "rollout/log_prob_diff_max": off_A.max(),
-        "kl/reference": float(kl_A.double().mean()) if run.kl_coef or run.actor.kl_loss_coef else nan,
+        "rollout/log_prob_diff_max": most,
+        "kl/reference": kl / actions if run.kl_coef or run.actor.kl_loss_coef else nan,
     }
 
 
@@ -2076,8 +2106,10 @@ def what_changed(out_dir):
 def finish(run, task, batch, phases, actor, critic):
     """Writes the report and both models. batch: the last step's rows, None if no step was left to do."""
     if batch is not None:
-        rows = gather(batch)
+        parts = on_rank_0(batch.select(range(len(batch))))  # copy: pickle sends a view's whole storage
         if RANK == 0:
+            rows = common.concat(parts)
+            rows = rows.select(rows.row_id.argsort().tolist())
             changed = what_changed(run.out_dir)
             about = "rows of the last step"
             common.write_report(run.out_dir, rows, about, task.tokenizer, run.gamma, CURVES, changed)

@@ -3,6 +3,8 @@
     OMP_NUM_THREADS=1 python tests/bench.py              10 million weights, answers to GSM8K questions
     OMP_NUM_THREADS=1 python tests/bench.py --mix long-prompt --rows 32
     OMP_NUM_THREADS=1 python tests/bench.py --mix long-tail --model 100m --rows 16
+    OMP_NUM_THREADS=1 python tests/bench.py --host --ranks 64
+                                                         what one of many ranks spends on moving rows
 
 All contestants have the same weights, rows, precision, token budget and AdamW. Each runs in its own
 processes, and they take turns. On a CPU the tables use the CPU time of all ranks together, because it does
@@ -26,6 +28,7 @@ import math
 import multiprocessing
 import os
 import pathlib
+import pickle
 import re
 import statistics
 import subprocess
@@ -33,6 +36,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -85,6 +89,7 @@ class Run:
     work: tyro.conf.OmitArgPrefixes[Work] = Work()  # its flags have no prefix
     contestants: tuple[Literal[CONTESTANTS], ...] = CONTESTANTS  # each is compared with the first
     rounds: int = 5  # measured rounds (the medians count), after one warm-up
+    host: bool = False  # instead: the host's work of one PPO step on one of --ranks ranks, without a model
 
 
 # ---- The work: rows, and a folder with weights -------------------------------------------------------------
@@ -155,7 +160,8 @@ def load_model(folder, attention):
 
 def bare(_, work, folder, batch):
     model, optimizer = load_model(folder, "packed")
-    [parts] = critic_fsdp.micro_batches(batch, 1, work.budget, share=False)
+    [micros] = critic_fsdp.micro_batches(common.describe(batch), 1, work.budget, share=False)
+    parts = [[row.index for row in micro] for micro in micros]
     packs = [batch.select(rows) for rows in parts]
     for pack in packs:
         for name in ("input_ids", "response_mask", *pack.FLOATS):
@@ -377,6 +383,99 @@ def compare(contestants, rounds):
     return seen
 
 
+# ---- The host's work: what one of many ranks does to get rows to where they are computed ------------------
+
+
+def rows_of_a_step(prompts=1024, answers=8):
+    """A Batch of 8,192 rows and 37 million tokens: prompts of 500 tokens, answers of 4,000 on average."""
+    torch.manual_seed(0)
+    lengths = 500 + torch.randint(1, 8000, (prompts * answers,))
+    cu = common.cumulative(lengths)
+    total = int(cu[-1])
+    ids = torch.randint(2**15, (total,))
+    places = torch.arange(total) - cu[:-1].long().repeat_interleave(lengths)
+    for first in range(0, len(lengths), answers):  # all answers have the prompt of the first
+        for row in range(first + 1, first + answers):
+            ids[cu[row] : cu[row] + 500] = ids[cu[first] : cu[first] + 500]
+    zeros = torch.zeros(total)
+    return common.Batch(
+        input_ids=ids,
+        cu_seqlens=cu,
+        response_mask=places >= 500,
+        row_id=torch.arange(len(lengths)),
+        truncated=torch.zeros(len(lengths), dtype=torch.bool),
+        values=zeros,
+        returns=zeros.clone(),
+    )
+
+
+def send_all_rows(ranks, whole):
+    """The way of version 2: every rank gets every row, for each of four calls; two of them are updates, which
+    shuffle the rows and cut them into mini-batches. (About six gathers a step; here are four.)"""
+    parts = [pickle.dumps(whole.select(range(rank, len(whole), ranks))) for rank in range(ranks)]
+    yield
+    for call in range(4):
+        gathered = common.concat(list(map(pickle.loads, parts)))
+        gathered = gathered.select(gathered.row_id.argsort().tolist())
+        if call % 2:
+            order = common.shuffled_rows(gathered.groups(), call)
+            gathered.select(order).split(1024)
+
+
+def send_rows_where_they_are_computed(ranks, whole):
+    """Our way, on rank 0 of many, with its own rows. What others would send is made of zeros."""
+    own = whole.select(range(0, len(whole), ranks))
+    rows = common.describe(whole)
+    told = []  # what each rank tells of its rows
+    for rank in range(ranks):
+        its = enumerate(rows[rank::ranks])
+        told.append(pickle.dumps([row._replace(owner=rank, index=i) for i, row in its]))
+    del whole
+    critic = object.__new__(critic_fsdp.DataParallelPPOCritic)
+    critic.config = critic_fsdp.Config()
+    critic.max_tokens = 16384
+    critic.layout = SimpleNamespace(
+        dp_size=ranks, dp_rank=0, dp_ranks=list(range(ranks)), gives_values=[True] * ranks
+    )
+    common.WORLD_SIZE = ranks
+    common.of_all_ranks = lambda mine: list(map(pickle.loads, told))
+    common.all_to_all = lambda x, sent, got: x.new_zeros(sum(got))
+    yield
+    for call in range(4):
+        rows = common.rows_of_all_ranks(own)
+        if call % 2:
+            ordered = common.shuffled_rows(common.by_prompt(rows), call)
+            for first in range(0, len(ordered), 1024):
+                critic.mini_batch(own, ordered[first : first + 1024])
+        else:
+            table = critic.plan_micro_batches(rows)
+            local = critic.fetch(own, table)
+            critic.give_back(torch.zeros(len(local.input_ids)), local, table, own)
+
+
+def host(ranks):
+    """Prints what both ways take, on average over a step's calls of the critic and the actor."""
+    whole = rows_of_a_step()
+    own = sum(x.nbytes for x in vars(whole).values() if isinstance(x, torch.Tensor)) / ranks / 2**20
+    size = f"{len(whole):,} rows, {len(whole.input_ids):,} tokens"
+    print(f"{size}, {own:,.1f} MiB of them on each of {ranks} ranks")
+    print_line("", "CPU seconds of a step", "peak MiB", "x own rows")
+    print("|---" * 4 + "|")
+    for way in (send_all_rows, send_rows_where_they_are_computed):
+        if pid := os.fork():
+            os.waitpid(pid, 0)
+            continue
+        spent = {}
+        for how in (measure, measure_peak):
+            steps = way(ranks, whole)
+            next(steps)  # what is made before the clock runs
+            spent |= how(lambda steps=steps: next(steps, None))
+        peak = 1024 * spent["peak"]
+        print_line(way.__name__.replace("_", " "), f"{spent['cpu']:.2f}", f"{peak:,.0f}", f"{peak / own:.1f}")
+        sys.stdout.flush()
+        os._exit(0)
+
+
 # ---- Tables ------------------------------------------------------------------------------------------------
 
 
@@ -431,6 +530,8 @@ def table(work, batch, names, rounds):
 
 def main(run):
     work, names = run.work, run.contestants
+    if run.host:
+        return host(work.ranks)
     if work.mix == "gsm8k" and not DATA.is_dir():
         sys.exit(f"--mix gsm8k: needs the development data in {DATA}; take long-tail")
     if importlib.util.find_spec("verl") is None:

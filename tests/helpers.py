@@ -213,11 +213,17 @@ def worker(total_steps=None, script=critic_fsdp, **fields):
 
 def one_update(worker, batch):
     """Values of the whole batch; gradient and metrics of an update by this rank's rows, of one step."""
-    values = common.gather(dataclasses.replace(batch, values=worker.compute_values(batch))).values
+    values = gather(dataclasses.replace(batch, values=worker.compute_values(batch))).values
     with captured_gradients(worker.critic) as seen:
         metrics = worker.update_critic(batch)
     assert metrics["critic/skipped_steps"] == 0 and len(seen) == 1
     return {"gradients": seen[0], "values": values, "metrics": metrics}
+
+
+def gather(batch):
+    """The rows of all ranks, in row_id order (a collective)."""
+    whole = common.concat(common.of_all_ranks(batch))
+    return whole.select(whole.row_id.argsort().tolist())
 
 
 def mine(batch):
@@ -228,7 +234,7 @@ def mine(batch):
 def assert_rows_come_back(worker, batch):
     """Values do not depend on who owns which rows; every caller gets its own rows in its own order."""
     worker.set_budget(batch.longest[0], "the longest row")
-    expected = worker.critic.compute_values(batch)
+    expected = critic_fsdp.compute_together(worker, batch)
     assert expected[batch.response_mask].unique().numel() > 50
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(1)).tolist()
     for cut in (0, 5, len(batch)):  # none, some and all of the rows are on the last rank

@@ -372,7 +372,7 @@ def an_automatic_budget_fills_the_memory(folder):
     for name, x in make(ppo_max_token_len_per_gpu=64, **layout).update_critic(rows(3)).items():
         assert name.startswith("perf/") or math.isclose(metrics[name], x, rel_tol=1e-6), (name, x)
     full = common.concat([common.Batch.blank(40)] * (auto.critic.max_tokens // 40))
-    micro = lambda: auto.critic.micro_batch(full, range(len(full)))
+    micro = lambda: auto.critic.micro_batch(full)
     auto.critic.forward_backward([micro()])  # creates what stays allocated
     peak = helpers.peak_bytes(lambda: auto.critic.forward_backward([micro()] * 4))
     weights = ((16.0 if p.requires_grad else 4.0) * p.numel() for p in auto.critic.modules[0].parameters())
@@ -522,7 +522,7 @@ def export(folder):
         worker = make(lr=1e-2, **fields)
         worker.update_critic(rows(0))
         batch = random_batch(8, 5)
-        values = worker.critic.compute_values(batch)
+        values = cm.compute_together(worker, batch)
         worker.export_hf(folder / "hf" / name)
         if common.RANK == 0:
             torch.save(values, folder / f"values of {name}.pt")
@@ -542,7 +542,7 @@ def exports_load_elsewhere(folder):
         head = HL_GAUSS if name == "hl_gauss" else {}
         worker = make(model=str(folder / "hf" / name), **head, **layout)
         worker.set_budget(40, "the longest row")
-        values = worker.critic.compute_values(random_batch(8, 5))
+        values = cm.compute_together(worker, random_batch(8, 5))
         torch.testing.assert_close(values, torch.load(folder / f"values of {name}.pt"), rtol=1e-5, atol=1e-5)
 
 

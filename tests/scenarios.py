@@ -62,7 +62,8 @@ def a_weight_may_be_used_on_one_rank_alone():
         with captured_gradients(worker.critic) as gradients:
             worker.update_critic(mine(batch))
         plain.model.set_attn_implementation("eager")
-        rows = batch.select(sum(worker.critic.my_micro_batches(batch), []))
+        parts = worker.critic.plan_micro_batches(common.describe(batch))[RANK]
+        rows = batch.select([row.index for part in parts for row in part])
         _, losses = plain_loop(rows, lambda _, ids, plain=plain: plain(input_ids=ids)[0])
         (torch.cat(losses).sum() / batch.response_mask.sum()).backward()
         after = full_weights(worker.critic)

@@ -268,9 +268,8 @@ def test_rows_stay_whole_in_pieces_selections_and_together():
     acts = actions_of(batch)
     assert batch.actions.tolist() == [*map(len, acts)] and 0 in batch.actions
     assert common.last_action(batch).tolist() == [max(places, default=-1) for places in acts]
-    assert_same(common.gather(batch.select([2, 0, 3, 8, 7, 6, 5, 4, 1])), batch)
     with pytest.raises(ValueError, match="row_id 1 occurs more than once"):
-        common.gather(common.concat([batch, batch.select([1])]))
+        common.rows_of_all_ranks(common.concat([batch, batch.select([1])]))
 
 
 def test_pieces_of_many_rows_copy_nothing():
@@ -290,7 +289,7 @@ def test_pieces_of_many_rows_copy_nothing():
 def test_an_inconsistent_batch_is_refused(fault, name, column):
     row = dataclasses.replace(common.Batch.blank(2), row_id=torch.tensor([5]))
     with pytest.raises(ValueError, match=fault):
-        common.gather(dataclasses.replace(row, **{name: torch.tensor(column)}))
+        common.check(dataclasses.replace(row, **{name: torch.tensor(column)}))
 
 
 @settings(max_examples=12, deadline=None)
@@ -443,7 +442,9 @@ def test_ranks_make_equally_many_micro_batches_within_the_token_budget(data):
     ranks, cap = (data.draw(st.integers(*ends)) for ends in ((1, 5), (60, 200)))
     pad = data.draw(st.booleans())
     rows = common.concat([common.Batch.blank(n) for n in (*lengths, 1)]).select(range(len(lengths)))
+    rows = common.describe(rows)
     table = critic_fsdp.micro_batches(rows, ranks, cap, data.draw(st.booleans()), pad)
+    table = [[[row.index for row in part] for part in parts] for parts in table]
     [count] = {len(parts) for parts in table}
     assert len(table) == ranks
     assert sorted(i for parts in table for part in parts for i in part) == list(range(len(lengths)))
@@ -461,7 +462,7 @@ def test_many_rows_that_share_no_micro_batch_are_split_in_few_tries(monkeypatch)
     monkeypatch.setattr(critic_fsdp, "spread", lambda *args: tries.append(args) or spread(*args))
     lengths = [51 + i % 49 for i in range(2000)]
     rows = common.concat([common.Batch.blank(n) for n in lengths])
-    [parts] = critic_fsdp.micro_batches(rows, 1, 100, True)
+    [parts] = critic_fsdp.micro_batches(common.describe(rows), 1, 100, True)
     assert sum(map(bool, parts)) == 2000 and len(parts) <= 1.05 * 2000 + 1 and len(tries) < 200
 
 
@@ -570,7 +571,7 @@ def test_mfu_uses_the_peak_of_the_device_or_is_unknown(monkeypatch):
 
     def measure(device, dtype):
         layout = types.SimpleNamespace(device=device, dtype=dtype)
-        return common.describe_update(batch, time.perf_counter() - 2, 1, 1e15, layout)
+        return common.describe_update(batch, common.describe(batch), time.perf_counter() - 2, 1, 1e15, layout)
 
     peaks = {
         "H100 80GB HBM3": 989, "H100 PCIe": 756, "H200": 989, "H200 NVL": 835,
@@ -670,7 +671,7 @@ def test_values_and_updates_of_a_critic_show_how_far_they_are(script, monkeypatc
     capsys.readouterr()
     monkeypatch.setattr(common, "LINE_EVERY", 0.0)
     w.compute_values(batch)
-    n = len(w.critic.my_micro_batches(batch))
+    n = len(w.critic.plan_micro_batches(common.describe(batch))[0])
     said = [f"values     {i} of {n} micro-batches, 0:00:00 left" for i in range(1, n + 1)]
     assert n > 4 and capsys.readouterr().out.splitlines() == said
     w.update_critic(batch)
@@ -927,11 +928,12 @@ def test_a_row_with_images_shares_with_no_prompt():
 
 
 def test_no_more_micro_batches_than_needed():
-    two = rows_after([1] * 58, [2] * 58)  # of 60 tokens each
-    assert critic_fsdp.micro_batches(two, 1, 120, True) == [[[0, 1]]]
-    assert sorted(critic_fsdp.micro_batches(two, 1, 119, True)[0]) == [[0], [1]]
-    group = rows_after([1] * 10, [1] * 10, [1] * 10)  # 9 shared tokens, and 3 more for each row
-    assert critic_fsdp.micro_batches(group, 1, 18, True) == [[[0, 1, 2]]]
+    two = common.describe(rows_after([1] * 58, [2] * 58))  # of 60 tokens each
+    assert critic_fsdp.micro_batches(two, 1, 120, True) == [[two]]
+    assert sorted(critic_fsdp.micro_batches(two, 1, 119, True)[0]) == [two[:1], two[1:]]
+    rows = rows_after([1] * 10, [1] * 10, [1] * 10)  # 9 shared tokens, and 3 more for each row
+    group = common.describe(rows)
+    assert critic_fsdp.micro_batches(group, 1, 18, True) == [[group]]
     parts = critic_fsdp.micro_batches(group, 1, 17, True)[0]
     assert sorted(map(len, parts)) == [1, 2]
     ranks = critic_fsdp.micro_batches(group, 2, 99, True)  # each rank gets some, although one could take all

@@ -182,7 +182,7 @@ MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer
 def test_dropout_is_off_everywhere(config, packed, tmp_path):
     transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
     w = worker(model=str(tmp_path), use_remove_padding=packed)
-    micro = w.critic.micro_batch(batch_for(w, 6), range(6))
+    micro = w.critic.micro_batch(batch_for(w, 6))
     w.critic.model.eval()
     quiet = w.critic.forward(micro)
     w.critic.model.train()
@@ -333,9 +333,10 @@ def test_tokens_that_are_no_action_do_no_harm():
 
 
 def test_mini_batches_are_global_complete_and_shuffled_by_seed_update_and_epoch(monkeypatch):
-    seen, split = [], common.Batch.split
-    note = lambda batch, n: (seen.append(batch.row_id.tolist()), split(batch, n))[1]
-    monkeypatch.setattr(common.Batch, "split", note)
+    minis = []  # three for each epoch, of 5, 5 and 2 rows
+    make = critic_fsdp.DataParallelPPOCritic.mini_batch
+    note = lambda critic, batch, mini: minis.append([row.row_id for row in mini]) or make(critic, batch, mini)
+    monkeypatch.setattr(critic_fsdp.DataParallelPPOCritic, "mini_batch", note)
     batch = random_batch(12, vocab_size=60, idle=False, prompts=3)
     groups = [set(rows) for _, rows in batch.groups() if len(rows) > 1]
     orders = []
@@ -345,14 +346,15 @@ def test_mini_batches_are_global_complete_and_shuffled_by_seed_update_and_epoch(
         w.update_critic(batch.select(first))
         w.update_critic(batch)
         assert w.critic.optimizer_steps == 12  # 5 + 5 + 2 rows, twice, twice
-        orders.append(seen.copy())
-        seen.clear()
+        assert [len(mini) for mini in minis] == [5, 5, 2] * 4
+        orders.append([sum(minis[i : i + 3], []) for i in range(0, 12, 3)])
+        minis.clear()
     assert orders[0] == orders[1] and all(sorted(order) == list(range(12)) for order in orders[0])
     assert len({tuple(order) for order in orders[0]}) == 4
     for order, group in itertools.product(orders[0], groups):
         assert any(group == {*order[i : i + len(group)]} for i in range(12)) and len(groups) > 1
     worker(ppo_mini_batch_size=5, shuffle=False).update_critic(batch)
-    assert seen == [list(range(12))]
+    assert sum(minis, []) == list(range(12))
 
 
 def test_evaluation_equals_plain_formulas():
@@ -433,7 +435,7 @@ def test_an_automatic_budget_fills_the_memory_and_changes_no_update(gib, fields,
         assert name.startswith("perf/") or metrics[name] == pytest.approx(x, rel=1e-6), name
     longest = max(batch.lengths)
     full = common.concat([common.Batch.blank(longest)] * (auto.critic.max_tokens // longest))
-    micro = auto.critic.micro_batch(full, range(len(full)))
+    micro = auto.critic.micro_batch(full)
     peak = helpers.peak_bytes(lambda: auto.critic.forward_backward(micro))
     state = 16 * sum(p.numel() for p in auto.critic.model.parameters())
     assert 0.8 < (peak + state) / (gib * 2**30) < 0.91
@@ -461,7 +463,7 @@ def test_a_plan_is_printed_as_equations_that_hold(capsys):
 def test_shared_prompts_change_no_update(fields):
     """Two steps with and without sharing. For windows, soft caps and experts see test_layouts.py."""
     batch = random_batch(20, prompts=4)
-    assert sum(batch.costs(batch.groups())) < 0.85 * len(batch.input_ids)
+    assert sum(common.costs(common.by_prompt(common.describe(batch)))) < 0.85 * len(batch.input_ids)
     seen = []
     for share in (True, False):
         w = worker(share_prompts=share, ppo_mini_batch_size=10, ppo_max_token_len_per_gpu=200, **fields)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import math
 import re
 import sys
@@ -35,17 +36,20 @@ def test_both_scripts_have_the_same_sections_in_the_same_order():
 
 
 SAME_CODE = {  # class in critic_fsdp.py, class in critic_megatron.py -> functions whose source is equal
-    ("", ""): "section_titles show_help read_flags out_of_range spread micro_batches pack_rows learn",
-    ("DataParallelPPOCritic", "MegatronPPOCritic"): "values loss learning_rate",
+    ("", ""):
+        "section_titles show_help read_flags out_of_range spread micro_batches pack_rows"
+        " compute_together learn",
+    ("DataParallelPPOCritic", "MegatronPPOCritic"):
+        "fetch cut give_back mini_batch values loss learning_rate",
     ("CriticWorker", "CriticWorker"): "compute_values save_checkpoint",
     ("Checkpoints", "Checkpoints"): "__enter__ __exit__ save wait leave",
-}
+}  # fmt: skip
 SAME_SIGNATURE = {
     ("", ""):
         "mistake_in read_weights make_layout build_value_model check_model_flags check_budget"
         " build_optimizer main",
     ("DataParallelPPOCritic", "MegatronPPOCritic"):
-        "my_micro_batches micro_batch compute_values update_critic optimizer_step",
+        "plan_micro_batches micro_batch compute_values update_critic optimizer_step",
     ("CriticWorker", "CriticWorker"):
         "init_model set_budget check_batch update_critic offload onload load_checkpoint shape export_hf",
 }  # fmt: skip
@@ -171,7 +175,8 @@ def test_the_longest_row_fits_with_its_padding_and_after_every_halving(fields, l
     worker.set_budget(101, "row 7", halvings=3)
     worker.critic.flops = lambda n: n
     assert worker.critic.max_tokens == least * config.context_parallel_size
-    assert worker.critic.my_micro_batches(common.Batch.blank(101)) == [[0]]
+    row = common.Batch.blank(101)
+    assert worker.critic.plan_micro_batches(common.describe(row)) == [[common.describe(row)]]
     tight = dataclasses.replace(config, ppo_max_token_len_per_gpu=least - 1)
     with pytest.raises(UserError, match=f"per-gpu {least - 1}: row 7 .* 101 tokens; .* {least}$"):
         cm.check_budget(tight, 101, "row 7")
@@ -227,14 +232,13 @@ def test_micro_batches_keep_the_budget_and_the_number_that_the_schedule_needs(vp
     critic.flops = lambda n: n
     critic.max_tokens = 2 * 44
     batch = random_batch(23, seed=4, prompts=3)
-    counts = set()
-    for critic.layout.dp_rank in range(3):
-        parts = critic.my_micro_batches(batch)
-        counts.add(len(parts))
-        for rows in parts:
-            slots, _ = critic.lay_out(batch.select(rows) if rows else common.Batch.blank())
-            assert slots.numel() <= 44  # on each rank
-    assert len(counts) == 1 and counts.pop() % vpp == 0
+    table = critic.plan_micro_batches(common.describe(batch))
+    for rows in itertools.chain(*table):
+        micro = batch.select([row.index for row in rows]) if rows else common.Batch.blank()
+        slots, _ = critic.lay_out(micro)
+        assert slots.numel() <= 44  # on each rank
+    [count] = set(map(len, table))
+    assert len(table) == 3 and count % vpp == 0
 
 
 MIXTURES = {

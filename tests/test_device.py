@@ -27,7 +27,7 @@ import helpers  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from helpers import SCRATCH, end_groups, ended, mine, random_batch, refused, scenarios  # noqa: E402
+from helpers import SCRATCH, end_groups, ended, gather, mine, random_batch, refused, scenarios  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from test_layouts import MODELS, save_model  # noqa: E402
 
@@ -83,7 +83,7 @@ def learned(worker, move=lambda: None):
         results.append(call(rows))
         waits.append(dict(device.WAITS))
     before, metrics, after = results
-    values = [common.gather(dataclasses.replace(rows, values=x)).values for x in (before, after)]
+    values = [gather(dataclasses.replace(rows, values=x)).values for x in (before, after)]
     return {"values": values, "metrics": metrics, "waits": waits}
 
 
@@ -342,7 +342,8 @@ def test_the_host_does_not_wait_for_micro_batches(ranks, name):
         theirs = lambda key: name in THEIRS and what in key[0] and part in key[1]
         counts.append(sum(n for key, n in waits.items() if not theirs(key)))
     moved = name == "fsdp1"  # clip_grad_norm_ makes a number on the host, once
-    assert counts == ([0, 0] if THEIRS.get(name) == ("", "") else [1, 3 + moved])
+    values = int(name != "megatron pipeline")  # the first stage has none
+    assert counts == ([0, 0] if THEIRS.get(name) == ("", "") else [values, 3 + moved])
 
 
 def test_the_actor_waits_as_the_critic_does_and_a_rollout_once_a_token():

@@ -229,7 +229,7 @@ def test_each_linear_layer_of_a_mixture_has_an_adapter_and_joint_experts_have_no
 def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
     """Gradients are close to those in float32. MFU does not count gradients of frozen weights."""
     # the MFU of a CPU is unknown, so this looks at the FLOPs
-    count = lambda batch, start, epochs, flops, layout: {"flops": flops}
+    count = lambda batch, rows, start, epochs, flops, layout: {"flops": flops}
     monkeypatch.setattr(common, "describe_update", count)
     w = worker(strategy=strategy, param_dtype="bfloat16", gradient_checkpointing=True, **VARIANTS[variant])
     exact = worker(**VARIANTS[variant])

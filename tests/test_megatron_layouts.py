@@ -178,7 +178,7 @@ def results_of(model, layout, folder):
         values = worker.compute_values(batch)
         metrics = worker.update_critic(batch)
         assert metrics["critic/skipped_steps"] == 0 and len(seen) == 1
-        whole = common.gather(dataclasses.replace(batch, values=values))
+        whole = helpers.gather(dataclasses.replace(batch, values=values))
         result = {"gradients": seen.pop(), "metrics": metrics, "values": whole.values}
         if step:
             assert_replicas_agree(critic)

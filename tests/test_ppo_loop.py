@@ -237,13 +237,15 @@ def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fie
     w = policy(kind, temperature, **fields)
     assert tied(w.model.lm) == (kind in TIED)  # also after sharding
     batch = batch_to_learn(w, seed=1)
-    assert len(w.my_micro_batches(batch)) > 1 and sum(batch.costs(batch.groups())) < len(batch.input_ids)
+    rows = common.describe(batch)
+    assert len(w.plan_micro_batches(rows)[0]) > 1
+    assert sum(common.costs(common.by_prompt(rows))) < len(batch.input_ids)
     lm = plain(w, torch.float64)
     loss, sums, expected_T, entropy_T = loss_by_hand(lm, batch, w.run)
     assert entropy_T[batch.response_mask].std() > 0.05  # positions differ
     log_probs_T = w.compute_log_probs(batch)
     with torch.no_grad():
-        together_T, ours_T = w.model(w.micro_batch(batch, range(len(batch))), temperature)
+        together_T, ours_T = w.model(w.micro_batch(batch), temperature)
     for ours, theirs in ((log_probs_T, expected_T), (together_T, expected_T), (ours_T, entropy_T)):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-5)
     reference = policy(kind, temperature, trains=False, **fields)
@@ -272,7 +274,7 @@ def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fie
 
     monkeypatch.setattr(ppo_loop, "LOGITS_AT_ONCE", 10**6)
     whole = policy(kind, temperature, **{**fields, "ppo_max_token_len_per_gpu": 10_000})
-    assert len(whole.my_micro_batches(batch)) == 1
+    assert len(whole.plan_micro_batches(rows)[0]) == 1
     with captured_gradients(whole) as seen:
         whole.update_policy(batch)
     for name, x in seen[0].items():
@@ -1637,7 +1639,8 @@ def test_each_epoch_of_each_update_has_its_own_order(monkeypatch):
     """An order that depends only on seed, update and epoch."""
     w = policy(ppo_epochs=3, ppo_mini_batch_size=4)
     seen = []
-    monkeypatch.setattr(w, "step", lambda mini, totals, done: seen.append(mini.row_id.tolist()) or 1.0)
+    note = lambda batch, mini, totals, done: seen.append([row.row_id for row in mini]) or 1.0
+    monkeypatch.setattr(w, "step", note)
     batch = batch_to_learn(w)
     for _ in range(2):
         w.update_policy(batch)
@@ -1656,7 +1659,7 @@ def test_rollout_log_probs_and_update_show_how_far_they_are(monkeypatch, capsys)
     lines = lambda: [re.sub(r"0:00:0\d", "0:00:00", line) for line in capsys.readouterr().out.splitlines()]
     lines()
     w.compute_log_probs(batch)
-    n = len(w.my_micro_batches(batch))
+    n = len(w.plan_micro_batches(common.describe(batch))[0])
     said = [f"log-probs  {i} of {n} micro-batches, 0:00:00 left" for i in range(1, n + 1)]
     assert n > 2 and lines() == said
     w.update_policy(batch)

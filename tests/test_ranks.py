@@ -56,10 +56,10 @@ import time
 import common, {module}
 critic, layout = {module}.{critic}
 step = critic.update_critic
-def fails(self, batch):
+def fails(self, batch, rows):
     if common.RANK == 1 and self.updates == 1:
         {act}
-    return step(self, batch)
+    return step(self, batch, rows)
 critic.update_critic = fails
 config = {module}.Config(timeout_minutes=0.1, **layout)
 run = {module}.Run(critic=config, rollouts={rows!r}, steps=9, eval_every=0, out_dir={out!r})
