@@ -1365,7 +1365,7 @@ class PolicyWorker:
                 self.optimizer.state[p] = {"step": torch.zeros((), device=device), **moments}
             # the names of what `loss` sums: an update without a step has them, too
             zeros_T = torch.zeros(1, device=device)
-            _, sums = self.loss(self.micro_batch(Batch.blank(), []), zeros_T, zeros_T)
+            _, sums = self.loss(self.micro_batch(Batch.blank()), zeros_T, zeros_T)
             self.no_sums = dict.fromkeys(sums, 0.0)
         self.max_tokens = config.ppo_max_token_len_per_gpu  # per micro-batch
         self.optimizer_steps = 0  # steps taken; skipped ones do not count
