@@ -2373,10 +2373,10 @@ NUMBERS = {  # numbers in a report -> what they mean
     "oracle of n": "mean reward of the best response to each",
 }
 WORSE = (
-    "On these rows the critic is worse than a constant: its loss is {:.4f}, that of their mean return {:.4f}."
-    " After few updates its new head is still random: train longer, or start at the mean (value-head-init)."
-    " After many, try another learning rate; if only held-out rows are bad, it overfits: make fewer"
-    " passes, or use more rows or a pretrained model."
+    "On these rows the critic is worse than a constant: its loss is {:.4f}, that of their mean return"
+    " {:.4f}. After few updates its new head is still random: train longer, or start at the mean"
+    " (value-head-init). After many, try another learning rate; if only held-out rows are bad, it"
+    " overfits: make fewer passes, or use more rows or a pretrained model."
 )
 ALL_EQUAL = "All returns of these rows are equal, so there is nothing that a critic could explain."
 LOW, HIGH = "#f97316", "#2563eb"  # the colours of low and of high values
@@ -2387,7 +2387,7 @@ LOOKS = (  # of the first, second and third curve of a panel
     {"color": INK, "linestyle": "--", "linewidth": 1},
 )
 MOST_SHOWN = 2000  # tokens of a prompt, and of a response, on the page
-SECTIONS = (16, 8)  # rows with the largest errors, and typical ones, on the page
+ROWS_SHOWN = (16, 8)  # with the largest errors, and typical ones
 
 # the numbers of a token appear on hover, tap and focus by CSS alone; the script adds the arrow keys
 PAGE = jinja2.Template(
@@ -2402,7 +2402,8 @@ PAGE = jinja2.Template(
 <style>
 :root { color-scheme: light dark; --line: color-mix(in srgb, CanvasText 20%, Canvas);
   --quiet: color-mix(in srgb, CanvasText 68%, Canvas); }
-body { font: 15px/1.5 system-ui, sans-serif; width: min(1440px, 92%); margin: 2em auto 6em; }
+body { font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere;
+  width: min(1440px, 92%); margin: 2em auto 6em; }
 h1, h2, h3 { line-height: 1.2; margin: 1.5em 0 0.5em; }
 h1 { margin-top: 0; }
 h3 { font-size: 1.1em; }
@@ -2426,13 +2427,13 @@ header { display: flex; flex-wrap: wrap; gap: 0 1em; font-size: 0.9em; color: va
 header b { border: 1px solid; border-radius: 4px; padding: 0 0.5em; }
 header .good { background: CanvasText; color: Canvas; }
 header .text { margin: 0; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(16em, 100%), 1fr)); gap: 0 2em; }
+.pair { display: grid; gap: 0 2em;
+  grid-template-columns: repeat(auto-fit, minmax(min(16em, 100%), 1fr)); }
 .pair > div { display: flex; gap: 0.7em; align-items: baseline; }
 .pair .text { color: CanvasText; }
-.text { font: 14px/1.6 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
-  margin: 0.3em 0; color: var(--quiet); }
-summary { font-family: system-ui, sans-serif; white-space: normal; }
-summary { cursor: pointer; }
+.text { font: 14px/1.6 ui-monospace, monospace; white-space: pre-wrap; color: var(--quiet);
+  margin: 0.3em 0; }
+summary { font-family: system-ui, sans-serif; white-space: normal; cursor: pointer; }
 details[open] summary span { display: none; }
 
 [data-told] { position: relative; color: CanvasText; }
@@ -2634,7 +2635,7 @@ def rows_to_show(rows, tokenizer):
     # rows of equal tokens are one, with the numbers of the first
     seen = set()
     sections = []
-    for order_N, most in zip((largest_N, typical_N), SECTIONS):
+    for order_N, most in zip((largest_N, typical_N), ROWS_SHOWN):
         section = []
         for b in order_N[:96].tolist():
             row = slice(*rows.cu_seqlens[b : b + 2].tolist())

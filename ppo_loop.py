@@ -1735,7 +1735,8 @@ def evaluate(replies, run, reward, phases, step, logger):
         return
     rows = list(chain(*parts))
     name = "accuracy" if set(rewards) <= {0.0, 1.0} else "reward"
-    if not any("eval/reward" in row for row in common.read_lines(f"{run.out_dir}/metrics.jsonl")):
+    log = common.read_lines(f"{run.out_dir}/metrics.jsonl")
+    if not any("eval/reward" in row for row in log):  # a resumed run goes on with its log
         common.write_json(f"{run.out_dir}/samples_first.json", rows)
     logger.log(step, {"eval/reward": mean, f"eval/{name}": mean, "eval/errors": faults})
     common.write_json(f"{run.out_dir}/samples.json", rows)
