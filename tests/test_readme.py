@@ -131,7 +131,7 @@ def test_what_the_readme_says_of_recipes_is_in_results():
     rows = [[cell.strip() for cell in line.split("|")[2:4]] for line in shown.splitlines()[2:]]
     for table, numbers in zip(tables, zip(*rows, strict=True), strict=True):
         assert set(numbers) - {"not run"} <= set(table.values()) and len(set(numbers)) > 5
-    earned = re.search(r"earned (\S+) points.* and (\S+) more", README.replace("\n", " ")).groups()
+    earned = re.search(r"earned (\S+) points .* (\S+) points more\.", README.replace("\n", " ")).groups()
     recipes = ("critic from scratch, lambda 1", "pretrained critic, lambda 1")
     assert earned == tuple(f"{float(tables[1][name].split()[0]):.2f}" for name in recipes)
 
