@@ -220,6 +220,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     StoppingCriteria,
+    StoppingCriteriaList,
     StopStringCriteria,
     TopPLogitsWarper,
 )
@@ -524,7 +525,7 @@ class Task(NamedTuple):  # what the policy learns
     reward: Any  # f(prompt, response, answer), or None with a reward model
     observe: Any  # the environment, or None
     stop_ids: list  # tokens that end a turn
-    stop_texts: Any  # transformers' criterion for texts that end a turn, or None without --stop
+    stop_texts: list  # transformers' criteria for texts that end a turn
     longest: int  # most tokens of a prompt and its response together
     known: int  # the tokenizer's ids are below this; a model may pad its vocabulary with more
 
@@ -1476,12 +1477,12 @@ def stop_tokens(config, tokenizer):
 
 
 def stop_texts(run, tokenizer):
-    """transformers' criterion that the texts of --stop end a turn, or None. UserError: the tokenizer cannot
-    write one."""
-    for text in run.stop:  # one by one, because only the first of several unknown ones would be found
+    """transformers' criteria for the texts of --stop. UserError: the tokenizer cannot write one."""
+    criteria = StoppingCriteriaList()
+    for text in run.stop:
         with blame(f"--stop {text}: does not fit the tokenizer"):
-            StopStringCriteria(tokenizer, text)
-    return StopStringCriteria(tokenizer, list(run.stop)) if run.stop else None
+            criteria.append(StopStringCriteria(tokenizer, text))
+    return criteria
 
 
 # ---- The loop ----------------------------------------------------------------------------------------------

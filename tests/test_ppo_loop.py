@@ -420,7 +420,7 @@ def test_a_text_ends_a_turn(tokenizer):
 
 
 def test_a_text_that_the_tokenizer_cannot_write_is_refused():
-    assert ppo_loop.stop_texts(a_run(), TOKENIZER) is None
+    assert ppo_loop.stop_texts(a_run(), TOKENIZER) == []
     with refused("--stop a\u00e9: does not fit the tokenizer"):
         ppo_loop.stop_texts(a_run(stop=("b", "a\u00e9")), TOKENIZER)
 
@@ -1604,6 +1604,16 @@ def assert_no_fillers(replies, w, lm):
         logits_LV = lm(torch.tensor([[20, 30, 40, *ids]])).logits[0, 2:-1]
     assert logits_LV.softmax(-1)[:, 99:].sum(-1).min() > 0.15
     assert_close(log_probs, logits_LV[:, :99].log_softmax(-1)[range(len(ids)), ids].tolist())
+
+
+def test_a_row_of_a_run_ends_with_its_first_text_to_stop_at(whole_run, tmp_path):
+    whole_run("--steps 1 --stop a b c 1 2 3 # --train-batch-size 40")
+    rows = common.read_lines(tmp_path / "out/rollouts/step_1.jsonl")
+    found = [row for row in rows if re.search("[abc123#]", row["response_text"])]
+    assert 5 < len(found) < 40
+    for row in found:
+        assert re.fullmatch("[^abc123#]*[abc123#]", row["response_text"]) and not row["truncated"], row
+        assert TOKENIZER.decode(row["response_ids"]) == row["response_text"]  # without an end of sequence
 
 
 def test_equal_prompts_get_different_tokens_in_each_step(whole_run, tmp_path, monkeypatch):
