@@ -694,8 +694,8 @@ def ask_all(function, replies):
     this thread. (A fork may pass partial(attempt, function): it runs in other threads, without time-out.)"""
     rows = []
     for reply in replies:
-        named = {"turns": reply.turns, "truncated": not reply.finished, "tokens": reply.ids}
-        rows.append((reply.prompt.text, reply.text, reply.prompt.answer, *(named[name] for name in NAMED)))
+        named = (reply.turns, not reply.finished, reply.ids)  # in the order of NAMED
+        rows.append((reply.prompt.text, reply.text, reply.prompt.answer, *named))
     if function in REWARDS.values():
         return [attempt(function, *row) for row in rows if not SIGTERM.is_set()]
     futures = [THREADS.submit(function, *row) for row in rows]
@@ -740,11 +740,13 @@ def try_functions(run, task):
             continue
         faults = [fault or fault_of(made) for made, fault in ask_all(function, replies)]
         faults = [fault.encode(errors="replace").decode() for fault in faults if fault]
-        calls = f"{flag} {name}: {len(faults)} of the first {len(replies)} calls failed"
+        failed = (
+            f"{flag} {name}: failed for {len(faults)} of the first {len(replies)} prompts, with their answers"
+        )
         if len(faults) == len(replies):
-            raise UserError(f"{calls}: {faults[0]}")
+            raise UserError(f"{failed} as responses: {faults[0]}")
         if faults:
-            print0(f"{calls}, which is fine if some rows may: {faults[0]}")
+            print0(f"{failed} as responses, which is fine if some rows may: {faults[0]}")
 
 
 class RewardModel:
@@ -1202,10 +1204,10 @@ def write_jsonl(batch, path, replies=()):
     the same rows, whose texts and scores are for people and for --reward-key."""
     unused = set(Batch.FLOATS).difference(("token_level_rewards", "values"))
     few = replace(batch, multi_modal_inputs=None, **dict.fromkeys(unused))
-    texts = [{
-        "prompt_text": reply.prompt.text, "response_text": reply.text,
-        "score": reply.score, "parts": reply.parts, "fault": reply.fault
-    } for reply in replies] or [{}] * len(few)  # fmt: skip
+    texts = [{} for _ in range(len(few))]
+    for more, reply in zip(texts, replies):
+        more |= {"prompt_text": reply.prompt.text, "response_text": reply.text}
+        more |= {"score": reply.score, "parts": reply.parts, "fault": reply.fault}
     parts = on_rank_0((few.select(range(len(few))), texts))  # copy: pickle sends a view's whole storage
     if RANK:
         return

@@ -1075,10 +1075,13 @@ def test_the_users_functions_are_tried_with_the_first_prompts(tried, tmp_path):
 
 def test_trial_calls_run_at_once_and_some_may_fail(tried, tmp_path, capsys):
     tried("meets", "text")
-    assert "calls failed" not in capsys.readouterr().out
+    assert "failed" not in capsys.readouterr().out
     tried("some_fail")
-    words = "1 of the first 4 calls failed, which is fine if some rows may: KeyError: 'key' at tried.py:20"
-    assert f"--reward {tmp_path}/tried.py:some_fail: {words} in some_fail\n" in capsys.readouterr().out
+    words = (
+        "failed for 1 of the first 4 prompts, with their answers as responses, which is fine if some rows may"
+    )
+    fault = "KeyError: 'key' at tried.py:20 in some_fail"
+    assert f"--reward {tmp_path}/tried.py:some_fail: {words}: {fault}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("functions, words", [
@@ -1088,7 +1091,8 @@ def test_trial_calls_run_at_once_and_some_may_fail(tried, tmp_path, capsys):
 ])  # fmt: skip
 def test_a_function_that_fails_on_all_trial_calls_ends_the_run(functions, words, tried, tmp_path):
     flag = "--environment" if len(functions) == 2 else "--reward"
-    with refused(f"{flag} {tmp_path}/tried.py:{functions[-1]}: 4 of the first 4 calls failed: {words}"):
+    failed = "failed for 4 of the first 4 prompts, with their answers as responses"
+    with refused(f"{flag} {tmp_path}/tried.py:{functions[-1]}: {failed}: {words}"):
         tried(*functions)
 
 
