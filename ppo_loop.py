@@ -246,6 +246,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     StoppingCriteria,
+    StoppingCriteriaList,
     StopStringCriteria,
     TopPLogitsWarper,
 )
@@ -559,7 +560,7 @@ class Task(NamedTuple):  # what the policy learns
     reward: Any  # f(prompt, response, answer), or None with a reward model
     observe: Any  # the environment, or None
     stop_ids: list  # tokens that end a turn
-    stop_texts: Any  # transformers' criterion for texts that end a turn, or None without --stop
+    stop_texts: list  # transformers' criteria for texts that end a turn
     longest: int  # most tokens of a prompt and its response together
     known: int  # the tokenizer's ids are below this; a model may pad its vocabulary with more
 
@@ -731,8 +732,8 @@ def ask_all(function, replies):
     without time-out.)"""
     rows = []
     for reply in replies:
-        named = {"turns": reply.turns, "truncated": not reply.finished, "tokens": reply.ids}
-        rows.append((reply.prompt.text, reply.text, reply.prompt.answer, *(named[name] for name in NAMED)))
+        named = (reply.turns, not reply.finished, reply.ids)  # in the order of NAMED
+        rows.append((reply.prompt.text, reply.text, reply.prompt.answer, *named))
     if function in REWARDS.values():
         return [attempt(function, *row) for row in rows if not Stop.signal]
     futures = [THREADS.submit(function, *row) for row in rows]
@@ -777,11 +778,13 @@ def try_functions(run, task):
             continue
         faults = [fault or fault_of(made) for made, fault in ask_all(function, replies)]
         faults = [fault.encode(errors="replace").decode() for fault in faults if fault]
-        calls = f"{flag} {name}: {len(faults)} of the first {len(replies)} calls failed"
+        failed = (
+            f"{flag} {name}: failed for {len(faults)} of the first {len(replies)} prompts, with their answers"
+        )
         if len(faults) == len(replies):
-            raise UserError(f"{calls}: {faults[0]}")
+            raise UserError(f"{failed} as responses: {faults[0]}")
         if faults:
-            print0(f"{calls}, which is fine if some rows may: {faults[0]}")
+            print0(f"{failed} as responses, which is fine if some rows may: {faults[0]}")
 
 
 class RewardModel:
@@ -1256,10 +1259,10 @@ def write_jsonl(batch, path, replies=()):
     the same rows, whose texts and scores are for people and for --reward-key."""
     unused = set(Batch.FLOATS).difference(("token_level_rewards", "values"))
     few = replace(batch, multi_modal_inputs=None, **dict.fromkeys(unused))
-    texts = [{
-        "prompt_text": reply.prompt.text, "response_text": reply.text,
-        "score": reply.score, "parts": reply.parts, "fault": reply.fault
-    } for reply in replies] or [{}] * len(few)  # fmt: skip
+    texts = [{} for _ in range(len(few))]
+    for more, reply in zip(texts, replies):
+        more |= {"prompt_text": reply.prompt.text, "response_text": reply.text}
+        more |= {"score": reply.score, "parts": reply.parts, "fault": reply.fault}
     parts = on_rank_0((few.select(range(len(few))), texts))  # copy: pickle sends a view's whole storage
     if RANK:
         return
@@ -1561,12 +1564,12 @@ def stop_tokens(config, tokenizer):
 
 
 def stop_texts(run, tokenizer):
-    """transformers' criterion that the texts of --stop end a turn, or None. UserError: the tokenizer cannot
-    write one."""
-    for text in run.stop:  # one by one, because only the first of several unknown ones would be found
+    """transformers' criteria for the texts of --stop. UserError: the tokenizer cannot write one."""
+    criteria = StoppingCriteriaList()
+    for text in run.stop:
         with blame(f"--stop {text}: does not fit the tokenizer"):
-            StopStringCriteria(tokenizer, text)
-    return StopStringCriteria(tokenizer, list(run.stop)) if run.stop else None
+            criteria.append(StopStringCriteria(tokenizer, text))
+    return criteria
 
 
 # ---- The loop ----------------------------------------------------------------------------------------------

@@ -270,8 +270,8 @@ def functions_of_a_file(folder):
                 errors += 1
                 failed.add(first)
             turns.append(1 + sum(not a and b for a, b in zip(mask, mask[1:])))
-            lengths += [row["parts"]["length"]] if row["parts"] else []
             assert bool(row["parts"]) != bool(row["fault"]), row
+            lengths += row["parts"].values()
             seen = tokenizer.decode([t for t, own in zip(row["response_ids"], mask) if not own])
             assert set(seen) <= set("[]0123456789") and len(mask) <= 24 and mask[0] and mask[-1], (seen, mask)
             # a failed row gets 0, plus the KL penalties of its actions

@@ -431,7 +431,7 @@ def test_a_text_ends_a_turn(tokenizer):
 
 
 def test_a_text_that_the_tokenizer_cannot_write_is_refused():
-    assert ppo_loop.stop_texts(a_run(), TOKENIZER) is None
+    assert ppo_loop.stop_texts(a_run(), TOKENIZER) == []
     with refused("--stop a\u00e9: does not fit the tokenizer"):
         ppo_loop.stop_texts(a_run(stop=("b", "a\u00e9")), TOKENIZER)
 
@@ -1086,10 +1086,13 @@ def test_the_users_functions_are_tried_with_the_first_prompts(tried, tmp_path):
 
 def test_trial_calls_run_at_once_and_some_may_fail(tried, tmp_path, capsys):
     tried("meets", "text")
-    assert "calls failed" not in capsys.readouterr().out
+    assert "failed" not in capsys.readouterr().out
     tried("some_fail")
-    words = "1 of the first 4 calls failed, which is fine if some rows may: KeyError: 'key' at tried.py:20"
-    assert f"--reward {tmp_path}/tried.py:some_fail: {words} in some_fail\n" in capsys.readouterr().out
+    words = (
+        "failed for 1 of the first 4 prompts, with their answers as responses, which is fine if some rows may"
+    )
+    fault = "KeyError: 'key' at tried.py:20 in some_fail"
+    assert f"--reward {tmp_path}/tried.py:some_fail: {words}: {fault}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("functions, words", [
@@ -1099,7 +1102,8 @@ def test_trial_calls_run_at_once_and_some_may_fail(tried, tmp_path, capsys):
 ])  # fmt: skip
 def test_a_function_that_fails_on_all_trial_calls_ends_the_run(functions, words, tried, tmp_path):
     flag = "--environment" if len(functions) == 2 else "--reward"
-    with refused(f"{flag} {tmp_path}/tried.py:{functions[-1]}: 4 of the first 4 calls failed: {words}"):
+    failed = "failed for 4 of the first 4 prompts, with their answers as responses"
+    with refused(f"{flag} {tmp_path}/tried.py:{functions[-1]}: {failed}: {words}"):
         tried(*functions)
 
 
@@ -1623,6 +1627,16 @@ def assert_no_fillers(replies, w, lm):
         logits_LV = lm(torch.tensor([[20, 30, 40, *ids]])).logits[0, 2:-1]
     assert logits_LV.softmax(-1)[:, 99:].sum(-1).min() > 0.15
     assert_close(log_probs, logits_LV[:, :99].log_softmax(-1)[range(len(ids)), ids].tolist())
+
+
+def test_a_row_of_a_run_ends_with_its_first_text_to_stop_at(whole_run, tmp_path):
+    whole_run("--steps 1 --stop a b c 1 2 3 # --train-batch-size 40")
+    rows = common.read_lines(tmp_path / "out/rollouts/step_1.jsonl")
+    found = [row for row in rows if re.search("[abc123#]", row["response_text"])]
+    assert 5 < len(found) < 40
+    for row in found:
+        assert re.fullmatch("[^abc123#]*[abc123#]", row["response_text"]) and not row["truncated"], row
+        assert TOKENIZER.decode(row["response_ids"]) == row["response_text"]  # without an end of sequence
 
 
 def test_equal_prompts_get_different_tokens_in_each_step(whole_run, tmp_path, monkeypatch):

@@ -183,22 +183,20 @@ def samples(folder):
 
 
 def texts_end_turns(folder):
-    """At the token that completes one, with finished=True, like the same rows of --rollout hf with these ids;
-    without --stop the engine has no tokenizer."""
+    """At the token that completes one, as those of --rollout hf do. Without --stop there is no tokenizer."""
     for tokenizer in (tests.TOKENIZER, tests.another_tokenizer()):
         known = len(tokenizer)
         w = policy(vocab_size=known)
         rows = tests.rows_to_stop(tokenizer)
         engine = engine_of(w, (tests.EOS,), known=known)
-        assert engine.llm.llm_engine.tokenizer is None
+        assert engine.llm.llm_engine.output_processor.tokenizer is None
         texts = tests.stop_texts_of(tokenizer, rows, engine.generate(rows, 0.9))
         stops = engine_of(w, (tests.EOS,), known=known, texts=texts, tokenizer=tokenizer)
         tests.assert_stops(engine, stops, tokenizer, texts, rows)
 
         # the engines draw other samples from equal seeds, so they are compared where there is no choice
         theirs = tests.engine_of(w, known=known)
-        criterion = ppo_loop.stop_texts(stops.run, tokenizer)
-        theirs.task = theirs.task._replace(stop_texts=criterion)
+        theirs.task = theirs.task._replace(stop_texts=ppo_loop.stop_texts(stops.run, tokenizer))
         greedy = stops.generate(rows, 0.0)
         tests.assert_same_replies(greedy, theirs.generate(rows, 0.0))
         assert any(ended for _, _, ended in greedy)
