@@ -2693,8 +2693,10 @@ def write_scores(path, out_dir, rows, tokenizer, gamma):
     lines = read_file(path, "--score")
     last_B = torch.where(rows.actions > 0, rows.values[last_action(rows)], 0.0)
 
-    # rank 1 is the highest last value of its prompt, equal ones share a rank, and NaN comes last
+    # rank 1 is the highest last value of its prompt, equal ones share a rank, and NaN comes last; the same
+    # answer in another micro-batch may be off by rounding
     height = last_B.nan_to_num(nan=-inf, posinf=inf, neginf=-inf).tolist()
+    height = [float(f"{x:.5g}") for x in height]
     rank = [1] * len(rows)
     for _, same in rows.groups():
         ascending = sorted(height[row] for row in same)

@@ -400,6 +400,14 @@ def test_ranks_within_a_prompt_equal_a_plain_loop(tmp_path, monkeypatch):
     assert all(line["my"] == [None] for line in lines)
 
 
+def test_equal_answers_share_a_rank_in_spite_of_rounding(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "write_report", lambda *_: None)
+    rows = common.Batch.blank(2).select([0] * 4)
+    rows.row_id = torch.arange(4)
+    rows.values[1::2] = torch.tensor([0.7, 0.9, 0.9 - 6e-8, 0.89])
+    assert [line["rank"] for line in scored(tmp_path, rows)] == [4, 1, 1, 3]
+
+
 def test_many_answers_to_one_prompt_take_little_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "write_report", lambda *_: None)
     rows = common.Batch.blank(2).select([0] * 4000)
