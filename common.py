@@ -1346,11 +1346,11 @@ def auc(scores, labels):
     return float(below.double().mean() / (2 * len(zeros)))
 
 
-def update_metrics(kind, loss, totals, norms, lr, device):
-    """Metrics of an update (a collective). totals: name -> this rank's sum over the steps taken, 0.0 or a
-    0-dim tensor. The sum named `loss`, whose terms have weights, is divided by the number of steps, and the
-    others by "actions", one of the sums. norms: one per step."""
-    sums = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in totals.values()])
+def update_metrics(kind, loss, totals, norms, lr):
+    """Metrics of an update (a collective). totals: name -> this rank's sum over the steps taken, a 0-dim
+    tensor. The sum named `loss`, whose terms have weights, is divided by the number of steps, and the others
+    by "actions", one of the sums. norms: one per step."""
+    sums = torch.stack([*totals.values()])
     dist.all_reduce(sums)
     sums = dict(zip(totals, sums.tolist()))
 

@@ -826,7 +826,7 @@ class DataParallelPPOCritic:
         self.optimizer = build_optimizer(self.model, config, self.peak_lr)
         # the names of what `loss` sums: ranks without the head, and updates without a step, have them, too
         _, sums = self.loss(torch.zeros(1, model_config.num_labels).squeeze(1), Batch.blank())
-        self.no_sums = dict.fromkeys(sums, 0.0)
+        self.no_sums = dict.fromkeys(sums, torch.zeros((), dtype=torch.float64, device=layout.device))
         self.max_tokens = 0  # per micro-batch, over the ranks that share it; see CriticWorker.set_budget
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
@@ -964,7 +964,7 @@ class DataParallelPPOCritic:
                     totals.update(sums)
         self.updates += 1
         lr = self.optimizer.param_groups[0]["lr"]
-        return common.update_metrics("critic", "vf_loss", totals, norms, lr, self.layout.device)
+        return common.update_metrics("critic", "vf_loss", totals, norms, lr)
 
     def mini_batch(self, batch, mini):
         """This rank's rows of a mini-batch, with the weights of their losses, in micro-batches."""

@@ -1369,7 +1369,7 @@ class PolicyWorker:
             # the names of what `loss` sums: an update without a step has them, too
             zeros_T = torch.zeros(1, device=device)
             _, sums = self.loss(self.micro_batch(Batch.blank()), zeros_T, zeros_T)
-            self.no_sums = dict.fromkeys(sums, 0.0)
+            self.no_sums = dict.fromkeys(sums, torch.zeros((), dtype=torch.float64, device=device))
         self.max_tokens = config.ppo_max_token_len_per_gpu  # per micro-batch
         self.optimizer_steps = 0  # steps taken; skipped ones do not count
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
@@ -1446,7 +1446,7 @@ class PolicyWorker:
                 norms.append(self.step(batch, mini, totals, done))
         self.updates += 1
         lr = self.optimizer.param_groups[0]["lr"]
-        return common.update_metrics("actor", "pg_loss", totals, norms, lr, self.device)
+        return common.update_metrics("actor", "pg_loss", totals, norms, lr)
 
     def loss(self, micro, log_probs_T, entropy_T):
         """-> (the loss to minimise, 0-dim; for each metric, the sum over the actions)."""

@@ -413,8 +413,8 @@ def test_metrics_are_means_over_tokens_and_steps_not_over_micro_batches():
         expected = {"mean": x.mean(), "min": x.min(), "max": x.max()}
         for key, value in expected.items():
             assert whole[f"critic/{name}_{key}"] == pytest.approx(float(value), rel=1e-6)
-    sums = {"share": torch.tensor(3), "loss": 6.0, "actions": torch.tensor(12.0)}
-    two_of_three = common.update_metrics("x", "loss", sums, [1.0, math.nan, 3.0], 0.1, "cpu")
+    sums = {"share": torch.tensor(3.0), "loss": torch.tensor(6.0), "actions": torch.tensor(12.0)}
+    two_of_three = common.update_metrics("x", "loss", sums, [1.0, math.nan, 3.0], 0.1)
     assert two_of_three == {"x/loss": 3, "x/share": 0.25, "x/grad_norm": 2, "x/lr": 0.1, "x/skipped_steps": 1}
     assert math.isnan(whole["perf/mfu"])  # the peak of a CPU is unknown
 
