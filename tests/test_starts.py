@@ -265,7 +265,7 @@ def test_a_flag_that_cannot_be_read_is_one_line(script, flags, words):
         flags = flags.replace("--", "--critic.")
         words = words.replace("--", "--critic.").replace("--critic.help", "--help")
         if "lrr" in flags:
-            words = "--critic.lrr: unknown with --critic fsdp; --help explains all flags"
+            words = "--critic.lrr: unknown with --critic fsdp; perhaps you meant --critic.lr; --help"
     ends_in_one_line(run(sys.executable, script, *flags.split()), words)
 
 
