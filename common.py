@@ -618,6 +618,7 @@ def dp_compute_proto(needs=()):
             with torch.profiler.record_function(method.__name__):
                 return method(self, batch, rows)
 
+        del call.__wrapped__  # or help would show an argument that callers do not pass
         return call
 
     return decorate
