@@ -80,6 +80,30 @@ def a_weight_may_be_used_on_one_rank_alone():
     modeling_qwen2.Qwen2MLP = mlp
 
 
+def it_does_not_matter_who_has_a_row():
+    """Values, weights and metrics of two updates are equal, also if one rank has all rows."""
+    batch = random_batch(13, vocab_size=60, prompts=4)
+    order = torch.randperm(13, generator=torch.Generator().manual_seed(1)).tolist()
+    for fields in ({}, {"ulysses_size": 2, "shuffle": False}, {"strategy": "none", "value_places": (0.5,)}):
+        seen = []
+        for cut in (4, 0, 13):  # some, none and all of the rows are on the last rank
+            worker = make(ppo_mini_batch_size=5, ppo_epochs=2, ppo_max_token_len_per_gpu=64, **fields)
+            own = batch.select(order[cut:] if RANK == 0 else order[:cut])
+            metrics = [worker.update_critic(own) for _ in range(2)]
+            values = critic_fsdp.compute_together(worker, batch)
+            returned = worker.compute_values(own)
+            assert torch.equal(returned, values[batch.token_index(own.row_id.tolist())])
+            seen.append((metrics, full_weights(worker.critic) | {"values": values}))
+
+        (metrics, tensors), *others = seen
+        for theirs, same in others:
+            assert all(torch.equal(x, same[name]) for name, x in tensors.items())
+            for ours, other in zip(metrics, theirs):
+                assert ours.keys() == other.keys()
+                for name, x in ours.items():
+                    assert name.startswith("perf/") or other[name] == pytest.approx(x, rel=1e-12), name
+
+
 def whitening_is_over_all_ranks():
     """masked_whiten on the ranks' parts equals the formula over the whole."""
     batch = random_batch(16)
