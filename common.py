@@ -151,7 +151,8 @@ def cpu_threads():
 
 def setup_distributed(timeout_minutes=30.0):
     """Joins the process group -> this rank's torch.device. A collective that takes longer ends the run."""
-    check_environment()
+    if not dist.is_initialized():  # afterwards, vLLM has set some of the variables
+        check_environment()
     device = torch.device("cpu")
     backend = "gloo"
     if torch.accelerator.is_available() and sys.platform != "darwin":  # do not use a Mac's GPU
