@@ -131,9 +131,18 @@ def test_what_the_readme_says_of_recipes_is_in_results():
     rows = [[cell.strip() for cell in line.split("|")[2:4]] for line in shown.splitlines()[2:]]
     for table, numbers in zip(tables, zip(*rows, strict=True), strict=True):
         assert set(numbers) - {"not run"} <= set(table.values()) and len(set(numbers)) > 5
-    earned = re.search(r"earned (\S+) points .* (\S+) points more\.", README.replace("\n", " ")).groups()
-    recipes = ("critic from scratch, lambda 1", "pretrained critic, lambda 1")
-    assert earned == tuple(f"{float(tables[1][name].split()[0]):.2f}" for name in recipes)
+
+
+def test_what_the_first_screen_says_is_in_results():
+    """Mean rewards on the task with luck, with a new critic and without one."""
+    row = r"^\| {} \| [^|]* \| (\S+) \+- (\S+) \|"
+    section = PAGES["RESULTS.md"].partition("\n## Is there a task on which a critic helps?")[2]
+    for recipe, words in (
+        ("critic from scratch, lambda 1", "with a new critic"),
+        ("no critic: minus the batch's mean", "without one"),
+    ):
+        mean, error = map(float, re.search(row.format(recipe), section, flags=re.M).groups())
+        assert f"{mean:.2f} +- {error:.2f} {words}" in README.replace("\n  ", " ")
 
 
 def test_each_function_of_the_reading_path_is_in_its_file():
