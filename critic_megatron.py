@@ -2,16 +2,18 @@
 
     python critic_megatron.py                             toy task, a tiny model, a laptop CPU
     torchrun --nproc-per-node 2 critic_megatron.py --tensor-model-parallel-size 2
-    torchrun --nproc-per-node 8 critic_megatron.py --model Qwen/Qwen2.5-7B --rollouts train.jsonl \\
-        --eval-rollouts eval.jsonl --tensor-model-parallel-size 4 --gradient-checkpointing --out-dir out/7b
+    torchrun --nproc-per-node 8 critic_megatron.py --model Qwen/Qwen2.5-7B \\
+        --rollouts train.jsonl --eval-rollouts eval.jsonl --tensor-model-parallel-size 4 \\
+        --gradient-checkpointing --out-dir out/7b
 
-It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a token-level
-verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and change them.
-critic_fsdp.py computes the same function on PyTorch FSDP, with the same sections and names: a diff of the two
-shows what parallelism costs. This script has no images, LoRA, activation offload or --plan.
+It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a
+token-level verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and
+change them. critic_fsdp.py computes the same function on PyTorch FSDP, with the same sections
+and names: a diff of the two shows what parallelism costs. This script has no images, LoRA,
+activation offload or --plan.
 
-Shapes are in the names: T tokens of all sequences, end to end; B sequences; L longest; S slots; D features.
-A slot is a token or padding of a micro-batch on this rank.
+Shapes are in the names: T tokens of all sequences, end to end; B sequences; L longest; S slots;
+D features. A slot is a token or padding of a micro-batch on this rank.
 """
 
 import inspect

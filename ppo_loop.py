@@ -1,18 +1,21 @@
 """PPO for language models, end to end, with the critic of your choice.
 
-    python ppo_loop.py                              a tiny actor learns to add, in a minute on a laptop CPU
-    torchrun --nproc-per-node 2 ppo_loop.py         the same on two ranks, with the same numbers
-    torchrun --nproc-per-node 4 ppo_loop.py --critic megatron --critic.tensor-model-parallel-size 2 \\
-        --critic.pipeline-model-parallel-size 2     with the critic on Megatron-Core, in its own layout
+    python ppo_loop.py                         a tiny actor learns to add, in a minute on a laptop
+    torchrun --nproc-per-node 2 ppo_loop.py    the same on two ranks, with the same numbers
+    torchrun --nproc-per-node 4 ppo_loop.py --critic megatron \\
+        --critic.tensor-model-parallel-size 2 --critic.pipeline-model-parallel-size 2
+                                               with the critic on Megatron-Core, in its own layout
     torchrun --nproc-per-node 8 ppo_loop.py --actor.model Qwen/Qwen2.5-0.5B-Instruct \\
         --prompts gsm8k/train.jsonl --eval-prompts gsm8k/test.jsonl --prompt-key question --chat \\
         --reward gsm8k --max-response-length 512
 
-main() at the end is the algorithm and calls the rest. Actor and reference are Hugging Face models on FSDP2;
-the critic is the CriticWorker of critic_fsdp.py or critic_megatron.py. Copy this file with it and common.py.
+main() at the end is the algorithm and calls the rest. Actor and reference are Hugging Face models
+on FSDP2; the critic is the CriticWorker of critic_fsdp.py or critic_megatron.py. Copy this file
+with it and common.py.
 
-Shapes are in the names: T tokens, sequences end to end; A actions (tokens the policy chose); C a chunk
-of A; B sequences; L tokens of a padded row; R of a response; S slots of pack_rows; V vocabulary; D features.
+Shapes are in the names: T tokens, sequences end to end; A actions (tokens the policy chose); C a
+chunk of A; B sequences; L tokens of a padded row; R of a response; S slots of pack_rows; V
+vocabulary; D features.
 """
 
 import argparse
