@@ -2368,7 +2368,7 @@ LOGARITHMIC = ("value loss", "gradient norm")  # panels with a logarithmic axis
 NUMBERS = {  # numbers in a report -> what they mean
     "explained variance": "over all actions: 1 is perfect, 0 as good as a constant",
     "at the first action": "explained variance where only the prompt is known",
-    "ceiling": "an estimate of the most that can be explained at the first action",
+    "its ceiling": "an estimate of the most that can be explained at the first action",
     "AUC": "chance that the last value of a right response is above that of a wrong one",
     "best of n": "mean reward of each prompt's response with the highest last value",
     "mean of n": "mean reward of all responses to these prompts, which have two or more",

@@ -240,8 +240,16 @@ def read_flags(kind, **options):
         lines = [line.strip("│╭╮╰╯─ ") for line in box.getvalue().splitlines()[1:]]
         text = "\n".join(lines)
         wrong = " ".join(text.split("\n\n")[0].split()).removeprefix("Error parsing ").rstrip(".")
+        wrong = wrong.replace("invalid literal for int() with base 10:", "must be an integer, not")
+        wrong = wrong.replace("could not convert string to float:", "must be a number, not")
+        wrong = re.sub(r"no type matching (\S+) could .* from \[(.*)\]", r"must be \1, not \2", wrong)
+        wrong = wrong.replace("{None}|", "None or ")
+        if words := re.fullmatch("Unrecognized options: ([^,]*).*", wrong):
+            wrong = f"{words[1]}: is no flag"
+            if not words[1].startswith("-"):
+                wrong = f"{words[1]}: belongs to no flag; a switch takes no value"
         if "Perhaps you meant" in text:
-            meant = re.findall(r"^--\S+", text.split("Perhaps you meant")[1], flags=re.M)
+            meant = re.findall(r"^--[^\s,]+", text.split("Perhaps you meant")[1], flags=re.M)
             wrong += f"; perhaps you meant {' or '.join(dict.fromkeys(meant))}"
         print(f"error: {wrong}; --help explains all flags", file=sys.stderr)
         sys.exit(stop.code)

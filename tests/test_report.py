@@ -62,7 +62,7 @@ def test_every_number_equals_a_plain_loop(gamma, tmp_path):
     expected = {
         "explained variance": explained(sum(pairs, [])),
         "at the first action": explained([row[0] for row in pairs]),
-        "ceiling": 1 - within / statistics.variance(x[0] for x in sum(several, [])),
+        "its ceiling": 1 - within / statistics.variance(x[0] for x in sum(several, [])),
         "AUC": statistics.fmean((a > b) + 0.5 * (a == b) for a in ones for b in zeros),
         "best of n": statistics.fmean(max(group, key=lambda x: x[1])[2] for group in several),
         "mean of n": statistics.fmean(statistics.fmean(x[2] for x in group) for group in several),
