@@ -433,11 +433,11 @@ class Batch:
 
 
 def check(batch, needs=()):
-    """Returns the batch; ValueError names the first column that is not what it should be.
+    """Returns the batch; UserError names the first column that is not what it should be.
 
     needs: float columns that must be there. The others may be None."""
     if not isinstance(batch, Batch):
-        raise ValueError(f"batch: must be a common.Batch, not {type(batch).__name__}")
+        raise UserError(f"batch: must be a common.Batch, not {type(batch).__name__}")
 
     # types and shapes; the number of rows is that of row_id, and the number of tokens that of input_ids
     dtypes = {"input_ids": torch.int64, "cu_seqlens": torch.int32, "response_mask": torch.bool}
@@ -449,42 +449,42 @@ def check(batch, needs=()):
         letter = "B" if name in Batch.ROWS else "B+1" if name == "cu_seqlens" else "T"
         wanted = f"a ({letter},) tensor of {dtype} on the host"
         if column is None:
-            raise ValueError(f"{name}: is missing; it must be {wanted}")
+            raise UserError(f"{name}: is missing; it must be {wanted}")
         if not isinstance(column, torch.Tensor):
-            raise ValueError(f"{name}: must be {wanted}, not {type(column).__name__}")
+            raise UserError(f"{name}: must be {wanted}, not {type(column).__name__}")
         kind = (column.dtype, column.ndim, column.device.type, column.layout)
         if kind != (dtype, 1, "cpu", torch.strided):
             have = f"{column.dtype} of shape {tuple(column.shape)} on {column.device}"
             if column.layout != torch.strided:
                 have += f", {column.layout}"
-            raise ValueError(f"{name}: must be {wanted}, not {have}")
+            raise UserError(f"{name}: must be {wanted}, not {have}")
 
     # where sequences begin and end
     tokens = len(batch.input_ids)
     rows = len(batch.row_id)
     cu = batch.cu_seqlens
     if len(cu) != rows + 1 or cu[0] != 0 or cu[-1] != tokens or (cu.diff() < 1).any():
-        raise ValueError(
+        raise UserError(
             f"cu_seqlens: must begin at 0, grow, and end at {tokens}, the number of tokens, with"
             f" {rows + 1} entries for {rows} rows; it is {' '.join(map(str, cu.tolist())):.60}"
         )
     for name, column in vars(batch).items():
         size = rows if name in Batch.ROWS else tokens
         if isinstance(column, torch.Tensor) and name != "cu_seqlens" and len(column) != size:
-            raise ValueError(f"{name}: has {len(column)} entries instead of {size}")
+            raise UserError(f"{name}: has {len(column)} entries instead of {size}")
     images = batch.multi_modal_inputs
     if images is not None:
         is_list = isinstance(images, list) and len(images) == rows
         if not is_list or any(not isinstance(row, dict) for row in images):
-            raise ValueError("multi_modal_inputs: must be a list of one dict for each row")
+            raise UserError("multi_modal_inputs: must be a list of one dict for each row")
     if batch.packed is not None:
-        raise ValueError("packed: must be None; only a critic fills it in, for its micro-batches")
+        raise UserError("packed: must be None; only a critic fills it in, for its micro-batches")
 
     early_B = batch.response_mask[cu[:-1]]
     if early_B.any():
         row = batch.row_id[early_B][0]
-        raise ValueError(
-            f"response_mask: the first token of row {row} cannot be an action: no hidden state precedes it"
+        raise UserError(
+            f"response_mask: the first token of row_id {row} cannot be an action: no hidden state precedes it"
         )
     return batch
 
@@ -509,7 +509,7 @@ def concat(batches):  # joins batches, in order; their columns must be the same,
                 columns[name] = [x for batch, part in zip(batches, parts) for x in part or [{}] * len(batch)]
         elif any(part is not None for part in parts):
             if any(part is None for part in parts):
-                raise ValueError(f"{name}: only some batches have it; all ranks must pass it, or none")
+                raise UserError(f"{name}: only some batches have it; all ranks must pass it, or none")
             columns[name] = torch.cat(parts)
     return Batch(**columns)
 
@@ -526,25 +526,28 @@ def from_padded(input_ids, attention_mask, response_mask, rewards, values=None, 
         first, then those of rank 1 and so on (a collective, for which the CriticWorker must exist).
 
     What stands in places without an action does not matter, not even NaN; but a reward on a token behind an
-    action goes to that action, see gae. ValueError names the argument."""
-    ids_BL = torch.as_tensor(input_ids).detach().cpu()
+    action goes to that action, see gae. UserError names the argument."""
+    ids_BL = tensor_of("input_ids", input_ids)
     if ids_BL.ndim != 2 or ids_BL.is_floating_point():
-        raise ValueError(f"input_ids: must be (B, L) integers, not {ids_BL.dtype} of {tuple(ids_BL.shape)}")
+        raise UserError(f"input_ids: must be (B, L) integers, not {ids_BL.dtype} of {tuple(ids_BL.shape)}")
     rows, places = ids_BL.shape
 
     tokens_BL = on_host("attention_mask", attention_mask, (rows, places)) > 0
     acts_BL, responses = which_act(response_mask, tokens_BL)
 
     def column(name, given):  # -> (T,)
-        x_BL = on_host(name, given, (rows, places), (rows, responses)).float()
+        shapes = [(rows, places), (rows, responses)]
+        if name == "rewards":
+            shapes.insert(0, (rows,))  # see above
+        x_BL = on_host(name, given, *shapes).float()
         x_BL = F.pad(x_BL, (places - x_BL.shape[1], 0))
         wrong_B = (acts_BL & ~x_BL.isfinite()).any(1)
         if wrong_B.any():
-            raise ValueError(f"{name}: row {int(wrong_B.int().argmax())} is not finite on an action")
+            raise UserError(f"{name}: row {int(wrong_B.int().argmax())} is not finite on an action")
         return x_BL.nan_to_num(0.0, 0.0, 0.0)[tokens_BL]
 
     # the reward of a row is that of its last action
-    if torch.as_tensor(rewards).ndim == 1:
+    if tensor_of("rewards", rewards).ndim == 1:
         rewards_B = on_host("rewards", rewards, (rows,)).float()
         is_last_BL = acts_BL & (acts_BL.flip(1).cumsum(1).flip(1) == 1)
         rewards = torch.where(is_last_BL, rewards_B[:, None], 0.0)
@@ -558,7 +561,7 @@ def from_padded(input_ids, attention_mask, response_mask, rewards, values=None, 
         input_ids=ids_BL[tokens_BL].long(),
         cu_seqlens=cumulative(tokens_BL.sum(1)),
         response_mask=acts_BL[tokens_BL],
-        row_id=on_host("row_id", row_id, (rows,)).long(),
+        row_id=numbers_of_rows(row_id, rows),
         truncated=on_host("truncated", truncated, (rows,)) > 0,
         token_level_rewards=column("rewards", rewards),
     )
@@ -570,10 +573,10 @@ def from_padded(input_ids, attention_mask, response_mask, rewards, values=None, 
 def which_act(response_mask, tokens_BL):
     """(the (B, L) mask of actions, the columns of response_mask) for from_padded. Checks both masks."""
     rows, places = tokens_BL.shape
-    acts_BR = torch.as_tensor(response_mask).detach().cpu() > 0
+    acts_BR = tensor_of("response_mask", response_mask) > 0
     shape = tuple(acts_BR.shape)
     if len(shape) != 2 or shape[0] != rows or shape[1] > places:
-        raise ValueError(f"response_mask: must be of shape ({rows}, {places}) or fewer columns, not {shape}")
+        raise UserError(f"response_mask: must be of shape ({rows}, {places}) or fewer columns, not {shape}")
     acts_BL = F.pad(acts_BR, (places - shape[1], 0))
 
     for words, wrong_B in (
@@ -581,25 +584,41 @@ def which_act(response_mask, tokens_BL):
         ("response_mask: row {} has an action where attention_mask is 0", (acts_BL & ~tokens_BL).any(1)),
     ):
         if wrong_B.any():
-            raise ValueError(words.format(int(wrong_B.int().argmax())))
+            raise UserError(words.format(int(wrong_B.int().argmax())))
     return acts_BL, shape[1]
 
 
+def tensor_of(name, given):  # an argument of from_padded or to_padded, on the host
+    try:
+        return torch.as_tensor(given).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        kind = type(given).__name__
+        raise UserError(f"{name}: must be a tensor, or equally long lists of numbers, not {kind}") from None
+
+
+def numbers_of_rows(row_id, rows):  # (B,) int64 that differ, see from_padded
+    row_id_B = on_host("row_id", row_id, (rows,))
+    if row_id_B.is_floating_point() or len(row_id_B.unique()) < rows:
+        raise UserError("row_id: must be integers, and no two rows may have the same")
+    return row_id_B.long()
+
+
 def on_host(name, given, *shapes):  # an argument of from_padded, which must have one of these shapes
-    x = torch.as_tensor(given).detach().cpu()
+    x = tensor_of(name, given)
     if x.shape not in shapes:
         allowed = " or ".join(map(str, dict.fromkeys(shapes)))
-        raise ValueError(f"{name}: must be of shape {allowed}, not {tuple(x.shape)}")
+        raise UserError(f"{name}: must be of shape {allowed}, not {tuple(x.shape)}")
     return x
 
 
 def to_padded(x_T, attention_mask):
     """The way back: (T,) numbers of a batch from from_padded, such as its values -> (B, L) on the device of
-    attention_mask, 0 where it is 0. ValueError: it is not the mask of this batch."""
+    attention_mask, 0 where it is 0. UserError: it is not the mask of this batch."""
+    tensor_of("x_T", x_T)
     tokens_BL = torch.as_tensor(attention_mask) > 0
     count = int(tokens_BL.sum())
     if x_T.shape != (count,):
-        raise ValueError(f"attention_mask: has {count} tokens, but x_T is of shape {tuple(x_T.shape)}")
+        raise UserError(f"attention_mask: has {count} tokens, but x_T is of shape {tuple(x_T.shape)}")
     x_BL = torch.zeros(tokens_BL.shape, dtype=x_T.dtype, device=tokens_BL.device)
     x_BL[tokens_BL] = x_T.to(tokens_BL.device)
     return x_BL
@@ -662,14 +681,14 @@ def describe(batch):
 
 
 def rows_of_all_ranks(batch):
-    """[Row] of all ranks, in row_id order (a collective). ValueError: a row is passed twice."""
+    """[Row] of all ranks, in row_id order (a collective). UserError: a row is passed twice."""
     parts = [describe(batch)]
     if WORLD_SIZE > 1:
         parts = of_all_ranks(parts[0])
     rows = sorted(itertools.chain(*parts))
     for row, after in itertools.pairwise(rows):
         if row.row_id == after.row_id:
-            raise ValueError(f"row_id {row.row_id} occurs more than once: a rank must pass only its own rows")
+            raise UserError(f"row_id {row.row_id} occurs more than once: a rank must pass only its own rows")
     return rows
 
 
@@ -690,45 +709,50 @@ def costs(groups, cost=int):
 
 def fetch(batch, wanted):
     """The rows that this rank computes, from the ranks that have them (a collective) -> Batch of the Rows
-    wanted[RANK], in that order. wanted: a list of Rows for each rank; the whole table is equal on all."""
+    wanted[RANK], in that order. wanted: a list of Rows for each rank; the whole table is equal on all.
+
+        rank 0 has A B, rank 1 has C D          wanted: C A for rank 0, D B for rank 1
+        rank 0 sends A to itself, B to rank 1   and gets A from itself, C from rank 1: order C A"""
     mine = wanted[RANK]
     if WORLD_SIZE == 1:
         return batch.select([row.index for row in mine])
 
-    # what leaves goes by rank, and what comes is sorted by its owner
+    # what leaves, a list for each rank that wants it, and what comes, a list for each rank that has it
     leaving = [[row for row in rows if row.owner == RANK] for rows in wanted]
-    sources = [[row for row in mine if row.owner == rank] for rank in range(WORLD_SIZE)]
-    rows_out = [row.index for row in itertools.chain(*leaving)]
-    arrived = cumulative([row.length for row in itertools.chain(*sources)])
-    came = sorted(range(len(mine)), key=lambda i: mine[i].owner)
-    back = torch.tensor(came).argsort().tolist()  # where each wanted row is among those that came
+    coming = [[row for row in mine if row.owner == rank] for rank in range(WORLD_SIZE)]
+    row_out = [row.index for row in itertools.chain(*leaving)]
+
+    # where each wanted row is among those that come
+    by_owner = sorted(range(len(mine)), key=lambda i: mine[i].owner)
+    row_order = torch.tensor(by_owner).argsort().tolist()
+
+    # the same for tokens
+    token_out = batch.token_index(row_out)
+    token_order = tokens_in(cumulative([row.length for row in itertools.chain(*coming)]), row_order)
 
     # one column after another, which takes less memory
-    by_row = (rows_out, list(map(len, leaving)), list(map(len, sources)), back)
-    by_token = (
-        batch.token_index(rows_out),
-        list(map(tokens_of, leaving)),
-        list(map(tokens_of, sources)),
-        tokens_in(arrived, back),
-    )
     columns = {"cu_seqlens": cumulative([row.length for row in mine])}
     for name, column in vars(batch).items():
-        if isinstance(column, torch.Tensor) and name != "cu_seqlens":
-            out, sent, got, order = by_row if name in Batch.ROWS else by_token
-            columns[name] = all_to_all(column[out], sent, got)[order]
+        if not isinstance(column, torch.Tensor) or name == "cu_seqlens":
+            continue
+        out, order, size = token_out, token_order, tokens_of
+        if name in Batch.ROWS:
+            out, order, size = row_out, row_order, len
+        columns[name] = all_to_all(column[out], list(map(size, leaving)), list(map(size, coming)))[order]
 
     if any(row.images for rows in wanted for row in rows):
         images = batch.multi_modal_inputs or [{}] * len(batch)
         parts = exchange([[images[row.index] for row in rows] for rows in leaving])
         parts = list(itertools.chain(*parts))
-        columns["multi_modal_inputs"] = [parts[i] for i in back]
+        columns["multi_modal_inputs"] = [parts[i] for i in row_order]
     return Batch(**columns)
 
 
 def give_back(x_T, local, wanted, batch):
     """The inverse of fetch, for numbers of tokens (a collective) -> (T,) of this rank's batch.
     x_T: of `local`, which fetch gave. wanted: as in fetch, but empty for ranks that give nothing back. What
-    several ranks give back for one token is added up."""
+    several ranks give for one token is added up: Megatron's context-parallel ranks have 0 for the tokens of
+    others."""
     going = sorted(range(len(wanted[RANK])), key=lambda i: wanted[RANK][i].owner)
     sent = [tokens_of([row for row in wanted[RANK] if row.owner == rank]) for rank in range(WORLD_SIZE)]
     returning = [[row for row in rows if row.owner == RANK] for rows in wanted]

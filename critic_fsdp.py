@@ -731,7 +731,7 @@ def micro_batches(rows, dp_size, max_tokens, share, padded=False):
     # groups, large ones in several pieces
     bundles = []
     for shared, same in groups:
-        size = inf
+        size = inf  # the first row begins a piece
         for row in same:
             size += row.length - shared
             if size > most:
@@ -943,14 +943,15 @@ class DataParallelPPOCritic:
                 handle.reshard(handle.uses_sharded_strategy)  # on a single rank it only resets views
 
     def update_critic(self, batch, rows):
-        """PPO epochs over mini-batches of the Rows of all ranks, one optimizer step each -> metrics."""
+        """PPO epochs over mini-batches, one optimizer step each -> metrics. batch: the rows that this rank
+        has; rows: the Rows of all ranks, from which mini-batches are cut; mini_batch fetches what we compute."""
         config = self.config
         self.model.train()
         self.optimizer.zero_grad()  # an earlier update may have failed halfway
         totals = Counter(self.no_sums)  # of the steps taken
         norms = []  # one per mini-batch, NaN where the step was skipped
         done = common.progress_of(config.ppo_epochs * len(rows), "update", "rows")
-        groups = common.by_prompt(rows)
+        groups = common.by_prompt(rows)  # a shuffle keeps equal prompts together
         for epoch in range(config.ppo_epochs):
             ordered = rows
             if config.shuffle:

@@ -101,7 +101,7 @@ def test_columns_of_the_responses_alone_and_rewards_of_rows():
      {"attention_mask": [[0] * 8, [1] * 8], "response_mask": [[0], [1]], "rewards": [0, 1], "values": None}),
     ("response_mask: must be of shape (2, 8) or fewer columns, not (2, 9)", {"response_mask": [[0] * 9] * 2}),
     ("response_mask: row 1 has an action where attention_mask is 0", {"response_mask": [[0], [1]]}),
-    ("response_mask: the first token of row 1 cannot be an action",
+    ("response_mask: the first token of row_id 1 cannot be an action",
      {"response_mask": [[0] * 8, [0, 1, 0, 0, 0, 0, 0, 0]], "rewards": [0, 0], "values": None}),
     ("rewards: must be of shape (2, 8), not (2, 1)", {"rewards": [[1], [1]]}),
     ("rewards: must be of shape (2,), not (3,)", {"rewards": [1, 1, 1]}),
@@ -282,7 +282,7 @@ def test_pieces_of_many_rows_copy_nothing():
 
 
 @pytest.mark.parametrize("fault, name, column", [  # words, column, its value in a row of two tokens
-    ("response_mask: the first token of row 5 cannot be an action", "response_mask", [True, True]),
+    ("response_mask: the first token of row_id 5 cannot be an action", "response_mask", [True, True]),
     ("values: has 3 entries instead of 2", "values", [0.0, 0.0, 0.0]),
     ("truncated: has 2 entries instead of 1", "truncated", [False, False]),
 ])  # fmt: skip
