@@ -1264,7 +1264,7 @@ class MegatronPPOCritic:
 
     def update_critic(self, batch, rows):
         """PPO epochs over mini-batches, one optimizer step each -> metrics. batch: the rows that this rank
-        has; rows: the Rows of all ranks, from which mini-batches are cut; mini_batch fetches what we compute."""
+        has; rows: the Rows of all ranks, which are cut into mini-batches; mini_batch fetches ours."""
         config = self.config
         self.model.train()
         totals = Counter(self.no_sums)  # of the steps taken
