@@ -1096,6 +1096,8 @@ def chat_ids(tokenizer, messages, complete=False, **options):
     """Token ids of text_messages in the tokenizer's chat template, which adds special tokens itself. Unless
     `complete`, the assistant is next: it continues its last message or begins a new one. options: tools, and
     more arguments of the template."""
+    if not tokenizer.chat_template:
+        raise UserError("the tokenizer has no chat template; give a model or a tokenizer that has one")
     goes_on = not complete and messages[-1].get("role") == "assistant"
 
     def show(messages):
@@ -2456,6 +2458,7 @@ header .text { margin: 0; }
 .pair { display: grid; gap: 0 2em;
   grid-template-columns: repeat(auto-fit, minmax(min(16em, 100%), 1fr)); }
 .pair > div { display: flex; gap: 0.7em; align-items: baseline; }
+.pair .quiet { flex: none; }
 .pair .text { color: CanvasText; }
 .text { font: 14px/1.6 ui-monospace, monospace; white-space: pre-wrap; color: var(--quiet);
   margin: 0.3em 0; }
@@ -2780,6 +2783,7 @@ def draw(log, curves):
 
     # texts stay texts, in the fonts of the page, and what is drawn in INK takes the colour of its text
     style = {"svg.fonttype": "none", "axes.formatter.min_exponent": 4, "font.size": 11}
+    style["axes.formatter.useoffset"] = False
     style |= {f"{part}.color": INK for part in ("text", "xtick", "ytick")}
     with rc_context({**style, "axes.edgecolor": INK, "axes.labelcolor": INK}):
         figure = Figure(figsize=(5, 2 * len(panels)), layout="constrained")
@@ -2799,6 +2803,8 @@ def draw_panel(panel, title, lines):
     from matplotlib.ticker import MaxNLocator
 
     for words, steps, numbers, look in lines:
+        if len(numbers) == 1:
+            look = {**look, "marker": "o"}  # a line of one point is nothing
         panel.plot(steps, numbers, label=words, **look)
     drawn = [x for _, _, numbers, _ in lines for x in numbers]
     if title in LOGARITHMIC and min(drawn) > 0:

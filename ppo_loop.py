@@ -100,9 +100,17 @@ def plain(made):
         return None
     if isinstance(made, str):
         return str.__str__(made)
-    if isinstance(made, dict):
-        return {str.__str__(name).encode(errors="replace").decode(): float(x) for name, x in made.items()}
-    return float(made)
+    if not isinstance(made, dict):
+        return float(made)
+
+    numbers = {}
+    for name, x in made.items():
+        name = str.__str__(name).encode(errors="replace").decode()
+        try:
+            numbers[name] = float(x)
+        except (TypeError, ValueError):
+            raise TypeError(f"{name!r} must be a number, not {x!r:.40}") from None
+    return numbers
 
 
 def attempt(function, *row, file=""):
@@ -631,7 +639,7 @@ def read_prompt(line, run, tokenizer):
         raise ValueError("the prompt has no tokens")
 
     if run.reward in REWARDS and not REWARDS[run.reward](text, str(answer), answer):
-        raise ValueError(f"{run.answer_key!r} is not an answer that --reward {run.reward} can check")
+        raise ValueError(f"--reward {run.reward} cannot check the answer {answer!r:.40}, see --answer-key")
     critic_ids = None
     if run.privileged_key:
         critic_ids = common.add_hint(tokenizer, line, run.privileged_key, ids)
@@ -1748,7 +1756,8 @@ def evaluate(replies, run, reward, phases, step, logger):
     common.write_json(f"{run.out_dir}/samples.json", rows)
     print0(f"held out   {name} {mean:z.3f}")
     for row in rows[:2]:
-        print0(f"  {row['prompt'][-60:]!r} -> {row['response'][-60:]!r}  reward {row['reward']:zg}")
+        said = f"  {row['prompt'][-60:]!r} -> {row['response'][-60:]!r}  reward {row['reward']:zg}"
+        print0(f"{said}  {row['fault'][:100]}".rstrip())
 
 
 def print_step(step, steps, m):
@@ -2119,6 +2128,8 @@ def finish(run, task, batch, phases, actor, critic):
             rows = rows.select(rows.row_id.argsort().tolist())
             changed = what_changed(run.out_dir)
             about = "rows of the last step"
+            if run.kl_coef:
+                about += ", their rewards minus the KL penalty"
             common.write_report(run.out_dir, rows, about, task.tokenizer, run.gamma, CURVES, changed)
     with phases("export", actor, critic):
         actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)

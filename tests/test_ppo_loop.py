@@ -1161,7 +1161,8 @@ def test_a_value_of_any_class_reaches_the_rank_as_plain_text_or_number(ask, tmp_
         "raises(ValueError('\\ud800'))": "ValueError: \ud800", "deep(0)": "RecursionError: maximum",
         "[1]": "TypeError: float() argument must be", "1j": "TypeError: float() argument must be",
         "raises(KeyboardInterrupt())": "KeyboardInterrupt: ", "{1: 2.0}": "TypeError: ",
-        "{'score': 'much'}": "ValueError: could not convert", "{'score': [1]}": "TypeError: ",
+        "{'score': 'much'}": "TypeError: 'score' must be a number, not 'much'",
+        "{'note': [1]}": "TypeError: 'note' must be a number, not [1]",
     }  # fmt: skip
     for row, (made, fault) in zip(faults, ask("f", faults)):
         assert made is None and fault.startswith(faults[row]), (row, fault)
@@ -1362,7 +1363,7 @@ def test_prompts_of_text_and_of_chats(tmp_path, capsys):
     assert "left out 2 prompts longer than --max-prompt-length" in capsys.readouterr().out
     for fault, fields in (
         (": no usable", {"max_prompt_length": 2}),
-        (":1: .*addition can check", {"reward": "addition"}),
+        (":1: .*--reward addition cannot check the answer", {"reward": "addition"}),
         (":1: .*'why', which --privileged-key names", {"privileged_key": "why"}),
         (":1: .*must be text", {"chat": True, "prompt_key": "n"}),
     ):
