@@ -1,7 +1,7 @@
 """A PPO critic for language models on PyTorch FSDP: one value model, one update, any layout.
 
-    python critic_fsdp.py                           toy task, tiny model, laptop CPU: half a minute
-    torchrun --nproc-per-node 2 critic_fsdp.py      the same on two ranks: the same numbers
+    python critic_fsdp.py                        toy task, a tiny model, a laptop CPU: half a minute
+    torchrun --nproc-per-node 2 critic_fsdp.py   the same on two ranks: the same numbers
     torchrun --nproc-per-node 8 critic_fsdp.py --model Qwen/Qwen2.5-7B --rollouts train.jsonl \\
         --eval-rollouts eval.jsonl --gradient-checkpointing --lr-warmup-steps 20 --out-dir out/7b
 
@@ -9,8 +9,7 @@ It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 25
 token-level verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and
 change them. critic_megatron.py computes the same function on Megatron-Core.
 
-Shapes are in the names: T tokens of all sequences, end to end; B sequences; L longest; S slots;
-D features.
+Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; D features.
 """
 
 import inspect

@@ -12,8 +12,8 @@ change them. critic_fsdp.py computes the same function on PyTorch FSDP, with the
 and names: a diff of the two shows what parallelism costs. This script has no images, LoRA,
 activation offload or --plan.
 
-Shapes are in the names: T tokens of all sequences, end to end; B sequences; L longest; S slots;
-D features. A slot is a token or padding of a micro-batch on this rank.
+Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; D features. A slot
+is a token or padding of a micro-batch on this rank.
 """
 
 import inspect

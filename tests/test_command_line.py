@@ -57,6 +57,7 @@ def test_help_is_short(columns, lines):
     page = run(sys.executable, SCRIPT, "--help", COLUMNS=str(columns)).stdout
     flags = page.partition("  -h, --help")[2]
     assert len(page.splitlines()) < lines and max(map(len, flags.splitlines())) <= max(columns, 96)
+    assert max(map(len, page.splitlines())) <= max(columns, 100)
 
 
 @pytest.mark.parametrize("message, flags", [
