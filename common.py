@@ -974,7 +974,10 @@ def parse_rollout(line, tokenizer, images=False, keys=None, chat=None):
     except ValidationError as error:
         fault = error.errors()[0]
         text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        if fault["loc"]:
+        begin = line[:1] if isinstance(line, str) else line[:1].decode(errors="replace")
+        if begin == "[":
+            text = "it begins an array, but each line must be one JSON object; the reference has a converter"
+        elif fault["loc"]:
             text = f"{fault['loc'][0]}: {text}, not {fault['input']!r:.40}"
         elif isinstance(row, dict):
             text += f"; its keys are {', '.join(row):.200}"

@@ -68,6 +68,13 @@ def test_parts_of_text_are_joined_in_every_message_by_both_scripts():
     assert text_of_prompt(a_tokenizer(), prompt=chat) == (shown, "1+1?")
 
 
+def test_a_file_that_is_one_array_is_told_apart_from_a_bad_row(tmp_path):
+    for text in (json.dumps([GOOD, GOOD]), json.dumps([GOOD], indent=1)):
+        (tmp_path / "rows.json").write_text(text)
+        with refused("rows.json:1: it begins an array, but each line must be one JSON object"):
+            common.read_rows(f"{tmp_path}/rows.json", a_tokenizer())
+
+
 def test_prompts_that_differ_in_their_parts_are_different_prompts():
     lines = [json.dumps(GOOD | {"messages": [{"role": "user", "content": parts(q)}]}) for q in "abca"]
     rows = common.read_rows(lines, a_tokenizer())
