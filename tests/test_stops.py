@@ -213,6 +213,8 @@ def test_ctrl_c_under_torchrun(again, tmp_path):
 SLEEPS = """
 import subprocess, time
 def answer(*row):
+    if row and row[1] == row[2]:  # right, as in the trial before the run
+        return 1.0
     subprocess.Popen(["sleep", "{seconds}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     time.sleep(60)
     return 0.0
