@@ -455,7 +455,7 @@ def memory(script, short):
     out, other = folder() / f"{script}.memory", folder() / f"{script}.roomy"
     Job(script, other, *wide).succeeds()
     tries = 0
-    while any((job := Job(script, out, *wide, "--resume", "auto", memory=300 if short else 170)).wait()):
+    while any((job := Job(script, out, *wide, "--resume", "auto", memory=170)).wait()):
         tries += 1
         said = job.text(0)[1] + job.text(1)[1]
         assert "can't allocate memory" in said and ": out of memory; --resume auto" in said, said
