@@ -1,7 +1,9 @@
-"""Utilities that the scripts of this repository share. Nothing here knows FSDP, Megatron or its caller.
+"""Utilities that the scripts of this repository share. Nothing here knows FSDP, Megatron or its
+caller.
 
-Shapes are in the names: T tokens of all sequences, end to end; B sequences; A actions; L longest sequence;
-N value bins, or rows treated alike; H query heads; K key and value heads; D features per head."""
+Shapes are in the names: T tokens of all sequences, end to end; B sequences; A actions; L longest
+sequence; N value bins, or rows treated alike; H query heads; K key and value heads; D features per
+head."""
 
 import codecs
 import collections
@@ -58,11 +60,13 @@ from transformers.utils import find_adapter_config_file
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's start and stop messages
 
-hub_logging.set_verbosity_error()  # a name that is not there ends in one line, without those of its retries
+# a name that is not there ends in one line, without those of its retries
+hub_logging.set_verbosity_error()
 
-# ---- How a process starts and ends -------------------------------------------------------------------------
+# ---- How a process starts and ends ---------------------------------------------------------------
 
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # all of them, or none
+# all of them, or none
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def from_torchrun(name, default):
@@ -76,7 +80,8 @@ def from_torchrun(name, default):
 RANK = from_torchrun("RANK", 0)
 WORLD_SIZE = max(1, from_torchrun("WORLD_SIZE", 1))
 LOCAL_RANK = from_torchrun("LOCAL_RANK", 0)
-OUT_OF_MEMORY = "MemoryError|can't allocate memory|out of memory|ALLOC_FAILED"  # as libraries say it
+# as libraries say it
+OUT_OF_MEMORY = "MemoryError|can't allocate memory|out of memory|ALLOC_FAILED"
 HINTS = {  # pattern in a traceback -> advice
     OUT_OF_MEMORY: "out of memory; --resume auto continues with half the token budgets",
     "No space left": "the disk is full (No space left on device); make room and use --resume auto",
@@ -85,12 +90,14 @@ HINTS = {  # pattern in a traceback -> advice
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix. Its one line names the flag or the row; `launch` prints it."""
+    """A mistake that the user can fix. Its one line names the flag or the row; `launch` prints
+    it."""
 
 
 @contextmanager
 def blame(words):
-    """Turns an exception in its block into a UserError that begins with `words`, which name the flag."""
+    """Turns an exception in its block into a UserError that begins with `words`, which name the
+    flag."""
     try:
         yield
     except (Exception, CheckpointException) as error:  # libraries raise a dozen types
@@ -104,16 +111,18 @@ def blame(words):
         raise UserError(f"{words} ({kind}{' '.join(str(error).split()):.300})") from None
 
 
-def print0(*args):  # prints on rank 0 only
+def print0(*args):
+    """Prints on rank 0 only."""
     if RANK == 0:
         print(*args, flush=True)
 
 
 def check_environment():
-    """UserError unless the variables that torchrun sets are all there and readable, or none of them is.
+    """UserError unless the variables that torchrun sets are all there and readable, or none of them
+    is.
 
-    An empty variable counts as absent. Without RANK and WORLD_SIZE the others are harmless, and not used:
-    clusters export them."""
+    An empty variable counts as absent. Without RANK and WORLD_SIZE the others are harmless, and not
+    used: clusters export them."""
     given = {name: os.environ.get(name, "") for name in TORCHRUN}
     if not given["RANK"] and not given["WORLD_SIZE"]:
         return
@@ -141,7 +150,8 @@ def check_environment():
 
 
 def cpu_threads():
-    """OMP_NUM_THREADS, at most one for each CPU; 1 if it is not set. UserError: it cannot be read."""
+    """OMP_NUM_THREADS, at most one for each CPU; 1 if it is not set. UserError: it cannot be
+    read."""
     text = os.environ.get("OMP_NUM_THREADS", "").strip() or "1"
     first = text.split(",")[0].strip()  # a list is for nested parallel regions
     if not re.fullmatch("[0-9]{1,9}", first) or int(first) == 0:
@@ -150,7 +160,8 @@ def cpu_threads():
 
 
 def setup_distributed(timeout_minutes=30.0):
-    """Joins the process group -> this rank's torch.device. A collective that takes longer ends the run."""
+    """Joins the process group -> this rank's torch.device. A collective that takes longer ends the
+    run."""
     if not dist.is_initialized():  # afterwards, vLLM has set some of the variables
         check_environment()
     device = torch.device("cpu")
@@ -165,13 +176,16 @@ def setup_distributed(timeout_minutes=30.0):
         timeout = timedelta(minutes=timeout_minutes)
         if os.environ.get("RANK"):
             store = meet(timeout)
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=RANK, world_size=WORLD_SIZE)
+        dist.init_process_group(
+            backend, timeout=timeout, store=store, rank=RANK, world_size=WORLD_SIZE
+        )
     return device
 
 
 @contextmanager
 def silent_stderr():
-    """Drops what C++ prints to the error stream within its block: pages of frames before it raises."""
+    """Drops what C++ prints to the error stream within its block: pages of frames before it
+    raises."""
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -184,14 +198,16 @@ def silent_stderr():
 
 
 def meet(timeout):
-    """The store where all ranks meet. UserError: they do not meet in time; a line says where one waits."""
+    """The store where all ranks meet. UserError: they do not meet in time; a line says where one
+    waits."""
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     found = Future()
 
     def look():
         until = perf_counter() + timeout.total_seconds()
         try:
-            # torch would tell a name that it cannot find in a page of C++; a cluster may know it soon
+            # torch would tell a name that it cannot find in a page of C++; a cluster may know it
+            # soon
             while True:
                 try:
                     socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
@@ -213,7 +229,10 @@ def meet(timeout):
         try:
             store = found.result(min(20, seconds + 1))
         except TimeoutError:
-            print(f"ranks      rank {RANK} waits at {place} for the others, {WORLD_SIZE} in all", flush=True)
+            print(
+                f"ranks      rank {RANK} waits at {place} for the others, {WORLD_SIZE} in all",
+                flush=True,
+            )
             store = found.result(seconds)
 
     # torchrun's own store survives a restart, so each start uses fresh keys
@@ -222,20 +241,23 @@ def meet(timeout):
     return store
 
 
-def compute_dtype(name, device):  # name -> torch.dtype; auto is float32 on CPU, else bfloat16
+def compute_dtype(name, device):
+    """Name -> torch.dtype; auto is float32 on CPU, else bfloat16."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, name)
 
 
-def of_all_ranks(mine, group=None):  # a list with each rank's object, over `group` (a collective)
+def of_all_ranks(mine, group=None):
+    """A list with each rank's object, over `group` (a collective)."""
     everyones = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, mine, group)
     return everyones
 
 
 class Stop:
-    """Whether Ctrl-C (SIGINT) or SIGTERM has told this run to save its state and to end, see listen."""
+    """Whether Ctrl-C (SIGINT) or SIGTERM has told this run to save its state and to end, see
+    listen."""
 
     signal = 0  # SIGINT or SIGTERM if the loop is to stop, else 0
     first = 0  # the first of the two since listen, or 0
@@ -244,8 +266,8 @@ class Stop:
 
 
 def listen():
-    """From here on Ctrl-C and SIGTERM are noted in Stop, for a loop that can save its state. A second Ctrl-C
-    does what the first one did before."""
+    """From here on Ctrl-C and SIGTERM are noted in Stop, for a loop that can save its state. A
+    second Ctrl-C does what the first one did before."""
     Stop.signal = 0
     Stop.first = 0
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -261,8 +283,8 @@ def listen_no_more():
 
 def heard(number, frame):
     """Handles a signal of listen."""
-    # torchrun passes Ctrl-C on to ranks that may have it already, and a second one as SIGTERM; a scheduler
-    # may send SIGTERM more than once
+    # torchrun passes Ctrl-C on to ranks that may have it already, and a second one as SIGTERM; a
+    # scheduler may send SIGTERM more than once
     again = Stop.first and perf_counter() - Stop.time > 1
     if again and signal.SIGINT in (number, Stop.first):
         Stop.handlers[signal.SIGINT](number, frame)
@@ -287,11 +309,14 @@ def told(number):
 
 
 def launch(main):
-    """Runs main(), then exits: 0 on success, 2 on a UserError (one line, no traceback), 1 otherwise."""
+    """Runs main(), then exits: 0 on success, 2 on a UserError (one line, no traceback), 1
+    otherwise."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # else ranks outlive a killed torchrun
+        # else ranks outlive a killed torchrun
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # a terminal may lack the letters of a user's rows
+        # a terminal may lack the letters of a user's rows
+        stream.reconfigure(errors="backslashreplace")
 
     # a mistake of the user is one line, anything else a traceback
     code = 1
@@ -325,7 +350,7 @@ def launch(main):
     os._exit(code)  # gloo's threads outlive destroy_process_group and abort about one exit in six
 
 
-# ---- The batch, flat and ragged from the file to the loss; the dispatch of its rows to a worker ------------
+# ---- The batch, flat and ragged from the file to the loss; the dispatch of its rows to a worker --
 
 Floats = torch.Tensor | None  # a (T,) float32 column, zero where response_mask is false
 
@@ -340,8 +365,10 @@ class Batch:
 
     input_ids: torch.Tensor  # (T,) int64
     cu_seqlens: torch.Tensor  # (B+1,) int32: sequence b is [cu_seqlens[b], cu_seqlens[b+1])
-    response_mask: torch.Tensor  # (T,) bool: true on actions; never on the first token of a sequence
-    row_id: torch.Tensor  # (B,) int64: global id; order and shuffles depend on it, never on the layout
+    # (T,) bool: true on actions; never on the first token of a sequence
+    response_mask: torch.Tensor
+    # (B,) int64: global id; order and shuffles depend on it, never on the layout
+    row_id: torch.Tensor
     truncated: torch.Tensor  # (B,) bool: the response hit the length limit
     token_level_rewards: Floats = None
     values: Floats = None
@@ -360,7 +387,8 @@ class Batch:
 
     @classmethod
     def blank(cls, length=1):
-        """One row: its first token, then only actions. A rank without rows runs a row of one token."""
+        """One row: its first token, then only actions. A rank without rows runs a row of one
+        token."""
         mask = torch.arange(length) > 0
         row = torch.tensor([-1])
         floats = dict.fromkeys(cls.FLOATS, mask * 0.0)
@@ -370,23 +398,28 @@ class Batch:
         return len(self.row_id)
 
     @property
-    def lengths(self):  # tokens per sequence, as a list of B ints
+    def lengths(self):
+        """Tokens per sequence, as a list of B ints."""
         return self.cu_seqlens.diff().tolist()
 
     @property
-    def longest(self):  # (tokens, row_id) of the longest sequence; (0, -1) without any
+    def longest(self):
+        """(tokens, row_id) of the longest sequence; (0, -1) without any."""
         return max(zip(self.lengths, self.row_id.tolist()), default=(0, -1))
 
     @property
-    def row_of_token(self):  # (T,) int64: which sequence each token belongs to
+    def row_of_token(self):
+        """(T,) int64: which sequence each token belongs to."""
         return torch.repeat_interleave(self.cu_seqlens.diff().long())
 
     @property
-    def places(self):  # (T,) int64: the position of each token in its sequence
+    def places(self):
+        """(T,) int64: the position of each token in its sequence."""
         return torch.cat([torch.arange(n) for n in self.lengths])
 
     @property
-    def actions(self):  # (B,) int64: actions per sequence
+    def actions(self):
+        """(B,) int64: actions per sequence."""
         return F.pad(self.response_mask.cumsum(0), (1, 0))[self.cu_seqlens].diff()
 
     def token_index(self, rows):
@@ -394,7 +427,8 @@ class Batch:
         return tokens_in(self.cu_seqlens, rows)
 
     def select(self, rows):
-        """A new Batch of the rows with these indices, in that order; it shares no memory with this one."""
+        """A new Batch of the rows with these indices, in that order; it shares no memory with this
+        one."""
         tokens = self.token_index(rows)
         columns = {"cu_seqlens": cumulative(self.cu_seqlens.diff()[rows])}
         for name, column in vars(self).items():
@@ -405,9 +439,9 @@ class Batch:
         return Batch(**columns)
 
     def split(self, sizes):
-        """Consecutive pieces of these sizes, in rows; a number cuts equal pieces, of which the last may be
-        shorter. They share memory with this batch: do not write into their columns, and pickle only
-        a `select` of them."""
+        """Consecutive pieces of these sizes, in rows; a number cuts equal pieces, of which the last
+        may be shorter. They share memory with this batch: do not write into their columns, and
+        pickle only a `select` of them."""
         if isinstance(sizes, int):
             sizes = [min(sizes, len(self) - first) for first in range(0, len(self), sizes)]
         ends = list(itertools.accumulate(sizes, initial=0))
@@ -426,7 +460,8 @@ class Batch:
         groups = by_prompt(describe(self), share)
         return [(shared, [row.index for row in rows]) for shared, rows in groups]
 
-    def mean_return(self, gamma):  # over the actions of all ranks (a collective); NaN without an action
+    def mean_return(self, gamma):
+        """Over the actions of all ranks (a collective); NaN without an action."""
         check(self, needs=("token_level_rewards",))
         _, mean, _ = moments(monte_carlo(self, gamma)[self.response_mask], everywhere=True)
         return mean
@@ -439,9 +474,12 @@ def check(batch, needs=()):
     if not isinstance(batch, Batch):
         raise UserError(f"batch: must be a common.Batch, not {type(batch).__name__}")
 
-    # types and shapes; the number of rows is that of row_id, and the number of tokens that of input_ids
+    # types and shapes; the number of rows is that of row_id, and the number of tokens that of
+    # input_ids
     dtypes = {"input_ids": torch.int64, "cu_seqlens": torch.int32, "response_mask": torch.bool}
-    dtypes |= {"row_id": torch.int64, "truncated": torch.bool} | dict.fromkeys(Batch.FLOATS, torch.float32)
+    dtypes |= {"row_id": torch.int64, "truncated": torch.bool} | dict.fromkeys(
+        Batch.FLOATS, torch.float32
+    )
     for name, dtype in dtypes.items():
         column = getattr(batch, name)
         if column is None and name in Batch.FLOATS and name not in needs:
@@ -489,32 +527,41 @@ def check(batch, needs=()):
     return batch
 
 
-def cumulative(lengths):  # B lengths (list or tensor) -> (B+1,) int32 [0, l0, l0+l1, ...]
+def cumulative(lengths):
+    """B lengths (list or tensor) -> (B+1,) int32 [0, l0, l0+l1, ...]."""
     return F.pad(torch.as_tensor(lengths).cumsum(0), (1, 0)).int()
 
 
-def tokens_in(cu_seqlens, rows):  # indices of these rows' tokens, in the order of `rows`
+def tokens_in(cu_seqlens, rows):
+    """Indices of these rows' tokens, in the order of `rows`."""
     lengths = cu_seqlens.diff()[rows]
     cu = cumulative(lengths)
     return torch.arange(cu[-1]) + (cu_seqlens[rows] - cu[:-1]).repeat_interleave(lengths)
 
 
-def concat(batches):  # joins batches, in order; their columns must be the same, except for images
+def concat(batches):
+    """Joins batches, in order; their columns must be the same, except for images."""
     lengths = [batch.cu_seqlens.diff() for batch in batches]
     columns = {"cu_seqlens": cumulative(torch.cat(lengths))}
     for name in vars(batches[0]).keys() - columns.keys():
         parts = [getattr(batch, name) for batch in batches]
         if name == "multi_modal_inputs":
             if any(parts):
-                columns[name] = [x for batch, part in zip(batches, parts) for x in part or [{}] * len(batch)]
+                columns[name] = [
+                    x for batch, part in zip(batches, parts) for x in part or [{}] * len(batch)
+                ]
         elif any(part is not None for part in parts):
             if any(part is None for part in parts):
-                raise UserError(f"{name}: only some batches have it; all ranks must pass it, or none")
+                raise UserError(
+                    f"{name}: only some batches have it; all ranks must pass it, or none"
+                )
             columns[name] = torch.cat(parts)
     return Batch(**columns)
 
 
-def from_padded(input_ids, attention_mask, response_mask, rewards, values=None, truncated=None, row_id=None):
+def from_padded(
+    input_ids, attention_mask, response_mask, rewards, values=None, truncated=None, row_id=None
+):
     """This rank's rows as a Batch, from padded tensors, as TRL, OpenRLHF and verl have them.
 
     input_ids, attention_mask: (B, L). Places where attention_mask is 0 are left out, wherever they are.
@@ -525,17 +572,20 @@ def from_padded(input_ids, attention_mask, response_mask, rewards, values=None, 
     row_id: (B,), numbers that are unique over all ranks. None: rows are numbered from 0, those of rank 0
         first, then those of rank 1 and so on (a collective, for which the CriticWorker must exist).
 
-    What stands in places without an action does not matter, not even NaN; but a reward on a token behind an
-    action goes to that action, see gae. UserError names the argument."""
+    What stands in places without an action does not matter, not even NaN; but a reward on a token
+    behind an action goes to that action, see gae. UserError names the argument."""
     ids_BL = tensor_of("input_ids", input_ids)
     if ids_BL.ndim != 2 or ids_BL.is_floating_point():
-        raise UserError(f"input_ids: must be (B, L) integers, not {ids_BL.dtype} of {tuple(ids_BL.shape)}")
+        raise UserError(
+            f"input_ids: must be (B, L) integers, not {ids_BL.dtype} of {tuple(ids_BL.shape)}"
+        )
     rows, places = ids_BL.shape
 
     tokens_BL = on_host("attention_mask", attention_mask, (rows, places)) > 0
     acts_BL, responses = which_act(response_mask, tokens_BL)
 
-    def column(name, given):  # -> (T,)
+    def column(name, given):
+        """-> (T,)."""
         shapes = [(rows, places), (rows, responses)]
         if name == "rewards":
             shapes.insert(0, (rows,))  # see above
@@ -571,39 +621,50 @@ def from_padded(input_ids, attention_mask, response_mask, rewards, values=None, 
 
 
 def which_act(response_mask, tokens_BL):
-    """(the (B, L) mask of actions, the columns of response_mask) for from_padded. Checks both masks."""
+    """(the (B, L) mask of actions, the columns of response_mask) for from_padded. Checks both
+    masks."""
     rows, places = tokens_BL.shape
     acts_BR = tensor_of("response_mask", response_mask) > 0
     shape = tuple(acts_BR.shape)
     if len(shape) != 2 or shape[0] != rows or shape[1] > places:
-        raise UserError(f"response_mask: must be of shape ({rows}, {places}) or fewer columns, not {shape}")
+        raise UserError(
+            f"response_mask: must be of shape ({rows}, {places}) or fewer columns, not {shape}"
+        )
     acts_BL = F.pad(acts_BR, (places - shape[1], 0))
 
     for words, wrong_B in (
         ("attention_mask: row {} has no token", ~tokens_BL.any(1)),
-        ("response_mask: row {} has an action where attention_mask is 0", (acts_BL & ~tokens_BL).any(1)),
+        (
+            "response_mask: row {} has an action where attention_mask is 0",
+            (acts_BL & ~tokens_BL).any(1),
+        ),
     ):
         if wrong_B.any():
             raise UserError(words.format(int(wrong_B.int().argmax())))
     return acts_BL, shape[1]
 
 
-def tensor_of(name, given):  # an argument of from_padded or to_padded, on the host
+def tensor_of(name, given):
+    """An argument of from_padded or to_padded, on the host."""
     try:
         return torch.as_tensor(given).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
         kind = type(given).__name__
-        raise UserError(f"{name}: must be a tensor, or equally long lists of numbers, not {kind}") from None
+        raise UserError(
+            f"{name}: must be a tensor, or equally long lists of numbers, not {kind}"
+        ) from None
 
 
-def numbers_of_rows(row_id, rows):  # (B,) int64 that differ, see from_padded
+def numbers_of_rows(row_id, rows):
+    """(B,) int64 that differ, see from_padded."""
     row_id_B = on_host("row_id", row_id, (rows,))
     if row_id_B.is_floating_point() or len(row_id_B.unique()) < rows:
         raise UserError("row_id: must be integers, and no two rows may have the same")
     return row_id_B.long()
 
 
-def on_host(name, given, *shapes):  # an argument of from_padded, which must have one of these shapes
+def on_host(name, given, *shapes):
+    """An argument of from_padded, which must have one of these shapes."""
     x = tensor_of(name, given)
     if x.shape not in shapes:
         allowed = " or ".join(map(str, dict.fromkeys(shapes)))
@@ -612,21 +673,23 @@ def on_host(name, given, *shapes):  # an argument of from_padded, which must hav
 
 
 def to_padded(x_T, attention_mask):
-    """The way back: (T,) numbers of a batch from from_padded, such as its values -> (B, L) on the device of
-    attention_mask, 0 where it is 0. UserError: it is not the mask of this batch."""
+    """The way back: (T,) numbers of a batch from from_padded, such as its values -> (B, L) on the
+    device of attention_mask, 0 where it is 0. UserError: it is not the mask of this batch."""
     tensor_of("x_T", x_T)
     tokens_BL = torch.as_tensor(attention_mask) > 0
     count = int(tokens_BL.sum())
     if x_T.shape != (count,):
-        raise UserError(f"attention_mask: has {count} tokens, but x_T is of shape {tuple(x_T.shape)}")
+        raise UserError(
+            f"attention_mask: has {count} tokens, but x_T is of shape {tuple(x_T.shape)}"
+        )
     x_BL = torch.zeros(tokens_BL.shape, dtype=x_T.dtype, device=tokens_BL.device)
     x_BL[tokens_BL] = x_T.to(tokens_BL.device)
     return x_BL
 
 
 def dp_compute_proto(needs=()):
-    """Decorates a worker's method, which every rank calls with the rows it owns. The method gets this batch,
-    with only the float columns in `needs`, and the Rows of all ranks."""
+    """Decorates a worker's method, which every rank calls with the rows it owns. The method gets
+    this batch, with only the float columns in `needs`, and the Rows of all ranks."""
 
     def decorate(method):
         @functools.wraps(method)
@@ -644,12 +707,12 @@ def dp_compute_proto(needs=()):
     return decorate
 
 
-# ---- Where a row goes: all ranks know of it, and only those that compute it get it -------------------------
+# ---- Where a row goes: all ranks know of it, and only those that compute it get it ---------------
 
 
 class Row(NamedTuple):
-    """What every rank knows of a row, wherever it is: mini-batches, micro-batches and the weights of losses
-    follow from it, alike on all ranks."""
+    """What every rank knows of a row, wherever it is: mini-batches, micro-batches and the weights
+    of losses follow from it, alike on all ranks."""
 
     row_id: int
     owner: int  # the rank that has it
@@ -676,7 +739,9 @@ def describe(batch):
         if prompt and not images[index]:
             digest = hashlib.blake2b(ids[start : start + prompt].tobytes(), digest_size=16).digest()
         shared = max(prompt - 1, 0)
-        rows.append(Row(row_id, RANK, index, end - start, actions, shared, digest, bool(images[index])))
+        rows.append(
+            Row(row_id, RANK, index, end - start, actions, shared, digest, bool(images[index]))
+        )
     return rows
 
 
@@ -688,13 +753,15 @@ def rows_of_all_ranks(batch):
     rows = sorted(itertools.chain(*parts))
     for row, after in itertools.pairwise(rows):
         if row.row_id == after.row_id:
-            raise UserError(f"row_id {row.row_id} occurs more than once: a rank must pass only its own rows")
+            raise UserError(
+                f"row_id {row.row_id} occurs more than once: a rank must pass only its own rows"
+            )
     return rows
 
 
 def by_prompt(rows, share=True):
-    """[(shared, [Row])] of rows with equal prompts, in row order; shared: prompt tokens but the last. Rows
-    with images or without an action are alone; without share, all are."""
+    """[(shared, [Row])] of rows with equal prompts, in row order; shared: prompt tokens but the
+    last. Rows with images or without an action are alone; without share, all are."""
     found = {}
     for number, row in enumerate(rows):
         key = row.prompt if share and row.prompt else number
@@ -703,13 +770,18 @@ def by_prompt(rows, share=True):
 
 
 def costs(groups, cost=int):
-    """Cost of each group of by_prompt, whose shared tokens count once. cost(n): of a row's first n tokens."""
-    return [cost(shared) + sum(cost(row.length) - cost(shared) for row in rows) for shared, rows in groups]
+    """Cost of each group of by_prompt, whose shared tokens count once. cost(n): of a row's first n
+    tokens."""
+    return [
+        cost(shared) + sum(cost(row.length) - cost(shared) for row in rows)
+        for shared, rows in groups
+    ]
 
 
 def fetch(batch, wanted):
-    """The rows that this rank computes, from the ranks that have them (a collective) -> Batch of the Rows
-    wanted[RANK], in that order. wanted: a list of Rows for each rank; the whole table is equal on all.
+    """The rows that this rank computes, from the ranks that have them (a collective) -> Batch of
+    the Rows wanted[RANK], in that order. wanted: a list of Rows for each rank; the whole table is
+    equal on all.
 
         rank 0 has A B, rank 1 has C D          wanted: C A for rank 0, D B for rank 1
         rank 0 sends A to itself, B to rank 1   and gets A from itself, C from rank 1: order C A"""
@@ -717,7 +789,8 @@ def fetch(batch, wanted):
     if WORLD_SIZE == 1:
         return batch.select([row.index for row in mine])
 
-    # what leaves, a list for each rank that wants it, and what comes, a list for each rank that has it
+    # what leaves, a list for each rank that wants it, and what comes, a list for each rank that has
+    # it
     leaving = [[row for row in rows if row.owner == RANK] for rows in wanted]
     coming = [[row for row in mine if row.owner == rank] for rank in range(WORLD_SIZE)]
     row_out = [row.index for row in itertools.chain(*leaving)]
@@ -738,7 +811,9 @@ def fetch(batch, wanted):
         out, order, size = token_out, token_order, tokens_of
         if name in Batch.ROWS:
             out, order, size = row_out, row_order, len
-        columns[name] = all_to_all(column[out], list(map(size, leaving)), list(map(size, coming)))[order]
+        columns[name] = all_to_all(column[out], list(map(size, leaving)), list(map(size, coming)))[
+            order
+        ]
 
     if any(row.images for rows in wanted for row in rows):
         images = batch.multi_modal_inputs or [{}] * len(batch)
@@ -750,11 +825,14 @@ def fetch(batch, wanted):
 
 def give_back(x_T, local, wanted, batch):
     """The inverse of fetch, for numbers of tokens (a collective) -> (T,) of this rank's batch.
-    x_T: of `local`, which fetch gave. wanted: as in fetch, but empty for ranks that give nothing back. What
-    several ranks give for one token is added up: Megatron's context-parallel ranks have 0 for the tokens of
-    others."""
+    x_T: of `local`, which fetch gave. wanted: as in fetch, but empty for ranks that give nothing
+    back. What
+    several ranks give for one token is added up: Megatron's context-parallel ranks have 0 for the
+    tokens of others."""
     going = sorted(range(len(wanted[RANK])), key=lambda i: wanted[RANK][i].owner)
-    sent = [tokens_of([row for row in wanted[RANK] if row.owner == rank]) for rank in range(WORLD_SIZE)]
+    sent = [
+        tokens_of([row for row in wanted[RANK] if row.owner == rank]) for rank in range(WORLD_SIZE)
+    ]
     returning = [[row for row in rows if row.owner == RANK] for rows in wanted]
     got_T = all_to_all(x_T[local.token_index(going)], sent, list(map(tokens_of, returning)))
     index_T = batch.token_index([row.index for row in itertools.chain(*returning)])
@@ -766,7 +844,8 @@ def tokens_of(rows):
 
 
 def all_to_all(x, sent, got):
-    """Sends x in parts of these sizes, one to each rank -> the parts that come, end to end (a collective)."""
+    """Sends x in parts of these sizes, one to each rank -> the parts that come, end to end (a
+    collective)."""
     if WORLD_SIZE == 1:
         return x
     is_bool = x.dtype == torch.bool  # gloo sends numbers only
@@ -782,7 +861,9 @@ def exchange(parts):
     sizes = list(map(len, sent))
     theirs = all_to_all(torch.tensor(sizes), [1] * WORLD_SIZE, [1] * WORLD_SIZE).tolist()
     data = torch.frombuffer(bytearray(b"".join(sent)), dtype=torch.uint8)
-    return [pickle.loads(x.numpy().tobytes()) for x in all_to_all(data, sizes, theirs).split(theirs)]
+    return [
+        pickle.loads(x.numpy().tobytes()) for x in all_to_all(data, sizes, theirs).split(theirs)
+    ]
 
 
 def add_up(*numbers):
@@ -794,8 +875,8 @@ def add_up(*numbers):
 
 
 def moments(x_A, everywhere=False):
-    """(how many, mean, variance) in float64, in two passes; everywhere: over the entries of all ranks (a
-    collective). Without entries, mean and variance are NaN."""
+    """(how many, mean, variance) in float64, in two passes; everywhere: over the entries of all
+    ranks (a collective). Without entries, mean and variance are NaN."""
     total = add_up if everywhere else lambda *numbers: numbers
     x_A = x_A.double()
     n, sums = total(len(x_A), float(x_A.sum()))
@@ -804,10 +885,15 @@ def moments(x_A, everywhere=False):
     return int(n), mean, squares / (n or nan)
 
 
-# ---- Rows as JSON, one per line ----------------------------------------------------------------------------
+# ---- Rows as JSON, one per line ------------------------------------------------------------------
 
-Number = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)] | bool  # float32 can hold the square
-ALTERNATIVES = (("prompt", "messages", "prompt_ids"), ("response", "response_ids"), ("reward", "rewards"))
+# float32 can hold the square
+Number = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)] | bool
+ALTERNATIVES = (
+    ("prompt", "messages", "prompt_ids"),
+    ("response", "response_ids"),
+    ("reward", "rewards"),
+)
 HINT = "For the critic only: {}\n"  # what the critic reads before the prompt, with --privileged-key
 Text = Annotated[str, Field(min_length=1)]
 Id = Annotated[int, Field(ge=0, lt=2**63)]
@@ -815,7 +901,8 @@ Ids = Annotated[list[Id], Field(min_length=1)]
 
 
 class Rollout(BaseModel, strict=True):
-    """One line of a JSONL file. It has exactly one key of each tuple in ALTERNATIVES; others are ignored."""
+    """One line of a JSONL file. It has exactly one key of each tuple in ALTERNATIVES; others are
+    ignored."""
 
     prompt: Text | None = None
     messages: Annotated[list[dict], Field(min_length=1)] | None = None  # a chat
@@ -825,7 +912,8 @@ class Rollout(BaseModel, strict=True):
     response_ids: Ids | None = None
     reward: Number | None = None  # given to the last action
     rewards: list[Number] | None = None  # one per response token
-    response_mask: list[Annotated[bool, Field(strict=False)]] | None = None  # which response tokens act
+    # which response tokens act
+    response_mask: list[Annotated[bool, Field(strict=False)]] | None = None
     values: list[Number] | None = None  # of response tokens, from the critic at rollout time
     truncated: bool | None = None  # the response hit the length limit
     images: list[str] | None = None  # files, relative to the JSONL, or data URLs
@@ -842,9 +930,11 @@ class Rollout(BaseModel, strict=True):
 
 def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_images=None, hint_key=None,
               keys=None, chat=None):  # fmt: skip
-    """Reads a JSONL file (or a list of its lines) as one Batch; row_id is the line, from 0. UserError names
-    the first bad row. Rows must fit model_config; place_images(rollout, folder) and add_hint change them.
-    keys: where prompt, response and reward are, see in_our_keys. chat: more arguments of chat templates."""
+    """Reads a JSONL file (or a list of its lines) as one Batch; row_id is the line, from 0.
+    UserError names the first bad row. Rows must fit model_config; place_images(rollout, folder) and
+    add_hint change them.
+    keys: where prompt, response and reward are, see in_our_keys. chat: more arguments of chat
+    templates."""
     name = "toy"
     folder = ""
     lines = source
@@ -859,7 +949,9 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
         if not line.strip():
             continue
         try:
-            rollout = parse_rollout(line, tokenizer, place_images is not None, keys or {}, chat or {})
+            rollout = parse_rollout(
+                line, tokenizer, place_images is not None, keys or {}, chat or {}
+            )
             rollout.prompt_ids = add_hint(tokenizer, line, hint_key, rollout.prompt_ids)
             if place_images:
                 place_images(rollout, folder)
@@ -894,7 +986,8 @@ def read_file(path, flag):
 
 
 def describe_rows(rows, gamma, source):
-    """Prints statistics of the rows -> (LOW, HIGH) of a value head: returns, a tenth wider at each end."""
+    """Prints statistics of the rows -> (LOW, HIGH) of a value head: returns, a tenth wider at each
+    end."""
     rows = replace(rows, returns=monte_carlo(rows, gamma))
     x_A = rows.returns[rows.response_mask].double()
     low, high = map(float, x_A.aminmax())
@@ -925,13 +1018,15 @@ def look_up(row, key, default=None):
 
 
 def in_our_keys(row, keys):
-    """A row as TRL, verl or datasets write it, in the keys of Rollout. keys: {"prompt": "question"} and the
-    like say where to find prompt, response and reward."""
+    """A row as TRL, verl or datasets write it, in the keys of Rollout. keys: {"prompt": "question"}
+    and the like say where to find prompt, response and reward."""
     named = {name: look_up(row, key, ...) for name, key in keys.items() if key != name}
     for name, found in named.items():
         if found is ...:
             flag = f"--{name}-key"
-            raise UserError(f"no {keys[name]!r}, which {flag} names, among its keys {', '.join(row):.200}")
+            raise UserError(
+                f"no {keys[name]!r}, which {flag} names, among its keys {', '.join(row):.200}"
+            )
 
     # what the user names wins over other keys for the same thing
     unused = {other for names in ALTERNATIVES for other in names if named.keys() & names}
@@ -960,7 +1055,8 @@ def in_our_keys(row, keys):
 
 
 def parse_rollout(line, tokenizer, images=False, keys=None, chat=None):
-    """One JSON line -> Rollout with token ids. UserError says what is wrong. images: see text_messages;
+    """One JSON line -> Rollout with token ids. UserError says what is wrong. images: see
+    text_messages;
     keys: see in_our_keys; chat: more arguments of the chat template."""
     row = None
     with suppress(ValueError, RecursionError):  # which the model below names
@@ -992,7 +1088,8 @@ def parse_rollout(line, tokenizer, images=False, keys=None, chat=None):
         begin, ids = encode_start(tokenizer, rollout.prompt)
         rollout.prompt_ids = begin + ids
 
-    # stopping is an action too, so a text response ends with the end-of-sequence token unless truncated
+    # stopping is an action too, so a text response ends with the end-of-sequence token unless
+    # truncated
     if rollout.response is not None:
         rollout.response_ids = tokenizer.encode(rollout.response, add_special_tokens=False)
         end = tokenizer.eos_token_id
@@ -1002,7 +1099,8 @@ def parse_rollout(line, tokenizer, images=False, keys=None, chat=None):
 
 
 def encode_start(tokenizer, text):
-    """Token ids of a text that begins a row -> (what the tokenizer puts before it, such as BOS; the text's).
+    """Token ids of a text that begins a row -> (what the tokenizer puts before it, such as BOS; the
+    text's).
     What it would put after the text, such as EOS, is left out: a response follows."""
     plain = tokenizer.encode(text, add_special_tokens=False)
     whole = tokenizer.encode(text)
@@ -1027,18 +1125,25 @@ def encode_start(tokenizer, text):
 
 
 def add_hint(tokenizer, line, key, prompt_ids):
-    """The prompt as only the critic reads it: with the text at this key of the JSON line before it. Special
-    tokens that begin a row, such as BOS, stay at its start, once. No key: the prompt itself."""
+    """The prompt as only the critic reads it: with the text at this key of the JSON line before it.
+    Special tokens that begin a row, such as BOS, stay at its start, once. No key: the prompt
+    itself."""
     if not key:
         return prompt_ids
     if tokenizer is None:
-        raise UserError("--privileged-key is text, but there is no tokenizer to encode it; give --tokenizer")
+        raise UserError(
+            "--privileged-key is text, but there is no tokenizer to encode it; give --tokenizer"
+        )
     row = json.loads(line)
     hint = look_up(row, key, default=...)
     if hint is ...:
-        raise UserError(f"no {key!r}, which --privileged-key names, among its keys {', '.join(row):.200}")
+        raise UserError(
+            f"no {key!r}, which --privileged-key names, among its keys {', '.join(row):.200}"
+        )
     if isinstance(hint, bool) or not isinstance(hint, str | int | float):
-        raise UserError(f"{key} of --privileged-key must be text or a number, not {json.dumps(hint):.40}")
+        raise UserError(
+            f"{key} of --privileged-key must be text or a number, not {json.dumps(hint):.40}"
+        )
 
     begin, ids = encode_start(tokenizer, HINT.format(hint))
     bos = tokenizer.bos_token_id
@@ -1051,8 +1156,9 @@ def add_hint(tokenizer, line, key, prompt_ids):
 
 
 def text_messages(messages, images=False):
-    """Chat messages with text as their content; parts of text are joined. UserError: a message has something
-    else. null is left only next to tool_calls. images: messages with parts of images stay as they are."""
+    """Chat messages with text as their content; parts of text are joined. UserError: a message has
+    something else. null is left only next to tool_calls. images: messages with parts of images stay
+    as they are."""
     ours = []
     for number, message in enumerate(messages, 1):
         # chat templates read these two, and print nothing for what is missing
@@ -1069,11 +1175,15 @@ def text_messages(messages, images=False):
                 continue
             if others or not content:
                 words = json.dumps(others or content)
-                raise UserError(f"message {number}: its content has parts that are not text: {words:.60}")
+                raise UserError(
+                    f"message {number}: its content has parts that are not text: {words:.60}"
+                )
             content = "".join(texts)
 
         if content is None and not message.get("tool_calls"):
-            raise UserError(f"message {number}: needs content; only one with tool_calls may lack it")
+            raise UserError(
+                f"message {number}: needs content; only one with tool_calls may lack it"
+            )
         if not isinstance(content, str | None):
             words = json.dumps(content)
             raise UserError(f"message {number}: its content must be text, not {words:.40}")
@@ -1083,7 +1193,8 @@ def text_messages(messages, images=False):
     return ours
 
 
-def text_of(part):  # the text of a part of a message's content, or None if it is something else
+def text_of(part):
+    """The text of a part of a message's content, or None if it is something else."""
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     return None
@@ -1096,11 +1207,13 @@ def is_image(part):
 
 
 def chat_ids(tokenizer, messages, complete=False, **options):
-    """Token ids of text_messages in the tokenizer's chat template, which adds special tokens itself. Unless
-    `complete`, the assistant is next: it continues its last message or begins a new one. options: tools, and
-    more arguments of the template."""
+    """Token ids of text_messages in the tokenizer's chat template, which adds special tokens
+    itself. Unless `complete`, the assistant is next: it continues its last message or begins a new
+    one. options: tools, and more arguments of the template."""
     if not tokenizer.chat_template:
-        raise UserError("the tokenizer has no chat template; give a model or a tokenizer that has one")
+        raise UserError(
+            "the tokenizer has no chat template; give a model or a tokenizer that has one"
+        )
     goes_on = not complete and messages[-1].get("role") == "assistant"
 
     def show(messages):
@@ -1120,11 +1233,14 @@ def chat_ids(tokenizer, messages, complete=False, **options):
                 raise UserError(f"the template leaves out message {n}, whose role is {role:.40}")
         return show(messages)
 
-    with blame("messages do not fit the tokenizer's chat template, or it has none; give another tokenizer"):
+    with blame(
+        "messages do not fit the tokenizer's chat template, or it has none; give another tokenizer"
+    ):
         try:
             text = show_all(messages)
         except Exception:
-            # templates of some image models want parts, and leave out a text that comes without them
+            # templates of some image models want parts, and leave out a text that comes without
+            # them
             text = None
             parts = [in_parts(message) for message in messages]
             with suppress(Exception):
@@ -1143,24 +1259,30 @@ def chat_ids(tokenizer, messages, complete=False, **options):
                 words = "tool_calls next to a text" if speaks else "tool_calls"
                 raise UserError(f"a message has {words}, which the template leaves out")
 
-        if options.get("tools") and "tools" not in tokenizer.get_chat_template(tools=options["tools"]):
+        if options.get("tools") and "tools" not in tokenizer.get_chat_template(
+            tools=options["tools"]
+        ):
             raise UserError("the row has tools, which the template leaves out")
 
         # templates of tool users expect null next to calls, and others show it as a word
         calls = [message for message in messages if message.get("tool_calls")]
         if any(message.get("content") is None for message in calls):
-            without = show([message | {"content": message.get("content") or ""} for message in messages])
+            without = show(
+                [message | {"content": message.get("content") or ""} for message in messages]
+            )
             if text.count("None") > without.count("None"):
                 raise UserError('the template shows null as "None"; write "" as the content')
         return tokenizer.encode(text, add_special_tokens=False)
 
 
-def mark_of(number):  # letters and digits only, which templates do not escape
+def mark_of(number):
+    """Letters and digits only, which templates do not escape."""
     return f"zq{number}qz"
 
 
 def with_mark(number, message):
-    """A message with a mark after its text, which shows whether a template leaves it out. The assistant's
+    """A message with a mark after its text, which shows whether a template leaves it out. The
+    assistant's
     have none: templates may leave out its thoughts, and its last message may go on."""
     content = message.get("content")
     if message["role"] == "assistant" or content is None:
@@ -1180,13 +1302,15 @@ def without_calls(message, speaks):
     return others | {"content": content}
 
 
-def in_parts(message):  # a message whose text is a list of one part
+def in_parts(message):
+    """A message whose text is a list of one part."""
     if not isinstance(message.get("content"), str):
         return message
     return message | {"content": [{"type": "text", "text": message["content"]}]}
 
 
-def batch_of_one(rollout, row_id):  # Rollout with token ids -> Batch of one row; may raise UserError
+def batch_of_one(rollout, row_id):
+    """Rollout with token ids -> Batch of one row; may raise UserError."""
     ids = rollout.prompt_ids + rollout.response_ids
     n = len(rollout.response_ids)
     if not 0 < n < len(ids):
@@ -1216,11 +1340,12 @@ def batch_of_one(rollout, row_id):  # Rollout with token ids -> Batch of one row
     )
 
 
-# ---- PPO maths on flat data --------------------------------------------------------------------------------
+# ---- PPO maths on flat data ----------------------------------------------------------------------
 
 
 def shuffled_rows(groups, *key):
-    """The rows of Batch.groups, with the groups shuffled by the key alone (e.g. seed, step, epoch)."""
+    """The rows of Batch.groups, with the groups shuffled by the key alone (e.g. seed, step,
+    epoch)."""
     groups = Random(" ".join(map(str, key))).sample(groups, len(groups))
     return [row for _, rows in groups for row in rows]
 
@@ -1264,22 +1389,33 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma, lam=1.0, bootst
     return advantages_T.float(), torch.where(response_mask_T, advantages_T + values_T, 0.0).float()
 
 
-def last_action(batch):  # (B,) index of each sequence's last action in the (T,) columns, or -1
+def last_action(batch):
+    """(B,) index of each sequence's last action in the (T,) columns, or -1."""
     index_T = torch.where(batch.response_mask, torch.arange(len(batch.response_mask)), -1)
     return torch.full((len(batch),), -1).scatter_reduce(0, batch.row_of_token, index_T, "amax")
 
 
 def add_returns(batch, gamma, lam, bootstrap_truncated=False):
-    """Fills in advantages and returns. bootstrap_truncated: truncated rows end with their last value.
+    """Fills in advantages and returns. bootstrap_truncated: truncated rows end with their last
+    value.
     ValueError: the batch lacks its rewards or values."""
     check(batch, needs=("token_level_rewards", "values"))
-    tail_B = torch.where(batch.truncated & bootstrap_truncated, batch.values[last_action(batch)], 0.0)
+    tail_B = torch.where(
+        batch.truncated & bootstrap_truncated, batch.values[last_action(batch)], 0.0
+    )
     batch.advantages, batch.returns = gae(
-        batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens, gamma, lam, tail_B
+        batch.token_level_rewards,
+        batch.values,
+        batch.response_mask,
+        batch.cu_seqlens,
+        gamma,
+        lam,
+        tail_B,
     )
 
 
-def monte_carlo(batch, gamma):  # (T,) discounted sums of the rewards from each action on
+def monte_carlo(batch, gamma):
+    """(T,) discounted sums of the rewards from each action on."""
     rewards_T = batch.token_level_rewards
     return gae(rewards_T, 0 * rewards_T, batch.response_mask, batch.cu_seqlens, gamma)[1]
 
@@ -1298,7 +1434,8 @@ def loss_weights(batch, mode, response_length_limit=None, places=(), rows=None):
     tokens = sum(row.actions for row in rows)
     if places:
 
-        def picked(n):  # which of n actions count
+        def picked(n):
+            """Which of n actions count."""
             return sorted({min(n - 1, int(p * n)) for p in places if n})
 
         mask_T = torch.zeros_like(mask_T)
@@ -1332,7 +1469,8 @@ def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, clipra
 
 
 def hl_gauss_values(logits_TN, low, high):
-    """(T, N) logits of the bins -> (T,) values: the expected bin centre, sum_i softmax(logits)_i c_i."""
+    """(T, N) logits of the bins -> (T,) values: the expected bin centre, sum_i softmax(logits)_i
+    c_i."""
     bins = logits_TN.shape[1]
     half = (high - low) / bins / 2
     centre_N = torch.linspace(low + half, high - half, bins, device=logits_TN.device)
@@ -1367,7 +1505,8 @@ def explained_variance(values_A, returns_A, everywhere=False):
 
 
 def auc(scores, labels):
-    """Chance that a 1 scores above a 0; a tie counts half. NaN unless labels are 0 and 1, some of each."""
+    """Chance that a 1 scores above a 0; a tie counts half. NaN unless labels are 0 and 1, some of
+    each."""
     if set(labels.tolist()) != {0.0, 1.0} or not scores.isfinite().all():
         return nan
     ones = scores[labels == 1]
@@ -1378,9 +1517,9 @@ def auc(scores, labels):
 
 
 def update_metrics(kind, loss, totals, norms, lr):
-    """Metrics of an update (a collective). totals: name -> this rank's sum over the steps taken, a 0-dim
-    tensor. The sum named `loss`, whose terms have weights, is divided by the number of steps, and the others
-    by "actions", one of the sums. norms: one per step."""
+    """Metrics of an update (a collective). totals: name -> this rank's sum over the steps taken, a
+    0-dim tensor. The sum named `loss`, whose terms have weights, is divided by the number of steps,
+    and the others by "actions", one of the sums. norms: one per step."""
     sums = torch.stack([*totals.values()])
     dist.all_reduce(sums)
     sums = dict(zip(totals, sums.tolist()))
@@ -1396,13 +1535,15 @@ def update_metrics(kind, loss, totals, norms, lr):
     return {f"{kind}/{name}": x for name, x in metrics.items()}
 
 
-def evaluate(rows, gamma):  # metrics of rows with values, against Monte Carlo returns
+def evaluate(rows, gamma):
+    """Metrics of rows with values, against Monte Carlo returns."""
     r_A = monte_carlo(rows, gamma)[rows.response_mask].double()
     v_A = rows.values[rows.response_mask]
     acted_B = rows.actions > 0
     reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)
     last_B = torch.where(acted_B, rows.values[last_action(rows)], 0.0)
-    of_n = []  # per prompt with several rows: reward of the row with the highest last value, mean, maximum
+    # per prompt with several rows: reward of the row with the highest last value, mean, maximum
+    of_n = []
     for _, same in rows.groups():
         if len(same) > 1:
             reward_N = reward_B[same]
@@ -1419,7 +1560,7 @@ def evaluate(rows, gamma):  # metrics of rows with values, against Monte Carlo r
     }
 
 
-# ---- Packed rows: attention (transformers calls it "packed"), FLOPs and memory -----------------------------
+# ---- Packed rows: attention (transformers calls it "packed"), FLOPs and memory -------------------
 
 try:
     from flash_attn import flash_attn_varlen_func
@@ -1428,13 +1569,15 @@ except ImportError:
 
 
 class PackLayout:
-    """Where sequences of these lengths lie in a packed row. If a sequence has more keys than queries, queries
-    are its last tokens. keys: where all sequences' keys are in the row, on the device (None: as queries)."""
+    """Where sequences of these lengths lie in a packed row. If a sequence has more keys than
+    queries, queries are its last tokens. keys: where all sequences' keys are in the row, on the
+    device (None: as queries)."""
 
     def __init__(self, lengths, device, key_lengths=None, keys=None):
         key_lengths = key_lengths or lengths
         self.keys = keys
-        self.pieces = []  # equally long neighbours together: (how many, all their queries, all their keys)
+        # equally long neighbours together: (how many, all their queries, all their keys)
+        self.pieces = []
         for (queries, seen), same in itertools.groupby(zip(lengths, key_lengths)):
             count = len(list(same))
             self.pieces.append((count, count * queries, count * seen))
@@ -1443,7 +1586,8 @@ class PackLayout:
 
 
 class Pack:
-    """What packed_attention reads in every layer. Keep it until the backward ends, which may rerun layers."""
+    """What packed_attention reads in every layer. Keep it until the backward ends, which may rerun
+    layers."""
 
     layout = None  # PackLayout of the whole row, before it is sliced over sequence-parallel ranks
     group = None  # ranks that share the row, or None
@@ -1452,11 +1596,19 @@ class Pack:
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
                      sliding_window=0, softcap=None, is_causal=None, s_aux=None, **kwargs):  # fmt: skip
-    """transformers' attention interface for a packed row: q (1,H,T,D), k v (1,K,T,D) -> (1,T,H,D), None."""
+    """transformers' attention interface for a packed row: q (1,H,T,D), k v (1,K,T,D) -> (1,T,H,D),
+    None."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    kinds = {*(getattr(module.config, "layer_types", None) or ())}  # others mix tokens in ways of their own
-    masked = sliding_window == 0 and getattr(module.config, "sliding_window", None)  # only in its own mask
-    if attention_mask is not None or not causal or masked or kinds - {"full_attention", "sliding_attention"}:
+    # others mix tokens in ways of their own
+    kinds = {*(getattr(module.config, "layer_types", None) or ())}
+    # only in its own mask
+    masked = sliding_window == 0 and getattr(module.config, "sliding_window", None)
+    if (
+        attention_mask is not None
+        or not causal
+        or masked
+        or kinds - {"full_attention", "sliding_attention"}
+    ):
         raise UserError(
             f"{type(module).__name__} or a layer next to it asks for more than causal attention,"
             " so its rows cannot be packed"
@@ -1471,8 +1623,9 @@ transformers.AttentionInterface.register("packed", packed_attention)
 
 
 def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
-    """(1,H,T,D) causal attention within each sequence of the layout: flash-attn or torch's varlen kernel for
-    half precision on CUDA, else SDPA, or plain products for soft caps (Gemma 2) and sinks (gpt-oss)."""
+    """(1,H,T,D) causal attention within each sequence of the layout: flash-attn or torch's varlen
+    kernel for half precision on CUDA, else SDPA, or plain products for soft caps (Gemma 2) and
+    sinks (gpt-oss)."""
     if layout.keys is not None:
         k, v = (x[:, :, layout.keys] for x in (k, v))
     half = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
@@ -1535,39 +1688,50 @@ PEAK_TFLOPS = {"H100 PCIe": 756, "H[12]00 NVL": 835, "(H|GH)[128]00": 989, "A[18
 
 
 def flops_model(model, config):
-    """f(length) -> FLOPs of a forward over a row: 2 per token and weight of a matrix (only active experts),
-    4 per causal query-key pair and feature of the query heads; vision towers are left out."""
+    """f(length) -> FLOPs of a forward over a row: 2 per token and weight of a matrix (only active
+    experts), 4 per causal query-key pair and feature of the query heads; vision towers are left
+    out."""
     config = config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", 1)
     free = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     weights = 0.0
     for name, p in model.named_parameters():
         if p.ndim > 1 and p not in free and "visual" not in name:
-            weights += p.numel() * (chosen / len(p) if ".experts." in name else 1)  # one row per expert
+            # one row per expert
+            weights += p.numel() * (chosen / len(p) if ".experts." in name else 1)
     heads = config.num_attention_heads
-    head_dim = vars(config).get("head_dim") or config.hidden_size // heads  # Gemma 4 has one for each layer
+    # Gemma 4 has one for each layer
+    head_dim = vars(config).get("head_dim") or config.hidden_size // heads
     pairs = 2 * config.num_hidden_layers * heads * head_dim
     return lambda length: 2 * weights * length + pairs * length * (length + 1)
 
 
 def describe_update(batch, rows, start, epochs, flops, layout):
-    """Metrics of an update's rows, with values from before it, and of its speed since `start` (a collective).
-    flops: of one epoch, shared prompts once. MFU is NaN in float32 and on devices not in PEAK_TFLOPS."""
+    """Metrics of an update's rows, with values from before it, and of its speed since `start` (a
+    collective).
+    flops: of one epoch, shared prompts once. MFU is NaN in float32 and on devices not in
+    PEAK_TFLOPS."""
     seconds = perf_counter() - start
     memory = peak = nan
     if layout.device.type == "cuda":
         memory = torch.cuda.max_memory_allocated()
         name = torch.cuda.get_device_name()
         if layout.dtype != torch.float32 and " MIG " not in name:
-            peak = 1e12 * next((x for w, x in PEAK_TFLOPS.items() if re.search(rf"\b{w}\b", name)), nan)
+            peak = 1e12 * next(
+                (x for w, x in PEAK_TFLOPS.items() if re.search(rf"\b{w}\b", name)), nan
+            )
     seconds, memory = map(max, zip(*of_all_ranks((seconds, memory))))
-    columns = {name: getattr(batch, name)[batch.response_mask].double() for name in ("values", "returns")}
+    columns = {
+        name: getattr(batch, name)[batch.response_mask].double() for name in ("values", "returns")
+    }
     metrics = {
         "perf/tokens_per_second": epochs * tokens_of(rows) / seconds,
         "perf/mfu": epochs * flops / (seconds * WORLD_SIZE * peak),
         "perf/peak_memory_gib": memory / 2**30,
         "perf/time_update": seconds,
-        "critic/explained_var": explained_variance(columns["values"], columns["returns"], everywhere=True),
+        "critic/explained_var": explained_variance(
+            columns["values"], columns["returns"], everywhere=True
+        ),
     }
     for name, x_A in columns.items():
         n, mean, _ = moments(x_A, everywhere=True)
@@ -1580,8 +1744,8 @@ def describe_update(batch, rows, start, epochs, flops, layout):
 
 
 def measure_budget(try_out, given, longest, ranks_per_row, state_bytes):
-    """The most tokens per rank that fit into a micro-batch, equal on all ranks (a collective). Measured
-    by running try_out(batch) on ever more rows. given: auto[:GIB]."""
+    """The most tokens per rank that fit into a micro-batch, equal on all ranks (a collective).
+    Measured by running try_out(batch) on ever more rows. given: auto[:GIB]."""
     _, _, gib = given.partition(":")
     limit = float(gib or "inf") * 2**30
     row = Batch.blank(longest)
@@ -1600,23 +1764,26 @@ def measure_budget(try_out, given, longest, ranks_per_row, state_bytes):
             with torch.profiler.profile(profile_memory=True) as log:
                 try_out(batch)
             events = sorted(log.profiler.kineto_results.events(), key=lambda e: e.start_ns())
-            peak = max(itertools.accumulate(e.nbytes() for e in events))  # 0 for all but memory events
+            # 0 for all but memory events
+            peak = max(itertools.accumulate(e.nbytes() for e in events))
         peak = max(of_all_ranks(peak))  # on top of what was allocated before
         room = min(of_all_ranks(0.9 * limit - state_bytes))  # the allocator wastes a tenth
         if 2 * peak > room:
             break
-    cost = peak * ranks_per_row / len(batch.input_ids)  # too high: part of it does not grow with rows
+    # too high: part of it does not grow with rows
+    cost = peak * ranks_per_row / len(batch.input_ids)
     tokens = max(int(room / cost), 0)
     print0(f"budget     {room / 2**30:.3g} GiB / {cost:,.0f} bytes per token = {tokens:,} tokens")
     return tokens
 
 
-# ---- Logs: what the user sees, and what a run leaves -------------------------------------------------------
+# ---- Logs: what the user sees, and what a run leaves ---------------------------------------------
 
 
 class Logger:
-    """Writes metrics.jsonl, TensorBoard and run.json in out_dir, and prints on rank 0. If `folder`, where the
-    run starts, is a checkpoint in out_dir, the files continue, without entries after first_step."""
+    """Writes metrics.jsonl, TensorBoard and run.json in out_dir, and prints on rank 0. If `folder`,
+    where the run starts, is a checkpoint in out_dir, the files continue, without entries after
+    first_step."""
 
     def __init__(self, out_dir, settings, first_step, folder):
         self.out_dir = out_dir
@@ -1638,7 +1805,8 @@ class Logger:
         self.board = SummaryWriter(f"{out_dir}/tensorboard", purge_step=last_step + 1)
 
     def set_aside(self, last_step):
-        """Renames what another run saved after last_step to *.old, and removes a killed run's leftovers."""
+        """Renames what another run saved after last_step to *.old, and removes a killed run's
+        leftovers."""
         for folder in (f"{self.out_dir}/checkpoints", f"{self.out_dir}/rollouts"):
             for path in Path(folder).glob("*.*"):
                 if path.suffix in (".tmp", ".gone"):
@@ -1668,8 +1836,8 @@ class Logger:
             trace.export_chrome_trace(f"{self.out_dir}/profile/step_{step + 1}.json.gz")
 
     def check_progress(self, metrics, lr="--lr"):
-        """UserError if values are not finite, or if the gradients of ten updates in a row are not. lr: the
-        flag to name."""
+        """UserError if values are not finite, or if the gradients of ten updates in a row are not.
+        lr: the flag to name."""
         if "critic/values_mean" not in metrics:  # no row had an action
             return
         if not isfinite(metrics["critic/values_mean"]):
@@ -1678,9 +1846,12 @@ class Logger:
             )
         self.skipped = self.skipped + 1 if isnan(metrics["critic/grad_norm"]) else 0
         if self.skipped == 10:
-            raise UserError(f"10 updates in a row were skipped: gradients are not finite; use a lower {lr}")
+            raise UserError(
+                f"10 updates in a row were skipped: gradients are not finite; use a lower {lr}"
+            )
 
-    def log(self, step, metrics):  # metrics: name -> number; logs null if it is not finite
+    def log(self, step, metrics):
+        """Metrics: name -> number; logs null if it is not finite."""
         if RANK:
             return
         metrics = {name: float(x) if isfinite(x) else None for name, x in metrics.items()}
@@ -1690,7 +1861,8 @@ class Logger:
                 self.board.add_scalar(name, x, step)
         self.board.flush()  # otherwise it buffers for two minutes
 
-    def log_update(self, step, steps, m):  # logs an update of the critic and prints one aligned line
+    def log_update(self, step, steps, m):
+        """Logs an update of the critic and prints one aligned line."""
         self.updates += 1
         m["perf/time_step"] = (perf_counter() - self.start) / self.updates
         self.log(step, m)
@@ -1704,7 +1876,8 @@ class Logger:
             f"  skipped {m['critic/skipped_steps']:.0f}"
         )
 
-    def log_evaluation(self, step, rows, gamma):  # evaluates rows with values, logs and prints the result
+    def log_evaluation(self, step, rows, gamma):
+        """Evaluates rows with values, logs and prints the result."""
         if RANK:
             return
         m = evaluate(rows, gamma)
@@ -1718,39 +1891,45 @@ class Logger:
         )
 
 
-def time_left(seconds, steps):  # seconds: of one step; a timedelta has an upper bound
+def time_left(seconds, steps):
+    """Seconds: of one step; a timedelta has an upper bound."""
     return timedelta(seconds=round(min(seconds * steps, 1e12)))
 
 
-def number(x, form):  # x in the given format, or -- for NaN; z: what rounds to 0 has no sign
+def number(x, form):
+    """X in the given format, or -- for NaN; z: what rounds to 0 has no sign."""
     return "--" if isnan(x) else format(x, f"z{form}")
 
 
-def explained_number(x, form=".3f"):  # an explained variance; all that are far below 0 say the same
+def explained_number(x, form=".3f"):
+    """An explained variance; all that are far below 0 say the same."""
     return "< -99" if x < -99 else number(x, form)
 
 
 def happened(row, last_step):
-    """Whether a row of metrics.jsonl is from before a run that goes on after last_step: an evaluation at this
-    step will be made again, but its update will not."""
+    """Whether a row of metrics.jsonl is from before a run that goes on after last_step: an
+    evaluation at this step will be made again, but its update will not."""
     step = row.get("step", inf)
     return step < last_step or (step == last_step and "perf/time_step" in row)
 
 
 def read_lines(path):
-    """The rows of one of our JSONL files, up to a line that a crash cut short; none without a file."""
+    """The rows of one of our JSONL files, up to a line that a crash cut short; none without a
+    file."""
     rows = []
     with suppress(OSError, ValueError), open(path) as file:
         rows += map(json.loads, file)  # rows before a bad line are kept
     return rows
 
 
-def as_json(state, indent=None):  # JSON has no NaN and no infinity: it gets null in their place
+def as_json(state, indent=None):
+    """JSON has no NaN and no infinity: it gets null in their place."""
     plain = to_jsonable_python(state, inf_nan_mode="null", fallback=str)
     return json.dumps(plain, allow_nan=False, indent=indent)
 
 
-def replace_lines(path, rows):  # replaces a JSONL file; a crash leaves the old or the new one, whole
+def replace_lines(path, rows):
+    """Replaces a JSONL file; a crash leaves the old or the new one, whole."""
     os.makedirs(dirname(path), exist_ok=True)
     with open(f"{path}.tmp", "w") as file:
         file.writelines(f"{as_json(row)}\n" for row in rows)  # `rows` may be made one at a time
@@ -1758,19 +1937,23 @@ def replace_lines(path, rows):  # replaces a JSONL file; a crash leaves the old 
     os.replace(f"{path}.tmp", path)
 
 
-def write_json(path, state):  # writes a JSON file on rank 0
+def write_json(path, state):
+    """Writes a JSON file on rank 0."""
     if RANK == 0:
         Path(path).write_text(as_json(state, indent=1))
 
 
-LINE_EVERY = 60.0  # seconds between the lines that tell how far long work is, where there is no terminal
+# seconds between the lines that tell how far long work is, where there is no terminal
+LINE_EVERY = 60.0
 
 
 def progress_of(total, what, unit):
-    """-> done(n), to be called after n of `total` units of work, or a fraction of one. In a terminal rank 0
-    shows a bar if the work takes longer than three seconds, until the caller drops `done`. Elsewhere it
-    prints a line a minute."""
-    bar = tqdm(total=total, desc=what, unit=f" {unit}", delay=3, leave=False, disable=RANK > 0 or None)
+    """-> done(n), to be called after n of `total` units of work, or a fraction of one. In a
+    terminal rank 0 shows a bar if the work takes longer than three seconds, until the caller drops
+    `done`. Elsewhere it prints a line a minute."""
+    bar = tqdm(
+        total=total, desc=what, unit=f" {unit}", delay=3, leave=False, disable=RANK > 0 or None
+    )
     start = perf_counter()
     printed = start
     finished = 0.0
@@ -1798,19 +1981,22 @@ def progress(items, what, unit):
         done()
 
 
-# ---- Checkpoints: folders that are complete or absent ------------------------------------------------------
+# ---- Checkpoints: folders that are complete or absent --------------------------------------------
 
 MANIFEST = "manifest.json"  # in a complete folder: file name -> SHA-256
 
 
 @contextmanager
 def published(folder, group=None, keep=None):
-    """`with published(folder) as tmp:` all ranks write into tmp, which becomes the folder; a crash leaves
-    the old or the new one complete (a collective of `group`). keep: how many of the last step_N stay."""
+    """`with published(folder) as tmp:` all ranks write into tmp, which becomes the folder; a crash
+    leaves the old or the new one complete (a collective of `group`). keep: how many of the last
+    step_N stay."""
     if torch.cuda.is_available():
         torch.cuda.set_device(LOCAL_RANK)  # a new thread starts on device 0
     if exists(folder) and os.listdir(folder) and not exists(f"{folder}/{MANIFEST}"):
-        raise UserError(f"--out-dir: {folder} holds something else, which we do not overwrite; move it")
+        raise UserError(
+            f"--out-dir: {folder} holds something else, which we do not overwrite; move it"
+        )
     folder = realpath(folder)  # without a slash at its end, and where a link leads
     tmp = f"{folder}.tmp"
     if RANK == 0:
@@ -1819,13 +2005,16 @@ def published(folder, group=None, keep=None):
     dist.barrier(group)
     yield tmp
     dist.barrier(group)
-    found = {str(path.relative_to(tmp)) for path in Path(tmp).rglob("*") if path.is_file()}  # or only ours
+    # or only ours
+    found = {str(path.relative_to(tmp)) for path in Path(tmp).rglob("*") if path.is_file()}
     names = sorted(set().union(*of_all_ranks(found, group)))
     sums = {name: checksum(f"{tmp}/{name}") for name in names[RANK::WORLD_SIZE]}
     seen = None not in sums.values() and all(exists(f"{tmp}/{name}") for name in names)
     parts = of_all_ranks(sums if seen else None, group)
     if None in parts:
-        raise UserError(f"--out-dir: rank {parts.index(None)} does not see all of {tmp}; use shared storage")
+        raise UserError(
+            f"--out-dir: rank {parts.index(None)} does not see all of {tmp}; use shared storage"
+        )
     write_json(f"{tmp}/{MANIFEST}", dict(collections.ChainMap(*parts)))
     if RANK == 0:
         for path in (*Path(tmp).rglob("*"), tmp):
@@ -1852,14 +2041,16 @@ def unused_name(path):
     return name
 
 
-def remove(folder):  # deletes a folder, if it exists; a crash never leaves half of it under its name
+def remove(folder):
+    """Deletes a folder, if it exists; a crash never leaves half of it under its name."""
     if isdir(folder):
         rmtree(f"{folder}.gone", ignore_errors=True)  # a leftover of a crash
         os.rename(folder, f"{folder}.gone")
         rmtree(f"{folder}.gone", ignore_errors=True)
 
 
-def checksum(path):  # SHA-256 of a file, or None if it cannot be read
+def checksum(path):
+    """SHA-256 of a file, or None if it cannot be read."""
     with suppress(OSError), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -1871,7 +2062,8 @@ def flush_to_disk(path):
 
 
 def verify(folder):
-    """UserError on all ranks unless a published folder, or a file in one, is intact (a collective)."""
+    """UserError on all ranks unless a published folder, or a file in one, is intact (a
+    collective)."""
     root = folder if exists(f"{folder}/{MANIFEST}") else dirname(folder)
     manifests = of_all_ranks(checksum(f"{root}/{MANIFEST}"))
     with blame(f"--resume {folder}: no complete checkpoint here, no readable {MANIFEST}"):
@@ -1881,11 +2073,14 @@ def verify(folder):
             raise ValueError("it names none of these files, or differs between ranks")
     damaged = [name for name in names[RANK::WORLD_SIZE] if checksum(f"{root}/{name}") != sums[name]]
     if damaged := sum(of_all_ranks(damaged), []):
-        raise UserError(f"--resume {folder}: damaged, {damaged[0]} is missing or changed; use an earlier one")
+        raise UserError(
+            f"--resume {folder}: damaged, {damaged[0]} is missing or changed; use an earlier one"
+        )
 
 
 def claim(out_dir):
-    """Creates out_dir and locks it -> the lock, an open file that the caller keeps, or None (a collective).
+    """Creates out_dir and locks it -> the lock, an open file that the caller keeps, or None (a
+    collective).
     UserError: out_dir cannot be written, a rank does not see it, or another run is using it."""
     lock = None
     fault = ""
@@ -1918,8 +2113,9 @@ def claim(out_dir):
 
 
 def locked(out_dir):
-    """The open file out_dir/.lock with an exclusive lock, which ends with this process, even if it is killed.
-    None, with a line, where the file system has no locks. UserError: another run has it."""
+    """The open file out_dir/.lock with an exclusive lock, which ends with this process, even if it
+    is killed. None, with a line, where the file system has no locks. UserError: another run has
+    it."""
     file = open(f"{out_dir}/.lock", "a+")
 
     # try for five seconds: the ranks of a run that was just killed may still be ending
@@ -1946,14 +2142,18 @@ def locked(out_dir):
     return file
 
 
-def steps_in(folder):  # [(step, path)] of each step_N and step_N.jsonl in a folder, latest first
-    found = [re.fullmatch(r"step_(\d+)(\.jsonl)?", path.name) for path in Path(folder).glob("step_*")]
+def steps_in(folder):
+    """[(step, path)] of each step_N and step_N.jsonl in a folder, latest first."""
+    found = [
+        re.fullmatch(r"step_(\d+)(\.jsonl)?", path.name) for path in Path(folder).glob("step_*")
+    ]
     steps = [(int(match[1]), f"{folder}/{match[0]}") for match in found if match]
     return sorted(steps, reverse=True)
 
 
 def shape_of(model_config, more):
-    """What two runs must have in common for one to resume the other, as plain JSON: config and `more`."""
+    """What two runs must have in common for one to resume the other, as plain JSON: config and
+    `more`."""
     # transformers' own JSON, in which an infinity is {"__float__": "Infinity"}
     fields = json.loads(model_config.to_json_string(use_diff=False)) | more
     for key in ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache",
@@ -1962,11 +2162,12 @@ def shape_of(model_config, more):
     return json.loads(json.dumps(fields))
 
 
-# ---- Model folders, tiny models and the toy task: everything runs without the hub --------------------------
+# ---- Model folders, tiny models and the toy task: everything runs without the hub ----------------
 
 
 def load_config(config):
-    """(tokenizer or None, transformers config) of config.model, with --override-config and dropout off."""
+    """(tokenizer or None, transformers config) of config.model, with --override-config and dropout
+    off."""
     to = config.prefix
     model = config.model
     with blame(f"{to}model {model}: no model there; presets are {', '.join(TINY)}"):
@@ -2014,7 +2215,8 @@ def load_config(config):
 
 
 def refuse_adapter(config):
-    """UserError if the model's folder holds an adapter: transformers would load its base model instead."""
+    """UserError if the model's folder holds an adapter: transformers would load its base model
+    instead."""
     adapter = find_adapter_config_file(config.model)
     if adapter:
         base = json.loads(Path(adapter).read_text()).get("base_model_name_or_path")
@@ -2059,7 +2261,8 @@ def json_object(flag, text):
 
 
 def mistake_in_sizes(text):
-    """What is impossible in the transformers config of a decoder, or None: it would fail only later."""
+    """What is impossible in the transformers config of a decoder, or None: it would fail only
+    later."""
     most = {
         "vocab_size": 2**24,
         "hidden_size": 2**18,
@@ -2091,13 +2294,15 @@ def mistake_in_sizes(text):
     return None
 
 
-def config_of(model):  # the config of a model's folder or of either critic's checkpoint, as a dict
+def config_of(model):
+    """The config of a model's folder or of either critic's checkpoint, as a dict."""
     if exists(f"{model}/trainer.json"):
         return transformers.PreTrainedConfig.get_config_dict(f"{model}/trainer.json")[0]["shape"]
     return transformers.PreTrainedConfig.get_config_dict(model)[0]
 
 
-def disable_dropout(model_config):  # zeroes attention_dropout, layerdrop, jitter ..., in nested configs too
+def disable_dropout(model_config):
+    """Zeroes attention_dropout, layerdrop, jitter ..., in nested configs too."""
     for key, value in vars(model_config).items():
         if isinstance(value, transformers.PreTrainedConfig):
             disable_dropout(value)
@@ -2121,17 +2326,21 @@ def check_length(length, row, model_config):
     limit = "max_position_embeddings"
     most = getattr(text, limit, None) or inf
     rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # a longer row would change the angles of all rows around it
+    # a longer row would change the angles of all rows around it
+    if rope.get("rope_type") == "longrope":
         limit = "original_max_position_embeddings"
         most = rope[limit]
     if length > most:
         raise UserError(f"{row}: {length} tokens, more than the model's {limit}, {most}")
 
 
-HEAD_FILES = [f"{name}.{end}" for end in ("safetensors", "bin", "pt") for name in ("value_head", "v_head")]
+HEAD_FILES = [
+    f"{name}.{end}" for end in ("safetensors", "bin", "pt") for name in ("value_head", "v_head")
+]
 
 
-def local_folder(name):  # a model's folder, downloaded if it is on the hub
+def local_folder(name):
+    """A model's folder, downloaded if it is on the hub."""
     if isdir(name):
         return name
     folder = snapshot_download(name, allow_patterns=["*.json", "*.safetensors", *HEAD_FILES])
@@ -2184,7 +2393,10 @@ def open_weights(folder):
         if file in own:
             if not found:
                 raise UserError(f"{file} holds no tensors by name")
-            found = {name if re.search(HEAD, name) else f"value_head.{name}": x for name, x in found.items()}
+            found = {
+                name if re.search(HEAD, name) else f"value_head.{name}": x
+                for name, x in found.items()
+            }
         tensors |= found
     return {name: x.shape for name, x in tensors.items()}, tensors.__getitem__
 
@@ -2196,38 +2408,47 @@ def load_model(kind, config, model_config, seed):
     torch.manual_seed(seed)
     with blame(f"{flag}: its weights do not load"):
         if name in TINY:
-            return kind.from_config(model_config, dtype=torch.float32), f"random weights (seed {seed})"
+            return kind.from_config(
+                model_config, dtype=torch.float32
+            ), f"random weights (seed {seed})"
         folder = local_folder(name)
         open_weights(folder)  # names a file that does not load, where transformers would not
         model, info = kind.from_pretrained(
             folder, config=model_config, output_loading_info=True, dtype=torch.float32
         )
     if absent := sorted(info["missing_keys"]):  # transformers itself raises on a wrong shape
-        raise UserError(f"{flag}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}")
+        raise UserError(
+            f"{flag}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}"
+        )
     return model, f"{type(model).__name__} from {name} (no optimizer state)"
 
 
-def transformer_blocks(model):  # the layers to shard one by one: those in transformers' _no_split_modules
+def transformer_blocks(model):
+    """The layers to shard one by one: those in transformers' _no_split_modules."""
     names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     return [m for m in model.modules() if type(m).__name__ in names]
 
 
 def send_weights(model, source):
-    """Fills a model spread over all ranks from `source`: the whole model on rank 0's host, else None."""
+    """Fills a model spread over all ranks from `source`: the whole model on rank 0's host, else
+    None."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, source.state_dict() if source else {}, options=options)
-    for buffer, x in zip(model.buffers(), (source or model).buffers()):  # state dicts lack rotary tables
+    # state dicts lack rotary tables
+    for buffer, x in zip(model.buffers(), (source or model).buffers()):
         buffer.copy_(x)
         dist.broadcast(buffer, 0)
 
 
-def move_state(optimizer, device):  # moves the state of a torch optimizer, and frees cached device memory
+def move_state(optimizer, device):
+    """Moves the state of a torch optimizer, and frees cached device memory."""
     for state in optimizer.state.values():
         for name, x in state.items():
             if name != "step":  # a scalar, which stays where it is
                 state[name] = x.to(device, non_blocking=True)
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # once for all: copies to pinned host memory are complete only after this
+        # once for all: copies to pinned host memory are complete only after this
+        torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
 
@@ -2268,7 +2489,9 @@ def load_value_head(score, config, value_range):
     folder = local_folder(model)
     stored = config_of(folder).get("value_range")
     if stored and stored != (value_range and list(value_range)):
-        raise UserError(f"{to}value-head: {model} has another; give that one, or {to}value-head-init normal")
+        raise UserError(
+            f"{to}value-head: {model} has another; give that one, or {to}value-head-init normal"
+        )
     if value_range and not stored:  # --value-head asks for a head that this folder cannot have
         return None
 
@@ -2294,12 +2517,15 @@ def load_value_head(score, config, value_range):
     for name in found:
         ours[name].data.copy_(read(name).reshape(ours[name].shape))
         if not ours[name].isfinite().all():
-            raise UserError(f"{to}model {model}: its head, {name}, is not finite; its training has diverged")
+            raise UserError(
+                f"{to}model {model}: its head, {name}, is not finite; its training has diverged"
+            )
     return weight
 
 
 def configure_head(model_config, config, value_range):
-    """Records the value head in a transformers config: num_labels outputs, over value_range or None."""
+    """Records the value head in a transformers config: num_labels outputs, over value_range or
+    None."""
     stored = getattr(model_config, "value_range", None)
     model_config.num_labels = 51 if config.value_head == "hl_gauss" else 1  # bins
     model_config.value_range = None
@@ -2330,7 +2556,8 @@ IMAGE_WORDS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
 
 
 def tiny_config(name, vocab_size):
-    """A preset's fields of config.json: two layers, 64 hidden features, four query and two key heads."""
+    """A preset's fields of config.json: two layers, 64 hidden features, four query and two key
+    heads."""
     kind = re.sub("[-.]", "_", name.removeprefix("tiny-"))  # tiny-qwen2.5-vl -> qwen2_5_vl
     text = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
     if kind != "gpt2":  # GPT-2 names these differently
@@ -2342,17 +2569,23 @@ def tiny_config(name, vocab_size):
         }  # fmt: skip
     if not kind.endswith("vl"):
         return {"model_type": kind, **text, **TINY[name]}
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 3, 3],
+    }
     ids = {"vision_start_token_id": vocab_size - 3, "image_token_id": vocab_size - 2}
     ids["vision_end_token_id"] = vocab_size - 1
     return {"model_type": kind, "text_config": text, "vision_config": dict(TINY[name]), **ids}
 
 
 def char_tokenizer(model="tiny-qwen2"):
-    """One token per printable ASCII character, plus <pad>, <eos>, <unk> and, for images, IMAGE_WORDS."""
+    """One token per printable ASCII character, plus <pad>, <eos>, <unk> and, for images,
+    IMAGE_WORDS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    characters = ["<pad>", "<eos>", "<unk>", "Ċ", "Ġ", *map(chr, range(33, 127))]  # Ċ: newline, Ġ: space
+    # Ċ: newline, Ġ: space
+    characters = ["<pad>", "<eos>", "<unk>", "Ċ", "Ġ", *map(chr, range(33, 127))]
     core = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, [], unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=False)
     core.decoder = decoders.ByteLevel()
@@ -2363,14 +2596,16 @@ def char_tokenizer(model="tiny-qwen2"):
 
 
 def toy_rows(n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True):
-    """At least n JSON lines of a policy that adds numbers; held_out rows have their own prompts. slips: error
-    rates with and without a carry; a wrong answer is the first number (gives_up), or off by 10 or 1."""
+    """At least n JSON lines of a policy that adds numbers; held_out rows have their own prompts.
+    slips: error rates with and without a carry; a wrong answer is the first number (gives_up), or
+    off by 10 or 1."""
     rng = Random(f"toy {seed} {held_out}")
     lines = []
     while len(lines) < n:
         a = rng.randrange(10, 100)
         b = rng.randrange(10, 100)
-        if (zlib.crc32(b"%d+%d" % (a, b)) % 5 == 0) != held_out:  # a hash holds out a fifth of the prompts
+        # a hash holds out a fifth of the prompts
+        if (zlib.crc32(b"%d+%d" % (a, b)) % 5 == 0) != held_out:
             continue
         carries = a % 10 + b % 10 >= 10
         for _ in range(answers):
@@ -2378,14 +2613,19 @@ def toy_rows(n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True
             if rng.random() < slips[not carries]:
                 answer = a if gives_up else answer - 10 if carries else answer + 1
             right = float(answer == a + b)
-            lines.append(json.dumps({"prompt": f"{a}+{b}=", "response": str(answer), "reward": right}))
+            lines.append(
+                json.dumps({"prompt": f"{a}+{b}=", "response": str(answer), "reward": right})
+            )
     return lines
 
 
-# ---- The report: what the critic learned -------------------------------------------------------------------
+# ---- The report: what the critic learned ---------------------------------------------------------
 
 CURVES = {  # panels of a critic's report -> {words: metric}
-    "explained variance": {"training rows": "critic/explained_var", "held-out rows": "eval/explained_var"},
+    "explained variance": {
+        "training rows": "critic/explained_var",
+        "held-out rows": "eval/explained_var",
+    },
     "value loss": {
         "training rows": "critic/vf_loss",
         "held-out rows": "eval/vf_loss",
@@ -2588,7 +2828,8 @@ addEventListener("keydown", event => {
 
 
 def ceiling(rows):
-    """1 - variance within prompts / variance of first-action returns, over prompts with several rows."""
+    """1 - variance within prompts / variance of first-action returns, over prompts with several
+    rows."""
     returns = [
         rows.returns[rows.cu_seqlens[same] + shared + 1].double()
         for shared, same in rows.groups()
@@ -2629,8 +2870,8 @@ def texts_of(ids, first, decode):
 
 
 def value_range(v_A):
-    """(low, high), the ends of the colours: the 5% and the 95% quantile, so that one outlier does not make
-    all other values pale."""
+    """(low, high), the ends of the colours: the 5% and the 95% quantile, so that one outlier does
+    not make all other values pale."""
     n = len(v_A)
     low, high = (float(v_A.kthvalue(1 + round(share * (n - 1))).values) for share in (0.05, 0.95))
     if low == high:  # nearly all values are equal
@@ -2639,7 +2880,8 @@ def value_range(v_A):
 
 
 def colour_of(value, low, high):
-    """A CSS colour that fades out halfway between low and high; text stays legible on it, light or dark."""
+    """A CSS colour that fades out halfway between low and high; text stays legible on it, light or
+    dark."""
     if low == high:
         return ""
     shade = max(-1.0, min((2 * value - low - high) / (high - low), 1.0))
@@ -2647,8 +2889,8 @@ def colour_of(value, low, high):
 
 
 def rows_to_show(rows, tokenizer):
-    """[rows with the largest TD errors before their last action, typical rows], each row as row_to_show
-    makes it, with the reward of the whole row."""
+    """[rows with the largest TD errors before their last action, typical rows], each row as
+    row_to_show makes it, with the reward of the whole row."""
     decode = lambda ids: "".join(f"{i} " for i in ids)
     if tokenizer:
         decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
@@ -2681,7 +2923,8 @@ def rows_to_show(rows, tokenizer):
 
 
 def row_to_show(rows, row, jump_T, decode, ends):
-    """What the page shows of a row, as a dict; row: the slice of its tokens, jump_T: their TD errors.
+    """What the page shows of a row, as a dict; row: the slice of its tokens, jump_T: their TD
+    errors.
     Of a long row: the end of the prompt, the response around its largest error, and "…"."""
     ids = rows.input_ids[row].tolist()
     acts_T = rows.response_mask[row]
@@ -2702,7 +2945,9 @@ def row_to_show(rows, row, jump_T, decode, ends):
 
     columns = (acts_T, rows.values[row], rows.returns[row], rows.advantages[row])
     tokens = []
-    for t, acts, v, r, error in zip(range(start, end), *(x_T[start:end].tolist() for x_T in columns)):
+    for t, acts, v, r, error in zip(
+        range(start, end), *(x_T[start:end].tolist() for x_T in columns)
+    ):
         token = {"text": texts[t - first], "told": "not an action", "colour": "", "kind": "quiet"}
         if acts:
             token["told"] = f"value {v:z.3g}, return {r:z.3g}, TD error {error:z.3g}"
@@ -2719,14 +2964,15 @@ def row_to_show(rows, row, jump_T, decode, ends):
 
 
 def write_scores(path, out_dir, rows, tokenizer, gamma):
-    """Copies a JSONL file's lines, with the values of their rows, to out_dir/scored.jsonl; adds a report."""
+    """Copies a JSONL file's lines, with the values of their rows, to out_dir/scored.jsonl; adds a
+    report."""
     if RANK:
         return
     lines = read_file(path, "--score")
     last_B = torch.where(rows.actions > 0, rows.values[last_action(rows)], 0.0)
 
-    # rank 1 is the highest last value of its prompt, equal ones share a rank, and NaN comes last; the same
-    # answer in another micro-batch may be off by rounding
+    # rank 1 is the highest last value of its prompt, equal ones share a rank, and NaN comes last;
+    # the same answer in another micro-batch may be off by rounding
     height = last_B.nan_to_num(nan=-inf, posinf=inf, neginf=-inf).tolist()
     height = [float(f"{x:.5g}") for x in height]
     rank = [1] * len(rows)
@@ -2735,7 +2981,8 @@ def write_scores(path, out_dir, rows, tokenizer, gamma):
         for row in same:
             rank[row] += len(same) - bisect_right(ascending, height[row])
 
-    def scored():  # one line at a time, because values take more memory as Python's floats
+    def scored():
+        """One line at a time, because values take more memory as Python's floats."""
         columns = [x_T.split(rows.lengths) for x_T in (rows.values, rows.response_mask)]
         for row_id, last, place, values, mask in zip(rows.row_id, last_B.tolist(), rank, *columns):
             line = json.loads(lines[row_id])
@@ -2748,12 +2995,14 @@ def write_scores(path, out_dir, rows, tokenizer, gamma):
 
 
 def numbers_of(rows, gamma):
-    """({name in NUMBERS: text of a number that exists}, advice or "") of rows with values and returns."""
+    """({name in NUMBERS: text of a number that exists}, advice or "") of rows with values and
+    returns."""
     v_A = rows.values[rows.response_mask]
     r_A = rows.returns[rows.response_mask]
     first = F.pad(rows.actions[rows.actions > 0].cumsum(0), (1, -1))
     explained, loss, constant, *others = evaluate(rows, gamma).values()
-    values = (explained, explained_variance(v_A[first], r_A[first]), ceiling(rows), *others)  # as in NUMBERS
+    # as in NUMBERS
+    values = (explained, explained_variance(v_A[first], r_A[first]), ceiling(rows), *others)
     numbers = {name: number(x, ".3f") for name, x in zip(NUMBERS, values) if not isnan(x)}
     for name, x in zip(("explained variance", "at the first action"), values):
         if name in numbers:
@@ -2768,8 +3017,8 @@ def numbers_of(rows, gamma):
 
 
 def draw(log, curves):
-    """The panels of `curves` that have points in the log, as SVG for the page, or "" if none has. At most
-    1,000 points of a curve are drawn, because the page must stay small."""
+    """The panels of `curves` that have points in the log, as SVG for the page, or "" if none has.
+    At most 1,000 points of a curve are drawn, because the page must stay small."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -2779,12 +3028,14 @@ def draw(log, curves):
             points = {row["step"]: row[name] for row in log if row.get(name) is not None}
             if points:
                 every = ceil(len(points) / 1000)
-                some = list(points.items())[(len(points) - 1) % every :: every]  # up to the last one
+                # up to the last one
+                some = list(points.items())[(len(points) - 1) % every :: every]
                 panels.setdefault(title, []).append((words, *zip(*some), look))
     if not panels:
         return ""
 
-    # texts stay texts, in the fonts of the page, and what is drawn in INK takes the colour of its text
+    # texts stay texts, in the fonts of the page, and what is drawn in INK takes the colour of its
+    # text
     style = {"svg.fonttype": "none", "axes.formatter.min_exponent": 4, "font.size": 11}
     style["axes.formatter.useoffset"] = False
     style |= {f"{part}.color": INK for part in ("text", "xtick", "ytick")}
@@ -2801,8 +3052,8 @@ def draw(log, curves):
 
 
 def draw_panel(panel, title, lines):
-    """Draws lines of (words, steps, numbers, look) so that the first steps, which are often far off, leave
-    room for the others."""
+    """Draws lines of (words, steps, numbers, look) so that the first steps, which are often far
+    off, leave room for the others."""
     from matplotlib.ticker import MaxNLocator
 
     for words, steps, numbers, look in lines:
@@ -2826,8 +3077,9 @@ def draw_panel(panel, title, lines):
 
 
 def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES, changed=None):
-    """Writes report.html and prints its numbers. rows: with values; about: what they are; changed: what
-    training made of the policy, {"numbers": {name: (text, words)}, "samples": {words: pairs of answers}}."""
+    """Writes report.html and prints its numbers. rows: with values; about: what they are; changed:
+    what training made of the policy, {"numbers": {name: (text, words)}, "samples": {words: pairs of
+    answers}}."""
     v_A = rows.values[rows.response_mask]
     if RANK or not len(v_A) or not v_A.isfinite().all():
         return print0("report     none: there are no rows with actions and finite values")
@@ -2853,7 +3105,8 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES, changed=
         largest=largest,
         typical=typical,
     )
-    page.dump(f"{out_dir}/report.html", "utf-8", "replace")  # a user's text may hold half a character
+    # a user's text may hold half a character
+    page.dump(f"{out_dir}/report.html", "utf-8", "replace")
 
     told = ", ".join(f"{name} {x}" for name, x in numbers.items())
     if not numbers:

@@ -54,11 +54,13 @@ if __name__ == "__main__":  # here, because the imports below take ten seconds
 import tyro
 from pydantic import Field, PositiveFloat, TypeAdapter, ValidationError
 
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # all of them, or none
+# all of them, or none
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def from_torchrun(name, default):
-    """A number that torchrun sets; plain `python` is a world of one. common.py names what is wrong."""
+    """A number that torchrun sets; plain `python` is a world of one. common.py names what is
+    wrong."""
     text = os.environ.get(name, "")
     if not all(os.environ.get(other) for other in TORCHRUN) or not re.fullmatch("[0-9]{1,9}", text):
         return default
@@ -68,72 +70,101 @@ def from_torchrun(name, default):
 RANK = from_torchrun("RANK", 0)
 WORLD_SIZE = max(1, from_torchrun("WORLD_SIZE", 1))
 
-# ---- Config ------------------------------------------------------------------------------------------------
+# ---- Config --------------------------------------------------------------------------------------
 
 Text = Annotated[str, Field(min_length=1)]  # a shell's unset variable gives ""
 Count = Annotated[int, Field(ge=0, le=10**9)]
 Positive = Annotated[int, Field(gt=0, le=10**9)]
 Seed = Annotated[int, Field(ge=0, lt=2**62)]
 Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]  # float32 can hold it
-Edge = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]  # float32 can hold its square
+# float32 can hold its square
+Edge = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Annotated[str, Field(pattern=r"^auto(:[0-9]{1,6}(\.[0-9]{1,6})?)?$")]
-AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AggMode = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 
 
 @dataclass(frozen=True)
 class Config:
     """The critic: its model, its layout over ranks, its batches and its optimizer."""
 
-    prefix: ClassVar[str] = "--"  # what its flags begin with, in messages; "--critic." in ppo_loop.py
+    # what its flags begin with, in messages; "--critic." in ppo_loop.py
+    prefix: ClassVar[str] = "--"
 
     # ---- model
-    model: Text = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
+
+    # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
+    model: Text = "tiny-qwen2"
     tokenizer: Text | None = None  # Hugging Face folder or hub name (None: the model's own)
-    override_config: Text = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-    # value head: an unbounded number, one within --value-range, or the mean of a distribution over 51 bins
+    # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
+    override_config: Text = "{}"
+    # value head: an unbounded number, one within --value-range, or the mean of a distribution over
+    # 51 bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
-    # how the value head starts (auto: from the checkpoint, else normal; mean: new, at the mean return)
+    # how the value head starts (auto: from the checkpoint, else normal; mean: new, at the mean
+    # return)
     value_head_init: Literal["auto", "checkpoint", "normal", "zero", "mean"] = "auto"
-    # LOW HIGH of a bounded or hl_gauss head (None: the checkpoint's, else the data's, except in PPO)
+    # LOW HIGH of a bounded or hl_gauss head (None: the checkpoint's, else the data's, except in
+    # PPO)
     value_range: tuple[Edge, Edge] | None = None
-    freeze_modules: Text | None = None  # regular expression; weights with a match in their name are frozen
+    # regular expression; weights with a match in their name are frozen
+    freeze_modules: Text | None = None
     lora_rank: Count = 0  # train only the value head and LoRA adapters of this rank (0: no LoRA)
     lora_alpha: Rate = 16.0  # LoRA adapters are scaled by alpha / rank
     seed: Seed = 0  # random seed of new weights, the value head, every shuffle and the toy's rows
 
     # ---- layout
-    strategy: Literal["fsdp2", "fsdp1", "none"] = "fsdp2"  # how to shard weights (none: a full copy per rank)
-    fsdp_size: int = -1  # ranks that shard one copy of the weights; the others hold replicas (-1: all ranks)
+
+    # how to shard weights (none: a full copy per rank)
+    strategy: Literal["fsdp2", "fsdp1", "none"] = "fsdp2"
+    # ranks that shard one copy of the weights; the others hold replicas (-1: all ranks)
+    fsdp_size: int = -1
     ulysses_size: Positive = 1  # ranks that split each sequence, and attention by heads
-    offload_policy: bool = False  # keep weights, gradients and optimizer state on the host (not with fsdp1)
-    timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0  # stop if a collective takes longer
+    # keep weights, gradients and optimizer state on the host (not with fsdp1)
+    offload_policy: bool = False
+    # stop if a collective takes longer
+    timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0
 
     # ---- precision and kernels
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
-    activation_offload: bool = False  # keep activations on the host; without checkpointing, weights as well
+
+    # recompute activations in the backward pass: less memory, more time
+    gradient_checkpointing: bool = False
+    # keep activations on the host; without checkpointing, weights as well
+    activation_offload: bool = False
     # dtype of matrix products (auto: float32 on CPU, else bfloat16)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad each to the longest
     share_prompts: bool = True  # when packing, compute a prompt once for all its rows; same update
-    defer_grad_sync: bool = False  # reduce gradients once per mini-batch: less traffic, unsharded gradients
+    # reduce gradients once per mini-batch: less traffic, unsharded gradients
+    defer_grad_sync: bool = False
 
     # ---- batches
+
     ppo_mini_batch_size: Positive = 256  # rows per optimizer step, over all ranks
-    ppo_max_token_len_per_gpu: Positive | Auto = 16384  # max tokens per micro-batch (auto[:GIB]: what fits)
+    # max tokens per micro-batch (auto[:GIB]: what fits)
+    ppo_max_token_len_per_gpu: Positive | Auto = 16384
     ppo_epochs: Positive = 1  # passes over the rows of one update
-    shuffle: bool = True  # cut mini-batches in random order (by seed, update, epoch), not in row order
+    # cut mini-batches in random order (by seed, update, epoch), not in row order
+    shuffle: bool = True
 
     # ---- loss
-    cliprange_value: Rate | None = 0.5  # PPO clip range around the old value (None: off; unused by hl_gauss)
+
+    # PPO clip range around the old value (None: off; unused by hl_gauss)
+    cliprange_value: Rate | None = 0.5
     loss_agg_mode: AggMode = "token-mean"  # how to average token losses over a mini-batch
     response_length_limit: Positive | None = None  # divisor of seq-mean-token-sum-norm, in tokens
-    value_places: tuple[Fraction, ...] = ()  # train only at these fractions of a response (none: all)
+    # train only at these fractions of a response (none: all)
+    value_places: tuple[Fraction, ...] = ()
 
     # ---- optimizer
+
     lr: Rate | None = None  # peak learning rate (None: 1e-3 for tiny-* and PPO's toy, else 1e-5)
-    lr_warmup_steps: Count = 0  # linear warm-up, in optimizer steps; the first is at lr / steps, not at 0
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # schedule after warm-up; cosine ends at 0
+    # linear warm-up, in optimizer steps; the first is at lr / steps, not at 0
+    lr_warmup_steps: Count = 0
+    # schedule after warm-up; cosine ends at 0
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     grad_clip: PositiveFloat = 1.0  # clip the norm of the whole gradient to this (inf: no clipping)
     weight_decay: Fraction = 0.01  # AdamW's decoupled decay, on every weight
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay rates of AdamW's two moving averages
@@ -141,53 +172,72 @@ class Config:
 
 @dataclass(frozen=True)
 class Run:
-    """Trains a value function on rollouts, evaluates it, and saves a checkpoint and a Hugging Face folder."""
+    """Trains a value function on rollouts, evaluates it, and saves a checkpoint and a Hugging Face
+    folder."""
 
     critic: tyro.conf.OmitArgPrefixes[Config] = Config()
 
     # ---- rows
+
     rollouts: Text | None = None  # JSONL file to train on (None: the built-in toy task)
-    eval_rollouts: Text | None = None  # JSONL file to evaluate on (None: no evaluation; the toy has its own)
-    score: Text | None = None  # no training: write this JSONL file with values to out_dir/scored.jsonl
+    # JSONL file to evaluate on (None: no evaluation; the toy has its own)
+    eval_rollouts: Text | None = None
+    # no training: write this JSONL file with values to out_dir/scored.jsonl
+    score: Text | None = None
     prompt_key: Text = "prompt"  # JSONL key of the prompt: text, or a list of chat messages
-    response_key: Text = "response"  # JSONL key of the response; a.b is key b within key a, here and below
+    # JSONL key of the response; a.b is key b within key a, here and below
+    response_key: Text = "response"
     reward_key: Text = "reward"  # JSONL key of the reward
-    privileged_key: Text | None = None  # JSONL key of text that only the critic reads, before the prompt
-    chat_template_kwargs: Text = "{}"  # JSON for the chat template, e.g. '{"enable_thinking": false}'
+    # JSONL key of text that only the critic reads, before the prompt
+    privileged_key: Text | None = None
+    # JSON for the chat template, e.g. '{"enable_thinking": false}'
+    chat_template_kwargs: Text = "{}"
 
     # ---- run
+
     steps: Positive = 100  # critic updates, each on one train batch
-    train_batch_size: Positive | None = None  # most rows per update, over all ranks (None: one mini-batch)
+    # most rows per update, over all ranks (None: one mini-batch)
+    train_batch_size: Positive | None = None
     eval_every: Count = 20  # updates between evaluations (0: only at the start and the end)
-    out_dir: Text = "out/critic_fsdp"  # folder for checkpoints, Hugging Face export, metrics and report
-    resume: Text | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
-    # updates between checkpoints (None: at each evaluation, in place of the one before; 0: only at the end)
+    # folder for checkpoints, Hugging Face export, metrics and report
+    out_dir: Text = "out/critic_fsdp"
+    # checkpoint folder to continue from (auto: the last complete one in out_dir)
+    resume: Text | None = None
+    # updates between checkpoints (None: at each evaluation, in place of the one before; 0: only at
+    # the end)
     save_every: Count | None = None
-    keep: Positive | None = None  # how many of the last checkpoints to keep (None: all, but see --save-every)
+    # how many of the last checkpoints to keep (None: all, but see --save-every)
+    keep: Positive | None = None
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
-    plan: Positive | None = None  # print the memory of each of N ranks, host included, without activations
+    # print the memory of each of N ranks, host included, without activations
+    plan: Positive | None = None
     profile_step: Positive | None = None  # profile this step of rank 0, with torch.profiler
 
     # ---- returns
+
     gamma: Fraction = 1.0  # discount factor per action
     lam: Fraction = 1.0  # GAE lambda of the returns (1: Monte Carlo, from rewards alone)
-    bootstrap_truncated: bool = False  # truncated rows bootstrap from the value of their last action
+    # truncated rows bootstrap from the value of their last action
+    bootstrap_truncated: bool = False
 
 
 def section_titles(flags):
-    """First flag of each section -> the section's title, from lines like `# ---- layout` in a dataclass."""
+    """First flag of each section -> the section's title, from lines like `# ---- layout` in a
+    dataclass."""
     titles = {}
     for holder in (flags, *filter(is_dataclass, vars(flags).values())):
         prefix = getattr(holder, "prefix", "--")
         for kind in type(holder).__mro__[:-1]:
-            for title, name in re.findall(r"^    # ---- (.+)\n    (\w+)", inspect.getsource(kind), re.M):
+            for title, name in re.findall(
+                r"^    # ---- (.+)\n(?:\n|    # .*\n)*    (\w+)", inspect.getsource(kind), re.M
+            ):
                 titles[prefix + name.replace("_", "-")] = f"{prefix.strip('-.')} {title}".strip()
     return titles
 
 
 def show_help(kind, **options):
-    """Prints tyro's --help on fewer lines, with a title above each section, and ends the process. Returns if
-    tyro has no help to show."""
+    """Prints tyro's --help on fewer lines, with a title above each section, and ends the process.
+    Returns if tyro has no help to show."""
     width = min(max(shutil.get_terminal_size().columns, 72), 160)
     os.environ["COLUMNS"] = "129"  # with more, tyro would put some flags next to others
     page = io.StringIO()
@@ -224,7 +274,8 @@ def show_help(kind, **options):
 
 
 def read_flags(kind, **options):
-    """The dataclass `kind` from the command line, by tyro. A mistake ends the process with one line."""
+    """The dataclass `kind` from the command line, by tyro. A mistake ends the process with one
+    line."""
     if {"-h", "--help"}.intersection(options.get("args", sys.argv)):
         show_help(kind, **options)
     box = io.StringIO()
@@ -241,7 +292,9 @@ def read_flags(kind, **options):
         wrong = " ".join(text.split("\n\n")[0].split()).removeprefix("Error parsing ").rstrip(".")
         wrong = wrong.replace("invalid literal for int() with base 10:", "must be an integer, not")
         wrong = wrong.replace("could not convert string to float:", "must be a number, not")
-        wrong = re.sub(r"no type matching (\S+) could .* from \[(.*)\]", r"must be \1, not \2", wrong)
+        wrong = re.sub(
+            r"no type matching (\S+) could .* from \[(.*)\]", r"must be \1, not \2", wrong
+        )
         wrong = wrong.replace("{None}|", "None or ")
         if words := re.fullmatch("Unrecognized options: ([^,]*).*", wrong):
             wrong = f"{words[1]}: is no flag"
@@ -263,7 +316,8 @@ def out_of_range(flags):
         holder = flags
         name, *rest = fault["loc"]
 
-        # a group of flags, such as the critic's; the rest may also be a branch of a union, or an index
+        # a group of flags, such as the critic's; the rest may also be a branch of a union, or an
+        # index
         if is_dataclass(getattr(flags, name)):
             holder = getattr(flags, name)
             name = rest[0]
@@ -332,7 +386,9 @@ def mistake_in_run(run):
     ours = [realpath(f"{run.out_dir}/{name}") for name in ("hf", "checkpoints")]
     writes = not (run.score or run.plan)
     if writes and any(f"{theirs}/".startswith(f"{path}/") for path in ours):
-        return f"--out-dir {run.out_dir}: holds the --model, which the run would replace; give another"
+        return (
+            f"--out-dir {run.out_dir}: holds the --model, which the run would replace; give another"
+        )
     if run.score and exists(run.score) and not isfile(run.score):
         return f"--score {run.score}: must be a file, because it is read twice"
     return None
@@ -355,7 +411,11 @@ import transformers
 from safetensors.torch import save_file
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed import fsdp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, state_dict
+from torch.distributed.checkpoint import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+    state_dict,
+)
 from torch.profiler import record_function
 from transformers import AutoModel, Qwen2VLImageProcessorPil
 from transformers.image_utils import load_image
@@ -366,18 +426,19 @@ from common import Batch, Pack, PackLayout, UserError, blame, of_all_ranks, prin
 
 transformers.logging.set_verbosity_error()  # the run prints one line about the weights
 transformers.logging.disable_progress_bar()
-# harmless: views that are only read; FSDP1 on one rank; peft adapting to GPT-2; a rank that reads alone
+# harmless: views that are only read; FSDP1 on one rank; peft adapting to GPT-2; a rank that reads
+# alone
 warnings.filterwarnings(
     "ignore",
     "FSDP2-wrapped module .* returned a view|.*`NO_SHARD`|fan_in_fan_out is|torch.distributed is disabled",
 )
 
-# ---- Value model: a decoder and a value head in float32 ----------------------------------------------------
+# ---- Value model: a decoder and a value head in float32 ------------------------------------------
 
 
 class ValueModel(nn.Module):
-    """A backbone without its vocabulary head, and v = w . h + b on the hidden state of every token; with
-    --value-head hl_gauss it gives the N logits of a distribution."""
+    """A backbone without its vocabulary head, and v = w . h + b on the hidden state of every token;
+    with --value-head hl_gauss it gives the N logits of a distribution."""
 
     def __init__(self, backbone):
         super().__init__()
@@ -386,14 +447,16 @@ class ValueModel(nn.Module):
         self.score = nn.Linear(width, backbone.config.num_labels)
 
     def forward(self, **inputs):
-        """(B, L) ids -> (B, L) float32 values, or (B, L, N) logits, each read from its own hidden state."""
+        """(B, L) ids -> (B, L) float32 values, or (B, L, N) logits, each read from its own hidden
+        state."""
         hidden_BLD = self.model(use_cache=False, **inputs).last_hidden_state
         with torch.autocast(hidden_BLD.device.type, enabled=False):
             return self.score(hidden_BLD.float()).squeeze(-1)
 
 
 def read_weights(config, model_config):
-    """A ValueModel on the host with its weights, and words on where they come from. Runs on rank 0 only."""
+    """A ValueModel on the host with its weights, and words on where they come from. Runs on rank 0
+    only."""
     if exists(f"{config.model}/trainer.json"):
         backbone = AutoModel.from_config(model_config, dtype=torch.float32)
         weights = {f"model.model.{name}": x for name, x in backbone.state_dict().items()}
@@ -410,29 +473,35 @@ def read_weights(config, model_config):
 
 
 def build_skeleton(config, model_config):
-    """A ValueModel on the meta device: everything but the weights. UserError if it cannot be built."""
+    """A ValueModel on the meta device: everything but the weights. UserError if it cannot be
+    built."""
     name = f"{config.prefix}model {config.model} ({model_config.model_type})"
     with blame(f"{name}: cannot be built{padding_advice(config)}"), torch.device("meta"):
         attention = attention_of(config, model_config)
-        backbone = AutoModel.from_config(model_config, dtype=torch.float32, attn_implementation=attention)
+        backbone = AutoModel.from_config(
+            model_config, dtype=torch.float32, attn_implementation=attention
+        )
         model = ValueModel(backbone)
         add_lora(backbone, config)
         freeze(model, config)
         if config.gradient_checkpointing:
-            backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            backbone.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
     return model
 
 
 def padding_advice(config):
-    """What may help a model that fails while its rows are packed; no advice if they are padded already."""
+    """What may help a model that fails while its rows are packed; no advice if they are padded
+    already."""
     if config.use_remove_padding:
         return f"; try {config.prefix}no-use-remove-padding"
     return ""
 
 
 def freeze(model, config):
-    """Freezes the weights in whose names --freeze-modules has a match. A checkpoint has the same names after
-    a leading "model."; frozen weights get no gradient and no optimizer state."""
+    """Freezes the weights in whose names --freeze-modules has a match. A checkpoint has the same
+    names after a leading "model."; frozen weights get no gradient and no optimizer state."""
     pattern = config.freeze_modules
     if not pattern:
         return
@@ -445,11 +514,16 @@ def freeze(model, config):
 
 
 def attention_of(config, model_config):
-    """The decoder's attn_implementation, or None: transformers chooses. A vision tower keeps its own."""
+    """The decoder's attn_implementation, or None: transformers chooses. A vision tower keeps its
+    own."""
     if config.use_remove_padding:
         name = "ulysses" if config.ulysses_size > 1 else "packed"
     else:  # sdpa would ignore a soft cap
-        name = "eager" if getattr(model_config.get_text_config(), "attn_logit_softcapping", None) else None
+        name = (
+            "eager"
+            if getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
+            else None
+        )
     return {"": name, "text_config": name} if reads_images(model_config) else name
 
 
@@ -461,8 +535,9 @@ def count_parameters(module):
 
 
 def add_lora(backbone, config):
-    """With --lora-rank r, freezes the backbone and gives its linear layers adapters: W x + alpha / r B A x
-    (LoRA, 2106.09685). A is random, B zero: values start unchanged. Experts stored as one tensor get none."""
+    """With --lora-rank r, freezes the backbone and gives its linear layers adapters: W x + alpha /
+    r B A x (LoRA, 2106.09685). A is random, B zero: values start unchanged. Experts stored as one
+    tensor get none."""
     if config.lora_rank:
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -480,7 +555,9 @@ def merge_lora(state, config, model_config):
         if hasattr(module, "merge"):
             module.merge()
     merged = model.state_dict()
-    return {name.replace(".base_layer", ""): merged[name] for name in merged if ".lora_" not in name}
+    return {
+        name.replace(".base_layer", ""): merged[name] for name in merged if ".lora_" not in name
+    }
 
 
 def reads_images(model_config):
@@ -489,18 +566,22 @@ def reads_images(model_config):
 
 
 def load_image_processor(config, model_config):
-    """The Pillow processor that all these models share: equal pixels everywhere. None: reads text only."""
+    """The Pillow processor that all these models share: equal pixels everywhere. None: reads text
+    only."""
     if not reads_images(model_config):
         return None
     if config.model in common.TINY:
         return Qwen2VLImageProcessorPil(patch_size=model_config.vision_config.patch_size)
-    with blame(f"{config.prefix}model {config.model}: reads images, but has no preprocessor_config.json"):
+    with blame(
+        f"{config.prefix}model {config.model}: reads images, but has no preprocessor_config.json"
+    ):
         return Qwen2VLImageProcessorPil.from_pretrained(config.model)
 
 
 def place_images(image_processor, image_token_id, rollout, folder):
-    """Makes a row's image paths absolute and repeats each placeholder of a text prompt once per token of its
-    image; this reads the images once. UserError: placeholders and images do not fit."""
+    """Makes a row's image paths absolute and repeats each placeholder of a text prompt once per
+    token of its image; this reads the images once. UserError: placeholders and images do not
+    fit."""
     sizes = []
     if rollout.images:  # merge_size x merge_size patches are one token
         for i, name in enumerate(rollout.images):
@@ -518,38 +599,49 @@ def place_images(image_processor, image_token_id, rollout, folder):
     ids = rollout.prompt_ids + rollout.response_ids
     runs = [len(list(run)) for is_image, run in groupby(ids, image_token_id.__eq__) if is_image]
     if runs != sizes:
-        raise UserError(f"placeholders come in runs of {runs or 0} tokens, but its images have {sizes or 0}")
+        raise UserError(
+            f"placeholders come in runs of {runs or 0} tokens, but its images have {sizes or 0}"
+        )
 
 
 def read_images(row, image_processor):
-    """One row's multi_modal_inputs -> {"pixel_values": (patches, features), "image_grid_thw": (images, 3)}.
-    A JSONL row has {"images": [absolute file name or data URL]}; each forward reads them, to save memory."""
+    """One row's multi_modal_inputs -> {"pixel_values": (patches, features), "image_grid_thw":
+    (images, 3)}. A JSONL row has {"images": [absolute file name or data URL]}; each forward reads
+    them, to save memory."""
     if "images" not in row:
         return row
     return dict(image_processor(images=[load_image(x) for x in row["images"]], return_tensors="pt"))
 
 
 def with_images(backbone, micro, image_processor):
-    """((4, T) positions in text, time, height and width; pixels or {}) of rows with their images."""
+    """((4, T) positions in text, time, height and width; pixels or {}) of rows with their
+    images."""
     places = []
-    images = [read_images(row, image_processor) for row in micro.multi_modal_inputs or [{}] * len(micro)]
+    images = [
+        read_images(row, image_processor) for row in micro.multi_modal_inputs or [{}] * len(micro)
+    ]
     for ids, row in zip(micro.input_ids.split(micro.lengths), images):
         is_image = (ids == backbone.config.image_token_id).int()[None]
-        thw, _ = backbone.get_rope_index(ids[None], is_image, image_grid_thw=row.get("image_grid_thw"))
+        thw, _ = backbone.get_rope_index(
+            ids[None], is_image, image_grid_thw=row.get("image_grid_thw")
+        )
         places.append(torch.cat([torch.arange(len(ids))[None], thw[:, 0]]))
     keys = ("pixel_values", "image_grid_thw") if any(images) else ()
-    return torch.cat(places, 1), {key: torch.cat([row[key] for row in images if row]) for key in keys}
+    return torch.cat(places, 1), {
+        key: torch.cat([row[key] for row in images if row]) for key in keys
+    }
 
 
-# ---- Parallelism: which ranks share what, and the model spread over them -----------------------------------
+# ---- Parallelism: which ranks share what, and the model spread over them -------------------------
 
 
 class Layout(NamedTuple):
-    """Ranks form a dp x sp grid (rank = dp_rank * sp_size + sp_rank): sp neighbours share each sequence, and
-    dp groups split the rows. FSDP shards over all of them, or --fsdp-size."""
+    """Ranks form a dp x sp grid (rank = dp_rank * sp_size + sp_rank): sp neighbours share each
+    sequence, and dp groups split the rows. FSDP shards over all of them, or --fsdp-size."""
 
     device: torch.device
-    dtype: torch.dtype  # of matrix products; master weights, gradients, optimizer and value head are float32
+    # of matrix products; master weights, gradients, optimizer and value head are float32
+    dtype: torch.dtype
     dp_rank: int
     dp_size: int
     sp_rank: int
@@ -569,7 +661,8 @@ def shards_of(config, ranks):
 
 @lru_cache
 def make_groups(device_type, shards, sp, timeout_minutes):
-    """(mesh of replicas x shards, the ranks that share this rank's rows or None). A layout's groups are built
+    """(mesh of replicas x shards, the ranks that share this rank's rows or None). A layout's groups
+    are built
     once: their threads and sockets stay until the process ends."""
     names = ("replicate", "shard")
     mesh = dist.init_device_mesh(device_type, (WORLD_SIZE // shards, shards), mesh_dim_names=names)
@@ -600,9 +693,9 @@ def make_layout(config, device):
 
 
 def build_value_model(config, model_config, layout):
-    """(the sharded ValueModel, FLOPs of its forward, cost of an update in forwards, words on its size and on
-    where its weights come from). Every rank builds the model on meta; only rank 0 reads the weights, and it
-    sends each rank its shards."""
+    """(the sharded ValueModel, FLOPs of its forward, cost of an update in forwards, words on its
+    size and on where its weights come from). Every rank builds the model on meta; only rank 0 reads
+    the weights, and it sends each rank its shards."""
     model = build_skeleton(config, model_config)
     source, story = read_weights(config, model_config) if RANK == 0 else (None, "")
     flops = common.flops_model(model, model_config)
@@ -617,7 +710,8 @@ def build_value_model(config, model_config, layout):
 
 
 def units_of(model):
-    """The blocks to shard one by one. A vision tower stays in the root, because not every rank runs it."""
+    """The blocks to shard one by one. A vision tower stays in the root, because not every rank runs
+    it."""
     return common.transformer_blocks(model.model.get_decoder())
 
 
@@ -639,10 +733,15 @@ def shard_fsdp1(model, config, layout):
     units = dict.fromkeys(units_of(model), True)
     units[model.score] = {"mixed_precision": policy(param_dtype=torch.float32)}
     for name, module in model.named_modules():
-        # all weights of an FSDP1 unit train or none, so adapters and frozen embeddings get units of their own
+        # all weights of an FSDP1 unit train or none, so adapters and frozen embeddings get units of
+        # their own
         adapter = ".lora_" in name and isinstance(module, nn.Linear)
-        if "visual" not in name and (adapter or config.freeze_modules and isinstance(module, nn.Embedding)):
-            units[module] = {"mixed_precision": policy(param_dtype=layout.dtype, cast_forward_inputs=True)}
+        if "visual" not in name and (
+            adapter or config.freeze_modules and isinstance(module, nn.Embedding)
+        ):
+            units[module] = {
+                "mixed_precision": policy(param_dtype=layout.dtype, cast_forward_inputs=True)
+            }
     return fsdp.FullyShardedDataParallel(
         model,
         device_mesh=mesh,
@@ -656,14 +755,16 @@ def shard_fsdp1(model, config, layout):
 
 
 def ulysses_attention(module, query, key, value, attention_mask, s_aux=None, **options):
-    """common.packed_attention for ranks that share the row (DeepSpeed-Ulysses, 2309.14509). Each rank enters
-    with its slice of the row and all heads, computes the whole row for its slice of the heads, and returns
+    """common.packed_attention for ranks that share the row (DeepSpeed-Ulysses, 2309.14509). Each
+    rank enters with its slice of the row and all heads, computes the whole row for its slice of the
+    heads, and returns
     its slice of the row: q (1, H, T/p, D) -> (1, T/p, H, D). Model code does not change."""
     group = Pack.group
     p = dist.get_world_size(group)
     repeat = p // gcd(key.shape[1], p)  # fewer key heads than ranks: several ranks get the same
     key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
-    traded = [trade(x.to(value.dtype), group, 1, 2) for x in (query, key, value)]  # give heads, get tokens
+    # give heads, get tokens
+    traded = [trade(x.to(value.dtype), group, 1, 2) for x in (query, key, value)]
     if s_aux is not None:  # attention sinks, one per head (gpt-oss)
         s_aux = s_aux.chunk(p)[dist.get_rank(group)]
     out_1THD, _ = common.packed_attention(module, *traded, attention_mask, s_aux=s_aux, **options)
@@ -674,7 +775,8 @@ transformers.AttentionInterface.register("ulysses", ulysses_attention)
 
 
 def trade(x, group, scatter, gather):
-    """All-to-all: splits x along one axis over ranks, joins the pieces along another; backward undoes it."""
+    """All-to-all: splits x along one axis over ranks, joins the pieces along another; backward
+    undoes it."""
     p = dist.get_world_size(group)
     pieces = torch.cat(x.chunk(p, scatter))
     out = collectives.wait_tensor(collectives.all_to_all_single_autograd(pieces, None, None, group))
@@ -682,13 +784,15 @@ def trade(x, group, scatter, gather):
 
 
 def gather_slices(x, group):
-    """(T/p, ...) slices of a group's ranks -> (T, ...) on each; backward adds up the ranks' gradients."""
+    """(T/p, ...) slices of a group's ranks -> (T, ...) on each; backward adds up the ranks'
+    gradients."""
     return collectives.wait_tensor(collectives.all_gather_single_autograd(x.contiguous(), 0, group))
 
 
 def slice_row(decoder, args, kwargs):
-    """A forward pre-hook: each rank of a sequence-parallel group continues with its slice of the packed row.
-    It runs at the decoder's input, after a vision tower, which every rank of the group runs on all images."""
+    """A forward pre-hook: each rank of a sequence-parallel group continues with its slice of the
+    packed row. It runs at the decoder's input, after a vision tower, which every rank of the group
+    runs on all images."""
     group = Pack.group
     if not group:
         return None
@@ -700,15 +804,18 @@ def slice_row(decoder, args, kwargs):
             sliced[key] = kwargs[key].chunk(p, 1)[rank]
     if "visual_pos_masks" in sliced:  # Qwen3-VL's deepstack: one row of features per image token
         counts = [int(mask.sum()) for mask in kwargs["visual_pos_masks"].chunk(p, 1)]
-        sliced["deepstack_visual_embeds"] = [x.split(counts)[rank] for x in kwargs["deepstack_visual_embeds"]]
+        sliced["deepstack_visual_embeds"] = [
+            x.split(counts)[rank] for x in kwargs["deepstack_visual_embeds"]
+        ]
     return args, kwargs | sliced
 
 
-# ---- Batching: rows over ranks, a rank's rows over micro-batches -------------------------------------------
+# ---- Batching: rows over ranks, a rank's rows over micro-batches ---------------------------------
 
 
 def spread(costs, k):
-    """k lists of indices with nearly equal sums: each next largest joins the emptiest list (Graham 1969)."""
+    """k lists of indices with nearly equal sums: each next largest joins the emptiest list (Graham
+    1969)."""
     parts = [[] for _ in range(k)]
     loads = [(0, part) for part in range(k)]  # a heap: the emptiest is first
     largest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
@@ -720,10 +827,11 @@ def spread(costs, k):
 
 
 def micro_batches(rows, dp_size, max_tokens, share, padded=False):
-    """A list of micro-batches (lists of Rows) for each data-parallel rank, none above max_tokens. Every rank
-    computes the same table, so all run equally many forwards without communicating (ranks that share weights
-    must). A rank with fewer tokens gets smaller or empty micro-batches. Rows with equal prompts stay together
-    unless they exceed a micro-batch or a rank's share of all tokens."""
+    """A list of micro-batches (lists of Rows) for each data-parallel rank, none above max_tokens.
+    Every rank computes the same table, so all run equally many forwards without communicating
+    (ranks that share weights must). A rank with fewer tokens gets smaller or empty micro-batches.
+    Rows with equal prompts stay together unless they exceed a micro-batch or a rank's share of all
+    tokens."""
     groups = common.by_prompt(rows, share and not padded)
     most = min(max_tokens, sum(common.costs(groups)) / dp_size)
 
@@ -752,9 +860,10 @@ def micro_batches(rows, dp_size, max_tokens, share, padded=False):
 
 
 def pack_rows(batch, device, share, unit=1):
-    """Packs rows end to end -> (slots, index_T, PackLayout). slots: (S,) the index of each slot's token, or T
-    for padding to a multiple of `unit`. A shared prompt has slots in its first row only, except for its last
-    token, after which rows differ. index_T: each token's slot, where later tokens of its row find its key.
+    """Packs rows end to end -> (slots, index_T, PackLayout). slots: (S,) the index of each slot's
+    token, or T for padding to a multiple of `unit`. A shared prompt has slots in its first row
+    only, except for its last token, after which rows differ. index_T: each token's slot, where
+    later tokens of its row find its key.
 
         rows       p0 p1 p2 a0 a1    p0 p1 p2 b0
         slots      p0 p1 p2 a0 a1    p2 b0
@@ -804,38 +913,52 @@ def check_budget(config, longest, row):
     return least
 
 
-# ---- The critic: forward, loss, step -----------------------------------------------------------------------
+# ---- The critic: forward, loss, step -------------------------------------------------------------
 
 
 def build_optimizer(model, config, lr):
-    """The optimizer of the weights that train, which are sharded. Its state is saved, whatever it holds."""
+    """The optimizer of the weights that train, which are sharded. Its state is saved, whatever it
+    holds."""
     weights = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(weights, lr, config.betas, weight_decay=config.weight_decay, fused=True)
+    return torch.optim.AdamW(
+        weights, lr, config.betas, weight_decay=config.weight_decay, fused=True
+    )
 
 
 class DataParallelPPOCritic:
-    """Values and updates of a value model. compute_values and update_critic take the rows that this rank has,
-    and the Rows of all ranks; each rank fetches the rows that it computes."""
+    """Values and updates of a value model. compute_values and update_critic take the rows that this
+    rank has, and the Rows of all ranks; each rank fetches the rows that it computes."""
 
-    between = staticmethod(lambda: None)  # called between micro-batches of compute_values; it may raise
+    # called between micro-batches of compute_values; it may raise
+    between = staticmethod(lambda: None)
 
     def __init__(self, config, model_config, layout, total_steps):
         self.config = config
         self.layout = layout
         self.value_range = model_config.value_range  # None: the head's outputs are the values
-        self.image_processor = load_image_processor(config, model_config)  # None: the model reads text only
+        # None: the model reads text only
+        self.image_processor = load_image_processor(config, model_config)
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
-        self.model, self.flops, self.passes, self.story = build_value_model(config, model_config, layout)
+        self.model, self.flops, self.passes, self.story = build_value_model(
+            config, model_config, layout
+        )
         self.model.model.get_decoder().register_forward_pre_hook(slice_row, with_kwargs=True)
-        if self.image_processor:  # every rank runs layer 0's backward, even above a frozen embedding
-            self.model.model.get_input_embeddings().register_forward_hook(lambda *x: x[2].requires_grad_())
+        # every rank runs layer 0's backward, even above a frozen embedding
+        if self.image_processor:
+            self.model.model.get_input_embeddings().register_forward_hook(
+                lambda *x: x[2].requires_grad_()
+            )
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(self.model, config, self.peak_lr)
-        # the names of what `loss` sums: ranks without the head, and updates without a step, have them, too
+        # the names of what `loss` sums: ranks without the head, and updates without a step, have
+        # them, too
         _, sums = self.loss(torch.zeros(1, model_config.num_labels).squeeze(1), Batch.blank())
-        self.no_sums = dict.fromkeys(sums, torch.zeros((), dtype=torch.float64, device=layout.device))
-        self.max_tokens = 0  # per micro-batch, over the ranks that share it; see CriticWorker.set_budget
+        self.no_sums = dict.fromkeys(
+            sums, torch.zeros((), dtype=torch.float64, device=layout.device)
+        )
+        # per micro-batch, over the ranks that share it; see CriticWorker.set_budget
+        self.max_tokens = 0
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
 
@@ -856,7 +979,8 @@ class DataParallelPPOCritic:
         return local.split(list(map(len, table[self.layout.dp_rank])))
 
     def micro_batch(self, micro):
-        """These rows on the device. Without rows: one masked token, to keep in step with other ranks."""
+        """These rows on the device. Without rows: one masked token, to keep in step with other
+        ranks."""
         micro = replace(micro if len(micro) else Batch.blank())
         micro.packed = self.lay_out(micro)
         for name in ("response_mask", *micro.FLOATS):  # the rest stays on the host
@@ -865,14 +989,17 @@ class DataParallelPPOCritic:
         return micro
 
     def lay_out(self, micro):
-        """(the model's inputs, where to find its outputs for the T tokens, PackLayout) of a micro-batch."""
+        """(the model's inputs, where to find its outputs for the T tokens, PackLayout) of a
+        micro-batch."""
         device = self.layout.device
         total = len(micro.input_ids)
         inputs = {}
         places_T = micro.places
         if self.image_processor:
             places_T, inputs = with_images(self.model.model, micro, self.image_processor)
-        slots, index_T, layout = pack_rows(micro, device, self.config.share_prompts, self.layout.sp_size)
+        slots, index_T, layout = pack_rows(
+            micro, device, self.config.share_prompts, self.layout.sp_size
+        )
         slots = slots[None]
         if not self.config.use_remove_padding:
             slots = nn.utils.rnn.pad_sequence(torch.arange(total).split(micro.lengths), True, total)
@@ -880,18 +1007,25 @@ class DataParallelPPOCritic:
             index_T = (slots.flatten() < total).nonzero()[:, 0].to(device, non_blocking=True)
         inputs["input_ids"] = F.pad(micro.input_ids, (0, 1))[slots]
         inputs["position_ids"] = F.pad(places_T, (0, 1))[..., slots]
-        return {name: x.to(device, non_blocking=True) for name, x in inputs.items()}, index_T, layout
+        return (
+            {name: x.to(device, non_blocking=True) for name, x in inputs.items()},
+            index_T,
+            layout,
+        )
 
     def forward(self, micro):
-        """The head's output for each action of a micro-batch: (T,) float32 values, or (T, N) logits.
+        """The head's output for each action of a micro-batch: (T,) float32 values, or (T, N)
+        logits.
 
-        The value of an action is read *before* it, so the head's outputs move one place to the right:
+        The value of an action is read *before* it, so the head's outputs move one place to the
+        right:
 
             v_T              v0   v1   v2   v3   v4   v5      from the hidden state after each token
             response_mask    0    0    1    1    0    1
             result           .    .    v1   v2   .    v4      . is never read
 
-        The first token of a sequence is never an action, so nothing crosses into the next sequence."""
+        The first token of a sequence is never an action, so nothing crosses into the next
+        sequence."""
         inputs, index_T, Pack.layout = micro.packed
         group = Pack.group = self.layout.sp_group
         v_S = self.model(**inputs).flatten(0, 1)  # the hook slice_row cuts a row that ranks share
@@ -933,17 +1067,20 @@ class DataParallelPPOCritic:
         return common.give_back(values_T, local, wanted, batch)
 
     def free_gathered(self):
-        """Frees the gathered weights that FSDP keeps after a forward, for a backward that may not come."""
+        """Frees the gathered weights that FSDP keeps after a forward, for a backward that may not
+        come."""
         for module in self.model.modules():
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()
         if self.config.strategy == "fsdp1":
             for handle in self.model._all_handles:
-                handle.reshard(handle.uses_sharded_strategy)  # on a single rank it only resets views
+                # on a single rank it only resets views
+                handle.reshard(handle.uses_sharded_strategy)
 
     def update_critic(self, batch, rows):
-        """PPO epochs over mini-batches, one optimizer step each -> metrics. batch: the rows that this rank
-        has; rows: the Rows of all ranks, which are cut into mini-batches; mini_batch fetches ours."""
+        """PPO epochs over mini-batches, one optimizer step each -> metrics. batch: the rows that
+        this rank has; rows: the Rows of all ranks, which are cut into mini-batches; mini_batch
+        fetches ours."""
         config = self.config
         self.model.train()
         self.optimizer.zero_grad()  # an earlier update may have failed halfway
@@ -989,22 +1126,28 @@ class DataParallelPPOCritic:
     def forward_backward(self, micro, last=True):
         """Accumulates the gradient of a micro-batch -> its sums, as `loss` returns them.
         last: whether it is the last one of its mini-batch.
-        The loss is a sum over all ranks, but FSDP averages gradients: multiply by dp x sp. All sp ranks of a
+        The loss is a sum over all ranks, but FSDP averages gradients: multiply by dp x sp. All sp
+        ranks of a
         row compute its loss, and gather_slices adds up their gradients: divide by sp."""
         if self.config.defer_grad_sync:
             self.model.set_requires_gradient_sync(last)
         pinned = self.layout.device.type == "cuda"
-        saves = torch.autograd.graph.save_on_cpu(pinned) if self.config.activation_offload else nullcontext()
+        saves = (
+            torch.autograd.graph.save_on_cpu(pinned)
+            if self.config.activation_offload
+            else nullcontext()
+        )
         with saves:
             loss, sums = self.loss(self.forward(micro), micro)
             (loss * self.layout.dp_size).backward()
-        if self.config.strategy == "fsdp1" and WORLD_SIZE == 1:  # FSDP1 forgets units without a gradient
+        # FSDP1 forgets units without a gradient
+        if self.config.strategy == "fsdp1" and WORLD_SIZE == 1:
             self.free_gathered()
         return sums if self.layout.sp_rank == 0 else {}  # ranks that share a row have equal ones
 
     def loss(self, outputs, micro):
-        """This micro-batch's part of the mini-batch loss, and its sums: for each metric, the sum over the
-        actions. See common.update_metrics."""
+        """This micro-batch's part of the mini-batch loss, and its sums: for each metric, the sum
+        over the actions. See common.update_metrics."""
         vpreds = self.values(outputs, micro.response_mask)
         columns = (micro.returns, micro.response_mask, micro.weights)
         if outputs.ndim == 2:
@@ -1022,8 +1165,8 @@ class DataParallelPPOCritic:
         return loss, {name: x.detach().double() for name, x in sums.items()}
 
     def learning_rate(self):
-        """Learning rate of the next step: linear warm-up, whose first step is at lr / steps, then constant or
-        a cosine that ends at 0. Skipped steps do not advance it."""
+        """Learning rate of the next step: linear warm-up, whose first step is at lr / steps, then
+        constant or a cosine that ends at 0. Skipped steps do not advance it."""
         warmup = self.config.lr_warmup_steps
         rate = self.peak_lr * min(1.0, (self.optimizer_steps + 1) / max(warmup, 1))
         if self.config.lr_scheduler_type == "cosine":
@@ -1033,7 +1176,8 @@ class DataParallelPPOCritic:
 
     @record_function("optimizer step")
     def optimizer_step(self):
-        """Clips, then steps -> norm before clipping. All ranks skip the step if the norm is not finite."""
+        """Clips, then steps -> norm before clipping. All ranks skip the step if the norm is not
+        finite."""
         config = self.config
         if config.strategy == "fsdp1":
             norm = float(self.model.clip_grad_norm_(config.grad_clip))
@@ -1048,7 +1192,7 @@ class DataParallelPPOCritic:
         return norm
 
 
-# ---- The worker: life cycle, memory, metrics ---------------------------------------------------------------
+# ---- The worker: life cycle, memory, metrics -----------------------------------------------------
 
 
 class CriticWorker:
@@ -1072,11 +1216,14 @@ class CriticWorker:
 
     def init_model(self, total_steps=None, value_range=None):
         """Builds the model and its optimizer, and seeds torch, alike on all ranks.
-        total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs. value_range:
-        (LOW, HIGH) of the head if neither --value-range nor the checkpoint gives one."""
+        total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs.
+        value_range: (LOW, HIGH) of the head if neither --value-range nor the checkpoint gives
+        one."""
         config = self.config
         if config.lr_scheduler_type == "cosine" and not total_steps:
-            raise UserError(f"{config.prefix}lr-scheduler-type cosine: init_model needs total_steps")
+            raise UserError(
+                f"{config.prefix}lr-scheduler-type cosine: init_model needs total_steps"
+            )
         common.configure_head(self.model_config, config, value_range)
         self.critic = DataParallelPPOCritic(config, self.model_config, self.layout, total_steps)
         torch.manual_seed(config.seed)  # reset: new weights may have drawn from it
@@ -1091,7 +1238,8 @@ class CriticWorker:
 
     @torch.no_grad()
     def check_model(self):
-        """UserError unless a row that is packed after one with the same prompt gets the same hidden states as
+        """UserError unless a row that is packed after one with the same prompt gets the same hidden
+        states as
         alone, cut short, with eager attention: no token may see later tokens or other rows."""
         config = self.config
         critic = self.critic
@@ -1115,7 +1263,9 @@ class CriticWorker:
             decoder.set_attn_implementation(kernel)
         critic.free_gathered()
         if not (together_TD.isfinite().all() and alone_TD.isfinite().all()):
-            raise UserError(f"{name} has hidden states that are not finite: check its weights and its config")
+            raise UserError(
+                f"{name} has hidden states that are not finite: check its weights and its config"
+            )
 
         off = float((together_TD - alone_TD).norm() / alone_TD.norm())
         most = 1e-4 if self.layout.dtype == torch.float32 else 1e-1
@@ -1128,11 +1278,15 @@ class CriticWorker:
             raise UserError(
                 f"{name} has an attention of its own, which cannot be packed{padding_advice(config)}"
             )
-        print0(f"attention  {Pack.kernel or 'padded'}; packed rows differ from rows alone by {off:.0e}")
+        print0(
+            f"attention  {Pack.kernel or 'padded'}; packed rows differ from rows alone by {off:.0e}"
+        )
 
     def set_budget(self, longest, row, halvings=None):
-        """Sets the tokens per micro-batch; updates do not depend on it. UserError: a row does not fit.
-        longest: tokens of the longest row to expect; row: words that name it. halvings: see Checkpoints."""
+        """Sets the tokens per micro-batch; updates do not depend on it. UserError: a row does not
+        fit.
+        longest: tokens of the longest row to expect; row: words that name it. halvings: see
+        Checkpoints."""
         self.check_ready()
         if halvings is not None:
             self.halvings = halvings
@@ -1143,7 +1297,8 @@ class CriticWorker:
         least = check_budget(config, longest, row)
         if isinstance(budget, str):  # auto, or auto:GIB
             state = 0
-            for p in self.critic.model.parameters():  # float32; with --defer-grad-sync a whole gradient too
+            # float32; with --defer-grad-sync a whole gradient too
+            for p in self.critic.model.parameters():
                 whole = 4 * p.numel() if config.defer_grad_sync else 0
                 held = getattr(p, "_local_tensor", p).nbytes
                 state += 4 * held + whole if p.requires_grad else held
@@ -1162,7 +1317,8 @@ class CriticWorker:
         """Runs the forward and backward of a batch, without a step."""
         self.critic.model.train()
         self.critic.forward_backward(self.critic.micro_batch(batch))
-        self.critic.optimizer.zero_grad(set_to_none=False)  # gradients stay allocated, as in an update
+        # gradients stay allocated, as in an update
+        self.critic.optimizer.zero_grad(set_to_none=False)
 
     def check_ready(self):
         """RuntimeError unless the model is built and on its device."""
@@ -1173,7 +1329,8 @@ class CriticWorker:
 
     @contextmanager
     def on_device(self):
-        """Brings an offloaded critic back for a while: collectives need its weights on the device."""
+        """Brings an offloaded critic back for a while: collectives need its weights on the
+        device."""
         offloaded = self.offloaded
         if offloaded:
             self.onload()
@@ -1194,9 +1351,9 @@ class CriticWorker:
 
     @torch.no_grad()
     def start_at_mean(self, batch, gamma):
-        """With --value-head-init mean and before the first step, makes every value the mean return of all
-        ranks' actions, clamped to the inner 98 % of a bounded head's range (a collective). A batch without an
-        action changes nothing, and takes no step, so the next batch decides."""
+        """With --value-head-init mean and before the first step, makes every value the mean return
+        of all ranks' actions, clamped to the inner 98 % of a bounded head's range (a collective). A
+        batch without an action changes nothing, and takes no step, so the next batch decides."""
         self.check_ready()
         critic = self.critic
         if self.config.value_head_init != "mean" or critic.optimizer_steps:
@@ -1217,17 +1374,21 @@ class CriticWorker:
 
     @common.dp_compute_proto(needs=("values", "returns"))
     def update_critic(self, batch, rows):
-        """One PPO update on the rows of all ranks, with old values and returns -> metrics, equal on each."""
+        """One PPO update on the rows of all ranks, with old values and returns -> metrics, equal on
+        each."""
         self.check_batch(batch, rows)
         config = self.config
         start = time.perf_counter()
         metrics = self.critic.update_critic(batch, rows)
         groups = common.by_prompt(rows, config.share_prompts and config.use_remove_padding)
         flops = self.critic.passes * sum(common.costs(groups, self.critic.flops))
-        return metrics | common.describe_update(batch, rows, start, config.ppo_epochs, flops, self.layout)
+        return metrics | common.describe_update(
+            batch, rows, start, config.ppo_epochs, flops, self.layout
+        )
 
     def check_values(self, batch):
-        """UserError if values of the caller's first row are not finite: an update has ruined the weights."""
+        """UserError if values of the caller's first row are not finite: an update has ruined the
+        weights."""
         first = batch.actions.nonzero()[:1, 0].tolist()  # that has an action
         finite = bool(self.compute_values(batch.select(first)).isfinite().all())
         if not all(of_all_ranks(finite)):
@@ -1237,7 +1398,8 @@ class CriticWorker:
             )
 
     def offload(self):
-        """Frees the device memory of weights, gradients and optimizer state, until onload. Meanwhile only
+        """Frees the device memory of weights, gradients and optimizer state, until onload.
+        Meanwhile only
         checkpoints and exports work: they bring it back for a while."""
         if self.critic is None:
             raise RuntimeError("the critic has no model yet: call init_model() first")
@@ -1267,18 +1429,24 @@ class CriticWorker:
     # ---- Checkpoints and export ----------------------------------------------------------------------------
 
     def save_checkpoint(self, folder):
-        """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not at all.
-        Sharded safetensors with transformers' names, no pickle: any layout of either critic reads them."""
+        """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not
+        at all. Sharded safetensors with transformers' names, no pickle: any layout of either critic
+        reads them."""
         with self.on_device(), published(folder) as tmp:
             self.checkpoint_writer()(tmp)
 
     def checkpoint_writer(self, copy=False):
-        """Returns write(tmp, group), which saves the current state. copy: a snapshot, so training goes on."""
+        """Returns write(tmp, group), which saves the current state. copy: a snapshot, so training
+        goes on."""
         critic = self.critic
         tensors, _, _ = checkpoint_tensors(critic.model, critic.optimizer)
         if copy:
             tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
-        state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps, "shape": self.shape()}
+        state = {
+            "updates": critic.updates,
+            "optimizer_steps": critic.optimizer_steps,
+            "shape": self.shape(),
+        }
 
         def write(tmp, group=None):
             writer = HuggingFaceStorageWriter(tmp, save_distributed=True)
@@ -1288,7 +1456,8 @@ class CriticWorker:
         return write
 
     def load_checkpoint(self, folder):
-        """Restores a checkpoint of either critic, on any layout. UserError: damaged, or of another model."""
+        """Restores a checkpoint of either critic, on any layout. UserError: damaged, or of another
+        model."""
         self.check_ready()
         critic = self.critic
         saved = open_checkpoint(folder, self.shape())
@@ -1296,7 +1465,10 @@ class CriticWorker:
         with blame(f"--resume {folder}: does not fit this critic"):
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
         state_dict.set_state_dict(
-            critic.model, critic.optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+            critic.model,
+            critic.optimizer,
+            model_state_dict=model_state,
+            optim_state_dict=optimizer_state,
         )
         torch.set_rng_state(tensors["rng"])
         critic.updates = saved["updates"]
@@ -1311,14 +1483,15 @@ class CriticWorker:
         return common.shape_of(self.model_config, own)
 
     def export_hf(self, folder):
-        """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads:
-        num_labels is 1, or the number of bins for hl_gauss; config.json holds the value_range, if any.
-        LoRA adapters are merged. For an architecture without that class, the folder holds the backbone and
-        value_head.safetensors the head; --model reads both kinds."""
+        """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification
+        loads: num_labels is 1, or the number of bins for hl_gauss; config.json holds the
+        value_range, if any. LoRA adapters are merged. For an architecture without that class, the
+        folder holds the backbone and value_head.safetensors the head; --model reads both kinds."""
         state = {}  # the library's full_state_dict would crash FSDP1 on a CPU
         with self.on_device():
             for name, x in state_dict.get_model_state_dict(self.critic.model).items():
-                if isinstance(x, dist.tensor.DTensor):  # not buffers, nor FSDP1's weights on a single rank
+                # not buffers, nor FSDP1's weights on a single rank
+                if isinstance(x, dist.tensor.DTensor):
                     x = x.full_tensor()  # one at a time; only rank 0 keeps it, on the host
                 if RANK == 0:
                     state[name] = x.detach().cpu().contiguous()
@@ -1332,7 +1505,8 @@ class CriticWorker:
 
 
 def checkpoint_tensors(model, optimizer):
-    """All state as one flat dict of tensors, and the model's and optimizer's state dicts of these tensors."""
+    """All state as one flat dict of tensors, and the model's and optimizer's state dicts of these
+    tensors."""
     fresh = not optimizer.state
     optimizer.zero_grad()  # with gradients, get_state_dict would create no state
     model_state, optimizer_state = state_dict.get_state_dict(model, optimizer)
@@ -1348,7 +1522,8 @@ def checkpoint_tensors(model, optimizer):
 
 
 def save_hf(state, model_config, folder):
-    """Writes a value model's full state dict ("model.*", "score.*") with transformers' save_pretrained."""
+    """Writes a value model's full state dict ("model.*", "score.*") with transformers'
+    save_pretrained."""
     classifies = type(model_config) in transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
     with torch.device("meta"):
         kind = transformers.AutoModelForTokenClassification if classifies else AutoModel
@@ -1368,7 +1543,8 @@ def save_hf(state, model_config, folder):
 
 
 def open_checkpoint(folder, shape):
-    """Returns trainer.json of a checkpoint whose model has this `shape` (common.shape_of). A collective;
+    """Returns trainer.json of a checkpoint whose model has this `shape` (common.shape_of). A
+    collective;
     UserError on all ranks: damaged, or of another model."""
     common.verify(folder)
     with blame(f"--resume {folder}: not a checkpoint of this script"):
@@ -1386,8 +1562,10 @@ def open_checkpoint(folder, shape):
 
 
 class Checkpoints:
-    """The checkpoints of a run, as a context manager around it. folder: the one to continue from, if any.
-    halvings: how often the run has run out of memory; --resume auto halves the token budgets for each."""
+    """The checkpoints of a run, as a context manager around it. folder: the one to continue from,
+    if any.
+    halvings: how often the run has run out of memory; --resume auto halves the token budgets for
+    each."""
 
     def __init__(self, run):
         self.run = run
@@ -1396,7 +1574,8 @@ class Checkpoints:
         self.every = run.eval_every if run.save_every is None else run.save_every  # steps, or 0
         self.newest = None  # the folder of this run's last checkpoint
         timeout = timedelta(minutes=run.critic.timeout_minutes)
-        self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs a group of its own
+        # a thread needs a group of its own
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
         self.lock = common.claim(run.out_dir)  # the run holds it until it ends, even by a kill
         self.out_of_memory = Path(run.out_dir, "out_of_memory")  # holds how often
         self.halvings = 0
@@ -1404,10 +1583,12 @@ class Checkpoints:
         if run.resume == "auto":
             self.find_newest()
         elif RANK == 0:
-            self.out_of_memory.unlink(missing_ok=True)  # a run that starts anew may have other flags
+            # a run that starts anew may have other flags
+            self.out_of_memory.unlink(missing_ok=True)
 
     def find_newest(self):
-        """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""
+        """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a
+        collective)."""
         halvings = 0
         with suppress(OSError, ValueError):
             halvings = max(0, int(self.out_of_memory.read_text()))
@@ -1423,13 +1604,16 @@ class Checkpoints:
                 return
             except UserError as error:
                 print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
-        print0(f"resume     auto: no checkpoint to continue from in {self.run.out_dir}; starting anew")
+        print0(
+            f"resume     auto: no checkpoint to continue from in {self.run.out_dir}; starting anew"
+        )
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace):
-        """Records that memory ran out; after an error, waits up to a minute for a save in the background."""
+        """Records that memory ran out; after an error, waits up to a minute for a save in the
+        background."""
         common.listen_no_more()
         with suppress(Exception):
             if re.search(common.OUT_OF_MEMORY, repr(error)) and not isinstance(error, UserError):
@@ -1455,7 +1639,8 @@ class Checkpoints:
         common.listen()
 
     def save(self, step, write):
-        """Saves a step with write(tmp, group), after earlier saves; keeps the last `keep` (a collective)."""
+        """Saves a step with write(tmp, group), after earlier saves; keeps the last `keep` (a
+        collective)."""
         run = self.run
 
         def save():
@@ -1480,17 +1665,21 @@ class Checkpoints:
             self.saving.result()
 
     def leave(self, step, number):
-        """Ends the run after the signal of this number, with the exit status of a process that it killed."""
+        """Ends the run after the signal of this number, with the exit status of a process that it
+        killed."""
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-        print0(f"{name:10s} stopped after step {step} of {self.run.out_dir}; continue with --resume auto")
+        print0(
+            f"{name:10s} stopped after step {step} of {self.run.out_dir}; continue with --resume auto"
+        )
         raise SystemExit(128 + number)
 
 
-# ---- Plan: the memory that a layout needs, computed without launching it -----------------------------------
+# ---- Plan: the memory that a layout needs, computed without launching it -------------------------
 
 
 def print_plan(run):
-    """Prints, as equations, the most memory that each of run.plan ranks needs before any activations."""
+    """Prints, as equations, the most memory that each of run.plan ranks needs before any
+    activations."""
     config = run.critic
     size = 4 if config.param_dtype == "float32" else 2  # bytes; auto is bfloat16 on GPUs
     _, model_config = common.load_config(config)
@@ -1514,7 +1703,7 @@ def print_plan(run):
     print0(f"{'together':12s} {total:12,.1f} MiB per rank; the rest is left for activations")
 
 
-# ---- Main: value pretraining from rollouts -----------------------------------------------------------------
+# ---- Main: value pretraining from rollouts -------------------------------------------------------
 
 
 def main(run):
@@ -1560,7 +1749,8 @@ def main(run):
 
 
 def load_rows(run, worker):
-    """(rows to train on or to score, rows to evaluate on, maybe none), from files or the toy task."""
+    """(rows to train on or to score, rows to evaluate on, maybe none), from files or the toy
+    task."""
     processor = load_image_processor(run.critic, worker.model_config)
     read = partial(
         common.read_rows, tokenizer=worker.tokenizer, model_config=worker.model_config,
@@ -1581,7 +1771,8 @@ def load_rows(run, worker):
 
 
 def compute_together(worker, batch):
-    """(T,) values of a batch that every rank has read whole, on every rank; each computes a part of it."""
+    """(T,) values of a batch that every rank has read whole, on every rank; each computes a part of
+    it."""
     parts = [range(rank, len(batch), WORLD_SIZE) for rank in range(WORLD_SIZE)]
     values = of_all_ranks(worker.compute_values(batch.select(parts[RANK])))
     values_T = torch.zeros(len(batch.input_ids))
@@ -1591,10 +1782,13 @@ def compute_together(worker, batch):
 
 
 def learn(run, worker, train, held_out, size, checkpoints):
-    """Trains from the checkpoint's step on, evaluates and saves -> (rows with values to report, words)."""
+    """Trains from the checkpoint's step on, evaluates and saves -> (rows with values to report,
+    words)."""
     first_step = worker.critic.updates
     if first_step > run.steps:
-        raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
+        raise UserError(
+            f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more"
+        )
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
     picked = []
     batch = None  # this rank's rows of the last update

@@ -58,11 +58,13 @@ if __name__ == "__main__":  # here, because the imports below take ten seconds
 import tyro
 from pydantic import Field, PositiveFloat, TypeAdapter, ValidationError
 
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # all of them, or none
+# all of them, or none
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def from_torchrun(name, default):
-    """A number that torchrun sets; plain `python` is a world of one. common.py names what is wrong."""
+    """A number that torchrun sets; plain `python` is a world of one. common.py names what is
+    wrong."""
     text = os.environ.get(name, "")
     if not all(os.environ.get(other) for other in TORCHRUN) or not re.fullmatch("[0-9]{1,9}", text):
         return default
@@ -71,73 +73,101 @@ def from_torchrun(name, default):
 
 RANK = from_torchrun("RANK", 0)
 WORLD_SIZE = max(1, from_torchrun("WORLD_SIZE", 1))
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron needs it to overlap communication
+# Megatron needs it to overlap communication
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-# ---- Config ------------------------------------------------------------------------------------------------
+# ---- Config --------------------------------------------------------------------------------------
 
 Text = Annotated[str, Field(min_length=1)]  # a shell's unset variable gives ""
 Count = Annotated[int, Field(ge=0, le=10**9)]
 Positive = Annotated[int, Field(gt=0, le=10**9)]
 Seed = Annotated[int, Field(ge=0, lt=2**62)]
 Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]  # float32 can hold it
-Edge = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]  # float32 can hold its square
+# float32 can hold its square
+Edge = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Annotated[str, Field(pattern=r"^auto(:[0-9]{1,6}(\.[0-9]{1,6})?)?$")]
-AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AggMode = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 
 
 @dataclass(frozen=True)
 class Config:
     """The critic: its model, its layout over ranks, its batches and its optimizer."""
 
-    prefix: ClassVar[str] = "--"  # what its flags begin with, in messages; "--critic." in ppo_loop.py
+    # what its flags begin with, in messages; "--critic." in ppo_loop.py
+    prefix: ClassVar[str] = "--"
 
     # ---- model
-    model: Text = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
+
+    # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
+    model: Text = "tiny-qwen2"
     tokenizer: Text | None = None  # Hugging Face folder or hub name (None: the model's own)
-    override_config: Text = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-    # value head: an unbounded number, one within --value-range, or the mean of a distribution over 51 bins
+    # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
+    override_config: Text = "{}"
+    # value head: an unbounded number, one within --value-range, or the mean of a distribution over
+    # 51 bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
-    # how the value head starts (auto: from the checkpoint, else normal; mean: new, at the mean return)
+    # how the value head starts (auto: from the checkpoint, else normal; mean: new, at the mean
+    # return)
     value_head_init: Literal["auto", "checkpoint", "normal", "zero", "mean"] = "auto"
-    # LOW HIGH of a bounded or hl_gauss head (None: the checkpoint's, else the data's, except in PPO)
+    # LOW HIGH of a bounded or hl_gauss head (None: the checkpoint's, else the data's, except in
+    # PPO)
     value_range: tuple[Edge, Edge] | None = None
-    freeze_modules: Text | None = None  # regular expression; weights with a match in their name are frozen
+    # regular expression; weights with a match in their name are frozen
+    freeze_modules: Text | None = None
     seed: Seed = 0  # random seed of new weights, the value head, every shuffle and the toy's rows
 
     # ---- layout
+
     tensor_model_parallel_size: Positive = 1  # ranks that split each matrix product
-    sequence_parallel: bool = True  # tensor-parallel ranks also split tokens, in norms and residuals
+    # tensor-parallel ranks also split tokens, in norms and residuals
+    sequence_parallel: bool = True
     pipeline_model_parallel_size: Positive = 1  # pipeline stages: ranks that split the layers
-    virtual_pipeline_model_parallel_size: Positive = 1  # model chunks per stage; more reduce idle time
+    # model chunks per stage; more reduce idle time
+    virtual_pipeline_model_parallel_size: Positive = 1
     context_parallel_size: Positive = 1  # ranks that split the tokens of each sequence
     expert_model_parallel_size: Positive = 1  # ranks that split the experts of an MoE model
-    expert_tensor_parallel_size: Positive | None = None  # ranks that split each expert (None: tensor size)
-    timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0  # stop if a collective takes longer
+    # ranks that split each expert (None: tensor size)
+    expert_tensor_parallel_size: Positive | None = None
+    # stop if a collective takes longer
+    timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0
 
     # ---- precision and kernels
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+
+    # recompute activations in the backward pass: less memory, more time
+    gradient_checkpointing: bool = False
     # dtype of matrix products (auto: float32 on CPU, else bfloat16)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad each to the longest
     share_prompts: bool = True  # when packing, compute a prompt once for all its rows; same update
 
     # ---- batches
+
     ppo_mini_batch_size: Positive = 256  # rows per optimizer step, over all ranks
-    ppo_max_token_len_per_gpu: Positive | Auto = 16384  # max tokens per micro-batch (auto[:GIB]: what fits)
+    # max tokens per micro-batch (auto[:GIB]: what fits)
+    ppo_max_token_len_per_gpu: Positive | Auto = 16384
     ppo_epochs: Positive = 1  # passes over the rows of one update
-    shuffle: bool = True  # cut mini-batches in random order (by seed, update, epoch), not in row order
+    # cut mini-batches in random order (by seed, update, epoch), not in row order
+    shuffle: bool = True
 
     # ---- loss
-    cliprange_value: Rate | None = 0.5  # PPO clip range around the old value (None: off; unused by hl_gauss)
+
+    # PPO clip range around the old value (None: off; unused by hl_gauss)
+    cliprange_value: Rate | None = 0.5
     loss_agg_mode: AggMode = "token-mean"  # how to average token losses over a mini-batch
     response_length_limit: Positive | None = None  # divisor of seq-mean-token-sum-norm, in tokens
-    value_places: tuple[Fraction, ...] = ()  # train only at these fractions of a response (none: all)
+    # train only at these fractions of a response (none: all)
+    value_places: tuple[Fraction, ...] = ()
 
     # ---- optimizer
+
     lr: Rate | None = None  # peak learning rate (None: 1e-3 for tiny-* and PPO's toy, else 1e-5)
-    lr_warmup_steps: Count = 0  # linear warm-up, in optimizer steps; the first is at lr / steps, not at 0
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"  # schedule after warm-up; cosine ends at 0
+    # linear warm-up, in optimizer steps; the first is at lr / steps, not at 0
+    lr_warmup_steps: Count = 0
+    # schedule after warm-up; cosine ends at 0
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     grad_clip: PositiveFloat = 1.0  # clip the norm of the whole gradient to this (inf: no clipping)
     weight_decay: Fraction = 0.01  # AdamW's decoupled decay, on every weight
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay rates of AdamW's two moving averages
@@ -145,52 +175,70 @@ class Config:
 
 @dataclass(frozen=True)
 class Run:
-    """Trains a value function on rollouts, evaluates it, and saves a checkpoint and a Hugging Face folder."""
+    """Trains a value function on rollouts, evaluates it, and saves a checkpoint and a Hugging Face
+    folder."""
 
     critic: tyro.conf.OmitArgPrefixes[Config] = Config()
 
     # ---- rows
+
     rollouts: Text | None = None  # JSONL file to train on (None: the built-in toy task)
-    eval_rollouts: Text | None = None  # JSONL file to evaluate on (None: no evaluation; the toy has its own)
-    score: Text | None = None  # no training: write this JSONL file with values to out_dir/scored.jsonl
+    # JSONL file to evaluate on (None: no evaluation; the toy has its own)
+    eval_rollouts: Text | None = None
+    # no training: write this JSONL file with values to out_dir/scored.jsonl
+    score: Text | None = None
     prompt_key: Text = "prompt"  # JSONL key of the prompt: text, or a list of chat messages
-    response_key: Text = "response"  # JSONL key of the response; a.b is key b within key a, here and below
+    # JSONL key of the response; a.b is key b within key a, here and below
+    response_key: Text = "response"
     reward_key: Text = "reward"  # JSONL key of the reward
-    privileged_key: Text | None = None  # JSONL key of text that only the critic reads, before the prompt
-    chat_template_kwargs: Text = "{}"  # JSON for the chat template, e.g. '{"enable_thinking": false}'
+    # JSONL key of text that only the critic reads, before the prompt
+    privileged_key: Text | None = None
+    # JSON for the chat template, e.g. '{"enable_thinking": false}'
+    chat_template_kwargs: Text = "{}"
 
     # ---- run
+
     steps: Positive = 100  # critic updates, each on one train batch
-    train_batch_size: Positive | None = None  # most rows per update, over all ranks (None: one mini-batch)
+    # most rows per update, over all ranks (None: one mini-batch)
+    train_batch_size: Positive | None = None
     eval_every: Count = 20  # updates between evaluations (0: only at the start and the end)
-    out_dir: Text = "out/critic_megatron"  # folder for checkpoints, Hugging Face export, metrics and report
-    resume: Text | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
-    # updates between checkpoints (None: at each evaluation, in place of the one before; 0: only at the end)
+    # folder for checkpoints, Hugging Face export, metrics and report
+    out_dir: Text = "out/critic_megatron"
+    # checkpoint folder to continue from (auto: the last complete one in out_dir)
+    resume: Text | None = None
+    # updates between checkpoints (None: at each evaluation, in place of the one before; 0: only at
+    # the end)
     save_every: Count | None = None
-    keep: Positive | None = None  # how many of the last checkpoints to keep (None: all, but see --save-every)
+    # how many of the last checkpoints to keep (None: all, but see --save-every)
+    keep: Positive | None = None
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     profile_step: Positive | None = None  # profile this step of rank 0, with torch.profiler
 
     # ---- returns
+
     gamma: Fraction = 1.0  # discount factor per action
     lam: Fraction = 1.0  # GAE lambda of the returns (1: Monte Carlo, from rewards alone)
-    bootstrap_truncated: bool = False  # truncated rows bootstrap from the value of their last action
+    # truncated rows bootstrap from the value of their last action
+    bootstrap_truncated: bool = False
 
 
 def section_titles(flags):
-    """First flag of each section -> the section's title, from lines like `# ---- layout` in a dataclass."""
+    """First flag of each section -> the section's title, from lines like `# ---- layout` in a
+    dataclass."""
     titles = {}
     for holder in (flags, *filter(is_dataclass, vars(flags).values())):
         prefix = getattr(holder, "prefix", "--")
         for kind in type(holder).__mro__[:-1]:
-            for title, name in re.findall(r"^    # ---- (.+)\n    (\w+)", inspect.getsource(kind), re.M):
+            for title, name in re.findall(
+                r"^    # ---- (.+)\n(?:\n|    # .*\n)*    (\w+)", inspect.getsource(kind), re.M
+            ):
                 titles[prefix + name.replace("_", "-")] = f"{prefix.strip('-.')} {title}".strip()
     return titles
 
 
 def show_help(kind, **options):
-    """Prints tyro's --help on fewer lines, with a title above each section, and ends the process. Returns if
-    tyro has no help to show."""
+    """Prints tyro's --help on fewer lines, with a title above each section, and ends the process.
+    Returns if tyro has no help to show."""
     width = min(max(shutil.get_terminal_size().columns, 72), 160)
     os.environ["COLUMNS"] = "129"  # with more, tyro would put some flags next to others
     page = io.StringIO()
@@ -227,7 +275,8 @@ def show_help(kind, **options):
 
 
 def read_flags(kind, **options):
-    """The dataclass `kind` from the command line, by tyro. A mistake ends the process with one line."""
+    """The dataclass `kind` from the command line, by tyro. A mistake ends the process with one
+    line."""
     if {"-h", "--help"}.intersection(options.get("args", sys.argv)):
         show_help(kind, **options)
     box = io.StringIO()
@@ -244,7 +293,9 @@ def read_flags(kind, **options):
         wrong = " ".join(text.split("\n\n")[0].split()).removeprefix("Error parsing ").rstrip(".")
         wrong = wrong.replace("invalid literal for int() with base 10:", "must be an integer, not")
         wrong = wrong.replace("could not convert string to float:", "must be a number, not")
-        wrong = re.sub(r"no type matching (\S+) could .* from \[(.*)\]", r"must be \1, not \2", wrong)
+        wrong = re.sub(
+            r"no type matching (\S+) could .* from \[(.*)\]", r"must be \1, not \2", wrong
+        )
         wrong = wrong.replace("{None}|", "None or ")
         if words := re.fullmatch("Unrecognized options: ([^,]*).*", wrong):
             wrong = f"{words[1]}: is no flag"
@@ -266,7 +317,8 @@ def out_of_range(flags):
         holder = flags
         name, *rest = fault["loc"]
 
-        # a group of flags, such as the critic's; the rest may also be a branch of a union, or an index
+        # a group of flags, such as the critic's; the rest may also be a branch of a union, or an
+        # index
         if is_dataclass(getattr(flags, name)):
             holder = getattr(flags, name)
             name = rest[0]
@@ -335,7 +387,9 @@ def mistake_in_run(run):
     ours = [realpath(f"{run.out_dir}/{name}") for name in ("hf", "checkpoints")]
     writes = not run.score
     if writes and any(f"{theirs}/".startswith(f"{path}/") for path in ours):
-        return f"--out-dir {run.out_dir}: holds the --model, which the run would replace; give another"
+        return (
+            f"--out-dir {run.out_dir}: holds the --model, which the run would replace; give another"
+        )
     if run.score and exists(run.score) and not isfile(run.score):
         return f"--score {run.score}: must be a file, because it is read twice"
     return None
@@ -393,11 +447,12 @@ warnings.filterwarnings(
     "|torch.distributed is disabled",
 )
 
-# ---- Megatron without CUDA, and without Transformer Engine -------------------------------------------------
+# ---- Megatron without CUDA, and without Transformer Engine ---------------------------------------
 
 
 class CudaMeansCpu(torch.overrides.TorchFunctionMode):
-    """Megatron-Core hard-codes device="cuda" in some places; without CUDA, this makes it mean the CPU."""
+    """Megatron-Core hard-codes device="cuda" in some places; without CUDA, this makes it mean the
+    CPU."""
 
     def __torch_function__(self, function, kinds, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -411,10 +466,11 @@ class CudaMeansCpu(torch.overrides.TorchFunctionMode):
 
 
 def megatron_without_cuda():
-    """Lets Megatron-Core 0.16.1 run on CPU and gloo; does nothing where CUDA is present.
-    It replaces devices, streams, random states and two collectives that need equal sizes on gloo (for tokens
-    of experts that tensor-parallel ranks share), but no computation."""
-    if torch.cuda.is_available() or torch.cuda.manual_seed is torch.manual_seed:  # or it has run before
+    """Lets Megatron-Core 0.16.1 run on CPU and gloo; does nothing where CUDA is present. It
+    replaces devices, streams, random states and two collectives that need equal sizes on gloo (for
+    tokens of experts that tensor-parallel ranks share), but no computation."""
+    # or it has run before
+    if torch.cuda.is_available() or torch.cuda.manual_seed is torch.manual_seed:
         return
     CudaMeansCpu().__enter__()
     warnings.filterwarnings("ignore", message="When using sequence parallelism .*CUDA")
@@ -423,10 +479,12 @@ def megatron_without_cuda():
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.manual_seed = torch.manual_seed
     torch.Tensor.pin_memory = lambda x: x.clone()  # offloading needs a copy
-    tensor_parallel.random._get_cuda_rng_state = lambda **_: torch.get_rng_state()  # for recomputation
+    # for recomputation
+    tensor_parallel.random._get_cuda_rng_state = lambda **_: torch.get_rng_state()
     tensor_parallel.random._set_cuda_rng_state = lambda state, **_: torch.set_rng_state(state)
 
-    def sizes_to_host(self, point, tokens_per_expert=None):  # Megatron does this on a CUDA stream
+    def sizes_to_host(self, point, tokens_per_expert=None):
+        """Megatron does this on a CUDA stream."""
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             if torch.is_tensor(getattr(self, name)):
                 setattr(self, name, getattr(self, name).numpy())
@@ -449,14 +507,16 @@ def megatron_without_cuda():
     dist.reduce_scatter = reduce_scatter
 
 
-moe_utils.te_general_gemm = None  # megatron-core reads it, but defines it only with Transformer Engine
+# megatron-core reads it, but defines it only with Transformer Engine
+moe_utils.te_general_gemm = None
 megatron_optimizer.USING_PYTORCH_OPTIMIZER = True  # torch's AdamW, even if Apex is installed
 
-# ---- Value model: a decoder and a value head in float32 ----------------------------------------------------
+# ---- Value model: a decoder and a value head in float32 ------------------------------------------
 
 
 class RMSNorm(nn.RMSNorm):
-    """With sequence parallelism, each rank sees some of the tokens, so its gradient is a partial sum."""
+    """With sequence parallelism, each rank sees some of the tokens, so its gradient is a partial
+    sum."""
 
     def __init__(self, config, hidden_size, eps=1e-6, **_):
         super().__init__(hidden_size, eps=eps)
@@ -465,15 +525,16 @@ class RMSNorm(nn.RMSNorm):
 
 
 class ValueHead(nn.Linear):
-    """v = w . h + b on the hidden state of every token, in float32, replicated over tensor-parallel ranks. It
-    replaces GPTModel's vocabulary head. With --value-head hl_gauss it gives N logits."""
+    """v = w . h + b on the hidden state of every token, in float32, replicated over tensor-parallel
+    ranks. It replaces GPTModel's vocabulary head. With --value-head hl_gauss it gives N logits."""
 
     def __init__(self, config, outputs):
         super().__init__(config.hidden_size, outputs)
         self.weight.sequence_parallel = self.bias.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden_SBD, **_):
-        """(S, B, D) -> (S, B, N) float32; with sequence parallelism, all tokens' outputs on each rank."""
+        """(S, B, D) -> (S, B, N) float32; with sequence parallelism, all tokens' outputs on each
+        rank."""
         out_SBN = F.linear(hidden_SBD.float(), self.weight, self.bias)
         # so that all ranks compute the whole loss; the backward keeps each rank's own slice
         if self.weight.sequence_parallel:
@@ -483,10 +544,11 @@ class ValueHead(nn.Linear):
 
 
 class CoreAttention(nn.Module):
-    """Causal attention within each sequence of a packed row, by the kernels of common.py, after transformers'
-    rotary embedding (Megatron's would restart at 0 where a row continues a shared prompt).
-    With context parallelism, each rank has two pieces of the row (see share_context). Keys and values are
-    gathered, and each piece sees the keys up to its own end, so heads are not split."""
+    """Causal attention within each sequence of a packed row, by the kernels of common.py, after
+    transformers' rotary embedding (Megatron's would restart at 0 where a row continues a shared
+    prompt). With context parallelism, each rank has two pieces of the row (see share_context). Keys
+    and values are gathered, and each piece sees the keys up to its own end, so heads are not
+    split."""
 
     def __init__(self, config, **_):
         super().__init__()
@@ -497,15 +559,21 @@ class CoreAttention(nn.Module):
         pack = packed_seq_params
         query, key = apply_rotary_pos_emb(query, key, *pack.rotary)
         if mpu.get_context_parallel_world_size() > 1:
-            gather = tensor_parallel.gather_from_sequence_parallel_region  # backward: reduce-scatter
+            # backward: reduce-scatter
+            gather = tensor_parallel.gather_from_sequence_parallel_region
             key, value = (gather(x, group=mpu.get_context_parallel_group()) for x in (key, value))
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        return common.attention(pack.layout, query, key, value, self.scale)[0].transpose(0, 1).flatten(1)
+        return (
+            common.attention(pack.layout, query, key, value, self.scale)[0]
+            .transpose(0, 1)
+            .flatten(1)
+        )
 
 
 def read_weights(config, model_config):
-    """(tensors by their names in critic_fsdp.py, words on their origin). A rank reads only the tensors that
-    it needs. Random weights are those of critic_fsdp.py, so every rank draws the whole model."""
+    """(tensors by their names in critic_fsdp.py, words on their origin). A rank reads only the
+    tensors that it needs. Random weights are those of critic_fsdp.py, so every rank draws the whole
+    model."""
     head = nn.Linear(model_config.hidden_size, model_config.num_labels)
     if config.model in common.TINY:
         torch.manual_seed(config.seed)
@@ -544,13 +612,15 @@ JOINED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
 def mixtral_name(name):
-    """A weight's name in a Mixtral's folder; transformers and our checkpoints name it as in other models."""
+    """A weight's name in a Mixtral's folder; transformers and our checkpoints name it as in other
+    models."""
     name = name.replace("mlp", "block_sparse_moe").replace("gate_proj", "w1")
     return name.replace("up_proj", "w3").replace("down_proj", "w2")
 
 
 def lookup_weight(tensors, name, form):
-    """Looks up a weight, stored under form.format(name). A layer's experts may be stored as one tensor."""
+    """Looks up a weight, stored under form.format(name). A layer's experts may be stored as one
+    tensor."""
     stored = form.format(mixtral_name(name))
     if stored not in tensors:
         stored = form.format(name)
@@ -562,10 +632,10 @@ def lookup_weight(tensors, name, form):
     return x if kind == "down" else x.chunk(2)[kind == "up"]
 
 
-# ---- Weights: megatron-core and Hugging Face ---------------------------------------------------------------
+# ---- Weights: megatron-core and Hugging Face -----------------------------------------------------
 
-# megatron-core's name -> how tensor-parallel ranks split it, then the names of its parts in critic_fsdp.py.
-# In a layer, names follow decoder.layers.N here and model.layers.N there.
+# megatron-core's name -> how tensor-parallel ranks split it, then the names of its parts in
+# critic_fsdp.py. In a layer, names follow decoder.layers.N here and model.layers.N there.
 WEIGHTS = {
     "embedding.word_embeddings.weight": ("vocabulary", "model.embed_tokens.weight"),
     "decoder.final_layernorm.weight": ("whole", "model.norm.weight"),
@@ -599,7 +669,8 @@ def hf_names(name):
 
 
 def named_weights(modules):
-    """(global name, parameter) of this rank's weights; layers and experts are numbered over all ranks."""
+    """(global name, parameter) of this rank's weights; layers and experts are numbered over all
+    ranks."""
     for module in modules:
         for name, p in module.named_parameters():
             words = name.split(".")
@@ -612,19 +683,22 @@ def named_weights(modules):
 
 
 def freeze(modules, config):
-    """Freezes the weights whose names in critic_fsdp.py match --freeze-modules: they get no gradient, no
-    optimizer state and no float32 master (a collective)."""
+    """Freezes the weights whose names in critic_fsdp.py match --freeze-modules: they get no
+    gradient, no optimizer state and no float32 master (a collective)."""
     pattern = config.freeze_modules
     flag = f"{config.prefix}freeze-modules {pattern}"
     trained = 0
     frozen = 0
     for name, p in named_weights(modules):
         _, parts = hf_names(name)
-        joined = partial(EXPERT.sub, lambda m: f"{m[1]}.{JOINED[m[3]]}")  # name of the experts' one tensor
+        # name of the experts' one tensor
+        joined = partial(EXPERT.sub, lambda m: f"{m[1]}.{JOINED[m[3]]}")
         with blame(flag):
             matches = [bool(pattern and re.search(pattern, joined(part))) for part in parts]
             if any(matches) != all(matches):
-                raise ValueError(f"must match all or none of {', '.join(parts)}, which are one weight here")
+                raise ValueError(
+                    f"must match all or none of {', '.join(parts)}, which are one weight here"
+                )
         p.requires_grad_(not all(matches))
         if all(matches):
             frozen += p.numel()
@@ -637,7 +711,8 @@ def freeze(modules, config):
 
 
 def count_parameters(model, config):
-    """(all parameters, trainable parameters) of transformers' model, which has a head named score."""
+    """(all parameters, trainable parameters) of transformers' model, which has a head named
+    score."""
     count = 0
     trained = 0
     for name, p in model.named_parameters():
@@ -649,11 +724,13 @@ def count_parameters(model, config):
 
 
 def groups_of(name):
-    """(tensor-parallel ranks that split this weight, its replicas: ranks with the same shard but other rows,
-    or other tokens of the same rows)."""
+    """(tensor-parallel ranks that split this weight, its replicas: ranks with the same shard but
+    other rows, or other tokens of the same rows)."""
     if ".experts." in name:
         return mpu.get_expert_tensor_parallel_group(), mpu.get_expert_data_parallel_group()
-    return mpu.get_tensor_model_parallel_group(), mpu.get_data_parallel_group(with_context_parallel=True)
+    return mpu.get_tensor_model_parallel_group(), mpu.get_data_parallel_group(
+        with_context_parallel=True
+    )
 
 
 def shard(cut, parts, groups, rank, size):
@@ -671,7 +748,8 @@ def shard(cut, parts, groups, rank, size):
 
 
 def unshard(cut, shards, groups, head_dim, vocab_size):
-    """The whole parts in Hugging Face's form, from the shards of all ranks: the inverse of shard."""
+    """The whole parts in Hugging Face's form, from the shards of all ranks: the inverse of
+    shard."""
     if cut == "whole":
         return shards[:1]
     if cut == "inputs":
@@ -687,8 +765,8 @@ def unshard(cut, shards, groups, head_dim, vocab_size):
 
 def whole_weights(modules, vocab_size, local):
     """name -> whole tensor on the host, for the weights that this rank writes (a collective).
-    local(name, p) gives this rank's shard of a weight, or None. Tensor-parallel ranks gather one weight at a
-    time, and one rank keeps it. Ranks with the same layers take turns."""
+    local(name, p) gives this rank's shard of a weight, or None. Tensor-parallel ranks gather one
+    weight at a time, and one rank keeps it. Ranks with the same layers take turns."""
     config = modules[0].config
     kept = {}
     for name, p in named_weights(modules):
@@ -708,8 +786,8 @@ def whole_weights(modules, vocab_size, local):
 
 
 def join_experts(weights):
-    """Joins a layer's experts into one tensor, as transformers has them -> name -> (first row, tensor). A
-    rank with only some of the experts has their rows, from the first row on."""
+    """Joins a layer's experts into one tensor, as transformers has them -> name -> (first row,
+    tensor). A rank with only some of the experts has their rows, from the first row on."""
     out = {}
     layers = {}  # the joint tensor's name -> expert -> its matrices, gate before up
     for name, x in weights.items():
@@ -723,15 +801,17 @@ def join_experts(weights):
     return out
 
 
-# ---- Parallelism: which ranks share what, and the model spread over them -----------------------------------
+# ---- Parallelism: which ranks share what, and the model spread over them -------------------------
 
 
 class Layout(NamedTuple):
-    """Ranks form a tp x cp x dp x pp grid. tp ranks split each matrix product, cp ranks each sequence, pp the
-    layers, and dp groups the rows. Experts are spread over the same ranks in their own way (ep x etp)."""
+    """Ranks form a tp x cp x dp x pp grid. tp ranks split each matrix product, cp ranks each
+    sequence, pp the layers, and dp groups the rows. Experts are spread over the same ranks in their
+    own way (ep x etp)."""
 
     device: torch.device
-    dtype: torch.dtype  # of matrix products; master weights, gradients, optimizer and value head are float32
+    # of matrix products; master weights, gradients, optimizer and value head are float32
+    dtype: torch.dtype
     dp_rank: int
     dp_size: int
     tp_rank: int
@@ -749,7 +829,8 @@ def parallel_sizes(config):
 
 
 def has_groups(config):
-    """Whether Megatron's process groups are those of this layout already, from an earlier worker."""
+    """Whether Megatron's process groups are those of this layout already, from an earlier
+    worker."""
     if not mpu.model_parallel_is_initialized():
         return False
     found = {
@@ -768,7 +849,8 @@ def has_groups(config):
 
 
 def end_groups():
-    """Ends Megatron's process groups, whose threads and sockets would stay until the process ends."""
+    """Ends Megatron's process groups, whose threads and sockets would stay until the process
+    ends."""
     kept = chain(*(x if isinstance(x, list) else [x] for x in vars(mpu).values()))
     groups = {group for group in kept if isinstance(group, dist.ProcessGroup)} - {dist.group.WORLD}
     dist.barrier()  # until all ranks are done with them
@@ -778,8 +860,8 @@ def end_groups():
 
 
 def make_layout(config, device):
-    """Builds the process groups, unless an earlier worker has built the same. They are global: a worker of
-    another layout cannot be used after this."""
+    """Builds the process groups, unless an earlier worker has built the same. They are global: a
+    worker of another layout cannot be used after this."""
     megatron_without_cuda()
     if not has_groups(config):
         end_groups()
@@ -811,7 +893,8 @@ def splits_sequence(config):
 
 
 def transformer_config(config, model_config, names, dtype):
-    """Megatron's config of the model and of how to compute it. names: those of transformers' weights."""
+    """Megatron's config of the model and of how to compute it. names: those of transformers'
+    weights."""
     c = model_config
     return TransformerConfig(
         num_layers=c.num_hidden_layers,
@@ -829,9 +912,13 @@ def transformer_config(config, model_config, names, dtype):
         num_moe_experts=getattr(c, "num_experts", None),
         moe_router_topk=getattr(c, "num_experts_per_tok", 2),
         moe_ffn_hidden_size=getattr(c, "moe_intermediate_size", None),  # None: intermediate_size
-        moe_layer_freq=[int(f"layers.{i}.mlp.gate.weight" in names) for i in range(c.num_hidden_layers)],
-        moe_router_pre_softmax=not getattr(c, "norm_topk_prob", True),  # softmax over all, or the chosen
-        moe_shared_expert_intermediate_size=getattr(c, "shared_expert_intermediate_size", None) or None,
+        moe_layer_freq=[
+            int(f"layers.{i}.mlp.gate.weight" in names) for i in range(c.num_hidden_layers)
+        ],
+        # softmax over all, or the chosen
+        moe_router_pre_softmax=not getattr(c, "norm_topk_prob", True),
+        moe_shared_expert_intermediate_size=getattr(c, "shared_expert_intermediate_size", None)
+        or None,
         moe_shared_expert_gate=True,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -854,7 +941,8 @@ def transformer_config(config, model_config, names, dtype):
 
 
 def layer_spec(transformer, names, vp_stage):
-    """The layers of one chunk of the model: Megatron's own, with the norm and the attention above."""
+    """The layers of one chunk of the model: Megatron's own, with the norm and the attention
+    above."""
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
         transformer, use_transformer_engine=False, vp_stage=vp_stage
     )
@@ -870,8 +958,9 @@ def layer_spec(transformer, names, vp_stage):
 
 
 def build_value_model(config, model_config, layout):
-    """(this rank's chunks of the model, the weights to fill them with, rotary embedding, FLOPs of a forward,
-    cost of an update in forwards, words on its size and on where its weights come from)."""
+    """(this rank's chunks of the model, the weights to fill them with, rotary embedding, FLOPs of a
+    forward, cost of an update in forwards, words on its size and on where its weights come
+    from)."""
     modules = []
     tp = config.tensor_model_parallel_size
     with torch.device("meta"):
@@ -901,11 +990,13 @@ def build_value_model(config, model_config, layout):
     count, trained = count_parameters(model, config)
     share = trained / count
     story = f"{count:,} parameters, {trained:,} of them ({share:.2%}) train: {story}"
-    return modules, tensors, rotary, flops, 2 + share, story  # forward, input gradients, weight gradients
+    # forward, input gradients, weight gradients
+    return modules, tensors, rotary, flops, 2 + share, story
 
 
 def padding_row(module, model_config):
-    """The padding token's row in this rank's part of the embedding, or None if it has no such trained row."""
+    """The padding token's row in this rank's part of the embedding, or None if it has no such
+    trained row."""
     if not module.pre_process or model_config.pad_token_id is None:
         return None
     embedding = module.embedding.word_embeddings
@@ -919,20 +1010,24 @@ def wrap(module):
     for name, p in module.named_parameters():
         if ".experts." in name:  # Megatron sets this only from two expert ranks on
             p.allreduce = False  # reduced over the experts' replicas
-    if module.pre_process:  # without this, recomputation after a frozen embedding gives no gradients
+    # without this, recomputation after a frozen embedding gives no gradients
+    if module.pre_process:
         module.embedding.register_forward_hook(lambda *x: x[2].requires_grad_())
     chunk = Float16Module(module.config, module) if module.config.bf16 else module
     if module.post_process:
         module.output_layer.float()
-    options = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    options = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True
+    )
     return DistributedDataParallel(module.config, options, chunk)
 
 
-# ---- Batching: rows over ranks, a rank's rows over micro-batches -------------------------------------------
+# ---- Batching: rows over ranks, a rank's rows over micro-batches ---------------------------------
 
 
 def spread(costs, k):
-    """k lists of indices with nearly equal sums: each next largest joins the emptiest list (Graham 1969)."""
+    """k lists of indices with nearly equal sums: each next largest joins the emptiest list (Graham
+    1969)."""
     parts = [[] for _ in range(k)]
     loads = [(0, part) for part in range(k)]  # a heap: the emptiest is first
     largest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
@@ -944,10 +1039,11 @@ def spread(costs, k):
 
 
 def micro_batches(rows, dp_size, max_tokens, share, padded=False):
-    """A list of micro-batches (lists of Rows) for each data-parallel rank, none above max_tokens. Every rank
-    computes the same table, so all run equally many forwards without communicating (ranks that share weights
-    must). A rank with fewer tokens gets smaller or empty micro-batches. Rows with equal prompts stay together
-    unless they exceed a micro-batch or a rank's share of all tokens."""
+    """A list of micro-batches (lists of Rows) for each data-parallel rank, none above max_tokens.
+    Every rank computes the same table, so all run equally many forwards without communicating
+    (ranks that share weights must). A rank with fewer tokens gets smaller or empty micro-batches.
+    Rows with equal prompts stay together unless they exceed a micro-batch or a rank's share of all
+    tokens."""
     groups = common.by_prompt(rows, share and not padded)
     most = min(max_tokens, sum(common.costs(groups)) / dp_size)
 
@@ -976,9 +1072,10 @@ def micro_batches(rows, dp_size, max_tokens, share, padded=False):
 
 
 def pack_rows(batch, device, share, unit=1):
-    """Packs rows end to end -> (slots, index_T, PackLayout). slots: (S,) the index of each slot's token, or T
-    for padding to a multiple of `unit`. A shared prompt has slots in its first row only, except for its last
-    token, after which rows differ. index_T: each token's slot, where later tokens of its row find its key.
+    """Packs rows end to end -> (slots, index_T, PackLayout). slots: (S,) the index of each slot's
+    token, or T for padding to a multiple of `unit`. A shared prompt has slots in its first row
+    only, except for its last token, after which rows differ. index_T: each token's slot, where
+    later tokens of its row find its key.
 
         rows       p0 p1 p2 a0 a1    p0 p1 p2 b0
         slots      p0 p1 p2 a0 a1    p2 b0
@@ -1002,10 +1099,12 @@ def pack_rows(batch, device, share, unit=1):
 
 
 def pack_unit(config):
-    """A micro-batch is padded at its end to a multiple of this many slots, so that ranks can split it evenly;
-    each of p context-parallel ranks has two of 2 p equal pieces."""
+    """A micro-batch is padded at its end to a multiple of this many slots, so that ranks can split
+    it evenly; each of p context-parallel ranks has two of 2 p equal pieces."""
     cp = config.context_parallel_size
-    return (2 * cp if cp > 1 else 1) * (config.tensor_model_parallel_size if splits_sequence(config) else 1)
+    return (2 * cp if cp > 1 else 1) * (
+        config.tensor_model_parallel_size if splits_sequence(config) else 1
+    )
 
 
 def check_model_flags(config, model_config):
@@ -1020,15 +1119,26 @@ def check_model_flags(config, model_config):
     fixed = {"mlp_bias": False, "attention_bias": False, "hidden_act": "silu",
              "quantization_config": None, "sliding_window": None}  # fmt: skip
     # a window of 0 is none (Qwen2-MoE)
-    odd = [f"{name} {getattr(c, name)}" for name, x in fixed.items() if getattr(c, name, x) not in (x, 0)]
+    odd = [
+        f"{name} {getattr(c, name)}"
+        for name, x in fixed.items()
+        if getattr(c, name, x) not in (x, 0)
+    ]
     rope = c.rope_parameters
-    if rope["rope_type"] not in ("default", "linear", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
+    if (
+        rope["rope_type"] not in ("default", "linear", "llama3")
+        or rope.get("partial_rotary_factor", 1) != 1
+    ):
         odd.append(f"rope_parameters {rope}")
     if odd:
         raise UserError(
             f"{config.prefix}model {config.model}: {', '.join(odd)} is not supported here; use critic_fsdp.py"
         )
-    if hasattr(c, "num_experts") and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+    if (
+        hasattr(c, "num_experts")
+        and config.tensor_model_parallel_size > 1
+        and not config.sequence_parallel
+    ):
         raise UserError(
             f"{config.prefix}no-sequence-parallel: MoE with tensor parallelism needs sequence parallelism"
         )
@@ -1051,13 +1161,16 @@ def check_budget(config, longest, row):
     return least
 
 
-# ---- The critic: forward, loss, step -----------------------------------------------------------------------
+# ---- The critic: forward, loss, step -------------------------------------------------------------
 
 
 def build_optimizer(model, config, lr):
     """The optimizer of the weights that train, as Megatron shards them. It supports only Adam."""
     options = OptimizerConfig(
-        lr=lr, weight_decay=config.weight_decay, bf16=model[0].config.bf16, use_distributed_optimizer=True
+        lr=lr,
+        weight_decay=config.weight_decay,
+        bf16=model[0].config.bf16,
+        use_distributed_optimizer=True,
     )
     # {}: by default biases and norms would form a group without weight decay
     optimizer = get_megatron_optimizer(
@@ -1070,10 +1183,11 @@ def build_optimizer(model, config, lr):
 
 
 class MegatronPPOCritic:
-    """Values and updates of a value model. compute_values and update_critic take the rows that this rank has,
-    and the Rows of all ranks; each rank fetches the rows that it computes."""
+    """Values and updates of a value model. compute_values and update_critic take the rows that this
+    rank has, and the Rows of all ranks; each rank fetches the rows that it computes."""
 
-    between = staticmethod(lambda: None)  # called between micro-batches of compute_values; it may raise
+    # called between micro-batches of compute_values; it may raise
+    between = staticmethod(lambda: None)
 
     def __init__(self, config, model_config, layout, total_steps):
         self.config = config
@@ -1085,12 +1199,14 @@ class MegatronPPOCritic:
         )
         self.transformer = self.modules[0].config
         self.padding_row = padding_row(self.modules[0], model_config)
-        self.model = nn.ModuleList(map(wrap, self.modules)).to(layout.device)  # wrap moves only what trains
+        # wrap moves only what trains
+        self.model = nn.ModuleList(map(wrap, self.modules)).to(layout.device)
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         self.optimizer = build_optimizer(self.model, config, self.peak_lr)
         # Megatron's distributed optimizers: one for experts and one for the rest
         self.optimizers = self.optimizer.chained_optimizers
-        self.masters = {}  # weight -> (AdamW, float32 tensor of this rank's part, slice of the part)
+        # weight -> (AdamW, float32 tensor of this rank's part, slice of the part)
+        self.masters = {}
         for optimizer in self.optimizers:
             weights = [*optimizer.model_float16_groups, *optimizer.model_fp32_groups]
             masters = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
@@ -1098,10 +1214,14 @@ class MegatronPPOCritic:
                 place = optimizer._get_model_param_range_map(p)["param"]
                 self.masters[p] = optimizer.optimizer, master, slice(place.start, place.end)
         self.restore(tensors, f"{config.prefix}model {config.model}")
-        # the names of what `loss` sums: ranks without the head, and updates without a step, have them, too
+        # the names of what `loss` sums: ranks without the head, and updates without a step, have
+        # them, too
         _, sums = self.loss(torch.zeros(1, model_config.num_labels).squeeze(1), Batch.blank())
-        self.no_sums = dict.fromkeys(sums, torch.zeros((), dtype=torch.float64, device=layout.device))
-        self.max_tokens = 0  # per micro-batch, over the ranks that share it; see CriticWorker.set_budget
+        self.no_sums = dict.fromkeys(
+            sums, torch.zeros((), dtype=torch.float64, device=layout.device)
+        )
+        # per micro-batch, over the ranks that share it; see CriticWorker.set_budget
+        self.max_tokens = 0
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
 
@@ -1112,7 +1232,8 @@ class MegatronPPOCritic:
             rows, self.layout.dp_size, self.max_tokens, c.share_prompts, not c.use_remove_padding
         )
         multiple = c.pipeline_model_parallel_size if len(self.model) > 1 else 1
-        return [part + [[]] * (-len(part) % multiple) for part in table]  # virtual stages need this multiple
+        # virtual stages need this multiple
+        return [part + [[]] * (-len(part) % multiple) for part in table]
 
     def fetch(self, batch, table):
         """The rows that this rank computes, in the order of its micro-batches (a collective)."""
@@ -1124,9 +1245,11 @@ class MegatronPPOCritic:
         return local.split(list(map(len, table[self.layout.dp_rank])))
 
     def micro_batch(self, micro):
-        """These rows on the device. Without rows: one masked token, to keep in step with other ranks.
-        Its columns have S entries: one for the action that *follows* each slot's token. packed: the ids,
-        what attention reads, and the indices of these actions among the T tokens of these rows."""
+        """These rows on the device. Without rows: one masked token, to keep in step with other
+        ranks.
+        Its columns have S entries: one for the action that *follows* each slot's token. packed: the
+        ids, what attention reads, and the indices of these actions among the T tokens of these
+        rows."""
         micro = replace(micro if len(micro) else Batch.blank())
         slots, layout = self.lay_out(micro)
 
@@ -1137,7 +1260,8 @@ class MegatronPPOCritic:
         pack.layout = layout
         places_S = to_slots(micro.places)
         pack.rotary = [x[0] for x in self.rotary(places_S.to(self.layout.dtype), places_S[None])]
-        # shift to the left by one: the first token of a row is never an action, so nothing crosses rows
+        # shift to the left by one: the first token of a row is never an action, so nothing crosses
+        # rows
         index_T = torch.arange(len(micro.input_ids))
         micro.packed = to_slots(micro.input_ids)[None], pack, to_slots(index_T.roll(-1))
         for name in ("response_mask", *micro.FLOATS):
@@ -1146,8 +1270,8 @@ class MegatronPPOCritic:
         return micro
 
     def lay_out(self, micro):
-        """Where the tokens of a micro-batch go -> (slots, PackLayout), see pack_rows. Without packing, rows
-        are padded to equal length."""
+        """Where the tokens of a micro-batch go -> (slots, PackLayout), see pack_rows. Without
+        packing, rows are padded to equal length."""
         config = self.config
         device = self.layout.device
         if config.context_parallel_size > 1:
@@ -1164,17 +1288,21 @@ class MegatronPPOCritic:
         return F.pad(slots, (0, tail), value=total), PackLayout(sizes, device)
 
     def share_context(self, micro):
-        """lay_out with context parallelism: a packed row is cut into 2 p pieces; rank r of p has pieces r and
-        2 p - 1 - r. Under a causal mask, this splits the work of one long row evenly, and of many nearly
-        so. Queries see the keys of their own rows, gathered from all ranks, up to their own positions.
+        """lay_out with context parallelism: a packed row is cut into 2 p pieces; rank r of p has
+        pieces r and 2 p - 1 - r. Under a causal mask, this splits the work of one long row evenly,
+        and of many nearly so. Queries see the keys of their own rows, gathered from all ranks, up
+        to their own positions.
 
             p = 2        row: 0 1 2 3 4 5 6 7        rank 0: 0 1 . . . . 6 7        rank 1: . . 2 3 4 5 . ."""
         p = self.config.context_parallel_size
         device = self.layout.device
-        slots, _, layout = pack_rows(micro, "cpu", self.config.share_prompts, pack_unit(self.config))
+        slots, _, layout = pack_rows(
+            micro, "cpu", self.config.share_prompts, pack_unit(self.config)
+        )
         places = torch.arange(len(slots))
         seen = places if layout.keys is None else layout.keys
-        ends = list(zip(*(cu.tolist() for cu in layout.varlen[:2])))  # ends of each row's queries and keys
+        # ends of each row's queries and keys
+        ends = list(zip(*(cu.tolist() for cu in layout.varlen[:2])))
         pieces = places.view(2 * p, -1)
         pieces = torch.stack([pieces[:p], pieces[p:].flip(0)], 1)  # [rank]: its two pieces
         mine = pieces[self.layout.cp_rank]
@@ -1189,12 +1317,14 @@ class MegatronPPOCritic:
                 if n > 0:
                     queries.append(n)
                     keys.append(seen[first_key : end_of_keys - behind])
-        index = pieces.flatten().argsort()[torch.cat(keys)].to(device, non_blocking=True)  # once gathered
+        # once gathered
+        index = pieces.flatten().argsort()[torch.cat(keys)].to(device, non_blocking=True)
         return slots[mine.flatten()], PackLayout(queries, device, list(map(len, keys)), index)
 
     def run_schedule(self, micros, reduce, done, forward_only=False):
-        """Runs all micro-batches through Megatron's schedule: forward and, unless forward_only, backward.
-        On the last stage, reduce(outputs_S, micro) returns their loss. done() is called for each forward."""
+        """Runs all micro-batches through Megatron's schedule: forward and, unless forward_only,
+        backward. On the last stage, reduce(outputs_S, micro) returns their loss. done() is called
+        for each forward."""
 
         @record_function("micro-batch")  # its forward; the schedule itself runs the backward
         def forward_step(micros, chunk):
@@ -1263,8 +1393,9 @@ class MegatronPPOCritic:
         return common.give_back(values_T, local, wanted, batch)
 
     def update_critic(self, batch, rows):
-        """PPO epochs over mini-batches, one optimizer step each -> metrics. batch: the rows that this rank
-        has; rows: the Rows of all ranks, which are cut into mini-batches; mini_batch fetches ours."""
+        """PPO epochs over mini-batches, one optimizer step each -> metrics. batch: the rows that
+        this rank has; rows: the Rows of all ranks, which are cut into mini-batches; mini_batch
+        fetches ours."""
         config = self.config
         self.model.train()
         totals = Counter(self.no_sums)  # of the steps taken
@@ -1304,10 +1435,11 @@ class MegatronPPOCritic:
         return self.cut(local, table)
 
     def forward_backward(self, micros, done=lambda: None):
-        """Computes the gradient of a mini-batch, over all ranks -> this rank's sums, as `loss` returns them.
-        Megatron would divide by micro-batches, tokens and ranks. With calculate_per_token_loss, and without a
-        token count for finalize_model_grads, it divides by nothing: each rank adds its own tokens' loss, and
-        the sum over ranks is the loss of the mini-batch."""
+        """Computes the gradient of a mini-batch, over all ranks -> this rank's sums, as `loss`
+        returns them. Megatron would divide by micro-batches, tokens and ranks. With
+        calculate_per_token_loss, and without a
+        token count for finalize_model_grads, it divides by nothing: each rank adds its own tokens'
+        loss, and the sum over ranks is the loss of the mini-batch."""
         for chunk in self.model:  # the layers of one stage, or of one virtual stage
             chunk.zero_grad_buffer()
         sums = Counter()
@@ -1320,13 +1452,14 @@ class MegatronPPOCritic:
 
         self.run_schedule(micros, reduce, done)
         finalize_model_grads(self.model)
-        if self.padding_row is not None:  # as in transformers, the padding token's embedding is not trained
+        # as in transformers, the padding token's embedding is not trained
+        if self.padding_row is not None:
             self.modules[0].embedding.word_embeddings.weight.main_grad[self.padding_row].zero_()
         return sums
 
     def loss(self, outputs, micro):
-        """This micro-batch's part of the mini-batch loss, and its sums: for each metric, the sum over the
-        actions. See common.update_metrics."""
+        """This micro-batch's part of the mini-batch loss, and its sums: for each metric, the sum
+        over the actions. See common.update_metrics."""
         vpreds = self.values(outputs, micro.response_mask)
         columns = (micro.returns, micro.response_mask, micro.weights)
         if outputs.ndim == 2:
@@ -1344,8 +1477,8 @@ class MegatronPPOCritic:
         return loss, {name: x.detach().double() for name, x in sums.items()}
 
     def learning_rate(self):
-        """Learning rate of the next step: linear warm-up, whose first step is at lr / steps, then constant or
-        a cosine that ends at 0. Skipped steps do not advance it."""
+        """Learning rate of the next step: linear warm-up, whose first step is at lr / steps, then
+        constant or a cosine that ends at 0. Skipped steps do not advance it."""
         warmup = self.config.lr_warmup_steps
         rate = self.peak_lr * min(1.0, (self.optimizer_steps + 1) / max(warmup, 1))
         if self.config.lr_scheduler_type == "cosine":
@@ -1355,17 +1488,23 @@ class MegatronPPOCritic:
 
     @record_function("optimizer step")
     def optimizer_step(self):
-        """Clips, then steps -> norm before clipping. All ranks skip the step if the norm is not finite."""
+        """Clips, then steps -> norm before clipping. All ranks skip the step if the norm is not
+        finite."""
         config = self.config
-        self.optimizer.prepare_grads()  # part of Megatron's own step(), which would step on a NaN too
+        # part of Megatron's own step(), which would step on a NaN too
+        self.optimizer.prepare_grads()
         # get_grad_norm() would wait for the device at every weight
-        grads = [g for optimizer in self.optimizers for g in optimizer.get_main_grads_for_grad_norm()]
+        grads = [
+            g for optimizer in self.optimizers for g in optimizer.get_main_grads_for_grad_norm()
+        ]
         square = nn.utils.get_total_norm(grads).to(self.layout.device).square()
         dist.all_reduce(square)
         norm = sqrt(square)
         if isfinite(norm):
             for optimizer in self.optimizers:
-                clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), config.grad_clip, norm)
+                clip_grads.clip_grad_by_total_norm_fp32(
+                    optimizer.get_parameters(), config.grad_clip, norm
+                )
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate()
             self.optimizer.step_with_ready_grads()
@@ -1374,8 +1513,8 @@ class MegatronPPOCritic:
         return norm
 
     def master(self, name, p, kind="weight"):
-        """The float32 weight behind p, or one of its moments (None if p is frozen). A collective of all ranks
-        that hold the weight."""
+        """The float32 weight behind p, or one of its moments (None if p is frozen). A collective of
+        all ranks that hold the weight."""
         if not p.requires_grad:
             return p.detach().float() if kind == "weight" else None
         flat = torch.zeros(p.numel(), device=p.device)
@@ -1388,8 +1527,9 @@ class MegatronPPOCritic:
 
     @torch.no_grad()
     def restore(self, tensors, flag, kind="weight", form="{}"):
-        """Fills all weights, or one moment of each, from tensors stored under form.format(name): the inverse
-        of master. A collective; UserError on all ranks if a tensor does not fit on any of them."""
+        """Fills all weights, or one moment of each, from tensors stored under form.format(name):
+        the inverse of master. A collective; UserError on all ranks if a tensor does not fit on any
+        of them."""
         problems = []
         for name, p in named_weights(self.modules):
             if kind != "weight" and not p.requires_grad:
@@ -1398,7 +1538,9 @@ class MegatronPPOCritic:
             group, _ = groups_of(name)
             try:
                 wholes = [lookup_weight(tensors, part, form) for part in parts]
-                x = shard(cut, wholes, self.transformer.num_query_groups, group.rank(), group.size())
+                x = shard(
+                    cut, wholes, self.transformer.num_query_groups, group.rank(), group.size()
+                )
                 if x.shape != p.shape:
                     raise RuntimeError(f"is {tuple(x.shape)} instead of {tuple(p.shape)}")
             except (KeyError, RuntimeError, IndexError) as error:
@@ -1415,7 +1557,7 @@ class MegatronPPOCritic:
             raise UserError(f"{flag}: {len(problems)} weights do not fit, e.g. {problems[0]}")
 
 
-# ---- The worker: life cycle, memory, metrics ---------------------------------------------------------------
+# ---- The worker: life cycle, memory, metrics -----------------------------------------------------
 
 
 class CriticWorker:
@@ -1439,11 +1581,14 @@ class CriticWorker:
 
     def init_model(self, total_steps=None, value_range=None):
         """Builds the model and its optimizer, and seeds torch, alike on all ranks.
-        total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs. value_range:
-        (LOW, HIGH) of the head if neither --value-range nor the checkpoint gives one."""
+        total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs.
+        value_range: (LOW, HIGH) of the head if neither --value-range nor the checkpoint gives
+        one."""
         config = self.config
         if config.lr_scheduler_type == "cosine" and not total_steps:
-            raise UserError(f"{config.prefix}lr-scheduler-type cosine: init_model needs total_steps")
+            raise UserError(
+                f"{config.prefix}lr-scheduler-type cosine: init_model needs total_steps"
+            )
         common.configure_head(self.model_config, config, value_range)
         self.critic = MegatronPPOCritic(config, self.model_config, self.layout, total_steps)
         torch.manual_seed(config.seed)  # reset: new weights may have drawn from it
@@ -1456,8 +1601,10 @@ class CriticWorker:
         )
 
     def set_budget(self, longest, row, halvings=None):
-        """Sets the tokens per micro-batch; updates do not depend on it. UserError: a row does not fit.
-        longest: tokens of the longest row to expect; row: words that name it. halvings: see Checkpoints."""
+        """Sets the tokens per micro-batch; updates do not depend on it. UserError: a row does not
+        fit.
+        longest: tokens of the longest row to expect; row: words that name it. halvings: see
+        Checkpoints."""
         self.check_ready()
         if halvings is not None:
             self.halvings = halvings
@@ -1468,7 +1615,8 @@ class CriticWorker:
         least = check_budget(config, longest, row)
         if isinstance(budget, str):  # auto, or auto:GIB
             state = 0
-            for name, p in named_weights(self.critic.modules):  # float32; replicas split masters and moments
+            # float32; replicas split masters and moments
+            for name, p in named_weights(self.critic.modules):
                 _, replicas = groups_of(name)
                 state += p.nbytes + p.requires_grad * p.numel() * (4 + 12 / replicas.size())
             budget = common.measure_budget(self.try_out, budget, longest, share, state)
@@ -1497,7 +1645,8 @@ class CriticWorker:
 
     @contextmanager
     def on_device(self):
-        """Brings an offloaded critic back for a while: collectives need its weights on the device."""
+        """Brings an offloaded critic back for a while: collectives need its weights on the
+        device."""
         offloaded = self.offloaded
         if offloaded:
             self.onload()
@@ -1518,9 +1667,9 @@ class CriticWorker:
 
     @torch.no_grad()
     def start_at_mean(self, batch, gamma):
-        """With --value-head-init mean and before the first step, makes every value the mean return of all
-        ranks' actions, clamped to the inner 98 % of a bounded head's range (a collective). A batch without an
-        action changes nothing, and takes no step, so the next batch decides."""
+        """With --value-head-init mean and before the first step, makes every value the mean return
+        of all ranks' actions, clamped to the inner 98 % of a bounded head's range (a collective). A
+        batch without an action changes nothing, and takes no step, so the next batch decides."""
         self.check_ready()
         critic = self.critic
         if self.config.value_head_init != "mean" or critic.optimizer_steps:
@@ -1543,17 +1692,21 @@ class CriticWorker:
 
     @common.dp_compute_proto(needs=("values", "returns"))
     def update_critic(self, batch, rows):
-        """One PPO update on the rows of all ranks, with old values and returns -> metrics, equal on each."""
+        """One PPO update on the rows of all ranks, with old values and returns -> metrics, equal on
+        each."""
         self.check_batch(batch, rows)
         config = self.config
         start = time.perf_counter()
         metrics = self.critic.update_critic(batch, rows)
         groups = common.by_prompt(rows, config.share_prompts and config.use_remove_padding)
         flops = self.critic.passes * sum(common.costs(groups, self.critic.flops))
-        return metrics | common.describe_update(batch, rows, start, config.ppo_epochs, flops, self.layout)
+        return metrics | common.describe_update(
+            batch, rows, start, config.ppo_epochs, flops, self.layout
+        )
 
     def check_values(self, batch):
-        """UserError if values of the caller's first row are not finite: an update has ruined the weights."""
+        """UserError if values of the caller's first row are not finite: an update has ruined the
+        weights."""
         first = batch.actions.nonzero()[:1, 0].tolist()  # that has an action
         finite = bool(self.compute_values(batch.select(first)).isfinite().all())
         if not all(of_all_ranks(finite)):
@@ -1563,7 +1716,8 @@ class CriticWorker:
             )
 
     def offload(self):
-        """Frees the device memory of weights, gradients and optimizer state, until onload. Meanwhile only
+        """Frees the device memory of weights, gradients and optimizer state, until onload.
+        Meanwhile only
         checkpoints and exports work: they bring it back for a while."""
         if self.critic is None:
             raise RuntimeError("the critic has no model yet: call init_model() first")
@@ -1584,26 +1738,36 @@ class CriticWorker:
                     p.data = p.data.to(device)
         mpu.get_global_memory_buffer().buffer.clear()  # here sequence parallelism gathers tokens
         for optimizer in self.critic.optimizers:
-            for p in chain(*optimizer.shard_fp32_from_float16_groups):  # masters of bfloat16 weights
+            # masters of bfloat16 weights
+            for p in chain(*optimizer.shard_fp32_from_float16_groups):
                 p.data = p.data.to(device)
             common.move_state(optimizer.optimizer, device)
 
     # ---- Checkpoints and export ----------------------------------------------------------------------------
 
     def save_checkpoint(self, folder):
-        """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not at all.
-        Sharded safetensors with transformers' names, no pickle: any layout of either critic reads them."""
+        """Writes model, optimizer, schedule, RNG and counters; the folder appears complete or not
+        at all. Sharded safetensors with transformers' names, no pickle: any layout of either critic
+        reads them."""
         with self.on_device(), published(folder) as tmp:
             self.checkpoint_writer()(tmp)
 
     def checkpoint_writer(self, copy=False):
-        """Returns write(tmp, group), which saves the current state. copy: a snapshot, so training goes on."""
+        """Returns write(tmp, group), which saves the current state. copy: a snapshot, so training
+        goes on."""
         critic = self.critic
-        tensors = checkpoint_tensors(critic, self.model_config.vocab_size)  # gathered, so always a copy
-        state = {"updates": critic.updates, "optimizer_steps": critic.optimizer_steps, "shape": self.shape()}
+        # gathered, so always a copy
+        tensors = checkpoint_tensors(critic, self.model_config.vocab_size)
+        state = {
+            "updates": critic.updates,
+            "optimizer_steps": critic.optimizer_steps,
+            "shape": self.shape(),
+        }
 
         def write(tmp, group=None):
-            offsets = {name: {"saved_offsets": [row, 0, 0][: x.ndim]} for name, (row, x) in tensors.items()}
+            offsets = {
+                name: {"saved_offsets": [row, 0, 0][: x.ndim]} for name, (row, x) in tensors.items()
+            }
             if tensors:
                 mine = {name: x for name, (_, x) in tensors.items()}
                 # tells torch.distributed.checkpoint which rows of a tensor this file has
@@ -1614,15 +1778,19 @@ class CriticWorker:
         return write
 
     def load_checkpoint(self, folder):
-        """Restores a checkpoint of either critic, on any layout. UserError: damaged, or of another model."""
+        """Restores a checkpoint of either critic, on any layout. UserError: damaged, or of another
+        model."""
         self.check_ready()
         critic = self.critic
         saved = open_checkpoint(folder, self.shape())
         tensors = StoredTensors(folder, flag="--resume")
         for kind, form in STATE.items():
             critic.restore(tensors, f"--resume {folder}", kind, form)
-        for adam, mine, _ in critic.masters.values():  # one tensor each, because AdamW adds 1 in place
-            adam.state[mine]["step"] = torch.tensor(float(saved["optimizer_steps"]), device=mine.device)
+        # one tensor each, because AdamW adds 1 in place
+        for adam, mine, _ in critic.masters.values():
+            adam.state[mine]["step"] = torch.tensor(
+                float(saved["optimizer_steps"]), device=mine.device
+            )
         torch.set_rng_state(tensors["rng"])
         critic.updates = saved["updates"]
         critic.optimizer_steps = saved["optimizer_steps"]
@@ -1632,11 +1800,13 @@ class CriticWorker:
         return common.shape_of(self.model_config, {"freeze_modules": self.config.freeze_modules})
 
     def export_hf(self, folder):
-        """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification loads:
-        num_labels is 1, or the number of bins for hl_gauss; config.json holds the value_range, if any.
-        Every rank writes its share of the weights in a file of its own."""
+        """Writes the value model as a Hugging Face folder that AutoModelForTokenClassification
+        loads: num_labels is 1, or the number of bins for hl_gauss; config.json holds the
+        value_range, if any. Every rank writes its share of the weights in a file of its own."""
         with self.on_device():
-            state = whole_weights(self.critic.modules, self.model_config.vocab_size, self.critic.master)
+            state = whole_weights(
+                self.critic.modules, self.model_config.vocab_size, self.critic.master
+            )
         if self.model_config.model_type == "mixtral":
             state = {mixtral_name(name): x for name, x in state.items()}
         file = f"model-{RANK:05d}.safetensors"
@@ -1661,8 +1831,8 @@ STATE = {  # what a step changes -> its name in a checkpoint, where {} is the na
 
 
 def checkpoint_tensors(critic, vocab_size):
-    """name -> (first row, tensor on the host): what this rank writes of the state (a collective): weights,
-    moments and AdamW's step counts, under the names of critic_fsdp.py."""
+    """name -> (first row, tensor on the host): what this rank writes of the state (a collective):
+    weights, moments and AdamW's step counts, under the names of critic_fsdp.py."""
     out = {"rng": (0, torch.get_rng_state())} if RANK == 0 else {}
     for kind, form in STATE.items():
         local = partial(critic.master, kind=kind)
@@ -1675,7 +1845,8 @@ def checkpoint_tensors(critic, vocab_size):
 
 
 def open_checkpoint(folder, shape):
-    """Returns trainer.json of a checkpoint whose model has this `shape` (common.shape_of). A collective;
+    """Returns trainer.json of a checkpoint whose model has this `shape` (common.shape_of). A
+    collective;
     UserError on all ranks: damaged, or of another model."""
     common.verify(folder)
     with blame(f"--resume {folder}: not a checkpoint of this script"):
@@ -1693,8 +1864,10 @@ def open_checkpoint(folder, shape):
 
 
 class Checkpoints:
-    """The checkpoints of a run, as a context manager around it. folder: the one to continue from, if any.
-    halvings: how often the run has run out of memory; --resume auto halves the token budgets for each."""
+    """The checkpoints of a run, as a context manager around it. folder: the one to continue from,
+    if any.
+    halvings: how often the run has run out of memory; --resume auto halves the token budgets for
+    each."""
 
     def __init__(self, run):
         self.run = run
@@ -1703,7 +1876,8 @@ class Checkpoints:
         self.every = run.eval_every if run.save_every is None else run.save_every  # steps, or 0
         self.newest = None  # the folder of this run's last checkpoint
         timeout = timedelta(minutes=run.critic.timeout_minutes)
-        self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs a group of its own
+        # a thread needs a group of its own
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
         self.lock = common.claim(run.out_dir)  # the run holds it until it ends, even by a kill
         self.out_of_memory = Path(run.out_dir, "out_of_memory")  # holds how often
         self.halvings = 0
@@ -1711,10 +1885,12 @@ class Checkpoints:
         if run.resume == "auto":
             self.find_newest()
         elif RANK == 0:
-            self.out_of_memory.unlink(missing_ok=True)  # a run that starts anew may have other flags
+            # a run that starts anew may have other flags
+            self.out_of_memory.unlink(missing_ok=True)
 
     def find_newest(self):
-        """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a collective)."""
+        """Sets `folder` to the newest undamaged checkpoint of out_dir, and `halvings` (a
+        collective)."""
         halvings = 0
         with suppress(OSError, ValueError):
             halvings = max(0, int(self.out_of_memory.read_text()))
@@ -1730,13 +1906,16 @@ class Checkpoints:
                 return
             except UserError as error:
                 print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
-        print0(f"resume     auto: no checkpoint to continue from in {self.run.out_dir}; starting anew")
+        print0(
+            f"resume     auto: no checkpoint to continue from in {self.run.out_dir}; starting anew"
+        )
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace):
-        """Records that memory ran out; after an error, waits up to a minute for a save in the background."""
+        """Records that memory ran out; after an error, waits up to a minute for a save in the
+        background."""
         common.listen_no_more()
         with suppress(Exception):
             if re.search(common.OUT_OF_MEMORY, repr(error)) and not isinstance(error, UserError):
@@ -1762,7 +1941,8 @@ class Checkpoints:
         common.listen()
 
     def save(self, step, write):
-        """Saves a step with write(tmp, group), after earlier saves; keeps the last `keep` (a collective)."""
+        """Saves a step with write(tmp, group), after earlier saves; keeps the last `keep` (a
+        collective)."""
         run = self.run
 
         def save():
@@ -1787,13 +1967,16 @@ class Checkpoints:
             self.saving.result()
 
     def leave(self, step, number):
-        """Ends the run after the signal of this number, with the exit status of a process that it killed."""
+        """Ends the run after the signal of this number, with the exit status of a process that it
+        killed."""
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-        print0(f"{name:10s} stopped after step {step} of {self.run.out_dir}; continue with --resume auto")
+        print0(
+            f"{name:10s} stopped after step {step} of {self.run.out_dir}; continue with --resume auto"
+        )
         raise SystemExit(128 + number)
 
 
-# ---- Main: value pretraining from rollouts -----------------------------------------------------------------
+# ---- Main: value pretraining from rollouts -------------------------------------------------------
 
 
 def main(run):
@@ -1837,7 +2020,8 @@ def main(run):
 
 
 def load_rows(run, worker):
-    """(rows to train on or to score, rows to evaluate on, maybe none), from files or the toy task."""
+    """(rows to train on or to score, rows to evaluate on, maybe none), from files or the toy
+    task."""
     read = partial(
         common.read_rows, tokenizer=worker.tokenizer, model_config=worker.model_config,
         hint_key=run.privileged_key,
@@ -1856,7 +2040,8 @@ def load_rows(run, worker):
 
 
 def compute_together(worker, batch):
-    """(T,) values of a batch that every rank has read whole, on every rank; each computes a part of it."""
+    """(T,) values of a batch that every rank has read whole, on every rank; each computes a part of
+    it."""
     parts = [range(rank, len(batch), WORLD_SIZE) for rank in range(WORLD_SIZE)]
     values = of_all_ranks(worker.compute_values(batch.select(parts[RANK])))
     values_T = torch.zeros(len(batch.input_ids))
@@ -1866,10 +2051,13 @@ def compute_together(worker, batch):
 
 
 def learn(run, worker, train, held_out, size, checkpoints):
-    """Trains from the checkpoint's step on, evaluates and saves -> (rows with values to report, words)."""
+    """Trains from the checkpoint's step on, evaluates and saves -> (rows with values to report,
+    words)."""
     first_step = worker.critic.updates
     if first_step > run.steps:
-        raise UserError(f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more")
+        raise UserError(
+            f"--steps {run.steps}: {checkpoints.folder} has made {first_step} already; give more"
+        )
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
     picked = []
     batch = None  # this rank's rows of the last update

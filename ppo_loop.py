@@ -49,16 +49,17 @@ from os.path import exists, realpath
 from time import perf_counter
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-# ---- A worker process: calls the user's reward or environment, and skips the imports below -----------------
+# ---- A worker process: calls the user's reward or environment, and skips the imports below -------
 
 LOOP = asyncio.new_event_loop()  # of all async rows: a client stays with the loop it meets first
 DRIVES = threading.Lock()  # held by the thread that runs the loop
-NAMED = ("turns", "truncated", "tokens")  # what a function gets only if it has an argument of that name
+# what a function gets only if it has an argument of that name
+NAMED = ("turns", "truncated", "tokens")
 
 
 def words_of(error, file):
-    """The error that is being handled, in one line, and where in the user's file it arose. The text of a
-    user's exception may itself raise."""
+    """The error that is being handled, in one line, and where in the user's file it arose. The text
+    of a user's exception may itself raise."""
     try:
         text = str(error)
     except BaseException:
@@ -114,9 +115,9 @@ def plain(made):
 
 
 def attempt(function, *row, file=""):
-    """Calls the function, and awaits it if it is async -> (its result, see plain, and ""), or (None,
-    what went wrong). row: prompt, response, answer, and the values of NAMED. file: the function's, of
-    which faults name the line."""
+    """Calls the function, and awaits it if it is async -> (its result, see plain, and ""), or
+    (None, what went wrong). row: prompt, response, answer, and the values of NAMED. file: the
+    function's, of which faults name the line."""
     process = os.getpid()
     status = 0
     parameters = {}
@@ -170,7 +171,9 @@ def functions_of(module, name):
     own = [
         key
         for key, x in vars(module).items()
-        if callable(x) and not inspect.isclass(x) and getattr(x, "__module__", "") == module.__name__
+        if callable(x)
+        and not inspect.isclass(x)
+        and getattr(x, "__module__", "") == module.__name__
     ]
     return difflib.get_close_matches(name, own, n=len(own) or 1, cutoff=0.0)
 
@@ -222,7 +225,8 @@ WORKERS = set()  # ids of this rank's worker processes, see load_function
 
 
 def end_workers():
-    """Ends the worker processes and the programs that they started: each worker has its own process group."""
+    """Ends the worker processes and the programs that they started: each worker has its own process
+    group."""
     for pid in list(WORKERS):
         with suppress(OSError):
             os.killpg(pid, signal.SIGKILL)
@@ -266,7 +270,7 @@ from transformers.core_model_loading import revert_weight_conversion
 import common
 from common import RANK, WORLD_SIZE, Batch, Stop, UserError, blame, of_all_ranks, print0, progress
 
-# ---- Config ------------------------------------------------------------------------------------------------
+# ---- Config --------------------------------------------------------------------------------------
 
 Text = Annotated[str, Field(min_length=1)]  # a shell's unset variable gives ""
 Count = Annotated[int, Field(ge=0, le=10**9)]
@@ -279,7 +283,9 @@ Heat = Annotated[float, Field(ge=0.01, le=100)]  # vLLM takes less for 0.01; log
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 KL = Literal["k1", "k2", "k3", "abs"]  # see kl_penalty
-AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AggMode = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 LOGITS_AT_ONCE = 2**25  # per chunk: 128 MiB in float32
 
 
@@ -290,19 +296,25 @@ class ActorConfig:
     prefix: ClassVar[str] = "--actor."  # what its flags begin with, in messages
 
     # ---- model
-    model: Text = "tiny-qwen2"  # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
+
+    # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
+    model: Text = "tiny-qwen2"
     tokenizer: Text | None = None  # Hugging Face folder or hub name (None: the model's own)
-    override_config: Text = "{}"  # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
+    override_config: Text = "{}"
+    # recompute activations in the backward pass: less memory, more time
+    gradient_checkpointing: bool = False
     # dtype of matrix products (auto: float32 on CPU, else bfloat16)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     # ---- batches
+
     ppo_mini_batch_size: Positive = 128  # rows per optimizer step, over all ranks
     ppo_max_token_len_per_gpu: Positive = 16384  # max tokens per micro-batch, a hard cap
     ppo_epochs: Positive = 1  # passes over the rows of one update
 
     # ---- loss
+
     clip_ratio_low: Share = 0.2  # PPO clips the probability ratio below 1 - this
     clip_ratio_high: Rate = 0.2  # PPO clips the probability ratio above 1 + this
     # dual clip for negative advantages (None: off)
@@ -310,13 +322,17 @@ class ActorConfig:
     entropy_coeff: Weight = 0.0  # weight of the entropy bonus
     kl_loss_coef: Weight = 0.0  # coefficient of the KL to the reference in the loss (0: none)
     kl_loss_type: KL = "k3"  # estimator of the KL in the loss
-    tis_cap: Rate | None = None  # weigh each token by min(pi_old / pi_engine, this) (None: no weights)
-    ratio_band: tuple[Rate, Rate] | None = None  # drop tokens whose pi_actor / pi_engine is outside LOW HIGH
+    # weigh each token by min(pi_old / pi_engine, this) (None: no weights)
+    tis_cap: Rate | None = None
+    # drop tokens whose pi_actor / pi_engine is outside LOW HIGH
+    ratio_band: tuple[Rate, Rate] | None = None
     loss_agg_mode: AggMode = "token-mean"  # how to average token losses over a mini-batch
 
     # ---- optimizer
+
     lr: Rate | None = None  # learning rate of AdamW (None: 5e-4 for addition, 1e-6 otherwise)
-    lr_warmup_steps: Count = 0  # linear warm-up, in optimizer steps; the first is at lr / steps, not at 0
+    # linear warm-up, in optimizer steps; the first is at lr / steps, not at 0
+    lr_warmup_steps: Count = 0
     weight_decay: Weight = 0.01  # AdamW's decoupled decay, on every weight
     grad_clip: PositiveFloat = 1.0  # clip the norm of the whole gradient to this (inf: no clipping)
 
@@ -328,6 +344,7 @@ class VLLMConfig:
     prefix: ClassVar[str] = "--vllm."  # what its flags begin with, in messages
 
     # ---- engine, for --rollout vllm
+
     tensor_parallel_size: Positive = 1  # ranks that share one engine and its copy of the actor
     gpu_memory_utilization: Share = 0.5  # fraction of device memory that vLLM uses while awake
 
@@ -343,66 +360,95 @@ class Run:
     backend: Annotated[Literal["fsdp", "megatron"], tyro.conf.arg(name="critic")] = "fsdp"
 
     # ---- task
+
     prompts: Text | None = None  # JSONL to train on (None: the built-in addition task)
-    eval_prompts: Text | None = None  # JSONL to evaluate on (None: no evaluation; addition has its own)
+    # JSONL to evaluate on (None: no evaluation; addition has its own)
+    eval_prompts: Text | None = None
     prompt_key: Text = "prompt"  # JSONL key of the prompt: text, or a list of chat messages
-    # JSONL key of the reference answer, which reward functions receive; in all keys, a.b is key b within a
+    # JSONL key of the reference answer, which reward functions receive; in all keys, a.b is key b
+    # within a
     answer_key: Text = "answer"
-    privileged_key: Text | None = None  # JSONL key of text that only the critic reads, before the prompt
+    # JSONL key of text that only the critic reads, before the prompt
+    privileged_key: Text | None = None
     chat: bool = False  # wrap text prompts in the tokenizer's chat template, as a user message
-    chat_template_kwargs: Text = "{}"  # JSON for the chat template, e.g. '{"enable_thinking": false}'
-    max_prompt_length: Positive = 1024  # drop prompts longer than this many tokens, and report how many
+    # JSON for the chat template, e.g. '{"enable_thinking": false}'
+    chat_template_kwargs: Text = "{}"
+    # drop prompts longer than this many tokens, and report how many
+    max_prompt_length: Positive = 1024
     supervised_steps: Count = 250  # supervised steps before PPO, for addition with a tiny-* actor
-    # addition, gsm8k, or FILE.py:FUNCTION(prompt, response, answer) -> number, or dict with one as "score"
+    # addition, gsm8k, or FILE.py:FUNCTION(prompt, response, answer) -> number, or dict with one as
+    # "score"
     reward: Text | None = None
-    reward_model: Text | None = None  # or a reward model: folder or hub name (one label, at the last token)
+    # or a reward model: folder or hub name (one label, at the last token)
+    reward_model: Text | None = None
     reward_timeout: Seconds = 10.0  # seconds that one call of the reward or environment may take
-    environment: Text | None = None  # FILE.py:FUNCTION, same arguments -> next observation, or None to end
+    # FILE.py:FUNCTION, same arguments -> next observation, or None to end
+    environment: Text | None = None
     max_turns: Positive = 8  # most turns of the policy in one row, with --environment
 
     # ---- rollout
+
     rollout: Literal["hf", "vllm"] = "hf"  # hf: transformers' generate on a full copy of the actor
-    train_batch_size: Positive = 256  # most prompts per step, over all ranks; a pass is cut into equal steps
+    # most prompts per step, over all ranks; a pass is cut into equal steps
+    train_batch_size: Positive = 256
     # responses per prompt (torchrun would take --n for one of its own flags)
     rollout_n: Annotated[int, Field(gt=0, le=4096)] = 1
-    max_response_length: Positive | None = None  # tokens incl. observations (None: 8 for addition, else 256)
-    temperature: Heat = 1.0  # sampling temperature, also applied to all log-probs of actor and reference
-    top_p: Share = 1.0  # nucleus sampling: draw from the likeliest tokens that reach this probability
-    stop: tuple[Text, ...] = ()  # texts that end a turn, next to the end-of-sequence token, e.g. '</tool>'
+    # tokens incl. observations (None: 8 for addition, else 256)
+    max_response_length: Positive | None = None
+    # sampling temperature, also applied to all log-probs of actor and reference
+    temperature: Heat = 1.0
+    # nucleus sampling: draw from the likeliest tokens that reach this probability
+    top_p: Share = 1.0
+    # texts that end a turn, next to the end-of-sequence token, e.g. '</tool>'
+    stop: tuple[Text, ...] = ()
     rollout_batch_size: Positive = 256  # rows that an engine generates at once
     dump_rollouts: bool = False  # write every step's rows as JSONL to out_dir/rollouts
 
     # ---- advantages
+
     gamma: Fraction = 1.0  # discount factor per action
     lam: Fraction = 1.0  # GAE lambda of the returns that the critic learns
-    lam_policy: Fraction | None = None  # decoupled GAE: lambda for the advantages (None: same as --lam)
-    first_token_credit: Share | None = None  # lambda = Q^(1/(n-1)): the first of n actions gets weight Q
+    # decoupled GAE: lambda for the advantages (None: same as --lam)
+    lam_policy: Fraction | None = None
+    # lambda = Q^(1/(n-1)): the first of n actions gets weight Q
+    first_token_credit: Share | None = None
     critic_where_it_helps: bool = False  # if values explain nothing, the mean return replaces them
     whiten_advantages: bool = True  # scale advantages to mean 0 and std 1 over the global batch
-    bootstrap_truncated: bool = False  # truncated rows bootstrap from the value of their last action
+    # truncated rows bootstrap from the value of their last action
+    bootstrap_truncated: bool = False
 
     # ---- KL to the reference in the reward
-    kl_coef: Weight = 0.0  # penalty on each action's reward per nat of KL to the reference (0: none)
+
+    # penalty on each action's reward per nat of KL to the reference (0: none)
+    kl_coef: Weight = 0.0
     kl_penalty: KL = "k1"  # estimator of the KL in the reward
-    target_kl: Rate | None = None  # adapt --kl-coef to keep the mean KL per action near this (None: fixed)
+    # adapt --kl-coef to keep the mean KL per action near this (None: fixed)
+    target_kl: Rate | None = None
 
     # ---- run
+
     steps: Positive = 60  # PPO steps
     critic_warmup: Count = 0  # first steps that update only the critic
     eval_every: Count = 20  # steps between evaluations (0: only at the start and the end)
-    # steps between checkpoints (None: at each evaluation, in place of the one before; 0: only at the end)
+    # steps between checkpoints (None: at each evaluation, in place of the one before; 0: only at
+    # the end)
     save_every: Count | None = None
-    keep: Positive | None = None  # how many of the last checkpoints to keep (None: all, but see --save-every)
+    # how many of the last checkpoints to keep (None: all, but see --save-every)
+    keep: Positive | None = None
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
-    resume: Text | None = None  # checkpoint folder to continue from (auto: the last complete one in out_dir)
+    # checkpoint folder to continue from (auto: the last complete one in out_dir)
+    resume: Text | None = None
     offload: bool = False  # keep each model on the host except in the phases that use it
-    seed: Seed = 0  # seeds the actor's random weights, the prompt order, its shuffles and all sampling
+    # seeds the actor's random weights, the prompt order, its shuffles and all sampling
+    seed: Seed = 0
     profile_step: Positive | None = None  # profile this step of rank 0, with torch.profiler
-    out_dir: Text = "out/ppo_loop"  # folder for checkpoints, Hugging Face exports, metrics and report
+    # folder for checkpoints, Hugging Face exports, metrics and report
+    out_dir: Text = "out/ppo_loop"
 
 
 def parse(args):
-    """Parses the command line into a Run. --critic is read first: it decides which --critic.* flags exist."""
+    """Parses the command line into a Run. --critic is read first: it decides which --critic.* flags
+    exist."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--critic", nargs="?", default="fsdp")
     backend = first.parse_known_args(args)[0].critic
@@ -410,7 +456,9 @@ def parse(args):
         raise UserError(
             f"--critic {backend or ''}: must be fsdp or megatron; flags of the critic are --critic.*"
         )
-    critic = critic_flags(backend)(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size)
+    critic = critic_flags(backend)(
+        model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size
+    )
     run, unknown = critic_module(backend).read_flags(
         Run,
         args=args,
@@ -421,7 +469,9 @@ def parse(args):
     )
     if unknown:
         hint = meant_by(unknown[0], backend)
-        raise UserError(f"{unknown[0]}: unknown with --critic {backend}; {hint}--help explains all flags")
+        raise UserError(
+            f"{unknown[0]}: unknown with --critic {backend}; {hint}--help explains all flags"
+        )
     return run
 
 
@@ -439,7 +489,8 @@ def flags_with(backend):
 
 
 def meant_by(word, backend):
-    """What the user may have meant by a flag that is unknown with this critic: the start of a hint, or ""."""
+    """What the user may have meant by a flag that is unknown with this critic: the start of a hint,
+    or ""."""
     if not word.startswith("-"):
         return ""
     other = {"fsdp": "megatron", "megatron": "fsdp"}[backend]
@@ -447,7 +498,8 @@ def meant_by(word, backend):
     with suppress(Exception):  # Megatron-Core may be absent
         flags[other] = flags_with(other)
 
-    # the prefix may be missing, so only the names count: first the same one, then one that is nearly the same
+    # the prefix may be missing, so only the names count: first the same one, then one that is
+    # nearly the same
     name_of = lambda flag: flag.lstrip("-").rpartition(".")[2]
     word = word.partition("=")[0].replace("_", "-")
     for likeness, critic in product((1.0, 0.75), flags):
@@ -526,13 +578,13 @@ def mistake_in(run):
     return None
 
 
-# ---- Task: prompts, rewards, environment -------------------------------------------------------------------
+# ---- Task: prompts, rewards, environment ---------------------------------------------------------
 
 
 def poll(group=None):
-    """Raises SystemExit on all ranks of the group (None: all ranks) if one of them is to stop (a collective).
-    Generation and scoring look at Stop, too, and end early. main then saves the state at the start of the
-    step, so never call this within an update."""
+    """Raises SystemExit on all ranks of the group (None: all ranks) if one of them is to stop (a
+    collective). Generation and scoring look at Stop, too, and end early. main then saves the state
+    at the start of the step, so never call this within an update."""
     number = max(of_all_ranks(Stop.signal, group))
     if number:
         common.told(number)
@@ -554,16 +606,21 @@ class Reply:
     prompt: Prompt
     row_id: int  # unique over all ranks
     ids: list = field(default_factory=list)
-    log_probs: list = field(default_factory=list)  # from the engine; None on tokens of the environment
-    finished: bool = False  # ended by the policy or the environment, not cut off by the length limit
+    # from the engine; None on tokens of the environment
+    log_probs: list = field(default_factory=list)
+    # ended by the policy or the environment, not cut off by the length limit
+    finished: bool = False
     text: str = ""
     turns: list = field(default_factory=list)  # texts: policy, environment, policy ...
     score: float = 0.0
-    parts: dict = field(default_factory=dict)  # other numbers of a reward that returns a dict: name -> number
+    # other numbers of a reward that returns a dict: name -> number
+    parts: dict = field(default_factory=dict)
     fault: str = ""  # what went wrong in the environment or the reward
 
 
-class Task(NamedTuple):  # what the policy learns
+class Task(NamedTuple):
+    """What the policy learns."""
+
     tokenizer: Any  # of the actor
     model_config: Any
     prompts: list
@@ -582,7 +639,8 @@ def addition_rows(n, seed, held_out=False):
 
 
 def load_prompts(source, flag, run, tokenizer):
-    """Reads prompts from a JSONL file or its lines and drops long ones. UserError names the first bad row."""
+    """Reads prompts from a JSONL file or its lines and drops long ones. UserError names the first
+    bad row."""
     name = flag
     if isinstance(source, str):
         name = f"{flag} {source}"
@@ -592,7 +650,9 @@ def load_prompts(source, flag, run, tokenizer):
     for number, line in enumerate(progress(source, "prompts", "lines"), 1):
         if not line.strip():
             continue
-        with blame(f"{name}:{number}: unusable, with --prompt-key {run.prompt_key}{' --chat' * run.chat}"):
+        with blame(
+            f"{name}:{number}: unusable, with --prompt-key {run.prompt_key}{' --chat' * run.chat}"
+        ):
             prompt = read_prompt(line, run, tokenizer)
         if len(prompt.ids) <= run.max_prompt_length:
             prompts.append(prompt)
@@ -604,7 +664,9 @@ def load_prompts(source, flag, run, tokenizer):
     if not prompts:
         raise UserError(f"{name}: no usable prompt")
     if run.privileged_key:
-        print0(f"hint       {tokenizer.decode(prompts[0].critic_ids)[:200]!r} is what the critic reads first")
+        print0(
+            f"hint       {tokenizer.decode(prompts[0].critic_ids)[:200]!r} is what the critic reads first"
+        )
     return prompts
 
 
@@ -639,7 +701,9 @@ def read_prompt(line, run, tokenizer):
         raise ValueError("the prompt has no tokens")
 
     if run.reward in REWARDS and not REWARDS[run.reward](text, str(answer), answer):
-        raise ValueError(f"--reward {run.reward} cannot check the answer {answer!r:.40}, see --answer-key")
+        raise ValueError(
+            f"--reward {run.reward} cannot check the answer {answer!r:.40}, see --answer-key"
+        )
     critic_ids = None
     if run.privileged_key:
         critic_ids = common.add_hint(tokenizer, line, run.privileged_key, ids)
@@ -652,7 +716,8 @@ def addition_reward(prompt, response, answer):
 
 
 def gsm8k_reward(prompt, response, answer):
-    """1 if the number after the last #### equals the answer's (GSM8K's own rule, 2110.14168), else 0."""
+    """1 if the number after the last #### equals the answer's (GSM8K's own rule, 2110.14168), else
+    0."""
 
     def last_number(text):
         found = re.findall(r"####\s*(?:\$\s*)?(-?\$?[\d,]*\.?\d+)", text)
@@ -680,7 +745,8 @@ def load_function(name, flag, seconds):
 
 
 def in_workers(path, function, seconds):
-    """Returns an ask(*row) that runs attempt(FUNCTION of the file, *row) in the thread's own worker process,
+    """Returns an ask(*row) that runs attempt(FUNCTION of the file, *row) in the thread's own worker
+    process,
     a fresh interpreter: a fork with threads may hang. UserError: the file or the name is wrong."""
     command = [sys.executable, "-u", __file__, "serve", path, function]
     mine = threading.local()  # the thread's worker: its process, and the pipe to it
@@ -693,7 +759,8 @@ def in_workers(path, function, seconds):
         mine.worker = process, ours
         WORKERS.add(process.pid)
 
-        # the worker first sends what is wrong with the file or the name, and takes its time for that
+        # the worker first sends what is wrong with the file or the name, and takes its time for
+        # that
         wrong, fault = hear(0, inf) or (None, "its process has died")
         if wrong or fault:
             vars(mine).clear()
@@ -738,9 +805,9 @@ def in_workers(path, function, seconds):
 
 
 def ask_all(function, replies):
-    """attempt(function, *row) for each reply, in order; once the run is to stop, only for some. Built-in
-    rewards run in this thread. (A fork may pass partial(attempt, function): it runs in other threads,
-    without time-out.)"""
+    """attempt(function, *row) for each reply, in order; once the run is to stop, only for some.
+    Built-in rewards run in this thread. (A fork may pass partial(attempt, function): it runs in
+    other threads, without time-out.)"""
     rows = []
     for reply in replies:
         named = (reply.turns, not reply.finished, reply.ids)  # in the order of NAMED
@@ -754,7 +821,8 @@ def ask_all(function, replies):
     return [future.result() for future in futures if not future.cancel() and future.done()]
 
 
-def fault_of_reward(made):  # what is wrong with what a reward has returned, or ""
+def fault_of_reward(made):
+    """What is wrong with what a reward has returned, or ""."""
     score = made.get("score") if isinstance(made, dict) else made
     if isinstance(score, float) and abs(score) <= 1e15:
         return ""
@@ -763,15 +831,17 @@ def fault_of_reward(made):  # what is wrong with what a reward has returned, or 
     return f"a reward must be a finite number, not {made!r:.40}"
 
 
-def fault_of_observation(made):  # what is wrong with what an environment has returned, or ""
+def fault_of_observation(made):
+    """What is wrong with what an environment has returned, or ""."""
     if made is None or isinstance(made, str):
         return ""
     return f"an environment must return text or None, not {made!r:.40}"
 
 
 def try_functions(run, task):
-    """Calls the user's functions with the first prompts before models load, as if the policy had answered
-    right. They may fail on some rows by intent, so it is a UserError only if they fail on all of these."""
+    """Calls the user's functions with the first prompts before models load, as if the policy had
+    answered right. They may fail on some rows by intent, so it is a UserError only if they fail on
+    all of these."""
     first = {}
     for prompt in task.prompts:
         first.setdefault(prompt.text, prompt)
@@ -789,9 +859,7 @@ def try_functions(run, task):
             continue
         faults = [fault or fault_of(made) for made, fault in ask_all(function, replies)]
         faults = [fault.encode(errors="replace").decode() for fault in faults if fault]
-        failed = (
-            f"{flag} {name}: failed for {len(faults)} of the first {len(replies)} prompts, with their answers"
-        )
+        failed = f"{flag} {name}: failed for {len(faults)} of the first {len(replies)} prompts, with their answers"
         if len(faults) == len(replies):
             raise UserError(f"{failed} as responses: {faults[0]}")
         if faults:
@@ -799,12 +867,15 @@ def try_functions(run, task):
 
 
 class RewardModel:
-    """Scores whole rows by a classifier's label at their last token, computed by a worker of the critic."""
+    """Scores whole rows by a classifier's label at their last token, computed by a worker of the
+    critic."""
 
     def __init__(self, run, tokenizer, halvings=0):
         own = "tokenizer override_config value_head value_range lora_rank freeze_modules".split()
         defaults = {x.name: x.default for x in fields(run.critic) if x.name in own}
-        config = replace(run.critic, **defaults, model=run.reward_model, value_head_init="checkpoint")
+        config = replace(
+            run.critic, **defaults, model=run.reward_model, value_head_init="checkpoint"
+        )
         with self.named(config):
             self.worker = critic_module(run.backend).CriticWorker(config)
             self.worker.init_model(1)
@@ -822,7 +893,8 @@ class RewardModel:
             raise UserError(f"--reward-model {config.model}: {fault}") from None
 
     def ids(self, reply):
-        """The row in this model's token ids; if it lacks a chat template, only the last message and reply."""
+        """The row in this model's token ids; if it lacks a chat template, only the last message and
+        reply."""
         prompt = reply.prompt
         if self.same_tokens:
             return prompt.ids + reply.ids
@@ -833,7 +905,8 @@ class RewardModel:
 
     def ask_all(self, replies):
         """Rewards of the caller's rows, in the format of ask_all (a collective)."""
-        # append one action: its value is read at the row's last token, so its own id does not matter
+        # append one action: its value is read at the row's last token, so its own id does not
+        # matter
         with self.named(self.worker.config):
             rows = [Prompt(self.ids(reply)) for reply in replies]
             whole = to_batch([Reply(row, x.row_id, [0], [0.0]) for row, x in zip(rows, replies)])
@@ -841,10 +914,12 @@ class RewardModel:
         return [(x, "") for x in values_T[common.last_action(whole)].tolist()]
 
 
-# ---- Policy maths ------------------------------------------------------------------------------------------
+# ---- Policy maths --------------------------------------------------------------------------------
 
 
-def policy_loss(log_probs_T, old_T, advantages_T, mask_T, weights_T, clip_low, clip_high, clip_dual):
+def policy_loss(
+    log_probs_T, old_T, advantages_T, mask_T, weights_T, clip_low, clip_high, clip_dual
+):
     """PPO's clipped objective -> (loss, number of clipped actions, number of dual-clipped ones), all 0-dim.
         r_t = pi(a_t) / pi_old(a_t),  L_t = max( -r_t A_t, -clip(r_t, 1 - low, 1 + high) A_t )
         loss = sum_t w_t L_t            where A_t < 0, L_t <= -c A_t with clip_dual c > 1 (None: no bound)
@@ -862,8 +937,9 @@ def policy_loss(log_probs_T, old_T, advantages_T, mask_T, weights_T, clip_low, c
 
 
 def kl_penalty(log_probs_T, ref_log_probs_T, kind):
-    """Estimates KL(policy || reference) from log p and log q of the chosen tokens: k1 = log p - log q,
-    abs = |k1|, k2 = k1^2 / 2, k3 = q/p - 1 - log(q/p), clamped to 10 (joschu.net/blog/kl-approx)."""
+    """Estimates KL(policy || reference) from log p and log q of the chosen tokens: k1 = log p - log
+    q, abs = |k1|, k2 = k1^2 / 2, k3 = q/p - 1 - log(q/p), clamped to 10
+    (joschu.net/blog/kl-approx)."""
     k1_T = log_probs_T - ref_log_probs_T
     log_inverse_T = (-k1_T).clamp(-20, 20)
     k3_T = (log_inverse_T.expm1() - log_inverse_T).clamp(-10, 10)
@@ -871,8 +947,9 @@ def kl_penalty(log_probs_T, ref_log_probs_T, kind):
 
 
 def next_kl_coef(coef, kl, n, target):
-    """The KL coefficient after a batch of n rows whose mean KL was kl (1909.08593, section 2.2). The horizon
-    is 10,000 rows, but at least n, because the coefficient could turn negative otherwise."""
+    """The KL coefficient after a batch of n rows whose mean KL was kl (1909.08593, section 2.2).
+    The horizon is 10,000 rows, but at least n, because the coefficient could turn negative
+    otherwise."""
     if not target:
         return coef
     error = min(max(kl / target - 1, -0.2), 0.2)
@@ -880,22 +957,27 @@ def next_kl_coef(coef, kl, n, target):
 
 
 def masked_whiten(x_T, mask_T):
-    """(x - mean) / sqrt(variance + 1e-8) over all ranks' entries where the mask is true, zero elsewhere."""
+    """(x - mean) / sqrt(variance + 1e-8) over all ranks' entries where the mask is true, zero
+    elsewhere."""
     n, mean, variance = common.moments(x_T[mask_T], everywhere=True)
     var = torch.tensor(variance * n / max(n - 1, 1), dtype=torch.float64)
     return torch.where(mask_T, (x_T - mean) * torch.rsqrt(var + 1e-8), 0.0).float()
 
 
 def assign_credit(batch, seen, scores, kl_coef, run, critic):
-    """Fills in rewards, values, advantages and returns of the caller's rows -> metrics (a collective). Every
-    action pays a KL penalty, the last one earns the score. Decoupled GAE: 2503.01491, section 4.2.
-    seen: the rows with the critic's hints, see with_hints; gets values and returns for its update."""
+    """Fills in rewards, values, advantages and returns of the caller's rows -> metrics (a
+    collective). Every action pays a KL penalty, the last one earns the score. Decoupled GAE:
+    2503.01491, section 4.2.
+    seen: the rows with the critic's hints, see with_hints; gets values and returns for its
+    update."""
     kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
     paid_T = -kl_coef * kl_T if kl_coef else torch.zeros_like(kl_T)
     batch.token_level_rewards = paid_T.index_add(0, common.last_action(batch), torch.tensor(scores))
     critic.start_at_mean(batch, run.gamma)
     seen.values = critic.compute_values(seen)
-    batch.values = torch.zeros_like(kl_T).masked_scatter(batch.response_mask, seen.values[seen.response_mask])
+    batch.values = torch.zeros_like(kl_T).masked_scatter(
+        batch.response_mask, seen.values[seen.response_mask]
+    )
     metrics = {}
     common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
     lam = run.lam_policy
@@ -905,7 +987,9 @@ def assign_credit(batch, seen, scores, kl_coef, run, critic):
         returns_T = batch.returns
         common.add_returns(batch, run.gamma, lam, run.bootstrap_truncated)
         batch.returns = returns_T
-    seen.returns = seen.values.masked_scatter(seen.response_mask, batch.returns[batch.response_mask])
+    seen.returns = seen.values.masked_scatter(
+        seen.response_mask, batch.returns[batch.response_mask]
+    )
     if run.critic_where_it_helps:
         metrics["critic/helps"] = prefer_the_mean(batch, run)
     if run.whiten_advantages:
@@ -914,8 +998,9 @@ def assign_credit(batch, seen, scores, kl_coef, run, critic):
 
 
 def prefer_the_mean(batch, run):
-    """If values explain nothing, advantages become returns minus their mean over all actions of a prompt's
-    answers (--rollout-n 1: of the batch) -> whether values explain any (a collective; EVPO, 2604.19485)."""
+    """If values explain nothing, advantages become returns minus their mean over all actions of a
+    prompt's answers (--rollout-n 1: of the batch) -> whether values explain any (a collective;
+    EVPO, 2604.19485)."""
     returns_T = common.monte_carlo(batch, run.gamma)
     mask_T = batch.response_mask
     explained = common.explained_variance(batch.values[mask_T], returns_T[mask_T], everywhere=True)
@@ -925,7 +1010,9 @@ def prefer_the_mean(batch, run):
     # sums of each row on its rank, then of each group; the row_ids of one prompt are consecutive
     row_T = batch.row_of_token
     sum_B = torch.zeros(len(batch), dtype=torch.float64).index_add(0, row_T, returns_T.double())
-    rows = chain(*of_all_ranks(list(zip(batch.row_id.tolist(), sum_B.tolist(), batch.actions.tolist()))))
+    rows = chain(
+        *of_all_ranks(list(zip(batch.row_id.tolist(), sum_B.tolist(), batch.actions.tolist())))
+    )
     sums = collections.Counter()
     counts = collections.Counter()
     group = lambda row_id: row_id // run.rollout_n if run.rollout_n > 1 else 0  # 0: the whole batch
@@ -939,12 +1026,13 @@ def prefer_the_mean(batch, run):
     return False
 
 
-# ---- Rollout: an engine generates tokens, which become a batch ---------------------------------------------
+# ---- Rollout: an engine generates tokens, which become a batch -----------------------------------
 
 
 @dataclass
 class Draw(LogitsProcessor):
-    """Samples each row's next token with the row's own random numbers; generate sees all others masked."""
+    """Samples each row's next token with the row's own random numbers; generate sees all others
+    masked."""
 
     u_BR: torch.Tensor
     temperature: float  # 0: greedy
@@ -970,7 +1058,8 @@ class Draw(LogitsProcessor):
 
 
 class StopText(StoppingCriteria):
-    """Ends a row whose last token has completed a text of --stop, and notes when. Prompts do not count."""
+    """Ends a row whose last token has completed a text of --stop, and notes when. Prompts do not
+    count."""
 
     def __init__(self, texts, prompt_length):
         self.texts = texts  # see Task.stop_texts
@@ -983,8 +1072,9 @@ class StopText(StoppingCriteria):
 
 
 class HFRollout:
-    """Generates with transformers: each rank holds a full copy of the policy and generates its own rows. A
-    row's random numbers depend only on its seed, so its sample is the same in any batch, up to rounding."""
+    """Generates with transformers: each rank holds a full copy of the policy and generates its own
+    rows. A row's random numbers depend only on its seed, so its sample is the same in any batch, up
+    to rounding."""
 
     def __init__(self, run, task, device):
         self.run = run
@@ -1012,8 +1102,8 @@ class HFRollout:
         self.model.to(self.device)
 
     def generate(self, rows, temperature):
-        """rows: (prompt ids, seed, most new tokens) each -> for each (new ids, their log-probs as sampled,
-        whether a stop token or text ended it). temperature 0: greedy."""
+        """rows: (prompt ids, seed, most new tokens) each -> for each (new ids, their log-probs as
+        sampled, whether a stop token or text ended it). temperature 0: greedy."""
         size = self.run.rollout_batch_size
         stop_ids = torch.tensor(self.task.stop_ids, dtype=torch.int64, device=self.device)
         replies = []
@@ -1022,9 +1112,13 @@ class HFRollout:
         done = common.progress_of(sum(steps), "rollout", "forwards")
         for batch, most in zip(batches, steps):
             prompts, seeds, room = zip(*batch)
-            ids_BL = pad_sequence([torch.tensor(x) for x in prompts], True, -1, "left").to(self.device)
+            ids_BL = pad_sequence([torch.tensor(x) for x in prompts], True, -1, "left").to(
+                self.device
+            )
             g = torch.Generator()
-            u_BR = [torch.rand(most, generator=g.manual_seed(x), dtype=torch.float64) for x in seeds]
+            u_BR = [
+                torch.rand(most, generator=g.manual_seed(x), dtype=torch.float64) for x in seeds
+            ]
             u_BR = torch.stack(u_BR).to(self.device)
             draw = Draw(u_BR, temperature, self.run.top_p, self.task.known, done)
             stop = StopText(self.task.stop_texts, ids_BL.shape[1])
@@ -1051,8 +1145,9 @@ class HFRollout:
 
 
 class VLLMRollout:
-    """Like HFRollout, with vLLM inside the training processes: one engine per --vllm.tensor-parallel-size
-    ranks. Deleting an engine would destroy the trainer's process group, so `engines` keeps them all alive."""
+    """Like HFRollout, with vLLM inside the training processes: one engine per
+    --vllm.tensor-parallel-size ranks. Deleting an engine would destroy the trainer's process group,
+    so `engines` keeps them all alive."""
 
     engines = []
 
@@ -1090,7 +1185,8 @@ class VLLMRollout:
         from vllm import LLM
         from vllm.distributed.parallel_state import get_tp_group
 
-        if self.on_cpu:  # use gloo: vLLM's shared memory has one name for all runs on a machine, and stays
+        # use gloo: vLLM's shared memory has one name for all runs on a machine, and stays
+        if self.on_cpu:
             from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
             CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
@@ -1103,37 +1199,48 @@ class VLLMRollout:
             max_model_len=self.task.longest,
             max_num_seqs=self.run.rollout_batch_size,
             gpu_memory_utilization=self.run.vllm.gpu_memory_utilization,
-            kv_cache_memory_bytes=2**30 if self.on_cpu else None,  # instead of a share of the host's memory
+            # instead of a share of the host's memory
+            kv_cache_memory_bytes=2**30 if self.on_cpu else None,
             enforce_eager=self.on_cpu,
             enable_sleep_mode=self.run.offload and not self.on_cpu,
             tensor_parallel_size=size,
-            distributed_executor_backend="external_launcher",  # each torchrun process runs its own worker
-            logprobs_mode="processed_logprobs",  # of the sampling distribution: after temperature and top-p
+            # each torchrun process runs its own worker
+            distributed_executor_backend="external_launcher",
+            # of the sampling distribution: after temperature and top-p
+            logprobs_mode="processed_logprobs",
         )
         if self.run.stop:  # the actor's own, because vLLM would read a stored one by other rules
             self.llm.llm_engine.output_processor.tokenizer = self.task.tokenizer
         self.group = get_tp_group().cpu_group  # the ranks of this engine
-        get_tp_group().mq_broadcaster = None  # its shared memory would outlive the os._exit of common.launch
+        # its shared memory would outlive the os._exit of common.launch
+        get_tp_group().mq_broadcaster = None
 
     def onload(self):
-        """Wakes the weights for a sync. generate wakes the KV cache, once the actor has left the device."""
+        """Wakes the weights for a sync. generate wakes the KV cache, once the actor has left the
+        device."""
         self.llm.wake_up(tags=["weights"])
 
     def offload(self):
-        """Frees the engine's device memory, where the platform can. The next sync brings new weights."""
+        """Frees the engine's device memory, where the platform can. The next sync brings new
+        weights."""
         self.llm.sleep(level=2)
 
     def sync(self, weights):
         """Loads the actor's weights: (name, full tensor) pairs in self.dtype (a collective)."""
         if self.on_cpu:
             self.llm.apply_model(forget_experts)
-        named = (pair for n, x in weights for pair in revert_weight_conversion(self.skeleton, {n: x}).items())
+        named = (
+            pair
+            for n, x in weights
+            for pair in revert_weight_conversion(self.skeleton, {n: x}).items()
+        )
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
         self.llm.apply_model(self.adapt)
         self.llm.reset_prefix_cache()  # it holds keys and values of the old weights
 
     def adapt(self, model):
-        """Runs inside vLLM after a sync: masks ids that have no token and, on CPU, packs a tied head."""
+        """Runs inside vLLM after a sync: masks ids that have no token and, on CPU, packs a tied
+        head."""
         for module in model.modules():
             kind = type(module).__name__
             if kind == "LogitsProcessor":
@@ -1163,7 +1270,8 @@ class VLLMRollout:
                 seed=seed, max_tokens=most, temperature=temperature, logprobs=0,
                 top_p=self.run.top_p, stop_token_ids=self.task.stop_ids, ignore_eos=True, **stop
             ))  # fmt: skip
-        # on CPU, compiling takes longer than the rollout; fork_rng, because vLLM draws from torch's RNG
+        # on CPU, compiling takes longer than the rollout; fork_rng, because vLLM draws from torch's
+        # RNG
         stance = "force_eager" if self.on_cpu else "default"
         with torch.compiler.set_stance(stance), torch.random.fork_rng(devices=()):
             out = self.llm.generate(asked, params, use_tqdm=RANK == 0 and sys.stderr.isatty())
@@ -1182,7 +1290,8 @@ def forget_experts(model):
 
 
 def roll_out(engine, task, replies, run, temperature, key=""):
-    """Adds turns to the replies. A row's random numbers depend only on the key, its row_id and the turn."""
+    """Adds turns to the replies. A row's random numbers depend only on the key, its row_id and the
+    turn."""
     going = replies
     for turn in range(run.max_turns if task.observe else 1):
         if turn:
@@ -1191,7 +1300,8 @@ def roll_out(engine, task, replies, run, temperature, key=""):
                 break
         rows = [(
             reply.prompt.ids + reply.ids,
-            random.Random(f"{key} {reply.row_id} {turn}").getrandbits(63),  # the same on every machine
+            # the same on every machine
+            random.Random(f"{key} {reply.row_id} {turn}").getrandbits(63),
             run.max_response_length - len(reply.ids)
         ) for reply in going]  # fmt: skip
         out = []
@@ -1206,8 +1316,9 @@ def roll_out(engine, task, replies, run, temperature, key=""):
 
 
 def listen(replies, task, run):
-    """Passes finished replies to the environment and appends its observations -> those that get another turn.
-    In a chat the observation becomes a user message, wrapped in the template's tokens."""
+    """Passes finished replies to the environment and appends its observations -> those that get
+    another turn. In a chat the observation becomes a user message, wrapped in the template's
+    tokens."""
     finished = [reply for reply in replies if reply.finished]
     going = []
     for reply, (said, fault) in zip(finished, ask_all(task.observe, finished)):
@@ -1217,8 +1328,13 @@ def listen(replies, task, run):
         shown = said = said.encode(errors="replace").decode()  # "?" for a lone surrogate
         chat = reply.prompt.messages
         if chat:
-            start = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "the turn before"}]
-            with blame("--environment: needs a chat template that shows an assistant's turn as it is"):
+            start = [
+                {"role": "user", "content": "?"},
+                {"role": "assistant", "content": "the turn before"},
+            ]
+            with blame(
+                "--environment: needs a chat template that shows an assistant's turn as it is"
+            ):
                 options = common.json_object("--chat-template-kwargs", run.chat_template_kwargs)
                 text = task.tokenizer.apply_chat_template(
                     [*start, {"role": "user", "content": said}],
@@ -1253,11 +1369,13 @@ def to_batch(replies):
     )
 
 
-def with_hints(replies):  # the replies with prompts as the critic reads them, see --privileged-key
+def with_hints(replies):
+    """The replies with prompts as the critic reads them, see --privileged-key."""
     return [replace(reply, prompt=Prompt(reply.prompt.critic_ids)) for reply in replies]
 
 
-def on_rank_0(mine):  # there a list with each rank's object, elsewhere None (a collective)
+def on_rank_0(mine):
+    """There a list with each rank's object, elsewhere None (a collective)."""
     if WORLD_SIZE == 1:
         return [mine]
     parts = [None] * WORLD_SIZE if RANK == 0 else None
@@ -1266,21 +1384,23 @@ def on_rank_0(mine):  # there a list with each rank's object, elsewhere None (a 
 
 
 def write_jsonl(batch, path, replies=()):
-    """Writes the rows of all ranks, without images, as JSONL for common.read_rows (a collective). replies:
-    the same rows, whose texts and scores are for people and for --reward-key."""
+    """Writes the rows of all ranks, without images, as JSONL for common.read_rows (a collective).
+    replies: the same rows, whose texts and scores are for people and for --reward-key."""
     unused = set(Batch.FLOATS).difference(("token_level_rewards", "values"))
     few = replace(batch, multi_modal_inputs=None, **dict.fromkeys(unused))
     texts = [{} for _ in range(len(few))]
     for more, reply in zip(texts, replies):
         more |= {"prompt_text": reply.prompt.text, "response_text": reply.text}
         more |= {"score": reply.score, "parts": reply.parts, "fault": reply.fault}
-    parts = on_rank_0((few.select(range(len(few))), texts))  # copy: pickle sends a view's whole storage
+    # copy: pickle sends a view's whole storage
+    parts = on_rank_0((few.select(range(len(few))), texts))
     if RANK:
         return
     rows = [pair for few, texts in parts for pair in zip(few.split(1), texts, strict=True)]
     rows.sort(key=lambda pair: int(pair[0].row_id))
 
-    def lines():  # one at a time, because numbers take more memory in Python's lists
+    def lines():
+        """One at a time, because numbers take more memory in Python's lists."""
         for row, more in rows:
             first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
             columns = {
@@ -1293,11 +1413,12 @@ def write_jsonl(batch, path, replies=()):
     common.replace_lines(path, lines())
 
 
-# ---- Actor and reference: a policy on FSDP2 ----------------------------------------------------------------
+# ---- Actor and reference: a policy on FSDP2 ------------------------------------------------------
 
 
 class Policy(nn.Module):
-    """A causal language model that computes log-probs and entropies of the actions in a packed row."""
+    """A causal language model that computes log-probs and entropies of the actions in a packed
+    row."""
 
     def __init__(self, lm, known, entropy_learns):
         super().__init__()
@@ -1350,21 +1471,26 @@ class PolicyWorker:
                 )
             if RANK == 0:
                 source, _ = common.load_model(AutoModelForCausalLM, config, model_config, run.seed)
-                lm.generation_config = GenerationConfig(eos_token_id=task.stop_ids)  # for the export
-        # a checksum of the initial weights: with a KL term, a resumed run must load the same reference
+                # for the export
+                lm.generation_config = GenerationConfig(eos_token_id=task.stop_ids)
+        # a checksum of the initial weights: with a KL term, a resumed run must load the same
+        # reference
         bits = source and sum(int(p.data.view(torch.int32).sum()) for p in source.parameters())
         start = (run.kl_coef or config.kl_loss_coef) and of_all_ranks(bits)[0]
         self.shape = common.shape_of(model_config, {"weights of the reference": start})
         if config.gradient_checkpointing and trains:
             lm.gradient_checkpointing_enable()
         kind = "actor    " if trains else "reference"
-        print0(f"{kind}  {config.model} ({model_config.model_type}), {lm.num_parameters():,} parameters")
+        print0(
+            f"{kind}  {config.model} ({model_config.model_type}), {lm.num_parameters():,} parameters"
+        )
         self.model = Policy(lm, task.known, config.entropy_coeff > 0).requires_grad_(trains)
         mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for module in (*common.transformer_blocks(self.model), self.model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-        self.model.set_reduce_scatter_unused_params(True)  # an expert may have tokens on other ranks only
+        # an expert may have tokens on other ranks only
+        self.model.set_reduce_scatter_unused_params(True)
         self.model.to_empty(device=device)
         lm.tie_weights()  # to_empty untied them
         common.send_weights(lm, source)
@@ -1374,7 +1500,8 @@ class PolicyWorker:
             self.optimizer = torch.optim.AdamW(
                 weights, config.lr, weight_decay=config.weight_decay, fused=True
             )
-            for p in weights:  # create the state before the first step, so that every checkpoint has it
+            # create the state before the first step, so that every checkpoint has it
+            for p in weights:
                 moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
                 self.optimizer.state[p] = {"step": torch.zeros((), device=device), **moments}
             # the names of what `loss` sums: an update without a step has them, too
@@ -1398,7 +1525,8 @@ class PolicyWorker:
     @common.dp_compute_proto()
     @torch.no_grad()
     def compute_log_probs(self, batch, rows):
-        """Log-probs of the actions in the caller's rows at --temperature: (T,) float32, zero elsewhere."""
+        """Log-probs of the actions in the caller's rows at --temperature: (T,) float32, zero
+        elsewhere."""
         table = self.plan_micro_batches(rows)
         local = self.fetch(batch, table)
         log_probs = []
@@ -1410,17 +1538,21 @@ class PolicyWorker:
         except UserError as error:  # from attention, which knows no flag
             raise UserError(f"--actor.model {self.config.model}: {error}") from None
         finally:
-            self.model.reshard()  # FSDP keeps the root's weights for a backward, which does not come here
+            # FSDP keeps the root's weights for a backward, which does not come here
+            self.model.reshard()
         wanted = [list(chain(*micros)) for micros in table]
         log_probs_T = common.give_back(torch.cat(log_probs).cpu(), local, wanted, batch)
         if not all(of_all_ranks(bool(log_probs_T.isfinite().all()))):
             advice = "use a lower --actor.lr" if self.optimizer_steps else "check its weights"
-            raise UserError(f"--actor.model {self.config.model}: its log-probs are not finite; {advice}")
+            raise UserError(
+                f"--actor.model {self.config.model}: its log-probs are not finite; {advice}"
+            )
         return log_probs_T
 
     def plan_micro_batches(self, rows):
         """Micro-batches of these Rows for each rank, as lists of Rows."""
-        return self.backend.micro_batches(rows, WORLD_SIZE, self.max_tokens, True)  # True: share prompts
+        # True: share prompts
+        return self.backend.micro_batches(rows, WORLD_SIZE, self.max_tokens, True)
 
     def fetch(self, batch, table):
         """The rows that this rank computes, in the order of its micro-batches (a collective)."""
@@ -1431,7 +1563,8 @@ class PolicyWorker:
         return local.split(list(map(len, table[RANK])))
 
     def micro_batch(self, micro):
-        """These rows on the device; no rows are one masked token, to keep in step with other ranks."""
+        """These rows on the device; no rows are one masked token, to keep in step with other
+        ranks."""
         micro = replace(micro if len(micro) else Batch.blank())
         slots_S, *packed = self.backend.pack_rows(micro, self.device, True)  # True: share prompts
         inputs_21S = torch.stack([micro.input_ids, micro.places])[:, None, slots_S]
@@ -1441,9 +1574,12 @@ class PolicyWorker:
                 setattr(micro, name, x.to(self.device, non_blocking=True))
         return micro
 
-    @common.dp_compute_proto(needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages"))
+    @common.dp_compute_proto(
+        needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
+    )
     def update_policy(self, batch, rows):
-        """PPO epochs over mini-batches of the Rows of all ranks, one optimizer step each -> metrics."""
+        """PPO epochs over mini-batches of the Rows of all ranks, one optimizer step each ->
+        metrics."""
         totals = collections.Counter(self.no_sums)  # of the steps taken
         norms = []  # of the mini-batches, NaN where the step was skipped
         done = common.progress_of(self.config.ppo_epochs * len(rows), "policy", "rows")
@@ -1473,7 +1609,9 @@ class PolicyWorker:
             outside_T = mask_T & (ratio_T != ratio_T.clamp(*c.ratio_band))
             weights_T = weights_T * ~outside_T
         columns = (log_probs_T, micro.old_log_probs, micro.advantages, mask_T, weights_T)
-        loss, clipped, dual = policy_loss(*columns, c.clip_ratio_low, c.clip_ratio_high, c.clip_ratio_c)
+        loss, clipped, dual = policy_loss(
+            *columns, c.clip_ratio_low, c.clip_ratio_high, c.clip_ratio_c
+        )
         ref_kl_T = kl_penalty(log_probs_T, micro.ref_log_probs, c.kl_loss_type)
         whole = loss
         for coef, x_T in ((c.kl_loss_coef, ref_kl_T), (-c.entropy_coeff, entropy_T)):
@@ -1492,8 +1630,9 @@ class PolicyWorker:
         return whole, {name: x.detach().double() for name, x in sums.items()}
 
     def step(self, batch, mini, totals, done):
-        """Takes one optimizer step on the Rows of a mini-batch -> gradient norm before clipping. Adds to
-        totals. All ranks skip the step if the norm is not finite or the mini-batch has no action."""
+        """Takes one optimizer step on the Rows of a mini-batch -> gradient norm before clipping.
+        Adds to totals. All ranks skip the step if the norm is not finite or the mini-batch has no
+        action."""
         if not any(row.actions for row in mini):
             return nan
         config = self.config
@@ -1507,10 +1646,13 @@ class PolicyWorker:
         for piece in pieces:
             micro = self.micro_batch(piece)
             loss, part = self.loss(micro, *self.model(micro, self.run.temperature))
-            (loss * WORLD_SIZE).backward()  # the loss is a sum over ranks, but FSDP averages their gradients
+            # the loss is a sum over ranks, but FSDP averages their gradients
+            (loss * WORLD_SIZE).backward()
             sums.update(part)
             done(len(mini) / len(pieces))
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip).full_tensor())
+        norm = float(
+            nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip).full_tensor()
+        )
         if isfinite(norm):
             warm = min(1.0, (self.optimizer_steps + 1) / max(config.lr_warmup_steps, 1))
             self.optimizer.param_groups[0]["lr"] = config.lr * warm
@@ -1521,12 +1663,14 @@ class PolicyWorker:
         return norm
 
     def weights(self, dtype=torch.float32):
-        """Yields (name, full tensor) for each weight of the language model, one at a time (a collective)."""
+        """Yields (name, full tensor) for each weight of the language model, one at a time (a
+        collective)."""
         for name, p in self.model.lm.named_parameters():
             yield name, p.detach().to(dtype).full_tensor()
 
     def checkpoint_tensors(self):
-        """All state as one flat dict of tensors, which share memory with the model and the optimizer."""
+        """All state as one flat dict of tensors, which share memory with the model and the
+        optimizer."""
         tensors = {}
         for name, p in self.model.named_parameters():
             tensors[f"model.{name}"] = p.detach()
@@ -1534,11 +1678,16 @@ class PolicyWorker:
         return tensors
 
     def checkpoint_writer(self, copy):
-        """-> write(tmp, group), which saves the current state. copy: a snapshot, while training goes on."""
+        """-> write(tmp, group), which saves the current state. copy: a snapshot, while training
+        goes on."""
         tensors = self.checkpoint_tensors()
         if copy:
             tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
-        state = {"updates": self.updates, "optimizer_steps": self.optimizer_steps, "shape": self.shape}
+        state = {
+            "updates": self.updates,
+            "optimizer_steps": self.optimizer_steps,
+            "shape": self.shape,
+        }
 
         def write(tmp, group=None):
             writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True)
@@ -1548,7 +1697,8 @@ class PolicyWorker:
         return write
 
     def load_checkpoint(self, folder):
-        """Restores what checkpoint_writer wrote on any world size. UserError: damaged or of another model."""
+        """Restores what checkpoint_writer wrote on any world size. UserError: damaged or of another
+        model."""
         saved = self.backend.open_checkpoint(folder, self.shape)
         with blame(f"--resume {folder}: does not fit this actor"):
             dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))
@@ -1556,7 +1706,8 @@ class PolicyWorker:
         self.optimizer_steps = saved["optimizer_steps"]
 
     def export_hf(self, folder, tokenizer):
-        """Writes the language model as a Hugging Face folder (a collective); rank 0 gathers the weights."""
+        """Writes the language model as a Hugging Face folder (a collective); rank 0 gathers the
+        weights."""
         state = {name: weight.cpu() for name, weight in self.weights() if RANK == 0}
         with common.published(folder) as tmp:
             if RANK == 0:
@@ -1565,7 +1716,8 @@ class PolicyWorker:
 
 
 def stop_tokens(config, tokenizer):
-    """Token ids that end a turn: the tokenizer's EOS, and those of generation_config.json, if it exists."""
+    """Token ids that end a turn: the tokenizer's EOS, and those of generation_config.json, if it
+    exists."""
     more = None
     with suppress(OSError, ValueError):
         if config.model not in common.TINY:
@@ -1583,7 +1735,7 @@ def stop_texts(run, tokenizer):
     return criteria
 
 
-# ---- The loop ----------------------------------------------------------------------------------------------
+# ---- The loop ------------------------------------------------------------------------------------
 
 
 def learn_to_add(run, task, folder):
@@ -1591,11 +1743,13 @@ def learn_to_add(run, task, folder):
     with common.published(folder) as tmp:
         if RANK == 0:
             model_config = deepcopy(task.model_config)
-            model_config.initializer_range = 0.1  # with the usual 0.02, so narrow a model hardly learns
+            # with the usual 0.02, so narrow a model hardly learns
+            model_config.initializer_range = 0.1
             lm, _ = common.load_model(AutoModelForCausalLM, run.actor, model_config, run.seed)
             optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
             rows = common.read_rows(
-                common.toy_rows(8192, run.seed, slips=(0.75, 0.6), answers=1, gives_up=False), task.tokenizer
+                common.toy_rows(8192, run.seed, slips=(0.75, 0.6), answers=1, gives_up=False),
+                task.tokenizer,
             )
             columns = (rows.input_ids, rows.response_mask)
             ids_BL, mask_BL = (pad_sequence(x_T.split(rows.lengths), True) for x_T in columns)
@@ -1613,12 +1767,14 @@ def learn_to_add(run, task, folder):
 
 
 def rows_of_rank(prompts, n=1):
-    """This rank's share of n empty replies to each prompt; the row_ids of one prompt are consecutive."""
+    """This rank's share of n empty replies to each prompt; the row_ids of one prompt are
+    consecutive."""
     return [Reply(prompts[i // n], i) for i in range(RANK, len(prompts) * n, WORLD_SIZE)]
 
 
 class Phases:
-    """`with phases("actor", actor):` times a phase; with --offload only its workers are on the device."""
+    """`with phases("actor", actor):` times a phase; with --offload only its workers are on the
+    device."""
 
     def __init__(self, offload):
         self.offload = offload
@@ -1677,7 +1833,8 @@ def score(run, reward, phases, replies):
 
 
 def part_means(replies):
-    """Metrics: means of the parts of rewards, over all ranks' rows that have them (a collective)."""
+    """Metrics: means of the parts of rewards, over all ranks' rows that have them (a
+    collective)."""
     numbers = {}
     for parts in chain(*of_all_ranks([reply.parts for reply in replies if reply.parts])):
         for name, x in parts.items():
@@ -1689,8 +1846,8 @@ print_once = cache(print0)  # of equal lines only the first is printed
 
 
 def mean_turns(replies, run, task):
-    """Metrics: the policy's turns per row, over all ranks, if there is an environment (a collective). Says
-    once why no row had a second one."""
+    """Metrics: the policy's turns per row, over all ranks, if there is an environment (a
+    collective). Says once why no row had a second one."""
     if not task.observe:
         return {}
     mine = []
@@ -1709,7 +1866,8 @@ def mean_turns(replies, run, task):
 
 
 def rollout_metrics(batch, run, dtype):
-    """Metrics of all ranks' rows. UserError: engine and actor, with equal weights, disagree on log-probs."""
+    """Metrics of all ranks' rows. UserError: engine and actor, with equal weights, disagree on
+    log-probs."""
     mask_T = batch.response_mask
     off_A = (batch.rollout_log_probs - batch.old_log_probs)[mask_T]
     # top_p raises the engine's log-probs of the kept tokens by up to -log top_p, which is no error
@@ -1737,8 +1895,8 @@ def rollout_metrics(batch, run, dtype):
 
 
 def evaluate(replies, run, reward, phases, step, logger):
-    """Logs the rewards of replies to held-out prompts, writes them to samples.json, those of a run's first
-    evaluation also to samples_first.json, and prints two."""
+    """Logs the rewards of replies to held-out prompts, writes them to samples.json, those of a
+    run's first evaluation also to samples_first.json, and prints two."""
     rewards, mean, faults = score(run, reward, phases, replies)
     mine = [{
         "prompt": reply.prompt.text, "response": reply.text,
@@ -1793,8 +1951,8 @@ def where_time_went(m):
 
 
 def print_sample(step, run, replies):
-    """Prints a training row as often as held-out ones are, also if there are none: the end of its prompt, and
-    its response. The first row of a step is rank 0's."""
+    """Prints a training row as often as held-out ones are, also if there are none: the end of its
+    prompt, and its response. The first row of a step is rank 0's."""
     if RANK or step % (run.eval_every or run.steps):
         return
     reply = replies[0]
@@ -1819,13 +1977,16 @@ LONGEST = "the longest prompt with its response"
 
 
 def set_up(run):
-    """-> (run with the defaults of its task and actor filled in, Task). UserError: a mistake of the user."""
+    """-> (run with the defaults of its task and actor filled in, Task). UserError: a mistake of the
+    user."""
     check_flags(run)
     run = with_defaults(run)
     actor = run.actor
     tokenizer, model_config = common.load_config(actor)
     if tokenizer is None:
-        raise UserError(f"--actor.tokenizer: {actor.model} has none, but prompts are text; give one")
+        raise UserError(
+            f"--actor.tokenizer: {actor.model} has none, but prompts are text; give one"
+        )
 
     # read the prompts
     train = run.prompts
@@ -1848,7 +2009,9 @@ def set_up(run):
     )
     answers = [prompt.answer for prompt in prompts + held_out]
     if None in answers:
-        print0(f"answers    {answers.count(None):,} of {len(answers):,} prompts have no {run.answer_key!r}")
+        print0(
+            f"answers    {answers.count(None):,} of {len(answers):,} prompts have no {run.answer_key!r}"
+        )
     task = Task(
         tokenizer=tokenizer,
         model_config=model_config,
@@ -1866,7 +2029,8 @@ def set_up(run):
 
 
 def with_defaults(run):
-    """The run with what its flags leave open: the defaults of its task, and of the critic's model."""
+    """The run with what its flags leave open: the defaults of its task, and of the critic's
+    model."""
     addition = not run.prompts
     actor = replace(run.actor, lr=run.actor.lr or (5e-4 if addition else 1e-6))
     critic = replace(run.critic, lr=run.critic.lr or (1e-3 if addition else None))
@@ -1884,7 +2048,8 @@ def with_defaults(run):
 
 
 def check_models(run, tokenizer, model_config, longest, known):
-    """UserError unless actor and critic can be built, and take rows of this length with these token ids."""
+    """UserError unless actor and critic can be built, and take rows of this length with these token
+    ids."""
     actor = run.actor
     critic = run.critic
     theirs, critic_config = common.load_config(critic)
@@ -1896,9 +2061,13 @@ def check_models(run, tokenizer, model_config, longest, known):
             common.check_rows(ids, model)
 
     if longest > actor.ppo_max_token_len_per_gpu:
-        raise UserError(f"--actor.ppo-max-token-len-per-gpu: give at least {longest}, for {LONGEST}")
+        raise UserError(
+            f"--actor.ppo-max-token-len-per-gpu: give at least {longest}, for {LONGEST}"
+        )
     if theirs and tokenizer.get_vocab().items() - theirs.get_vocab().items():
-        raise UserError("--critic.tokenizer: has other token ids than the actor's; give both one tokenizer")
+        raise UserError(
+            "--critic.tokenizer: has other token ids than the actor's; give both one tokenizer"
+        )
 
     # without weights, which takes no time
     module = critic_module(run.backend)
@@ -1909,7 +2078,8 @@ def check_models(run, tokenizer, model_config, longest, known):
 
 
 def start_from(run, task, checkpoints):
-    """-> (run, step, KL coefficient) to start from. A toy run's actor starts from the supervised one."""
+    """-> (run, step, KL coefficient) to start from. A toy run's actor starts from the supervised
+    one."""
     folder = checkpoints.folder
     step = 0
     kl_coef = run.kl_coef
@@ -1919,7 +2089,8 @@ def start_from(run, task, checkpoints):
             saved = json.load(file)
         step = saved["step"]
         if run.target_kl:
-            kl_coef = saved["kl_coef"] or kl_coef  # 0: that run had no such term, and 0 would stay 0
+            # 0: that run had no such term, and 0 would stay 0
+            kl_coef = saved["kl_coef"] or kl_coef
         if step > run.steps:
             raise UserError(f"--steps {run.steps}: {folder} has made {step} already; give more")
     actor = run.actor
@@ -1944,14 +2115,18 @@ def copy_folder(source, folder):
     """Copies a published folder (a collective)."""
     with common.published(folder) as tmp:
         if RANK == 0:
-            shutil.copytree(source, tmp, dirs_exist_ok=True, ignore=shutil.ignore_patterns(common.MANIFEST))
+            shutil.copytree(
+                source, tmp, dirs_exist_ok=True, ignore=shutil.ignore_patterns(common.MANIFEST)
+            )
 
 
 def save(checkpoints, phases, run, step, kl_coef, actor, critic, batch):
-    """Saves the whole state at the start of a step; prompts and samples follow from it and are not saved.
+    """Saves the whole state at the start of a step; prompts and samples follow from it and are not
+    saved.
     UserError: the last update has ruined the weights. batch: any rows of this rank, to find out."""
     with phases("log_probs", actor):
-        actor.compute_log_probs(batch.select(range(len(batch))[:1]))  # raises if they are not finite
+        # raises if they are not finite
+        actor.compute_log_probs(batch.select(range(len(batch))[:1]))
     with phases("critic", critic):
         critic.check_values(batch)
 
@@ -1968,8 +2143,9 @@ def save(checkpoints, phases, run, step, kl_coef, actor, critic, batch):
 
 
 def build(run, task, device, checkpoints):
-    """Builds (actor, reference or None, critic, reward function or model, rollout engine without weights),
-    and loads the checkpoint of a resumed run. With --offload each is on the host while the next is built."""
+    """Builds (actor, reference or None, critic, reward function or model, rollout engine without
+    weights), and loads the checkpoint of a resumed run. With --offload each is on the host while
+    the next is built."""
     folder = checkpoints.folder
 
     def away(worker):
@@ -2031,7 +2207,9 @@ def main(run):
                     save(checkpoints, phases, run, step, kl_coef, actor, critic, batch)
                     saved = step
                 checkpoints.wait(last)
-                held_out = task.held_out if last or step % (run.eval_every or run.steps) == 0 else []
+                held_out = (
+                    task.held_out if last or step % (run.eval_every or run.steps) == 0 else []
+                )
                 greedy = rows_of_rank(held_out)
                 with phases("generation", engine):
                     with phases("sync", actor):
@@ -2057,12 +2235,16 @@ def main(run):
                 metrics |= {"reward/mean": mean, "reward/errors": faults, "kl/coef": kl_coef}
                 with phases("critic", critic):
                     seen = to_batch(with_hints(replies)) if run.privileged_key else batch
-                    metrics |= assign_credit(batch, seen, [x.score for x in replies], kl_coef, run, critic)
+                    metrics |= assign_credit(
+                        batch, seen, [x.score for x in replies], kl_coef, run, critic
+                    )
                     metrics |= critic.update_critic(seen)
                 if step >= run.critic_warmup:
                     with phases("actor", actor):
                         metrics |= actor.update_policy(batch)
-                    kl_coef = next_kl_coef(kl_coef, metrics["kl/reference"], len(rewards), run.target_kl)
+                    kl_coef = next_kl_coef(
+                        kl_coef, metrics["kl/reference"], len(rewards), run.target_kl
+                    )
                 logger.check_progress(metrics, "--critic.lr")
                 if run.dump_rollouts:
                     write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl", replies)
@@ -2081,7 +2263,8 @@ def main(run):
 
 
 def what_changed(out_dir):
-    """What training made of the policy, as write_report takes it, from what the run has left in out_dir."""
+    """What training made of the policy, as write_report takes it, from what the run has left in
+    out_dir."""
     log = common.read_lines(f"{out_dir}/metrics.jsonl")
     key = "eval/reward"
     words = "of the answers to held-out prompts"
@@ -2105,7 +2288,11 @@ def what_changed(out_dir):
         with suppress(OSError, ValueError), open(f"{out_dir}/samples_first.json") as file:
             before = {row["prompt"]: row for row in json.load(file)}
             with open(f"{out_dir}/samples.json") as file:
-                pairs = [(before[row["prompt"]], row) for row in json.load(file) if row["prompt"] in before]
+                pairs = [
+                    (before[row["prompt"]], row)
+                    for row in json.load(file)
+                    if row["prompt"] in before
+                ]
 
     kinds = {
         "earn more than before": [(x, y) for x, y in pairs if y["reward"] > x["reward"]],
@@ -2120,9 +2307,11 @@ def what_changed(out_dir):
 
 
 def finish(run, task, batch, phases, actor, critic):
-    """Writes the report and both models. batch: the last step's rows, None if no step was left to do."""
+    """Writes the report and both models. batch: the last step's rows, None if no step was left to
+    do."""
     if batch is not None:
-        parts = on_rank_0(batch.select(range(len(batch))))  # copy: pickle sends a view's whole storage
+        # copy: pickle sends a view's whole storage
+        parts = on_rank_0(batch.select(range(len(batch))))
         if RANK == 0:
             rows = common.concat(parts)
             rows = rows.select(rows.row_id.argsort().tolist())
@@ -2130,7 +2319,9 @@ def finish(run, task, batch, phases, actor, critic):
             about = "rows of the last step"
             if run.kl_coef:
                 about += ", their rewards minus the KL penalty"
-            common.write_report(run.out_dir, rows, about, task.tokenizer, run.gamma, CURVES, changed)
+            common.write_report(
+                run.out_dir, rows, about, task.tokenizer, run.gamma, CURVES, changed
+            )
     with phases("export", actor, critic):
         actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
         critic.export_hf(f"{run.out_dir}/critic_hf")

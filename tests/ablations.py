@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ZERO = "--critic.value-head-init zero --critic.lr 1e-30"  # values stay 0
-PPO = {  # the same number of scored answers, for each seed a supervised actor and a critic of its own
+# the same number of scored answers, for each seed a supervised actor and a critic of its own
+PPO = {
     "no critic: minus the batch's mean": ZERO,
     "4 answers to each of 64 prompts": f"{ZERO} --train-batch-size 64 --rollout-n 4 --critic-where-it-helps",
     "critic, lambda 1": "",
@@ -73,7 +74,9 @@ def run(job):
     script, folder, flags = job
     if not (folder / "report.html").exists():
         command = [sys.executable, ROOT / script, "--out-dir", folder, *flags]
-        subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+        subprocess.run(
+            command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True
+        )
     return [json.loads(line) for line in open(folder / "metrics.jsonl")]
 
 
@@ -91,13 +94,17 @@ def ablations(
     steps: int = 60,
     jobs: int = os.cpu_count(),
 ):
-    """Prints the table for seeds 101, 102 and so on. A run keeps one core busy; `jobs` run at once."""
+    """Prints the table for seeds 101, 102 and so on. A run keeps one core busy; `jobs` run at
+    once."""
     recipes = PRETRAINING if data else DIGITS if task == "digits" else PPO
     script, own = "ppo_loop.py", "--critic.seed {seed}"
     first = []  # for each seed, the metrics of the answers that its critic is pretrained on
     todo = []
     if data:
-        script, own = "critic_fsdp.py", "--rollouts {data}/train.jsonl --eval-rollouts {data}/eval.jsonl"
+        script, own = (
+            "critic_fsdp.py",
+            "--rollouts {data}/train.jsonl --eval-rollouts {data}/eval.jsonl",
+        )
         own += " --tokenizer {data}/tokenizer"
     elif task == "digits":
         own += f" {digits.FLAGS} --actor.lr 3e-4 --critic.lr 1e-3 --critic.cliprange-value None"
@@ -108,7 +115,9 @@ def ablations(
         words = f"--steps {steps - pretrained[name]} --seed {{seed}} {own} {flags}".split()
         for seed in range(101, 101 + seeds):
             blanks = {"seed": seed, "data": data, "task": out / f"task, {seed}"}
-            todo.append((script, out / f"{name}, {seed}", [word.format(**blanks) for word in words]))
+            todo.append(
+                (script, out / f"{name}, {seed}", [word.format(**blanks) for word in words])
+            )
     with ThreadPoolExecutor(jobs) as threads:
         runs = list(tqdm(threads.map(run, todo), total=len(todo)))
     runs = {name: runs[i * seeds : (i + 1) * seeds] for i, name in enumerate(recipes)}
@@ -120,11 +129,15 @@ def ablations(
 def table_of_pretraining(runs, *_):
     """What each critic says of rows that it has not seen."""
     baseline = None
-    print("| recipe | explained variance | more than the first row | AUC of the last value | loss |")
+    print(
+        "| recipe | explained variance | more than the first row | AUC of the last value | loss |"
+    )
     print("|---|---|---|---|---|")
     for name, mine in runs.items():
         ends = [[row for row in rows if "eval/auc" in row][-1] for rows in mine]
-        ev, auc, loss = ([end[f"eval/{x}"] for end in ends] for x in ("explained_var", "auc", "vf_loss"))
+        ev, auc, loss = (
+            [end[f"eval/{x}"] for end in ends] for x in ("explained_var", "auc", "vf_loss")
+        )
         baseline = baseline or ev
         more = [x - y for x, y in zip(ev, baseline)]  # of the same seed
         print(f"| {name} | {told(ev)} | {told(more)} | {told(auc)} | {told(loss)} |")
@@ -136,7 +149,9 @@ def table_of_ppo(runs, seeds, steps, out):
     panel = figure.subplots()
     baseline = None
     block = 1 if steps < 100 else 10  # steps of a point
-    print("| recipe | at the end, held out | mean reward | more than the first row | explained variance |")
+    print(
+        "| recipe | at the end, held out | mean reward | more than the first row | explained variance |"
+    )
     print("|---|---|---|---|---|")
     for number, (name, of_recipe) in enumerate(runs.items()):
         mine = [[row for row in rows if "reward/mean" in row] for rows in of_recipe]
@@ -145,7 +160,9 @@ def table_of_ppo(runs, seeds, steps, out):
         area = [statistics.fmean(x) for x in rewards]
         baseline = baseline or area
         more = [x - y for x, y in zip(area, baseline)]  # of the same seed
-        ev = statistics.fmean(row["critic/explained_var"] or 0.0 for rows in mine for row in rows[-10:])
+        ev = statistics.fmean(
+            row["critic/explained_var"] or 0.0 for rows in mine for row in rows[-10:]
+        )
         print(f"| {name} | {told(final)} | {told(area)} | {told(more)} | {ev:.2f} |")
         line = "-" if number < 10 else "--"  # there are ten colours
         curve = [statistics.fmean(x) for x in zip(*rewards)]

@@ -7,8 +7,8 @@
                                                          what one of many ranks spends on moving rows
 
 All contestants have the same weights, rows, precision, token budget and AdamW. Each runs in its own
-processes, and they take turns. On a CPU the tables use the CPU time of all ranks together, because it does
-not depend on other jobs on the machine.
+processes, and they take turns. On a CPU the tables use the CPU time of all ranks together, because
+it does not depend on other jobs on the machine.
 
     fsdp, megatron  the critics; "alone" means --no-share-prompts
     bare            transformers' backbone, a linear head, the loss and AdamW, on packs made in advance
@@ -89,10 +89,11 @@ class Run:
     work: tyro.conf.OmitArgPrefixes[Work] = Work()  # its flags have no prefix
     contestants: tuple[Literal[CONTESTANTS], ...] = CONTESTANTS  # each is compared with the first
     rounds: int = 5  # measured rounds (the medians count), after one warm-up
-    host: bool = False  # instead: the host's work of one PPO step on one of --ranks ranks, without a model
+    # instead: the host's work of one PPO step on one of --ranks ranks, without a model
+    host: bool = False
 
 
-# ---- The work: rows, and a folder with weights -------------------------------------------------------------
+# ---- The work: rows, and a folder with weights ---------------------------------------------------
 
 
 def make_rows(work):
@@ -120,14 +121,20 @@ def make_rows(work):
         batch.row_id = torch.arange(work.rows)
         batch.input_ids = torch.randint(work.vocab_size, (len(batch.input_ids),))
         batch.response_mask = torch.cat([torch.arange(n) >= n // 4 for n in batch.lengths])
-    batch.values, batch.returns = (torch.randn(len(batch.input_ids)) * batch.response_mask for _ in range(2))
+    batch.values, batch.returns = (
+        torch.randn(len(batch.input_ids)) * batch.response_mask for _ in range(2)
+    )
     return batch
 
 
 def model_config(work):
     fields = dict(MODELS[work.model])
     heads = fields.pop("heads")
-    fields |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "vocab_size": work.vocab_size}
+    fields |= {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "vocab_size": work.vocab_size,
+    }
     fields |= {"num_labels": 1, "max_position_embeddings": 2**15, "pad_token_id": None}
     return Qwen2Config(**fields, tie_word_embeddings=False)
 
@@ -138,7 +145,7 @@ def write_model(work, folder):
     AutoModelForTokenClassification.from_config(model_config(work)).save_pretrained(folder)
 
 
-# ---- Contestants: each gives (compute_values() -> (T,) values, update()) -----------------------------------
+# ---- Contestants: each gives (compute_values() -> (T,) values, update()) -------------------------
 
 
 def ours(name, work, folder, batch):
@@ -154,7 +161,9 @@ def ours(name, work, folder, batch):
 
 def load_model(folder, attention):
     """(model, optimizer) of a contestant that is not ours."""
-    model = AutoModelForTokenClassification.from_pretrained(folder, attn_implementation=attention).to(DEVICE)
+    model = AutoModelForTokenClassification.from_pretrained(
+        folder, attn_implementation=attention
+    ).to(DEVICE)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01, fused=True)
 
 
@@ -204,7 +213,8 @@ def verl(name, work, folder, batch):
     """Changes only what CPUs and this version of transformers lack."""
     import transformers
 
-    if not hasattr(transformers, "AutoModelForVision2Seq"):  # verl imports it; transformers 5 has removed it
+    # verl imports it; transformers 5 has removed it
+    if not hasattr(transformers, "AutoModelForVision2Seq"):
         transformers.AutoModelForVision2Seq = transformers.AutoModelForImageTextToText
     from omegaconf import OmegaConf
     from tensordict import TensorDict
@@ -278,7 +288,7 @@ def pad_input(x_TD, indices, batch, seqlen):
     return rows.unflatten(0, (batch, seqlen))
 
 
-# ---- The clock ---------------------------------------------------------------------------------------------
+# ---- The clock -----------------------------------------------------------------------------------
 
 
 def measure(call):
@@ -321,7 +331,8 @@ def contest(name, work, folder, pipe):
         name, _, way = task.partition(" ")
         spent = ways[way](calls[name])
         out = spent.pop("out", None)
-        if task == "values" and len(out) == len(batch.input_ids):  # with several ranks, each has its own rows
+        # with several ranks, each has its own rows
+        if task == "values" and len(out) == len(batch.input_ids):
             spent["values"] = out[batch.response_mask].tolist()
         pipe.send(spent)
     os._exit(0)  # like common.launch
@@ -343,7 +354,12 @@ class Contestant:
         size = str(work.ranks)
         for rank in map(str, range(work.ranks)):
             # the process inherits these, and common reads them on import
-            os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            os.environ |= {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": size,
+                "LOCAL_WORLD_SIZE": size,
+            }
             here, there = context.Pipe()
             context.Process(target=contest, args=(name, work, folder, there), daemon=True).start()
             there.close()
@@ -355,7 +371,9 @@ class Contestant:
             rank.send(task)
         spent = [rank.recv() for rank in self.ranks]
         together = {"wall": max, "cpu": sum, "peak": max}
-        return spent[0] | {key: f(s[key] for s in spent) for key, f in together.items() if key in spent[0]}
+        return spent[0] | {
+            key: f(s[key] for s in spent) for key, f in together.items() if key in spent[0]
+        }
 
     def end(self):
         for rank in self.ranks:
@@ -363,10 +381,12 @@ class Contestant:
 
 
 def compare(contestants, rounds):
-    """[{values, update: seconds of each round}] of contestants that take turns, after a round to warm up."""
+    """[{values, update: seconds of each round}] of contestants that take turns, after a round to
+    warm up."""
     clock = "wall" if CUDA else "cpu"
     seen = [{"values": [], "update": []} for _ in contestants]
-    for rank in [rank for contestant in contestants for rank in contestant.ranks]:  # they start together
+    # they start together
+    for rank in [rank for contestant in contestants for rank in contestant.ranks]:
         assert rank.recv() == "ready"
     for turn in range(rounds + 1):
         for task in ("values", "update"):
@@ -383,11 +403,12 @@ def compare(contestants, rounds):
     return seen
 
 
-# ---- The host's work: what one of many ranks does to get rows to where they are computed ------------------
+# ---- The host's work: what one of many ranks does to get rows to where they are computed ---------
 
 
 def rows_of_a_step(prompts=1024, answers=8):
-    """A Batch of 8,192 rows and 37 million tokens: prompts of 500 tokens, answers of 4,000 on average."""
+    """A Batch of 8,192 rows and 37 million tokens: prompts of 500 tokens, answers of 4,000 on
+    average."""
     torch.manual_seed(0)
     lengths = 500 + torch.randint(1, 8000, (prompts * answers,))
     cu = common.cumulative(lengths)
@@ -410,8 +431,9 @@ def rows_of_a_step(prompts=1024, answers=8):
 
 
 def send_all_rows(ranks, whole):
-    """The way of version 2: every rank gets every row, for each of four calls; two of them are updates, which
-    shuffle the rows and cut them into mini-batches. (About six gathers a step; here are four.)"""
+    """The way of version 2: every rank gets every row, for each of four calls; two of them are
+    updates, which shuffle the rows and cut them into mini-batches. (About six gathers a step; here
+    are four.)"""
     parts = [pickle.dumps(whole.select(range(rank, len(whole), ranks))) for rank in range(ranks)]
     yield
     for call in range(4):
@@ -471,12 +493,17 @@ def host(ranks):
             next(steps)  # what is made before the clock runs
             spent |= how(lambda steps=steps: next(steps, None))
         peak = 1024 * spent["peak"]
-        print_line(way.__name__.replace("_", " "), f"{spent['cpu']:.2f}", f"{peak:,.0f}", f"{peak / own:.1f}")
+        print_line(
+            way.__name__.replace("_", " "),
+            f"{spent['cpu']:.2f}",
+            f"{peak:,.0f}",
+            f"{peak / own:.1f}",
+        )
         sys.stdout.flush()
         os._exit(0)
 
 
-# ---- Tables ------------------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 def print_head(work, batch):
@@ -504,24 +531,33 @@ def table(work, batch, names, rounds):
     with torch.device("meta"):
         backbone = AutoModel.from_config(model_config(work))
     flops = sum(map(common.flops_model(backbone, backbone.config), batch.lengths))  # of one forward
-    # MFU is relative to the peak FLOP/s of the GPU, or on a CPU to those of a large product in this process
+    # MFU is relative to the peak FLOP/s of the GPU, or on a CPU to those of a large product in this
+    # process
     of = "the peak of this GPU"
     device = torch.cuda.get_device_name() if CUDA else ""
-    peak = 1e12 * next((x for w, x in common.PEAK_TFLOPS.items() if re.search(rf"\b{w}\b", device)), math.nan)
+    peak = 1e12 * next(
+        (x for w, x in common.PEAK_TFLOPS.items() if re.search(rf"\b{w}\b", device)), math.nan
+    )
     if not CUDA:
         of = "a product of 1024 x 1024 matrices in float32 on one thread"
         x = torch.randn(1024, 1024)
         peak = 2 * 1024**3 / min(measure(lambda: x @ x)["cpu"] for _ in range(10))
     tokens = len(batch.input_ids)
     columns = ("tok/s", "x bare", "MFU", "peak GiB")
-    print_line("", f"values {columns[0]}", *columns[1:], f"update {columns[0]}", *columns[1:], "values off")
+    print_line(
+        "", f"values {columns[0]}", *columns[1:], f"update {columns[0]}", *columns[1:], "values off"
+    )
     print("|---" * 10 + "|")
     for name, spent in zip(names, seen):
         cells = [name]
         for task, passes in (("values", 1), ("update", 3)):
             seconds = statistics.median(spent[task])
             ratio = statistics.median(a / b for a, b in zip(seen[0][task], spent[task]))
-            cells += [f"{tokens / seconds:,.0f}", f"{ratio:.2f}", f"{passes * flops / seconds / peak:.0%}"]
+            cells += [
+                f"{tokens / seconds:,.0f}",
+                f"{ratio:.2f}",
+                f"{passes * flops / seconds / peak:.0%}",
+            ]
             cells += [f"{spent[f'{task} peak']:.3f}"]
         off = max(abs(a - b) for a, b in zip(spent["said"], seen[0]["said"]))
         print_line(*cells, f"{off:.0e}")

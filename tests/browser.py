@@ -1,4 +1,5 @@
-"""A real browser for the tests: headless Chromium, driven over two pipes by its DevTools protocol."""
+"""A real browser for the tests: headless Chromium, driven over two pipes by its DevTools
+protocol."""
 
 import contextlib
 import fcntl
@@ -13,12 +14,15 @@ import tempfile
 
 import pytest
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 
 @contextlib.contextmanager
 def page(path):
-    """Opens a file -> call(method, **params), which calls a method of the protocol and returns its result."""
+    """Opens a file -> call(method, **params), which calls a method of the protocol and returns its
+    result."""
     commands = os.pipe()
     replies = os.pipe()
     # numbers from 10 on, because the browser's ends become 3 and 4
@@ -51,10 +55,13 @@ def page(path):
                 target = call("Target.createTarget", url="about:blank")
                 session |= call("Target.attachToTarget", **target, flatten=True)
                 call("Page.navigate", url=pathlib.Path(path).resolve().as_uri())
-                evaluate(call, "document.readyState == 'complete' || new Promise(end => onload = end)")
+                evaluate(
+                    call, "document.readyState == 'complete' || new Promise(end => onload = end)"
+                )
                 yield call
             finally:
-                os.killpg(process.pid, signal.SIGKILL)  # its own group; a clean close would take ten seconds
+                # its own group; a clean close would take ten seconds
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
 

@@ -1,5 +1,6 @@
-"""A task with luck inside an answer: the policy draws a lot, and an environment replies + or -, which moves
-the reward by 1.5. Then each right digit earns a quarter. A prompt is a row of signs with secret digits."""
+"""A task with luck inside an answer: the policy draws a lot, and an environment replies + or -,
+which moves the reward by 1.5. Then each right digit earns a quarter. A prompt is a row of signs
+with secret digits."""
 
 import json
 import random
@@ -17,12 +18,15 @@ from ppo_loop import ActorConfig
 
 SIGNS = string.ascii_letters + "!#$%&()*,./:;<=>?@[]^_{|}~"
 LENGTH = 20  # signs of a prompt, and so digits of an answer
-RIGHT = 0.2  # how often the teacher is right about a sign that it does not know; its wrong digit is fixed
-STEPS = (200, 100)  # before PPO: the actor's, on 64 answers of the teacher; the critic's, on 16 of the actor
+# how often the teacher is right about a sign that it does not know; its wrong digit is fixed
+RIGHT = 0.2
+# before PPO: the actor's, on 64 answers of the teacher; the critic's, on 16 of the actor
+STEPS = (200, 100)
 
 
 def rows(n, seed, name, tokenizer):
-    """Yields n lines with a prompt, its right digits, and the teacher's lot of three digits and answer."""
+    """Yields n lines with a prompt, its right digits, and the teacher's lot of three digits and
+    answer."""
     rng = random.Random(f"{name} {seed}")
     secret = random.Random(f"secret {seed}")
     known = set(secret.sample(SIGNS, len(SIGNS) // 4 + 1))  # to the teacher
@@ -32,15 +36,22 @@ def rows(n, seed, name, tokenizer):
         slips = [sign not in known and rng.random() >= RIGHT for sign in signs]
         lot = f"{rng.randrange(1000):03}"
         said = lot, "".join(digits[sign][slip] for sign, slip in zip(signs, slips))
-        lot_ids, said_ids = ([*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in said)
+        lot_ids, said_ids = (
+            [*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in said
+        )
         chance = tokenizer(rewards.luck("".join(signs), "", "", [lot]))["input_ids"]
-        row = {"prompt": "".join(signs), "answer": "".join(digits[sign][0] for sign in signs), "reward": 0}
+        row = {
+            "prompt": "".join(signs),
+            "answer": "".join(digits[sign][0] for sign in signs),
+            "reward": 0,
+        }
         mask = [1] * len(lot_ids) + [0] + [1] * len(said_ids)
         yield json.dumps(row | {"response_ids": lot_ids + chance + said_ids, "response_mask": mask})
 
 
 def learn(folder, seed):
-    """Trains the actor that PPO starts from on the teacher's answers, as ppo_loop.py does for addition."""
+    """Trains the actor that PPO starts from on the teacher's answers, as ppo_loop.py does for
+    addition."""
     tokenizer, config = common.load_config(ActorConfig())
     config.initializer_range = 0.1
     lm, _ = common.load_model(AutoModelForCausalLM, ActorConfig(), config, seed)
@@ -67,12 +78,23 @@ def prepare(folder, seed, answers):
     if not (folder / "critic" / "report.html").exists():
         folder.mkdir(parents=True, exist_ok=True)
         for name, n in (("prompts", 8192), ("held_out", 256)):
-            (folder / f"{name}.jsonl").write_text("\n".join(rows(n, seed, name, common.char_tokenizer())))
+            (folder / f"{name}.jsonl").write_text(
+                "\n".join(rows(n, seed, name, common.char_tokenizer()))
+            )
         learn(folder / "actor", seed)
         ask = f"--steps 1 --critic-warmup 1 --train-batch-size {answers} --dump-rollouts --seed {1000 + seed}"
         fit = "--rollouts {task}/dump/rollouts/step_1.jsonl --model {task}/actor --value-head-init zero"
         fit += f" --ppo-mini-batch-size 16 --lr 1e-3 --steps {STEPS[1]} --cliprange-value None --seed {seed}"
-        for out, script, flags in (("dump", "ppo_loop.py", FLAGS + ask), ("critic", "critic_fsdp.py", fit)):
-            command = [flag.format(task=folder) for flag in [*flags.split(), "--out-dir", "{task}/" + out]]
-            subprocess.run([sys.executable, ROOT / script, *command], check=True, capture_output=True)
-    return next(row for row in common.read_lines(f"{folder}/dump/metrics.jsonl") if "reward/mean" in row)
+        for out, script, flags in (
+            ("dump", "ppo_loop.py", FLAGS + ask),
+            ("critic", "critic_fsdp.py", fit),
+        ):
+            command = [
+                flag.format(task=folder) for flag in [*flags.split(), "--out-dir", "{task}/" + out]
+            ]
+            subprocess.run(
+                [sys.executable, ROOT / script, *command], check=True, capture_output=True
+            )
+    return next(
+        row for row in common.read_lines(f"{folder}/dump/metrics.jsonl") if "reward/mean" in row
+    )

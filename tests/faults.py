@@ -1,14 +1,14 @@
-"""Injects faults into whole runs of the three scripts, asserts how each run ends, and prints a table.
+"""Injects faults into whole runs of the three scripts, asserts how each run ends, and prints a
+table.
 
     python tests/faults.py                  all of them, some minutes on two cores
     python tests/faults.py NAME...          some of FAULTS, below
     python tests/faults.py --short          fewer of each, as in test_bench.py
 
-A fault must not change the end of a run: last checkpoint (weights, optimizer, counters), exported weights,
-rollouts, samples, metrics.jsonl (except times and memory) and what TensorBoard shows must equal those of
-a run without faults, bit for bit. Ranks are forks of this process, see forked.py; only `torchrun` below uses
-torchrun itself.
-"""
+A fault must not change the end of a run: last checkpoint (weights, optimizer, counters), exported
+weights, rollouts, samples, metrics.jsonl (except times and memory) and what TensorBoard shows must
+equal those of a run without faults, bit for bit. Ranks are forks of this process, see forked.py;
+only `torchrun` below uses torchrun itself."""
 
 import contextlib
 import dataclasses
@@ -46,7 +46,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROWS = ROOT / "tests" / "rows.jsonl"
 HELD_OUT = ROOT / "tests" / "rows_held_out.jsonl"
 os.environ["HF_HUB_OFFLINE"] = "1"  # do not search the hub for models
-sys.path.insert(0, str(ROOT))  # for the ranks: this process must not import common, which reads RANK
+# for the ranks: this process must not import common, which reads RANK
+sys.path.insert(0, str(ROOT))
 SCRIPTS = {  # ranks, flags
     "critic_fsdp": (2, ()),
     "critic_megatron": (2, ("--tensor-model-parallel-size", 2)),
@@ -82,19 +83,27 @@ def flags_of(script, *flags):
     return [str(x) for x in (ROOT / f"{script}.py", *SCRIPTS[script][1], *own, *often, *flags)]
 
 
-# ---- Processes ---------------------------------------------------------------------------------------------
+# ---- Processes -----------------------------------------------------------------------------------
 
 
 def run_script(
-    arguments, said=None, slow=0.0, lax=False, memory=None, apart=None, slow_in=None, environment=None
+    arguments,
+    said=None,
+    slow=0.0,
+    lax=False,
+    memory=None,
+    apart=None,
+    slow_in=None,
+    environment=None,
 ):
     """Runs a script in this process without its report, because matplotlib takes two seconds.
 
-    said: prefix of files for this rank's output; the rank gets its own session. slow: seconds of delay before
-    each save, flush and rename, so that a fault can hit them. lax: accept rewards of any size. memory:
-    MiB that steps may allocate on top of what exists before them. apart: a checkpoint; each rank works in its
-    own folder, and only rank 0 has the checkpoint there, as `there`. slow_in: (a function of PPO, steps after
-    which each call of it takes a second and leaves a file). environment: the rank's variables."""
+    said: prefix of files for this rank's output; the rank gets its own session. slow: seconds of
+    delay before each save, flush and rename, so that a fault can hit them. lax: accept rewards of
+    any size. memory: MiB that steps may allocate on top of what exists before them. apart: a
+    checkpoint; each rank works in its own folder, and only rank 0 has the checkpoint there, as
+    `there`. slow_in: (a function of PPO, steps after which each call of it takes a second and
+    leaves a file). environment: the rank's variables."""
     if environment is not None:
         for name in forked.NUMBERS:
             del os.environ[name]
@@ -106,7 +115,8 @@ def run_script(
         os.setsid()
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(
-                os.open(f"{said}.{forked.NUMBERS['RANK']}.{name}", os.O_WRONLY | os.O_CREAT, 0o600), number
+                os.open(f"{said}.{forked.NUMBERS['RANK']}.{name}", os.O_WRONLY | os.O_CREAT, 0o600),
+                number,
             )
     if apart:
         os.makedirs(disk := f"{said}.{os.environ['RANK']}.disk")
@@ -115,7 +125,10 @@ def run_script(
             os.symlink(apart, "there")
     if slow:
         slowly = lambda function: lambda *args: (time.sleep(slow), function(*args))[1]
-        common.published, common.flush_to_disk = slowly(common.published), slowly(common.flush_to_disk)
+        common.published, common.flush_to_disk = (
+            slowly(common.published),
+            slowly(common.flush_to_disk),
+        )
         os.rename, os.replace = slowly(os.rename), slowly(os.replace)
     if lax:
         fields = {"reward": (float | None, None), "rewards": (list[float] | None, None)}
@@ -125,7 +138,9 @@ def run_script(
 
         def begin_to_count(*args):
             begin(*args)
-            (kib,) = re.findall(r"VmData:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text())
+            (kib,) = re.findall(
+                r"VmData:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text()
+            )
             resource.setrlimit(resource.RLIMIT_DATA, (int(kib) * 2**10 + memory * 2**20,) * 2)
 
         common.Logger.__init__ = begin_to_count
@@ -154,8 +169,12 @@ class Job:
 
     def __init__(self, script, out, *flags, ranks=None, **disturbance):
         self.said = tempfile.mktemp(prefix="said.", dir=folder())
-        function = functools.partial(run_script, flags_of(script, "--out-dir", out, *flags), self.said)
-        self.pids = forked.start(ranks or SCRIPTS[script][0], functools.partial(function, **disturbance))
+        function = functools.partial(
+            run_script, flags_of(script, "--out-dir", out, *flags), self.said
+        )
+        self.pids = forked.start(
+            ranks or SCRIPTS[script][0], functools.partial(function, **disturbance)
+        )
         self.codes = {}  # rank -> exit code, once it has ended
 
     def __str__(self):
@@ -168,11 +187,16 @@ class Job:
         return len(self.codes) == len(self.pids)
 
     def wait(self, timeout=240):
-        """Exit codes by rank. As with torchrun, one failed rank ends the others. No process may remain."""
+        """Exit codes by rank. As with torchrun, one failed rank ends the others. No process may
+        remain."""
         until(lambda: self.poll() or any(self.codes.values()), self, timeout)
         self.send(signal.SIGTERM)
         until(self.poll, self, timeout)
-        until(lambda: not [pid for pid, session, _ in processes() if session in self.pids], "no rest", 20)
+        until(
+            lambda: not [pid for pid, session, _ in processes() if session in self.pids],
+            "no rest",
+            20,
+        )
         return [self.codes[rank] for rank in range(len(self.pids))]
 
     def send(self, number, ranks=None):
@@ -182,7 +206,9 @@ class Job:
                 os.kill(pid, number)
 
     def text(self, rank):
-        return [pathlib.Path(f"{self.said}.{rank}.{name}").read_text() for name in ("stdout", "stderr")]
+        return [
+            pathlib.Path(f"{self.said}.{rank}.{name}").read_text() for name in ("stdout", "stderr")
+        ]
 
     def succeeds(self):
         """Asserts that all ranks succeed -> the standard output of rank 0."""
@@ -190,10 +216,13 @@ class Job:
         return self.text(0)[0]
 
     def ends_with(self, pattern):
-        """Asserts that rank 0 exits with status 2 and one line, no traceback; others do so, or are ended."""
+        """Asserts that rank 0 exits with status 2 and one line, no traceback; others do so, or are
+        ended."""
         codes, error = self.wait(), self.text(0)[1]
         assert codes[0] == 2 and set(codes[1:]) <= {2, -signal.SIGTERM}, (codes, error)
-        assert error.startswith("error: ") and error.count("\n") == 1 and re.search(pattern, error), error
+        assert (
+            error.startswith("error: ") and error.count("\n") == 1 and re.search(pattern, error)
+        ), error
 
 
 def processes():
@@ -201,7 +230,11 @@ def processes():
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if words := (path / "cmdline").read_bytes() + (path / "environ").read_bytes():
-                yield int(path.name), os.getsid(int(path.name)), words.decode(errors="replace").split("\0")
+                yield (
+                    int(path.name),
+                    os.getsid(int(path.name)),
+                    words.decode(errors="replace").split("\0"),
+                )
 
 
 def until(happens, what, timeout=240):
@@ -211,7 +244,7 @@ def until(happens, what, timeout=240):
         time.sleep(0.005)
 
 
-# ---- What a run leaves -------------------------------------------------------------------------------------
+# ---- What a run leaves ---------------------------------------------------------------------------
 
 
 @functools.cache
@@ -252,7 +285,9 @@ def updates_of(out):
 
 def steps_of(out):
     """Steps of the complete checkpoints, the latest first."""
-    return sorted((int(path.name[5:]) for path in out.glob("checkpoints/step_*[0-9]")), reverse=True)
+    return sorted(
+        (int(path.name[5:]) for path in out.glob("checkpoints/step_*[0-9]")), reverse=True
+    )
 
 
 def metrics_of(out):
@@ -263,7 +298,11 @@ def metrics_of(out):
 
 def end_of(out):
     """Everything that must be equal in two equal runs."""
-    files = [*out.glob("*hf/*.safetensors"), *out.glob("rollouts/*.jsonl"), *out.glob("samples.json")]
+    files = [
+        *out.glob("*hf/*.safetensors"),
+        *out.glob("rollouts/*.jsonl"),
+        *out.glob("samples.json"),
+    ]
     return {
         "checkpoint": state_of(checkpoint(out, steps_of(out)[0])),
         "files": {str(path.relative_to(out)): path.read_bytes() for path in files},
@@ -273,7 +312,8 @@ def end_of(out):
 
 
 def state_of(checkpoint):
-    """name -> checksum of a tensor, or content of a JSON file; the order of tensors in a file may vary."""
+    """name -> checksum of a tensor, or content of a JSON file; the order of tensors in a file may
+    vary."""
     found = {}
     for path in sorted(checkpoint.rglob("*")):
         name = str(path.relative_to(checkpoint))
@@ -282,7 +322,9 @@ def state_of(checkpoint):
         if path.suffix == ".safetensors":
             for key, x in load_file(path).items():
                 assert x.isfinite().all(), (path, key)
-                found[f"{name} {key}"] = hashlib.sha256(x.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+                found[f"{name} {key}"] = hashlib.sha256(
+                    x.reshape(-1).view(torch.uint8).numpy()
+                ).hexdigest()
     return found
 
 
@@ -297,20 +339,24 @@ def board_of(out):
 
 
 def assert_same_end(out, script, absent=()):
-    """Asserts that nothing is lost, duplicated or left over. The steps in `absent` have no checkpoint."""
+    """Asserts that nothing is lost, duplicated or left over. The steps in `absent` have no
+    checkpoint."""
     ours, theirs = end_of(out), end_of(golden(script))
     for part, expected in theirs.items():
         assert ours[part] == expected, (out, part, str(ours[part])[:2000], str(expected)[:2000])
     assert updates_of(out) == list(range(1, STEPS + 1)), updates_of(out)
-    assert steps_of(out) == [step for step in range(STEPS, 0, -1) if step not in absent], steps_of(out)
+    assert steps_of(out) == [step for step in range(STEPS, 0, -1) if step not in absent], steps_of(
+        out
+    )
     assert not (over := [path for path in out.rglob("*") if path.suffix in (".tmp", ".gone")]), over
 
 
-# ---- Faults: each function tries some on a script -> (how many, what happened) -----------------------------
+# ---- Faults: each function tries some on a script -> (how many, what happened) -------------------
 
 
 def kills(script, short):
-    """kill -9 of all ranks or one at random moments, then --resume auto; some runs save in the background."""
+    """kill -9 of all ranks or one at random moments, then --resume auto; some runs save in the
+    background."""
     rng, out, times = random.Random(script), folder() / f"{script}.kills", 2 if short else 7
     saving = sum(kill_once(script, out, i, rng) for i in range(times))
     Job(script, out, "--resume", "auto", "--async-save").succeeds()
@@ -320,7 +366,8 @@ def kills(script, short):
 
 
 def kill_once(script, out, i, rng):
-    """Kills a run for the i-th time: at its start, after a step, or in a save -> whether it was in a save."""
+    """Kills a run for the i-th time: at its start, after a step, or in a save -> whether it was in
+    a save."""
     flags = ("--async-save",) if i % 4 in (1, 2) else ()
     before = steps_of(out)
     job = Job(script, out, "--resume", "auto", *flags, slow=0.03)
@@ -336,7 +383,8 @@ def kill_once(script, out, i, rng):
 
 
 def background(script, short):
-    """--async-save, so slow that training continues during saves: each checkpoint is that of its step."""
+    """--async-save, so slow that training continues during saves: each checkpoint is that of its
+    step."""
     out = folder() / f"{script}.background"
     Job(script, out, "--async-save", slow=0.05 if short else 0.1).succeeds()
     assert_same_end(out, script)
@@ -349,7 +397,8 @@ def logger(script, short):
     """kill -9 while the logs of earlier runs are rewritten: metrics.jsonl and TensorBoard's."""
     names = ["metrics.jsonl.tmp", "tensorboard/*"]
     out = copy_of_golden(script, "logger", steps=range(1, 5))
-    os.truncate(out / "metrics.jsonl", (out / "metrics.jsonl").stat().st_size - 7)  # as after a crash
+    # as after a crash
+    os.truncate(out / "metrics.jsonl", (out / "metrics.jsonl").stat().st_size - 7)
     shutil.copytree(out / "hf", out / "hf.was.gone")  # as after a crash, too
     for name in names:
         kill_at(script, out, name)
@@ -383,7 +432,8 @@ DAMAGE = (  # name, file (None: the largest), new content (None: delete it), wor
 
 
 def damage(script, short):
-    """A damaged last checkpoint: --resume PATH refuses it, and --resume auto takes the one before."""
+    """A damaged last checkpoint: --resume PATH refuses it, and --resume auto takes the one
+    before."""
     kinds = DAMAGE[2:5:2] if short else DAMAGE if script == "critic_fsdp" else DAMAGE[1::2]
     for kind, name, act, pattern in kinds:
         out = copy_of_golden(script, kind, steps=(STEPS - 1, STEPS))
@@ -401,10 +451,16 @@ def foreign(script, short):
     """--resume with a folder of another script or another model, or with no checkpoint at all."""
     others = [folder(), checkpoint(golden("ppo_loop")), checkpoint(golden("ppo_loop")) / "actor"]
     if script == "ppo_loop":
-        others = [folder(), checkpoint(golden("critic_fsdp")), checkpoint(golden("critic_megatron"))]
+        others = [
+            folder(),
+            checkpoint(golden("critic_fsdp")),
+            checkpoint(golden("critic_megatron")),
+        ]
     words = "is of another model|not a checkpoint of|no complete checkpoint|does not fit"
     for other in others:
-        Job(script, folder() / "foreign", "--resume", other).ends_with(f"--resume {other}.*({words})")
+        Job(script, folder() / "foreign", "--resume", other).ends_with(
+            f"--resume {other}.*({words})"
+        )
     out = copy_of_golden(script, "foreign")
     flag = "--actor.override-config" if script == "ppo_loop" else "--override-config"
     for resume in (checkpoint(out), "auto"):
@@ -436,7 +492,9 @@ def full(script, short):
     try:
         out = disk / "out"
         job = Job(script, out)
-        assert job.wait()[0] == 1 and "error: the disk is full (No space left" in job.text(0)[1], job
+        assert job.wait()[0] == 1 and "error: the disk is full (No space left" in job.text(0)[1], (
+            job
+        )
         assert (there := steps_of(out)) and there[0] < STEPS, there
         subprocess.run(("mount", "-o", f"remount,size={4 * kib}k", disk), check=True)
         said = Job(script, out, "--resume", "auto").succeeds()
@@ -448,9 +506,24 @@ def full(script, short):
 
 
 def memory(script, short):
-    """Too little memory for a step: --resume auto halves the token budget until it fits; equal metrics."""
-    wide = ("--train-batch-size", 192, "--ppo-mini-batch-size", 192, "--steps", 1, "--eval-every", 0)
-    wide += ("--override-config", '{"intermediate_size": 8192}', "--ppo-max-token-len-per-gpu", 1024)
+    """Too little memory for a step: --resume auto halves the token budget until it fits; equal
+    metrics."""
+    wide = (
+        "--train-batch-size",
+        192,
+        "--ppo-mini-batch-size",
+        192,
+        "--steps",
+        1,
+        "--eval-every",
+        0,
+    )
+    wide += (
+        "--override-config",
+        '{"intermediate_size": 8192}',
+        "--ppo-max-token-len-per-gpu",
+        1024,
+    )
     wide += ("--no-share-prompts",)  # else the tokens are too few for their budget
     out, other = folder() / f"{script}.memory", folder() / f"{script}.roomy"
     Job(script, other, *wide).succeeds()
@@ -495,7 +568,8 @@ def stopped(script, number):
     return 1, f"{'to one rank: ' if ranks else ''}saved, exit {status}; the same end"
 
 
-SLOW_IN = {  # phase -> a function that it calls often, updates before that becomes slow, the saved step
+# phase -> a function that it calls often, updates before that becomes slow, the saved step
+SLOW_IN = {
     "rollout": ("ppo_loop:Draw.__call__", 1, 1), "reward": ("ppo_loop.ask_all", 1, 1),
     "evaluation": ("ppo_loop:Draw.__call__", 2, 2), "log-probs": ("ppo_loop:Policy.forward", 1, 1),
     "values": ("critic_fsdp:DataParallelPPOCritic.forward", 1, 1),
@@ -504,8 +578,8 @@ SLOW_IN = {  # phase -> a function that it calls often, updates before that beco
 
 
 def phases(script, short):
-    """SIGTERM in each phase of a step, whose calls take a second each, on one rank and on two. The run ends
-    after one more call, or after its updates, and saves its state."""
+    """SIGTERM in each phase of a step, whose calls take a second each, on one rank and on two. The
+    run ends after one more call, or after its updates, and saves its state."""
     longest = 0.0
     for phase, (name, after, saved) in SLOW_IN.items():
         for ranks in (1, 2):
@@ -526,12 +600,16 @@ def phases(script, short):
 
 
 def workers(script, short):
-    """kill -9 of ranks whose worker processes run a reward that never returns: the workers end, too."""
+    """kill -9 of ranks whose worker processes run a reward that never returns: the workers end,
+    too."""
     out = copy_of_golden(script, "workers", steps=(STEPS - 1,))
     spins = ("--reward", f"{ROOT}/tests/rewards.py:spins", "--reward-timeout", 600)
     job = Job(script, out, *spins, "--resume", "auto")
-    mine = lambda: [pid for pid, session, words in processes() if session in job.pids and "serve" in words]
-    ticks = lambda pid: int(pathlib.Path(f"/proc/{pid}/stat").read_text().split()[13])  # start-up takes fewer
+    mine = lambda: [
+        pid for pid, session, words in processes() if session in job.pids and "serve" in words
+    ]
+    # start-up takes fewer
+    ticks = lambda pid: int(pathlib.Path(f"/proc/{pid}/stat").read_text().split()[13])
     until(lambda: sum(ticks(pid) > 50 for pid in mine()) > 1, job)
     job.send(signal.SIGKILL)
     until(lambda: not mine(), "its workers end", 5)
@@ -542,8 +620,8 @@ def workers(script, short):
 
 
 def diverges(script, short):
-    """An actor whose log-probs are not finite after an update: a one-line error, and the last checkpoint, the
-    only one with --keep 1, is from an earlier step."""
+    """An actor whose log-probs are not finite after an update: a one-line error, and the last
+    checkpoint, the only one with --keep 1, is from an earlier step."""
     out = copy_of_golden(script, "diverges", steps=(STEPS - 1,))
     for more in (("--save-every", 1), ("--save-every", 0)):
         flags = ("--resume", "auto", "--keep", 1, "--steps", STEPS + 3, "--actor.lr", 1e30, *more)
@@ -555,7 +633,8 @@ def diverges(script, short):
 
 
 def two_runs(script, short):
-    """A second run of each script in the folder of one that goes on ends in one line and takes nothing."""
+    """A second run of each script in the folder of one that goes on ends in one line and takes
+    nothing."""
     out = folder() / f"{script}.two_runs"
     job = Job(script, out, slow=0.05)
     until(lambda: steps_of(out), "a checkpoint")
@@ -563,7 +642,9 @@ def two_runs(script, short):
         job.send(signal.SIGSTOP)  # so that what is there cannot change
         before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
         for flags in ((), ("--resume", "auto")):
-            Job(second, out, *flags).ends_with(f"--out-dir {out}: another run, process .* is writing there")
+            Job(second, out, *flags).ends_with(
+                f"--out-dir {out}: another run, process .* is writing there"
+            )
         assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
         job.send(signal.SIGCONT)
     job.succeeds()
@@ -572,11 +653,14 @@ def two_runs(script, short):
 
 
 def forking(script, short):
-    """A reward that forks children which return, raise, exit, are killed or live on: the same rewards."""
+    """A reward that forks children which return, raise, exit, are killed or live on: the same
+    rewards."""
     out = folder() / f"{script}.forking"
     Job(script, out, "--reward", f"{ROOT}/tests/rewards.py:forks").succeeds()
     assert_same_end(out, script)
-    return len(rows_of(golden(script) / "rollouts" / "step_1.jsonl")) * STEPS, "each row its own reward"
+    return len(
+        rows_of(golden(script) / "rollouts" / "step_1.jsonl")
+    ) * STEPS, "each row its own reward"
 
 
 def odd_rewards(script, short):
@@ -586,10 +670,12 @@ def odd_rewards(script, short):
 
     rng, said = random.Random(script), []
     for i in range(4 if short else 60):
-        names = rng.choices([*rewards.ODD], k=rng.randint(1, 2))  # one for rows that begin with an even digit
+        # one for rows that begin with an even digit
+        names = rng.choices([*rewards.ODD], k=rng.randint(1, 2))
         file = folder() / f"odd_{i}.py"
         bodies = [
-            f"def f{n}(prompt, response, answer):\n    {rewards.ODD[name]}" for n, name in enumerate(names)
+            f"def f{n}(prompt, response, answer):\n    {rewards.ODD[name]}"
+            for n, name in enumerate(names)
         ]
         choose = "def f(*row):\n    return [f0, f1][ord(row[0][0]) % 2](*row)"
         file.write_text("\n\n".join([*bodies, choose if len(names) == 2 else "f = f0"]))
@@ -608,12 +694,32 @@ def ended_well(job, what):
 
 
 def environment(script, short):
-    """Odd values of the variables that torchrun and OpenMP read, in all combinations of whole and half."""
+    """Odd values of the variables that torchrun and OpenMP read, in all combinations of whole and
+    half."""
     rng, said = random.Random(script), []
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
              "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "COLUMNS", "TMPDIR")  # fmt: skip
-    odd = ("", " ", "0", "1", "2", "-1", "1.0", "one", "9" * 30, "\N{SUPERSCRIPT TWO}", "True", "127.0.0.1")
-    good = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    odd = (
+        "",
+        " ",
+        "0",
+        "1",
+        "2",
+        "-1",
+        "1.0",
+        "one",
+        "9" * 30,
+        "\N{SUPERSCRIPT TWO}",
+        "True",
+        "127.0.0.1",
+    )
+    good = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     for i in range(4 if short else 60):
         changed = rng.sample(names, rng.randint(1, 4))
         given = {**rng.choice([{}, good]), **{name: rng.choice(odd) for name in changed}}
@@ -637,7 +743,9 @@ def reference(script, short):
     other = copy_of_golden(script, "other", steps=())
     Job(script, other, "--seed", 1, "--steps", 1).succeeds()
     shutil.copytree(other / "hf", started, dirs_exist_ok=True)
-    Job(script, out, *flags, "--steps", 3).ends_with(f"--resume {out}/.* model: weights of the reference")
+    Job(script, out, *flags, "--steps", 3).ends_with(
+        f"--resume {out}/.* model: weights of the reference"
+    )
     shutil.copytree(model, started, dirs_exist_ok=True)
     assert "step 3/3" in Job(script, out, *flags, "--steps", 3).succeeds()
     Job(script, out, "--actor.model", out / "hf").ends_with(f"--out-dir {out}: ")
@@ -657,7 +765,8 @@ TORCHRUN = {  # name -> nodes, signal, whether rank 1 gets it instead of torchru
 
 
 def torchrun(script, short):
-    """A rank dies or hangs, and torchrun restarts the run; torchrun ends or dies, and its ranks end, too."""
+    """A rank dies or hangs, and torchrun restarts the run; torchrun ends or dies, and its ranks
+    end, too."""
     golden(script)
     with ThreadPoolExecutor(3) as pool:
         waits = list(pool.map(under_torchrun, TORCHRUN))
@@ -669,15 +778,24 @@ def torchrun(script, short):
 
 
 def agents_of(name, out, nodes):
-    """Starts critic_fsdp.py, with slow saves, on two ranks -> a torchrun for each of one or two nodes."""
-    flags = ("--out-dir", out, "--resume", "auto", "--timeout-minutes", 0.4 if "hangs" in name else 3)
+    """Starts critic_fsdp.py, with slow saves, on two ranks -> a torchrun for each of one or two
+    nodes."""
+    flags = (
+        "--out-dir",
+        out,
+        "--resume",
+        "auto",
+        "--timeout-minutes",
+        0.4 if "hangs" in name else 3,
+    )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     meet = ("--standalone",)
     if nodes == 2:  # rendezvous in a file, which needs no port
         meet = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file")
         meet += ("--rdzv-endpoint", f"{out}.meet", "--rdzv-id", name)
-        # torchrun counts a restart only on the node whose rank failed, and ranks look each other up under
-        # that count: with one store for all starts, the other node's ranks would find those of the first
+        # torchrun counts a restart only on the node whose rank failed, and ranks look each other up
+        # under that count: with one store for all starts, the other node's ranks would find those
+        # of the first
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     command = (sys.executable, "-m", "torch.distributed.run", *meet, "--nproc-per-node", 2 // nodes)
     command += ("--max-restarts", 1, __file__, "--slowly", *flags_of("critic_fsdp", *flags))
@@ -695,7 +813,9 @@ def under_torchrun(name):
     try:
         until(lambda: len(updates_of(out)) >= 2 or any(a.poll() is not None for a in agents), name)
         start = time.monotonic()
-        (victim,) = [pid for pid, words in ranks() if "RANK=1" in words] if to_rank else [agents[0].pid]
+        (victim,) = (
+            [pid for pid, words in ranks() if "RANK=1" in words] if to_rank else [agents[0].pid]
+        )
         os.kill(victim, number)
         codes = [agent.wait(timeout=300) for agent in agents]
         seconds = time.monotonic() - start
@@ -709,17 +829,23 @@ def under_torchrun(name):
         assert not any(codes) and said.count("resume     ") >= 2, (name, codes, said[-5000:])
     else:
         assert 0 not in codes and 1 <= steps_of(out)[0] < STEPS, (name, codes, said)
-        assert number == signal.SIGKILL or f"stopped after step {steps_of(out)[0]} of {out}" in said, said
+        assert (
+            number == signal.SIGKILL or f"stopped after step {steps_of(out)[0]} of {out}" in said
+        ), said
     return f"{seconds:.0f}"
 
 
 def storm(script, short):
-    """Rewards (in PPO the KL penalty) so large that every gradient overflows. After ten skipped updates the
-    run ends, and the critic is unchanged."""
+    """Rewards (in PPO the KL penalty) so large that every gradient overflows. After ten skipped
+    updates the run ends, and the critic is unchanged."""
     ppo, out = script == "ppo_loop", copy_of_golden(script, "storm")
     lines = [json.dumps({**row, "reward": 1e30}) + "\n" for row in rows_of(ROWS)]
     (folder() / "storm.jsonl").write_text("".join(lines))
-    bad = ("--kl-coef", 1e30, "--target-kl", "None") if ppo else ("--rollouts", folder() / "storm.jsonl")
+    bad = (
+        ("--kl-coef", 1e30, "--target-kl", "None")
+        if ppo
+        else ("--rollouts", folder() / "storm.jsonl")
+    )
     job = Job(script, out, *bad, "--steps", STEPS + 12, "--resume", "auto", lax=True)
     flag = "--critic.lr" if ppo else "--lr"
     job.ends_with(f"10 updates in a row were skipped: gradients are not finite; use a lower {flag}")
@@ -727,17 +853,20 @@ def storm(script, short):
     assert steps_of(out)[0] == last
     before, after = (state_of(checkpoint(out, step)) for step in (STEPS, last))
     of_critic = [name for name in after if not name.startswith("actor/")]
-    changed = [name for name in of_critic if after[name] != before[name] and not name.endswith(" rng")]
+    changed = [
+        name for name in of_critic if after[name] != before[name] and not name.endswith(" rng")
+    ]
     assert before.keys() == after.keys() and {name[-5:] for name in changed} == {".json"}, changed
     return 1, "ends after 10 updates, the critic untouched"
 
 
-# ---- Fuzzing by hypothesis, with the same inputs every time ------------------------------------------------
+# ---- Fuzzing by hypothesis, with the same inputs every time --------------------------------------
 
 
 def fuzz(function, script, short):
-    """Tries a function -> (number of inputs, a strategy for them, a check of one) in a fork, because this
-    process must not import common. If the check raises UserError, the input was refused."""
+    """Tries a function -> (number of inputs, a strategy for them, a check of one) in a fork,
+    because this process must not import common. If the check raises UserError, the input was
+    refused."""
     path = golden(script) / "counts.json"
     counts = [0, 0]  # accepted, refused
 
@@ -756,7 +885,10 @@ def fuzz(function, script, short):
                 counts[1] += 1
 
         options = {"derandomize": True, "database": None, "deadline": None, "max_examples": n}
-        options |= {"phases": [hypothesis.Phase.generate], "suppress_health_check": [*hypothesis.HealthCheck]}
+        options |= {
+            "phases": [hypothesis.Phase.generate],
+            "suppress_health_check": [*hypothesis.HealthCheck],
+        }
         hypothesis.settings(**options)(hypothesis.given(strategy)(count))()
         path.write_text(json.dumps(counts))
 
@@ -769,19 +901,25 @@ def rows(script, short):
     import common
 
     tokenizer = common.char_tokenizer()
-    model_config = common.AutoConfig.for_model("qwen2", vocab_size=len(tokenizer), max_position_embeddings=32)
+    model_config = common.AutoConfig.for_model(
+        "qwen2", vocab_size=len(tokenizer), max_position_embeddings=32
+    )
     keys = st.sampled_from([*common.Rollout.model_fields])
     number = st.one_of(st.integers(-2, 2), st.integers(), st.floats(), st.just(10**400))
     leaf = st.one_of(number, st.booleans(), st.none(), st.text(max_size=4))
     deeper = lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=3), x, max_size=2)
     value = st.recursive(leaf, deeper)
-    message = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "x"]), "content": value})
+    message = st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "x"]), "content": value}
+    )
     good = st.sampled_from([
         {"prompt": "1+1=", "response": "2", "reward": 1.0},
         {"prompt_ids": [5, 6], "response_ids": [7, 8], "rewards": [0.5, 1], "values": [0, 1],
          "response_mask": [1, 0]},
     ])  # fmt: skip
-    changes = st.dictionaries(keys, st.one_of(value, st.lists(number, max_size=3), st.lists(message)))
+    changes = st.dictionaries(
+        keys, st.one_of(value, st.lists(number, max_size=3), st.lists(message))
+    )
     changed = st.builds(dict.__or__, good, st.one_of(st.just({}), changes))
     without = lambda row, gone: {key: x for key, x in row.items() if key not in gone}
     row = st.builds(without, changed, st.sets(keys, max_size=1))
@@ -820,7 +958,10 @@ def flags(script, short):
     small = {"override_config": '{"num_hidden_layers": 1}'}
     if script == "ppo_loop":
         run = module.parse([str(x) for x in PPO if x != "--dump-rollouts"])
-        parts = {"": dataclasses.replace(run, **own), "critic": dataclasses.replace(run.critic, **small)}
+        parts = {
+            "": dataclasses.replace(run, **own),
+            "critic": dataclasses.replace(run.critic, **small),
+        }
         parts["actor"] = dataclasses.replace(run.actor, **small, ppo_mini_batch_size=4)
         parts["vllm"] = run.vllm
     else:
@@ -839,7 +980,8 @@ def flags(script, short):
         for part, name, x in changes:
             configs[part] = dataclasses.replace(configs[part], **{name: x})
         run = dataclasses.replace(configs.pop(""), **configs)
-        if script != "ppo_loop" and (mistake := module.mistake_in(run)):  # as the script does at its start
+        # as the script does at its start
+        if script != "ppo_loop" and (mistake := module.mistake_in(run)):
             raise common.UserError(mistake)
         module.main(run)
 
@@ -848,7 +990,8 @@ def flags(script, short):
 
 
 def folders(script, short):
-    """Changed, removed or added bytes in checkpoints, and removed or swapped files, are all noticed."""
+    """Changed, removed or added bytes in checkpoints, and removed or swapped files, are all
+    noticed."""
     import common
 
     common.setup_distributed()
@@ -901,11 +1044,16 @@ def main(names, short):
                 continue
             for script in list(scripts)[: 1 if short else None]:
                 began = time.monotonic()
-                tried = fuzz if fault in (rows, flags, folders) else lambda fault, *args: fault(*args)
+                tried = (
+                    fuzz if fault in (rows, flags, folders) else lambda fault, *args: fault(*args)
+                )
                 times, outcome = tried(fault, script, short)
                 total += times
                 seconds = f"{time.monotonic() - began:5.1f} s"
-                print(f"{fault.__name__ + ', ' + script:30}{times:5}  {seconds}  {outcome}", flush=True)
+                print(
+                    f"{fault.__name__ + ', ' + script:30}{times:5}  {seconds}  {outcome}",
+                    flush=True,
+                )
     finally:
         shutil.rmtree(folder(), ignore_errors=True)
     print(f"{'all':30}{total:5}  {time.monotonic() - start:5.1f} s  nothing lost")

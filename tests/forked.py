@@ -1,4 +1,5 @@
-"""Ranks as forks of one process that has imported the slow libraries: a launch takes a second, not twenty."""
+"""Ranks as forks of one process that has imported the slow libraries: a launch takes a second, not
+twenty."""
 
 import functools
 import gc
@@ -35,7 +36,8 @@ device = functools.cache(lambda pid: ProcessGroupGloo.create_default_device())
 
 
 def new_group(self, store, rank, size, timeout, init=ProcessGroupGloo.__init__):
-    """All groups of a process share its device, because each has a thread that wakes up every 10 ms."""
+    """All groups of a process share its device, because each has a thread that wakes up every 10
+    ms."""
     options = ProcessGroupGloo._Options()
     options._devices, options._timeout = [device(os.getpid())], timeout
     init(self, store, rank, size, options)
@@ -47,8 +49,10 @@ if ProcessGroupGloo.__init__.__name__ != "new_group":  # this file may be import
 
 def start(ranks, function, *args):
     """The pids of those processes, which the caller has to wait for."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the system chooses a free port
-    gc.freeze()  # or each child collects among a million objects that never go, and copies their pages
+    # the system chooses a free port
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # or each child collects among a million objects that never go, and copies their pages
+    gc.freeze()
     children = []
     for rank in range(ranks):
         pid = os.fork()
@@ -60,8 +64,8 @@ def start(ranks, function, *args):
 
 
 def run(ranks, function, *args, timeout=300):
-    """Calls function(*args) on `ranks` gloo processes; ends all if one fails. A module that reads RANK when
-    imported must not be imported here, so `function` imports what it needs."""
+    """Calls function(*args) on `ranks` gloo processes; ends all if one fails. A module that reads
+    RANK when imported must not be imported here, so `function` imports what it needs."""
     failed = wait(start(ranks, function, *args), timeout)
     if failed:
         raise SystemExit(f"{function.__name__} on {ranks} ranks: {failed}")
@@ -86,9 +90,9 @@ def wait(children, timeout):
 
 
 def scenarios(launches, launch):
-    """What a script of scenarios does with its command line, OUT_FOLDER [NAME...]: runs each of its (name,
-    ranks, function, args) of that name or function, or all, as launch(name, function, folder, args), and on 0
-    ranks here, as function(folder). Ends with what failed."""
+    """What a script of scenarios does with its command line, OUT_FOLDER [NAME...]: runs each of its
+    (name, ranks, function, args) of that name or function, or all, as launch(name, function,
+    folder, args), and on 0 ranks here, as function(folder). Ends with what failed."""
     warm_up()
     (folder, *names), failed = sys.argv[1:], []
     for name, ranks, function, args in launches:
@@ -130,7 +134,8 @@ def _child(rank, ranks, port, function, args):
 
 
 def script(arguments, env, cwd, out, alone):
-    """Runs a script in a child as python does; out: where what it prints goes, .stdout and .stderr."""
+    """Runs a script in a child as python does; out: where what it prints goes, .stdout and
+    .stderr."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{out}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
     for name in NUMBERS if alone else ():
@@ -142,8 +147,8 @@ def script(arguments, env, cwd, out, alone):
 
 
 def serve():
-    """Runs scripts for another process, several at a time: JSON lines come in, each folder gets what was
-    printed, and last a file `ended`. A job with `after` waits for that file of another."""
+    """Runs scripts for another process, several at a time: JSON lines come in, each folder gets
+    what was printed, and last a file `ended`. A job with `after` waits for that file of another."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         if os.fork():
@@ -161,7 +166,8 @@ def serve():
                 json.dump(failed, file)
             os.rename(f"{out}.tmp", os.path.join(job["folder"], "ended"))
             os._exit(0)
-    os.killpg(0, signal.SIGKILL)  # who has asked is gone: all that goes on ends, its group from helpers.py
+    # who has asked is gone: all that goes on ends, its group from helpers.py
+    os.killpg(0, signal.SIGKILL)
 
 
 def warm_up():
@@ -183,8 +189,11 @@ def warm_up():
 
 if __name__ == "__main__":
     warm_up()
-    init = ThreadPoolExecutor.__init__  # each thread of ppo_loop.py starts a process, so have few of them
-    few = lambda self, max_workers=None, *x, **y: init(self, max_workers and min(max_workers, 3), *x, **y)
+    # each thread of ppo_loop.py starts a process, so have few of them
+    init = ThreadPoolExecutor.__init__
+    few = lambda self, max_workers=None, *x, **y: init(
+        self, max_workers and min(max_workers, 3), *x, **y
+    )
     ThreadPoolExecutor.__init__ = few
     sys.dont_write_bytecode = False  # or each child would compile common.py anew
     sys.pycache_prefix = sys.argv[1]

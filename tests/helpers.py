@@ -34,12 +34,15 @@ SCRATCH = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 
 
 def run(*command, timeout=600, cwd=None, **env):
-    """Runs a command -> CompletedProcess with its output as text. A Python script is a fork of forked.py."""
+    """Runs a command -> CompletedProcess with its output as text. A Python script is a fork of
+    forked.py."""
     command = [str(c) for c in command]
     if command[0] == sys.executable and command[1].endswith(".py"):
         return ended(begin(1, command[1:], timeout, cwd, env, alone=True))
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
-    return subprocess.run(command, cwd=cwd, env=env, timeout=timeout, text=True, capture_output=True)
+    return subprocess.run(
+        command, cwd=cwd, env=env, timeout=timeout, text=True, capture_output=True
+    )
 
 
 def torchrun(ranks, *command, timeout=600, cwd=None, **env):
@@ -61,18 +64,27 @@ def verl():
 
 @functools.cache
 def forks():
-    """The process that has imported the slow libraries, and forks; all it has started ends with this one."""
+    """The process that has imported the slow libraries, and forks; all it has started ends with
+    this one."""
     server = (sys.executable, ROOT / "tests" / "forked.py", pathlib.Path(SCRATCH.name) / "bytecode")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FAULTS_IN": SCRATCH.name}
-    process = subprocess.Popen(server, env=env, text=True, stdin=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        server, env=env, text=True, stdin=subprocess.PIPE, start_new_session=True
+    )
     atexit.register(os.killpg, process.pid, signal.SIGKILL)
     return process
 
 
 def begin(ranks, arguments, timeout=600, cwd=None, env=None, alone=False, after=None):
-    """A script and its arguments on some forks -> a folder, for ended(); after: that of one to end before."""
+    """A script and its arguments on some forks -> a folder, for ended(); after: that of one to end
+    before."""
     folder = tempfile.mkdtemp(dir=SCRATCH.name)
-    job = {"ranks": ranks, "arguments": [str(x) for x in arguments], "timeout": timeout, "env": env or {}}
+    job = {
+        "ranks": ranks,
+        "arguments": [str(x) for x in arguments],
+        "timeout": timeout,
+        "env": env or {},
+    }
     job |= {"cwd": str(cwd or os.getcwd()), "alone": alone, "folder": folder, "after": after}
     forks().stdin.write(json.dumps(job) + "\n")
     forks().stdin.flush()
@@ -86,7 +98,9 @@ def ended(folder):
         assert forks().poll() is None, "the process that forks has died"
         time.sleep(0.02)
     failed = json.loads(how.read_text())
-    code = 0 if failed is None else int(failed.split()[-1]) if failed.startswith("exit status") else -9
+    code = (
+        0 if failed is None else int(failed.split()[-1]) if failed.startswith("exit status") else -9
+    )
     said = [path.read_text() if path.exists() else "" for path in said]
     return subprocess.CompletedProcess([], code, *said)
 
@@ -96,15 +110,22 @@ HAS_VLLM = importlib.util.find_spec("vllm") is not None
 AHEAD = {
     "test_bench.py": [(1, "faults.py", "--short")],
     "test_device.py": [(1, "test_device.py"), (2, "test_device.py")],
-    "test_layouts.py": [*((n, "test_layouts.py") for n in (1, 2, 4)), (2, "test_layouts.py", "models")],
+    "test_layouts.py": [
+        *((n, "test_layouts.py") for n in (1, 2, 4)),
+        (2, "test_layouts.py", "models"),
+    ],
     "test_megatron_layouts.py": [(n, "test_megatron_layouts.py") for n in (1, 2, 4, 8)],
-    "test_scenarios.py": [(1, f"{name}_scenarios.py") for name in ("megatron", "ppo", *["vllm"] * HAS_VLLM)],
+    "test_scenarios.py": [
+        (1, f"{name}_scenarios.py") for name in ("megatron", "ppo", *["vllm"] * HAS_VLLM)
+    ],
 }
-BEGUN = {}  # ranks, script, arguments -> where ended() waits for it, and the folder that it writes into
+# ranks, script, arguments -> where ended() waits for it, and the folder that it writes into
+BEGUN = {}
 
 
 def scenarios(ranks, script, *arguments, after=None):
-    """Begins a script of tests/ with a folder of its own, unless it has begun -> those two folders."""
+    """Begins a script of tests/ with a folder of its own, unless it has begun -> those two
+    folders."""
     job = (ranks, script, *arguments)
     if job not in BEGUN:
         out = pathlib.Path(tempfile.mkdtemp(dir=SCRATCH.name))
@@ -115,7 +136,9 @@ def scenarios(ranks, script, *arguments, after=None):
 
 def succeeded(process):
     """The standard output of a process that must have ended well."""
-    assert process.returncode == 0, f"exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
+    assert process.returncode == 0, (
+        f"exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
+    )
     return process.stdout
 
 
@@ -124,7 +147,10 @@ def help_of(page):
     flags = re.compile(r"^  (--\S+)(?: \S+)*(?:  +|\n {36})(.*(?:\n {36}.*)*)", flags=re.M)
     _, *found = re.split(r"^---- (.+?) -+\n", page, flags=re.M)
     return {
-        title: {flag.replace("[no-]", ""): " ".join(words.split()) for flag, words in flags.findall(section)}
+        title: {
+            flag.replace("[no-]", ""): " ".join(words.split())
+            for flag, words in flags.findall(section)
+        }
         for title, section in zip(found[::2], found[1::2])
     }
 
@@ -138,8 +164,10 @@ def write_manifest(folder):
 
 
 def random_batch(n, seed=0, vocab_size=97, longest=40, idle=True, prompts=0):
-    """n ragged multi-turn rows: prompts of 1 to 8 tokens, masks with holes; idle: some have no action.
-    prompts: instead there are this many prompts, of 1, 8, 15 ... tokens, and rows take turns at them."""
+    """n ragged multi-turn rows: prompts of 1 to 8 tokens, masks with holes; idle: some have no
+    action.
+    prompts: instead there are this many prompts, of 1, 8, 15 ... tokens, and rows take turns at
+    them."""
     g = torch.Generator().manual_seed(seed)
     draw = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
     rows = []
@@ -173,16 +201,20 @@ def actions_of(batch):
 
 @contextlib.contextmanager
 def refused(words, begin="", end="", kind=common.UserError):
-    """What is done within must raise an error of this kind: one line with these words, and these ends."""
+    """What is done within must raise an error of this kind: one line with these words, and these
+    ends."""
     with pytest.raises(kind) as error:
         yield
     said = str(error.value)
-    assert words in said and said.startswith(begin) and said.endswith(end) and "\n" not in said, said
+    assert words in said and said.startswith(begin) and said.endswith(end) and "\n" not in said, (
+        said
+    )
 
 
 @contextlib.contextmanager
 def captured_gradients(critic):
-    """A list where an FSDP critic or a PolicyWorker notes the whole gradient of each step, not clipped."""
+    """A list where an FSDP critic or a PolicyWorker notes the whole gradient of each step, not
+    clipped."""
     seen, model = [], critic.model
     fsdp1 = isinstance(model, critic_fsdp.fsdp.FullyShardedDataParallel)
     owner = model if fsdp1 else torch.nn.utils  # whose clip_grad_norm_ is called
@@ -191,9 +223,13 @@ def captured_gradients(critic):
     def note(*args, **kwargs):
         whole = contextlib.nullcontext()
         if fsdp1:
-            whole = critic_fsdp.fsdp.FullyShardedDataParallel.summon_full_params(model, with_grads=True)
+            whole = critic_fsdp.fsdp.FullyShardedDataParallel.summon_full_params(
+                model, with_grads=True
+            )
         with whole:
-            named = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in model.named_parameters()]
+            named = [
+                (n.replace("_fsdp_wrapped_module.", ""), p) for n, p in model.named_parameters()
+            ]
             seen.append({n: full_tensor(p.grad).clone() for n, p in named if p.requires_grad})
         return clip(*args, **kwargs)
 
@@ -212,7 +248,8 @@ def worker(total_steps=None, script=critic_fsdp, **fields):
 
 
 def one_update(worker, batch):
-    """Values of the whole batch; gradient and metrics of an update by this rank's rows, of one step."""
+    """Values of the whole batch; gradient and metrics of an update by this rank's rows, of one
+    step."""
     values = gather(dataclasses.replace(batch, values=worker.compute_values(batch))).values
     with captured_gradients(worker.critic) as seen:
         metrics = worker.update_critic(batch)
@@ -232,7 +269,8 @@ def mine(batch):
 
 
 def assert_rows_come_back(worker, batch):
-    """Values do not depend on who owns which rows; every caller gets its own rows in its own order."""
+    """Values do not depend on who owns which rows; every caller gets its own rows in its own
+    order."""
     worker.set_budget(batch.longest[0], "the longest row")
     expected = critic_fsdp.compute_together(worker, batch)
     assert expected[batch.response_mask].unique().numel() > 50
@@ -246,7 +284,8 @@ def assert_rows_come_back(worker, batch):
 
 
 def end_groups():
-    """Ends all groups, their threads and sockets, but that of all ranks, which must be done with them."""
+    """Ends all groups, their threads and sockets, but that of all ranks, which must be done with
+    them."""
     if dist.is_initialized():
         dist.barrier()
     for group in set(dist.distributed_c10d._world.pg_map).difference([dist.group.WORLD]):

@@ -34,23 +34,41 @@ if __name__ != "__main__":  # not in the process that forks ranks: these read RA
     import critic_fsdp
     import critic_megatron as cm
 
-TP, PP, EP, CP = (f"{x}_parallel_size" for x in ("tensor_model", "pipeline_model", "expert_model", "context"))
+TP, PP, EP, CP = (
+    f"{x}_parallel_size" for x in ("tensor_model", "pipeline_model", "expert_model", "context")
+)
 VPP = "virtual_pipeline_model_parallel_size"
 FOUR_LAYERS = {"override_config": '{"num_hidden_layers": 4}'}
-FROZEN = {**FOUR_LAYERS, "gradient_checkpointing": True, "freeze_modules": "embed|self_attn|gate_|up_"}
+FROZEN = {
+    **FOUR_LAYERS,
+    "gradient_checkpointing": True,
+    "freeze_modules": "embed|self_attn|gate_|up_",
+}
 PLACES = {**FOUR_LAYERS, "value_places": (0.2, 0.7)}
-MISTRAL = {"model": "tiny-mistral", "override_config": '{"num_hidden_layers": 4, "sliding_window": null}'}
+MISTRAL = {
+    "model": "tiny-mistral",
+    "override_config": '{"num_hidden_layers": 4, "sliding_window": null}',
+}
 MOE = {"model": "tiny-qwen3-moe"}
 MIXTURES = {  # models without a preset, saved in models/ -> changes to tiny-qwen2
     "mixtral": {"num_local_experts": 4},
-    "qwen2-moe": {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    "qwen2-moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
 }
 BFLOAT16 = {"param_dtype": "bfloat16"}
 HL_GAUSS = {"value_head": "hl_gauss", "value_range": (-3.0, 3.0)}
 BOUNDED = {"value_head": "bounded", "value_range": (-3.0, 3.0)}
 LR = 1e-3
 STEPS = 12  # of the whole schedule; every learning rate depends on it
-SCHEDULE = {"lr": LR, "lr_scheduler_type": "cosine", "lr_warmup_steps": 3, "ppo_mini_batch_size": 16}
+SCHEDULE = {
+    "lr": LR,
+    "lr_scheduler_type": "cosine",
+    "lr_warmup_steps": 3,
+    "ppo_mini_batch_size": 16,
+}
 
 
 def make(**fields):
@@ -63,9 +81,12 @@ def rows(seed, n=16):
 
 
 def shards(worker):
-    """Copies of all state on this rank that a step changes: weights, masters, moments and step counts."""
+    """Copies of all state on this rank that a step changes: weights, masters, moments and step
+    counts."""
     if not isinstance(worker, cm.CriticWorker):
-        return {f"{kind} {n}": x for kind, whole in wholes(worker).items() for n, x in whole.items()}
+        return {
+            f"{kind} {n}": x for kind, whole in wholes(worker).items() for n, x in whole.items()
+        }
     found = {}
     for i, module in enumerate(worker.critic.modules):
         found |= {f"{i} {name}": p for name, p in module.named_parameters()}
@@ -77,14 +98,17 @@ def shards(worker):
 
 
 def wholes(worker):
-    """kind -> name -> whole tensor, of float32 weights and moments, on any layout (a collective)."""
+    """kind -> name -> whole tensor, of float32 weights and moments, on any layout (a
+    collective)."""
     if isinstance(worker, cm.CriticWorker):
 
         def part(adam, p, kind):
             return p if kind == "weight" else adam.state[p].get(kind, torch.zeros_like(p))
 
         return {kind: whole_of(worker, functools.partial(part, kind=kind)) for kind in cm.STATE}
-    tensors, _, optimizer = critic_fsdp.checkpoint_tensors(worker.critic.model, worker.critic.optimizer)
+    tensors, _, optimizer = critic_fsdp.checkpoint_tensors(
+        worker.critic.model, worker.critic.optimizer
+    )
     found = {}
     for kind, form in cm.STATE.items():
         trained = [n for n, state in optimizer["state"].items() if state]
@@ -130,7 +154,9 @@ SAVED = {  # name -> model, ranks and layout that save it, {ranks: Megatron layo
 def begin(folder):
     """An update of one step, one of two, a checkpoint, two more updates; stores the results."""
     for name, fields in MIXTURES.items() if common.WORLD_SIZE == 1 else ():
-        fields = common.tiny_config("tiny-qwen2", 99) | {"model_type": name.replace("-", "_")} | fields
+        fields = (
+            common.tiny_config("tiny-qwen2", 99) | {"model_type": name.replace("-", "_")} | fields
+        )
         config = transformers.AutoConfig.for_model(**fields)
         transformers.AutoModel.from_config(config).save_pretrained(f"models/{name}")
     for name, (fields, ranks, layout, _) in SAVED.items():
@@ -161,8 +187,8 @@ def two_updates(worker, move=lambda: None):
 
 
 def resume(folder, name, layout, path):
-    """(worker that loaded a checkpoint, stored results). State and counters are the same, bit for bit. With
-    the checkpoint as its --model, a worker loads only the weights."""
+    """(worker that loaded a checkpoint, stored results). State and counters are the same, bit for
+    bit. With the checkpoint as its --model, a worker loads only the weights."""
     helpers.end_groups()
     fields, *_ = SAVED[name]
     expected = torch.load(folder / f"{name}.pt")
@@ -185,7 +211,8 @@ def resume(folder, name, layout, path):
 
 
 def go_on(worker, expected, what, exact):
-    """Two more updates, each after offloading, give the same results, bit for bit or up to rounding."""
+    """Two more updates, each after offloading, give the same results, bit for bit or up to
+    rounding."""
     metrics = two_updates(worker, lambda: (worker.offload(), worker.onload()))
     after = wholes(worker)
     if not exact:
@@ -196,7 +223,8 @@ def go_on(worker, expected, what, exact):
 
 
 def megatron_goes_on(folder):
-    """Resumes all of SAVED on every layout of this number of ranks, bit for bit on the original layout."""
+    """Resumes all of SAVED on every layout of this number of ranks, bit for bit on the original
+    layout."""
     for name, (fields, ranks, home, layouts) in SAVED.items():
         for i, layout in enumerate(layouts.get(common.WORLD_SIZE, ())):
             worker, expected = resume(folder, name, layout, name)
@@ -205,13 +233,15 @@ def megatron_goes_on(folder):
             exact = (ranks, home) == (common.WORLD_SIZE, layout)
             if exact or "param_dtype" not in fields:
                 go_on(worker, expected, (name, layout), exact)
-                state = [x["step"] for o in worker.critic.optimizers for x in o.optimizer.state.values()]
+                state = [
+                    x["step"] for o in worker.critic.optimizers for x in o.optimizer.state.values()
+                ]
                 assert set(map(float, state)) == {5.0}, (name, layout)
 
 
 def fsdp_takes_back(folder):
-    """critic_fsdp.py continues from checkpoints of critic_megatron.py. On the original number of ranks the
-    results are those of a run without the detour, bit for bit."""
+    """critic_fsdp.py continues from checkpoints of critic_megatron.py. On the original number of
+    ranks the results are those of a run without the detour, bit for bit."""
     for name, (_, ranks, home, layouts) in SAVED.items():
         if "strategy" not in home:
             continue
@@ -222,9 +252,11 @@ def fsdp_takes_back(folder):
 
 
 def fsdp_goes_on(folder):
-    """critic_fsdp.py resumes its own checkpoints of two ranks on every layout of this number of ranks: on the
-    same layout bit for bit, also with offloading or recomputing."""
-    fitting = [layout for layout in FSDP.values() if common.WORLD_SIZE % layout.get("ulysses_size", 1) == 0]
+    """critic_fsdp.py resumes its own checkpoints of two ranks on every layout of this number of
+    ranks: on the same layout bit for bit, also with offloading or recomputing."""
+    fitting = [
+        layout for layout in FSDP.values() if common.WORLD_SIZE % layout.get("ulysses_size", 1) == 0
+    ]
     runs = [("fsdp1", layout, False) for layout in fitting]  # saved layout, new layout, exact
     if common.WORLD_SIZE == 4:
         runs.append(("fsdp1", {**FSDP2, "fsdp_size": 2}, False))
@@ -242,10 +274,11 @@ def fsdp_goes_on(folder):
 def agree(metrics, after, expected, what):
     """Metrics agree to 1e-5, weights as far as AdamW lets them.
 
-    AdamW divides a gradient by its size over time. Layouts differ by rounding, 1e-6 of a tensor's largest
-    gradient. Where a gradient is at least 1e-3 of that, each of 2 steps differs by at most 1e-3 of the rate.
-    Where it is almost 0, AdamW divides rounding errors by each other: a step is at most the rate, up or down.
-    """
+    AdamW divides a gradient by its size over time. Layouts differ by rounding, 1e-6 of a tensor's
+    largest gradient. Where a gradient is at least 1e-3 of that, each of 2 steps differs by at most
+    1e-3 of the rate.
+    Where it is almost 0, AdamW divides rounding errors by each other: a step is at most the rate,
+    up or down."""
     for ours, theirs in zip(metrics, expected["metrics"], strict=True):
         for key, x in theirs.items():
             assert math.isclose(ours[key], x, rel_tol=1e-5, abs_tol=1e-6), (what, key, ours[key], x)
@@ -276,7 +309,8 @@ def a_checkpoint_that_is_saved_again_is_the_same(folder):
 
 
 def damage_is_refused(folder):
-    """Both critics refuse checkpoints of another model, and damage that the manifest does not show."""
+    """Both critics refuse checkpoints of another model, and damage that the manifest does not
+    show."""
     path = folder / "damaged"
     here = (make(**MOE, **{EP: 2}), make(**MOE, **FSDP2))
     for writer in here:
@@ -298,7 +332,8 @@ def damage_is_refused(folder):
 
 
 def damages(files, scratch):
-    """name -> (changed files, words of Megatron's and FSDP's errors, or of both). Empty files are removed."""
+    """name -> (changed files, words of Megatron's and FSDP's errors, or of both). Empty files are
+    removed."""
     _, shard = sorted(name for name in files if name.startswith("shard-"))
     content = files[shard]
     scratch.write_bytes(content)
@@ -318,7 +353,10 @@ def damages(files, scratch):
         "half a shard": ({shard: content[:9000]}, "do not load (", "does not fit"),
         "some experts lack a moment": ({shard: scratch.read_bytes()}, "fit, e.g. ", "does not fit"),
         "no JSON": ({"trainer.json": b"{"}, "not a checkpoint of this script (JSONDecodeError"),
-        "no shape": ({"trainer.json": b'{"updates": 1}'}, "not a checkpoint of this script (KeyError"),
+        "no shape": (
+            {"trainer.json": b'{"updates": 1}'},
+            "not a checkpoint of this script (KeyError",
+        ),
         "other model": (shape(hidden_size=128), "another model: hidden_size 128 there, 64 here"),
         "adapters": (shape(lora_rank=3), "another model: lora_rank 3 there, None here"),
     }
@@ -327,8 +365,9 @@ def damages(files, scratch):
 def offload_changes_nothing(folder):
     """Offloading and onloading between updates, each twice, gives the same weights bit for bit.
 
-    Gradients are not kept, so this fills them with NaN after onload: an update must not read them. At the
-    end .to() copies to shared memory, as a stand-in for the host, and no other large tensor may remain."""
+    Gradients are not kept, so this fills them with NaN after onload: an update must not read them.
+    At the end .to() copies to shared memory, as a stand-in for the host, and no other large tensor
+    may remain."""
     for fields in ({TP: 2}, {EP: 2, **BFLOAT16, **MOE}):
         stays = make(**fields)
         expected = [of_critic(stays.update_critic(rows(seed))) for seed in range(3)]
@@ -359,13 +398,18 @@ def offload_changes_nothing(folder):
         torch.Tensor.to = to
         gc.collect()
         copies = {buffer.param_data_cpu.data_ptr() for buffer in buffers}
-        tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        large = [x for x in tensors if x.untyped_storage().nbytes() > 4096 and x.data_ptr() not in copies]
+        tensors = [
+            x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.is_floating_point()
+        ]
+        large = [
+            x for x in tensors if x.untyped_storage().nbytes() > 4096 and x.data_ptr() not in copies
+        ]
         assert large and all(x.is_shared() for x in large), fields
 
 
 def an_automatic_budget_fills_the_memory(folder):
-    """On one rank with frozen weights; on two stages, of which the first holds two micro-batches."""
+    """On one rank with frozen weights; on two stages, of which the first holds two
+    micro-batches."""
     layout = {1: {"freeze_modules": "mlp"}, 2: {PP: 2}}[common.WORLD_SIZE]
     auto = make(ppo_max_token_len_per_gpu="auto:0.03", **layout)
     metrics = auto.update_critic(rows(3))
@@ -375,15 +419,19 @@ def an_automatic_budget_fills_the_memory(folder):
     micro = lambda: auto.critic.micro_batch(full)
     auto.critic.forward_backward([micro()])  # creates what stays allocated
     peak = helpers.peak_bytes(lambda: auto.critic.forward_backward([micro()] * 4))
-    weights = ((16.0 if p.requires_grad else 4.0) * p.numel() for p in auto.critic.modules[0].parameters())
-    held = torch.tensor(peak + sum(weights))  # weights; of trained ones also gradients and both moments
+    weights = (
+        (16.0 if p.requires_grad else 4.0) * p.numel() for p in auto.critic.modules[0].parameters()
+    )
+    # weights; of trained ones also gradients and both moments
+    held = torch.tensor(peak + sum(weights))
     dist.all_reduce(held, dist.ReduceOp.MAX)
     assert 0.8 < held / (0.03 * 2**30) < 0.92, held
 
 
 def what_is_not_finite_skips_the_step(folder):
-    """If a return is NaN, the loss overflows, or one number of a gradient is not finite on one rank, no rank
-    steps and the schedule does not advance. The next mini-batch is unaffected by the one before."""
+    """If a return is NaN, the loss overflows, or one number of a gradient is not finite on one
+    rank, no rank steps and the schedule does not advance. The next mini-batch is unaffected by the
+    one before."""
     layouts = {"dp": {}, **FSDP, "tp 2": {TP: 2}, "pp 2": {PP: 2}, "ep 2": {EP: 2, **MOE}}
     for name in [*layouts][: 4 if common.WORLD_SIZE == 1 else None]:  # the others need two ranks
         options = {**SCHEDULE, "ppo_mini_batch_size": 8, "shuffle": False, **layouts[name]}
@@ -398,13 +446,16 @@ def what_is_not_finite_skips_the_step(folder):
         faults = [("return", 1e30), *faults, ("return", math.nan)]
         for updates, (where, number) in enumerate(faults, 1):
             what = (name, where, number)
-            spoilt.returns[last] = number if where == "return" else 0.0  # the square of 1e30 is infinite
+            # the square of 1e30 is infinite
+            spoilt.returns[last] = number if where == "return" else 0.0
             if where == "gradient":
                 worker.critic.run_schedule = spoiling_schedule(worker.critic, number)
             metrics = worker.update_critic(mine(spoilt.select(range(8))))
             vars(worker.critic).pop("run_schedule", None)
             assert metrics["critic/skipped_steps"] == 1, what
-            assert math.isnan(metrics["critic/grad_norm"]) and math.isnan(metrics["critic/vf_loss"]), what
+            assert math.isnan(metrics["critic/grad_norm"]) and math.isnan(
+                metrics["critic/vf_loss"]
+            ), what
             assert counters(worker)[:2] == [1 + updates, 1], what
             assert_same(shards(worker), before, what)
         metrics = worker.update_critic(mine(spoilt))
@@ -413,12 +464,14 @@ def what_is_not_finite_skips_the_step(folder):
         for key in ("critic/vf_loss", "critic/grad_norm", "critic/lr"):
             assert metrics[key] == expected[key], (name, key)
         assert_same(shards(worker), shards(clean), name)
-        spoilt.row_id = 15 - spoilt.row_id  # now the second mini-batch is bad, and the rate that of the first
+        # now the second mini-batch is bad, and the rate that of the first
+        spoilt.row_id = 15 - spoilt.row_id
         assert worker.update_critic(mine(spoilt))["critic/lr"] == LR, name
 
 
 def spoiling_schedule(critic, number):
-    """Writes the number into a gradient that only the last rank has, that of its last expert or MLP."""
+    """Writes the number into a gradient that only the last rank has, that of its last expert or
+    MLP."""
     schedule = critic.run_schedule
 
     def spoiling(*args):
@@ -434,7 +487,9 @@ def spoiling_schedule(critic, number):
 
 def a_padding_token_may_count_from_the_end(folder):
     """As in transformers, -1 is the last row of the embedding, which rank 1 holds."""
-    workers = [make(override_config=json.dumps({"pad_token_id": pad}), **{TP: 2}) for pad in (-1, 98)]
+    workers = [
+        make(override_config=json.dumps({"pad_token_id": pad}), **{TP: 2}) for pad in (-1, 98)
+    ]
     first, second = (worker.critic.padding_row for worker in workers)
     assert first == second and (first is None) == (common.RANK == 0)
 
@@ -453,7 +508,11 @@ def sizes_that_do_not_divide_are_named(folder):
         fields = {**fields, "override_config": json.dumps(changes)}
         with refused(words, "--model tiny-"):
             make(**fields)
-    for pattern, words in {"q_proj": "all or none of", "lm_head": "some of the", ".": "not all of"}.items():
+    for pattern, words in {
+        "q_proj": "all or none of",
+        "lm_head": "some of the",
+        ".": "not all of",
+    }.items():
         with refused(words, f"--freeze-modules {pattern}"):
             make(freeze_modules=pattern)
 
@@ -477,7 +536,8 @@ def bfloat16_learns_alike_on_every_layout(folder):
 
 
 def bfloat16_keeps_master_weights(folder):
-    """Head and master weights are float32, exactly as drawn, and sum up steps too small for bfloat16."""
+    """Head and master weights are float32, exactly as drawn, and sum up steps too small for
+    bfloat16."""
     for fields in ({TP: 2}, {EP: 2, **MOE}):
         half, full = make(lr=1e-6, **BFLOAT16, **fields), make(lr=1e-6, **fields)
         start = wholes(half)["weight"]
@@ -487,7 +547,10 @@ def bfloat16_keeps_master_weights(folder):
         error = float((ours - theirs).norm() / theirs.norm())
         assert 1e-6 < error < 0.05, (fields, error)
         before = computed(half)
-        assert_same(*({n: x for n, x in w.items() if "score" in n} for w in (before, computed(full))), fields)
+        assert_same(
+            *({n: x for n, x in w.items() if "score" in n} for w in (before, computed(full))),
+            fields,
+        )
         for seed in range(5):
             assert half.update_critic(rows(seed))["critic/skipped_steps"] == 0
         after, now = wholes(half)["weight"], computed(half)
@@ -517,7 +580,8 @@ EXPORTS = {  # ranks -> folder -> Config fields; the 99 token ids do not divide 
 
 
 def export(folder):
-    """Plain transformers loads a trained model's Hugging Face folder and computes the same values."""
+    """Plain transformers loads a trained model's Hugging Face folder and computes the same
+    values."""
     for name, fields in EXPORTS[common.WORLD_SIZE].items():
         worker = make(lr=1e-2, **fields)
         worker.update_critic(rows(0))
@@ -532,7 +596,8 @@ def export(folder):
 
 
 def exports_load_elsewhere(folder):
-    """Exports work as --model of this critic on other layouts, and of critic_fsdp.py on one rank."""
+    """Exports work as --model of this critic on other layouts, and of critic_fsdp.py on one
+    rank."""
     names = ["mixtral", "tp 2 pp 2"]
     layouts = [{TP: 2}]
     if common.WORLD_SIZE == 1:
@@ -543,10 +608,13 @@ def exports_load_elsewhere(folder):
         worker = make(model=str(folder / "hf" / name), **head, **layout)
         worker.set_budget(40, "the longest row")
         values = cm.compute_together(worker, random_batch(8, 5))
-        torch.testing.assert_close(values, torch.load(folder / f"values of {name}.pt"), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            values, torch.load(folder / f"values of {name}.pt"), rtol=1e-5, atol=1e-5
+        )
 
 
-LAUNCHES = [  # ranks and scenarios; the order matters: some read what earlier ones leave in the folder
+# ranks and scenarios; the order matters: some read what earlier ones leave in the folder
+LAUNCHES = [
     (1, [bfloat16_learns_alike_on_every_layout, an_automatic_budget_fills_the_memory, begin]),
     (1, [what_is_not_finite_skips_the_step]),
     (2, [begin, megatron_goes_on, fsdp_goes_on]),

@@ -1,9 +1,10 @@
-"""Scenarios for ppo_loop.py that need several ranks. Each asserts on its own and prints "ok" if it passed.
+"""Scenarios for ppo_loop.py that need several ranks. Each asserts on its own and prints "ok" if it
+passed.
 
     python tests/ppo_scenarios.py OUT_FOLDER [NAME...]        all of them by default
 
-Runs are whole runs of main(), from the command line on. Comparisons come after their runs in LAUNCHES.
-"""
+Runs are whole runs of main(), from the command line on. Comparisons come after their runs in
+LAUNCHES."""
 
 import json
 import math
@@ -21,10 +22,11 @@ import transformers
 
 REWARDS = pathlib.Path(rewards.__file__)
 
-# Every run starts from the same actor (of learn_to_add) and draws the same prompts and random numbers. A step
-# has 2 epochs of 2 mini-batches, a KL in the reward with an adaptive coefficient, and a KL in the loss.
-# Tokens are sampled from the nucleus at a low temperature, and carry importance weights.
-# With an --actor.lr of 1e-3, rounding errors would make the runs differ by step 4.
+# Every run starts from the same actor (of learn_to_add) and draws the same prompts and random
+# numbers. A step has 2 epochs of 2 mini-batches, a KL in the reward with an adaptive coefficient,
+# and a KL in the loss. Tokens are sampled from the nucleus at a low temperature, and carry
+# importance weights. With an --actor.lr of 1e-3, rounding errors would make the runs differ by step
+# 4.
 TOY = (
     "--supervised-steps", "0", "--steps", "4", "--train-batch-size", "32", "--rollout-n", "2",
     "--save-every", "2", "--eval-every", "2", "--critic-warmup", "1", "--lam-policy", "0.95",
@@ -44,10 +46,13 @@ GOLDEN = {  # the same run on these ranks with these flags
 
 
 def toy(folder, name, *flags):
-    """A run on 128 prompts, and 32 to evaluate on, without its report, because matplotlib takes a second."""
+    """A run on 128 prompts, and 32 to evaluate on, without its report, because matplotlib takes a
+    second."""
     common.write_report = lambda *_: None
     rows = ppo_loop.addition_rows
-    ppo_loop.addition_rows = lambda _, *args, **more: list(rows(256, *args, **more))[: 32 if more else 128]
+    ppo_loop.addition_rows = lambda _, *args, **more: list(rows(256, *args, **more))[
+        : 32 if more else 128
+    ]
     own = ("--actor.model", str(folder / "actor"), "--out-dir", str(folder / name))
     ppo_loop.main(ppo_loop.parse([*own, *TOY, *flags]))
 
@@ -66,7 +71,8 @@ def metrics_of(out):
 
 
 def off(x, y):
-    """Relative difference; numbers below 1e-3 count as 1e-3, because some are only rounding errors."""
+    """Relative difference; numbers below 1e-3 count as 1e-3, because some are only rounding
+    errors."""
     if x is None or y is None:  # null: not finite
         return 0.0 if x is y else math.inf
     return abs(x - y) / max(abs(x), abs(y), 1e-3)
@@ -90,7 +96,9 @@ def assert_close_runs(runs, reference, most=1e-4, steps=None):
         for diff, largest in (("rollout/log_prob_diff", 1e-6), ("rollout/log_prob_diff_max", 5e-5)):
             diffs = [x for (_, name), x in metrics_of(run).items() if name == diff]
             assert diffs and max(diffs) < largest, (run, diff, diffs)
-    expected = {key: x for key, x in metrics_of(reference).items() if steps is None or key[0] in steps}
+    expected = {
+        key: x for key, x in metrics_of(reference).items() if steps is None or key[0] in steps
+    }
     expected = {key: x for key, x in expected.items() if "log_prob_diff" not in key[1]}
     for run in runs:
         numbers = metrics_of(run)
@@ -104,7 +112,9 @@ def assert_close_runs(runs, reference, most=1e-4, steps=None):
 def sampled(out):
     """(step, row) -> its tokens, of every step."""
     steps = {path.name: common.read_lines(path) for path in (out / "rollouts").iterdir()}
-    return {(name, i): row["response_ids"] for name, rows in steps.items() for i, row in enumerate(rows)}
+    return {
+        (name, i): row["response_ids"] for name, rows in steps.items() for i, row in enumerate(rows)
+    }
 
 
 def start(folder, *flags):
@@ -118,14 +128,16 @@ def samples_and_metrics_agree(folder, most):
     """Sampled tokens are equal, and metrics up to `most` -> the golden runs."""
     first, *others = (folder / name for name in GOLDEN)
     assert all(sampled(run) == sampled(first) for run in others)
-    assert len({tuple(ids) for ids in sampled(first).values()}) > 50  # samples do differ from each other
+    # samples do differ from each other
+    assert len({tuple(ids) for ids in sampled(first).values()}) > 50
     assert_close_runs(others, first, most)
     return first, others
 
 
 def golden_runs_agree(folder):
-    """They agree to 1e-4, and values of the first step to 1e-5: both critics load the same folder and draw
-    the same new value head. --dump-rollouts writes the rows of all ranks in the order of one rank."""
+    """They agree to 1e-4, and values of the first step to 1e-5: both critics load the same folder
+    and draw the same new value head. --dump-rollouts writes the rows of all ranks in the order of
+    one rank."""
     first, others = samples_and_metrics_agree(folder, 1e-4)
     dump = lambda run: common.read_rows(str(run / "rollouts/step_1.jsonl"), None)
     expected = dump(first)
@@ -136,7 +148,8 @@ def golden_runs_agree(folder):
             pair = (getattr(rows, column), getattr(expected, column))
             torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
     coefs = [row["kl/coef"] for row in steps_of(first)]
-    assert coefs[:2] == [0.05] * 2 and len(set(coefs)) == 3, coefs  # it adapts as soon as the actor learns
+    # it adapts as soon as the actor learns
+    assert coefs[:2] == [0.05] * 2 and len(set(coefs)) == 3, coefs
     for row, after in zip(steps_of(first)[1:], coefs[2:]):  # by the KL of 64 rows
         assert after == ppo_loop.next_kl_coef(row["kl/coef"], row["kl/reference"], 64, 0.01), coefs
     for run in (first, *others):  # before it learns, the actor is its own reference
@@ -150,8 +163,9 @@ def golden_runs_agree(folder):
 
 
 def replies_belong_to_their_prompts(folder, run):
-    """Samples of the last evaluation equal greedy ones of transformers, prompt by prompt, and have the
-    reward of their own prompt; so have the rows of the first step, where there is no KL to pay for yet."""
+    """Samples of the last evaluation equal greedy ones of transformers, prompt by prompt, and have
+    the reward of their own prompt; so have the rows of the first step, where there is no KL to pay
+    for yet."""
     lm = transformers.AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
     tokenizer, _ = common.load_config(ppo_loop.ActorConfig(model=str(folder / "actor")))
     answer_of = lambda text: str(sum(map(int, text[:-1].split("+"))))
@@ -162,7 +176,9 @@ def replies_belong_to_their_prompts(folder, run):
         special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
         out = lm.generate(ids, max_new_tokens=8, **special)[0, ids.shape[1] :]
         assert row["response"] == tokenizer.decode(out, skip_special_tokens=True), row
-        assert row["reward"] == rewards.right_digits(None, row["response"], answer_of(row["prompt"]))
+        assert row["reward"] == rewards.right_digits(
+            None, row["response"], answer_of(row["prompt"])
+        )
     for row in common.read_lines(run / "rollouts/step_1.jsonl"):
         prompt = tokenizer.decode(row["prompt_ids"])
         reply = tokenizer.decode(row["response_ids"], skip_special_tokens=True)
@@ -172,8 +188,9 @@ def replies_belong_to_their_prompts(folder, run):
 
 
 def one_row(folder, name, *flags):
-    """1 row a step, so the second rank has no prompts, rows or micro-batches. (With seed 0 the KL of the
-    second row is close to 0 by chance, and its rounding error above 1e-4.) Values explain nothing here."""
+    """1 row a step, so the second rank has no prompts, rows or micro-batches. (With seed 0 the KL
+    of the second row is close to 0 by chance, and its rounding error above 1e-4.) Values explain
+    nothing here."""
     own = "--train-batch-size 1 --rollout-n 1 --steps 2 --seed 1 --critic-where-it-helps"
     toy(folder, name, *own.split(), "--privileged-key", "response", *flags)
     if common.RANK == 0 and common.WORLD_SIZE == 2:
@@ -181,10 +198,17 @@ def one_row(folder, name, *flags):
 
 
 def goes_on(folder, name, layout, *flags):
-    """A golden run's checkpoint of step 2 continues with the same steps 3 and 4: to 1e-4 on another layout or
-    with the other critic; bit for bit on its own layout, also with --offload."""
+    """A golden run's checkpoint of step 2 continues with the same steps 3 and 4: to 1e-4 on another
+    layout or with the other critic; bit for bit on its own layout, also with --offload."""
     out, whole = folder / f"{name}, on {layout}", folder / name
-    toy(folder, out.name, *GOLDEN[layout][1], *flags, "--resume", str(whole / "checkpoints" / "step_2"))
+    toy(
+        folder,
+        out.name,
+        *GOLDEN[layout][1],
+        *flags,
+        "--resume",
+        str(whole / "checkpoints" / "step_2"),
+    )
     if common.RANK == 0:
         assert [row["step"] for row in steps_of(out)] == [3, 4]
         assert_close_runs([out], whole, steps=(3, 4))
@@ -193,9 +217,10 @@ def goes_on(folder, name, layout, *flags):
 
 
 def update_of_the_actor(folder):
-    """Gradients before clipping, norm, metrics and weights of an update equal those of one rank: gradients to
-    1e-6 of the largest of their tensor, and so do weights. But AdamW's first step is the learning rate times
-    the sign of the gradient, which may be either where it is almost 0, as for keys' biases."""
+    """Gradients before clipping, norm, metrics and weights of an update equal those of one rank:
+    gradients to 1e-6 of the largest of their tensor, and so do weights. But AdamW's first step is
+    the learning rate times the sign of the gradient, which may be either where it is almost 0, as
+    for keys' biases."""
     cut = {"ppo_max_token_len_per_gpu": 48, "loss_agg_mode": "seq-mean-token-mean"}
     for name, n, fields in (
         ("21 rows", 21, {"entropy_coeff": 0.01, "kl_loss_coef": 0.1}),
@@ -212,7 +237,9 @@ def update_of_the_actor(folder):
         theirs = torch.load(path, weights_only=False)
         for key, x in theirs["metrics"].items():
             assert off(ours["metrics"][key], x) < (1e-6 if "norm" in key else 1e-5), (name, key)
-        assert ours["gradients"].keys() == theirs["gradients"].keys() == ours["weights"].keys(), name
+        assert ours["gradients"].keys() == theirs["gradients"].keys() == ours["weights"].keys(), (
+            name
+        )
         largest = max(x.abs().max() for x in theirs["gradients"].values())
         for key, g in theirs["gradients"].items():
             size = g.abs().max()
@@ -227,8 +254,9 @@ def update_of_the_actor(folder):
 
 
 def one_update(path, n, fields):
-    """Results of update_policy on random rows. All ranks load the rows that a run on one rank saved, whose
-    log-probs they must reproduce. Without the 2.0 below, the loss would be almost 0."""
+    """Results of update_policy on random rows. All ranks load the rows that a run on one rank
+    saved, whose log-probs they must reproduce. Without the 2.0 below, the loss would be almost
+    0."""
     from helpers import captured_gradients
     from test_ppo_loop import batch_to_learn, policy
 
@@ -246,14 +274,22 @@ def one_update(path, n, fields):
     with captured_gradients(worker) as seen:
         metrics = worker.update_policy(batch.select(mine))
     weights = {f"lm.{name}": x.clone() for name, x in worker.weights()}
-    return {"gradients": seen[0], "metrics": metrics, "weights": weights, "batch": batch, "before": before}
+    return {
+        "gradients": seen[0],
+        "metrics": metrics,
+        "weights": weights,
+        "batch": batch,
+        "before": before,
+    }
 
 
 def functions_of_a_file(folder):
-    """A reward and an environment that fail on some rows: the run goes on and counts them, the turns of all
-    rows, and the parts of the rewards that are there."""
+    """A reward and an environment that fail on some rows: the run goes on and counts them, the
+    turns of all rows, and the parts of the rewards that are there."""
     own = "--steps 3 --train-batch-size 12 --max-response-length 24 --max-turns 3 --eval-every 0"
-    own += f" --kl-coef 0.01 --target-kl None --actor.lr 1e-3 --reward-timeout 0.3 --reward {REWARDS}:"
+    own += (
+        f" --kl-coef 0.01 --target-kl None --actor.lr 1e-3 --reward-timeout 0.3 --reward {REWARDS}:"
+    )
     own += f"faulty_reward --environment {REWARDS}:faulty_environment"
     toy(folder, "functions", *own.split())
     if common.RANK > 0:
@@ -273,7 +309,10 @@ def functions_of_a_file(folder):
             assert bool(row["parts"]) != bool(row["fault"]), row
             lengths += row["parts"].values()
             seen = tokenizer.decode([t for t, own in zip(row["response_ids"], mask) if not own])
-            assert set(seen) <= set("[]0123456789") and len(mask) <= 24 and mask[0] and mask[-1], (seen, mask)
+            assert set(seen) <= set("[]0123456789") and len(mask) <= 24 and mask[0] and mask[-1], (
+                seen,
+                mask,
+            )
             # a failed row gets 0, plus the KL penalties of its actions
             assert first not in "123" or row["rewards"][-1] <= 0.01 * 20, row
         assert metrics["reward/errors"] == errors, metrics
@@ -284,13 +323,16 @@ def functions_of_a_file(folder):
 
 
 def a_lost_rank_is_reported(folder):
-    """Two ranks without a launcher, which would end the other at once: rank 1 is killed in its first update,
-    and rank 0 ends by itself with a line that says so. This function runs outside the ranks."""
+    """Two ranks without a launcher, which would end the other at once: rank 1 is killed in its
+    first update, and rank 0 ends by itself with a line that says so. This function runs outside the
+    ranks."""
     rank_0, rank_1 = forked.start(2, dies, folder)
     ends = forked.wait([rank_1], 240), forked.wait([rank_0], 15)
     said = pathlib.Path(folder, "last words of 0").read_text()
     assert ends == ("exit status -9", "exit status 1"), (ends, said)
-    assert said.splitlines()[-1].startswith("error: another rank died") and said.count("error: ") == 1, said
+    assert (
+        said.splitlines()[-1].startswith("error: another rank died") and said.count("error: ") == 1
+    ), said
     print("ok a lost rank is reported")
 
 
@@ -302,7 +344,8 @@ def dies(folder):
     common.launch(lambda: toy(pathlib.Path(folder), "lost", "--critic.timeout-minutes", "0.2"))
 
 
-LAUNCHES = [  # name, ranks, function, its arguments; the order matters: some read what earlier ones leave
+# name, ranks, function, its arguments; the order matters: some read what earlier ones leave
+LAUNCHES = [
     ("start", 1, start, ("--supervised-steps", "100")),
     *((f"golden {name}", ranks, toy, (name, *flags)) for name, (ranks, flags) in GOLDEN.items()),
     ("golden runs agree", 1, golden_runs_agree, ()),

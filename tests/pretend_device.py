@@ -1,18 +1,20 @@
-"""A CUDA device made of host memory: after install(), torch.zeros(3, device="cuda") works on a CPU build.
+"""A CUDA device made of host memory: after install(), torch.zeros(3, device="cuda") works on a CPU
+build.
 
-A device tensor is a plain torch.Tensor whose storage says cuda:0 and whose bytes are in host memory. As there
-is no CUDA kernel for it, torch calls `kernel`, below autograd like a real one. It refuses what a device
-refuses, computes on the CPU and turns the result into a device tensor. What a script sees:
+A device tensor is a plain torch.Tensor whose storage says cuda:0 and whose bytes are in host
+memory. As there is no CUDA kernel for it, torch calls `kernel`, below autograd like a real one. It
+refuses what a device refuses, computes on the CPU and turns the result into a device tensor. What a
+script sees:
 
-    mixing device tensors with host tensors or a host generator is an error, and so is using freed memory
-    memory that has not been written yet is NaN
-    a non-blocking copy to pinned memory arrives when the host waits; until then the memory is NaN
-    WAITS counts where the host waits for the device: (what, line of a script) -> times
+mixing device tensors with host tensors or a host generator is an error, and so is using freed
+memory memory that has not been written yet is NaN a non-blocking copy to pinned memory arrives when
+the host waits; until then the memory is NaN
+WAITS counts where the host waits for the device: (what, line of a script) -> times
 
-A process has one device with one stream; collectives use gloo. It shows nothing about speed, the order of
-several streams, real kernels, or NCCL. Indices into tables of C++ methods are those of torch 2.13. On a real
-GPU install() pretends nothing; the same names then report what happens on that GPU.
-"""
+A process has one device with one stream; collectives use gloo. It shows nothing about speed, the
+order of several streams, real kernels, or NCCL. Indices into tables of C++ methods are those of
+torch 2.13. On a real GPU install() pretends nothing; the same names then report what happens on
+that GPU."""
 
 import collections
 import contextlib
@@ -73,7 +75,8 @@ def address(x):
 def to_device(host):
     """A device tensor on the memory of a host tensor."""
     use(nbytes(host.untyped_storage()))
-    weakref.finalize(host, use, -nbytes(host.untyped_storage()))  # it lives as long as the storage made here
+    # it lives as long as the storage made here
+    weakref.finalize(host, use, -nbytes(host.untyped_storage()))
     capsule = torch.utils.dlpack.to_dlpack(host)
     ctypes.c_int64.from_address(pointer(capsule, b"dltensor") + 8).value = 2  # CUDA, index 0
     x = torch._C._from_dlpack(capsule)
@@ -86,7 +89,9 @@ def to_host(x):
     storage = x.untyped_storage()
     if storage._cdata in freed and x.numel():
         raise RuntimeError(f"the memory of {tuple(x.shape)} {x.dtype} was freed")
-    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), HOST, nbytes(storage))
+    memory = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), HOST, nbytes(storage)
+    )
     return torch.empty(0, dtype=x.dtype).set_(memory, x.storage_offset(), x.shape, x.stride())
 
 
@@ -94,7 +99,9 @@ def view(x, like):
     """A view of x's storage with the dtype, shape, strides and offset of a host tensor."""
     out = x.detach()
     if x.dtype != like.dtype:
-        out = out.as_strided_((nbytes(x.untyped_storage()) // x.itemsize,), (1,), 0).view(like.dtype)
+        out = out.as_strided_((nbytes(x.untyped_storage()) // x.itemsize,), (1,), 0).view(
+            like.dtype
+        )
     return out.as_strided_(like.shape, like.stride(), like.storage_offset())
 
 
@@ -116,7 +123,8 @@ def wait(what):
 
 
 def arrive(place=None):
-    """Completes copies, or only those to this place in pinned memory, which the device is about to read."""
+    """Completes copies, or only those to this place in pinned memory, which the device is about to
+    read."""
     for pair in [pair for pair in late if place in (None, address(pair[0]))]:
         late[:] = [other for other in late if other is not pair]
         pair[0].copy_(pair[1])
@@ -133,11 +141,21 @@ def pinning(make):
     return lambda *x, pin_memory=False, **y: pin(make(*x, **y)) if pin_memory else make(*x, **y)
 
 
-# ---- Operations --------------------------------------------------------------------------------------------
+# ---- Operations ----------------------------------------------------------------------------------
 
-# operations whose result the host must know; with indices; that accept numbers (0-dim tensors) on the host
-ASKS = "_local_scalar_dense nonzero masked_select equal _unique2 unique_dim unique_consecutive".split()
-INDEXES = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put")
+# operations whose result the host must know; with indices; that accept numbers (0-dim tensors) on
+# the host
+ASKS = (
+    "_local_scalar_dense nonzero masked_select equal _unique2 unique_dim unique_consecutive".split()
+)
+INDEXES = (
+    "index",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+    "_unsafe_index",
+    "_unsafe_index_put",
+)
 NUMBERS = ("_foreach", "_fused", "index_put", "_index_put", "fill_", "masked_fill", "where")
 
 
@@ -150,7 +168,9 @@ def kernel(op, *args, **kwargs):
     for x in tensors:
         if not (x.is_cuda or any(x is i for i in indices) or (numbers and x.dim() == 0)):
             words = f"{op} got {tuple(x.shape)} {x.dtype} on the host"
-            raise RuntimeError(f"Expected all tensors to be on the same device, cuda:0, but {words}")
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, cuda:0, but {words}"
+            )
     counted = name == "repeat_interleave" and kwargs.get("output_size") is None
     if name in ASKS or counted or any(x.dtype == torch.bool or not x.is_cuda for x in indices):
         wait(name)
@@ -158,7 +178,8 @@ def kernel(op, *args, **kwargs):
         raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
     hosts = {id(x): to_host(x) for x in tensors if x.is_cuda}
     outs = [kwargs.get(a.name) for a in op._schema.arguments if a.is_out]
-    grow = [x for x in tree_leaves(outs) if x is not None and not x.numel()]  # out= without a size yet
+    # out= without a size yet
+    grow = [x for x in tree_leaves(outs) if x is not None and not x.numel()]
     hosts |= {id(x): torch.empty(x.shape, dtype=x.dtype) for x in grow}
     on_host = lambda x: hosts.get(id(x), HOST if isinstance(x, torch.device) else x)
     given, named = tree_map(on_host, (args, kwargs))
@@ -204,7 +225,14 @@ def copy_(target, source, non_blocking=False):
 
 
 def to_copy(
-    x, *, dtype=None, layout=None, device=None, pin_memory=None, non_blocking=False, memory_format=None
+    x,
+    *,
+    dtype=None,
+    layout=None,
+    device=None,
+    pin_memory=None,
+    non_blocking=False,
+    memory_format=None,
 ):
     device = torch.device(device or x.device)
     if device.type == "meta":
@@ -234,21 +262,30 @@ def storage_resize(storage, size):
 
 
 def sdpa(q, k, v, mask=None, dropout=0.0, causal=False, *, scale=None, enable_gqa=False):
-    written_out = torch.ops.aten._scaled_dot_product_attention_math  # it adds the mask to the scores
+    # it adds the mask to the scores
+    written_out = torch.ops.aten._scaled_dot_product_attention_math
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     return written_out(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa)[0]
 
 
 def flash(grad, q, k, v, cu_q, cu_k, longest_q, longest_k, causal, scale, left, right):
-    """Attention of packed rows (T,H,D), aligned at the end -> [out, logsumexp], or the gradients."""
-    assert q.dtype == k.dtype == v.dtype == torch.bfloat16 and cu_q.dtype == cu_k.dtype == torch.int32
-    assert q.shape[-1] % 8 == 0 and all(x.is_cuda and x.stride(-1) == 1 for x in (q, k, v, cu_q, cu_k))
+    """Attention of packed rows (T,H,D), aligned at the end -> [out, logsumexp], or the
+    gradients."""
+    assert (
+        q.dtype == k.dtype == v.dtype == torch.bfloat16 and cu_q.dtype == cu_k.dtype == torch.int32
+    )
+    assert q.shape[-1] % 8 == 0 and all(
+        x.is_cuda and x.stride(-1) == 1 for x in (q, k, v, cu_q, cu_k)
+    )
     assert isinstance(longest_q, int) and isinstance(longest_k, int) and (causal or right == 0)
     q, k, v, cu_q, cu_k = map(to_host, (q, k, v, cu_q, cu_k))
     assert (len(q), len(k)) == (cu_q[-1], cu_k[-1]) and cu_q.diff().max() <= longest_q
     (row_q, to_end_q), (row_k, to_end_k) = (
-        (row := torch.searchsorted(cu[1:], place := torch.arange(cu[-1]), right=True), cu[1:][row] - place)
+        (
+            row := torch.searchsorted(cu[1:], place := torch.arange(cu[-1]), right=True),
+            cu[1:][row] - place,
+        )
         for cu in (cu_q, cu_k)
     )
     back = to_end_k - to_end_q[:, None]  # distance from a query back to a key
@@ -260,11 +297,17 @@ def flash(grad, q, k, v, cu_q, cu_k, longest_q, longest_k, causal, scale, left, 
     scores = (q_ @ k_.mT * scale).masked_fill(~seen, -torch.inf)
     p = scores.softmax(-1)
     if grad is None:
-        return to_device((p @ v_).transpose(0, 1).to(q.dtype).contiguous()), to_device(scores.logsumexp(-1))
+        return to_device((p @ v_).transpose(0, 1).to(q.dtype).contiguous()), to_device(
+            scores.logsumexp(-1)
+        )
     g = to_host(grad).transpose(0, 1).float()
     of_scores = p * (g @ v_.mT - (g * (p @ v_)).sum(-1, keepdim=True)) * scale
-    of_k, of_v = ((x.mT @ y).unflatten(0, (-1, groups)).sum(1) for x, y in ((of_scores, q_), (p, g)))
-    return [to_device(x.transpose(0, 1).to(q.dtype).contiguous()) for x in (of_scores @ k_, of_k, of_v)]
+    of_k, of_v = (
+        (x.mT @ y).unflatten(0, (-1, groups)).sum(1) for x, y in ((of_scores, q_), (p, g))
+    )
+    return [
+        to_device(x.transpose(0, 1).to(q.dtype).contiguous()) for x in (of_scores @ k_, of_k, of_v)
+    ]
 
 
 def flash_forward(*args, scale=None, window_size_left=None, window_size_right=None, **_):
@@ -306,7 +349,7 @@ class Nccl(dist.ProcessGroupGloo):
         super().__init__(store, rank, size, timeout=options._timeout)
 
 
-# ---- What torch believes -----------------------------------------------------------------------------------
+# ---- What torch believes -------------------------------------------------------------------------
 
 
 class Stream:
@@ -328,22 +371,27 @@ class Stream:
 
 
 def answering(thing, answers):
-    """Address of a copy of a C++ object's method table; some methods in it (by index) return a constant."""
+    """Address of a copy of a C++ object's method table; some methods in it (by index) return a
+    constant."""
     table = ctypes.c_void_p.from_address(thing).value
     table = (ctypes.c_void_p * 60)(*(ctypes.c_void_p * 60).from_address(table))
     code = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     for method, x in answers.items():
         table[method] = ctypes.addressof(ctypes.c_char.from_buffer(code, code.tell()))
-        code.write(b"\xb8" + x.to_bytes(4, "little") + b"\x31\xd2\xc3")  # mov eax, x; xor edx, edx; ret
+        # mov eax, x; xor edx, edx; ret
+        code.write(b"\xb8" + x.to_bytes(4, "little") + b"\x31\xd2\xc3")
     kept.append([table, code])
     return ctypes.addressof(table)
 
 
 def believe():
-    """Tells torch's C++ that there is CUDA. A "device guard" knows the current device and stream (a CPU build
-    has none for CUDA, so this changes a copy of Meta's), and "hooks" say what there is."""
+    """Tells torch's C++ that there is CUDA. A "device guard" knows the current device and stream (a
+    CPU build has none for CUDA, so this changes a copy of Meta's), and "hooks" say what there
+    is."""
     library = lambda name: ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", name))
-    guards = (ctypes.c_void_p * 20).in_dll(library("libc10.so"), "_ZN3c104impl26device_guard_impl_registryE")
+    guards = (ctypes.c_void_p * 20).in_dll(
+        library("libc10.so"), "_ZN3c104impl26device_guard_impl_registryE"
+    )
     ones, zeros = dict.fromkeys((0, 1, 2, *range(5, 10), 14, 15), 1), dict.fromkeys((11, 12, 13), 0)
     guard = (ctypes.c_void_p * 2)(answering(guards[14], ones | zeros))
     guards[1] = ctypes.addressof(guard)
@@ -356,7 +404,8 @@ def believe():
 
 
 def watch():
-    """On a real GPU, counts waits like the pretended device, from torch's warnings about synchronization."""
+    """On a real GPU, counts waits like the pretended device, from torch's warnings about
+    synchronization."""
 
     def warned(message, *rest, **more):
         if "synchronizing CUDA operation" in str(message):
@@ -364,7 +413,8 @@ def watch():
 
     warnings.simplefilter("always")
     warnings.showwarning = warned
-    torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # cuBLAS allocates its workspace
+    # cuBLAS allocates its workspace
+    torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
     torch.cuda.set_sync_debug_mode("warn")
     choose = torch.cuda.set_device
     torch.cuda.set_device = lambda x: choose(x) or THREADS.add(threading.get_ident())
@@ -387,7 +437,9 @@ def install():
             aten.impl(name, function, "CUDA")
         aten.impl("scaled_dot_product_attention", sdpa, "AutogradCUDA")
         for name in torch._C._dispatch_get_all_op_names():
-            if name.startswith("c10d::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
+            if name.startswith("c10d::") and torch._C._dispatch_has_kernel_for_dispatch_key(
+                name, "CUDA"
+            ):
                 op = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
                 c10d.impl(name.removeprefix("c10d::"), collective(op), "CUDA", allow_override=True)
     distributed_c10d.is_nccl_available, distributed_c10d.ProcessGroupNCCL = (lambda: True), Nccl
@@ -412,11 +464,20 @@ def install():
     answers |= {"max_memory_allocated": lambda *_: used["peak"]}
     answers["mem_get_info"] = lambda *_: (MEMORY - allocated(), MEMORY)
     answers["reset_peak_memory_stats"] = lambda *_: used.update(peak=used["now"])
-    answers |= {"get_rng_state": lambda *_, **__: RANDOM.get_state(), "manual_seed": RANDOM.manual_seed}
-    answers |= {"set_rng_state": lambda x, *_, **__: RANDOM.set_state(x), "stream": lambda s: s or stream}
+    answers |= {
+        "get_rng_state": lambda *_, **__: RANDOM.get_state(),
+        "manual_seed": RANDOM.manual_seed,
+    }
+    answers |= {
+        "set_rng_state": lambda x, *_, **__: RANDOM.set_state(x),
+        "stream": lambda s: s or stream,
+    }
     answers |= {"manual_seed_all": RANDOM.manual_seed, "synchronize": stream.synchronize}
     answers |= {"Stream": Stream, "Event": Stream}
-    answers |= {"default_generators": (RANDOM,), "set_device": lambda _: THREADS.add(threading.get_ident())}
+    answers |= {
+        "default_generators": (RANDOM,),
+        "set_device": lambda _: THREADS.add(threading.get_ident()),
+    }
     for module in (cuda, cuda.memory, cuda.random, torch.accelerator, torch.accelerator.memory):
         for name, x in answers.items():
             if hasattr(module, name):

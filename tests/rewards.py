@@ -8,8 +8,11 @@ import zlib
 
 
 def right_digits(prompt, response, answer):
-    """The fraction of right digits, so that an actor that has hardly learned earns something in most rows."""
-    return sum(a == b for a, b in zip(response, answer, strict=False)) / max(len(response), len(answer))
+    """The fraction of right digits, so that an actor that has hardly learned earns something in
+    most rows."""
+    return sum(a == b for a, b in zip(response, answer, strict=False)) / max(
+        len(response), len(answer)
+    )
 
 
 def luck(prompt, response, answer, turns):
@@ -18,7 +21,8 @@ def luck(prompt, response, answer, turns):
 
 
 def points(prompt, response, answer, turns):
-    """A quarter of a point for each right digit of the second turn, minus 2.5, plus or minus 1.5 for luck."""
+    """A quarter of a point for each right digit of the second turn, minus 2.5, plus or minus 1.5
+    for luck."""
     right = sum(a == b for a, b in zip(turns[-1], answer, strict=False)) if len(turns) == 3 else 0
     return (right - 10) / 4 + (1.5 if turns[1:2] == ["+"] else -1.5)
 
@@ -30,12 +34,15 @@ def spins(prompt, response, answer):
 
 
 def faulty_reward(prompt, response, answer):
-    """Raises on some rows, returns nonsense on others and never returns on a third kind; no run may end."""
+    """Raises on some rows, returns nonsense on others and never returns on a third kind; no run may
+    end."""
     if prompt.startswith("1"):
         raise KeyError(prompt)
     while prompt.startswith("3"):
         pass
-    return "much" if prompt.startswith("2") else {"score": len(response) / 16, "length": len(response)}
+    return (
+        "much" if prompt.startswith("2") else {"score": len(response) / 16, "length": len(response)}
+    )
 
 
 def faulty_environment(prompt, response, answer):
@@ -46,7 +53,8 @@ def faulty_environment(prompt, response, answer):
 
 
 def forks(prompt, response, answer):
-    """right_digits, by a function that forks children which return, raise, exit, are killed or live on."""
+    """right_digits, by a function that forks children which return, raise, exit, are killed or live
+    on."""
     kind = zlib.crc32((prompt + response).encode()) % 6
     child = os.fork() if kind else -1
     if child == 0:

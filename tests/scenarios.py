@@ -31,7 +31,9 @@ from common import RANK, WORLD_SIZE
 from critic_fsdp import Config, Run
 
 ROWS = str(ROOT / "tests" / "rows.jsonl")
-LAYOUTS = {name: {"strategy": name} for name in ("fsdp2", "fsdp1", "none")} | {"ulysses": {"ulysses_size": 2}}
+LAYOUTS = {name: {"strategy": name} for name in ("fsdp2", "fsdp1", "none")} | {
+    "ulysses": {"ulysses_size": 2}
+}
 
 
 def make(**fields):
@@ -39,8 +41,8 @@ def make(**fields):
 
 
 def a_weight_may_be_used_on_one_rank_alone():
-    """Each rank sends its tokens to one of two experts. Gradients are those of a plain loop over the rank's
-    rows, all-reduced by hand; an expert that no rank uses still decays."""
+    """Each rank sends its tokens to one of two experts. Gradients are those of a plain loop over
+    the rank's rows, all-reduced by hand; an expert that no rank uses still decays."""
     mlp = modeling_qwen2.Qwen2MLP
     expert = 0
 
@@ -84,10 +86,16 @@ def it_does_not_matter_who_has_a_row():
     """Values, weights and metrics of two updates are equal, also if one rank has all rows."""
     batch = random_batch(13, vocab_size=60, prompts=4)
     order = torch.randperm(13, generator=torch.Generator().manual_seed(1)).tolist()
-    for fields in ({}, {"ulysses_size": 2, "shuffle": False}, {"strategy": "none", "value_places": (0.5,)}):
+    for fields in (
+        {},
+        {"ulysses_size": 2, "shuffle": False},
+        {"strategy": "none", "value_places": (0.5,)},
+    ):
         seen = []
         for cut in (4, 0, 13):  # some, none and all of the rows are on the last rank
-            worker = make(ppo_mini_batch_size=5, ppo_epochs=2, ppo_max_token_len_per_gpu=64, **fields)
+            worker = make(
+                ppo_mini_batch_size=5, ppo_epochs=2, ppo_max_token_len_per_gpu=64, **fields
+            )
             own = batch.select(order[cut:] if RANK == 0 else order[:cut])
             metrics = [worker.update_critic(own) for _ in range(2)]
             values = critic_fsdp.compute_together(worker, batch)
@@ -101,14 +109,17 @@ def it_does_not_matter_who_has_a_row():
             for ours, other in zip(metrics, theirs):
                 assert ours.keys() == other.keys()
                 for name, x in ours.items():
-                    assert name.startswith("perf/") or other[name] == pytest.approx(x, rel=1e-12), name
+                    assert name.startswith("perf/") or other[name] == pytest.approx(x, rel=1e-12), (
+                        name
+                    )
 
 
 def whitening_is_over_all_ranks():
     """masked_whiten on the ranks' parts equals the formula over the whole."""
     batch = random_batch(16)
     mask = batch.response_mask
-    x = torch.where(mask, 5 + RANK * batch.returns, math.nan)  # moments differ by rank; NaN does not count
+    # moments differ by rank; NaN does not count
+    x = torch.where(mask, 5 + RANK * batch.returns, math.nan)
     parts = common.of_all_ranks(x[mask])
     whole = torch.cat(parts)
     expected = (parts[RANK] - whole.mean()) / (whole.var() + 1e-8).sqrt()
@@ -124,7 +135,10 @@ def gradients_of_bfloat16_are_reduced_in_float32():
         sent = {"reduce": set(), "gather": set()}
         with pytest.MonkeyPatch.context() as patch:
             for name in names.split():
-                function, dtypes = getattr(dist, name, None), sent["gather" if "gather" in name else "reduce"]
+                function, dtypes = (
+                    getattr(dist, name, None),
+                    sent["gather" if "gather" in name else "reduce"],
+                )
 
                 def noted(*args, function=function, dtypes=dtypes, **kwargs):
                     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
@@ -143,7 +157,9 @@ def gathered_weights_are_let_go():
     worker = make()
     modules = [m for m in worker.critic.model.modules() if isinstance(m, FSDPModule)]
     worker.compute_values(batch)
-    assert len(modules) == 4 and all(m._get_fsdp_state()._fsdp_param_group.is_sharded for m in modules)
+    assert len(modules) == 4 and all(
+        m._get_fsdp_state()._fsdp_param_group.is_sharded for m in modules
+    )
     worker = make(strategy="fsdp1")
     worker.compute_values(batch)
     flat = [handle.flat_param for handle in worker.critic.model._all_handles]
@@ -170,7 +186,12 @@ def the_plan_is_what_a_rank_holds():
         assert parts.keys() == planned.keys()
         for part, tensors in parts.items():  # shares differ slightly, where sizes do not divide
             mean = sum(common.of_all_ranks(sum(map(local, tensors)))) / WORLD_SIZE
-            assert math.isclose(mean, planned[part], rel_tol=1e-3), (layout, part, mean, planned[part])
+            assert math.isclose(mean, planned[part], rel_tol=1e-3), (
+                layout,
+                part,
+                mean,
+                planned[part],
+            )
 
 
 class Pair(torch.optim.Optimizer):
@@ -197,8 +218,8 @@ def muon_and_adamw(named):
 
 
 def an_optimizer_of_a_fork_steps_as_on_whole_weights(folder):
-    """Ranks that shard the weights make the step of one rank that has them all, and a checkpoint holds the
-    state. Muon multiplies in bfloat16, so that its steps differ in rounding."""
+    """Ranks that shard the weights make the step of one rank that has them all, and a checkpoint
+    holds the state. Muon multiplies in bfloat16, so that its steps differ in rounding."""
     kinds = {
         "sgd": (1e-4, lambda named: torch.optim.SGD(named.values(), 1e-3, momentum=0.9)),
         "rmsprop": (1e-3, lambda named: torch.optim.RMSprop(named.values(), 1e-3)),
@@ -230,7 +251,9 @@ def an_optimizer_of_a_fork_steps_as_on_whole_weights(folder):
         again.critic.optimizer = build(dict(again.critic.model.named_parameters()))
         again.load_checkpoint(f"{folder}/{kind}")
         again.update_critic(batch)
-        assert all(torch.equal(x, after[name]) for name, x in full_weights(again.critic).items()), kind
+        assert all(torch.equal(x, after[name]) for name, x in full_weights(again.critic).items()), (
+            kind
+        )
 
 
 VARIANTS = {
@@ -243,8 +266,14 @@ VARIANTS = {
 
 
 def one_gradient(model, folder=None, **fields):
-    """(worker, weights, values, metrics and gradient of one mini-batch). folder: a checkpoint to load."""
-    options = {"ppo_mini_batch_size": 256, "lr_warmup_steps": 0, "lr": 0.01, "ppo_max_token_len_per_gpu": 60}
+    """(worker, weights, values, metrics and gradient of one mini-batch). folder: a checkpoint to
+    load."""
+    options = {
+        "ppo_mini_batch_size": 256,
+        "lr_warmup_steps": 0,
+        "lr": 0.01,
+        "ppo_max_token_len_per_gpu": 60,
+    }
     worker = make(model=str(model), **{**options, **fields})
     if folder:
         worker.load_checkpoint(folder)
@@ -256,12 +285,17 @@ def one_gradient(model, folder=None, **fields):
 
 
 def heads_and_adapters(model, folder, out):
-    """Runs every variant on every layout from a checkpoint of one rank; saves the results and checkpoints."""
+    """Runs every variant on every layout from a checkpoint of one rank; saves the results and
+    checkpoints."""
     results = {}
     folder = pathlib.Path(folder)
     for variant in VARIANTS:
         for layout, more in LAYOUTS.items():
-            fields = {**VARIANTS[variant], "gradient_checkpointing": layout in ("fsdp1", "ulysses"), **more}
+            fields = {
+                **VARIANTS[variant],
+                "gradient_checkpointing": layout in ("fsdp1", "ulysses"),
+                **more,
+            }
             worker, results[variant, layout] = one_gradient(model, folder / variant, **fields)
         worker.save_checkpoint(folder / f"{variant} of {WORLD_SIZE}")
     if RANK == 0:
@@ -269,7 +303,8 @@ def heads_and_adapters(model, folder, out):
 
 
 def images_on_every_layout(out, model, other):
-    """Saves results of layouts on rows with images. Models differ in how the tower's output is sliced."""
+    """Saves results of layouts on rows with images. Models differ in how the tower's output is
+    sliced."""
     from test_vision import LAYOUTS, PARTS, results_of
 
     some = {name: LAYOUTS[name] for name in ("fsdp1", "ulysses", "ulysses, frozen")}
@@ -289,7 +324,10 @@ def bad_input_ends_every_rank(folder):
         ({"tokenizer": folder}, {}, "--tokenizer"),
         ({"model": folder}, {}, "--model"),
         (
-            {"ulysses_size": 2, "override_config": '{"num_attention_heads": 1, "num_key_value_heads": 1}'},
+            {
+                "ulysses_size": 2,
+                "override_config": '{"num_attention_heads": 1, "num_key_value_heads": 1}',
+            },
             {},
             "attention heads",
         ),
@@ -311,7 +349,8 @@ def bad_input_ends_every_rank(folder):
 
 
 def what_a_rank_does_not_see_is_an_error_on_all(folder):
-    """A save without the files of another rank leaves no checkpoint, and a folder must exist on all ranks."""
+    """A save without the files of another rank leaves no checkpoint, and a folder must exist on all
+    ranks."""
     exists = common.exists
     for blind in range(WORLD_SIZE):
         with refused(f"--out-dir: rank {blind} does not see all of {folder}/step_1.tmp"):

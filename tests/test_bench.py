@@ -17,8 +17,20 @@ def test_nothing_is_lost():
 
 
 def test_contestants_compute_the_same_values():
-    """Both critics, with and without shared prompts, the bare loop, and verl where it is installed."""
-    work = ("--model", "tiny", "--mix", "long-prompt", "--rows", "8", "--answers", "4", "--rounds", "1")
+    """Both critics, with and without shared prompts, the bare loop, and verl where it is
+    installed."""
+    work = (
+        "--model",
+        "tiny",
+        "--mix",
+        "long-prompt",
+        "--rows",
+        "8",
+        "--answers",
+        "4",
+        "--rounds",
+        "1",
+    )
     out = succeeded(run(sys.executable, ROOT / "tests" / "bench.py", *work))
     lines = dict(re.findall(r"^\| (\w+(?: \w+)?) \| .* \| (\S+) \|$", out, flags=re.M))
     assert lines.keys() >= {"bare", "fsdp", "megatron", "fsdp alone", "megatron alone"}, out
@@ -26,7 +38,8 @@ def test_contestants_compute_the_same_values():
 
 
 def test_ablations_compare_runs_of_one_seed(tmp_path, capsys):
-    """The table of finished runs: means, standard errors, differences from the first row by seed."""
+    """The table of finished runs: means, standard errors, differences from the first row by
+    seed."""
     for name, means in zip(ablations.PPO, ([0.1, 0.3], [0.4, 0.7], *[[0.0, 0.0]] * 99)):
         for seed, x in zip((101, 102), means):
             (folder := tmp_path / f"{name}, {seed}").mkdir()
@@ -37,21 +50,27 @@ def test_ablations_compare_runs_of_one_seed(tmp_path, capsys):
     ablations.ablations(tmp_path, seeds=2, steps=2)
     row = f"| {[*ablations.PPO][1]} | 0.550 +- 0.150 | 1.050 +- 0.150 | 0.350 +- 0.050 | 0.55 |\n"
     assert row in capsys.readouterr().out and (tmp_path / "ablations.png").exists()
-    end = lambda x: [{"eval/auc": 9}, dict.fromkeys(("eval/explained_var", "eval/auc", "eval/vf_loss"), x)]
+    end = lambda x: [
+        {"eval/auc": 9},
+        dict.fromkeys(("eval/explained_var", "eval/auc", "eval/vf_loss"), x),
+    ]
     ablations.table_of_pretraining({"a": [end(0.1), end(0.3)], "b": [end(0.4), end(0.7)]})
     row = "| b | 0.550 +- 0.150 | 0.350 +- 0.050 | 0.550 +- 0.150 | 0.550 +- 0.150 |\n"
     assert row in capsys.readouterr().out
 
 
 def test_task_of_digits(tmp_path, capsys, monkeypatch):
-    """The teacher errs at the stated rate, the reward is as documented, and a short run makes a table."""
+    """The teacher errs at the stated rate, the reward is as documented, and a short run makes a
+    table."""
     tokenizer = common.char_tokenizer()
     hits = []
     for row in map(json.loads, digits.rows(400, 7, "test", tokenizer)):
         turns = [tokenizer.decode(row["response_ids"][i:j]) for i, j in ((0, 3), (4, 5), (5, -1))]
         assert rewards.luck(row["prompt"], "", "", turns[:1]) == turns[1]
         right = sum(a == b for a, b in zip(row["answer"], turns[2], strict=True))
-        assert rewards.points("", "", row["answer"], turns) == right / 4 - (1 if turns[1] == "+" else 4)
+        assert rewards.points("", "", row["answer"], turns) == right / 4 - (
+            1 if turns[1] == "+" else 4
+        )
         hits.append(right / digits.LENGTH)
     assert abs(sum(hits) / len(hits) - (0.25 + 0.75 * digits.RIGHT)) < 0.03
     monkeypatch.setattr(ablations, "DIGITS", dict([list(ablations.DIGITS.items())[5]]))

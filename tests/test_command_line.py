@@ -1,4 +1,5 @@
-"""The critics on the command line: flags, errors, resuming, the same numbers on any number of ranks."""
+"""The critics on the command line: flags, errors, resuming, the same numbers on any number of
+ranks."""
 
 import dataclasses
 import itertools
@@ -28,7 +29,10 @@ GOOD = {"prompt": "1+1=", "response": "2", "reward": 1.0}
 
 def start(out_dir, flags, ranks=1, **paths):
     """Runs critic_fsdp.py on this number of ranks. paths: flags whose values may contain blanks."""
-    named = [(f"--{name.replace('_', '-')}", path) for name, path in {**paths, "out_dir": out_dir}.items()]
+    named = [
+        (f"--{name.replace('_', '-')}", path)
+        for name, path in {**paths, "out_dir": out_dir}.items()
+    ]
     command = [SCRIPT, *flags.split(), *itertools.chain(*named)]
     return torchrun(ranks, *command) if ranks > 1 else run(sys.executable, *command)
 
@@ -43,12 +47,15 @@ def test_help_explains_every_flag_without_importing_torch(script):
     sections = help_of(process.stdout)
     titles = "rows, run, returns, model, layout, precision and kernels, batches, loss, optimizer"
     assert ", ".join(sections) == titles
-    assert all(len(words) > 7 and "----" not in words for x in sections.values() for words in x.values())
+    assert all(
+        len(words) > 7 and "----" not in words for x in sections.values() for words in x.values()
+    )
     fields = (*dataclasses.fields(script.Run), *dataclasses.fields(script.Config))
     ours = {"--" + field.name.replace("_", "-") for field in fields if field.name != "critic"}
     assert {flag for x in sections.values() for flag in x} == ours
     assert (
-        sections["optimizer"]["--weight-decay"] == "AdamW's decoupled decay, on every weight (default: 0.01)"
+        sections["optimizer"]["--weight-decay"]
+        == "AdamW's decoupled decay, on every weight (default: 0.01)"
     )
 
 
@@ -104,7 +111,8 @@ def test_impossible_flags_and_missing_models_are_named(message, flags):
 
 
 def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
-    """In a flag, a row (on two ranks), a budget, a folder; if training diverges; if a flag does not exist."""
+    """In a flag, a row (on two ranks), a budget, a folder; if training diverges; if a flag does not
+    exist."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({**GOOD, "reward": math.nan}))
     out = tmp_path / "out"
@@ -119,7 +127,9 @@ def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
         # attention scores overflow; at far larger rates values may be finite, depending on the CPU
         (start(out, "--lr 1e15 --grad-clip inf --steps 50", rollouts=ROWS), diverged),
     ):
-        assert process.returncode == 2 and re.fullmatch(f"error: {said}\n", process.stderr), process.stderr
+        assert process.returncode == 2 and re.fullmatch(f"error: {said}\n", process.stderr), (
+            process.stderr
+        )
     for rank, said in (("0", 1), ("1", 0)):
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
@@ -129,27 +139,40 @@ def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
 
 
 def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
-    """Every metric of every step on 2 and 4 ranks equals one process to a relative 1e-5. Only three updates
-    of two steps each, because rounding grows along a run: AdamW divides by numbers that may be almost 0."""
+    """Every metric of every step on 2 and 4 ranks equals one process to a relative 1e-5. Only three
+    updates
+    of two steps each, because rounding grows along a run: AdamW divides by numbers that may be
+    almost 0."""
     padded = "--strategy fsdp1 --no-use-remove-padding --ppo-max-token-len-per-gpu 300"
-    layouts = {"one": (1, ""), "padded": (2, padded), "ulysses": (4, "--ulysses-size 2 --fsdp-size 2")}
+    layouts = {
+        "one": (1, ""),
+        "padded": (2, padded),
+        "ulysses": (4, "--ulysses-size 2 --fsdp-size 2"),
+    }
     # signed statistics of values of about 1 are compared on the scale of 1, the others relatively
     signed = re.compile("mean|min|max|explained|auc").search
     first = None
     for name, (ranks, flags) in layouts.items():
-        flags += " --lr 1e-4 --steps 3 --eval-every 3 --ppo-mini-batch-size 64 --train-batch-size 128"
+        flags += (
+            " --lr 1e-4 --steps 3 --eval-every 3 --ppo-mini-batch-size 64 --train-batch-size 128"
+        )
         succeeded(start(tmp_path / name, flags, ranks, rollouts=ROWS, eval_rollouts=HELD_OUT))
         metrics = metrics_of(tmp_path / name)
         first = first or metrics
         assert metrics.keys() == first.keys()
-        scales = {key: max(abs(x or 0.0), 1.0 if signed(key[1]) else 1e-12) for key, x in first.items()}
-        differences = {k: abs(x - first[k]) / scales[k] for k, x in metrics.items() if first[k] is not None}
+        scales = {
+            key: max(abs(x or 0.0), 1.0 if signed(key[1]) else 1e-12) for key, x in first.items()
+        }
+        differences = {
+            k: abs(x - first[k]) / scales[k] for k, x in metrics.items() if first[k] is not None
+        }
         worst = max(differences, key=differences.get)
         assert differences[worst] < 1e-5, (name, worst, differences[worst])
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    """In the same folder, metrics of later steps are written again, and their checkpoint is set aside."""
+    """In the same folder, metrics of later steps are written again, and their checkpoint is set
+    aside."""
 
     def go(out_dir="out", steps=6, **paths):
         flags = f"--steps {steps} --eval-every 2 --save-every 4 --ppo-mini-batch-size 32"
@@ -166,15 +189,25 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert {p.name for p in folder.iterdir()} == {"step_4", "step_6", "step_6.old"}
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert metrics_of(tmp_path / "out") == whole and sum("critic/vf_loss" in x for x in lines) == 6
-    score = ("--score", HELD_OUT, "--model", tmp_path / "out" / "hf", "--out-dir", tmp_path / "scored")
+    score = (
+        "--score",
+        HELD_OUT,
+        "--model",
+        tmp_path / "out" / "hf",
+        "--out-dir",
+        tmp_path / "scored",
+    )
     said = succeeded(run(sys.executable, SCRIPT, *score, "--resume", folder / "step_4"))
     assert f"explained variance {whole[4, 'eval/explained_var']:.3f}" in said  # not that of step 6
     late = go("late", 3, resume=folder / "step_4")
-    assert late.returncode == 2 and "--steps 3" in late.stderr and "has made 4 already" in late.stderr
+    assert (
+        late.returncode == 2 and "--steps 3" in late.stderr and "has made 4 already" in late.stderr
+    )
 
 
 def test_returns_from_lambda_and_truncation(tmp_path):
-    """The script trains on GAE of the rows' rewards and the critic's values, according to its flags."""
+    """The script trains on GAE of the rows' rewards and the critic's values, according to its
+    flags."""
     batch = random_batch(12, vocab_size=60, idle=False)
     rows = tmp_path / "rows.jsonl"
     ppo_loop.write_jsonl(batch, str(rows))
@@ -194,10 +227,12 @@ def test_returns_from_lambda_and_truncation(tmp_path):
     assert batch.truncated.any() and not torch.equal(returns, common.gae(*columns, 0.9, 0.5)[1])
 
 
-@pytest.mark.parametrize("folder, left", [("step_2", [0, 1, 2, 4]), ("step_2/critic", [4]), (None, [4])])
+@pytest.mark.parametrize(
+    "folder, left", [("step_2", [0, 1, 2, 4]), ("step_2/critic", [4]), (None, [4])]
+)
 def test_a_folder_holds_one_run(folder, left, tmp_path):
-    """A run sets aside what it finds in its out_dir and does not continue; it never mixes runs. The critic of
-    a PPO run counts as another run."""
+    """A run sets aside what it finds in its out_dir and does not continue; it never mixes runs. The
+    critic of a PPO run counts as another run."""
     for step in range(1, 5):
         (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
         (tmp_path / "rollouts").mkdir(exist_ok=True)
@@ -220,26 +255,42 @@ def test_a_folder_holds_one_run(folder, left, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert board.Tags()["scalars"] == ["critic/vf_loss"] and board.Scalars("critic/vf_loss")[0].value == 0.5
+    assert (
+        board.Tags()["scalars"] == ["critic/vf_loss"]
+        and board.Scalars("critic/vf_loss")[0].value == 0.5
+    )
 
 
 def test_both_critics_score_rows_like_transformers(tmp_path):
-    """Text, and token ids of two turns, on one rank and on two. The file has blank lines and extra keys."""
+    """Text, and token ids of two turns, on one rank and on two. The file has blank lines and extra
+    keys."""
     tokenizer = common.char_tokenizer()
-    config = transformers.Qwen2Config(**common.tiny_config("tiny-qwen2", len(tokenizer)), num_labels=1)
+    config = transformers.Qwen2Config(
+        **common.tiny_config("tiny-qwen2", len(tokenizer)), num_labels=1
+    )
     judge = transformers.AutoModelForTokenClassification.from_config(config).eval()
     for part in (judge, tokenizer):
         part.save_pretrained(tmp_path / "hf")
-    rows = [{**GOOD, "response": answer, "reward": float(answer == "2"), "my": [answer]} for answer in "2345"]
+    rows = [
+        {**GOOD, "response": answer, "reward": float(answer == "2"), "my": [answer]}
+        for answer in "2345"
+    ]
     for ids, mask in (([3, 5], [0, 0, 0]), ([3, 4], [0, 1, 1])):  # the first row has no action
-        rows.append({"prompt_ids": ids, "response_ids": [9, 8, 7], "response_mask": mask, "reward": 0})
+        rows.append(
+            {"prompt_ids": ids, "response_ids": [9, 8, 7], "response_mask": mask, "reward": 0}
+        )
     (file := tmp_path / "my rows.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
     near = lambda x: pytest.approx(x, abs=1e-5)
     lasts = []
     for row in rows:
         prompt = row.get("prompt_ids") or tokenizer.encode(row["prompt"])
-        response = row.get("response_ids") or [*tokenizer.encode(row["response"]), tokenizer.eos_token_id]
-        logits = judge(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1, 0].tolist()
+        response = row.get("response_ids") or [
+            *tokenizer.encode(row["response"]),
+            tokenizer.eos_token_id,
+        ]
+        logits = (
+            judge(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1, 0].tolist()
+        )
         values = [v * acts for v, acts in zip(logits, row.get("response_mask", [1, 1]))]
         row |= {"values": near(values), "last_value": near(values[-1]), "rank": 1}
         lasts.append(values[-1])
@@ -253,15 +304,27 @@ def test_both_critics_score_rows_like_transformers(tmp_path):
         said = succeeded(torchrun(2 if layout else 1, ROOT / f"critic_{kind}.py", *flags))
         assert common.read_lines(out / "scored.jsonl") == rows
         assert f"best of n {best:.3f}, mean of n 0.250, oracle of n 1.000\n" in said
-        refused = run(sys.executable, ROOT / f"critic_{kind}.py", *flags[:2], "--out-dir", tmp_path / "none")
-        assert refused.returncode == 2 and "--model tiny-qwen2: holds no trained value head" in refused.stderr
+        refused = run(
+            sys.executable, ROOT / f"critic_{kind}.py", *flags[:2], "--out-dir", tmp_path / "none"
+        )
+        assert (
+            refused.returncode == 2
+            and "--model tiny-qwen2: holds no trained value head" in refused.stderr
+        )
 
 
 def test_updates_that_are_skipped_are_counted_and_end_the_run(tmp_path):
-    made, skipped = ({"critic/values_mean": 0.1, "critic/grad_norm": norm} for norm in (1.0, math.nan))
+    made, skipped = (
+        {"critic/values_mean": 0.1, "critic/grad_norm": norm} for norm in (1.0, math.nan)
+    )
     idle = {"critic/grad_norm": math.nan}  # no row had an action
     logger = common.Logger(str(tmp_path), {}, 0, None)
-    for metrics, expected in ((skipped, 1), (made, 0), (idle, 0), *((skipped, n) for n in range(1, 10))):
+    for metrics, expected in (
+        (skipped, 1),
+        (made, 0),
+        (idle, 0),
+        *((skipped, n) for n in range(1, 10)),
+    ):
         logger.check_progress(metrics)
         assert logger.skipped == expected
     with pytest.raises(UserError, match="10 updates in a row were skipped"):

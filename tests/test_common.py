@@ -1,8 +1,8 @@
-"""Tests common.py against verl's recorded numbers, plain loops in float64, and properties that must hold.
+"""Tests common.py against verl's recorded numbers, plain loops in float64, and properties that must
+hold.
 
-The same for the policy formulas that ppo_loop.py shares with verl, and for micro-batches, which both critics
-cut by the same functions, as test_critic_megatron.py asserts.
-"""
+The same for the policy formulas that ppo_loop.py shares with verl, and for micro-batches, which
+both critics cut by the same functions, as test_critic_megatron.py asserts."""
 
 import dataclasses
 import inspect
@@ -54,10 +54,11 @@ def test_numbers_on_a_line_are_readable():
     assert shown == ["< -99", "-98.50", "0.00", "1.00", "--"]
 
 
-# ---- Padded tensors ----------------------------------------------------------------------------------------
+# ---- Padded tensors ------------------------------------------------------------------------------
 
 X = math.nan
-PADDED = {  # prompts padded on the left, responses on the right, and the second one in its middle, too
+# prompts padded on the left, responses on the right, and the second one in its middle, too
+PADDED = {
     "input_ids": [[9, 9, 1, 2, 3, 4, 5, 9], [9, 1, 2, 3, 9, 4, 9, 9]],
     "attention_mask": [[0, 0, 1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 1, 0, 0]],
     "response_mask": [[0, 0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 1, 0, 0, 0, 0]],
@@ -85,8 +86,14 @@ def test_columns_of_the_responses_alone_and_rewards_of_rows():
     for columns in (6, 7):
         narrow = {name: [row[-columns:] for row in PADDED[name]] for name in names}
         part = common.from_padded(**{**PADDED, **narrow})
-        assert all(torch.equal(x, getattr(part, name)) for name, x in vars(whole).items() if x is not None)
-    last = {"rewards": [3.0, 4.0], "response_mask": [PADDED["response_mask"][0], [0] * 8], "row_id": [7, 5]}
+        assert all(
+            torch.equal(x, getattr(part, name)) for name, x in vars(whole).items() if x is not None
+        )
+    last = {
+        "rewards": [3.0, 4.0],
+        "response_mask": [PADDED["response_mask"][0], [0] * 8],
+        "row_id": [7, 5],
+    }
     batch = common.from_padded(**{**PADDED, **last})
     assert batch.token_level_rewards.tolist() == [0, 0, 0, 0, 3.0, 0, 0, 0, 0]
     assert batch.row_id.tolist() == [7, 5]
@@ -124,7 +131,7 @@ def test_numbers_of_another_batch_are_not_padded():
         common.to_padded(torch.zeros(8), PADDED["attention_mask"])
 
 
-# ---- PPO maths ---------------------------------------------------------------------------------------------
+# ---- PPO maths -----------------------------------------------------------------------------------
 
 
 def test_value_loss_equals_verl():
@@ -137,12 +144,16 @@ def test_value_loss_equals_verl():
         vpreds = flatten(case["vpreds"]).requires_grad_()
         weights = common.loss_weights(batch, mode, case["vpreds"].shape[1])
         columns = (batch.values, batch.returns, batch.response_mask, weights)
-        loss, clipped = common.value_loss(vpreds, *columns, float(clip) if float(clip) < 1e8 else None)
+        loss, clipped = common.value_loss(
+            vpreds, *columns, float(clip) if float(clip) < 1e8 else None
+        )
         loss.backward()
         # verl sums over sequences in the last mode
         times = int((batch.actions > 0).sum()) if mode == "seq-mean-token-sum-norm" else 1
         assert_close(loss * times, expected["loss"], rtol=1e-6, atol=1e-7)
-        assert_close(clipped / batch.response_mask.sum(), expected["clipfrac"], rtol=1e-6, atol=1e-7)
+        assert_close(
+            clipped / batch.response_mask.sum(), expected["clipfrac"], rtol=1e-6, atol=1e-7
+        )
         assert_close(vpreds.grad * times, flatten(expected["grad"]), rtol=1e-5, atol=1e-8)
 
 
@@ -182,7 +193,8 @@ def test_kl_and_its_coefficient_equal_verl():
 
 
 def plain_gae(tokens, gamma, lam, bootstrap):
-    """(advantage, return) of each (reward, value, is an action) token, by the textbook, in float64."""
+    """(advantage, return) of each (reward, value, is an action) token, by the textbook, in
+    float64."""
     out = [(0.0, 0.0)] * len(tokens)
     actions = [t for t, (_, _, acts) in enumerate(tokens) if acts]
     advantage = 0.0
@@ -208,7 +220,10 @@ def test_gae_equals_a_plain_loop(rows, gamma, lam, bootstrapped):
     tail_B = [bootstrap * bootstrapped for _, bootstrap in rows]
     rows = [[(0.0, 0.0, False), *tokens] for tokens, _ in rows]  # each begins with a prompt token
     expected = sum((plain_gae(row, gamma, lam, tail) for row, tail in zip(rows, tail_B)), [])
-    columns = [*map(torch.tensor, zip(*sum(rows, []))), common.cumulative(torch.tensor([*map(len, rows)]))]
+    columns = [
+        *map(torch.tensor, zip(*sum(rows, []))),
+        common.cumulative(torch.tensor([*map(len, rows)])),
+    ]
     found = common.gae(*columns, gamma, lam, torch.tensor(tail_B) if bootstrapped else None)
     expected = torch.tensor(expected, dtype=torch.float64).T
     assert_close(torch.stack(found).double(), expected, rtol=1e-6, atol=1e-5)
@@ -222,28 +237,37 @@ def test_masked_entries_never_count():
         v = torch.tensor([1.0, 2.0, 5.0], requires_grad=True)
         loss, clipped = common.value_loss(v, bad, bad, mask, mask / 2, clip)
         loss.backward()
-        assert loss.item() == 0.5 * (1 + 25) / 2 and v.grad.tolist() == [0.5, 0.0, 2.5] and clipped == 0
+        assert (
+            loss.item() == 0.5 * (1 + 25) / 2
+            and v.grad.tolist() == [0.5, 0.0, 2.5]
+            and clipped == 0
+        )
 
 
 def test_explained_variance_and_auc_are_not_always_defined():
-    """Small returns are told from rounding. For the other cases test_critic_fsdp.py has plain formulas."""
+    """Small returns are told from rounding. For the other cases test_critic_fsdp.py has plain
+    formulas."""
     small = 1e-4 * torch.tensor([1.0, 2.0, 3.0])
     assert common.explained_variance(small / 2, small) == pytest.approx(0.75)
     assert math.isnan(common.explained_variance(torch.zeros(3), 5 + torch.tensor([0.0, 5e-7, 0.0])))
     values, returns = torch.randn(2, 200, generator=torch.Generator().manual_seed(0))
     row = common.Batch.blank(200)
-    _, rounding = common.gae(row.token_level_rewards, values, row.response_mask, row.cu_seqlens, 0.9)
+    _, rounding = common.gae(
+        row.token_level_rewards, values, row.response_mask, row.cu_seqlens, 0.9
+    )
     for constant in (torch.ones(200), rounding, 1 + 1e-6 * returns, returns[:1]):
         assert math.isnan(common.explained_variance(values[1 : len(constant)], constant[1:]))
     labels = (values > 0).float()
     assert math.isnan(common.auc(values, labels * 0)) and math.isnan(common.auc(values / 0, labels))
 
 
-# ---- Batch and JSONL ---------------------------------------------------------------------------------------
+# ---- Batch and JSONL -----------------------------------------------------------------------------
 
 
 def assert_same(a, b):
-    for name in "input_ids cu_seqlens response_mask row_id truncated token_level_rewards values".split():
+    for (
+        name
+    ) in "input_ids cu_seqlens response_mask row_id truncated token_level_rewards values".split():
         x, y = (getattr(batch, name) for batch in (a, b))
         assert x is y is None or torch.equal(x, y), name
 
@@ -306,11 +330,18 @@ def test_jsonl_round_trip_is_exact(tmp_path_factory, seed, n):
 
 
 def test_a_folder_is_read_by_the_tokenizer_that_is_stored_in_it(tmp_path):
-    """transformers would give a Qwen2 folder Qwen2's own rules, by which each digit is a word of its own."""
-    core = tokenizers.Tokenizer(tokenizers.models.BPE({"1": 0, "2": 1, "12": 2, "$": 3}, [("1", "2")]))
+    """transformers would give a Qwen2 folder Qwen2's own rules, by which each digit is a word of
+    its own."""
+    core = tokenizers.Tokenizer(
+        tokenizers.models.BPE({"1": 0, "2": 1, "12": 2, "$": 3}, [("1", "2")])
+    )
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="$").save_pretrained(tmp_path)
-    transformers.AutoConfig.for_model(**common.tiny_config("tiny-qwen2", 4)).save_pretrained(tmp_path)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="$").save_pretrained(
+        tmp_path
+    )
+    transformers.AutoConfig.for_model(**common.tiny_config("tiny-qwen2", 4)).save_pretrained(
+        tmp_path
+    )
     assert transformers.AutoTokenizer.from_pretrained(tmp_path).encode("12") == [0, 1]
     tokenizer, _ = common.load_config(critic_fsdp.Config(model=str(tmp_path)))
     assert tokenizer.encode("12") == [2]
@@ -322,7 +353,11 @@ def test_text_and_chat_rows():
     tokenizer.chat_template = turns + "{% if add_generation_prompt %}>{% endif %}"
     rows = [
         {"prompt": "1+1=", "response": "2", "reward": 1},
-        {"messages": [{"role": "user", "content": "hi"}], "response": "ok\n", "rewards": [0, 0.5, 0, 1]},
+        {
+            "messages": [{"role": "user", "content": "hi"}],
+            "response": "ok\n",
+            "rewards": [0, 0.5, 0, 1],
+        },
         {"prompt": "a", "response": "bc", "reward": 2.0, "truncated": True, "extra": "ignored"},
         {"prompt": "a", "response": "bcd", "reward": 3, "response_mask": [1, 0, True, 0]},
         {"prompt": "a", "response": "b<eos>", "reward": True, "truncated": None},
@@ -341,29 +376,51 @@ def test_text_and_chat_rows():
 
 GOOD = {"prompt_ids": [1, 2], "response_ids": [3, 4], "reward": 1.0}
 IDLE = {**GOOD, "response_mask": [0, 0]}
-BAD_ROWS = {  # what is wrong -> how the row differs from GOOD (or the whole line), and words of the error
+# what is wrong -> how the row differs from GOOD (or the whole line), and words of the error
+BAD_ROWS = {
     "not json": ("{", "Invalid JSON: EOF while parsing an object"),
     "not utf-8": (b'{"prompt": "\xff"}', "JSON"),
     "too deep": ("[" * 100_000, "JSON"),
     "no reward": ({"reward": None}, "one of reward, rewards; has none"),
-    "two prompts": ({"prompt": "a"}, "one of prompt, messages, prompt_ids; has prompt and prompt_ids"),
+    "two prompts": (
+        {"prompt": "a"},
+        "one of prompt, messages, prompt_ids; has prompt and prompt_ids",
+    ),
     "empty response that is truncated": (
         {"response_ids": None, "response": "", "truncated": True},
         "empty prompt or response",
     ),
-    "prompt of another type": ({"prompt_ids": None, "prompt": 7}, "prompt: must be a valid string, not 7"),
-    "no chat template": ({"prompt_ids": None, "messages": [{"role": "user", "content": "a"}]}, "template"),
-    "no content": ({"prompt_ids": None, "messages": [{"role": "user"}]}, "message 1: needs content"),
+    "prompt of another type": (
+        {"prompt_ids": None, "prompt": 7},
+        "prompt: must be a valid string, not 7",
+    ),
+    "no chat template": (
+        {"prompt_ids": None, "messages": [{"role": "user", "content": "a"}]},
+        "template",
+    ),
+    "no content": (
+        {"prompt_ids": None, "messages": [{"role": "user"}]},
+        "message 1: needs content",
+    ),
     "huge reward": ({"reward": 10**400}, "reward: must be a finite number"),
     "reward whose square is infinite": ({"reward": 1e30}, "reward: must be less"),
     "reward as text": ({"reward": "1"}, "reward: must be a valid number, not '1'"),
-    "NaN in rewards": ({"reward": None, "rewards": [0.0, math.nan]}, "rewards: must be a finite number"),
+    "NaN in rewards": (
+        {"reward": None, "rewards": [0.0, math.nan]},
+        "rewards: must be a finite number",
+    ),
     "rewards of another length": ({"reward": None, "rewards": [1.0]}, "rewards has 1 entries"),
     "mask of other things": ({"response_mask": [1, 2]}, "response_mask: must be"),
-    "id out of the vocabulary": ({"response_ids": [3, 50]}, "50 is outside the model's vocabulary of 50"),
+    "id out of the vocabulary": (
+        {"response_ids": [3, 50]},
+        "50 is outside the model's vocabulary of 50",
+    ),
     "negative id": ({"response_ids": [3, -1]}, "response_ids: must be"),
     "id beyond 64 bits": ({"response_ids": [3, 2**63]}, "response_ids: must be"),
-    "too long": ({"prompt_ids": [1] * 30}, "32 tokens, more than the model's max_position_embeddings, 20"),
+    "too long": (
+        {"prompt_ids": [1] * 30},
+        "32 tokens, more than the model's max_position_embeddings, 20",
+    ),
     "images": ({"images": ["a.png"]}, "images"),
 }
 
@@ -383,7 +440,9 @@ def test_a_bad_row_is_named_with_file_line_and_fault(name, tmp_path):
 
 def test_a_hint_is_read_before_the_prompt():
     rows = [{"prompt": "1+1=", "response": "2", "reward": 1.0, "rubric": x} for x in ("two", 7)]
-    plain = [row | {"prompt": f"For the critic only: {row['rubric']}\n{row['prompt']}"} for row in rows]
+    plain = [
+        row | {"prompt": f"For the critic only: {row['rubric']}\n{row['prompt']}"} for row in rows
+    ]
     read = partial(common.read_rows, tokenizer=common.char_tokenizer())
     assert_same(read(map(json.dumps, rows), hint_key="rubric"), read(map(json.dumps, plain)))
     with refused("toy:1: no 'gold', which --privileged-key names, among its keys prompt, response"):
@@ -401,7 +460,7 @@ def test_a_file_with_nothing_to_learn_is_refused(text, fault, tmp_path):
         common.read_rows(str(path), None)
 
 
-# ---- Partitioning ------------------------------------------------------------------------------------------
+# ---- Partitioning --------------------------------------------------------------------------------
 
 sizes = st.lists(st.integers(1, 60), max_size=40)
 
@@ -416,7 +475,9 @@ def test_each_pass_has_every_row_once_and_groups_stay_together(prompts, size, nu
     rows = common.concat([common.Batch.blank(3)] * len(prompts))
     rows.input_ids[::3] = torch.tensor(prompts)
     groups = rows.groups()
-    assert [{prompts[i] for i in group} for _, group in groups] == [{x} for x in dict.fromkeys(prompts)]
+    assert [{prompts[i] for i in group} for _, group in groups] == [
+        {x} for x in dict.fromkeys(prompts)
+    ]
     pieces = math.ceil(len(prompts) / size)
     steps = range(number * pieces, (number + 1) * pieces)
     seen = [common.rows_of_step(step, groups, size, 0) for step in steps]
@@ -431,17 +492,21 @@ def test_spread_is_a_partition_within_the_bounds_of_longest_first(costs, k):
     parts = critic_fsdp.spread(costs, k)
     assert len(parts) == k and sorted(itertools.chain(*parts)) == list(range(len(costs)))
     fullest = max(loads(costs, parts)) - 1e-9
-    assert fullest <= sum(costs) / k + (1 - 1 / k) * max(costs, default=0)  # Graham 1966, for any greedy one
+    # Graham 1966, for any greedy one
+    assert fullest <= sum(costs) / k + (1 - 1 / k) * max(costs, default=0)
     if len(costs) <= 7 and k <= 3:  # Graham 1969, relative to the best partition
         choices = itertools.product(range(k), repeat=len(costs))
-        ways = ([[i for i, p in enumerate(choice) if p == j] for j in range(k)] for choice in choices)
+        ways = (
+            [[i for i, p in enumerate(choice) if p == j] for j in range(k)] for choice in choices
+        )
         assert fullest <= min(max(loads(costs, way)) for way in ways) * (4 / 3 - 1 / (3 * k))
 
 
 @settings(deadline=None)
 @given(data=st.data())
 def test_ranks_make_equally_many_micro_batches_within_the_token_budget(data):
-    """Every row is in one micro-batch, none exceeds the budget, and packed ones are half full on average."""
+    """Every row is in one micro-batch, none exceeds the budget, and packed ones are half full on
+    average."""
     lengths = data.draw(sizes)
     ranks, cap = (data.draw(st.integers(*ends)) for ends in ((1, 5), (60, 200)))
     pad = data.draw(st.booleans())
@@ -470,11 +535,12 @@ def test_many_rows_that_share_no_micro_batch_are_split_in_few_tries(monkeypatch)
     assert sum(map(bool, parts)) == 2000 and len(parts) <= 1.05 * 2000 + 1 and len(tries) < 200
 
 
-# ---- Attention over packed rows, FLOPs ---------------------------------------------------------------------
+# ---- Attention over packed rows, FLOPs -----------------------------------------------------------
 
 
 def plain_attention(q, k, v, scale, window, softcap, sinks):
-    """One sequence, query by query: q (H, L, D), k v (K, M, D); the queries stand at the last L places."""
+    """One sequence, query by query: q (H, L, D), k v (K, M, D); the queries stand at the last L
+    places."""
     out = torch.zeros_like(q)
     group = len(q) // len(k)
     for h, i in itertools.product(range(len(q)), range(q.shape[1])):
@@ -501,7 +567,9 @@ def draw_qkv(keys):
     """Random (1,4,T,8) queries and (1,2,T,8) keys and values, in float64."""
     g = torch.Generator().manual_seed(0)
     shapes = ((1, 4, sum(QUERIES), 8), (1, 2, sum(keys), 8), (1, 2, sum(keys), 8))
-    return [torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes
+    ]
 
 
 def a_layer(*kinds):
@@ -517,7 +585,9 @@ def test_packed_attention_equals_a_plain_loop(window, softcap, sinks, keys):
     inputs = draw_qkv(keys)
     s_aux = torch.arange(4.0, dtype=torch.float64).requires_grad_() if sinks else None
     common.Pack.layout = common.PackLayout(QUERIES, "cpu", keys)
-    out, _ = common.packed_attention(a_layer(), *inputs, None, 0.3, 0.0, window, softcap, s_aux=s_aux)
+    out, _ = common.packed_attention(
+        a_layer(), *inputs, None, 0.3, 0.0, window, softcap, s_aux=s_aux
+    )
     assert common.Pack.kernel == ("eager" if softcap or sinks else "sdpa")
     expected = plain_packed(*(x[0] for x in inputs), QUERIES, keys, 0.3, window, softcap, s_aux)
     assert_close(out[0].transpose(0, 1), expected, rtol=1e-6, atol=1e-6)
@@ -533,7 +603,12 @@ def test_packed_attention_refuses_options_that_it_would_ignore():
     encoder.is_causal = False
     chunked = a_layer("full_attention", "chunked_attention")
     x = torch.ones(4, 4)
-    for case in ({"attention_mask": x}, {"is_causal": False}, {"module": encoder}, {"module": chunked}):
+    for case in (
+        {"attention_mask": x},
+        {"is_causal": False},
+        {"module": encoder},
+        {"module": chunked},
+    ):
         options = {"module": a_layer("full_attention"), "attention_mask": None, **case}
         with pytest.raises(UserError, match="cannot be packed"):
             common.packed_attention(query=q, key=q, value=q, **options)
@@ -542,7 +617,8 @@ def test_packed_attention_refuses_options_that_it_would_ignore():
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("name, softcap", [("flash", None), ("flash", 2.0), ("varlen", None)])
 def test_the_gpu_kernels_are_called_with_the_right_arguments(name, softcap, window, monkeypatch):
-    """Without a GPU, a plain loop that takes the arguments of flash-attn or torch replaces the kernel."""
+    """Without a GPU, a plain loop that takes the arguments of flash-attn or torch replaces the
+    kernel."""
     qkv = [x.detach() for x in draw_qkv(KEYS)]
     signature = inspect.signature(common.varlen_attn)
 
@@ -550,7 +626,9 @@ def test_the_gpu_kernels_are_called_with_the_right_arguments(name, softcap, wind
         ends = (cu_q.diff().tolist(), cu_k.diff().tolist())
         assert ends == (QUERIES, KEYS) and (max_q, max_k) == (7, 7) and q.is_contiguous() and causal
         qkv = [x.transpose(0, 1) for x in (q, k, v)]  # they are (T,H,D)
-        return plain_packed(*qkv, *ends, softmax_scale, window_size[0] + 1, softcap, None).transpose(0, 1)
+        return plain_packed(
+            *qkv, *ends, softmax_scale, window_size[0] + 1, softcap, None
+        ).transpose(0, 1)
 
     def varlen(*args, scale, window_size, enable_gqa):
         signature.bind(*args, scale=scale, window_size=window_size, enable_gqa=enable_gqa)
@@ -563,7 +641,9 @@ def test_the_gpu_kernels_are_called_with_the_right_arguments(name, softcap, wind
     layout = common.PackLayout(QUERIES, "cpu", KEYS)
     expected = common.attention(layout, *qkv, 0.3, window, softcap)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert_close(common.attention(layout, *qkv, 0.3, window, softcap), expected, rtol=1e-6, atol=1e-6)
+    assert_close(
+        common.attention(layout, *qkv, 0.3, window, softcap), expected, rtol=1e-6, atol=1e-6
+    )
     assert common.Pack.kernel == name
 
 
@@ -575,7 +655,9 @@ def test_mfu_uses_the_peak_of_the_device_or_is_unknown(monkeypatch):
 
     def measure(device, dtype):
         layout = types.SimpleNamespace(device=device, dtype=dtype)
-        return common.describe_update(batch, common.describe(batch), time.perf_counter() - 2, 1, 1e15, layout)
+        return common.describe_update(
+            batch, common.describe(batch), time.perf_counter() - 2, 1, 1e15, layout
+        )
 
     peaks = {
         "H100 80GB HBM3": 989, "H100 PCIe": 756, "H200": 989, "H200 NVL": 835,
@@ -595,16 +677,23 @@ def test_mfu_uses_the_peak_of_the_device_or_is_unknown(monkeypatch):
 
 @pytest.mark.parametrize("name", common.TINY)
 def test_flops_equal_torchs_counter(name):
-    """FlopCounterMode counts all pairs of queries and keys, so this subtracts the keys after each query."""
+    """FlopCounterMode counts all pairs of queries and keys, so this subtracts the keys after each
+    query."""
     config = transformers.AutoConfig.for_model(**common.tiny_config(name, 97))
-    model = transformers.AutoModel.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = transformers.AutoModel.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
     if "moe" in name:
         model.set_experts_implementation("eager")  # the counter does not support grouped products
     for length in (24, 300):
         with FlopCounterMode(display=False) as counter:
             model(input_ids=torch.arange(length)[None] % 90, use_cache=False)
         unseen = length * (length - 1)  # in two layers
-        rest = counter.get_total_flops() - common.flops_model(model, config)(length) - 4 * 4 * 16 * unseen
+        rest = (
+            counter.get_total_flops()
+            - common.flops_model(model, config)(length)
+            - 4 * 4 * 16 * unseen
+        )
         axes = 0 if "gpt2" in name else 3 if "vl" in name else 1
         assert rest in (0, axes * length * 8 * 2)  # the rotary table of angles, once
 
@@ -623,11 +712,12 @@ def test_flops_follow_verls_formula_but_for_the_head_and_causality():
     assert ours / 1e12 == pytest.approx(case["tflops"], rel=1e-3)
 
 
-# ---- What long work shows ----------------------------------------------------------------------------------
+# ---- What long work shows ------------------------------------------------------------------------
 
 
 def test_long_work_prints_a_line_a_minute(monkeypatch, capsys):
-    """How far it is, and how long the rest takes at the same speed. Work of less than a minute is silent."""
+    """How far it is, and how long the rest takes at the same speed. Work of less than a minute is
+    silent."""
     seconds = [100.0]
     monkeypatch.setattr(common, "perf_counter", lambda: seconds[0])
     done = common.progress_of(8000, "values", "rows")
@@ -684,7 +774,7 @@ def test_values_and_updates_of_a_critic_show_how_far_they_are(script, monkeypatc
     assert all(re.fullmatch(r"update     \d+ of 32 rows, 0:00:0\d left", line) for line in lines)
 
 
-# ---- Folders, toy, README ----------------------------------------------------------------------------------
+# ---- Folders, toy, README ------------------------------------------------------------------------
 
 
 def test_a_folder_is_published_whole_and_damage_is_named(tmp_path, monkeypatch):
@@ -734,7 +824,10 @@ def test_a_folder_is_published_whole_and_damage_is_named(tmp_path, monkeypatch):
         with verify_fails("no complete checkpoint here"):
             common.verify(str(folder))
     manifest.unlink()
-    with pytest.raises(UserError, match="--out-dir: .* holds something else"), common.published(str(folder)):
+    with (
+        pytest.raises(UserError, match="--out-dir: .* holds something else"),
+        common.published(str(folder)),
+    ):
         raise AssertionError("without a manifest it is not one of ours, and must stay")
     assert (folder / "actor").exists()
 
@@ -784,8 +877,14 @@ def test_a_config_with_an_infinite_number_is_stored_and_resumes(tmp_path):
 
 
 def test_a_row_that_would_change_the_rotary_angles_of_others_is_refused():
-    """transformers chooses longrope's frequencies by the longest row of a forward, for all its rows."""
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [9.0] * 8}
+    """transformers chooses longrope's frequencies by the longest row of a forward, for all its
+    rows."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [9.0] * 8,
+    }
     sizes = {**common.tiny_config("tiny-llama", 99), "model_type": "phi3", "rope_parameters": rope}
     sizes |= {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
     config = transformers.AutoConfig.for_model(**sizes)
@@ -803,12 +902,16 @@ def test_a_row_that_would_change_the_rotary_angles_of_others_is_refused():
 def test_toy_rows_follow_their_rule():
     train = common.toy_rows(4000, 0)
     assert train == common.toy_rows(4000, 0) != common.toy_rows(4000, 1)
-    rows, others = (map(json.loads, lines) for lines in (train, common.toy_rows(500, 0, held_out=True)))
+    rows, others = (
+        map(json.loads, lines) for lines in (train, common.toy_rows(500, 0, held_out=True))
+    )
     held_out = {row["prompt"] for row in others}
     right = {True: [], False: []}  # whether the units carry -> rewards
     for row in rows:
         a, b = map(int, row["prompt"][:-1].split("+"))
-        assert row["response"] == str(a + b if row["reward"] else a) and row["prompt"] not in held_out
+        assert (
+            row["response"] == str(a + b if row["reward"] else a) and row["prompt"] not in held_out
+        )
         right[a % 10 + b % 10 >= 10].append(row["reward"])
     for carries, share in ((True, 0.3), (False, 0.8)):
         assert sum(right[carries]) / len(right[carries]) == pytest.approx(share, abs=0.03)
@@ -830,7 +933,9 @@ def test_the_five_tokens_of_the_reading_path():
     loss_of = lambda *at: common.value_loss(vpreds, values, returns, *at, cliprange_value=0.2)
     loss, clipped = loss_of(mask, common.loss_weights(batch, "token-mean"))
     loss.backward()
-    losses = torch.stack([loss_of(torch.arange(5) == t, torch.ones(5))[0] for t in range(5)]).detach()
+    losses = torch.stack(
+        [loss_of(torch.arange(5) == t, torch.ones(5))[0] for t in range(5)]
+    ).detach()
     found = {
         "values": values, "advantage": advantages, "returns": returns, "gradient": vpreds.grad,
         "TD error": common.gae(*columns, gamma=1.0, lam=0.0)[0], "loss": losses * mask,
@@ -843,7 +948,7 @@ def test_the_five_tokens_of_the_reading_path():
     assert float(loss.detach()) == pytest.approx(0.0447, abs=6e-5) and int(clipped) == 1
 
 
-# ---- Edge cases, worked out by hand, for faults that nothing else would show -------------------------------
+# ---- Edge cases, worked out by hand, for faults that nothing else would show ---------------------
 
 
 def rows_after(*prompts, answer=2):
@@ -865,7 +970,12 @@ def test_the_policy_ratio_stays_within_e_to_the_20():
 
 
 def test_a_k3_of_one_token_is_at_most_10():
-    for k1, k3 in ((-2.0, math.exp(2) - 1 - 2), (-2.7, 10.0), (10.0, 9 + math.exp(-10)), (11.5, 10.0)):
+    for k1, k3 in (
+        (-2.0, math.exp(2) - 1 - 2),
+        (-2.7, 10.0),
+        (10.0, 9 + math.exp(-10)),
+        (11.5, 10.0),
+    ):
         x_T = ppo_loop.kl_penalty(torch.tensor([k1]), torch.zeros(1), "k3")
         assert float(x_T) == pytest.approx(k3)
 
@@ -873,7 +983,12 @@ def test_a_k3_of_one_token_is_at_most_10():
 def test_whitening_of_none_one_two_and_equal_numbers(monkeypatch):
     monkeypatch.setattr(ppo_loop, "of_all_ranks", lambda x: [x])
     half = math.sqrt(0.5)  # the sample deviation of 1 and 3 is the square root of 2
-    for x, answer in (([-1.0], [0.0]), ([7.0], [0.0]), ([1.0, 3.0], [-half, half]), ([5.0] * 3, [0.0] * 3)):
+    for x, answer in (
+        ([-1.0], [0.0]),
+        ([7.0], [0.0]),
+        ([1.0, 3.0], [-half, half]),
+        ([5.0] * 3, [0.0] * 3),
+    ):
         x_T = torch.tensor(x)
         assert ppo_loop.masked_whiten(x_T, x_T > 0).tolist() == pytest.approx(answer, abs=1e-6)
 
@@ -888,21 +1003,30 @@ def test_rows_that_were_cut_off_end_with_0_unless_asked_otherwise():
 
 
 def of_answers(rewards, values, n=2, **fields):
-    """(advantages, metrics) of rows with one prompt and n actions. values: one for all actions of a row."""
+    """(advantages, metrics) of rows with one prompt and n actions. values: one for all actions of a
+    row."""
     rows = rows_after(*[[3]] * len(rewards), answer=n)
     rows.old_log_probs = rows.ref_log_probs = torch.zeros(len(rows.input_ids))
     rows.values = torch.tensor([[0.0, *[v] * n] for v in values]).flatten()
-    defaults = {"lam_policy": None, "first_token_credit": None, "whiten_advantages": False, "rollout_n": 1}
+    defaults = {
+        "lam_policy": None,
+        "first_token_credit": None,
+        "whiten_advantages": False,
+        "rollout_n": 1,
+    }
     defaults |= {"kl_penalty": "k1", "gamma": 1.0, "lam": 1.0, "critic_where_it_helps": False}
     run = types.SimpleNamespace(bootstrap_truncated=False, **defaults | fields)
-    critic = types.SimpleNamespace(compute_values=lambda rows: rows.values, start_at_mean=lambda *_: None)
+    critic = types.SimpleNamespace(
+        compute_values=lambda rows: rows.values, start_at_mean=lambda *_: None
+    )
     metrics = ppo_loop.assign_credit(rows, rows, rewards, 0.0, run, critic)
     return rows.advantages.view(-1, 1 + n).tolist(), metrics
 
 
 @pytest.mark.parametrize("n", [2, 3, 9])
 def test_the_first_action_gets_the_credit_of_the_flag(n):
-    """With a reward of 1 and values of 0, the first action gets the flag's share and the last action all."""
+    """With a reward of 1 and values of 0, the first action gets the flag's share and the last
+    action all."""
     [[_, first, *_, last]], _ = of_answers([1.0], [0.0], n, first_token_credit=0.25)
     assert (first, last) == pytest.approx((0.25, 1.0))
     assert of_answers([1.0], [0.0], 1, first_token_credit=0.25) == ([[0.0, 1.0]], {})
@@ -921,7 +1045,13 @@ def test_the_mean_return_replaces_a_critic_that_explains_nothing(n, less):
 def test_value_places_of_four_actions():
     rows = rows_after([3], answer=4)
     assert common.loss_weights(rows, "token-mean", places=(0.5,)).tolist() == [0, 0, 0, 1, 0]
-    assert common.loss_weights(rows, "token-mean", places=(0.0, 0.2, 1.0)).tolist() == [0, 0.5, 0, 0, 0.5]
+    assert common.loss_weights(rows, "token-mean", places=(0.0, 0.2, 1.0)).tolist() == [
+        0,
+        0.5,
+        0,
+        0,
+        0.5,
+    ]
 
 
 def test_a_row_with_images_shares_with_no_prompt():
@@ -940,7 +1070,8 @@ def test_no_more_micro_batches_than_needed():
     assert critic_fsdp.micro_batches(group, 1, 18, True) == [[group]]
     parts = critic_fsdp.micro_batches(group, 1, 17, True)[0]
     assert sorted(map(len, parts)) == [1, 2]
-    ranks = critic_fsdp.micro_batches(group, 2, 99, True)  # each rank gets some, although one could take all
+    # each rank gets some, although one could take all
+    ranks = critic_fsdp.micro_batches(group, 2, 99, True)
     assert sorted(len(rows) for [rows] in ranks) == [1, 2]
 
 
@@ -959,4 +1090,6 @@ def test_a_cosine_of_one_step_after_the_warm_up():
     config = critic_fsdp.Config(lr_warmup_steps=2, lr_scheduler_type="cosine")
     critic = types.SimpleNamespace(config=config, peak_lr=1.0, total_steps=3)
     for critic.optimizer_steps, rate in enumerate((0.5, 1.0, 1.0, 0.0, 0.0)):
-        assert critic_fsdp.DataParallelPPOCritic.learning_rate(critic) == pytest.approx(rate, abs=1e-9)
+        assert critic_fsdp.DataParallelPPOCritic.learning_rate(critic) == pytest.approx(
+            rate, abs=1e-9
+        )

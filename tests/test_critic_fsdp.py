@@ -1,4 +1,5 @@
-"""critic_fsdp.py on one process: verl's recorded run, checkpoints, packing, precision, schedule, memory."""
+"""critic_fsdp.py on one process: verl's recorded run, checkpoints, packing, precision, schedule,
+memory."""
 
 import contextlib
 import functools
@@ -31,7 +32,8 @@ def batch_for(w, n=12, seed=0):
 
 
 def assert_same_weights(ours, theirs):
-    """Asserts that the weights of two critics are equal, bit for bit. theirs: a critic or its weights."""
+    """Asserts that the weights of two critics are equal, bit for bit. theirs: a critic or its
+    weights."""
     theirs = theirs if isinstance(theirs, dict) else full_weights(theirs.critic)
     torch.testing.assert_close(full_weights(ours.critic), theirs, rtol=0, atol=0)
 
@@ -39,7 +41,8 @@ def assert_same_weights(ours, theirs):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("packed", [True, False])
 def test_three_steps_equal_verl(strategy, packed, tmp_path):
-    """Values, gradients before clipping, metrics, weights and Adam's moments of verl 0.6.1 in float32."""
+    """Values, gradients before clipping, metrics, weights and Adam's moments of verl 0.6.1 in
+    float32."""
     case = helpers.verl()["steps"]
     padded = case["batch"]
     model = transformers.Qwen2ForTokenClassification(transformers.Qwen2Config(**case["model"]))
@@ -51,7 +54,9 @@ def test_three_steps_equal_verl(strategy, packed, tmp_path):
     batch = common.concat([common.Batch.blank(n) for n in is_token.sum(1).tolist()])
     batch.row_id = torch.arange(12)
     batch.input_ids = padded["input_ids"][is_token]
-    batch.response_mask, batch.values, batch.returns = map(flat, ("response_mask", "values", "returns"))
+    batch.response_mask, batch.values, batch.returns = map(
+        flat, ("response_mask", "values", "returns")
+    )
     fields = {"model": str(tmp_path), "shuffle": False, **case["critic"]}
     w = worker(strategy=strategy, use_remove_padding=packed, **fields)
     torch.testing.assert_close(w.compute_values(batch), batch.values, rtol=1e-5, atol=2e-6)
@@ -72,7 +77,7 @@ def test_three_steps_equal_verl(strategy, packed, tmp_path):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=atol, msg=name)
 
 
-# ---- Checkpoints of every kind, packing --------------------------------------------------------------------
+# ---- Checkpoints of every kind, packing ----------------------------------------------------------
 
 NEW = "new, normal(0, 0.124)"
 STORIES = {  # kind of checkpoint -> source of the value head
@@ -85,7 +90,8 @@ STORIES = {  # kind of checkpoint -> source of the value head
 
 
 def save_checkpoint_of(kind, folder):
-    """Saves a checkpoint like those of users -> (backbone, head weight or None, head bias or None)."""
+    """Saves a checkpoint like those of users -> (backbone, head weight or None, head bias or
+    None)."""
     torch.manual_seed(7)
     config = transformers.Qwen2Config(**common.tiny_config("tiny-qwen2", 60))
     config.num_labels = 1
@@ -155,11 +161,15 @@ def test_weights_that_do_not_load_are_named(tmp_path):
     state = load_file(path)
     lost = state.pop("model.layers.1.mlp.up_proj.weight")
     save_file(state, path, {"format": "pt"})
-    with pytest.raises(UserError, match="1 weights are not in the checkpoint, e.g. layers.1.mlp.up_proj.wei"):
+    with pytest.raises(
+        UserError, match="1 weights are not in the checkpoint, e.g. layers.1.mlp.up_proj.wei"
+    ):
         worker(model=str(tmp_path))
     lost[3, 2] = math.nan
     save_file({**state, "model.layers.1.mlp.up_proj.weight": lost}, path, {"format": "pt"})
-    with pytest.raises(UserError, match="--model .*: Qwen2Model has hidden states that are not finite"):
+    with pytest.raises(
+        UserError, match="--model .*: Qwen2Model has hidden states that are not finite"
+    ):
         worker(model=str(tmp_path))
     path.write_bytes(b"no weights")
     with pytest.raises(UserError, match="--model .*: its weights do not load"):
@@ -192,14 +202,20 @@ def test_dropout_is_off_everywhere(config, packed, tmp_path):
 
 @functools.cache
 def decoders():
-    """Every decoder of transformers, on meta, with all dropouts on before common.disable_dropout."""
+    """Every decoder of transformers, on meta, with all dropouts on before
+    common.disable_dropout."""
     models = []
     for kind in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        with contextlib.suppress(Exception), torch.device("meta"):  # some cannot be built from their defaults
+        # some cannot be built from their defaults
+        with contextlib.suppress(Exception), torch.device("meta"):
             config = kind()
-            nested = [x for x in vars(config).values() if isinstance(x, transformers.PreTrainedConfig)]
+            nested = [
+                x for x in vars(config).values() if isinstance(x, transformers.PreTrainedConfig)
+            ]
             for fields in map(vars, (config, *nested)):
-                fields |= {name: 0.5 for name, x in fields.items() if isinstance(x, float) and x < 1}
+                fields |= {
+                    name: 0.5 for name, x in fields.items() if isinstance(x, float) and x < 1
+                }
             config.get_text_config().num_hidden_layers = 2
             common.disable_dropout(config)
             models.append(transformers.AutoModel.from_config(config))
@@ -207,27 +223,41 @@ def decoders():
 
 
 def test_no_decoder_of_transformers_has_a_hidden_dropout():
-    """All dropouts come from floats in the config that disable_dropout finds, whatever their values."""
+    """All dropouts come from floats in the config that disable_dropout finds, whatever their
+    values."""
     modules = itertools.chain(*(model.modules() for model in decoders()))
-    found = [(type(m).__name__, n, x) for m in modules for n, x in vars(m).items() if isinstance(x, float)]
-    assert len(decoders()) > 100 and not [x for x in found if x[2] > 0 and re.search("^p$|drop|jitter", x[1])]
+    found = [
+        (type(m).__name__, n, x)
+        for m in modules
+        for n, x in vars(m).items()
+        if isinstance(x, float)
+    ]
+    assert len(decoders()) > 100 and not [
+        x for x in found if x[2] > 0 and re.search("^p$|drop|jitter", x[1])
+    ]
 
 
 @pytest.mark.parametrize("config", [
-    transformers.BambaConfig(**GROUPED, **MAMBA),  # has state spaces; the others have their own attention
+    # has state spaces; the others have their own attention
+    transformers.BambaConfig(**GROUPED, **MAMBA),
     transformers.BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=2),
     transformers.FalconConfig(**SMALL),
     transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
-    transformers.Llama4TextConfig(**GROUPED, intermediate_size_mlp=64),  # long rows are cut into chunks
-    transformers.PhimoeConfig(**GROUPED, sliding_window=8),  # here and below, only the mask has the window
+    # long rows are cut into chunks
+    transformers.Llama4TextConfig(**GROUPED, intermediate_size_mlp=64),
+    # here and below, only the mask has the window
+    transformers.PhimoeConfig(**GROUPED, sliding_window=8),
     transformers.Qwen2MoeConfig(**GROUPED, use_sliding_window=True, sliding_window=8),
 ], ids=lambda config: config.model_type)  # fmt: skip
 def test_a_model_that_packing_would_change_is_refused_and_runs_padded(config, tmp_path):
     """When padded, a row among others has the same values as alone."""
     transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
     for dtype in ("float32", "bfloat16"):  # rounding hides small differences
-        with pytest.raises(UserError, match="--(model|use-remove-padding).* --no-use-remove-padding"):
-            worker(model=str(tmp_path), value_head_init="zero", param_dtype=dtype)  # 0 would not show a leak
+        with pytest.raises(
+            UserError, match="--(model|use-remove-padding).* --no-use-remove-padding"
+        ):
+            # 0 would not show a leak
+            worker(model=str(tmp_path), value_head_init="zero", param_dtype=dtype)
     w = worker(model=str(tmp_path), use_remove_padding=False)
     batch = batch_for(w, 5)
     values = w.compute_values(batch)
@@ -271,11 +301,13 @@ def test_a_row_above_the_token_budget_is_named_and_no_micro_batch_exceeds_it(pac
     long = random_batch(8, 1, vocab_size=60, longest=90)
     length, row = long.longest
     for method in (w.compute_values, w.update_critic):
-        with pytest.raises(UserError, match=f"-max-token-len-per-gpu 50: row {row} has {length} tokens"):
+        with pytest.raises(
+            UserError, match=f"-max-token-len-per-gpu 50: row {row} has {length} tokens"
+        ):
             method(long)
 
 
-# ---- Precision, schedule, mini-batches ---------------------------------------------------------------------
+# ---- Precision, schedule, mini-batches -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -286,7 +318,8 @@ def test_bfloat16_computes_in_bfloat16_but_keeps_weights_values_and_loss_in_floa
     values = w.compute_values(batch)
     assert values.dtype == torch.float32
     actions = values[batch.response_mask]
-    assert (actions.bfloat16().float() != actions).float().mean() > 0.9  # values are not rounded to bfloat16
+    # values are not rounded to bfloat16
+    assert (actions.bfloat16().float() != actions).float().mean() > 0.9
     difference = (values - exact.compute_values(batch)).abs().max()
     assert 1e-4 < difference < 0.1, difference  # the products are in bfloat16
     before = full_weights(w.critic)
@@ -319,7 +352,8 @@ def test_learning_rate_schedules():
 
 
 def test_tokens_that_are_no_action_do_no_harm():
-    """A mini-batch without an action takes no step, and a NaN outside the actions changes no bit."""
+    """A mini-batch without an action takes no step, and a NaN outside the actions changes no
+    bit."""
     w, clean = worker(), worker()
     batch, dirty = batch_for(w), batch_for(w)
     for name in ("values", "returns"):
@@ -335,7 +369,9 @@ def test_tokens_that_are_no_action_do_no_harm():
 def test_mini_batches_are_global_complete_and_shuffled_by_seed_update_and_epoch(monkeypatch):
     minis = []  # three for each epoch, of 5, 5 and 2 rows
     make = critic_fsdp.DataParallelPPOCritic.mini_batch
-    note = lambda critic, batch, mini: minis.append([row.row_id for row in mini]) or make(critic, batch, mini)
+    note = lambda critic, batch, mini: (
+        minis.append([row.row_id for row in mini]) or make(critic, batch, mini)
+    )
     monkeypatch.setattr(critic_fsdp.DataParallelPPOCritic, "mini_batch", note)
     batch = random_batch(12, vocab_size=60, idle=False, prompts=3)
     groups = [set(rows) for _, rows in batch.groups() if len(rows) > 1]
@@ -391,13 +427,17 @@ def test_batches_that_a_critic_cannot_process_are_refused():
     assert len(w.compute_values(batch.select([]))) == 0
     batch.returns = None
     w.compute_values(batch)
-    with pytest.raises(ValueError, match="returns: is missing; it must be a .T,. tensor of torch.float32"):
+    with pytest.raises(
+        ValueError, match="returns: is missing; it must be a .T,. tensor of torch.float32"
+    ):
         w.update_critic(batch)
     for batch.input_ids[3] in (10**6, -100):
         with pytest.raises(ValueError, match="token id (1000000|-100) is outside .* of 99"):
             w.compute_values(batch)
     most = w.model_config.max_position_embeddings = max(batch.lengths) - 1
-    with pytest.raises(ValueError, match=f"row_id .: {most + 1} tokens, .*max_position_embeddings, {most}"):
+    with pytest.raises(
+        ValueError, match=f"row_id .: {most + 1} tokens, .*max_position_embeddings, {most}"
+    ):
         w.compute_values(batch)
 
 
@@ -407,7 +447,9 @@ def test_metrics_are_means_over_tokens_and_steps_not_over_micro_batches():
     batch = batch_for(everything, 24)
     whole, parts = everything.update_critic(batch), pieces.update_critic(batch)
     for key in whole:
-        assert key.startswith("perf/") or whole[key] == pytest.approx(parts[key], rel=1e-5, abs=1e-6), key
+        assert key.startswith("perf/") or whole[key] == pytest.approx(
+            parts[key], rel=1e-5, abs=1e-6
+        ), key
     for name in ("values", "returns"):
         x = getattr(batch, name)[batch.response_mask].double()
         expected = {"mean": x.mean(), "min": x.min(), "max": x.max()}
@@ -415,18 +457,27 @@ def test_metrics_are_means_over_tokens_and_steps_not_over_micro_batches():
             assert whole[f"critic/{name}_{key}"] == pytest.approx(float(value), rel=1e-6)
     sums = {"share": torch.tensor(3.0), "loss": torch.tensor(6.0), "actions": torch.tensor(12.0)}
     two_of_three = common.update_metrics("x", "loss", sums, [1.0, math.nan, 3.0], 0.1)
-    assert two_of_three == {"x/loss": 3, "x/share": 0.25, "x/grad_norm": 2, "x/lr": 0.1, "x/skipped_steps": 1}
+    assert two_of_three == {
+        "x/loss": 3,
+        "x/share": 0.25,
+        "x/grad_norm": 2,
+        "x/lr": 0.1,
+        "x/skipped_steps": 1,
+    }
     assert math.isnan(whole["perf/mfu"])  # the peak of a CPU is unknown
 
 
-# ---- Memory: the automatic budget, the plan, offloading ----------------------------------------------------
+# ---- Memory: the automatic budget, the plan, offloading ------------------------------------------
 
-KEPT = [{}, {"use_remove_padding": False}, {"gradient_checkpointing": True}]  # keep different activations
+# keep different activations
+KEPT = [{}, {"use_remove_padding": False}, {"gradient_checkpointing": True}]
 # the gradient of this embedding takes more memory than many tokens
 LARGE = {"gradient_checkpointing": True, "override_config": '{"vocab_size": 50000}'}
 
 
-@pytest.mark.parametrize("gib, fields", [*((0.02, fields) for fields in KEPT), (0.125, LARGE)], ids=str)
+@pytest.mark.parametrize(
+    "gib, fields", [*((0.02, fields) for fields in KEPT), (0.125, LARGE)], ids=str
+)
 def test_an_automatic_budget_fills_the_memory_and_changes_no_update(gib, fields, capsys):
     auto, batch = worker(ppo_max_token_len_per_gpu=f"auto:{gib}", **fields), random_batch(40)
     metrics = auto.update_critic(batch)
@@ -455,18 +506,26 @@ def test_a_plan_is_printed_as_equations_that_hold(capsys):
     assert together == pytest.approx(sum(sizes), abs=0.3) and list(parts)[-1] == "together"
     one, two, four = (plan(layers=n)["gathered"][1] for n in (1, 2, 4))
     assert one != two == four  # at most the root and two layers are whole
-    words = [words for _, words in plan(8, freeze_modules="embed|layers", defer_grad_sync=True).values()]
-    assert words[1:3] == ["129 x 4 bytes / 1 shards", "129 x 8 bytes / 8 shards"]  # the head and last norm
+    words = [
+        words for _, words in plan(8, freeze_modules="embed|layers", defer_grad_sync=True).values()
+    ]
+    # the head and last norm
+    assert words[1:3] == ["129 x 4 bytes / 1 shards", "129 x 8 bytes / 8 shards"]
 
 
-@pytest.mark.parametrize("fields", [VARIANTS["lora"], VARIANTS["hl_gauss"], {"param_dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "fields", [VARIANTS["lora"], VARIANTS["hl_gauss"], {"param_dtype": "bfloat16"}]
+)
 def test_shared_prompts_change_no_update(fields):
-    """Two steps with and without sharing. For windows, soft caps and experts see test_layouts.py."""
+    """Two steps with and without sharing. For windows, soft caps and experts see
+    test_layouts.py."""
     batch = random_batch(20, prompts=4)
     assert sum(common.costs(common.by_prompt(common.describe(batch)))) < 0.85 * len(batch.input_ids)
     seen = []
     for share in (True, False):
-        w = worker(share_prompts=share, ppo_mini_batch_size=10, ppo_max_token_len_per_gpu=200, **fields)
+        w = worker(
+            share_prompts=share, ppo_mini_batch_size=10, ppo_max_token_len_per_gpu=200, **fields
+        )
         metrics = w.update_critic(batch)
         numbers = [metrics["critic/grad_norm"], metrics["critic/vf_loss"]]
         seen.append(numbers + w.compute_values(batch).tolist())
@@ -484,7 +543,8 @@ def live_storages():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_move_leaves_nothing_in_the_old_memory(strategy, monkeypatch):
-    """With a `to` that copies, as between devices, no tensor refers to the old weights and moments."""
+    """With a `to` that copies, as between devices, no tensor refers to the old weights and
+    moments."""
     before = live_storages()
     w = worker(strategy=strategy)
     batch = batch_for(w)
@@ -505,7 +565,7 @@ def test_a_move_leaves_nothing_in_the_old_memory(strategy, monkeypatch):
     assert math.isfinite(w.update_critic(batch)["critic/grad_norm"])
 
 
-# ---- Checkpoints -------------------------------------------------------------------------------------------
+# ---- Checkpoints ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy, variant", [
@@ -529,7 +589,8 @@ def test_resuming_equals_continuing_bit_for_bit(strategy, variant, tmp_path):
         random.append(torch.rand(3))
         untouched.update_critic(batch)
     assert_same_weights(w, untouched)
-    with common.published(tmp_path / "step_1") as tmp:  # again, from the copy made before the update
+    # again, from the copy made before the update
+    with common.published(tmp_path / "step_1") as tmp:
         write(tmp)
     for first in (0, 1):
         again = worker(strategy=strategy, **fields)
@@ -554,7 +615,8 @@ def test_a_mixture_computes_in_bfloat16_under_every_strategy():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_another_optimizer_is_saved_and_resumed(strategy, tmp_path):
-    """As in a fork without AdamW. SGD counts no steps, and RMSprop names its moments differently."""
+    """As in a fork without AdamW. SGD counts no steps, and RMSprop names its moments
+    differently."""
     for kind in (torch.optim.SGD, torch.optim.RMSprop):
 
         def forked(kind=kind):

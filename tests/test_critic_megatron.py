@@ -1,4 +1,5 @@
-"""What critic_megatron.py shares with critic_fsdp.py, and the parts of it that need only one rank."""
+"""What critic_megatron.py shares with critic_fsdp.py, and the parts of it that need only one
+rank."""
 
 import dataclasses
 import inspect
@@ -28,14 +29,26 @@ def sections(module):
 
 
 def test_both_scripts_have_the_same_sections_in_the_same_order():
-    shared = ["Config", "Value model", "Parallelism", "Batching", "The critic", "The worker", "Main"]
+    shared = [
+        "Config",
+        "Value model",
+        "Parallelism",
+        "Batching",
+        "The critic",
+        "The worker",
+        "Main",
+    ]
     fsdp, megatron = sections(critic_fsdp), sections(cm)
     assert [x for x in fsdp if x in shared] == [x for x in megatron if x in shared] == shared
     assert set(fsdp) - set(shared) == {"Plan"}
-    assert set(megatron) - set(shared) == {"Megatron without CUDA, and without Transformer Engine", "Weights"}
+    assert set(megatron) - set(shared) == {
+        "Megatron without CUDA, and without Transformer Engine",
+        "Weights",
+    }
 
 
-SAME_CODE = {  # class in critic_fsdp.py, class in critic_megatron.py -> functions whose source is equal
+# class in critic_fsdp.py, class in critic_megatron.py -> functions whose source is equal
+SAME_CODE = {
     ("", ""):
         "section_titles show_help read_flags out_of_range spread micro_batches pack_rows"
         " compute_together learn",
@@ -55,7 +68,9 @@ SAME_SIGNATURE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form, names", [(inspect.getsource, SAME_CODE), (inspect.signature, SAME_SIGNATURE)])
+@pytest.mark.parametrize(
+    "form, names", [(inspect.getsource, SAME_CODE), (inspect.signature, SAME_SIGNATURE)]
+)
 def test_both_scripts_have_the_same_functions(form, names):
     for (ours, theirs), some in names.items():
         fsdp = vars(getattr(critic_fsdp, ours) if ours else critic_fsdp)
@@ -92,7 +107,9 @@ def test_flags_of_both_scripts_have_the_same_meaning_and_default(kind, count):
 def test_both_scripts_count_the_weights_that_train(model, fields, capsys):
     for script in (critic_fsdp, cm):
         w = worker(script=script, model=model, **fields)
-    shares = re.findall(r"([\d,]+) parameters, ([\d,]+) of them \((\S+)%\) train: ", capsys.readouterr().out)
+    shares = re.findall(
+        r"([\d,]+) parameters, ([\d,]+) of them \((\S+)%\) train: ", capsys.readouterr().out
+    )
     weights = list(w.critic.modules[0].parameters())
     counts = [sum(p.numel() for p in x) for x in (weights, [p for p in weights if p.requires_grad])]
     percent = f"{100 * counts[1] / counts[0]:.2f}"
@@ -134,7 +151,9 @@ BAD_MODELS = {  # words of the error -> a model that causes it
     "hidden_act gelu": transformers.LlamaConfig(**SIZES, hidden_act="gelu"),
     "sliding_window 8": transformers.Qwen2Config(**SIZES, **WINDOW, max_window_layers=0),
     "sliding_window 9": transformers.MistralConfig(**SIZES, sliding_window=9),
-    "quantization_config": transformers.LlamaConfig(**SIZES, quantization_config={"quant_method": "fp8"}),
+    "quantization_config": transformers.LlamaConfig(
+        **SIZES, quantization_config={"quant_method": "fp8"}
+    ),
     "rope_parameters .*yarn": transformers.LlamaConfig(**SIZES, rope_parameters=YARN),
     "--no-sequence-parallel": transformers.MixtralConfig(**SIZES, num_local_experts=4),
 }
@@ -196,20 +215,28 @@ few = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 @settings(deadline=None)
 @given(few, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.booleans())
 def test_context_parallel_ranks_have_every_token_once_and_see_all_before_it(lengths, cp, tp, share):
-    """Rows longer than 5 tokens share a prompt of 5. A single row is the same work for all ranks."""
+    """Rows longer than 5 tokens share a prompt of 5. A single row is the same work for all
+    ranks."""
     rows = common.concat([common.Batch.blank(n) for n in lengths])
     rows.response_mask &= rows.places > 4
-    ranks = [critic_of(rank, **{CP: cp, TP: tp}, share_prompts=share).lay_out(rows) for rank in range(cp)]
+    ranks = [
+        critic_of(rank, **{CP: cp, TP: tp}, share_prompts=share).lay_out(rows) for rank in range(cp)
+    ]
     total = sum(lengths)
     slots = [slots.tolist() for slots, _ in ranks]
     assert len({len(x) for x in slots}) == 1 and len(slots[0]) % tp == 0
     gathered = [i for x in slots for i in x]
     others = max(sum(n > 5 for n in lengths) - 1, 0) * share
-    assert len([i for i in gathered if i < total]) == len({*gathered} - {total}) == total - 4 * others
+    assert (
+        len([i for i in gathered if i < total]) == len({*gathered} - {total}) == total - 4 * others
+    )
     row_of = rows.row_of_token.tolist()
     work = []  # pairs of query and key, for each rank
     for (_, layout), own in zip(ranks, slots, strict=True):
-        keys = [gathered[i] for i in (range(len(gathered)) if layout.keys is None else layout.keys.tolist())]
+        keys = [
+            gathered[i]
+            for i in (range(len(gathered)) if layout.keys is None else layout.keys.tolist())
+        ]
         pieces = [(n // count, m // count) for count, n, m in layout.pieces for _ in range(count)]
         q = k = seen = 0
         for n, m in pieces:
@@ -228,7 +255,9 @@ def test_context_parallel_ranks_have_every_token_once_and_see_all_before_it(leng
 
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_micro_batches_keep_the_budget_and_the_number_that_the_schedule_needs(vpp):
-    critic = critic_of(dp_size=3, **{PP: 2, "virtual_pipeline_model_parallel_size": vpp, TP: 2, CP: 2})
+    critic = critic_of(
+        dp_size=3, **{PP: 2, "virtual_pipeline_model_parallel_size": vpp, TP: 2, CP: 2}
+    )
     critic.flops = lambda n: n
     critic.max_tokens = 2 * 44
     batch = random_batch(23, seed=4, prompts=3)
@@ -249,7 +278,8 @@ MIXTURES = {
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_stored_tensors_are_found_under_all_their_names(kind, tmp_path):
-    """In base models and models with a head, in one or several files, with separate or joined experts."""
+    """In base models and models with a head, in one or several files, with separate or joined
+    experts."""
     torch.manual_seed(0)
     config = MIXTURES[kind]
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -262,7 +292,9 @@ def test_stored_tensors_are_found_under_all_their_names(kind, tmp_path):
     for folder in ("causal", "base"):
         stored = cm.StoredTensors(tmp_path / folder, "model.")
         names = ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight"]
-        names += [f"{expert}.{i}.{kind}_proj.weight" for i in range(4) for kind in ("gate", "up", "down")]
+        names += [
+            f"{expert}.{i}.{kind}_proj.weight" for i in range(4) for kind in ("gate", "up", "down")
+        ]
         for name in names:
             assert torch.equal(look_up(stored, name), look_up(expected, name)), name
     halves = [look_up(expected, f"{expert}.2.{kind}_proj.weight") for kind in ("gate", "up")]

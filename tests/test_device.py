@@ -1,11 +1,12 @@
-"""Runs the CUDA branches of all three scripts on a pretended device; see pretend_device.py for what it shows.
+"""Runs the CUDA branches of all three scripts on a pretended device; see pretend_device.py for what
+it shows.
 
 As a script, it runs everything on this number of ranks, for the tests to compare with the host:
 
     python tests/test_device.py OUT_FOLDER [NAME...]
 
-With a GPU, the script runs on that instead, and with DEVICE_RESULTS=OUT_FOLDER the tests read its results.
-"""
+With a GPU, the script runs on that instead, and with DEVICE_RESULTS=OUT_FOLDER the tests read its
+results."""
 
 import dataclasses
 import itertools
@@ -74,8 +75,8 @@ def made(name, fields):
 
 
 def learned(worker, move=lambda: None):
-    """Values of the batch before and after an update, its metrics, and where each call waited. move() runs
-    before each call."""
+    """Values of the batch before and after an update, its metrics, and where each call waited.
+    move() runs before each call."""
     rows, results, waits = mine(BATCH), [], []
     for call in (worker.compute_values, worker.update_critic, worker.compute_values):
         move()
@@ -88,16 +89,19 @@ def learned(worker, move=lambda: None):
 
 
 def layout(name, fields):
-    """What a layout learns. Between phases the critic is offloaded and leaves almost nothing there."""
+    """What a layout learns. Between phases the critic is offloaded and leaves almost nothing
+    there."""
     before = device.allocated()
     worker = made(name, fields)
-    worker.compute_values(mine(BATCH))  # before onload, which would move weights that were left on the host
+    # before onload, which would move weights that were left on the host
+    worker.compute_values(mine(BATCH))
 
     def move():
         device.WAITS.clear()
         whole = device.allocated() - before
         worker.offload()
-        assert not any("state[name]" in line for _, line in device.WAITS)  # AdamW's state goes without a wait
+        # AdamW's state goes without a wait
+        assert not any("state[name]" in line for _, line in device.WAITS)
         assert not device.late  # and has arrived
         left = device.allocated() - before
         # a stage keeps its last input
@@ -127,11 +131,13 @@ def refusals(out):
 
 
 def run_fsdp(out):
-    """A run with `auto` and saves in the background, and a resumed one, whose export is the reward model."""
+    """A run with `auto` and saves in the background, and a resumed one, whose export is the reward
+    model."""
     write = critic_fsdp.dcp.save
 
     def save(*args, **options):
-        """Checks that it runs in a background thread, which has chosen its device (by default the first)."""
+        """Checks that it runs in a background thread, which has chosen its device (by default the
+        first)."""
         assert threading.get_ident() in device.THREADS
         assert threading.current_thread() is not threading.main_thread()
         write(*args, **options)
@@ -139,10 +145,19 @@ def run_fsdp(out):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(critic_fsdp.dcp, "save", save)
         for steps, resume in ((2, None), (3, "auto")):
-            config = critic_fsdp.Config(ppo_max_token_len_per_gpu="auto:0.01", ppo_mini_batch_size=16)
-            options = {"async_save": True, "save_every": 1, "resume": resume, "out_dir": str(out / "fsdp")}
+            config = critic_fsdp.Config(
+                ppo_max_token_len_per_gpu="auto:0.01", ppo_mini_batch_size=16
+            )
+            options = {
+                "async_save": True,
+                "save_every": 1,
+                "resume": resume,
+                "out_dir": str(out / "fsdp"),
+            }
             critic_fsdp.main(critic_fsdp.Run(config, steps=steps, **options))
-    said = [row for row in common.read_lines(out / "fsdp" / "metrics.jsonl") if "critic/vf_loss" in row]
+    said = [
+        row for row in common.read_lines(out / "fsdp" / "metrics.jsonl") if "critic/vf_loss" in row
+    ]
     assert [row["step"] for row in said] == [1, 2, 3]
 
 
@@ -159,10 +174,13 @@ def resume_in_megatron(out):
 
 
 def run_ppo(out):
-    """PPO steps with transformers' rollout, --offload, a KL penalty and, on one rank, a reward model."""
+    """PPO steps with transformers' rollout, --offload, a KL penalty and, on one rank, a reward
+    model."""
     import ppo_loop
 
-    flags = "--offload --kl-coef 0.01 --steps 2 --train-batch-size 8 --rollout-n 2 --supervised-steps 2"
+    flags = (
+        "--offload --kl-coef 0.01 --steps 2 --train-batch-size 8 --rollout-n 2 --supervised-steps 2"
+    )
     flags += f" --eval-every 0 --critic.ppo-mini-batch-size 8 --out-dir {out / 'ppo'}"
     if common.WORLD_SIZE == 1:
         flags += f" --reward-model {out / 'fsdp' / 'hf'}"
@@ -170,8 +188,9 @@ def run_ppo(out):
 
 
 def offloaded_vllm(out):
-    """Events of a run with --offload --rollout vllm, as (name, bytes on the device at that time). VLLMRollout
-    is the real one; its engine is transformers', with a cache of 4 MiB that sleeps and wakes separately."""
+    """Events of a run with --offload --rollout vllm, as (name, bytes on the device at that time).
+    VLLMRollout is the real one; its engine is transformers', with a cache of 4 MiB that sleeps and
+    wakes separately."""
     import ppo_loop
 
     events = []
@@ -206,7 +225,11 @@ def offloaded_vllm(out):
             replies = self.inner.generate(rows, params[0].temperature) if rows else []
             for ids, log_probs, stops in replies:
                 seen = [{i: types.SimpleNamespace(logprob=x)} for i, x in zip(ids, log_probs)]
-                reply = {"token_ids": ids, "logprobs": seen, "finish_reason": "stop" if stops else "length"}
+                reply = {
+                    "token_ids": ids,
+                    "logprobs": seen,
+                    "finish_reason": "stop" if stops else "length",
+                }
                 yield types.SimpleNamespace(outputs=[types.SimpleNamespace(**reply)])
 
         apply_model = reset_prefix_cache = lambda *_: None
@@ -231,17 +254,22 @@ def offloaded_vllm(out):
         flags = "--offload --rollout vllm --kl-coef 0.01 --steps 2 --train-batch-size 8 --supervised-steps 2"
         flags += f" --critic.ppo-mini-batch-size 8 --out-dir {out / 'vllm'}"
         flags += f" --reward-model {out / 'fsdp' / 'hf'}"
-        ppo_loop.main(ppo_loop.parse([*flags.split(), "--actor.override-config", '{"num_hidden_layers":1}']))
+        ppo_loop.main(
+            ppo_loop.parse([*flags.split(), "--actor.override-config", '{"num_hidden_layers":1}'])
+        )
     saved = load_file(out / "vllm" / "hf" / "model.safetensors")
     return {"events": events, "weights": 4 * sum(x.numel() for x in saved.values())}
 
 
 def actor_and_rollout(out):
-    """Where the actor waits in both of its calls, and how often a rollout waits at two response lengths."""
+    """Where the actor waits in both of its calls, and how often a rollout waits at two response
+    lengths."""
     import ppo_loop
 
     flags = f"--critic.model tiny-qwen2 --actor.ppo-mini-batch-size 3 --out-dir {out / 'actor'}"
-    run, task = ppo_loop.set_up(ppo_loop.parse([*flags.split(), "--actor.ppo-max-token-len-per-gpu", "60"]))
+    run, task = ppo_loop.set_up(
+        ppo_loop.parse([*flags.split(), "--actor.ppo-max-token-len-per-gpu", "60"])
+    )
     actor = ppo_loop.PolicyWorker(run, task, torch.device("cuda"))
     rows = dataclasses.replace(BATCH, advantages=BATCH.returns, rollout_log_probs=BATCH.values)
     found = {}
@@ -260,12 +288,16 @@ def actor_and_rollout(out):
 
 
 def main(out, *names):
-    """Runs all or some parts on this number of ranks; each leaves a file of its name when it is done."""
+    """Runs all or some parts on this number of ranks; each leaves a file of its name when it is
+    done."""
     common.setup_distributed()
     common.write_report = lambda *_: None  # matplotlib takes a second
     rows = common.toy_rows
     common.toy_rows = lambda n, *args, **options: rows(min(n, 32), *args, **options)
-    parts = {name: (lambda name=name, x=x: layout(name, x)) for name, x in LAYOUTS[common.WORLD_SIZE].items()}
+    parts = {
+        name: (lambda name=name, x=x: layout(name, x))
+        for name, x in LAYOUTS[common.WORLD_SIZE].items()
+    }
     for part in PARTS[common.WORLD_SIZE]:
         parts[part.__name__] = lambda part=part: part(out)
     for name, part in parts.items():
@@ -300,7 +332,12 @@ def of_device(ranks, name):
 @pytest.fixture(scope="module")
 def host():
     """(model, frozen weights) -> what FSDP learns on the host."""
-    cases = (("tiny-qwen2", None), ("tiny-qwen2", "norm"), ("tiny-qwen3-moe", None), (DEEPSEEK, None))
+    cases = (
+        ("tiny-qwen2", None),
+        ("tiny-qwen2", "norm"),
+        ("tiny-qwen3-moe", None),
+        (DEEPSEEK, None),
+    )
     return {case: learned(made("", dict(zip(("model", "freeze_modules"), case)))) for case in cases}
 
 
@@ -318,7 +355,9 @@ def test_a_layout_learns_what_the_host_learns(ranks, name, host):
     for x, y, most in zip(ours["values"], expected["values"], largest, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=most)
     for key in ("critic/vf_loss", "critic/grad_norm"):
-        assert ours["metrics"][key] == pytest.approx(expected["metrics"][key], rel=1e-4 if exact else 0.1)
+        assert ours["metrics"][key] == pytest.approx(
+            expected["metrics"][key], rel=1e-4 if exact else 0.1
+        )
 
 
 THEIRS = {  # layout -> where a library waits: what for, part of the script's line
@@ -335,7 +374,8 @@ THEIRS = {  # layout -> where a library waits: what for, part of the script's li
 
 @pytest.mark.parametrize("ranks, name", ALL)
 def test_the_host_does_not_wait_for_micro_batches(ranks, name):
-    """It waits once for all values, once for each mini-batch's norm (of two), and once for the metrics."""
+    """It waits once for all values, once for each mini-batch's norm (of two), and once for the
+    metrics."""
     what, part = THEIRS.get(name, (None, None))
     counts = []
     for waits in of_device(ranks, name)["waits"][:2]:
@@ -354,7 +394,8 @@ def test_the_actor_waits_as_the_critic_does_and_a_rollout_once_a_token():
 
 
 def test_a_device_that_is_not_cuda_is_refused(monkeypatch):
-    """A one-line error if torch has an accelerator that the scripts do not support; a Mac uses its CPU."""
+    """A one-line error if torch has an accelerator that the scripts do not support; a Mac uses its
+    CPU."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(sys, "platform", "linux")
     with refused("this machine has 0 CUDA devices"):
@@ -371,12 +412,17 @@ def test_the_error_of_nccl_for_a_lost_rank_is_explained():
 
 
 def test_the_device_holds_what_a_phase_needs():
-    """With --offload --rollout vllm, the actor is gone when the engine's cache wakes, rewards (also those of
-    evaluations) are computed while the engine sleeps, and AdamW's state is there only during updates."""
+    """With --offload --rollout vllm, the actor is gone when the engine's cache wakes, rewards (also
+    those of evaluations) are computed while the engine sleeps, and AdamW's state is there only
+    during updates."""
     found = of_device(1, "offloaded_vllm")
     _, none = found["events"][0]  # the engine goes to sleep before the critic is built
-    events = [(re.sub(r" \d+$", "", name), (n - none) / found["weights"]) for name, n in found["events"]]
-    events = [pair for before, pair in itertools.pairwise([("", 0.0), *events]) if pair[0] != before[0]]
+    events = [
+        (re.sub(r" \d+$", "", name), (n - none) / found["weights"]) for name, n in found["events"]
+    ]
+    events = [
+        pair for before, pair in itertools.pairwise([("", 0.0), *events]) if pair[0] != before[0]
+    ]
     step = ["sync", "cache wakes", "engine sleeps", "score", "forward False", "forward True"]
     # before the last save the actor's log-probs are checked; then there is an evaluation
     names = ["engine sleeps", *step, *step, "forward False", *step[:4]]
@@ -384,10 +430,14 @@ def test_the_device_holds_what_a_phase_needs():
     held = {name: [x for other, x in events if other == name] for name in step}
     print(held)  # in float32 copies of the actor; the engine's copy is bfloat16
     most = {"sync": 1.6, "cache wakes": 0.6, "engine sleeps": 0.1, "score": 2, "forward False": 1.2}
-    assert all(max(held[name]) < x for name, x in most.items()) and min(held["forward True"]) > 3, held
+    assert all(max(held[name]) < x for name, x in most.items()) and min(held["forward True"]) > 3, (
+        held
+    )
 
 
-@pytest.mark.parametrize("ranks, name", [(n, part.__name__) for n, parts in PARTS.items() for part in parts])
+@pytest.mark.parametrize(
+    "ranks, name", [(n, part.__name__) for n, parts in PARTS.items() for part in parts]
+)
 def test_a_run_on_the_device(ranks, name):
     """Runs the function of this name above, a whole run of a script."""
     of_device(ranks, name)

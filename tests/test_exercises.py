@@ -18,9 +18,9 @@ from critic_fsdp import gather_slices, trade
 
 
 def test_1_a_value_is_read_before_its_action():
-    """The values of the actions after it. Its own value is read from the state before it, which has not seen
-    the token. A critic that read it from the token's own position would know how the story continues, and
-    could not be a baseline for that action."""
+    """The values of the actions after it. Its own value is read from the state before it, which has
+    not seen the token. A critic that read it from the token's own position would know how the story
+    continues, and could not be a baseline for that action."""
     w = worker()
     batch = random_batch(1, idle=False)
     changed = batch.select([0])
@@ -32,9 +32,9 @@ def test_1_a_value_is_read_before_its_action():
 
 
 def test_2_with_lambda_1_the_returns_do_not_depend_on_the_critic():
-    """For lambda 1: then they are the sum of all later rewards. With 0 they are one reward plus the critic's
-    value of the rest. With --bootstrap-truncated the critic estimates the missing part of rows that were cut
-    off, whatever lambda is."""
+    """For lambda 1: then they are the sum of all later rewards. With 0 they are one reward plus the
+    critic's value of the rest. With --bootstrap-truncated the critic estimates the missing part of
+    rows that were cut off, whatever lambda is."""
     mask = torch.tensor([0, 1, 1, 1]).bool()
     ends = torch.tensor([0, 4], dtype=torch.int32)
     rewards = torch.tensor([0.0, 1.0, 2.0, 4.0])
@@ -45,9 +45,9 @@ def test_2_with_lambda_1_the_returns_do_not_depend_on_the_critic():
 
 
 def test_3_a_critic_learns_what_goes_wrong():
-    """Before any digit: how likely this policy is to be right, which is less where the sum needs a carry, so
-    that a right answer there has a large advantage. Before <eos>: whether the policy gave up; only this can
-    choose among answers to one prompt."""
+    """Before any digit: how likely this policy is to be right, which is less where the sum needs a
+    carry, so that a right answer there has a large advantage. Before <eos>: whether the policy gave
+    up; only this can choose among answers to one prompt."""
     w = worker(lr=1e-3)
     rows = common.read_rows(common.toy_rows(2048, seed=0), w.tokenizer)
     groups = rows.groups()
@@ -69,22 +69,25 @@ def test_3_a_critic_learns_what_goes_wrong():
 
 
 def test_4_a_mean_of_means_depends_on_the_cut():
-    """1 over the mini-batch, 2 as a mean of means. loss_weights gives the first: a token's weight comes from
-    the counts of the whole mini-batch and stays with the token, so each micro-batch adds a plain sum."""
+    """1 over the mini-batch, 2 as a mean of means. loss_weights gives the first: a token's weight
+    comes from the counts of the whole mini-batch and stays with the token, so each micro-batch adds
+    a plain sum."""
     batch = common.concat([common.Batch.blank(2), common.Batch.blank(4)])
     losses = torch.tensor([0.0, 4.0, 0.0, 0.0, 0.0, 0.0])
     batch.weights = common.loss_weights(batch, "token-mean")
     assert float((losses * batch.weights).sum()) == 1
     parts = list(zip(losses.split([2, 4]), batch.split(1)))
     assert sum(float((part * micro.weights).sum()) for part, micro in parts) == 1
-    means = [float((part * common.loss_weights(micro, "token-mean")).sum()) for part, micro in parts]
+    means = [
+        float((part * common.loss_weights(micro, "token-mean")).sum()) for part, micro in parts
+    ]
     assert sum(means) / 2 == 2
 
 
 def test_5_a_huber_loss(monkeypatch):
-    """Because of the weights, which come from counts of the whole mini-batch: the loss stays a weighted sum
-    over tokens. Far outliers now pull no harder than near ones. (With clipping it would be the larger one of
-    two Huber losses.)"""
+    """Because of the weights, which come from counts of the whole mini-batch: the loss stays a
+    weighted sum over tokens. Far outliers now pull no harder than near ones. (With clipping it
+    would be the larger one of two Huber losses.)"""
 
     def huber_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, *_, delta=1.0):
         v_T, r_T = (torch.where(response_mask_T, x_T, 0.0) for x_T in (vpreds_T, returns_T))
@@ -106,9 +109,10 @@ def test_5_a_huber_loss(monkeypatch):
 
 @pytest.mark.parametrize("lam", [1.0, 0.95])
 def test_6_a_critic_that_always_says_7(lam):
-    """With lambda 1, nothing: each advantage is the return minus 7, and whitening removes any constant. With
-    lambda 0.95 the last TD error, return minus 7, fades towards the start of the row, so the place of an
-    action decides. With the flag, advantages are returns minus their mean, because 7 explains nothing."""
+    """With lambda 1, nothing: each advantage is the return minus 7, and whitening removes any
+    constant. With lambda 0.95 the last TD error, return minus 7, fades towards the start of the
+    row, so the place of an action decides. With the flag, advantages are returns minus their mean,
+    because 7 explains nothing."""
     common.setup_distributed()
     found = []
     for value, helps in ((0.0, False), (7.0, False), (7.0, True)):
@@ -126,10 +130,11 @@ def test_6_a_critic_that_always_says_7(lam):
 
 
 def test_7_adamw_does_not_see_the_size_of_a_gradient():
-    """AdamW divides the mean gradient by the root of the mean square, so a factor common to all steps
-    cancels, up to epsilon. And --grad-clip scales all larger norms down to it. So two ranks learn differently
-    from one as soon as one norm is clipped and the same norm, halved, is not. The metric critic/grad_norm
-    shows the error at once, and so do the tests of layouts, which compare gradients before clipping."""
+    """AdamW divides the mean gradient by the root of the mean square, so a factor common to all
+    steps cancels, up to epsilon. And --grad-clip scales all larger norms down to it. So two ranks
+    learn differently from one as soon as one norm is clipped and the same norm, halved, is not. The
+    metric critic/grad_norm shows the error at once, and so do the tests of layouts, which compare
+    gradients before clipping."""
 
     def trained(norms, factor):
         p = torch.nn.Parameter(torch.ones(3))
@@ -152,21 +157,25 @@ def ulysses():
     x = torch.arange(4 * 10 * 3.0).view(1, 4, 10, 3)  # (1, H, T, D)
     mine = x.chunk(2, 2)[rank]
     heads = trade(mine, group, 1, 2)
-    assert mine.shape == (1, 4, 5, 3) and heads.shape == (1, 2, 10, 3) and heads.equal(x.chunk(2, 1)[rank])
+    assert (
+        mine.shape == (1, 4, 5, 3)
+        and heads.shape == (1, 2, 10, 3)
+        and heads.equal(x.chunk(2, 1)[rank])
+    )
     assert trade(heads, group, 2, 1).equal(mine)
     assert gather_slices(mine[0, 0, :, 0], group).equal(x[0, 0, :, 0])
 
 
 def test_8_ulysses_trades_tokens_for_heads():
-    """In norms, projections and MLPs each rank has five tokens of the row and all heads; inside the attention
-    function it has two heads of all ten tokens, by one all-to-all before and one after. gather_slices then
-    gives the ten values to both, and both compute the same loss."""
+    """In norms, projections and MLPs each rank has five tokens of the row and all heads; inside the
+    attention function it has two heads of all ten tokens, by one all-to-all before and one after.
+    gather_slices then gives the ten values to both, and both compute the same loss."""
     succeeded(torchrun(2, __file__))
 
 
 def test_9_context_parallel_ranks_have_a_piece_of_either_end():
-    """Rank 0 has 0 1 10 11, rank 1 has 2 3 8 9, rank 2 has 4 5 6 7. Token t sees t + 1 keys: thirds would
-    give the ranks 10, 26 and 42 pairs, these pieces give 26 to each."""
+    """Rank 0 has 0 1 10 11, rank 1 has 2 3 8 9, rank 2 has 4 5 6 7. Token t sees t + 1 keys: thirds
+    would give the ranks 10, 26 and 42 pairs, these pieces give 26 to each."""
     for rank, answer in enumerate(([0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7])):
         layout = types.SimpleNamespace(cp_rank=rank, device=torch.device("cpu"))
         config = critic_megatron.Config(context_parallel_size=3)

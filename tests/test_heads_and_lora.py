@@ -1,4 +1,5 @@
-"""Bounded and categorical value heads, adapters and frozen weights: maths, layouts, checkpoints, exports."""
+"""Bounded and categorical value heads, adapters and frozen weights: maths, layouts, checkpoints,
+exports."""
 
 import dataclasses
 import itertools
@@ -8,7 +9,15 @@ import math
 import pytest
 import torch
 import transformers
-from helpers import ROOT, captured_gradients, full_weights, random_batch, succeeded, torchrun, worker
+from helpers import (
+    ROOT,
+    captured_gradients,
+    full_weights,
+    random_batch,
+    succeeded,
+    torchrun,
+    worker,
+)
 from scenarios import VARIANTS, one_gradient
 from test_critic_fsdp import assert_same_weights
 from test_layouts import MODELS, assert_agrees, clipped_loss, plain_loop, save_model
@@ -30,7 +39,9 @@ def plain_targets(target, low, high, bins):
     target = min(max(target, low), high)
     edges = [low + i * width for i in range(bins + 1)]
     cdf = [0.5 * (1 + math.erf((edge - target) / (sigma * math.sqrt(2)))) for edge in edges]
-    return torch.tensor([(b - a) / (cdf[-1] - cdf[0]) for a, b in zip(cdf, cdf[1:])], dtype=torch.float64)
+    return torch.tensor(
+        [(b - a) / (cdf[-1] - cdf[0]) for a, b in zip(cdf, cdf[1:])], dtype=torch.float64
+    )
 
 
 def plain_value(logits, low, high):
@@ -44,7 +55,8 @@ def plain_cross_entropy(logits, target, low, high):
 
 @pytest.mark.parametrize("low, high, bins", [(-1.0, 3.0, 51), (0.0, 1.0, 2), (-200.0, -190.0, 255)])
 def test_values_and_loss_equal_plain_loops(low, high, bins):
-    """Values, loss and gradient, also for returns outside the range, and with NaN outside the actions."""
+    """Values, loss and gradient, also for returns outside the range, and with NaN outside the
+    actions."""
     g = torch.Generator().manual_seed(0)
     returns = low + (high - low) * (1.4 * torch.rand(40, generator=g) - 0.2)
     returns[:2] = torch.tensor([low, high])
@@ -58,7 +70,9 @@ def test_values_and_loss_equal_plain_loops(low, high, bins):
     loss = sum(w * plain_cross_entropy(x, r, low, high) for w, x, r in zip(weights, exact, returns))
     loss.backward()
     ours = torch.where(mask[:, None], logits, math.nan).requires_grad_()
-    our_loss = common.hl_gauss_loss(ours, torch.where(mask, returns, math.nan), mask, weights, low, high)
+    our_loss = common.hl_gauss_loss(
+        ours, torch.where(mask, returns, math.nan), mask, weights, low, high
+    )
     our_loss.backward()
     assert our_loss.item() == pytest.approx(loss.item(), rel=1e-5)
     atol = 1e-4 if low == -200 else 1e-6
@@ -66,7 +80,8 @@ def test_values_and_loss_equal_plain_loops(low, high, bins):
 
 
 def test_a_target_has_its_return_as_value_and_zeros_the_centre_of_the_range():
-    """Logits that fit a target exactly give back its return, up to 1 % of a bin, away from the ends."""
+    """Logits that fit a target exactly give back its return, up to 1 % of a bin, away from the
+    ends."""
     returns = torch.linspace(-0.9, 2.9, 100)
     targets = torch.stack([plain_targets(float(r), -1.2, 3.2, 51) for r in returns])
     values = common.hl_gauss_values(targets.clamp(min=1e-30).log().float(), -1.2, 3.2)
@@ -87,7 +102,8 @@ def values_by_hand(head, span):
 
 
 def check_export(path, batch, values, head, span, rtol=0):
-    """transformers finds all weights and no others, and computes the values one sequence at a time."""
+    """transformers finds all weights and no others, and computes the values one sequence at a
+    time."""
     model, info = LOAD(path, output_loading_info=True, dtype=torch.float32)
     assert not any(info.values()), (path, info)
     assert model.config.value_range == (span and list(span))
@@ -99,7 +115,8 @@ def check_export(path, batch, values, head, span, rtol=0):
 
 
 def reference(folder, result, variant):
-    """(values, loss, gradients) in float64, from a result's weights (adapters merged) and old values."""
+    """(values, loss, gradients) in float64, from a result's weights (adapters merged) and old
+    values."""
     model = LOAD(folder, dtype=torch.float64, attn_implementation="eager")
     leaves = {name: w.double().requires_grad_() for name, w in result["weights"].items()}
     merged = {}
@@ -108,9 +125,16 @@ def reference(folder, result, variant):
             continue
         if name.endswith(".base_layer.weight"):
             layer = name.removesuffix(".base_layer.weight")
-            w = w + 2.0 * leaves[f"{layer}.lora_B.default.weight"] @ leaves[f"{layer}.lora_A.default.weight"]
+            w = (
+                w
+                + 2.0
+                * leaves[f"{layer}.lora_B.default.weight"]
+                @ leaves[f"{layer}.lora_A.default.weight"]
+            )
         merged[name.replace(".base_layer", "")] = w
-    outputs_of = lambda _, ids: torch.func.functional_call(model, merged, kwargs={"input_ids": ids}).logits[0]
+    outputs_of = lambda _, ids: torch.func.functional_call(
+        model, merged, kwargs={"input_ids": ids}
+    ).logits[0]
     batch = dataclasses.replace(random_batch(12, seed=1), values=result["values"])
     value_of = values_by_hand(variant, (-1.5, 2.0))
     loss_of = lambda output, old, target: clipped_loss(value_of(output), old, target)
@@ -153,8 +177,9 @@ def compare(result, expected, variant):
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory):
-    """(folder with a model and a checkpoint of each variant, {variant: (weights, result of a plain loop)}).
-    Checkpoints are saved by one rank after a first step, so that the adapters' B is no longer zero."""
+    """(folder with a model and a checkpoint of each variant, {variant: (weights, result of a plain
+    loop)}). Checkpoints are saved by one rank after a first step, so that the adapters' B is no
+    longer zero."""
     folder = tmp_path_factory.mktemp("trained")
     save_model(MODELS["qwen2"], folder / "model")
     made = {}
@@ -170,13 +195,21 @@ def references(tmp_path_factory):
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1", "none"])
 def test_one_rank_makes_the_gradient_of_a_plain_loop(strategy, variant, references):
     folder, made = references
-    fields = {**VARIANTS[variant], "strategy": strategy, "gradient_checkpointing": strategy == "fsdp1"}
+    fields = {
+        **VARIANTS[variant],
+        "strategy": strategy,
+        "gradient_checkpointing": strategy == "fsdp1",
+    }
     w, result = one_gradient(folder / "model", folder / variant, **fields)
     compare(result, made[variant], variant)
-    assert names_with_moments(w.critic) == {name for name in result["weights"] if trains(name, variant)}
+    assert names_with_moments(w.critic) == {
+        name for name in result["weights"] if trains(name, variant)
+    }
 
 
-def test_two_ranks_make_this_gradient_on_every_layout_and_exchange_checkpoints(references, tmp_path):
+def test_two_ranks_make_this_gradient_on_every_layout_and_exchange_checkpoints(
+    references, tmp_path
+):
     folder, made = references
     out = tmp_path / "out.pt"
     arguments = ("heads_and_adapters", folder / "model", folder, out)
@@ -220,7 +253,9 @@ def test_each_linear_layer_of_a_mixture_has_an_adapter_and_joint_experts_have_no
     names = {name.rpartition(".lora_A")[0] for name in full_weights(w.critic) if ".lora_A" in name}
     ends = [f"self_attn.{x}_proj" for x in "qkvo"]
     dense = [f"layers.0.mlp.{x}_proj" for x in ("gate", "up", "down")]
-    assert names == {f"model.{x}" for x in (*dense, *(f"layers.{i}.{x}" for i in range(2) for x in ends))}
+    assert names == {
+        f"model.{x}" for x in (*dense, *(f"layers.{i}.{x}" for i in range(2) for x in ends))
+    }
 
 
 @pytest.mark.parametrize("variant, strategy", [
@@ -231,7 +266,9 @@ def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
     # the MFU of a CPU is unknown, so this looks at the FLOPs
     count = lambda batch, rows, start, epochs, flops, layout: {"flops": flops}
     monkeypatch.setattr(common, "describe_update", count)
-    w = worker(strategy=strategy, param_dtype="bfloat16", gradient_checkpointing=True, **VARIANTS[variant])
+    w = worker(
+        strategy=strategy, param_dtype="bfloat16", gradient_checkpointing=True, **VARIANTS[variant]
+    )
     exact = worker(**VARIANTS[variant])
     batch = random_batch(12, vocab_size=60)
     with captured_gradients(w.critic) as seen:
@@ -242,7 +279,10 @@ def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
     assert passes == pytest.approx(2 + trained / sum(sizes.values()), rel=1e-6)
     with captured_gradients(exact.critic) as whole:
         exact.update_critic(batch)
-    assert all(g.dtype == torch.float32 for g in seen[0].values()) and seen[0].keys() == whole[0].keys()
+    assert (
+        all(g.dtype == torch.float32 for g in seen[0].values())
+        and seen[0].keys() == whole[0].keys()
+    )
     close, true = (torch.cat([g[name].flatten() for name in seen[0]]) for g in (seen[0], whole[0]))
     assert float((close - true).norm() / true.norm()) < 0.05
 
@@ -255,8 +295,8 @@ def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
     ("gemma3", {}), ("opt", LORA),
 ])  # fmt: skip
 def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields, tmp_path):
-    """Both this script and plain transformers compute them from a trained critic's folder. GPT-2 stores its
-    matrices transposed; Gemma 3 and OPT have no token-classification class."""
+    """Both this script and plain transformers compute them from a trained critic's folder. GPT-2
+    stores its matrices transposed; Gemma 3 and OPT have no token-classification class."""
     hf, batch = tmp_path / "hf", random_batch(8, vocab_size=60)
     if model in MODELS:
         transformers.AutoModel.from_config(MODELS[model]).save_pretrained(tmp_path / "base")
@@ -285,8 +325,8 @@ def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields
     (2, "critic_megatron.py --pipeline-model-parallel-size 2 --value-head bounded --value-range 0.7 1.1"),
 ])  # fmt: skip
 def test_values_start_at_the_mean_return(ranks, command, tmp_path):
-    """Against the mean of the rows' rewards, discounted by hand; a range that ends above it gives 0.704. The
-    second update starts where the first has ended, also in a resumed run."""
+    """Against the mean of the rows' rewards, discounted by hand; a range that ends above it gives
+    0.704. The second update starts where the first has ended, also in a resumed run."""
     script, *flags = command.split()
     flags += "--value-head-init mean --gamma 0.9 --ppo-mini-batch-size 1024 --lr 1e-4 --save-every 1".split()
     flags += ["--rollouts", ROOT / "tests/rows.jsonl", "--out-dir", tmp_path, "--resume", "auto"]
@@ -329,7 +369,11 @@ def test_the_script_finds_the_range_and_keeps_it(tmp_path):
 
 
 def test_flags_that_do_not_fit_this_model_are_named():
-    for pattern, words in (("(", "missing \\)"), ("nothing", "must match some"), (".", "must match some")):
+    for pattern, words in (
+        ("(", "missing \\)"),
+        ("nothing", "must match some"),
+        (".", "must match some"),
+    ):
         with pytest.raises(UserError, match=f"--freeze-modules .*{words}"):
             worker(freeze_modules=pattern)
     with pytest.raises(UserError, match="--value-range: this head needs it"):

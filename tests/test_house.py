@@ -9,7 +9,12 @@ import pytest
 from helpers import ROOT
 
 SCRIPTS = ("common", "critic_fsdp", "critic_megatron", "ppo_loop")
-TOP_LEVEL = {f"{name}.py" for name in SCRIPTS} | {"tests", "requirements.txt", "README.md", "LICENSE"}
+TOP_LEVEL = {f"{name}.py" for name in SCRIPTS} | {
+    "tests",
+    "requirements.txt",
+    "README.md",
+    "LICENSE",
+}
 TREE = {name: ast.parse((ROOT / f"{name}.py").read_text()) for name in SCRIPTS}
 
 
@@ -19,7 +24,9 @@ def nodes(name, *kinds):
 
 
 def test_the_top_level_holds_what_it_should():
-    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
     if not files:
         pytest.skip("not a clone")
     top = {file.split("/")[0] for file in files}
@@ -28,10 +35,18 @@ def test_the_top_level_holds_what_it_should():
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_who_imports_whom(name):
-    """common.py imports no script, a critic no other critic, and the loop only the critic that is used."""
+    """common.py imports no script, a critic no other critic, and the loop only the critic that is
+    used."""
     found = {alias.name for n in nodes(name, ast.Import) for alias in n.names}
     found |= {n.module for n in nodes(name, ast.ImportFrom)}
-    assert not found & {"critic_fsdp", "critic_megatron", "ppo_loop", "tests", "helpers", "conftest"}
+    assert not found & {
+        "critic_fsdp",
+        "critic_megatron",
+        "ppo_loop",
+        "tests",
+        "helpers",
+        "conftest",
+    }
     assert ("common" in found) == (name != "common")
 
 

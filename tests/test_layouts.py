@@ -1,6 +1,8 @@
-"""The gradient of one update before clipping is the same on every layout, and equals that of a plain loop.
+"""The gradient of one update before clipping is the same on every layout, and equals that of a
+plain loop.
 
-As a script, it runs one mini-batch on every layout of this number of ranks, for the tests to compare:
+As a script, it runs one mini-batch on every layout of this number of ranks, for the tests to
+compare:
 
     torchrun --nproc-per-node 2 tests/test_layouts.py OUT_FOLDER [models]
 """
@@ -52,7 +54,8 @@ MODELS = {
 
 
 def save_model(config, folder):
-    """A backbone with weights large enough that no gradient is negligible, and a value head next to it."""
+    """A backbone with weights large enough that no gradient is negligible, and a value head next to
+    it."""
     torch.manual_seed(0)
     model = transformers.AutoModel.from_config(config, dtype=torch.float32)
     for p in model.parameters():
@@ -63,7 +66,8 @@ def save_model(config, folder):
 
 
 def clipped_loss(before, old, target):
-    """PPO's value loss of one action: `before` is its value now, `old` its value before the update."""
+    """PPO's value loss of one action: `before` is its value now, `old` its value before the
+    update."""
     clipped = torch.minimum(torch.maximum(before, old - 0.5), old + 0.5)
     return 0.5 * torch.maximum((before - target) ** 2, (clipped - target) ** 2)
 
@@ -71,8 +75,8 @@ def clipped_loss(before, old, target):
 def plain_loop(batch, outputs_of, value_of=lambda x: x, loss_of=clipped_loss):
     """(values, token losses of each row that has an action), action by action in float64.
 
-    outputs_of(row, ids): the value head's outputs at each position of a row. value_of, loss_of: per action.
-    """
+    outputs_of(row, ids): the value head's outputs at each position of a row. value_of, loss_of: per
+    action."""
     values, losses = torch.zeros(len(batch.input_ids)), []
     for row, (start, end) in enumerate(rows_of(batch)):
         outputs = outputs_of(row, batch.input_ids[start:end][None])
@@ -89,7 +93,9 @@ def plain_loop(batch, outputs_of, value_of=lambda x: x, loss_of=clipped_loss):
 
 def reference_of(folder, batch, mode="token-mean", images_of=lambda row, ids: {}):
     """Values, loss and gradients by plain transformers, one sequence at a time, in float64."""
-    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    model = transformers.AutoModel.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager"
+    )
     model.set_experts_implementation("eager")  # grouped products do not support float64
     head = load_file(folder / "value_head.safetensors")
     head = {name: x.double().requires_grad_() for name, x in head.items()}
@@ -113,8 +119,8 @@ def reference_of(folder, batch, mode="token-mean", images_of=lambda row, ids: {}
 
 
 def difference(ours, exact):
-    """Largest difference of two dicts of gradients, relative to the largest entry of its tensor (or a
-    thousandth of the largest of all, because the gradient of keys' biases is only rounding)."""
+    """Largest difference of two dicts of gradients, relative to the largest entry of its tensor (or
+    a thousandth of the largest of all, because the gradient of keys' biases is only rounding)."""
     assert ours.keys() == exact.keys()
     floor = 1e-3 * max(g.abs().max() for g in exact.values())
     scale = {n: torch.maximum(g.abs().max(), floor) for n, g in exact.items()}
@@ -122,7 +128,8 @@ def difference(ours, exact):
 
 
 def assert_agrees(what, result, values, loss, gradients):
-    """Asserts that a result of one_update equals the reference to 1e-5 -> largest gradient difference."""
+    """Asserts that a result of one_update equals the reference to 1e-5 -> largest gradient
+    difference."""
     error = difference(result["gradients"], gradients)
     what = (what, error)
     assert error < 1e-5, what
@@ -158,7 +165,8 @@ CASES = {  # name -> rows, and Config fields that say how micro-batches are cut 
     "one micro-batch": ("ragged", {}),
     "budget 60": ("ragged", BUDGET),
     "budget 60, deferred": ("ragged", {**BUDGET, "defer_grad_sync": True}),
-    "budget 40": ("ragged", {"ppo_max_token_len_per_gpu": 40}),  # the longest row fills a micro-batch
+    # the longest row fills a micro-batch
+    "budget 40": ("ragged", {"ppo_max_token_len_per_gpu": 40}),
     "rows on rank 0": ("ragged", BUDGET),
     "shared": ("equal prompts", {"ppo_max_token_len_per_gpu": 36}),  # some groups are larger
     "shared, one micro-batch": ("equal prompts", {}),
@@ -183,7 +191,9 @@ def layouts():
     """name -> Config fields of every way to spread the model over WORLD_SIZE ranks."""
     ways = {"packed": {}, "padded": {"use_remove_padding": False}}
     if WORLD_SIZE < 4:
-        ways |= {f"{way}, recompute": {**ways[way], "gradient_checkpointing": True} for way in list(ways)}
+        ways |= {
+            f"{way}, recompute": {**ways[way], "gradient_checkpointing": True} for way in list(ways)
+        }
     ways |= {f"ulysses {sp}": {"ulysses_size": sp} for sp in (2, 4) if WORLD_SIZE % sp == 0}
     if WORLD_SIZE == 4:
         ways |= {f"2 replicas, ulysses {sp}": {"fsdp_size": 2, "ulysses_size": sp} for sp in (1, 2)}
@@ -198,7 +208,8 @@ def layouts():
 
 
 def cases_of(layout):
-    """The cases that a layout runs. How rows are cut and weighed does not depend on the strategy."""
+    """The cases that a layout runs. How rows are cut and weighed does not depend on the
+    strategy."""
     cases = ["budget 60, deferred", "shared, one micro-batch", "fewer rows than ranks"]
     if layout in WHOLE.get(WORLD_SIZE, ()):
         cases = CASES
@@ -232,7 +243,8 @@ def save_results(out, models, results_of, jobs):
 
 
 def results_of(model, layout, fields, cases, out):
-    """(model, layout, case, rows, loss_agg_mode) -> gradients before clipping, values and metrics."""
+    """(model, layout, case, rows, loss_agg_mode) -> gradients before clipping, values and
+    metrics."""
     worker = helpers.worker(model=str(out / model), weight_decay=0.0, timeout_minutes=15, **fields)
     critic, config = worker.critic, worker.config
     meshes = worker.layout

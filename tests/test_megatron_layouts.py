@@ -1,6 +1,7 @@
 """One update on Megatron: values, gradient and step of every layout equal a plain float64 loop.
 
-As a script, it runs one mini-batch on every layout of this number of ranks, for the tests to compare:
+As a script, it runs one mini-batch on every layout of this number of ranks, for the tests to
+compare:
 
     torchrun --nproc-per-node 2 tests/test_megatron_layouts.py OUT_FOLDER
 """
@@ -25,7 +26,12 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
-MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
+MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "mlp_only_layers": [1],
+}
 MODELS = {
     "qwen2": transformers.Qwen2Config(**FOUR, tie_word_embeddings=True),
     "qwen3": transformers.Qwen3Config(**FOUR, head_dim=16),
@@ -49,7 +55,12 @@ OPTIONS = {
     "whole-rows": {"sequence_parallel": False},
 }
 LAYOUTS = {  # ranks -> model -> layouts, for fields_of
-    1: {"qwen2": "dp, padded, recompute", "qwen3": "dp", "llama": "dp", "qwen3-moe": "dp, recompute"},
+    1: {
+        "qwen2": "dp, padded, recompute",
+        "qwen3": "dp",
+        "llama": "dp",
+        "qwen3-moe": "dp, recompute",
+    },
     2: {
         "qwen2": "dp, tp2, tp2 whole-rows, tp2 padded, cp2, pp2, pp2 padded, pp2 recompute, pp2 vpp2",
         "qwen3": "tp2 recompute, cp2 recompute",
@@ -87,18 +98,24 @@ def fields_of(layout):
     """Config fields of a layout, e.g. "tp2 padded"."""
     fields = {}
     for word in layout.split():
-        fields |= OPTIONS[word] if word in OPTIONS else {f"{SIZES[word[:-1]]}_parallel_size": int(word[-1])}
+        fields |= (
+            OPTIONS[word]
+            if word in OPTIONS
+            else {f"{SIZES[word[:-1]]}_parallel_size": int(word[-1])}
+        )
     return fields
 
 
 def layouts(ranks):
     """(model, layout) of all layouts of this number of ranks."""
-    return [(model, layout) for model, words in LAYOUTS[ranks].items() for layout in words.split(", ")]
+    return [
+        (model, layout) for model, words in LAYOUTS[ranks].items() for layout in words.split(", ")
+    ]
 
 
 def whole_of(worker, part):
-    """name -> whole tensor of part(AdamW, p), for every weight that trains (a collective). p is this rank's
-    part of the float32 weight; part returns its gradient, a moment, or p itself."""
+    """name -> whole tensor of part(AdamW, p), for every weight that trains (a collective). p is
+    this rank's part of the float32 weight; part returns its gradient, a moment, or p itself."""
 
     def local(name, p):
         if not p.requires_grad:
@@ -121,7 +138,8 @@ def computed(worker):
 def union(worker, local):
     """All that the ranks would write, as one dict; no two ranks write the same rows of a weight."""
     mine = cm.whole_weights(worker.critic.modules, worker.model_config.vocab_size, local)
-    every = common.of_all_ranks({name: x.numpy() for name, x in mine.items()})  # faster than tensors
+    # faster than tensors
+    every = common.of_all_ranks({name: x.numpy() for name, x in mine.items()})
     whole = {name: torch.from_numpy(x) for some in every for name, x in some.items()}
     assert len(whole) == sum(map(len, every))
     return {name: x for name, (_, x) in cm.join_experts(whole).items()}
@@ -137,7 +155,9 @@ def assert_replicas_agree(critic):
             most, least = p.detach().clone(), p.detach().clone()
             dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
             dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-            assert torch.equal(most, least), f"{name} differs between ranks by {(most - least).abs().max()}"
+            assert torch.equal(most, least), (
+                f"{name} differs between ranks by {(most - least).abs().max()}"
+            )
 
 
 def noted_gradients(worker):
@@ -156,9 +176,12 @@ def noted_gradients(worker):
 def results_of(model, layout, folder):
     """{(model, layout, case, rows, mode): result} for all cases of a layout."""
     helpers.end_groups()
-    worker = helpers.worker(script=cm, model=str(folder / model), weight_decay=0.1, **fields_of(layout))
+    worker = helpers.worker(
+        script=cm, model=str(folder / model), weight_decay=0.1, **fields_of(layout)
+    )
     critic, config = worker.critic, worker.config
-    assert all(group["wd_mult"] == 1 for group in critic.optimizer.param_groups)  # norms and biases decay too
+    # norms and biases decay too
+    assert all(group["wd_mult"] == 1 for group in critic.optimizer.param_groups)
     seen = noted_gradients(worker)
     smallest = cm.check_budget(config, ROWS["ragged"].longest[0], "the longest row")
     other_rows = {"shared": "equal prompts", "fewer rows than ranks": "two rows"}
@@ -167,7 +190,11 @@ def results_of(model, layout, folder):
     for case in (*MORE.get((WORLD_SIZE, model, layout), ()), "shared", "budget 64"):
         rows, budget = other_rows.get(case, "ragged"), other_budgets.get(case, 64)
         mode = case if case in MODES else "token-mean"
-        changes = {"loss_agg_mode": mode, "ppo_max_token_len_per_gpu": budget, "response_length_limit": 50}
+        changes = {
+            "loss_agg_mode": mode,
+            "ppo_max_token_len_per_gpu": budget,
+            "response_length_limit": 50,
+        }
         worker.config = critic.config = dataclasses.replace(config, **changes)
         worker.set_budget(ROWS[rows].longest[0], "the longest row")
         step = case == "budget 64"  # the other cases come first and leave the weights unchanged
@@ -193,7 +220,9 @@ def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
     scale = min(1.0, float(clip / (norm + 1e-6)))
     out = {}
     for n, g in gradients.items():
-        out[n] = weights[n].double() * (1 - lr * weight_decay) - lr * g * scale / ((g * scale).abs() + eps)
+        out[n] = weights[n].double() * (1 - lr * weight_decay) - lr * g * scale / (
+            (g * scale).abs() + eps
+        )
     return out
 
 
@@ -215,14 +244,18 @@ def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases):
         sizeable = {n: g.abs() > 1e-5 * norm for n, g in gradients.items()}
         step = max(float(((after[n] - expected[n]).abs() * sizeable[n]).max()) for n in after)
         assert step < 1e-6, (model, layout, step)
-        assert sum(int(x.sum()) for x in sizeable.values()) > 0.7 * sum(x.numel() for x in sizeable.values())
+        assert sum(int(x.sum()) for x in sizeable.values()) > 0.7 * sum(
+            x.numel() for x in sizeable.values()
+        )
         print(f"{model:10s} {layout:25s} {error:8.1e} {step:8.1e}")
 
 
 def weights_of(folder):
     """All stored weights under the critic's names, with all experts of a layer in one tensor."""
     state = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).state_dict()
-    return {f"model.{n}": x for n, x in state.items()} | load_file(folder / "value_head.safetensors")
+    return {f"model.{n}": x for n, x in state.items()} | load_file(
+        folder / "value_head.safetensors"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Folders as others save them: trained value heads, adapters, files that are damaged or of another kind."""
+"""Folders as others save them: trained value heads, adapters, files that are damaged or of another
+kind."""
 
 import itertools
 import json
@@ -179,7 +180,11 @@ def test_a_head_that_does_not_fit_is_named_and_replaced_only_on_demand(kind, bas
             read(script, tmp_path)
         with refused(words, begin, "not one layer of 64 weights; give a model whose head is"):
             read(script, tmp_path, value_head_init="checkpoint")
-        for start, story in {"normal": NEW, "zero": "value head zero", "mean": "value head mean"}.items():
+        for start, story in {
+            "normal": NEW,
+            "zero": "value head zero",
+            "mean": "value head mean",
+        }.items():
             weights, said = read(script, tmp_path, value_head_init=start)
             assert said.endswith(story)
             assert not any(torch.equal(weights["score.weight"], x) for x in head.values())
@@ -292,11 +297,12 @@ def test_a_download_that_fails_is_named(monkeypatch):
             read(script, "some/critic")
 
 
-# ---- Folders that are no model, or a damaged one -----------------------------------------------------------
+# ---- Folders that are no model, or a damaged one -------------------------------------------------
 
 
 def test_an_adapter_is_refused_and_its_merged_model_is_read(base, tmp_path):
-    """Also with a config.json next to it: transformers would load the base model and say nothing."""
+    """Also with a config.json next to it: transformers would load the base model and say
+    nothing."""
     plain = tmp_path / "plain"
     adapter = tmp_path / "adapter"
     merged = tmp_path / "merged"
@@ -422,5 +428,7 @@ def test_a_tokenizer_that_is_there_but_does_not_load_is_named(base, tmp_path, ca
     common.char_tokenizer().save_pretrained(tmp_path)
     cut(tmp_path / "tokenizer.json")
     for flags in ({"model": str(tmp_path)}, {"tokenizer": str(tmp_path)}):
-        with refused("; mend it or give another (", f"--tokenizer: that of {tmp_path} does not load"):
+        with refused(
+            "; mend it or give another (", f"--tokenizer: that of {tmp_path} does not load"
+        ):
             common.load_config(critic_fsdp.Config(**flags))

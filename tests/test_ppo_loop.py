@@ -1,7 +1,8 @@
-"""ppo_loop.py on one process: policy loss, actor, rollout, environment, rewards, advantages, prompts, flags.
+"""ppo_loop.py on one process: policy loss, actor, rollout, environment, rewards, advantages,
+prompts, flags.
 
-Results are compared with plain loops over scalars, or with transformers on one unpacked row at a time.
-"""
+Results are compared with plain loops over scalars, or with transformers on one unpacked row at a
+time."""
 
 import asyncio
 import collections
@@ -72,10 +73,14 @@ def a_task(**fields):
 
 def policy(kind="tiny-qwen2", temperature=1.0, trains=True, override_config=SHARP, **fields):
     """A PolicyWorker on a single rank."""
-    config = ActorConfig(model=str(kind), **{"lr": 1e-3, "override_config": override_config, **fields})
+    config = ActorConfig(
+        model=str(kind), **{"lr": 1e-3, "override_config": override_config, **fields}
+    )
     _, model_config = common.load_config(config)
     run = a_run(actor=config, temperature=temperature, max_response_length=40)
-    worker = PolicyWorker(run, a_task(model_config=model_config), common.setup_distributed(), trains)
+    worker = PolicyWorker(
+        run, a_task(model_config=model_config), common.setup_distributed(), trains
+    )
     worker.model_config = model_config
     return worker
 
@@ -83,7 +88,8 @@ def policy(kind="tiny-qwen2", temperature=1.0, trains=True, override_config=SHAR
 def plain(w, dtype=torch.float32):
     """The same weights in a plain transformers model, without packing and sharding."""
     config = copy.deepcopy(w.model_config)
-    kernel = "eager" if config.model_type in ("gemma2", "gpt_oss") else "sdpa"  # has no softcap and no sinks
+    # has no softcap and no sinks
+    kernel = "eager" if config.model_type in ("gemma2", "gpt_oss") else "sdpa"
     config._experts_implementation = "eager"  # the grouped matrix product does not support float64
     lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=kernel)
     weights = dict(w.weights())
@@ -118,10 +124,13 @@ def assert_close(log_probs, others):
 
 
 def batch_to_learn(w, n=9, seed=0):
-    """Rows with all columns of an update. Old log-probs are near the actor's own, so some actions clip."""
+    """Rows with all columns of an update. Old log-probs are near the actor's own, so some actions
+    clip."""
     batch = random_batch(n, seed, prompts=3)
     g = torch.Generator().manual_seed(seed)
-    noise = lambda scale: scale * torch.randn(len(batch.input_ids), generator=g) * batch.response_mask
+    noise = lambda scale: (
+        scale * torch.randn(len(batch.input_ids), generator=g) * batch.response_mask
+    )
     log_probs_T = w.compute_log_probs(batch)
     batch.old_log_probs = log_probs_T + noise(0.6)
     batch.ref_log_probs = log_probs_T + noise(0.5)
@@ -130,14 +139,16 @@ def batch_to_learn(w, n=9, seed=0):
     return batch
 
 
-# ---- Actor -------------------------------------------------------------------------------------------------
+# ---- Actor ---------------------------------------------------------------------------------------
 
 
 def loss_of_one_action(ratio, advantage, low, high, dual):
-    """(loss, its derivative by the log ratio, clipped, dual-clipped), case by case as in the papers."""
+    """(loss, its derivative by the log ratio, clipped, dual-clipped), case by case as in the
+    papers."""
     if dual is not None and advantage < 0 and ratio > dual:
         return -dual * advantage, 0.0, False, True
-    if advantage > 0 and ratio > 1 + high:  # a good action that is already more likely than it may become
+    # a good action that is already more likely than it may become
+    if advantage > 0 and ratio > 1 + high:
         return -(1 + high) * advantage, 0.0, True, False
     if advantage < 0 and ratio < 1 - low:  # a bad one that is already less likely
         return -(1 - low) * advantage, 0.0, True, False
@@ -146,8 +157,8 @@ def loss_of_one_action(ratio, advantage, low, high, dual):
 
 @pytest.mark.parametrize("low, high, dual", [(0.1, 0.5, None), (0.3, 0.2, 1.5), (1.0, 0.28, 3.0)])
 def test_policy_loss_is_that_of_the_papers(low, high, dual):
-    """Its value, gradient and counts equal a loop over the actions, some of which have a ratio of exactly 1.
-    Masked entries may be NaN, and the policies may be 200 nats apart."""
+    """Its value, gradient and counts equal a loop over the actions, some of which have a ratio of
+    exactly 1. Masked entries may be NaN, and the policies may be 200 nats apart."""
     g = torch.Generator().manual_seed(3)
     new_T, step_T, a_T, weights_T = torch.randn(4, 400, generator=g, dtype=torch.float64)
     mask_T = torch.rand(400, generator=g) < 0.7
@@ -161,15 +172,25 @@ def test_policy_loss_is_that_of_the_papers(low, high, dual):
     for x_T in (new_T, old_T, a_T):
         x_T[~mask_T] = math.nan
     new_T.requires_grad_()
-    ours, n_clipped, n_cut = ppo_loop.policy_loss(new_T, old_T, a_T, mask_T, weights_T, low, high, dual)
+    ours, n_clipped, n_cut = ppo_loop.policy_loss(
+        new_T, old_T, a_T, mask_T, weights_T, low, high, dual
+    )
     ours.backward()
     assert ours.item() == pytest.approx((weights_T[mask_T] * loss).sum().item(), rel=1e-12)
-    torch.testing.assert_close(new_T.grad[mask_T], weights_T[mask_T] * slope, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        new_T.grad[mask_T], weights_T[mask_T] * slope, rtol=1e-12, atol=1e-14
+    )
     assert (new_T.grad[~mask_T] == 0).all()
     assert (n_clipped, n_cut) == (clipped.sum(), cut.sum())
 
     new_T = torch.tensor([-200.0, 0.0], requires_grad=True)
-    columns = (new_T, new_T.detach().flip(0), torch.tensor([1.0, -1.0]), torch.ones(2).bool(), torch.ones(2))
+    columns = (
+        new_T,
+        new_T.detach().flip(0),
+        torch.tensor([1.0, -1.0]),
+        torch.ones(2).bool(),
+        torch.ones(2),
+    )
     loss, _, _ = ppo_loop.policy_loss(*columns, low, high, dual)
     loss.backward()
     assert loss.isfinite() and new_T.grad.isfinite().all()
@@ -214,7 +235,11 @@ def loss_by_hand(lm, batch, run):
             entropy = -(before_V.exp() * before_V).sum()
             loss = loss + weight * (pg + config.kl_loss_coef * kl - config.entropy_coeff * entropy)
             log_probs_T[t], entropy_T[t] = log_p.item(), entropy.item()
-            means = {"pg_clipfrac": clipped, "pg_clipfrac_lower": cut, "ppo_kl": (old - log_p).item()}
+            means = {
+                "pg_clipfrac": clipped,
+                "pg_clipfrac_lower": cut,
+                "ppo_kl": (old - log_p).item(),
+            }
             means |= {"pg_outside": outside, "kl_loss": kl.item(), "entropy": entropy.item()}
             sums["pg_loss"] += weight * pg.item()
             sums.update({key: x / actions for key, x in means.items()})
@@ -230,8 +255,9 @@ def loss_by_hand(lm, batch, run):
     ("tiny-qwen3-moe", 0.7, dict(kl_loss_coef=0.2, kl_loss_type="abs", clip_ratio_c=1.2)),
 ])  # fmt: skip
 def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fields, monkeypatch):
-    """Log-probs, entropies and a step over several micro-batches are those of autograd in float64. The head
-    makes one chunk of logits at a time, and keeps none. A reference without optimizer has equal log-probs."""
+    """Log-probs, entropies and a step over several micro-batches are those of autograd in float64.
+    The head makes one chunk of logits at a time, and keeps none. A reference without optimizer has
+    equal log-probs."""
     monkeypatch.setattr(ppo_loop, "LOGITS_AT_ONCE", 5 * 99)
     fields = {"ppo_max_token_len_per_gpu": 90, **fields}
     w = policy(kind, temperature, **fields)
@@ -249,22 +275,29 @@ def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fie
     for ours, theirs in ((log_probs_T, expected_T), (together_T, expected_T), (ours_T, entropy_T)):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-5)
     reference = policy(kind, temperature, trains=False, **fields)
-    assert reference.optimizer is None and not any(p.requires_grad for p in reference.model.parameters())
+    assert reference.optimizer is None and not any(
+        p.requires_grad for p in reference.model.parameters()
+    )
     assert torch.equal(log_probs_T, reference.compute_log_probs(batch))
 
     loss.backward()
     made, kept = set(), set()
     head = w.model.lm.get_output_embeddings()
     head.register_forward_hook(lambda head, args, out: made.add(tuple(out.shape)))
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.add(tuple(x.shape)) or x, lambda x: x)
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.add(tuple(x.shape)) or x, lambda x: x
+    )
     with hooks, captured_gradients(w) as seen:
         metrics = w.update_policy(batch)
     assert max(made) == (5, 99)
-    assert kept and not [shape for shape in kept if shape[-1:] == (99,) and shape != (64, 99)]  # the head
+    # the head
+    assert kept and not [shape for shape in kept if shape[-1:] == (99,) and shape != (64, 99)]
     [ours] = seen
     for name, p in lm.named_parameters():
         atol = 1e-5 * max(float(p.grad.abs().max()), 1e-3)
-        torch.testing.assert_close(ours[f"lm.{name}"].double(), p.grad, rtol=1e-4, atol=atol, msg=name)
+        torch.testing.assert_close(
+            ours[f"lm.{name}"].double(), p.grad, rtol=1e-4, atol=atol, msg=name
+        )
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in lm.parameters()))
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert metrics["actor/pg_clipfrac"] > 0.05  # some actions are clipped
@@ -282,7 +315,7 @@ def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fie
             assert (ours[name] - x).norm() / x.norm() < 2e-6, name
 
 
-# ---- Rollout: engine, turns with an environment ------------------------------------------------------------
+# ---- Rollout: engine, turns with an environment --------------------------------------------------
 
 
 def engine_of(w, stop=(EOS,), at_once=100, top_p=1.0, known=None):
@@ -307,9 +340,11 @@ ENGINES |= dict.fromkeys(("tiny-gemma2", "tiny-mistral"), WINDOW)
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_rollout_equals_transformers_prompt_by_prompt(kind, monkeypatch):
-    """Greedy tokens, and log-probs, also of sampled tokens and of the actor. A row ends only at a stop token
-    or at its length limit, and its sample depends on nothing but its seed."""
-    monkeypatch.setitem(common.TINY, "tiny-gpt-oss", {"num_local_experts": 4, "num_experts_per_tok": 2})
+    """Greedy tokens, and log-probs, also of sampled tokens and of the actor. A row ends only at a
+    stop token or at its length limit, and its sample depends on nothing but its seed."""
+    monkeypatch.setitem(
+        common.TINY, "tiny-gpt-oss", {"num_local_experts": 4, "num_experts_per_tok": 2}
+    )
     w = policy(kind, temperature=0.7, override_config=ENGINES[kind])
     lm = plain(w)
     stop = list(range(1, 99, 6))  # one token in six ends a row
@@ -342,7 +377,8 @@ def batch_of(prompts, said):
 
 
 def assert_greedy(replies, lm, rows, stop):
-    """Replies equal transformers' greedy ones, prompt by prompt -> the largest difference of log-probs."""
+    """Replies equal transformers' greedy ones, prompt by prompt -> the largest difference of
+    log-probs."""
     worst = 0.0
     assert len(replies) == len(rows)
     for (prompt, _, most), (ids, log_probs, ended) in zip(rows, replies):
@@ -350,7 +386,8 @@ def assert_greedy(replies, lm, rows, stop):
         settings = transformers.GenerationConfig(do_sample=False, max_new_tokens=most, **special)
         theirs_1L = lm.generate(torch.tensor([prompt]), settings)
         assert ids == theirs_1L[0, len(prompt) :].tolist()
-        assert ended == (ids[-1] in stop) and not any(i in stop for i in ids[:-1])  # a stop id is kept
+        # a stop id is kept
+        assert ended == (ids[-1] in stop) and not any(i in stop for i in ids[:-1])
         assert len(ids) <= most and (ended or len(ids) == most)
         worst = max(worst, assert_close(log_probs, log_probs_of_reply(lm, prompt, ids, 1.0)))
     return worst
@@ -364,7 +401,8 @@ def assert_same_replies(some, others):
 
 
 def assert_samples_follow_their_seeds(engine):
-    """A row's sample is the same alone, among other rows and in any order; another seed gives another one."""
+    """A row's sample is the same alone, among other rows and in any order; another seed gives
+    another one."""
     rows = [(prompt, 70 + i, 3 + 2 * i) for i, prompt in enumerate(some_prompts())]
     together = engine.generate(rows, 0.9)
     assert len({len(ids) for ids, _, _ in together}) > 3  # rows end at different times
@@ -378,24 +416,29 @@ def assert_samples_follow_their_seeds(engine):
     engine.run = run
     for other in (alone, backwards, crowd):
         assert_same_replies(together, other)
-    others = engine.generate([(prompt, 80 + i, most) for i, (prompt, _, most) in enumerate(rows)], 0.9)
+    others = engine.generate(
+        [(prompt, 80 + i, most) for i, (prompt, _, most) in enumerate(rows)], 0.9
+    )
     assert sum(a[0] != b[0] for a, b in zip(together, others)) >= 7
     shorter = engine.generate([(prompt, seed, 2) for prompt, seed, _ in rows], 0.9)  # only cut off
     assert [ids for ids, _, _ in shorter] == [ids[:2] for ids, _, _ in together]
 
 
 def stop_texts_of(tokenizer, rows, replies):
-    """Texts that replies of an engine hold: two letters, one letter, a part of a token or two tokens, one
-    that a prompt begins, and a letter of several tokens, if there is one."""
-    said = [(tokenizer.decode(row[0][-1:]), tokenizer.decode(ids)) for row, (ids, _, _) in zip(rows, replies)]
+    """Texts that replies of an engine hold: two letters, one letter, a part of a token or two
+    tokens, one that a prompt begins, and a letter of several tokens, if there is one."""
+    said = [
+        (tokenizer.decode(row[0][-1:]), tokenizer.decode(ids))
+        for row, (ids, _, _) in zip(rows, replies)
+    ]
     (before, first), (_, second), *_ = [both for both in said if (both[0] + both[1][:2]).isascii()]
     wide = [letter for _, text in said for letter in text if letter > "\x7f" and letter != "\ufffd"]
     return [first[:2], second[1], "or", before + first[0], *wide[:1]]
 
 
 def assert_stops(engine, stops, tokenizer, texts, rows):
-    """With the same seeds, the engine that stops keeps the tokens of the other up to the first one with which
-    the decoded text holds one of these texts, and their log-probs."""
+    """With the same seeds, the engine that stops keeps the tokens of the other up to the first one
+    with which the decoded text holds one of these texts, and their log-probs."""
     expected = []
     cut = 0
     for ids, log_probs, ended in engine.generate(rows, 0.9):
@@ -418,7 +461,8 @@ def rows_to_stop(tokenizer):
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, "of several letters, or parts of one"])
 def test_a_text_ends_a_turn(tokenizer):
-    """Whatever its tokens are. What the prompt holds of it does not count, and other rows stay the same."""
+    """Whatever its tokens are. What the prompt holds of it does not count, and other rows stay the
+    same."""
     if tokenizer != TOKENIZER:
         tokenizer = another_tokenizer()
     known = len(tokenizer)
@@ -426,7 +470,9 @@ def test_a_text_ends_a_turn(tokenizer):
     rows = rows_to_stop(tokenizer)
     engine, stops = (engine_of(w, known=known, at_once=16) for _ in range(2))
     texts = stop_texts_of(tokenizer, rows, engine.generate(rows, 0.9))
-    stops.task = stops.task._replace(stop_texts=ppo_loop.stop_texts(a_run(stop=tuple(texts)), tokenizer))
+    stops.task = stops.task._replace(
+        stop_texts=ppo_loop.stop_texts(a_run(stop=tuple(texts)), tokenizer)
+    )
     assert_stops(engine, stops, tokenizer, texts, rows)
 
 
@@ -437,7 +483,8 @@ def test_a_text_that_the_tokenizer_cannot_write_is_refused():
 
 
 def nucleus(log_p_V, top_p):
-    """Token -> its log-prob among the likeliest tokens that together reach top_p, by a plain loop."""
+    """Token -> its log-prob among the likeliest tokens that together reach top_p, by a plain
+    loop."""
     kept = {}
     for i in log_p_V.argsort(descending=True).tolist():
         if sum(kept.values()) < top_p:
@@ -455,10 +502,13 @@ def assert_drawn_from_the_nucleus(replies, lm, prompt, temperature, top_p):
 
 
 def test_samples_follow_the_softmax_or_its_nucleus():
-    """1,000 evenly spaced random numbers draw each token as often as a loop over the probabilities says. So
-    does the engine, up to the sampling error of 6,000 samples."""
+    """1,000 evenly spaced random numbers draw each token as often as a loop over the probabilities
+    says. So does the engine, up to the sampling error of 6,000 samples."""
     u_BR = ((torch.arange(1000, dtype=torch.float64) + 0.5) / 1000)[:, None]
-    for logits_V in (torch.tensor([3.0, 1.0, 2.0, 2.1, -1.0]), torch.tensor([0.0, 0.0, 0.0, 0.0, 9.0])):
+    for logits_V in (
+        torch.tensor([3.0, 1.0, 2.0, 2.1, -1.0]),
+        torch.tensor([0.0, 0.0, 0.0, 0.0, 9.0]),
+    ):
         for top_p in (1e-6, 0.3, 0.5, 0.6, 0.9, 0.999):
             draw = ppo_loop.Draw(u_BR, 0.8, top_p, 5)
             out_BV = draw(torch.zeros(1000, 1, dtype=torch.int64), logits_V.expand(1000, 5))
@@ -473,16 +523,23 @@ def test_samples_follow_the_softmax_or_its_nucleus():
     rows = [([20, 30, 40], i, 1) for i in range(6000)]
     replies = engine_of(w, at_once=400, top_p=0.7).generate(rows[:400], 0.8)
     assert_drawn_from_the_nucleus(replies, plain(w), [20, 30, 40], 0.8, 0.7)
-    assert_drawn_from_the_softmax(engine_of(w, at_once=2000).generate(rows, 0.8), plain(w), [20, 30, 40])
+    assert_drawn_from_the_softmax(
+        engine_of(w, at_once=2000).generate(rows, 0.8), plain(w), [20, 30, 40]
+    )
 
 
 def assert_drawn_from_the_softmax(replies, lm, prompt):
     """First tokens are as frequent as their probabilities at temperature 0.8, not as those at 1."""
-    counts_V = torch.bincount(torch.tensor([ids[0] for ids, _, _ in replies]), minlength=99).double()
-    excess = {}  # chi-square above its mean, in standard deviations, over tokens expected at least five times
+    counts_V = torch.bincount(
+        torch.tensor([ids[0] for ids, _, _ in replies]), minlength=99
+    ).double()
+    # chi-square above its mean, in standard deviations, over tokens expected at least five times
+    excess = {}
     for temperature in (0.8, 1.0):
         with torch.no_grad():
-            expected_V = len(replies) * log_softmax_of(lm, torch.tensor(prompt), temperature)[-1].exp()
+            expected_V = (
+                len(replies) * log_softmax_of(lm, torch.tensor(prompt), temperature)[-1].exp()
+            )
         often_V = expected_V >= 5
         freedom = int(often_V.sum()) - 1
         assert freedom > 20
@@ -492,8 +549,9 @@ def assert_drawn_from_the_softmax(replies, lm, prompt):
 
 
 def play(turns, observe, prompts=(), tokenizer=TOKENIZER, **fields):
-    """roll_out on prompts (q0=, q1= ... by default) with an engine that answers these turns (with EOS, unless
-    one ends in "...") and observe(...) as environment -> (replies, what the engine was asked)."""
+    """roll_out on prompts (q0=, q1= ... by default) with an engine that answers these turns (with
+    EOS, unless one ends in "...") and observe(...) as environment -> (replies, what the engine was
+    asked)."""
     asked = []
 
     def generate(rows, temperature):
@@ -515,7 +573,8 @@ def play(turns, observe, prompts=(), tokenizer=TOKENIZER, **fields):
 
 
 def test_policy_and_environment_take_turns():
-    """Tokens, masks and log-probs of two rows, one with an observation, equal those written out here."""
+    """Tokens, masks and log-probs of two rows, one with an observation, equal those written out
+    here."""
     heard = []
 
     def observe(prompt, response, answer, turns):
@@ -525,10 +584,15 @@ def test_policy_and_environment_take_turns():
     (a, b), asked = play([["ab", "x"], ["cd"]], observe)
     assert a.ids == [*ids_of("ab"), EOS, *ids_of("[1]cd"), EOS] and b.ids == [*ids_of("x"), EOS]
     assert a.log_probs == [-0.5] * 3 + [None] * 3 + [-0.5] * 3 and b.log_probs == [-0.5] * 2
-    assert [(r.finished, r.text, r.fault) for r in (a, b)] == [(True, "ab[1]cd", ""), (True, "x", "")]
+    assert [(r.finished, r.text, r.fault) for r in (a, b)] == [
+        (True, "ab[1]cd", ""),
+        (True, "x", ""),
+    ]
     assert sorted(heard[:2]) == [("q0=", "ab", "answer 0", "ab"), ("q1=", "x", "answer 1", "x")]
     assert heard[2:] == [("q0=", "ab[1]cd", "answer 0", "ab", "[1]", "cd")]
-    first, second, third = (random.Random(f"key {x}").getrandbits(63) for x in ("4 0", "6 0", "4 1"))
+    first, second, third = (
+        random.Random(f"key {x}").getrandbits(63) for x in ("4 0", "6 0", "4 1")
+    )
     assert asked == [[("q0=", first, 30), ("q1=", second, 30)], [("q0=ab<eos>[1]", third, 24)]]
     batch = common.check(ppo_loop.to_batch([a, b]))
     mask = [False] * 3 + [True] * 3 + [False] * 3 + [True] * 3 + [False] * 3 + [True] * 2
@@ -541,7 +605,8 @@ def test_policy_and_environment_take_turns():
 
 @pytest.mark.parametrize("turns, fields, text, finished", [  # finished: not cut off
     ([["abcdef"]], dict(max_response_length=4), "abcd", False),  # the turn itself does not fit
-    ([["abc"]], dict(max_response_length=7), "abc", False),  # the observation leaves no room for a turn
+    # the observation leaves no room for a turn
+    ([["abc"]], dict(max_response_length=7), "abc", False),
     ([["abc"], ["d..."]], dict(max_response_length=8), "abc[1]d", False),  # it leaves one token
     ([["abc"], ["d"]], dict(max_response_length=9, max_turns=2), "abc[1]d", True),
     ([["a"], ["b"], ["c"]], dict(max_response_length=30, max_turns=3), "a[1]b[1]c", True),
@@ -563,7 +628,9 @@ def test_a_row_ends_at_the_limit_of_tokens_or_turns(turns, fields, text, finishe
     ([["ab", "ab", "a..."]], "[1]", {"max_response_length": 5}, 1, "left no room for the environment"),
     ([["ab", "ab", "a..."]], None, {}, 1, "were ended by the environment, or by --max-turns"),
 ])  # fmt: skip
-def test_turns_are_counted_and_a_lack_of_them_is_explained_once(turns, says, fields, mean, most, capsys):
+def test_turns_are_counted_and_a_lack_of_them_is_explained_once(
+    turns, says, fields, mean, most, capsys
+):
     replies, _ = play(turns, lambda *_: says, **fields)
     run = a_run(**{"max_response_length": 30, **fields})
     ppo_loop.print_once.cache_clear()
@@ -572,16 +639,24 @@ def test_turns_are_counted_and_a_lack_of_them_is_explained_once(turns, says, fie
         assert ppo_loop.mean_turns(replies, run, a_task(observe=print)) == {"rollout/turns": mean}
     said = capsys.readouterr().out.splitlines()
     assert len(said) == (most is not None)
-    assert most is None or said[0].startswith(f"hint       no row of a step had a second turn: most {most}")
+    assert most is None or said[0].startswith(
+        f"hint       no row of a step had a second turn: most {most}"
+    )
     assert ppo_loop.mean_turns(replies, run, a_task()) == {}
 
 
 def test_an_environments_faults_end_the_row_and_are_reported():
     does = [lambda: {}["tool"], lambda: 5, lambda: b"no", lambda: None]
     replies, asked = play([list("abcd")], lambda prompt, *_: does[int(prompt[1])]())
-    assert [r.text for r in replies] == list("abcd") and len(asked) == 1 and all(r.finished for r in replies)
+    assert (
+        [r.text for r in replies] == list("abcd")
+        and len(asked) == 1
+        and all(r.finished for r in replies)
+    )
     words = ("KeyError: 'tool'", "not 5", "float: b'no'", "")
-    assert all(word in reply.fault for word, reply in zip(words, replies)) and replies[3].fault == ""
+    assert (
+        all(word in reply.fault for word, reply in zip(words, replies)) and replies[3].fault == ""
+    )
 
 
 def chat_tokenizer(end="<eos>", tokenizer=None):
@@ -595,8 +670,9 @@ def chat_tokenizer(end="<eos>", tokenizer=None):
 
 @pytest.mark.parametrize("closes", (True, False))
 def test_a_chat_with_an_environment_follows_the_template(closes):
-    """All tokens of a dialogue of three turns are those of the chat template for its messages, whether or not
-    the template begins the text between turns with the token that ended the policy's turn."""
+    """All tokens of a dialogue of three turns are those of the chat template for its messages,
+    whether or not the template begins the text between turns with the token that ended the policy's
+    turn."""
     tokenizer = chat_tokenizer("<eos>" if closes else "")
     says = iter(("no 1", "no 2", None))
     user = [{"role": "user", "content": "hi"}]
@@ -614,17 +690,31 @@ def test_a_chat_with_an_environment_follows_the_template(closes):
     assert text == whole.removesuffix("\n") and [*says] == []  # all of them were asked for
     own = [i for i, x in zip(reply.ids, reply.log_probs) if x is not None]
     assert tokenizer.decode(own) == "a?<eos>b?<eos>c?<eos>"
-    tokenizer.chat_template = "{{ messages[-1]['content'] }}"  # it would lose what the environment says
+    # it would lose what the environment says
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     with pytest.raises(UserError, match="--environment: needs a chat template"):
         play(turns, lambda *_: "no", [prompt], tokenizer, max_response_length=99)
 
 
-# ---- Rewards, advantages -----------------------------------------------------------------------------------
+# ---- Rewards, advantages -------------------------------------------------------------------------
 
 
 def test_addition_and_gsm8k_rewards():
-    assert [ppo_loop.addition_reward("1+2=", x, "3") for x in ("3", "4", "", "3 ", "03")] == [1, 0, 0, 0, 0]
-    wrongs = ["#### 5 no,\n#### 3", "the answer is 5", "#### five", "#### ,", "####", "####" + " " * 20_000]
+    assert [ppo_loop.addition_reward("1+2=", x, "3") for x in ("3", "4", "", "3 ", "03")] == [
+        1,
+        0,
+        0,
+        0,
+        0,
+    ]
+    wrongs = [
+        "#### 5 no,\n#### 3",
+        "the answer is 5",
+        "#### five",
+        "#### ,",
+        "####",
+        "####" + " " * 20_000,
+    ]
     for answer, right, wrong in (
         ("#### 5", ["#### 3 no,\n#### 5", "#### 5 apples", "####5", "#### 5%"], ["", *wrongs]),
         ("...\n#### 18", ["so it is\n#### 18", "#### 18.00", "#### 18."], ["#### 19"]),
@@ -639,7 +729,8 @@ def test_addition_and_gsm8k_rewards():
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the development data in {SHARED}")
 def test_gsm8k_agrees_with_its_authors():
-    """Its verdicts on published solutions equal the authors' labels; a reference answer matches itself."""
+    """Its verdicts on published solutions equal the authors' labels; a reference answer matches
+    itself."""
     agrees = []
     for line in open(SHARED / "data" / "gsm8k" / "example_model_solutions.jsonl"):
         row = json.loads(line)
@@ -688,9 +779,21 @@ def ask(tmp_path):
 
 
 def test_a_users_function_runs_in_processes_that_are_killed_when_they_hang(ask):
-    """Answers keep the order of the rows, also of those that wait for a new process. Nothing a function does
-    switches the time-out off, workers import nothing slow, and child programs do not read the rows."""
-    rows = ["raises", "spins", "pid", "sleeps", "dies", "exits", "program", "modules", "stdin", "turns"]
+    """Answers keep the order of the rows, also of those that wait for a new process. Nothing a
+    function does switches the time-out off, workers import nothing slow, and child programs do not
+    read the rows."""
+    rows = [
+        "raises",
+        "spins",
+        "pid",
+        "sleeps",
+        "dies",
+        "exits",
+        "program",
+        "modules",
+        "stdin",
+        "turns",
+    ]
     answers = ask("odd", rows := rows + ["pid"] * 9, seconds=1.5)
     late = (None, "no answer within 1.5 s, or its process has died")
     pids = {made for row, (made, fault) in zip(rows, answers) if row == "pid" and fault == ""}
@@ -717,7 +820,8 @@ def test_a_signal_interrupts_a_users_function(ask, monkeypatch):
 
 
 def test_rows_run_at_once_in_processes_or_threads(ask, tmp_path, monkeypatch):
-    """Eight rows that wait for each other run at once, on any number of cores; built-in rewards run here."""
+    """Eight rows that wait for each other run at once, on any number of cores; built-in rewards run
+    here."""
     (tmp_path / "here").mkdir()
     assert ask("meets", [f"{tmp_path}/here/{n}" for n in range(8)]) == [(8, "")] * 8
     all_there = threading.Barrier(8)
@@ -731,17 +835,33 @@ def test_rows_run_at_once_in_processes_or_threads(ask, tmp_path, monkeypatch):
 
 def test_a_reward_that_is_not_a_number_is_a_fault_and_counts_as_0(capsys):
     """As does a fault of the environment before it. If all rows fail, the run ends."""
-    says = [1, 0.25, numpy.True_, 8, None, math.nan, math.inf, "x", [1], 10**5000, numpy.float16("inf")]
+    says = [
+        1,
+        0.25,
+        numpy.True_,
+        8,
+        None,
+        math.nan,
+        math.inf,
+        "x",
+        [1],
+        10**5000,
+        numpy.float16("inf"),
+    ]
     replies = [Reply(Prompt([1], f"p{i}", i), i, text=f"r{i}") for i in range(len(says))]
     replies[3].fault = "died"
     heard = []
-    function = partial(ppo_loop.attempt, lambda prompt, said, i: heard.append((prompt, said)) or says[i])
+    function = partial(
+        ppo_loop.attempt, lambda prompt, said, i: heard.append((prompt, said)) or says[i]
+    )
     score = lambda some: ppo_loop.score(a_run(), function, ppo_loop.Phases(False), some)
     rewards, mean, faults = score(replies)
     assert sorted(heard) == sorted((f"p{i}", f"r{i}") for i in range(len(says)))
     scores = [reply.score for reply in replies]
     assert scores == rewards == [1, 0.25, 1] + [0] * 8
-    assert faults == 8 and mean == pytest.approx(2.25 / 11) and all(type(x) is float for x in scores)
+    assert (
+        faults == 8 and mean == pytest.approx(2.25 / 11) and all(type(x) is float for x in scores)
+    )
     assert not any(r.fault for r in replies[:3]) and all(r.fault for r in replies[3:])
     assert replies[3].fault == "died"
     assert "8 rows failed and count as 0: died" in capsys.readouterr().out
@@ -767,7 +887,11 @@ def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path):
         (good, f"{tmp_path}/none.py:good", "No such file"),
         (good, f"{tmp_path}:good", "is not a Python file"),
         (good, "math", "must be FILE.py:FUNCTION"),
-        ("\nimport nothing_like_this", f"{file}:good", "'nothing_like_this' at mine.py:2 in <module>"),
+        (
+            "\nimport nothing_like_this",
+            f"{file}:good",
+            "'nothing_like_this' at mine.py:2 in <module>",
+        ),
         ("def f():\n    1 / 0\nf()", f"{file}:good", "division by zero at mine.py:2 in f"),
         ("def good(:", f"{file}:good", "SyntaxError: invalid syntax (mine.py, line 1)"),
         ("import sys; sys.exit('no key')", f"{file}:good", "SystemExit: no key at mine.py:1"),
@@ -1001,7 +1125,8 @@ def test_a_function_gets_what_it_names():
 
 
 def test_a_reward_may_return_its_parts(capsys):
-    """Their means are over the rows that have them. A dict without a finite score is a fault of its row."""
+    """Their means are over the rows that have them. A dict without a finite score is a fault of its
+    row."""
     says = [{"score": 1, "format": 0.5}, {"score": 0.25, "format": 1, "length": 7}, 0.5, {"format": 9.0},
             {"score": math.nan, "format": 9.0}]  # fmt: skip
     replies = [Reply(Prompt([1], f"p{i}", i), i) for i in range(len(says))]
@@ -1009,7 +1134,10 @@ def test_a_reward_may_return_its_parts(capsys):
     rewards, _, faults = ppo_loop.score(a_run(), function, ppo_loop.Phases(False), replies)
     assert rewards == [1, 0.25, 0.5, 0, 0] and faults == 2
     assert ppo_loop.part_means(replies) == {"reward/format": 0.75, "reward/length": 7}
-    assert "a dict of a reward must have a finite number as 'score', not {'format'" in capsys.readouterr().out
+    assert (
+        "a dict of a reward must have a finite number as 'score', not {'format'"
+        in capsys.readouterr().out
+    )
     assert ppo_loop.part_means(replies[2:]) == {}
 
 
@@ -1028,7 +1156,11 @@ def score(prompt, response, answer):
 def test_a_fault_names_the_deepest_line_of_the_users_file(ask, tmp_path):
     (tmp_path / "mine.py").write_text(DEEP)
     [(made, fault)] = ask("score", ["x"])
-    assert made is None and fault.startswith("JSONDecodeError: ") and fault.endswith(" at mine.py:6 in parse")
+    assert (
+        made is None
+        and fault.startswith("JSONDecodeError: ")
+        and fault.endswith(" at mine.py:6 in parse")
+    )
 
 
 TRIED = """
@@ -1088,9 +1220,7 @@ def test_trial_calls_run_at_once_and_some_may_fail(tried, tmp_path, capsys):
     tried("meets", "text")
     assert "failed" not in capsys.readouterr().out
     tried("some_fail")
-    words = (
-        "failed for 1 of the first 4 prompts, with their answers as responses, which is fine if some rows may"
-    )
+    words = "failed for 1 of the first 4 prompts, with their answers as responses, which is fine if some rows may"
     fault = "KeyError: 'key' at tried.py:20 in some_fail"
     assert f"--reward {tmp_path}/tried.py:some_fail: {words}: {fault}\n" in capsys.readouterr().out
 
@@ -1201,7 +1331,8 @@ def another_tokenizer():
 
 @pytest.mark.parametrize("backend, same_tokens", [("fsdp", True), ("megatron", False)])
 def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_path):
-    """Also with a tokenizer of its own, for texts and chats. Rows as long as the token budget fit."""
+    """Also with a tokenizer of its own, for texts and chats. Rows as long as the token budget
+    fit."""
     tokenizer = chat_tokenizer(tokenizer=None if same_tokens else another_tokenizer())
     fields = common.tiny_config("tiny-llama", len(tokenizer)) | {"num_labels": 1, "pad_token_id": 0}
     config = transformers.AutoConfig.for_model(**fields)
@@ -1304,16 +1435,22 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
     run = a_run(**fields)
     batch = random_batch(8, 6, idle=False)
     g = torch.Generator().manual_seed(1)
-    noise_2T = 0.5 * torch.randn(2, len(batch.input_ids), generator=g) * batch.response_mask  # k3 stays < 10
+    # k3 stays < 10
+    noise_2T = 0.5 * torch.randn(2, len(batch.input_ids), generator=g) * batch.response_mask
     kl_T = kl_of(run.kl_penalty, (noise_2T[0] - noise_2T[1]).double())
-    batch.old_log_probs, batch.ref_log_probs = noise_2T if kl_coef else noise_2T * math.nan  # not used
+    # not used
+    batch.old_log_probs, batch.ref_log_probs = noise_2T if kl_coef else noise_2T * math.nan
     batch.truncated = torch.arange(8) % 3 == 0
     scores = torch.randn(8, generator=g).tolist()
     assert ppo_loop.assign_credit(batch, batch, scores, kl_coef, run, SAYS_THE_SAME) == {}
     rewards_T, advantages_T, returns_T = torch.zeros(3, len(batch.input_ids), dtype=torch.float64)
     lam_policy = run.lam if run.lam_policy is None else run.lam_policy
     for b, places in enumerate(actions_of(batch)):
-        after = float(batch.values[places[-1]]) if run.bootstrap_truncated and batch.truncated[b] else 0.0
+        after = (
+            float(batch.values[places[-1]])
+            if run.bootstrap_truncated and batch.truncated[b]
+            else 0.0
+        )
         for_policy = for_critic = 0.0
         if run.first_token_credit:
             lam_policy = math.exp(math.log(0.3) / (len(places) - 1)) if len(places) > 1 else 1.0
@@ -1334,7 +1471,7 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
         assert (ours_T[~batch.response_mask] == 0).all()
 
 
-# ---- Prompts, flags ----------------------------------------------------------------------------------------
+# ---- Prompts, flags ------------------------------------------------------------------------------
 
 
 def prompts_of(tmp_path, *rows, tokenizer=None, **fields):
@@ -1347,7 +1484,9 @@ def prompts_of(tmp_path, *rows, tokenizer=None, **fields):
 
 
 def test_prompts_of_text_and_of_chats(tmp_path, capsys):
-    load = lambda *rows, **fields: prompts_of(tmp_path, *rows, tokenizer=chat_tokenizer(""), **fields)
+    load = lambda *rows, **fields: prompts_of(
+        tmp_path, *rows, tokenizer=chat_tokenizer(""), **fields
+    )
     user = [{"role": "user", "content": "hi"}]
     chat = [{"role": "system", "content": "S"}, *user]
     begun = [*user, {"role": "assistant", "content": "I think"}]
@@ -1379,7 +1518,8 @@ def test_prompts_of_text_and_of_chats(tmp_path, capsys):
 ))  # fmt: skip
 def test_a_bad_prompt_is_named_by_file_and_line(row, tmp_path):
     good = {"prompt": "good", "answer": "#### 5"}
-    with pytest.raises(UserError, match=r"^--prompts .*prompts.jsonl:4\b[^\n]*\Z"):  # blank lines count
+    # blank lines count
+    with pytest.raises(UserError, match=r"^--prompts .*prompts.jsonl:4\b[^\n]*\Z"):
         prompts_of(tmp_path, good, "", "  ", row, good, reward="gsm8k")
 
 
@@ -1392,16 +1532,25 @@ def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys, monkeypa
         run = parse(f"{critic} --critic.{flag} 2 --actor.lr 0.25 --no-whiten-advantages")
         fields = {"model": "actor", "ppo_mini_batch_size": 128, flag.replace("-", "_"): 2}
         critic = ppo_loop.critic_flags(backend)(**fields)
-        assert run == a_run(backend, critic=critic, actor=ActorConfig(lr=0.25), whiten_advantages=False)
+        assert run == a_run(
+            backend, critic=critic, actor=ActorConfig(lr=0.25), whiten_advantages=False
+        )
         with pytest.raises(SystemExit):
             parse(f"--critic {backend} --help")
         sections = help_of(capsys.readouterr().out)
         words = {flag: words for section in sections.values() for flag, words in section.items()}
-        assert len(words) > 90 and all(len(x) > 7 and not x.startswith("(default") for x in words.values())
-        assert f"--critic.{flag}" in sections["critic layout"] and "--actor.lr" in sections["actor optimizer"]
+        assert len(words) > 90 and all(
+            len(x) > 7 and not x.startswith("(default") for x in words.values()
+        )
+        assert (
+            f"--critic.{flag}" in sections["critic layout"]
+            and "--actor.lr" in sections["actor optimizer"]
+        )
         assert len(sections["vllm engine, for --rollout vllm"]) == 2
     assert parse("") == a_run()
-    with pytest.raises(UserError, match="--critic.tensor-model-parallel-size: unknown with --critic fsdp"):
+    with pytest.raises(
+        UserError, match="--critic.tensor-model-parallel-size: unknown with --critic fsdp"
+    ):
         parse("--critic fsdp --critic.tensor-model-parallel-size 2")
     with pytest.raises(UserError, match="--critic fsdp2: must be fsdp or megatron"):
         parse("--critic fsdp2")
@@ -1424,13 +1573,16 @@ def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys, monkeypa
 def test_an_unknown_flag_is_told_with_what_may_be_meant(flags, meant):
     words = flags.partition(" ")[0] if flags != "--offload True" else "True"
     critic = flags.partition("--critic ")[2] or "fsdp"
-    with refused(f"{words}: unknown with --critic {critic}; {meant}", end="--help explains all flags"):
+    with refused(
+        f"{words}: unknown with --critic {critic}; {meant}", end="--help explains all flags"
+    ):
         ppo_loop.parse(flags.split())
 
 
 @pytest.fixture
 def parse(monkeypatch, tmp_path):
-    """Parses flags into a Run without supervised learning, with 40 prompts, and 12 of an evaluation."""
+    """Parses flags into a Run without supervised learning, with 40 prompts, and 12 of an
+    evaluation."""
     addition_rows = ppo_loop.addition_rows
     few = lambda n, *args, **more: addition_rows(12 if more else 40, *args, **more)
     monkeypatch.setattr(ppo_loop, "addition_rows", few)
@@ -1454,7 +1606,8 @@ def parse(monkeypatch, tmp_path):
     '--critic.model tiny-gpt2 --critic.override-config {"vocab_size":50}',
     '--critic.model tiny-gpt2 --critic.override-config {"n_positions":13}',
     '--actor.model tiny-llama --actor.override-config {"max_position_embeddings":13}',
-    "--actor.model tiny-qwen2.5-vl", "--reward-model /none", "--reward-model lm",  # it has no value head
+    # it has no value head
+    "--actor.model tiny-qwen2.5-vl", "--reward-model /none", "--reward-model lm",
     *([] if importlib.util.find_spec("vllm") else ["--rollout vllm"]),
     "--actor.ratio-band 2 1", "--prompts rows.jsonl --chat --reward mine.py:f", "--critic.tokenizer words",
 ))])  # fmt: skip
@@ -1471,26 +1624,38 @@ def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path, mon
 
 
 def test_valid_flags_are_accepted(parse, tmp_path, capsys):
-    """Budgets that just fit, or are halved since memory ran out; what the critic inherits from the actor."""
+    """Budgets that just fit, or are halved since memory ran out; what the critic inherits from the
+    actor."""
     set_up = lambda flags: ppo_loop.set_up(parse(flags))
     for backend in ("fsdp", "megatron"):
         budgets = "--actor.ppo-max-token-len-per-gpu 14 --critic.ppo-max-token-len-per-gpu 14"
         run, task = set_up(f"--critic {backend} {budgets} --kl-coef 0.1 --target-kl 0.1")
         assert (task.longest, task.stop_ids) == (14, [EOS])
-    sizes = "--train-batch-size 32 --critic.ppo-mini-batch-size 8"  # steps of 20 prompts, 3 mini-batches
+    # steps of 20 prompts, 3 mini-batches
+    sizes = "--train-batch-size 32 --critic.ppo-mini-batch-size 8"
     run, task = set_up(f"--actor.model tiny-llama --kl-coef 0.1 {sizes}")
     for p in task.prompts + task.held_out:
         assert sum(map(int, p.text[:-1].split("+"))) == int(p.answer) and p.ids == ids_of(p.text)
     assert not {p.text for p in task.prompts} & {p.text for p in task.held_out}
-    assert run.critic.model == run.actor.model == "tiny-llama" and task.model_config.model_type == "llama"
-    assert (run.actor.lr, run.critic.lr, run.max_response_length, run.reward) == (5e-4, 1e-3, 8, "addition")
+    assert (
+        run.critic.model == run.actor.model == "tiny-llama"
+        and task.model_config.model_type == "llama"
+    )
+    assert (run.actor.lr, run.critic.lr, run.max_response_length, run.reward) == (
+        5e-4,
+        1e-3,
+        8,
+        "addition",
+    )
     halved = types.SimpleNamespace(folder=None, halvings=9)
     actor, reference, critic, *_ = ppo_loop.build(run, task, common.setup_distributed(), halved)
     assert actor.max_tokens == reference.max_tokens == critic.critic.max_tokens == 16384 >> 9
     assert critic.critic.total_steps == 60 * 3
     (file := tmp_path / "x.jsonl").write_text('{"prompt": "1+1=", "answer": "#### 2"}')
     assert "answers " not in capsys.readouterr().out
-    run, _ = set_up(f"--actor.model tiny-llama --prompts {file} --reward gsm8k --critic.model tiny-gpt2")
+    run, _ = set_up(
+        f"--actor.model tiny-llama --prompts {file} --reward gsm8k --critic.model tiny-gpt2"
+    )
     assert "answers " not in capsys.readouterr().out
     assert (run.actor.lr, run.max_response_length, run.reward) == (1e-6, 256, "gsm8k")
     assert run.critic.model == "tiny-gpt2" and run.critic.lr is None
@@ -1500,35 +1665,45 @@ def test_valid_flags_are_accepted(parse, tmp_path, capsys):
 
 
 def test_a_resumed_run_continues_where_it_stopped(tmp_path):
-    """With its step, its adapted KL coefficient and its supervised actor. In another --out-dir this actor is
-    copied, so that --resume auto can continue the new run, too."""
+    """With its step, its adapted KL coefficient and its supervised actor. In another --out-dir this
+    actor is copied, so that --resume auto can continue the new run, too."""
     theirs, ours = (str(tmp_path / name) for name in ("theirs", "ours"))
     policy().export_hf(f"{theirs}/supervised", TOKENIZER)
     with common.published(f"{theirs}/checkpoints/step_2") as tmp:
         common.write_json(f"{tmp}/loop.json", {"step": 2, "kl_coef": 0.02})
 
     def go_on(critic="tiny-qwen2", folder=f"{theirs}/checkpoints/step_2", out_dir=theirs, **fields):
-        run = a_run(kl_coef=0.01, critic=critic_fsdp.Config(model=critic), out_dir=out_dir, **fields)
+        run = a_run(
+            kl_coef=0.01, critic=critic_fsdp.Config(model=critic), out_dir=out_dir, **fields
+        )
         checkpoints = types.SimpleNamespace(folder=folder)
-        task = a_task()._replace(tokenizer=TOKENIZER, model_config=common.load_config(ActorConfig())[1])
+        task = a_task()._replace(
+            tokenizer=TOKENIZER, model_config=common.load_config(ActorConfig())[1]
+        )
         run, step, kl_coef = ppo_loop.start_from(run, task, checkpoints)
         return run.actor.model, run.critic.model, step, kl_coef
 
     start = f"{theirs}/supervised"
     assert go_on(target_kl=0.1) == (start, start, 2, 0.02)
     assert go_on("tiny-llama") == (start, "tiny-llama", 2, 0.01)
-    assert go_on(actor=ActorConfig(model=ours)) == (ours, "tiny-qwen2", 2, 0.01)  # it had no supervised actor
+    # it had no supervised actor
+    assert go_on(actor=ActorConfig(model=ours)) == (ours, "tiny-qwen2", 2, 0.01)
     with pytest.raises(UserError, match="^--steps 1: .*step_2"):
         go_on(steps=1)
 
     assert go_on(out_dir=ours)[0] == f"{ours}/supervised"
-    copied, original = (load_file(f"{folder}/supervised/model.safetensors") for folder in (ours, theirs))
+    copied, original = (
+        load_file(f"{folder}/supervised/model.safetensors") for folder in (ours, theirs)
+    )
     assert all(torch.equal(copied[name], x) for name, x in original.items())
     shutil.copytree(f"{theirs}/checkpoints", f"{ours}/checkpoints")  # what the new run saved
     shutil.rmtree(theirs)
     assert go_on(folder=f"{ours}/checkpoints/step_2", out_dir=ours)[0] == f"{ours}/supervised"
     common.verify(f"{ours}/supervised")
-    with open(f"{ours}/supervised/config.json", "w"), pytest.raises(UserError, match="damaged, config.json"):
+    with (
+        open(f"{ours}/supervised/config.json", "w"),
+        pytest.raises(UserError, match="damaged, config.json"),
+    ):
         go_on(folder=f"{ours}/checkpoints/step_2", out_dir=ours)
     shutil.rmtree(f"{ours}/supervised")
     made = go_on(folder=f"{ours}/checkpoints/step_2", out_dir=ours, supervised_steps=1)
@@ -1543,11 +1718,13 @@ def test_an_engine_that_is_off_the_actor_ends_the_run(dtype, most):
     ppo_loop.rollout_metrics(batch, a_run(), dtype)
     for off in (1.1 * most, math.nan):
         batch.rollout_log_probs = batch.values - off * batch.response_mask
-        with pytest.raises(UserError, match="^--actor.model tiny-qwen2: the rollout is off the actor by"):
+        with pytest.raises(
+            UserError, match="^--actor.model tiny-qwen2: the rollout is off the actor by"
+        ):
             ppo_loop.rollout_metrics(batch, a_run(), dtype)
 
 
-# ---- Whole runs --------------------------------------------------------------------------------------------
+# ---- Whole runs ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -1562,8 +1739,8 @@ def whole_run(parse, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_the_critic_alone_reads_the_hint(backend, whole_run, tmp_path):
-    """Its values and its update are those for rows that begin with the hint, at any temperature; the actor's
-    rows lack it."""
+    """Its values and its update are those for rows that begin with the hint, at any temperature;
+    the actor's rows lack it."""
     flags = "--steps 1 --gamma 0.9 --lam 0.8 --rollout-n 2 --privileged-key response"
     whole_run(f"{flags} --temperature 0.6 --top-p 0.8 --critic {backend}")
     lines = []
@@ -1573,7 +1750,9 @@ def test_the_critic_alone_reads_the_hint(backend, whole_run, tmp_path):
         lines.append(json.dumps(row | {"prompt_ids": ids_of(hint + prompt)}))
     batch = common.read_rows(lines, None)
     script = ppo_loop.critic_module(backend)
-    critic = script.CriticWorker(script.Config(override_config=SHARP, lr=1e-3, ppo_mini_batch_size=8))
+    critic = script.CriticWorker(
+        script.Config(override_config=SHARP, lr=1e-3, ppo_mini_batch_size=8)
+    )
     critic.init_model()
     torch.testing.assert_close(critic.compute_values(batch), batch.values, rtol=0, atol=1e-6)
     common.add_returns(batch, 0.9, 0.8)
@@ -1584,7 +1763,8 @@ def test_the_critic_alone_reads_the_hint(backend, whole_run, tmp_path):
 
 
 def test_terms_with_coefficient_0_are_left_out_of_the_graph():
-    """Even a NaN in them changes neither loss nor gradients; with another coefficient they count."""
+    """Even a NaN in them changes neither loss nor gradients; with another coefficient they
+    count."""
     for entropy_coeff, kl_coef in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.1)):
         w = policy(entropy_coeff=entropy_coeff, kl_loss_coef=kl_coef)
         hidden_CD = torch.randn(5, 64, requires_grad=True)
@@ -1602,8 +1782,8 @@ def test_terms_with_coefficient_0_are_left_out_of_the_graph():
 
 
 def test_ids_without_a_token_are_never_drawn_and_have_no_probability(whole_run, tmp_path):
-    """A model has more ids than its tokenizer, like Qwen's. Engine, actor and transformers agree on the
-    log-probs of the others, and a critic without the extra ids works."""
+    """A model has more ids than its tokenizer, like Qwen's. Engine, actor and transformers agree on
+    the log-probs of the others, and a critic without the extra ids works."""
     w = policy(override_config='{"initializer_range": 0.1, "vocab_size": 150}')
     w.model.known = 99
     engine = engine_of(w, at_once=400, known=99)
@@ -1614,15 +1794,21 @@ def test_ids_without_a_token_are_never_drawn_and_have_no_probability(whole_run, 
     flags = '--actor.override-config {"initializer_range":0.1,"vocab_size":150} --critic.model tiny-qwen2'
     whole_run(f"{flags} --top-p 0.9 --temperature 1.3 --kl-coef 0.1")
     steps = [common.read_lines(tmp_path / f"out/rollouts/step_{step}.jsonl") for step in (1, 2)]
-    assert len({i for rows in steps for row in rows for i in row["response_ids"]} - set(range(99))) == 0
+    assert (
+        len({i for rows in steps for row in rows for i in row["response_ids"]} - set(range(99)))
+        == 0
+    )
 
 
 def assert_no_fillers(replies, w, lm):
-    """Replies to [20, 30, 40] have no id from 99 on. Their log-probs equal the actor's and those of plain
-    transformers with its logits cut at 99, although ids without a token are a third of all."""
+    """Replies to [20, 30, 40] have no id from 99 on. Their log-probs equal the actor's and those of
+    plain transformers with its logits cut at 99, although ids without a token are a third of
+    all."""
     batch = batch_of([[20, 30, 40]] * len(replies), replies)
     assert int(batch.input_ids.max()) == 98  # the largest id with a token does occur
-    torch.testing.assert_close(w.compute_log_probs(batch), batch.rollout_log_probs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        w.compute_log_probs(batch), batch.rollout_log_probs, rtol=1e-4, atol=1e-4
+    )
     ids, log_probs, _ = replies[0]
     with torch.no_grad():
         logits_LV = lm(torch.tensor([[20, 30, 40, *ids]])).logits[0, 2:-1]
@@ -1636,8 +1822,11 @@ def test_a_row_of_a_run_ends_with_its_first_text_to_stop_at(whole_run, tmp_path)
     found = [row for row in rows if re.search("[abc123#]", row["response_text"])]
     assert 5 < len(found) < 40
     for row in found:
-        assert re.fullmatch("[^abc123#]*[abc123#]", row["response_text"]) and not row["truncated"], row
-        assert TOKENIZER.decode(row["response_ids"]) == row["response_text"]  # without an end of sequence
+        assert (
+            re.fullmatch("[^abc123#]*[abc123#]", row["response_text"]) and not row["truncated"]
+        ), row
+        # without an end of sequence
+        assert TOKENIZER.decode(row["response_ids"]) == row["response_text"]
 
 
 def test_equal_prompts_get_different_tokens_in_each_step(whole_run, tmp_path, monkeypatch):
@@ -1671,7 +1860,9 @@ def test_rollout_log_probs_and_update_show_how_far_they_are(monkeypatch, capsys)
     w.max_tokens = 64
     batch = batch_to_learn(w, n=8)
     monkeypatch.setattr(common, "LINE_EVERY", 0.0)
-    lines = lambda: [re.sub(r"0:00:0\d", "0:00:00", line) for line in capsys.readouterr().out.splitlines()]
+    lines = lambda: [
+        re.sub(r"0:00:0\d", "0:00:00", line) for line in capsys.readouterr().out.splitlines()
+    ]
     lines()
     w.compute_log_probs(batch)
     n = len(w.plan_micro_batches(common.describe(batch))[0])
@@ -1683,7 +1874,9 @@ def test_rollout_log_probs_and_update_show_how_far_they_are(monkeypatch, capsys)
     assert lines()[-1] == "rollout    11 of 11 forwards, 0:00:00 left"
 
 
-def test_a_run_prints_a_row_at_each_interval_also_without_an_evaluation(whole_run, tmp_path, capsys):
+def test_a_run_prints_a_row_at_each_interval_also_without_an_evaluation(
+    whole_run, tmp_path, capsys
+):
     (tmp_path / "rows.jsonl").write_text(
         '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+1=", "answer": "3"}'
     )
@@ -1692,7 +1885,9 @@ def test_a_run_prints_a_row_at_each_interval_also_without_an_evaluation(whole_ru
     )
     said = capsys.readouterr().out.splitlines()
     steps = [common.read_lines(tmp_path / f"out/rollouts/step_{step}.jsonl") for step in (1, 3)]
-    expected = [f"sample     {x['prompt_text']!r} -> {x['response_text']!r}  reward 0" for (x, *_) in steps]
+    expected = [
+        f"sample     {x['prompt_text']!r} -> {x['response_text']!r}  reward 0" for (x, *_) in steps
+    ]
     assert [line for line in said if line.startswith("sample")] == expected
     assert [line[:8] for line in said if "step " in line or "sample " in line] == [
         "step 1/3", "sample  ", "step 2/3", "step 3/3", "sample  "
@@ -1715,7 +1910,9 @@ def test_a_steps_line_ends_with_the_phases_that_took_most_of_it(seconds, words):
 def test_every_phase_of_a_step_has_a_word(whole_run, tmp_path, capsys):
     whole_run("--kl-coef 0.1 --save-every 1")
     rows = common.read_lines(tmp_path / "out/metrics.jsonl")
-    phases = {name.removeprefix("time/") for row in rows for name in row if name.startswith("time/")}
+    phases = {
+        name.removeprefix("time/") for row in rows for name in row if name.startswith("time/")
+    }
     assert phases == {*ppo_loop.WORDS, "sync"}
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("step 2/2"))
     assert re.search(r"  eta 0:00:00(  | )(\w[\w-]* \d+(\.\d)?(ms|s) ?)+$", line), line
@@ -1737,9 +1934,12 @@ def test_a_critic_learns_from_raw_scores_or_shaped_rewards_of_a_dump(backend, wh
         assert said == TOKENIZER.decode(row["response_ids"], skip_special_tokens=True)
         assert row["score"] == len(said) % 2
         assert row["parts"] == {"length": len(said), "echo": row["prompt_text"][0] in said}
-    *_, metrics, _ = common.read_lines(tmp_path / "out/metrics.jsonl")  # the last one is an evaluation
+    # the last one is an evaluation
+    *_, metrics, _ = common.read_lines(tmp_path / "out/metrics.jsonl")
     for name in ("length", "echo"):
-        assert metrics[f"reward/{name}"] == pytest.approx(sum(row["parts"][name] for row in rows) / len(rows))
+        assert metrics[f"reward/{name}"] == pytest.approx(
+            sum(row["parts"][name] for row in rows) / len(rows)
+        )
 
     script = ppo_loop.critic_module(backend)
     critic = script.CriticWorker(script.Config())
@@ -1771,9 +1971,12 @@ NEVER_STOPPED = {}  # flags -> how such a run ends, once for all phases
     ("update of the critic", critic_fsdp.DataParallelPPOCritic, "forward_backward", 2, 2),
     ("update of the actor", PolicyWorker, "step", 1, 2),
 ])  # fmt: skip
-def test_sigterm_interrupts_a_phase(phase, owner, name, nth, saved, whole_run, monkeypatch, tmp_path):
-    """At most one more call begins, except in an update, which is completed. The state between two steps is
-    saved, and the resumed run ends exactly like one without interruption and without --offload."""
+def test_sigterm_interrupts_a_phase(
+    phase, owner, name, nth, saved, whole_run, monkeypatch, tmp_path
+):
+    """At most one more call begins, except in an update, which is completed. The state between two
+    steps is saved, and the resumed run ends exactly like one without interruption and without
+    --offload."""
     work = getattr(owner, name)
     flags = f"--kl-coef 0.1 --steps 3 --eval-every {int('evaluation' in phase)}"
     flags += " --rollout-batch-size 3 --actor.ppo-mini-batch-size 4 --critic.ppo-mini-batch-size 4"
@@ -1809,14 +2012,17 @@ def test_sigterm_interrupts_a_phase(phase, owner, name, nth, saved, whole_run, m
     assert end() == NEVER_STOPPED[flags]
 
 
-# ---- Phases, checkpoints, export ---------------------------------------------------------------------------
+# ---- Phases, checkpoints, export -----------------------------------------------------------------
 
 
 def test_phases_onload_and_offload_their_workers():
     seen = []
     way = lambda words: lambda: seen.append(words)
     a, b = (types.SimpleNamespace(onload=way(f"{x} on"), offload=way(f"{x} off")) for x in "ab")
-    for offload, expected in ((True, ["a on", "b on", "work", "b off", "a off"]), (False, ["work"])):
+    for offload, expected in (
+        (True, ["a on", "b on", "work", "b off", "a off"]),
+        (False, ["work"]),
+    ):
         phases = ppo_loop.Phases(offload)
         for _ in range(2):
             with phases("x", a, None, b):
@@ -1824,7 +2030,8 @@ def test_phases_onload_and_offload_their_workers():
                 time.sleep(0.02)
         assert seen == expected * 2
         seen.clear()
-        assert 0.04 <= phases.take(100)["time/x"] < 5 and "time/x" not in phases.take(100)  # a new step
+        # a new step
+        assert 0.04 <= phases.take(100)["time/x"] < 5 and "time/x" not in phases.take(100)
 
 
 def state_of(w):
@@ -1839,7 +2046,8 @@ def same(a, b):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_restores_every_bit_and_transformers_loads_an_export(kind, tmp_path):
-    """The next update is the same, also after offloading. A checkpoint of another model is refused."""
+    """The next update is the same, also after offloading. A checkpoint of another model is
+    refused."""
     fields = dict(ppo_mini_batch_size=3, lr_warmup_steps=10)
     w, again = policy(kind, **fields), policy(kind, **fields)
     engine = engine_of(w)
@@ -1863,7 +2071,8 @@ def test_a_checkpoint_restores_every_bit_and_transformers_loads_an_export(kind, 
     assert again.update_policy(batch) == metrics and same(state_of(w), state_of(again))
     assert metrics["actor/lr"] == pytest.approx(1e-3 * 6 / 10)  # the sixth step of the warm-up
 
-    policy(kind, override_config='{"initializer_range": 0.5}').load_checkpoint(folder)  # of the same shape
+    # of the same shape
+    policy(kind, override_config='{"initializer_range": 0.5}').load_checkpoint(folder)
     with pytest.raises(UserError, match=f"--resume {folder}: is of another model: "):
         policy(kind, override_config='{"num_hidden_layers": 1}').load_checkpoint(folder)
 
@@ -1876,11 +2085,14 @@ def test_a_checkpoint_restores_every_bit_and_transformers_loads_an_export(kind, 
     assert tied(lm) == (kind in TIED)
     engine.sync(w.weights(torch.float32))
     assert same(dict(engine.model.state_dict()), dict(lm.state_dict()))
-    common.write_json(f"{folder}/generation_config.json", {"temperature": 0.5})  # invalid without sampling
+    # invalid without sampling
+    common.write_json(f"{folder}/generation_config.json", {"temperature": 0.5})
     again = policy(folder, override_config="{}")
     again.export_hf(f"{folder} again", TOKENIZER)
     assert same(weights, dict(again.weights()))
-    torch.testing.assert_close(again.compute_log_probs(batch), w.compute_log_probs(batch), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        again.compute_log_probs(batch), w.compute_log_probs(batch), rtol=0, atol=1e-6
+    )
     for eos, ids in ((None, [1]), (7, [1, 7]), ([7, 9], [1, 7, 9])):  # both say what ends a turn
         transformers.GenerationConfig(eos_token_id=eos).save_pretrained(folder)
         assert ppo_loop.stop_tokens(ActorConfig(model=folder), TOKENIZER) == ids

@@ -15,7 +15,9 @@ from helpers import ROOT, begin, ended, run, succeeded, torchrun
 import common
 
 SCENARIOS = ROOT / "tests" / "scenarios.py"
-OF_FILE = [f for _, f in inspect.getmembers(scenarios, inspect.isfunction) if f.__module__ == "scenarios"]
+OF_FILE = [
+    f for _, f in inspect.getmembers(scenarios, inspect.isfunction) if f.__module__ == "scenarios"
+]
 ON_TWO_RANKS = [f.__name__ for f in OF_FILE if {*inspect.signature(f).parameters} <= {"folder"}]
 
 
@@ -41,13 +43,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(scope="module", autouse=True)
 def on_disks_of_their_own(tmp_path_factory):
-    """Runs whose ranks share no disk, which they notice after half a minute: started first, checked last."""
+    """Runs whose ranks share no disk, which they notice after half a minute: started first, checked
+    last."""
     begun = {}
     for script in ("critic_fsdp.py", "critic_megatron.py", "ppo_loop.py"):
         folder = tmp_path_factory.mktemp(script)
         (folder / "alone.py").write_text(ALONE)
         few = () if script == "ppo_loop.py" else ("--rollouts", scenarios.ROWS)
-        begun[script] = folder, begin(2, (folder / "alone.py", ROOT / script, "--steps=1", *few), cwd=folder)
+        begun[script] = (
+            folder,
+            begin(2, (folder / "alone.py", ROOT / script, "--steps=1", *few), cwd=folder),
+        )
     return begun
 
 
@@ -95,11 +101,27 @@ def test_a_killed_rank_ends_a_ppo_run_which_continues_from_its_checkpoint(tmp_pa
     """The checkpoint is resumed on one rank."""
     out, log = str(tmp_path / "out"), tmp_path / "log"
     flags = "--supervised-steps 0 --train-batch-size 16 --save-every 1 --eval-every 0"
-    script = [str(ROOT / "ppo_loop.py"), *flags.split(), "--critic.timeout-minutes", "0.2", "--out-dir", out]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [
+        str(ROOT / "ppo_loop.py"),
+        *flags.split(),
+        "--critic.timeout-minutes",
+        "0.2",
+        "--out-dir",
+        out,
+    ]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with open(log, "w") as file:
-        process = subprocess.Popen([*launcher, *script, "--steps", "5000"], env=env, stdout=file, stderr=file)
+        process = subprocess.Popen(
+            [*launcher, *script, "--steps", "5000"], env=env, stdout=file, stderr=file
+        )
     ranks = lambda: {pid: words for pid, _, words in processes() if out in words}
     try:
         until(lambda: common.steps_in(f"{out}/checkpoints") or process.poll() is not None, out, 180)
@@ -110,10 +132,14 @@ def test_a_killed_rank_ends_a_ppo_run_which_continues_from_its_checkpoint(tmp_pa
     finally:
         process.kill()  # does nothing if it has ended
     said = log.read_text()
-    assert process.returncode and "SIGKILL" in said and "rank      : 1 (local_rank: 1)" in said, said
+    assert process.returncode and "SIGKILL" in said and "rank      : 1 (local_rank: 1)" in said, (
+        said
+    )
     until(lambda: not ranks(), "the end of all ranks", 60)
     step, newest = common.steps_in(f"{out}/checkpoints")[0]
     succeeded(run(sys.executable, *script, "--steps", step + 2, "--resume", newest))
-    steps = [row["step"] for row in common.read_lines(f"{out}/metrics.jsonl") if "reward/mean" in row]
+    steps = [
+        row["step"] for row in common.read_lines(f"{out}/metrics.jsonl") if "reward/mean" in row
+    ]
     assert steps == list(range(1, step + 3)), steps
     assert common.steps_in(f"{out}/checkpoints")[0][0] == step + 2 and os.path.isdir(f"{out}/hf")

@@ -1,7 +1,8 @@
-"""Every command of the README and its pages runs in a copy of the scripts, and what they say of runs is true.
+"""Every command of the README and its pages runs in a copy of the scripts, and what they say of
+runs is true.
 
-Commands run as they are written, except that those that train for minutes have fewer --steps, see STEPS.
-"""
+Commands run as they are written, except that those that train for minutes have fewer --steps, see
+STEPS."""
 
 import ast
 import dataclasses
@@ -27,7 +28,11 @@ import ppo_loop
 
 PAGES = {
     path.name: path.read_text()
-    for path in (ROOT / "README.md", *sorted((ROOT / ".github").glob("*.md")), ROOT / "tests" / "RESULTS.md")
+    for path in (
+        ROOT / "README.md",
+        *sorted((ROOT / ".github").glob("*.md")),
+        ROOT / "tests" / "RESULTS.md",
+    )
 }
 README = PAGES["README.md"]
 BLOCKS = re.findall(r"^```bash (\w+)\n(.*?)^```", "\n".join(PAGES.values()), flags=re.M | re.S)
@@ -50,7 +55,8 @@ STEPS = {  # commands that take minutes -> number of steps here
     r"torchrun \S+ 2 ppo_loop.py .*gsm8k": 1,
     r"torchrun .* --steps 10": 3,  # several of one kind
 }
-PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # torchrun, if no environment is activated
+# torchrun, if no environment is activated
+PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +79,19 @@ def test_every_command_is_of_a_kind_that_is_tested():
 
 
 def test_words_are_spelled_right_and_none_is_retired():
-    """By codespell and our own list, in prose and code; thw means time, height and width of images."""
+    """By codespell and our own list, in prose and code; thw means time, height and width of
+    images."""
     names = "*.py *.md tests/*.py tests/*.md .github/*.md".split()
     files = [path for name in names for path in ROOT.glob(name)]
     succeeded(run(sys.executable, "-m", "codespell_lib", "-L", "thw", *files))
-    retired = re.compile(r"\b(beside|so many|as yet|somebody|nobody|without a word|there is no such)\b", re.I)
-    found = [(path.name, retired.search(path.read_text())) for path in files if path.name != "test_readme.py"]
+    retired = re.compile(
+        r"\b(beside|so many|as yet|somebody|nobody|without a word|there is no such)\b", re.I
+    )
+    found = [
+        (path.name, retired.search(path.read_text()))
+        for path in files
+        if path.name != "test_readme.py"
+    ]
     assert len(files) > 40 and [x for x in found if x[1]] == []
 
 
@@ -91,7 +104,10 @@ def test_the_readme_is_short_and_stands_alone():
 
 
 def test_every_link_leads_somewhere():
-    folders = {name: ROOT / ".github" for name in PAGES} | {"README.md": ROOT, "RESULTS.md": ROOT / "tests"}
+    folders = {name: ROOT / ".github" for name in PAGES} | {
+        "README.md": ROOT,
+        "RESULTS.md": ROOT / "tests",
+    }
     for name, text in PAGES.items():
         for file, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
             target = (folders[name] / file).resolve() if file else folders[name] / name
@@ -114,7 +130,8 @@ def test_the_speeds_are_those_of_results():
 
 
 def test_the_example_rows_are_the_toys():
-    """Four answers to each prompt, as the scripts make them for themselves; held out are other prompts."""
+    """Four answers to each prompt, as the scripts make them for themselves; held out are other
+    prompts."""
     for name, n, held_out in (("rows", 1024, False), ("rows_held_out", 256, True)):
         lines = (ROOT / "tests" / f"{name}.jsonl").read_text().splitlines()
         assert lines == common.toy_rows(n, 0, held_out)
@@ -123,7 +140,8 @@ def test_the_example_rows_are_the_toys():
 
 
 def test_what_the_readme_says_of_recipes_is_in_results():
-    """The numbers of each column of its table are in the table of that task, among the differences."""
+    """The numbers of each column of its table are in the table of that task, among the
+    differences."""
     difference = r"^\| ([^|]+) \| [^|]* \| [^|]* \| ([^|]* \+- [^|]*) \| [\d.-]+ \|$"
     sections = PAGES["RESULTS.md"].split("\n## ")
     tables = [dict(found) for x in sections if (found := re.findall(difference, x, flags=re.M))]
@@ -158,7 +176,9 @@ def test_each_function_of_the_reading_path_is_in_its_file():
 
 
 def said_by_python_of(page, copy):
-    (copy / "snippet.py").write_text(re.search(r"^```python\n(.*?)^```", page, flags=re.M | re.S)[1])
+    (copy / "snippet.py").write_text(
+        re.search(r"^```python\n(.*?)^```", page, flags=re.M | re.S)[1]
+    )
     return json.loads(succeeded(run(sys.executable, "snippet.py", cwd=copy)).splitlines()[-1])
 
 
@@ -175,7 +195,9 @@ def test_a_loop_of_your_own_prints_the_same_on_any_ranks(script, copy):
         lines = re.findall(r"^({.*}) \((\d+), 10\)$", said, flags=re.M)
         assert [int(rows) for _, rows in lines] == [16 // ranks] * 3
         steps = [json.loads(metrics) for metrics, _ in lines]
-        found.append([{name: x for name, x in m.items() if name.startswith("critic/")} for m in steps])
+        found.append(
+            [{name: x for name, x in m.items() if name.startswith("critic/")} for m in steps]
+        )
     one, two = found
     near = lambda m: {name: pytest.approx(x, rel=1e-6, abs=1e-6) for name, x in m.items()}
     assert two == [near(m) for m in one] and len(one[0]) > 10
@@ -190,7 +212,9 @@ def test_a_critic_needs_nothing_but_common_and_rows(script, tmp_path):
         shutil.copy(ROOT / file, tmp_path)
     train = (sys.executable, script, "--rollouts", "rows.jsonl", "--keep", 1, "--out-dir")
     succeeded(run(*train, "out", "--steps", 1, cwd=tmp_path, PYTHONPATH=""))
-    more = succeeded(run(*train, "out", "--steps", 2, "--resume", "auto", cwd=tmp_path, PYTHONPATH=""))
+    more = succeeded(
+        run(*train, "out", "--steps", 2, "--resume", "auto", cwd=tmp_path, PYTHONPATH="")
+    )
     assert "step_1, update 1\n" in more and "\nsaved      out: checkpoints/step_2, hf" in more
     assert os.listdir(tmp_path / "out" / "checkpoints") == ["step_2"]
     again = run(*train, "again", "--steps", 1, "--model", "out/hf", cwd=tmp_path, PYTHONPATH="")
@@ -201,7 +225,8 @@ def test_a_critic_needs_nothing_but_common_and_rows(script, tmp_path):
 def started(line, folder):
     """Starts a command in a folder, as forks -> what ended() waits for."""
     fewer = [n for pattern, n in STEPS.items() if re.match(pattern, line)]
-    words = shlex.split(line) + [x for n in fewer for x in ("--steps", n)]  # the last --steps counts
+    # the last --steps counts
+    words = shlex.split(line) + [x for n in fewer for x in ("--steps", n)]
     if words[0] == "torchrun":
         assert words[1] == "--nproc-per-node"
         return begin(int(words[2]), words[3:], cwd=folder)
@@ -228,26 +253,38 @@ def test_command_runs(line, copy, ppo):
         pytest.skip(f"needs the development data in {SHARED}")
     for folder in re.findall(r"--model (out/\S+)/hf", line):
         if not (copy / folder).is_dir():  # if the command that makes it has not run
-            [maker] = [x for _, x in COMMANDS if x.endswith(f"--out-dir {folder}")] or [f"{START} --steps 9"]
+            [maker] = [x for _, x in COMMANDS if x.endswith(f"--out-dir {folder}")] or [
+                f"{START} --steps 9"
+            ]
             succeeded(ended(started(maker, copy)))
     out = succeeded(ended(ppo if line == LONGEST else started(line, copy)))
     assert out.splitlines()[-1].startswith("together " if "--plan" in line else "saved ")
     if "--score" in line:
         first = common.read_lines(copy / "out" / "scored" / "scored.jsonl")[0]
-        assert said_by_python_of(PAGES["reference.md"], copy) == pytest.approx(first["values"], abs=1e-5)
+        assert said_by_python_of(PAGES["reference.md"], copy) == pytest.approx(
+            first["values"], abs=1e-5
+        )
         (copy / "vote.py").write_text(VOTE)
-        shown = PAGES["reference.md"].replace("\n", " ").partition("With the critic of the README")[2]
+        shown = (
+            PAGES["reference.md"].replace("\n", " ").partition("With the critic of the README")[2]
+        )
         for said in succeeded(run(sys.executable, "vote.py", cwd=copy)).splitlines():
             name, reward = said.rsplit(" ", 1)
-            assert float(re.search(rf"{name} ([\d.]+\d)", shown)[1]) == pytest.approx(float(reward), abs=0.05)
+            assert float(re.search(rf"{name} ([\d.]+\d)", shown)[1]) == pytest.approx(
+                float(reward), abs=0.05
+            )
     if line == OWN_ROWS:
         for name in ("explained var", "best constant", "last value", "best of n", "mean", "oracle"):
-            shown, found = (re.findall(rf"{name} ([\d.]+\d)", text)[-1] for text in (OWN_ROWS_SAY, out))
+            shown, found = (
+                re.findall(rf"{name} ([\d.]+\d)", text)[-1] for text in (OWN_ROWS_SAY, out)
+            )
             assert float(shown) == pytest.approx(float(found), abs=0.05), name
     if line.endswith("out/two/megatron"):
         ours, theirs = (metrics_of(copy / "out" / "two" / x) for x in ("fsdp", "megatron"))
         signed = re.compile("mean|min|max|explained|auc").search  # about 1 in size
-        near = lambda n, x: None if x is None else pytest.approx(x, rel=1e-6, abs=1e-6 * bool(signed(n)))
+        near = lambda n, x: (
+            None if x is None else pytest.approx(x, rel=1e-6, abs=1e-6 * bool(signed(n)))
+        )
         assert ours == {key: near(key[1], x) for key, x in theirs.items()} and len(ours) > 30
     if line == START:
         rising = held_out(out)
@@ -256,29 +293,40 @@ def test_command_runs(line, copy, ppo):
     if line == LONGEST:
         first, then = held_out(out, "accuracy")
         assert first < 0.45 and then > first + 0.2, (first, then)
-        before, after = map(float, re.search(r"held-out sums from (\S+) to (\d\.\d+)", README).groups())
+        before, after = map(
+            float, re.search(r"held-out sums from (\S+) to (\d\.\d+)", README).groups()
+        )
         assert before == pytest.approx(first, abs=0.1) and after >= then
     if re.match(r".* ppo_loop.py .*gsm8k", line):
         rows = common.read_lines(copy / "out" / "ppo_gsm8k" / "metrics.jsonl")
         [row] = [row for row in rows if "reward/mean" in row]  # the others are evaluations
         assert row["reward/errors"] == 0 and row["rollout/log_prob_diff"] < 1e-5
-        assert row["rollout/tokens"] > 32 * 32 and row["actor/entropy"] > 1 and row["actor/grad_norm"] > 0
+        assert (
+            row["rollout/tokens"] > 32 * 32
+            and row["actor/entropy"] > 1
+            and row["actor/grad_norm"] > 0
+        )
     if re.match(r".* critic_fsdp.py .*gsm8k", line):  # before any step
         shown = PAGES["RESULTS.md"].partition("\n## Commands that need")[2]
         assert held_out(shown)[0] == pytest.approx(held_out(out)[0], abs=0.01)
-        first, then = (float(re.search(r"^step +1/\d+ +loss (\S+)", log, re.M)[1]) for log in (shown, out))
+        first, then = (
+            float(re.search(r"^step +1/\d+ +loss (\S+)", log, re.M)[1]) for log in (shown, out)
+        )
         assert first == pytest.approx(then, abs=0.001)
         report = (copy / "out" / "gsm8k" / "report.html").read_text()
         assert "800 held-out rows, 131,365 actions" in report
 
 
 def test_a_file_is_scored_in_parts_and_its_answers_are_put_to_the_vote(tmp_path):
-    """The shell says what to score, which forks do; after one part it is asked again, as after a kill."""
+    """The shell says what to score, which forks do; after one part it is asked again, as after a
+    kill."""
     rows = [json.loads(line) for line in common.toy_rows(192, 0)]
     common.replace_lines(f"{tmp_path}/tests/rows_held_out.jsonl", rows)
     block = next(block for kind, block in BLOCKS if kind == "parts").replace(".venv/bin/", "echo ")
     shell = lambda: run("bash", "-c", block, cwd=tmp_path).stdout.splitlines()
-    critic = lambda *words: succeeded(run(sys.executable, ROOT / "critic_fsdp.py", *words, cwd=tmp_path))
+    critic = lambda *words: succeeded(
+        run(sys.executable, ROOT / "critic_fsdp.py", *words, cwd=tmp_path)
+    )
     critic("--rollouts", "tests/rows_held_out.jsonl", "--steps", 1, "--out-dir", "out/my")
     for part in ("aa", "ab"):
         first = shell()[0].split()
@@ -294,7 +342,9 @@ def test_a_file_is_scored_in_parts_and_its_answers_are_put_to_the_vote(tmp_path)
             votes = [(row["response"], (row["rank"] == 1, 1, row["last_value"])[k]) for row in four]
             total = [sum(vote for word, vote in votes if word == row["response"]) for row in four]
             rewards += four[total.index(max(total))]["reward"]
-        assert said[k].startswith(name) and float(said[k].split()[-1]) == pytest.approx(rewards / 48)
+        assert said[k].startswith(name) and float(said[k].split()[-1]) == pytest.approx(
+            rewards / 48
+        )
 
 
 def skip_without_packages(line):
@@ -340,7 +390,9 @@ def test_command_for_two_machines_runs_as_two_agents_on_one(line, copy):
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # on a free port
     line = line.replace("node0:29500", f"localhost:{store.port} --rdzv-conf is_host=0")
     with ThreadPoolExecutor() as machines:
-        first, second = machines.map(lambda _: run("bash", "-c", line, cwd=copy, PATH=PATH), range(2))
+        first, second = machines.map(
+            lambda _: run("bash", "-c", line, cwd=copy, PATH=PATH), range(2)
+        )
     said = sorted([succeeded(first), succeeded(second)], key=len)
     assert "saved " not in said[0] and said[1].splitlines()[-1].startswith("saved ")
     assert re.search(r"^layout     ranks 2 = ", said[1], flags=re.M)
@@ -362,7 +414,8 @@ def test_command_for_gpus_has_flags_that_exist(line, monkeypatch):
     if script is ppo_loop:
         flags = ppo_loop.parse(args)
         monkeypatch.setattr(ppo_loop, "WORLD_SIZE", ranks)
-        monkeypatch.setattr(importlib.util, "find_spec", bool)  # those GPUs have vLLM, if not this machine
+        # those GPUs have vLLM, if not this machine
+        monkeypatch.setattr(importlib.util, "find_spec", bool)
         ppo_loop.check_flags(dataclasses.replace(flags, critic=type(flags.critic)()))
         assert ppo_loop.critic_module(flags.backend).mistake_in(flags.critic, ranks) is None
     else:

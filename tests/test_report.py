@@ -1,4 +1,5 @@
-"""What the critic learned: numbers against plain loops, and the page in a real browser. Also the profiler."""
+"""What the critic learned: numbers against plain loops, and the page in a real browser. Also the
+profiler."""
 
 import collections
 import dataclasses
@@ -26,7 +27,8 @@ same = pytest.approx
 
 
 def judged_rows(n, prompts, longest=12, gamma=1.0):
-    """Rows that answer some prompts, rewarded with 0 or 1; returns and TD errors (as advantages) by hand."""
+    """Rows that answer some prompts, rewarded with 0 or 1; returns and TD errors (as advantages) by
+    hand."""
     rng = random.Random(0)
     rows = random_batch(n, longest=longest + 8, idle=False, prompts=prompts)
     columns = torch.zeros(3, len(rows.input_ids))
@@ -51,13 +53,17 @@ def explained(pairs):
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_every_number_equals_a_plain_loop(gamma, tmp_path):
     rows = judged_rows(150, 80, gamma=gamma)
-    pairs = [[(float(rows.values[t]), float(rows.returns[t])) for t in at] for at in actions_of(rows)]
+    pairs = [
+        [(float(rows.values[t]), float(rows.returns[t])) for t in at] for at in actions_of(rows)
+    ]
     groups = {}  # prompt -> (return at the first action, last value, reward) of its rows
     for (start, _), at, row in zip(rows_of(rows), actions_of(rows), pairs, strict=True):
         prompt = tuple(rows.input_ids[start : at[0]].tolist())
         groups.setdefault(prompt, []).append((row[0][1], *row[-1]))
     several = [group for group in groups.values() if len(group) > 1]
-    within = statistics.fmean(statistics.variance(x[0] for x in group) for group in several for _ in group)
+    within = statistics.fmean(
+        statistics.variance(x[0] for x in group) for group in several for _ in group
+    )
     ones, zeros = ([row[-1][0] for row in pairs if row[-1][1] == reward] for reward in (1, 0))
     expected = {
         "explained variance": explained(sum(pairs, [])),
@@ -87,7 +93,9 @@ def test_the_ceiling_is_what_knowing_each_prompt_explains():
 
     assert ceiling(prompts, returns) == same(4 / 5, abs=0.02)
     assert ceiling(prompts, noise) == same(0, abs=0.03)
-    assert math.isnan(ceiling(torch.arange(10_000), returns)) and math.isnan(ceiling(prompts, torch.ones(1)))
+    assert math.isnan(ceiling(torch.arange(10_000), returns)) and math.isnan(
+        ceiling(prompts, torch.ones(1))
+    )
     assert math.isnan(ceiling(prompts, torch.arange(10_000) % 5))  # it falls below 0 by chance
 
 
@@ -112,7 +120,8 @@ def shown_of(rows, b, words):
 
 
 def sections_of(rows):
-    """The rows that the page must show, by hand: 16 with the largest errors, and 8 around the median."""
+    """The rows that the page must show, by hand: 16 with the largest errors, and 8 around the
+    median."""
     jumps = [max(rows.advantages[at[:-1]].abs().tolist(), default=0.0) for at in actions_of(rows)]
     middle = statistics.median_low(jumps)
     largest = sorted(range(len(rows)), key=lambda b: -jumps[b])[:16]
@@ -125,12 +134,16 @@ needs_browser = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium
 
 @needs_browser
 def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
-    """Numbers equal TD errors by hand. The page cuts a long row and stays below 20 megabytes, but its
-    numbers are for all tokens."""
+    """Numbers equal TD errors by hand. The page cuts a long row and stays below 20 megabytes, but
+    its numbers are for all tokens."""
     rows = common.concat([judged_rows(60, 20), judged_rows(1, 1, longest=6000)])
     rows.row_id = torch.arange(61)
     shown = sum(sections_of(rows), [])
-    mean = ("<script>document.title = 'run'</script>", '<img src=x onerror="document.title = 1">', "&amp;")
+    mean = (
+        "<script>document.title = 'run'</script>",
+        '<img src=x onerror="document.title = 1">',
+        "&amp;",
+    )
     words = [mean[i % 3] for i in rows.input_ids.tolist()]
     decode = lambda ids, **_: "".join(mean[i % 3] for i in ids)
     text, numbers = write(tmp_path, rows, types.SimpleNamespace(decode=decode))
@@ -142,7 +155,8 @@ def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
     with browser.page(tmp_path / "report.html") as call:
         ask = lambda expression: browser.evaluate(call, expression)
         assert ask("document.title") == str(tmp_path) and ask("document.images.length") == 0
-        ask("document.querySelectorAll('summary').forEach(x => x.remove())")  # the ends of folded prompts
+        # the ends of folded prompts
+        ask("document.querySelectorAll('summary').forEach(x => x.remove())")
         starts, texts = zip(*(shown_of(rows, b, words) for b in shown))
         assert any("…" in text for text in texts)
         assert ask("Array.from(document.querySelectorAll('.text'), x => x.textContent)") == [*texts]
@@ -164,7 +178,8 @@ FORMS = [(width, scheme) for width in (390, 1280, 1920) for scheme in ("light", 
 
 
 def set_form(call, width, scheme):
-    """Shows the page as on a screen of this width; the narrow one is a phone, which has no mouse."""
+    """Shows the page as on a screen of this width; the narrow one is a phone, which has no
+    mouse."""
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
     call("Emulation.setDeviceMetricsOverride", **size)
     call("Emulation.setTouchEmulationEnabled", enabled=width < 500)
@@ -174,7 +189,9 @@ def set_form(call, width, scheme):
 def log_of(folder, curves, steps=9):
     """Writes a log of these curves, in which 0 was not finite, as the logger does -> its rows."""
     names = [name for panel in curves.values() for name in panel.values()]
-    log = [{name: (7 * step + i) % 5 or None for i, name in enumerate(names)} for step in range(steps)]
+    log = [
+        {name: (7 * step + i) % 5 or None for i, name in enumerate(names)} for step in range(steps)
+    ]
     rows = [{"step": step, **row} for step, row in enumerate(log)]
     common.replace_lines(f"{folder}/metrics.jsonl", rows)
     return rows
@@ -185,7 +202,10 @@ def test_the_page_fits_each_screen_and_the_curves_stay_in_view(tmp_path):
     """Light and dark. On a phone the curves are above the rows, elsewhere next to them."""
     log_of(tmp_path, ppo_loop.CURVES)
     sample = {"prompt": "x" * 3000, "response": "y" * 3000, "reward": 1.0}
-    changed = {"numbers": {"accuracy": ("0.1", "of a test")}, "samples": {"are long": [(sample, sample)]}}
+    changed = {
+        "numbers": {"accuracy": ("0.1", "of a test")},
+        "samples": {"are long": [(sample, sample)]},
+    }
     write(tmp_path, judged_rows(60, 20, longest=300), None, ppo_loop.CURVES, changed=changed)
     with browser.page(tmp_path / "report.html") as call:
         ask = lambda expression: browser.evaluate(call, expression)
@@ -210,7 +230,8 @@ def test_the_page_fits_each_screen_and_the_curves_stay_in_view(tmp_path):
 
 @needs_browser
 def test_a_finger_and_the_keyboard_show_a_tokens_numbers_too(tmp_path):
-    """A tap shows them at the bottom of the screen. Tab goes to the next row, an arrow to the next token."""
+    """A tap shows them at the bottom of the screen. Tab goes to the next row, an arrow to the next
+    token."""
     write(tmp_path, judged_rows(60, 20))
     with browser.page(tmp_path / "report.html") as call:
         ask = lambda expression: browser.evaluate(call, expression)
@@ -221,33 +242,46 @@ def test_a_finger_and_the_keyboard_show_a_tokens_numbers_too(tmp_path):
         assert ask(nth) == 1 and "TD error" in ask(told)
         assert ask("getComputedStyle(document.activeElement, '::after').bottom") == "0px"
 
-        ask("document.querySelectorAll('details').forEach(x => x.remove())")  # folded prompts take the focus
+        # folded prompts take the focus
+        ask("document.querySelectorAll('details').forEach(x => x.remove())")
         set_form(call, 1280, "light")
         length = ask("document.querySelector('.text').querySelectorAll('[data-told]').length")
         ask("document.querySelector('[data-told]').focus()")
-        for key, expected in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("Tab", length)):
+        for key, expected in (
+            ("ArrowRight", 1),
+            ("ArrowRight", 2),
+            ("ArrowLeft", 1),
+            ("Tab", length),
+        ):
             browser.press(call, key)
             assert ask(nth) == expected
             assert ask(told) == ask("JSON.stringify(document.activeElement.dataset.told)")
 
 
 def test_one_value_far_off_leaves_the_other_colours_as_they_are():
-    """The colours end at the 5% and 95% quantiles. Black and white text stays legible on all of them."""
+    """The colours end at the 5% and 95% quantiles. Black and white text stays legible on all of
+    them."""
     values = [i / 1000 for i in range(1000)]
     low, high = common.value_range(torch.tensor([*values, 1e6])[torch.randperm(1001)])
     assert (low, high) == same((0.05, 0.95), abs=0.002)
-    assert common.value_range(torch.tensor([1.0] * 99 + [2.0])) == (1.0, 2.0)  # both quantiles are 1
+    # both quantiles are 1
+    assert common.value_range(torch.tensor([1.0] * 99 + [2.0])) == (1.0, 2.0)
     assert (
-        common.colour_of(1.0, 1.0, 1.0) == "" == common.colour_of(0.5, 0.0, 1.0).removeprefix("#f97316")[2:]
+        common.colour_of(1.0, 1.0, 1.0)
+        == ""
+        == common.colour_of(0.5, 0.0, 1.0).removeprefix("#f97316")[2:]
     )
 
-    def luminance(color):  # as in WCAG
+    def luminance(color):
+        """As in WCAG."""
         lights = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in color]
         return sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), lights)) + 0.05
 
     for value in (-9.0, 0.0, 0.2, 0.8, 1e6):
         *color, alpha = (x / 255 for x in bytes.fromhex(common.colour_of(value, 0.0, 1.0)[1:]))
-        assert color == same([x / 255 for x in bytes.fromhex("f97316" if value < 0.5 else "2563eb")])
+        assert color == same(
+            [x / 255 for x in bytes.fromhex("f97316" if value < 0.5 else "2563eb")]
+        )
         assert alpha == same(0.65 * min(1, abs(2 * value - 1)), abs=0.005)
         for paper, ink in ((1.0, 0.0), (0x12 / 255, 1.0)):  # Chromium's
             mixed = luminance([alpha * x + (1 - alpha) * paper for x in color])
@@ -330,7 +364,9 @@ def a_row(ids, first, errors, reward=0.0):
     ends = common.cumulative([len(ids)])
     row = common.Batch(torch.tensor(ids), ends, mask, torch.tensor([0]), mask[:1])
     rewards = reward * (torch.arange(len(ids)) == len(ids) - 1)
-    return dataclasses.replace(row, token_level_rewards=rewards, values=x_T, returns=x_T, advantages=x_T)
+    return dataclasses.replace(
+        row, token_level_rewards=rewards, values=x_T, returns=x_T, advantages=x_T
+    )
 
 
 def test_long_rows_are_cut_around_their_largest_error_and_stay_apart():
@@ -355,7 +391,9 @@ def test_long_rows_are_cut_around_their_largest_error_and_stay_apart():
     assert shown[0]["ends"] == (0.0, 9.0) and shown[0]["error"] == 4.0
     marked = [(t, token) for t, token in enumerate(shown[0]["tokens"]) if token["kind"]]
     told = "value 4, return 4, TD error 4"  # a bit below the middle of 0 and 9
-    assert marked == [(1000, {"text": "6500 ", "told": told, "colour": "#f9731612", "kind": "jump"})]
+    assert marked == [
+        (1000, {"text": "6500 ", "told": told, "colour": "#f9731612", "kind": "jump"})
+    ]
 
 
 def test_a_cut_through_a_character_shows_no_part_of_it():
@@ -435,8 +473,11 @@ def test_only_rank_0_builds_what_only_rank_0_writes(tmp_path, monkeypatch):
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")  # of processes that other tests left running
-@pytest.mark.parametrize("case", ["one row", "equal rewards", "a row without actions", "not 0 or 1"])
+# of processes that other tests left running
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
+@pytest.mark.parametrize(
+    "case", ["one row", "equal rewards", "a row without actions", "not 0 or 1"]
+)
 def test_unusual_rows_have_a_report(tmp_path, case):
     rows = judged_rows(1 if case == "one row" else 12, 5)
     rows.token_level_rewards *= {"equal rewards": 0, "not 0 or 1": 2}.get(case, 1)
@@ -448,7 +489,8 @@ def test_unusual_rows_have_a_report(tmp_path, case):
 
 
 def test_advice_stands_where_a_constant_is_better(tmp_path, capsys):
-    """With the losses of both. Numbers that do not exist are neither on the page nor in the line."""
+    """With the losses of both. Numbers that do not exist are neither on the page nor in the
+    line."""
     rows = judged_rows(60, 60)
     _, numbers = write(tmp_path, rows)
     assert "best of n" not in numbers and "--" not in capsys.readouterr().out
@@ -482,7 +524,9 @@ def test_the_figure_shows_the_metrics(tmp_path, curves, monkeypatch):
     log = log_of(tmp_path, curves)
     rows = judged_rows(60, 20)
     write(tmp_path, rows, curves=curves)
-    assert [panel.get_title(loc="left").removesuffix(" (log scale)") for panel in panels] == list(curves)
+    assert [panel.get_title(loc="left").removesuffix(" (log scale)") for panel in panels] == list(
+        curves
+    )
     for panel, names in zip(panels, curves.values()):
         drawn = {line.get_label(): line.get_xydata().tolist() for line in panel.lines}
         points = lambda name: [[row["step"], row[name]] for row in log if row[name]]
@@ -502,17 +546,22 @@ def test_panels_without_points_are_left_out(tmp_path, monkeypatch):
     log = [{"step": 1, "reward/mean": 0.5, "kl/reference": None}, {"step": 1, "actor/entropy": 1.0}]
     common.replace_lines(f"{tmp_path}/metrics.jsonl", log)
     text, _ = write(tmp_path, rows, curves=ppo_loop.CURVES)
-    assert [panel.get_title(loc="left") for panel in panels] == ["mean reward", "entropy of the policy"]
+    assert [panel.get_title(loc="left") for panel in panels] == [
+        "mean reward",
+        "entropy of the policy",
+    ]
     assert panels[0].get_legend() is None and common.INK not in text and "currentColor" in text
 
 
 def test_the_page_of_a_long_run_is_small(tmp_path, monkeypatch):
-    """Of each curve at most 1,000 points are drawn; the last is one of them. Outliers at the start do not
-    flatten explained variance."""
+    """Of each curve at most 1,000 points are drawn; the last is one of them. Outliers at the start
+    do not flatten explained variance."""
     panels = panels_of(monkeypatch)
     names = [name for panel in common.CURVES.values() for name in panel.values()]
     rng = random.Random(0)
-    log = [{"step": s, **{name: rng.random() - 9 * (s < 40) for name in names}} for s in range(20_000)]
+    log = [
+        {"step": s, **{name: rng.random() - 9 * (s < 40) for name in names}} for s in range(20_000)
+    ]
     common.replace_lines(f"{tmp_path}/metrics.jsonl", log)
     text, _ = write(tmp_path, judged_rows(6, 2))
     for panel in panels:
@@ -527,9 +576,13 @@ def a_sample(prompt, reward):
 
 
 def test_the_report_of_ppo_tells_before_and_after(tmp_path):
-    """The same prompts, in another order after a resume on other ranks. Texts of users stay texts."""
+    """The same prompts, in another order after a resume on other ranks. Texts of users stay
+    texts."""
     rows = judged_rows(6, 2)
-    log = [{"step": 0, "eval/reward": 0.25, "eval/accuracy": 0.25}, {"step": 1, "reward/mean": 0.125}]
+    log = [
+        {"step": 0, "eval/reward": 0.25, "eval/accuracy": 0.25},
+        {"step": 1, "reward/mean": 0.125},
+    ]
     log += [{"step": 2, "reward/mean": 0.75}, {"step": 2, "eval/reward": 0.5, "eval/accuracy": 0.5}]
     common.replace_lines(f"{tmp_path}/metrics.jsonl", log)
     before = [a_sample(*x) for x in (("p", 0.0), ("q", 0.0), ("r", 1.0), ("s", 1.0), ("gone", 1.0))]
@@ -547,8 +600,14 @@ def test_the_report_of_ppo_tells_before_and_after(tmp_path):
     }
     text, numbers = write(tmp_path, rows, curves=ppo_loop.CURVES, changed=changed)
     assert "<h1>What PPO changed</h1>" in text and numbers["accuracy"] == "0.250 → 0.500"
-    assert "&lt;b&gt;q&lt;/b&gt;?" in text and "<b>q" not in text and "of 4 held-out answers" in text
-    assert text.index("0.250 → 0.500") < text.index("What the critic learned") < text.index("explained var")
+    assert (
+        "&lt;b&gt;q&lt;/b&gt;?" in text and "<b>q" not in text and "of 4 held-out answers" in text
+    )
+    assert (
+        text.index("0.250 → 0.500")
+        < text.index("What the critic learned")
+        < text.index("explained var")
+    )
 
     # without evaluations it tells of the steps, whatever samples an earlier run has left
     common.replace_lines(f"{tmp_path}/metrics.jsonl", log[1:3])
@@ -560,7 +619,8 @@ def test_the_report_of_ppo_tells_before_and_after(tmp_path):
 
 
 def test_the_first_samples_are_kept_when_a_run_goes_on(tmp_path, monkeypatch):
-    """A resumed run keeps those of its first evaluation, and a new run in this folder replaces them."""
+    """A resumed run keeps those of its first evaluation, and a new run in this folder replaces
+    them."""
     monkeypatch.chdir(tmp_path)
     addition_rows = ppo_loop.addition_rows
     few = lambda n, *args, **more: addition_rows(16, *args, **more)
@@ -569,12 +629,16 @@ def test_the_first_samples_are_kept_when_a_run_goes_on(tmp_path, monkeypatch):
 
     def samples_after(more):
         ppo_loop.main(ppo_loop.parse(f"{flags} {more}".split()))
-        return [(tmp_path / "out" / f"{name}.json").read_text() for name in ("samples_first", "samples")]
+        return [
+            (tmp_path / "out" / f"{name}.json").read_text() for name in ("samples_first", "samples")
+        ]
 
     first, then = samples_after("--steps 1")
     assert first != then and len(json.loads(first)) == len(json.loads(then)) >= 16
     assert samples_after("--steps 2 --resume auto")[0] == first
-    rated = [row for row in common.read_lines(tmp_path / "out/metrics.jsonl") if "eval/reward" in row]
+    rated = [
+        row for row in common.read_lines(tmp_path / "out/metrics.jsonl") if "eval/reward" in row
+    ]
     assert [row["step"] for row in rated] == [0, 1, 2]
     expected = f"<b>{rated[0]['eval/reward']:.3f} → {rated[-1]['eval/reward']:.3f}</b>"
     assert expected in (tmp_path / "out/report.html").read_text()
@@ -582,8 +646,15 @@ def test_the_first_samples_are_kept_when_a_run_goes_on(tmp_path, monkeypatch):
 
 
 def test_a_run_leaves_the_same_report_on_any_number_of_ranks(tmp_path):
-    """Without held-out rows it shows the rows of the last update, of which one of four ranks has none."""
-    flags = (ROOT / "critic_fsdp.py", "--rollouts", ROOT / "tests" / "rows.jsonl", "--out-dir", "out")
+    """Without held-out rows it shows the rows of the last update, of which one of four ranks has
+    none."""
+    flags = (
+        ROOT / "critic_fsdp.py",
+        "--rollouts",
+        ROOT / "tests" / "rows.jsonl",
+        "--out-dir",
+        "out",
+    )
     flags += ("--train-batch-size", 3, "--steps", 2, "--save-every", 1, "--profile-step", 2)
     said = [succeeded(torchrun(ranks, *flags, cwd=tmp_path)) for ranks in (1, 4)]
     alone, together = (re.findall(r"^report  .*\n.*$", words, flags=re.M) for words in said)

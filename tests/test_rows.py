@@ -1,4 +1,5 @@
-"""Rows as people write them: chats, special tokens, files from other systems, batches made by hand."""
+"""Rows as people write them: chats, special tokens, files from other systems, batches made by
+hand."""
 
 import codecs
 import dataclasses
@@ -18,7 +19,9 @@ import critic_fsdp
 import critic_megatron
 import ppo_loop
 
-SCRIPTS = pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
+SCRIPTS = pytest.mark.parametrize(
+    "script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"]
+)
 GOOD = {"response": "2", "reward": 1.0}
 TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 WITH_CALLS = TURNS.replace("{% endfor %}", "{{ m.tool_calls|length if m.tool_calls }}{% endfor %}")
@@ -51,7 +54,7 @@ def text_of_prompt(tokenizer, **row):
     return tokenizer.decode(prompt.ids), prompt.text
 
 
-# ---- Chats -------------------------------------------------------------------------------------------------
+# ---- Chats ---------------------------------------------------------------------------------------
 
 
 def parts(*texts):
@@ -76,7 +79,9 @@ def test_a_file_that_is_one_array_is_told_apart_from_a_bad_row(tmp_path):
 
 
 def test_prompts_that_differ_in_their_parts_are_different_prompts():
-    lines = [json.dumps(GOOD | {"messages": [{"role": "user", "content": parts(q)}]}) for q in "abca"]
+    lines = [
+        json.dumps(GOOD | {"messages": [{"role": "user", "content": parts(q)}]}) for q in "abca"
+    ]
     rows = common.read_rows(lines, a_tokenizer())
     assert [same for _, same in rows.groups()] == [[0, 3], [1], [2]]
 
@@ -101,7 +106,9 @@ def test_other_content_is_refused_in_every_message_with_file_and_line(content, w
             text_of_prompt(a_tokenizer(WITH_CALLS), prompt=chat)
 
 
-@pytest.mark.parametrize("part", [{"type": "image"}, {"type": "image_url", "image_url": {"url": "a.png"}}])
+@pytest.mark.parametrize(
+    "part", [{"type": "image"}, {"type": "image_url", "image_url": {"url": "a.png"}}]
+)
 def test_parts_of_images_are_left_to_the_template_of_a_model_that_reads_them(part):
     chat = [{"role": "user", "content": [part, *parts("what?")]}]
     template = (
@@ -123,13 +130,17 @@ def test_a_message_needs_a_role(message):
 
 
 def test_null_stands_next_to_tool_calls_only_where_the_template_shows_them():
-    chat = [{"role": "user", "content": "1+1?"}, CALL | {"content": None}, {"role": "tool", "content": "2"}]
-    shows = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{{ m.tool_calls|length if m.tool_calls }}"
-    )
+    chat = [
+        {"role": "user", "content": "1+1?"},
+        CALL | {"content": None},
+        {"role": "tool", "content": "2"},
+    ]
+    shows = "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{{ m.tool_calls|length if m.tool_calls }}"
     shown = "<user>1+1?<assistant>1<tool>2"
     for messages in (chat, [*chat[:1], CALL, *chat[2:]]):  # null, and no content at all
-        assert text_of_row(a_tokenizer(shows + "{% endfor %}"), messages=messages) == f"{shown}2<eos>"
+        assert (
+            text_of_row(a_tokenizer(shows + "{% endfor %}"), messages=messages) == f"{shown}2<eos>"
+        )
     with refused('the template shows null as "None"; write "" as the content'):
         text_of_row(a_tokenizer(WITH_CALLS), messages=chat)
     chat[1]["content"] = ""
@@ -140,9 +151,7 @@ def test_null_stands_next_to_tool_calls_only_where_the_template_shows_them():
 
 def test_a_template_that_wants_parts_gets_them_and_one_that_drops_a_question_is_refused():
     """Templates of some image models go through the parts of a message, and a text has none."""
-    wants = (
-        "{% for m in messages %}<{{ m.role }}>{% for x in m.content %}{{ x.text }}{% endfor %}{% endfor %}"
-    )
+    wants = "{% for m in messages %}<{{ m.role }}>{% for x in m.content %}{{ x.text }}{% endfor %}{% endfor %}"
     for content in ("1+1?", parts("1+", "1?")):
         chat = [{"role": "user", "content": content}]
         assert text_of_row(a_tokenizer(wants), messages=chat) == "<user>1+1?2<eos>"
@@ -155,7 +164,9 @@ def test_a_template_that_wants_parts_gets_them_and_one_that_drops_a_question_is_
 @pytest.mark.parametrize("role", ["developer", "human", "function"])
 def test_a_message_that_the_template_leaves_out_because_of_its_role_is_refused(role):
     """As Qwen's does. Its question may be short, and so be found elsewhere in the text."""
-    knows = TURNS.replace("<{{", "{% if m.role == 'user' %}<{{").replace("{% endfor", "{% endif %}{% endfor")
+    knows = TURNS.replace("<{{", "{% if m.role == 'user' %}<{{").replace(
+        "{% endfor", "{% endif %}{% endfor"
+    )
     tokenizer = a_tokenizer(knows)
     for chat in ([{"role": role, "content": "s"}], [{"role": "user", "content": "hi"}] * 2):
         chat[-1] = {"role": role, "content": "s"}
@@ -169,24 +180,30 @@ def test_a_message_that_the_template_leaves_out_because_of_its_role_is_refused(r
 def test_a_template_may_write_a_text_in_another_way():
     """With JSON's escapes, as Llama 3.1 writes what tools say, or in capitals."""
     chat = [{"role": "user", "content": ' say "hi"\nnow '}]
-    assert text_of_row(a_tokenizer("{{ messages[0].content|tojson }}"), messages=chat).startswith('" say')
-    assert text_of_row(a_tokenizer("{{ messages[0].content|upper }}"), messages=chat).startswith(" SAY")
+    assert text_of_row(a_tokenizer("{{ messages[0].content|tojson }}"), messages=chat).startswith(
+        '" say'
+    )
+    assert text_of_row(a_tokenizer("{{ messages[0].content|upper }}"), messages=chat).startswith(
+        " SAY"
+    )
 
 
 def test_calls_that_the_template_shows_only_without_a_text_are_refused_next_to_one():
     """As DeepSeek's template does."""
-    shows = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.tool_calls|length if m.content is none else m.content }}"
-    )
+    shows = "{% for m in messages %}<{{ m.role }}>{{ m.tool_calls|length if m.content is none else m.content }}"
     tokenizer = a_tokenizer(f"{shows}{{% endfor %}}")
-    chat = [{"role": "user", "content": "hi"}, CALL | {"content": None}, {"role": "tool", "content": "2"}]
+    chat = [
+        {"role": "user", "content": "hi"},
+        CALL | {"content": None},
+        {"role": "tool", "content": "2"},
+    ]
     assert text_of_row(tokenizer, messages=chat) == "<user>hi<assistant>1<tool>22<eos>"
     chat[1] = CALL | {"content": "I add"}
     with refused("a message has tool_calls next to a text, which the template leaves out"):
         text_of_row(tokenizer, messages=chat)
 
 
-# ---- Rows of other systems ---------------------------------------------------------------------------------
+# ---- Rows of other systems -----------------------------------------------------------------------
 
 USER = {"role": "user", "content": "1+1?"}
 SHAPES = {  # who writes it -> the row, and where its prompt, response and reward are
@@ -218,7 +235,10 @@ def test_rows_of_other_systems_are_read(shape):
 
 def test_a_row_that_fits_nothing_is_told_with_its_keys():
     row = {"question": "1+1=", "text": "2", "score": 1.0}
-    for more, words in (({}, "prompt, messages, prompt_ids"), ({"prompt": "1+1="}, "response, response_ids")):
+    for more, words in (
+        ({}, "prompt, messages, prompt_ids"),
+        ({"prompt": "1+1="}, "response, response_ids"),
+    ):
         shown = f"needs exactly one of {words}; has none; its keys are {', '.join(row | more)}"
         with refused(shown, begin="toy:1: "):
             common.read_rows([json.dumps(row | more)], a_tokenizer())
@@ -233,8 +253,16 @@ def test_a_named_key_that_a_row_lacks_is_told_although_others_would_do(name):
 
 
 def test_the_loop_reads_nested_answers_as_verl_writes_them():
-    row = {"prompt": [USER], "reward_model": {"ground_truth": "#### 2"}, "extra_info": {"answer": 3}}
-    for key, answer in (("reward_model.ground_truth", "#### 2"), ("extra_info.answer", 3), ("x.y", None)):
+    row = {
+        "prompt": [USER],
+        "reward_model": {"ground_truth": "#### 2"},
+        "extra_info": {"answer": 3},
+    }
+    for key, answer in (
+        ("reward_model.ground_truth", "#### 2"),
+        ("extra_info.answer", 3),
+        ("x.y", None),
+    ):
         run = ppo_loop.Run(critic=None, prompts="x", answer_key=key)
         (prompt,) = ppo_loop.load_prompts([json.dumps(row)], "--prompts", run, a_tokenizer())
         assert (prompt.text, prompt.answer) == ("1+1?", answer)
@@ -268,12 +296,15 @@ def test_the_critics_pass_keys_and_options_on(script, tmp_path):
     made = script.CriticWorker(script.Config())
     made.tokenizer = tokenizer
     rows, _ = script.load_rows(run, made)
-    assert tokenizer.decode(rows.input_ids) == "<user>1+1?!2<eos>" and rows.token_level_rewards.sum() == 0.5
+    assert (
+        tokenizer.decode(rows.input_ids) == "<user>1+1?!2<eos>"
+        and rows.token_level_rewards.sum() == 0.5
+    )
     with refused("must be a JSON object", begin="--chat-template-kwargs [1]: "):
         script.load_rows(dataclasses.replace(run, chat_template_kwargs="[1]"), made)
 
 
-# ---- Special tokens ----------------------------------------------------------------------------------------
+# ---- Special tokens ------------------------------------------------------------------------------
 
 BEGINS_AND_ENDS = {"begins": "<s>", "ends": "<eos>", "bos": "<s>"}
 
@@ -295,7 +326,9 @@ def test_a_row_begins_once_and_never_ends_in_its_middle(kind, begin):
         line = json.dumps(GOOD | source | {"answer": 7})
         rows = common.read_rows([line], tokenizer, hint_key="answer")
         assert tokenizer.decode(rows.input_ids) == f"{begin}{hint}{shown}2<eos>"
-        run = ppo_loop.Run(critic=None, prompts="x", prompt_key=[*source][0], privileged_key="answer")
+        run = ppo_loop.Run(
+            critic=None, prompts="x", prompt_key=[*source][0], privileged_key="answer"
+        )
         (prompt,) = ppo_loop.load_prompts([line], "--prompts", run, tokenizer)
         assert tokenizer.decode(prompt.critic_ids) == f"{begin}{hint}{shown}"
         assert tokenizer.decode(prompt.ids) == f"{begin}{shown}"
@@ -335,12 +368,16 @@ def test_a_hint_is_text_or_a_number(hint):
 
 
 def test_an_empty_response_is_a_policy_that_stopped_at_once():
-    rows = common.read_rows([json.dumps({"prompt": "1+1=", "response": "", "reward": 0.5})], a_tokenizer())
+    rows = common.read_rows(
+        [json.dumps({"prompt": "1+1=", "response": "", "reward": 0.5})], a_tokenizer()
+    )
     assert a_tokenizer().decode(rows.input_ids) == "1+1=<eos>"
-    assert rows.response_mask.tolist() == [False] * 4 + [True] and rows.token_level_rewards[-1] == 0.5
+    assert (
+        rows.response_mask.tolist() == [False] * 4 + [True] and rows.token_level_rewards[-1] == 0.5
+    )
 
 
-# ---- Files -------------------------------------------------------------------------------------------------
+# ---- Files ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("encode", [
@@ -381,7 +418,7 @@ def test_what_is_scored_is_no_pipe_because_it_is_read_twice():
     os.close(pipe)
 
 
-# ---- Batches made by hand ----------------------------------------------------------------------------------
+# ---- Batches made by hand ------------------------------------------------------------------------
 
 FAULTS = {  # column -> what a user might put there, and words of the answer
     "input_ids": [
@@ -410,7 +447,8 @@ FAULTS = {  # column -> what a user might put there, and words of the answer
     ],
     "multi_modal_inputs": [
         (lambda x, kind=kind: kind, "must be a list of one dict for each row")
-        for kind in ([None] * 4, ({},) * 4, [{}] * 3, 4, numpy.array([{}] * 4))  # the last as in verl
+        # the last as in verl
+        for kind in ([None] * 4, ({},) * 4, [{}] * 3, 4, numpy.array([{}] * 4))
     ],
     "packed": [(lambda x: (1, 2), "must be None")],
 }  # fmt: skip
@@ -431,7 +469,10 @@ def test_a_batch_made_by_hand_is_told_which_column_is_wrong(name):
 
 def test_a_column_that_only_some_ranks_pass_is_named():
     batch = random_batch(4, idle=False)
-    parts = [batch.select([0, 1]), dataclasses.replace(batch, old_log_probs=batch.values).select([2, 3])]
+    parts = [
+        batch.select([0, 1]),
+        dataclasses.replace(batch, old_log_probs=batch.values).select([2, 3]),
+    ]
     with refused("only some batches have it", begin="old_log_probs: ", kind=ValueError):
         common.concat(parts)
 
@@ -453,7 +494,9 @@ def test_rows_without_images_may_say_so_to_a_critic_that_reads_text(script):
 def test_returns_and_the_mean_need_rewards():
     batch = random_batch(4, idle=False)
     batch.token_level_rewards = None
-    with refused("is missing; it must be a (T,) tensor", begin="token_level_rewards: ", kind=ValueError):
+    with refused(
+        "is missing; it must be a (T,) tensor", begin="token_level_rewards: ", kind=ValueError
+    ):
         common.add_returns(batch, 1.0, 1.0)
     with refused("is missing", begin="token_level_rewards: ", kind=ValueError):
         worker(value_head_init="mean").start_at_mean(batch, 1.0)

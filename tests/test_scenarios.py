@@ -1,4 +1,5 @@
-"""Runs the scripts *_scenarios.py, for critic_megatron.py and ppo_loop.py on several ranks, and vLLM."""
+"""Runs the scripts *_scenarios.py, for critic_megatron.py and ppo_loop.py on several ranks, and
+vLLM."""
 
 import re
 

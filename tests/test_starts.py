@@ -1,6 +1,8 @@
-"""How a run begins: its environment, its numbers, the model's sizes, and the folder that it alone writes.
+"""How a run begins: its environment, its numbers, the model's sizes, and the folder that it alone
+writes.
 
-Each start is a process of its own: it ends well, or in one line with status 2, before anything is built."""
+Each start is a process of its own: it ends well, or in one line with status 2, before anything is
+built."""
 
 import contextlib
 import dataclasses
@@ -27,24 +29,35 @@ import critic_fsdp
 import critic_megatron
 import ppo_loop
 
-FSDP, MEGATRON, PPO = (ROOT / f"{name}.py" for name in ("critic_fsdp", "critic_megatron", "ppo_loop"))
+FSDP, MEGATRON, PPO = (
+    ROOT / f"{name}.py" for name in ("critic_fsdp", "critic_megatron", "ppo_loop")
+)
 ROWS = ROOT / "tests" / "rows.jsonl"
 SHORT = ("--steps", "1", "--eval-every", "0", "--rollouts", ROWS, "--train-batch-size", "8")
 
 
 def ends_in_one_line(process, words):
-    """Asserts that a run ended with status 2 and one line that begins with an error and holds these words."""
+    """Asserts that a run ended with status 2 and one line that begins with an error and holds these
+    words."""
     assert process.returncode == 2, (process.returncode, process.stderr[-2000:])
-    assert re.fullmatch(r"error( on rank \d)?: [^\n]+\n", process.stderr) and words in process.stderr, (
-        process.stderr
-    )
+    assert (
+        re.fullmatch(r"error( on rank \d)?: [^\n]+\n", process.stderr) and words in process.stderr
+    ), process.stderr
 
 
-# ---- The environment ---------------------------------------------------------------------------------------
+# ---- The environment -----------------------------------------------------------------------------
 
-WHOLE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+WHOLE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "0",
+}
 HALF = {  # words of the answer -> what is set
-    "WORLD_SIZE=2 is set, but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not": {"WORLD_SIZE": "2"},
+    "WORLD_SIZE=2 is set, but RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not": {
+        "WORLD_SIZE": "2"
+    },
     "RANK=0 is set, but LOCAL_RANK, WORLD_SIZE": {"RANK": "0"},
     "RANK=3 is set, but LOCAL_RANK is not": {**WHOLE, "RANK": "3", "LOCAL_RANK": ""},
     "RANK=one: must be a number": {**WHOLE, "RANK": "one"},
@@ -85,19 +98,25 @@ def test_ranks_that_never_come_are_waited_for_in_words_and_not_longer_than_the_t
         env = {**WHOLE, **place, "RANK": "1", "WORLD_SIZE": "2"}
         flags = (*SHORT, "--out-dir", tmp_path, "--timeout-minutes", "0.02")
         process = run(sys.executable, FSDP, *flags, timeout=90, **env)
-    ends_in_one_line(process, "MASTER_ADDR, MASTER_PORT: rank 1 does not meet the other ranks at 127.0.0.1:")
+    ends_in_one_line(
+        process, "MASTER_ADDR, MASTER_PORT: rank 1 does not meet the other ranks at 127.0.0.1:"
+    )
 
 
 @pytest.mark.parametrize("name", ["no.such.host.invalid", " ", "ü" * 300])
 def test_a_host_that_nobody_knows_is_one_line(name, tmp_path):
     env = WHOLE | {"MASTER_ADDR": name}
     process = run(sys.executable, FSDP, *SHORT, "--timeout-minutes", "0.04", timeout=90, **env)
-    ends_in_one_line(process, f"MASTER_ADDR, MASTER_PORT: rank 0 does not meet the other ranks at {name}:0 (")
+    ends_in_one_line(
+        process, f"MASTER_ADDR, MASTER_PORT: rank 0 does not meet the other ranks at {name}:0 ("
+    )
 
 
 def test_a_mistake_of_several_lines_is_told_in_one(tmp_path):
     path = tmp_path / "two\nlines"
-    process = run(sys.executable, FSDP, "--rollouts", path, "--out-dir", tmp_path / "out", timeout=60)
+    process = run(
+        sys.executable, FSDP, "--rollouts", path, "--out-dir", tmp_path / "out", timeout=60
+    )
     ends_in_one_line(process, f"--rollouts {tmp_path}/two\\nlines (FileNotFoundError")
     process = run(sys.executable, MEGATRON, "--ppo-max-token-len-per-gpu", "a\nb", timeout=60)
     ends_in_one_line(process, "--ppo-max-token-len-per-gpu a\\nb: ")
@@ -110,7 +129,9 @@ def test_a_place_that_cannot_be_reached_is_one_line(tmp_path):
     env = {**WHOLE, "MASTER_ADDR": "1"}  # which is 0.0.0.1
     flags = (*SHORT, "--out-dir", tmp_path, "--timeout-minutes", "0.02")
     process = run(sys.executable, FSDP, *flags, timeout=60, **env)
-    ends_in_one_line(process, "MASTER_ADDR, MASTER_PORT: rank 0 does not meet the other ranks at 1:0")
+    ends_in_one_line(
+        process, "MASTER_ADDR, MASTER_PORT: rank 0 does not meet the other ranks at 1:0"
+    )
 
 
 def test_letters_that_a_terminal_lacks_end_no_run():
@@ -121,7 +142,7 @@ def test_letters_that_a_terminal_lacks_end_no_run():
     assert (process.returncode, said, error) == (0, "prompts \\xe9 \\u4e2d.jsonl\n", "")
 
 
-# ---- Numbers and sizes -------------------------------------------------------------------------------------
+# ---- Numbers and sizes ---------------------------------------------------------------------------
 
 HUGE = "9" * 30
 
@@ -192,14 +213,17 @@ SIZES = {  # words of the answer -> --override-config
 @pytest.mark.parametrize("script", [FSDP, MEGATRON, PPO], ids=lambda path: path.stem)
 def test_a_config_that_cannot_be_built_is_one_line(script, words, tmp_path):
     flag = "--actor.override-config" if script == PPO else "--override-config"
-    process = run(sys.executable, script, flag, SIZES[words], "--out-dir", tmp_path / "out", timeout=60)
+    process = run(
+        sys.executable, script, flag, SIZES[words], "--out-dir", tmp_path / "out", timeout=60
+    )
     ends_in_one_line(process, words)
     assert process.stderr.startswith(f"error: {flag} ") and not (tmp_path / "out").exists()
 
 
 def test_no_process_group_is_built_for_a_config_that_megatron_refuses():
     config = critic_megatron.Config(
-        override_config='{"num_attention_heads": 3, "num_key_value_heads": 3}', tensor_model_parallel_size=2
+        override_config='{"num_attention_heads": 3, "num_key_value_heads": 3}',
+        tensor_model_parallel_size=2,
     )
     _, model_config = common.load_config(config)
     with refused("", begin="--model tiny-qwen2: cannot be built with these parallel sizes"):
@@ -221,7 +245,7 @@ def test_padding_is_advised_only_to_a_run_that_packs():
     assert "--no-use-remove-padding" not in str(error.value)
 
 
-# ---- Flags -------------------------------------------------------------------------------------------------
+# ---- Flags ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("args, backend", [
@@ -245,7 +269,8 @@ def test_a_critic_without_a_value_is_one_line(args):
 
 
 def test_the_users_own_text_is_left_as_it_is():
-    """Only the flag at the start gets the critic's prefix, not a word of the user that looks like a flag."""
+    """Only the flag at the start gets the critic's prefix, not a word of the user that looks like a
+    flag."""
     with refused("tiny --lr model", begin="--critic.model tiny --lr model: no model there"):
         ppo_loop.set_up(ppo_loop.parse(["--critic.model", "tiny --lr model"]))
     with refused("has no '--lr' to override", begin="--actor.override-config: "):
@@ -266,11 +291,13 @@ def test_a_flag_that_cannot_be_read_is_one_line(script, flags, words):
         flags = flags.replace("--", "--critic.")
         words = words.replace("--", "--critic.").replace("--critic.help", "--help")
         if "lrr" in flags:
-            words = "--critic.lrr: unknown with --critic fsdp; perhaps you meant --critic.lr; --help"
+            words = (
+                "--critic.lrr: unknown with --critic fsdp; perhaps you meant --critic.lr; --help"
+            )
     ends_in_one_line(run(sys.executable, script, *flags.split()), words)
 
 
-# ---- The folder of a run -----------------------------------------------------------------------------------
+# ---- The folder of a run -------------------------------------------------------------------------
 
 
 def started(*flags, **env):
@@ -289,9 +316,21 @@ def contents(folder):
 
 @pytest.mark.parametrize("second", [FSDP, MEGATRON, PPO], ids=lambda path: path.stem)
 def test_a_second_run_leaves_the_folder_of_the_first_alone(second, tmp_path):
-    """It ends in one line, and the first goes on. When that is killed, the next one starts at once."""
+    """It ends in one line, and the first goes on. When that is killed, the next one starts at
+    once."""
     out = tmp_path / "out"
-    flags = ("--out-dir", out, "--steps", "100000", "--save-every", "1", "--keep", "1", "--eval-every", "0")
+    flags = (
+        "--out-dir",
+        out,
+        "--steps",
+        "100000",
+        "--save-every",
+        "1",
+        "--keep",
+        "1",
+        "--eval-every",
+        "0",
+    )
     first = started(FSDP, "--rollouts", ROWS, "--train-batch-size", "8", *flags)
     try:
         deadline = time.monotonic() + 120
@@ -314,7 +353,8 @@ def test_a_second_run_leaves_the_folder_of_the_first_alone(second, tmp_path):
 
 
 def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch, capsys):
-    """Some network file systems have none; this one cannot be asked to, so its answer is made up."""
+    """Some network file systems have none; this one cannot be asked to, so its answer is made
+    up."""
 
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -356,8 +396,13 @@ def test_a_run_never_replaces_the_model_that_it_loads(script, tmp_path):
             script.mistake_in(run)
             == f"--out-dir {out}: holds the --model, which the run would replace; give another"
         )
-        assert script.mistake_in(script.Run(critic=run.critic, out_dir=out, score=str(ROWS))) is None
-    assert script.mistake_in(script.Run(critic=script.Config(model=f"{out}/other"), out_dir=out)) is None
+        assert (
+            script.mistake_in(script.Run(critic=run.critic, out_dir=out, score=str(ROWS))) is None
+        )
+    assert (
+        script.mistake_in(script.Run(critic=script.Config(model=f"{out}/other"), out_dir=out))
+        is None
+    )
 
 
 @pytest.mark.parametrize("flag", ["--actor.model", "--critic.model", "--reward-model"])
@@ -365,33 +410,69 @@ def test_a_run_never_replaces_the_model_that_it_loads(script, tmp_path):
 def test_the_loop_never_replaces_a_model_that_it_loads(flag, name, tmp_path):
     task = [] if flag == "--reward-model" else ["--reward", "gsm8k"]
     args = [flag, f"{tmp_path}/{name}", "--out-dir", str(tmp_path), "--prompts", str(ROWS), *task]
-    with refused("the run would replace a model there that it loads", begin=f"--out-dir {tmp_path}: "):
+    with refused(
+        "the run would replace a model there that it loads", begin=f"--out-dir {tmp_path}: "
+    ):
         ppo_loop.check_flags(ppo_loop.parse(args))
 
 
-# ---- What an update may ruin -------------------------------------------------------------------------------
+# ---- What an update may ruin ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", [FSDP, MEGATRON], ids=lambda path: path.stem)
 def test_a_critic_that_an_update_has_ruined_is_not_saved_over_the_good_one(script, tmp_path):
-    flags = ("--rollouts", ROWS, "--train-batch-size", "8", "--eval-every", "0", "--save-every", "1")
+    flags = (
+        "--rollouts",
+        ROWS,
+        "--train-batch-size",
+        "8",
+        "--eval-every",
+        "0",
+        "--save-every",
+        "1",
+    )
     flags += ("--keep", "1", "--out-dir", tmp_path / "out", "--resume", "auto")
     succeeded(run(sys.executable, script, *flags, "--steps", "2"))
     kept = tmp_path / "out" / "checkpoints" / "step_2"
     before = contents(kept)
-    process = run(sys.executable, script, *flags, "--steps", "3", "--lr", "1e15", "--grad-clip", "inf")
-    ends_in_one_line(process, "the critic's values are not finite after the last update, which is not saved")
+    process = run(
+        sys.executable, script, *flags, "--steps", "3", "--lr", "1e15", "--grad-clip", "inf"
+    )
+    ends_in_one_line(
+        process, "the critic's values are not finite after the last update, which is not saved"
+    )
     assert contents(kept) == before and not (tmp_path / "out/checkpoints/step_3").exists()
 
 
 def test_an_actor_or_critic_of_the_loop_that_is_ruined_is_not_saved(tmp_path):
-    flags = ("--supervised-steps", "0", "--train-batch-size", "8", "--eval-every", "0", "--save-every", "1")
+    flags = (
+        "--supervised-steps",
+        "0",
+        "--train-batch-size",
+        "8",
+        "--eval-every",
+        "0",
+        "--save-every",
+        "1",
+    )
     flags += ("--keep", "1", "--out-dir", tmp_path / "out", "--resume", "auto")
     succeeded(run(sys.executable, PPO, *flags, "--steps", "1"))
     kept = tmp_path / "out" / "checkpoints" / "step_1"
     before = contents(kept)
-    for flag, words in (("--critic.lr", "the critic's values are not finite"), ("--actor.lr", "log-probs")):
-        ruin = (flag, "1e15", "--actor.grad-clip", "inf", "--critic.grad-clip", "inf", "--steps", "2")
+    for flag, words in (
+        ("--critic.lr", "the critic's values are not finite"),
+        ("--actor.lr", "log-probs"),
+    ):
+        ruin = (
+            flag,
+            "1e15",
+            "--actor.grad-clip",
+            "inf",
+            "--critic.grad-clip",
+            "inf",
+            "--steps",
+            "2",
+        )
         process = run(sys.executable, PPO, *flags, *ruin)
         ends_in_one_line(process, words)
         assert contents(kept) == before and not (tmp_path / "out/checkpoints/step_2").exists()
@@ -405,12 +486,21 @@ def test_an_actor_that_was_ruined_before_is_not_blamed_on_the_learning_rate(tmp_
     model.lm_head.weight.data[7] = math.inf
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "actor")
-    flags = ("--actor.model", tmp_path / "actor", "--out-dir", tmp_path / "out", "--train-batch-size", "8")
+    flags = (
+        "--actor.model",
+        tmp_path / "actor",
+        "--out-dir",
+        tmp_path / "out",
+        "--train-batch-size",
+        "8",
+    )
     process = run(sys.executable, PPO, *flags, "--steps", "1", "--eval-every", "0")
-    ends_in_one_line(process, f"--actor.model {tmp_path}/actor: its log-probs are not finite; check its")
+    ends_in_one_line(
+        process, f"--actor.model {tmp_path}/actor: its log-probs are not finite; check its"
+    )
 
 
-# ---- The mean, memory, groups ------------------------------------------------------------------------------
+# ---- The mean, memory, groups --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
@@ -434,8 +524,11 @@ def test_a_head_starts_at_the_mean_of_the_first_batch_that_has_an_action(script)
 
 @pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
 @pytest.mark.parametrize("score", [True, False])
-def test_memory_that_runs_out_before_the_first_step_counts_too(script, score, tmp_path, monkeypatch):
-    """While the budget is measured, and while rows are scored; a run that starts anew forgets it."""
+def test_memory_that_runs_out_before_the_first_step_counts_too(
+    script, score, tmp_path, monkeypatch
+):
+    """While the budget is measured, and while rows are scored; a run that starts anew forgets
+    it."""
     judge = worker(model="tiny-qwen2", value_head_init="normal")
     judge.export_hf(tmp_path / "judge")
     critic = script.Config(model=str(tmp_path / "judge"))
@@ -470,13 +563,18 @@ def test_a_longer_row_does_not_undo_the_halving(script):
 
 
 def test_everything_is_halved_after_memory_ran_out(tmp_path):
-    """The budgets of actor, critic, reference and reward model, and the rows that are generated at once."""
+    """The budgets of actor, critic, reference and reward model, and the rows that are generated at
+    once."""
     judge = worker(model="tiny-qwen2", value_head_init="normal")
     judge.export_hf(tmp_path / "judge")
-    flags = f"--prompts {ROWS} --reward-model {tmp_path}/judge --rollout-batch-size 100 --kl-coef 0.1"
+    flags = (
+        f"--prompts {ROWS} --reward-model {tmp_path}/judge --rollout-batch-size 100 --kl-coef 0.1"
+    )
     task_of = ppo_loop.set_up(ppo_loop.parse([*flags.split(), "--max-response-length", "3"]))
     halved = types.SimpleNamespace(folder=None, halvings=3)
-    actor, reference, critic, reward, engine = ppo_loop.build(*task_of, common.setup_distributed(), halved)
+    actor, reference, critic, reward, engine = ppo_loop.build(
+        *task_of, common.setup_distributed(), halved
+    )
     assert actor.max_tokens == reference.max_tokens == critic.critic.max_tokens == 16384 >> 3
     assert engine.run.rollout_batch_size == 100 >> 3
     reward.worker.compute_values(random_batch(3, vocab_size=60))
@@ -487,13 +585,17 @@ def test_how_often_memory_ran_out_is_kept_as_a_number(tmp_path):
     critic = critic_fsdp.Config()
     common.setup_distributed()
     for expected in (0, 1, 2):
-        checkpoints = critic_fsdp.Checkpoints(critic_fsdp.Run(critic, resume="auto", out_dir=str(tmp_path)))
+        checkpoints = critic_fsdp.Checkpoints(
+            critic_fsdp.Run(critic, resume="auto", out_dir=str(tmp_path))
+        )
         assert checkpoints.halvings == expected
         with contextlib.suppress(MemoryError), checkpoints:
             raise MemoryError("out of memory")
     again = critic_fsdp.Run(critic, resume="auto", out_dir=str(tmp_path))
     with critic_fsdp.Checkpoints(again) as checkpoints:
-        checkpoints.__exit__(None, common.UserError("--rollouts out of memory.jsonl: No such file"), None)
+        checkpoints.__exit__(
+            None, common.UserError("--rollouts out of memory.jsonl: No such file"), None
+        )
     assert (tmp_path / "out_of_memory").read_text() == "3"  # not for a user's file of that name
 
 
@@ -530,7 +632,9 @@ def test_workers_that_are_built_again_leave_no_process_groups(tmp_path):
 
 def test_a_wait_for_other_ranks_says_where(monkeypatch, capsys):
     """The first line comes after a second here, because the time-out is that short."""
-    monkeypatch.setattr(common.dist, "rendezvous", lambda *_, **__: iter([time.sleep(2) or ("store",)]))
+    monkeypatch.setattr(
+        common.dist, "rendezvous", lambda *_, **__: iter([time.sleep(2) or ("store",)])
+    )
     for name, x in WHOLE.items():
         monkeypatch.setenv(name, x)
     assert common.meet(datetime.timedelta(seconds=0.6)) == "store"

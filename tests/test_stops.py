@@ -1,6 +1,8 @@
-"""How a run stops: by Ctrl-C, SIGTERM or a crash, on one rank and on two, and what it has saved by then.
+"""How a run stops: by Ctrl-C, SIGTERM or a crash, on one rank and on two, and what it has saved by
+then.
 
-faults.py has more: signals and crashes at random times, under torchrun, and in each phase of a PPO step."""
+faults.py has more: signals and crashes at random times, under torchrun, and in each phase of a PPO
+step."""
 
 import os
 import pathlib
@@ -60,7 +62,8 @@ def flags_of(script, out, *more):
 
 
 def patched(path, patches, script, *flags):
-    """Writes a program that runs the script with these patches: (function, nth call, what it does first)."""
+    """Writes a program that runs the script with these patches: (function, nth call, what it does
+    first)."""
     path.write_text(SCRIPT.format(patches=patches, argv=flags_of(script, *flags)))
     return path
 
@@ -73,18 +76,22 @@ def saved(out):
 def weights(out):
     """The bytes of all weights that a run has exported."""
     return {
-        str(p.relative_to(out)): p.read_bytes() for p in sorted(pathlib.Path(out).glob("*hf/*.safetensors"))
+        str(p.relative_to(out)): p.read_bytes()
+        for p in sorted(pathlib.Path(out).glob("*hf/*.safetensors"))
     }
 
 
-# ---- Ctrl-C ------------------------------------------------------------------------------------------------
+# ---- Ctrl-C --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_ctrl_c_during_the_imports_ends_in_one_line(script, tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, *flags_of(script, tmp_path / "out")], **pipes)
-    until(lambda: "libtorch" in pathlib.Path(f"/proc/{process.pid}/maps").read_text(), "the import of torch")
+    until(
+        lambda: "libtorch" in pathlib.Path(f"/proc/{process.pid}/maps").read_text(),
+        "the import of torch",
+    )
     process.send_signal(signal.SIGINT)
     assert (*process.communicate(timeout=60), process.returncode) == ("", LINE, 130)
 
@@ -124,7 +131,8 @@ def test_ctrl_c_before_the_loop_ends_both_ranks_in_one_line(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_ctrl_c_in_the_loop_saves_the_state(script, ranks, tmp_path):
-    """All ranks end at the same step. The run continues from it, and ends as if it had not been stopped."""
+    """All ranks end at the same step. The run continues from it, and ends as if it had not been
+    stopped."""
     layout = LAYOUT.get(script, ()) if ranks == 2 else ()
     flags = ("--steps", 3, *layout)
     presses = [("common.describe_update", 2, PRESS)]
@@ -132,7 +140,10 @@ def test_ctrl_c_in_the_loop_saves_the_state(script, ranks, tmp_path):
     process = torchrun(ranks, program)
     assert process.returncode == 130 and process.stderr == "", process.stderr
     said = f"Ctrl-C     stopped after step 2 of {tmp_path}/out; continue with --resume auto\n"
-    assert process.stdout.endswith(said) and process.stdout.count("Ctrl-C again ends it at once\n") == 1
+    assert (
+        process.stdout.endswith(said)
+        and process.stdout.count("Ctrl-C again ends it at once\n") == 1
+    )
     assert saved(tmp_path / "out") == [2]
     succeeded(torchrun(ranks, *flags_of(script, tmp_path / "out", *flags, "--resume", "auto")))
     succeeded(torchrun(ranks, *flags_of(script, tmp_path / "whole", *flags)))
@@ -158,7 +169,10 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path):
 ])  # fmt: skip
 def test_signals_within_a_second_are_one(first, second, ends, monkeypatch):
     pressed = []
-    before = [signal.signal(signal.SIGINT, lambda *_: pressed.append(1)), signal.getsignal(signal.SIGTERM)]
+    before = [
+        signal.signal(signal.SIGINT, lambda *_: pressed.append(1)),
+        signal.getsignal(signal.SIGTERM),
+    ]
     try:
         common.listen()
         for number in (first, first, second):
@@ -179,17 +193,26 @@ def test_signals_within_a_second_are_one(first, second, ends, monkeypatch):
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
 @pytest.mark.parametrize("again", [False, True])
 def test_ctrl_c_under_torchrun(again, tmp_path):
-    """The terminal sends it to torchrun, which passes it on; here all ranks have it already, as from srun. A
-    second one ends them at once, in a save that would take a minute."""
+    """The terminal sends it to torchrun, which passes it on; here all ranks have it already, as
+    from srun. A second one ends them at once, in a save that would take a minute."""
     out, log = tmp_path / "out", tmp_path / "log"
     slowly = [("common.checksum", 1, "time.sleep(60)")] if again else []
     program = patched(tmp_path / "run.py", slowly, "critic_fsdp", out, "--steps", 100000)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with open(log, "w") as file:
         options = {"env": env, "stdout": file, "stderr": file, "process_group": 0}
         process = subprocess.Popen([*launcher, program], **options)
-    ranks = lambda: [pid for pid, _, words in processes() if str(program) in words and "RANK=" in str(words)]
+    ranks = lambda: [
+        pid for pid, _, words in processes() if str(program) in words and "RANK=" in str(words)
+    ]
     try:
         until(lambda: "step      2/" in log.read_text() or process.poll() is not None, log, 180)
         for pid in ranks():
@@ -231,37 +254,44 @@ def test_the_processes_of_a_reward_function_end_with_the_run(number, imports, tm
     source = SLEEPS.format(seconds=seconds) + "answer()\n" * imports
     (tmp_path / "slow.py").write_text(source)
     flags = ("--reward", f"{tmp_path}/slow.py:answer", "--reward-timeout", 60)
-    ours = lambda: [words for *_, words in processes() if seconds in words or f"{tmp_path}/slow.py" in words]
+    ours = lambda: [
+        words for *_, words in processes() if seconds in words or f"{tmp_path}/slow.py" in words
+    ]
     process = subprocess.Popen(
         [sys.executable, *flags_of("ppo_loop", tmp_path / "out", *flags)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
     )
     rows = 1 if imports else 8
-    until(lambda: len(ours()) >= 2 * rows or process.poll() is not None, "a worker for each row", 120)
+    until(
+        lambda: len(ours()) >= 2 * rows or process.poll() is not None, "a worker for each row", 120
+    )
     process.send_signal(number)
     assert process.wait(timeout=30) == 128 + number
     until(lambda: not ours(), "the end of all processes", 10)
 
 
-# ---- Checkpoints -------------------------------------------------------------------------------------------
+# ---- Checkpoints ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script, ranks", [*((script, 1) for script in SCRIPTS), ("critic_fsdp", 2)])
+@pytest.mark.parametrize(
+    "script, ranks", [*((script, 1) for script in SCRIPTS), ("critic_fsdp", 2)]
+)
 def test_a_crash_loses_no_more_than_the_steps_since_the_last_evaluation(script, ranks, tmp_path):
-    """Only the newest checkpoint is there; the run that continues ends as one that has never crashed."""
+    """Only the newest checkpoint is there; the run that continues ends as one that has never
+    crashed."""
     flags = ("--steps", 6, "--eval-every", 2)
     crashes = [("common.describe_update", 6, CRASH)]
     program = patched(tmp_path / "run.py", crashes, script, tmp_path / "out", *flags)
     process = torchrun(ranks, program)
-    at_each = (
-        f"saving     {tmp_path}/out/checkpoints at each evaluation, the newest is kept; Ctrl-C saves, too\n"
-    )
+    at_each = f"saving     {tmp_path}/out/checkpoints at each evaluation, the newest is kept; Ctrl-C saves, too\n"
     assert process.returncode == -9 and at_each in process.stdout, process
     assert saved(tmp_path / "out") == [4]
     succeeded(torchrun(ranks, *flags_of(script, tmp_path / "out", *flags, "--resume", "auto")))
     succeeded(torchrun(ranks, *flags_of(script, tmp_path / "whole", *flags)))
-    assert weights(tmp_path / "out") == weights(tmp_path / "whole") and saved(tmp_path / "whole") == [6]
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole") and saved(
+        tmp_path / "whole"
+    ) == [6]
 
 
 @pytest.mark.parametrize("more, kept", [
@@ -291,7 +321,9 @@ def test_a_line_says_what_is_saved(script, flags, words, tmp_path, capsys):
     common.setup_distributed()
     with script.Checkpoints(script.Run(out_dir=str(tmp_path), **flags)) as checkpoints:
         checkpoints.begin()
-    assert f"saving     {tmp_path}/checkpoints {words}; Ctrl-C saves, too\n" == capsys.readouterr().out
+    assert (
+        f"saving     {tmp_path}/checkpoints {words}; Ctrl-C saves, too\n" == capsys.readouterr().out
+    )
 
 
 def test_help_has_the_same_words_in_all_scripts():
@@ -300,6 +332,8 @@ def test_help_has_the_same_words_in_all_scripts():
     for script in SCRIPTS:
         text = (ROOT / f"{script}.py").read_text().replace("# steps between", "# updates between")
         texts.append(
-            re.search(r"    # updates between checkpoints .*\n    save_every.*\n    keep.*\n", text)[0]
+            re.search(
+                r"    # updates between checkpoints .*\n    save_every.*\n    keep.*\n", text
+            )[0]
         )
     assert texts[0] == texts[1] == texts[2]

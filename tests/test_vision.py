@@ -1,4 +1,5 @@
-"""Vision-language critics: layouts compared with one sequence at a time, images in rows, frozen weights."""
+"""Vision-language critics: layouts compared with one sequence at a time, images in rows, frozen
+weights."""
 
 import base64
 import dataclasses
@@ -8,7 +9,17 @@ import json
 import pytest
 import torch
 import transformers
-from helpers import ROOT, full_weights, mine, one_update, random_batch, refused, succeeded, torchrun, worker
+from helpers import (
+    ROOT,
+    full_weights,
+    mine,
+    one_update,
+    random_batch,
+    refused,
+    succeeded,
+    torchrun,
+    worker,
+)
 from PIL import Image
 from safetensors.torch import save_file
 from test_critic_fsdp import STRATEGIES, assert_same_weights
@@ -25,7 +36,8 @@ SEE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 def image_rows(images):
-    """A Batch with one row for each list of grids (t, h, w) of images in patches; row i has 24 + i tokens."""
+    """A Batch with one row for each list of grids (t, h, w) of images in patches; row i has 24 + i
+    tokens."""
     g = torch.Generator().manual_seed(1)
     rows = []
     for i, grids in enumerate(images):
@@ -60,7 +72,10 @@ LAYOUTS = {
 
 PARTS = {  # only upper layers of the decoder train, but the tower below them trains, too
     "lora": {"lora_rank": 2},
-    "freeze": {"freeze_modules": r"embed_tokens|language_model\.layers", "gradient_checkpointing": True},
+    "freeze": {
+        "freeze_modules": r"embed_tokens|language_model\.layers",
+        "gradient_checkpointing": True,
+    },
     "ulysses, freeze": {**LOWEST, "ulysses_size": 2},
     "fsdp1, lora": {"strategy": "fsdp1", "lora_rank": 2},
     "fsdp1, freeze": {"strategy": "fsdp1", **LOWEST},
@@ -75,8 +90,10 @@ def results_of(model, layouts):
         if common.WORLD_SIZE == 1:
             fields = {key: x for key, x in fields.items() if key != "ulysses_size"}
         w = worker(model=str(model), shuffle=False, weight_decay=0.0, **fields)
-        w.critic.peak_lr = 0.0  # each case starts from the same weights, because steps do not move them
-        # 28: a micro-batch per row, and sometimes only one rank has an image; 1000: a single micro-batch
+        # each case starts from the same weights, because steps do not move them
+        w.critic.peak_lr = 0.0
+        # 28: a micro-batch per row, and sometimes only one rank has an image; 1000: a single
+        # micro-batch
         for tokens in (28, 1000) if name in ("fsdp2", "padded", "ulysses") else (28,):
             budget = tokens // w.config.ulysses_size
             w.config = dataclasses.replace(w.config, ppo_max_token_len_per_gpu=budget)
@@ -100,7 +117,8 @@ MODELS["qwen3-vl-moe"] = {**QWEN3, "model_type": "qwen3_vl_moe", "text_config": 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """name -> a checkpoint like those of users: a language model with its head, and a value head."""
+    """name -> a checkpoint like those of users: a language model with its head, and a value
+    head."""
     folders = {}
     for name, fields in MODELS.items():
         folders[name] = folder = tmp_path_factory.mktemp(name)
@@ -146,7 +164,9 @@ def test_every_layout_makes_the_same_update(name, folders, on_two_ranks):
     results |= {(2, *key): x for key, x in on_two_ranks.get(str(folders[name]), {}).items()}
     print(f"\n{name}: largest relative difference of a gradient, and of a value, to float64")
     for (ranks, layout, tokens), result in results.items():
-        expected = {n: g for n, g in gradients.items() if not ("frozen" in layout and ".visual." in n)}
+        expected = {
+            n: g for n, g in gradients.items() if not ("frozen" in layout and ".visual." in n)
+        }
         error = assert_agrees((layout, tokens), result, values, loss, expected)
         off = float((result["values"] - values).abs().max())
         print(f"  {ranks} ranks  {layout:16s} {tokens:5d} {error:.1e} {off:.1e}")
@@ -156,11 +176,14 @@ def test_every_layout_makes_the_same_update(name, folders, on_two_ranks):
 def test_a_frozen_decoder_waits_for_no_rank_without_images(folders, on_two_ranks):
     norms = lambda results: {key: x["metrics"]["critic/grad_norm"] for key, x in results.items()}
     expected = norms(results_of(folders[PRESETS[0]], PARTS))
-    assert norms(on_two_ranks["parts"]) == {key: pytest.approx(x, rel=1e-5) for key, x in expected.items()}
+    assert norms(on_two_ranks["parts"]) == {
+        key: pytest.approx(x, rel=1e-5) for key, x in expected.items()
+    }
 
 
 def test_positions_are_those_of_each_image_alone():
-    """Worked out by hand: text counts up, an image spreads over rows and columns, then text continues."""
+    """Worked out by hand: text counts up, an image spreads over rows and columns, then text
+    continues."""
     backbone = worker(model="tiny-qwen3-vl").critic.model.model
     ids = torch.tensor([5, START, *[IMAGE] * 6, END, 7, 8, 9, 10])
     image = {"image_grid_thw": torch.tensor([[1, 4, 6]]), "pixel_values": torch.zeros(24, 1176)}
@@ -175,7 +198,9 @@ def test_positions_are_those_of_each_image_alone():
 
 def draw(path, size, seed=0):
     g = torch.Generator().manual_seed(seed)
-    Image.fromarray(torch.randint(0, 256, (size[1], size[0], 3), generator=g).byte().numpy()).save(path)
+    Image.fromarray(torch.randint(0, 256, (size[1], size[0], 3), generator=g).byte().numpy()).save(
+        path
+    )
 
 
 @pytest.fixture
@@ -188,11 +213,17 @@ def rollouts(tmp_path):
     rows = [
         {"prompt": f"{SEE}one", "response": "yes", "images": ["pictures/a.png"]},
         {"prompt": "none", "response": "no"},
-        {"prompt": f"{SEE}and{SEE}two", "response": "no", "images": [url, str(tmp_path / "pictures/a.png")]},
+        {
+            "prompt": f"{SEE}and{SEE}two",
+            "response": "no",
+            "images": [url, str(tmp_path / "pictures/a.png")],
+        },
         {"prompt": "no list", "response": "maybe", "images": []},
     ]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({**row, "reward": i % 2}) + "\n" for i, row in enumerate(rows)))
+    path.write_text(
+        "".join(json.dumps({**row, "reward": i % 2}) + "\n" for i, row in enumerate(rows))
+    )
     return path
 
 
@@ -207,8 +238,13 @@ def test_images_of_rows_are_those_of_the_processor(name, rollouts):
     w = worker(model=name)
     batch = read(w, rollouts)
     files = (rollouts.parent / "pictures" / "a.png", rollouts.parent / "b.png")
-    a, b = (dict(w.critic.image_processor(images=[Image.open(file)], return_tensors="pt")) for file in files)
-    assert a["image_grid_thw"].tolist() == [[1, 6, 4]] and b["image_grid_thw"].tolist() == [[1, 4, 8]]
+    a, b = (
+        dict(w.critic.image_processor(images=[Image.open(file)], return_tensors="pt"))
+        for file in files
+    )
+    assert a["image_grid_thw"].tolist() == [[1, 6, 4]] and b["image_grid_thw"].tolist() == [
+        [1, 4, 8]
+    ]
     both = {key: torch.cat([b[key], a[key]]) for key in a}
     placeholders = [(ids == IMAGE).sum().item() for ids in batch.input_ids.split(batch.lengths)]
     assert placeholders == [6, 0, 8 + 6, 0]
@@ -216,7 +252,8 @@ def test_images_of_rows_are_those_of_the_processor(name, rollouts):
     assert torch.equal(w.compute_values(batch), w.compute_values(tensors))
     black = {**a, "pixel_values": 0 * a["pixel_values"]}
     blind = dataclasses.replace(batch, multi_modal_inputs=[black, {}, both, {}])
-    differs = w.compute_values(blind) != w.compute_values(batch)  # only in the first row, at every action
+    # only in the first row, at every action
+    differs = w.compute_values(blind) != w.compute_values(batch)
     assert torch.equal(differs, batch.response_mask & (batch.row_of_token == 0))
 
 
@@ -255,7 +292,9 @@ def test_bfloat16_is_close(strategy, folders):
     folder = str(folders["tiny-qwen3-vl"])
     exact = worker(model=folder).compute_values(ROWS)
     w = worker(model=folder, strategy=strategy, param_dtype="bfloat16")
-    torch.testing.assert_close(w.compute_values(ROWS), exact, rtol=0, atol=0.05 * float(exact.abs().max()))
+    torch.testing.assert_close(
+        w.compute_values(ROWS), exact, rtol=0, atol=0.05 * float(exact.abs().max())
+    )
     assert w.update_critic(ROWS)["critic/skipped_steps"] == 0
 
 
@@ -286,10 +325,13 @@ def test_adapters_of_a_frozen_tower_do_not_train():
 @pytest.mark.parametrize("name", MODELS)
 def test_an_exported_folder_gives_the_same_values(name, folders, tmp_path):
     w = worker(model=str(folders[name]))
-    assert w.critic.model.model.visual.config._attn_implementation == "sdpa"  # which transformers chooses
+    # which transformers chooses
+    assert w.critic.model.model.visual.config._attn_implementation == "sdpa"
     w.update_critic(ROWS)
     w.export_hf(tmp_path / "hf")
-    assert torch.equal(worker(model=str(tmp_path / "hf")).compute_values(ROWS), w.compute_values(ROWS))
+    assert torch.equal(
+        worker(model=str(tmp_path / "hf")).compute_values(ROWS), w.compute_values(ROWS)
+    )
 
 
 def test_a_run_on_images_and_another_from_its_export(rollouts, tmp_path):
@@ -302,7 +344,12 @@ def test_a_run_on_images_and_another_from_its_export(rollouts, tmp_path):
 
 def test_another_vision_model_reads_text_only(tmp_path):
     """Gemma 3 gives the same values and makes the same update, packed and padded."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+    }
     text = {**sizes, "vocab_size": 97, "num_key_value_heads": 1, "head_dim": 8}
     tower = {**sizes, "image_size": 28, "patch_size": 14}
     config = transformers.Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4)

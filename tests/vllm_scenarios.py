@@ -1,4 +1,5 @@
-"""--rollout vllm against plain transformers and --rollout hf. Each scenario asserts; "ok" says it passed.
+"""--rollout vllm against plain transformers and --rollout hf. Each scenario asserts; "ok" says it
+passed.
 
     python tests/vllm_scenarios.py OUT_FOLDER [NAME...]        all of them by default
 
@@ -23,9 +24,13 @@ VLLM = ("--rollout", "vllm")
 GOLDEN = {  # the same run on these ranks with these flags
     "vllm 1": (1, VLLM),
     "vllm 2": (2, VLLM),
-    "vllm tp 2, megatron tp 2": (2, (*VLLM, "--vllm.tensor-parallel-size", "2", *ppo_scenarios.TP_2)),
+    "vllm tp 2, megatron tp 2": (
+        2,
+        (*VLLM, "--vllm.tensor-parallel-size", "2", *ppo_scenarios.TP_2),
+    ),
 }
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}  # vLLM cannot do head_dim 16
+# vLLM cannot do head_dim 16
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 STOP = list(range(1, 99, 5))  # one token in five ends a row
 
 
@@ -39,9 +44,18 @@ def policy(kind="tiny-qwen2", param_dtype="auto", **overrides):
 def engine_of(w, stop=STOP, at_once=16, offload=False, longest=220, known=99, texts=(), tokenizer=None,
               **vllm):  # fmt: skip
     """A VLLMRollout with the actor's weights."""
-    fields = {"rollout_batch_size": at_once, "offload": offload, "vllm": ppo_loop.VLLMConfig(**vllm)}
+    fields = {
+        "rollout_batch_size": at_once,
+        "offload": offload,
+        "vllm": ppo_loop.VLLMConfig(**vllm),
+    }
     fields |= {"stop": tuple(texts), "actor": w.config, "rollout": "vllm"}
-    columns = {"model_config": w.model_config, "stop_ids": list(stop), "longest": longest, "known": known}
+    columns = {
+        "model_config": w.model_config,
+        "stop_ids": list(stop),
+        "longest": longest,
+        "known": known,
+    }
     task = tests.a_task(tokenizer=tokenizer, **columns)
     engine = ppo_loop.VLLMRollout(tests.a_run(**fields), task, w.device)
     engine.sync(w.weights(engine.dtype))
@@ -49,7 +63,8 @@ def engine_of(w, stop=STOP, at_once=16, offload=False, longest=220, known=99, te
 
 
 def rows_of(room=(12, 1, 2, 12, 12, 3)):
-    """Rows for an engine: prompts, some longer than a block of the cache; seeds; numbers of new tokens."""
+    """Rows for an engine: prompts, some longer than a block of the cache; seeds; numbers of new
+    tokens."""
     return list(zip(tests.some_prompts((140, 1, 30, 131, 5, 190)), range(6), room, strict=True))
 
 
@@ -66,10 +81,14 @@ def move(w, step, engine):
 
 
 def weights_arrive(folder):
-    """Greedy tokens and log-probs equal those of transformers, also for prompts cached before a sync."""
+    """Greedy tokens and log-probs equal those of transformers, also for prompts cached before a
+    sync."""
     # a mixture of experts comes first, because vLLM keeps the process groups of the first engine
     for kind, overrides in (
-        *((kind, {}) for kind in ("tiny-qwen3-moe", "tiny-qwen2", "tiny-qwen3", "tiny-llama", "tiny-gpt2")),
+        *(
+            (kind, {})
+            for kind in ("tiny-qwen3-moe", "tiny-qwen2", "tiny-qwen3", "tiny-llama", "tiny-gpt2")
+        ),
         *((kind, {"sliding_window": 50}) for kind in ("tiny-mistral", "tiny-gemma2")),
         ("tiny-qwen2", {"tie_word_embeddings": True}),
     ):
@@ -86,7 +105,8 @@ def weights_arrive(folder):
 
 
 def weights_are_cast(folder):
-    """In bfloat16, log-probs are about as far off float32 as transformers' are, and far off old weights."""
+    """In bfloat16, log-probs are about as far off float32 as transformers' are, and far off old
+    weights."""
     w, rows = policy(param_dtype="bfloat16"), rows_of(room=[16] * 6)
     engine, old = engine_of(w, stop=()), tests.plain(w)
     assert engine.dtype == torch.bfloat16
@@ -108,7 +128,8 @@ def weights_are_cast(folder):
 
 
 def played(engine, mine):
-    """Rows of a multi-turn roll_out, like replies of an engine, with log-probs of 1 for what the environment
+    """Rows of a multi-turn roll_out, like replies of an engine, with log-probs of 1 for what the
+    environment
     says: row i gets i % 5 observations, unless it reaches its length limit."""
     heard = {}
     prompts = [ppo_loop.Prompt(ids, f"row {i}", i % 5) for i, ids in enumerate(many_prompts())]
@@ -128,11 +149,17 @@ def played(engine, mine):
 
 
 def on_ranks(folder, size=1):
-    """The tokens are those of one rank, with one engine per rank or a shared one, however rows are dealt."""
+    """The tokens are those of one rank, with one engine per rank or a shared one, however rows are
+    dealt."""
     w, path = policy(tie_word_embeddings=True), folder / "on one rank.pt"
     engine, rank, many = engine_of(w, tensor_parallel_size=size), common.RANK, many_prompts()
     n = len(many)
-    deals = [(range(n), []), ([], range(n)), (range(2), range(2, n)), (range(0, n, 2), range(1, n, 2))]
+    deals = [
+        (range(n), []),
+        ([], range(n)),
+        (range(2), range(2, n)),
+        (range(0, n, 2), range(1, n, 2)),
+    ]
     deals = [deal[rank] for deal in deals] if common.WORLD_SIZE == 2 else [range(n)]
     found = []
     for step in range(3):
@@ -162,7 +189,8 @@ def on_ranks(folder, size=1):
 
 
 def samples(folder):
-    """Samples depend only on a row's seed and follow the actor's distribution, also in the nucleus."""
+    """Samples depend only on a row's seed and follow the actor's distribution, also in the
+    nucleus."""
     w, prompt = policy(), [20, 30, 40]
     lm = tests.plain(w)
     some, engine = engine_of(w, range(1, 99, 12), at_once=32), engine_of(w, (), at_once=128)
@@ -171,7 +199,9 @@ def samples(folder):
     assert torch.equal(torch.get_rng_state(), before)
     assert some.generate([], 1.0) == []
     for temperature in (0.7, 1.3):  # log-probs of the sampling distribution
-        for ids, log_probs, ended in engine.generate([(prompt, seed, 9) for seed in range(4)], temperature):
+        for ids, log_probs, ended in engine.generate(
+            [(prompt, seed, 9) for seed in range(4)], temperature
+        ):
             assert len(ids) == 9 and not ended
             tests.assert_close(log_probs, tests.log_probs_of_reply(lm, prompt, ids, temperature))
     rows = [(prompt, i, 1) for i in range(2000)]
@@ -183,7 +213,8 @@ def samples(folder):
 
 
 def texts_end_turns(folder):
-    """At the token that completes one, as those of --rollout hf do. Without --stop there is no tokenizer."""
+    """At the token that completes one, as those of --rollout hf do. Without --stop there is no
+    tokenizer."""
     for tokenizer in (tests.TOKENIZER, tests.another_tokenizer()):
         known = len(tokenizer)
         w = policy(vocab_size=known)
@@ -194,7 +225,8 @@ def texts_end_turns(folder):
         stops = engine_of(w, (tests.EOS,), known=known, texts=texts, tokenizer=tokenizer)
         tests.assert_stops(engine, stops, tokenizer, texts, rows)
 
-        # the engines draw other samples from equal seeds, so they are compared where there is no choice
+        # the engines draw other samples from equal seeds, so they are compared where there is no
+        # choice
         theirs = tests.engine_of(w, known=known)
         theirs.task = theirs.task._replace(stop_texts=ppo_loop.stop_texts(stops.run, tokenizer))
         greedy = stops.generate(rows, 0.0)
@@ -203,8 +235,8 @@ def texts_end_turns(folder):
 
 
 def sleeps(folder):
-    """An engine that was asleep has the new weights after a sync; its cache stays asleep until the first rows
-    come, when the actor has left the device."""
+    """An engine that was asleep has the new weights after a sync; its cache stays asleep until the
+    first rows come, when the actor has left the device."""
     w, rows = policy(tie_word_embeddings=True), rows_of()
     engine = engine_of(w, offload=True)
     for step in range(3):
@@ -218,8 +250,10 @@ def sleeps(folder):
 
 
 def warms_up_asleep(folder):
-    """Steps that update only the critic, with an engine that sleeps in between and loses its weights, as it
-    does on a GPU: each step's log-probs equal the actor's, and those of an engine that never sleeps."""
+    """Steps that update only the critic, with an engine that sleeps in between and loses its
+    weights, as it
+    does on a GPU: each step's log-probs equal the actor's, and those of an engine that never
+    sleeps."""
     sleep = ppo_loop.VLLMRollout.offload
 
     def forget(model):
@@ -250,7 +284,8 @@ def fillers(folder):
 
 
 def sigterm_ends_generate(folder):
-    """After SIGTERM to one rank, all ranks of its engine stop at the same step, and the engine can sleep."""
+    """After SIGTERM to one rank, all ranks of its engine stop at the same step, and the engine can
+    sleep."""
     w = policy()
     engine = engine_of(w, (), offload=True, tensor_parallel_size=common.WORLD_SIZE)
     step, steps = engine.llm.llm_engine.step, []
@@ -272,7 +307,9 @@ def sigterm_ends_generate(folder):
 def shared_memory():
     """Files in /dev/shm that this process has mapped; they remain when os._exit ends it."""
     maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
-    return {line.split()[-1] for line in maps if "/dev/shm/" in line and not line.endswith("(deleted)")}
+    return {
+        line.split()[-1] for line in maps if "/dev/shm/" in line and not line.endswith("(deleted)")
+    }
 
 
 def state_of_the_process():
@@ -288,7 +325,8 @@ def state_of_the_process():
 
 
 def the_process_is_as_it_was(folder):
-    """vLLM's changes to the process, on import and at work, are undone, and the process group still works."""
+    """vLLM's changes to the process, on import and at work, are undone, and the process group still
+    works."""
     assert "vllm" not in sys.modules
     w = policy()
     torch.manual_seed(100 + common.RANK)
@@ -312,13 +350,21 @@ def the_process_is_as_it_was(folder):
 def errors(folder):
     """A model that vLLM does not support gives a one-line error that names it."""
     w = policy()
-    fields = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]}
+    fields = {
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_heads": 2,
+        "attention_types": [[["global"], 2]],
+    }
     w.model_config = tests.transformers.AutoConfig.for_model("gpt_neo", **fields)
-    with pytest.raises(common.UserError, match="--rollout vllm: cannot run tiny-qwen2 .*GPTNeoForCausalLM"):
+    with pytest.raises(
+        common.UserError, match="--rollout vllm: cannot run tiny-qwen2 .*GPTNeoForCausalLM"
+    ):
         engine_of(w)
 
 
-LAUNCHES = [  # name, ranks, function, its arguments; the order matters: some read what earlier ones leave
+# name, ranks, function, its arguments; the order matters: some read what earlier ones leave
+LAUNCHES = [
     ("the process is as it was", 2, the_process_is_as_it_was, ()),
     ("weights arrive", 1, weights_arrive, ()),
     ("weights are cast", 1, weights_are_cast, ()),
@@ -332,7 +378,10 @@ LAUNCHES = [  # name, ranks, function, its arguments; the order matters: some re
     ("sigterm ends generate", 2, sigterm_ends_generate, ()),
     ("errors", 1, errors, ()),
     ("start", 1, ppo_scenarios.start, ("--actor.override-config", json.dumps(HEADS))),
-    *((f"golden {x}", ranks, ppo_scenarios.toy, (x, *flags)) for x, (ranks, flags) in GOLDEN.items()),
+    *(
+        (f"golden {x}", ranks, ppo_scenarios.toy, (x, *flags))
+        for x, (ranks, flags) in GOLDEN.items()
+    ),
     # a loss is the mean of many numbers that nearly cancel
     ("golden runs agree", 1, ppo_scenarios.samples_and_metrics_agree, (1e-3,)),
     ("warms up asleep", 1, warms_up_asleep, ()),
@@ -354,7 +403,8 @@ def launch(name, function, folder, args):
 
 
 def launches():
-    """Yields LAUNCHES and imports vllm once, after the first, which tests the effects of the import."""
+    """Yields LAUNCHES and imports vllm once, after the first, which tests the effects of the
+    import."""
     for item in LAUNCHES:
         yield item
         from vllm import LLM  # noqa: F401
