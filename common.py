@@ -413,7 +413,7 @@ class Batch:
         return torch.repeat_interleave(self.cu_seqlens.diff().long())
 
     @property
-    def places(self):
+    def positions(self):
         """(T,) int64: the position of each token in its sequence."""
         return torch.cat([torch.arange(n) for n in self.lengths])
 
@@ -1568,7 +1568,7 @@ except ImportError:
     flash_attn_varlen_func = None
 
 
-class PackLayout:
+class Pack:
     """Where sequences of these lengths lie in a packed row. If a sequence has more keys than
     queries, queries are its last tokens. keys: where all sequences' keys are in the row, on the
     device (None: as queries)."""
@@ -1585,13 +1585,18 @@ class PackLayout:
         self.varlen = (*cu, max(lengths), max(key_lengths))  # arguments of kernels for packed rows
 
 
-class Pack:
+class CurrentPack:
     """What packed_attention reads in every layer. Keep it until the backward ends, which may rerun
     layers."""
 
-    layout = None  # PackLayout of the whole row, before it is sliced over sequence-parallel ranks
+    pack = None  # Pack of the whole row, before it is sliced over sequence-parallel ranks
     group = None  # ranks that share the row, or None
     kernel = None  # the kernel that the last call used
+
+    @classmethod
+    def set(cls, pack, group=None):
+        cls.pack = pack
+        cls.group = group
 
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
@@ -1615,7 +1620,9 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
         )
     query = query.to(value.dtype)  # float32 rotary tables turn queries and keys into float32
     key = key.to(value.dtype)
-    out_1HTD = attention(Pack.layout, query, key, value, scaling, sliding_window, softcap, s_aux)
+    out_1HTD = attention(
+        CurrentPack.pack, query, key, value, scaling, sliding_window, softcap, s_aux
+    )
     return out_1HTD.transpose(1, 2), None
 
 
@@ -1636,15 +1643,15 @@ def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
         inputs += layout.varlen
         size = (window - 1 if window else -1, 0)  # right window 0: causal
         if flash_attn_varlen_func:
-            Pack.kernel = "flash"
+            CurrentPack.kernel = "flash"
             out_THD = flash_attn_varlen_func(
                 *inputs, softmax_scale=scale, causal=True, window_size=size, softcap=softcap or 0.0
             )
         else:
-            Pack.kernel = "varlen"
+            CurrentPack.kernel = "varlen"
             out_THD = varlen_attn(*inputs, scale=scale, window_size=size, enable_gqa=True)
         return out_THD.transpose(0, 1)[None]
-    Pack.kernel = "eager" if softcap or sinks is not None else "sdpa"
+    CurrentPack.kernel = "eager" if softcap or sinks is not None else "sdpa"
     counts, queries, keys = zip(*layout.pieces)
     # split, not slices: the backward of each slice would fill a whole row with zeros
     pieces = zip(counts, q[0].split(queries, 1), k[0].split(keys, 1), v[0].split(keys, 1))

@@ -422,7 +422,7 @@ from transformers.image_utils import load_image
 from transformers.pytorch_utils import Conv1D
 
 import common
-from common import Batch, Pack, PackLayout, UserError, blame, of_all_ranks, print0, published
+from common import Batch, CurrentPack, Pack, UserError, blame, of_all_ranks, print0, published
 
 transformers.logging.set_verbosity_error()  # the run prints one line about the weights
 transformers.logging.disable_progress_bar()
@@ -759,7 +759,7 @@ def ulysses_attention(module, query, key, value, attention_mask, s_aux=None, **o
     rank enters with its slice of the row and all heads, computes the whole row for its slice of the
     heads, and returns
     its slice of the row: q (1, H, T/p, D) -> (1, T/p, H, D). Model code does not change."""
-    group = Pack.group
+    group = CurrentPack.group
     p = dist.get_world_size(group)
     repeat = p // gcd(key.shape[1], p)  # fewer key heads than ranks: several ranks get the same
     key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
@@ -793,7 +793,7 @@ def slice_row(decoder, args, kwargs):
     """A forward pre-hook: each rank of a sequence-parallel group continues with its slice of the
     packed row. It runs at the decoder's input, after a vision tower, which every rank of the group
     runs on all images."""
-    group = Pack.group
+    group = CurrentPack.group
     if not group:
         return None
     p = dist.get_world_size(group)
@@ -860,7 +860,7 @@ def micro_batches(rows, dp_size, max_tokens, share, padded=False):
 
 
 def pack_rows(batch, device, share, unit=1):
-    """Packs rows end to end -> (slots, index_T, PackLayout). slots: (S,) the index of each slot's
+    """Packs rows end to end -> (slots, index_T, Pack). slots: (S,) the index of each slot's
     token, or T for padding to a multiple of `unit`. A shared prompt has slots in its first row
     only, except for its last token, after which rows differ. index_T: each token's slot, where
     later tokens of its row find its key.
@@ -882,7 +882,7 @@ def pack_rows(batch, device, share, unit=1):
     lengths[-1] += pad
     slots, keys = source[: total + pad].unique(return_inverse=True)
     keys = keys.to(device, non_blocking=True)
-    layout = PackLayout(queries, device, lengths, keys if len(slots) < len(keys) else None)
+    layout = Pack(queries, device, lengths, keys if len(slots) < len(keys) else None)
     return slots.clamp(max=total), keys[:total], layout
 
 
@@ -989,12 +989,12 @@ class DataParallelPPOCritic:
         return micro
 
     def lay_out(self, micro):
-        """(the model's inputs, where to find its outputs for the T tokens, PackLayout) of a
+        """(the model's inputs, where to find its outputs for the T tokens, Pack) of a
         micro-batch."""
         device = self.layout.device
         total = len(micro.input_ids)
         inputs = {}
-        places_T = micro.places
+        places_T = micro.positions
         if self.image_processor:
             places_T, inputs = with_images(self.model.model, micro, self.image_processor)
         slots, index_T, layout = pack_rows(
@@ -1026,8 +1026,9 @@ class DataParallelPPOCritic:
 
         The first token of a sequence is never an action, so nothing crosses into the next
         sequence."""
-        inputs, index_T, Pack.layout = micro.packed
-        group = Pack.group = self.layout.sp_group
+        inputs, index_T, pack = micro.packed
+        group = self.layout.sp_group
+        CurrentPack.set(pack, group)
         v_S = self.model(**inputs).flatten(0, 1)  # the hook slice_row cuts a row that ranks share
         if group:
             v_S = gather_slices(v_S, group)
@@ -1247,16 +1248,18 @@ class CriticWorker:
         name = f"{config.prefix}model {config.model}: {type(critic.model.model).__name__}"
         n = 8 * self.layout.sp_size
         rows = Batch.blank(2 * n).select([0, 0])
-        ids_T = rows.places + (torch.arange(4 * n) >= 3 * n)  # the first n tokens of both are equal
+        ids_T = rows.positions + (
+            torch.arange(4 * n) >= 3 * n
+        )  # the first n tokens of both are equal
         rows.input_ids = ids_T % self.model_config.get_text_config().vocab_size
-        rows.response_mask = rows.places >= n
+        rows.response_mask = rows.positions >= n
         ids_1L = rows.input_ids[None, 2 * n : 3 * n + 4].to(self.device)
-        Pack.kernel = None
+        CurrentPack.kernel = None
         critic.model.eval()  # the hook makes it return hidden states
         hook = critic.model.score.register_forward_hook(lambda head, args, out: args[0].float())
         with hook, blame(f"{name} does not run{padding_advice(config)}"):
             together_TD = critic.forward(critic.micro_batch(rows))[3 * n + 1 : 3 * n + 5]
-            Pack.group = None
+            CurrentPack.group = None
             kernel = decoder.config._attn_implementation
             decoder.set_attn_implementation("eager")
             alone_TD = critic.model(input_ids=ids_1L)[0, n:]
@@ -1274,12 +1277,12 @@ class CriticWorker:
                 f"{name} lets tokens see later ones or other rows{padding_advice(config)}"
                 f" (hidden states differ by {off:.0e})"
             )
-        if config.use_remove_padding and not Pack.kernel:
+        if config.use_remove_padding and not CurrentPack.kernel:
             raise UserError(
                 f"{name} has an attention of its own, which cannot be packed{padding_advice(config)}"
             )
         print0(
-            f"attention  {Pack.kernel or 'padded'}; packed rows differ from rows alone by {off:.0e}"
+            f"attention  {CurrentPack.kernel or 'padded'}; packed rows differ from rows alone by {off:.0e}"
         )
 
     def set_budget(self, longest, row, halvings=None):

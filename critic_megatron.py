@@ -436,7 +436,7 @@ from transformers import AutoModel
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 import common
-from common import Batch, PackLayout, UserError, blame, of_all_ranks, print0, published
+from common import Batch, Pack, UserError, blame, of_all_ranks, print0, published
 
 transformers.logging.set_verbosity_error()  # the run prints one line about the weights
 transformers.logging.disable_progress_bar()
@@ -1072,7 +1072,7 @@ def micro_batches(rows, dp_size, max_tokens, share, padded=False):
 
 
 def pack_rows(batch, device, share, unit=1):
-    """Packs rows end to end -> (slots, index_T, PackLayout). slots: (S,) the index of each slot's
+    """Packs rows end to end -> (slots, index_T, Pack). slots: (S,) the index of each slot's
     token, or T for padding to a multiple of `unit`. A shared prompt has slots in its first row
     only, except for its last token, after which rows differ. index_T: each token's slot, where
     later tokens of its row find its key.
@@ -1094,7 +1094,7 @@ def pack_rows(batch, device, share, unit=1):
     lengths[-1] += pad
     slots, keys = source[: total + pad].unique(return_inverse=True)
     keys = keys.to(device, non_blocking=True)
-    layout = PackLayout(queries, device, lengths, keys if len(slots) < len(keys) else None)
+    layout = Pack(queries, device, lengths, keys if len(slots) < len(keys) else None)
     return slots.clamp(max=total), keys[:total], layout
 
 
@@ -1258,7 +1258,7 @@ class MegatronPPOCritic:
 
         pack = PackedSeqParams(qkv_format="thd")
         pack.layout = layout
-        places_S = to_slots(micro.places)
+        places_S = to_slots(micro.positions)
         pack.rotary = [x[0] for x in self.rotary(places_S.to(self.layout.dtype), places_S[None])]
         # shift to the left by one: the first token of a row is never an action, so nothing crosses
         # rows
@@ -1270,7 +1270,7 @@ class MegatronPPOCritic:
         return micro
 
     def lay_out(self, micro):
-        """Where the tokens of a micro-batch go -> (slots, PackLayout), see pack_rows. Without
+        """Where the tokens of a micro-batch go -> (slots, Pack), see pack_rows. Without
         packing, rows are padded to equal length."""
         config = self.config
         device = self.layout.device
@@ -1285,7 +1285,7 @@ class MegatronPPOCritic:
         sizes = [len(slots) // len(rows)] * len(rows)
         tail = -len(slots) % pack_unit(config)
         sizes[-1] += tail
-        return F.pad(slots, (0, tail), value=total), PackLayout(sizes, device)
+        return F.pad(slots, (0, tail), value=total), Pack(sizes, device)
 
     def share_context(self, micro):
         """lay_out with context parallelism: a packed row is cut into 2 p pieces; rank r of p has
@@ -1319,7 +1319,7 @@ class MegatronPPOCritic:
                     keys.append(seen[first_key : end_of_keys - behind])
         # once gathered
         index = pieces.flatten().argsort()[torch.cat(keys)].to(device, non_blocking=True)
-        return slots[mine.flatten()], PackLayout(queries, device, list(map(len, keys)), index)
+        return slots[mine.flatten()], Pack(queries, device, list(map(len, keys)), index)
 
     def run_schedule(self, micros, reduce, done, forward_only=False):
         """Runs all micro-batches through Megatron's schedule: forward and, unless forward_only,

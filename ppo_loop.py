@@ -1429,7 +1429,8 @@ class Policy(nn.Module):
     def forward(self, micro, temperature):
         """(2, T) log-probs and entropies of a micro-batch's actions, zero elsewhere."""
         ids_T = micro.input_ids
-        (ids_1S, places_1S), index_T, common.Pack.layout = micro.packed
+        (ids_1S, places_1S), index_T, pack = micro.packed
+        common.CurrentPack.set(pack)
         out = self.lm.get_decoder()(ids_1S, position_ids=places_1S, use_cache=False)
         action_A = micro.response_mask.nonzero()[:, 0].to(ids_T.device, non_blocking=True)
         hidden_AD = out.last_hidden_state[0, index_T[action_A - 1]]  # the state before each action
@@ -1567,7 +1568,7 @@ class PolicyWorker:
         ranks."""
         micro = replace(micro if len(micro) else Batch.blank())
         slots_S, *packed = self.backend.pack_rows(micro, self.device, True)  # True: share prompts
-        inputs_21S = torch.stack([micro.input_ids, micro.places])[:, None, slots_S]
+        inputs_21S = torch.stack([micro.input_ids, micro.positions])[:, None, slots_S]
         micro.packed = (inputs_21S.to(self.device, non_blocking=True), *packed)
         for name in ("input_ids", *micro.FLOATS):  # lengths and the mask stay on the host
             if (x := getattr(micro, name)) is not None:

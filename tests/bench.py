@@ -181,7 +181,7 @@ def bare(_, work, folder, batch):
     actions = batch.response_mask.sum()
 
     def forward(pack, positions_T):
-        common.Pack.layout = common.PackLayout(pack.lengths, DEVICE)
+        common.CurrentPack.pack = common.Pack(pack.lengths, DEVICE)
         inputs = {"input_ids": pack.input_ids[None], "position_ids": positions_T[None]}
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=CUDA):
             v_T = model(**inputs, use_cache=False).logits[0, :, 0]
@@ -236,7 +236,7 @@ def verl(name, work, folder, batch):
     def lend(module, args, kwargs):
         starts = (kwargs["position_ids"][0] == 0).nonzero()[:, 0].tolist()
         ends = [*starts[1:], kwargs["position_ids"].shape[1]]
-        common.Pack.layout = common.PackLayout([b - a for a, b in zip(starts, ends)], DEVICE)
+        common.CurrentPack.pack = common.Pack([b - a for a, b in zip(starts, ends)], DEVICE)
 
     if lent:
         model.register_forward_pre_hook(lend, with_kwargs=True)

@@ -584,11 +584,11 @@ def a_layer(*kinds):
 def test_packed_attention_equals_a_plain_loop(window, softcap, sinks, keys):
     inputs = draw_qkv(keys)
     s_aux = torch.arange(4.0, dtype=torch.float64).requires_grad_() if sinks else None
-    common.Pack.layout = common.PackLayout(QUERIES, "cpu", keys)
+    common.CurrentPack.pack = common.Pack(QUERIES, "cpu", keys)
     out, _ = common.packed_attention(
         a_layer(), *inputs, None, 0.3, 0.0, window, softcap, s_aux=s_aux
     )
-    assert common.Pack.kernel == ("eager" if softcap or sinks else "sdpa")
+    assert common.CurrentPack.kernel == ("eager" if softcap or sinks else "sdpa")
     expected = plain_packed(*(x[0] for x in inputs), QUERIES, keys, 0.3, window, softcap, s_aux)
     assert_close(out[0].transpose(0, 1), expected, rtol=1e-6, atol=1e-6)
     inputs += [s_aux] if sinks else []
@@ -597,7 +597,7 @@ def test_packed_attention_equals_a_plain_loop(window, softcap, sinks, keys):
 
 
 def test_packed_attention_refuses_options_that_it_would_ignore():
-    common.Pack.layout = common.PackLayout([4], "cpu")
+    common.CurrentPack.pack = common.Pack([4], "cpu")
     q = torch.zeros(1, 2, 4, 8)
     encoder = a_layer()
     encoder.is_causal = False
@@ -638,13 +638,13 @@ def test_the_gpu_kernels_are_called_with_the_right_arguments(name, softcap, wind
     monkeypatch.setattr(common, "flash_attn_varlen_func", flash if name == "flash" else None)
     monkeypatch.setattr(common, "varlen_attn", varlen)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    layout = common.PackLayout(QUERIES, "cpu", KEYS)
+    layout = common.Pack(QUERIES, "cpu", KEYS)
     expected = common.attention(layout, *qkv, 0.3, window, softcap)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert_close(
         common.attention(layout, *qkv, 0.3, window, softcap), expected, rtol=1e-6, atol=1e-6
     )
-    assert common.Pack.kernel == name
+    assert common.CurrentPack.kernel == name
 
 
 def test_mfu_uses_the_peak_of_the_device_or_is_unknown(monkeypatch):

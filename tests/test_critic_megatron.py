@@ -218,7 +218,7 @@ def test_context_parallel_ranks_have_every_token_once_and_see_all_before_it(leng
     """Rows longer than 5 tokens share a prompt of 5. A single row is the same work for all
     ranks."""
     rows = common.concat([common.Batch.blank(n) for n in lengths])
-    rows.response_mask &= rows.places > 4
+    rows.response_mask &= rows.positions > 4
     ranks = [
         critic_of(rank, **{CP: cp, TP: tp}, share_prompts=share).lay_out(rows) for rank in range(cp)
     ]
@@ -244,7 +244,7 @@ def test_context_parallel_ranks_have_every_token_once_and_see_all_before_it(leng
                 before = keys[k : k + m - n + i + 1]  # queries are at the end of their piece
                 seen += len(before)
                 if (t := own[q + i]) < total:
-                    assert [rows.places[j] for j in before] == list(range(rows.places[t] + 1))
+                    assert [rows.positions[j] for j in before] == list(range(rows.positions[t] + 1))
                     assert {row_of[j] for j in before[4 * share :]} <= {row_of[t]}
             q += n
             k += m
