@@ -1,9 +1,22 @@
-"""Utilities that the scripts of this repository share. Nothing here knows FSDP, Megatron or its
-caller.
+"""What the scripts share: formulas, formats and tools. Nothing here knows a backend or its caller.
+
+Who trusts these names never has to open this file. Its chapters, in order:
+
+    The batch              flat and ragged from the file to the loss; padded tensors in and out
+    PPO's maths            advantages, returns, the weights of losses, value losses, statistics
+    Where a row goes       what all ranks know of a row, and how it gets to those that compute it
+    Rows as JSON           a line of a file -> token ids; chats in a tokenizer's template
+    Packed rows            attention without padding; FLOPs and memory of an update
+    Processes and ranks    start, errors, a run that is told to stop, exit
+    Logs                   what the user sees, and what a run leaves
+    Folders                checkpoints that are complete or absent; the lock on a run's folder
+    Model folders          Hugging Face models, for actor and critic; value heads
+    Tiny models            presets, a tokenizer and a task that need no download
+    The report             what the critic learned, in numbers and as a page
 
 Shapes are in the names: T tokens of all sequences, end to end; B sequences; A actions; L longest
-sequence; N value bins, or rows treated alike; H query heads; K key and value heads; D features per
-head."""
+sequence, or a padded row; R response places of a padded row; N value bins, or rows treated alike;
+H query heads; K key and value heads; D features per head."""
 
 import codecs
 import collections
@@ -57,300 +70,18 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import find_adapter_config_file
 
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:
+    flash_attn_varlen_func = None
+
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's start and stop messages
+hub_logging.set_verbosity_error()  # a name that is not on the hub ends in one line, without retries
 
-# a name that is not there ends in one line, without those of its retries
-hub_logging.set_verbosity_error()
-
-# ---- How a process starts and ends ---------------------------------------------------------------
-
-# all of them, or none
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def from_torchrun(name, default):
-    """A number that torchrun sets; plain `python` is a world of one. See check_environment."""
-    text = os.environ.get(name, "")
-    if not all(os.environ.get(other) for other in TORCHRUN) or not re.fullmatch("[0-9]{1,9}", text):
-        return default
-    return int(text)
-
-
-RANK = from_torchrun("RANK", 0)
-WORLD_SIZE = max(1, from_torchrun("WORLD_SIZE", 1))
-LOCAL_RANK = from_torchrun("LOCAL_RANK", 0)
-# as libraries say it
-OUT_OF_MEMORY = "MemoryError|can't allocate memory|out of memory|ALLOC_FAILED"
-HINTS = {  # pattern in a traceback -> advice
-    OUT_OF_MEMORY: "out of memory; --resume auto continues with half the token budgets",
-    "No space left": "the disk is full (No space left on device); make room and use --resume auto",
-    "Timed out|(closed|reset) by peer|Broken pipe|likely closed|remote process": "another rank died or hangs",
-}
-
-
-class UserError(ValueError):
-    """A mistake that the user can fix. Its one line names the flag or the row; `launch` prints
-    it."""
-
-
-@contextmanager
-def blame(words):
-    """Turns an exception in its block into a UserError that begins with `words`, which name the
-    flag."""
-    try:
-        yield
-    except (Exception, CheckpointException) as error:  # libraries raise a dozen types
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        if isinstance(error, UserError) and str(error).startswith("--"):  # names its flag already
-            raise
-        if isinstance(error, CheckpointException):  # a BaseException that holds one error per rank
-            error, _ = next(iter(error.failures.values()))
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        raise UserError(f"{words} ({kind}{' '.join(str(error).split()):.300})") from None
-
-
-def print0(*args):
-    """Prints on rank 0 only."""
-    if RANK == 0:
-        print(*args, flush=True)
-
-
-def check_environment():
-    """UserError unless the variables that torchrun sets are all there and readable, or none of them
-    is.
-
-    An empty variable counts as absent. Without RANK and WORLD_SIZE the others are harmless, and not
-    used: clusters export them."""
-    given = {name: os.environ.get(name, "") for name in TORCHRUN}
-    if not given["RANK"] and not given["WORLD_SIZE"]:
-        return
-
-    absent = [name for name in TORCHRUN if not given[name]]
-    if absent:
-        there = "RANK" if given["RANK"] else "WORLD_SIZE"
-        raise UserError(
-            f"{there}={given[there]:.40} is set, but {', '.join(absent)} is not:"
-            f" start with torchrun, which sets them all, or unset {there}"
-        )
-
-    numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
-    for name in numbers:
-        if not re.fullmatch("[0-9]{1,9}", given[name]):
-            raise UserError(f"{name}={given[name]:.40}: must be a number, as torchrun sets it")
-    rank, local_rank, world_size, port = (int(given[name]) for name in numbers)
-    if not local_rank <= rank < world_size:
-        raise UserError(
-            f"RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={world_size}:"
-            " ranks count from 0, and no local rank is above its rank"
-        )
-    if port >= 2**16:
-        raise UserError(f"MASTER_PORT={port}: must be below {2**16}")
-
-
-def cpu_threads():
-    """OMP_NUM_THREADS, at most one for each CPU; 1 if it is not set. UserError: it cannot be
-    read."""
-    text = os.environ.get("OMP_NUM_THREADS", "").strip() or "1"
-    first = text.split(",")[0].strip()  # a list is for nested parallel regions
-    if not re.fullmatch("[0-9]{1,9}", first) or int(first) == 0:
-        raise UserError(f"OMP_NUM_THREADS={text:.40}: must be a number of threads, 1 or more")
-    return min(int(first), os.cpu_count() or 1)
-
-
-def setup_distributed(timeout_minutes=30.0):
-    """Joins the process group -> this rank's torch.device. A collective that takes longer ends the
-    run."""
-    if not dist.is_initialized():  # afterwards, vLLM has set some of the variables
-        check_environment()
-    device = torch.device("cpu")
-    backend = "gloo"
-    if torch.accelerator.is_available() and sys.platform != "darwin":  # do not use a Mac's GPU
-        device = torch.device("cuda", LOCAL_RANK)
-        backend = "cpu:gloo,cuda:nccl"
-        with blame(f"--nproc-per-node: this machine has {torch.cuda.device_count()} CUDA devices"):
-            torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        store = dist.HashStore()  # no torchrun: a world of one
-        timeout = timedelta(minutes=timeout_minutes)
-        if os.environ.get("RANK"):
-            store = meet(timeout)
-        dist.init_process_group(
-            backend, timeout=timeout, store=store, rank=RANK, world_size=WORLD_SIZE
-        )
-    return device
-
-
-@contextmanager
-def silent_stderr():
-    """Drops what C++ prints to the error stream within its block: pages of frames before it
-    raises."""
-    kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
-def meet(timeout):
-    """The store where all ranks meet. UserError: they do not meet in time; a line says where one
-    waits."""
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    found = Future()
-
-    def look():
-        until = perf_counter() + timeout.total_seconds()
-        try:
-            # torch would tell a name that it cannot find in a page of C++; a cluster may know it
-            # soon
-            while True:
-                try:
-                    socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
-                    break
-                except socket.gaierror:
-                    if perf_counter() > until - 1:
-                        raise
-                    sleep(1)
-            store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-            found.set_result(store)
-        except Exception as error:
-            found.set_exception(error)
-
-    # in a thread, because torch waits for ever if another program answers at this port
-    threading.Thread(target=look, daemon=True).start()
-    seconds = timeout.total_seconds()
-    words = f"MASTER_ADDR, MASTER_PORT: rank {RANK} does not meet the other ranks at {place}"
-    with blame(words), silent_stderr():
-        try:
-            store = found.result(min(20, seconds + 1))
-        except TimeoutError:
-            print(
-                f"ranks      rank {RANK} waits at {place} for the others, {WORLD_SIZE} in all",
-                flush=True,
-            )
-            store = found.result(seconds)
-
-    # torchrun's own store survives a restart, so each start uses fresh keys
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    return store
-
-
-def compute_dtype(name, device):
-    """Name -> torch.dtype; auto is float32 on CPU, else bfloat16."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return getattr(torch, name)
-
-
-def of_all_ranks(mine, group=None):
-    """A list with each rank's object, over `group` (a collective)."""
-    everyones = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, mine, group)
-    return everyones
-
-
-class Stop:
-    """Whether Ctrl-C (SIGINT) or SIGTERM has told this run to save its state and to end, see
-    listen."""
-
-    signal = 0  # SIGINT or SIGTERM if the loop is to stop, else 0
-    first = 0  # the first of the two since listen, or 0
-    time = 0.0  # when it came
-    handlers = {}  # signal -> what handled it before
-
-
-def listen():
-    """From here on Ctrl-C and SIGTERM are noted in Stop, for a loop that can save its state. A
-    second Ctrl-C does what the first one did before."""
-    Stop.signal = 0
-    Stop.first = 0
-    for number in (signal.SIGINT, signal.SIGTERM):
-        Stop.handlers.setdefault(number, signal.signal(number, heard))
-
-
-def listen_no_more():
-    """Undoes listen, if it was called: there is nothing left to save."""
-    for number, handler in Stop.handlers.items():
-        signal.signal(number, handler)
-    Stop.handlers.clear()
-
-
-def heard(number, frame):
-    """Handles a signal of listen."""
-    # torchrun passes Ctrl-C on to ranks that may have it already, and a second one as SIGTERM; a
-    # scheduler may send SIGTERM more than once
-    again = Stop.first and perf_counter() - Stop.time > 1
-    if again and signal.SIGINT in (number, Stop.first):
-        Stop.handlers[signal.SIGINT](number, frame)
-    if Stop.first:
-        return
-
-    told(number)
-    if number == signal.SIGINT and RANK == 0:
-        line = "Ctrl-C     the run saves its state and ends within a step; Ctrl-C again ends it at once\n"
-        if os.isatty(1):
-            line = "\n" + line  # after ^C, or a bar
-        with suppress(OSError):
-            os.write(1, line.encode())  # print could be within a print
-
-
-def told(number):
-    """Notes in Stop that this rank, or another one, has received the signal."""
-    if not Stop.first:
-        Stop.time = perf_counter()  # before `first`, because a signal may come in between
-        Stop.first = number
-        Stop.signal = number
-
-
-def launch(main):
-    """Runs main(), then exits: 0 on success, 2 on a UserError (one line, no traceback), 1
-    otherwise."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        # else ranks outlive a killed torchrun
-        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
-    for stream in (sys.stdout, sys.stderr):
-        # a terminal may lack the letters of a user's rows
-        stream.reconfigure(errors="backslashreplace")
-
-    # a mistake of the user is one line, anything else a traceback
-    code = 1
-    message = ""
-    label = f"error on rank {RANK}" if RANK else "error"
-    try:
-        check_environment()
-        main()
-        if dist.is_initialized():
-            dist.barrier()
-        code = 0
-    except UserError as error:
-        code = 2
-        said = "\\n".join(str(error).splitlines())  # a flag or a variable may hold several lines
-        message = f"{label}: {said}\n"
-    except SystemExit as stop:
-        code = stop.code
-    except BaseException:
-        message = traceback.format_exc()
-        for pattern, hint in HINTS.items():
-            if re.search(pattern, message):
-                message += f"{label}: {hint}\n"
-
-    # if rank 0 fails too, torchrun ends this process before it prints the same
-    if code and RANK:
-        sleep(5 if message else 1)
-    with suppress(OSError):  # the streams may be files on a full disk
-        sys.stdout.flush()
-        sys.stderr.write(message)
-        sys.stderr.flush()
-    os._exit(code)  # gloo's threads outlive destroy_process_group and abort about one exit in six
-
-
-# ---- The batch, flat and ragged from the file to the loss; the dispatch of its rows to a worker --
+# ---- The batch: flat and ragged from the file to the loss ----------------------------------------
+# Rows are read, sent, trained on and scored as a Batch; what enters from outside is checked once.
+# from_padded and to_padded are for other people's loops, whose rows are padded tensors.
 
 Floats = torch.Tensor | None  # a (T,) float32 column, zero where response_mask is false
 
@@ -359,16 +90,17 @@ Floats = torch.Tensor | None  # a (T,) float32 column, zero where response_mask 
 class Batch:
     """B sequences end to end, T tokens in all. Padding exists only inside a forward that needs it.
 
-    token            p0   p1   a0   a1   o0   a2      p prompt . a action . o observation (tool output)
+    token            p0   p1   a0   a1   o0   a2
     response_mask    0    0    1    1    0    1
-    values           0    0    v1   v2   0    v4      v1: what the head says after p1, before a0"""
+    values           0    0    v1   v2   0    v4
+
+    p: prompt. a: action. o: observation, such as a tool's output.
+    v1 is what the head says after p1, before a0."""
 
     input_ids: torch.Tensor  # (T,) int64
     cu_seqlens: torch.Tensor  # (B+1,) int32: sequence b is [cu_seqlens[b], cu_seqlens[b+1])
-    # (T,) bool: true on actions; never on the first token of a sequence
-    response_mask: torch.Tensor
-    # (B,) int64: global id; order and shuffles depend on it, never on the layout
-    row_id: torch.Tensor
+    response_mask: torch.Tensor  # (T,) bool: true on actions, which never begin a sequence
+    row_id: torch.Tensor  # (B,) int64: global id, by which rows are ordered and shuffled
     truncated: torch.Tensor  # (B,) bool: the response hit the length limit
     token_level_rewards: Floats = None
     values: Floats = None
@@ -382,17 +114,29 @@ class Batch:
     packed: tuple | None = None  # only in a micro-batch: the model's inputs, made from it
 
     ROWS = ("row_id", "truncated", "multi_modal_inputs")
-    FLOATS = ("token_level_rewards", "values", "returns", "advantages", "weights", "old_log_probs",
-              "ref_log_probs", "rollout_log_probs")  # fmt: skip
+    FLOATS = (
+        "token_level_rewards",
+        "values",
+        "returns",
+        "advantages",
+        "weights",
+        "old_log_probs",
+        "ref_log_probs",
+        "rollout_log_probs",
+    )
 
     @classmethod
     def blank(cls, length=1):
-        """One row: its first token, then only actions. A rank without rows runs a row of one
-        token."""
+        """One row: its first token, then only actions. A rank without rows runs one of 1 token."""
         mask = torch.arange(length) > 0
-        row = torch.tensor([-1])
-        floats = dict.fromkeys(cls.FLOATS, mask * 0.0)
-        return cls(mask.long(), cumulative([length]), mask, row, row > 0, **floats)
+        return cls(
+            input_ids=mask.long(),
+            cu_seqlens=cumulative([length]),
+            response_mask=mask,
+            row_id=torch.tensor([-1]),
+            truncated=torch.tensor([False]),
+            **{name: torch.zeros(length) for name in cls.FLOATS},
+        )
 
     def __len__(self):
         return len(self.row_id)
@@ -427,104 +171,58 @@ class Batch:
         return tokens_in(self.cu_seqlens, rows)
 
     def select(self, rows):
-        """A new Batch of the rows with these indices, in that order; it shares no memory with this
+        """A new Batch of the rows with these indices, in that order. It shares no memory with this
         one."""
         tokens = self.token_index(rows)
         columns = {"cu_seqlens": cumulative(self.cu_seqlens.diff()[rows])}
         for name, column in vars(self).items():
+            if column is None or name == "cu_seqlens":
+                continue
             if isinstance(column, list):
                 columns[name] = [column[r] for r in rows]
-            elif column is not None and name != "cu_seqlens":
-                columns[name] = column[rows if name in self.ROWS else tokens]
+            elif name in self.ROWS:
+                columns[name] = column[rows]
+            else:
+                columns[name] = column[tokens]
         return Batch(**columns)
 
     def split(self, sizes):
-        """Consecutive pieces of these sizes, in rows; a number cuts equal pieces, of which the last
-        may be shorter. They share memory with this batch: do not write into their columns, and
-        pickle only a `select` of them."""
+        """Consecutive pieces of these sizes, in rows -> [Batch]. A number cuts equal pieces, of
+        which the last may be shorter.
+
+        They share memory with this batch: do not write into their columns, and pickle only a
+        `select` of them."""
         if isinstance(sizes, int):
             sizes = [min(sizes, len(self) - first) for first in range(0, len(self), sizes)]
         ends = list(itertools.accumulate(sizes, initial=0))
+        tokens = self.cu_seqlens[ends].diff().tolist()  # of each piece
+
+        # name -> the column of each piece
         cu = self.cu_seqlens
-        tokens = cu[ends].diff().tolist()  # of each piece
         columns = {"cu_seqlens": [cu[i : j + 1] - cu[i] for i, j in itertools.pairwise(ends)]}
         for name, column in vars(self).items():
+            if column is None or name == "cu_seqlens":
+                continue
             if isinstance(column, list):
                 columns[name] = [column[i:j] for i, j in itertools.pairwise(ends)]
-            elif column is not None and name != "cu_seqlens":
-                columns[name] = column.split(list(sizes) if name in self.ROWS else tokens)
+            elif name in self.ROWS:
+                columns[name] = column.split(list(sizes))
+            else:
+                columns[name] = column.split(tokens)
         return [Batch(**dict(zip(columns, piece))) for piece in zip(*columns.values())]
 
     def groups(self, share=True):
-        """by_prompt, with the rows' indices in this batch."""
+        """by_prompt with indices: [(shared tokens, indices of the rows with this prompt)]."""
         groups = by_prompt(describe(self), share)
         return [(shared, [row.index for row in rows]) for shared, rows in groups]
 
     def mean_return(self, gamma):
-        """Over the actions of all ranks (a collective); NaN without an action."""
+        """Over the actions of all ranks (a collective); NaN without an action.
+
+        UserError: the batch lacks its rewards."""
         check(self, needs=("token_level_rewards",))
         _, mean, _ = moments(monte_carlo(self, gamma)[self.response_mask], everywhere=True)
         return mean
-
-
-def check(batch, needs=()):
-    """Returns the batch; UserError names the first column that is not what it should be.
-
-    needs: float columns that must be there. The others may be None."""
-    if not isinstance(batch, Batch):
-        raise UserError(f"batch: must be a common.Batch, not {type(batch).__name__}")
-
-    # types and shapes; the number of rows is that of row_id, and the number of tokens that of
-    # input_ids
-    dtypes = {"input_ids": torch.int64, "cu_seqlens": torch.int32, "response_mask": torch.bool}
-    dtypes |= {"row_id": torch.int64, "truncated": torch.bool} | dict.fromkeys(
-        Batch.FLOATS, torch.float32
-    )
-    for name, dtype in dtypes.items():
-        column = getattr(batch, name)
-        if column is None and name in Batch.FLOATS and name not in needs:
-            continue
-        letter = "B" if name in Batch.ROWS else "B+1" if name == "cu_seqlens" else "T"
-        wanted = f"a ({letter},) tensor of {dtype} on the host"
-        if column is None:
-            raise UserError(f"{name}: is missing; it must be {wanted}")
-        if not isinstance(column, torch.Tensor):
-            raise UserError(f"{name}: must be {wanted}, not {type(column).__name__}")
-        kind = (column.dtype, column.ndim, column.device.type, column.layout)
-        if kind != (dtype, 1, "cpu", torch.strided):
-            have = f"{column.dtype} of shape {tuple(column.shape)} on {column.device}"
-            if column.layout != torch.strided:
-                have += f", {column.layout}"
-            raise UserError(f"{name}: must be {wanted}, not {have}")
-
-    # where sequences begin and end
-    tokens = len(batch.input_ids)
-    rows = len(batch.row_id)
-    cu = batch.cu_seqlens
-    if len(cu) != rows + 1 or cu[0] != 0 or cu[-1] != tokens or (cu.diff() < 1).any():
-        raise UserError(
-            f"cu_seqlens: must begin at 0, grow, and end at {tokens}, the number of tokens, with"
-            f" {rows + 1} entries for {rows} rows; it is {' '.join(map(str, cu.tolist())):.60}"
-        )
-    for name, column in vars(batch).items():
-        size = rows if name in Batch.ROWS else tokens
-        if isinstance(column, torch.Tensor) and name != "cu_seqlens" and len(column) != size:
-            raise UserError(f"{name}: has {len(column)} entries instead of {size}")
-    images = batch.multi_modal_inputs
-    if images is not None:
-        is_list = isinstance(images, list) and len(images) == rows
-        if not is_list or any(not isinstance(row, dict) for row in images):
-            raise UserError("multi_modal_inputs: must be a list of one dict for each row")
-    if batch.packed is not None:
-        raise UserError("packed: must be None; only a critic fills it in, for its micro-batches")
-
-    early_B = batch.response_mask[cu[:-1]]
-    if early_B.any():
-        row = batch.row_id[early_B][0]
-        raise UserError(
-            f"response_mask: the first token of row_id {row} cannot be an action: no hidden state precedes it"
-        )
-    return batch
 
 
 def cumulative(lengths):
@@ -533,30 +231,110 @@ def cumulative(lengths):
 
 
 def tokens_in(cu_seqlens, rows):
-    """Indices of these rows' tokens, in the order of `rows`."""
+    """Indices of the tokens of these rows, in the order of `rows`."""
     lengths = cu_seqlens.diff()[rows]
     cu = cumulative(lengths)
     return torch.arange(cu[-1]) + (cu_seqlens[rows] - cu[:-1]).repeat_interleave(lengths)
 
 
 def concat(batches):
-    """Joins batches, in order; their columns must be the same, except for images."""
+    """Joins batches, in order -> Batch. UserError: only some have a column; images may differ."""
     lengths = [batch.cu_seqlens.diff() for batch in batches]
     columns = {"cu_seqlens": cumulative(torch.cat(lengths))}
     for name in vars(batches[0]).keys() - columns.keys():
         parts = [getattr(batch, name) for batch in batches]
+
+        # rows without images have an empty dict each
         if name == "multi_modal_inputs":
             if any(parts):
-                columns[name] = [
-                    x for batch, part in zip(batches, parts) for x in part or [{}] * len(batch)
-                ]
-        elif any(part is not None for part in parts):
-            if any(part is None for part in parts):
-                raise UserError(
-                    f"{name}: only some batches have it; all ranks must pass it, or none"
-                )
+                images = [part or [{}] * len(batch) for batch, part in zip(batches, parts)]
+                columns[name] = list(itertools.chain(*images))
+            continue
+
+        given = [part for part in parts if part is not None]
+        if given and len(given) < len(parts):
+            raise UserError(f"{name}: only some batches have it; all ranks must pass it, or none")
+        if given:
             columns[name] = torch.cat(parts)
     return Batch(**columns)
+
+
+def check(batch, needs=()):
+    """Returns the batch. UserError names the first column that is not what it should be.
+
+    needs: float columns that must be there; the others may be None."""
+    if not isinstance(batch, Batch):
+        raise UserError(f"batch: must be a common.Batch, not {type(batch).__name__}")
+
+    # one column after another
+    check_column(batch, "input_ids", torch.int64)
+    check_column(batch, "cu_seqlens", torch.int32)
+    check_column(batch, "response_mask", torch.bool)
+    check_column(batch, "row_id", torch.int64)
+    check_column(batch, "truncated", torch.bool)
+    for name in Batch.FLOATS:
+        if name in needs or getattr(batch, name) is not None:
+            check_column(batch, name, torch.float32)
+
+    # all of them together
+    check_lengths(batch)
+    images = batch.multi_modal_inputs
+    if images is not None:
+        is_list = isinstance(images, list) and len(images) == len(batch)
+        if not is_list or any(not isinstance(row, dict) for row in images):
+            raise UserError("multi_modal_inputs: must be a list of one dict for each row")
+    if batch.packed is not None:
+        raise UserError("packed: must be None; only a critic fills it in, for its micro-batches")
+
+    early_B = batch.response_mask[batch.cu_seqlens[:-1]]
+    if early_B.any():
+        row = batch.row_id[early_B][0]
+        raise UserError(
+            f"response_mask: the first token of row_id {row} cannot be an action:"
+            " no hidden state precedes it"
+        )
+    return batch
+
+
+def check_column(batch, name, dtype):
+    """UserError unless this column is a flat tensor of this type on the host."""
+    letter = "T"
+    if name in Batch.ROWS:
+        letter = "B"
+    elif name == "cu_seqlens":
+        letter = "B+1"
+    wanted = f"a ({letter},) tensor of {dtype} on the host"
+
+    column = getattr(batch, name)
+    if column is None:
+        raise UserError(f"{name}: is missing; it must be {wanted}")
+    if not isinstance(column, torch.Tensor):
+        raise UserError(f"{name}: must be {wanted}, not {type(column).__name__}")
+    kind = (column.dtype, column.ndim, column.device.type, column.layout)
+    if kind != (dtype, 1, "cpu", torch.strided):
+        have = f"{column.dtype} of shape {tuple(column.shape)} on {column.device}"
+        if column.layout != torch.strided:
+            have += f", {column.layout}"
+        raise UserError(f"{name}: must be {wanted}, not {have}")
+
+
+def check_lengths(batch):
+    """UserError unless all columns have as many rows as row_id, and as many tokens as input_ids."""
+    tokens = len(batch.input_ids)
+    rows = len(batch.row_id)
+    cu = batch.cu_seqlens
+    if len(cu) != rows + 1 or cu[0] != 0 or cu[-1] != tokens or (cu.diff() < 1).any():
+        raise UserError(
+            f"cu_seqlens: must begin at 0, grow, and end at {tokens}, the number of tokens, with"
+            f" {rows + 1} entries for {rows} rows; it is {' '.join(map(str, cu.tolist())):.60}"
+        )
+
+    for name, column in vars(batch).items():
+        if not isinstance(column, torch.Tensor) or name == "cu_seqlens":
+            continue
+        size = rows if name in Batch.ROWS else tokens
+        if len(column) != size:
+            raise UserError(f"{name}: has {len(column)} entries instead of {size}")
 
 
 def from_padded(
@@ -564,37 +342,26 @@ def from_padded(
 ):
     """This rank's rows as a Batch, from padded tensors, as TRL, OpenRLHF and verl have them.
 
-    input_ids, attention_mask: (B, L). Places where attention_mask is 0 are left out, wherever they are.
+    input_ids, attention_mask: (B, L). Places where attention_mask is 0 are left out, wherever they
+        are.
     response_mask: (B, L), 1 on actions; or (B, R), the last R places of each row.
-    rewards: (B,) for the last action of each row; or one for each place, (B, L) or like response_mask.
+    rewards: (B,) for the last action of each row; or one for each place, (B, L) or like
+        response_mask.
     values: (B, L) or like response_mask; the value of an action is what the critic says before it.
     truncated: (B,), whether the response hit the length limit. None: no response did.
-    row_id: (B,), numbers that are unique over all ranks. None: rows are numbered from 0, those of rank 0
-        first, then those of rank 1 and so on (a collective, for which the CriticWorker must exist).
+    row_id: (B,), numbers that are unique over all ranks. None: rows are numbered from 0, those of
+        rank 0 first, then those of rank 1 and so on (a collective, for which the CriticWorker must
+        exist).
 
     What stands in places without an action does not matter, not even NaN; but a reward on a token
     behind an action goes to that action, see gae. UserError names the argument."""
     ids_BL = tensor_of("input_ids", input_ids)
     if ids_BL.ndim != 2 or ids_BL.is_floating_point():
-        raise UserError(
-            f"input_ids: must be (B, L) integers, not {ids_BL.dtype} of {tuple(ids_BL.shape)}"
-        )
+        shape = tuple(ids_BL.shape)
+        raise UserError(f"input_ids: must be (B, L) integers, not {ids_BL.dtype} of {shape}")
     rows, places = ids_BL.shape
-
     tokens_BL = on_host("attention_mask", attention_mask, (rows, places)) > 0
-    acts_BL, responses = which_act(response_mask, tokens_BL)
-
-    def column(name, given):
-        """-> (T,)."""
-        shapes = [(rows, places), (rows, responses)]
-        if name == "rewards":
-            shapes.insert(0, (rows,))  # see above
-        x_BL = on_host(name, given, *shapes).float()
-        x_BL = F.pad(x_BL, (places - x_BL.shape[1], 0))
-        wrong_B = (acts_BL & ~x_BL.isfinite()).any(1)
-        if wrong_B.any():
-            raise UserError(f"{name}: row {int(wrong_B.int().argmax())} is not finite on an action")
-        return x_BL.nan_to_num(0.0, 0.0, 0.0)[tokens_BL]
+    acts_BL, responses = actions_of_padded(response_mask, tokens_BL)
 
     # the reward of a row is that of its last action
     if tensor_of("rewards", rewards).ndim == 1:
@@ -607,52 +374,51 @@ def from_padded(
     if truncated is None:
         truncated = torch.zeros(rows)
 
+    shapes = [(rows, places), (rows, responses)]
     batch = Batch(
         input_ids=ids_BL[tokens_BL].long(),
         cu_seqlens=cumulative(tokens_BL.sum(1)),
         response_mask=acts_BL[tokens_BL],
         row_id=numbers_of_rows(row_id, rows),
         truncated=on_host("truncated", truncated, (rows,)) > 0,
-        token_level_rewards=column("rewards", rewards),
+        token_level_rewards=padded_column(
+            "rewards", rewards, [(rows,), *shapes], acts_BL, tokens_BL
+        ),
     )
     if values is not None:
-        batch.values = torch.where(batch.response_mask, column("values", values), 0.0)
+        values_T = padded_column("values", values, shapes, acts_BL, tokens_BL)
+        batch.values = torch.where(batch.response_mask, values_T, 0.0)
     return check(batch)
 
 
-def which_act(response_mask, tokens_BL):
-    """(the (B, L) mask of actions, the columns of response_mask) for from_padded. Checks both
-    masks."""
+def actions_of_padded(response_mask, tokens_BL):
+    """((B, L) mask of actions, columns of response_mask) for from_padded. Checks both masks."""
     rows, places = tokens_BL.shape
     acts_BR = tensor_of("response_mask", response_mask) > 0
     shape = tuple(acts_BR.shape)
     if len(shape) != 2 or shape[0] != rows or shape[1] > places:
-        raise UserError(
-            f"response_mask: must be of shape ({rows}, {places}) or fewer columns, not {shape}"
-        )
+        wanted = f"({rows}, {places}) or fewer columns"
+        raise UserError(f"response_mask: must be of shape {wanted}, not {shape}")
     acts_BL = F.pad(acts_BR, (places - shape[1], 0))
 
-    for words, wrong_B in (
-        ("attention_mask: row {} has no token", ~tokens_BL.any(1)),
-        (
-            "response_mask: row {} has an action where attention_mask is 0",
-            (acts_BL & ~tokens_BL).any(1),
-        ),
-    ):
-        if wrong_B.any():
-            raise UserError(words.format(int(wrong_B.int().argmax())))
+    empty_B = ~tokens_BL.any(1)
+    if empty_B.any():
+        raise UserError(f"attention_mask: row {first_true(empty_B)} has no token")
+    wrong_B = (acts_BL & ~tokens_BL).any(1)
+    if wrong_B.any():
+        row = first_true(wrong_B)
+        raise UserError(f"response_mask: row {row} has an action where attention_mask is 0")
     return acts_BL, shape[1]
 
 
-def tensor_of(name, given):
-    """An argument of from_padded or to_padded, on the host."""
-    try:
-        return torch.as_tensor(given).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
-        kind = type(given).__name__
-        raise UserError(
-            f"{name}: must be a tensor, or equally long lists of numbers, not {kind}"
-        ) from None
+def padded_column(name, given, shapes, acts_BL, tokens_BL):
+    """(T,) float32 of an argument of from_padded, which must have one of these shapes."""
+    x_BR = on_host(name, given, *shapes).float()
+    x_BL = F.pad(x_BR, (acts_BL.shape[1] - x_BR.shape[1], 0))
+    wrong_B = (acts_BL & ~x_BL.isfinite()).any(1)
+    if wrong_B.any():
+        raise UserError(f"{name}: row {first_true(wrong_B)} is not finite on an action")
+    return x_BL.nan_to_num(0.0, 0.0, 0.0)[tokens_BL]
 
 
 def numbers_of_rows(row_id, rows):
@@ -672,24 +438,312 @@ def on_host(name, given, *shapes):
     return x
 
 
+def tensor_of(name, given):
+    """An argument of from_padded or to_padded, on the host."""
+    try:
+        return torch.as_tensor(given).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        wanted = "must be a tensor, or equally long lists of numbers"
+        raise UserError(f"{name}: {wanted}, not {type(given).__name__}") from None
+
+
+def first_true(wrong_B):
+    """The index of the first true entry."""
+    return int(wrong_B.int().argmax())
+
+
 def to_padded(x_T, attention_mask):
-    """The way back: (T,) numbers of a batch from from_padded, such as its values -> (B, L) on the
-    device of attention_mask, 0 where it is 0. UserError: it is not the mask of this batch."""
+    """The inverse of from_padded, for (T,) numbers of its batch, such as the values -> (B, L) on
+    the device of attention_mask, 0 where it is 0. UserError: it is not the mask of this batch."""
     tensor_of("x_T", x_T)
     tokens_BL = torch.as_tensor(attention_mask) > 0
     count = int(tokens_BL.sum())
     if x_T.shape != (count,):
-        raise UserError(
-            f"attention_mask: has {count} tokens, but x_T is of shape {tuple(x_T.shape)}"
-        )
+        have = f"has {count} tokens, but x_T is of shape {tuple(x_T.shape)}"
+        raise UserError(f"attention_mask: {have}")
+
     x_BL = torch.zeros(tokens_BL.shape, dtype=x_T.dtype, device=tokens_BL.device)
     x_BL[tokens_BL] = x_T.to(tokens_BL.device)
     return x_BL
 
 
+# ---- PPO's maths on flat data --------------------------------------------------------------------
+# Formulas with their papers. Training, evaluation and the report all use these, and a fork of a
+# critic changes them here. A column is (T,), with anything at all where response_mask is false.
+
+
+def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma, lam=1.0, bootstrap_B=None):
+    """Generalised advantage estimation over the actions of each row (1506.02438, eq. 11-16)
+    -> (advantages_T, returns_T), float32 and 0 where no action is.
+
+        delta_k = r_k + gamma V_{k+1} - V_k
+        A_k = delta_k + gamma lam A_{k+1}
+        returns = A + V
+
+    k counts actions. A reward on another token goes to the action before it, or to the first action
+    if there is none. lam: a number, or a list of one for each row.
+    bootstrap_B: the value of what would follow the last action. None: the episode ended there."""
+    rewards = rewards_T.tolist()
+    values = values_T.tolist()
+    mask = response_mask_T.tolist()
+    ends = cu_seqlens.tolist()
+    lams = lam if isinstance(lam, list) else [lam] * len(ends)
+    advantages = [0.0] * len(rewards)
+
+    for b in range(len(ends) - 1):
+        next_value = 0.0 if bootstrap_B is None else float(bootstrap_B[b])
+        advantage = 0.0
+        reward = 0.0  # since the action at or before the current token
+        earliest = None
+
+        for t in reversed(range(ends[b], ends[b + 1])):
+            reward += rewards[t]
+            if mask[t]:
+                advantage = reward + gamma * next_value - values[t] + gamma * lams[b] * advantage
+                advantages[t] = advantage
+                next_value = values[t]
+                reward = 0.0
+                earliest = t
+
+        # what was paid before the first action
+        if earliest is not None:
+            advantages[earliest] += reward
+
+    advantages_T = torch.tensor(advantages, dtype=torch.float64)
+    returns_T = torch.where(response_mask_T, advantages_T + values_T, 0.0)
+    return advantages_T.float(), returns_T.float()
+
+
+def last_action(batch):
+    """(B,) index of each sequence's last action in the (T,) columns, or -1."""
+    index_T = torch.where(batch.response_mask, torch.arange(len(batch.response_mask)), -1)
+    return torch.full((len(batch),), -1).scatter_reduce(0, batch.row_of_token, index_T, "amax")
+
+
+def add_returns(batch, gamma, lam, bootstrap_truncated=False):
+    """Fills in advantages and returns. bootstrap_truncated: truncated rows end with their last
+    value. UserError: the batch lacks its rewards or values."""
+    check(batch, needs=("token_level_rewards", "values"))
+    tail_B = None
+    if bootstrap_truncated:
+        tail_B = torch.where(batch.truncated, batch.values[last_action(batch)], 0.0)
+    batch.advantages, batch.returns = gae(
+        batch.token_level_rewards,
+        batch.values,
+        batch.response_mask,
+        batch.cu_seqlens,
+        gamma,
+        lam,
+        tail_B,
+    )
+
+
+def monte_carlo(batch, gamma):
+    """(T,) discounted sums of the rewards from each action on."""
+    rewards_T = batch.token_level_rewards
+    no_values_T = 0 * rewards_T
+    _, returns_T = gae(rewards_T, no_values_T, batch.response_mask, batch.cu_seqlens, gamma)
+    return returns_T
+
+
+def loss_weights(batch, mode, response_length_limit=None, places=(), rows=None):
+    """(T,) weights of the token losses, by the counts of the whole *global* mini-batch, which must
+    have an action.
+
+        token-mean                1 / N_tokens
+        seq-mean-token-sum        1 / N_seqs
+        seq-mean-token-mean       1 / (N_seqs len_i)
+        seq-mean-token-sum-norm   1 / (N_seqs response_length_limit)
+
+    N_seqs counts rows with an action (later versions of verl count all rows). len_i: actions in the
+    token's row. The last one is Dr. GRPO's constant (2503.20783).
+
+    rows: the Rows of the mini-batch, of which this batch is a part. None: this batch is the whole.
+    places: with places p, only actions min(L - 1, floor(p L)) of a row's L actions count (SP3O,
+    2609.18708)."""
+    rows = rows or describe(batch)
+    mask_T = batch.response_mask
+    actions_B = batch.actions
+    tokens = sum(row.actions for row in rows)
+
+    if places:
+        mask_T = torch.zeros_like(mask_T)
+        action_A = batch.response_mask.nonzero()[:, 0]
+        for index in action_A.split(actions_B.tolist()):
+            mask_T[index[chosen_actions(len(index), places)]] = True
+        actions_B = replace(batch, response_mask=mask_T).actions
+        tokens = sum(len(chosen_actions(row.actions, places)) for row in rows)
+
+    if mode == "token-mean":
+        return mask_T / torch.tensor(tokens)
+
+    sequences = sum(row.actions > 0 for row in rows)
+    weights_T = mask_T / torch.tensor(sequences)
+    if mode == "seq-mean-token-mean":
+        weights_T /= actions_B.clamp(min=1)[batch.row_of_token]
+    elif mode == "seq-mean-token-sum-norm":
+        weights_T /= response_length_limit
+    return weights_T
+
+
+def chosen_actions(n, places):
+    """Which of a row's n actions stand at these places, parts of its length."""
+    return sorted({min(n - 1, int(p * n)) for p in places if n})
+
+
+def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, cliprange_value=None):
+    """Clipped value loss, as in the code of 1707.06347 -> (loss, number of actions whose clipped
+    term is larger), both 0-dim tensors.
+
+        L_t = 0.5 max( (v_t - R_t)^2, (clip(v_t, v_old - eps, v_old + eps) - R_t)^2 )
+        loss = sum_t w_t L_t
+
+    cliprange_value: eps, or None for no clipping. Masked entries are ignored, even if NaN."""
+    v_T = torch.where(response_mask_T, vpreds_T, 0.0)
+    old_T = torch.where(response_mask_T, values_T, 0.0)
+    returns_T = torch.where(response_mask_T, returns_T, 0.0)
+
+    epsilon = inf if cliprange_value is None else cliprange_value
+    error_T = (v_T - returns_T).square()
+    clipped_T = (torch.clamp(v_T, old_T - epsilon, old_T + epsilon) - returns_T).square()
+    loss = 0.5 * (weights_T * torch.maximum(error_T, clipped_T)).sum()
+    return loss, (clipped_T > error_T).sum()
+
+
+def hl_gauss_values(logits_TN, low, high):
+    """(T, N) logits of bins -> (T,) values: the expected centre, sum_i softmax(logits)_i c_i."""
+    bins = logits_TN.shape[1]
+    half = (high - low) / bins / 2
+    centre_N = torch.linspace(low + half, high - half, bins, device=logits_TN.device)
+    return (logits_TN.softmax(1) * centre_N).sum(1)
+
+
+def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
+    """Cross-entropy between the predicted bins and a Gaussian around the return (HL-Gauss,
+    1806.04613) -> loss, a 0-dim tensor.
+
+        L_t = -sum_i p_i(R_t) log softmax(logits_t)_i,    loss = sum_t w_t L_t
+        p_i = (Phi(e_{i+1}) - Phi(e_i)) / (Phi(e_N) - Phi(e_0))
+
+    N equal bins divide [low, high] at edges e_0 .. e_N; a return outside is clamped to the range.
+    Phi: CDF of Normal(R, 0.75 bin widths), the width of 2403.03950. There is no clipping, so it
+    takes no old values. Masked entries are ignored, even if NaN."""
+    bins = logits_TN.shape[1]
+    edge_N = torch.linspace(low, high, bins + 1, device=logits_TN.device)
+    sigma = 0.75 * (high - low) / bins
+
+    returns_T = torch.where(response_mask_T, returns_T, low).clamp(low, high)
+    cdf_TN = torch.erf((edge_N - returns_T[:, None]) / (sigma * sqrt(2)))
+    p_TN = cdf_TN.diff() / (cdf_TN[:, -1:] - cdf_TN[:, :1])
+
+    logits_TN = torch.where(response_mask_T[:, None], logits_TN, 0.0)
+    return -(weights_T * (p_TN * logits_TN.log_softmax(1)).sum(1)).sum()
+
+
+def moments(x_A, everywhere=False):
+    """(how many, mean, variance) in float64, in two passes. Without entries, mean and variance are
+    NaN. everywhere: over the entries of all ranks (a collective)."""
+
+    def total(*numbers):
+        return add_up(*numbers) if everywhere else numbers
+
+    x_A = x_A.double()
+    n, sums = total(len(x_A), float(x_A.sum()))
+    mean = sums / (n or nan)
+    (squares,) = total(float((x_A - mean).square().sum()))
+    return int(n), mean, squares / (n or nan)
+
+
+def explained_variance(values_A, returns_A, everywhere=False):
+    """1 - Var(R - V) / Var(R): 1 is perfect, 0 as good as a constant, NaN if all returns are equal.
+    everywhere: of all ranks' entries (a collective)."""
+    r_A = returns_A.double()
+    _, mean, spread = moments(r_A, everywhere)
+    _, bias, left = moments(r_A - values_A.double(), everywhere)
+    if not spread > 1e-9 * (mean**2 + spread + bias**2 + left):  # zero but for rounding
+        return nan
+    return 1 - left / spread
+
+
+def auc(scores, labels):
+    """Chance that a 1 scores above a 0; a tie counts half. NaN unless there are both labels, no
+    others, and finite scores."""
+    if set(labels.tolist()) != {0.0, 1.0} or not scores.isfinite().all():
+        return nan
+    ones = scores[labels == 1]
+    zeros = scores[labels == 0].sort().values
+
+    # twice the number of zeros below each 1, for ties count once
+    below = torch.searchsorted(zeros, ones)
+    below += torch.searchsorted(zeros, ones, right=True)
+    return float(below.double().mean() / (2 * len(zeros)))
+
+
+def update_metrics(kind, loss, totals, norms, lr):
+    """Metrics of an update, with "kind/" before each name (a collective).
+
+    totals: name -> this rank's sum over the steps taken, a 0-dim tensor. The sum named `loss`,
+    whose terms have weights, is divided by the number of steps, and the others by "actions", one of
+    the sums. norms: the gradient norm of each step; one that is not finite was skipped."""
+    sums = torch.stack([*totals.values()])
+    dist.all_reduce(sums)
+    sums = dict(zip(totals, sums.tolist()))
+
+    # without a step or an action, averages are NaN
+    taken = [norm for norm in norms if isfinite(norm)]
+    steps = len(taken) or nan
+    actions = sums.pop("actions") or nan
+
+    metrics = {name: x / (steps if name == loss else actions) for name, x in sums.items()}
+    metrics["grad_norm"] = sum(taken) / steps
+    metrics["lr"] = lr
+    metrics["skipped_steps"] = len(norms) - len(taken)
+    return {f"{kind}/{name}": x for name, x in metrics.items()}
+
+
+def evaluate(rows, gamma):
+    """Metrics of rows with values, against Monte Carlo returns -> {"eval/...": number or NaN}."""
+    r_A = monte_carlo(rows, gamma)[rows.response_mask].double()
+    v_A = rows.values[rows.response_mask]
+
+    # the reward of each row, and what the critic says before its last action
+    acted_B = rows.actions > 0
+    reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)
+    last_B = torch.where(acted_B, rows.values[last_action(rows)], 0.0)
+
+    best, mean, oracle = best_of_n(rows, last_B, reward_B)
+    return {
+        "eval/explained_var": explained_variance(v_A, r_A),
+        "eval/vf_loss": 0.5 * (v_A - r_A).square().mean(),
+        "eval/constant_loss": 0.5 * r_A.var(correction=0),
+        "eval/auc": auc(last_B[acted_B], reward_B[acted_B]),
+        "eval/best_of_n": best,
+        "eval/mean_of_n": mean,
+        "eval/oracle_of_n": oracle,
+    }
+
+
+def best_of_n(rows, last_B, reward_B):
+    """Over prompts with several rows, the means of (the reward of the row with the highest last
+    value, the mean reward, the highest reward); NaN without such a prompt."""
+    of_prompts = []
+    for _, same in rows.groups():
+        if len(same) > 1:
+            reward_N = reward_B[same]
+            best = reward_N[last_B[same].argmax()]
+            of_prompts.append((best, reward_N.mean(), reward_N.max()))
+    return torch.tensor(of_prompts).view(-1, 3).mean(0)
+
+
+# ---- Where a row goes: all ranks know of it, and only those that compute it get it ---------------
+# A worker's method is called with the rows that each rank owns. All ranks share a Row for each, and
+# compute from those alone which rank computes what; fetch and give_back move rows and values.
+
+
 def dp_compute_proto(needs=()):
     """Decorates a worker's method, which every rank calls with the rows it owns. The method gets
-    this batch, with only the float columns in `needs`, and the Rows of all ranks."""
+    this batch, with only the float columns in `needs`, and the Rows of all ranks. UserError: see
+    check and rows_of_all_ranks."""
 
     def decorate(method):
         @functools.wraps(method)
@@ -707,11 +761,8 @@ def dp_compute_proto(needs=()):
     return decorate
 
 
-# ---- Where a row goes: all ranks know of it, and only those that compute it get it ---------------
-
-
 class Row(NamedTuple):
-    """What every rank knows of a row, wherever it is: mini-batches, micro-batches and the weights
+    """What every rank knows of a row, wherever it is. Mini-batches, micro-batches and the weights
     of losses follow from it, alike on all ranks."""
 
     row_id: int
@@ -730,18 +781,29 @@ def describe(batch):
     acts = batch.response_mask.numpy()
     images = batch.multi_modal_inputs or [{}] * len(batch)
     starts = batch.cu_seqlens.tolist()
+
     rows = []
     for index, row_id in enumerate(batch.row_id.tolist()):
-        start, end = starts[index : index + 2]
+        start = starts[index]
+        end = starts[index + 1]
         actions = int(acts[start:end].sum())
         prompt = int(acts[start:end].argmax())  # tokens before the first action; 0 without any
+
+        # equal digests: equal prompts
         digest = b""
         if prompt and not images[index]:
             digest = hashlib.blake2b(ids[start : start + prompt].tobytes(), digest_size=16).digest()
-        shared = max(prompt - 1, 0)
-        rows.append(
-            Row(row_id, RANK, index, end - start, actions, shared, digest, bool(images[index]))
+        row = Row(
+            row_id=row_id,
+            owner=RANK,
+            index=index,
+            length=end - start,
+            actions=actions,
+            shared=max(prompt - 1, 0),
+            prompt=digest,
+            images=bool(images[index]),
         )
+        rows.append(row)
     return rows
 
 
@@ -750,18 +812,18 @@ def rows_of_all_ranks(batch):
     parts = [describe(batch)]
     if WORLD_SIZE > 1:
         parts = of_all_ranks(parts[0])
+
     rows = sorted(itertools.chain(*parts))
     for row, after in itertools.pairwise(rows):
         if row.row_id == after.row_id:
-            raise UserError(
-                f"row_id {row.row_id} occurs more than once: a rank must pass only its own rows"
-            )
+            words = "occurs more than once: a rank must pass only its own rows"
+            raise UserError(f"row_id {row.row_id} {words}")
     return rows
 
 
 def by_prompt(rows, share=True):
-    """[(shared, [Row])] of rows with equal prompts, in row order; shared: prompt tokens but the
-    last. Rows with images or without an action are alone; without share, all are."""
+    """[(shared, [Row])] of rows with equal prompts, in row order; shared: tokens of the prompt but
+    the last. Rows with images or without an action are alone; without share, all are."""
     found = {}
     for number, row in enumerate(rows):
         key = row.prompt if share and row.prompt else number
@@ -770,18 +832,34 @@ def by_prompt(rows, share=True):
 
 
 def costs(groups, cost=int):
-    """Cost of each group of by_prompt, whose shared tokens count once. cost(n): of a row's first n
-    tokens."""
+    """Cost of each group of by_prompt, whose shared tokens count once. cost(n): what the first n
+    tokens of a row cost; by default, tokens."""
     return [
         cost(shared) + sum(cost(row.length) - cost(shared) for row in rows)
         for shared, rows in groups
     ]
 
 
+def shuffled_rows(groups, *key):
+    """The rows of by_prompt or Batch.groups, with the groups shuffled by the key alone, such as
+    seed, step and epoch."""
+    groups = Random(" ".join(map(str, key))).sample(groups, len(groups))
+    return [row for _, rows in groups for row in rows]
+
+
+def rows_of_step(step, groups, size, seed):
+    """Row indices for update `step`, at most `size`. Each pass over the groups is shuffled anew."""
+    n = sum(len(rows) for _, rows in groups)
+    pieces = ceil(n / size)
+    i = step % pieces
+    rows = shuffled_rows(groups, seed, "rows", step // pieces)
+    return rows[n * i // pieces : n * (i + 1) // pieces]
+
+
 def fetch(batch, wanted):
     """The rows that this rank computes, from the ranks that have them (a collective) -> Batch of
-    the Rows wanted[RANK], in that order. wanted: a list of Rows for each rank; the whole table is
-    equal on all.
+    the Rows wanted[RANK], in that order. wanted: the Rows for each rank, a table that is equal on
+    all.
 
         rank 0 has A B, rank 1 has C D          wanted: C A for rank 0, D B for rank 1
         rank 0 sends A to itself, B to rank 1   and gets A from itself, C from rank 1: order C A"""
@@ -789,31 +867,33 @@ def fetch(batch, wanted):
     if WORLD_SIZE == 1:
         return batch.select([row.index for row in mine])
 
-    # what leaves, a list for each rank that wants it, and what comes, a list for each rank that has
-    # it
+    # what leaves for each rank that wants it, and what comes from each rank that has it
     leaving = [[row for row in rows if row.owner == RANK] for rows in wanted]
     coming = [[row for row in mine if row.owner == rank] for rank in range(WORLD_SIZE)]
-    row_out = [row.index for row in itertools.chain(*leaving)]
+    rows_sent = list(map(len, leaving))
+    rows_got = list(map(len, coming))
+    tokens_sent = list(map(tokens_of, leaving))
+    tokens_got = list(map(tokens_of, coming))
 
-    # where each wanted row is among those that come
+    # indices of what leaves, in the order of ranks
+    row_out = [row.index for row in itertools.chain(*leaving)]
+    token_out = batch.token_index(row_out)
+
+    # where each wanted row is among those that come; the same for tokens
     by_owner = sorted(range(len(mine)), key=lambda i: mine[i].owner)
     row_order = torch.tensor(by_owner).argsort().tolist()
-
-    # the same for tokens
-    token_out = batch.token_index(row_out)
-    token_order = tokens_in(cumulative([row.length for row in itertools.chain(*coming)]), row_order)
+    cu_coming = cumulative([row.length for row in itertools.chain(*coming)])
+    token_order = tokens_in(cu_coming, row_order)
 
     # one column after another, which takes less memory
     columns = {"cu_seqlens": cumulative([row.length for row in mine])}
     for name, column in vars(batch).items():
         if not isinstance(column, torch.Tensor) or name == "cu_seqlens":
             continue
-        out, order, size = token_out, token_order, tokens_of
         if name in Batch.ROWS:
-            out, order, size = row_out, row_order, len
-        columns[name] = all_to_all(column[out], list(map(size, leaving)), list(map(size, coming)))[
-            order
-        ]
+            columns[name] = all_to_all(column[row_out], rows_sent, rows_got)[row_order]
+        else:
+            columns[name] = all_to_all(column[token_out], tokens_sent, tokens_got)[token_order]
 
     if any(row.images for rows in wanted for row in rows):
         images = batch.multi_modal_inputs or [{}] * len(batch)
@@ -825,27 +905,29 @@ def fetch(batch, wanted):
 
 def give_back(x_T, local, wanted, batch):
     """The inverse of fetch, for numbers of tokens (a collective) -> (T,) of this rank's batch.
+
     x_T: of `local`, which fetch gave. wanted: as in fetch, but empty for ranks that give nothing
-    back. What
-    several ranks give for one token is added up: Megatron's context-parallel ranks have 0 for the
-    tokens of others."""
-    going = sorted(range(len(wanted[RANK])), key=lambda i: wanted[RANK][i].owner)
-    sent = [
-        tokens_of([row for row in wanted[RANK] if row.owner == rank]) for rank in range(WORLD_SIZE)
-    ]
-    returning = [[row for row in rows if row.owner == RANK] for rows in wanted]
-    got_T = all_to_all(x_T[local.token_index(going)], sent, list(map(tokens_of, returning)))
-    index_T = batch.token_index([row.index for row in itertools.chain(*returning)])
+    back. What several ranks give for one token is added up: Megatron's context-parallel ranks have
+    0 for the tokens of others."""
+    mine = wanted[RANK]
+    by_owner = sorted(range(len(mine)), key=lambda i: mine[i].owner)
+    going = [[row for row in mine if row.owner == rank] for rank in range(WORLD_SIZE)]
+    coming = [[row for row in rows if row.owner == RANK] for rows in wanted]
+
+    x_T = x_T[local.token_index(by_owner)]
+    got_T = all_to_all(x_T, list(map(tokens_of, going)), list(map(tokens_of, coming)))
+    index_T = batch.token_index([row.index for row in itertools.chain(*coming)])
     return torch.zeros(len(batch.input_ids)).index_add(0, index_T, got_T)
 
 
 def tokens_of(rows):
+    """Tokens of these Rows."""
     return sum(row.length for row in rows)
 
 
 def all_to_all(x, sent, got):
-    """Sends x in parts of these sizes, one to each rank -> the parts that come, end to end (a
-    collective)."""
+    """Sends x in parts of these sizes, one to each rank -> the parts that come, whose sizes are
+    `got`, end to end (a collective)."""
     if WORLD_SIZE == 1:
         return x
     is_bool = x.dtype == torch.bool  # gloo sends numbers only
@@ -859,45 +941,30 @@ def exchange(parts):
     """Sends an object to each rank -> [the object that comes from each rank] (a collective)."""
     sent = [pickle.dumps(part) for part in parts]
     sizes = list(map(len, sent))
-    theirs = all_to_all(torch.tensor(sizes), [1] * WORLD_SIZE, [1] * WORLD_SIZE).tolist()
+    one_each = [1] * WORLD_SIZE
+    theirs = all_to_all(torch.tensor(sizes), one_each, one_each).tolist()
+
     data = torch.frombuffer(bytearray(b"".join(sent)), dtype=torch.uint8)
-    return [
-        pickle.loads(x.numpy().tobytes()) for x in all_to_all(data, sizes, theirs).split(theirs)
-    ]
-
-
-def add_up(*numbers):
-    """Sums over all ranks, in float64 (a collective)."""
-    x = torch.tensor(numbers, dtype=torch.float64)
-    if WORLD_SIZE > 1:
-        dist.all_reduce(x)
-    return x.tolist()
-
-
-def moments(x_A, everywhere=False):
-    """(how many, mean, variance) in float64, in two passes; everywhere: over the entries of all
-    ranks (a collective). Without entries, mean and variance are NaN."""
-    total = add_up if everywhere else lambda *numbers: numbers
-    x_A = x_A.double()
-    n, sums = total(len(x_A), float(x_A.sum()))
-    mean = sums / (n or nan)
-    (squares,) = total(float((x_A - mean).square().sum()))
-    return int(n), mean, squares / (n or nan)
+    came = all_to_all(data, sizes, theirs).split(theirs)
+    return [pickle.loads(x.numpy().tobytes()) for x in came]
 
 
 # ---- Rows as JSON, one per line ------------------------------------------------------------------
+# read_rows makes a Batch of a user's file for a critic. The steps that it takes with a line also
+# read the prompts of PPO: other people's keys, token ids, hints, chats.
 
 # float32 can hold the square
 Number = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)] | bool
+Text = Annotated[str, Field(min_length=1)]
+Id = Annotated[int, Field(ge=0, lt=2**63)]
+Ids = Annotated[list[Id], Field(min_length=1)]
+Flag = Annotated[bool, Field(strict=False)]  # 0 and 1, too
 ALTERNATIVES = (
     ("prompt", "messages", "prompt_ids"),
     ("response", "response_ids"),
     ("reward", "rewards"),
 )
 HINT = "For the critic only: {}\n"  # what the critic reads before the prompt, with --privileged-key
-Text = Annotated[str, Field(min_length=1)]
-Id = Annotated[int, Field(ge=0, lt=2**63)]
-Ids = Annotated[list[Id], Field(min_length=1)]
 
 
 class Rollout(BaseModel, strict=True):
@@ -912,8 +979,7 @@ class Rollout(BaseModel, strict=True):
     response_ids: Ids | None = None
     reward: Number | None = None  # given to the last action
     rewards: list[Number] | None = None  # one per response token
-    # which response tokens act
-    response_mask: list[Annotated[bool, Field(strict=False)]] | None = None
+    response_mask: list[Flag] | None = None  # which response tokens act
     values: list[Number] | None = None  # of response tokens, from the critic at rollout time
     truncated: bool | None = None  # the response hit the length limit
     images: list[str] | None = None  # files, relative to the JSONL, or data URLs
@@ -928,13 +994,22 @@ class Rollout(BaseModel, strict=True):
         return self
 
 
-def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_images=None, hint_key=None,
-              keys=None, chat=None):  # fmt: skip
+def read_rows(
+    source,
+    tokenizer,
+    model_config=None,
+    flag="--rollouts",
+    place_images=None,
+    hint_key=None,
+    keys=None,
+    chat=None,
+):
     """Reads a JSONL file (or a list of its lines) as one Batch; row_id is the line, from 0.
-    UserError names the first bad row. Rows must fit model_config; place_images(rollout, folder) and
-    add_hint change them.
-    keys: where prompt, response and reward are, see in_our_keys. chat: more arguments of chat
-    templates."""
+
+    model_config: of the model that the rows must fit. flag: what to call the file in an error.
+    place_images(rollout, folder) puts images into a Rollout. hint_key: see add_hint.
+    keys: where prompt, response and reward are, see in_our_keys. chat: more arguments of the chat
+    template. UserError names the first bad row."""
     name = "toy"
     folder = ""
     lines = source
@@ -949,9 +1024,8 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
         if not line.strip():
             continue
         try:
-            rollout = parse_rollout(
-                line, tokenizer, place_images is not None, keys or {}, chat or {}
-            )
+            reads_images = place_images is not None
+            rollout = parse_rollout(line, tokenizer, reads_images, keys or {}, chat or {})
             rollout.prompt_ids = add_hint(tokenizer, line, hint_key, rollout.prompt_ids)
             if place_images:
                 place_images(rollout, folder)
@@ -960,9 +1034,9 @@ def read_rows(source, tokenizer, model_config=None, flag="--rollouts", place_ima
             row = batch_of_one(rollout, row_id)
             if model_config:
                 check_rows(row, model_config)
-            rows.append(row)
         except UserError as fault:
             raise UserError(f"{name}:{row_id + 1}: {fault}") from None
+        rows.append(row)
 
     if not any(row.response_mask.any() for row in rows):
         raise UserError(f"{name}: no row has an action")
@@ -985,27 +1059,6 @@ def read_file(path, flag):
     return [line.removeprefix(codecs.BOM_UTF8) for line in text.splitlines()]
 
 
-def describe_rows(rows, gamma, source):
-    """Prints statistics of the rows -> (LOW, HIGH) of a value head: returns, a tenth wider at each
-    end."""
-    rows = replace(rows, returns=monte_carlo(rows, gamma))
-    x_A = rows.returns[rows.response_mask].double()
-    low, high = map(float, x_A.aminmax())
-    margin = 0.1 * (high - low) or 1.0
-    margin = max(margin, 1e-4 * max(abs(low), abs(high)))  # float32 must tell the two ends apart
-    ends = (low - margin, high + margin)
-    if RANK:  # the ceiling takes longer than all the rest
-        return ends
-
-    print0(
-        f"rows       {len(rows):,} of {source}, {int(rows.truncated.sum()):,} truncated\n"
-        f"tokens     {len(rows.input_ids):,}, {len(x_A):,} of them actions; longest row {rows.longest[0]:,}\n"
-        f"returns    {x_A.mean():z.3g} +- {x_A.std(correction=0):.3g}, from {low:z.3g} to {high:z.3g}\n"
-        f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt can explain at the first action"
-    )
-    return ends
-
-
 def look_up(row, key, default=None):
     """row[key]; a key with dots leads to a nested one, as in reward_model.ground_truth."""
     if key in row:
@@ -1019,14 +1072,12 @@ def look_up(row, key, default=None):
 
 def in_our_keys(row, keys):
     """A row as TRL, verl or datasets write it, in the keys of Rollout. keys: {"prompt": "question"}
-    and the like say where to find prompt, response and reward."""
+    and the like say where to find prompt, response and reward. UserError: there is nothing."""
     named = {name: look_up(row, key, ...) for name, key in keys.items() if key != name}
     for name, found in named.items():
         if found is ...:
-            flag = f"--{name}-key"
-            raise UserError(
-                f"no {keys[name]!r}, which {flag} names, among its keys {', '.join(row):.200}"
-            )
+            there = f"among its keys {', '.join(row):.200}"
+            raise UserError(f"no {keys[name]!r}, which --{name}-key names, {there}")
 
     # what the user names wins over other keys for the same thing
     unused = {other for names in ALTERNATIVES for other in names if named.keys() & names}
@@ -1044,8 +1095,8 @@ def in_our_keys(row, keys):
         row["response"] = None
 
     # a chat whose last message is the answer
-    given = (row.get("response"), row.get("response_ids"))
-    if isinstance(messages, list) and len(messages) > 1 and given == (None, None):
+    has_answer = row.get("response") is not None or row.get("response_ids") is not None
+    if isinstance(messages, list) and len(messages) > 1 and not has_answer:
         last = messages[-1]
         if isinstance(last, dict) and last.get("role") == "assistant":
             (last,) = text_messages([last])
@@ -1055,9 +1106,9 @@ def in_our_keys(row, keys):
 
 
 def parse_rollout(line, tokenizer, images=False, keys=None, chat=None):
-    """One JSON line -> Rollout with token ids. UserError says what is wrong. images: see
-    text_messages;
-    keys: see in_our_keys; chat: more arguments of the chat template."""
+    """One JSON line -> Rollout with token ids. UserError says what is wrong.
+
+    images: see text_messages. keys: see in_our_keys. chat: more arguments of the chat template."""
     row = None
     with suppress(ValueError, RecursionError):  # which the model below names
         row = json.loads(line)
@@ -1068,16 +1119,7 @@ def parse_rollout(line, tokenizer, images=False, keys=None, chat=None):
     try:
         rollout = Rollout.model_validate_json(line)
     except ValidationError as error:
-        fault = error.errors()[0]
-        text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        begin = line[:1] if isinstance(line, str) else line[:1].decode(errors="replace")
-        if begin == "[":
-            text = "it begins an array, but each line must be one JSON object; the reference has a converter"
-        elif fault["loc"]:
-            text = f"{fault['loc'][0]}: {text}, not {fault['input']!r:.40}"
-        elif isinstance(row, dict):
-            text += f"; its keys are {', '.join(row):.200}"
-        raise UserError(text) from None
+        raise UserError(fault_of_line(error, line, row)) from None
     if tokenizer is None and not (rollout.prompt_ids and rollout.response_ids):
         raise UserError("it is text, but there is no tokenizer to encode it; give --tokenizer")
 
@@ -1088,8 +1130,7 @@ def parse_rollout(line, tokenizer, images=False, keys=None, chat=None):
         begin, ids = encode_start(tokenizer, rollout.prompt)
         rollout.prompt_ids = begin + ids
 
-    # stopping is an action too, so a text response ends with the end-of-sequence token unless
-    # truncated
+    # stopping is an action, too: a text that was not cut off ends with the end-of-sequence token
     if rollout.response is not None:
         rollout.response_ids = tokenizer.encode(rollout.response, add_special_tokens=False)
         end = tokenizer.eos_token_id
@@ -1098,10 +1139,24 @@ def parse_rollout(line, tokenizer, images=False, keys=None, chat=None):
     return rollout
 
 
+def fault_of_line(error, line, row):
+    """What pydantic finds first in a line, in our words. row: the line's object, if it is one."""
+    fault = error.errors()[0]
+    text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    begin = line[:1] if isinstance(line, str) else line[:1].decode(errors="replace")
+    if begin == "[":
+        must = "each line must be one JSON object; the reference has a converter"
+        return f"it begins an array, but {must}"
+    if fault["loc"]:
+        return f"{fault['loc'][0]}: {text}, not {fault['input']!r:.40}"
+    if isinstance(row, dict):
+        return f"{text}; its keys are {', '.join(row):.200}"
+    return text
+
+
 def encode_start(tokenizer, text):
     """Token ids of a text that begins a row -> (what the tokenizer puts before it, such as BOS; the
-    text's).
-    What it would put after the text, such as EOS, is left out: a response follows."""
+    text's). What it would put after the text, such as EOS, is left out: a response follows."""
     plain = tokenizer.encode(text, add_special_tokens=False)
     whole = tokenizer.encode(text)
     bos = tokenizer.bos_token_id
@@ -1127,24 +1182,22 @@ def encode_start(tokenizer, text):
 def add_hint(tokenizer, line, key, prompt_ids):
     """The prompt as only the critic reads it: with the text at this key of the JSON line before it.
     Special tokens that begin a row, such as BOS, stay at its start, once. No key: the prompt
-    itself."""
+    itself. UserError: there is no such text, or no tokenizer."""
     if not key:
         return prompt_ids
+    flag = "--privileged-key"
     if tokenizer is None:
-        raise UserError(
-            "--privileged-key is text, but there is no tokenizer to encode it; give --tokenizer"
-        )
+        lacks = "there is no tokenizer to encode it; give --tokenizer"
+        raise UserError(f"{flag} is text, but {lacks}")
+
     row = json.loads(line)
     hint = look_up(row, key, default=...)
     if hint is ...:
-        raise UserError(
-            f"no {key!r}, which --privileged-key names, among its keys {', '.join(row):.200}"
-        )
+        raise UserError(f"no {key!r}, which {flag} names, among its keys {', '.join(row):.200}")
     if isinstance(hint, bool) or not isinstance(hint, str | int | float):
-        raise UserError(
-            f"{key} of --privileged-key must be text or a number, not {json.dumps(hint):.40}"
-        )
+        raise UserError(f"{key} of {flag} must be text or a number, not {json.dumps(hint):.40}")
 
+    # the hint goes between the beginning and the rest
     begin, ids = encode_start(tokenizer, HINT.format(hint))
     bos = tokenizer.bos_token_id
     if begin and prompt_ids[: len(begin)] == begin:
@@ -1156,9 +1209,9 @@ def add_hint(tokenizer, line, key, prompt_ids):
 
 
 def text_messages(messages, images=False):
-    """Chat messages with text as their content; parts of text are joined. UserError: a message has
-    something else. null is left only next to tool_calls. images: messages with parts of images stay
-    as they are."""
+    """Chat messages with text as their content; parts of text are joined. null is left only next to
+    tool_calls. images: messages with parts of images stay as they are. UserError: a message has
+    something else."""
     ours = []
     for number, message in enumerate(messages, 1):
         # chat templates read these two, and print nothing for what is missing
@@ -1174,16 +1227,13 @@ def text_messages(messages, images=False):
                 ours.append(message)
                 continue
             if others or not content:
-                words = json.dumps(others or content)
-                raise UserError(
-                    f"message {number}: its content has parts that are not text: {words:.60}"
-                )
+                what = f"parts that are not text: {json.dumps(others or content):.60}"
+                raise UserError(f"message {number}: its content has {what}")
             content = "".join(texts)
 
         if content is None and not message.get("tool_calls"):
-            raise UserError(
-                f"message {number}: needs content; only one with tool_calls may lack it"
-            )
+            words = "needs content; only one with tool_calls may lack it"
+            raise UserError(f"message {number}: {words}")
         if not isinstance(content, str | None):
             words = json.dumps(content)
             raise UserError(f"message {number}: its content must be text, not {words:.40}")
@@ -1209,11 +1259,12 @@ def is_image(part):
 def chat_ids(tokenizer, messages, complete=False, **options):
     """Token ids of text_messages in the tokenizer's chat template, which adds special tokens
     itself. Unless `complete`, the assistant is next: it continues its last message or begins a new
-    one. options: tools, and more arguments of the template."""
+    one. options: tools, and more arguments of the template.
+
+    UserError: there is no template, or it fails, or it leaves out a part of the chat."""
     if not tokenizer.chat_template:
-        raise UserError(
-            "the tokenizer has no chat template; give a model or a tokenizer that has one"
-        )
+        fix = "give a model or a tokenizer that has one"
+        raise UserError(f"the tokenizer has no chat template; {fix}")
     goes_on = not complete and messages[-1].get("role") == "assistant"
 
     def show(messages):
@@ -1225,54 +1276,62 @@ def chat_ids(tokenizer, messages, complete=False, **options):
             **options,
         )
 
-    def show_all(messages):
-        text = show([with_mark(n, message) for n, message in enumerate(messages, 1)]).casefold()
-        for n, message in enumerate(messages, 1):
-            if with_mark(n, message) != message and mark_of(n) not in text:
-                role = json.dumps(message["role"])
-                raise UserError(f"the template leaves out message {n}, whose role is {role:.40}")
-        return show(messages)
-
-    with blame(
-        "messages do not fit the tokenizer's chat template, or it has none; give another tokenizer"
-    ):
-        try:
-            text = show_all(messages)
-        except Exception:
-            # templates of some image models want parts, and leave out a text that comes without
-            # them
-            text = None
-            parts = [in_parts(message) for message in messages]
-            with suppress(Exception):
-                text = show_all(parts)
-            if text is None:
-                raise
-            messages = parts
-
-        # some templates show no calls, or only those of messages without a text
-        for speaks in (True, False):
-            silent = [without_calls(message, speaks) for message in messages]
-            same = False
-            with suppress(Exception):  # others refuse what is left
-                same = silent != messages and show(silent) == text
-            if same:
-                words = "tool_calls next to a text" if speaks else "tool_calls"
-                raise UserError(f"a message has {words}, which the template leaves out")
-
-        if options.get("tools") and "tools" not in tokenizer.get_chat_template(
-            tools=options["tools"]
-        ):
+    flaw = "messages do not fit the tokenizer's chat template, or it has none"
+    with blame(f"{flaw}; give another tokenizer"):
+        text, messages = show_all_or_parts(show, messages)
+        refuse_hidden_calls(show, messages, text)
+        tools = options.get("tools")
+        if tools and "tools" not in tokenizer.get_chat_template(tools=tools):
             raise UserError("the row has tools, which the template leaves out")
-
-        # templates of tool users expect null next to calls, and others show it as a word
-        calls = [message for message in messages if message.get("tool_calls")]
-        if any(message.get("content") is None for message in calls):
-            without = show(
-                [message | {"content": message.get("content") or ""} for message in messages]
-            )
-            if text.count("None") > without.count("None"):
-                raise UserError('the template shows null as "None"; write "" as the content')
+        refuse_shown_null(show, messages, text)
         return tokenizer.encode(text, add_special_tokens=False)
+
+
+def show_all(show, messages):
+    """The text of a chat. UserError: a message is not in it."""
+    marked = [with_mark(n, message) for n, message in enumerate(messages, 1)]
+    text = show(marked).casefold()
+    for n, message in enumerate(messages, 1):
+        if with_mark(n, message) != message and mark_of(n) not in text:
+            role = json.dumps(message["role"])
+            raise UserError(f"the template leaves out message {n}, whose role is {role:.40}")
+    return show(messages)
+
+
+def show_all_or_parts(show, messages):
+    """(text of a chat, its messages), with each text as a list of one part if only this is shown:
+    templates of some image models want parts, and leave out a text that comes without them."""
+    try:
+        return show_all(show, messages), messages
+    except Exception:
+        parts = [in_parts(message) for message in messages]
+        with suppress(Exception):
+            return show_all(show, parts), parts
+        raise
+
+
+def refuse_hidden_calls(show, messages, text):
+    """UserError: the text is the same without calls of tools. Some templates show none, or only
+    those of messages without a text."""
+    for speaks in (True, False):
+        silent = [without_calls(message, speaks) for message in messages]
+        is_same = False
+        with suppress(Exception):  # others refuse what is left
+            is_same = silent != messages and show(silent) == text
+        if is_same:
+            words = "tool_calls next to a text" if speaks else "tool_calls"
+            raise UserError(f"a message has {words}, which the template leaves out")
+
+
+def refuse_shown_null(show, messages, text):
+    """UserError: null next to calls stands in the text as a word. Templates of tool users expect
+    null there, and others show it."""
+    calls = [message for message in messages if message.get("tool_calls")]
+    if all(message.get("content") is not None for message in calls):
+        return
+    without = show([message | {"content": message.get("content") or ""} for message in messages])
+    if text.count("None") > without.count("None"):
+        raise UserError('the template shows null as "None"; write "" as the content')
 
 
 def mark_of(number):
@@ -1282,8 +1341,7 @@ def mark_of(number):
 
 def with_mark(number, message):
     """A message with a mark after its text, which shows whether a template leaves it out. The
-    assistant's
-    have none: templates may leave out its thoughts, and its last message may go on."""
+    assistant's have none: templates may leave out its thoughts, and its last message may go on."""
     content = message.get("content")
     if message["role"] == "assistant" or content is None:
         return message
@@ -1310,13 +1368,14 @@ def in_parts(message):
 
 
 def batch_of_one(rollout, row_id):
-    """Rollout with token ids -> Batch of one row; may raise UserError."""
+    """Rollout with token ids -> Batch of one row. UserError: its columns do not fit together."""
     ids = rollout.prompt_ids + rollout.response_ids
     n = len(rollout.response_ids)
     if not 0 < n < len(ids):
         raise UserError("empty prompt or response")
 
     def column(name, default):
+        """(T,) of what the row has for its n response tokens; 0 in the prompt."""
         given = getattr(rollout, name)
         if given is None:
             given = [default] * n
@@ -1324,10 +1383,12 @@ def batch_of_one(rollout, row_id):
             raise UserError(f"{name} has {len(given)} entries, the response has {n} tokens")
         return torch.tensor([0.0] * (len(ids) - n) + given, dtype=torch.float32)
 
+    # a reward of the row is that of its last action
     rewards = column("rewards", 0.0)
     mask = column("response_mask", True) > 0
     if rollout.reward is not None:
         rewards[mask.nonzero()[-1:]] = rollout.reward
+
     return Batch(
         input_ids=torch.tensor(ids),
         cu_seqlens=cumulative([len(ids)]),
@@ -1340,249 +1401,40 @@ def batch_of_one(rollout, row_id):
     )
 
 
-# ---- PPO maths on flat data ----------------------------------------------------------------------
+# ---- Packed rows: attention, FLOPs and memory ----------------------------------------------------
+# transformers calls attention over rows without padding "packed", by the name registered here; the
+# actor and both critics run it. The rest tells how fast an update was, and what fits into memory.
 
 
-def shuffled_rows(groups, *key):
-    """The rows of Batch.groups, with the groups shuffled by the key alone (e.g. seed, step,
-    epoch)."""
-    groups = Random(" ".join(map(str, key))).sample(groups, len(groups))
-    return [row for _, rows in groups for row in rows]
+class Piece(NamedTuple):
+    """Neighbours of equal length in a packed row."""
 
-
-def rows_of_step(step, groups, size, seed):
-    """Row indices for update `step`, at most `size`. Each pass over the groups is shuffled anew."""
-    n = sum(len(rows) for _, rows in groups)
-    pieces = ceil(n / size)
-    i = step % pieces
-    rows = shuffled_rows(groups, seed, "rows", step // pieces)
-    return rows[n * i // pieces : n * (i + 1) // pieces]
-
-
-def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma, lam=1.0, bootstrap_B=None):
-    """Generalised advantage estimation over the actions of each row -> (advantages_T, returns_T) float32.
-        delta_k = r_k + gamma V_{k+1} - V_k,    A_k = delta_k + gamma lam A_{k+1}    (1506.02438, eq. 11-16)
-        returns = A + V
-    k counts actions; a reward on another token goes to the action before it, if any, else to the first. lam:
-    a number or a list of B. bootstrap_B: the value of what would follow the last action (None: it ended)."""
-    rewards = rewards_T.tolist()
-    values = values_T.tolist()
-    mask = response_mask_T.tolist()
-    ends = cu_seqlens.tolist()
-    lams = lam if isinstance(lam, list) else [lam] * len(ends)
-    advantages = [0.0] * len(rewards)
-    for b in range(len(ends) - 1):
-        next_value = 0.0 if bootstrap_B is None else float(bootstrap_B[b])
-        advantage = reward = 0.0
-        earliest = None
-        for t in reversed(range(ends[b], ends[b + 1])):
-            reward += rewards[t]
-            if mask[t]:
-                advantage = reward + gamma * next_value - values[t] + gamma * lams[b] * advantage
-                advantages[t] = advantage
-                next_value = values[t]
-                reward = 0.0
-                earliest = t
-        if earliest is not None:
-            advantages[earliest] += reward
-    advantages_T = torch.tensor(advantages, dtype=torch.float64)
-    return advantages_T.float(), torch.where(response_mask_T, advantages_T + values_T, 0.0).float()
-
-
-def last_action(batch):
-    """(B,) index of each sequence's last action in the (T,) columns, or -1."""
-    index_T = torch.where(batch.response_mask, torch.arange(len(batch.response_mask)), -1)
-    return torch.full((len(batch),), -1).scatter_reduce(0, batch.row_of_token, index_T, "amax")
-
-
-def add_returns(batch, gamma, lam, bootstrap_truncated=False):
-    """Fills in advantages and returns. bootstrap_truncated: truncated rows end with their last
-    value.
-    ValueError: the batch lacks its rewards or values."""
-    check(batch, needs=("token_level_rewards", "values"))
-    tail_B = torch.where(
-        batch.truncated & bootstrap_truncated, batch.values[last_action(batch)], 0.0
-    )
-    batch.advantages, batch.returns = gae(
-        batch.token_level_rewards,
-        batch.values,
-        batch.response_mask,
-        batch.cu_seqlens,
-        gamma,
-        lam,
-        tail_B,
-    )
-
-
-def monte_carlo(batch, gamma):
-    """(T,) discounted sums of the rewards from each action on."""
-    rewards_T = batch.token_level_rewards
-    return gae(rewards_T, 0 * rewards_T, batch.response_mask, batch.cu_seqlens, gamma)[1]
-
-
-def loss_weights(batch, mode, response_length_limit=None, places=(), rows=None):
-    """(T,) weights of the token losses. N_tokens and N_seqs are those of the whole *global* mini-batch, which
-    must have an action. rows: its Rows (None: this batch is the whole). With places p, only actions
-    min(L - 1, floor(p L)) of a row's L actions count (SP3O, 2609.18708).
-    token-mean                1 / N_tokens
-    seq-mean-token-sum        1 / N_seqs             N_seqs: rows with an action (all rows in later verl)
-    seq-mean-token-mean       1 / (N_seqs len_i)                    len_i: actions in the token's row
-    seq-mean-token-sum-norm   1 / (N_seqs response_length_limit)    (Dr. GRPO's constant, 2503.20783)"""
-    rows = rows or describe(batch)
-    mask_T = batch.response_mask
-    actions_B = batch.actions
-    tokens = sum(row.actions for row in rows)
-    if places:
-
-        def picked(n):
-            """Which of n actions count."""
-            return sorted({min(n - 1, int(p * n)) for p in places if n})
-
-        mask_T = torch.zeros_like(mask_T)
-        action_A = batch.response_mask.nonzero()[:, 0]
-        for index in action_A.split(actions_B.tolist()):
-            mask_T[index[picked(len(index))]] = True
-        actions_B = replace(batch, response_mask=mask_T).actions
-        tokens = sum(len(picked(row.actions)) for row in rows)
-
-    if mode == "token-mean":
-        return mask_T / torch.tensor(tokens)
-    weights_T = mask_T / torch.tensor(sum(row.actions > 0 for row in rows))
-    if mode == "seq-mean-token-mean":
-        weights_T /= actions_B.clamp(min=1)[batch.row_of_token]
-    elif mode == "seq-mean-token-sum-norm":
-        weights_T /= response_length_limit
-    return weights_T
-
-
-def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, cliprange_value=None):
-    """Clipped value loss -> (loss, number of actions whose clipped term is larger), both 0-dim tensors.
-        L_t = 0.5 max( (v_t - R_t)^2, (clip(v_t, v_old - eps, v_old + eps) - R_t)^2 ),   loss = sum_t w_t L_t
-    As in the code of 1707.06347; None: no clipping. Masked entries are ignored, even if they are NaN."""
-    columns = (vpreds_T, values_T, returns_T)
-    v_T, old_T, returns_T = [torch.where(response_mask_T, x_T, 0.0) for x_T in columns]
-    error_T = (v_T - returns_T).square()
-    epsilon = inf if cliprange_value is None else cliprange_value
-    clipped_T = (torch.clamp(v_T, old_T - epsilon, old_T + epsilon) - returns_T).square()
-    loss = 0.5 * (weights_T * torch.maximum(error_T, clipped_T)).sum()
-    return loss, (clipped_T > error_T).sum()
-
-
-def hl_gauss_values(logits_TN, low, high):
-    """(T, N) logits of the bins -> (T,) values: the expected bin centre, sum_i softmax(logits)_i
-    c_i."""
-    bins = logits_TN.shape[1]
-    half = (high - low) / bins / 2
-    centre_N = torch.linspace(low + half, high - half, bins, device=logits_TN.device)
-    return (logits_TN.softmax(1) * centre_N).sum(1)
-
-
-def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
-    """Cross-entropy between the predicted bins and a Gaussian around the return -> loss, a 0-dim tensor.
-        L_t = -sum_i p_i(R_t) log softmax(logits_t)_i,    loss = sum_t w_t L_t
-        p_i = (Phi(e_{i+1}) - Phi(e_i)) / (Phi(e_N) - Phi(e_0)),    Phi: CDF of Normal(R, 0.75 bin widths)
-    N equal bins divide [low, high] at edges e_0 .. e_N; a return outside is clamped to the range. HL-Gauss,
-    1806.04613; width as in 2403.03950. Takes no old values; masked entries are ignored, even if NaN."""
-    bins = logits_TN.shape[1]
-    edge_N = torch.linspace(low, high, bins + 1, device=logits_TN.device)
-    sigma = 0.75 * (high - low) / bins
-    returns_T = torch.where(response_mask_T, returns_T, low).clamp(low, high)
-    cdf_TN = torch.erf((edge_N - returns_T[:, None]) / (sigma * sqrt(2)))
-    p_TN = cdf_TN.diff() / (cdf_TN[:, -1:] - cdf_TN[:, :1])
-    logits_TN = torch.where(response_mask_T[:, None], logits_TN, 0.0)
-    return -(weights_T * (p_TN * logits_TN.log_softmax(1)).sum(1)).sum()
-
-
-def explained_variance(values_A, returns_A, everywhere=False):
-    """1 - Var(R - V) / Var(R): 1 is perfect, 0 as good as a constant, NaN if all returns are equal.
-    everywhere: of all ranks' entries (a collective)."""
-    r_A = returns_A.double()
-    _, mean, spread = moments(r_A, everywhere)
-    _, bias, left = moments(r_A - values_A.double(), everywhere)
-    if not spread > 1e-9 * (mean**2 + spread + bias**2 + left):  # zero but for rounding
-        return nan
-    return 1 - left / spread
-
-
-def auc(scores, labels):
-    """Chance that a 1 scores above a 0; a tie counts half. NaN unless labels are 0 and 1, some of
-    each."""
-    if set(labels.tolist()) != {0.0, 1.0} or not scores.isfinite().all():
-        return nan
-    ones = scores[labels == 1]
-    zeros = scores[labels == 0].sort().values
-    below = torch.searchsorted(zeros, ones)
-    below += torch.searchsorted(zeros, ones, right=True)  # ties count half
-    return float(below.double().mean() / (2 * len(zeros)))
-
-
-def update_metrics(kind, loss, totals, norms, lr):
-    """Metrics of an update (a collective). totals: name -> this rank's sum over the steps taken, a
-    0-dim tensor. The sum named `loss`, whose terms have weights, is divided by the number of steps,
-    and the others by "actions", one of the sums. norms: one per step."""
-    sums = torch.stack([*totals.values()])
-    dist.all_reduce(sums)
-    sums = dict(zip(totals, sums.tolist()))
-
-    # without a step or an action, averages are NaN
-    taken = [norm for norm in norms if isfinite(norm)]
-    steps = len(taken) or nan
-    actions = sums.pop("actions") or nan
-    metrics = {name: x / (steps if name == loss else actions) for name, x in sums.items()}
-    metrics["grad_norm"] = sum(taken) / steps
-    metrics["lr"] = lr
-    metrics["skipped_steps"] = len(norms) - len(taken)
-    return {f"{kind}/{name}": x for name, x in metrics.items()}
-
-
-def evaluate(rows, gamma):
-    """Metrics of rows with values, against Monte Carlo returns."""
-    r_A = monte_carlo(rows, gamma)[rows.response_mask].double()
-    v_A = rows.values[rows.response_mask]
-    acted_B = rows.actions > 0
-    reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)
-    last_B = torch.where(acted_B, rows.values[last_action(rows)], 0.0)
-    # per prompt with several rows: reward of the row with the highest last value, mean, maximum
-    of_n = []
-    for _, same in rows.groups():
-        if len(same) > 1:
-            reward_N = reward_B[same]
-            of_n.append((reward_N[last_B[same].argmax()], reward_N.mean(), reward_N.max()))
-    best, mean, oracle = torch.tensor(of_n).view(-1, 3).mean(0)
-    return {
-        "eval/explained_var": explained_variance(v_A, r_A),
-        "eval/vf_loss": 0.5 * (v_A - r_A).square().mean(),
-        "eval/constant_loss": 0.5 * r_A.var(correction=0),
-        "eval/auc": auc(last_B[acted_B], reward_B[acted_B]),
-        "eval/best_of_n": best,
-        "eval/mean_of_n": mean,
-        "eval/oracle_of_n": oracle,
-    }
-
-
-# ---- Packed rows: attention (transformers calls it "packed"), FLOPs and memory -------------------
-
-try:
-    from flash_attn import flash_attn_varlen_func
-except ImportError:
-    flash_attn_varlen_func = None
+    count: int  # sequences
+    queries: int  # of all of them
+    keys: int
 
 
 class Pack:
-    """Where sequences of these lengths lie in a packed row. If a sequence has more keys than
-    queries, queries are its last tokens. keys: where all sequences' keys are in the row, on the
-    device (None: as queries)."""
+    """Where sequences of these lengths lie in a packed row.
+
+    key_lengths: if a sequence has more keys than queries, its queries are its last tokens (None:
+    equally many). keys: where all sequences' keys are in the row, on the device (None: as
+    queries)."""
 
     def __init__(self, lengths, device, key_lengths=None, keys=None):
         key_lengths = key_lengths or lengths
         self.keys = keys
-        # equally long neighbours together: (how many, all their queries, all their keys)
+
+        # for attention by pieces
         self.pieces = []
         for (queries, seen), same in itertools.groupby(zip(lengths, key_lengths)):
             count = len(list(same))
-            self.pieces.append((count, count * queries, count * seen))
-        cu = [cumulative(n).to(device, non_blocking=True) for n in (lengths, key_lengths)]
-        self.varlen = (*cu, max(lengths), max(key_lengths))  # arguments of kernels for packed rows
+            self.pieces.append(Piece(count, count * queries, count * seen))
+
+        # for kernels: where queries and keys of each sequence end, and the most that one has
+        cu_queries = cumulative(lengths).to(device, non_blocking=True)
+        cu_keys = cumulative(key_lengths).to(device, non_blocking=True)
+        self.varlen = (cu_queries, cu_keys, max(lengths), max(key_lengths))
 
 
 class CurrentPack:
@@ -1595,72 +1447,93 @@ class CurrentPack:
 
     @classmethod
     def set(cls, pack, group=None):
+        """The pack, and the ranks that share it, for the layers of the next forward."""
         cls.pack = pack
         cls.group = group
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
-                     sliding_window=0, softcap=None, is_causal=None, s_aux=None, **kwargs):  # fmt: skip
-    """transformers' attention interface for a packed row: q (1,H,T,D), k v (1,K,T,D) -> (1,T,H,D),
-    None."""
+def packed_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    sliding_window=0,
+    softcap=None,
+    is_causal=None,
+    s_aux=None,
+    **kwargs,
+):
+    """transformers' attention interface for a packed row, whose Pack is CurrentPack's: q (1,H,T,D),
+    k v (1,K,T,D) -> ((1,T,H,D), None). UserError: this model needs another kind of attention."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # others mix tokens in ways of their own
-    kinds = {*(getattr(module.config, "layer_types", None) or ())}
-    # only in its own mask
-    masked = sliding_window == 0 and getattr(module.config, "sliding_window", None)
-    if (
-        attention_mask is not None
-        or not causal
-        or masked
-        or kinds - {"full_attention", "sliding_attention"}
-    ):
+    kinds = set(getattr(module.config, "layer_types", None) or ())
+    mixes = kinds - {"full_attention", "sliding_attention"}  # tokens, in ways of their own
+    window_in_mask = sliding_window == 0 and getattr(module.config, "sliding_window", None)
+    if attention_mask is not None or not causal or window_in_mask or mixes:
         raise UserError(
             f"{type(module).__name__} or a layer next to it asks for more than causal attention,"
             " so its rows cannot be packed"
         )
+
     query = query.to(value.dtype)  # float32 rotary tables turn queries and keys into float32
     key = key.to(value.dtype)
-    out_1HTD = attention(
-        CurrentPack.pack, query, key, value, scaling, sliding_window, softcap, s_aux
-    )
+    options = (scaling, sliding_window, softcap, s_aux)
+    out_1HTD = attention(CurrentPack.pack, query, key, value, *options)
     return out_1HTD.transpose(1, 2), None
 
 
 transformers.AttentionInterface.register("packed", packed_attention)
 
 
-def attention(layout, q, k, v, scale, window=None, softcap=None, sinks=None):
-    """(1,H,T,D) causal attention within each sequence of the layout: flash-attn or torch's varlen
-    kernel for half precision on CUDA, else SDPA, or plain products for soft caps (Gemma 2) and
-    sinks (gpt-oss)."""
-    if layout.keys is not None:
-        k, v = (x[:, :, layout.keys] for x in (k, v))
+def attention(pack, q, k, v, scale, window=None, softcap=None, sinks=None):
+    """Causal attention within each sequence of the pack: q (1,H,T,D), k v (1,K,T,D) -> (1,H,T,D).
+
+    With half precision on CUDA it runs flash-attn or torch's kernel for packed rows; else SDPA, or
+    plain products for soft caps (Gemma 2) and sinks (gpt-oss)."""
+    if pack.keys is not None:
+        k = k[:, :, pack.keys]
+        v = v[:, :, pack.keys]
+
     half = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
     head_dim = q.shape[-1]
     fits = sinks is None and head_dim == v.shape[-1] <= 256 and head_dim % 8 == 0
     if half and fits and (flash_attn_varlen_func or not softcap):
-        inputs = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]  # (T,H,D) each
-        inputs += layout.varlen
-        size = (window - 1 if window else -1, 0)  # right window 0: causal
-        if flash_attn_varlen_func:
-            CurrentPack.kernel = "flash"
-            out_THD = flash_attn_varlen_func(
-                *inputs, softmax_scale=scale, causal=True, window_size=size, softcap=softcap or 0.0
-            )
-        else:
-            CurrentPack.kernel = "varlen"
-            out_THD = varlen_attn(*inputs, scale=scale, window_size=size, enable_gqa=True)
-        return out_THD.transpose(0, 1)[None]
-    CurrentPack.kernel = "eager" if softcap or sinks is not None else "sdpa"
-    counts, queries, keys = zip(*layout.pieces)
+        return kernel_attention(pack, q, k, v, scale, window, softcap)
+
     # split, not slices: the backward of each slice would fill a whole row with zeros
-    pieces = zip(counts, q[0].split(queries, 1), k[0].split(keys, 1), v[0].split(keys, 1))
+    CurrentPack.kernel = "eager" if softcap or sinks is not None else "sdpa"
+    queries = [piece.queries for piece in pack.pieces]
+    keys = [piece.keys for piece in pack.pieces]
+    parts = zip(pack.pieces, q[0].split(queries, 1), k[0].split(keys, 1), v[0].split(keys, 1))
+
     outs = []
-    for count, *piece in pieces:
-        qkv = [x.unflatten(1, (count, -1)).transpose(0, 1) for x in piece]
-        out_NHLD = dense_attention(*qkv, scale, window, softcap, sinks)
+    for piece, *qkv in parts:
+        qkv_NHLD = [x.unflatten(1, (piece.count, -1)).transpose(0, 1) for x in qkv]
+        out_NHLD = dense_attention(*qkv_NHLD, scale, window, softcap, sinks)
         outs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).transpose(0, 1)[None]
+
+
+def kernel_attention(pack, q, k, v, scale, window, softcap):
+    """attention by flash-attn, or by torch's kernel for packed rows, which knows no soft cap."""
+    q_THD, k_THD, v_THD = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+    cu_queries, cu_keys, max_queries, max_keys = pack.varlen
+    inputs = (q_THD, k_THD, v_THD, cu_queries, cu_keys, max_queries, max_keys)
+    size = (window - 1 if window else -1, 0)  # right window 0: causal
+
+    if flash_attn_varlen_func:
+        CurrentPack.kernel = "flash"
+        cap = softcap or 0.0
+        out_THD = flash_attn_varlen_func(
+            *inputs, softmax_scale=scale, causal=True, window_size=size, softcap=cap
+        )
+    else:
+        CurrentPack.kernel = "varlen"
+        out_THD = varlen_attn(*inputs, scale=scale, window_size=size, enable_gqa=True)
+    return out_THD.transpose(0, 1)[None]
 
 
 def dense_attention(q, k, v, scale, window, softcap, sinks):
@@ -1668,17 +1541,21 @@ def dense_attention(q, k, v, scale, window, softcap, sinks):
     queries = q.shape[2]
     keys = k.shape[2]
     written_out = softcap or sinks is not None
+
+    # which keys a query sees; None: the plain causal mask of the fused kernel
     mask = None
     if written_out or queries < keys or (window and keys > window):
         j = torch.arange(keys, device=q.device)
         back = j[keys - queries :, None] - j  # queries are the last tokens
         mask = (back >= 0) & (back < (window or keys))
+
     if q.is_cuda or written_out:  # torch's float32 CUDA kernels cannot group heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     if not written_out:
         return F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=not q.is_cuda
         )
+
     scores_NHLL = q @ k.transpose(-1, -2) * scale
     if softcap:
         scores_NHLL = softcap * torch.tanh(scores_NHLL / softcap)
@@ -1690,107 +1567,478 @@ def dense_attention(q, k, v, scale, window, softcap, sinks):
     return weights_NHLL.to(q.dtype) @ v
 
 
-# dense bf16, from data sheets; the first pattern that matches counts
-PEAK_TFLOPS = {"H100 PCIe": 756, "H[12]00 NVL": 835, "(H|GH)[128]00": 989, "A[18]00": 312}
+# pattern in a device's name -> dense bf16, from NVIDIA's data sheets; the first match counts
+PEAK_TFLOPS = {
+    "B200": 2250,
+    "H100 PCIe": 756,
+    "H[12]00 NVL": 835,
+    "(H|GH)[128]00": 989,
+    "H20": 148,
+    "A[18]00": 312,
+}
+
+
+def peak_flops(name):
+    """The most bf16 FLOP/s of a CUDA device of this name; NaN: it is not in PEAK_TFLOPS."""
+    for pattern, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b{pattern}\b", name):
+            return 1e12 * tflops
+    return nan
 
 
 def flops_model(model, config):
     """f(length) -> FLOPs of a forward over a row: 2 per token and weight of a matrix (only active
-    experts), 4 per causal query-key pair and feature of the query heads; vision towers are left
+    experts), and 4 per causal query-key pair and feature of the query heads. Vision towers are left
     out."""
     config = config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", 1)
     free = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+
     weights = 0.0
     for name, p in model.named_parameters():
-        if p.ndim > 1 and p not in free and "visual" not in name:
-            # one row per expert
-            weights += p.numel() * (chosen / len(p) if ".experts." in name else 1)
+        if p.ndim < 2 or p in free or "visual" in name:
+            continue
+        active = 1
+        if ".experts." in name:
+            active = chosen / len(p)  # it has one matrix per expert
+        weights += p.numel() * active
+
     heads = config.num_attention_heads
-    # Gemma 4 has one for each layer
-    head_dim = vars(config).get("head_dim") or config.hidden_size // heads
+    head_dim = vars(config).get("head_dim")  # Gemma 4 has one for each layer
+    head_dim = head_dim or config.hidden_size // heads
     pairs = 2 * config.num_hidden_layers * heads * head_dim
     return lambda length: 2 * weights * length + pairs * length * (length + 1)
 
 
 def describe_update(batch, rows, start, epochs, flops, layout):
     """Metrics of an update's rows, with values from before it, and of its speed since `start` (a
-    collective).
-    flops: of one epoch, shared prompts once. MFU is NaN in float32 and on devices not in
-    PEAK_TFLOPS."""
-    seconds = perf_counter() - start
-    memory = peak = nan
-    if layout.device.type == "cuda":
-        memory = torch.cuda.max_memory_allocated()
-        name = torch.cuda.get_device_name()
-        if layout.dtype != torch.float32 and " MIG " not in name:
-            peak = 1e12 * next(
-                (x for w, x in PEAK_TFLOPS.items() if re.search(rf"\b{w}\b", name)), nan
-            )
-    seconds, memory = map(max, zip(*of_all_ranks((seconds, memory))))
-    columns = {
-        name: getattr(batch, name)[batch.response_mask].double() for name in ("values", "returns")
-    }
+    collective). rows: the Rows of all ranks. flops: of one epoch, shared prompts once. layout: has
+    the device and its dtype. MFU is NaN where peak_of knows no peak."""
+    seconds = max(of_all_ranks(perf_counter() - start))
+    memory = max(of_all_ranks(peak_memory(layout.device)))
     metrics = {
         "perf/tokens_per_second": epochs * tokens_of(rows) / seconds,
-        "perf/mfu": epochs * flops / (seconds * WORLD_SIZE * peak),
+        "perf/mfu": epochs * flops / (seconds * WORLD_SIZE * peak_of(layout)),
         "perf/peak_memory_gib": memory / 2**30,
         "perf/time_update": seconds,
-        "critic/explained_var": explained_variance(
-            columns["values"], columns["returns"], everywhere=True
-        ),
     }
+    return metrics | value_statistics(batch)
+
+
+def peak_of(layout):
+    """The most FLOP/s of this rank's device; NaN on a CPU, in float32 and on a part of a GPU."""
+    if layout.device.type != "cuda" or layout.dtype == torch.float32:
+        return nan
+    name = torch.cuda.get_device_name()
+    return nan if " MIG " in name else peak_flops(name)
+
+
+def peak_memory(device):
+    """The most bytes that tensors have taken on this rank's device; NaN on a CPU."""
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else nan
+
+
+def value_statistics(batch):
+    """Explained variance, and mean, minimum and maximum of values and returns, over the actions of
+    all ranks (a collective). Without an action there are no means and ends."""
+    columns = {
+        "values": batch.values[batch.response_mask].double(),
+        "returns": batch.returns[batch.response_mask].double(),
+    }
+    explained = explained_variance(columns["values"], columns["returns"], everywhere=True)
+    metrics = {"critic/explained_var": explained}
     for name, x_A in columns.items():
         n, mean, _ = moments(x_A, everywhere=True)
-        ends = x_A.aminmax() if len(x_A) else (inf, -inf)
-        low, high = zip(*of_all_ranks(tuple(map(float, ends))))
+        mine = (inf, -inf)
+        if len(x_A):
+            mine = (float(x_A.min()), float(x_A.max()))
+        ends = of_all_ranks(mine)
         if n:
-            metrics |= {f"critic/{name}_mean": mean, f"critic/{name}_min": min(low)}
-            metrics[f"critic/{name}_max"] = max(high)
+            metrics[f"critic/{name}_mean"] = mean
+            metrics[f"critic/{name}_min"] = min(low for low, _ in ends)
+            metrics[f"critic/{name}_max"] = max(high for _, high in ends)
     return metrics
 
 
 def measure_budget(try_out, given, longest, ranks_per_row, state_bytes):
     """The most tokens per rank that fit into a micro-batch, equal on all ranks (a collective).
-    Measured by running try_out(batch) on ever more rows. given: auto[:GIB]."""
+    Measured by running try_out(batch) on ever more rows.
+
+    given: auto, or auto:GIB for at most this much memory. longest: tokens of the longest row.
+    ranks_per_row: ranks that share a row. state_bytes: what an optimizer step will add."""
     _, _, gib = given.partition(":")
     limit = float(gib or "inf") * 2**30
     row = Batch.blank(longest)
     try_out(row)  # creates gradients and workspaces
+
+    # double the rows until twice as many would not fit
     rows = ceil(512 * ranks_per_row / longest)
     for doubling in range(6):
-        batch = row.select([0] * rows * 2**doubling)
+        batch = row.select([0] * (rows * 2**doubling))
+        peak = bytes_taken(try_out, batch)
         if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            try_out(batch)
-            peak = torch.cuda.max_memory_allocated() - before
             free, _ = torch.cuda.mem_get_info()
             limit = min(limit, free + torch.cuda.memory_reserved())
-        else:
-            with torch.profiler.profile(profile_memory=True) as log:
-                try_out(batch)
-            events = sorted(log.profiler.kineto_results.events(), key=lambda e: e.start_ns())
-            # 0 for all but memory events
-            peak = max(itertools.accumulate(e.nbytes() for e in events))
-        peak = max(of_all_ranks(peak))  # on top of what was allocated before
+        peak = max(of_all_ranks(peak))
         room = min(of_all_ranks(0.9 * limit - state_bytes))  # the allocator wastes a tenth
         if 2 * peak > room:
             break
-    # too high: part of it does not grow with rows
-    cost = peak * ranks_per_row / len(batch.input_ids)
+
+    cost = peak * ranks_per_row / len(batch.input_ids)  # too high: a part does not grow with rows
     tokens = max(int(room / cost), 0)
     print0(f"budget     {room / 2**30:.3g} GiB / {cost:,.0f} bytes per token = {tokens:,} tokens")
     return tokens
 
 
+def bytes_taken(call, batch):
+    """The most bytes that tensors of call(batch) take at once, on top of those from before."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call(batch)
+        return torch.cuda.max_memory_allocated() - before
+
+    # the profiler notes what each event takes or frees: 0 for all but memory events
+    with torch.profiler.profile(profile_memory=True) as log:
+        call(batch)
+    events = sorted(log.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    return max(itertools.accumulate(e.nbytes() for e in events))
+
+
+def move_state(optimizer, device):
+    """Moves the state of a torch optimizer, and frees cached device memory."""
+    for state in optimizer.state.values():
+        for name, x in state.items():
+            if name != "step":  # a scalar, which stays where it is
+                state[name] = x.to(device, non_blocking=True)
+
+    # once for all: copies to pinned host memory are complete only after this
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+# ---- Processes and ranks: how they start, fail, stop and end -------------------------------------
+# A script calls launch(main) last of all, and main calls setup_distributed. On the way a mistake of
+# the user is a UserError, of one line; Ctrl-C and SIGTERM are noted in Stop for the loop to see.
+
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # all, or none
+
+
+def from_torchrun(name, default):
+    """A number that torchrun sets; plain `python` is a world of one. See check_environment."""
+    text = os.environ.get(name, "")
+    if not all(os.environ.get(other) for other in TORCHRUN) or not re.fullmatch("[0-9]{1,9}", text):
+        return default
+    return int(text)
+
+
+RANK = from_torchrun("RANK", 0)
+WORLD_SIZE = max(1, from_torchrun("WORLD_SIZE", 1))
+LOCAL_RANK = from_torchrun("LOCAL_RANK", 0)
+
+# as libraries say it
+OUT_OF_MEMORY = "MemoryError|can't allocate memory|out of memory|ALLOC_FAILED"
+LOST_RANK = "Timed out|(closed|reset) by peer|Broken pipe|likely closed|remote process"
+HINTS = {  # pattern in a traceback -> advice
+    OUT_OF_MEMORY: "out of memory; --resume auto continues with half the token budgets",
+    "No space left": "the disk is full (No space left on device); make room and use --resume auto",
+    LOST_RANK: "another rank died or hangs",
+}
+
+
+class UserError(ValueError):
+    """A mistake that the user can fix. Its one line names the flag or the row; launch prints it."""
+
+
+@contextmanager
+def blame(words):
+    """Turns an exception in its block into a UserError that begins with `words`, which name the
+    flag. A UserError that names its flag already, and a lack of device memory, stay as they are."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # libraries raise a dozen types
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        if isinstance(error, UserError) and str(error).startswith("--"):
+            raise
+        if isinstance(error, CheckpointException):  # a BaseException that holds one error per rank
+            error, _ = next(iter(error.failures.values()))
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        raise UserError(f"{words} ({kind}{' '.join(str(error).split()):.300})") from None
+
+
+def json_object(flag, text):
+    """The dict of a flag's JSON text. UserError: it is something else."""
+    with blame(f"{flag} {text}: must be a JSON object"):
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise ValueError(f"it is a {type(found).__name__}")
+    return found
+
+
+def print0(*args):
+    """Prints on rank 0 only."""
+    if RANK == 0:
+        print(*args, flush=True)
+
+
+def check_environment():
+    """UserError unless the variables that torchrun sets are all there and readable, or none of them
+    is.
+
+    An empty variable counts as absent. Without RANK and WORLD_SIZE the others are harmless, and not
+    used: clusters export them."""
+    given = {name: os.environ.get(name, "") for name in TORCHRUN}
+    if not given["RANK"] and not given["WORLD_SIZE"]:
+        return
+
+    absent = [name for name in TORCHRUN if not given[name]]
+    if absent:
+        there = "RANK" if given["RANK"] else "WORLD_SIZE"
+        raise UserError(
+            f"{there}={given[there]:.40} is set, but {', '.join(absent)} is not:"
+            f" start with torchrun, which sets them all, or unset {there}"
+        )
+
+    numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+    for name in numbers:
+        if not re.fullmatch("[0-9]{1,9}", given[name]):
+            raise UserError(f"{name}={given[name]:.40}: must be a number, as torchrun sets it")
+
+    rank, local_rank, world_size, port = (int(given[name]) for name in numbers)
+    if not local_rank <= rank < world_size:
+        raise UserError(
+            f"RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={world_size}:"
+            " ranks count from 0, and no local rank is above its rank"
+        )
+    if port >= 2**16:
+        raise UserError(f"MASTER_PORT={port}: must be below {2**16}")
+
+
+def cpu_threads():
+    """OMP_NUM_THREADS, at most one for each CPU; 1 if it is not set. UserError: it is no number."""
+    text = os.environ.get("OMP_NUM_THREADS", "").strip() or "1"
+    first = text.split(",")[0].strip()  # a list is for nested parallel regions
+    if not re.fullmatch("[0-9]{1,9}", first) or int(first) == 0:
+        raise UserError(f"OMP_NUM_THREADS={text:.40}: must be a number of threads, 1 or more")
+    return min(int(first), os.cpu_count() or 1)
+
+
+def setup_distributed(timeout_minutes=30.0):
+    """Joins the process group -> this rank's torch.device. A collective that takes longer ends the
+    run. UserError: torchrun's variables or this machine's devices do not fit."""
+    if not dist.is_initialized():  # afterwards, vLLM has set some of the variables
+        check_environment()
+
+    device = torch.device("cpu")
+    backend = "gloo"
+    if torch.accelerator.is_available() and sys.platform != "darwin":  # do not use a Mac's GPU
+        device = torch.device("cuda", LOCAL_RANK)
+        backend = "cpu:gloo,cuda:nccl"
+        with blame(f"--nproc-per-node: this machine has {torch.cuda.device_count()} CUDA devices"):
+            torch.cuda.set_device(device)
+
+    if not dist.is_initialized():
+        timeout = timedelta(minutes=timeout_minutes)
+        store = dist.HashStore()  # no torchrun: a world of one
+        if os.environ.get("RANK"):
+            store = meet(timeout)
+        dist.init_process_group(
+            backend, timeout=timeout, store=store, rank=RANK, world_size=WORLD_SIZE
+        )
+    return device
+
+
+def meet(timeout):
+    """The store where all ranks meet; a line says where one waits. UserError: they do not meet in
+    time."""
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    seconds = timeout.total_seconds()
+    found = Future()
+
+    def look():
+        until = perf_counter() + seconds
+        try:
+            wait_for_name(os.environ["MASTER_ADDR"], until)
+            store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+            found.set_result(store)
+        except Exception as error:
+            found.set_exception(error)
+
+    # in a thread, because torch waits for ever if another program answers at this port
+    threading.Thread(target=look, daemon=True).start()
+    words = f"MASTER_ADDR, MASTER_PORT: rank {RANK} does not meet the other ranks at {place}"
+    with blame(words), silent_stderr():
+        try:
+            store = found.result(min(20, seconds + 1))
+        except TimeoutError:
+            others = f"the others, {WORLD_SIZE} in all"
+            print(f"ranks      rank {RANK} waits at {place} for {others}", flush=True)
+            store = found.result(seconds)
+
+    # torchrun's own store survives a restart, so each start uses fresh keys
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    return store
+
+
+def wait_for_name(host, until):
+    """Returns as soon as the host's name is known: a cluster may know it late, and torch would tell
+    of it in a page of C++. socket.gaierror: not at this time, of perf_counter."""
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror:
+            if perf_counter() > until - 1:
+                raise
+            sleep(1)
+
+
+@contextmanager
+def silent_stderr():
+    """Drops what C++ prints to the error stream within its block: pages of frames before it
+    raises."""
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def compute_dtype(name, device):
+    """Name -> torch.dtype; auto is float32 on CPU, else bfloat16."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return getattr(torch, name)
+
+
+def of_all_ranks(mine, group=None):
+    """A list with each rank's object, over `group` (a collective)."""
+    everyones = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, mine, group)
+    return everyones
+
+
+def add_up(*numbers):
+    """Sums over all ranks, in float64 (a collective)."""
+    x = torch.tensor(numbers, dtype=torch.float64)
+    if WORLD_SIZE > 1:
+        dist.all_reduce(x)
+    return x.tolist()
+
+
+class Stop:
+    """Whether Ctrl-C (SIGINT) or SIGTERM has told this run to save its state and to end, see
+    listen."""
+
+    signal = 0  # SIGINT or SIGTERM if the loop is to stop, else 0
+    first = 0  # the first of the two since listen, or 0
+    time = 0.0  # when it came
+    handlers = {}  # signal -> what handled it before
+
+
+def listen():
+    """From here on Ctrl-C and SIGTERM are noted in Stop, for a loop that can save its state. A
+    second Ctrl-C does what the first one did before."""
+    Stop.signal = 0
+    Stop.first = 0
+    for number in (signal.SIGINT, signal.SIGTERM):
+        Stop.handlers.setdefault(number, signal.signal(number, heard))
+
+
+def listen_no_more():
+    """Undoes listen, if it was called: there is nothing left to save."""
+    for number, handler in Stop.handlers.items():
+        signal.signal(number, handler)
+    Stop.handlers.clear()
+
+
+def heard(number, frame):
+    """Handles a signal of listen."""
+    # a second one counts if it is Ctrl-C, or comes after one. torchrun passes Ctrl-C on to ranks
+    # that may have it already, and a second one as SIGTERM; a scheduler may repeat SIGTERM
+    again = Stop.first and perf_counter() - Stop.time > 1
+    if again and signal.SIGINT in (number, Stop.first):
+        Stop.handlers[signal.SIGINT](number, frame)
+    if Stop.first:
+        return
+
+    told(number)
+    if number == signal.SIGINT and RANK == 0:
+        second = "Ctrl-C again ends it at once"
+        line = f"Ctrl-C     the run saves its state and ends within a step; {second}\n"
+        if os.isatty(1):
+            line = "\n" + line  # after ^C, or a bar
+        with suppress(OSError):
+            os.write(1, line.encode())  # print could be within a print
+
+
+def told(number):
+    """Notes in Stop that this rank, or another one, has received the signal."""
+    if not Stop.first:
+        Stop.time = perf_counter()  # before `first`, because a signal may come in between
+        Stop.first = number
+        Stop.signal = number
+
+
+def launch(main):
+    """Runs main(), then exits: 0 on success, 2 on a UserError (one line, no traceback), 1
+    otherwise."""
+    # else ranks outlive a killed torchrun
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
+    # a terminal may lack the letters of a user's rows
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")
+
+    # a mistake of the user is one line, anything else a traceback
+    code = 1
+    message = ""
+    label = f"error on rank {RANK}" if RANK else "error"
+    try:
+        check_environment()
+        main()
+        if dist.is_initialized():
+            dist.barrier()
+        code = 0
+    except UserError as error:
+        code = 2
+        said = "\\n".join(str(error).splitlines())  # a flag or a variable may hold several lines
+        message = f"{label}: {said}\n"
+    except SystemExit as stop:
+        code = stop.code
+    except BaseException:
+        message = traceback.format_exc()
+        for pattern, hint in HINTS.items():
+            if re.search(pattern, message):
+                message += f"{label}: {hint}\n"
+
+    # if rank 0 fails too, torchrun ends this process before it prints the same
+    if code and RANK:
+        sleep(5 if message else 1)
+    with suppress(OSError):  # the streams may be files on a full disk
+        sys.stdout.flush()
+        sys.stderr.write(message)
+        sys.stderr.flush()
+    os._exit(code)  # gloo's threads outlive destroy_process_group and abort about one exit in six
+
+
 # ---- Logs: what the user sees, and what a run leaves ---------------------------------------------
+# Logger is for the loops of all three scripts; progress and progress_of are for any work that takes
+# longer than a few seconds. A JSONL file of ours is replaced whole, and read as far as it goes.
 
 
 class Logger:
-    """Writes metrics.jsonl, TensorBoard and run.json in out_dir, and prints on rank 0. If `folder`,
-    where the run starts, is a checkpoint in out_dir, the files continue, without entries after
-    first_step."""
+    """Writes metrics.jsonl, TensorBoard and run.json in out_dir, and prints on rank 0.
+
+    settings: what run.json says of the run. If `folder`, where the run starts, is a checkpoint in
+    out_dir, the files continue, without entries after first_step."""
 
     def __init__(self, out_dir, settings, first_step, folder):
         self.out_dir = out_dir
@@ -1816,8 +2064,13 @@ class Logger:
         leftovers."""
         for folder in (f"{self.out_dir}/checkpoints", f"{self.out_dir}/rollouts"):
             for path in Path(folder).glob("*.*"):
-                if path.suffix in (".tmp", ".gone"):
-                    rmtree(path) if path.is_dir() else path.unlink()
+                if path.suffix not in (".tmp", ".gone"):
+                    continue
+                if path.is_dir():
+                    rmtree(path)
+                else:
+                    path.unlink()
+
             later = [path for step, path in steps_in(folder) if step > last_step]
             for path in later:
                 os.rename(path, unused_name(path))
@@ -1848,14 +2101,12 @@ class Logger:
         if "critic/values_mean" not in metrics:  # no row had an action
             return
         if not isfinite(metrics["critic/values_mean"]):
-            raise UserError(
-                f"the critic's values are not finite: take an earlier checkpoint and a lower {lr}"
-            )
+            fix = f"take an earlier checkpoint and a lower {lr}"
+            raise UserError(f"the critic's values are not finite: {fix}")
         self.skipped = self.skipped + 1 if isnan(metrics["critic/grad_norm"]) else 0
         if self.skipped == 10:
-            raise UserError(
-                f"10 updates in a row were skipped: gradients are not finite; use a lower {lr}"
-            )
+            fault = "gradients are not finite"
+            raise UserError(f"10 updates in a row were skipped: {fault}; use a lower {lr}")
 
     def log(self, step, metrics):
         """Metrics: name -> number; logs null if it is not finite."""
@@ -1869,16 +2120,18 @@ class Logger:
         self.board.flush()  # otherwise it buffers for two minutes
 
     def log_update(self, step, steps, m):
-        """Logs an update of the critic and prints one aligned line."""
+        """Logs an update of the critic and prints one aligned line. m: its metrics."""
         self.updates += 1
         m["perf/time_step"] = (perf_counter() - self.start) / self.updates
         self.log(step, m)
         left = time_left(m["perf/time_step"], steps - step)
+        mfu = number(100 * m["perf/mfu"], ".1f")
         print0(
             f"step {step:>{len(str(steps))}}/{steps}  loss {number(m['critic/vf_loss'], '.4f')}"
             f"  explained var {explained_number(m['critic/explained_var']):>6}"
-            f"  |g| {number(m['critic/grad_norm'], '.3g'):>7}  lr {number(m['critic/lr'], '.1e')}"
-            f"  {m['perf/tokens_per_second']:>7,.0f} tok/s  mfu {number(100 * m['perf/mfu'], '.1f')} %"
+            f"  |g| {number(m['critic/grad_norm'], '.3g'):>7}"
+            f"  lr {number(m['critic/lr'], '.1e')}"
+            f"  {m['perf/tokens_per_second']:>7,.0f} tok/s  mfu {mfu} %"
             f"  {number(m['perf/peak_memory_gib'], '.1f')} GiB  eta {left}"
             f"  skipped {m['critic/skipped_steps']:.0f}"
         )
@@ -1894,17 +2147,18 @@ class Logger:
             f"   loss {m['eval/vf_loss']:.4f} (best constant {m['eval/constant_loss']:.4f})"
             f"   AUC of the last value {number(m['eval/auc'], '.3f')}"
             f"\n  best of n {number(m['eval/best_of_n'], '.3f')},"
-            f" mean {number(m['eval/mean_of_n'], '.3f')}, oracle {number(m['eval/oracle_of_n'], '.3f')}"
+            f" mean {number(m['eval/mean_of_n'], '.3f')},"
+            f" oracle {number(m['eval/oracle_of_n'], '.3f')}"
         )
 
 
 def time_left(seconds, steps):
-    """Seconds: of one step; a timedelta has an upper bound."""
-    return timedelta(seconds=round(min(seconds * steps, 1e12)))
+    """How long this many steps take, as a timedelta. seconds: of one step."""
+    return timedelta(seconds=round(min(seconds * steps, 1e12)))  # it has an upper bound
 
 
 def number(x, form):
-    """X in the given format, or -- for NaN; z: what rounds to 0 has no sign."""
+    """X in the given format, or -- for NaN; what rounds to 0 has no sign."""
     return "--" if isnan(x) else format(x, f"z{form}")
 
 
@@ -1917,7 +2171,8 @@ def happened(row, last_step):
     """Whether a row of metrics.jsonl is from before a run that goes on after last_step: an
     evaluation at this step will be made again, but its update will not."""
     step = row.get("step", inf)
-    return step < last_step or (step == last_step and "perf/time_step" in row)
+    is_update = "perf/time_step" in row
+    return step < last_step or (step == last_step and is_update)
 
 
 def read_lines(path):
@@ -1930,7 +2185,7 @@ def read_lines(path):
 
 
 def as_json(state, indent=None):
-    """JSON has no NaN and no infinity: it gets null in their place."""
+    """The JSON text of plain data. It has no NaN and no infinity: they are null."""
     plain = to_jsonable_python(state, inf_nan_mode="null", fallback=str)
     return json.dumps(plain, allow_nan=False, indent=indent)
 
@@ -1950,17 +2205,16 @@ def write_json(path, state):
         Path(path).write_text(as_json(state, indent=1))
 
 
-# seconds between the lines that tell how far long work is, where there is no terminal
-LINE_EVERY = 60.0
+LINE_EVERY = 60.0  # seconds between lines that tell how far work is, where there is no terminal
 
 
 def progress_of(total, what, unit):
-    """-> done(n), to be called after n of `total` units of work, or a fraction of one. In a
-    terminal rank 0 shows a bar if the work takes longer than three seconds, until the caller drops
-    `done`. Elsewhere it prints a line a minute."""
-    bar = tqdm(
-        total=total, desc=what, unit=f" {unit}", delay=3, leave=False, disable=RANK > 0 or None
-    )
+    """-> done(n), to be called after n of `total` units of work, or a fraction of one.
+
+    In a terminal rank 0 shows a bar if the work takes longer than three seconds, until the caller
+    drops `done`. Elsewhere it prints a line a minute."""
+    off = True if RANK else None  # None: on in a terminal
+    bar = tqdm(total=total, desc=what, unit=f" {unit}", delay=3, leave=False, disable=off)
     start = perf_counter()
     printed = start
     finished = 0.0
@@ -1988,7 +2242,9 @@ def progress(items, what, unit):
         done()
 
 
-# ---- Checkpoints: folders that are complete or absent --------------------------------------------
+# ---- Folders that are complete or absent ---------------------------------------------------------
+# Checkpoints and exports are written under another name, checked, flushed and renamed. claim makes
+# the run's folder, which all ranks must see and no other run may use.
 
 MANIFEST = "manifest.json"  # in a complete folder: file name -> SHA-256
 
@@ -1997,45 +2253,65 @@ MANIFEST = "manifest.json"  # in a complete folder: file name -> SHA-256
 def published(folder, group=None, keep=None):
     """`with published(folder) as tmp:` all ranks write into tmp, which becomes the folder; a crash
     leaves the old or the new one complete (a collective of `group`). keep: how many of the last
-    step_N stay."""
+    step_N stay.
+
+    UserError: the folder holds something else, or a rank does not see the files of all."""
     if torch.cuda.is_available():
         torch.cuda.set_device(LOCAL_RANK)  # a new thread starts on device 0
     if exists(folder) and os.listdir(folder) and not exists(f"{folder}/{MANIFEST}"):
-        raise UserError(
-            f"--out-dir: {folder} holds something else, which we do not overwrite; move it"
-        )
+        fix = "which we do not overwrite; move it"
+        raise UserError(f"--out-dir: {folder} holds something else, {fix}")
+
+    # an empty folder next to it
     folder = realpath(folder)  # without a slash at its end, and where a link leads
     tmp = f"{folder}.tmp"
     if RANK == 0:
         rmtree(tmp, ignore_errors=True)
         os.makedirs(tmp)
     dist.barrier(group)
+
     yield tmp
+
+    # once all have written, it takes the folder's name
     dist.barrier(group)
-    # or only ours
-    found = {str(path.relative_to(tmp)) for path in Path(tmp).rglob("*") if path.is_file()}
-    names = sorted(set().union(*of_all_ranks(found, group)))
-    sums = {name: checksum(f"{tmp}/{name}") for name in names[RANK::WORLD_SIZE]}
-    seen = None not in sums.values() and all(exists(f"{tmp}/{name}") for name in names)
-    parts = of_all_ranks(sums if seen else None, group)
-    if None in parts:
-        raise UserError(
-            f"--out-dir: rank {parts.index(None)} does not see all of {tmp}; use shared storage"
-        )
-    write_json(f"{tmp}/{MANIFEST}", dict(collections.ChainMap(*parts)))
+    sums = checksums_of_all_ranks(tmp, group)
     if RANK == 0:
+        write_json(f"{tmp}/{MANIFEST}", sums)
         for path in (*Path(tmp).rglob("*"), tmp):
             flush_to_disk(path)
-        remove(f"{folder}.was")
-        if exists(folder):  # between the two renames the old folder is complete as .was
-            os.rename(folder, f"{folder}.was")
-        os.rename(tmp, folder)
-        parent = dirname(folder)
-        flush_to_disk(parent)
-        remove(f"{folder}.was")
-        for _, path in steps_in(parent)[keep:] if keep else ():
-            remove(path)
+        swap(tmp, folder)
+
+        if keep:
+            for _, path in steps_in(dirname(folder))[keep:]:
+                remove(path)
     dist.barrier(group)
+
+
+def checksums_of_all_ranks(tmp, group):
+    """File name -> checksum of all files that any rank has written into tmp (a collective).
+    UserError: a rank does not see one of them, or cannot read it."""
+    found = {str(path.relative_to(tmp)) for path in Path(tmp).rglob("*") if path.is_file()}
+    names = sorted(set().union(*of_all_ranks(found, group)))
+
+    # each rank reads its share of the files
+    sums = {name: checksum(f"{tmp}/{name}") for name in names[RANK::WORLD_SIZE]}
+    is_blind = None in sums.values() or not all(exists(f"{tmp}/{name}") for name in names)
+    blind = of_all_ranks(is_blind, group)
+    if any(blind):
+        raise UserError(
+            f"--out-dir: rank {blind.index(True)} does not see all of {tmp}; use shared storage"
+        )
+    return dict(collections.ChainMap(*of_all_ranks(sums, group)))
+
+
+def swap(tmp, folder):
+    """Gives tmp the folder's name. Between the two renames the old folder is complete as .was."""
+    remove(f"{folder}.was")
+    if exists(folder):
+        os.rename(folder, f"{folder}.was")
+    os.rename(tmp, folder)
+    flush_to_disk(dirname(folder))
+    remove(f"{folder}.was")
 
 
 def unused_name(path):
@@ -2063,6 +2339,7 @@ def checksum(path):
 
 
 def flush_to_disk(path):
+    """Returns once a file's content, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -2078,17 +2355,19 @@ def verify(folder):
         names = [name for name in sums if f"{root}/{name}".startswith(str(folder))]
         if not names or len(set(manifests)) > 1:
             raise ValueError("it names none of these files, or differs between ranks")
+
+    # each rank reads its share of the files
     damaged = [name for name in names[RANK::WORLD_SIZE] if checksum(f"{root}/{name}") != sums[name]]
-    if damaged := sum(of_all_ranks(damaged), []):
-        raise UserError(
-            f"--resume {folder}: damaged, {damaged[0]} is missing or changed; use an earlier one"
-        )
+    damaged = list(itertools.chain(*of_all_ranks(damaged)))
+    if damaged:
+        fault = f"damaged, {damaged[0]} is missing or changed; use an earlier one"
+        raise UserError(f"--resume {folder}: {fault}")
 
 
 def claim(out_dir):
     """Creates out_dir and locks it -> the lock, an open file that the caller keeps, or None (a
-    collective).
-    UserError: out_dir cannot be written, a rank does not see it, or another run is using it."""
+    collective). UserError: out_dir cannot be written, a rank does not see it, or another run is
+    using it."""
     lock = None
     fault = ""
     if RANK == 0:
@@ -2136,9 +2415,8 @@ def locked(out_dir):
                 continue
             file.seek(0)
             owner = file.read(200) or "another process"
-            raise UserError(
-                f"--out-dir {out_dir}: another run, {owner}, is writing there; give another folder or end it"
-            ) from None
+            fault = f"another run, {owner}, is writing there; give another folder or end it"
+            raise UserError(f"--out-dir {out_dir}: {fault}") from None
         except OSError as error:
             print0(f"lock       none in {out_dir} ({error.strerror}), so start no second run there")
             return None
@@ -2151,62 +2429,51 @@ def locked(out_dir):
 
 def steps_in(folder):
     """[(step, path)] of each step_N and step_N.jsonl in a folder, latest first."""
-    found = [
-        re.fullmatch(r"step_(\d+)(\.jsonl)?", path.name) for path in Path(folder).glob("step_*")
-    ]
+    paths = Path(folder).glob("step_*")
+    found = [re.fullmatch(r"step_(\d+)(\.jsonl)?", path.name) for path in paths]
     steps = [(int(match[1]), f"{folder}/{match[0]}") for match in found if match]
     return sorted(steps, reverse=True)
 
 
+NOT_SHAPE = (  # fields of a config that may differ between two runs of one model
+    "transformers_version",
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "use_cache",
+    "initializer_range",
+)
+
+
 def shape_of(model_config, more):
-    """What two runs must have in common for one to resume the other, as plain JSON: config and
-    `more`."""
+    """What two runs must have in common for one to resume the other, as plain JSON: the fields of a
+    transformers config, and `more`."""
     # transformers' own JSON, in which an infinity is {"__float__": "Infinity"}
     fields = json.loads(model_config.to_json_string(use_diff=False)) | more
-    for key in ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache",
-                "initializer_range"):  # fmt: skip
-        fields.pop(key, None)
+    fields = {key: x for key, x in fields.items() if key not in NOT_SHAPE}
     return json.loads(json.dumps(fields))
 
 
-# ---- Model folders, tiny models and the toy task: everything runs without the hub ----------------
+# ---- Model folders: Hugging Face models, for actor and critic ------------------------------------
+# Configs, tokenizers, weights and value heads as transformers and other trainers store them. All
+# scripts read configs and heads here; load_model, transformer_blocks and send_weights, at the end,
+# are for models on FSDP, so critic_megatron.py does without them.
 
 
 def load_config(config):
     """(tokenizer or None, transformers config) of config.model, with --override-config and dropout
-    off."""
-    to = config.prefix
-    model = config.model
-    with blame(f"{to}model {model}: no model there; presets are {', '.join(TINY)}"):
-        if model in TINY:
-            torch.set_num_threads(cpu_threads())  # more would only wait for each other
-            tokenizer = load_tokenizer(config)
-            fields = tiny_config(model, len(tokenizer or char_tokenizer(model)))
-        elif model.startswith("tiny-"):  # so the hub, which may be out of reach, need not be asked
-            raise UserError("it is none of them")
-        else:
-            if isdir(model):
-                refuse_adapter(config)
-            fields = config_of(model)
-            if not isdir(model):  # later, because a hub that is out of reach is asked for long
-                refuse_adapter(config)
-            tokenizer = load_tokenizer(config)
+    off. UserError names the flag: there is no model, or none that can be built."""
+    flag = f"{config.prefix}model {config.model}"
+    with blame(f"{flag}: no model there; presets are {', '.join(TINY)}"):
+        tokenizer, fields = stored_config(config)
         kind = type(AutoConfig.for_model(**fields))
 
-    # merge --override-config into the fields
-    text = config.override_config
-    overrides = json_object(f"{to}override-config", text)
-    windows = {"num_hidden_layers", "sliding_window", "use_sliding_window", "max_window_layers"}
-    if windows & overrides.keys():
-        fields.pop("layer_types", None)  # lets the config derive them again
-    for key, value in overrides.items():
-        if key == "model_type" or not (key in fields or hasattr(kind(), key)):
-            raise UserError(f"{to}override-config: {kind.__name__} has no {key!r} to override")
-        nested = isinstance(value, dict) and isinstance(fields.get(key), dict)
-        fields[kind.attribute_map.get(key, key)] = fields[key] | value if nested else value
+    overrides = json_object(f"{config.prefix}override-config", config.override_config)
+    if overrides:
+        flag = f"{config.prefix}override-config {config.override_config}"
+        fields = overridden(fields, overrides, kind, config)
 
-    name = f"{to}override-config {text}" if overrides else f"{to}model {model}"
-    with blame(f"{name}: is no config that {kind.__name__} takes"):
+    with blame(f"{flag}: is no config that {kind.__name__} takes"):
         model_config = kind.from_dict(fields)
         if model_config.is_encoder_decoder:
             raise ValueError("an encoder-decoder writes no rows of prompt and response")
@@ -2215,10 +2482,40 @@ def load_config(config):
         as_exported = copy.deepcopy(model_config)
         as_exported._attn_implementation = "sdpa"
         as_exported.validate()
-    if mistake := mistake_in_sizes(model_config.get_text_config()):
-        raise UserError(f"{name}: {mistake}")
+
+    mistake = mistake_in_sizes(model_config.get_text_config())
+    if mistake:
+        raise UserError(f"{flag}: {mistake}")
     disable_dropout(model_config)
     return tokenizer, model_config
+
+
+def stored_config(config):
+    """(tokenizer or None, fields of config.json) of a preset, a folder or a name on the hub."""
+    model = config.model
+    if model in TINY:
+        torch.set_num_threads(cpu_threads())  # more would only wait for each other
+        tokenizer = load_tokenizer(config)
+        return tokenizer, tiny_config(model, len(tokenizer or char_tokenizer(model)))
+    if model.startswith("tiny-"):  # so the hub, which may be out of reach, need not be asked
+        raise UserError("it is none of them")
+
+    # a name on the hub comes later, because a hub that is out of reach is asked for long
+    if isdir(model):
+        refuse_adapter(config)
+    fields = config_of(model)
+    if not isdir(model):
+        refuse_adapter(config)
+    return load_tokenizer(config), fields
+
+
+def config_of(model):
+    """The config of a model's folder or of either critic's checkpoint, as a dict."""
+    if exists(f"{model}/trainer.json"):
+        note, _ = transformers.PreTrainedConfig.get_config_dict(f"{model}/trainer.json")
+        return note["shape"]
+    fields, _ = transformers.PreTrainedConfig.get_config_dict(model)
+    return fields
 
 
 def refuse_adapter(config):
@@ -2228,25 +2525,27 @@ def refuse_adapter(config):
     if adapter:
         base = json.loads(Path(adapter).read_text()).get("base_model_name_or_path")
         raise UserError(
-            f"{config.prefix}model {config.model}: holds a LoRA adapter of {base}; merge it first (peft's"
-            " merge_and_unload, save_pretrained) and give the merged folder, without adapter_config.json"
+            f"{config.prefix}model {config.model}: holds a LoRA adapter of {base}; merge it first"
+            " (peft's merge_and_unload, save_pretrained) and give the merged folder, without"
+            " adapter_config.json"
         )
 
 
 def load_tokenizer(config):
     """The tokenizer of --tokenizer or of the model, or None with a line that says so."""
-    to = config.prefix
+    flag = f"{config.prefix}tokenizer"
     name = config.tokenizer or config.model
     if name in TINY:
         return char_tokenizer(name)
 
+    # a model may do without, but what the user names must load, and so must what is stored
     reader = AutoTokenizer
     guard = suppress(Exception)
     if config.tokenizer:
-        guard = blame(f"{to}tokenizer {name}: no tokenizer there")
+        guard = blame(f"{flag} {name}: no tokenizer there")
     if exists(f"{name}/tokenizer.json"):  # as stored; AutoTokenizer would use Qwen2's own rules
         reader = PreTrainedTokenizerFast
-        guard = blame(f"{to}tokenizer: that of {name} does not load; mend it or give another")
+        guard = blame(f"{flag}: that of {name} does not load; mend it or give another")
     tokenizer = None
     with guard:
         tokenizer = reader.from_pretrained(name)
@@ -2258,54 +2557,60 @@ def load_tokenizer(config):
     return tokenizer
 
 
-def json_object(flag, text):
-    """The dict of a flag's JSON text. UserError: it is something else."""
-    with blame(f"{flag} {text}: must be a JSON object"):
-        found = json.loads(text)
-        if not isinstance(found, dict):
-            raise ValueError(f"it is a {type(found).__name__}")
-    return found
+def overridden(fields, overrides, kind, config):
+    """Fields of config.json with those of --override-config; kind: its class of transformers.
+    UserError: it has no such field."""
+    fields = dict(fields)
+    windows = {"num_hidden_layers", "sliding_window", "use_sliding_window", "max_window_layers"}
+    if windows & overrides.keys():
+        fields.pop("layer_types", None)  # lets the config derive them again
+    for key, value in overrides.items():
+        if key == "model_type" or not (key in fields or hasattr(kind(), key)):
+            flag = f"{config.prefix}override-config"
+            raise UserError(f"{flag}: {kind.__name__} has no {key!r} to override")
+        if isinstance(value, dict) and isinstance(fields.get(key), dict):
+            value = fields[key] | value
+        fields[kind.attribute_map.get(key, key)] = value
+    return fields
+
+
+MOST = {  # the largest sizes of a model that we try to build
+    "vocab_size": 2**24,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**14,
+    "max_position_embeddings": 2**31,
+}
 
 
 def mistake_in_sizes(text):
     """What is impossible in the transformers config of a decoder, or None: it would fail only
     later."""
-    most = {
-        "vocab_size": 2**24,
-        "hidden_size": 2**18,
-        "intermediate_size": 2**20,
-        "num_hidden_layers": 2**10,
-        "num_attention_heads": 2**12,
-        "num_key_value_heads": 2**12,
-        "head_dim": 2**14,
-        "max_position_embeddings": 2**31,
-    }
-    found = dict.fromkeys(most)
-    for name in most:
+    found = dict.fromkeys(MOST)
+    for name in MOST:
         with suppress(Exception):  # some models lack it, others have one for each layer
             found[name] = getattr(text, name)
     for name, x in found.items():
-        if isinstance(x, int) and not 0 < x <= most[name]:
-            return f"{name} is {x}; it must be from 1 to {most[name]:,}"
+        if isinstance(x, int) and not 0 < x <= MOST[name]:
+            return f"{name} is {x}; it must be from 1 to {MOST[name]:,}"
 
+    # heads share keys and values evenly, and the hidden features
     heads = found["num_attention_heads"]
     groups = found["num_key_value_heads"]
+    size = found["hidden_size"]
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         return f"num_attention_heads is {heads}, which num_key_value_heads, {groups}, must divide"
-    if isinstance(heads, int) and found["head_dim"] is None and found["hidden_size"] % heads:
-        return f"hidden_size is {found['hidden_size']}, which num_attention_heads, {heads}, must divide"
+    if isinstance(heads, int) and found["head_dim"] is None and size % heads:
+        return f"hidden_size is {size}, which num_attention_heads, {heads}, must divide"
 
     pad = getattr(text, "pad_token_id", None)
-    if isinstance(pad, int) and not -found["vocab_size"] <= pad < found["vocab_size"]:
-        return f"pad_token_id is {pad}, outside the vocabulary of {found['vocab_size']}; set it to null"
+    words = found["vocab_size"]
+    if isinstance(pad, int) and not -words <= pad < words:
+        return f"pad_token_id is {pad}, outside the vocabulary of {words}; set it to null"
     return None
-
-
-def config_of(model):
-    """The config of a model's folder or of either critic's checkpoint, as a dict."""
-    if exists(f"{model}/trainer.json"):
-        return transformers.PreTrainedConfig.get_config_dict(f"{model}/trainer.json")[0]["shape"]
-    return transformers.PreTrainedConfig.get_config_dict(model)[0]
 
 
 def disable_dropout(model_config):
@@ -2332,8 +2637,9 @@ def check_length(length, row, model_config):
     text = model_config.get_text_config()
     limit = "max_position_embeddings"
     most = getattr(text, limit, None) or inf
-    rope = getattr(text, "rope_parameters", None) or {}
+
     # a longer row would change the angles of all rows around it
+    rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         limit = "original_max_position_embeddings"
         most = rope[limit]
@@ -2341,8 +2647,13 @@ def check_length(length, row, model_config):
         raise UserError(f"{row}: {length} tokens, more than the model's {limit}, {most}")
 
 
-HEAD_FILES = [
-    f"{name}.{end}" for end in ("safetensors", "bin", "pt") for name in ("value_head", "v_head")
+HEAD_FILES = [  # a value head in a file of its own, the first that is there
+    "value_head.safetensors",
+    "v_head.safetensors",
+    "value_head.bin",
+    "v_head.bin",
+    "value_head.pt",
+    "v_head.pt",
 ]
 
 
@@ -2358,120 +2669,101 @@ def local_folder(name):
 
 def open_weights(folder):
     """(name -> shape of each weight in a model's folder or a checkpoint, function that reads one).
+
     Opens the files that transformers would, and a value head's own; no other pickle, such as
-    training_args.bin, is ever opened."""
-    # a weight of a checkpoint may be in pieces, in the files of several ranks
+    training_args.bin, is ever opened. UserError names a file that does not load."""
     if exists(f"{folder}/trainer.json"):
-        reader = HuggingFaceStorageReader(folder)
-        metadata = reader.read_metadata()
-        reader.read_metadata = lambda: metadata  # else each read opens every file
-        stored = metadata.state_dict_metadata
+        return open_checkpoint_weights(folder)
 
-        def read(name):
-            tensors = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype)}
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
-            return tensors[name]
+    # the files are mapped into memory, so only what is used is read
+    tensors = {}
+    for file in weight_files(folder):
+        tensors |= tensors_in(folder, file)
 
-        return {name: x.size for name, x in stored.items()}, read
+    # a head in a file of its own, as from LLaMA-Factory and export_hf, goes before one of that name
+    own = [name for name in HEAD_FILES if exists(f"{folder}/{name}")]
+    for file in own[:1]:
+        head = tensors_in(folder, file)
+        if not head:
+            raise UserError(f"{file} holds no tensors by name")
+        for name, x in head.items():
+            tensors[name if re.search(HEAD, name) else f"value_head.{name}"] = x
+    return {name: x.shape for name, x in tensors.items()}, tensors.__getitem__
 
-    # in the order of transformers: safetensors first, and one file before those that an index names
+
+def open_checkpoint_weights(folder):
+    """open_weights of either critic's checkpoint, where a weight may be in pieces, in the files of
+    several ranks."""
+    reader = HuggingFaceStorageReader(folder)
+    metadata = reader.read_metadata()
+    reader.read_metadata = lambda: metadata  # else each read opens every file
+    stored = metadata.state_dict_metadata
+
+    def read(name):
+        tensors = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype)}
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        return tensors[name]
+
+    return {name: x.size for name, x in stored.items()}, read
+
+
+def weight_files(folder):
+    """Names of the files with a model's weights, in the order of transformers: safetensors first,
+    and one file before those that an index names."""
     kinds = ("model.safetensors", "pytorch_model.bin")
     models = [f"{kind}{end}" for kind in kinds for end in ("", ".index.json")]
     there = [name for name in models if exists(f"{folder}/{name}")]
     if not there:
         raise UserError(f"it has none of {', '.join(models)}")
-    files = there[:1]
-    if files[0].endswith(".json"):
-        index = json.loads(Path(folder, files[0]).read_text())
-        files = sorted(set(index["weight_map"].values()))
-
-    # a head in a file of its own, as from LLaMA-Factory and export_hf, goes before one of that name
-    own = [name for name in HEAD_FILES if exists(f"{folder}/{name}")][:1]
-
-    # the files are mapped into memory, so only what is used is read
-    tensors = {}
-    for file in files + own:
-        try:
-            found = load_state_dict(f"{folder}/{file}", weights_only=True)
-            found = {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
-        except Exception as error:  # its text may advise to load pickles without this care
-            kind = type(error).__name__
-            raise UserError(f"{file} is absent, cut or holds more than tensors: {kind}") from None
-        if file in own:
-            if not found:
-                raise UserError(f"{file} holds no tensors by name")
-            found = {
-                name if re.search(HEAD, name) else f"value_head.{name}": x
-                for name, x in found.items()
-            }
-        tensors |= found
-    return {name: x.shape for name, x in tensors.items()}, tensors.__getitem__
+    if not there[0].endswith(".json"):
+        return there[:1]
+    index = json.loads(Path(folder, there[0]).read_text())
+    return sorted(set(index["weight_map"].values()))
 
 
-def load_model(kind, config, model_config, seed):
-    """(float32 model of this AutoModel class on the host, text on where its weights come from)."""
-    name = config.model
-    flag = f"{config.prefix}model {name}"
-    torch.manual_seed(seed)
-    with blame(f"{flag}: its weights do not load"):
-        if name in TINY:
-            return kind.from_config(
-                model_config, dtype=torch.float32
-            ), f"random weights (seed {seed})"
-        folder = local_folder(name)
-        open_weights(folder)  # names a file that does not load, where transformers would not
-        model, info = kind.from_pretrained(
-            folder, config=model_config, output_loading_info=True, dtype=torch.float32
-        )
-    if absent := sorted(info["missing_keys"]):  # transformers itself raises on a wrong shape
-        raise UserError(
-            f"{flag}: {len(absent)} weights are not in the checkpoint, e.g. {absent[0]}"
-        )
-    return model, f"{type(model).__name__} from {name} (no optimizer state)"
+def tensors_in(folder, file):
+    """name -> tensor of a file of weights. UserError: it does not load without running code."""
+    try:
+        found = load_state_dict(f"{folder}/{file}", weights_only=True)
+        return {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
+    except Exception as error:  # its text may advise to load pickles without this care
+        kind = type(error).__name__
+        raise UserError(f"{file} is absent, cut or holds more than tensors: {kind}") from None
 
 
-def transformer_blocks(model):
-    """The layers to shard one by one: those in transformers' _no_split_modules."""
-    names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
-    return [m for m in model.modules() if type(m).__name__ in names]
-
-
-def send_weights(model, source):
-    """Fills a model spread over all ranks from `source`: the whole model on rank 0's host, else
-    None."""
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, source.state_dict() if source else {}, options=options)
-    # state dicts lack rotary tables
-    for buffer, x in zip(model.buffers(), (source or model).buffers()):
-        buffer.copy_(x)
-        dist.broadcast(buffer, 0)
-
-
-def move_state(optimizer, device):
-    """Moves the state of a torch optimizer, and frees cached device memory."""
-    for state in optimizer.state.values():
-        for name, x in state.items():
-            if name != "step":  # a scalar, which stays where it is
-                state[name] = x.to(device, non_blocking=True)
-    if torch.cuda.is_available():
-        # once for all: copies to pinned host memory are complete only after this
-        torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+def configure_head(model_config, config, value_range):
+    """Records the value head in a transformers config: num_labels outputs, over value_range or
+    None. UserError: the head needs a range."""
+    stored = getattr(model_config, "value_range", None)
+    model_config.num_labels = 51 if config.value_head == "hl_gauss" else 1  # bins
+    model_config.value_range = None
+    model_config.classifier_dropout = 0.0
+    model_config.dtype = torch.float32
+    if config.value_head != "scalar":
+        model_config.value_range = config.value_range or stored or value_range
+        if not model_config.value_range:
+            needs = "this head needs it: LOW and HIGH of the returns, with a margin"
+            raise UserError(f"{config.prefix}value-range: {needs}")
 
 
 def init_value_head(score, config, model_config):
-    """Initializes the head, an nn.Linear, by --value-head-init -> words on where it comes from."""
+    """Initializes the head, an nn.Linear, by --value-head-init -> words on where it comes from.
+    UserError: the model has no head that fits."""
     nn.init.zeros_(score.weight)
     nn.init.zeros_(score.bias)
     if config.value_head_init in ("zero", "mean"):
         return f"value head {config.value_head_init}"
+
+    # a trained one, if the model has it
     if config.model not in TINY and config.value_head_init != "normal":
-        if name := load_value_head(score, config, model_config.value_range):
+        name = load_value_head(score, config, model_config.value_range)
+        if name:
             return f"value head from its {name}"
     if config.value_head_init == "checkpoint":
         kind = f"for {config.prefix}value-head {config.value_head}"
         name = f"{config.prefix}model {config.model}"
         raise UserError(f"{name}: holds no trained value head {kind}; give one that does")
+
     std = 1 / sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
     nn.init.normal_(score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
     return f"value head new, normal(0, {std:.3f})"
@@ -2479,8 +2771,8 @@ def init_value_head(score, config, model_config):
 
 # words in the name of a value head; then those in names of vocabularies, towers and optimizers
 HEAD = (
-    r"(^|[._])((v|value|reward|rm|score)?heads?|score[rs]?|classif\w*|regress\w*|rewards?|critic|value|rm)"
-    r"([._]|$)"
+    r"(^|[._])((v|value|reward|rm|score)?heads?|score[rs]?|classif\w*|regress\w*|rewards?|critic"
+    r"|value|rm)([._]|$)"
 )
 NO_HEAD = (
     r"(^|[._])(m?lm_head|hc_head|generation|code[cb]|mtp|medusa|eagle|vi[st]|image|img|audio"
@@ -2492,22 +2784,18 @@ def load_value_head(score, config, value_range):
     """Copies the value head of a model's folder, whatever its name, to `score` -> its name, or None
     without one. UserError if it does not fit: only --value-head-init replaces a head."""
     to = config.prefix
-    model = config.model
-    folder = local_folder(model)
+    flag = f"{to}model {config.model}"
+    folder = local_folder(config.model)
     stored = config_of(folder).get("value_range")
     if stored and stored != (value_range and list(value_range)):
-        raise UserError(
-            f"{to}value-head: {model} has another; give that one, or {to}value-head-init normal"
-        )
+        fix = f"give that one, or {to}value-head-init normal"
+        raise UserError(f"{to}value-head: {config.model} has another; {fix}")
     if value_range and not stored:  # --value-head asks for a head that this folder cannot have
         return None
 
-    # layers have parts of the same names, so only what comes before a number tells
-    with blame(f"{to}model {model}: its weights do not load"):
+    with blame(f"{flag}: its weights do not load"):
         shapes, read = open_weights(folder)
-    paths = {name: re.split(r"\.\d+(?=\.|$)", name)[0] for name in shapes}
-    found = [name for name, path in paths.items() if re.search(HEAD, path)]
-    found = [name for name in found if not re.search(NO_HEAD, paths[name])]
+    found = names_of_head(shapes)
     if not found:
         return None
 
@@ -2516,39 +2804,84 @@ def load_value_head(score, config, value_range):
     ours = {weight: score.weight, f"{weight.removesuffix('weight')}bias": score.bias}
     if any(name not in ours or shapes[name].numel() != ours[name].numel() for name in found):
         shown = ", ".join(f"{name} {list(shapes[name])}" for name in sorted(found))
+        needed = f"one layer of {score.weight.numel()} weights"
         fix = "give a model whose head is"
         if config.value_head_init == "auto":
             fix = f"{to}value-head-init normal starts a new head"
-        needed = f"one layer of {score.weight.numel()} weights"
-        raise UserError(f"{to}model {model}: its head, {shown:.200}, is not {needed}; {fix}")
+        raise UserError(f"{flag}: its head, {shown:.200}, is not {needed}; {fix}")
+
     for name in found:
         ours[name].data.copy_(read(name).reshape(ours[name].shape))
         if not ours[name].isfinite().all():
-            raise UserError(
-                f"{to}model {model}: its head, {name}, is not finite; its training has diverged"
-            )
+            fault = "is not finite; its training has diverged"
+            raise UserError(f"{flag}: its head, {name}, {fault}")
     return weight
 
 
-def configure_head(model_config, config, value_range):
-    """Records the value head in a transformers config: num_labels outputs, over value_range or
-    None."""
-    stored = getattr(model_config, "value_range", None)
-    model_config.num_labels = 51 if config.value_head == "hl_gauss" else 1  # bins
-    model_config.value_range = None
-    model_config.classifier_dropout = 0.0
-    model_config.dtype = torch.float32
-    if config.value_head != "scalar":
-        model_config.value_range = config.value_range or stored or value_range
-        if not model_config.value_range:
-            raise UserError(
-                f"{config.prefix}value-range: this head needs it: LOW and HIGH of the returns, with a margin"
-            )
+def names_of_head(names):
+    """Those weights of a model that belong to a value head, by their names."""
+    found = []
+    for name in names:
+        stem = re.split(r"\.\d+(?=\.|$)", name)[0]  # a layer's parts may be called like a head
+        if re.search(HEAD, stem) and not re.search(NO_HEAD, stem):
+            found.append(name)
+    return found
 
 
-TOWER = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14,
-         "out_hidden_size": 64}  # fmt: skip
-TINY = {  # real architectures, random weights: what each adds to tiny_config, or its vision tower
+def load_model(kind, config, model_config, seed):
+    """(float32 model of this AutoModel class on the host, words on where its weights come from).
+    UserError: its weights do not load, or some are missing."""
+    name = config.model
+    flag = f"{config.prefix}model {name}"
+    torch.manual_seed(seed)
+    with blame(f"{flag}: its weights do not load"):
+        if name in TINY:
+            model = kind.from_config(model_config, dtype=torch.float32)
+            return model, f"random weights (seed {seed})"
+        folder = local_folder(name)
+        open_weights(folder)  # names a file that does not load, where transformers would not
+        model, info = kind.from_pretrained(
+            folder, config=model_config, output_loading_info=True, dtype=torch.float32
+        )
+
+    absent = sorted(info["missing_keys"])  # transformers itself raises on a wrong shape
+    if absent:
+        fault = f"{len(absent)} weights are not in the checkpoint, e.g. {absent[0]}"
+        raise UserError(f"{flag}: {fault}")
+    return model, f"{type(model).__name__} from {name} (no optimizer state)"
+
+
+def transformer_blocks(model):
+    """The layers to shard one by one: those in transformers' _no_split_modules."""
+    names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
+    return [m for m in model.modules() if type(m).__name__ in names]
+
+
+def send_weights(model, source):
+    """Fills a model spread over all ranks from `source`, the whole model on rank 0's host and None
+    on the others (a collective)."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, source.state_dict() if source else {}, options=options)
+
+    # state dicts lack rotary tables
+    for buffer, x in zip(model.buffers(), (source or model).buffers()):
+        buffer.copy_(x)
+        dist.broadcast(buffer, 0)
+
+
+# ---- A model and a task that need no download ----------------------------------------------------
+# Every script starts with these when it is given nothing else, and the tests use little more: real
+# architectures with random weights, a tokenizer of single characters, and sums of two numbers.
+
+TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 14,
+    "out_hidden_size": 64,
+}
+TINY = {  # preset -> what it adds to tiny_config, or its vision tower
     "tiny-qwen2": {},
     "tiny-qwen3": {},
     "tiny-llama": {},
@@ -2569,21 +2902,29 @@ def tiny_config(name, vocab_size):
     text = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
     if kind != "gpt2":  # GPT-2 names these differently
         text |= {
-            "hidden_size": 64, "intermediate_size": 192,
-            "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "head_dim": 16,
-            "max_position_embeddings": 8192, "pad_token_id": None
-        }  # fmt: skip
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 8192,
+            "pad_token_id": None,
+        }
     if not kind.endswith("vl"):
         return {"model_type": kind, **text, **TINY[name]}
-    text["rope_parameters"] = {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "mrope_section": [2, 3, 3],
+
+    # with images: IMAGE_WORDS are the last of the vocabulary
+    sections = [2, 3, 3]  # rotary features for time, height and width
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    return {
+        "model_type": kind,
+        "text_config": text,
+        "vision_config": dict(TINY[name]),
+        "vision_start_token_id": vocab_size - 3,
+        "image_token_id": vocab_size - 2,
+        "vision_end_token_id": vocab_size - 1,
     }
-    ids = {"vision_start_token_id": vocab_size - 3, "image_token_id": vocab_size - 2}
-    ids["vision_end_token_id"] = vocab_size - 1
-    return {"model_type": kind, "text_config": text, "vision_config": dict(TINY[name]), **ids}
 
 
 def char_tokenizer(model="tiny-qwen2"):
@@ -2596,6 +2937,7 @@ def char_tokenizer(model="tiny-qwen2"):
     core = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, [], unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=False)
     core.decoder = decoders.ByteLevel()
+
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     if model.endswith("vl"):
         special["additional_special_tokens"] = IMAGE_WORDS
@@ -2603,30 +2945,41 @@ def char_tokenizer(model="tiny-qwen2"):
 
 
 def toy_rows(n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True):
-    """At least n JSON lines of a policy that adds numbers; held_out rows have their own prompts.
-    slips: error rates with and without a carry; a wrong answer is the first number (gives_up), or
-    off by 10 or 1."""
+    """At least n JSON lines of a policy that adds numbers of two digits, with `answers` rows to
+    each prompt; held_out rows have prompts of their own.
+
+    slips: the chance of a wrong answer, with and without a carry. A wrong answer is the first
+    number, or without gives_up it forgets the carry, or is off by one."""
+    with_carry, without_carry = slips
     rng = Random(f"toy {seed} {held_out}")
     lines = []
     while len(lines) < n:
         a = rng.randrange(10, 100)
         b = rng.randrange(10, 100)
-        # a hash holds out a fifth of the prompts
-        if (zlib.crc32(b"%d+%d" % (a, b)) % 5 == 0) != held_out:
+        is_held_out = zlib.crc32(b"%d+%d" % (a, b)) % 5 == 0  # a fifth of the prompts, by a hash
+        if is_held_out != held_out:
             continue
+
         carries = a % 10 + b % 10 >= 10
+        error_rate = with_carry if carries else without_carry
         for _ in range(answers):
             answer = a + b
-            if rng.random() < slips[not carries]:
-                answer = a if gives_up else answer - 10 if carries else answer + 1
-            right = float(answer == a + b)
-            lines.append(
-                json.dumps({"prompt": f"{a}+{b}=", "response": str(answer), "reward": right})
-            )
+            if rng.random() < error_rate:
+                if gives_up:
+                    answer = a
+                elif carries:
+                    answer -= 10
+                else:
+                    answer += 1
+            reward = float(answer == a + b)
+            row = {"prompt": f"{a}+{b}=", "response": str(answer), "reward": reward}
+            lines.append(json.dumps(row))
     return lines
 
 
 # ---- The report: what the critic learned ---------------------------------------------------------
+# describe_rows is printed before training and write_report after it; --score adds values to a file
+# of rows. The page is one HTML file without links: numbers, curves, and rows with coloured tokens.
 
 CURVES = {  # panels of a critic's report -> {words: metric}
     "explained variance": {
@@ -2651,13 +3004,15 @@ NUMBERS = {  # numbers in a report -> what they mean
     "oracle of n": "mean reward of the best response to each",
 }
 WORSE = (
-    "On these rows the critic is worse than a constant: its loss is {:.4f}, that of their mean return"
-    " {:.4f}. After few updates its new head is still random: train longer, or start at the mean"
-    " (value-head-init). After many, try another learning rate; if only held-out rows are bad, it"
-    " overfits: make fewer passes, or use more rows or a pretrained model."
+    "On these rows the critic is worse than a constant: its loss is {:.4f}, that of their mean"
+    " return {:.4f}. After few updates its new head is still random: train longer, or start at the"
+    " mean (value-head-init). After many, try another learning rate; if only held-out rows are bad,"
+    " it overfits: make fewer passes, or use more rows or a pretrained model."
 )
 ALL_EQUAL = "All returns of these rows are equal, so there is nothing that a critic could explain."
-LOW, HIGH = "#f97316", "#2563eb"  # the colours of low and of high values
+
+LOW = "#f97316"  # the colour of low values
+HIGH = "#2563eb"
 INK = "#010203"  # stands for the page's text colour, which is light or dark, in a figure
 LOOKS = (  # of the first, second and third curve of a panel
     {"color": "#3b82f6"},
@@ -2719,7 +3074,8 @@ details[open] summary span { display: none; }
 [data-told].quiet { color: var(--quiet); }
 .jump { text-decoration: underline 2px; text-underline-offset: 4px; }
 [data-told]:is(:hover, :focus) { outline: 2px solid; z-index: 1; }
-[data-told]:is(:hover, :focus)::after { content: attr(data-told); position: absolute; left: 0; top: 145%;
+[data-told]:is(:hover, :focus)::after {
+  content: attr(data-told); position: absolute; left: 0; top: 145%;
   font: 13px/1.5 system-ui, sans-serif; white-space: nowrap; pointer-events: none;
   background: CanvasText; color: Canvas; border-radius: 4px; padding: 0.2em 0.7em; }
 
@@ -2734,14 +3090,17 @@ details[open] summary span { display: none; }
   tr { display: block; margin: 0.4em 0; }
   td { display: inline; }
   td:last-child { display: block; }
-  [data-told]:is(:hover, :focus)::after { position: fixed; inset: auto 0 0; padding: 1em; border-radius: 0;
+  [data-told]:is(:hover, :focus)::after {
+    position: fixed; inset: auto 0 0; padding: 1em; border-radius: 0;
     font-size: 15px; text-align: center; }
 }
 </style>
 {% macro fold(name, text) -%}
 {% if text|length > 20000 %}{% set text = "…" ~ text[-20000:] %}{% endif %}
 {% if text|length > 200 -%}
-<details><summary>{{ name }} <span>… {{ text[-80:] }}</span></summary><div>{{ text }}</div></details>
+<details><summary>{{ name }} <span>… {{ text[-80:] }}</span></summary>
+{#- a line break in between would show -#}
+<div>{{ text }}</div></details>
 {%- else %}{{ text }}{% endif %}
 {%- endmacro %}
 {% macro table(numbers) %}
@@ -2791,8 +3150,14 @@ reward {{ "{:z.3g}".format(before.reward) }} → {{ "{:z.3g}".format(after.rewar
 <div class="text">{{ fold("prompt", after.prompt) }}</div>
 </header>
 <div class="pair">
-<div><span class="quiet">before</span><div class="text">{{ fold("answer", before.response) }}</div></div>
-<div><span class="quiet">after</span><div class="text">{{ fold("answer", after.response) }}</div></div>
+<div>
+<span class="quiet">before</span>
+<div class="text">{{ fold("answer", before.response) }}</div>
+</div>
+<div>
+<span class="quiet">after</span>
+<div class="text">{{ fold("answer", after.response) }}</div>
+</div>
 </div>
 </article>
 {% endfor %}
@@ -2834,9 +3199,148 @@ addEventListener("keydown", event => {
 )
 
 
+def describe_rows(rows, gamma, source):
+    """Prints statistics of the rows -> (LOW, HIGH) of a value head: returns, a tenth wider at each
+    end. source: words on where the rows come from."""
+    rows = replace(rows, returns=monte_carlo(rows, gamma))
+    x_A = rows.returns[rows.response_mask].double()
+    low, high = map(float, x_A.aminmax())
+    margin = 0.1 * (high - low) or 1.0
+    margin = max(margin, 1e-4 * max(abs(low), abs(high)))  # float32 must tell the two ends apart
+    ends = (low - margin, high + margin)
+    if RANK:  # the ceiling takes longer than all the rest
+        return ends
+
+    truncated = int(rows.truncated.sum())
+    longest, _ = rows.longest
+    print0(
+        f"rows       {len(rows):,} of {source}, {truncated:,} truncated\n"
+        f"tokens     {len(rows.input_ids):,}, {len(x_A):,} of them actions;"
+        f" longest row {longest:,}\n"
+        f"returns    {x_A.mean():z.3g} +- {x_A.std(correction=0):.3g},"
+        f" from {low:z.3g} to {high:z.3g}\n"
+        f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt can explain at the first"
+        " action"
+    )
+    return ends
+
+
+def write_scores(path, out_dir, rows, tokenizer, gamma):
+    """Copies a JSONL file's lines, with the values of their rows, to out_dir/scored.jsonl; adds a
+    report. rows: what read_rows has made of the file, with values."""
+    if RANK:
+        return
+    lines = read_file(path, "--score")
+    last_B = torch.where(rows.actions > 0, rows.values[last_action(rows)], 0.0)
+    ranks = ranks_in_prompts(rows, last_B)
+
+    def scored():
+        """One line at a time, because values take more memory as Python's floats."""
+        values_B = rows.values.split(rows.lengths)
+        mask_B = rows.response_mask.split(rows.lengths)
+        columns = zip(rows.row_id, last_B.tolist(), ranks, values_B, mask_B)
+        for row_id, last, rank, values, mask in columns:
+            line = json.loads(lines[row_id])
+            n = len(line.get("response_mask") or mask.nonzero())  # response tokens
+            yield line | {"values": values[-n:].tolist(), "last_value": last, "rank": rank}
+
+    replace_lines(f"{out_dir}/scored.jsonl", scored())
+    write_report(out_dir, rows, "scored rows", tokenizer, gamma)
+    print0(f"saved      {out_dir}: scored.jsonl, report.html")
+
+
+def ranks_in_prompts(rows, last_B):
+    """[rank of each row among those of its prompt], where 1 is the highest last value, equal ones
+    share a rank, and NaN comes last."""
+    # the same answer in another micro-batch may be off by rounding
+    height = last_B.nan_to_num(nan=-inf, posinf=inf, neginf=-inf).tolist()
+    height = [float(f"{x:.5g}") for x in height]
+
+    rank = [1] * len(rows)
+    for _, same in rows.groups():
+        ascending = sorted(height[row] for row in same)
+        for row in same:
+            rank[row] += len(same) - bisect_right(ascending, height[row])
+    return rank
+
+
+def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES, changed=None):
+    """Writes report.html and prints its numbers, on rank 0.
+
+    rows: with values. about: what they are. curves: as CURVES, of metrics.jsonl. changed: what
+    training made of the policy, {"numbers": {name: (text, words)}, "samples": {words: pairs of
+    answers}}."""
+    v_A = rows.values[rows.response_mask]
+    if RANK or not len(v_A) or not v_A.isfinite().all():
+        print0("report     none: there are no rows with actions and finite values")
+        return
+
+    rows = replace(rows)
+    add_returns(rows, gamma, lam=0.0)  # with lambda 0 advantages are TD errors
+    rows.returns = monte_carlo(rows, gamma)
+
+    # what stands on the page
+    about = f"{len(rows):,} {about}, {len(v_A):,} actions"
+    numbers, advice = numbers_of(rows, gamma)
+    low, high = value_range(v_A)
+    largest, typical = rows_to_show(rows, tokenizer)
+    figure = draw(read_lines(f"{out_dir}/metrics.jsonl"), curves)
+
+    page = PAGE.stream(
+        title=out_dir,
+        about=about,
+        changed=changed,
+        numbers={name: (x, NUMBERS[name]) for name, x in numbers.items()},
+        advice=advice,
+        figure=figure,
+        low=low,
+        high=high,
+        colours=(LOW, HIGH),
+        largest=largest,
+        typical=typical,
+    )
+    page.dump(f"{out_dir}/report.html", "utf-8", "replace")  # a text may hold half a character
+
+    told = ", ".join(f"{name} {x}" for name, x in numbers.items())
+    print0(f"report     {out_dir}/report.html: {about}\n  {told or advice}")
+
+
+def numbers_of(rows, gamma):
+    """({name in NUMBERS: text of a number that exists}, advice or "") of rows with values and
+    returns."""
+    v_A = rows.values[rows.response_mask]
+    r_A = rows.returns[rows.response_mask]
+
+    # index of each row's first action among all actions
+    actions = rows.actions[rows.actions > 0]
+    first = actions.cumsum(0) - actions
+
+    m = evaluate(rows, gamma)
+    values = {
+        "explained variance": m["eval/explained_var"],
+        "at the first action": explained_variance(v_A[first], r_A[first]),
+        "its ceiling": ceiling(rows),
+        "AUC": m["eval/auc"],
+        "best of n": m["eval/best_of_n"],
+        "mean of n": m["eval/mean_of_n"],
+        "oracle of n": m["eval/oracle_of_n"],
+    }
+    numbers = {name: number(x, ".3f") for name, x in values.items() if not isnan(x)}
+    for name in ("explained variance", "at the first action"):
+        if name in numbers:
+            numbers[name] = explained_number(values[name])
+
+    advice = ""
+    if isnan(m["eval/explained_var"]):
+        advice = ALL_EQUAL
+    elif m["eval/vf_loss"] > m["eval/constant_loss"]:
+        advice = WORSE.format(m["eval/vf_loss"], m["eval/constant_loss"])
+    return numbers, advice
+
+
 def ceiling(rows):
     """1 - variance within prompts / variance of first-action returns, over prompts with several
-    rows."""
+    rows; NaN without any, or where it would fall below 0 by chance."""
     returns = [
         rows.returns[rows.cu_seqlens[same] + shared + 1].double()
         for shared, same in rows.groups()
@@ -2847,62 +3351,124 @@ def ceiling(rows):
     every = torch.cat(returns)
     within = sum(len(x) * x.var() for x in returns) / len(every)
     spread = every.var()
-    return 1 - within / spread if 0 < spread >= within else nan  # by chance it can be below 0
+    return 1 - within / spread if 0 < spread >= within else nan
 
 
-def texts_of(ids, first, decode):
-    """[text of ids[:first], text of each token after it]: together they are the text of all ids.
-    A character of several tokens belongs to its last one."""
-    whole = decode(ids)
-    ends = []  # where in `whole` each piece ends
-    start = middle = 0  # a text that is complete lies between these two tokens
-    offset = 0  # where in `whole` the text from `start` on begins
-    reached = 0  # and where the text before `middle` ends
-    for t in range(first, len(ids) + 1):
-        # decode some tokens together: alone they would lose blanks, and all of them take too long
-        text = decode(ids[start:t])
-        complete = text
-        if t - max(first, middle) < 16:  # a longer sequence of such bytes is no text
-            complete = text.rstrip("\ufffd")  # the end is only a part of a character
-        ends.append(max([offset + len(complete), *ends[-1:]]))
+def draw(log, curves):
+    """The panels of `curves` that have points in the log, as SVG for the page; "" without any."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-        # go on from the middle as soon as there is something to see after it
-        if complete == text and ends[-1] > reached:
-            start = middle
-            middle = t
-            reached = ends[-1]
-            offset = reached - len(decode(ids[start:t]))
-    ends[-1] = len(whole)
-    return [whole[i:j] for i, j in itertools.pairwise([0, *ends])]
+    panels = lines_of_panels(log, curves)
+    if not panels:
+        return ""
+
+    # texts stay texts, in the page's fonts; what is drawn in INK takes the colour of its text
+    style = {
+        "svg.fonttype": "none",
+        "axes.formatter.min_exponent": 4,
+        "axes.formatter.useoffset": False,
+        "font.size": 11,
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "axes.edgecolor": INK,
+        "axes.labelcolor": INK,
+    }
+    with rc_context(style):
+        figure = Figure(figsize=(5, 2 * len(panels)), layout="constrained")
+        axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+        for panel, (title, lines) in zip(axes, panels.items()):
+            draw_panel(panel, title, lines)
+        axes[-1].set_xlabel("steps")
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+    text = svg.getvalue()
+    return text[text.index("<svg") :].replace(INK, "currentColor")
+
+
+class Line(NamedTuple):
+    """A curve of a panel."""
+
+    words: str  # for the legend
+    steps: tuple
+    numbers: tuple
+    look: dict  # options of plot
+
+
+def lines_of_panels(log, curves):
+    """title -> [Line] of the panels that have points in the log. At most 1,000 points of a curve
+    are drawn, because the page must stay small."""
+    panels = {}
+    for title, names in curves.items():
+        for (words, name), look in zip(names.items(), LOOKS):
+            points = {row["step"]: row[name] for row in log if row.get(name) is not None}
+            if not points:
+                continue
+            every = ceil(len(points) / 1000)
+            first = (len(points) - 1) % every  # so that the last point is one of them
+            steps, numbers = zip(*list(points.items())[first::every])
+            panels.setdefault(title, []).append(Line(words, steps, numbers, look))
+    return panels
+
+
+def draw_panel(panel, title, lines):
+    """Draws lines so that the first steps, which are often far off, leave room for the others."""
+    from matplotlib.ticker import MaxNLocator
+
+    for line in lines:
+        look = line.look
+        if len(line.numbers) == 1:
+            look = {**look, "marker": "o"}  # a line of one point is nothing
+        panel.plot(line.steps, line.numbers, label=line.words, **look)
+
+    drawn = [x for line in lines for x in line.numbers]
+    if title in LOGARITHMIC and min(drawn) > 0:
+        title += " (log scale)"
+        panel.set_yscale("log")
+    if title == "explained variance" and min(drawn) < -1 < max(drawn):
+        title += " (from -1)"
+        panel.set_ylim(bottom=-1)
+
+    panel.set_title(title, loc="left", fontsize=11)
+    panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(color=INK, alpha=0.15)
+    if len(lines) > 1:
+        panel.legend(frameon=False)
 
 
 def value_range(v_A):
     """(low, high), the ends of the colours: the 5% and the 95% quantile, so that one outlier does
     not make all other values pale."""
-    n = len(v_A)
-    low, high = (float(v_A.kthvalue(1 + round(share * (n - 1))).values) for share in (0.05, 0.95))
+    last = len(v_A) - 1
+    low = float(v_A.kthvalue(1 + round(0.05 * last)).values)
+    high = float(v_A.kthvalue(1 + round(0.95 * last)).values)
     if low == high:  # nearly all values are equal
         low, high = map(float, v_A.aminmax())
     return low, high
 
 
 def colour_of(value, low, high):
-    """A CSS colour that fades out halfway between low and high; text stays legible on it, light or
+    """A CSS colour that fades out halfway between low and high. Text stays legible on it, light or
     dark."""
     if low == high:
         return ""
     shade = max(-1.0, min((2 * value - low - high) / (high - low), 1.0))
-    return f"{HIGH if shade > 0 else LOW}{round(166 * abs(shade)):02x}"
+    colour = HIGH if shade > 0 else LOW
+    return f"{colour}{round(166 * abs(shade)):02x}"
 
 
 def rows_to_show(rows, tokenizer):
     """[rows with the largest TD errors before their last action, typical rows], each row as
-    row_to_show makes it, with the reward of the whole row."""
+    row_to_show makes it, with the reward of the whole row. rows: with TD errors as advantages."""
     decode = lambda ids: "".join(f"{i} " for i in ids)
     if tokenizer:
         decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     ends = value_range(rows.values[rows.response_mask])
     reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)
+
+    # the largest error of each row
     jump_T = rows.advantages.abs()
     jump_T[last_action(rows)] = 0.0  # -1 (no action): the last token of all, 0 anyway
     jump_B = torch.zeros(len(rows)).scatter_reduce(0, rows.row_of_token, jump_T, "amax")
@@ -2930,12 +3496,15 @@ def rows_to_show(rows, tokenizer):
 
 
 def row_to_show(rows, row, jump_T, decode, ends):
-    """What the page shows of a row, as a dict; row: the slice of its tokens, jump_T: their TD
-    errors.
-    Of a long row: the end of the prompt, the response around its largest error, and "…"."""
+    """What the page shows of a row, as a dict. Of a long row: the end of the prompt, the response
+    around its largest error, and "…".
+
+    row: the slice of its tokens. jump_T: their TD errors. ends: of the colours."""
     ids = rows.input_ids[row].tolist()
     acts_T = rows.response_mask[row]
     value_A = rows.values[row][acts_T]
+
+    # the prompt is shown from `begin` on, the response from `start` to `end`
     worst = int(jump_T.argmax())
     first = int(acts_T.int().argmax())
     start = max(first, min(worst - MOST_SHOWN // 2, len(ids) - MOST_SHOWN))
@@ -2951,16 +3520,16 @@ def row_to_show(rows, row, jump_T, decode, ends):
         prompt += "…"
 
     columns = (acts_T, rows.values[row], rows.returns[row], rows.advantages[row])
+    columns = [x_T[start:end].tolist() for x_T in columns]
     tokens = []
-    for t, acts, v, r, error in zip(
-        range(start, end), *(x_T[start:end].tolist() for x_T in columns)
-    ):
+    for t, acts, v, r, error in zip(range(start, end), *columns):
         token = {"text": texts[t - first], "told": "not an action", "colour": "", "kind": "quiet"}
         if acts:
             token["told"] = f"value {v:z.3g}, return {r:z.3g}, TD error {error:z.3g}"
             token["colour"] = colour_of(v, *ends)
             token["kind"] = "jump" if t == worst and jump_T[t] > 0 else ""
         tokens.append(token)
+
     return {
         "ends": (float(value_A[0]), float(value_A[-1])),
         "error": float(jump_T[worst]),
@@ -2970,152 +3539,30 @@ def row_to_show(rows, row, jump_T, decode, ends):
     }
 
 
-def write_scores(path, out_dir, rows, tokenizer, gamma):
-    """Copies a JSONL file's lines, with the values of their rows, to out_dir/scored.jsonl; adds a
-    report."""
-    if RANK:
-        return
-    lines = read_file(path, "--score")
-    last_B = torch.where(rows.actions > 0, rows.values[last_action(rows)], 0.0)
+def texts_of(ids, first, decode):
+    """[text of ids[:first], text of each token after it]: together they are the text of all ids.
+    A character of several tokens belongs to its last one."""
+    whole = decode(ids)
+    ends = []  # where in `whole` each piece ends
+    start = 0  # a text that is complete lies between these two tokens
+    middle = 0
+    offset = 0  # where in `whole` the text from `start` on begins
+    reached = 0  # and where the text before `middle` ends
 
-    # rank 1 is the highest last value of its prompt, equal ones share a rank, and NaN comes last;
-    # the same answer in another micro-batch may be off by rounding
-    height = last_B.nan_to_num(nan=-inf, posinf=inf, neginf=-inf).tolist()
-    height = [float(f"{x:.5g}") for x in height]
-    rank = [1] * len(rows)
-    for _, same in rows.groups():
-        ascending = sorted(height[row] for row in same)
-        for row in same:
-            rank[row] += len(same) - bisect_right(ascending, height[row])
+    for t in range(first, len(ids) + 1):
+        # decode some tokens together: alone they would lose blanks, and all of them take too long
+        text = decode(ids[start:t])
+        complete = text
+        if t - max(first, middle) < 16:  # a longer sequence of such bytes is no text
+            complete = text.rstrip("\ufffd")  # the end is only a part of a character
+        ends.append(max([offset + len(complete), *ends[-1:]]))
 
-    def scored():
-        """One line at a time, because values take more memory as Python's floats."""
-        columns = [x_T.split(rows.lengths) for x_T in (rows.values, rows.response_mask)]
-        for row_id, last, place, values, mask in zip(rows.row_id, last_B.tolist(), rank, *columns):
-            line = json.loads(lines[row_id])
-            n = len(line.get("response_mask") or mask.nonzero())  # response tokens
-            yield line | {"values": values[-n:].tolist(), "last_value": last, "rank": place}
+        # go on from the middle as soon as there is something to see after it
+        if complete == text and ends[-1] > reached:
+            start = middle
+            middle = t
+            reached = ends[-1]
+            offset = reached - len(decode(ids[start:t]))
 
-    replace_lines(f"{out_dir}/scored.jsonl", scored())
-    write_report(out_dir, rows, "scored rows", tokenizer, gamma)
-    print0(f"saved      {out_dir}: scored.jsonl, report.html")
-
-
-def numbers_of(rows, gamma):
-    """({name in NUMBERS: text of a number that exists}, advice or "") of rows with values and
-    returns."""
-    v_A = rows.values[rows.response_mask]
-    r_A = rows.returns[rows.response_mask]
-    first = F.pad(rows.actions[rows.actions > 0].cumsum(0), (1, -1))
-    explained, loss, constant, *others = evaluate(rows, gamma).values()
-    # as in NUMBERS
-    values = (explained, explained_variance(v_A[first], r_A[first]), ceiling(rows), *others)
-    numbers = {name: number(x, ".3f") for name, x in zip(NUMBERS, values) if not isnan(x)}
-    for name, x in zip(("explained variance", "at the first action"), values):
-        if name in numbers:
-            numbers[name] = explained_number(x)
-
-    advice = ""
-    if isnan(explained):
-        advice = ALL_EQUAL
-    elif loss > constant:
-        advice = WORSE.format(loss, constant)
-    return numbers, advice
-
-
-def draw(log, curves):
-    """The panels of `curves` that have points in the log, as SVG for the page, or "" if none has.
-    At most 1,000 points of a curve are drawn, because the page must stay small."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    panels = {}  # title -> [(words, steps, numbers, look)]
-    for title, names in curves.items():
-        for (words, name), look in zip(names.items(), LOOKS):
-            points = {row["step"]: row[name] for row in log if row.get(name) is not None}
-            if points:
-                every = ceil(len(points) / 1000)
-                # up to the last one
-                some = list(points.items())[(len(points) - 1) % every :: every]
-                panels.setdefault(title, []).append((words, *zip(*some), look))
-    if not panels:
-        return ""
-
-    # texts stay texts, in the fonts of the page, and what is drawn in INK takes the colour of its
-    # text
-    style = {"svg.fonttype": "none", "axes.formatter.min_exponent": 4, "font.size": 11}
-    style["axes.formatter.useoffset"] = False
-    style |= {f"{part}.color": INK for part in ("text", "xtick", "ytick")}
-    with rc_context({**style, "axes.edgecolor": INK, "axes.labelcolor": INK}):
-        figure = Figure(figsize=(5, 2 * len(panels)), layout="constrained")
-        places = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
-        for panel, (title, lines) in zip(places, panels.items()):
-            draw_panel(panel, title, lines)
-        places[-1].set_xlabel("steps")
-        svg = io.StringIO()
-        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-    text = svg.getvalue()
-    return text[text.index("<svg") :].replace(INK, "currentColor")
-
-
-def draw_panel(panel, title, lines):
-    """Draws lines of (words, steps, numbers, look) so that the first steps, which are often far
-    off, leave room for the others."""
-    from matplotlib.ticker import MaxNLocator
-
-    for words, steps, numbers, look in lines:
-        if len(numbers) == 1:
-            look = {**look, "marker": "o"}  # a line of one point is nothing
-        panel.plot(steps, numbers, label=words, **look)
-    drawn = [x for _, _, numbers, _ in lines for x in numbers]
-    if title in LOGARITHMIC and min(drawn) > 0:
-        title += " (log scale)"
-        panel.set_yscale("log")
-    if title == "explained variance" and min(drawn) < -1 < max(drawn):
-        title += " (from -1)"
-        panel.set_ylim(bottom=-1)
-
-    panel.set_title(title, loc="left", fontsize=11)
-    panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(color=INK, alpha=0.15)
-    if len(lines) > 1:
-        panel.legend(frameon=False)
-
-
-def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES, changed=None):
-    """Writes report.html and prints its numbers. rows: with values; about: what they are; changed:
-    what training made of the policy, {"numbers": {name: (text, words)}, "samples": {words: pairs of
-    answers}}."""
-    v_A = rows.values[rows.response_mask]
-    if RANK or not len(v_A) or not v_A.isfinite().all():
-        return print0("report     none: there are no rows with actions and finite values")
-
-    rows = replace(rows)
-    add_returns(rows, gamma, lam=0.0)  # with lambda 0 advantages are TD errors
-    rows.returns = monte_carlo(rows, gamma)
-
-    numbers, advice = numbers_of(rows, gamma)
-    low, high = value_range(v_A)
-    largest, typical = rows_to_show(rows, tokenizer)
-    about = f"{len(rows):,} {about}, {len(v_A):,} actions"
-    page = PAGE.stream(
-        title=out_dir,
-        about=about,
-        changed=changed,
-        numbers={name: (x, NUMBERS[name]) for name, x in numbers.items()},
-        advice=advice,
-        figure=draw(read_lines(f"{out_dir}/metrics.jsonl"), curves),
-        low=low,
-        high=high,
-        colours=(LOW, HIGH),
-        largest=largest,
-        typical=typical,
-    )
-    # a user's text may hold half a character
-    page.dump(f"{out_dir}/report.html", "utf-8", "replace")
-
-    told = ", ".join(f"{name} {x}" for name, x in numbers.items())
-    if not numbers:
-        told = advice
-    print0(f"report     {out_dir}/report.html: {about}\n  {told}")
+    ends[-1] = len(whole)
+    return [whole[i:j] for i, j in itertools.pairwise([0, *ends])]
