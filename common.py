@@ -9,9 +9,9 @@ Who trusts these names never has to open this file. Its chapters, in order:
     Packed rows            attention without padding; FLOPs and memory of an update
     Processes and ranks    start, errors, a run that is told to stop, exit
     Logs                   what the user sees, and what a run leaves
-    Folders                checkpoints that are complete or absent; the lock on a run's folder
+    Folders                that are complete or absent: checkpoints; the lock on a run's folder
     Model folders          Hugging Face models, for actor and critic; value heads
-    Tiny models            presets, a tokenizer and a task that need no download
+    A model and a task     that need no download: presets, characters as tokens, sums
     The report             what the critic learned, in numbers and as a page
 
 Shapes are in the names: T tokens of all sequences, end to end; B sequences; A actions; L longest
@@ -171,8 +171,7 @@ class Batch:
         return tokens_in(self.cu_seqlens, rows)
 
     def select(self, rows):
-        """A new Batch of the rows with these indices, in that order. It shares no memory with this
-        one."""
+        """A new Batch of the rows with these indices, in that order; a copy."""
         tokens = self.token_index(rows)
         columns = {"cu_seqlens": cumulative(self.cu_seqlens.diff()[rows])}
         for name, column in vars(self).items():
@@ -190,8 +189,8 @@ class Batch:
         """Consecutive pieces of these sizes, in rows -> [Batch]. A number cuts equal pieces, of
         which the last may be shorter.
 
-        They share memory with this batch: do not write into their columns, and pickle only a
-        `select` of them."""
+        They share memory with this batch: do not write into their columns, and pickle a `select`
+        of them, not the pieces themselves."""
         if isinstance(sizes, int):
             sizes = [min(sizes, len(self) - first) for first in range(0, len(self), sizes)]
         ends = list(itertools.accumulate(sizes, initial=0))
@@ -559,13 +558,14 @@ def loss_weights(batch, mode, response_length_limit=None, places=(), rows=None):
     token's row. The last one is Dr. GRPO's constant (2503.20783).
 
     rows: the Rows of the mini-batch, of which this batch is a part. None: this batch is the whole.
-    places: with places p, only actions min(L - 1, floor(p L)) of a row's L actions count (SP3O,
-    2609.18708)."""
+    places: with places p, only the actions min(L - 1, floor(p L)) of a row's L actions count, as in
+    SP3O (2609.18708)."""
     rows = rows or describe(batch)
     mask_T = batch.response_mask
     actions_B = batch.actions
     tokens = sum(row.actions for row in rows)
 
+    # a mask of the chosen actions, and their number in the mini-batch
     if places:
         mask_T = torch.zeros_like(mask_T)
         action_A = batch.response_mask.nonzero()[:, 0]
@@ -742,8 +742,8 @@ def best_of_n(rows, last_B, reward_B):
 
 def dp_compute_proto(needs=()):
     """Decorates a worker's method, which every rank calls with the rows it owns. The method gets
-    this batch, with only the float columns in `needs`, and the Rows of all ranks. UserError: see
-    check and rows_of_all_ranks."""
+    this batch, with only the float columns in `needs`, and the Rows of all ranks. UserError: the
+    batch is not what check wants, or a row is passed twice."""
 
     def decorate(method):
         @functools.wraps(method)
@@ -968,8 +968,7 @@ HINT = "For the critic only: {}\n"  # what the critic reads before the prompt, w
 
 
 class Rollout(BaseModel, strict=True):
-    """One line of a JSONL file. It has exactly one key of each tuple in ALTERNATIVES; others are
-    ignored."""
+    """One line of a JSONL file, with one key of each tuple in ALTERNATIVES; others are ignored."""
 
     prompt: Text | None = None
     messages: Annotated[list[dict], Field(min_length=1)] | None = None  # a chat
@@ -1210,8 +1209,9 @@ def add_hint(tokenizer, line, key, prompt_ids):
 
 def text_messages(messages, images=False):
     """Chat messages with text as their content; parts of text are joined. null is left only next to
-    tool_calls. images: messages with parts of images stay as they are. UserError: a message has
-    something else."""
+    tool_calls. images: messages with parts of images stay as they are.
+
+    UserError: a message has something else."""
     ours = []
     for number, message in enumerate(messages, 1):
         # chat templates read these two, and print nothing for what is missing
@@ -1267,6 +1267,7 @@ def chat_ids(tokenizer, messages, complete=False, **options):
         raise UserError(f"the tokenizer has no chat template; {fix}")
     goes_on = not complete and messages[-1].get("role") == "assistant"
 
+    # the text of a chat, whatever is missing in it
     def show(messages):
         return tokenizer.apply_chat_template(
             messages,
@@ -1276,6 +1277,7 @@ def chat_ids(tokenizer, messages, complete=False, **options):
             **options,
         )
 
+    # a template may leave out what it does not know
     flaw = "messages do not fit the tokenizer's chat template, or it has none"
     with blame(f"{flaw}; give another tokenizer"):
         text, messages = show_all_or_parts(show, messages)
@@ -1417,9 +1419,9 @@ class Piece(NamedTuple):
 class Pack:
     """Where sequences of these lengths lie in a packed row.
 
-    key_lengths: if a sequence has more keys than queries, its queries are its last tokens (None:
-    equally many). keys: where all sequences' keys are in the row, on the device (None: as
-    queries)."""
+    key_lengths: if a sequence has more keys than queries, its queries are its last tokens. None: it
+    has equally many. keys: where the keys of all sequences are in the row, on the device. None:
+    where the queries are."""
 
     def __init__(self, lengths, device, key_lengths=None, keys=None):
         key_lengths = key_lengths or lengths
@@ -1438,8 +1440,7 @@ class Pack:
 
 
 class CurrentPack:
-    """What packed_attention reads in every layer. Keep it until the backward ends, which may rerun
-    layers."""
+    """What packed_attention reads in every layer, until the backward ends: it may rerun layers."""
 
     pack = None  # Pack of the whole row, before it is sliced over sequence-parallel ranks
     group = None  # ranks that share the row, or None
@@ -1588,8 +1589,8 @@ def peak_flops(name):
 
 def flops_model(model, config):
     """f(length) -> FLOPs of a forward over a row: 2 per token and weight of a matrix (only active
-    experts), and 4 per causal query-key pair and feature of the query heads. Vision towers are left
-    out."""
+    experts), and 4 per causal query-key pair and feature of the query heads. It leaves vision
+    towers out."""
     config = config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", 1)
     free = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -1647,6 +1648,7 @@ def value_statistics(batch):
     }
     explained = explained_variance(columns["values"], columns["returns"], everywhere=True)
     metrics = {"critic/explained_var": explained}
+
     for name, x_A in columns.items():
         n, mean, _ = moments(x_A, everywhere=True)
         mine = (inf, -inf)
@@ -1793,6 +1795,7 @@ def check_environment():
     if not given["RANK"] and not given["WORLD_SIZE"]:
         return
 
+    # all of them are there
     absent = [name for name in TORCHRUN if not given[name]]
     if absent:
         there = "RANK" if given["RANK"] else "WORLD_SIZE"
@@ -1801,11 +1804,11 @@ def check_environment():
             f" start with torchrun, which sets them all, or unset {there}"
         )
 
+    # numbers that go together
     numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
     for name in numbers:
         if not re.fullmatch("[0-9]{1,9}", given[name]):
             raise UserError(f"{name}={given[name]:.40}: must be a number, as torchrun sets it")
-
     rank, local_rank, world_size, port = (int(given[name]) for name in numbers)
     if not local_rank <= rank < world_size:
         raise UserError(
@@ -1831,6 +1834,7 @@ def setup_distributed(timeout_minutes=30.0):
     if not dist.is_initialized():  # afterwards, vLLM has set some of the variables
         check_environment()
 
+    # each rank of a node has a GPU of its own
     device = torch.device("cpu")
     backend = "gloo"
     if torch.accelerator.is_available() and sys.platform != "darwin":  # do not use a Mac's GPU
@@ -1839,6 +1843,7 @@ def setup_distributed(timeout_minutes=30.0):
         with blame(f"--nproc-per-node: this machine has {torch.cuda.device_count()} CUDA devices"):
             torch.cuda.set_device(device)
 
+    # all ranks meet
     if not dist.is_initialized():
         timeout = timedelta(minutes=timeout_minutes)
         store = dist.HashStore()  # no torchrun: a world of one
@@ -1851,8 +1856,7 @@ def setup_distributed(timeout_minutes=30.0):
 
 
 def meet(timeout):
-    """The store where all ranks meet; a line says where one waits. UserError: they do not meet in
-    time."""
+    """The store where all ranks meet; a line says where one waits. UserError: time is up."""
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     seconds = timeout.total_seconds()
     found = Future()
@@ -1898,8 +1902,7 @@ def wait_for_name(host, until):
 
 @contextmanager
 def silent_stderr():
-    """Drops what C++ prints to the error stream within its block: pages of frames before it
-    raises."""
+    """Drops what C++ prints to the error stream within its block: frames, before it raises."""
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -1934,8 +1937,7 @@ def add_up(*numbers):
 
 
 class Stop:
-    """Whether Ctrl-C (SIGINT) or SIGTERM has told this run to save its state and to end, see
-    listen."""
+    """Whether Ctrl-C (SIGINT) or SIGTERM has told this run to save its state and to end."""
 
     signal = 0  # SIGINT or SIGTERM if the loop is to stop, else 0
     first = 0  # the first of the two since listen, or 0
@@ -1988,8 +1990,8 @@ def told(number):
 
 
 def launch(main):
-    """Runs main(), then exits: 0 on success, 2 on a UserError (one line, no traceback), 1
-    otherwise."""
+    """Runs main(), then exits: with 0, with 2 and one line on a UserError, else with 1 and a
+    traceback."""
     # else ranks outlive a killed torchrun
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
@@ -2060,8 +2062,8 @@ class Logger:
         self.board = SummaryWriter(f"{out_dir}/tensorboard", purge_step=last_step + 1)
 
     def set_aside(self, last_step):
-        """Renames what another run saved after last_step to *.old, and removes a killed run's
-        leftovers."""
+        """Renames what another run saved after last_step to *.old, and removes what a killed run
+        left unfinished."""
         for folder in (f"{self.out_dir}/checkpoints", f"{self.out_dir}/rollouts"):
             for path in Path(folder).glob("*.*"):
                 if path.suffix not in (".tmp", ".gone"):
@@ -2176,8 +2178,7 @@ def happened(row, last_step):
 
 
 def read_lines(path):
-    """The rows of one of our JSONL files, up to a line that a crash cut short; none without a
-    file."""
+    """The rows of our JSONL file, up to a line that a crash cut short; [] without a file."""
     rows = []
     with suppress(OSError, ValueError), open(path) as file:
         rows += map(json.loads, file)  # rows before a bad line are kept
@@ -2346,8 +2347,8 @@ def flush_to_disk(path):
 
 
 def verify(folder):
-    """UserError on all ranks unless a published folder, or a file in one, is intact (a
-    collective)."""
+    """UserError on all ranks unless a published folder, or a file in one, is intact. It is a
+    collective."""
     root = folder if exists(f"{folder}/{MANIFEST}") else dirname(folder)
     manifests = of_all_ranks(checksum(f"{root}/{MANIFEST}"))
     with blame(f"--resume {folder}: no complete checkpoint here, no readable {MANIFEST}"):
@@ -2366,8 +2367,8 @@ def verify(folder):
 
 def claim(out_dir):
     """Creates out_dir and locks it -> the lock, an open file that the caller keeps, or None (a
-    collective). UserError: out_dir cannot be written, a rank does not see it, or another run is
-    using it."""
+    collective). UserError: out_dir cannot be written, or is in use, or a rank does not see it."""
+    # rank 0 tells the others what went wrong
     lock = None
     fault = ""
     if RANK == 0:
@@ -2400,8 +2401,9 @@ def claim(out_dir):
 
 def locked(out_dir):
     """The open file out_dir/.lock with an exclusive lock, which ends with this process, even if it
-    is killed. None, with a line, where the file system has no locks. UserError: another run has
-    it."""
+    is killed. None, with a line, where the file system has no locks.
+
+    UserError: another run has it."""
     file = open(f"{out_dir}/.lock", "a+")
 
     # try for five seconds: the ranks of a run that was just killed may still be ending
@@ -2519,8 +2521,7 @@ def config_of(model):
 
 
 def refuse_adapter(config):
-    """UserError if the model's folder holds an adapter: transformers would load its base model
-    instead."""
+    """UserError if the model's folder holds an adapter: transformers would load its base model."""
     adapter = find_adapter_config_file(config.model)
     if adapter:
         base = json.loads(Path(adapter).read_text()).get("base_model_name_or_path")
@@ -2587,8 +2588,7 @@ MOST = {  # the largest sizes of a model that we try to build
 
 
 def mistake_in_sizes(text):
-    """What is impossible in the transformers config of a decoder, or None: it would fail only
-    later."""
+    """What is impossible in the transformers config of a decoder, and would fail later; or None."""
     found = dict.fromkeys(MOST)
     for name in MOST:
         with suppress(Exception):  # some models lack it, others have one for each layer
@@ -2692,8 +2692,8 @@ def open_weights(folder):
 
 
 def open_checkpoint_weights(folder):
-    """open_weights of either critic's checkpoint, where a weight may be in pieces, in the files of
-    several ranks."""
+    """open_weights of either critic's checkpoint: the files of several ranks may each have a piece
+    of a weight."""
     reader = HuggingFaceStorageReader(folder)
     metadata = reader.read_metadata()
     reader.read_metadata = lambda: metadata  # else each read opens every file
@@ -2896,8 +2896,7 @@ IMAGE_WORDS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
 
 
 def tiny_config(name, vocab_size):
-    """A preset's fields of config.json: two layers, 64 hidden features, four query and two key
-    heads."""
+    """A preset's fields of config.json: 2 layers, 64 hidden features, 4 query and 2 key heads."""
     kind = re.sub("[-.]", "_", name.removeprefix("tiny-"))  # tiny-qwen2.5-vl -> qwen2_5_vl
     text = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None}
     if kind != "gpt2":  # GPT-2 names these differently
@@ -2928,8 +2927,7 @@ def tiny_config(name, vocab_size):
 
 
 def char_tokenizer(model="tiny-qwen2"):
-    """One token per printable ASCII character, plus <pad>, <eos>, <unk> and, for images,
-    IMAGE_WORDS."""
+    """One token per printable ASCII character; <pad>, <eos>, <unk>; for images, IMAGE_WORDS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     # Ċ: newline, Ġ: space
@@ -2960,6 +2958,7 @@ def toy_rows(n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True
         if is_held_out != held_out:
             continue
 
+        # some answers to this prompt
         carries = a % 10 + b % 10 >= 10
         error_rate = with_carry if carries else without_carry
         for _ in range(answers):
@@ -3202,6 +3201,7 @@ addEventListener("keydown", event => {
 def describe_rows(rows, gamma, source):
     """Prints statistics of the rows -> (LOW, HIGH) of a value head: returns, a tenth wider at each
     end. source: words on where the rows come from."""
+    # the ends of the returns, with a margin
     rows = replace(rows, returns=monte_carlo(rows, gamma))
     x_A = rows.returns[rows.response_mask].double()
     low, high = map(float, x_A.aminmax())
@@ -3230,6 +3230,7 @@ def write_scores(path, out_dir, rows, tokenizer, gamma):
     report. rows: what read_rows has made of the file, with values."""
     if RANK:
         return
+    # what each row is worth at its end
     lines = read_file(path, "--score")
     last_B = torch.where(rows.actions > 0, rows.values[last_action(rows)], 0.0)
     ranks = ranks_in_prompts(rows, last_B)
@@ -3267,9 +3268,9 @@ def ranks_in_prompts(rows, last_B):
 def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES, changed=None):
     """Writes report.html and prints its numbers, on rank 0.
 
-    rows: with values. about: what they are. curves: as CURVES, of metrics.jsonl. changed: what
-    training made of the policy, {"numbers": {name: (text, words)}, "samples": {words: pairs of
-    answers}}."""
+    rows: with values. about: what they are. curves: like CURVES, drawn from metrics.jsonl.
+    changed: what training made of the policy, {"numbers": {name: (text, words)}, "samples":
+    {words: pairs of answers}}."""
     v_A = rows.values[rows.response_mask]
     if RANK or not len(v_A) or not v_A.isfinite().all():
         print0("report     none: there are no rows with actions and finite values")
@@ -3306,8 +3307,7 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES, changed=
 
 
 def numbers_of(rows, gamma):
-    """({name in NUMBERS: text of a number that exists}, advice or "") of rows with values and
-    returns."""
+    """({name in NUMBERS: text of a number that exists}, advice or "") of rows with returns."""
     v_A = rows.values[rows.response_mask]
     r_A = rows.returns[rows.response_mask]
 
@@ -3422,6 +3422,7 @@ def draw_panel(panel, title, lines):
             look = {**look, "marker": "o"}  # a line of one point is nothing
         panel.plot(line.steps, line.numbers, label=line.words, **look)
 
+    # the vertical axis
     drawn = [x for line in lines for x in line.numbers]
     if title in LOGARITHMIC and min(drawn) > 0:
         title += " (log scale)"
@@ -3430,6 +3431,7 @@ def draw_panel(panel, title, lines):
         title += " (from -1)"
         panel.set_ylim(bottom=-1)
 
+    # the frame
     panel.set_title(title, loc="left", fontsize=11)
     panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     panel.spines[["top", "right"]].set_visible(False)
@@ -3450,8 +3452,8 @@ def value_range(v_A):
 
 
 def colour_of(value, low, high):
-    """A CSS colour that fades out halfway between low and high. Text stays legible on it, light or
-    dark."""
+    """A CSS colour that fades out halfway between low and high. Light and dark text stays legible
+    on it."""
     if low == high:
         return ""
     shade = max(-1.0, min((2 * value - low - high) / (high - low), 1.0))
