@@ -42,6 +42,7 @@ def flatten(x_BR):
 
 
 def flat(mask_BR, **columns):
+    """A Batch of rows with one prompt token and these responses, of equal length."""
     batch = common.concat([common.Batch.blank(mask_BR.shape[1] + 1)] * len(mask_BR))
     columns = {name: flatten(x_BR) for name, x_BR in columns.items()}
     return dataclasses.replace(batch, response_mask=flatten(mask_BR).bool(), **columns)
@@ -49,7 +50,9 @@ def flat(mask_BR, **columns):
 
 def test_numbers_on_a_line_are_readable():
     assert [common.number(x, ".3f") for x in (-0.0001, 0.25, math.nan)] == ["0.000", "0.250", "--"]
-    assert common.number(torch.tensor(-1e-9), ".1f") == "0.0" and common.number(-0.0, ".3g") == "0"
+    assert common.number(torch.tensor(-1e-9), ".1f") == "0.0"
+    assert common.number(-0.0, ".3g") == "0"
+
     shown = [common.explained_number(x, ".2f") for x in (-79770.4, -98.5, -0.001, 1.0, math.nan)]
     assert shown == ["< -99", "-98.50", "0.00", "1.00", "--"]
 
@@ -70,49 +73,69 @@ PADDED = {
 def test_padded_tensors_become_a_batch_and_its_columns_padded_tensors():
     padded = {name: torch.tensor(x) for name, x in PADDED.items()}
     batch = common.from_padded(**padded, truncated=torch.tensor([0, 1]))
-    assert batch.input_ids.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 4] and batch.lengths == [5, 4]
+
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 4]
+    assert batch.lengths == [5, 4]
     assert batch.response_mask.int().tolist() == [0, 0, 1, 0, 1, 0, 0, 1, 0]
     assert_close(batch.token_level_rewards, torch.tensor([0, 0, 0.5, 2.0, 1.0, 0, 0, 0.25, 0]))
     assert_close(batch.values, torch.tensor([0, 0, 0.1, 0, 0.3, 0, 0, 0.2, 0]))
-    assert batch.row_id.tolist() == [0, 1] and batch.truncated.tolist() == [False, True]
+    assert batch.row_id.tolist() == [0, 1]
+    assert batch.truncated.tolist() == [False, True]
+
     back = common.to_padded(batch.values, padded["attention_mask"])
     assert_close(back, torch.where(padded["response_mask"] > 0, padded["values"], 0.0))
 
 
-def test_columns_of_the_responses_alone_and_rewards_of_rows():
-    """verl's (B, R), and OpenRLHF's (B, L - 1), are the last places of a row."""
+@pytest.mark.parametrize("columns", [6, 7])
+def test_columns_of_the_responses_alone_are_the_last_places_of_a_row(columns):
+    """As verl's (B, R), and OpenRLHF's (B, L - 1)."""
     names = ("response_mask", "rewards", "values")
+    narrow = {name: [row[-columns:] for row in PADDED[name]] for name in names}
+
     whole = common.from_padded(**PADDED)
-    for columns in (6, 7):
-        narrow = {name: [row[-columns:] for row in PADDED[name]] for name in names}
-        part = common.from_padded(**{**PADDED, **narrow})
-        assert all(
-            torch.equal(x, getattr(part, name)) for name, x in vars(whole).items() if x is not None
-        )
-    last = {
-        "rewards": [3.0, 4.0],
-        "response_mask": [PADDED["response_mask"][0], [0] * 8],
-        "row_id": [7, 5],
-    }
+    part = common.from_padded(**{**PADDED, **narrow})
+    for name, x in vars(whole).items():
+        assert x is None or torch.equal(x, getattr(part, name)), name
+
+
+def test_a_reward_of_a_padded_row_is_that_of_its_last_action():
+    mask = [PADDED["response_mask"][0], [0] * 8]  # the second row has no action
+    last = {"rewards": [3.0, 4.0], "response_mask": mask, "row_id": [7, 5]}
     batch = common.from_padded(**{**PADDED, **last})
     assert batch.token_level_rewards.tolist() == [0, 0, 0, 0, 3.0, 0, 0, 0, 0]
     assert batch.row_id.tolist() == [7, 5]
+
+
+def test_no_padded_rows_are_an_empty_batch():
     none = common.from_padded(torch.zeros(0, 8).long(), *[torch.zeros(0, 8)] * 3)
-    assert len(none) == len(none.input_ids) == 0 and none.cu_seqlens.tolist() == [0]
+    assert len(none) == len(none.input_ids) == 0
+    assert none.cu_seqlens.tolist() == [0]
+
+
+NO_ACTION = [0] * 8
+EARLY = [0, 1, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("words, fields", [
-    ("input_ids: must be (B, L) integers, not torch.float32 of (1, 2)", {"input_ids": [[1.0, 2.0]]}),
-    ("attention_mask: must be of shape (2, 8), not (2, 1)", {"attention_mask": [[1], [1]]}),
+    ("input_ids: must be (B, L) integers, not torch.float32 of (1, 2)",
+     {"input_ids": [[1.0, 2.0]]}),
+    ("attention_mask: must be of shape (2, 8), not (2, 1)",
+     {"attention_mask": [[1], [1]]}),
     ("attention_mask: row 0 has no token",
-     {"attention_mask": [[0] * 8, [1] * 8], "response_mask": [[0], [1]], "rewards": [0, 1], "values": None}),
-    ("response_mask: must be of shape (2, 8) or fewer columns, not (2, 9)", {"response_mask": [[0] * 9] * 2}),
-    ("response_mask: row 1 has an action where attention_mask is 0", {"response_mask": [[0], [1]]}),
+     {"attention_mask": [[0] * 8, [1] * 8], "response_mask": [[0], [1]], "rewards": [0, 1],
+      "values": None}),
+    ("response_mask: must be of shape (2, 8) or fewer columns, not (2, 9)",
+     {"response_mask": [[0] * 9] * 2}),
+    ("response_mask: row 1 has an action where attention_mask is 0",
+     {"response_mask": [[0], [1]]}),
     ("response_mask: the first token of row_id 1 cannot be an action",
-     {"response_mask": [[0] * 8, [0, 1, 0, 0, 0, 0, 0, 0]], "rewards": [0, 0], "values": None}),
-    ("rewards: must be of shape (2,) or (2, 8), not (2, 1)", {"rewards": [[1], [1]]}),
-    ("rewards: must be a tensor, or equally long lists of numbers, not NoneType", {"rewards": None}),
-    ("attention_mask: must be a tensor, or equally long lists", {"attention_mask": [[1], [1, 1]]}),
+     {"response_mask": [NO_ACTION, EARLY], "rewards": [0, 0], "values": None}),
+    ("rewards: must be of shape (2,) or (2, 8), not (2, 1)",
+     {"rewards": [[1], [1]]}),
+    ("rewards: must be a tensor, or equally long lists of numbers, not NoneType",
+     {"rewards": None}),
+    ("attention_mask: must be a tensor, or equally long lists",
+     {"attention_mask": [[1], [1, 1]]}),
     ("row_id: must be integers, and no two rows may have the same", {"row_id": [3, 3]}),
     ("row_id: must be integers, and no two rows may have the same", {"row_id": [0.5, 1.5]}),
     ("rewards: must be of shape (2,), not (3,)", {"rewards": [1, 1, 1]}),
@@ -139,37 +162,42 @@ def test_value_loss_equals_verl():
     case, results = (verl()["value_loss"][name] for name in ("in", "out"))
     batch = flat(case["response_mask"], values=case["values"], returns=case["returns"])
     assert len(results) == 16
+
     for key, expected in results.items():
         mode, clip = key.split("|")
+        cliprange = float(clip) if float(clip) < 1e8 else None
         vpreds = flatten(case["vpreds"]).requires_grad_()
         weights = common.loss_weights(batch, mode, case["vpreds"].shape[1])
         columns = (batch.values, batch.returns, batch.response_mask, weights)
-        loss, clipped = common.value_loss(
-            vpreds, *columns, float(clip) if float(clip) < 1e8 else None
-        )
+        loss, clipped = common.value_loss(vpreds, *columns, cliprange)
         loss.backward()
+
         # verl sums over sequences in the last mode
         times = int((batch.actions > 0).sum()) if mode == "seq-mean-token-sum-norm" else 1
+        fraction = clipped / batch.response_mask.sum()
         assert_close(loss * times, expected["loss"], rtol=1e-6, atol=1e-7)
-        assert_close(
-            clipped / batch.response_mask.sum(), expected["clipfrac"], rtol=1e-6, atol=1e-7
-        )
+        assert_close(fraction, expected["clipfrac"], rtol=1e-6, atol=1e-7)
         assert_close(vpreds.grad * times, flatten(expected["grad"]), rtol=1e-5, atol=1e-8)
 
 
-def test_gae_and_whitening_equal_verl():
+def test_gae_equals_verl_and_so_do_whitened_advantages():
     common.setup_distributed()
     case, results = (verl()["gae"][name] for name in ("in", "out"))
     m = case["response_mask"]
     rewards = case["token_level_rewards"] * m  # verl drops a reward on a masked token
     batch = flat(m, token_level_rewards=rewards, values=case["values"])
     mask = batch.response_mask
+
     for key, expected in results.items():
         columns = (batch.token_level_rewards, batch.values, mask, batch.cu_seqlens)
         advantages, returns = common.gae(*columns, *map(float, key.split("|")))
         assert_close(returns[mask], expected["returns"][m], rtol=1e-5, atol=1e-6)
         white = ppo_loop.masked_whiten(advantages, mask)  # as verl returns them
         assert_close(white[mask], expected["advantages"][m], rtol=1e-5, atol=1e-6)
+
+
+def test_whitening_equals_verl():
+    common.setup_distributed()
     case = verl()["whiten"]
     mask = case["mask"]
     white = ppo_loop.masked_whiten(case["in"].flatten(), mask.flatten()).view_as(mask)
@@ -177,17 +205,21 @@ def test_gae_and_whitening_equal_verl():
     assert (white[~mask] == 0).all()
 
 
-def test_kl_and_its_coefficient_equal_verl():
+def test_kl_equals_verl():
     case, results = (verl()["kl"][name] for name in ("in", "out"))
     for kind, expected in results.items():
         found = ppo_loop.kl_penalty(case["logprob"], case["ref_logprob"], kind)
         assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_the_coefficient_of_kl_equals_verl():
     case = verl()["adaptive_kl"]
     assert case["horizon"] == 10_000  # the same as ours, unless a step has more rows
     coefs = [case["init"]]
     for kl, n in case["updates"]:
         coefs.append(ppo_loop.next_kl_coef(coefs[-1], kl, n, case["target"]))
     assert coefs[1:] == pytest.approx(case["trace"], rel=1e-12)
+
     assert ppo_loop.next_kl_coef(0.3, 5.0, 64, None) == 0.3
     assert ppo_loop.next_kl_coef(1.0, 0.0, 10**6, 0.1) == pytest.approx(0.8)  # still positive
 
@@ -197,9 +229,12 @@ def plain_gae(tokens, gamma, lam, bootstrap):
     float64."""
     out = [(0.0, 0.0)] * len(tokens)
     actions = [t for t, (_, _, acts) in enumerate(tokens) if acts]
-    advantage = 0.0
+    starts = [0, *actions[1:]]
+    ends = [*actions[1:], len(tokens)]
+
     # an action earns the rewards up to the next one, and the first action also those before itself
-    for t, start, end in reversed([*zip(actions, [0, *actions[1:]], [*actions[1:], len(tokens)])]):
+    advantage = 0.0
+    for t, start, end in reversed([*zip(actions, starts, ends)]):
         value = tokens[t][1]
         reward = sum(r for r, _, _ in tokens[start:end])
         advantage = reward + gamma * bootstrap - value + gamma * lam * advantage
@@ -217,85 +252,121 @@ row = st.tuples(st.lists(token, max_size=20), number)  # tokens, bootstrap
 @given(st.lists(row, min_size=1, max_size=5), st.floats(0, 1), st.floats(0, 1), st.booleans())
 def test_gae_equals_a_plain_loop(rows, gamma, lam, bootstrapped):
     """With rewards anywhere, and rows without an action."""
-    tail_B = [bootstrap * bootstrapped for _, bootstrap in rows]
+    tail_B = [bootstrap if bootstrapped else 0.0 for _, bootstrap in rows]
     rows = [[(0.0, 0.0, False), *tokens] for tokens, _ in rows]  # each begins with a prompt token
-    expected = sum((plain_gae(row, gamma, lam, tail) for row, tail in zip(rows, tail_B)), [])
-    columns = [
-        *map(torch.tensor, zip(*sum(rows, []))),
-        common.cumulative(torch.tensor([*map(len, rows)])),
-    ]
-    found = common.gae(*columns, gamma, lam, torch.tensor(tail_B) if bootstrapped else None)
-    expected = torch.tensor(expected, dtype=torch.float64).T
+    expected = [plain_gae(row, gamma, lam, tail) for row, tail in zip(rows, tail_B)]
+    expected = torch.tensor(sum(expected, []), dtype=torch.float64).T
+
+    columns = map(torch.tensor, zip(*sum(rows, [])))
+    cu_seqlens = common.cumulative(torch.tensor([*map(len, rows)]))
+    bootstrap_B = torch.tensor(tail_B) if bootstrapped else None
+    found = common.gae(*columns, cu_seqlens, gamma, lam, bootstrap_B)
     assert_close(torch.stack(found).double(), expected, rtol=1e-6, atol=1e-5)
 
 
-def test_masked_entries_never_count():
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_masked_entries_never_count(clip):
     """Not even a NaN, with or without clipping."""
     bad = torch.tensor([0.0, math.nan, 0.0])
     mask = torch.tensor([True, False, True])
-    for clip in (None, 0.2):
-        v = torch.tensor([1.0, 2.0, 5.0], requires_grad=True)
-        loss, clipped = common.value_loss(v, bad, bad, mask, mask / 2, clip)
-        loss.backward()
-        assert (
-            loss.item() == 0.5 * (1 + 25) / 2
-            and v.grad.tolist() == [0.5, 0.0, 2.5]
-            and clipped == 0
-        )
+    v = torch.tensor([1.0, 2.0, 5.0], requires_grad=True)
+    loss, clipped = common.value_loss(v, bad, bad, mask, mask / 2, clip)
+    loss.backward()
+    assert loss.item() == 0.5 * (1 + 25) / 2
+    assert v.grad.tolist() == [0.5, 0.0, 2.5]
+    assert clipped == 0
 
 
-def test_explained_variance_and_auc_are_not_always_defined():
+def test_explained_variance_is_not_defined_where_returns_are_equal_but_for_rounding():
     """Small returns are told from rounding. For the other cases test_critic_fsdp.py has plain
     formulas."""
     small = 1e-4 * torch.tensor([1.0, 2.0, 3.0])
     assert common.explained_variance(small / 2, small) == pytest.approx(0.75)
     assert math.isnan(common.explained_variance(torch.zeros(3), 5 + torch.tensor([0.0, 5e-7, 0.0])))
+
+    # rounding: returns that are 0 but for it
     values, returns = torch.randn(2, 200, generator=torch.Generator().manual_seed(0))
     row = common.Batch.blank(200)
-    _, rounding = common.gae(
-        row.token_level_rewards, values, row.response_mask, row.cu_seqlens, 0.9
-    )
+    columns = (row.token_level_rewards, values, row.response_mask, row.cu_seqlens)
+    _, rounding = common.gae(*columns, 0.9)
     for constant in (torch.ones(200), rounding, 1 + 1e-6 * returns, returns[:1]):
         assert math.isnan(common.explained_variance(values[1 : len(constant)], constant[1:]))
+
+
+def test_auc_is_not_defined_without_both_labels_or_finite_scores():
+    values = torch.randn(200, generator=torch.Generator().manual_seed(0))
     labels = (values > 0).float()
-    assert math.isnan(common.auc(values, labels * 0)) and math.isnan(common.auc(values / 0, labels))
+    assert math.isnan(common.auc(values, labels * 0))
+    assert math.isnan(common.auc(values / 0, labels))
 
 
 # ---- Batch and JSONL -----------------------------------------------------------------------------
 
+COLUMNS = "input_ids cu_seqlens response_mask row_id truncated token_level_rewards values".split()
+
 
 def assert_same(a, b):
-    for (
-        name
-    ) in "input_ids cu_seqlens response_mask row_id truncated token_level_rewards values".split():
+    """Two batches are equal, in the columns of a JSONL file."""
+    for name in COLUMNS:
         x, y = (getattr(batch, name) for batch in (a, b))
         assert x is y is None or torch.equal(x, y), name
 
 
-def test_rows_stay_whole_in_pieces_selections_and_together():
-    batch = random_batch(9)
-    batch.multi_modal_inputs = [{"pixels": torch.tensor([i])} for i in range(9)]
-    assert_same(common.concat(batch.split(4)), batch)
-    assert [len(piece) for piece in batch.split(4)] == [4, 4, 1]
+def batch_with_images(n):
+    """Rows whose images are their numbers."""
+    batch = random_batch(n)
+    batch.multi_modal_inputs = [{"pixels": torch.tensor([i])} for i in range(n)]
+    return batch
+
+
+def test_selected_rows_stay_whole():
+    batch = batch_with_images(9)
     for ours, i in zip(batch.select([5, 0, 8]).split(1), (5, 0, 8)):
         ends = slice(*rows_of(batch)[i])
         assert torch.equal(ours.input_ids, batch.input_ids[ends])
         assert torch.equal(ours.values, batch.values[ends])
-        assert int(ours.row_id) == i and int(ours.multi_modal_inputs[0]["pixels"]) == i
-    for size in (1, 4, 9, 50):
-        for i, piece in enumerate(batch.split(size)):
-            rows = list(range(9))[i * size : (i + 1) * size]
-            assert_same(piece, batch.select(rows))
-            assert piece.multi_modal_inputs == [batch.multi_modal_inputs[row] for row in rows]
+        assert int(ours.row_id) == i
+        assert int(ours.multi_modal_inputs[0]["pixels"]) == i
+
+
+@pytest.mark.parametrize("size", [1, 4, 9, 50])
+def test_pieces_of_a_batch_are_selections_of_it_and_together_the_batch(size):
+    batch = batch_with_images(9)
+    pieces = batch.split(size)
+    assert_same(common.concat(pieces), batch)
+    assert [len(piece) for piece in pieces] == [min(size, 9 - i) for i in range(0, 9, size)]
+    for i, piece in enumerate(pieces):
+        rows = list(range(9))[i * size : (i + 1) * size]
+        assert_same(piece, batch.select(rows))
+        assert piece.multi_modal_inputs == [batch.multi_modal_inputs[row] for row in rows]
+
+
+def test_a_batch_without_rows():
+    batch = batch_with_images(9)
     nothing = common.concat([batch.select([])])
     assert batch.select([]).split(3) == []
-    assert len(nothing) == 0 and nothing.cu_seqlens.tolist() == [0] and nothing.lengths == []
+    assert len(nothing) == 0
+    assert nothing.cu_seqlens.tolist() == [0]
+    assert nothing.lengths == []
     assert_same(common.concat([nothing, batch, nothing]), batch)
+
+
+def test_batches_with_different_columns_are_not_joined():
+    batch = random_batch(9)
     with pytest.raises(ValueError, match="values: only some batches have it"):
         common.concat([dataclasses.replace(batch, values=None), random_batch(2)])
+
+
+def test_actions_are_counted_and_the_last_one_is_found():
+    batch = random_batch(9)
     acts = actions_of(batch)
-    assert batch.actions.tolist() == [*map(len, acts)] and 0 in batch.actions
+    assert batch.actions.tolist() == [*map(len, acts)]
+    assert 0 in batch.actions
     assert common.last_action(batch).tolist() == [max(places, default=-1) for places in acts]
+
+
+def test_a_row_that_is_passed_twice_is_named():
+    batch = random_batch(9)
     with pytest.raises(ValueError, match="row_id 1 occurs more than once"):
         common.rows_of_all_ranks(common.concat([batch, batch.select([1])]))
 
@@ -310,7 +381,8 @@ def test_pieces_of_many_rows_copy_nothing():
 
 
 @pytest.mark.parametrize("fault, name, column", [  # words, column, its value in a row of two tokens
-    ("response_mask: the first token of row_id 5 cannot be an action", "response_mask", [True, True]),
+    ("response_mask: the first token of row_id 5 cannot be an action",
+     "response_mask", [True, True]),
     ("values: has 3 entries instead of 2", "values", [0.0, 0.0, 0.0]),
     ("truncated: has 2 entries instead of 1", "truncated", [False, False]),
 ])  # fmt: skip
@@ -332,16 +404,14 @@ def test_jsonl_round_trip_is_exact(tmp_path_factory, seed, n):
 def test_a_folder_is_read_by_the_tokenizer_that_is_stored_in_it(tmp_path):
     """transformers would give a Qwen2 folder Qwen2's own rules, by which each digit is a word of
     its own."""
-    core = tokenizers.Tokenizer(
-        tokenizers.models.BPE({"1": 0, "2": 1, "12": 2, "$": 3}, [("1", "2")])
-    )
+    words = {"1": 0, "2": 1, "12": 2, "$": 3}
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(words, [("1", "2")]))
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="$").save_pretrained(
-        tmp_path
-    )
-    transformers.AutoConfig.for_model(**common.tiny_config("tiny-qwen2", 4)).save_pretrained(
-        tmp_path
-    )
+    stored = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="$")
+    stored.save_pretrained(tmp_path)
+    config = transformers.AutoConfig.for_model(**common.tiny_config("tiny-qwen2", 4))
+    config.save_pretrained(tmp_path)
+
     assert transformers.AutoTokenizer.from_pretrained(tmp_path).encode("12") == [0, 1]
     tokenizer, _ = common.load_config(critic_fsdp.Config(model=str(tmp_path)))
     assert tokenizer.encode("12") == [2]
@@ -351,41 +421,44 @@ def test_text_and_chat_rows():
     tokenizer = common.char_tokenizer()
     turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     tokenizer.chat_template = turns + "{% if add_generation_prompt %}>{% endif %}"
+    chat = [{"role": "user", "content": "hi"}]
     rows = [
         {"prompt": "1+1=", "response": "2", "reward": 1},
-        {
-            "messages": [{"role": "user", "content": "hi"}],
-            "response": "ok\n",
-            "rewards": [0, 0.5, 0, 1],
-        },
+        {"messages": chat, "response": "ok\n", "rewards": [0, 0.5, 0, 1]},
         {"prompt": "a", "response": "bc", "reward": 2.0, "truncated": True, "extra": "ignored"},
         {"prompt": "a", "response": "bcd", "reward": 3, "response_mask": [1, 0, True, 0]},
         {"prompt": "a", "response": "b<eos>", "reward": True, "truncated": None},
     ]
     batch = common.read_rows([*map(json.dumps, rows), " "], tokenizer)
+
+    # tokens: a response that was not cut off ends with <eos>, once
     texts = [tokenizer.decode(batch.input_ids[s:e]) for s, e in rows_of(batch)]
     assert tokenizer("é")["input_ids"] == [tokenizer.unk_token_id] * 2  # a character of two bytes
     assert texts == ["1+1=2<eos>", "<user>hi>ok\n<eos>", "abc", "abcd<eos>", "ab<eos>"]
-    assert batch.lengths[-1] == 3 and batch.truncated.tolist() == [False, False, True, False, False]
+    assert batch.lengths[-1] == 3
+    assert batch.truncated.tolist() == [False, False, True, False, False]
+
+    # actions and their rewards
     masks = [x.int().tolist() for x in batch.response_mask.split(batch.lengths)]
     rewards = [x.tolist() for x in batch.token_level_rewards.split(batch.lengths)]
-    assert masks[0] == [0, 0, 0, 0, 1, 1] and rewards[0] == [0, 0, 0, 0, 0, 1]
+    assert masks[0] == [0, 0, 0, 0, 1, 1]
+    assert rewards[0] == [0, 0, 0, 0, 0, 1]
     assert rewards[1][-4:] == [0, 0.5, 0, 1]
-    assert masks[3] == [0, 1, 0, 1, 0] and rewards[3] == [0, 0, 0, 3, 0]  # on the last action
+    assert masks[3] == [0, 1, 0, 1, 0]
+    assert rewards[3] == [0, 0, 0, 3, 0]  # on the last action
 
 
 GOOD = {"prompt_ids": [1, 2], "response_ids": [3, 4], "reward": 1.0}
 IDLE = {**GOOD, "response_mask": [0, 0]}
+CHAT_WITHOUT_CONTENT = [{"role": "user"}]
+TWO_PROMPTS = "one of prompt, messages, prompt_ids; has prompt and prompt_ids"
 # what is wrong -> how the row differs from GOOD (or the whole line), and words of the error
 BAD_ROWS = {
     "not json": ("{", "Invalid JSON: EOF while parsing an object"),
     "not utf-8": (b'{"prompt": "\xff"}', "JSON"),
     "too deep": ("[" * 100_000, "JSON"),
     "no reward": ({"reward": None}, "one of reward, rewards; has none"),
-    "two prompts": (
-        {"prompt": "a"},
-        "one of prompt, messages, prompt_ids; has prompt and prompt_ids",
-    ),
+    "two prompts": ({"prompt": "a"}, TWO_PROMPTS),
     "empty response that is truncated": (
         {"response_ids": None, "response": "", "truncated": True},
         "empty prompt or response",
@@ -399,7 +472,7 @@ BAD_ROWS = {
         "template",
     ),
     "no content": (
-        {"prompt_ids": None, "messages": [{"role": "user"}]},
+        {"prompt_ids": None, "messages": CHAT_WITHOUT_CONTENT},
         "message 1: needs content",
     ),
     "huge reward": ({"reward": 10**400}, "reward: must be a finite number"),
@@ -428,10 +501,14 @@ BAD_ROWS = {
 @pytest.mark.parametrize("name", BAD_ROWS)
 def test_a_bad_row_is_named_with_file_line_and_fault(name, tmp_path):
     bad, fault = BAD_ROWS[name]
-    bad = json.dumps({**GOOD, **bad}) if isinstance(bad, dict) else bad
+    if isinstance(bad, dict):
+        bad = json.dumps({**GOOD, **bad})
+    if isinstance(bad, str):
+        bad = bad.encode()
     good = json.dumps({**GOOD, "values": [1, 2], "response_mask": [0, 1]}).encode()
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b"\n".join([good, bad if isinstance(bad, bytes) else bad.encode(), good]))
+    path.write_bytes(b"\n".join([good, bad, good]))
+
     fields = common.tiny_config("tiny-qwen2", 50) | {"max_position_embeddings": 20}
     reader = (str(path), common.char_tokenizer(), transformers.AutoConfig.for_model(**fields))
     with refused(fault, f"--rollouts {path}:2: "):
@@ -445,6 +522,7 @@ def test_a_hint_is_read_before_the_prompt():
     ]
     read = partial(common.read_rows, tokenizer=common.char_tokenizer())
     assert_same(read(map(json.dumps, rows), hint_key="rubric"), read(map(json.dumps, plain)))
+
     with refused("toy:1: no 'gold', which --privileged-key names, among its keys prompt, response"):
         read(map(json.dumps, rows), hint_key="gold")
 
@@ -466,6 +544,7 @@ sizes = st.lists(st.integers(1, 60), max_size=40)
 
 
 def loads(costs, parts):
+    """What each part costs."""
     return [sum(costs[i] for i in part) for part in parts]
 
 
@@ -475,14 +554,15 @@ def test_each_pass_has_every_row_once_and_groups_stay_together(prompts, size, nu
     rows = common.concat([common.Batch.blank(3)] * len(prompts))
     rows.input_ids[::3] = torch.tensor(prompts)
     groups = rows.groups()
-    assert [{prompts[i] for i in group} for _, group in groups] == [
-        {x} for x in dict.fromkeys(prompts)
-    ]
+    prompts_of_groups = [{prompts[i] for i in group} for _, group in groups]
+    assert prompts_of_groups == [{x} for x in dict.fromkeys(prompts)]
+
     pieces = math.ceil(len(prompts) / size)
     steps = range(number * pieces, (number + 1) * pieces)
     seen = [common.rows_of_step(step, groups, size, 0) for step in steps]
     order = sum(seen, [])
-    assert sorted(order) == list(range(len(prompts))) and max(map(len, seen)) <= size
+    assert sorted(order) == list(range(len(prompts)))
+    assert max(map(len, seen)) <= size
     assert len(list(itertools.groupby(prompts[i] for i in order))) == len(groups)
 
 
@@ -490,16 +570,20 @@ def test_each_pass_has_every_row_once_and_groups_stay_together(prompts, size, nu
 @given(st.one_of(sizes, st.lists(st.integers(1, 60), min_size=1, max_size=7)), st.integers(1, 6))
 def test_spread_is_a_partition_within_the_bounds_of_longest_first(costs, k):
     parts = critic_fsdp.spread(costs, k)
-    assert len(parts) == k and sorted(itertools.chain(*parts)) == list(range(len(costs)))
-    fullest = max(loads(costs, parts)) - 1e-9
+    assert len(parts) == k
+    assert sorted(itertools.chain(*parts)) == list(range(len(costs)))
+
     # Graham 1966, for any greedy one
+    fullest = max(loads(costs, parts)) - 1e-9
     assert fullest <= sum(costs) / k + (1 - 1 / k) * max(costs, default=0)
-    if len(costs) <= 7 and k <= 3:  # Graham 1969, relative to the best partition
-        choices = itertools.product(range(k), repeat=len(costs))
-        ways = (
-            [[i for i, p in enumerate(choice) if p == j] for j in range(k)] for choice in choices
-        )
-        assert fullest <= min(max(loads(costs, way)) for way in ways) * (4 / 3 - 1 / (3 * k))
+
+    # Graham 1969, relative to the best partition
+    if len(costs) <= 7 and k <= 3:
+        best = sum(costs)
+        for choice in itertools.product(range(k), repeat=len(costs)):
+            way = [[i for i, p in enumerate(choice) if p == j] for j in range(k)]
+            best = min(best, max(loads(costs, way)))
+        assert fullest <= best * (4 / 3 - 1 / (3 * k))
 
 
 @settings(deadline=None)
@@ -508,18 +592,21 @@ def test_ranks_make_equally_many_micro_batches_within_the_token_budget(data):
     """Every row is in one micro-batch, none exceeds the budget, and packed ones are half full on
     average."""
     lengths = data.draw(sizes)
-    ranks, cap = (data.draw(st.integers(*ends)) for ends in ((1, 5), (60, 200)))
+    ranks = data.draw(st.integers(1, 5))
+    cap = data.draw(st.integers(60, 200))
     pad = data.draw(st.booleans())
+    share = data.draw(st.booleans())
     rows = common.concat([common.Batch.blank(n) for n in (*lengths, 1)]).select(range(len(lengths)))
-    rows = common.describe(rows)
-    table = critic_fsdp.micro_batches(rows, ranks, cap, data.draw(st.booleans()), pad)
+    table = critic_fsdp.micro_batches(common.describe(rows), ranks, cap, share, pad)
     table = [[[row.index for row in part] for part in parts] for parts in table]
+
     [count] = {len(parts) for parts in table}
     assert len(table) == ranks
     assert sorted(i for parts in table for part in parts for i in part) == list(range(len(lengths)))
     for part in itertools.chain(*table):
         rows = [lengths[i] for i in part]
         assert (len(rows) * max(rows, default=0) if pad else sum(rows)) <= cap
+
     fullest = max(sum(loads(lengths, parts)) for parts in table)
     assert pad or count <= 1.05 * 2 * fullest / cap + 2
 
@@ -532,7 +619,9 @@ def test_many_rows_that_share_no_micro_batch_are_split_in_few_tries(monkeypatch)
     lengths = [51 + i % 49 for i in range(2000)]
     rows = common.concat([common.Batch.blank(n) for n in lengths])
     [parts] = critic_fsdp.micro_batches(common.describe(rows), 1, 100, True)
-    assert sum(map(bool, parts)) == 2000 and len(parts) <= 1.05 * 2000 + 1 and len(tries) < 200
+    assert sum(map(bool, parts)) == 2000
+    assert len(parts) <= 1.05 * 2000 + 1
+    assert len(tries) < 200
 
 
 # ---- Attention over packed rows, FLOPs -----------------------------------------------------------
@@ -547,7 +636,8 @@ def plain_attention(q, k, v, scale, window, softcap, sinks):
         place = i + k.shape[1] - q.shape[1]
         keys = [j for j in range(place + 1) if not window or place - j < window]
         scores = torch.stack([(q[h, i] * k[h // group, j]).sum() for j in keys]) * scale
-        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         weights = torch.cat([scores, sinks[h : h + 1]]) if sinks is not None else scores
         out[h, i] = sum(w * v[h // group, j] for w, j in zip(weights.softmax(0), keys))
     return out
@@ -566,13 +656,12 @@ KEYS = [6, 6, 3, 7, 3, 4, 4]  # queries belong to the last tokens of a sequence
 def draw_qkv(keys):
     """Random (1,4,T,8) queries and (1,2,T,8) keys and values, in float64."""
     g = torch.Generator().manual_seed(0)
-    shapes = ((1, 4, sum(QUERIES), 8), (1, 2, sum(keys), 8), (1, 2, sum(keys), 8))
-    return [
-        torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes
-    ]
+    draw = lambda *shape: torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_()
+    return [draw(1, 4, sum(QUERIES), 8), draw(1, 2, sum(keys), 8), draw(1, 2, sum(keys), 8)]
 
 
 def a_layer(*kinds):
+    """A layer of a model whose config has these kinds of attention."""
     layer = nn.Module()
     layer.config = types.SimpleNamespace(layer_types=kinds or None)
     return layer
@@ -585,33 +674,35 @@ def test_packed_attention_equals_a_plain_loop(window, softcap, sinks, keys):
     inputs = draw_qkv(keys)
     s_aux = torch.arange(4.0, dtype=torch.float64).requires_grad_() if sinks else None
     common.CurrentPack.pack = common.Pack(QUERIES, "cpu", keys)
-    out, _ = common.packed_attention(
-        a_layer(), *inputs, None, 0.3, 0.0, window, softcap, s_aux=s_aux
-    )
+    options = (0.3, 0.0, window, softcap)  # scale, dropout
+    out, _ = common.packed_attention(a_layer(), *inputs, None, *options, s_aux=s_aux)
     assert common.CurrentPack.kernel == ("eager" if softcap or sinks else "sdpa")
+
     expected = plain_packed(*(x[0] for x in inputs), QUERIES, keys, 0.3, window, softcap, s_aux)
     assert_close(out[0].transpose(0, 1), expected, rtol=1e-6, atol=1e-6)
+
     inputs += [s_aux] if sinks else []
     gradients = [torch.autograd.grad(x.square().sum(), inputs) for x in (out, expected)]
     assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
-def test_packed_attention_refuses_options_that_it_would_ignore():
+@pytest.mark.parametrize("case", ["a mask", "not causal", "an encoder", "chunks"])
+def test_packed_attention_refuses_options_that_it_would_ignore(case):
     common.CurrentPack.pack = common.Pack([4], "cpu")
     q = torch.zeros(1, 2, 4, 8)
-    encoder = a_layer()
-    encoder.is_causal = False
-    chunked = a_layer("full_attention", "chunked_attention")
-    x = torch.ones(4, 4)
-    for case in (
-        {"attention_mask": x},
-        {"is_causal": False},
-        {"module": encoder},
-        {"module": chunked},
-    ):
-        options = {"module": a_layer("full_attention"), "attention_mask": None, **case}
-        with pytest.raises(UserError, match="cannot be packed"):
-            common.packed_attention(query=q, key=q, value=q, **options)
+    options = {"module": a_layer("full_attention"), "attention_mask": None}
+    if case == "a mask":
+        options["attention_mask"] = torch.ones(4, 4)
+    elif case == "not causal":
+        options["is_causal"] = False
+    elif case == "an encoder":
+        options["module"] = a_layer()
+        options["module"].is_causal = False
+    else:
+        options["module"] = a_layer("full_attention", "chunked_attention")
+
+    with pytest.raises(UserError, match="cannot be packed"):
+        common.packed_attention(query=q, key=q, value=q, **options)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -624,11 +715,13 @@ def test_the_gpu_kernels_are_called_with_the_right_arguments(name, softcap, wind
 
     def flash(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale, causal, window_size, softcap=None):
         ends = (cu_q.diff().tolist(), cu_k.diff().tolist())
-        assert ends == (QUERIES, KEYS) and (max_q, max_k) == (7, 7) and q.is_contiguous() and causal
+        assert ends == (QUERIES, KEYS)
+        assert (max_q, max_k) == (7, 7)
+        assert q.is_contiguous()
+        assert causal
         qkv = [x.transpose(0, 1) for x in (q, k, v)]  # they are (T,H,D)
-        return plain_packed(
-            *qkv, *ends, softmax_scale, window_size[0] + 1, softcap, None
-        ).transpose(0, 1)
+        options = (softmax_scale, window_size[0] + 1, softcap, None)
+        return plain_packed(*qkv, *ends, *options).transpose(0, 1)
 
     def varlen(*args, scale, window_size, enable_gqa):
         signature.bind(*args, scale=scale, window_size=window_size, enable_gqa=enable_gqa)
@@ -638,41 +731,50 @@ def test_the_gpu_kernels_are_called_with_the_right_arguments(name, softcap, wind
     monkeypatch.setattr(common, "flash_attn_varlen_func", flash if name == "flash" else None)
     monkeypatch.setattr(common, "varlen_attn", varlen)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    layout = common.Pack(QUERIES, "cpu", KEYS)
-    expected = common.attention(layout, *qkv, 0.3, window, softcap)
+    pack = common.Pack(QUERIES, "cpu", KEYS)
+    expected = common.attention(pack, *qkv, 0.3, window, softcap)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert_close(
-        common.attention(layout, *qkv, 0.3, window, softcap), expected, rtol=1e-6, atol=1e-6
-    )
+    found = common.attention(pack, *qkv, 0.3, window, softcap)
+    assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert common.CurrentPack.kernel == name
 
 
-def test_mfu_uses_the_peak_of_the_device_or_is_unknown(monkeypatch):
+def measure(device, dtype):
+    """Metrics of an update of 2 seconds and 1e15 FLOPs, on ten tokens."""
+    batch = common.Batch.blank(10)
+    layout = types.SimpleNamespace(device=device, dtype=dtype)
+    start = time.perf_counter() - 2
+    return common.describe_update(batch, common.describe(batch), start, 1, 1e15, layout)
+
+
+PEAKS = {  # the end of a device's name -> TFLOP/s, dense bf16
+    "B200": 2250,
+    "H100 80GB HBM3": 989,
+    "H100 PCIe": 756,
+    "H200": 989,
+    "H200 NVL": 835,
+    "H20": 148,
+    "A100-SXM4-80GB": 312,
+    "H100 80GB HBM3 MIG 1g.10gb": math.nan,
+    "T1000": math.nan,
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_mfu_uses_the_peak_of_the_device_or_is_unknown(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**31)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: f"NVIDIA {name}")
     host = common.setup_distributed()
     gpu = torch.device("cuda")
-    batch = common.Batch.blank(10)
 
-    def measure(device, dtype):
-        layout = types.SimpleNamespace(device=device, dtype=dtype)
-        return common.describe_update(
-            batch, common.describe(batch), time.perf_counter() - 2, 1, 1e15, layout
-        )
+    found = measure(gpu, torch.bfloat16)
+    rate = 1e15 / found["perf/time_update"] / (PEAKS[name] * 1e12)
+    assert found["perf/mfu"] == pytest.approx(rate, nan_ok=True)
+    assert found["perf/tokens_per_second"] == pytest.approx(10 / found["perf/time_update"])
+    assert found["perf/peak_memory_gib"] == 2
 
-    peaks = {
-        "H100 80GB HBM3": 989, "H100 PCIe": 756, "H200": 989, "H200 NVL": 835,
-        "A100-SXM4-80GB": 312, "H100 80GB HBM3 MIG 1g.10gb": math.nan,
-        "T1000": math.nan,
-    }  # fmt: skip
-    for name, peak in peaks.items():
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: f"NVIDIA {name}")
-        found = measure(gpu, torch.bfloat16)
-        rate = 1e15 / found["perf/time_update"] / (peak * 1e12)
-        assert found["perf/mfu"] == pytest.approx(rate, nan_ok=True), name
-        assert found["perf/tokens_per_second"] == pytest.approx(10 / found["perf/time_update"])
-        assert found["perf/peak_memory_gib"] == 2
-        for where in ((gpu, torch.float32), (host, torch.bfloat16)):
-            assert math.isnan(measure(*where)["perf/mfu"])
+    assert math.isnan(measure(gpu, torch.float32)["perf/mfu"])
+    assert math.isnan(measure(host, torch.bfloat16)["perf/mfu"])
 
 
 @pytest.mark.parametrize("name", common.TINY)
@@ -680,22 +782,21 @@ def test_flops_equal_torchs_counter(name):
     """FlopCounterMode counts all pairs of queries and keys, so this subtracts the keys after each
     query."""
     config = transformers.AutoConfig.for_model(**common.tiny_config(name, 97))
-    model = transformers.AutoModel.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    )
+    options = {"attn_implementation": "eager", "dtype": torch.float32}
+    model = transformers.AutoModel.from_config(config, **options)
     if "moe" in name:
         model.set_experts_implementation("eager")  # the counter does not support grouped products
+
     for length in (24, 300):
         with FlopCounterMode(display=False) as counter:
             model(input_ids=torch.arange(length)[None] % 90, use_cache=False)
         unseen = length * (length - 1)  # in two layers
-        rest = (
-            counter.get_total_flops()
-            - common.flops_model(model, config)(length)
-            - 4 * 4 * 16 * unseen
-        )
+        counted = counter.get_total_flops() - 4 * 4 * 16 * unseen
+        rest = counted - common.flops_model(model, config)(length)
+
+        # the rotary table of angles, once
         axes = 0 if "gpt2" in name else 3 if "vl" in name else 1
-        assert rest in (0, axes * length * 8 * 2)  # the rotary table of angles, once
+        assert rest in (0, axes * length * 8 * 2)
 
 
 def test_flops_follow_verls_formula_but_for_the_head_and_causality():
@@ -704,20 +805,20 @@ def test_flops_follow_verls_formula_but_for_the_head_and_causality():
     config = transformers.Qwen2Config(**c)
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(config)
+    forward = sum(map(common.flops_model(model, config), case["seqlens"]))
+
     # verl counts the embedding, the vocabulary head, and keys that a query cannot see
     head = 2 * 2 * c["vocab_size"] * c["hidden_size"] * sum(case["seqlens"])
     unseen = sum(n * (n - 1) / 2 for n in case["seqlens"])
     extra = head + 4 * c["hidden_size"] * c["num_hidden_layers"] * unseen
-    ours = 3 * (sum(map(common.flops_model(model, config), case["seqlens"])) + extra)
-    assert ours / 1e12 == pytest.approx(case["tflops"], rel=1e-3)
+    assert 3 * (forward + extra) / 1e12 == pytest.approx(case["tflops"], rel=1e-3)
 
 
 # ---- What long work shows ------------------------------------------------------------------------
 
 
 def test_long_work_prints_a_line_a_minute(monkeypatch, capsys):
-    """How far it is, and how long the rest takes at the same speed. Work of less than a minute is
-    silent."""
+    """How far it is, and how long the rest takes at the same speed."""
     seconds = [100.0]
     monkeypatch.setattr(common, "perf_counter", lambda: seconds[0])
     done = common.progress_of(8000, "values", "rows")
@@ -727,6 +828,11 @@ def test_long_work_prints_a_line_a_minute(monkeypatch, capsys):
     assert capsys.readouterr().out == (
         "values     600 of 8,000 rows, 0:12:20 left\nvalues     1,200 of 8,000 rows, 0:11:20 left\n"
     )
+
+
+def test_work_of_less_than_a_minute_is_silent(monkeypatch, capsys):
+    seconds = [100.0]
+    monkeypatch.setattr(common, "perf_counter", lambda: seconds[0])
     for _ in common.progress(range(59), "rows", "lines"):
         seconds[0] += 1
     assert capsys.readouterr().out == ""
@@ -739,7 +845,8 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_gets_a_bar_that_leaves_no_trace(monkeypatch, capsys):
     """Also if the work fails: then the message comes after it."""
-    terminal, bar = Terminal(), common.tqdm
+    terminal = Terminal()
+    bar = common.tqdm
     now = {"file": terminal, "delay": 0, "mininterval": 0, "ncols": 80}
     monkeypatch.setattr(common, "tqdm", lambda *args, **more: bar(*args, **{**more, **now}))
     monkeypatch.setattr(common, "LINE_EVERY", 0.0)
@@ -748,11 +855,13 @@ def test_a_terminal_gets_a_bar_that_leaves_no_trace(monkeypatch, capsys):
         for x in common.progress("abc", "prompts", "lines"):
             if x == "b":
                 raise UserError("no")
+
     shown = terminal.getvalue()
     for words in ("rows:  67%", "| 2/3 [", "rows: 100%", "prompts:  33%"):
         assert words in shown
     *_, last = shown.rstrip("\r").split("\r")
-    assert last.isspace() and capsys.readouterr().out == ""
+    assert last.isspace()
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
@@ -764,23 +873,29 @@ def test_values_and_updates_of_a_critic_show_how_far_they_are(script, monkeypatc
     w.critic.max_tokens = 64
     capsys.readouterr()
     monkeypatch.setattr(common, "LINE_EVERY", 0.0)
+
     w.compute_values(batch)
     n = len(w.critic.plan_micro_batches(common.describe(batch))[0])
     said = [f"values     {i} of {n} micro-batches, 0:00:00 left" for i in range(1, n + 1)]
-    assert n > 4 and capsys.readouterr().out.splitlines() == said
+    assert n > 4
+    assert capsys.readouterr().out.splitlines() == said
+
     w.update_critic(batch)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 8 and lines[-1] == "update     32 of 32 rows, 0:00:00 left"
+    assert len(lines) > 8
+    assert lines[-1] == "update     32 of 32 rows, 0:00:00 left"
     assert all(re.fullmatch(r"update     \d+ of 32 rows, 0:00:0\d left", line) for line in lines)
 
 
 # ---- Folders, toy, README ------------------------------------------------------------------------
 
 
-def test_a_folder_is_published_whole_and_damage_is_named(tmp_path, monkeypatch):
-    """Contents are flushed to disk before a rename, and the rename after it."""
+def test_contents_are_on_the_disk_before_a_rename_and_the_rename_after_it(tmp_path, monkeypatch):
+    """Also where the folder is there already, and the new one takes its place."""
     common.setup_distributed()
-    flushed, fsync, rename = set(), os.fsync, os.rename
+    flushed = set()
+    fsync = os.fsync
+    rename = os.rename
     inode = lambda path: os.stat(path).st_ino
 
     def rename_what_is_flushed(old, new):
@@ -792,43 +907,71 @@ def test_a_folder_is_published_whole_and_damage_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: flushed.add(inode(file)) or fsync(file))
     for name in ("rename", "replace"):  # they differ on Windows only
         monkeypatch.setattr(os, name, rename_what_is_flushed)
+
     common.replace_lines(tmp_path / "log", [{}])
     folder = tmp_path / "step_3"
     weights = folder / "actor" / "weights"
-    manifest = folder / common.MANIFEST
-    for text, end in (("12345", ""), ("54321", "/")):  # the second time, the folder is replaced
+    for text, end in (("12345", ""), ("54321", "/")):
         with common.published(f"{folder}{end}", keep=2) as tmp:
             pathlib.Path(tmp, "actor").mkdir()
             pathlib.Path(tmp, "actor", "weights").write_text(text)
             assert not weights.exists() or weights.read_text() == "12345"
-        assert weights.read_text() == text and inode(tmp_path) in flushed
+        assert weights.read_text() == text
+        assert inode(tmp_path) in flushed
         for part in (folder, folder / "actor"):  # a part has no manifest of its own
             common.verify(str(part))
+
+
+def published_folder(tmp_path):
+    """A folder step_3 with a file actor/weights -> its path."""
+    common.setup_distributed()
+    folder = tmp_path / "step_3"
+    with common.published(str(folder)) as tmp:
+        pathlib.Path(tmp, "actor").mkdir()
+        pathlib.Path(tmp, "actor", "weights").write_text("54321")
+    return folder
+
+
+def test_only_the_last_steps_stay(tmp_path):
+    published_folder(tmp_path)
+    (tmp_path / "log").touch()
     for n in (1, 2, 10):
         with common.published(f"{tmp_path}/step_{n}", keep=2):
             pass
     assert {path.name for path in tmp_path.iterdir()} == {"log", "step_3", "step_10"}
+
+
+def test_what_is_not_saved_whole_leaves_the_old_folder(tmp_path, monkeypatch):
+    folder = published_folder(tmp_path)
     with pytest.raises(RuntimeError), common.published(str(folder)):
         raise RuntimeError("the disk is full")
     with monkeypatch.context() as patch, refused("rank 0 does not see all of"):
         patch.setattr(common, "checksum", lambda path: None)  # a file that cannot be read
         with common.published(str(folder)) as tmp:
             pathlib.Path(tmp, "weights").touch()
-    common.verify(str(folder))  # it is still the old folder
-    weights.write_text("55321")
+    common.verify(str(folder))
+    assert (folder / "actor" / "weights").read_text() == "54321"
+
+
+def test_damage_is_named(tmp_path):
+    folder = published_folder(tmp_path)
+    manifest = folder / common.MANIFEST
     verify_fails = lambda words: pytest.raises(UserError, match=f"--resume {folder}: {words}")
+    (folder / "actor" / "weights").write_text("55321")
     with verify_fails("damaged, actor/weights is missing or changed"):
         common.verify(str(folder))
     for text in ("{}", "[1]", manifest.read_text()[:-1]):
         manifest.write_text(text)
         with verify_fails("no complete checkpoint here"):
             common.verify(str(folder))
-    manifest.unlink()
-    with (
-        pytest.raises(UserError, match="--out-dir: .* holds something else"),
-        common.published(str(folder)),
-    ):
-        raise AssertionError("without a manifest it is not one of ours, and must stay")
+
+
+def test_a_folder_without_a_manifest_is_not_one_of_ours_and_stays(tmp_path):
+    folder = published_folder(tmp_path)
+    (folder / common.MANIFEST).unlink()
+    fault = pytest.raises(UserError, match="--out-dir: .* holds something else")
+    with fault, common.published(str(folder)):
+        raise AssertionError("nothing may be written")
     assert (folder / "actor").exists()
 
 
@@ -847,15 +990,22 @@ def test_files_have_null_for_a_number_that_is_not_finite(tmp_path):
     rows.append({"path": tmp_path})
     plain = [{"x": [None] * 3, "deep": {"a": [{"b": [1e-310, None, "\ud800", 10**30]}]}}]
     plain.append({"path": str(tmp_path)})
+
     common.replace_lines(tmp_path / "rows.jsonl", iter(rows))
     assert [strictly(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == plain
     common.write_json(tmp_path / "state.json", rows)
     assert strictly((tmp_path / "state.json").read_text()) == plain
+
+
+def test_dumped_rollouts_have_null_for_a_value_that_is_not_finite(tmp_path):
     batch = random_batch(2, idle=False)
     batch.values[-1] = math.nan
     ppo_loop.write_jsonl(batch, f"{tmp_path}/dumped.jsonl")
     lines = (tmp_path / "dumped.jsonl").read_text().splitlines()
     assert strictly(lines[1])["values"][-1] is None
+
+
+def test_settings_have_null_for_a_limit_that_is_not_finite(tmp_path):
     common.Logger(str(tmp_path), {"actor": {"grad_clip": math.inf, "lr": 0.5}}, 0, None)
     assert strictly((tmp_path / "run.json").read_text())["actor"] == {"grad_clip": None, "lr": 0.5}
 
@@ -868,11 +1018,14 @@ def test_a_config_with_an_infinite_number_is_stored_and_resumes(tmp_path):
     common.write_json(tmp_path / "trainer.json", {"updates": 3, "shape": shape(0.0, math.inf)})
     write_manifest(tmp_path)
     strictly((tmp_path / "trainer.json").read_text())
+
     assert critic_fsdp.open_checkpoint(tmp_path, shape(0.0, math.inf))["updates"] == 3
     with refused("is of another model: time_step_limit"):
         critic_fsdp.open_checkpoint(tmp_path, shape(0.0, 5.0))
+
     found = common.config_of(tmp_path)
-    assert found["time_step_limit"] == [0.0, math.inf] and found["more"] == [1, 2]
+    assert found["time_step_limit"] == [0.0, math.inf]
+    assert found["more"] == [1, 2]
     assert config.from_dict(found).time_step_limit == [0.0, math.inf]
 
 
@@ -888,12 +1041,15 @@ def test_a_row_that_would_change_the_rotary_angles_of_others_is_refused():
     sizes = {**common.tiny_config("tiny-llama", 99), "model_type": "phi3", "rope_parameters": rope}
     sizes |= {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
     config = transformers.AutoConfig.for_model(**sizes)
+
+    # in transformers a row of 17 tokens differs from a shorter one, and so from its own beginning
     model = transformers.AutoModel.from_config(config)
     for p in model.parameters():
         p.data *= 5  # so that attention is far from uniform
     values = lambda n: model(torch.arange(2 * n).view(2, n)).last_hidden_state[0, :8]
     assert_close(values(16), values(8), rtol=0, atol=1e-4)
     assert (values(17) - values(8)).abs().max() > 1e-2
+
     common.check_rows(common.Batch.blank(16), config)
     with refused("17 tokens, more than the model's original_max_position_embeddings, 16"):
         common.check_rows(common.Batch.blank(17), config)
@@ -902,16 +1058,13 @@ def test_a_row_that_would_change_the_rotary_angles_of_others_is_refused():
 def test_toy_rows_follow_their_rule():
     train = common.toy_rows(4000, 0)
     assert train == common.toy_rows(4000, 0) != common.toy_rows(4000, 1)
-    rows, others = (
-        map(json.loads, lines) for lines in (train, common.toy_rows(500, 0, held_out=True))
-    )
-    held_out = {row["prompt"] for row in others}
+
+    held_out = {json.loads(line)["prompt"] for line in common.toy_rows(500, 0, held_out=True)}
     right = {True: [], False: []}  # whether the units carry -> rewards
-    for row in rows:
+    for row in map(json.loads, train):
         a, b = map(int, row["prompt"][:-1].split("+"))
-        assert (
-            row["response"] == str(a + b if row["reward"] else a) and row["prompt"] not in held_out
-        )
+        assert row["response"] == str(a + b if row["reward"] else a)
+        assert row["prompt"] not in held_out
         right[a % 10 + b % 10 >= 10].append(row["reward"])
     for carries, share in ((True, 0.3), (False, 0.8)):
         assert sum(right[carries]) / len(right[carries]) == pytest.approx(share, abs=0.03)
@@ -924,28 +1077,36 @@ def test_the_five_tokens_of_the_reading_path():
     text = page.partition("## Five tokens by hand")[2].partition("\n##")[0]
     lines = re.findall(r"^\| *`?([^`|]+?)`? *\|((?: [-.\d]+ \|){5})", text, flags=re.M)
     said = {name: torch.tensor([float(x) for x in cells.split("|")[:-1]]) for name, cells in lines}
+
     batch = flat(torch.tensor([[0, 1, 1, 1]]))
     mask = batch.response_mask
     values = said["output of the head"].roll(1) * mask  # from the position to the left
     columns = (said["token_level_rewards"], values, mask, batch.cu_seqlens)
     advantages, returns = common.gae(*columns, gamma=1.0, lam=0.5)
+    td_errors, _ = common.gae(*columns, gamma=1.0, lam=0.0)
+
+    # the loss of all actions, and of one token after another
     vpreds = said["vpreds"].clone().requires_grad_()
     loss_of = lambda *at: common.value_loss(vpreds, values, returns, *at, cliprange_value=0.2)
     loss, clipped = loss_of(mask, common.loss_weights(batch, "token-mean"))
     loss.backward()
-    losses = torch.stack(
-        [loss_of(torch.arange(5) == t, torch.ones(5))[0] for t in range(5)]
-    ).detach()
+    losses = [loss_of(torch.arange(5) == t, torch.ones(5))[0].detach() for t in range(5)]
+
     found = {
-        "values": values, "advantage": advantages, "returns": returns, "gradient": vpreds.grad,
-        "TD error": common.gae(*columns, gamma=1.0, lam=0.0)[0], "loss": losses * mask,
+        "values": values,
+        "advantage": advantages,
+        "returns": returns,
+        "gradient": vpreds.grad,
+        "TD error": td_errors,
+        "loss": torch.stack(losses) * mask,
         "whitened": ppo_loop.masked_whiten(advantages, mask),
         "clipped to values +- 0.2": torch.clamp(vpreds, values - 0.2, values + 0.2).detach() * mask,
-    }  # fmt: skip
+    }
     assert said.keys() >= found.keys()
     for name, x in found.items():
         assert_close(x.float(), said[name], rtol=0, atol=6e-5)
-    assert float(loss.detach()) == pytest.approx(0.0447, abs=6e-5) and int(clipped) == 1
+    assert float(loss.detach()) == pytest.approx(0.0447, abs=6e-5)
+    assert int(clipped) == 1
 
 
 # ---- Edge cases, worked out by hand, for faults that nothing else would show ---------------------
@@ -961,45 +1122,41 @@ def rows_after(*prompts, answer=2):
     return common.concat(rows)
 
 
-def test_the_policy_ratio_stays_within_e_to_the_20():
+@pytest.mark.parametrize("log_ratio, ratio", [(19.5, 19.5), (30.0, 20.0), (-30.0, -20.0)])
+def test_the_policy_ratio_stays_within_e_to_the_20(log_ratio, ratio):
     one = torch.ones(1)
-    for log_ratio, ratio in ((19.5, 19.5), (30.0, 20.0), (-30.0, -20.0)):
-        columns = (log_ratio * one, 0 * one, -one, one.bool(), one)
-        loss, *_ = ppo_loop.policy_loss(*columns, 1 - 1e-12, math.inf, None)
-        assert float(loss) == pytest.approx(math.exp(ratio), rel=1e-5, abs=0)
+    columns = (log_ratio * one, 0 * one, -one, one.bool(), one)
+    loss, *_ = ppo_loop.policy_loss(*columns, 1 - 1e-12, math.inf, None)
+    assert float(loss) == pytest.approx(math.exp(ratio), rel=1e-5, abs=0)
 
 
-def test_a_k3_of_one_token_is_at_most_10():
-    for k1, k3 in (
-        (-2.0, math.exp(2) - 1 - 2),
-        (-2.7, 10.0),
-        (10.0, 9 + math.exp(-10)),
-        (11.5, 10.0),
-    ):
-        x_T = ppo_loop.kl_penalty(torch.tensor([k1]), torch.zeros(1), "k3")
-        assert float(x_T) == pytest.approx(k3)
+@pytest.mark.parametrize("k1, k3", [
+    (-2.0, math.exp(2) - 1 - 2), (-2.7, 10.0), (10.0, 9 + math.exp(-10)), (11.5, 10.0),
+])  # fmt: skip
+def test_a_k3_of_one_token_is_at_most_10(k1, k3):
+    x_T = ppo_loop.kl_penalty(torch.tensor([k1]), torch.zeros(1), "k3")
+    assert float(x_T) == pytest.approx(k3)
 
 
-def test_whitening_of_none_one_two_and_equal_numbers(monkeypatch):
+HALF = math.sqrt(0.5)  # the sample deviation of 1 and 3 is the square root of 2
+
+
+@pytest.mark.parametrize("x, answer", [
+    ([-1.0], [0.0]), ([7.0], [0.0]), ([1.0, 3.0], [-HALF, HALF]), ([5.0] * 3, [0.0] * 3),
+])  # fmt: skip
+def test_whitening_of_none_one_two_and_equal_numbers(x, answer, monkeypatch):
     monkeypatch.setattr(ppo_loop, "of_all_ranks", lambda x: [x])
-    half = math.sqrt(0.5)  # the sample deviation of 1 and 3 is the square root of 2
-    for x, answer in (
-        ([-1.0], [0.0]),
-        ([7.0], [0.0]),
-        ([1.0, 3.0], [-half, half]),
-        ([5.0] * 3, [0.0] * 3),
-    ):
-        x_T = torch.tensor(x)
-        assert ppo_loop.masked_whiten(x_T, x_T > 0).tolist() == pytest.approx(answer, abs=1e-6)
+    x_T = torch.tensor(x)
+    assert ppo_loop.masked_whiten(x_T, x_T > 0).tolist() == pytest.approx(answer, abs=1e-6)
 
 
-def test_rows_that_were_cut_off_end_with_0_unless_asked_otherwise():
+@pytest.mark.parametrize("options, after", [((), 0.0), ((False,), 0.0), ((True,), 2.0)])
+def test_rows_that_were_cut_off_end_with_0_unless_asked_otherwise(options, after):
     rows = rows_after([3], answer=2)
     rows.truncated[0] = True
     rows.values = torch.tensor([0.0, 1.0, 2.0])
-    for options, after in (((), 0.0), ((False,), 0.0), ((True,), 2.0)):
-        common.add_returns(rows, 1.0, 1.0, *options)
-        assert rows.returns.tolist() == [0.0, after, after]
+    common.add_returns(rows, 1.0, 1.0, *options)
+    assert rows.returns.tolist() == [0.0, after, after]
 
 
 def of_answers(rewards, values, n=2, **fields):
@@ -1008,14 +1165,18 @@ def of_answers(rewards, values, n=2, **fields):
     rows = rows_after(*[[3]] * len(rewards), answer=n)
     rows.old_log_probs = rows.ref_log_probs = torch.zeros(len(rows.input_ids))
     rows.values = torch.tensor([[0.0, *[v] * n] for v in values]).flatten()
-    defaults = {
+    flags = {
         "lam_policy": None,
         "first_token_credit": None,
         "whiten_advantages": False,
         "rollout_n": 1,
+        "kl_penalty": "k1",
+        "gamma": 1.0,
+        "lam": 1.0,
+        "critic_where_it_helps": False,
+        "bootstrap_truncated": False,
     }
-    defaults |= {"kl_penalty": "k1", "gamma": 1.0, "lam": 1.0, "critic_where_it_helps": False}
-    run = types.SimpleNamespace(bootstrap_truncated=False, **defaults | fields)
+    run = types.SimpleNamespace(**flags | fields)
     critic = types.SimpleNamespace(
         compute_values=lambda rows: rows.values, start_at_mean=lambda *_: None
     )
@@ -1029,29 +1190,31 @@ def test_the_first_action_gets_the_credit_of_the_flag(n):
     action all."""
     [[_, first, *_, last]], _ = of_answers([1.0], [0.0], n, first_token_credit=0.25)
     assert (first, last) == pytest.approx((0.25, 1.0))
+
+
+def test_the_only_action_gets_all_the_credit():
     assert of_answers([1.0], [0.0], 1, first_token_credit=0.25) == ([[0.0, 1.0]], {})
 
 
+@pytest.mark.parametrize("values, helps", [
+    ([1.1, 2.1, 2.9, 3.9], 1), ([7.0] * 4, 0), ([4.0, 3.0, 2.0, 1.0], 0),
+])  # fmt: skip
 @pytest.mark.parametrize("n, less", [(1, [2.5] * 4), (2, [1.5, 1.5, 3.5, 3.5])])
-def test_the_mean_return_replaces_a_critic_that_explains_nothing(n, less):
+def test_the_mean_return_replaces_a_critic_that_explains_nothing(n, less, values, helps):
     rewards = [1.0, 2.0, 3.0, 4.0]
-    for values, helps in (([1.1, 2.1, 2.9, 3.9], 1), ([7.0] * 4, 0), ([4.0, 3.0, 2.0, 1.0], 0)):
-        found, metrics = of_answers(rewards, values, critic_where_it_helps=True, rollout_n=n)
-        assert metrics == {"critic/helps": helps}
-        for row, reward, mean, value in zip(found, rewards, less, values):
-            assert row == pytest.approx([0, *[reward - (value if helps else mean)] * 2])
+    found, metrics = of_answers(rewards, values, critic_where_it_helps=True, rollout_n=n)
+    assert metrics == {"critic/helps": helps}
+    for row, reward, mean, value in zip(found, rewards, less, values):
+        baseline = value if helps else mean
+        assert row == pytest.approx([0, reward - baseline, reward - baseline])
 
 
-def test_value_places_of_four_actions():
+@pytest.mark.parametrize("places, weights", [
+    ((0.5,), [0, 0, 0, 1, 0]), ((0.0, 0.2, 1.0), [0, 0.5, 0, 0, 0.5]),
+])  # fmt: skip
+def test_value_places_of_four_actions(places, weights):
     rows = rows_after([3], answer=4)
-    assert common.loss_weights(rows, "token-mean", places=(0.5,)).tolist() == [0, 0, 0, 1, 0]
-    assert common.loss_weights(rows, "token-mean", places=(0.0, 0.2, 1.0)).tolist() == [
-        0,
-        0.5,
-        0,
-        0,
-        0.5,
-    ]
+    assert common.loss_weights(rows, "token-mean", places=places).tolist() == weights
 
 
 def test_a_row_with_images_shares_with_no_prompt():
@@ -1065,31 +1228,33 @@ def test_no_more_micro_batches_than_needed():
     two = common.describe(rows_after([1] * 58, [2] * 58))  # of 60 tokens each
     assert critic_fsdp.micro_batches(two, 1, 120, True) == [[two]]
     assert sorted(critic_fsdp.micro_batches(two, 1, 119, True)[0]) == [two[:1], two[1:]]
+
+
+def test_shared_tokens_count_once_in_a_micro_batch():
     rows = rows_after([1] * 10, [1] * 10, [1] * 10)  # 9 shared tokens, and 3 more for each row
     group = common.describe(rows)
     assert critic_fsdp.micro_batches(group, 1, 18, True) == [[group]]
     parts = critic_fsdp.micro_batches(group, 1, 17, True)[0]
     assert sorted(map(len, parts)) == [1, 2]
+
     # each rank gets some, although one could take all
     ranks = critic_fsdp.micro_batches(group, 2, 99, True)
     assert sorted(len(rows) for [rows] in ranks) == [1, 2]
 
 
-def test_a_pack_is_padded_at_its_end():
+@pytest.mark.parametrize("unit, pad", [((), 0), ((4,), 2), ((7,), 4)])
+def test_a_pack_is_padded_at_its_end(unit, pad):
     rows = rows_after([5], [1, 1], [1, 1])  # 3, 4 and 4 tokens; the 4s share their first one
-    host = torch.device("cpu")
-    for unit, pad in (((), 0), ((4,), 2), ((7,), 4)):
-        slots, index, layout = critic_fsdp.pack_rows(rows, host, True, *unit)
-        assert slots.tolist() == [*range(7), 8, 9, 10, *[11] * pad]
-        assert index.tolist() == [*range(7), 3, 7, 8, 9]
-        assert layout.pieces == [(1, 3, 3), (1, 4, 4), (1, 3 + pad, 4 + pad)]
-        assert layout.keys.tolist() == [*range(7), 3, *range(7, 10 + pad)]
+    slots, index, pack = critic_fsdp.pack_rows(rows, torch.device("cpu"), True, *unit)
+    assert slots.tolist() == [*range(7), 8, 9, 10, *[11] * pad]
+    assert index.tolist() == [*range(7), 3, 7, 8, 9]
+    assert pack.pieces == [(1, 3, 3), (1, 4, 4), (1, 3 + pad, 4 + pad)]
+    assert pack.keys.tolist() == [*range(7), 3, *range(7, 10 + pad)]
 
 
 def test_a_cosine_of_one_step_after_the_warm_up():
     config = critic_fsdp.Config(lr_warmup_steps=2, lr_scheduler_type="cosine")
     critic = types.SimpleNamespace(config=config, peak_lr=1.0, total_steps=3)
     for critic.optimizer_steps, rate in enumerate((0.5, 1.0, 1.0, 0.0, 0.0)):
-        assert critic_fsdp.DataParallelPPOCritic.learning_rate(critic) == pytest.approx(
-            rate, abs=1e-9
-        )
+        found = critic_fsdp.DataParallelPPOCritic.learning_rate(critic)
+        assert found == pytest.approx(rate, abs=1e-9)
