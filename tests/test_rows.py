@@ -1,5 +1,4 @@
-"""Rows as people write them: chats, special tokens, files from other systems, batches made by
-hand."""
+"""Rows as people write them: chats, special tokens, other people's files, batches made by hand."""
 
 import codecs
 import dataclasses
@@ -26,12 +25,14 @@ GOOD = {"response": "2", "reward": 1.0}
 TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 WITH_CALLS = TURNS.replace("{% endfor %}", "{{ m.tool_calls|length if m.tool_calls }}{% endfor %}")
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
+USER = {"role": "user", "content": "1+1?"}
 
 
 def a_tokenizer(template=TURNS, begins="", ends="", bos=None):
     """One token per character; it puts `begins` before each text and `ends` after it, as words."""
     core = common.char_tokenizer().backend_tokenizer
     words = [word for word in (*begins.split(), *ends.split(), bos) if word]
+
     core.add_special_tokens([*dict.fromkeys(words)])
     core.post_processor = tokenizers.processors.TemplateProcessing(
         single=f"{begins} $A {ends}".strip(),
@@ -58,6 +59,7 @@ def text_of_prompt(tokenizer, **row):
 
 
 def parts(*texts):
+    """The content of a message as parts of text."""
     return [{"type": "text", "text": text} for text in texts]
 
 
@@ -79,9 +81,8 @@ def test_a_file_that_is_one_array_is_told_apart_from_a_bad_row(tmp_path):
 
 
 def test_prompts_that_differ_in_their_parts_are_different_prompts():
-    lines = [
-        json.dumps(GOOD | {"messages": [{"role": "user", "content": parts(q)}]}) for q in "abca"
-    ]
+    chats = [[{"role": "user", "content": parts(q)}] for q in "abca"]
+    lines = [json.dumps(GOOD | {"messages": chat}) for chat in chats]
     rows = common.read_rows(lines, a_tokenizer())
     assert [same for _, same in rows.groups()] == [[0, 3], [1], [2]]
 
@@ -98,7 +99,8 @@ def test_prompts_that_differ_in_their_parts_are_different_prompts():
 def test_other_content_is_refused_in_every_message_with_file_and_line(content, words):
     bad = {"role": "user", "content": content}
     last = {"role": "user", "content": "hi"}
-    for chat, number in (([bad], 1), ([bad, last], 1), ([last, CALL | {"content": "x"}, bad], 3)):
+    call = CALL | {"content": "x"}
+    for chat, number in (([bad], 1), ([bad, last], 1), ([last, call, bad], 3)):
         said = words.replace("message 1", f"message {number}")
         with refused(said, begin="toy:1: message "):
             text_of_row(a_tokenizer(WITH_CALLS), messages=chat)
@@ -112,12 +114,14 @@ def test_other_content_is_refused_in_every_message_with_file_and_line(content, w
 def test_parts_of_images_are_left_to_the_template_of_a_model_that_reads_them(part):
     chat = [{"role": "user", "content": [part, *parts("what?")]}]
     template = (
-        "{% for m in messages %}{% for x in m.content %}{{ x.text if x.type == 'text' else '<image>' }}"
+        "{% for m in messages %}{% for x in m.content %}"
+        "{{ x.text if x.type == 'text' else '<image>' }}"
         "{% endfor %}{% endfor %}"
     )
     tokenizer = a_tokenizer(template)
     assert common.text_messages(chat, images=True) == chat
     assert tokenizer.decode(common.chat_ids(tokenizer, chat)) == "<image>what?"
+
     drops = template.replace("x.text", "''")
     with refused("the template leaves out message 1"):
         common.chat_ids(a_tokenizer(drops), chat)
@@ -129,44 +133,58 @@ def test_a_message_needs_a_role(message):
         text_of_row(a_tokenizer(), messages=[message])
 
 
-def test_null_stands_next_to_tool_calls_only_where_the_template_shows_them():
-    chat = [
-        {"role": "user", "content": "1+1?"},
-        CALL | {"content": None},
-        {"role": "tool", "content": "2"},
-    ]
-    shows = "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{{ m.tool_calls|length if m.tool_calls }}"
-    shown = "<user>1+1?<assistant>1<tool>2"
-    for messages in (chat, [*chat[:1], CALL, *chat[2:]]):  # null, and no content at all
-        assert (
-            text_of_row(a_tokenizer(shows + "{% endfor %}"), messages=messages) == f"{shown}2<eos>"
-        )
+RESULT = {"role": "tool", "content": "2"}
+SHOWN = "<user>1+1?<assistant>1<tool>2"  # a question, a call, its result
+
+
+@pytest.mark.parametrize("call", [CALL | {"content": None}, CALL])  # null, and no content at all
+def test_null_may_stand_next_to_tool_calls_if_the_template_shows_nothing_for_it(call):
+    shows = WITH_CALLS.replace("m['content']", "m.content or ''")
+    chat = [USER, call, RESULT]
+    assert text_of_row(a_tokenizer(shows), messages=chat) == f"{SHOWN}2<eos>"
+
+
+def test_null_that_the_template_shows_as_a_word_is_refused():
+    chat = [USER, CALL | {"content": None}, RESULT]
     with refused('the template shows null as "None"; write "" as the content'):
         text_of_row(a_tokenizer(WITH_CALLS), messages=chat)
     chat[1]["content"] = ""
-    assert text_of_row(a_tokenizer(WITH_CALLS), messages=chat) == f"{shown}2<eos>"
+    assert text_of_row(a_tokenizer(WITH_CALLS), messages=chat) == f"{SHOWN}2<eos>"
+
+
+def test_calls_that_the_template_leaves_out_are_refused():
+    chat = [USER, CALL | {"content": ""}, RESULT]
     with refused("a message has tool_calls, which the template leaves out"):
         text_of_row(a_tokenizer(TURNS), messages=chat)
 
 
-def test_a_template_that_wants_parts_gets_them_and_one_that_drops_a_question_is_refused():
+TURNS_OF_PARTS = TURNS.replace(
+    "{{ m['content'] }}", "{% for x in m.content %}{{ x.text }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", ["1+1?", parts("1+", "1?")])
+def test_a_template_that_wants_parts_gets_them(content):
     """Templates of some image models go through the parts of a message, and a text has none."""
-    wants = "{% for m in messages %}<{{ m.role }}>{% for x in m.content %}{{ x.text }}{% endfor %}{% endfor %}"
-    for content in ("1+1?", parts("1+", "1?")):
-        chat = [{"role": "user", "content": content}]
-        assert text_of_row(a_tokenizer(wants), messages=chat) == "<user>1+1?2<eos>"
-    with refused('the template leaves out message 1, whose role is "user"'):
-        text_of_row(a_tokenizer("{{ messages[0].role }}"), messages=chat)
+    tokenizer = a_tokenizer(TURNS_OF_PARTS)
+    chat = [{"role": "user", "content": content}]
+    assert text_of_row(tokenizer, messages=chat) == "<user>1+1?2<eos>"
     going_on = [*chat, {"role": "assistant", "content": "it is"}]
-    assert text_of_row(a_tokenizer(wants), messages=going_on) == "<user>1+1?<assistant>it is2<eos>"
+    assert text_of_row(tokenizer, messages=going_on) == "<user>1+1?<assistant>it is2<eos>"
+
+
+def test_a_template_that_drops_a_question_is_refused():
+    for content in ("1+1?", parts("1+", "1?")):
+        with refused('the template leaves out message 1, whose role is "user"'):
+            chat = [{"role": "user", "content": content}]
+            text_of_row(a_tokenizer("{{ messages[0].role }}"), messages=chat)
 
 
 @pytest.mark.parametrize("role", ["developer", "human", "function"])
 def test_a_message_that_the_template_leaves_out_because_of_its_role_is_refused(role):
     """As Qwen's does. Its question may be short, and so be found elsewhere in the text."""
-    knows = TURNS.replace("<{{", "{% if m.role == 'user' %}<{{").replace(
-        "{% endfor", "{% endif %}{% endfor"
-    )
+    knows = TURNS.replace("<{{", "{% if m.role == 'user' %}<{{")
+    knows = knows.replace("{% endfor", "{% endif %}{% endfor")
     tokenizer = a_tokenizer(knows)
     for chat in ([{"role": role, "content": "s"}], [{"role": "user", "content": "hi"}] * 2):
         chat[-1] = {"role": role, "content": "s"}
@@ -177,26 +195,19 @@ def test_a_message_that_the_template_leaves_out_because_of_its_role_is_refused(r
             text_of_prompt(tokenizer, prompt=chat)
 
 
-def test_a_template_may_write_a_text_in_another_way():
+@pytest.mark.parametrize("how, begin", [("tojson", '" say'), ("upper", " SAY")])
+def test_a_template_may_write_a_text_in_another_way(how, begin):
     """With JSON's escapes, as Llama 3.1 writes what tools say, or in capitals."""
     chat = [{"role": "user", "content": ' say "hi"\nnow '}]
-    assert text_of_row(a_tokenizer("{{ messages[0].content|tojson }}"), messages=chat).startswith(
-        '" say'
-    )
-    assert text_of_row(a_tokenizer("{{ messages[0].content|upper }}"), messages=chat).startswith(
-        " SAY"
-    )
+    tokenizer = a_tokenizer(f"{{{{ messages[0].content|{how} }}}}")
+    assert text_of_row(tokenizer, messages=chat).startswith(begin)
 
 
 def test_calls_that_the_template_shows_only_without_a_text_are_refused_next_to_one():
     """As DeepSeek's template does."""
-    shows = "{% for m in messages %}<{{ m.role }}>{{ m.tool_calls|length if m.content is none else m.content }}"
-    tokenizer = a_tokenizer(f"{shows}{{% endfor %}}")
-    chat = [
-        {"role": "user", "content": "hi"},
-        CALL | {"content": None},
-        {"role": "tool", "content": "2"},
-    ]
+    shows = "m.tool_calls|length if m.content is none else m.content"
+    tokenizer = a_tokenizer(TURNS.replace("m['content']", shows))
+    chat = [{"role": "user", "content": "hi"}, CALL | {"content": None}, RESULT]
     assert text_of_row(tokenizer, messages=chat) == "<user>hi<assistant>1<tool>22<eos>"
     chat[1] = CALL | {"content": "I add"}
     with refused("a message has tool_calls next to a text, which the template leaves out"):
@@ -205,23 +216,43 @@ def test_calls_that_the_template_shows_only_without_a_text_are_refused_next_to_o
 
 # ---- Rows of other systems -----------------------------------------------------------------------
 
-USER = {"role": "user", "content": "1+1?"}
+ANSWER = {"role": "assistant", "content": "2"}
 SHAPES = {  # who writes it -> the row, and where its prompt, response and reward are
     "plain": ({"prompt": "<user>1+1?", "response": "2", "reward": 1.0}, {}),
-    "TRL": ({"prompt": [USER], "completion": [{"role": "assistant", "content": "2"}], "reward": 1.0}, {}),
+    "TRL": ({"prompt": [USER], "completion": [ANSWER], "reward": 1.0}, {}),
     "TRL, text": ({"prompt": "<user>1+1?", "completion": "2", "reward": 1.0}, {}),
-    "a whole chat": ({"messages": [USER, {"role": "assistant", "content": "2"}], "reward": 1.0}, {}),
-    "a whole chat as the prompt":
-        ({"prompt": [USER, {"role": "assistant", "content": parts("2")}], "reward": 1}, {}),
-    "other keys": ({"question": [USER], "answer": "2", "score": 1.0},
-                   {"prompt": "question", "response": "answer", "reward": "score"}),
-    "nested keys": ({"prompt": [USER], "out": {"text": "2", "judge": {"score": 1}}},
-                    {"prompt": "prompt", "response": "out.text", "reward": "out.judge.score"}),
+    "a whole chat": ({"messages": [USER, ANSWER], "reward": 1.0}, {}),
+    "a whole chat as the prompt": (
+        {"prompt": [USER, {"role": "assistant", "content": parts("2")}], "reward": 1},
+        {},
+    ),
+    "other keys": (
+        {"question": [USER], "answer": "2", "score": 1.0},
+        {"prompt": "question", "response": "answer", "reward": "score"},
+    ),
+    "nested keys": (
+        {"prompt": [USER], "out": {"text": "2", "judge": {"score": 1}}},
+        {"prompt": "prompt", "response": "out.text", "reward": "out.judge.score"},
+    ),
     "a key that wins over ours": (
-        {"q": [USER], "prompt_ids": [5], "messages": [USER], "a": "2", "response": "3", "response_ids": [7],
-         "score": 1, "rewards": [0.5], "reward": 9.0}, {"prompt": "q", "response": "a", "reward": "score"}),
-    "a key with a dot": ({"prompt": [USER], "response": "2", "a.b": 1.0, "a": {"b": 9}}, {"reward": "a.b"}),
-}  # fmt: skip
+        {
+            "q": [USER],
+            "prompt_ids": [5],
+            "messages": [USER],
+            "a": "2",
+            "response": "3",
+            "response_ids": [7],
+            "score": 1,
+            "rewards": [0.5],
+            "reward": 9.0,
+        },
+        {"prompt": "q", "response": "a", "reward": "score"},
+    ),
+    "a key with a dot": (
+        {"prompt": [USER], "response": "2", "a.b": 1.0, "a": {"b": 9}},
+        {"reward": "a.b"},
+    ),
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -233,15 +264,14 @@ def test_rows_of_other_systems_are_read(shape):
     assert rows.token_level_rewards.tolist() == [0.0] * (len(rows.input_ids) - 1) + [1.0]
 
 
-def test_a_row_that_fits_nothing_is_told_with_its_keys():
-    row = {"question": "1+1=", "text": "2", "score": 1.0}
-    for more, words in (
-        ({}, "prompt, messages, prompt_ids"),
-        ({"prompt": "1+1="}, "response, response_ids"),
-    ):
-        shown = f"needs exactly one of {words}; has none; its keys are {', '.join(row | more)}"
-        with refused(shown, begin="toy:1: "):
-            common.read_rows([json.dumps(row | more)], a_tokenizer())
+@pytest.mark.parametrize("more, words", [
+    ({}, "prompt, messages, prompt_ids"), ({"prompt": "1+1="}, "response, response_ids"),
+])  # fmt: skip
+def test_a_row_that_fits_nothing_is_told_with_its_keys(more, words):
+    row = {"question": "1+1=", "text": "2", "score": 1.0} | more
+    shown = f"needs exactly one of {words}; has none; its keys are {', '.join(row)}"
+    with refused(shown, begin="toy:1: "):
+        common.read_rows([json.dumps(row)], a_tokenizer())
 
 
 @pytest.mark.parametrize("name", ["prompt", "response", "reward"])
@@ -252,20 +282,18 @@ def test_a_named_key_that_a_row_lacks_is_told_although_others_would_do(name):
         common.read_rows([json.dumps(row)], a_tokenizer(), keys={name: "x.y"})
 
 
-def test_the_loop_reads_nested_answers_as_verl_writes_them():
+@pytest.mark.parametrize("key, answer", [
+    ("reward_model.ground_truth", "#### 2"), ("extra_info.answer", 3), ("x.y", None),
+])  # fmt: skip
+def test_the_loop_reads_nested_answers_as_verl_writes_them(key, answer):
     row = {
         "prompt": [USER],
         "reward_model": {"ground_truth": "#### 2"},
         "extra_info": {"answer": 3},
     }
-    for key, answer in (
-        ("reward_model.ground_truth", "#### 2"),
-        ("extra_info.answer", 3),
-        ("x.y", None),
-    ):
-        run = ppo_loop.Run(critic=None, prompts="x", answer_key=key)
-        (prompt,) = ppo_loop.load_prompts([json.dumps(row)], "--prompts", run, a_tokenizer())
-        assert (prompt.text, prompt.answer) == ("1+1?", answer)
+    run = ppo_loop.Run(critic=None, prompts="x", answer_key=key)
+    (prompt,) = ppo_loop.load_prompts([json.dumps(row)], "--prompts", run, a_tokenizer())
+    assert (prompt.text, prompt.answer) == ("1+1?", answer)
 
 
 def test_tools_and_options_reach_the_chat_template():
@@ -273,13 +301,19 @@ def test_tools_and_options_reach_the_chat_template():
     thinks = "{% for t in tools %}[{{ t.name }}]{% endfor %}" + TURNS
     thinks += "{% if enable_thinking is false %}<think></think>{% endif %}"
     tokenizer = a_tokenizer(thinks)
+
     row = {"messages": [USER], "tools": [{"name": "add"}], "response": "2", "reward": 1.0}
     rows = common.read_rows([json.dumps(row)], tokenizer, chat={"enable_thinking": False})
     assert tokenizer.decode(rows.input_ids) == "[add]<user>1+1?<think></think>2<eos>"
+
     run = ppo_loop.Run(critic=None, prompts="x", chat_template_kwargs='{"enable_thinking": false}')
     line = json.dumps({"prompt": [USER], "tools": [{"name": "add"}]})
     (prompt,) = ppo_loop.load_prompts([line], "--prompts", run, tokenizer)
     assert tokenizer.decode(prompt.ids) == "[add]<user>1+1?<think></think>"
+
+
+def test_tools_that_the_template_leaves_out_are_refused():
+    row = {"messages": [USER], "tools": [{"name": "add"}], "response": "2", "reward": 1.0}
     with refused("the row has tools, which the template leaves out"):
         common.read_rows([json.dumps(row)], a_tokenizer())
 
@@ -290,16 +324,18 @@ def test_the_critics_pass_keys_and_options_on(script, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"q": [USER], "a": {"text": "2"}, "points": 0.5}))
     run = script.Run(
-        rollouts=str(path), prompt_key="q", response_key="a.text", reward_key="points",
-        chat_template_kwargs='{"more": "!"}'
-    )  # fmt: skip
+        rollouts=str(path),
+        prompt_key="q",
+        response_key="a.text",
+        reward_key="points",
+        chat_template_kwargs='{"more": "!"}',
+    )
     made = script.CriticWorker(script.Config())
     made.tokenizer = tokenizer
+
     rows, _ = script.load_rows(run, made)
-    assert (
-        tokenizer.decode(rows.input_ids) == "<user>1+1?!2<eos>"
-        and rows.token_level_rewards.sum() == 0.5
-    )
+    assert tokenizer.decode(rows.input_ids) == "<user>1+1?!2<eos>"
+    assert rows.token_level_rewards.sum() == 0.5
     with refused("must be a JSON object", begin="--chat-template-kwargs [1]: "):
         script.load_rows(dataclasses.replace(run, chat_template_kwargs="[1]"), made)
 
@@ -309,29 +345,44 @@ def test_the_critics_pass_keys_and_options_on(script, tmp_path):
 BEGINS_AND_ENDS = {"begins": "<s>", "ends": "<eos>", "bos": "<s>"}
 
 
-@pytest.mark.parametrize("kind, begin", [
-    ({"ends": "<eos>"}, ""), (BEGINS_AND_ENDS, "<s>"), ({"begins": "<s>", "bos": "<s>"}, "<s>"),
-    ({"begins": "[gMASK] <sop>"}, "[gMASK]<sop>"), ({"begins": "[CLS]", "ends": "[SEP]"}, "[CLS]"),
-])  # fmt: skip
+KINDS = [  # arguments of a_tokenizer, and how its rows begin
+    ({"ends": "<eos>"}, ""),
+    (BEGINS_AND_ENDS, "<s>"),
+    ({"begins": "<s>", "bos": "<s>"}, "<s>"),
+    ({"begins": "[gMASK] <sop>"}, "[gMASK]<sop>"),
+    ({"begins": "[CLS]", "ends": "[SEP]"}, "[CLS]"),
+]
+
+
+@pytest.mark.parametrize("kind, begin", KINDS)
 def test_a_row_begins_once_and_never_ends_in_its_middle(kind, begin):
-    """For prompts of text, of chats, and with a hint, in the critic's rows and in PPO's."""
+    """For prompts of text and of chats, in the critic's rows and in PPO's."""
     tokenizer = a_tokenizer(begin + TURNS, **kind)
     chat = [{"role": "user", "content": "hi"}]
-    hint = "For the critic only: 7\n"
     assert text_of_row(tokenizer, prompt="1+1=") == f"{begin}1+1=2<eos>"
     assert text_of_row(tokenizer, messages=chat) == f"{begin}<user>hi2<eos>"
     assert text_of_prompt(tokenizer, prompt="1+1=") == (f"{begin}1+1=", "1+1=")
     assert text_of_prompt(tokenizer, prompt=chat) == (f"{begin}<user>hi", "hi")
-    for source, shown in (({"prompt": "1+1="}, "1+1="), ({"messages": chat}, "<user>hi")):
-        line = json.dumps(GOOD | source | {"answer": 7})
-        rows = common.read_rows([line], tokenizer, hint_key="answer")
-        assert tokenizer.decode(rows.input_ids) == f"{begin}{hint}{shown}2<eos>"
-        run = ppo_loop.Run(
-            critic=None, prompts="x", prompt_key=[*source][0], privileged_key="answer"
-        )
-        (prompt,) = ppo_loop.load_prompts([line], "--prompts", run, tokenizer)
-        assert tokenizer.decode(prompt.critic_ids) == f"{begin}{hint}{shown}"
-        assert tokenizer.decode(prompt.ids) == f"{begin}{shown}"
+
+
+@pytest.mark.parametrize("key, source, shown", [
+    ("prompt", "1+1=", "1+1="), ("messages", [{"role": "user", "content": "hi"}], "<user>hi"),
+])  # fmt: skip
+@pytest.mark.parametrize("kind, begin", KINDS)
+def test_a_row_with_a_hint_begins_once_and_never_ends_in_its_middle(
+    kind, begin, key, source, shown
+):
+    tokenizer = a_tokenizer(begin + TURNS, **kind)
+    hint = "For the critic only: 7\n"
+    line = json.dumps(GOOD | {key: source, "answer": 7})
+    rows = common.read_rows([line], tokenizer, hint_key="answer")
+    assert tokenizer.decode(rows.input_ids) == f"{begin}{hint}{shown}2<eos>"
+
+    # the actor reads no hint
+    run = ppo_loop.Run(critic=None, prompts="x", prompt_key=key, privileged_key="answer")
+    (prompt,) = ppo_loop.load_prompts([line], "--prompts", run, tokenizer)
+    assert tokenizer.decode(prompt.critic_ids) == f"{begin}{hint}{shown}"
+    assert tokenizer.decode(prompt.ids) == f"{begin}{shown}"
 
 
 def test_a_prompt_that_brings_its_own_bos_gets_no_second_one():
@@ -368,13 +419,11 @@ def test_a_hint_is_text_or_a_number(hint):
 
 
 def test_an_empty_response_is_a_policy_that_stopped_at_once():
-    rows = common.read_rows(
-        [json.dumps({"prompt": "1+1=", "response": "", "reward": 0.5})], a_tokenizer()
-    )
+    row = {"prompt": "1+1=", "response": "", "reward": 0.5}
+    rows = common.read_rows([json.dumps(row)], a_tokenizer())
     assert a_tokenizer().decode(rows.input_ids) == "1+1=<eos>"
-    assert (
-        rows.response_mask.tolist() == [False] * 4 + [True] and rows.token_level_rewards[-1] == 0.5
-    )
+    assert rows.response_mask.tolist() == [False] * 4 + [True]
+    assert rows.token_level_rewards[-1] == 0.5
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -392,6 +441,8 @@ def test_a_file_with_a_byte_order_mark_is_read(encode, tmp_path):
     expected = common.read_rows(lines, tokenizer)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(encode("\n".join(lines)))
+
+    # as rows, as prompts, and as lines to which scores are added
     assert torch.equal(common.read_rows(str(path), tokenizer).input_ids, expected.input_ids)
     run = ppo_loop.Run(critic=None, prompts=str(path))
     prompts = ppo_loop.load_prompts(str(path), "--prompts", run, tokenizer)
@@ -428,7 +479,8 @@ FAULTS = {  # column -> what a user might put there, and words of the answer
         (lambda x: x.to("meta"), "on meta"),
     ],
     "response_mask": [
-        (lambda x: x.int(), "must be a (T,) tensor of torch.bool"), (lambda x: x.float(), "torch.bool"),
+        (lambda x: x.int(), "must be a (T,) tensor of torch.bool"),
+        (lambda x: x.float(), "torch.bool"),
         (lambda x: x[:-1], "has"),
     ],
     "cu_seqlens": [
@@ -438,11 +490,15 @@ FAULTS = {  # column -> what a user might put there, and words of the answer
         (lambda x: x + 1, "must begin at 0"),
         (lambda x: torch.cat([x[:1], x[:1], x[2:]]), "must begin at 0, grow"),
     ],
-    "row_id": [(lambda x: x.int(), "must be a (B,) tensor of torch.int64"), (lambda x: None, "is missing")],
+    "row_id": [
+        (lambda x: x.int(), "must be a (B,) tensor of torch.int64"),
+        (lambda x: None, "is missing"),
+    ],
     "truncated": [(lambda x: x.long(), "must be a (B,) tensor of torch.bool")],
     "values": [(lambda x: x.double(), "torch.float32"), (lambda x: None, "is missing")],
     "returns": [
-        (lambda x: x[:, None], "of shape"), (lambda x: x.to_sparse(), "torch.sparse_coo"),
+        (lambda x: x[:, None], "of shape"),
+        (lambda x: x.to_sparse(), "torch.sparse_coo"),
         (lambda x: None, "is missing"),
     ],
     "multi_modal_inputs": [
@@ -451,7 +507,7 @@ FAULTS = {  # column -> what a user might put there, and words of the answer
         for kind in ([None] * 4, ({},) * 4, [{}] * 3, 4, numpy.array([{}] * 4))
     ],
     "packed": [(lambda x: (1, 2), "must be None")],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -461,6 +517,7 @@ def test_a_batch_made_by_hand_is_told_which_column_is_wrong(name):
     batch.returns = batch.values.clone()
     critic.set_budget(batch.longest[0], "the longest row")
     critic.update_critic(batch)
+
     for spoil, words in FAULTS[name]:
         spoiled = dataclasses.replace(batch, **{name: spoil(getattr(batch, name))})
         with refused(words, begin=f"{name}: ", kind=ValueError):
@@ -469,10 +526,8 @@ def test_a_batch_made_by_hand_is_told_which_column_is_wrong(name):
 
 def test_a_column_that_only_some_ranks_pass_is_named():
     batch = random_batch(4, idle=False)
-    parts = [
-        batch.select([0, 1]),
-        dataclasses.replace(batch, old_log_probs=batch.values).select([2, 3]),
-    ]
+    with_log_probs = dataclasses.replace(batch, old_log_probs=batch.values)
+    parts = [batch.select([0, 1]), with_log_probs.select([2, 3])]
     with refused("only some batches have it", begin="old_log_probs: ", kind=ValueError):
         common.concat(parts)
 
@@ -484,8 +539,10 @@ def test_rows_without_images_may_say_so_to_a_critic_that_reads_text(script):
     batch = random_batch(2, idle=False)
     critic.set_budget(batch.longest[0], "the longest row")
     values = critic.compute_values(batch)
+
     batch.multi_modal_inputs = [{}, {}]
     assert torch.equal(critic.compute_values(batch), values)
+
     batch.multi_modal_inputs[1] = {"pixel_values": torch.zeros(1)}
     with refused("reads text only", begin="multi_modal_inputs: ", kind=ValueError):
         critic.compute_values(batch)
@@ -494,9 +551,8 @@ def test_rows_without_images_may_say_so_to_a_critic_that_reads_text(script):
 def test_returns_and_the_mean_need_rewards():
     batch = random_batch(4, idle=False)
     batch.token_level_rewards = None
-    with refused(
-        "is missing; it must be a (T,) tensor", begin="token_level_rewards: ", kind=ValueError
-    ):
+    words = "is missing; it must be a (T,) tensor"
+    with refused(words, begin="token_level_rewards: ", kind=ValueError):
         common.add_returns(batch, 1.0, 1.0)
     with refused("is missing", begin="token_level_rewards: ", kind=ValueError):
         worker(value_head_init="mean").start_at_mean(batch, 1.0)
@@ -506,7 +562,7 @@ def test_returns_and_the_mean_need_rewards():
 def test_a_worker_without_a_model_says_so(script, tmp_path):
     critic = script.CriticWorker(script.Config())
     batch = random_batch(2)
-    for call in (
+    calls = (
         partial(critic.compute_values, batch),
         partial(critic.set_budget, 9, "row"),
         partial(critic.start_at_mean, batch, 1.0),
@@ -514,6 +570,7 @@ def test_a_worker_without_a_model_says_so(script, tmp_path):
         partial(critic.load_checkpoint, tmp_path / "x"),
         partial(critic.export_hf, tmp_path / "x"),
         critic.offload,
-    ):
+    )
+    for call in calls:
         with refused("call init_model() first", kind=RuntimeError):
             call()
