@@ -1,5 +1,4 @@
-"""Folders as others save them: trained value heads, adapters, files that are damaged or of another
-kind."""
+"""Folders as others save them: trained value heads, adapters, damaged files and other kinds."""
 
 import itertools
 import json
@@ -41,6 +40,8 @@ def save(folder, weights, files=1, zipped=True):
     names = [f"pytorch_model-{i:05d}-of-{files:05d}.bin" for i in range(1, files + 1)]
     if files == 1:
         names = ["pytorch_model.bin"]
+
+    # weights take turns at the files
     place = dict(zip(weights, itertools.cycle(names)))
     for name in names:
         part = {key: x for key, x in weights.items() if place[key] == name}
@@ -48,11 +49,14 @@ def save(folder, weights, files=1, zipped=True):
     if files > 1:
         index = {"metadata": {}, "weight_map": place}
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+    # a trainer leaves more files, which must not be opened
     for name in ("training_args.bin", "optimizer.bin", "scheduler.bin"):
         torch.save(print, folder / name)  # a function, which weights_only refuses to read
 
 
 def save_safe(folder, weights):
+    """Writes weights to a .safetensors file, next to a config."""
     CONFIG.save_pretrained(folder)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
@@ -132,9 +136,17 @@ def files_of_another_save(folder, base, head):
 
 
 STORES = (
-    trl, trl_before_zip, trl_in_three_files, llama_factory, llama_factory_in_bin,
-    bin_head_of_a_safe_model, head_of_trl_in_bin, state_of_the_head_alone, both_formats, files_of_another_save
-)  # fmt: skip
+    trl,
+    trl_before_zip,
+    trl_in_three_files,
+    llama_factory,
+    llama_factory_in_bin,
+    bin_head_of_a_safe_model,
+    head_of_trl_in_bin,
+    state_of_the_head_alone,
+    both_formats,
+    files_of_another_save,
+)
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -146,12 +158,15 @@ def test_a_trained_head_is_read_from_every_kind_of_file(store, base, tmp_path):
 
 @pytest.mark.parametrize("stem", [
     "score", "classifier", "v_head", "value_head", "reward_head", "regression_layer", "rm_head",
-    "score.0", "value_head.mlp", "value", "critic_head", "head", "scores", "vhead", "valuehead", "value_net"
+    "score.0", "value_head.mlp", "value", "critic_head", "head", "scores", "vhead", "valuehead",
+    "value_net",
 ])  # fmt: skip
 def test_a_trained_head_is_read_under_every_name(stem, base, tmp_path):
     head = linear(stem)
     save_safe(tmp_path, base | head)
     assert_both_read(tmp_path, base, *head.values())
+
+    # it may lack a bias
     del head[f"{stem}.bias"]
     save_safe(tmp_path, base | head)
     assert_both_read(tmp_path, base, *head.values(), torch.zeros(1))
@@ -169,7 +184,7 @@ UNFIT = {  # heads, of which no one is the one layer with one output that is nee
 
 
 @pytest.mark.parametrize("kind", UNFIT)
-def test_a_head_that_does_not_fit_is_named_and_replaced_only_on_demand(kind, base, tmp_path):
+def test_a_head_that_does_not_fit_is_named(kind, base, tmp_path):
     head = UNFIT[kind]
     save_safe(tmp_path, base | head)
     begin = f"--model {tmp_path}: its head, "
@@ -180,14 +195,19 @@ def test_a_head_that_does_not_fit_is_named_and_replaced_only_on_demand(kind, bas
             read(script, tmp_path)
         with refused(words, begin, "not one layer of 64 weights; give a model whose head is"):
             read(script, tmp_path, value_head_init="checkpoint")
-        for start, story in {
-            "normal": NEW,
-            "zero": "value head zero",
-            "mean": "value head mean",
-        }.items():
-            weights, said = read(script, tmp_path, value_head_init=start)
-            assert said.endswith(story)
-            assert not any(torch.equal(weights["score.weight"], x) for x in head.values())
+
+
+STARTS = {"normal": NEW, "zero": "value head zero", "mean": "value head mean"}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_a_head_that_does_not_fit_is_replaced_on_demand(kind, base, tmp_path):
+    head = UNFIT[kind]
+    save_safe(tmp_path, base | head)
+    for script, (start, story) in itertools.product(SCRIPTS, STARTS.items()):
+        weights, said = read(script, tmp_path, value_head_init=start)
+        assert said.endswith(story)
+        assert not any(torch.equal(weights["score.weight"], x) for x in head.values())
 
 
 def test_a_head_whose_training_has_diverged_is_named(base, tmp_path):
@@ -217,13 +237,21 @@ def test_a_classifier_with_several_labels_is_no_value_model(tmp_path):
 
 def test_a_base_model_gets_a_new_head_whatever_else_is_in_its_files(base, tmp_path):
     others = (
-        "mtp.head.weight", "model.mtp_layers.0.value_head.weight", "visual.head.weight",
-        "model.vision_tower.vision_model.head.probe", "model.layers.0.attention.self.value.weight",
-        "model.layers.1.score.weight", "model.rotary_emb.inv_freq", "generator_lm_head.bias",
-        "talker.codec_head.weight", "model.hc_head.hc_fn", "lm_heads.0.weight",
-        "medusa_head.0.weight", "model.embed_tokens_extend.audio_embed.head.weight",
-        "resampler.cross_attn.value.weight"
-    )  # fmt: skip
+        "mtp.head.weight",
+        "model.mtp_layers.0.value_head.weight",
+        "visual.head.weight",
+        "model.vision_tower.vision_model.head.probe",
+        "model.layers.0.attention.self.value.weight",
+        "model.layers.1.score.weight",
+        "model.rotary_emb.inv_freq",
+        "generator_lm_head.bias",
+        "talker.codec_head.weight",
+        "model.hc_head.hc_fn",
+        "lm_heads.0.weight",
+        "medusa_head.0.weight",
+        "model.embed_tokens_extend.audio_embed.head.weight",
+        "resampler.cross_attn.value.weight",
+    )
     save_safe(tmp_path, base | {name: torch.randn(1, 64) for name in others})
     for script in SCRIPTS:
         assert NEW in read(script, tmp_path)[1]
@@ -243,7 +271,6 @@ def test_no_preset_has_parts_that_are_called_like_a_head(model, tmp_path):
 
 
 def test_a_checkpoint_has_a_head_and_no_second_one_in_its_optimizer(base, tmp_path):
-    """With the names of a fork's second layer, it is refused like an export."""
     head = {f"model.{name}": x for name, x in linear("score").items()}
     weights = {f"model.{name}": x for name, x in base.items() if name != "lm_head.weight"} | head
     moments = {f"optimizer.{name[6:]}.exp_avg": x + 1 for name, x in weights.items()}
@@ -251,6 +278,8 @@ def test_a_checkpoint_has_a_head_and_no_second_one_in_its_optimizer(base, tmp_pa
     (tmp_path / "trainer.json").write_text(json.dumps(note))
     save_file(weights | moments, tmp_path / "shard-00000.safetensors")
     assert_both_read(tmp_path, base, *head.values(), value_head_init="checkpoint")
+
+    # with the names of a fork's second layer, it is refused like an export
     more = {"model.score.hidden.weight": torch.randn(64, 64)}
     save_file(weights | moments | more, tmp_path / "shard-00000.safetensors")
     for script in SCRIPTS:
@@ -266,16 +295,15 @@ def test_a_checkpoint_has_a_head_and_no_second_one_in_its_optimizer(base, tmp_pa
 def test_only_the_weights_of_one_format_are_fetched(formats, files, base, tmp_path, monkeypatch):
     """A folder stands for the hub; the library's own filter says what a pattern fetches."""
     hub = tmp_path / "hub"
-    cache = tmp_path / "cache"
-    cache.mkdir()
     head = linear("v_head.summary")
     save(hub, base)
     torch.save(head, hub / "value_head.bin")
     save_safe(hub, base)
-    absent = {"model.safetensors": "safetensors", "pytorch_model.bin": "bin"}
-    for name, kind in absent.items():
+    for name, kind in {"model.safetensors": "safetensors", "pytorch_model.bin": "bin"}.items():
         if kind not in formats:
             (hub / name).unlink()
+    cache = tmp_path / "cache"
+    cache.mkdir()
 
     def download(name, allow_patterns):
         there = [path.name for path in hub.iterdir()]
@@ -300,41 +328,52 @@ def test_a_download_that_fails_is_named(monkeypatch):
 # ---- Folders that are no model, or a damaged one -------------------------------------------------
 
 
-def test_an_adapter_is_refused_and_its_merged_model_is_read(base, tmp_path):
-    """Also with a config.json next to it: transformers would load the base model and say
-    nothing."""
-    plain = tmp_path / "plain"
-    adapter = tmp_path / "adapter"
-    merged = tmp_path / "merged"
+def adapted(plain, base):
+    """A model in a folder -> the same with a LoRA adapter, which is not merged."""
     save_safe(plain, base)
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     options = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(model, options)
-    model.save_pretrained(adapter)
-    words = f": holds a LoRA adapter of {plain}; merge it first (peft's merge_and_unload, "
-    for _ in range(2):
-        for flags in (*(script.Config for script in SCRIPTS), ppo_loop.ActorConfig):
-            with refused(words, f"{flags.prefix}model {adapter}"):
-                common.load_config(flags(model=str(adapter)))
-        run = ppo_loop.Run(critic=critic_fsdp.Config(), reward_model=str(adapter))
-        with refused(words, f"--reward-model {adapter}: "):
-            ppo_loop.RewardModel(run, common.char_tokenizer())
+    return peft.get_peft_model(model, options)
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+def test_an_adapter_is_refused(has_config, base, tmp_path):
+    """Also with a config.json next to it: transformers would load the base model and be silent."""
+    plain = tmp_path / "plain"
+    adapter = tmp_path / "adapter"
+    adapted(plain, base).save_pretrained(adapter)
+    if has_config:
         CONFIG.save_pretrained(adapter)
-    model.merge_and_unload().save_pretrained(merged)
+
+    words = f": holds a LoRA adapter of {plain}; merge it first (peft's merge_and_unload, "
+    for flags in (critic_fsdp.Config, critic_megatron.Config, ppo_loop.ActorConfig):
+        with refused(words, f"{flags.prefix}model {adapter}"):
+            common.load_config(flags(model=str(adapter)))
+    run = ppo_loop.Run(critic=critic_fsdp.Config(), reward_model=str(adapter))
+    with refused(words, f"--reward-model {adapter}: "):
+        ppo_loop.RewardModel(run, common.char_tokenizer())
+
+
+def test_a_merged_adapter_is_read(base, tmp_path):
+    merged = tmp_path / "merged"
+    adapted(tmp_path / "plain", base).merge_and_unload().save_pretrained(merged)
     expected = load_file(merged / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(expected[name], base[name])
     for script in SCRIPTS:
         weights, words = read(script, merged)
-        assert NEW in words and torch.equal(weights[name], expected[name])
+        assert NEW in words
+        assert torch.equal(weights[name], expected[name])
 
 
 def cut(path, part=0.5):
+    """Leaves the first part of a file."""
     content = path.read_bytes()
     path.write_bytes(content[: int(part * len(content))])
 
 
 def second_file(folder, base):
+    """Saves a model in several files -> the path of the second one."""
     model = transformers.AutoModelForCausalLM.from_config(CONFIG)
     model.save_pretrained(folder, max_shard_size="100KB")
     _, path, *_ = sorted(folder.glob("*.safetensors"))
@@ -390,9 +429,15 @@ def cut_head(folder, base):
 
 
 DAMAGES = (
-    cut_second_file, no_second_file, empty_file, cut_bin, cut_bin_before_zip, empty_bin,
-    bin_with_code, cut_head
-)  # fmt: skip
+    cut_second_file,
+    no_second_file,
+    empty_file,
+    cut_bin,
+    cut_bin_before_zip,
+    empty_bin,
+    bin_with_code,
+    cut_head,
+)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -404,16 +449,21 @@ def test_a_file_that_does_not_load_is_named(damage, base, tmp_path):
             read(script, tmp_path)
 
 
-def test_folders_without_weights_or_with_those_of_another_architecture_are_refused(base, tmp_path):
+def test_a_folder_without_weights_is_refused(tmp_path):
     CONFIG.save_pretrained(tmp_path)
     torch.save(linear("v_head.summary"), tmp_path / "training_args.bin")
     for script in SCRIPTS:
         with refused("its weights do not load (it has none of model.safetensors, model.s"):
             read(script, tmp_path)
+
+    # with an index that is cut
     (tmp_path / "pytorch_model.bin.index.json").write_text("{")
     for script in SCRIPTS:
         with refused("its weights do not load (JSONDecodeError: "):
             read(script, tmp_path)
+
+
+def test_weights_of_another_architecture_are_refused(base, tmp_path):
     save(tmp_path, {name.replace("mlp", "ffn"): x for name, x in base.items()})
     with refused("6 weights are not in the checkpoint, e.g. layers.0.mlp.down_proj.weight"):
         read(critic_fsdp, tmp_path)
@@ -421,14 +471,17 @@ def test_folders_without_weights_or_with_those_of_another_architecture_are_refus
     assert "model.layers.0.mlp.down_proj.weight" not in weights
 
 
-def test_a_tokenizer_that_is_there_but_does_not_load_is_named(base, tmp_path, capsys):
+def test_a_model_without_a_tokenizer_says_so(base, tmp_path, capsys):
     save_safe(tmp_path, base)
     common.load_config(critic_fsdp.Config(model=str(tmp_path)))
     assert f"tokenizer  none in {tmp_path}, so rows must be token ids" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["model", "tokenizer"])
+def test_a_tokenizer_that_is_there_but_does_not_load_is_named(flag, base, tmp_path):
+    save_safe(tmp_path, base)
     common.char_tokenizer().save_pretrained(tmp_path)
     cut(tmp_path / "tokenizer.json")
-    for flags in ({"model": str(tmp_path)}, {"tokenizer": str(tmp_path)}):
-        with refused(
-            "; mend it or give another (", f"--tokenizer: that of {tmp_path} does not load"
-        ):
-            common.load_config(critic_fsdp.Config(**flags))
+    begin = f"--tokenizer: that of {tmp_path} does not load"
+    with refused("; mend it or give another (", begin):
+        common.load_config(critic_fsdp.Config(**{flag: str(tmp_path)}))
