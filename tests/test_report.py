@@ -1,5 +1,4 @@
-"""What the critic learned: numbers against plain loops, and the page in a real browser. Also the
-profiler."""
+"""What the critic learned: numbers against plain loops, the page in a browser, the profiler."""
 
 import collections
 import dataclasses
@@ -27,21 +26,31 @@ same = pytest.approx
 
 
 def judged_rows(n, prompts, longest=12, gamma=1.0):
-    """Rows that answer some prompts, rewarded with 0 or 1; returns and TD errors (as advantages) by
-    hand."""
+    """Rows that answer some prompts, rewarded with 0 or 1. Their returns and, as advantages, TD
+    errors are made by hand."""
     rng = random.Random(0)
     rows = random_batch(n, longest=longest + 8, idle=False, prompts=prompts)
     columns = torch.zeros(3, len(rows.input_ids))
     rows.token_level_rewards, rows.returns, rows.advantages = columns
+
     for b, at in enumerate(actions_of(rows)):
-        reward = int(rng.random() < (0.2, 0.7)[b % prompts % 2])
-        rows.token_level_rewards[at[-1]] = ahead = tail = reward
+        chance = (0.2, 0.7)[b % prompts % 2]
+        reward = int(rng.random() < chance)
+        rows.token_level_rewards[at[-1]] = reward
+        ahead = reward
+        tail = reward
         for t in reversed(at):
             rows.advantages[t] = ahead - float(rows.values[t])
             rows.returns[t] = tail
             ahead = gamma * float(rows.values[t])
             tail *= gamma
     return rows
+
+
+def pairs_of(rows):
+    """[(value, return) of each action] of each row."""
+    acts = actions_of(rows)
+    return [[(float(rows.values[t]), float(rows.returns[t])) for t in at] for at in acts]
 
 
 def explained(pairs):
@@ -53,22 +62,21 @@ def explained(pairs):
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_every_number_equals_a_plain_loop(gamma, tmp_path):
     rows = judged_rows(150, 80, gamma=gamma)
-    pairs = [
-        [(float(rows.values[t]), float(rows.returns[t])) for t in at] for at in actions_of(rows)
-    ]
+    pairs = pairs_of(rows)
     groups = {}  # prompt -> (return at the first action, last value, reward) of its rows
     for (start, _), at, row in zip(rows_of(rows), actions_of(rows), pairs, strict=True):
         prompt = tuple(rows.input_ids[start : at[0]].tolist())
         groups.setdefault(prompt, []).append((row[0][1], *row[-1]))
     several = [group for group in groups.values() if len(group) > 1]
-    within = statistics.fmean(
-        statistics.variance(x[0] for x in group) for group in several for _ in group
-    )
-    ones, zeros = ([row[-1][0] for row in pairs if row[-1][1] == reward] for reward in (1, 0))
+
+    within = [statistics.variance(x[0] for x in group) for group in several for _ in group]
+    spread = statistics.variance(x[0] for x in sum(several, []))
+    ones = [row[-1][0] for row in pairs if row[-1][1] == 1]
+    zeros = [row[-1][0] for row in pairs if row[-1][1] == 0]
     expected = {
         "explained variance": explained(sum(pairs, [])),
         "at the first action": explained([row[0] for row in pairs]),
-        "its ceiling": 1 - within / statistics.variance(x[0] for x in sum(several, [])),
+        "its ceiling": 1 - statistics.fmean(within) / spread,
         "AUC": statistics.fmean((a > b) + 0.5 * (a == b) for a in ones for b in zeros),
         "best of n": statistics.fmean(max(group, key=lambda x: x[1])[2] for group in several),
         "mean of n": statistics.fmean(statistics.fmean(x[2] for x in group) for group in several),
@@ -93,10 +101,11 @@ def test_the_ceiling_is_what_knowing_each_prompt_explains():
 
     assert ceiling(prompts, returns) == same(4 / 5, abs=0.02)
     assert ceiling(prompts, noise) == same(0, abs=0.03)
-    assert math.isnan(ceiling(torch.arange(10_000), returns)) and math.isnan(
-        ceiling(prompts, torch.ones(1))
-    )
-    assert math.isnan(ceiling(prompts, torch.arange(10_000) % 5))  # it falls below 0 by chance
+
+    # it is not defined for prompts with one row each, equal returns, and if it falls below 0
+    assert math.isnan(ceiling(torch.arange(10_000), returns))
+    assert math.isnan(ceiling(prompts, torch.ones(1)))
+    assert math.isnan(ceiling(prompts, torch.arange(10_000) % 5))
 
 
 def write(folder, rows, tokenizer=None, curves=common.CURVES, gamma=1.0, changed=None):
@@ -104,6 +113,7 @@ def write(folder, rows, tokenizer=None, curves=common.CURVES, gamma=1.0, changed
     rows = dataclasses.replace(rows, returns=None, advantages=None)
     folder.mkdir(exist_ok=True)
     common.write_report(str(folder), rows, "rows of a test", tokenizer, gamma, curves, changed)
+
     text = (folder / "report.html").read_text()
     return text, {name: x for x, name in re.findall(r"<td><b>(.*?)</b><td>(.*?)<td>", text)}
 
@@ -115,8 +125,14 @@ def shown_of(rows, b, words):
     acts = actions_of(rows)[b]
     worst = max(acts[:-1], key=lambda t: float(rows.advantages[t].abs()), default=acts[0])
     first = max(acts[0], min(worst - 1000, end - 2000))
-    prompt = "".join(words[rows_of(rows)[b][0] : acts[0]]) + "…" * (first > acts[0])
-    return first, prompt + "".join(words[first:end][:2000]) + "…" * (end > first + 2000)
+
+    prompt = "".join(words[rows_of(rows)[b][0] : acts[0]])
+    if first > acts[0]:
+        prompt += "…"
+    response = "".join(words[first:end][:2000])
+    if end > first + 2000:
+        response += "…"
+    return first, prompt + response
 
 
 def sections_of(rows):
@@ -124,6 +140,7 @@ def sections_of(rows):
     median."""
     jumps = [max(rows.advantages[at[:-1]].abs().tolist(), default=0.0) for at in actions_of(rows)]
     middle = statistics.median_low(jumps)
+
     largest = sorted(range(len(rows)), key=lambda b: -jumps[b])[:16]
     typical = sorted(range(len(rows)), key=lambda b: abs(jumps[b] - middle))
     return largest, [b for b in typical if b not in largest][:8]
@@ -132,39 +149,61 @@ def sections_of(rows):
 needs_browser = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium on this machine")
 
 
-@needs_browser
-def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
-    """Numbers equal TD errors by hand. The page cuts a long row and stays below 20 megabytes, but
-    its numbers are for all tokens."""
+MEAN_WORDS = (  # tokens that a page must not run, nor change
+    "<script>document.title = 'run'</script>",
+    '<img src=x onerror="document.title = 1">',
+    "&amp;",
+)
+
+
+def rows_of_mean_words():
+    """(rows, of which one is long; a tokenizer whose tokens are MEAN_WORDS)."""
     rows = common.concat([judged_rows(60, 20), judged_rows(1, 1, longest=6000)])
     rows.row_id = torch.arange(61)
-    shown = sum(sections_of(rows), [])
-    mean = (
-        "<script>document.title = 'run'</script>",
-        '<img src=x onerror="document.title = 1">',
-        "&amp;",
-    )
-    words = [mean[i % 3] for i in rows.input_ids.tolist()]
-    decode = lambda ids, **_: "".join(mean[i % 3] for i in ids)
-    text, numbers = write(tmp_path, rows, types.SimpleNamespace(decode=decode))
-    pairs = [(float(rows.values[t]), float(rows.returns[t])) for at in actions_of(rows) for t in at]
-    assert float(numbers["explained variance"]) == same(explained(pairs), abs=1e-3)
+    decode = lambda ids, **_: "".join(MEAN_WORDS[i % 3] for i in ids)
+    return rows, types.SimpleNamespace(decode=decode)
+
+
+def test_the_page_cuts_a_long_row_but_its_numbers_are_for_all_tokens(tmp_path):
+    rows, tokenizer = rows_of_mean_words()
+    text, numbers = write(tmp_path, rows, tokenizer)
+    expected = explained(sum(pairs_of(rows), []))
+    assert float(numbers["explained variance"]) == same(expected, abs=1e-3)
+    assert not re.search(r'(src|href)="[^#]', text)
+    assert len(text) < 20e6
+
+
+def test_equal_rows_are_shown_once(tmp_path):
+    rows, tokenizer = rows_of_mean_words()
+    text, _ = write(tmp_path, rows, tokenizer)
     twice, _ = write(tmp_path / "twice", common.concat([rows, rows]))
-    assert twice.count("<article") == text.count("<article") == 24  # equal rows are shown once
-    assert not re.search(r'(src|href)="[^#]', text) and len(text) < 20e6
+    assert twice.count("<article") == text.count("<article") == 24
+
+
+@needs_browser
+def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
+    """Numbers equal TD errors by hand."""
+    rows, tokenizer = rows_of_mean_words()
+    words = [MEAN_WORDS[i % 3] for i in rows.input_ids.tolist()]
+    shown = [shown_of(rows, b, words) for b in sum(sections_of(rows), [])]
+    write(tmp_path, rows, tokenizer)
     with browser.page(tmp_path / "report.html") as call:
         ask = lambda expression: browser.evaluate(call, expression)
-        assert ask("document.title") == str(tmp_path) and ask("document.images.length") == 0
-        # the ends of folded prompts
+        assert ask("document.title") == str(tmp_path)
+        assert ask("document.images.length") == 0
+
+        # all texts, without the ends of folded prompts
         ask("document.querySelectorAll('summary').forEach(x => x.remove())")
-        starts, texts = zip(*(shown_of(rows, b, words) for b in shown))
+        texts = [text for _, text in shown]
         assert any("…" in text for text in texts)
-        assert ask("Array.from(document.querySelectorAll('.text'), x => x.textContent)") == [*texts]
-        start = starts[0]
+        assert ask("Array.from(document.querySelectorAll('.text'), x => x.textContent)") == texts
+
+        # the numbers of ten tokens
+        text_and_told = "(x => [x.textContent, getComputedStyle(x, '::after').content])"
+        start, _ = shown[0]
         for t in range(start, start + 10):
             browser.hover(call, f"[data-told]:nth-of-type({t - start + 1})")
-            found, seen = ask("(x => [x.textContent, getComputedStyle(x, '::after').content])"
-                              "(document.querySelector('[data-told]:hover'))")  # fmt: skip
+            found, seen = ask(f"{text_and_told}(document.querySelector('[data-told]:hover'))")
             expected = [float(x[t]) for x in (rows.values, rows.returns, rows.advantages)]
             assert found == words[t]
             if rows.response_mask[t]:
@@ -178,8 +217,7 @@ FORMS = [(width, scheme) for width in (390, 1280, 1920) for scheme in ("light", 
 
 
 def set_form(call, width, scheme):
-    """Shows the page as on a screen of this width; the narrow one is a phone, which has no
-    mouse."""
+    """Shows the page as on a screen of this width. The narrow one is a phone, without a mouse."""
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
     call("Emulation.setDeviceMetricsOverride", **size)
     call("Emulation.setTouchEmulationEnabled", enabled=width < 500)
@@ -189,10 +227,10 @@ def set_form(call, width, scheme):
 def log_of(folder, curves, steps=9):
     """Writes a log of these curves, in which 0 was not finite, as the logger does -> its rows."""
     names = [name for panel in curves.values() for name in panel.values()]
-    log = [
-        {name: (7 * step + i) % 5 or None for i, name in enumerate(names)} for step in range(steps)
-    ]
-    rows = [{"step": step, **row} for step, row in enumerate(log)]
+    rows = []
+    for step in range(steps):
+        numbers = {name: (7 * step + i) % 5 or None for i, name in enumerate(names)}
+        rows.append({"step": step, **numbers})
     common.replace_lines(f"{folder}/metrics.jsonl", rows)
     return rows
 
@@ -207,6 +245,8 @@ def test_the_page_fits_each_screen_and_the_curves_stay_in_view(tmp_path):
         "samples": {"are long": [(sample, sample)]},
     }
     write(tmp_path, judged_rows(60, 20, longest=300), None, ppo_loop.CURVES, changed=changed)
+    inks = {"light": "rgb(0, 0, 0)", "dark": "rgb(255, 255, 255)"}
+    color = "getComputedStyle(document.querySelector('{}')).{}"
     with browser.page(tmp_path / "report.html") as call:
         ask = lambda expression: browser.evaluate(call, expression)
         box = lambda name: ask(f"document.querySelector('{name}').getBoundingClientRect().toJSON()")
@@ -215,78 +255,82 @@ def test_the_page_fits_each_screen_and_the_curves_stay_in_view(tmp_path):
             set_form(call, width, scheme)
             ask("scrollTo(0, 0)")
             assert ask("document.documentElement.scrollWidth") <= width
-            color = "getComputedStyle(document.querySelector('{}')).{}"
+
+            # ink on paper
             ink = ask(color.format("body", "color"))
-            assert ink == {"light": "rgb(0, 0, 0)", "dark": "rgb(255, 255, 255)"}[scheme]
+            assert ink == inks[scheme]
             assert ink == ask(color.format("svg text", "fill"))
+
+            # curves above the rows or next to them
             assert box("svg")["width"] > 300
             if width < 500:
                 assert box("aside")["bottom"] <= box("article")["top"]
             else:
                 assert box("aside")["left"] >= box("article")["right"]
                 ask("scrollTo(0, document.documentElement.scrollHeight / 2)")
-                assert box("svg")["top"] >= 0 and box("svg")["bottom"] <= 800
+                assert box("svg")["top"] >= 0
+                assert box("svg")["bottom"] <= 800
 
 
 @needs_browser
 def test_a_finger_and_the_keyboard_show_a_tokens_numbers_too(tmp_path):
-    """A tap shows them at the bottom of the screen. Tab goes to the next row, an arrow to the next
-    token."""
+    """A tap shows them at the bottom of the screen."""
     write(tmp_path, judged_rows(60, 20))
     with browser.page(tmp_path / "report.html") as call:
         ask = lambda expression: browser.evaluate(call, expression)
         told = "getComputedStyle(document.activeElement, '::after').content"
         nth = "[...document.querySelectorAll('[data-told]')].indexOf(document.activeElement)"
+
         set_form(call, 390, "light")
         browser.tap(call, "[data-told]:nth-of-type(2)")
-        assert ask(nth) == 1 and "TD error" in ask(told)
+        assert ask(nth) == 1
+        assert "TD error" in ask(told)
         assert ask("getComputedStyle(document.activeElement, '::after').bottom") == "0px"
 
-        # folded prompts take the focus
+        # an arrow goes to the next token, and Tab to the next row; folded prompts would take the
+        # focus, too
         ask("document.querySelectorAll('details').forEach(x => x.remove())")
         set_form(call, 1280, "light")
         length = ask("document.querySelector('.text').querySelectorAll('[data-told]').length")
         ask("document.querySelector('[data-told]').focus()")
-        for key, expected in (
-            ("ArrowRight", 1),
-            ("ArrowRight", 2),
-            ("ArrowLeft", 1),
-            ("Tab", length),
-        ):
+        presses = (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("Tab", length))
+        for key, expected in presses:
             browser.press(call, key)
             assert ask(nth) == expected
             assert ask(told) == ask("JSON.stringify(document.activeElement.dataset.told)")
 
 
 def test_one_value_far_off_leaves_the_other_colours_as_they_are():
-    """The colours end at the 5% and 95% quantiles. Black and white text stays legible on all of
-    them."""
+    """The colours end at the 5% and 95% quantiles."""
     values = [i / 1000 for i in range(1000)]
     low, high = common.value_range(torch.tensor([*values, 1e6])[torch.randperm(1001)])
     assert (low, high) == same((0.05, 0.95), abs=0.002)
     # both quantiles are 1
     assert common.value_range(torch.tensor([1.0] * 99 + [2.0])) == (1.0, 2.0)
-    assert (
-        common.colour_of(1.0, 1.0, 1.0)
-        == ""
-        == common.colour_of(0.5, 0.0, 1.0).removeprefix("#f97316")[2:]
-    )
 
-    def luminance(color):
-        """As in WCAG."""
-        lights = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in color]
-        return sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), lights)) + 0.05
 
-    for value in (-9.0, 0.0, 0.2, 0.8, 1e6):
-        *color, alpha = (x / 255 for x in bytes.fromhex(common.colour_of(value, 0.0, 1.0)[1:]))
-        assert color == same(
-            [x / 255 for x in bytes.fromhex("f97316" if value < 0.5 else "2563eb")]
-        )
-        assert alpha == same(0.65 * min(1, abs(2 * value - 1)), abs=0.005)
-        for paper, ink in ((1.0, 0.0), (0x12 / 255, 1.0)):  # Chromium's
-            mixed = luminance([alpha * x + (1 - alpha) * paper for x in color])
-            text = luminance([ink] * 3)
-            assert max(mixed, text) / min(mixed, text) > 4.5
+def test_equal_values_and_the_middle_one_have_no_colour():
+    assert common.colour_of(1.0, 1.0, 1.0) == ""
+    assert common.colour_of(0.5, 0.0, 1.0).removeprefix("#f97316")[2:] == ""
+
+
+def luminance(color):
+    """As in WCAG."""
+    lights = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in color]
+    return sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), lights)) + 0.05
+
+
+@pytest.mark.parametrize("value", [-9.0, 0.0, 0.2, 0.8, 1e6])
+def test_black_and_white_text_is_legible_on_all_colours(value):
+    *color, alpha = (x / 255 for x in bytes.fromhex(common.colour_of(value, 0.0, 1.0)[1:]))
+    pure = bytes.fromhex("f97316" if value < 0.5 else "2563eb")
+    assert color == same([x / 255 for x in pure])
+    assert alpha == same(0.65 * min(1, abs(2 * value - 1)), abs=0.005)
+
+    for paper, ink in ((1.0, 0.0), (0x12 / 255, 1.0)):  # Chromium's
+        mixed = luminance([alpha * x + (1 - alpha) * paper for x in color])
+        text = luminance([ink] * 3)
+        assert max(mixed, text) / min(mixed, text) > 4.5
 
 
 TEXT = "The lady’s naïve café — 你好，世界！ 😀👩‍👩‍👧  Привет, мир \n مرحبا  x."
@@ -304,15 +348,9 @@ def tokenizer_of(kind):
         sizes = {"vocab_size": 275, "initial_alphabet": alphabet, "show_progress": False}
         core.train_from_iterator([TEXT], trainers.BpeTrainer(**sizes))
         return transformers.PreTrainedTokenizerFast(tokenizer_object=core)
-    words = [
-        "<unk>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        "▁▁",
-        "▁The",
-        "▁x",
-        *"abcdefilnstvy,.",
-    ]
+
+    every_byte = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["<unk>", *every_byte, "▁", "▁▁", "▁The", "▁x", *"abcdefilnstvy,."]
     core = tokenizers.Tokenizer(models.Unigram([(x, -1.0) for x in words], 0, byte_fallback=True))
     core.pre_tokenizer = pre_tokenizers.Metaspace()
     blank = decoders.Replace("▁", " ")
@@ -335,12 +373,15 @@ def test_texts_of_tokens_are_the_text_of_the_row(kind):
     tokenizer = tokenizer_of(kind)
     ids = tokenizer.encode(TEXT)
     whole = tokenizer.decode(ids)
-    assert (whole == TEXT) == (kind != "characters") and len(ids) > 60
+    assert (whole == TEXT) == (kind != "characters")
+    assert len(ids) > 60
     for first in range(len(ids)):
         texts = common.texts_of(ids, first, tokenizer.decode)
         assert "".join(texts) == whole
         assert texts == whole_prefixes(ids, first, tokenizer.decode), first
-        assert not any("�" in text for text in texts) and len(texts) == len(ids) - first + 1
+        assert not any("�" in text for text in texts)
+        assert len(texts) == len(ids) - first + 1
+
     cut = ids[: ids.index(tokenizer.encode("😀")[-1]) - 1]  # it ends within a character
     assert "".join(common.texts_of(cut, 5, tokenizer.decode)) == tokenizer.decode(cut)
 
@@ -361,11 +402,16 @@ def a_row(ids, first, errors, reward=0.0):
     """A row whose response begins at token `first`, with these TD errors and values as large."""
     mask = torch.arange(len(ids)) >= first
     x_T = torch.tensor([errors.get(i, 0.0) for i in range(len(ids))])
-    ends = common.cumulative([len(ids)])
-    row = common.Batch(torch.tensor(ids), ends, mask, torch.tensor([0]), mask[:1])
-    rewards = reward * (torch.arange(len(ids)) == len(ids) - 1)
-    return dataclasses.replace(
-        row, token_level_rewards=rewards, values=x_T, returns=x_T, advantages=x_T
+    return common.Batch(
+        input_ids=torch.tensor(ids),
+        cu_seqlens=common.cumulative([len(ids)]),
+        response_mask=mask,
+        row_id=torch.tensor([0]),
+        truncated=torch.tensor([False]),
+        token_level_rewards=reward * (torch.arange(len(ids)) == len(ids) - 1),
+        values=x_T,
+        returns=x_T,
+        advantages=x_T,
     )
 
 
@@ -380,20 +426,24 @@ def test_long_rows_are_cut_around_their_largest_error_and_stay_apart():
     shown, typical = common.rows_to_show(rows, None)
     text = lambda start, end: "".join(f"{i} " for i in range(start, end))
     assert [row["prompt"] for row in shown] == [
-        f"…{text(1000, 3000)}…", f"…{text(1000, 3000)}", text(0, 20), f"…{text(1990, 3990)}"
-    ]  # fmt: skip
+        f"…{text(1000, 3000)}…",
+        f"…{text(1000, 3000)}",
+        text(0, 20),
+        f"…{text(1990, 3990)}",
+    ]
     told = ["".join(token["text"] for token in row["tokens"]) for row in shown]
     assert told == [text(5500, 7500), text(3000, 5000), text(20, 50), text(3990, 4000)]
-    assert [row["rest"] for row in shown] == ["…", "…", "", ""] and not typical
+    assert [row["rest"] for row in shown] == ["…", "…", "", ""]
+    assert not typical
 
     # the head of a row tells of all its tokens, and the largest error is marked
     assert [row["reward"] for row in shown] == [5.0, 1.0, 0.0, 0.0]
-    assert shown[0]["ends"] == (0.0, 9.0) and shown[0]["error"] == 4.0
+    assert shown[0]["ends"] == (0.0, 9.0)
+    assert shown[0]["error"] == 4.0
     marked = [(t, token) for t, token in enumerate(shown[0]["tokens"]) if token["kind"]]
     told = "value 4, return 4, TD error 4"  # a bit below the middle of 0 and 9
-    assert marked == [
-        (1000, {"text": "6500 ", "told": told, "colour": "#f9731612", "kind": "jump"})
-    ]
+    token = {"text": "6500 ", "told": told, "colour": "#f9731612", "kind": "jump"}
+    assert marked == [(1000, token)]
 
 
 def test_a_cut_through_a_character_shows_no_part_of_it():
@@ -406,8 +456,11 @@ def test_a_cut_through_a_character_shows_no_part_of_it():
         [[shown], _] = common.rows_to_show(row, tokenizer)
         text = "".join(token["text"] for token in shown["tokens"])
         prompt = shown["prompt"]
-        assert prompt[0] == prompt[-1] == shown["rest"] == "…" and "�" not in prompt + text
-        assert prompt[1:-1] in whole and text in whole and min(len(prompt), len(text)) > 1000
+        assert prompt[0] == prompt[-1] == shown["rest"] == "…"
+        assert "�" not in prompt + text
+        assert prompt[1:-1] in whole
+        assert text in whole
+        assert min(len(prompt), len(text)) > 1000
 
 
 def scored(folder, rows):
@@ -428,10 +481,13 @@ def test_ranks_within_a_prompt_equal_a_plain_loop(tmp_path, monkeypatch):
     last = [rng.choice([0.0, -0.5, 0.25, 1.0, -math.inf, math.inf, math.nan]) for _ in range(60)]
     rows.values[1::2] = torch.tensor(last)
     lines = scored(tmp_path, rows)
+
     height = [-math.inf if math.isnan(x) else x for x in last]
-    assert [line["rank"] for line in lines] == [
-        1 + sum(height[other] > height[row] for other in range(row % 3, 60, 3)) for row in range(60)
-    ]
+    for row, line in enumerate(lines):
+        higher = [other for other in range(row % 3, 60, 3) if height[other] > height[row]]
+        assert line["rank"] == 1 + len(higher)
+    assert len(lines) == 60
+
     told = [x if math.isfinite(x) else None for x in last]
     assert [line["last_value"] for line in lines] == told
     assert [line["values"] for line in lines] == [[x] for x in told]
@@ -462,9 +518,12 @@ def test_only_rank_0_builds_what_only_rank_0_writes(tmp_path, monkeypatch):
     rows = judged_rows(20, 5)
     ends = common.describe_rows(rows, 1.0, "a test")
     logger = common.Logger(str(tmp_path / "out"), {}, 0, None)
+
+    # from here on it fails
     monkeypatch.setattr(common.Batch, "groups", None)
     with pytest.raises(TypeError):
         common.describe_rows(rows, 1.0, "a test")
+
     monkeypatch.setattr(common, "RANK", 1)
     assert common.describe_rows(rows, 1.0, "a test") == ends
     logger.log_evaluation(1, rows, 1.0)
@@ -488,23 +547,32 @@ def test_unusual_rows_have_a_report(tmp_path, case):
     assert ("explained variance" in numbers) == (case not in ("one row", "equal rewards"))
 
 
-def test_advice_stands_where_a_constant_is_better(tmp_path, capsys):
-    """With the losses of both. Numbers that do not exist are neither on the page nor in the
-    line."""
+def test_numbers_that_do_not_exist_are_neither_on_the_page_nor_in_the_line(tmp_path, capsys):
+    _, numbers = write(tmp_path, judged_rows(60, 60))
+    assert "best of n" not in numbers
+    assert "--" not in capsys.readouterr().out
+
+
+def test_advice_stands_where_a_constant_is_better(tmp_path):
+    """With the losses of both."""
     rows = judged_rows(60, 60)
-    _, numbers = write(tmp_path, rows)
-    assert "best of n" not in numbers and "--" not in capsys.readouterr().out
-    pairs = [(float(rows.values[t]), float(rows.returns[t])) for at in actions_of(rows) for t in at]
-    losses = [0.5 * statistics.fmean((v - r) ** 2 for v, r in pairs)]
-    losses.append(0.5 * statistics.pvariance([r for _, r in pairs]))
-    assert losses[0] > losses[1]
+    pairs = sum(pairs_of(rows), [])
+    loss = 0.5 * statistics.fmean((v - r) ** 2 for v, r in pairs)
+    constant = 0.5 * statistics.pvariance([r for _, r in pairs])
+    assert loss > constant
     text, _ = write(tmp_path, rows)
-    assert "its loss is {:.4f}, that of their mean return {:.4f}".format(*losses) in text
+    assert f"its loss is {loss:.4f}, that of their mean return {constant:.4f}" in text
+
     rows.values = rows.returns * 0.9
-    assert 'class="advice"' not in write(tmp_path, rows)[0]
+    text, _ = write(tmp_path, rows)
+    assert 'class="advice"' not in text
+
+
+def test_rows_with_equal_returns_say_so(tmp_path, capsys):
+    rows = judged_rows(60, 60)
     rows.token_level_rewards *= 0
-    capsys.readouterr()
-    assert common.ALL_EQUAL in write(tmp_path, rows)[0]
+    text, _ = write(tmp_path, rows)
+    assert common.ALL_EQUAL in text
     assert f"\n  {common.ALL_EQUAL}\n" in capsys.readouterr().out
 
 
@@ -512,45 +580,53 @@ def panels_of(monkeypatch):
     """A list that the panels of figures to come are added to."""
     panels = []
     add = Figure.add_subplot
-    note = lambda *args, **options: panels.append(add(*args, **options)) or panels[-1]
-    monkeypatch.setattr(Figure, "add_subplot", note)
+
+    def add_and_note(*args, **options):
+        panels.append(add(*args, **options))
+        return panels[-1]
+
+    monkeypatch.setattr(Figure, "add_subplot", add_and_note)
     return panels
 
 
 @pytest.mark.parametrize("curves", [common.CURVES, ppo_loop.CURVES])
 def test_the_figure_shows_the_metrics(tmp_path, curves, monkeypatch):
-    """It draws the log, in which null was not finite. Without finite values there is no page."""
+    """It draws the log, in which null was not finite."""
     panels = panels_of(monkeypatch)
     log = log_of(tmp_path, curves)
-    rows = judged_rows(60, 20)
-    write(tmp_path, rows, curves=curves)
-    assert [panel.get_title(loc="left").removesuffix(" (log scale)") for panel in panels] == list(
-        curves
-    )
+    write(tmp_path, judged_rows(60, 20), curves=curves)
+    titles = [panel.get_title(loc="left").removesuffix(" (log scale)") for panel in panels]
+    assert titles == list(curves)
     for panel, names in zip(panels, curves.values()):
         drawn = {line.get_label(): line.get_xydata().tolist() for line in panel.lines}
         points = lambda name: [[row["step"], row[name]] for row in log if row[name]]
         assert drawn == {words: points(name) for words, name in names.items()}
         assert (panel.get_legend() is None) == (len(names) == 1)
-    (tmp_path / "report.html").unlink()
+
+
+def test_without_finite_values_there_is_no_page(tmp_path):
+    rows = judged_rows(60, 20)
     rows.values[rows.response_mask] = math.nan
     with pytest.raises(FileNotFoundError):
         write(tmp_path, rows)
 
 
+def test_without_any_points_there_are_no_curves_at_all(tmp_path):
+    text, _ = write(tmp_path, judged_rows(6, 2), curves=ppo_loop.CURVES)
+    assert "<aside" not in text
+
+
 def test_panels_without_points_are_left_out(tmp_path, monkeypatch):
-    """Here KL, which such a run does not have. Without any there are no curves at all."""
-    rows = judged_rows(6, 2)
-    assert "<aside" not in write(tmp_path, rows, curves=ppo_loop.CURVES)[0]
+    """Here KL, which such a run does not have."""
     panels = panels_of(monkeypatch)
     log = [{"step": 1, "reward/mean": 0.5, "kl/reference": None}, {"step": 1, "actor/entropy": 1.0}]
     common.replace_lines(f"{tmp_path}/metrics.jsonl", log)
-    text, _ = write(tmp_path, rows, curves=ppo_loop.CURVES)
-    assert [panel.get_title(loc="left") for panel in panels] == [
-        "mean reward",
-        "entropy of the policy",
-    ]
-    assert panels[0].get_legend() is None and common.INK not in text and "currentColor" in text
+    text, _ = write(tmp_path, judged_rows(6, 2), curves=ppo_loop.CURVES)
+    titles = [panel.get_title(loc="left") for panel in panels]
+    assert titles == ["mean reward", "entropy of the policy"]
+    assert panels[0].get_legend() is None
+    assert common.INK not in text
+    assert "currentColor" in text
 
 
 def test_the_page_of_a_long_run_is_small(tmp_path, monkeypatch):
@@ -559,15 +635,18 @@ def test_the_page_of_a_long_run_is_small(tmp_path, monkeypatch):
     panels = panels_of(monkeypatch)
     names = [name for panel in common.CURVES.values() for name in panel.values()]
     rng = random.Random(0)
-    log = [
-        {"step": s, **{name: rng.random() - 9 * (s < 40) for name in names}} for s in range(20_000)
-    ]
+    log = []
+    for step in range(20_000):
+        off = 9 if step < 40 else 0
+        log.append({"step": step, **{name: rng.random() - off for name in names}})
     common.replace_lines(f"{tmp_path}/metrics.jsonl", log)
     text, _ = write(tmp_path, judged_rows(6, 2))
     for panel in panels:
         for line in panel.lines:
-            assert 500 < len(line.get_xdata()) <= 1000 and line.get_xdata()[-1] == 19_999
-    assert panels[0].get_ylim()[0] == -1 and len(text) < 1e6
+            assert 500 < len(line.get_xdata()) <= 1000
+            assert line.get_xdata()[-1] == 19_999
+    assert panels[0].get_ylim()[0] == -1
+    assert len(text) < 1e6
 
 
 def a_sample(prompt, reward):
@@ -575,52 +654,68 @@ def a_sample(prompt, reward):
     return {"prompt": prompt, "response": f"<b>{prompt}</b>\ud83d", "reward": reward, "fault": ""}
 
 
-def test_the_report_of_ppo_tells_before_and_after(tmp_path):
-    """The same prompts, in another order after a resume on other ranks. Texts of users stay
-    texts."""
-    rows = judged_rows(6, 2)
-    log = [
-        {"step": 0, "eval/reward": 0.25, "eval/accuracy": 0.25},
-        {"step": 1, "reward/mean": 0.125},
-    ]
-    log += [{"step": 2, "reward/mean": 0.75}, {"step": 2, "eval/reward": 0.5, "eval/accuracy": 0.5}]
-    common.replace_lines(f"{tmp_path}/metrics.jsonl", log)
-    before = [a_sample(*x) for x in (("p", 0.0), ("q", 0.0), ("r", 1.0), ("s", 1.0), ("gone", 1.0))]
-    after = [a_sample(*x) for x in (("s", 1.0), ("r", 0.0), ("new", 1.0), ("q", 1.0), ("p", 1.0))]
-    common.write_json(tmp_path / "samples_first.json", before)
-    common.write_json(tmp_path / "samples.json", after)
+LOG = [  # of two steps of PPO, with an evaluation before and after them
+    {"step": 0, "eval/reward": 0.25, "eval/accuracy": 0.25},
+    {"step": 1, "reward/mean": 0.125},
+    {"step": 2, "reward/mean": 0.75},
+    {"step": 2, "eval/reward": 0.5, "eval/accuracy": 0.5},
+]
+# answers to the same prompts, in another order after a resume on other ranks
+BEFORE = [a_sample(*x) for x in (("p", 0.0), ("q", 0.0), ("r", 1.0), ("s", 1.0), ("gone", 1.0))]
+AFTER = [a_sample(*x) for x in (("s", 1.0), ("r", 0.0), ("new", 1.0), ("q", 1.0), ("p", 1.0))]
+
+
+def write_log(folder, log):
+    """The files of a run of PPO that the report reads."""
+    common.replace_lines(f"{folder}/metrics.jsonl", log)
+    common.write_json(folder / "samples_first.json", BEFORE)
+    common.write_json(folder / "samples.json", AFTER)
+
+
+def test_what_ppo_changed_is_told_prompt_by_prompt(tmp_path):
+    write_log(tmp_path, LOG)
     changed = ppo_loop.what_changed(tmp_path)
     assert {name: x for name, (x, _) in changed["numbers"].items()} == {
-        "accuracy": "0.250 → 0.500", "earn more than before": "2", "earn less": "1", "earn the same": "1"
-    }  # fmt: skip
-    assert changed["samples"] == {
-        "earn more than before": [(before[1], after[3]), (before[0], after[4])],
-        "earn less": [(before[2], after[1])],
-        "earn the same": [(before[3], after[0])],
+        "accuracy": "0.250 → 0.500",
+        "earn more than before": "2",
+        "earn less": "1",
+        "earn the same": "1",
     }
-    text, numbers = write(tmp_path, rows, curves=ppo_loop.CURVES, changed=changed)
-    assert "<h1>What PPO changed</h1>" in text and numbers["accuracy"] == "0.250 → 0.500"
-    assert (
-        "&lt;b&gt;q&lt;/b&gt;?" in text and "<b>q" not in text and "of 4 held-out answers" in text
-    )
-    assert (
-        text.index("0.250 → 0.500")
-        < text.index("What the critic learned")
-        < text.index("explained var")
-    )
+    assert changed["samples"] == {
+        "earn more than before": [(BEFORE[1], AFTER[3]), (BEFORE[0], AFTER[4])],
+        "earn less": [(BEFORE[2], AFTER[1])],
+        "earn the same": [(BEFORE[3], AFTER[0])],
+    }
 
-    # without evaluations it tells of the steps, whatever samples an earlier run has left
-    common.replace_lines(f"{tmp_path}/metrics.jsonl", log[1:3])
+
+def test_the_report_of_ppo_tells_before_and_after(tmp_path):
+    """Texts of users stay texts."""
+    write_log(tmp_path, LOG)
+    changed = ppo_loop.what_changed(tmp_path)
+    text, numbers = write(tmp_path, judged_rows(6, 2), curves=ppo_loop.CURVES, changed=changed)
+    assert "<h1>What PPO changed</h1>" in text
+    assert numbers["accuracy"] == "0.250 → 0.500"
+    assert "&lt;b&gt;q&lt;/b&gt;?" in text
+    assert "<b>q" not in text
+    assert "of 4 held-out answers" in text
+
+    order = ("0.250 → 0.500", "What the critic learned", "explained var")
+    places = [text.index(words) for words in order]
+    assert places == sorted(places)
+
+
+def test_without_evaluations_the_report_of_ppo_tells_of_the_steps(tmp_path):
+    """Whatever samples an earlier run has left."""
+    write_log(tmp_path, LOG[1:3])
     changed = ppo_loop.what_changed(tmp_path)
     words = "of the sampled responses, at step 1 and at step 2"
     assert changed == {"numbers": {"mean reward": ("0.125 → 0.750", words)}, "samples": {}}
-    write(tmp_path, rows, curves=ppo_loop.CURVES, changed=changed)
+    write(tmp_path, judged_rows(6, 2), curves=ppo_loop.CURVES, changed=changed)
     assert ppo_loop.what_changed(tmp_path / "none") is None
 
 
 def test_the_first_samples_are_kept_when_a_run_goes_on(tmp_path, monkeypatch):
-    """A resumed run keeps those of its first evaluation, and a new run in this folder replaces
-    them."""
+    """A resumed run keeps those of its first evaluation; a new run in this folder replaces them."""
     monkeypatch.chdir(tmp_path)
     addition_rows = ppo_loop.addition_rows
     few = lambda n, *args, **more: addition_rows(16, *args, **more)
@@ -629,39 +724,43 @@ def test_the_first_samples_are_kept_when_a_run_goes_on(tmp_path, monkeypatch):
 
     def samples_after(more):
         ppo_loop.main(ppo_loop.parse(f"{flags} {more}".split()))
-        return [
-            (tmp_path / "out" / f"{name}.json").read_text() for name in ("samples_first", "samples")
-        ]
+        out = tmp_path / "out"
+        return (out / "samples_first.json").read_text(), (out / "samples.json").read_text()
 
     first, then = samples_after("--steps 1")
-    assert first != then and len(json.loads(first)) == len(json.loads(then)) >= 16
-    assert samples_after("--steps 2 --resume auto")[0] == first
-    rated = [
-        row for row in common.read_lines(tmp_path / "out/metrics.jsonl") if "eval/reward" in row
-    ]
+    assert first != then
+    assert len(json.loads(first)) == len(json.loads(then)) >= 16
+
+    kept, _ = samples_after("--steps 2 --resume auto")
+    assert kept == first
+    log = common.read_lines(tmp_path / "out/metrics.jsonl")
+    rated = [row for row in log if "eval/reward" in row]
     assert [row["step"] for row in rated] == [0, 1, 2]
     expected = f"<b>{rated[0]['eval/reward']:.3f} → {rated[-1]['eval/reward']:.3f}</b>"
     assert expected in (tmp_path / "out/report.html").read_text()
-    assert samples_after("--steps 1 --seed 1")[0] != first
+
+    replaced, _ = samples_after("--steps 1 --seed 1")
+    assert replaced != first
 
 
-def test_a_run_leaves_the_same_report_on_any_number_of_ranks(tmp_path):
+def test_a_run_leaves_the_same_report_and_one_profile_on_any_number_of_ranks(tmp_path):
     """Without held-out rows it shows the rows of the last update, of which one of four ranks has
     none."""
-    flags = (
-        ROOT / "critic_fsdp.py",
-        "--rollouts",
-        ROOT / "tests" / "rows.jsonl",
-        "--out-dir",
-        "out",
-    )
+    flags = ("--rollouts", ROOT / "tests" / "rows.jsonl", "--out-dir", "out")
     flags += ("--train-batch-size", 3, "--steps", 2, "--save-every", 1, "--profile-step", 2)
-    said = [succeeded(torchrun(ranks, *flags, cwd=tmp_path)) for ranks in (1, 4)]
+    command = (ROOT / "critic_fsdp.py", *flags)
+    said = [succeeded(torchrun(ranks, *command, cwd=tmp_path)) for ranks in (1, 4)]
     alone, together = (re.findall(r"^report  .*\n.*$", words, flags=re.M) for words in said)
-    assert alone == together and len(alone) == 1 and "3 rows of the last update" in alone[0], said
-    (trace,) = (tmp_path / "out" / "profile").iterdir()  # from rank 0
+    assert alone == together, said
+    assert len(alone) == 1, said
+    assert "3 rows of the last update" in alone[0], said
+
+    # the profile is from rank 0
+    (trace,) = (tmp_path / "out" / "profile").iterdir()
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     names = collections.Counter(event["name"] for event in events)
     ranges = {"compute_values", "mini-batch", "micro-batch", "optimizer step", "save", "[memory]"}
-    assert trace.name == "step_2.json.gz" and ranges <= names.keys() and names["update_critic"] == 1
+    assert trace.name == "step_2.json.gz"
+    assert ranges <= names.keys()
+    assert names["update_critic"] == 1
     assert any("Input Dims" in event.get("args", {}) for event in events)  # shapes
