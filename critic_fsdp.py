@@ -7,13 +7,13 @@
 
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a
 token-level verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and
-change them. critic_megatron.py computes the same function on Megatron-Core, with the same sections
-and names: a diff of the two shows what parallelism costs. What only this script has stands in
-closed chapters behind `learn`: Ulysses, LoRA, images, FSDP1, a check of the model, --plan.
+change them. critic_megatron.py is the same on Megatron-Core: a diff shows what parallelism costs.
 
-Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; D features. A slot
-is a token or padding of a micro-batch.
+Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; D features.
 """
+
+# The common case comes first. What only this script has stands in closed chapters behind `learn`:
+# Ulysses, LoRA and frozen weights, images, FSDP1, packing of any model, --plan.
 
 import collections
 import inspect
@@ -435,20 +435,14 @@ from transformers.image_utils import load_image
 from transformers.pytorch_utils import Conv1D
 
 import common
-from common import Batch, CurrentPack, Pack, UserError, blame, of_all_ranks, print0, published
+from common import Batch, Pack, UserError, blame, of_all_ranks, print0, published
 
 transformers.logging.set_verbosity_error()  # the run prints one line about the weights
 transformers.logging.disable_progress_bar()
-
-# harmless: views that are only read; FSDP1 on one rank; peft adapting to GPT-2; a rank that reads
-# without the others
-for words in (
-    "FSDP2-wrapped module .* returned a view",
-    ".*`NO_SHARD`",
-    "fan_in_fan_out is",
-    "torch.distributed is disabled",
-):
-    warnings.filterwarnings("ignore", words)
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a rank that reads alone
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # only read
+warnings.filterwarnings("ignore", ".*`NO_SHARD`")  # FSDP1 on one rank
+warnings.filterwarnings("ignore", "fan_in_fan_out is")  # peft, which adapts itself to GPT-2
 
 
 # ---- Value model: a decoder and a value head in float32 ------------------------------------------
@@ -491,27 +485,6 @@ def build_skeleton(config, model_config):
     return model
 
 
-def attention_of(config, model_config):
-    """The decoder's attn_implementation (None: transformers' choice). Vision towers keep theirs."""
-    soft_cap = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
-    name = None
-    if config.use_remove_padding:
-        name = "ulysses" if config.ulysses_size > 1 else "packed"
-    elif soft_cap:
-        name = "eager"  # sdpa would ignore it
-
-    if reads_images(model_config):
-        return {"": name, "text_config": name}
-    return name
-
-
-def padding_advice(config):
-    """What may help a model that fails while its rows are packed; nothing if they are padded."""
-    if config.use_remove_padding:
-        return f"; try {config.prefix}no-use-remove-padding"
-    return ""
-
-
 def read_weights(config, model_config):
     """(a ValueModel on the host with its weights, words on their origin). Only rank 0 calls it."""
     if exists(f"{config.model}/trainer.json"):  # a checkpoint
@@ -542,7 +515,6 @@ def count_parameters(module):
 
 class Layout(NamedTuple):
     """Ranks form a dp x sp grid: rank = dp_rank * sp_size + sp_rank.
-
     sp neighbours share each sequence, and dp groups split the rows. FSDP shards the weights over
     all ranks, or over --fsdp-size of them."""
 
@@ -553,9 +525,9 @@ class Layout(NamedTuple):
     sp_rank: int
     sp_size: int
     sp_group: dist.ProcessGroup | None
+    fsdp_mesh: dist.DeviceMesh  # (world,), or (replicas, fsdp_size) for hybrid sharding
     dp_ranks: list  # the dp_rank of each rank
     gives_values: list  # for each rank, whether it gives values back: one of those that share a row
-    fsdp_mesh: dist.DeviceMesh  # (world,), or (replicas, fsdp_size) for hybrid sharding
 
 
 def make_layout(config, device):
@@ -598,11 +570,6 @@ def shards_of(config, ranks):
     return ranks if config.fsdp_size == -1 else config.fsdp_size
 
 
-def ranks_per_row(config):
-    """How many ranks share the tokens of a row."""
-    return config.ulysses_size
-
-
 def build_value_model(skeleton, config, model_config, layout):
     """(the skeleton as a sharded ValueModel with its weights, words on their origin).
 
@@ -642,7 +609,9 @@ def units_of(model):
 
 
 class MicroBatch(NamedTuple):
-    """Rows on the device, as the model reads them. Columns have T entries, or are None."""
+    """Rows on the device, as the model reads them. Columns have T entries, or are None.
+
+    A slot is a token or padding."""
 
     inputs: dict  # arguments of the model: ids and positions of the slots, images
     index_T: torch.Tensor  # the slot whose output is a token's
@@ -653,17 +622,17 @@ class MicroBatch(NamedTuple):
     weights: torch.Tensor | None  # see common.loss_weights
 
 
-def shift(outputs_T):
+def shift(x_T):
     """Moves the head's outputs one place to the right, to the actions whose values they are.
 
-    The value of an action is read from the hidden state *before* it:
+    The value of an action is read from the hidden state *before* it. The first token of a row is
+    never an action, so nothing crosses into another row:
 
-        outputs          v0   v1   v2   v3   v4   v5      from the hidden state after each token
+        token            p0   p1   a0   a1   o0   a2
         response_mask    0    0    1    1    0    1
-        result           .    .    v1   v2   .    v4      . is never read
-
-    The first token of a row is never an action, so nothing crosses into the next row."""
-    return outputs_T.roll(1, 0)
+        outputs          v0   v1   v2   v3   v4   v5      from the hidden state after each token
+        result           .    .    v1   v2   .    v4      . is never read"""
+    return x_T.roll(1, 0)
 
 
 def spread(costs, k):
@@ -755,6 +724,11 @@ def pack_rows(batch, device, share, unit=1):
     return slots.clamp(max=total), index[:total], Pack(queries, device, lengths, keys)
 
 
+def ranks_per_row(config):
+    """How many ranks share the tokens of a row."""
+    return config.ulysses_size
+
+
 def pack_unit(config):
     """A micro-batch is padded at its end to a multiple of this many slots, which ranks split."""
     return config.ulysses_size
@@ -820,8 +794,8 @@ class DataParallelPPOCritic:
         self.story = f"{count:,} parameters, {trained:,} of them ({percent}) train: {origin}"
 
         # the optimizer
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = build_optimizer(self.model, config, self.peak_lr)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.max_tokens = 0  # of a micro-batch, over the ranks that share it; see set_budget
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
@@ -893,7 +867,7 @@ class DataParallelPPOCritic:
     def forward(self, micro):
         """(T,) float32: the head's output for each action; (T, N) logits with hl_gauss."""
         group = self.layout.sp_group
-        CurrentPack.set(micro.pack, group)  # attention reads it, until the backward ends
+        common.CurrentPack.set(micro.pack, group)  # attention reads it, until the backward ends
         out_S = self.model(**micro.inputs).flatten(0, 1)  # slice_row cuts a row that ranks share
         if group:
             out_S = gather_slices(out_S, group)
@@ -971,9 +945,9 @@ class DataParallelPPOCritic:
                 if not any(row.actions for row in mini):
                     continue  # AdamW would move the weights even with zero gradients
                 pieces = self.mini_batch(batch, mini)
-                sums = collections.Counter()
                 with record_function("mini-batch"):
                     # each micro-batch is one forward and backward; their gradients add up
+                    sums = collections.Counter()
                     for i, piece in enumerate(pieces, 1):
                         micro = self.micro_batch(piece)
                         sums.update(self.forward_backward(micro, last=i == len(pieces)))
@@ -1163,9 +1137,9 @@ class CriticWorker:
 
     def state_bytes(self):
         """What weights, gradients and optimizer state will take in this rank's device memory."""
+        total = 0
         if self.config.offload_policy:
             return 0
-        total = 0
         for p in self.critic.model.parameters():
             held = getattr(p, "_local_tensor", p).nbytes  # float32
             copies = 4 if p.requires_grad else 1  # weight, gradient, two moments
@@ -1696,7 +1670,7 @@ def slice_row(decoder, args, kwargs):
     """A forward pre-hook: each rank of a group that shares a row continues with its slice.
 
     It runs at the decoder's input, after a vision tower, which every rank runs on all images."""
-    group = CurrentPack.group
+    group = common.CurrentPack.group
     if not group:
         return None
     p = dist.get_world_size(group)
@@ -1726,7 +1700,7 @@ def ulysses_attention(module, query, key, value, attention_mask, s_aux=None, **o
     Each rank enters with its slice of the row and all heads, computes the whole row for its slice
     of the heads, and returns its slice of the row: q (1, H, T/p, D) -> (1, T/p, H, D). Model code
     does not change."""
-    group = CurrentPack.group
+    group = common.CurrentPack.group
     p = dist.get_world_size(group)
     repeat = p // math.gcd(key.shape[1], p)  # fewer key heads than ranks: several get the same
     key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
@@ -1939,10 +1913,31 @@ def move_fsdp1(model, device):
         handle.flat_param._tensors = [None] * len(handle.flat_param._tensors)  # old views
 
 
-# ---- A check of the model at the start -----------------------------------------------------------
+# ---- Packing: which attention a model gets, and a check that it works ----------------------------
 #
 # A closed chapter, because transformers has hundreds of models and no list of those whose rows can
-# be packed. It is called from init_model.
+# be packed. It is called from build_skeleton (attention_of) and from init_model (check_model).
+
+
+def attention_of(config, model_config):
+    """The decoder's attn_implementation (None: transformers' choice). Vision towers keep theirs."""
+    soft_cap = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
+    name = None
+    if config.use_remove_padding:
+        name = "ulysses" if config.ulysses_size > 1 else "packed"
+    elif soft_cap:
+        name = "eager"  # sdpa would ignore it
+
+    if reads_images(model_config):
+        return {"": name, "text_config": name}
+    return name
+
+
+def padding_advice(config):
+    """What may help a model that fails while its rows are packed; nothing if they are padded."""
+    if config.use_remove_padding:
+        return f"; try {config.prefix}no-use-remove-padding"
+    return ""
 
 
 @torch.no_grad()
@@ -1967,7 +1962,7 @@ def check_model(worker):
         raise UserError(f"{name} {words} (hidden states differ by {off:.0e})")
 
     # a model with attention of its own has not called ours
-    kernel = CurrentPack.kernel
+    kernel = common.CurrentPack.kernel
     if config.use_remove_padding and not kernel:
         words = f"has an attention of its own, which cannot be packed{padding_advice(config)}"
         raise UserError(f"{name} {words}")
@@ -1994,14 +1989,14 @@ def states_of_a_row(worker, name):
     ids_1L = rows.input_ids[None, 2 * n : 3 * n + 4].to(worker.device)
 
     critic.model.eval()
-    CurrentPack.kernel = None  # attention sets it
+    common.CurrentPack.kernel = None  # attention sets it
     states = critic.model.score.register_forward_hook(lambda head, args, out: args[0].float())
     with states, blame(f"{name} does not run{padding_advice(worker.config)}"):
         # forward moves what it reads one place to the right
         together_TD = critic.forward(critic.micro_batch(rows))
         together_LD = together_TD[3 * n + 1 : 3 * n + 5]
 
-        CurrentPack.set(None)
+        common.CurrentPack.set(None)
         kernel = decoder.config._attn_implementation
         decoder.set_attn_implementation("eager")
         alone_LD = critic.model(input_ids=ids_1L)[0, n:]

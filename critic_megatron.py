@@ -8,14 +8,14 @@
 
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a
 token-level verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and
-change them. critic_fsdp.py computes the same function on PyTorch FSDP, with the same sections and
-names: a diff of the two shows what parallelism costs. This script has no images, LoRA, activation
-offload or --plan. What only it has stands in closed chapters behind `learn`: context parallelism,
-the map of weights between Megatron and Hugging Face, Megatron without CUDA.
+change them. critic_fsdp.py is the same on PyTorch FSDP: a diff shows what parallelism costs. This
+script has no images, LoRA, activation offload or --plan.
 
-Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; D features. A slot
-is a token or padding of a micro-batch on this rank.
+Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; D features.
 """
+
+# The common case comes first. What only this script has stands in closed chapters behind `learn`:
+# context parallelism, Megatron's layers and groups, the map of weights, Megatron without CUDA.
 
 import collections
 import inspect
@@ -454,15 +454,9 @@ from common import Batch, Pack, UserError, blame, of_all_ranks, print0, publishe
 
 transformers.logging.set_verbosity_error()  # the run prints one line about the weights
 transformers.logging.disable_progress_bar()
-
-# from megatron-core 0.16.1 with this torch, and from a rank that reads without the others
-for words in (
-    "(full scope|`torch.distributed.*|TypedStorage) is deprecated",
-    "The .grad attribute",
-    "moe_ffn_hidden_size is",
-    "torch.distributed is disabled",
-):
-    warnings.filterwarnings("ignore", words)
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a rank that reads alone
+megatron_words = "(full scope|`torch.distributed.*|TypedStorage) is deprecated|The .grad attribute"
+warnings.filterwarnings("ignore", f"{megatron_words}|moe_ffn_hidden_size is")  # of 0.16.1
 
 
 # ---- Value model: a decoder and a value head in float32 ------------------------------------------
@@ -514,83 +508,6 @@ class CoreAttention(nn.Module):
         return out_1HSD[0].transpose(0, 1).flatten(1)
 
 
-class RMSNorm(nn.RMSNorm):
-    """A norm for Megatron's layers. With sequence parallelism it sees some of the tokens only."""
-
-    def __init__(self, config, hidden_size, eps=1e-6, **_):
-        super().__init__(hidden_size, eps=eps)
-        # so Megatron sums its gradient over tensor-parallel ranks
-        self.weight.sequence_parallel = config.sequence_parallel
-
-
-def layer_spec(transformer, vp_stage):
-    """The layers of a chunk of the model: Megatron's own, with the norm and attention above."""
-    block = gpt_layer_specs.get_gpt_decoder_block_spec(
-        transformer, use_transformer_engine=False, vp_stage=vp_stage
-    )
-    block.layer_norm = RMSNorm
-    for spec in block.layer_specs:
-        layer = spec.submodules
-        layer.input_layernorm = RMSNorm
-        layer.pre_mlp_layernorm = RMSNorm
-
-        attention = layer.self_attention.submodules
-        attention.core_attention = CoreAttention
-        if transformer.qk_layernorm:
-            attention.q_layernorm = RMSNorm
-            attention.k_layernorm = RMSNorm
-    return block
-
-
-def transformer_config(config, model_config, skeleton, dtype):
-    """Megatron's config of the model and of how to compute it. skeleton: see build_skeleton."""
-    c = model_config
-    names = skeleton["model"].state_dict()
-    has_experts = [f"layers.{i}.mlp.gate.weight" in names for i in range(c.num_hidden_layers)]
-    return TransformerConfig(
-        # the model
-        num_layers=c.num_hidden_layers,
-        hidden_size=c.hidden_size,
-        ffn_hidden_size=c.intermediate_size,
-        num_attention_heads=c.num_attention_heads,
-        num_query_groups=c.num_key_value_heads,
-        kv_channels=getattr(c, "head_dim", None),  # None: hidden_size / heads
-        layernorm_epsilon=c.rms_norm_eps,
-        activation_func=F.silu,
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        add_qkv_bias="layers.0.self_attn.q_proj.bias" in names,
-        qk_layernorm="layers.0.self_attn.q_norm.weight" in names,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        # its experts, if any
-        num_moe_experts=getattr(c, "num_experts", None),
-        moe_router_topk=getattr(c, "num_experts_per_tok", 2),
-        moe_ffn_hidden_size=getattr(c, "moe_intermediate_size", None),  # None: intermediate_size
-        moe_layer_freq=list(map(int, has_experts)),
-        moe_router_pre_softmax=not getattr(c, "norm_topk_prob", True),  # over all, or the chosen
-        moe_shared_expert_intermediate_size=getattr(c, "shared_expert_intermediate_size", 0)
-        or None,
-        moe_shared_expert_gate=True,
-        moe_token_dispatcher_type="alltoall",
-        # precision and memory
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        recompute_granularity="full" if config.gradient_checkpointing else None,
-        recompute_method="uniform",
-        recompute_num_layers=1,
-        deallocate_pipeline_outputs=True,  # outputs already sent on are not needed here
-        # ranks
-        **parallel_sizes(config),
-        sequence_parallel=splits_sequence(config),
-        variable_seq_lengths=True,  # stages tell each other the size of each micro-batch
-        overlap_p2p_comm=config.virtual_pipeline_model_parallel_size > 1,  # else they would hang
-        batch_p2p_comm=False,
-        calculate_per_token_loss=True,  # gradients are plain sums, see forward_backward_all
-    )
-
-
 def build_skeleton(config, model_config):
     """transformers' model and the head on the meta device: names and sizes of the weights.
 
@@ -638,7 +555,6 @@ def count_parameters(module):
 
 class Layout(NamedTuple):
     """Ranks form a tp x cp x dp x pp grid.
-
     tp ranks split each matrix product, cp ranks each sequence, pp the layers, and dp groups the
     rows. Experts are spread over the same ranks in their own way (ep x etp)."""
 
@@ -682,54 +598,6 @@ def make_layout(config, device):
         dp_ranks=dp_ranks,
         gives_values=gives_values,
     )
-
-
-def has_groups(config):
-    """Whether Megatron's process groups are those of this layout, from an earlier worker."""
-    if not mpu.model_parallel_is_initialized():
-        return False
-    wanted = parallel_sizes(config)
-    tp = config.tensor_model_parallel_size
-    wanted["expert_tensor_parallel_size"] = config.expert_tensor_parallel_size or tp
-    found = {
-        "tensor_model_parallel_size": mpu.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": mpu.get_pipeline_model_parallel_world_size(),
-        "virtual_pipeline_model_parallel_size": (
-            mpu.get_virtual_pipeline_model_parallel_world_size()
-        ),
-        "context_parallel_size": mpu.get_context_parallel_world_size(),
-        "expert_model_parallel_size": mpu.get_expert_model_parallel_world_size(),
-        "expert_tensor_parallel_size": mpu.get_expert_tensor_parallel_world_size(),
-    }
-    return found == wanted and mpu.get_model_parallel_group() in dist.distributed_c10d._world.pg_map
-
-
-def end_groups():
-    """Ends Megatron's process groups: their threads and sockets would stay with the process."""
-    kept = itertools.chain(*(x if isinstance(x, list) else [x] for x in vars(mpu).values()))
-    groups = {group for group in kept if isinstance(group, dist.ProcessGroup)} - {dist.group.WORLD}
-    dist.barrier()  # until all ranks are done with them
-    for group in groups & dist.distributed_c10d._world.pg_map.keys():
-        dist.destroy_process_group(group)
-    mpu.destroy_model_parallel()
-
-
-def parallel_sizes(config):
-    """The flags that Megatron's process groups and its model config take under the same names."""
-    sizes = {name: x for name, x in vars(config).items() if name.endswith("parallel_size")}
-    if config.virtual_pipeline_model_parallel_size == 1:
-        sizes["virtual_pipeline_model_parallel_size"] = None
-    return sizes
-
-
-def splits_sequence(config):
-    """Whether tensor-parallel ranks also split the tokens between matrix products."""
-    return config.sequence_parallel and config.tensor_model_parallel_size > 1
-
-
-def ranks_per_row(config):
-    """How many ranks share the tokens of a row."""
-    return config.context_parallel_size
 
 
 def build_value_model(skeleton, config, model_config, layout):
@@ -795,7 +663,8 @@ def padding_row(module, model_config):
 class MicroBatch(NamedTuple):
     """Rows on the device, as Megatron reads them. Columns have S entries, or are None.
 
-    An entry is about the action that *follows* the slot's token, see shift."""
+    A slot is a token or padding of this rank. An entry is about the action that *follows* the
+    slot's token, see shift."""
 
     ids_1S: torch.Tensor
     reads: PackedSeqParams  # what CoreAttention reads: pack, a common.Pack, and rotary, two tables
@@ -807,18 +676,19 @@ class MicroBatch(NamedTuple):
     weights: torch.Tensor | None  # see common.loss_weights
 
 
-def shift(column_T):
+def shift(x_T):
     """Moves a column about actions one place to the left, to the tokens before them.
 
-    The value of an action is read from the hidden state *before* it. The token before may lie on
-    this rank and the action on another, so columns move, and not the head's outputs:
+    The token before an action may be on this rank and the action on another, so columns move here,
+    and not the head's outputs.
+
+    The value of an action is read from the hidden state *before* it. The first token of a row is
+    never an action, so nothing crosses into another row:
 
         token            p0   p1   a0   a1   o0   a2
         response_mask    0    0    1    1    0    1
-        result           0    1    1    0    1    0       p1, a0, o0 have the values of a0, a1, a2
-
-    The first token of a row is never an action, so nothing crosses into the row before."""
-    return column_T.roll(-1)
+        result           0    1    1    0    1    0       p1, a0, o0 hold those of a0, a1, a2"""
+    return x_T.roll(-1)
 
 
 def spread(costs, k):
@@ -910,10 +780,14 @@ def pack_rows(batch, device, share, unit=1):
     return slots.clamp(max=total), index[:total], Pack(queries, device, lengths, keys)
 
 
-def pack_unit(config):
-    """A micro-batch is padded at its end to a multiple of this many slots, which ranks split.
+def ranks_per_row(config):
+    """How many ranks share the tokens of a row."""
+    return config.context_parallel_size
 
-    Each of p context-parallel ranks has two of 2 p equal pieces."""
+
+def pack_unit(config):
+    """A micro-batch is padded at its end to a multiple of this many slots, which ranks split."""
+    # each of p context-parallel ranks has two of 2 p equal pieces
     unit = 1
     if config.context_parallel_size > 1:
         unit = 2 * config.context_parallel_size
@@ -928,8 +802,8 @@ def check_model_flags(config, model_config):
     name = f"{config.prefix}model {config.model}"
     known = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
     if c.model_type not in known:
-        words = f"{c.model_type} is not among {', '.join(known)}; use critic_fsdp.py"
-        raise UserError(f"{name}: {words}")
+        words = f"{c.model_type} is not among {', '.join(known)}"
+        raise UserError(f"{name}: {words}; use critic_fsdp.py")
 
     # what Megatron's layers would compute otherwise; a window of 0 is none (Qwen2-MoE)
     odd = []
@@ -993,12 +867,13 @@ class MegatronPPOCritic:
         self.transformer = self.modules[0].config
         self.padding_row = padding_row(self.modules[0], model_config)
         self.rotary = type(skeleton["model"].rotary_emb)(model_config).to(layout.device)
+        self.model = nn.ModuleList(map(wrap, self.modules)).to(layout.device)  # what trains
+        self.image_processor = None  # this script reads text only
         tensors, origin = read_weights(config, model_config)
         percent = f"{trained / count:.2%}"
         self.story = f"{count:,} parameters, {trained:,} of them ({percent}) train: {origin}"
 
         # the optimizer
-        self.model = nn.ModuleList(map(wrap, self.modules)).to(layout.device)  # what trains
         self.optimizer = build_optimizer(self.model, config, self.peak_lr)
         self.optimizers = self.optimizer.chained_optimizers  # one for experts, one for the rest
         self.masters = find_masters(self.optimizers)
@@ -1185,10 +1060,10 @@ class MegatronPPOCritic:
                 if not any(row.actions for row in mini):
                     continue  # AdamW would move the weights even with zero gradients
                 pieces = self.mini_batch(batch, mini)
-                done_one = partial(done, len(mini) / len(pieces) / len(self.model))
                 with record_function("mini-batch"):
                     # each micro-batch is one forward and backward: Megatron's schedule is that loop
                     micros = list(map(self.micro_batch, pieces))
+                    done_one = partial(done, len(mini) / len(pieces) / len(self.model))
                     sums = self.forward_backward_all(micros, done_one)
                     norm = self.optimizer_step()
                 if math.isfinite(norm):
@@ -1415,7 +1290,7 @@ class CriticWorker:
         if longest > self.critic.max_tokens:
             self.set_budget(longest, f"row {row}")
         common.check_rows(batch, self.model_config)
-        if any(batch.multi_modal_inputs or ()):
+        if any(batch.multi_modal_inputs or ()) and not self.critic.image_processor:
             raise ValueError("multi_modal_inputs: this critic reads text only")
 
     @torch.no_grad()
@@ -1944,6 +1819,132 @@ def share_context(rows, config, layout):
     place_when_gathered = pieces.flatten().argsort()
     index = place_when_gathered[torch.cat(keys)].to(layout.device, non_blocking=True)
     return slots[mine.flatten()], Pack(queries, layout.device, list(map(len, keys)), index)
+
+
+# ---- Layers and process groups of Megatron -------------------------------------------------------
+#
+# A closed chapter: how Megatron builds its model and its groups of ranks. It is called from
+# build_value_model, check_model_flags (transformer_config) and make_layout.
+
+
+class RMSNorm(nn.RMSNorm):
+    """A norm for Megatron's layers. With sequence parallelism it sees some of the tokens only."""
+
+    def __init__(self, config, hidden_size, eps=1e-6, **_):
+        super().__init__(hidden_size, eps=eps)
+        # so Megatron sums its gradient over tensor-parallel ranks
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def layer_spec(transformer, vp_stage):
+    """The layers of a chunk of the model: Megatron's own, with the norm and attention above."""
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
+        transformer, use_transformer_engine=False, vp_stage=vp_stage
+    )
+    block.layer_norm = RMSNorm
+    for spec in block.layer_specs:
+        layer = spec.submodules
+        layer.input_layernorm = RMSNorm
+        layer.pre_mlp_layernorm = RMSNorm
+
+        attention = layer.self_attention.submodules
+        attention.core_attention = CoreAttention
+        if transformer.qk_layernorm:
+            attention.q_layernorm = RMSNorm
+            attention.k_layernorm = RMSNorm
+    return block
+
+
+def transformer_config(config, model_config, skeleton, dtype):
+    """Megatron's config of the model and of how to compute it. skeleton: see build_skeleton."""
+    c = model_config
+    names = skeleton["model"].state_dict()
+    has_experts = [f"layers.{i}.mlp.gate.weight" in names for i in range(c.num_hidden_layers)]
+    return TransformerConfig(
+        # the model
+        num_layers=c.num_hidden_layers,
+        hidden_size=c.hidden_size,
+        ffn_hidden_size=c.intermediate_size,
+        num_attention_heads=c.num_attention_heads,
+        num_query_groups=c.num_key_value_heads,
+        kv_channels=getattr(c, "head_dim", None),  # None: hidden_size / heads
+        layernorm_epsilon=c.rms_norm_eps,
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias="layers.0.self_attn.q_proj.bias" in names,
+        qk_layernorm="layers.0.self_attn.q_norm.weight" in names,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        # its experts, if any
+        num_moe_experts=getattr(c, "num_experts", None),
+        moe_router_topk=getattr(c, "num_experts_per_tok", 2),
+        moe_ffn_hidden_size=getattr(c, "moe_intermediate_size", None),  # None: intermediate_size
+        moe_layer_freq=list(map(int, has_experts)),
+        moe_router_pre_softmax=not getattr(c, "norm_topk_prob", True),  # over all, or the chosen
+        moe_shared_expert_intermediate_size=getattr(c, "shared_expert_intermediate_size", 0)
+        or None,
+        moe_shared_expert_gate=True,
+        moe_token_dispatcher_type="alltoall",
+        # precision and memory
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        recompute_granularity="full" if config.gradient_checkpointing else None,
+        recompute_method="uniform",
+        recompute_num_layers=1,
+        deallocate_pipeline_outputs=True,  # outputs already sent on are not needed here
+        # ranks
+        **parallel_sizes(config),
+        sequence_parallel=splits_sequence(config),
+        variable_seq_lengths=True,  # stages tell each other the size of each micro-batch
+        overlap_p2p_comm=config.virtual_pipeline_model_parallel_size > 1,  # else they would hang
+        batch_p2p_comm=False,
+        calculate_per_token_loss=True,  # gradients are plain sums, see forward_backward_all
+    )
+
+
+def has_groups(config):
+    """Whether Megatron's process groups are those of this layout, from an earlier worker."""
+    if not mpu.model_parallel_is_initialized():
+        return False
+    wanted = parallel_sizes(config)
+    tp = config.tensor_model_parallel_size
+    wanted["expert_tensor_parallel_size"] = config.expert_tensor_parallel_size or tp
+    found = {
+        "tensor_model_parallel_size": mpu.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": mpu.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": (
+            mpu.get_virtual_pipeline_model_parallel_world_size()
+        ),
+        "context_parallel_size": mpu.get_context_parallel_world_size(),
+        "expert_model_parallel_size": mpu.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": mpu.get_expert_tensor_parallel_world_size(),
+    }
+    return found == wanted and mpu.get_model_parallel_group() in dist.distributed_c10d._world.pg_map
+
+
+def end_groups():
+    """Ends Megatron's process groups: their threads and sockets would stay with the process."""
+    kept = itertools.chain(*(x if isinstance(x, list) else [x] for x in vars(mpu).values()))
+    groups = {group for group in kept if isinstance(group, dist.ProcessGroup)} - {dist.group.WORLD}
+    dist.barrier()  # until all ranks are done with them
+    for group in groups & dist.distributed_c10d._world.pg_map.keys():
+        dist.destroy_process_group(group)
+    mpu.destroy_model_parallel()
+
+
+def parallel_sizes(config):
+    """The flags that Megatron's process groups and its model config take under the same names."""
+    sizes = {name: x for name, x in vars(config).items() if name.endswith("parallel_size")}
+    if config.virtual_pipeline_model_parallel_size == 1:
+        sizes["virtual_pipeline_model_parallel_size"] = None
+    return sizes
+
+
+def splits_sequence(config):
+    """Whether tensor-parallel ranks also split the tokens between matrix products."""
+    return config.sequence_parallel and config.tensor_model_parallel_size > 1
 
 
 # ---- Weights: megatron-core and Hugging Face -----------------------------------------------------
