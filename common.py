@@ -850,7 +850,7 @@ def shuffled_rows(groups, *key):
 def rows_of_step(step, groups, size, seed):
     """Row indices for update `step`, at most `size`. Each pass over the groups is shuffled anew."""
     n = sum(len(rows) for _, rows in groups)
-    pieces = ceil(n / size)
+    pieces = ceil(n / size)  # of equal sizes, give or take one row
     i = step % pieces
     rows = shuffled_rows(groups, seed, "rows", step // pieces)
     return rows[n * i // pieces : n * (i + 1) // pieces]
@@ -1181,7 +1181,7 @@ def encode_start(tokenizer, text):
 def add_hint(tokenizer, line, key, prompt_ids):
     """The prompt as only the critic reads it: with the text at this key of the JSON line before it.
     Special tokens that begin a row, such as BOS, stay at its start, once. No key: the prompt
-    itself. UserError: there is no such text, or no tokenizer."""
+    itself. UserError: the line has no text there, or there is no tokenizer."""
     if not key:
         return prompt_ids
     flag = "--privileged-key"
@@ -1404,8 +1404,8 @@ def batch_of_one(rollout, row_id):
 
 
 # ---- Packed rows: attention, FLOPs and memory ----------------------------------------------------
-# transformers calls attention over rows without padding "packed", by the name registered here; the
-# actor and both critics run it. The rest tells how fast an update was, and what fits into memory.
+# packed_attention is registered with transformers, for the actor and for the critic on FSDP; that on
+# Megatron calls attention itself. The rest tells how fast an update was and what fits into memory.
 
 
 class Piece(NamedTuple):
@@ -2053,6 +2053,7 @@ class Logger:
             return
         from torch.utils.tensorboard import SummaryWriter
 
+        # what belongs to the steps before
         self.set_aside(last_step)
         settings["run"] = {"command": sys.argv, "ranks": WORLD_SIZE}
         replace_lines(f"{out_dir}/run.json", [settings])
