@@ -1404,7 +1404,7 @@ def batch_of_one(rollout, row_id):
 
 
 # ---- Packed rows: attention, FLOPs and memory ----------------------------------------------------
-# packed_attention is registered with transformers, for the actor and for the critic on FSDP; that on
+# packed_attention is registered with transformers, for the actor and the critic on FSDP; that on
 # Megatron calls attention itself. The rest tells how fast an update was and what fits into memory.
 
 
