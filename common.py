@@ -673,7 +673,7 @@ def auc(scores, labels):
     ones = scores[labels == 1]
     zeros = scores[labels == 0].sort().values
 
-    # twice the number of zeros below each 1, for ties count once
+    # for each 1: twice the zeros below it, and once those that are equal
     below = torch.searchsorted(zeros, ones)
     below += torch.searchsorted(zeros, ones, right=True)
     return float(below.double().mean() / (2 * len(zeros)))
