@@ -2788,10 +2788,11 @@ def load_value_head(score, config, value_range):
     flag = f"{to}model {config.model}"
     folder = local_folder(config.model)
     stored = config_of(folder).get("value_range")
-    if stored and stored != (value_range and list(value_range)):
+    asked = list(value_range) if value_range else None
+    if stored and stored != asked:
         fix = f"give that one, or {to}value-head-init normal"
         raise UserError(f"{to}value-head: {config.model} has another; {fix}")
-    if value_range and not stored:  # --value-head asks for a head that this folder cannot have
+    if asked and not stored:  # --value-head asks for a head that this folder cannot have
         return None
 
     with blame(f"{flag}: its weights do not load"):
