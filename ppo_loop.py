@@ -300,11 +300,13 @@ def main(run):
 
             # log-probs of the answers: the actor's before it learns, and the reference's
             add_log_probs(loop, batch)
+
+            # what the answers are like, and whether engine and actor agree on them
             metrics = rollout_metrics(batch, loop.run, loop.engine.dtype)
             metrics |= part_means(replies) | mean_turns(replies, loop.run, task)
             metrics |= {"reward/mean": mean, "reward/errors": faults, "kl/coef": loop.kl_coef}
 
-            # values and credit; then the critic learns to predict the returns
+            # values and credit: how much better than expected each token was; the critic learns
             metrics |= update_critic(loop, batch, replies)
 
             # the actor learns to prefer what was better than expected
@@ -538,6 +540,7 @@ def begun(run, task):
     its step is saved instead, and the process exits."""
     device = common.setup_distributed(run.critic.timeout_minutes)
     with critic_module(run.backend).Checkpoints(run) as checkpoints:
+        # where to start, and with what
         run, step, kl_coef = start_from(run, task, checkpoints)
         models = build(run, task, device, checkpoints)
         loop = Loop(
@@ -554,9 +557,10 @@ def begun(run, task):
         )
         checkpoints.begin()
 
+        # the block trains; poll ends it on all ranks
         try:
             yield loop
-        except SystemExit as stop:  # from poll, on all ranks
+        except SystemExit as stop:
             Stop.signal = 0  # else save would stop, too
             if loop.step > loop.saved:
                 save(loop, loop.step)
@@ -568,16 +572,14 @@ def begun(run, task):
 
 
 def set_up(run):
-    """-> (run with the defaults of its task and actor filled in, Task). UserError: a mistake of the
-    user."""
+    """-> (the run with the defaults of its task, Task). UserError: a mistake of the user."""
     check_flags(run)
     run = with_defaults(run)
     actor = run.actor
     tokenizer, model_config = common.load_config(actor)
     if tokenizer is None:
-        raise UserError(
-            f"--actor.tokenizer: {actor.model} has none, but prompts are text; give one"
-        )
+        wrong = f"{actor.model} has none, but prompts are text; give one"
+        raise UserError(f"--actor.tokenizer: {wrong}")
 
     # read the prompts, and check that both models can take them
     prompts, held_out = read_prompts(run, tokenizer)
@@ -616,8 +618,7 @@ def set_up(run):
 
 
 def with_defaults(run):
-    """The run with what its flags leave open: the defaults of its task and of the critic's
-    model."""
+    """The run with what its flags leave open: defaults of its task and of the critic's model."""
     addition = not run.prompts
     actor = replace(run.actor, lr=run.actor.lr or (5e-4 if addition else 1e-6))
 
@@ -637,8 +638,7 @@ def with_defaults(run):
 
 
 def check_models(run, tokenizer, model_config, longest, known):
-    """UserError unless actor and critic can be built, and take rows of this length with these token
-    ids."""
+    """UserError unless actor and critic can be built and take such rows: their length and ids."""
     actor = run.actor
     critic = run.critic
     critic_tokenizer, critic_config = common.load_config(critic)
@@ -651,13 +651,11 @@ def check_models(run, tokenizer, model_config, longest, known):
             common.check_length(longest, LONGEST, model)
             common.check_rows(ids, model)
     if longest > actor.ppo_max_token_len_per_gpu:
-        raise UserError(
-            f"--actor.ppo-max-token-len-per-gpu: give at least {longest}, for {LONGEST}"
-        )
+        flag = "--actor.ppo-max-token-len-per-gpu"
+        raise UserError(f"{flag}: give at least {longest}, for {LONGEST}")
     if critic_tokenizer and tokenizer.get_vocab().items() - critic_tokenizer.get_vocab().items():
-        raise UserError(
-            "--critic.tokenizer: has other token ids than the actor's; give both one tokenizer"
-        )
+        wrong = "has other token ids than the actor's; give both one tokenizer"
+        raise UserError(f"--critic.tokenizer: {wrong}")
 
     # the models themselves, without weights, which takes no time
     critic_script = critic_module(run.backend)
@@ -668,8 +666,7 @@ def check_models(run, tokenizer, model_config, longest, known):
 
 
 def start_from(run, task, checkpoints):
-    """-> (run, step, KL coefficient) to start from. A toy run's actor starts from the supervised
-    one."""
+    """-> (run, step, KL coefficient) to start from. A toy's actor begins as the supervised one."""
     folder = checkpoints.folder
     step = 0
     kl_coef = run.kl_coef
@@ -902,6 +899,7 @@ def evaluate_if_due(loop, step, greedy):
 def evaluate(replies, run, reward, phases, step, logger):
     """Logs the rewards of replies to held-out prompts, writes them to samples.json, those of a
     run's first evaluation also to samples_first.json, and prints two."""
+    # rank 0 gets the rows, with their texts
     rewards, mean, faults = score(run, reward, phases, replies)
     mine = []
     for reply in replies:
@@ -917,6 +915,7 @@ def evaluate(replies, run, reward, phases, step, logger):
     if not any("eval/reward" in line for line in past):
         common.write_json(f"{run.out_dir}/samples_first.json", rows)
 
+    # a mean of zeros and ones is an accuracy
     name = "accuracy" if set(rewards) <= {0.0, 1.0} else "reward"
     logger.log(step, {"eval/reward": mean, f"eval/{name}": mean, "eval/errors": faults})
     common.write_json(f"{run.out_dir}/samples.json", rows)
@@ -927,7 +926,7 @@ def evaluate(replies, run, reward, phases, step, logger):
 
 
 def rollout_metrics(batch, run, dtype):
-    """Metrics of all ranks' rows. UserError: engine and actor, with equal weights, disagree on
+    """Metrics of all ranks' rows. UserError: engine and actor have equal weights, but disagree on
     log-probs."""
     mask_T = batch.response_mask
 
@@ -946,9 +945,9 @@ def rollout_metrics(batch, run, dtype):
     mean_off = off / actions
     if not mean_off < (1e-3 if dtype == torch.float32 else 0.5):
         raise UserError(
-            f"--actor.model {run.actor.model}: the rollout is off the actor by {mean_off:.1e} nats"
-            " a token: either Policy computes other logits than the model, or packed rows see each"
-            " other"
+            f"--actor.model {run.actor.model}:"
+            f" the rollout is off the actor by {mean_off:.1e} nats a token:"
+            " either Policy computes other logits than the model, or packed rows see each other"
         )
     return {
         "rollout/actions": actions / rows,
@@ -994,8 +993,7 @@ def mean_turns(replies, run, task):
 
 
 def report_step(loop, step, batch, replies, metrics):
-    """Logs and prints how a step went, and writes its rows with --dump-rollouts. UserError: it has
-    ruined the critic."""
+    """Logs and prints how a step went, and dumps its rows. UserError: it has ruined the critic."""
     run = loop.run
     loop.logger.check_progress(metrics, "--critic.lr")
     if run.dump_rollouts:
@@ -1061,6 +1059,7 @@ def on_rank_0(mine):
 def write_jsonl(batch, path, replies=()):
     """Writes the rows of all ranks, without images, as JSONL for common.read_rows (a collective).
     replies: the same rows, whose texts and scores are for people and for --reward-key."""
+    # columns that are written, and what the replies add to them
     unused = set(Batch.FLOATS).difference(("token_level_rewards", "values"))
     few = replace(batch, multi_modal_inputs=None, **dict.fromkeys(unused))
     texts = [{} for _ in range(len(few))]
@@ -1092,8 +1091,7 @@ def write_jsonl(batch, path, replies=()):
 
 
 def what_changed(out_dir):
-    """What training made of the policy, as write_report takes it, from what the run has left in
-    out_dir."""
+    """What training made of the policy, for write_report, from what the run left in out_dir."""
     # the first and the last evaluation, or, if there are fewer than two, training step
     past = common.read_lines(f"{out_dir}/metrics.jsonl")
     key = "eval/reward"
@@ -1181,8 +1179,7 @@ class Task(NamedTuple):
 
 
 def rows_of_rank(prompts, n=1):
-    """This rank's share of n empty replies to each prompt; the row_ids of one prompt are
-    consecutive."""
+    """This rank's share of n empty replies to each prompt, whose row_ids are consecutive."""
     return [Reply(prompts[i // n], i) for i in range(RANK, len(prompts) * n, WORLD_SIZE)]
 
 
@@ -1206,8 +1203,7 @@ def with_hints(replies):
 
 
 def read_prompts(run, tokenizer):
-    """-> (Prompts to train on, Prompts to evaluate on), from the files of the flags or the toy
-    task."""
+    """-> (Prompts to train on, Prompts to evaluate on), of the flags' files or of the toy task."""
     train = run.prompts
     held_out = run.eval_prompts
     if not run.prompts:
@@ -1225,8 +1221,8 @@ def addition_rows(n, seed, held_out=False):
 
 
 def load_prompts(source, flag, run, tokenizer):
-    """Reads prompts from a JSONL file or its lines and drops long ones. UserError names the first
-    bad row."""
+    """Reads prompts from a JSONL file or its lines, but no long ones. UserError: a bad row."""
+    # what messages call the source, and a row of it
     name = flag
     if isinstance(source, str):
         name = f"{flag} {source}"
@@ -1235,6 +1231,7 @@ def load_prompts(source, flag, run, tokenizer):
     if run.chat:
         asked += " --chat"
 
+    # one row a line
     prompts = []
     too_long = 0
     for number, line in enumerate(progress(source, "prompts", "lines"), 1):
@@ -1291,9 +1288,8 @@ def read_prompt(line, run, tokenizer):
 
     # a built-in reward must accept the answer as a response
     if run.reward in REWARDS and not REWARDS[run.reward](text, str(answer), answer):
-        raise ValueError(
-            f"--reward {run.reward} cannot check the answer {answer!r:.40}, see --answer-key"
-        )
+        wrong = f"cannot check the answer {answer!r:.40}, see --answer-key"
+        raise ValueError(f"--reward {run.reward} {wrong}")
     critic_ids = None
     if run.privileged_key:
         critic_ids = common.add_hint(tokenizer, line, run.privileged_key, ids)
@@ -1306,8 +1302,7 @@ def addition_reward(prompt, response, answer):
 
 
 def gsm8k_reward(prompt, response, answer):
-    """1 if the number after the last #### equals the answer's (GSM8K's own rule, 2110.14168), else
-    0."""
+    """1 if the number after the last #### is the answer's, else 0: GSM8K's rule (2110.14168)."""
 
     def last_number(text):
         found = re.findall(r"####\s*(?:\$\s*)?(-?\$?[\d,]*\.?\d+)", text)
@@ -1340,8 +1335,9 @@ def fault_of_observation(made):
 
 def try_functions(run, task):
     """Calls the user's functions with the first prompts before models load, as if the policy had
-    answered right. They may fail on some rows by intent, so it is a UserError only if they fail on
-    all of these."""
+    answered right. They may fail on some rows by intent, so only a failure on all of these is a
+    UserError."""
+    # right answers to the first few prompts with different texts
     first = {}
     for prompt in task.prompts:
         first.setdefault(prompt.text, prompt)
@@ -1351,6 +1347,7 @@ def try_functions(run, task):
         ids = task.tokenizer(text, add_special_tokens=False)["input_ids"]
         replies.append(Reply(prompt, 0, ids, finished=True, text=text, turns=[text]))
 
+    # what the reward and the environment say to them
     for flag, name, function, fault_of in (
         ("--reward", run.reward, task.reward, fault_of_reward),
         ("--environment", run.environment, task.observe, fault_of_observation),
@@ -1370,8 +1367,7 @@ def try_functions(run, task):
 
 
 class RewardModel:
-    """Scores whole rows by a classifier's label at their last token, computed by a worker of the
-    critic."""
+    """Scores whole rows by a classifier's label at their last token, in a worker of the critic."""
 
     def __init__(self, run, tokenizer, halvings=0):
         # the flags of the critic, but those about its own model
@@ -1398,7 +1394,7 @@ class RewardModel:
             raise UserError(f"--reward-model {config.model}: {fault}") from None
 
     def ids(self, reply):
-        """The row in this model's token ids; if it lacks a chat template, only the last message and
+        """The row in this model's token ids; without a chat template, only the last message and
         reply."""
         prompt = reply.prompt
         if self.same_tokens:
@@ -1467,8 +1463,7 @@ def kl_penalty(log_probs_T, ref_log_probs_T, kind):
 
 def next_kl_coef(coef, kl, n, target):
     """The KL coefficient after a batch of n rows whose mean KL was kl (1909.08593, section 2.2).
-    The horizon is 10,000 rows, but at least n, because the coefficient could turn negative
-    otherwise."""
+    The horizon is 10,000 rows, but at least n: else the coefficient could turn negative."""
     if not target:
         return coef
     error = min(max(kl / target - 1, -0.2), 0.2)
@@ -1476,7 +1471,7 @@ def next_kl_coef(coef, kl, n, target):
 
 
 def masked_whiten(x_T, mask_T):
-    """(x - mean) / sqrt(variance + 1e-8) over all ranks' entries where the mask is true, zero
+    """(x - mean) / sqrt(variance + 1e-8) over the entries of all ranks where the mask is true; zero
     elsewhere."""
     n, mean, variance = common.moments(x_T[mask_T], everywhere=True)
     unbiased = torch.tensor(variance * n / max(n - 1, 1), dtype=torch.float64)
@@ -1497,8 +1492,7 @@ class MicroBatch(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A causal language model that computes log-probs and entropies of the actions in a packed
-    row."""
+    """A causal language model: log-probs and entropies of the actions in a packed row."""
 
     def __init__(self, lm, known, entropy_learns):
         super().__init__()
@@ -1645,8 +1639,8 @@ class PolicyWorker:
         return local.split(list(map(len, table[RANK])))
 
     def micro_batch(self, rows):
-        """The MicroBatch of these rows; no rows are one masked token, to keep in step with other
-        ranks."""
+        """The MicroBatch of these rows. Without rows it is one masked token, because all ranks must
+        run equally many forwards."""
         rows = replace(rows if len(rows) else Batch.blank())
 
         # each slot of the packed row holds a token, and shared prompts have their slots once
@@ -1666,8 +1660,7 @@ class PolicyWorker:
     @common.dp_compute_proto()
     @torch.no_grad()
     def compute_log_probs(self, batch, rows):
-        """Log-probs of the actions in the caller's rows at --temperature: (T,) float32, zero
-        elsewhere."""
+        """(T,) float32 log-probs of the actions in the caller's rows at --temperature, else 0."""
         table = self.plan_micro_batches(rows)
         local = self.fetch(batch, table)
         log_probs = []
@@ -1687,9 +1680,8 @@ class PolicyWorker:
         log_probs_T = common.give_back(torch.cat(log_probs).cpu(), local, wanted, batch)
         if not all(of_all_ranks(bool(log_probs_T.isfinite().all()))):
             advice = "use a lower --actor.lr" if self.optimizer_steps else "check its weights"
-            raise UserError(
-                f"--actor.model {self.config.model}: its log-probs are not finite; {advice}"
-            )
+            wrong = f"its log-probs are not finite; {advice}"
+            raise UserError(f"--actor.model {self.config.model}: {wrong}")
         return log_probs_T
 
     # ---- update
@@ -1698,8 +1690,7 @@ class PolicyWorker:
         needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
     )
     def update_policy(self, batch, rows):
-        """PPO epochs over mini-batches of the Rows of all ranks, one optimizer step each ->
-        metrics."""
+        """PPO epochs over mini-batches of all ranks' Rows, one optimizer step each -> metrics."""
         config = self.config
         totals = collections.Counter(self.no_sums)  # of the steps taken
         norms = []  # of the mini-batches, NaN where the step was skipped
@@ -1722,9 +1713,8 @@ class PolicyWorker:
         return common.update_metrics("actor", "pg_loss", totals, norms, lr)
 
     def step(self, batch, mini, totals, done):
-        """Takes one optimizer step on the Rows of a mini-batch -> gradient norm before clipping.
-        Adds to totals. All ranks skip the step if the norm is not finite or the mini-batch has no
-        action."""
+        """One optimizer step on the Rows of a mini-batch -> gradient norm before clipping; adds to
+        totals. All ranks skip it if the norm is not finite or there is no action."""
         if not any(row.actions for row in mini):
             return nan
 
@@ -1761,8 +1751,8 @@ class PolicyWorker:
         return norm
 
     def loss(self, rows, log_probs_T, entropy_T):
-        """-> (the loss to minimise, 0-dim; for each metric, the sum over the actions). rows: the
-        columns of a MicroBatch."""
+        """-> (the loss to minimise, 0-dim; for each metric, the sum over the actions).
+        rows: the columns of a MicroBatch."""
         config = self.config
         mask_T = rows.response_mask.to(self.device, non_blocking=True)
 
@@ -1814,14 +1804,12 @@ class PolicyWorker:
     # ---- weights and checkpoints
 
     def weights(self, dtype=torch.float32):
-        """Yields (name, full tensor) for each weight of the language model, one at a time (a
-        collective)."""
+        """Yields (name, full tensor) for each weight, one at a time (a collective)."""
         for name, p in self.model.lm.named_parameters():
             yield name, p.detach().to(dtype).full_tensor()
 
     def checkpoint_tensors(self):
-        """All state as one flat dict of tensors, which share memory with the model and the
-        optimizer."""
+        """All state as one flat dict of tensors, which share memory with model and optimizer."""
         tensors = {}
         for name, p in self.model.named_parameters():
             tensors[f"model.{name}"] = p.detach()
@@ -1830,8 +1818,7 @@ class PolicyWorker:
         return tensors
 
     def checkpoint_writer(self, copy):
-        """-> write(tmp, group), which saves the current state. copy: a snapshot, while training
-        goes on."""
+        """-> write(tmp, group), which saves the current state. copy: from a snapshot."""
         tensors = self.checkpoint_tensors()
         if copy:
             tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
@@ -1849,8 +1836,7 @@ class PolicyWorker:
         return write
 
     def load_checkpoint(self, folder):
-        """Restores what checkpoint_writer wrote on any world size. UserError: damaged or of another
-        model."""
+        """Restores a checkpoint of any world size. UserError: damaged or of another model."""
         saved = self.critic_script.open_checkpoint(folder, self.shape)
         with blame(f"--resume {folder}: does not fit this actor"):
             dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))
@@ -1858,8 +1844,7 @@ class PolicyWorker:
         self.optimizer_steps = saved["optimizer_steps"]
 
     def export_hf(self, folder, tokenizer):
-        """Writes the language model as a Hugging Face folder (a collective); rank 0 gathers the
-        weights."""
+        """Writes a Hugging Face folder (a collective); rank 0 gathers the weights."""
         state = {name: weight.cpu() for name, weight in self.weights() if RANK == 0}
         with common.published(folder) as tmp:
             if RANK == 0:
@@ -1878,8 +1863,7 @@ def checksum_of(model):
 
 
 def roll_out(engine, task, replies, run, temperature, key=""):
-    """Adds turns to the replies. A row's random numbers depend only on the key, its row_id and the
-    turn."""
+    """Adds turns to the replies. Random numbers depend only on the key, the row_id and the turn."""
     going = replies
     for turn in range(run.max_turns if task.observe else 1):
         # from the second turn on, the environment answers first
@@ -1907,8 +1891,7 @@ def roll_out(engine, task, replies, run, temperature, key=""):
 
 
 def listen(replies, task, run):
-    """Passes finished replies to the environment and appends its observations -> those that get
-    another turn."""
+    """Appends what the environment says to finished replies -> those that get another turn."""
     finished = [reply for reply in replies if reply.finished]
     going = []
     for reply, (made, fault) in zip(finished, ask_all(task.observe, finished)):
@@ -1952,8 +1935,7 @@ def as_user_message(text, task, run):
 
 
 def stop_tokens(config, tokenizer):
-    """Token ids that end a turn: the tokenizer's EOS, and those of generation_config.json, if it
-    exists."""
+    """Token ids that end a turn: the tokenizer's EOS, and those of generation_config.json."""
     more = None
     with suppress(OSError, ValueError):
         if config.model not in common.TINY:
@@ -1977,8 +1959,7 @@ def stop_texts(run, tokenizer):
 
 @dataclass
 class Draw(LogitsProcessor):
-    """Samples each row's next token with the row's own random numbers; generate sees all others
-    masked."""
+    """Samples each row's next token with the row's own random numbers, and masks all others."""
 
     u_BR: torch.Tensor
     temperature: float  # 0: greedy
@@ -2007,8 +1988,8 @@ class Draw(LogitsProcessor):
 
 
 class StopText(StoppingCriteria):
-    """Ends a row whose last token has completed a text of --stop, and notes when. Prompts do not
-    count."""
+    """Ends a row whose last token has completed a text of --stop, and notes when. Prompts are
+    left out."""
 
     def __init__(self, texts, prompt_length):
         self.texts = texts  # see Task.stop_texts
@@ -2022,8 +2003,8 @@ class StopText(StoppingCriteria):
 
 class HFRollout:
     """Generates with transformers: each rank holds a full copy of the policy and generates its own
-    rows. A row's random numbers depend only on its seed, so its sample is the same in any batch, up
-    to rounding."""
+    rows. A row's random numbers depend only on its seed, so up to rounding its sample is the same
+    in any batch."""
 
     def __init__(self, run, task, device):
         self.run = run
@@ -2193,13 +2174,11 @@ class VLLMRollout:
         get_tp_group().mq_broadcaster = None
 
     def onload(self):
-        """Wakes the weights for a sync. generate wakes the KV cache, once the actor has left the
-        device."""
+        """Wakes the weights for a sync. generate wakes the KV cache, when the actor has left."""
         self.llm.wake_up(tags=["weights"])
 
     def offload(self):
-        """Frees the engine's device memory, where the platform can. The next sync brings new
-        weights."""
+        """Frees device memory, where the platform can. The next sync brings new weights."""
         self.llm.sleep(level=2)
 
     def sync(self, weights):
@@ -2218,8 +2197,7 @@ class VLLMRollout:
         self.llm.reset_prefix_cache()  # it holds keys and values of the old weights
 
     def adapt(self, model):
-        """Runs inside vLLM after a sync: masks ids that have no token and, on CPU, packs a tied
-        head."""
+        """Runs inside vLLM after a sync: masks ids without a token; on CPU, packs a tied head."""
         for module in model.modules():
             kind = type(module).__name__
             if kind == "LogitsProcessor":
@@ -2279,7 +2257,7 @@ def forget_experts(model):
 
 
 class Phases:
-    """`with phases("actor", actor):` times a phase; with --offload only its workers are on the
+    """`with phases("actor", actor):` times a phase. With --offload, only its workers are on the
     device."""
 
     def __init__(self, offload):
@@ -2321,8 +2299,8 @@ def start():
 
 
 def parse(args):
-    """Parses the command line into a Run. --critic is read first: it decides which --critic.* flags
-    exist."""
+    """The command line as a Run. --critic is read first, because --critic.* flags depend on it."""
+    # which critic
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--critic", nargs="?", default="fsdp")
     backend = first.parse_known_args(args)[0].critic
@@ -2330,6 +2308,7 @@ def parse(args):
         wrong = f"--critic {backend or ''}: must be fsdp or megatron"
         raise UserError(f"{wrong}; flags of the critic are --critic.*")
 
+    # all flags; those of the critic have two defaults of their own here
     critic = critic_flags(backend)(
         model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size
     )
@@ -2343,9 +2322,8 @@ def parse(args):
     )
     if unknown:
         hint = meant_by(unknown[0], backend)
-        raise UserError(
-            f"{unknown[0]}: unknown with --critic {backend}; {hint}--help explains all flags"
-        )
+        wrong = f"{unknown[0]}: unknown with --critic {backend}"
+        raise UserError(f"{wrong}; {hint}--help explains all flags")
     return run
 
 
@@ -2379,7 +2357,7 @@ def flags_with(backend):
 
 def meant_by(word, backend):
     """What the user may have meant by a flag that is unknown with this critic: the start of a hint,
-    or ""."""
+    or an empty text."""
     if not word.startswith("-"):
         return ""
     other = "megatron" if backend == "fsdp" else "fsdp"
@@ -2387,8 +2365,7 @@ def meant_by(word, backend):
     with suppress(Exception):  # Megatron-Core may be absent
         flags[other] = flags_with(other)
 
-    # the prefix may be missing, so only the names count: first the same one, then one that is
-    # nearly the same
+    # the prefix may be missing, so only names count: first the same one, then one that is similar
     name_of = lambda flag: flag.lstrip("-").rpartition(".")[2]
     word = word.partition("=")[0].replace("_", "-")
     for likeness, critic in product((1.0, 0.75), flags):
@@ -2408,9 +2385,9 @@ def meant_by(word, backend):
 def check_flags(run):
     """Raises UserError for flags that cannot work, before any process group or model is built."""
     critic_script = critic_module(run.backend)
-    mistake = (
-        critic_script.out_of_range(run) or mistake_in(run) or critic_script.mistake_in(run.critic)
-    )
+    mistake = critic_script.out_of_range(run)
+    mistake = mistake or mistake_in(run)
+    mistake = mistake or critic_script.mistake_in(run.critic)
     if mistake:
         raise UserError(mistake)
 
@@ -2484,8 +2461,8 @@ def load_function(name, flag, seconds):
 
 def in_workers(path, function, seconds):
     """Returns an ask(*row) that runs attempt(FUNCTION of the file, *row) in the thread's own worker
-    process, a fresh interpreter: a fork with threads may hang. UserError: the file or the name is
-    wrong."""
+    process, a fresh interpreter, because a fork with threads may hang. UserError: the file or the
+    name is wrong."""
     # a worker runs the last chapter of this file alone: the imports at the top take ten seconds
     with open(__file__, encoding="utf8") as file:
         source = file.read()
@@ -2593,8 +2570,8 @@ NAMED = ("turns", "truncated", "tokens")
 
 
 def serve(folder, path, name):
-    """Imports the function and answers each numbered row of the rank, until the rank exits. folder:
-    of this script."""
+    """Imports the function and answers the rank's numbered rows until it exits. folder: the
+    script's."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with it, even in a row
     sys.path[0] = folder  # as if it ran the script
