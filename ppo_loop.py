@@ -1482,13 +1482,18 @@ def masked_whiten(x_T, mask_T):
 
 
 class MicroBatch(NamedTuple):
-    """Rows that a forward computes at once, on the device."""
+    """Rows on the device, as the model reads them. Columns have T entries, or are None."""
 
-    ids_1S: torch.Tensor  # the packed row: token ids and their positions
-    positions_1S: torch.Tensor
-    index_T: torch.Tensor  # each token's slot in the packed row
-    pack: common.Pack  # which slots see each other
-    columns: Batch  # the rows; lengths and the mask are on the host
+    inputs: dict  # arguments of the model: ids and positions of the slots
+    index_T: torch.Tensor  # each token's slot
+    pack: common.Pack  # where sequences lie in the packed row, for attention
+    input_ids: torch.Tensor
+    response_mask: torch.Tensor  # on the host, where reading it waits for nothing
+    old_log_probs: torch.Tensor | None
+    ref_log_probs: torch.Tensor | None
+    rollout_log_probs: torch.Tensor | None
+    advantages: torch.Tensor | None
+    weights: torch.Tensor | None  # see common.loss_weights
 
 
 class Policy(nn.Module):
@@ -1503,22 +1508,21 @@ class Policy(nn.Module):
     def forward(self, micro, temperature):
         """(2, T) log-probs and entropies of a micro-batch's actions, zero elsewhere."""
         common.CurrentPack.set(micro.pack)
-        out = self.lm.get_decoder()(micro.ids_1S, position_ids=micro.positions_1S, use_cache=False)
+        out = self.lm.get_decoder()(**micro.inputs, use_cache=False)
 
         # an action is predicted from the state before it
-        ids_T = micro.columns.input_ids
-        action_A = micro.columns.response_mask.nonzero()[:, 0]
-        action_A = action_A.to(ids_T.device, non_blocking=True)
+        action_A = micro.response_mask.nonzero()[:, 0].to(micro.index_T.device, non_blocking=True)
         hidden_AD = out.last_hidden_state[0, micro.index_T[action_A - 1]]
+        target_A = micro.input_ids[action_A]
 
         # logits are large: one chunk at a time, which the backward computes again
         size = LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight)  # actions
         options = {"use_reentrant": False, "preserve_rng_state": False}
         out_2A = [
             checkpoint(self.read, hidden_CD, target_C, temperature, **options)
-            for hidden_CD, target_C in zip(hidden_AD.split(size), ids_T[action_A].split(size))
+            for hidden_CD, target_C in zip(hidden_AD.split(size), target_A.split(size))
         ]
-        out_2T = torch.zeros(2, len(ids_T), device=ids_T.device)
+        out_2T = torch.zeros(2, len(micro.input_ids), device=action_A.device)
         return out_2T.index_copy(1, action_A, torch.cat(out_2A, 1))
 
     def read(self, hidden_CD, target_C, temperature):
@@ -1609,8 +1613,7 @@ class PolicyWorker:
 
         # the names of what `loss` sums: an update without a step has them, too
         zeros_T = torch.zeros(1, device=self.device)
-        blank = self.micro_batch(Batch.blank()).columns
-        _, sums = self.loss(blank, zeros_T, zeros_T)
+        _, sums = self.loss(self.micro_batch(Batch.blank()), zeros_T, zeros_T)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         self.no_sums = dict.fromkeys(sums, zero)
 
@@ -1639,21 +1642,29 @@ class PolicyWorker:
         return local.split(list(map(len, table[RANK])))
 
     def micro_batch(self, rows):
-        """The MicroBatch of these rows. Without rows it is one masked token, because all ranks must
-        run equally many forwards."""
-        rows = replace(rows if len(rows) else Batch.blank())
+        """These rows on the device. Without rows: one masked token, to keep in step with others."""
+        if not len(rows):
+            rows = Batch.blank()
 
-        # each slot of the packed row holds a token, and shared prompts have their slots once
+        # each slot of the packed row has a token; a shared prompt has its slots once
         slots_S, index_T, pack = self.critic_script.pack_rows(rows, self.device, True)
-        inputs_21S = torch.stack([rows.input_ids, rows.positions])[:, None, slots_S]
-        ids_1S, positions_1S = inputs_21S.to(self.device, non_blocking=True)
+        inputs = {"input_ids": rows.input_ids, "position_ids": rows.positions}
 
-        # lengths and the mask stay on the host
-        for name in ("input_ids", *rows.FLOATS):
-            column_T = getattr(rows, name)
-            if column_T is not None:
-                setattr(rows, name, column_T.to(self.device, non_blocking=True))
-        return MicroBatch(ids_1S, positions_1S, index_T, pack, rows)
+        def to_device(x):
+            return None if x is None else x.to(self.device, non_blocking=True)
+
+        return MicroBatch(
+            inputs={name: to_device(x_T[slots_S][None]) for name, x_T in inputs.items()},
+            index_T=index_T,
+            pack=pack,
+            input_ids=to_device(rows.input_ids),
+            response_mask=rows.response_mask,
+            old_log_probs=to_device(rows.old_log_probs),
+            ref_log_probs=to_device(rows.ref_log_probs),
+            rollout_log_probs=to_device(rows.rollout_log_probs),
+            advantages=to_device(rows.advantages),
+            weights=to_device(rows.weights),
+        )
 
     # ---- log-probs
 
@@ -1732,7 +1743,7 @@ class PolicyWorker:
         for piece in pieces:
             micro = self.micro_batch(piece)
             log_probs_T, entropy_T = self.model(micro, self.run.temperature)
-            loss, part = self.loss(micro.columns, log_probs_T, entropy_T)
+            loss, part = self.loss(micro, log_probs_T, entropy_T)
             # the loss is a sum over ranks, but FSDP averages their gradients
             (loss * WORLD_SIZE).backward()
             sums.update(part)
@@ -1750,30 +1761,29 @@ class PolicyWorker:
         self.optimizer.zero_grad()
         return norm
 
-    def loss(self, rows, log_probs_T, entropy_T):
-        """-> (the loss to minimise, 0-dim; for each metric, the sum over the actions).
-        rows: the columns of a MicroBatch."""
+    def loss(self, micro, log_probs_T, entropy_T):
+        """-> (the loss to minimise, 0-dim; for each metric, the sum over the actions)."""
         config = self.config
-        mask_T = rows.response_mask.to(self.device, non_blocking=True)
+        mask_T = micro.response_mask.to(self.device, non_blocking=True)
 
         # the engine's mu has sampled the tokens: rho of IMPALA, 1802.01561, section 4.1
-        weights_T = rows.weights
+        weights_T = micro.weights
         if config.tis_cap:
-            rho_T = (rows.old_log_probs - rows.rollout_log_probs).exp()
+            rho_T = (micro.old_log_probs - micro.rollout_log_probs).exp()
             weights_T = weights_T * rho_T.clamp(max=config.tis_cap)
 
         # drop what the actor and the engine see too differently (SAO, 2607.07508)
         outside_T = torch.zeros_like(mask_T)
         if config.ratio_band:
-            ratio_T = (log_probs_T.detach() - rows.rollout_log_probs).exp()
+            ratio_T = (log_probs_T.detach() - micro.rollout_log_probs).exp()
             outside_T = mask_T & (ratio_T != ratio_T.clamp(*config.ratio_band))
             weights_T = weights_T * ~outside_T
 
         # PPO's objective
         loss, clipped, dual = policy_loss(
             log_probs_T,
-            rows.old_log_probs,
-            rows.advantages,
+            micro.old_log_probs,
+            micro.advantages,
             mask_T,
             weights_T,
             config.clip_ratio_low,
@@ -1782,19 +1792,19 @@ class PolicyWorker:
         )
 
         # a term without a coefficient is left out, even if it is NaN
-        ref_kl_T = kl_penalty(log_probs_T, rows.ref_log_probs, config.kl_loss_type)
+        ref_kl_T = kl_penalty(log_probs_T, micro.ref_log_probs, config.kl_loss_type)
         whole = loss
         if config.kl_loss_coef:
-            whole = whole + config.kl_loss_coef * (rows.weights * ref_kl_T).sum()
+            whole = whole + config.kl_loss_coef * (micro.weights * ref_kl_T).sum()
         if config.entropy_coeff:
-            whole = whole - config.entropy_coeff * (rows.weights * entropy_T).sum()
+            whole = whole - config.entropy_coeff * (micro.weights * entropy_T).sum()
 
         sums = {
             "pg_loss": loss,
             "pg_clipfrac": clipped,
             "pg_clipfrac_lower": dual,
             "pg_outside": outside_T.sum(),
-            "ppo_kl": (rows.old_log_probs - log_probs_T).sum(),
+            "ppo_kl": (micro.old_log_probs - log_probs_T).sum(),
             "kl_loss": ref_kl_T.sum(),
             "entropy": entropy_T.sum(),
             "actions": mask_T.sum(),
