@@ -806,13 +806,14 @@ def poll(group=None):
 def save_if_due(loop, step):
     """Saves the state at the start of a step if --save-every says so, and after the last step. A
     signal ends the run here."""
-    checkpoints = loop.checkpoints
-    last = step == loop.run.steps
     poll()
-    if step > loop.saved and (last or checkpoints.every and step % checkpoints.every == 0):
+    every = loop.checkpoints.every  # steps; 0: only at the end
+    last = step == loop.run.steps
+    due = last or (every > 0 and step % every == 0)
+    if due and step > loop.saved:
         save(loop, step)
         loop.saved = step
-    checkpoints.wait(last)
+    loop.checkpoints.wait(last)
 
 
 def save(loop, step):
