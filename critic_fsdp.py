@@ -7,13 +7,13 @@
 
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a
 token-level verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and
-change them. critic_megatron.py computes the same function on Megatron-Core, with the same sections
-and names: a diff of the two shows what parallelism costs. What only this script has stands in
-closed chapters behind `learn`: Ulysses, LoRA, images, FSDP1, a check of the model, --plan.
+change them. critic_megatron.py is the same on Megatron-Core: a diff shows what parallelism costs.
 
-Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; D features. A slot
-is a token or padding of a micro-batch.
+Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; D features.
 """
+
+# The common case comes first. What only this script has stands in closed chapters behind `learn`:
+# Ulysses, LoRA and frozen weights, images, FSDP1, packing of any model, --plan.
 
 import collections
 import inspect
@@ -609,7 +609,9 @@ def units_of(model):
 
 
 class MicroBatch(NamedTuple):
-    """Rows on the device, as the model reads them. Columns have T entries, or are None."""
+    """Rows on the device, as the model reads them. Columns have T entries, or are None.
+
+    A slot is a token or padding."""
 
     inputs: dict  # arguments of the model: ids and positions of the slots, images
     index_T: torch.Tensor  # the slot whose output is a token's

@@ -8,14 +8,14 @@
 
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a
 token-level verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and
-change them. critic_fsdp.py computes the same function on PyTorch FSDP, with the same sections and
-names: a diff of the two shows what parallelism costs. This script has no images, LoRA, activation
-offload or --plan. What only it has stands in closed chapters behind `learn`: context parallelism,
-the map of weights between Megatron and Hugging Face, Megatron without CUDA.
+change them. critic_fsdp.py is the same on PyTorch FSDP: a diff shows what parallelism costs. This
+script has no images, LoRA, activation offload or --plan.
 
-Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; D features. A slot
-is a token or padding of a micro-batch.
+Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; D features.
 """
+
+# The common case comes first. What only this script has stands in closed chapters behind `learn`:
+# context parallelism, Megatron's layers and groups, the map of weights, Megatron without CUDA.
 
 import collections
 import inspect
@@ -663,7 +663,8 @@ def padding_row(module, model_config):
 class MicroBatch(NamedTuple):
     """Rows on the device, as Megatron reads them. Columns have S entries, or are None.
 
-    An entry is about the action that *follows* the slot's token, see shift."""
+    A slot is a token or padding of this rank. An entry is about the action that *follows* the
+    slot's token, see shift."""
 
     ids_1S: torch.Tensor
     reads: PackedSeqParams  # what CoreAttention reads: pack, a common.Pack, and rotary, two tables
