@@ -9,7 +9,7 @@
         --prompts gsm8k/train.jsonl --eval-prompts gsm8k/test.jsonl --prompt-key question --chat \\
         --reward gsm8k --max-response-length 512
 
-main() at the end is the algorithm and calls the rest. Actor and reference are Hugging Face models
+main() follows the flags and is the algorithm. Actor and reference are Hugging Face models
 on FSDP2; the critic is the CriticWorker of critic_fsdp.py or critic_megatron.py. Copy this file
 with it and common.py.
 
@@ -19,11 +19,8 @@ vocabulary; D features.
 """
 
 import argparse
-import asyncio
 import collections
-import ctypes
 import difflib
-import inspect
 import json
 import os
 import random
@@ -44,189 +41,16 @@ from functools import cache
 from importlib import import_module, util
 from itertools import chain, count, product
 from math import ceil, inf, isfinite, log, nan
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from os.path import exists, realpath
 from time import perf_counter
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-# ---- A worker process: calls the user's reward or environment, and skips the imports below -------
-
-LOOP = asyncio.new_event_loop()  # of all async rows: a client stays with the loop it meets first
-DRIVES = threading.Lock()  # held by the thread that runs the loop
-# what a function gets only if it has an argument of that name
-NAMED = ("turns", "truncated", "tokens")
-
-
-def words_of(error, file):
-    """The error that is being handled, in one line, and where in the user's file it arose. The text
-    of a user's exception may itself raise."""
-    try:
-        text = str(error)
-    except BaseException:
-        text = "its text cannot be made"
-    words = f"{type(error).__name__}: {' '.join(text.split()):.300}"
-
-    # the deepest line of the user's file, because what it calls in libraries is rarely at fault
-    place = ""
-    _, _, at = sys.exc_info()
-    while at:
-        code = at.tb_frame.f_code
-        if code.co_filename == file:
-            place = f" at {os.path.basename(file)}:{at.tb_lineno} in {code.co_name}"
-        at = at.tb_next
-    return words + place
-
-
-def awaited(awaitable):
-    """Its result, from LOOP. The thread that runs the loop also runs the rows of other threads."""
-
-    async def outcome():
-        try:
-            return await awaitable, None
-        except BaseException as error:  # sys.exit would end the loop itself
-            return None, error
-
-    future = asyncio.run_coroutine_threadsafe(outcome(), LOOP)
-    with DRIVES:
-        made, error = LOOP.run_until_complete(asyncio.wrap_future(future, loop=LOOP))
-    if error is not None:
-        raise error
-    return made
-
-
-def plain(made):
-    """What a function has returned as an exact str, float or None, or a dict of exact str -> float:
-    the rank cannot unpickle the user's classes."""
-    if made is None:
-        return None
-    if isinstance(made, str):
-        return str.__str__(made)
-    if not isinstance(made, dict):
-        return float(made)
-
-    numbers = {}
-    for name, x in made.items():
-        name = str.__str__(name).encode(errors="replace").decode()
-        try:
-            numbers[name] = float(x)
-        except (TypeError, ValueError):
-            raise TypeError(f"{name!r} must be a number, not {x!r:.40}") from None
-    return numbers
-
-
-def attempt(function, *row, file=""):
-    """Calls the function, and awaits it if it is async -> (its result, see plain, and ""), or
-    (None, what went wrong). row: prompt, response, answer, and the values of NAMED. file: the
-    function's, of which faults name the line."""
-    process = os.getpid()
-    status = 0
-    parameters = {}
-    with suppress(Exception):  # some built-in functions have no signature
-        parameters = inspect.signature(function).parameters
-
-    try:
-        more = {name: x for name, x in zip(NAMED, row[3:]) if name in parameters}
-        made = function(*row[:3], **more)
-        if inspect.isawaitable(made):
-            made = awaited(made)
-        answer = plain(made), ""
-    except BaseException as error:  # sys.exit, too, fails the row and not the run
-        answer = None, words_of(error, file)
-        status = 1
-        if isinstance(error, SystemExit):
-            status = error.code or 0
-
-    # a child that the function forks may come here, too: it ends like a script and answers nothing
-    if os.getpid() != process:
-        os._exit(status & 255 if isinstance(status, int) else 1)
-    return answer
-
-
-def import_file(path):
-    """Imports the file as a module of its own name, next to its neighbours: pickle, process pools,
-    pydantic and typing look for what it defines in sys.modules."""
-    path = os.path.abspath(path)
-    stem = os.path.splitext(os.path.basename(path))[0]
-
-    # a random.py must not replace Python's, neither in sys.modules nor by coming first in sys.path
-    if stem in sys.stdlib_module_names:
-        with suppress(ImportError):
-            import_module(stem)
-    if stem in sys.modules:
-        stem = f"user_{stem}"
-    sys.path.insert(0, os.path.dirname(path))
-
-    # the module is registered before it runs, because its own classes may look for it
-    spec = util.spec_from_file_location(stem, path)
-    if spec is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = util.module_from_spec(spec)
-    sys.modules[stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def functions_of(module, name):
-    """Names of the functions that a module defines, the one that is most like `name` first."""
-    own = [
-        key
-        for key, x in vars(module).items()
-        if callable(x)
-        and not inspect.isclass(x)
-        and getattr(x, "__module__", "") == module.__name__
-    ]
-    return difflib.get_close_matches(name, own, n=len(own) or 1, cutoff=0.0)
-
-
-def serve(path, name):
-    """Imports the function and answers each numbered row of the rank, until the rank exits."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with it, even in a row
-
-    # programs started by the function must not read the pipe
-    pipe = Connection(os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-
-    # what multiprocessing spawns would run the file of the main module, and thereby import torch
-    del sys.modules["__main__"].__file__
-
-    def answer(number, function, *row):
-        asyncio.set_event_loop(LOOP)  # for futures that the function makes and returns
-        pipe.send((number, attempt(function, *row, file=file)))
-
-    file = os.path.abspath(path)  # before the user's code may change the directory
-    function = None
-
-    def load():
-        nonlocal function
-        module = import_file(path)
-        function = getattr(module, name, None)
-        if not callable(function):
-            others = ", ".join(functions_of(module, name)) or "none"
-            return f"{path} has no function {name!r}; it has {others}"
-
-    with suppress(EOFError, OSError):
-        answer(0, load)
-        while True:
-            number, row = pipe.recv()
-            answer(number, function, *row)
-
-    # the processes of a pool would wait for work for ever
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.killpg(0, signal.SIGTERM)
-    os._exit(0)
-
-
-if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
-    serve(*sys.argv[2:])
-
-
-WORKERS = set()  # ids of this rank's worker processes, see load_function
+WORKERS = set()  # ids of this rank's worker processes, see in_workers
 
 
 def end_workers():
-    """Ends the worker processes and the programs that they started: each worker has its own process
-    group."""
+    """Ends the worker processes and what they started: each has its own process group."""
     for pid in list(WORKERS):
         with suppress(OSError):
             os.killpg(pid, signal.SIGKILL)
@@ -445,150 +269,875 @@ class Run:
     # folder for checkpoints, Hugging Face exports, metrics and report
     out_dir: Text = "out/ppo_loop"
 
+    @property
+    def uses_reference(self):
+        """Whether a KL to the reference is part of the reward or of the actor's loss."""
+        return self.kl_coef > 0 or self.actor.kl_loss_coef > 0
 
-def parse(args):
-    """Parses the command line into a Run. --critic is read first: it decides which --critic.* flags
-    exist."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--critic", nargs="?", default="fsdp")
-    backend = first.parse_known_args(args)[0].critic
-    if backend not in ("fsdp", "megatron"):
-        raise UserError(
-            f"--critic {backend or ''}: must be fsdp or megatron; flags of the critic are --critic.*"
+
+# ---- The algorithm: PPO for language models, with a critic ---------------------------------------
+
+
+def main(run):
+    """PPO (1707.06347): the actor answers prompts, a reward rates the answers, the critic says how
+    much better than expected each token was, and both models learn from that."""
+    run, task = set_up(run)
+    with begun(run, task) as loop:
+        for step in loop.steps():
+            # save the state that the last step has left, as often as --save-every says
+            save_if_due(loop, step)
+
+            # roll out: the engine takes the actor's weights and answers each prompt n times
+            replies, greedy = generate(loop, step)
+            batch = to_batch(replies)
+            loop.batch = batch
+
+            # evaluate the answers to held-out prompts, as often as --eval-every says
+            evaluate_if_due(loop, step, greedy)
+
+            # score: a number for each answer, from a function or a reward model
+            rewards, mean, faults = score(loop.run, loop.reward, loop.phases, replies)
+
+            # log-probs of the answers: the actor's before it learns, and the reference's
+            add_log_probs(loop, batch)
+
+            # what the answers are like, and whether engine and actor agree on them
+            metrics = rollout_metrics(batch, loop.run, loop.engine.dtype)
+            metrics |= part_means(replies) | mean_turns(replies, loop.run, task)
+            metrics |= {"reward/mean": mean, "reward/errors": faults, "kl/coef": loop.kl_coef}
+
+            # values and credit: how much better than expected each token was; the critic learns
+            metrics |= update_critic(loop, batch, replies)
+
+            # the actor learns to prefer what was better than expected
+            metrics |= update_actor(loop, step, batch, metrics["kl/reference"], len(rewards))
+            report_step(loop, step, batch, replies, metrics)
+
+        # save and evaluate what the last step has made
+        save_if_due(loop, run.steps)
+        _, greedy = generate(loop, run.steps)
+        evaluate_if_due(loop, run.steps, greedy)
+
+
+def generate(loop, step):
+    """Rolls out -> (this rank's sampled replies to the prompts of the step, none after the last
+    step; its greedy replies to the held-out prompts, or None if no evaluation is due)."""
+    run = loop.run
+    task = loop.task
+    engine = loop.engine
+    last = step == run.steps
+    due = last or step % (run.eval_every or run.steps) == 0
+    held_out = task.held_out if due else []
+
+    with loop.phases("generation", engine):
+        with loop.phases("sync", loop.actor):
+            engine.sync(loop.actor.weights(engine.dtype))
+
+        # held-out prompts, with the likeliest tokens
+        greedy = rows_of_rank(held_out)
+        roll_out(engine, task, greedy, run, temperature=0.0)
+
+        # this step's prompts, with random tokens that depend on seed, step and row alone
+        replies = []
+        if not last:
+            picked = common.rows_of_step(step, loop.groups, run.train_batch_size, run.seed)
+            replies = rows_of_rank(picked, run.rollout_n)
+            roll_out(engine, task, replies, run, run.temperature, f"{run.seed} {step}")
+    return replies, greedy if held_out else None
+
+
+def score(run, reward, phases, replies):
+    """Scores the caller's rows, failed ones as 0 -> (all ranks' rewards, their mean, failures)."""
+    with phases("reward", reward.worker if run.reward_model else None):
+        answers = reward.ask_all(replies) if run.reward_model else ask_all(reward, replies)
+    poll()
+
+    # a reward is a number, or a dict with one as "score" and more of them
+    for reply, (made, fault) in zip(replies, answers):
+        reply.fault = reply.fault or fault or fault_of_reward(made)
+        if reply.fault:
+            continue
+        if isinstance(made, dict):
+            reply.parts = made
+            made = reply.parts.pop("score")
+        reply.score = made
+
+    # all ranks need the numbers and one fault to name, but no texts
+    faults = [reply.fault for reply in replies if reply.fault]
+    parts = of_all_ranks(([reply.score for reply in replies], len(faults), faults[:1]))
+    numbers, counts, named = zip(*parts)
+    rewards = list(chain(*numbers))
+    failed = sum(counts)
+    first = next(chain(*named), "")
+    if failed == len(rewards):
+        flags = "--reward, --reward-model, --environment"
+        raise UserError(f"{flags}: all {failed} rows failed: {first}")
+    if failed:
+        print0(f"{failed} rows failed and count as 0: {first.encode(errors='replace').decode()}")
+    return rewards, sum(rewards) / len(rewards), failed
+
+
+def add_log_probs(loop, batch):
+    """Fills in the log-probs of the actions: the actor's, from which PPO's ratios start, and the
+    reference's. Without a reference they are the same, and their KL is 0."""
+    with loop.phases("log_probs", loop.actor):
+        batch.old_log_probs = loop.actor.compute_log_probs(batch)
+
+    batch.ref_log_probs = batch.old_log_probs
+    if loop.reference:
+        with loop.phases("reference", loop.reference):
+            batch.ref_log_probs = loop.reference.compute_log_probs(batch)
+
+
+def update_critic(loop, batch, replies):
+    """Values of the caller's rows, the credit of each action and the critic's update -> metrics."""
+    run = loop.run
+    critic = loop.critic
+    rewards = [reply.score for reply in replies]
+    with loop.phases("critic", critic):
+        # with --privileged-key the critic reads hints before the prompts, and the actor does not
+        seen = to_batch(with_hints(replies)) if run.privileged_key else batch
+        metrics = assign_credit(batch, seen, rewards, loop.kl_coef, run, critic)
+        return metrics | critic.update_critic(seen)
+
+
+def assign_credit(batch, seen, rewards, kl_coef, run, critic):
+    """Fills in rewards, values, returns and advantages of the caller's rows -> metrics (a
+    collective). seen: the same rows as the critic reads them, which get the values and returns of
+    its update; without --privileged-key they are the batch itself."""
+    # rewards: every action pays for its KL to the reference, the last one earns the row's reward
+    kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
+    paid_T = -kl_coef * kl_T if kl_coef else torch.zeros_like(kl_T)
+    last_B = common.last_action(batch)
+    batch.token_level_rewards = paid_T.index_add(0, last_B, torch.tensor(rewards))
+
+    # values: what the critic expects before each action
+    critic.start_at_mean(batch, run.gamma)
+    seen.values = critic.compute_values(seen)
+    batch.values = move_actions(seen.values, seen, batch)
+
+    # returns: what the critic is to learn
+    common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
+    seen.returns = move_actions(batch.returns, batch, seen)
+
+    # advantages: decoupled GAE gives them a lambda of their own (2503.01491, section 4.2)
+    lam = run.lam_policy
+    if run.first_token_credit:
+        lam = [run.first_token_credit ** (1 / max(n - 1, 1)) for n in batch.actions.tolist()]
+    if lam is not None:
+        decoupled = replace(batch)
+        common.add_returns(decoupled, run.gamma, lam, run.bootstrap_truncated)
+        batch.advantages = decoupled.advantages
+
+    # a critic that explains nothing only adds noise to them
+    metrics = {}
+    if run.critic_where_it_helps:
+        metrics["critic/helps"] = prefer_the_mean(batch, run)
+
+    # whitening: mean 0 and standard deviation 1 over the global batch
+    if run.whiten_advantages:
+        batch.advantages = masked_whiten(batch.advantages, batch.response_mask)
+    return metrics
+
+
+def move_actions(x_T, source, target):
+    """A column of `source` for `target`, which has the same actions after other prompts."""
+    zeros_T = torch.zeros(len(target.input_ids))
+    return zeros_T.masked_scatter(target.response_mask, x_T[source.response_mask])
+
+
+def prefer_the_mean(batch, run):
+    """If values explain nothing, advantages become returns minus their mean over all actions of a
+    prompt's answers (--rollout-n 1: of the batch) -> 1.0 if values explain any, else 0.0 (a
+    collective; EVPO, 2604.19485)."""
+    returns_T = common.monte_carlo(batch, run.gamma)
+    mask_T = batch.response_mask
+    explained = common.explained_variance(batch.values[mask_T], returns_T[mask_T], everywhere=True)
+    if explained > 1e-3:  # above rounding errors
+        return 1.0
+
+    # sums of each row on its rank; the row_ids of one prompt are consecutive
+    row_T = batch.row_of_token
+    sum_B = torch.zeros(len(batch), dtype=torch.float64).index_add(0, row_T, returns_T.double())
+    mine = list(zip(batch.row_id.tolist(), sum_B.tolist(), batch.actions.tolist()))
+    group_of = lambda row_id: row_id // run.rollout_n if run.rollout_n > 1 else 0
+
+    # sums of each group, over all ranks
+    sums = collections.Counter()
+    actions = collections.Counter()
+    for row_id, row_sum, row_actions in chain(*of_all_ranks(mine)):
+        sums[group_of(row_id)] += row_sum
+        actions[group_of(row_id)] += row_actions
+
+    # each row's returns minus the mean of its group
+    groups = [group_of(row_id) for row_id in batch.row_id.tolist()]
+    mean_B = [sums[group] / max(actions[group], 1) for group in groups]
+    less_T = returns_T - torch.tensor(mean_B)[row_T]
+    batch.advantages = torch.where(mask_T, less_T, 0.0)
+    return 0.0
+
+
+def update_actor(loop, step, batch, kl, n):
+    """The actor's update -> metrics; none during --critic-warmup. Adapts the KL coefficient to the
+    mean KL of the step's n rows."""
+    run = loop.run
+    if step < run.critic_warmup:
+        return {}
+    with loop.phases("actor", loop.actor):
+        metrics = loop.actor.update_policy(batch)
+    loop.kl_coef = next_kl_coef(loop.kl_coef, kl, n, run.target_kl)
+    return metrics
+
+
+# ---- How a run begins, saves and ends ------------------------------------------------------------
+
+LONGEST = "the longest prompt with its response"
+
+
+class Models(NamedTuple):
+    """What a run builds, see build."""
+
+    actor: Any
+    reference: Any  # None if nothing uses it
+    critic: Any  # the worker of the critic's script
+    reward: Any  # a function, see load_function, or a RewardModel
+    engine: Any  # generates
+
+
+@dataclass
+class Loop:
+    """A run in progress: what its steps use, and the state that they change."""
+
+    run: Run  # with the defaults of its task
+    task: "Task"
+    actor: Any  # the fields of Models
+    reference: Any
+    critic: Any
+    reward: Any
+    engine: Any
+    checkpoints: Any
+    logger: Any
+    phases: "Phases"
+    groups: list  # each prompt as a group of its own, see common.rows_of_step
+    step: int  # the step in progress, or the number of steps made
+    saved: int  # the step whose start was saved last
+    kl_coef: float
+    batch: Batch | None = None  # this rank's newest rows
+
+    def steps(self):
+        """Yields the steps that are left to make."""
+        run = self.run
+        for step in self.logger.profiled(range(self.step, run.steps), run.profile_step):
+            self.step = step
+            yield step
+        self.step = run.steps
+
+
+@contextmanager
+def begun(run, task):
+    """Builds the models, or loads those of a checkpoint -> Loop, for the block that trains them.
+    Then writes the report and both models. If a signal ends the block, the state at the start of
+    its step is saved instead, and the process exits."""
+    device = common.setup_distributed(run.critic.timeout_minutes)
+    with critic_module(run.backend).Checkpoints(run) as checkpoints:
+        # where to start, and with what
+        run, step, kl_coef = start_from(run, task, checkpoints)
+        models = build(run, task, device, checkpoints)
+        loop = Loop(
+            run=run,
+            task=task,
+            **models._asdict(),
+            checkpoints=checkpoints,
+            logger=common.Logger(run.out_dir, asdict(run), step, checkpoints.folder),
+            phases=Phases(run.offload),
+            groups=[(0, [prompt]) for prompt in task.prompts],
+            step=step,
+            saved=step,
+            kl_coef=kl_coef,
         )
-    critic = critic_flags(backend)(
-        model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size
+        checkpoints.begin()
+
+        # the block trains; poll ends it on all ranks
+        try:
+            yield loop
+        except SystemExit as stop:
+            Stop.signal = 0  # else save would stop, too
+            if loop.step > loop.saved:
+                save(loop, loop.step)
+            checkpoints.wait()
+            checkpoints.leave(loop.step, stop.code)
+
+        common.listen_no_more()
+        finish(loop)
+
+
+def set_up(run):
+    """-> (the run with the defaults of its task, Task). UserError: a mistake of the user."""
+    check_flags(run)
+    run = with_defaults(run)
+    actor = run.actor
+    tokenizer, model_config = common.load_config(actor)
+    if tokenizer is None:
+        wrong = f"{actor.model} has none, but prompts are text; give one"
+        raise UserError(f"--actor.tokenizer: {wrong}")
+
+    # read the prompts, and check that both models can take them
+    prompts, held_out = read_prompts(run, tokenizer)
+    everything = prompts + held_out
+    longest = max(len(prompt.critic_ids or prompt.ids) for prompt in everything)
+    longest += run.max_response_length
+    known = max(tokenizer.get_vocab().values()) + 1
+    check_models(run, tokenizer, model_config, longest, known)
+
+    # say what a step will be
+    print0(
+        f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens\n"
+        f"rollout    at most {run.train_batch_size} prompts x {run.rollout_n} responses per step\n"
+        f"update     mini-batch rows: actor {actor.ppo_mini_batch_size},"
+        f" critic {run.critic.ppo_mini_batch_size}"
     )
-    run, unknown = critic_module(backend).read_flags(
-        Run,
-        args=args,
-        default=Run(critic=critic),
-        description=__doc__,
-        console_outputs=not RANK,
-        return_unknown_args=True,
+    missing = [prompt.answer for prompt in everything].count(None)
+    if missing:
+        print0(f"answers    {missing:,} of {len(everything):,} prompts have no {run.answer_key!r}")
+
+    # the user's functions are tried last, because they may take long
+    task = Task(
+        tokenizer=tokenizer,
+        model_config=model_config,
+        prompts=prompts,
+        held_out=held_out,
+        reward=load_function(run.reward, "--reward", run.reward_timeout),
+        observe=load_function(run.environment, "--environment", run.reward_timeout),
+        stop_ids=stop_tokens(actor, tokenizer),
+        stop_texts=stop_texts(run, tokenizer),
+        longest=longest,
+        known=known,
     )
-    if unknown:
-        hint = meant_by(unknown[0], backend)
-        raise UserError(
-            f"{unknown[0]}: unknown with --critic {backend}; {hint}--help explains all flags"
-        )
+    try_functions(run, task)
+    return run, task
+
+
+def with_defaults(run):
+    """The run with what its flags leave open: defaults of its task and of the critic's model."""
+    addition = not run.prompts
+    actor = replace(run.actor, lr=run.actor.lr or (5e-4 if addition else 1e-6))
+
+    # the critic starts as the actor does, unless it has a model of its own
+    critic = replace(run.critic, lr=run.critic.lr or (1e-3 if addition else None))
+    if critic.model == "actor":
+        critic = replace(critic, model=actor.model, tokenizer=critic.tokenizer or actor.tokenizer)
+        if critic.override_config == "{}":
+            critic = replace(critic, override_config=actor.override_config)
+
+    reward = run.reward or (None if run.reward_model else "addition")
+    limit = run.max_response_length or (8 if addition else 256)
+    run = replace(run, actor=actor, critic=critic, reward=reward, max_response_length=limit)
+    if addition:
+        run = replace(run, prompt_key="prompt", answer_key="response")
     return run
 
 
-def flags_with(backend):
-    """All flags that exist with this critic, and the --no- form of those that are on or off."""
-    flags = []
-    for kind in (critic_flags(backend), ActorConfig, VLLMConfig, Run):
-        prefix = getattr(kind, "prefix", "--")
-        for flag in fields(kind):
-            name = flag.name.replace("_", "-")
-            flags.append(f"{prefix}{name}")
-            if flag.type is bool:
-                flags.append(f"{prefix}no-{name}")
-    return [flag for flag in flags if flag not in ("--actor", "--vllm", "--backend")]
+def check_models(run, tokenizer, model_config, longest, known):
+    """UserError unless actor and critic can be built and take such rows: their length and ids."""
+    actor = run.actor
+    critic = run.critic
+    critic_tokenizer, critic_config = common.load_config(critic)
+
+    # lengths and token ids
+    ids = Batch.blank(2)
+    ids.input_ids[0] = known - 1
+    for config, model in ((actor, model_config), (critic, critic_config)):
+        with blame(f"{config.prefix}model: does not fit these prompts"):
+            common.check_length(longest, LONGEST, model)
+            common.check_rows(ids, model)
+    if longest > actor.ppo_max_token_len_per_gpu:
+        flag = "--actor.ppo-max-token-len-per-gpu"
+        raise UserError(f"{flag}: give at least {longest}, for {LONGEST}")
+    if critic_tokenizer and tokenizer.get_vocab().items() - critic_tokenizer.get_vocab().items():
+        wrong = "has other token ids than the actor's; give both one tokenizer"
+        raise UserError(f"--critic.tokenizer: {wrong}")
+
+    # the models themselves, without weights, which takes no time
+    critic_script = critic_module(run.backend)
+    critic_script.check_model_flags(critic, critic_config)
+    critic_script.check_budget(critic, longest, LONGEST)
+    with blame(f"--actor.model {actor.model}: cannot be built"), torch.device("meta"):
+        AutoModelForCausalLM.from_config(deepcopy(model_config))
 
 
-def meant_by(word, backend):
-    """What the user may have meant by a flag that is unknown with this critic: the start of a hint,
-    or ""."""
-    if not word.startswith("-"):
-        return ""
-    other = {"fsdp": "megatron", "megatron": "fsdp"}[backend]
-    flags = {backend: flags_with(backend)}
-    with suppress(Exception):  # Megatron-Core may be absent
-        flags[other] = flags_with(other)
+def start_from(run, task, checkpoints):
+    """-> (run, step, KL coefficient) to start from. A toy's actor begins as the supervised one."""
+    folder = checkpoints.folder
+    step = 0
+    kl_coef = run.kl_coef
+    if folder:
+        common.verify(f"{folder}/loop.json")
+        with open(f"{folder}/loop.json") as file:
+            saved = json.load(file)
+        step = saved["step"]
+        if run.target_kl:
+            # 0: that run had no such term, and 0 would stay 0
+            kl_coef = saved["kl_coef"] or kl_coef
+        if step > run.steps:
+            raise UserError(f"--steps {run.steps}: {folder} has made {step} already; give more")
 
-    # the prefix may be missing, so only the names count: first the same one, then one that is
-    # nearly the same
-    name_of = lambda flag: flag.lstrip("-").rpartition(".")[2]
-    word = word.partition("=")[0].replace("_", "-")
-    for likeness, critic in product((1.0, 0.75), flags):
-        names = [name_of(flag) for flag in flags[critic]]
-        near = difflib.get_close_matches(name_of(word), names, n=1, cutoff=likeness)
-        meant = [flag for flag in flags[critic] if name_of(flag) in near]
-        if "." in word and meant:
-            meant = difflib.get_close_matches(word, meant, n=1, cutoff=0.0)
-        if meant and critic == other:
-            it = "it" if meant[0] == word else meant[0]
-            return f"{it} is a flag of --critic {other}; "
-        if meant:
-            return f"perhaps you meant {' or '.join(meant)}; "
-    return ""
-
-
-def critic_module(backend):
-    """Imports critic_fsdp or critic_megatron, and only the one that is used."""
-    return import_module(f"critic_{backend}")
+    # the toy's actor has been warmed up; a critic of the same model starts from it, too
+    actor = run.actor
+    critic = run.critic
+    if run.supervised_steps and not run.prompts and actor.model in common.TINY:
+        fresh = {"model": supervised_actor(run, task, folder), "override_config": "{}"}
+        if (critic.model, critic.override_config) == (actor.model, actor.override_config):
+            critic = replace(critic, **fresh)
+        run = replace(run, actor=replace(actor, **fresh), critic=critic)
+    return run, step, kl_coef
 
 
-@cache
-def critic_flags(backend):
-    """The critic's Config; in this script its flags begin with --critic."""
+def supervised_actor(run, task, folder):
+    """The folder of the supervised actor in out_dir: it is copied from that of the run whose
+    checkpoint `folder` is, if there is one, else trained (a collective)."""
+    start = realpath(f"{run.out_dir}/supervised")
+    theirs = realpath(f"{folder}/../../supervised")
+    if not folder or not exists(theirs):
+        learn_to_add(run, task, start)
+        return start
 
-    class Config(critic_module(backend).Config):
-        prefix = "--critic."
-
-    return Config
-
-
-def check_flags(run):
-    """Raises UserError for flags that cannot work, before any process group or model is built."""
-    module = critic_module(run.backend)
-    mistake = module.out_of_range(run) or mistake_in(run) or module.mistake_in(run.critic)
-    if mistake:
-        raise UserError(mistake)
-
-
-def mistake_in(run):
-    """What is wrong with the flags of a Run that are not the critic's: one line, or None."""
-    # the task
-    if run.eval_prompts and not run.prompts:
-        return "--eval-prompts: needs --prompts; addition has its own"
-    if run.prompts and not (run.reward or run.reward_model):
-        return "--reward or --reward-model: --prompts needs one"
-    if run.reward and run.reward_model:
-        return "--reward, --reward-model: give only one"
-
-    # the algorithm
-    if run.target_kl and not run.kl_coef:
-        return "--target-kl: adapts --kl-coef, which must be above 0"
-    if run.lam_policy is not None and run.first_token_credit:
-        return "--lam-policy: excludes --first-token-credit"
-    band = run.actor.ratio_band
-    if band and band[0] >= band[1]:
-        return "--actor.ratio-band: LOW must be below HIGH"
-
-    # the rollout, and memory
-    if run.rollout == "vllm" and not util.find_spec("vllm"):
-        return "--rollout vllm: needs vllm, see README.md"
-    if WORLD_SIZE % run.vllm.tensor_parallel_size:
-        return f"--vllm.tensor-parallel-size: must divide the {WORLD_SIZE} ranks"
-    if run.critic.ppo_max_token_len_per_gpu == "auto" and not run.offload:
-        return (
-            "--critic.ppo-max-token-len-per-gpu auto: leaves the actor no memory;"
-            " add --offload or give auto:GIB"
-        )
-
-    # a run sets aside its checkpoints and replaces its exports, so no model may come from them
-    ours = [realpath(f"{run.out_dir}/{name}") for name in ("hf", "critic_hf", "checkpoints")]
-    loaded = (run.actor.model, run.critic.model, run.reward_model or "")
-    theirs = [f"{realpath(name)}/" for name in loaded if name]
-    if any(path.startswith(f"{own}/") for path in theirs for own in ours):
-        return f"--out-dir {run.out_dir}: the run would replace a model there that it loads; give another"
-    return None
+    # --resume auto must find it here later
+    common.verify(theirs)
+    if theirs != start:
+        ignored = shutil.ignore_patterns(common.MANIFEST)
+        with common.published(start) as tmp:
+            if RANK == 0:
+                shutil.copytree(theirs, tmp, dirs_exist_ok=True, ignore=ignored)
+    return start
 
 
-# ---- Task: prompts, rewards, environment ---------------------------------------------------------
+def learn_to_add(run, task, folder):
+    """Supervised warm-up on a noisy adder (rank 0): PPO needs an actor that is sometimes right."""
+    with common.published(folder) as tmp:
+        if RANK == 0:
+            lm, loss = supervised_adder(run, task)
+            lm.save_pretrained(tmp)
+            task.tokenizer.save_pretrained(tmp)
+            print0(f"supervised {run.supervised_steps} steps x 256 rows, loss {loss:.3f}: {folder}")
+
+
+def supervised_adder(run, task):
+    """-> (model, its last loss) after --supervised-steps on sums of which many are wrong."""
+    model_config = deepcopy(task.model_config)
+    model_config.initializer_range = 0.1  # with the usual 0.02, so narrow a model hardly learns
+    lm, _ = common.load_model(AutoModelForCausalLM, run.actor, model_config, run.seed)
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
+
+    # padded rows, whose loss counts on the answers alone
+    sums = common.toy_rows(8192, run.seed, slips=(0.75, 0.6), answers=1, gives_up=False)
+    rows = common.read_rows(sums, task.tokenizer)
+    ids_BL = pad_sequence(rows.input_ids.split(rows.lengths), True)
+    mask_BL = pad_sequence(rows.response_mask.split(rows.lengths), True)
+    labels_BL = torch.where(mask_BL, ids_BL, -100)
+
+    for _ in progress(range(run.supervised_steps), "supervised", "steps"):
+        picked = torch.randperm(len(rows))[:256]
+        loss = lm(ids_BL[picked], labels=labels_BL[picked]).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return lm, loss
+
+
+def build(run, task, device, checkpoints):
+    """Builds the Models, the engine without weights, and loads the checkpoint of a resumed run.
+    With --offload each is on the host while the next is built."""
+    folder = checkpoints.folder
+    halvings = checkpoints.halvings
+
+    def away(worker):
+        if run.offload:
+            worker.offload()
+        return worker
+
+    # the actor, and the reference, which is the actor before training
+    actor = PolicyWorker(run, task, device)
+    actor.max_tokens = max(actor.max_tokens >> halvings, task.longest)
+    if folder:
+        actor.load_checkpoint(f"{folder}/actor")
+    away(actor)
+    reference = None
+    if run.uses_reference:
+        reference = away(PolicyWorker(run, task, device, trains=False))
+        reference.max_tokens = actor.max_tokens
+
+    # the reward
+    reward = task.reward
+    if run.reward_model:
+        reward = RewardModel(run, task.tokenizer, halvings)
+        away(reward.worker).critic.between = poll
+
+    # the rollout engine
+    rows = max(run.rollout_batch_size >> halvings, 1)
+    if halvings:
+        print0(f"memory     ran out before, so --rollout-batch-size is lowered to {rows}")
+    engine_kind = HFRollout if run.rollout == "hf" else VLLMRollout
+    engine = away(engine_kind(replace(run, rollout_batch_size=rows), task, device))
+
+    # the critic is built last, because it seeds or restores torch's RNG
+    critic = critic_module(run.backend).CriticWorker(run.critic)
+    n = len(task.prompts)
+    size = ceil(n / ceil(n / run.train_batch_size))  # prompts per step: rows_of_step cuts evenly
+    minis = ceil(size * run.rollout_n / run.critic.ppo_mini_batch_size)
+    critic.init_model(run.steps * run.critic.ppo_epochs * minis)
+    if folder:
+        critic.load_checkpoint(f"{folder}/critic")
+    critic.set_budget(task.longest, LONGEST, halvings)
+    away(critic).critic.between = poll
+    return Models(actor, reference, critic, reward, engine)
 
 
 def poll(group=None):
     """Raises SystemExit on all ranks of the group (None: all ranks) if one of them is to stop (a
-    collective). Generation and scoring look at Stop, too, and end early. main then saves the state
-    at the start of the step, so never call this within an update."""
+    collective). Generation and scoring look at Stop, too, and end early. The state at the start of
+    the step is then saved, so never call this within an update."""
     number = max(of_all_ranks(Stop.signal, group))
     if number:
         common.told(number)
         raise SystemExit(number)
+
+
+def save_if_due(loop, step):
+    """Saves the state at the start of a step if --save-every says so, and after the last step. A
+    signal ends the run here."""
+    poll()
+    every = loop.checkpoints.every  # steps; 0: only at the end
+    last = step == loop.run.steps
+    due = last or (every > 0 and step % every == 0)
+    if due and step > loop.saved:
+        save(loop, step)
+        loop.saved = step
+    loop.checkpoints.wait(last)
+
+
+def save(loop, step):
+    """Saves the whole state at the start of a step; prompts and samples follow from it and are not
+    saved. UserError: the last update has ruined the weights."""
+    actor = loop.actor
+    critic = loop.critic
+
+    # any row shows whether log-probs and values are finite, and raises if they are not
+    with loop.phases("log_probs", actor):
+        actor.compute_log_probs(loop.batch.select(range(len(loop.batch))[:1]))
+    with loop.phases("critic", critic):
+        critic.check_values(loop.batch)
+
+    with loop.phases("checkpoint", actor, critic):
+        write_actor = actor.checkpoint_writer(loop.run.async_save)
+        write_critic = critic.checkpoint_writer(loop.run.async_save)
+        state = {"step": step, "kl_coef": loop.kl_coef}
+
+        def write(tmp, group):
+            for name, write_part in (("actor", write_actor), ("critic", write_critic)):
+                os.makedirs(f"{tmp}/{name}", exist_ok=True)
+                write_part(f"{tmp}/{name}", group)
+            common.write_json(f"{tmp}/loop.json", state)
+
+        loop.checkpoints.save(step, write)
+
+
+def finish(loop):
+    """Writes the report and both models."""
+    run = loop.run
+    tokenizer = loop.task.tokenizer
+
+    # the report shows the rows of the last step; None: no step was left to do
+    if loop.batch is not None:
+        # select copies, because pickle would send a view's whole storage
+        parts = on_rank_0(loop.batch.select(range(len(loop.batch))))
+        if RANK == 0:
+            rows = common.concat(parts)
+            rows = rows.select(rows.row_id.argsort().tolist())
+            changed = what_changed(run.out_dir)
+            about = "rows of the last step"
+            if run.kl_coef:
+                about += ", their rewards minus the KL penalty"
+            common.write_report(run.out_dir, rows, about, tokenizer, run.gamma, CURVES, changed)
+
+    with loop.phases("export", loop.actor, loop.critic):
+        loop.actor.export_hf(f"{run.out_dir}/hf", tokenizer)
+        loop.critic.export_hf(f"{run.out_dir}/critic_hf")
+    print0(
+        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, critic_hf, report.html,"
+        " metrics.jsonl, tensorboard"
+    )
+
+
+# ---- What a run tells: evaluations, metrics, the line of a step, dumps, the report ---------------
+
+WORDS = {  # phase -> how the step's line calls it; generation includes sync
+    "generation": "gen",
+    "reward": "reward",
+    "log_probs": "log-probs",
+    "reference": "ref",
+    "critic": "critic",
+    "actor": "actor",
+    "checkpoint": "save",
+}
+CURVES = {  # panels of PPO's report -> {words: metric}
+    "mean reward": {"training prompts": "reward/mean", "held-out prompts": "eval/reward"},
+    "entropy of the policy": {"training prompts": "actor/entropy"},
+    "KL to the reference": {"training prompts": "kl/reference"},
+    "explained variance": {"training prompts": "critic/explained_var"},
+}
+SAMPLES_SHOWN = 4  # of each kind, in the report
+
+print_once = cache(print0)  # of equal lines only the first is printed
+
+
+def evaluate_if_due(loop, step, greedy):
+    """Evaluates the greedy replies of this rank; None: no evaluation is due."""
+    if greedy is not None:
+        evaluate(greedy, loop.run, loop.reward, loop.phases, step, loop.logger)
+
+
+def evaluate(replies, run, reward, phases, step, logger):
+    """Logs the rewards of replies to held-out prompts, writes them to samples.json, those of a
+    run's first evaluation also to samples_first.json, and prints two."""
+    # rank 0 gets the rows, with their texts
+    rewards, mean, faults = score(run, reward, phases, replies)
+    mine = []
+    for reply in replies:
+        row = {"prompt": reply.prompt.text, "response": reply.text}
+        mine.append(row | {"reward": reply.score, "fault": reply.fault})
+    parts = on_rank_0(mine)
+    if RANK:
+        return
+
+    # a resumed run goes on with its log, so its first evaluation is there already
+    rows = list(chain(*parts))
+    past = common.read_lines(f"{run.out_dir}/metrics.jsonl")
+    if not any("eval/reward" in line for line in past):
+        common.write_json(f"{run.out_dir}/samples_first.json", rows)
+
+    # a mean of zeros and ones is an accuracy
+    name = "accuracy" if set(rewards) <= {0.0, 1.0} else "reward"
+    logger.log(step, {"eval/reward": mean, f"eval/{name}": mean, "eval/errors": faults})
+    common.write_json(f"{run.out_dir}/samples.json", rows)
+    print0(f"held out   {name} {mean:z.3f}")
+    for row in rows[:2]:
+        shown = f"{row['prompt'][-60:]!r} -> {row['response'][-60:]!r}  reward {row['reward']:zg}"
+        print0(f"  {shown}  {row['fault'][:100]}".rstrip())
+
+
+def rollout_metrics(batch, run, dtype):
+    """Metrics of all ranks' rows. UserError: engine and actor have equal weights, but disagree on
+    log-probs."""
+    mask_T = batch.response_mask
+
+    # top_p raises the engine's log-probs of the kept tokens by up to -log top_p, which is no error
+    off_A = (batch.rollout_log_probs - batch.old_log_probs)[mask_T]
+    off_A = (off_A - off_A.clamp(0, -log(run.top_p))).abs()
+    kl_A = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)[mask_T]
+
+    # sums over all ranks
+    rows, tokens, actions, truncated = common.add_up(
+        len(batch), len(mask_T), len(off_A), int(batch.truncated.sum())
+    )
+    off, kl = common.add_up(float(off_A.double().sum()), float(kl_A.double().sum()))
+    most = max(of_all_ranks(max(off_A.tolist(), default=0.0)))
+
+    mean_off = off / actions
+    if not mean_off < (1e-3 if dtype == torch.float32 else 0.5):
+        raise UserError(
+            f"--actor.model {run.actor.model}:"
+            f" the rollout is off the actor by {mean_off:.1e} nats a token:"
+            " either Policy computes other logits than the model, or packed rows see each other"
+        )
+    return {
+        "rollout/actions": actions / rows,
+        "rollout/tokens": tokens,
+        "rollout/truncated": truncated / rows,
+        "rollout/log_prob_diff": mean_off,
+        "rollout/log_prob_diff_max": most,
+        "kl/reference": kl / actions if run.uses_reference else nan,
+    }
+
+
+def part_means(replies):
+    """Metrics: means of the parts of rewards over all rows that have them (a collective)."""
+    numbers = {}
+    for parts in chain(*of_all_ranks([reply.parts for reply in replies if reply.parts])):
+        for name, x in parts.items():
+            numbers.setdefault(f"reward/{name}", []).append(x)
+    return {name: sum(some) / len(some) for name, some in numbers.items()}
+
+
+def mean_turns(replies, run, task):
+    """Metrics: the policy's turns per row, over all ranks, if there is an environment (a
+    collective). Says once why no row had a second one."""
+    if not task.observe:
+        return {}
+    mine = []
+    for reply in replies:
+        if reply.finished:
+            end = "were ended by the environment, or by --max-turns"
+        elif len(reply.ids) < run.max_response_length:
+            end = "left no room for the environment within --max-response-length"
+        else:
+            end = (
+                "reached --max-response-length, but neither the end-of-sequence token"
+                " nor a --stop text"
+            )
+        mine.append((ceil(len(reply.turns) / 2), end))  # policy, environment, policy ...
+
+    turns, ends = zip(*chain(*of_all_ranks(mine)))
+    if max(turns) == 1:
+        print_once(f"hint       no row of a step had a second turn: most {statistics.mode(ends)}")
+    return {"rollout/turns": sum(turns) / len(turns)}
+
+
+def report_step(loop, step, batch, replies, metrics):
+    """Logs and prints how a step went, and dumps its rows. UserError: it has ruined the critic."""
+    run = loop.run
+    loop.logger.check_progress(metrics, "--critic.lr")
+    if run.dump_rollouts:
+        write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl", replies)
+    metrics |= loop.phases.take(metrics["rollout/tokens"])
+    loop.logger.log(step + 1, metrics)
+    print_step(step + 1, run.steps, metrics)
+    print_sample(step, run, replies)
+
+
+def print_step(step, steps, m):
+    """Prints one aligned line on how a step went, in units a person reads."""
+    n = common.number
+    m = collections.defaultdict(lambda: nan, m)  # no actor metrics during --critic-warmup
+    left = common.time_left(m["perf/time_step"], steps - step)
+    print0(
+        f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:z.3f}"
+        f"  length {m['rollout/actions']:.1f}  kl {n(m['kl/reference'], '.3f')}"
+        f"  entropy {n(m['actor/entropy'], '.3f')}  clipped {n(m['actor/pg_clipfrac'], '.3f')}"
+        f"  |g| {n(m['actor/grad_norm'], '.2g'):>5}  skipped {n(m['actor/skipped_steps'], '.0f')}"
+        f"  value loss {n(m['critic/vf_loss'], '.4f')}"
+        f"  explained var {common.explained_number(m['critic/explained_var'], '.2f'):>5}"
+        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}  {where_time_went(m)}"
+    )
+
+
+def where_time_went(m):
+    """The phases that took at least 5 % of a step, as in `gen 7.2s reward 12s actor 950ms`."""
+    spent = {word: m[f"time/{name}"] for name, word in WORDS.items() if f"time/{name}" in m}
+    parts = []
+    for word, seconds in spent.items():
+        if seconds < 0.05 * sum(spent.values()):
+            continue
+        if seconds < 0.9995:
+            time = f"{seconds * 1000:.0f}ms"
+        elif seconds < 9.95:
+            time = f"{seconds:.1f}s"
+        else:
+            time = f"{seconds:.0f}s"
+        parts.append(f"{word} {time}")
+    return " ".join(parts)
+
+
+def print_sample(step, run, replies):
+    """Prints a training row as often as held-out ones are, also if there are none: the end of its
+    prompt, and its response. The first row of a step is rank 0's."""
+    if RANK or step % (run.eval_every or run.steps):
+        return
+    reply = replies[0]
+    shown = f"{reply.prompt.text[-60:]!r} -> {reply.text[-200:]!r}  reward {reply.score:g}"
+    print0(f"sample     {shown}  {reply.fault[:100]}".rstrip())
+
+
+def on_rank_0(mine):
+    """There a list with each rank's object, elsewhere None (a collective)."""
+    if WORLD_SIZE == 1:
+        return [mine]
+    parts = [None] * WORLD_SIZE if RANK == 0 else None
+    dist.gather_object(mine, parts)
+    return parts
+
+
+def write_jsonl(batch, path, replies=()):
+    """Writes the rows of all ranks, without images, as JSONL for common.read_rows (a collective).
+    replies: the same rows, whose texts and scores are for people and for --reward-key."""
+    # columns that are written, and what the replies add to them
+    unused = set(Batch.FLOATS).difference(("token_level_rewards", "values"))
+    few = replace(batch, multi_modal_inputs=None, **dict.fromkeys(unused))
+    texts = [{} for _ in range(len(few))]
+    for text, reply in zip(texts, replies):
+        text |= {"prompt_text": reply.prompt.text, "response_text": reply.text}
+        text |= {"score": reply.score, "parts": reply.parts, "fault": reply.fault}
+
+    # select copies, because pickle would send a view's whole storage
+    parts = on_rank_0((few.select(range(len(few))), texts))
+    if RANK:
+        return
+    rows = [pair for few, texts in parts for pair in zip(few.split(1), texts, strict=True)]
+    rows.sort(key=lambda pair: int(pair[0].row_id))
+
+    def lines():
+        """One at a time, because numbers take more memory in Python's lists."""
+        for row, text in rows:
+            first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
+            columns = {
+                "response_ids": row.input_ids,
+                "response_mask": row.response_mask,
+                "rewards": row.token_level_rewards,
+                "values": row.values,
+            }
+            line = {"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated)}
+            yield line | {name: x_T[first:].tolist() for name, x_T in columns.items()} | text
+
+    common.replace_lines(path, lines())
+
+
+def what_changed(out_dir):
+    """What training made of the policy, for write_report, from what the run left in out_dir."""
+    # the first and the last evaluation, or, if there are fewer than two, training step
+    past = common.read_lines(f"{out_dir}/metrics.jsonl")
+    key = "eval/reward"
+    words = "of the answers to held-out prompts"
+    rated = [row for row in past if key in row]
+    if len(rated) < 2:
+        key = "reward/mean"
+        words = "of the sampled responses"
+        rated = [row for row in past if key in row]
+    if not rated:
+        return None
+    first = rated[0]
+    last = rated[-1]
+    name = "accuracy" if "eval/accuracy" in first and "eval/accuracy" in last else "mean reward"
+    words += f", at step {first['step']} and at step {last['step']}"
+    numbers = {name: (f"{first[key]:.3f} → {last[key]:.3f}", words)}
+
+    # the answers of both evaluations, by what they earn
+    pairs = answers_before_and_after(out_dir) if key == "eval/reward" else []
+    kinds = {
+        "earn more than before": [(x, y) for x, y in pairs if y["reward"] > x["reward"]],
+        "earn less": [(x, y) for x, y in pairs if y["reward"] < x["reward"]],
+        "earn the same": [(x, y) for x, y in pairs if y["reward"] == x["reward"]],
+    }
+    for kind, some in kinds.items():
+        if pairs:
+            numbers[kind] = (f"{len(some):,}", f"of {len(pairs):,} held-out answers")
+    samples = {kind: some[:SAMPLES_SHOWN] for kind, some in kinds.items() if some}
+    return {"numbers": numbers, "samples": samples}
+
+
+def answers_before_and_after(out_dir):
+    """Pairs of a held-out prompt's rows in samples_first.json and samples.json, if they are there;
+    their order depends on the number of ranks."""
+    try:
+        with open(f"{out_dir}/samples_first.json") as file:
+            before = {row["prompt"]: row for row in json.load(file)}
+        with open(f"{out_dir}/samples.json") as file:
+            after = json.load(file)
+    except (OSError, ValueError):
+        return []
+    return [(before[row["prompt"]], row) for row in after if row["prompt"] in before]
+
+
+# ---- Tasks: prompts, rewards, environment --------------------------------------------------------
 
 
 class Prompt(NamedTuple):
@@ -606,15 +1155,12 @@ class Reply:
     prompt: Prompt
     row_id: int  # unique over all ranks
     ids: list = field(default_factory=list)
-    # from the engine; None on tokens of the environment
-    log_probs: list = field(default_factory=list)
-    # ended by the policy or the environment, not cut off by the length limit
-    finished: bool = False
+    log_probs: list = field(default_factory=list)  # the engine's; None on the environment's tokens
+    finished: bool = False  # ended by the policy or the environment, not by the length limit
     text: str = ""
     turns: list = field(default_factory=list)  # texts: policy, environment, policy ...
     score: float = 0.0
-    # other numbers of a reward that returns a dict: name -> number
-    parts: dict = field(default_factory=dict)
+    parts: dict = field(default_factory=dict)  # other numbers of a reward that returns a dict
     fault: str = ""  # what went wrong in the environment or the reward
 
 
@@ -633,40 +1179,80 @@ class Task(NamedTuple):
     known: int  # the tokenizer's ids are below this; a model may pad its vocabulary with more
 
 
+def rows_of_rank(prompts, n=1):
+    """This rank's share of n empty replies to each prompt, whose row_ids are consecutive."""
+    return [Reply(prompts[i // n], i) for i in range(RANK, len(prompts) * n, WORLD_SIZE)]
+
+
+def to_batch(replies):
+    """A Batch of prompts and replies, with the engine's log-probs."""
+    rows = [reply.prompt.ids + reply.ids for reply in replies]
+    log_probs = [x for reply in replies for x in [None] * len(reply.prompt.ids) + reply.log_probs]
+    return Batch(  # LongTensor and BoolTensor, because a rank may have no rows
+        input_ids=torch.LongTensor(list(chain(*rows))),
+        cu_seqlens=common.cumulative(list(map(len, rows))),
+        response_mask=torch.BoolTensor([x is not None for x in log_probs]),
+        row_id=torch.LongTensor([reply.row_id for reply in replies]),
+        truncated=torch.BoolTensor([not reply.finished for reply in replies]),
+        rollout_log_probs=torch.tensor([x or 0.0 for x in log_probs]),
+    )
+
+
+def with_hints(replies):
+    """The replies with prompts as the critic reads them, see --privileged-key."""
+    return [replace(reply, prompt=Prompt(reply.prompt.critic_ids)) for reply in replies]
+
+
+def read_prompts(run, tokenizer):
+    """-> (Prompts to train on, Prompts to evaluate on), of the flags' files or of the toy task."""
+    train = run.prompts
+    held_out = run.eval_prompts
+    if not run.prompts:
+        train = addition_rows(8192, run.seed)
+        held_out = addition_rows(512, run.seed, held_out=True)
+    prompts = load_prompts(train, "--prompts", run, tokenizer)
+    if not held_out:
+        return prompts, []
+    return prompts, load_prompts(held_out, "--eval-prompts", run, tokenizer)
+
+
 def addition_rows(n, seed, held_out=False):
     """Distinct JSON lines of the toy task; with slips of 0 every response is right."""
     return dict.fromkeys(common.toy_rows(n, seed, held_out, slips=(0.0, 0.0), answers=1))
 
 
 def load_prompts(source, flag, run, tokenizer):
-    """Reads prompts from a JSONL file or its lines and drops long ones. UserError names the first
-    bad row."""
+    """Reads prompts from a JSONL file or its lines, but no long ones. UserError: a bad row."""
+    # what messages call the source, and a row of it
     name = flag
     if isinstance(source, str):
         name = f"{flag} {source}"
         source = common.read_file(source, flag)
+    asked = f"--prompt-key {run.prompt_key}"
+    if run.chat:
+        asked += " --chat"
+
+    # one row a line
     prompts = []
-    longer = 0
+    too_long = 0
     for number, line in enumerate(progress(source, "prompts", "lines"), 1):
         if not line.strip():
             continue
-        with blame(
-            f"{name}:{number}: unusable, with --prompt-key {run.prompt_key}{' --chat' * run.chat}"
-        ):
+        with blame(f"{name}:{number}: unusable, with {asked}"):
             prompt = read_prompt(line, run, tokenizer)
         if len(prompt.ids) <= run.max_prompt_length:
             prompts.append(prompt)
         else:
-            longer += 1
+            too_long += 1
 
-    if longer:
-        print0(f"{name}: left out {longer} prompts longer than --max-prompt-length")
+    # say what is left
+    if too_long:
+        print0(f"{name}: left out {too_long} prompts longer than --max-prompt-length")
     if not prompts:
         raise UserError(f"{name}: no usable prompt")
     if run.privileged_key:
-        print0(
-            f"hint       {tokenizer.decode(prompts[0].critic_ids)[:200]!r} is what the critic reads first"
-        )
+        start = tokenizer.decode(prompts[0].critic_ids)[:200]
+        print0(f"hint       {start!r} is what the critic reads first")
     return prompts
 
 
@@ -688,9 +1274,10 @@ def read_prompt(line, run, tokenizer):
             raise ValueError("the chat has no messages")
         messages = common.text_messages(messages)
         text = messages[-1].get("content")
-
     if not isinstance(text, str) or not text:
         raise ValueError("the prompt, or its last message, must be text and not empty")
+
+    # token ids
     if messages:
         options = common.json_object("--chat-template-kwargs", run.chat_template_kwargs)
         ids = common.chat_ids(tokenizer, messages, tools=row.get("tools"), **options)
@@ -700,10 +1287,10 @@ def read_prompt(line, run, tokenizer):
     if not ids:
         raise ValueError("the prompt has no tokens")
 
+    # a built-in reward must accept the answer as a response
     if run.reward in REWARDS and not REWARDS[run.reward](text, str(answer), answer):
-        raise ValueError(
-            f"--reward {run.reward} cannot check the answer {answer!r:.40}, see --answer-key"
-        )
+        wrong = f"cannot check the answer {answer!r:.40}, see --answer-key"
+        raise ValueError(f"--reward {run.reward} {wrong}")
     critic_ids = None
     if run.privileged_key:
         critic_ids = common.add_hint(tokenizer, line, run.privileged_key, ids)
@@ -716,115 +1303,24 @@ def addition_reward(prompt, response, answer):
 
 
 def gsm8k_reward(prompt, response, answer):
-    """1 if the number after the last #### equals the answer's (GSM8K's own rule, 2110.14168), else
-    0."""
+    """1 if the number after the last #### is the answer's, else 0: GSM8K's rule (2110.14168)."""
 
     def last_number(text):
         found = re.findall(r"####\s*(?:\$\s*)?(-?\$?[\d,]*\.?\d+)", text)
-        return float(re.sub("[$,]", "", found[-1])) if found else nan  # not even equal to itself
+        if not found:
+            return nan  # is not even equal to itself
+        return float(re.sub("[$,]", "", found[-1]))
 
     return float(last_number(response) == last_number(answer))
 
 
 REWARDS = {"addition": addition_reward, "gsm8k": gsm8k_reward}
-THREADS = ThreadPoolExecutor(16)  # for calls of the user's functions
-
-
-def load_function(name, flag, seconds):
-    """Returns a built-in reward, or for FILE.py:FUNCTION what in_workers makes of it."""
-    if not name or name in REWARDS:
-        return REWARDS.get(name)
-    path, _, function = name.rpartition(":")
-    if not path:
-        built_in = f", or {' or '.join(REWARDS)}" if flag == "--reward" else ""
-        raise UserError(f"{flag} {name}: must be FILE.py:FUNCTION{built_in}")
-    try:
-        return in_workers(path, function, seconds)
-    except (UserError, OSError) as error:
-        raise UserError(f"{flag} {name}: {error}") from None
-
-
-def in_workers(path, function, seconds):
-    """Returns an ask(*row) that runs attempt(FUNCTION of the file, *row) in the thread's own worker
-    process,
-    a fresh interpreter: a fork with threads may hang. UserError: the file or the name is wrong."""
-    command = [sys.executable, "-u", __file__, "serve", path, function]
-    mine = threading.local()  # the thread's worker: its process, and the pipe to it
-    numbers = count(1)  # one for each row, so that no other row gets its answer
-
-    def start():
-        ours, theirs = Pipe()
-        with theirs:  # Ctrl-C does not reach a process group of its own
-            process = subprocess.Popen(command, stdin=theirs, process_group=0)
-        mine.worker = process, ours
-        WORKERS.add(process.pid)
-
-        # the worker first sends what is wrong with the file or the name, and takes its time for
-        # that
-        wrong, fault = hear(0, inf) or (None, "its process has died")
-        if wrong or fault:
-            vars(mine).clear()
-            raise UserError(wrong or fault)
-
-    def hear(number, seconds):
-        """The worker's answer to this row, or None if it is late or the worker has died."""
-        process, pipe = mine.worker
-        until = perf_counter() + seconds
-        with suppress(EOFError, OSError):
-            while perf_counter() < until:
-                alive = process.poll() is None  # if not, what it started may hold the pipe open
-                if pipe.poll(min(until - perf_counter(), 0.5)):
-                    heard, answer = pipe.recv()
-                    if heard == number:
-                        return answer
-                elif not alive:
-                    break
-
-        # the worker and the programs that it started are one process group
-        with suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
-        WORKERS.discard(process.pid)
-        vars(mine).clear()
-        return None
-
-    def ask(*row):
-        number = next(numbers)
-        try:
-            if not vars(mine):
-                start()
-            with suppress(OSError):  # the worker has died, which hear will find, too
-                mine.worker[1].send((number, row))
-        except (UserError, OSError, RecursionError) as error:  # no worker starts; a row too nested
-            return None, str(error)
-        late = f"no answer within {seconds:g} s, or its process has died"
-        return hear(number, seconds) or (None, late)
-
-    start()
-    vars(mine).clear()
-    return ask
-
-
-def ask_all(function, replies):
-    """attempt(function, *row) for each reply, in order; once the run is to stop, only for some.
-    Built-in rewards run in this thread. (A fork may pass partial(attempt, function): it runs in
-    other threads, without time-out.)"""
-    rows = []
-    for reply in replies:
-        named = (reply.turns, not reply.finished, reply.ids)  # in the order of NAMED
-        rows.append((reply.prompt.text, reply.text, reply.prompt.answer, *named))
-    if function in REWARDS.values():
-        return [attempt(function, *row) for row in rows if not Stop.signal]
-    futures = [THREADS.submit(function, *row) for row in rows]
-    for future in progress(futures, "functions", "rows"):
-        while not future.done() and not Stop.signal:
-            wait([future], 0.5)
-    return [future.result() for future in futures if not future.cancel() and future.done()]
 
 
 def fault_of_reward(made):
     """What is wrong with what a reward has returned, or ""."""
-    score = made.get("score") if isinstance(made, dict) else made
-    if isinstance(score, float) and abs(score) <= 1e15:
+    number = made.get("score") if isinstance(made, dict) else made
+    if isinstance(number, float) and abs(number) <= 1e15:
         return ""
     if isinstance(made, dict):
         return f"a dict of a reward must have a finite number as 'score', not {made!r:.40}"
@@ -840,17 +1336,19 @@ def fault_of_observation(made):
 
 def try_functions(run, task):
     """Calls the user's functions with the first prompts before models load, as if the policy had
-    answered right. They may fail on some rows by intent, so it is a UserError only if they fail on
-    all of these."""
+    answered right. They may fail on some rows by intent, so only a failure on all of these is a
+    UserError."""
+    # right answers to the first few prompts with different texts
     first = {}
     for prompt in task.prompts:
         first.setdefault(prompt.text, prompt)
     replies = []
     for prompt in list(first.values())[:4]:
-        said = prompt.answer if isinstance(prompt.answer, str) else ""
-        ids = task.tokenizer(said, add_special_tokens=False)["input_ids"]
-        replies.append(Reply(prompt, 0, ids, finished=True, text=said, turns=[said]))
+        text = prompt.answer if isinstance(prompt.answer, str) else ""
+        ids = task.tokenizer(text, add_special_tokens=False)["input_ids"]
+        replies.append(Reply(prompt, 0, ids, finished=True, text=text, turns=[text]))
 
+    # what the reward and the environment say to them
     for flag, name, function, fault_of in (
         ("--reward", run.reward, task.reward, fault_of_reward),
         ("--environment", run.environment, task.observe, fault_of_observation),
@@ -859,23 +1357,27 @@ def try_functions(run, task):
             continue
         faults = [fault or fault_of(made) for made, fault in ask_all(function, replies)]
         faults = [fault.encode(errors="replace").decode() for fault in faults if fault]
-        failed = f"{flag} {name}: failed for {len(faults)} of the first {len(replies)} prompts, with their answers"
+        failed = (
+            f"{flag} {name}: failed for {len(faults)} of the first {len(replies)} prompts,"
+            " with their answers as responses"
+        )
         if len(faults) == len(replies):
-            raise UserError(f"{failed} as responses: {faults[0]}")
+            raise UserError(f"{failed}: {faults[0]}")
         if faults:
-            print0(f"{failed} as responses, which is fine if some rows may: {faults[0]}")
+            print0(f"{failed}, which is fine if some rows may: {faults[0]}")
 
 
 class RewardModel:
-    """Scores whole rows by a classifier's label at their last token, computed by a worker of the
-    critic."""
+    """Scores whole rows by a classifier's label at their last token, in a worker of the critic."""
 
     def __init__(self, run, tokenizer, halvings=0):
+        # the flags of the critic, but those about its own model
         own = "tokenizer override_config value_head value_range lora_rank freeze_modules".split()
         defaults = {x.name: x.default for x in fields(run.critic) if x.name in own}
         config = replace(
             run.critic, **defaults, model=run.reward_model, value_head_init="checkpoint"
         )
+
         with self.named(config):
             self.worker = critic_module(run.backend).CriticWorker(config)
             self.worker.init_model(1)
@@ -893,7 +1395,7 @@ class RewardModel:
             raise UserError(f"--reward-model {config.model}: {fault}") from None
 
     def ids(self, reply):
-        """The row in this model's token ids; if it lacks a chat template, only the last message and
+        """The row in this model's token ids; without a chat template, only the last message and
         reply."""
         prompt = reply.prompt
         if self.same_tokens:
@@ -905,13 +1407,16 @@ class RewardModel:
 
     def ask_all(self, replies):
         """Rewards of the caller's rows, in the format of ask_all (a collective)."""
-        # append one action: its value is read at the row's last token, so its own id does not
-        # matter
         with self.named(self.worker.config):
-            rows = [Prompt(self.ids(reply)) for reply in replies]
-            whole = to_batch([Reply(row, x.row_id, [0], [0.0]) for row, x in zip(rows, replies)])
-            values_T = self.worker.compute_values(whole)
-        return [(x, "") for x in values_T[common.last_action(whole)].tolist()]
+            # a critic reads an action's value at the token before: one action behind the row's last
+            # token, whose id does not matter, has the value at that token
+            one_action_later = []
+            for reply in replies:
+                prompt = Prompt(self.ids(reply))
+                one_action_later.append(Reply(prompt, reply.row_id, [0], [0.0]))
+            batch = to_batch(one_action_later)
+            values_T = self.worker.compute_values(batch)
+        return [(x, "") for x in values_T[common.last_action(batch)].tolist()]
 
 
 # ---- Policy maths --------------------------------------------------------------------------------
@@ -920,26 +1425,37 @@ class RewardModel:
 def policy_loss(
     log_probs_T, old_T, advantages_T, mask_T, weights_T, clip_low, clip_high, clip_dual
 ):
-    """PPO's clipped objective -> (loss, number of clipped actions, number of dual-clipped ones), all 0-dim.
-        r_t = pi(a_t) / pi_old(a_t),  L_t = max( -r_t A_t, -clip(r_t, 1 - low, 1 + high) A_t )
-        loss = sum_t w_t L_t            where A_t < 0, L_t <= -c A_t with clip_dual c > 1 (None: no bound)
-    1707.06347, eq. 7; separate low and high: 2503.14476, eq. 10; c: 1912.09729, eq. 5. log r is clamped to
-    +-20. Masked entries never enter, not even a NaN."""
+    """PPO's clipped objective -> (loss, how many actions are clipped, how many are dual-clipped),
+    all 0-dim.
+
+        r_t = pi(a_t) / pi_old(a_t)
+        L_t = max( -r_t A_t, -clip(r_t, 1 - low, 1 + high) A_t )
+        L_t <= -c A_t where A_t < 0, with clip_dual c > 1 (None: no bound)
+        loss = sum_t w_t L_t
+
+    1707.06347, eq. 7; separate low and high: 2503.14476, eq. 10; c: 1912.09729, eq. 5. log r is
+    clamped to +-20. Masked entries never enter, not even a NaN."""
     log_ratio_T = torch.where(mask_T, log_probs_T - old_T, 0.0)
-    a_T = torch.where(mask_T, advantages_T, 0.0)
     ratio_T = log_ratio_T.clamp(-20, 20).exp()
+    a_T = torch.where(mask_T, advantages_T, 0.0)
+
+    # clipping never lowers a loss, so the ratio gains nothing by moving further
     free_T = -ratio_T * a_T
     clipped_T = -ratio_T.clamp(1 - clip_low, 1 + clip_high) * a_T
     loss_T = torch.maximum(free_T, clipped_T)
+
+    # the dual clip bounds the loss of an action that has become far likelier, but is bad
     bound_T = torch.where(a_T < 0, -(clip_dual or inf) * a_T, inf)
     loss = (weights_T * torch.minimum(loss_T, bound_T)).sum()
     return loss, (clipped_T > free_T).sum(), (loss_T > bound_T).sum()
 
 
 def kl_penalty(log_probs_T, ref_log_probs_T, kind):
-    """Estimates KL(policy || reference) from log p and log q of the chosen tokens: k1 = log p - log
-    q, abs = |k1|, k2 = k1^2 / 2, k3 = q/p - 1 - log(q/p), clamped to 10
-    (joschu.net/blog/kl-approx)."""
+    """Estimates KL(policy || reference) from log p and log q of the chosen tokens
+    (joschu.net/blog/kl-approx).
+
+        k1 = log p - log q, abs = |k1|, k2 = k1^2 / 2
+        k3 = q/p - 1 - log(q/p), clamped to 10"""
     k1_T = log_probs_T - ref_log_probs_T
     log_inverse_T = (-k1_T).clamp(-20, 20)
     k3_T = (log_inverse_T.expm1() - log_inverse_T).clamp(-10, 10)
@@ -948,8 +1464,7 @@ def kl_penalty(log_probs_T, ref_log_probs_T, kind):
 
 def next_kl_coef(coef, kl, n, target):
     """The KL coefficient after a batch of n rows whose mean KL was kl (1909.08593, section 2.2).
-    The horizon is 10,000 rows, but at least n, because the coefficient could turn negative
-    otherwise."""
+    The horizon is 10,000 rows, but at least n: else the coefficient could turn negative."""
     if not target:
         return coef
     error = min(max(kl / target - 1, -0.2), 0.2)
@@ -957,82 +1472,505 @@ def next_kl_coef(coef, kl, n, target):
 
 
 def masked_whiten(x_T, mask_T):
-    """(x - mean) / sqrt(variance + 1e-8) over all ranks' entries where the mask is true, zero
+    """(x - mean) / sqrt(variance + 1e-8) over the entries of all ranks where the mask is true; zero
     elsewhere."""
     n, mean, variance = common.moments(x_T[mask_T], everywhere=True)
-    var = torch.tensor(variance * n / max(n - 1, 1), dtype=torch.float64)
-    return torch.where(mask_T, (x_T - mean) * torch.rsqrt(var + 1e-8), 0.0).float()
+    unbiased = torch.tensor(variance * n / max(n - 1, 1), dtype=torch.float64)
+    return torch.where(mask_T, (x_T - mean) * torch.rsqrt(unbiased + 1e-8), 0.0).float()
 
 
-def assign_credit(batch, seen, scores, kl_coef, run, critic):
-    """Fills in rewards, values, advantages and returns of the caller's rows -> metrics (a
-    collective). Every action pays a KL penalty, the last one earns the score. Decoupled GAE:
-    2503.01491, section 4.2.
-    seen: the rows with the critic's hints, see with_hints; gets values and returns for its
-    update."""
-    kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
-    paid_T = -kl_coef * kl_T if kl_coef else torch.zeros_like(kl_T)
-    batch.token_level_rewards = paid_T.index_add(0, common.last_action(batch), torch.tensor(scores))
-    critic.start_at_mean(batch, run.gamma)
-    seen.values = critic.compute_values(seen)
-    batch.values = torch.zeros_like(kl_T).masked_scatter(
-        batch.response_mask, seen.values[seen.response_mask]
+# ---- Actor and reference: a policy on FSDP2 ------------------------------------------------------
+
+
+class MicroBatch(NamedTuple):
+    """Rows on the device, as the model reads them. Columns have T entries, or are None."""
+
+    inputs: dict  # arguments of the model: ids and positions of the slots
+    index_T: torch.Tensor  # each token's slot
+    pack: common.Pack  # where sequences lie in the packed row, for attention
+    input_ids: torch.Tensor
+    response_mask: torch.Tensor  # on the host, where reading it waits for nothing
+    old_log_probs: torch.Tensor | None
+    ref_log_probs: torch.Tensor | None
+    rollout_log_probs: torch.Tensor | None
+    advantages: torch.Tensor | None
+    weights: torch.Tensor | None  # see common.loss_weights
+
+
+class Policy(nn.Module):
+    """A causal language model: log-probs and entropies of the actions in a packed row."""
+
+    def __init__(self, lm, known, entropy_learns):
+        super().__init__()
+        self.lm = lm
+        self.known = known  # see Task
+        self.entropy_learns = entropy_learns  # else the entropy is detached from the graph
+
+    def forward(self, micro, temperature):
+        """(2, T) log-probs and entropies of a micro-batch's actions, zero elsewhere."""
+        common.CurrentPack.set(micro.pack)
+        out = self.lm.get_decoder()(**micro.inputs, use_cache=False)
+
+        # an action is predicted from the state before it
+        action_A = micro.response_mask.nonzero()[:, 0].to(micro.index_T.device, non_blocking=True)
+        hidden_AD = out.last_hidden_state[0, micro.index_T[action_A - 1]]
+        target_A = micro.input_ids[action_A]
+
+        # logits are large: one chunk at a time, which the backward computes again
+        size = LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight)  # actions
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        out_2A = [
+            checkpoint(self.read, hidden_CD, target_C, temperature, **options)
+            for hidden_CD, target_C in zip(hidden_AD.split(size), target_A.split(size))
+        ]
+        out_2T = torch.zeros(2, len(micro.input_ids), device=action_A.device)
+        return out_2T.index_copy(1, action_A, torch.cat(out_2A, 1))
+
+    def read(self, hidden_CD, target_C, temperature):
+        """(2, C) float32: log-probs of the targets, and entropies of their distributions."""
+        logits_CV = self.lm.get_output_embeddings()(hidden_CD)[:, : self.known].float()
+        softcap = getattr(self.lm.config.get_text_config(), "final_logit_softcapping", None)
+        if softcap:
+            logits_CV = softcap * torch.tanh(logits_CV / softcap)
+
+        log_p_CV = (logits_CV / temperature).log_softmax(-1)
+        chosen_C = log_p_CV.gather(1, target_C[:, None])[:, 0]
+        entropy_C = -(log_p_CV.exp() * log_p_CV).sum(-1)
+        if not self.entropy_learns:
+            entropy_C = entropy_C.detach()
+        return torch.stack([chosen_C, entropy_C])
+
+
+class PolicyWorker:
+    """A policy sharded over all ranks by FSDP2; the reference (trains=False) has no optimizer."""
+
+    def __init__(self, run, task, device, trains=True):
+        config = run.actor
+        model_config = task.model_config
+        self.run = run
+        self.config = config
+        self.device = device
+        self.critic_script = critic_module(run.backend)
+        self.dtype = common.compute_dtype(config.param_dtype, device)
+        self.max_tokens = config.ppo_max_token_len_per_gpu  # per micro-batch
+        self.optimizer_steps = 0  # steps taken; skipped ones do not count
+        self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
+
+        # the model without weights on all ranks, and with them on rank 0's host
+        source = None
+        with blame(f"{config.prefix}model {config.model}: cannot be built"):
+            with torch.device("meta"):
+                lm = AutoModelForCausalLM.from_config(
+                    deepcopy(model_config),
+                    attn_implementation="packed",
+                    dtype=torch.float32 if trains else self.dtype,
+                )
+            if RANK == 0:
+                source, _ = common.load_model(AutoModelForCausalLM, config, model_config, run.seed)
+                # for the export
+                lm.generation_config = GenerationConfig(eos_token_id=task.stop_ids)
+
+        # with a KL term, a resumed run must load the same reference
+        checksum = 0.0
+        if run.uses_reference:
+            checksum = of_all_ranks(checksum_of(source))[0]
+        self.shape = common.shape_of(model_config, {"weights of the reference": checksum})
+        if config.gradient_checkpointing and trains:
+            lm.gradient_checkpointing_enable()
+        kind = "actor    " if trains else "reference"
+        size = f"{lm.num_parameters():,} parameters"
+        print0(f"{kind}  {config.model} ({model_config.model_type}), {size}")
+
+        # shard it, then send the weights
+        self.model = Policy(lm, task.known, config.entropy_coeff > 0).requires_grad_(trains)
+        self.shard()
+        lm.tie_weights()  # to_empty untied them
+        common.send_weights(lm, source)
+        self.optimizer = None
+        if trains:
+            self.make_optimizer()
+
+    def shard(self):
+        """Spreads the model over all ranks: each layer is a unit of FSDP2, and so is the rest."""
+        mesh = dist.init_device_mesh(self.device.type, (WORLD_SIZE,))
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        for module in (*common.transformer_blocks(self.model), self.model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+
+        # an expert may have tokens on other ranks only
+        self.model.set_reduce_scatter_unused_params(True)
+        self.model.to_empty(device=self.device)
+
+    def make_optimizer(self):
+        """AdamW, with its state from the start, so that every checkpoint has it."""
+        config = self.config
+        weights = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            weights, config.lr, weight_decay=config.weight_decay, fused=True
+        )
+        for p in weights:
+            moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[p] = {"step": torch.zeros((), device=self.device), **moments}
+
+        # the names of what `loss` sums: an update without a step has them, too
+        zeros_T = torch.zeros(1, device=self.device)
+        _, sums = self.loss(self.micro_batch(Batch.blank()), zeros_T, zeros_T)
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.no_sums = dict.fromkeys(sums, zero)
+
+    def offload(self):
+        """Moves weights and optimizer state to the host, to free device memory for other phases."""
+        self.model.to("cpu")
+        if self.optimizer:
+            common.move_state(self.optimizer, "cpu")
+
+    def onload(self):
+        """Moves the weights back to the device; optimizer state follows only during an update."""
+        self.model.to(self.device)
+
+    # ---- batches
+
+    def plan_micro_batches(self, rows):
+        """Micro-batches of these Rows for each rank, as lists of Rows, with shared prompts."""
+        return self.critic_script.micro_batches(rows, WORLD_SIZE, self.max_tokens, True)
+
+    def fetch(self, batch, table):
+        """The rows that this rank computes, in the order of its micro-batches (a collective)."""
+        return common.fetch(batch, [list(chain(*micros)) for micros in table])
+
+    def cut(self, local, table):
+        """The fetched rows in micro-batches; some may have no row."""
+        return local.split(list(map(len, table[RANK])))
+
+    def micro_batch(self, rows):
+        """These rows on the device. Without rows: one masked token, to keep in step with others."""
+        if not len(rows):
+            rows = Batch.blank()
+
+        # each slot of the packed row has a token; a shared prompt has its slots once
+        slots_S, index_T, pack = self.critic_script.pack_rows(rows, self.device, True)
+        inputs = {"input_ids": rows.input_ids, "position_ids": rows.positions}
+
+        def to_device(x):
+            return None if x is None else x.to(self.device, non_blocking=True)
+
+        return MicroBatch(
+            inputs={name: to_device(x_T[slots_S][None]) for name, x_T in inputs.items()},
+            index_T=index_T,
+            pack=pack,
+            input_ids=to_device(rows.input_ids),
+            response_mask=rows.response_mask,
+            old_log_probs=to_device(rows.old_log_probs),
+            ref_log_probs=to_device(rows.ref_log_probs),
+            rollout_log_probs=to_device(rows.rollout_log_probs),
+            advantages=to_device(rows.advantages),
+            weights=to_device(rows.weights),
+        )
+
+    # ---- log-probs
+
+    @common.dp_compute_proto()
+    @torch.no_grad()
+    def compute_log_probs(self, batch, rows):
+        """(T,) float32 log-probs of the actions in the caller's rows at --temperature, else 0."""
+        table = self.plan_micro_batches(rows)
+        local = self.fetch(batch, table)
+        log_probs = []
+        try:
+            for piece in progress(self.cut(local, table), "log-probs", "micro-batches"):
+                poll()
+                log_probs_T, _ = self.model(self.micro_batch(piece), self.run.temperature)
+                log_probs.append(log_probs_T[: len(piece.input_ids)])  # nothing of a masked token
+        except UserError as error:  # from attention, which knows no flag
+            raise UserError(f"--actor.model {self.config.model}: {error}") from None
+        finally:
+            # FSDP keeps the root's weights for a backward, which does not come here
+            self.model.reshard()
+
+        # back to the ranks that asked
+        wanted = [list(chain(*micros)) for micros in table]
+        log_probs_T = common.give_back(torch.cat(log_probs).cpu(), local, wanted, batch)
+        if not all(of_all_ranks(bool(log_probs_T.isfinite().all()))):
+            advice = "use a lower --actor.lr" if self.optimizer_steps else "check its weights"
+            wrong = f"its log-probs are not finite; {advice}"
+            raise UserError(f"--actor.model {self.config.model}: {wrong}")
+        return log_probs_T
+
+    # ---- update
+
+    @common.dp_compute_proto(
+        needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
     )
-    metrics = {}
-    common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
-    lam = run.lam_policy
-    if run.first_token_credit:
-        lam = [run.first_token_credit ** (1 / max(n - 1, 1)) for n in batch.actions.tolist()]
-    if lam is not None:
-        returns_T = batch.returns
-        common.add_returns(batch, run.gamma, lam, run.bootstrap_truncated)
-        batch.returns = returns_T
-    seen.returns = seen.values.masked_scatter(
-        seen.response_mask, batch.returns[batch.response_mask]
-    )
-    if run.critic_where_it_helps:
-        metrics["critic/helps"] = prefer_the_mean(batch, run)
-    if run.whiten_advantages:
-        batch.advantages = masked_whiten(batch.advantages, batch.response_mask)
-    return metrics
+    def update_policy(self, batch, rows):
+        """PPO epochs over mini-batches of all ranks' Rows, one optimizer step each -> metrics."""
+        config = self.config
+        totals = collections.Counter(self.no_sums)  # of the steps taken
+        norms = []  # of the mini-batches, NaN where the step was skipped
+        done = common.progress_of(config.ppo_epochs * len(rows), "policy", "rows")
+        if self.run.offload:
+            common.move_state(self.optimizer, self.device)
+
+        # epochs: each has its own order, in which rows with equal prompts stay together
+        groups = common.by_prompt(rows)
+        for epoch in range(config.ppo_epochs):
+            ordered = common.shuffled_rows(groups, self.run.seed, self.updates, epoch)
+
+            # mini-batches: one optimizer step each
+            for first in range(0, len(ordered), config.ppo_mini_batch_size):
+                mini = ordered[first : first + config.ppo_mini_batch_size]
+                norms.append(self.step(batch, mini, totals, done))
+
+        self.updates += 1
+        lr = self.optimizer.param_groups[0]["lr"]
+        return common.update_metrics("actor", "pg_loss", totals, norms, lr)
+
+    def step(self, batch, mini, totals, done):
+        """One optimizer step on the Rows of a mini-batch -> gradient norm before clipping; adds to
+        totals. All ranks skip it if the norm is not finite or there is no action."""
+        if not any(row.actions for row in mini):
+            return nan
+
+        # this rank's rows; their weights come from the whole mini-batch
+        config = self.config
+        table = self.plan_micro_batches(mini)
+        local = self.fetch(batch, table)
+        local.weights = common.loss_weights(
+            local, config.loss_agg_mode, self.run.max_response_length, rows=mini
+        )
+
+        # micro-batches: one forward and backward each, whose gradients add up
+        pieces = self.cut(local, table)
+        sums = collections.Counter()
+        for piece in pieces:
+            micro = self.micro_batch(piece)
+            log_probs_T, entropy_T = self.model(micro, self.run.temperature)
+            loss, part = self.loss(micro, log_probs_T, entropy_T)
+            # the loss is a sum over ranks, but FSDP averages their gradients
+            (loss * WORLD_SIZE).backward()
+            sums.update(part)
+            done(len(mini) / len(pieces))
+
+        # clip and step
+        weights = self.model.parameters()
+        norm = float(nn.utils.clip_grad_norm_(weights, config.grad_clip).full_tensor())
+        if isfinite(norm):
+            warm = min(1.0, (self.optimizer_steps + 1) / max(config.lr_warmup_steps, 1))
+            self.optimizer.param_groups[0]["lr"] = config.lr * warm
+            self.optimizer.step()
+            self.optimizer_steps += 1
+            totals.update(sums)
+        self.optimizer.zero_grad()
+        return norm
+
+    def loss(self, micro, log_probs_T, entropy_T):
+        """-> (the loss to minimise, 0-dim; for each metric, the sum over the actions)."""
+        config = self.config
+        mask_T = micro.response_mask.to(self.device, non_blocking=True)
+
+        # the engine's mu has sampled the tokens: rho of IMPALA, 1802.01561, section 4.1
+        weights_T = micro.weights
+        if config.tis_cap:
+            rho_T = (micro.old_log_probs - micro.rollout_log_probs).exp()
+            weights_T = weights_T * rho_T.clamp(max=config.tis_cap)
+
+        # drop what the actor and the engine see too differently (SAO, 2607.07508)
+        outside_T = torch.zeros_like(mask_T)
+        if config.ratio_band:
+            ratio_T = (log_probs_T.detach() - micro.rollout_log_probs).exp()
+            outside_T = mask_T & (ratio_T != ratio_T.clamp(*config.ratio_band))
+            weights_T = weights_T * ~outside_T
+
+        # PPO's objective
+        loss, clipped, dual = policy_loss(
+            log_probs_T,
+            micro.old_log_probs,
+            micro.advantages,
+            mask_T,
+            weights_T,
+            config.clip_ratio_low,
+            config.clip_ratio_high,
+            config.clip_ratio_c,
+        )
+
+        # a term without a coefficient is left out, even if it is NaN
+        ref_kl_T = kl_penalty(log_probs_T, micro.ref_log_probs, config.kl_loss_type)
+        whole = loss
+        if config.kl_loss_coef:
+            whole = whole + config.kl_loss_coef * (micro.weights * ref_kl_T).sum()
+        if config.entropy_coeff:
+            whole = whole - config.entropy_coeff * (micro.weights * entropy_T).sum()
+
+        sums = {
+            "pg_loss": loss,
+            "pg_clipfrac": clipped,
+            "pg_clipfrac_lower": dual,
+            "pg_outside": outside_T.sum(),
+            "ppo_kl": (micro.old_log_probs - log_probs_T).sum(),
+            "kl_loss": ref_kl_T.sum(),
+            "entropy": entropy_T.sum(),
+            "actions": mask_T.sum(),
+        }
+        return whole, {name: x.detach().double() for name, x in sums.items()}
+
+    # ---- weights and checkpoints
+
+    def weights(self, dtype=torch.float32):
+        """Yields (name, full tensor) for each weight, one at a time (a collective)."""
+        for name, p in self.model.lm.named_parameters():
+            yield name, p.detach().to(dtype).full_tensor()
+
+    def checkpoint_tensors(self):
+        """All state as one flat dict of tensors, which share memory with model and optimizer."""
+        tensors = {}
+        for name, p in self.model.named_parameters():
+            tensors[f"model.{name}"] = p.detach()
+            for key, x in self.optimizer.state[p].items():
+                tensors[f"optimizer.{name}.{key}"] = x
+        return tensors
+
+    def checkpoint_writer(self, copy):
+        """-> write(tmp, group), which saves the current state. copy: from a snapshot."""
+        tensors = self.checkpoint_tensors()
+        if copy:
+            tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
+        state = {
+            "updates": self.updates,
+            "optimizer_steps": self.optimizer_steps,
+            "shape": self.shape,
+        }
+
+        def write(tmp, group=None):
+            writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True)
+            dcp.save(tensors, storage_writer=writer, process_group=group)
+            common.write_json(f"{tmp}/trainer.json", state)
+
+        return write
+
+    def load_checkpoint(self, folder):
+        """Restores a checkpoint of any world size. UserError: damaged or of another model."""
+        saved = self.critic_script.open_checkpoint(folder, self.shape)
+        with blame(f"--resume {folder}: does not fit this actor"):
+            dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))
+        self.updates = saved["updates"]
+        self.optimizer_steps = saved["optimizer_steps"]
+
+    def export_hf(self, folder, tokenizer):
+        """Writes a Hugging Face folder (a collective); rank 0 gathers the weights."""
+        state = {name: weight.cpu() for name, weight in self.weights() if RANK == 0}
+        with common.published(folder) as tmp:
+            if RANK == 0:
+                self.model.lm.save_pretrained(tmp, state_dict=state)
+                tokenizer.save_pretrained(tmp)
 
 
-def prefer_the_mean(batch, run):
-    """If values explain nothing, advantages become returns minus their mean over all actions of a
-    prompt's answers (--rollout-n 1: of the batch) -> whether values explain any (a collective;
-    EVPO, 2604.19485)."""
-    returns_T = common.monte_carlo(batch, run.gamma)
-    mask_T = batch.response_mask
-    explained = common.explained_variance(batch.values[mask_T], returns_T[mask_T], everywhere=True)
-    if explained > 1e-3:  # above rounding errors
-        return True
-
-    # sums of each row on its rank, then of each group; the row_ids of one prompt are consecutive
-    row_T = batch.row_of_token
-    sum_B = torch.zeros(len(batch), dtype=torch.float64).index_add(0, row_T, returns_T.double())
-    rows = chain(
-        *of_all_ranks(list(zip(batch.row_id.tolist(), sum_B.tolist(), batch.actions.tolist())))
-    )
-    sums = collections.Counter()
-    counts = collections.Counter()
-    group = lambda row_id: row_id // run.rollout_n if run.rollout_n > 1 else 0  # 0: the whole batch
-    for row_id, returns, actions in rows:
-        sums[group(row_id)] += returns
-        counts[group(row_id)] += actions
-
-    mean_B = [sums[group(i)] / max(counts[group(i)], 1) for i in batch.row_id.tolist()]
-    less_T = returns_T - torch.tensor(mean_B)[row_T]
-    batch.advantages = torch.where(mask_T, less_T, 0.0)
-    return False
+def checksum_of(model):
+    """The sum of the bits of all weights, or None without a model."""
+    if model is None:
+        return None
+    return sum(int(p.data.view(torch.int32).sum()) for p in model.parameters())
 
 
-# ---- Rollout: an engine generates tokens, which become a batch -----------------------------------
+# ---- Rollout: turns of the policy and the environment --------------------------------------------
+
+
+def roll_out(engine, task, replies, run, temperature, key=""):
+    """Adds turns to the replies. Random numbers depend only on the key, the row_id and the turn."""
+    going = replies
+    for turn in range(run.max_turns if task.observe else 1):
+        # from the second turn on, the environment answers first
+        if turn:
+            going = listen(going, task, run)
+            if not any(of_all_ranks(bool(going))):
+                break
+
+        # what the engine continues, with a seed that is the same on every machine
+        rows = []
+        for reply in going:
+            seed = random.Random(f"{key} {reply.row_id} {turn}").getrandbits(63)
+            room = run.max_response_length - len(reply.ids)
+            rows.append((reply.prompt.ids + reply.ids, seed, room))
+        out = []
+        with suppress(SystemExit):  # after a signal, which other ranks may not know of yet
+            out = engine.generate(rows, temperature)
+
+        for reply, (ids, log_probs, ended) in zip(going, out):
+            reply.ids += ids
+            reply.log_probs += log_probs
+            reply.finished = ended
+            reply.text = task.tokenizer.decode(reply.ids, skip_special_tokens=True)
+            reply.turns.append(task.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def listen(replies, task, run):
+    """Appends what the environment says to finished replies -> those that get another turn."""
+    finished = [reply for reply in replies if reply.finished]
+    going = []
+    for reply, (made, fault) in zip(finished, ask_all(task.observe, finished)):
+        reply.fault = fault or fault_of_observation(made)
+        if not isinstance(made, str):
+            continue
+
+        # the observation as the policy reads it
+        observation = made.encode(errors="replace").decode()  # "?" for a lone surrogate
+        chat = reply.prompt.messages
+        text = as_user_message(observation, task, run) if chat else observation
+        ids = task.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if chat and ids[:1] == reply.ids[-1:]:  # the policy has ended the turn itself
+            ids = ids[1:]
+
+        # if it leaves no room for another turn, the row was cut off
+        reply.finished = len(reply.ids) + len(ids) < run.max_response_length
+        if reply.finished:
+            reply.ids += ids
+            reply.log_probs += [None] * len(ids)
+            reply.turns.append(observation)
+            going.append(reply)
+    return going
+
+
+def as_user_message(text, task, run):
+    """The text as a user message in a chat, from the end of the assistant's turn before it to the
+    start of the next one, wrapped in the template's tokens."""
+    before = "the turn before"
+    chat = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": before},
+        {"role": "user", "content": text},
+    ]
+    with blame("--environment: needs a chat template that shows an assistant's turn as it is"):
+        options = common.json_object("--chat-template-kwargs", run.chat_template_kwargs)
+        whole = task.tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=False, **options
+        )
+        return whole.split(before, 1)[1].lstrip()
+
+
+def stop_tokens(config, tokenizer):
+    """Token ids that end a turn: the tokenizer's EOS, and those of generation_config.json."""
+    more = None
+    with suppress(OSError, ValueError):
+        if config.model not in common.TINY:
+            more = GenerationConfig.from_pretrained(config.model).eos_token_id
+    if not isinstance(more, list):
+        more = [more]
+    return sorted({tokenizer.eos_token_id, *more} - {None})
+
+
+def stop_texts(run, tokenizer):
+    """transformers' criteria for the texts of --stop. UserError: the tokenizer cannot write one."""
+    criteria = StoppingCriteriaList()
+    for text in run.stop:
+        with blame(f"--stop {text}: does not fit the tokenizer"):
+            criteria.append(StopStringCriteria(tokenizer, text))
+    return criteria
+
+
+# ---- Rollout engine: transformers ----------------------------------------------------------------
 
 
 @dataclass
 class Draw(LogitsProcessor):
-    """Samples each row's next token with the row's own random numbers; generate sees all others
-    masked."""
+    """Samples each row's next token with the row's own random numbers, and masks all others."""
 
     u_BR: torch.Tensor
     temperature: float  # 0: greedy
@@ -1045,21 +1983,24 @@ class Draw(LogitsProcessor):
         if Stop.signal:
             raise SystemExit
         log_p_BV = (logits_BV[:, : self.known].float() / (self.temperature or 1.0)).log_softmax(-1)
-        if self.temperature:  # inverse transform sampling: one random number per token
+
+        # inverse transform sampling: one random number per token
+        if self.temperature:
             log_p_BV = TopPLogitsWarper(self.top_p)(ids_BL, log_p_BV).log_softmax(-1)
             cdf_BV = log_p_BV.double().exp().cumsum(-1)
             u_B1 = self.u_BR[:, len(self.log_probs), None] * cdf_BV[:, -1:]
             chosen_B1 = torch.searchsorted(cdf_BV, u_B1, right=True).clamp(max=cdf_BV.shape[1] - 1)
         else:
             chosen_B1 = log_p_BV.argmax(-1, keepdim=True)
+
         self.log_probs.append(log_p_BV.gather(1, chosen_B1))
         self.done()
         return torch.full_like(logits_BV, -inf).scatter(1, chosen_B1, 0.0)
 
 
 class StopText(StoppingCriteria):
-    """Ends a row whose last token has completed a text of --stop, and notes when. Prompts do not
-    count."""
+    """Ends a row whose last token has completed a text of --stop, and notes when. Prompts are
+    left out."""
 
     def __init__(self, texts, prompt_length):
         self.texts = texts  # see Task.stop_texts
@@ -1073,14 +2014,15 @@ class StopText(StoppingCriteria):
 
 class HFRollout:
     """Generates with transformers: each rank holds a full copy of the policy and generates its own
-    rows. A row's random numbers depend only on its seed, so its sample is the same in any batch, up
-    to rounding."""
+    rows. A row's random numbers depend only on its seed, so up to rounding its sample is the same
+    in any batch."""
 
     def __init__(self, run, task, device):
         self.run = run
         self.task = task
         self.device = device
         self.dtype = common.compute_dtype(run.actor.param_dtype, device)
+
         capped = getattr(task.model_config.get_text_config(), "attn_logit_softcapping", None)
         attention = "eager" if capped else None  # sdpa ignores the cap; None: transformers chooses
         with device:
@@ -1105,43 +2047,57 @@ class HFRollout:
         """rows: (prompt ids, seed, most new tokens) each -> for each (new ids, their log-probs as
         sampled, whether a stop token or text ended it). temperature 0: greedy."""
         size = self.run.rollout_batch_size
-        stop_ids = torch.tensor(self.task.stop_ids, dtype=torch.int64, device=self.device)
-        replies = []
         batches = [rows[first : first + size] for first in range(0, len(rows), size)]
-        steps = [max(room for _, _, room in batch) for batch in batches]  # most new tokens of a row
+        steps = [max(room for _, _, room in batch) for batch in batches]
         done = common.progress_of(sum(steps), "rollout", "forwards")
-        for batch, most in zip(batches, steps):
-            prompts, seeds, room = zip(*batch)
-            ids_BL = pad_sequence([torch.tensor(x) for x in prompts], True, -1, "left").to(
-                self.device
-            )
-            g = torch.Generator()
-            u_BR = [
-                torch.rand(most, generator=g.manual_seed(x), dtype=torch.float64) for x in seeds
-            ]
-            u_BR = torch.stack(u_BR).to(self.device)
-            draw = Draw(u_BR, temperature, self.run.top_p, self.task.known, done)
-            stop = StopText(self.task.stop_texts, ids_BL.shape[1])
-            out_BL = self.model.generate(
-                ids_BL.clamp(min=0),
-                attention_mask=ids_BL >= 0,
-                max_new_tokens=most,
-                logits_processor=[draw],
-                stopping_criteria=[stop] if self.task.stop_texts else None,
-            )
-            done(most - len(draw.log_probs))  # all rows may have ended early
 
-            # a row ends at its first stop token or text; what generate appends to it is padding
-            out_BR = out_BL[:, ids_BL.shape[1] :]
-            stops_BR = torch.isin(out_BR, stop_ids)
-            if self.task.stop_texts:
-                stops_BR |= torch.stack(stop.done, 1)
-            columns = (out_BR, torch.cat(draw.log_probs, 1), stops_BR)
-            for ids, log_probs, stops, limit in zip(*(x_BR.tolist() for x_BR in columns), room):
-                ends = [n for n, stops_here in enumerate(stops[:limit], 1) if stops_here]
-                n = ends[0] if ends else limit
-                replies.append((ids[:n], log_probs[:n], bool(ends)))
+        replies = []
+        for batch, most in zip(batches, steps):
+            replies += self.generate_batch(batch, temperature, most, done)
         return replies
+
+    def generate_batch(self, batch, temperature, most, done):
+        """generate for rows that run together. most: the most new tokens of a row."""
+        prompts, seeds, rooms = zip(*batch)
+
+        # prompts end together, behind padding of -1
+        ids_BL = pad_sequence([torch.tensor(ids) for ids in prompts], True, -1, "left")
+        ids_BL = ids_BL.to(self.device)
+
+        # each row's own random numbers, one per token
+        g = torch.Generator()
+        u_BR = [torch.rand(most, generator=g.manual_seed(x), dtype=torch.float64) for x in seeds]
+        u_BR = torch.stack(u_BR).to(self.device)
+
+        draw = Draw(u_BR, temperature, self.run.top_p, self.task.known, done)
+        stop = StopText(self.task.stop_texts, ids_BL.shape[1])
+        out_BL = self.model.generate(
+            ids_BL.clamp(min=0),
+            attention_mask=ids_BL >= 0,
+            max_new_tokens=most,
+            logits_processor=[draw],
+            stopping_criteria=[stop] if self.task.stop_texts else None,
+        )
+        done(most - len(draw.log_probs))  # all rows may have ended early
+
+        # where a stop token or text is
+        out_BR = out_BL[:, ids_BL.shape[1] :]
+        stop_ids = torch.tensor(self.task.stop_ids, dtype=torch.int64, device=self.device)
+        stops_BR = torch.isin(out_BR, stop_ids)
+        if self.task.stop_texts:
+            stops_BR |= torch.stack(stop.done, 1)
+
+        # a row ends at its first one; what generate appends to it is padding
+        replies = []
+        columns = (out_BR, torch.cat(draw.log_probs, 1), stops_BR)
+        for ids, log_probs, stops, room in zip(*(x_BR.tolist() for x_BR in columns), rooms):
+            ended = True in stops[:room]
+            n = stops.index(True) + 1 if ended else room
+            replies.append((ids[:n], log_probs[:n], ended))
+        return replies
+
+
+# ---- Rollout engine: vLLM ------------------------------------------------------------------------
 
 
 class VLLMRollout:
@@ -1156,31 +2112,42 @@ class VLLMRollout:
         self.task = task
         self.on_cpu = device.type == "cpu"
         self.dtype = common.compute_dtype(run.actor.param_dtype, device)
-        size = run.vllm.tensor_parallel_size
+
+        # a model without weights knows the tensor names of a checkpoint
         model_config = deepcopy(task.model_config)
-        with torch.device("meta"):  # it knows the tensor names of a checkpoint
+        with torch.device("meta"):
             self.skeleton = AutoModelForCausalLM.from_config(model_config)
         model_config.architectures = [type(self.skeleton).__name__]
-        threads = torch.get_num_threads()  # vLLM changes these and torch's RNG; restored below
+
+        # vLLM changes torch's threads and RNG, and warns a lot
+        threads = torch.get_num_threads()
         set_num_threads = torch.set_num_threads
         with tempfile.TemporaryDirectory() as folder:
             model_config.save_pretrained(folder)
             with warnings.catch_warnings(action="ignore"), torch.random.fork_rng():
                 with blame(f"--rollout vllm: cannot run {run.actor.model}"):
-                    self.start(folder, size)
+                    self.start(folder, run.vllm.tensor_parallel_size)
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
+
+        # a signal ends generate between two tokens
         self.engines.append(self.llm)
         unfinished = self.llm.llm_engine.has_unfinished_requests
         self.llm.llm_engine.has_unfinished_requests = lambda: poll(self.group) or unfinished()
+        size = run.vllm.tensor_parallel_size
         print0(f"vllm       {WORLD_SIZE // size} engines x {size} ranks")
 
     def start(self, folder, size):
         """Builds vLLM's LLM with random weights. folder: holds the model's config."""
         defaults = {  # only for variables that are not set: torchrun's values win
-            "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"
-        }  # fmt: skip
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
         os.environ |= defaults | os.environ
         from vllm import LLM
         from vllm.distributed.parallel_state import get_tp_group
@@ -1190,6 +2157,7 @@ class VLLMRollout:
             from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
             CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+
         self.llm = LLM(
             model=folder,
             load_format="dummy",  # the first sync brings the weights
@@ -1211,36 +2179,36 @@ class VLLMRollout:
         )
         if self.run.stop:  # the actor's own, because vLLM would read a stored one by other rules
             self.llm.llm_engine.output_processor.tokenizer = self.task.tokenizer
-        self.group = get_tp_group().cpu_group  # the ranks of this engine
-        # its shared memory would outlive the os._exit of common.launch
+
+        # the ranks of this engine; its shared memory would outlive the os._exit of common.launch
+        self.group = get_tp_group().cpu_group
         get_tp_group().mq_broadcaster = None
 
     def onload(self):
-        """Wakes the weights for a sync. generate wakes the KV cache, once the actor has left the
-        device."""
+        """Wakes the weights for a sync. generate wakes the KV cache, when the actor has left."""
         self.llm.wake_up(tags=["weights"])
 
     def offload(self):
-        """Frees the engine's device memory, where the platform can. The next sync brings new
-        weights."""
+        """Frees device memory, where the platform can. The next sync brings new weights."""
         self.llm.sleep(level=2)
 
     def sync(self, weights):
         """Loads the actor's weights: (name, full tensor) pairs in self.dtype (a collective)."""
         if self.on_cpu:
             self.llm.apply_model(forget_experts)
+
+        # under the names of a checkpoint
         named = (
             pair
-            for n, x in weights
-            for pair in revert_weight_conversion(self.skeleton, {n: x}).items()
+            for name, weight in weights
+            for pair in revert_weight_conversion(self.skeleton, {name: weight}).items()
         )
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
         self.llm.apply_model(self.adapt)
         self.llm.reset_prefix_cache()  # it holds keys and values of the old weights
 
     def adapt(self, model):
-        """Runs inside vLLM after a sync: masks ids that have no token and, on CPU, packs a tied
-        head."""
+        """Runs inside vLLM after a sync: masks ids without a token; on CPU, packs a tied head."""
         for module in model.modules():
             kind = type(module).__name__
             if kind == "LogitsProcessor":
@@ -1254,27 +2222,34 @@ class VLLMRollout:
 
         if self.llm.llm_engine.is_sleeping():
             self.llm.wake_up(tags=["kv_cache"])
+
+        # the engine gets the rows of all its ranks
         everyones = of_all_ranks(rows, self.group)
         before = sum(map(len, everyones[: dist.get_rank(self.group)]))
+        shared = {
+            "temperature": temperature,
+            "top_p": self.run.top_p,
+            "logprobs": 0,
+            "stop_token_ids": self.task.stop_ids,
+            "ignore_eos": True,
+        }
 
         # special tokens are part of the text, as they are for transformers' criterion
-        stop = {}
         if self.run.stop:
-            stop = {"stop": list(self.run.stop), "include_stop_str_in_output": True}
-            stop |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+            shared |= {"stop": list(self.run.stop), "include_stop_str_in_output": True}
+            shared |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
         asked = []
         params = []
-        for ids, seed, most in sum(everyones, []):
+        for ids, seed, room in chain(*everyones):
             asked.append({"prompt_token_ids": ids})
-            params.append(SamplingParams(
-                seed=seed, max_tokens=most, temperature=temperature, logprobs=0,
-                top_p=self.run.top_p, stop_token_ids=self.task.stop_ids, ignore_eos=True, **stop
-            ))  # fmt: skip
-        # on CPU, compiling takes longer than the rollout; fork_rng, because vLLM draws from torch's
-        # RNG
+            params.append(SamplingParams(seed=seed, max_tokens=room, **shared))
+
+        # on CPU, compiling takes longer than the rollout; vLLM draws from torch's RNG
         stance = "force_eager" if self.on_cpu else "default"
         with torch.compiler.set_stance(stance), torch.random.fork_rng(devices=()):
             out = self.llm.generate(asked, params, use_tqdm=RANK == 0 and sys.stderr.isatty())
+
+        # this rank's part of the answers
         replies = []
         for mine in out[before : before + len(rows)]:
             reply = mine.outputs[0]
@@ -1289,492 +2264,11 @@ def forget_experts(model):
         module.moe_kernel = None
 
 
-def roll_out(engine, task, replies, run, temperature, key=""):
-    """Adds turns to the replies. A row's random numbers depend only on the key, its row_id and the
-    turn."""
-    going = replies
-    for turn in range(run.max_turns if task.observe else 1):
-        if turn:
-            going = listen(going, task, run)
-            if not any(of_all_ranks(bool(going))):
-                break
-        rows = [(
-            reply.prompt.ids + reply.ids,
-            # the same on every machine
-            random.Random(f"{key} {reply.row_id} {turn}").getrandbits(63),
-            run.max_response_length - len(reply.ids)
-        ) for reply in going]  # fmt: skip
-        out = []
-        with suppress(SystemExit):  # after a signal, which other ranks may not know of yet
-            out = engine.generate(rows, temperature)
-        for reply, (ids, log_probs, ended) in zip(going, out):
-            reply.ids += ids
-            reply.log_probs += log_probs
-            reply.finished = ended
-            reply.text = task.tokenizer.decode(reply.ids, skip_special_tokens=True)
-            reply.turns.append(task.tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def listen(replies, task, run):
-    """Passes finished replies to the environment and appends its observations -> those that get
-    another turn. In a chat the observation becomes a user message, wrapped in the template's
-    tokens."""
-    finished = [reply for reply in replies if reply.finished]
-    going = []
-    for reply, (said, fault) in zip(finished, ask_all(task.observe, finished)):
-        reply.fault = fault or fault_of_observation(said)
-        if not isinstance(said, str):
-            continue
-        shown = said = said.encode(errors="replace").decode()  # "?" for a lone surrogate
-        chat = reply.prompt.messages
-        if chat:
-            start = [
-                {"role": "user", "content": "?"},
-                {"role": "assistant", "content": "the turn before"},
-            ]
-            with blame(
-                "--environment: needs a chat template that shows an assistant's turn as it is"
-            ):
-                options = common.json_object("--chat-template-kwargs", run.chat_template_kwargs)
-                text = task.tokenizer.apply_chat_template(
-                    [*start, {"role": "user", "content": said}],
-                    add_generation_prompt=True,
-                    tokenize=False,
-                    **options,
-                )
-                shown = text.split("the turn before", 1)[1].lstrip()
-        ids = task.tokenizer(shown, add_special_tokens=False)["input_ids"]
-        if chat and ids[:1] == reply.ids[-1:]:  # the policy has ended the turn itself
-            ids = ids[1:]
-        reply.finished = len(reply.ids) + len(ids) < run.max_response_length
-        if reply.finished:
-            reply.ids += ids
-            reply.log_probs += [None] * len(ids)
-            reply.turns.append(said)
-            going.append(reply)
-    return going
-
-
-def to_batch(replies):
-    """A Batch of prompts and replies, with the engine's log-probs."""
-    rows = [reply.prompt.ids + reply.ids for reply in replies]
-    log_probs = [x for reply in replies for x in [None] * len(reply.prompt.ids) + reply.log_probs]
-    return Batch(  # LongTensor and BoolTensor, because a rank may have no rows
-        input_ids=torch.LongTensor(list(chain(*rows))),
-        cu_seqlens=common.cumulative(list(map(len, rows))),
-        response_mask=torch.BoolTensor([x is not None for x in log_probs]),
-        row_id=torch.LongTensor([reply.row_id for reply in replies]),
-        truncated=torch.BoolTensor([not reply.finished for reply in replies]),
-        rollout_log_probs=torch.tensor([x or 0.0 for x in log_probs]),
-    )
-
-
-def with_hints(replies):
-    """The replies with prompts as the critic reads them, see --privileged-key."""
-    return [replace(reply, prompt=Prompt(reply.prompt.critic_ids)) for reply in replies]
-
-
-def on_rank_0(mine):
-    """There a list with each rank's object, elsewhere None (a collective)."""
-    if WORLD_SIZE == 1:
-        return [mine]
-    parts = [None] * WORLD_SIZE if RANK == 0 else None
-    dist.gather_object(mine, parts)
-    return parts
-
-
-def write_jsonl(batch, path, replies=()):
-    """Writes the rows of all ranks, without images, as JSONL for common.read_rows (a collective).
-    replies: the same rows, whose texts and scores are for people and for --reward-key."""
-    unused = set(Batch.FLOATS).difference(("token_level_rewards", "values"))
-    few = replace(batch, multi_modal_inputs=None, **dict.fromkeys(unused))
-    texts = [{} for _ in range(len(few))]
-    for more, reply in zip(texts, replies):
-        more |= {"prompt_text": reply.prompt.text, "response_text": reply.text}
-        more |= {"score": reply.score, "parts": reply.parts, "fault": reply.fault}
-    # copy: pickle sends a view's whole storage
-    parts = on_rank_0((few.select(range(len(few))), texts))
-    if RANK:
-        return
-    rows = [pair for few, texts in parts for pair in zip(few.split(1), texts, strict=True)]
-    rows.sort(key=lambda pair: int(pair[0].row_id))
-
-    def lines():
-        """One at a time, because numbers take more memory in Python's lists."""
-        for row, more in rows:
-            first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
-            columns = {
-                "response_ids": row.input_ids, "response_mask": row.response_mask,
-                "rewards": row.token_level_rewards, "values": row.values
-            }  # fmt: skip
-            line = {"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated)}
-            yield line | {name: x_T[first:].tolist() for name, x_T in columns.items()} | more
-
-    common.replace_lines(path, lines())
-
-
-# ---- Actor and reference: a policy on FSDP2 ------------------------------------------------------
-
-
-class Policy(nn.Module):
-    """A causal language model that computes log-probs and entropies of the actions in a packed
-    row."""
-
-    def __init__(self, lm, known, entropy_learns):
-        super().__init__()
-        self.lm = lm
-        self.known = known  # see Task
-        self.entropy_learns = entropy_learns  # else the entropy is detached from the graph
-
-    def forward(self, micro, temperature):
-        """(2, T) log-probs and entropies of a micro-batch's actions, zero elsewhere."""
-        ids_T = micro.input_ids
-        (ids_1S, places_1S), index_T, pack = micro.packed
-        common.CurrentPack.set(pack)
-        out = self.lm.get_decoder()(ids_1S, position_ids=places_1S, use_cache=False)
-        action_A = micro.response_mask.nonzero()[:, 0].to(ids_T.device, non_blocking=True)
-        hidden_AD = out.last_hidden_state[0, index_T[action_A - 1]]  # the state before each action
-        size = LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight)  # actions per chunk
-        chunks = zip(hidden_AD.split(size), ids_T[action_A].split(size))
-        options = {"use_reentrant": False, "preserve_rng_state": False}
-        out_2A = [checkpoint(self.read, *chunk, temperature, **options) for chunk in chunks]
-        out_2T = torch.zeros(2, len(ids_T), device=ids_T.device)
-        return out_2T.index_copy(1, action_A, torch.cat(out_2A, 1))
-
-    def read(self, hidden_CD, target_C, temperature):
-        """(2, C) float32: log-probs of the targets, and entropies of their distributions."""
-        logits_CV = self.lm.get_output_embeddings()(hidden_CD)[:, : self.known].float()
-        softcap = getattr(self.lm.config.get_text_config(), "final_logit_softcapping", None)
-        if softcap:
-            logits_CV = softcap * torch.tanh(logits_CV / softcap)
-        log_p_CV = (logits_CV / temperature).log_softmax(-1)
-        chosen_C = log_p_CV.gather(1, target_C[:, None])[:, 0]
-        entropy_C = -(log_p_CV.exp() * log_p_CV).sum(-1)
-        return torch.stack([chosen_C, entropy_C if self.entropy_learns else entropy_C.detach()])
-
-
-class PolicyWorker:
-    """A policy sharded over all ranks by FSDP2; the reference (trains=False) has no optimizer."""
-
-    def __init__(self, run, task, device, trains=True):
-        self.run = run
-        self.config = config = run.actor
-        model_config = task.model_config
-        self.backend = critic_module(run.backend)
-        self.device = device
-        self.dtype = common.compute_dtype(config.param_dtype, device)
-        dtype = torch.float32 if trains else self.dtype
-        source = None
-        with blame(f"{config.prefix}model {config.model}: cannot be built"):
-            with torch.device("meta"):
-                lm = AutoModelForCausalLM.from_config(
-                    deepcopy(model_config), attn_implementation="packed", dtype=dtype
-                )
-            if RANK == 0:
-                source, _ = common.load_model(AutoModelForCausalLM, config, model_config, run.seed)
-                # for the export
-                lm.generation_config = GenerationConfig(eos_token_id=task.stop_ids)
-        # a checksum of the initial weights: with a KL term, a resumed run must load the same
-        # reference
-        bits = source and sum(int(p.data.view(torch.int32).sum()) for p in source.parameters())
-        start = (run.kl_coef or config.kl_loss_coef) and of_all_ranks(bits)[0]
-        self.shape = common.shape_of(model_config, {"weights of the reference": start})
-        if config.gradient_checkpointing and trains:
-            lm.gradient_checkpointing_enable()
-        kind = "actor    " if trains else "reference"
-        print0(
-            f"{kind}  {config.model} ({model_config.model_type}), {lm.num_parameters():,} parameters"
-        )
-        self.model = Policy(lm, task.known, config.entropy_coeff > 0).requires_grad_(trains)
-        mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        for module in (*common.transformer_blocks(self.model), self.model):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-        # an expert may have tokens on other ranks only
-        self.model.set_reduce_scatter_unused_params(True)
-        self.model.to_empty(device=device)
-        lm.tie_weights()  # to_empty untied them
-        common.send_weights(lm, source)
-        self.optimizer = None
-        if trains:
-            weights = list(self.model.parameters())
-            self.optimizer = torch.optim.AdamW(
-                weights, config.lr, weight_decay=config.weight_decay, fused=True
-            )
-            # create the state before the first step, so that every checkpoint has it
-            for p in weights:
-                moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[p] = {"step": torch.zeros((), device=device), **moments}
-            # the names of what `loss` sums: an update without a step has them, too
-            zeros_T = torch.zeros(1, device=device)
-            _, sums = self.loss(self.micro_batch(Batch.blank()), zeros_T, zeros_T)
-            self.no_sums = dict.fromkeys(sums, torch.zeros((), dtype=torch.float64, device=device))
-        self.max_tokens = config.ppo_max_token_len_per_gpu  # per micro-batch
-        self.optimizer_steps = 0  # steps taken; skipped ones do not count
-        self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
-
-    def offload(self):
-        """Moves weights and optimizer state to the host, to free device memory for other phases."""
-        self.model.to("cpu")
-        if self.optimizer:
-            common.move_state(self.optimizer, "cpu")
-
-    def onload(self):
-        """Moves the weights back to the device; optimizer state follows only during an update."""
-        self.model.to(self.device)
-
-    @common.dp_compute_proto()
-    @torch.no_grad()
-    def compute_log_probs(self, batch, rows):
-        """Log-probs of the actions in the caller's rows at --temperature: (T,) float32, zero
-        elsewhere."""
-        table = self.plan_micro_batches(rows)
-        local = self.fetch(batch, table)
-        log_probs = []
-        try:
-            for piece in progress(self.cut(local, table), "log-probs", "micro-batches"):
-                poll()
-                out_T, _ = self.model(self.micro_batch(piece), self.run.temperature)
-                log_probs.append(out_T[: len(piece.input_ids)])  # nothing of a masked token
-        except UserError as error:  # from attention, which knows no flag
-            raise UserError(f"--actor.model {self.config.model}: {error}") from None
-        finally:
-            # FSDP keeps the root's weights for a backward, which does not come here
-            self.model.reshard()
-        wanted = [list(chain(*micros)) for micros in table]
-        log_probs_T = common.give_back(torch.cat(log_probs).cpu(), local, wanted, batch)
-        if not all(of_all_ranks(bool(log_probs_T.isfinite().all()))):
-            advice = "use a lower --actor.lr" if self.optimizer_steps else "check its weights"
-            raise UserError(
-                f"--actor.model {self.config.model}: its log-probs are not finite; {advice}"
-            )
-        return log_probs_T
-
-    def plan_micro_batches(self, rows):
-        """Micro-batches of these Rows for each rank, as lists of Rows."""
-        # True: share prompts
-        return self.backend.micro_batches(rows, WORLD_SIZE, self.max_tokens, True)
-
-    def fetch(self, batch, table):
-        """The rows that this rank computes, in the order of its micro-batches (a collective)."""
-        return common.fetch(batch, [list(chain(*micros)) for micros in table])
-
-    def cut(self, local, table):
-        """The fetched rows in micro-batches; some may have no row."""
-        return local.split(list(map(len, table[RANK])))
-
-    def micro_batch(self, micro):
-        """These rows on the device; no rows are one masked token, to keep in step with other
-        ranks."""
-        micro = replace(micro if len(micro) else Batch.blank())
-        slots_S, *packed = self.backend.pack_rows(micro, self.device, True)  # True: share prompts
-        inputs_21S = torch.stack([micro.input_ids, micro.positions])[:, None, slots_S]
-        micro.packed = (inputs_21S.to(self.device, non_blocking=True), *packed)
-        for name in ("input_ids", *micro.FLOATS):  # lengths and the mask stay on the host
-            if (x := getattr(micro, name)) is not None:
-                setattr(micro, name, x.to(self.device, non_blocking=True))
-        return micro
-
-    @common.dp_compute_proto(
-        needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
-    )
-    def update_policy(self, batch, rows):
-        """PPO epochs over mini-batches of the Rows of all ranks, one optimizer step each ->
-        metrics."""
-        totals = collections.Counter(self.no_sums)  # of the steps taken
-        norms = []  # of the mini-batches, NaN where the step was skipped
-        done = common.progress_of(self.config.ppo_epochs * len(rows), "policy", "rows")
-        if self.run.offload:
-            common.move_state(self.optimizer, self.device)
-        groups = common.by_prompt(rows)
-        for epoch in range(self.config.ppo_epochs):
-            ordered = common.shuffled_rows(groups, self.run.seed, self.updates, epoch)
-            for first in range(0, len(ordered), self.config.ppo_mini_batch_size):
-                mini = ordered[first : first + self.config.ppo_mini_batch_size]
-                norms.append(self.step(batch, mini, totals, done))
-        self.updates += 1
-        lr = self.optimizer.param_groups[0]["lr"]
-        return common.update_metrics("actor", "pg_loss", totals, norms, lr)
-
-    def loss(self, micro, log_probs_T, entropy_T):
-        """-> (the loss to minimise, 0-dim; for each metric, the sum over the actions)."""
-        c = self.config
-        mask_T = micro.response_mask.to(self.device, non_blocking=True)
-        weights_T = micro.weights
-        if c.tis_cap:  # the engine's mu sampled the tokens: rho of IMPALA, 1802.01561, section 4.1
-            rho_T = (micro.old_log_probs - micro.rollout_log_probs).exp()
-            weights_T = weights_T * rho_T.clamp(max=c.tis_cap)
-        outside_T = torch.zeros_like(mask_T)
-        if c.ratio_band:  # SAO, 2607.07508
-            ratio_T = (log_probs_T.detach() - micro.rollout_log_probs).exp()
-            outside_T = mask_T & (ratio_T != ratio_T.clamp(*c.ratio_band))
-            weights_T = weights_T * ~outside_T
-        columns = (log_probs_T, micro.old_log_probs, micro.advantages, mask_T, weights_T)
-        loss, clipped, dual = policy_loss(
-            *columns, c.clip_ratio_low, c.clip_ratio_high, c.clip_ratio_c
-        )
-        ref_kl_T = kl_penalty(log_probs_T, micro.ref_log_probs, c.kl_loss_type)
-        whole = loss
-        for coef, x_T in ((c.kl_loss_coef, ref_kl_T), (-c.entropy_coeff, entropy_T)):
-            if coef:  # else the term is left out, even if it is NaN
-                whole = whole + coef * (micro.weights * x_T).sum()
-        sums = {
-            "pg_loss": loss,
-            "pg_clipfrac": clipped,
-            "pg_clipfrac_lower": dual,
-            "pg_outside": outside_T.sum(),
-            "ppo_kl": (micro.old_log_probs - log_probs_T).sum(),
-            "kl_loss": ref_kl_T.sum(),
-            "entropy": entropy_T.sum(),
-            "actions": mask_T.sum(),
-        }
-        return whole, {name: x.detach().double() for name, x in sums.items()}
-
-    def step(self, batch, mini, totals, done):
-        """Takes one optimizer step on the Rows of a mini-batch -> gradient norm before clipping.
-        Adds to totals. All ranks skip the step if the norm is not finite or the mini-batch has no
-        action."""
-        if not any(row.actions for row in mini):
-            return nan
-        config = self.config
-        table = self.plan_micro_batches(mini)
-        local = self.fetch(batch, table)
-        local.weights = common.loss_weights(
-            local, config.loss_agg_mode, self.run.max_response_length, rows=mini
-        )
-        pieces = self.cut(local, table)
-        sums = collections.Counter()
-        for piece in pieces:
-            micro = self.micro_batch(piece)
-            loss, part = self.loss(micro, *self.model(micro, self.run.temperature))
-            # the loss is a sum over ranks, but FSDP averages their gradients
-            (loss * WORLD_SIZE).backward()
-            sums.update(part)
-            done(len(mini) / len(pieces))
-        norm = float(
-            nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip).full_tensor()
-        )
-        if isfinite(norm):
-            warm = min(1.0, (self.optimizer_steps + 1) / max(config.lr_warmup_steps, 1))
-            self.optimizer.param_groups[0]["lr"] = config.lr * warm
-            self.optimizer.step()
-            self.optimizer_steps += 1
-            totals.update(sums)
-        self.optimizer.zero_grad()
-        return norm
-
-    def weights(self, dtype=torch.float32):
-        """Yields (name, full tensor) for each weight of the language model, one at a time (a
-        collective)."""
-        for name, p in self.model.lm.named_parameters():
-            yield name, p.detach().to(dtype).full_tensor()
-
-    def checkpoint_tensors(self):
-        """All state as one flat dict of tensors, which share memory with the model and the
-        optimizer."""
-        tensors = {}
-        for name, p in self.model.named_parameters():
-            tensors[f"model.{name}"] = p.detach()
-            tensors |= {f"optimizer.{name}.{key}": x for key, x in self.optimizer.state[p].items()}
-        return tensors
-
-    def checkpoint_writer(self, copy):
-        """-> write(tmp, group), which saves the current state. copy: a snapshot, while training
-        goes on."""
-        tensors = self.checkpoint_tensors()
-        if copy:
-            tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
-        state = {
-            "updates": self.updates,
-            "optimizer_steps": self.optimizer_steps,
-            "shape": self.shape,
-        }
-
-        def write(tmp, group=None):
-            writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True)
-            dcp.save(tensors, storage_writer=writer, process_group=group)
-            common.write_json(f"{tmp}/trainer.json", state)
-
-        return write
-
-    def load_checkpoint(self, folder):
-        """Restores what checkpoint_writer wrote on any world size. UserError: damaged or of another
-        model."""
-        saved = self.backend.open_checkpoint(folder, self.shape)
-        with blame(f"--resume {folder}: does not fit this actor"):
-            dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))
-        self.updates = saved["updates"]
-        self.optimizer_steps = saved["optimizer_steps"]
-
-    def export_hf(self, folder, tokenizer):
-        """Writes the language model as a Hugging Face folder (a collective); rank 0 gathers the
-        weights."""
-        state = {name: weight.cpu() for name, weight in self.weights() if RANK == 0}
-        with common.published(folder) as tmp:
-            if RANK == 0:
-                self.model.lm.save_pretrained(tmp, state_dict=state)
-                tokenizer.save_pretrained(tmp)
-
-
-def stop_tokens(config, tokenizer):
-    """Token ids that end a turn: the tokenizer's EOS, and those of generation_config.json, if it
-    exists."""
-    more = None
-    with suppress(OSError, ValueError):
-        if config.model not in common.TINY:
-            more = GenerationConfig.from_pretrained(config.model).eos_token_id
-    more = more if isinstance(more, list) else [more]
-    return sorted({tokenizer.eos_token_id, *more} - {None})
-
-
-def stop_texts(run, tokenizer):
-    """transformers' criteria for the texts of --stop. UserError: the tokenizer cannot write one."""
-    criteria = StoppingCriteriaList()
-    for text in run.stop:
-        with blame(f"--stop {text}: does not fit the tokenizer"):
-            criteria.append(StopStringCriteria(tokenizer, text))
-    return criteria
-
-
-# ---- The loop ------------------------------------------------------------------------------------
-
-
-def learn_to_add(run, task, folder):
-    """Supervised warm-up on a noisy adder (rank 0): PPO needs an actor that is sometimes right."""
-    with common.published(folder) as tmp:
-        if RANK == 0:
-            model_config = deepcopy(task.model_config)
-            # with the usual 0.02, so narrow a model hardly learns
-            model_config.initializer_range = 0.1
-            lm, _ = common.load_model(AutoModelForCausalLM, run.actor, model_config, run.seed)
-            optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
-            rows = common.read_rows(
-                common.toy_rows(8192, run.seed, slips=(0.75, 0.6), answers=1, gives_up=False),
-                task.tokenizer,
-            )
-            columns = (rows.input_ids, rows.response_mask)
-            ids_BL, mask_BL = (pad_sequence(x_T.split(rows.lengths), True) for x_T in columns)
-            labels_BL = torch.where(mask_BL, ids_BL, -100)
-            for _ in progress(range(run.supervised_steps), "supervised", "steps"):
-                picked = torch.randperm(len(rows))[:256]
-                loss = lm(ids_BL[picked], labels=labels_BL[picked]).loss
-                loss.backward()
-                nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-            lm.save_pretrained(tmp)
-            task.tokenizer.save_pretrained(tmp)
-            print0(f"supervised {run.supervised_steps} steps x 256 rows, loss {loss:.3f}: {folder}")
-
-
-def rows_of_rank(prompts, n=1):
-    """This rank's share of n empty replies to each prompt; the row_ids of one prompt are
-    consecutive."""
-    return [Reply(prompts[i // n], i) for i in range(RANK, len(prompts) * n, WORLD_SIZE)]
+# ---- The switch between generating and training --------------------------------------------------
 
 
 class Phases:
-    """`with phases("actor", actor):` times a phase; with --offload only its workers are on the
+    """`with phases("actor", actor):` times a phase. With --offload, only its workers are on the
     device."""
 
     def __init__(self, offload):
@@ -1804,532 +2298,7 @@ class Phases:
         return metrics
 
 
-def score(run, reward, phases, replies):
-    """Scores the caller's rows, failed ones as 0 -> (all ranks' rewards, their mean, failures)."""
-    with phases("reward", run.reward_model and reward.worker):
-        answers = reward.ask_all(replies) if run.reward_model else ask_all(reward, replies)
-    poll()
-    for reply, (made, fault) in zip(replies, answers):
-        reply.fault = reply.fault or fault or fault_of_reward(made)
-        if reply.fault:
-            continue
-        if isinstance(made, dict):
-            reply.parts = made
-            made = reply.parts.pop("score")
-        reply.score = made
-
-    # all ranks need the numbers and one fault to name, but no texts
-    faults = [reply.fault for reply in replies if reply.fault]
-    parts = of_all_ranks(([reply.score for reply in replies], len(faults), faults[:1]))
-    scores, counts, named = zip(*parts)
-    rewards = list(chain(*scores))
-    failed = sum(counts)
-    first = next(chain(*named), "")
-    if failed == len(rewards):
-        flags = "--reward, --reward-model, --environment"
-        raise UserError(f"{flags}: all {failed} rows failed: {first}")
-    if failed:
-        print0(f"{failed} rows failed and count as 0: {first.encode(errors='replace').decode()}")
-    return rewards, sum(rewards) / len(rewards), failed
-
-
-def part_means(replies):
-    """Metrics: means of the parts of rewards, over all ranks' rows that have them (a
-    collective)."""
-    numbers = {}
-    for parts in chain(*of_all_ranks([reply.parts for reply in replies if reply.parts])):
-        for name, x in parts.items():
-            numbers.setdefault(f"reward/{name}", []).append(x)
-    return {name: sum(some) / len(some) for name, some in numbers.items()}
-
-
-print_once = cache(print0)  # of equal lines only the first is printed
-
-
-def mean_turns(replies, run, task):
-    """Metrics: the policy's turns per row, over all ranks, if there is an environment (a
-    collective). Says once why no row had a second one."""
-    if not task.observe:
-        return {}
-    mine = []
-    for reply in replies:
-        end = "were ended by the environment, or by --max-turns"
-        if not reply.finished:
-            end = "left no room for the environment within --max-response-length"
-            if len(reply.ids) >= run.max_response_length:
-                end = "reached --max-response-length, but neither the end-of-sequence token nor a --stop text"
-        mine.append((ceil(len(reply.turns) / 2), end))  # policy, environment, policy ...
-
-    turns, ends = zip(*chain(*of_all_ranks(mine)))
-    if max(turns) == 1:
-        print_once(f"hint       no row of a step had a second turn: most {statistics.mode(ends)}")
-    return {"rollout/turns": sum(turns) / len(turns)}
-
-
-def rollout_metrics(batch, run, dtype):
-    """Metrics of all ranks' rows. UserError: engine and actor, with equal weights, disagree on
-    log-probs."""
-    mask_T = batch.response_mask
-    off_A = (batch.rollout_log_probs - batch.old_log_probs)[mask_T]
-    # top_p raises the engine's log-probs of the kept tokens by up to -log top_p, which is no error
-    off_A = (off_A - off_A.clamp(0, -log(run.top_p))).abs()
-    kl_A = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)[mask_T]
-    rows, tokens, actions, truncated = common.add_up(
-        len(batch), len(mask_T), len(off_A), int(batch.truncated.sum())
-    )
-    off, kl = common.add_up(float(off_A.double().sum()), float(kl_A.double().sum()))
-    most = max(of_all_ranks(max(off_A.tolist(), default=0.0)))
-    off /= actions
-    if not off < (1e-3 if dtype == torch.float32 else 0.5):
-        raise UserError(
-            f"--actor.model {run.actor.model}: the rollout is off the actor by {off:.1e} nats a token:"
-            " either Policy computes other logits than the model, or packed rows see each other"
-        )
-    return {
-        "rollout/actions": actions / rows,
-        "rollout/tokens": tokens,
-        "rollout/truncated": truncated / rows,
-        "rollout/log_prob_diff": off,
-        "rollout/log_prob_diff_max": most,
-        "kl/reference": kl / actions if run.kl_coef or run.actor.kl_loss_coef else nan,
-    }
-
-
-def evaluate(replies, run, reward, phases, step, logger):
-    """Logs the rewards of replies to held-out prompts, writes them to samples.json, those of a
-    run's first evaluation also to samples_first.json, and prints two."""
-    rewards, mean, faults = score(run, reward, phases, replies)
-    mine = [{
-        "prompt": reply.prompt.text, "response": reply.text,
-        "reward": reply.score, "fault": reply.fault
-    } for reply in replies]  # fmt: skip
-    parts = on_rank_0(mine)
-    if RANK:
-        return
-    rows = list(chain(*parts))
-    name = "accuracy" if set(rewards) <= {0.0, 1.0} else "reward"
-    log = common.read_lines(f"{run.out_dir}/metrics.jsonl")
-    if not any("eval/reward" in row for row in log):  # a resumed run goes on with its log
-        common.write_json(f"{run.out_dir}/samples_first.json", rows)
-    logger.log(step, {"eval/reward": mean, f"eval/{name}": mean, "eval/errors": faults})
-    common.write_json(f"{run.out_dir}/samples.json", rows)
-    print0(f"held out   {name} {mean:z.3f}")
-    for row in rows[:2]:
-        said = f"  {row['prompt'][-60:]!r} -> {row['response'][-60:]!r}  reward {row['reward']:zg}"
-        print0(f"{said}  {row['fault'][:100]}".rstrip())
-
-
-def print_step(step, steps, m):
-    """Prints one aligned line on how a step went, in units a person reads."""
-    n = common.number
-    m = collections.defaultdict(lambda: nan, m)  # no actor metrics during --critic-warmup
-    left = common.time_left(m["perf/time_step"], steps - step)
-    print0(
-        f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:z.3f}"
-        f"  length {m['rollout/actions']:.1f}  kl {n(m['kl/reference'], '.3f')}"
-        f"  entropy {n(m['actor/entropy'], '.3f')}  clipped {n(m['actor/pg_clipfrac'], '.3f')}"
-        f"  |g| {n(m['actor/grad_norm'], '.2g'):>5}  skipped {n(m['actor/skipped_steps'], '.0f')}"
-        f"  value loss {n(m['critic/vf_loss'], '.4f')}"
-        f"  explained var {common.explained_number(m['critic/explained_var'], '.2f'):>5}"
-        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}  {where_time_went(m)}"
-    )
-
-
-def where_time_went(m):
-    """The phases that took at least 5 % of a step, as in `gen 7.2s reward 12s actor 950ms`."""
-    spent = {word: m[f"time/{name}"] for name, word in WORDS.items() if f"time/{name}" in m}
-    parts = []
-    for word, seconds in spent.items():
-        if seconds < 0.05 * sum(spent.values()):
-            continue
-        time = f"{seconds * 1000:.0f}ms"
-        if seconds >= 0.9995:
-            time = f"{seconds:.1f}s"
-        if seconds >= 9.95:
-            time = f"{seconds:.0f}s"
-        parts.append(f"{word} {time}")
-    return " ".join(parts)
-
-
-def print_sample(step, run, replies):
-    """Prints a training row as often as held-out ones are, also if there are none: the end of its
-    prompt, and its response. The first row of a step is rank 0's."""
-    if RANK or step % (run.eval_every or run.steps):
-        return
-    reply = replies[0]
-    print0(
-        f"sample     {reply.prompt.text[-60:]!r} -> {reply.text[-200:]!r}  reward {reply.score:g}"
-        f"  {reply.fault[:100]}".rstrip()
-    )
-
-
-WORDS = {  # phase -> how the step's line calls it; generation includes sync
-    "generation": "gen", "reward": "reward", "log_probs": "log-probs", "reference": "ref",
-    "critic": "critic", "actor": "actor", "checkpoint": "save"
-}  # fmt: skip
-CURVES = {  # panels of PPO's report -> {words: metric}
-    "mean reward": {"training prompts": "reward/mean", "held-out prompts": "eval/reward"},
-    "entropy of the policy": {"training prompts": "actor/entropy"},
-    "KL to the reference": {"training prompts": "kl/reference"},
-    "explained variance": {"training prompts": "critic/explained_var"},
-}
-SAMPLES_SHOWN = 4  # of each kind, in the report
-LONGEST = "the longest prompt with its response"
-
-
-def set_up(run):
-    """-> (run with the defaults of its task and actor filled in, Task). UserError: a mistake of the
-    user."""
-    check_flags(run)
-    run = with_defaults(run)
-    actor = run.actor
-    tokenizer, model_config = common.load_config(actor)
-    if tokenizer is None:
-        raise UserError(
-            f"--actor.tokenizer: {actor.model} has none, but prompts are text; give one"
-        )
-
-    # read the prompts
-    train = run.prompts
-    more = run.eval_prompts
-    if not run.prompts:
-        train = addition_rows(8192, run.seed)
-        more = addition_rows(512, run.seed, held_out=True)
-    prompts = load_prompts(train, "--prompts", run, tokenizer)
-    held_out = load_prompts(more, "--eval-prompts", run, tokenizer) if more else []
-
-    longest = max(len(prompt.critic_ids or prompt.ids) for prompt in prompts + held_out)
-    longest += run.max_response_length
-    known = max(tokenizer.get_vocab().values()) + 1
-    check_models(run, tokenizer, model_config, longest, known)
-    print0(
-        f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens\n"
-        f"rollout    at most {run.train_batch_size} prompts x {run.rollout_n} responses per step\n"
-        f"update     mini-batch rows: actor {actor.ppo_mini_batch_size},"
-        f" critic {run.critic.ppo_mini_batch_size}"
-    )
-    answers = [prompt.answer for prompt in prompts + held_out]
-    if None in answers:
-        print0(
-            f"answers    {answers.count(None):,} of {len(answers):,} prompts have no {run.answer_key!r}"
-        )
-    task = Task(
-        tokenizer=tokenizer,
-        model_config=model_config,
-        prompts=prompts,
-        held_out=held_out,
-        reward=load_function(run.reward, "--reward", run.reward_timeout),
-        observe=load_function(run.environment, "--environment", run.reward_timeout),
-        stop_ids=stop_tokens(actor, tokenizer),
-        stop_texts=stop_texts(run, tokenizer),
-        longest=longest,
-        known=known,
-    )
-    try_functions(run, task)
-    return run, task
-
-
-def with_defaults(run):
-    """The run with what its flags leave open: the defaults of its task, and of the critic's
-    model."""
-    addition = not run.prompts
-    actor = replace(run.actor, lr=run.actor.lr or (5e-4 if addition else 1e-6))
-    critic = replace(run.critic, lr=run.critic.lr or (1e-3 if addition else None))
-    if critic.model == "actor":
-        critic = replace(critic, model=actor.model, tokenizer=critic.tokenizer or actor.tokenizer)
-        if critic.override_config == "{}":
-            critic = replace(critic, override_config=actor.override_config)
-
-    reward = run.reward or (None if run.reward_model else "addition")
-    limit = run.max_response_length or (8 if addition else 256)
-    run = replace(run, actor=actor, critic=critic, reward=reward, max_response_length=limit)
-    if addition:
-        run = replace(run, prompt_key="prompt", answer_key="response")
-    return run
-
-
-def check_models(run, tokenizer, model_config, longest, known):
-    """UserError unless actor and critic can be built, and take rows of this length with these token
-    ids."""
-    actor = run.actor
-    critic = run.critic
-    theirs, critic_config = common.load_config(critic)
-    ids = Batch.blank(2)
-    ids.input_ids[0] = known - 1
-    for config, model in ((actor, model_config), (critic, critic_config)):
-        with blame(f"{config.prefix}model: does not fit these prompts"):
-            common.check_length(longest, LONGEST, model)
-            common.check_rows(ids, model)
-
-    if longest > actor.ppo_max_token_len_per_gpu:
-        raise UserError(
-            f"--actor.ppo-max-token-len-per-gpu: give at least {longest}, for {LONGEST}"
-        )
-    if theirs and tokenizer.get_vocab().items() - theirs.get_vocab().items():
-        raise UserError(
-            "--critic.tokenizer: has other token ids than the actor's; give both one tokenizer"
-        )
-
-    # without weights, which takes no time
-    module = critic_module(run.backend)
-    module.check_model_flags(critic, critic_config)
-    module.check_budget(critic, longest, LONGEST)
-    with blame(f"--actor.model {actor.model}: cannot be built"), torch.device("meta"):
-        AutoModelForCausalLM.from_config(deepcopy(model_config))
-
-
-def start_from(run, task, checkpoints):
-    """-> (run, step, KL coefficient) to start from. A toy run's actor starts from the supervised
-    one."""
-    folder = checkpoints.folder
-    step = 0
-    kl_coef = run.kl_coef
-    if folder:
-        common.verify(f"{folder}/loop.json")
-        with open(f"{folder}/loop.json") as file:
-            saved = json.load(file)
-        step = saved["step"]
-        if run.target_kl:
-            # 0: that run had no such term, and 0 would stay 0
-            kl_coef = saved["kl_coef"] or kl_coef
-        if step > run.steps:
-            raise UserError(f"--steps {run.steps}: {folder} has made {step} already; give more")
-    actor = run.actor
-    critic = run.critic
-    if run.supervised_steps and not run.prompts and actor.model in common.TINY:
-        start = realpath(f"{run.out_dir}/supervised")
-        theirs = realpath(f"{folder}/../../supervised")
-        if folder and exists(theirs):
-            common.verify(theirs)
-            if theirs != start:  # --resume auto must find it here later
-                copy_folder(theirs, start)
-        else:
-            learn_to_add(run, task, start)
-        fresh = {"model": start, "override_config": "{}"}
-        if (critic.model, critic.override_config) == (actor.model, actor.override_config):
-            critic = replace(critic, **fresh)
-        run = replace(run, actor=replace(actor, **fresh), critic=critic)
-    return run, step, kl_coef
-
-
-def copy_folder(source, folder):
-    """Copies a published folder (a collective)."""
-    with common.published(folder) as tmp:
-        if RANK == 0:
-            shutil.copytree(
-                source, tmp, dirs_exist_ok=True, ignore=shutil.ignore_patterns(common.MANIFEST)
-            )
-
-
-def save(checkpoints, phases, run, step, kl_coef, actor, critic, batch):
-    """Saves the whole state at the start of a step; prompts and samples follow from it and are not
-    saved.
-    UserError: the last update has ruined the weights. batch: any rows of this rank, to find out."""
-    with phases("log_probs", actor):
-        # raises if they are not finite
-        actor.compute_log_probs(batch.select(range(len(batch))[:1]))
-    with phases("critic", critic):
-        critic.check_values(batch)
-
-    with phases("checkpoint", actor, critic):
-        writers = [part.checkpoint_writer(run.async_save) for part in (actor, critic)]
-
-        def write(tmp, group):
-            for name, write_part in zip(("actor", "critic"), writers):
-                os.makedirs(f"{tmp}/{name}", exist_ok=True)
-                write_part(f"{tmp}/{name}", group)
-            common.write_json(f"{tmp}/loop.json", {"step": step, "kl_coef": kl_coef})
-
-        checkpoints.save(step, write)
-
-
-def build(run, task, device, checkpoints):
-    """Builds (actor, reference or None, critic, reward function or model, rollout engine without
-    weights), and loads the checkpoint of a resumed run. With --offload each is on the host while
-    the next is built."""
-    folder = checkpoints.folder
-
-    def away(worker):
-        if run.offload:
-            worker.offload()
-        return worker
-
-    halvings = checkpoints.halvings
-    actor = PolicyWorker(run, task, device)
-    actor.max_tokens = max(actor.max_tokens >> halvings, task.longest)
-    if folder:
-        actor.load_checkpoint(f"{folder}/actor")
-    away(actor)
-    reference = None
-    if run.kl_coef or run.actor.kl_loss_coef:
-        reference = away(PolicyWorker(run, task, device, trains=False))
-        reference.max_tokens = actor.max_tokens
-    reward = task.reward
-    if run.reward_model:
-        reward = RewardModel(run, task.tokenizer, halvings)
-        away(reward.worker).critic.between = poll
-
-    rows = max(run.rollout_batch_size >> halvings, 1)
-    if halvings:
-        print0(f"memory     ran out before, so --rollout-batch-size is lowered to {rows}")
-    engine_kind = HFRollout if run.rollout == "hf" else VLLMRollout
-    engine = away(engine_kind(replace(run, rollout_batch_size=rows), task, device))
-
-    # built last, because it seeds or restores torch's RNG
-    critic = critic_module(run.backend).CriticWorker(run.critic)
-    n = len(task.prompts)
-    size = ceil(n / ceil(n / run.train_batch_size))  # prompts per step: rows_of_step cuts evenly
-    minis = ceil(size * run.rollout_n / run.critic.ppo_mini_batch_size)
-    critic.init_model(run.steps * run.critic.ppo_epochs * minis)
-    if folder:
-        critic.load_checkpoint(f"{folder}/critic")
-    critic.set_budget(task.longest, LONGEST, halvings)
-    away(critic).critic.between = poll
-    return actor, reference, critic, reward, engine
-
-
-def main(run):
-    run, task = set_up(run)
-    device = common.setup_distributed(run.critic.timeout_minutes)
-    with critic_module(run.backend).Checkpoints(run) as checkpoints:
-        run, first_step, kl_coef = start_from(run, task, checkpoints)
-        actor, reference, critic, reward, engine = build(run, task, device, checkpoints)
-        logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
-        phases = Phases(run.offload)
-        groups = [(0, [prompt]) for prompt in task.prompts]  # each prompt is a group of its own
-        saved = first_step
-        batch = None
-        checkpoints.begin()
-        try:
-            for step in logger.profiled(range(first_step, run.steps + 1), run.profile_step):
-                last = step == run.steps
-                poll()
-                if step > saved and (last or checkpoints.every and step % checkpoints.every == 0):
-                    save(checkpoints, phases, run, step, kl_coef, actor, critic, batch)
-                    saved = step
-                checkpoints.wait(last)
-                held_out = (
-                    task.held_out if last or step % (run.eval_every or run.steps) == 0 else []
-                )
-                greedy = rows_of_rank(held_out)
-                with phases("generation", engine):
-                    with phases("sync", actor):
-                        engine.sync(actor.weights(engine.dtype))
-                    roll_out(engine, task, greedy, run, 0.0)
-                    if not last:
-                        picked = common.rows_of_step(step, groups, run.train_batch_size, run.seed)
-                        replies = rows_of_rank(picked, run.rollout_n)
-                        roll_out(engine, task, replies, run, run.temperature, f"{run.seed} {step}")
-                        batch = to_batch(replies)
-                if held_out:
-                    evaluate(greedy, run, reward, phases, step, logger)
-                if last:
-                    break
-                rewards, mean, faults = score(run, reward, phases, replies)
-                with phases("log_probs", actor):
-                    batch.old_log_probs = batch.ref_log_probs = actor.compute_log_probs(batch)
-                if reference:
-                    with phases("reference", reference):
-                        batch.ref_log_probs = reference.compute_log_probs(batch)
-                metrics = rollout_metrics(batch, run, engine.dtype)
-                metrics |= part_means(replies) | mean_turns(replies, run, task)
-                metrics |= {"reward/mean": mean, "reward/errors": faults, "kl/coef": kl_coef}
-                with phases("critic", critic):
-                    seen = to_batch(with_hints(replies)) if run.privileged_key else batch
-                    metrics |= assign_credit(
-                        batch, seen, [x.score for x in replies], kl_coef, run, critic
-                    )
-                    metrics |= critic.update_critic(seen)
-                if step >= run.critic_warmup:
-                    with phases("actor", actor):
-                        metrics |= actor.update_policy(batch)
-                    kl_coef = next_kl_coef(
-                        kl_coef, metrics["kl/reference"], len(rewards), run.target_kl
-                    )
-                logger.check_progress(metrics, "--critic.lr")
-                if run.dump_rollouts:
-                    write_jsonl(batch, f"{run.out_dir}/rollouts/step_{step + 1}.jsonl", replies)
-                metrics |= phases.take(metrics["rollout/tokens"])
-                logger.log(step + 1, metrics)
-                print_step(step + 1, run.steps, metrics)
-                print_sample(step, run, replies)
-        except SystemExit as stop:  # from poll, on all ranks
-            Stop.signal = 0  # else save would stop, too
-            if step > saved:
-                save(checkpoints, phases, run, step, kl_coef, actor, critic, batch)
-            checkpoints.wait()
-            checkpoints.leave(step, stop.code)
-        common.listen_no_more()
-        finish(run, task, batch, phases, actor, critic)
-
-
-def what_changed(out_dir):
-    """What training made of the policy, as write_report takes it, from what the run has left in
-    out_dir."""
-    log = common.read_lines(f"{out_dir}/metrics.jsonl")
-    key = "eval/reward"
-    words = "of the answers to held-out prompts"
-    rated = [row for row in log if key in row]
-    if len(rated) < 2:
-        key = "reward/mean"
-        words = "of the sampled responses"
-        rated = [row for row in log if key in row]
-    if not rated:
-        return None
-
-    first = rated[0]
-    last = rated[-1]
-    name = "accuracy" if "eval/accuracy" in first and "eval/accuracy" in last else "mean reward"
-    words += f", at step {first['step']} and at step {last['step']}"
-    numbers = {name: (f"{first[key]:.3f} → {last[key]:.3f}", words)}
-
-    # pairs of answers to one prompt; the order of rows depends on the number of ranks
-    pairs = []
-    if key == "eval/reward":
-        with suppress(OSError, ValueError), open(f"{out_dir}/samples_first.json") as file:
-            before = {row["prompt"]: row for row in json.load(file)}
-            with open(f"{out_dir}/samples.json") as file:
-                pairs = [
-                    (before[row["prompt"]], row)
-                    for row in json.load(file)
-                    if row["prompt"] in before
-                ]
-
-    kinds = {
-        "earn more than before": [(x, y) for x, y in pairs if y["reward"] > x["reward"]],
-        "earn less": [(x, y) for x, y in pairs if y["reward"] < x["reward"]],
-        "earn the same": [(x, y) for x, y in pairs if y["reward"] == x["reward"]],
-    }
-    for kind, some in kinds.items():
-        if pairs:
-            numbers[kind] = (f"{len(some):,}", f"of {len(pairs):,} held-out answers")
-    samples = {kind: some[:SAMPLES_SHOWN] for kind, some in kinds.items() if some}
-    return {"numbers": numbers, "samples": samples}
-
-
-def finish(run, task, batch, phases, actor, critic):
-    """Writes the report and both models. batch: the last step's rows, None if no step was left to
-    do."""
-    if batch is not None:
-        # copy: pickle sends a view's whole storage
-        parts = on_rank_0(batch.select(range(len(batch))))
-        if RANK == 0:
-            rows = common.concat(parts)
-            rows = rows.select(rows.row_id.argsort().tolist())
-            changed = what_changed(run.out_dir)
-            about = "rows of the last step"
-            if run.kl_coef:
-                about += ", their rewards minus the KL penalty"
-            common.write_report(
-                run.out_dir, rows, about, task.tokenizer, run.gamma, CURVES, changed
-            )
-    with phases("export", actor, critic):
-        actor.export_hf(f"{run.out_dir}/hf", task.tokenizer)
-        critic.export_hf(f"{run.out_dir}/critic_hf")
-    print0(
-        f"saved      {run.out_dir}: checkpoints/step_{run.steps}, hf, critic_hf, report.html,"
-        " metrics.jsonl, tensorboard"
-    )
+# ---- The command line ----------------------------------------------------------------------------
 
 
 def start():
@@ -2340,5 +2309,435 @@ def start():
         end_workers()
 
 
+def parse(args):
+    """The command line as a Run. --critic is read first, because --critic.* flags depend on it."""
+    # which critic
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--critic", nargs="?", default="fsdp")
+    backend = first.parse_known_args(args)[0].critic
+    if backend not in ("fsdp", "megatron"):
+        wrong = f"--critic {backend or ''}: must be fsdp or megatron"
+        raise UserError(f"{wrong}; flags of the critic are --critic.*")
+
+    # all flags; those of the critic have two defaults of their own here
+    critic = critic_flags(backend)(
+        model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size
+    )
+    run, unknown = critic_module(backend).read_flags(
+        Run,
+        args=args,
+        default=Run(critic=critic),
+        description=__doc__,
+        console_outputs=RANK == 0,
+        return_unknown_args=True,
+    )
+    if unknown:
+        hint = meant_by(unknown[0], backend)
+        wrong = f"{unknown[0]}: unknown with --critic {backend}"
+        raise UserError(f"{wrong}; {hint}--help explains all flags")
+    return run
+
+
+def critic_module(backend):
+    """Imports critic_fsdp or critic_megatron, and only the one that is used."""
+    return import_module(f"critic_{backend}")
+
+
+@cache
+def critic_flags(backend):
+    """The critic's Config; in this script its flags begin with --critic."""
+
+    class Config(critic_module(backend).Config):
+        prefix = "--critic."
+
+    return Config
+
+
+def flags_with(backend):
+    """All flags that exist with this critic, and the --no- form of those that are on or off."""
+    flags = []
+    for kind in (critic_flags(backend), ActorConfig, VLLMConfig, Run):
+        prefix = getattr(kind, "prefix", "--")
+        for flag in fields(kind):
+            name = flag.name.replace("_", "-")
+            flags.append(f"{prefix}{name}")
+            if flag.type is bool:
+                flags.append(f"{prefix}no-{name}")
+    return [flag for flag in flags if flag not in ("--actor", "--vllm", "--backend")]
+
+
+def meant_by(word, backend):
+    """What the user may have meant by a flag that is unknown with this critic: the start of a hint,
+    or an empty text."""
+    if not word.startswith("-"):
+        return ""
+    other = "megatron" if backend == "fsdp" else "fsdp"
+    flags = {backend: flags_with(backend)}
+    with suppress(Exception):  # Megatron-Core may be absent
+        flags[other] = flags_with(other)
+
+    # the prefix may be missing, so only names count: first the same one, then one that is similar
+    name_of = lambda flag: flag.lstrip("-").rpartition(".")[2]
+    word = word.partition("=")[0].replace("_", "-")
+    for likeness, critic in product((1.0, 0.75), flags):
+        names = [name_of(flag) for flag in flags[critic]]
+        near = difflib.get_close_matches(name_of(word), names, n=1, cutoff=likeness)
+        meant = [flag for flag in flags[critic] if name_of(flag) in near]
+        if "." in word and meant:
+            meant = difflib.get_close_matches(word, meant, n=1, cutoff=0.0)
+        if meant and critic == other:
+            it = "it" if meant[0] == word else meant[0]
+            return f"{it} is a flag of --critic {other}; "
+        if meant:
+            return f"perhaps you meant {' or '.join(meant)}; "
+    return ""
+
+
+def check_flags(run):
+    """Raises UserError for flags that cannot work, before any process group or model is built."""
+    critic_script = critic_module(run.backend)
+    mistake = critic_script.out_of_range(run)
+    mistake = mistake or mistake_in(run)
+    mistake = mistake or critic_script.mistake_in(run.critic)
+    if mistake:
+        raise UserError(mistake)
+
+
+def mistake_in(run):
+    """What is wrong with the flags of a Run that are not the critic's: one line, or None."""
+    # the task
+    if run.eval_prompts and not run.prompts:
+        return "--eval-prompts: needs --prompts; addition has its own"
+    if run.prompts and not (run.reward or run.reward_model):
+        return "--reward or --reward-model: --prompts needs one"
+    if run.reward and run.reward_model:
+        return "--reward, --reward-model: give only one"
+
+    # the algorithm
+    if run.target_kl and not run.kl_coef:
+        return "--target-kl: adapts --kl-coef, which must be above 0"
+    if run.lam_policy is not None and run.first_token_credit:
+        return "--lam-policy: excludes --first-token-credit"
+    if run.actor.ratio_band:
+        low, high = run.actor.ratio_band
+        if low >= high:
+            return "--actor.ratio-band: LOW must be below HIGH"
+
+    # the rollout, and memory
+    if run.rollout == "vllm" and not util.find_spec("vllm"):
+        return "--rollout vllm: needs vllm, see README.md"
+    if WORLD_SIZE % run.vllm.tensor_parallel_size:
+        return f"--vllm.tensor-parallel-size: must divide the {WORLD_SIZE} ranks"
+    if run.critic.ppo_max_token_len_per_gpu == "auto" and not run.offload:
+        return (
+            "--critic.ppo-max-token-len-per-gpu auto: leaves the actor no memory;"
+            " add --offload or give auto:GIB"
+        )
+
+    # a run sets aside its checkpoints and replaces its exports, so no model may come from them
+    ours = [realpath(f"{run.out_dir}/{name}") for name in ("hf", "critic_hf", "checkpoints")]
+    loaded = (run.actor.model, run.critic.model, run.reward_model or "")
+    theirs = [f"{realpath(name)}/" for name in loaded if name]
+    if any(path.startswith(f"{own}/") for path in theirs for own in ours):
+        return (
+            f"--out-dir {run.out_dir}: the run would replace a model there that it loads;"
+            " give another"
+        )
+    return None
+
+
+# ---- The user's functions: each thread has a worker process that calls them ----------------------
+
+THREADS = ThreadPoolExecutor(16)  # each asks a worker process of its own
+
+
+class Worker(NamedTuple):
+    process: subprocess.Popen
+    pipe: Any  # a Connection to it
+
+
+def load_function(name, flag, seconds):
+    """Returns a built-in reward, or for FILE.py:FUNCTION what in_workers makes of it."""
+    if not name or name in REWARDS:
+        return REWARDS.get(name)
+    path, _, function = name.rpartition(":")
+    if not path:
+        built_in = f", or {' or '.join(REWARDS)}" if flag == "--reward" else ""
+        raise UserError(f"{flag} {name}: must be FILE.py:FUNCTION{built_in}")
+    try:
+        return in_workers(path, function, seconds)
+    except (UserError, OSError) as error:
+        raise UserError(f"{flag} {name}: {error}") from None
+
+
+def in_workers(path, function, seconds):
+    """Returns an ask(*row) that runs attempt(FUNCTION of the file, *row) in the thread's own worker
+    process, a fresh interpreter, because a fork with threads may hang. UserError: the file or the
+    name is wrong."""
+    # a worker runs the last chapter of this file alone: the imports at the top take ten seconds
+    with open(__file__, encoding="utf8") as file:
+        source = file.read()
+    program = source[source.rindex("# ---- In a worker process") :]
+    folder = os.path.dirname(os.path.abspath(__file__))
+    command = [sys.executable, "-u", "-c", program, "serve", folder, path, function]
+
+    mine = threading.local()  # has the thread's worker
+    numbers = count(1)  # one for each row, so that no other row gets its answer
+
+    def ask(*row):
+        number = next(numbers)
+        try:
+            if getattr(mine, "worker", None) is None:
+                mine.worker = start_worker(command)
+            with suppress(OSError):  # the worker has died, which hear finds, too
+                mine.worker.pipe.send((number, row))
+        except (UserError, OSError, RecursionError) as error:  # no worker starts; a row too nested
+            return None, str(error)
+
+        answer = hear(mine.worker, number, seconds)
+        if answer is None:
+            mine.worker = None
+            return None, f"no answer within {seconds:g} s, or its process has died"
+        return answer
+
+    # the first one shows whether the file and the name are right; each thread starts its own
+    start_worker(command)
+    return ask
+
+
+def start_worker(command):
+    """Starts a Worker. UserError: it cannot import the function."""
+    ours, theirs = Pipe()
+    with theirs:  # Ctrl-C does not reach a process group of its own
+        process = subprocess.Popen(command, stdin=theirs, process_group=0)
+    WORKERS.add(process.pid)
+    worker = Worker(process, ours)
+
+    # it first sends what is wrong with the file or the name, and takes its time for that
+    wrong, fault = hear(worker, 0, inf) or (None, "its process has died")
+    if wrong or fault:
+        raise UserError(wrong or fault)
+    return worker
+
+
+def hear(worker, number, seconds):
+    """The worker's answer to this row. None, and the worker is ended, if it is late or has died."""
+    until = perf_counter() + seconds
+    with suppress(EOFError, OSError):
+        while perf_counter() < until:
+            alive = worker.process.poll() is None  # if not, what it started may hold the pipe open
+            if worker.pipe.poll(min(until - perf_counter(), 0.5)):
+                heard, answer = worker.pipe.recv()
+                if heard == number:
+                    return answer
+            elif not alive:
+                break
+
+    # the worker and the programs that it started are one process group
+    with suppress(OSError):
+        os.killpg(worker.process.pid, signal.SIGKILL)
+    WORKERS.discard(worker.process.pid)
+    return None
+
+
+def ask_all(function, replies):
+    """attempt(function, *row) for each reply, in order; once the run is to stop, only for some.
+    Built-in rewards run in this thread. (A fork may pass partial(attempt, function): it runs in
+    other threads, without time-out.)"""
+    rows = []
+    for reply in replies:
+        named = (reply.turns, not reply.finished, reply.ids)  # in the order of NAMED
+        rows.append((reply.prompt.text, reply.text, reply.prompt.answer, *named))
+    if function in REWARDS.values():
+        return [attempt(function, *row) for row in rows if not Stop.signal]
+
+    futures = [THREADS.submit(function, *row) for row in rows]
+    for future in progress(futures, "functions", "rows"):
+        while not future.done() and not Stop.signal:
+            wait([future], 0.5)
+    return [future.result() for future in futures if not future.cancel() and future.done()]
+
+
+# ---- In a worker process: calls the user's function ----------------------------------------------
+
+# a worker runs this chapter alone (python -c, see in_workers), so what it needs is imported here
+
+import asyncio
+import ctypes
+import difflib
+import inspect
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from importlib import import_module, util
+from multiprocessing.connection import Connection
+
+LOOP = asyncio.new_event_loop()  # of all async rows: a client stays with the loop it meets first
+DRIVES = threading.Lock()  # held by the thread that runs the loop
+# what a function gets only if it has an argument of that name
+NAMED = ("turns", "truncated", "tokens")
+
+
+def serve(folder, path, name):
+    """Imports the function and answers the rank's numbered rows until it exits. folder: the
+    script's."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with it, even in a row
+    sys.path[0] = folder  # as if it ran the script
+
+    # programs started by the function must not read the pipe
+    pipe = Connection(os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+    def answer(number, function, *row):
+        asyncio.set_event_loop(LOOP)  # for futures that the function makes and returns
+        pipe.send((number, attempt(function, *row, file=file)))
+
+    file = os.path.abspath(path)  # before the user's code may change the directory
+    function = None
+
+    def load():
+        nonlocal function
+        module = import_file(path)
+        function = getattr(module, name, None)
+        if not callable(function):
+            others = ", ".join(functions_of(module, name)) or "none"
+            return f"{path} has no function {name!r}; it has {others}"
+
+    with suppress(EOFError, OSError):
+        answer(0, load)
+        while True:
+            number, row = pipe.recv()
+            answer(number, function, *row)
+
+    # the processes of a pool would wait for work for ever
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.killpg(0, signal.SIGTERM)
+    os._exit(0)
+
+
+def import_file(path):
+    """Imports the file as a module of its own name, next to its neighbours: pickle, process pools,
+    pydantic and typing look for what it defines in sys.modules."""
+    path = os.path.abspath(path)
+    stem = os.path.splitext(os.path.basename(path))[0]
+
+    # a random.py must not replace Python's, neither in sys.modules nor by coming first in sys.path
+    if stem in sys.stdlib_module_names:
+        with suppress(ImportError):
+            import_module(stem)
+    if stem in sys.modules:
+        stem = f"user_{stem}"
+    sys.path.insert(0, os.path.dirname(path))
+
+    # the module is registered before it runs, because its own classes may look for it
+    spec = util.spec_from_file_location(stem, path)
+    if spec is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = util.module_from_spec(spec)
+    sys.modules[stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def functions_of(module, name):
+    """Names of the functions that a module defines, the one that is most like `name` first."""
+    own = []
+    for key, x in vars(module).items():
+        defined_here = getattr(x, "__module__", "") == module.__name__
+        if callable(x) and not inspect.isclass(x) and defined_here:
+            own.append(key)
+    return difflib.get_close_matches(name, own, n=len(own) or 1, cutoff=0.0)
+
+
+def attempt(function, *row, file=""):
+    """Calls the function, and awaits it if it is async -> (its result, see plain, and ""), or
+    (None, what went wrong). row: prompt, response, answer, and the values of NAMED. file: the
+    function's, of which faults name the line."""
+    process = os.getpid()
+    status = 0
+    parameters = {}
+    with suppress(Exception):  # some built-in functions have no signature
+        parameters = inspect.signature(function).parameters
+
+    try:
+        more = {name: x for name, x in zip(NAMED, row[3:]) if name in parameters}
+        made = function(*row[:3], **more)
+        if inspect.isawaitable(made):
+            made = awaited(made)
+        answer = plain(made), ""
+    except BaseException as error:  # sys.exit, too, fails the row and not the run
+        answer = None, words_of(error, file)
+        status = 1
+        if isinstance(error, SystemExit):
+            status = error.code or 0
+
+    # a child that the function forks may come here, too: it ends like a script and answers nothing
+    if os.getpid() != process:
+        os._exit(status & 255 if isinstance(status, int) else 1)
+    return answer
+
+
+def awaited(awaitable):
+    """Its result, from LOOP. The thread that runs the loop also runs the rows of other threads."""
+
+    async def outcome():
+        try:
+            return await awaitable, None
+        except BaseException as error:  # sys.exit would end the loop itself
+            return None, error
+
+    future = asyncio.run_coroutine_threadsafe(outcome(), LOOP)
+    with DRIVES:
+        made, error = LOOP.run_until_complete(asyncio.wrap_future(future, loop=LOOP))
+    if error is not None:
+        raise error
+    return made
+
+
+def plain(made):
+    """What a function has returned as an exact str, float or None, or a dict of exact str -> float:
+    the rank cannot unpickle the user's classes."""
+    if made is None:
+        return None
+    if isinstance(made, str):
+        return str.__str__(made)
+    if not isinstance(made, dict):
+        return float(made)
+
+    numbers = {}
+    for name, x in made.items():
+        name = str.__str__(name).encode(errors="replace").decode()
+        try:
+            numbers[name] = float(x)
+        except (TypeError, ValueError):
+            raise TypeError(f"{name!r} must be a number, not {x!r:.40}") from None
+    return numbers
+
+
+def words_of(error, file):
+    """The error that is being handled, in one line, and where in the user's file it arose. The text
+    of a user's exception may itself raise."""
+    try:
+        text = str(error)
+    except BaseException:
+        text = "its text cannot be made"
+    words = f"{type(error).__name__}: {' '.join(text.split()):.300}"
+
+    # the deepest line of the user's file, because what it calls in libraries is rarely at fault
+    place = ""
+    _, _, at = sys.exc_info()
+    while at:
+        code = at.tb_frame.f_code
+        if code.co_filename == file:
+            place = f" at {os.path.basename(file)}:{at.tb_lineno} in {code.co_name}"
+        at = at.tb_next
+    return words + place
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]:
+        serve(*sys.argv[2:])  # ends the process
     common.launch(start)

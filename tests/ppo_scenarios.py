@@ -25,8 +25,7 @@ REWARDS = pathlib.Path(rewards.__file__)
 # Every run starts from the same actor (of learn_to_add) and draws the same prompts and random
 # numbers. A step has 2 epochs of 2 mini-batches, a KL in the reward with an adaptive coefficient,
 # and a KL in the loss. Tokens are sampled from the nucleus at a low temperature, and carry
-# importance weights. With an --actor.lr of 1e-3, rounding errors would make the runs differ by step
-# 4.
+# importance weights. With --actor.lr 1e-3, rounding errors would make the runs differ by step 4.
 TOY = (
     "--supervised-steps", "0", "--steps", "4", "--train-batch-size", "32", "--rollout-n", "2",
     "--save-every", "2", "--eval-every", "2", "--critic-warmup", "1", "--lam-policy", "0.95",
@@ -46,13 +45,15 @@ GOLDEN = {  # the same run on these ranks with these flags
 
 
 def toy(folder, name, *flags):
-    """A run on 128 prompts, and 32 to evaluate on, without its report, because matplotlib takes a
-    second."""
+    """A run on 128 prompts, and 32 to evaluate on, without a report: matplotlib takes a second."""
     common.write_report = lambda *_: None
     rows = ppo_loop.addition_rows
-    ppo_loop.addition_rows = lambda _, *args, **more: list(rows(256, *args, **more))[
-        : 32 if more else 128
-    ]
+
+    def fewer_rows(_, seed, **held_out):
+        n = 32 if held_out else 128
+        return list(rows(256, seed, **held_out))[:n]
+
+    ppo_loop.addition_rows = fewer_rows
     own = ("--actor.model", str(folder / "actor"), "--out-dir", str(folder / name))
     ppo_loop.main(ppo_loop.parse([*own, *TOY, *flags]))
 
@@ -65,14 +66,13 @@ def steps_of(out):
 def metrics_of(out):
     """(step, name) -> number, for all metrics that do not depend on the machine."""
     passing = ("perf/", "time/", "memory/")
-    rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
+    rows = common.read_lines(out / "metrics.jsonl")
     metrics = {(row["step"], name): x for row in rows for name, x in row.items() if name != "step"}
     return {key: x for key, x in metrics.items() if not key[1].startswith(passing)}
 
 
 def off(x, y):
-    """Relative difference; numbers below 1e-3 count as 1e-3, because some are only rounding
-    errors."""
+    """Relative difference; numbers below 1e-3 count as 1e-3: some are only rounding errors."""
     if x is None or y is None:  # null: not finite
         return 0.0 if x is y else math.inf
     return abs(x - y) / max(abs(x), abs(y), 1e-3)
@@ -82,6 +82,7 @@ def assert_same_run(ours, theirs, what):
     """All metrics of `theirs`, both exports and the last checkpoints are the same, bit for bit."""
     numbers = metrics_of(ours)
     other = [key for key, x in metrics_of(theirs).items() if numbers[key] != x]
+
     last = "checkpoints/step_4"
     for part in ("hf", "critic_hf", last, f"{last}/actor", f"{last}/critic"):
         a, b = (faults.state_of(out / part) for out in (ours, theirs))
@@ -92,29 +93,33 @@ def assert_same_run(ours, theirs, what):
 
 def assert_close_runs(runs, reference, most=1e-4, steps=None):
     """The metrics of all runs agree with those of the reference; prints how far they are off."""
-    for run in (reference, *runs):  # engine and actor differ only by rounding
+    # engine and actor differ only by rounding
+    for run in (reference, *runs):
         for diff, largest in (("rollout/log_prob_diff", 1e-6), ("rollout/log_prob_diff_max", 5e-5)):
             diffs = [x for (_, name), x in metrics_of(run).items() if name == diff]
             assert diffs and max(diffs) < largest, (run, diff, diffs)
-    expected = {
-        key: x for key, x in metrics_of(reference).items() if steps is None or key[0] in steps
-    }
-    expected = {key: x for key, x in expected.items() if "log_prob_diff" not in key[1]}
+
+    expected = {}
+    for (step, name), x in metrics_of(reference).items():
+        if "log_prob_diff" not in name and (steps is None or step in steps):
+            expected[step, name] = x
+
     for run in runs:
         numbers = metrics_of(run)
         errors = {key: off(numbers.get(key, math.inf), x) for key, x in expected.items()}
         worst = max(errors, key=errors.get)
-        words = f"by at most {errors[worst]:.1e}: {worst} {numbers.get(worst)} instead of {expected[worst]}"
-        print(f"{run.name}: off {reference.name} {words}")
+        words = f"{worst} {numbers.get(worst)} instead of {expected[worst]}"
+        print(f"{run.name}: off {reference.name} by at most {errors[worst]:.1e}: {words}")
         assert errors[worst] < most, (run, words)
 
 
 def sampled(out):
     """(step, row) -> its tokens, of every step."""
-    steps = {path.name: common.read_lines(path) for path in (out / "rollouts").iterdir()}
-    return {
-        (name, i): row["response_ids"] for name, rows in steps.items() for i, row in enumerate(rows)
-    }
+    tokens = {}
+    for path in (out / "rollouts").iterdir():
+        for i, row in enumerate(common.read_lines(path)):
+            tokens[path.name, i] = row["response_ids"]
+    return tokens
 
 
 def start(folder, *flags):
@@ -128,17 +133,18 @@ def samples_and_metrics_agree(folder, most):
     """Sampled tokens are equal, and metrics up to `most` -> the golden runs."""
     first, *others = (folder / name for name in GOLDEN)
     assert all(sampled(run) == sampled(first) for run in others)
-    # samples do differ from each other
-    assert len({tuple(ids) for ids in sampled(first).values()}) > 50
+    assert len({tuple(ids) for ids in sampled(first).values()}) > 50  # not all are the same
+
     assert_close_runs(others, first, most)
     return first, others
 
 
 def golden_runs_agree(folder):
     """They agree to 1e-4, and values of the first step to 1e-5: both critics load the same folder
-    and draw the same new value head. --dump-rollouts writes the rows of all ranks in the order of
-    one rank."""
+    and draw the same new value head. --dump-rollouts writes all rows in the order of one rank."""
     first, others = samples_and_metrics_agree(folder, 1e-4)
+
+    # the rows of the first step
     dump = lambda run: common.read_rows(str(run / "rollouts/step_1.jsonl"), None)
     expected = dump(first)
     assert len(expected) == 64
@@ -147,14 +153,18 @@ def golden_runs_agree(folder):
         for column in ("input_ids", "response_mask", "truncated", "token_level_rewards", "values"):
             pair = (getattr(rows, column), getattr(expected, column))
             torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
+
+    # the KL coefficient adapts as soon as the actor learns, by the KL of 64 rows
     coefs = [row["kl/coef"] for row in steps_of(first)]
-    # it adapts as soon as the actor learns
     assert coefs[:2] == [0.05] * 2 and len(set(coefs)) == 3, coefs
-    for row, after in zip(steps_of(first)[1:], coefs[2:]):  # by the KL of 64 rows
+    for row, after in zip(steps_of(first)[1:], coefs[2:]):
         assert after == ppo_loop.next_kl_coef(row["kl/coef"], row["kl/reference"], 64, 0.01), coefs
-    for run in (first, *others):  # before it learns, the actor is its own reference
+
+    # before it learns, the actor is its own reference
+    for run in (first, *others):
         assert steps_of(run)[0]["kl/reference"] == 0
         replies_belong_to_their_prompts(folder, run)
+
     for row in steps_of(first):
         assert 0.05 < row["reward/mean"] < 0.95  # something is earned, not all
         assert row["reward/errors"] == 0
@@ -164,11 +174,11 @@ def golden_runs_agree(folder):
 
 def replies_belong_to_their_prompts(folder, run):
     """Samples of the last evaluation equal greedy ones of transformers, prompt by prompt, and have
-    the reward of their own prompt; so have the rows of the first step, where there is no KL to pay
-    for yet."""
+    the reward of their own prompt. So have the rows of the first step, where no KL is paid yet."""
     lm = transformers.AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
     tokenizer, _ = common.load_config(ppo_loop.ActorConfig(model=str(folder / "actor")))
     answer_of = lambda text: str(sum(map(int, text[:-1].split("+"))))
+
     samples = json.loads((run / "samples.json").read_text())
     assert len(samples) == 32
     for row in samples[:8]:
@@ -176,9 +186,9 @@ def replies_belong_to_their_prompts(folder, run):
         special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
         out = lm.generate(ids, max_new_tokens=8, **special)[0, ids.shape[1] :]
         assert row["response"] == tokenizer.decode(out, skip_special_tokens=True), row
-        assert row["reward"] == rewards.right_digits(
-            None, row["response"], answer_of(row["prompt"])
-        )
+        answer = answer_of(row["prompt"])
+        assert row["reward"] == rewards.right_digits(None, row["response"], answer)
+
     for row in common.read_lines(run / "rollouts/step_1.jsonl"):
         prompt = tokenizer.decode(row["prompt_ids"])
         reply = tokenizer.decode(row["response_ids"], skip_special_tokens=True)
@@ -188,9 +198,8 @@ def replies_belong_to_their_prompts(folder, run):
 
 
 def one_row(folder, name, *flags):
-    """1 row a step, so the second rank has no prompts, rows or micro-batches. (With seed 0 the KL
-    of the second row is close to 0 by chance, and its rounding error above 1e-4.) Values explain
-    nothing here."""
+    """1 row a step, so the second rank has nothing to do. Values explain nothing here.
+    (With seed 0 the second row's KL is close to 0 by chance, and its rounding error above 1e-4.)"""
     own = "--train-batch-size 1 --rollout-n 1 --steps 2 --seed 1 --critic-where-it-helps"
     toy(folder, name, *own.split(), "--privileged-key", "response", *flags)
     if common.RANK == 0 and common.WORLD_SIZE == 2:
@@ -200,15 +209,12 @@ def one_row(folder, name, *flags):
 def goes_on(folder, name, layout, *flags):
     """A golden run's checkpoint of step 2 continues with the same steps 3 and 4: to 1e-4 on another
     layout or with the other critic; bit for bit on its own layout, also with --offload."""
-    out, whole = folder / f"{name}, on {layout}", folder / name
-    toy(
-        folder,
-        out.name,
-        *GOLDEN[layout][1],
-        *flags,
-        "--resume",
-        str(whole / "checkpoints" / "step_2"),
-    )
+    whole = folder / name
+    out = folder / f"{name}, on {layout}"
+    _, layout_flags = GOLDEN[layout]
+    resume = ("--resume", str(whole / "checkpoints" / "step_2"))
+    toy(folder, out.name, *layout_flags, *flags, *resume)
+
     if common.RANK == 0:
         assert [row["step"] for row in steps_of(out)] == [3, 4]
         assert_close_runs([out], whole, steps=(3, 4))
@@ -217,10 +223,7 @@ def goes_on(folder, name, layout, *flags):
 
 
 def update_of_the_actor(folder):
-    """Gradients before clipping, norm, metrics and weights of an update equal those of one rank:
-    gradients to 1e-6 of the largest of their tensor, and so do weights. But AdamW's first step is
-    the learning rate times the sign of the gradient, which may be either where it is almost 0, as
-    for keys' biases."""
+    """Gradients before clipping, norm, metrics and weights of an update equal those of one rank."""
     cut = {"ppo_max_token_len_per_gpu": 48, "loss_agg_mode": "seq-mean-token-mean"}
     for name, n, fields in (
         ("21 rows", 21, {"entropy_coeff": 0.01, "kl_loss_coef": 0.1}),
@@ -234,43 +237,56 @@ def update_of_the_actor(folder):
         if common.WORLD_SIZE == 1:
             torch.save(ours, path)
             assert norm > 0.11 and len(ours["gradients"]) > 20, name  # the gradient is clipped
+
         theirs = torch.load(path, weights_only=False)
         for key, x in theirs["metrics"].items():
             assert off(ours["metrics"][key], x) < (1e-6 if "norm" in key else 1e-5), (name, key)
-        assert ours["gradients"].keys() == theirs["gradients"].keys() == ours["weights"].keys(), (
-            name
-        )
-        largest = max(x.abs().max() for x in theirs["gradients"].values())
-        for key, g in theirs["gradients"].items():
-            size = g.abs().max()
-            if size > 1e-6 * largest:  # else the whole tensor is rounding
-                assert (ours["gradients"][key] - g).abs().max() / size < 1e-6, (name, key)
-            weight = theirs["weights"][key]
-            moved = (ours["weights"][key] - weight).abs()
-            assert moved.max() < 2.1e-3, (name, key)
-            # a clipped gradient of 1e-6 is 100 times AdamW's eps
-            sure = (g.abs() >= 1e-2 * size) & (g.abs() * 0.1 / norm >= 1e-6)
-            assert (moved * sure).max() / weight.abs().max() < 1e-6, (name, key)
+        assert_same_step(ours, theirs, norm, name)
+
+
+def assert_same_step(ours, theirs, norm, name):
+    """Gradients and weights agree to 1e-6 of the largest of their tensor. But AdamW's first step is
+    the learning rate times the sign of the gradient, which may be either where it is almost 0, as
+    for keys' biases."""
+    names = theirs["gradients"].keys()
+    assert ours["gradients"].keys() == names == ours["weights"].keys(), name
+    largest = max(x.abs().max() for x in theirs["gradients"].values())
+
+    for key, g in theirs["gradients"].items():
+        size = g.abs().max()
+        if size > 1e-6 * largest:  # else the whole tensor is rounding
+            assert (ours["gradients"][key] - g).abs().max() / size < 1e-6, (name, key)
+
+        weight = theirs["weights"][key]
+        moved = (ours["weights"][key] - weight).abs()
+        assert moved.max() < 2.1e-3, (name, key)
+
+        # a clipped gradient of 1e-6 is 100 times AdamW's eps
+        sure = (g.abs() >= 1e-2 * size) & (g.abs() * 0.1 / norm >= 1e-6)
+        assert (moved * sure).max() / weight.abs().max() < 1e-6, (name, key)
 
 
 def one_update(path, n, fields):
     """Results of update_policy on random rows. All ranks load the rows that a run on one rank
-    saved, whose log-probs they must reproduce. Without the 2.0 below, the loss would be almost
-    0."""
+    saved, whose log-probs they must reproduce."""
     from helpers import captured_gradients
     from test_ppo_loop import batch_to_learn, policy
 
     fields = {"lr": 1e-3, "grad_clip": 0.1, "ppo_mini_batch_size": n, **fields}
     worker = policy(temperature=0.7, override_config="{}", **fields)
     if common.WORLD_SIZE > 1:
-        batch, before = (torch.load(path, weights_only=False)[name] for name in ("batch", "before"))
+        saved = torch.load(path, weights_only=False)
+        batch = saved["batch"]
+        before = saved["before"]
     else:
         batch = batch_to_learn(worker, n, seed=4)
-        batch.advantages = 5 * batch.advantages + 2.0 * batch.response_mask
+        batch.advantages = 5 * batch.advantages + 2.0 * batch.response_mask  # else almost no loss
         before = worker.compute_log_probs(batch)
+
     mine = list(range(common.RANK, n, common.WORLD_SIZE))
     log_probs = worker.compute_log_probs(batch.select(mine))
     torch.testing.assert_close(log_probs, before[batch.token_index(mine)], rtol=1e-6, atol=1e-6)
+
     with captured_gradients(worker) as seen:
         metrics = worker.update_policy(batch.select(mine))
     weights = {f"lm.{name}": x.clone() for name, x in worker.weights()}
@@ -287,52 +303,61 @@ def functions_of_a_file(folder):
     """A reward and an environment that fail on some rows: the run goes on and counts them, the
     turns of all rows, and the parts of the rewards that are there."""
     own = "--steps 3 --train-batch-size 12 --max-response-length 24 --max-turns 3 --eval-every 0"
-    own += (
-        f" --kl-coef 0.01 --target-kl None --actor.lr 1e-3 --reward-timeout 0.3 --reward {REWARDS}:"
-    )
-    own += f"faulty_reward --environment {REWARDS}:faulty_environment"
+    own += " --kl-coef 0.01 --target-kl None --actor.lr 1e-3 --reward-timeout 0.3"
+    own += f" --reward {REWARDS}:faulty_reward --environment {REWARDS}:faulty_environment"
     toy(folder, "functions", *own.split())
     if common.RANK > 0:
         return
-    seen_turns, failed = set(), set()
-    tokenizer, _ = common.load_config(ppo_loop.ActorConfig(model=str(folder / "actor")))
+
     steps = steps_of(folder / "functions")
+    tokenizer, _ = common.load_config(ppo_loop.ActorConfig(model=str(folder / "actor")))
+    seen_turns = set()
+    failed = set()
     for metrics in steps:
-        errors = 0
-        turns, lengths = [], []
-        for row in common.read_lines(folder / f"functions/rollouts/step_{metrics['step']}.jsonl"):
-            first, mask = tokenizer.decode(row["prompt_ids"])[0], row["response_mask"]
-            if first in "123" or (first == "4" and not row["truncated"]):
-                errors += 1
-                failed.add(first)
-            turns.append(1 + sum(not a and b for a, b in zip(mask, mask[1:])))
-            assert bool(row["parts"]) != bool(row["fault"]), row
-            lengths += row["parts"].values()
-            seen = tokenizer.decode([t for t, own in zip(row["response_ids"], mask) if not own])
-            assert set(seen) <= set("[]0123456789") and len(mask) <= 24 and mask[0] and mask[-1], (
-                seen,
-                mask,
-            )
-            # a failed row gets 0, plus the KL penalties of its actions
-            assert first not in "123" or row["rewards"][-1] <= 0.01 * 20, row
-        assert metrics["reward/errors"] == errors, metrics
+        path = folder / f"functions/rollouts/step_{metrics['step']}.jsonl"
+        turns, lengths, failures = check_dumped_rows(path, tokenizer)
+        assert metrics["reward/errors"] == len(failures), metrics
         assert metrics["rollout/turns"] == pytest.approx(sum(turns) / len(turns)), metrics
         assert metrics["reward/length"] == pytest.approx(sum(lengths) / len(lengths)), metrics
         seen_turns.update(turns)
+        failed.update(failures)
     assert len(steps) == 3 and failed == {*"1234"} and seen_turns == {1, 2, 3}, (failed, seen_turns)
+
+
+def check_dumped_rows(path, tokenizer):
+    """A dump of functions_of_a_file -> (each row's turns, lengths that the reward has told, first
+    letters of prompts that failed)."""
+    turns = []
+    lengths = []
+    failures = []
+    for row in common.read_lines(path):
+        first = tokenizer.decode(row["prompt_ids"])[0]
+        mask = row["response_mask"]
+        if first in "123" or (first == "4" and not row["truncated"]):
+            failures.append(first)
+        turns.append(1 + sum(not a and b for a, b in zip(mask, mask[1:])))
+        assert bool(row["parts"]) != bool(row["fault"]), row
+        lengths += row["parts"].values()
+
+        # tokens of the environment stand between those of the policy
+        seen = tokenizer.decode([t for t, own in zip(row["response_ids"], mask) if not own])
+        assert set(seen) <= set("[]0123456789"), seen
+        assert len(mask) <= 24 and mask[0] and mask[-1], mask
+
+        # a failed row gets 0, plus the KL penalties of its actions
+        assert first not in "123" or row["rewards"][-1] <= 0.01 * 20, row
+    return turns, lengths, failures
 
 
 def a_lost_rank_is_reported(folder):
     """Two ranks without a launcher, which would end the other at once: rank 1 is killed in its
-    first update, and rank 0 ends by itself with a line that says so. This function runs outside the
-    ranks."""
+    first update, and rank 0 ends by itself with a line that says so. Runs outside the ranks."""
     rank_0, rank_1 = forked.start(2, dies, folder)
     ends = forked.wait([rank_1], 240), forked.wait([rank_0], 15)
     said = pathlib.Path(folder, "last words of 0").read_text()
     assert ends == ("exit status -9", "exit status 1"), (ends, said)
-    assert (
-        said.splitlines()[-1].startswith("error: another rank died") and said.count("error: ") == 1
-    ), said
+    assert said.splitlines()[-1].startswith("error: another rank died"), said
+    assert said.count("error: ") == 1, said
     print("ok a lost rank is reported")
 
 

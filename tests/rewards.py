@@ -8,22 +8,24 @@ import zlib
 
 
 def right_digits(prompt, response, answer):
-    """The fraction of right digits, so that an actor that has hardly learned earns something in
-    most rows."""
-    return sum(a == b for a, b in zip(response, answer, strict=False)) / max(
-        len(response), len(answer)
-    )
+    """The fraction of right digits, of which an actor that has hardly learned gets some."""
+    right = sum(a == b for a, b in zip(response, answer, strict=False))
+    return right / max(len(response), len(answer))
 
 
 def luck(prompt, response, answer, turns):
     """An environment that replies + or - to the first turn, a lot, at random."""
-    return "+-"[zlib.crc32((prompt + turns[0]).encode()) % 2] if len(turns) == 1 else None
+    if len(turns) != 1:
+        return None
+    return "+-"[zlib.crc32((prompt + turns[0]).encode()) % 2]
 
 
 def points(prompt, response, answer, turns):
-    """A quarter of a point for each right digit of the second turn, minus 2.5, plus or minus 1.5
-    for luck."""
-    right = sum(a == b for a, b in zip(turns[-1], answer, strict=False)) if len(turns) == 3 else 0
+    """A quarter of a point for each right digit of the second turn, minus 2.5; luck adds 1.5 or
+    takes it."""
+    right = 0
+    if len(turns) == 3:
+        right = sum(a == b for a, b in zip(turns[-1], answer, strict=False))
     return (right - 10) / 4 + (1.5 if turns[1:2] == ["+"] else -1.5)
 
 
@@ -34,31 +36,34 @@ def spins(prompt, response, answer):
 
 
 def faulty_reward(prompt, response, answer):
-    """Raises on some rows, returns nonsense on others and never returns on a third kind; no run may
-    end."""
+    """Raises on some rows, returns nonsense on others, never returns on a third kind; no run may
+    end of it."""
     if prompt.startswith("1"):
         raise KeyError(prompt)
     while prompt.startswith("3"):
         pass
-    return (
-        "much" if prompt.startswith("2") else {"score": len(response) / 16, "length": len(response)}
-    )
+
+    if prompt.startswith("2"):
+        return "much"
+    return {"score": len(response) / 16, "length": len(response)}
 
 
 def faulty_environment(prompt, response, answer):
     """Tells the policy the length of its response, for one or two turns."""
     if prompt.startswith("4"):
         raise ValueError("no turn for this one")
-    return f"[{len(response)}]" if response.count("[") < 2 - prompt.startswith("5") else None
+
+    most = 1 if prompt.startswith("5") else 2
+    return f"[{len(response)}]" if response.count("[") < most else None
 
 
 def forks(prompt, response, answer):
-    """right_digits, by a function that forks children which return, raise, exit, are killed or live
-    on."""
+    """right_digits, after forking a child that returns, raises, exits, is killed or lives on."""
     kind = zlib.crc32((prompt + response).encode()) % 6
     child = os.fork() if kind else -1
     if child == 0:
-        time.sleep(0.02 * (kind == 5))
+        if kind == 5:
+            time.sleep(0.02)
         if kind == 1:
             raise ValueError("a child")
         if kind == 2:
@@ -66,10 +71,12 @@ def forks(prompt, response, answer):
         if kind == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return -1e9  # which must reach no row
+
     return right_digits(prompt, response, answer)
 
 
-ODD = {  # how a function of a user may behave -> its body; some end well, some fail their row
+# how a function of a user may behave -> its body; some end well, some fail their row
+ODD = {
     "subclass": "class Points(float): pass\n    return Points(0.5)",
     "text": "return '0.5'",
     "nothing": "pass",
@@ -88,8 +95,13 @@ ODD = {  # how a function of a user may behave -> its body; some end well, some 
     "closes": "import os; os.closerange(0, 64); return 0.5",
     "recurses": "def deeper(): return deeper() + 1\n    return deeper()",
     "forks": "import os; return os.fork() * 0 + 0.5",
-    "forks and waits": "import os; child = os.fork()\n    if child: os.waitpid(child, 0)\n    return 0.5",
-    "pool": "from concurrent.futures import ProcessPoolExecutor as P\n    return sum(P(1).map(abs, [0.5]))",
+    "forks and waits": (
+        "import os; child = os.fork()\n    if child: os.waitpid(child, 0)\n    return 0.5"
+    ),
+    "pool": (
+        "from concurrent.futures import ProcessPoolExecutor as P\n"
+        "    return sum(P(1).map(abs, [0.5]))"
+    ),
     "thread": "import threading; threading.Thread(target=lambda: 1 / 0).start(); return 0.5",
     "generator": "yield 0.5",
     "dict": "return {'score': 0.5}",

@@ -21,14 +21,13 @@ import torch
 import torch.distributed as dist
 
 VLLM = ("--rollout", "vllm")
+VLLM_TP_2 = (*VLLM, "--vllm.tensor-parallel-size", "2")
 GOLDEN = {  # the same run on these ranks with these flags
     "vllm 1": (1, VLLM),
     "vllm 2": (2, VLLM),
-    "vllm tp 2, megatron tp 2": (
-        2,
-        (*VLLM, "--vllm.tensor-parallel-size", "2", *ppo_scenarios.TP_2),
-    ),
+    "vllm tp 2, megatron tp 2": (2, (*VLLM_TP_2, *ppo_scenarios.TP_2)),
 }
+
 # vLLM cannot do head_dim 16
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 STOP = list(range(1, 99, 5))  # one token in five ends a row
@@ -41,31 +40,34 @@ def policy(kind="tiny-qwen2", param_dtype="auto", **overrides):
     return tests.policy(kind, override_config=overrides, param_dtype=param_dtype)
 
 
-def engine_of(w, stop=STOP, at_once=16, offload=False, longest=220, known=99, texts=(), tokenizer=None,
-              **vllm):  # fmt: skip
+def engine_of(
+    w, stop=STOP, at_once=16, offload=False, longest=220, known=99, texts=(), tokenizer=None, **vllm
+):
     """A VLLMRollout with the actor's weights."""
-    fields = {
-        "rollout_batch_size": at_once,
-        "offload": offload,
-        "vllm": ppo_loop.VLLMConfig(**vllm),
-    }
-    fields |= {"stop": tuple(texts), "actor": w.config, "rollout": "vllm"}
-    columns = {
-        "model_config": w.model_config,
-        "stop_ids": list(stop),
-        "longest": longest,
-        "known": known,
-    }
-    task = tests.a_task(tokenizer=tokenizer, **columns)
-    engine = ppo_loop.VLLMRollout(tests.a_run(**fields), task, w.device)
+    run = tests.a_run(
+        rollout="vllm",
+        actor=w.config,
+        vllm=ppo_loop.VLLMConfig(**vllm),
+        rollout_batch_size=at_once,
+        offload=offload,
+        stop=tuple(texts),
+    )
+    task = tests.a_task(
+        tokenizer=tokenizer,
+        model_config=w.model_config,
+        stop_ids=list(stop),
+        longest=longest,
+        known=known,
+    )
+    engine = ppo_loop.VLLMRollout(run, task, w.device)
     engine.sync(w.weights(engine.dtype))
     return engine
 
 
 def rows_of(room=(12, 1, 2, 12, 12, 3)):
-    """Rows for an engine: prompts, some longer than a block of the cache; seeds; numbers of new
-    tokens."""
-    return list(zip(tests.some_prompts((140, 1, 30, 131, 5, 190)), range(6), room, strict=True))
+    """(prompt, seed, most new tokens) of each row; some prompts are longer than a cache's block."""
+    prompts = tests.some_prompts((140, 1, 30, 131, 5, 190))
+    return list(zip(prompts, range(6), room, strict=True))
 
 
 def many_prompts():
@@ -81,38 +83,47 @@ def move(w, step, engine):
 
 
 def weights_arrive(folder):
-    """Greedy tokens and log-probs equal those of transformers, also for prompts cached before a
-    sync."""
+    """Greedy tokens and log-probs equal those of transformers, also after a sync for prompts that
+    were cached before."""
     # a mixture of experts comes first, because vLLM keeps the process groups of the first engine
-    for kind, overrides in (
-        *(
-            (kind, {})
-            for kind in ("tiny-qwen3-moe", "tiny-qwen2", "tiny-qwen3", "tiny-llama", "tiny-gpt2")
-        ),
-        *((kind, {"sliding_window": 50}) for kind in ("tiny-mistral", "tiny-gemma2")),
+    models = [
+        ("tiny-qwen3-moe", {}),
+        ("tiny-qwen2", {}),
+        ("tiny-qwen3", {}),
+        ("tiny-llama", {}),
+        ("tiny-gpt2", {}),
+        ("tiny-mistral", {"sliding_window": 50}),
+        ("tiny-gemma2", {"sliding_window": 50}),
         ("tiny-qwen2", {"tie_word_embeddings": True}),
-    ):
+    ]
+    for kind, overrides in models:
         w = policy(kind, **overrides)
         engine = engine_of(w)
-        rows, seen, worst = rows_of(), set(), 0.0
+        rows = rows_of()
+        seen = set()
+        worst = 0.0
         for step in range(3):
             move(w, step, engine)
             replies = engine.generate(rows, 0.0)
             worst = max(worst, tests.assert_greedy(replies, tests.plain(w), rows, STOP))
             seen.add(str([ids for ids, _, _ in replies]))
+
         assert len(seen) == 3, kind  # the weights did change the replies
         print(f"{kind} {overrides}: log-probs off by at most {worst:.1e}")
 
 
 def weights_are_cast(folder):
-    """In bfloat16, log-probs are about as far off float32 as transformers' are, and far off old
-    weights."""
-    w, rows = policy(param_dtype="bfloat16"), rows_of(room=[16] * 6)
-    engine, old = engine_of(w, stop=()), tests.plain(w)
+    """In bfloat16, log-probs are about as far off float32 as transformers', far off old weights."""
+    w = policy(param_dtype="bfloat16")
+    rows = rows_of(room=[16] * 6)
+    engine = engine_of(w, stop=())
     assert engine.dtype == torch.bfloat16
+
+    old = tests.plain(w)
     move(w, 1, engine)
     replies = engine.generate(rows, 1.0)
-    now, half = tests.plain(w), tests.plain(w, torch.bfloat16)
+    now = tests.plain(w)
+    half = tests.plain(w, torch.bfloat16)
 
     def log_probs_of(lm):
         """Log-probs of all replies, by a transformers model."""
@@ -120,17 +131,22 @@ def weights_are_cast(folder):
         pieces = [tests.log_probs_of_reply(lm, row[0], reply[0], 1.0) for row, reply in pairs]
         return torch.tensor(pieces).flatten()
 
+    def distance(a, b):
+        return float((a - b).abs().mean())
+
     log_probs = torch.tensor([log_probs for _, log_probs, _ in replies]).flatten()
-    ours, stale = (float((log_probs - log_probs_of(lm)).abs().mean()) for lm in (now, old))
-    theirs = float((log_probs_of(half) - log_probs_of(now)).abs().mean())
+    exact = log_probs_of(now)
+    ours = distance(log_probs, exact)
+    theirs = distance(log_probs_of(half), exact)
+    stale = distance(log_probs, log_probs_of(old))
     print(f"bfloat16: off by {ours:.4f}, transformers {theirs:.4f}, old weights {stale:.4f}")
     assert 1e-4 < ours < 2 * theirs < 0.1 * stale, (ours, theirs, stale)
 
 
 def played(engine, mine):
     """Rows of a multi-turn roll_out, like replies of an engine, with log-probs of 1 for what the
-    environment
-    says: row i gets i % 5 observations, unless it reaches its length limit."""
+    environment says; and how often it was asked. Row i gets i % 5 observations, unless it reaches
+    its length limit."""
     heard = {}
     prompts = [ppo_loop.Prompt(ids, f"row {i}", i % 5) for i, ids in enumerate(many_prompts())]
 
@@ -151,9 +167,14 @@ def played(engine, mine):
 def on_ranks(folder, size=1):
     """The tokens are those of one rank, with one engine per rank or a shared one, however rows are
     dealt."""
-    w, path = policy(tie_word_embeddings=True), folder / "on one rank.pt"
-    engine, rank, many = engine_of(w, tensor_parallel_size=size), common.RANK, many_prompts()
+    w = policy(tie_word_embeddings=True)
+    path = folder / "on one rank.pt"
+    engine = engine_of(w, tensor_parallel_size=size)
+    rank = common.RANK
+    many = many_prompts()
     n = len(many)
+
+    # which rows each of two ranks has
     deals = [
         (range(n), []),
         ([], range(n)),
@@ -169,6 +190,8 @@ def on_ranks(folder, size=1):
                 rows = [(many[i], 100 * step + i, 4 + i) for i in mine]
                 replies = engine.generate(rows, temperature)
                 found += [((step, temperature, i), x) for i, x in zip(mine, replies, strict=True)]
+
+    # all rows on each rank, in one turn and in several
     rows = [(prompt, i, 6) for i, prompt in enumerate(many)]
     tests.assert_greedy(engine.generate(rows, 0.0), tests.plain(w), rows, STOP)
     turns, heard = played(engine, range(n))
@@ -177,10 +200,13 @@ def on_ranks(folder, size=1):
         assert len({len(ids) for _, (ids, _, _) in found}) > 5
         assert set(heard.values()) >= {1, 2, 3, 4}, heard
         return
+
+    # as on one rank
     theirs = torch.load(path, weights_only=False)
     tests.assert_same_replies([x for _, x in found], [theirs["replies"][key] for key, _ in found])
     one_turn = [i for i in range(n) if i % 5 == 0]
-    for deal in ([one_turn, [i for i in range(n) if i % 5]], [range(n), []], [[], range(n)]):
+    more_turns = [i for i in range(n) if i % 5]
+    for deal in ([one_turn, more_turns], [range(n), []], [[], range(n)]):
         turns, heard = played(engine, deal[rank])
         tests.assert_same_replies(turns.values(), [theirs["turns"][i] for i in turns])
         most = 1 if deal[rank] is one_turn else 4
@@ -189,44 +215,51 @@ def on_ranks(folder, size=1):
 
 
 def samples(folder):
-    """Samples depend only on a row's seed and follow the actor's distribution, also in the
-    nucleus."""
-    w, prompt = policy(), [20, 30, 40]
+    """Samples depend only on a row's seed and follow the actor's distribution and its nucleus."""
+    w = policy()
     lm = tests.plain(w)
-    some, engine = engine_of(w, range(1, 99, 12), at_once=32), engine_of(w, (), at_once=128)
+    prompt = [20, 30, 40]
+    some = engine_of(w, range(1, 99, 12), at_once=32)
+    engine = engine_of(w, (), at_once=128)
+
+    # torch's own random numbers stay as they are
     before = torch.get_rng_state()
     tests.assert_samples_follow_their_seeds(some)
     assert torch.equal(torch.get_rng_state(), before)
     assert some.generate([], 1.0) == []
-    for temperature in (0.7, 1.3):  # log-probs of the sampling distribution
-        for ids, log_probs, ended in engine.generate(
-            [(prompt, seed, 9) for seed in range(4)], temperature
-        ):
+
+    # log-probs of the sampling distribution
+    for temperature in (0.7, 1.3):
+        rows = [(prompt, seed, 9) for seed in range(4)]
+        for ids, log_probs, ended in engine.generate(rows, temperature):
             assert len(ids) == 9 and not ended
             tests.assert_close(log_probs, tests.log_probs_of_reply(lm, prompt, ids, temperature))
+
+    # the distribution, and its nucleus
     rows = [(prompt, i, 1) for i in range(2000)]
     tests.assert_drawn_from_the_softmax(engine.generate(rows, 0.8), lm, prompt)
     engine.run = dataclasses.replace(engine.run, top_p=0.7)
     tests.assert_drawn_from_the_nucleus(engine.generate(rows[:400], 0.8), lm, prompt, 0.8, 0.7)
-    ((ids, log_probs, _),) = engine.generate([(prompt, 0, 5)], 0.0)  # greedy ignores the nucleus
+
+    # greedy ignores the nucleus
+    ((ids, log_probs, _),) = engine.generate([(prompt, 0, 5)], 0.0)
     tests.assert_close(log_probs, tests.log_probs_of_reply(lm, prompt, ids, 1.0))
 
 
 def texts_end_turns(folder):
-    """At the token that completes one, as those of --rollout hf do. Without --stop there is no
-    tokenizer."""
+    """At the token that completes one, as with --rollout hf; without --stop no tokenizer is set."""
     for tokenizer in (tests.TOKENIZER, tests.another_tokenizer()):
         known = len(tokenizer)
         w = policy(vocab_size=known)
         rows = tests.rows_to_stop(tokenizer)
         engine = engine_of(w, (tests.EOS,), known=known)
         assert engine.llm.llm_engine.output_processor.tokenizer is None
+
         texts = tests.stop_texts_of(tokenizer, rows, engine.generate(rows, 0.9))
         stops = engine_of(w, (tests.EOS,), known=known, texts=texts, tokenizer=tokenizer)
         tests.assert_stops(engine, stops, tokenizer, texts, rows)
 
-        # the engines draw other samples from equal seeds, so they are compared where there is no
-        # choice
+        # the engines draw other samples from equal seeds, so greedy tokens are compared
         theirs = tests.engine_of(w, known=known)
         theirs.task = theirs.task._replace(stop_texts=ppo_loop.stop_texts(stops.run, tokenizer))
         greedy = stops.generate(rows, 0.0)
@@ -237,7 +270,8 @@ def texts_end_turns(folder):
 def sleeps(folder):
     """An engine that was asleep has the new weights after a sync; its cache stays asleep until the
     first rows come, when the actor has left the device."""
-    w, rows = policy(tie_word_embeddings=True), rows_of()
+    w = policy(tie_word_embeddings=True)
+    rows = rows_of()
     engine = engine_of(w, offload=True)
     for step in range(3):
         engine.offload()
@@ -251,9 +285,7 @@ def sleeps(folder):
 
 def warms_up_asleep(folder):
     """Steps that update only the critic, with an engine that sleeps in between and loses its
-    weights, as it
-    does on a GPU: each step's log-probs equal the actor's, and those of an engine that never
-    sleeps."""
+    weights, as on a GPU: log-probs are the actor's, and those of an engine that never sleeps."""
     sleep = ppo_loop.VLLMRollout.offload
 
     def forget(model):
@@ -264,11 +296,12 @@ def warms_up_asleep(folder):
         sleep(self)
         self.llm.apply_model(forget)
 
-    ppo_loop.VLLMRollout.offload = loses
     flags = ("--critic-warmup", "2", "--steps", "3", *VLLM, "--eval-every", "0")
+    ppo_loop.VLLMRollout.offload = loses
     ppo_scenarios.toy(folder, "asleep", *flags, "--offload")
     ppo_loop.VLLMRollout.offload = sleep
     ppo_scenarios.toy(folder, "awake", *flags)
+
     runs = [folder / "asleep", folder / "awake"]
     ppo_scenarios.assert_close_runs(runs[:1], runs[1], 1e-6)
     assert ppo_scenarios.sampled(runs[0]) == ppo_scenarios.sampled(runs[1])
@@ -284,11 +317,11 @@ def fillers(folder):
 
 
 def sigterm_ends_generate(folder):
-    """After SIGTERM to one rank, all ranks of its engine stop at the same step, and the engine can
-    sleep."""
+    """After SIGTERM to one rank, all ranks of its engine stop at one step, and it can sleep."""
     w = policy()
     engine = engine_of(w, (), offload=True, tensor_parallel_size=common.WORLD_SIZE)
-    step, steps = engine.llm.llm_engine.step, []
+    step = engine.llm.llm_engine.step
+    steps = []
 
     def counted():
         steps.append(1)
@@ -315,26 +348,33 @@ def shared_memory():
 def state_of_the_process():
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD)
     return {
-        "torch": torch.get_rng_state().tolist(), "warnings": list(warnings.filters),
-        "threads": torch.get_num_threads(), "cores": os.sched_getaffinity(0),
-        "signals": [signal.getsignal(s) for s in signals], "hook": sys.excepthook,
-        "dtype": torch.get_default_dtype(), "precision": torch.get_float32_matmul_precision(),
+        "torch": torch.get_rng_state().tolist(),
+        "warnings": list(warnings.filters),
+        "threads": torch.get_num_threads(),
+        "cores": os.sched_getaffinity(0),
+        "signals": [signal.getsignal(s) for s in signals],
+        "hook": sys.excepthook,
+        "dtype": torch.get_default_dtype(),
+        "precision": torch.get_float32_matmul_precision(),
         "group": (dist.get_rank(), dist.get_world_size(), dist.get_backend()),
         "shared memory": shared_memory(),
-    }  # fmt: skip
+    }
 
 
 def the_process_is_as_it_was(folder):
-    """vLLM's changes to the process, on import and at work, are undone, and the process group still
-    works."""
+    """vLLM's changes to it, on import and at work, are undone; the process group still works."""
     assert "vllm" not in sys.modules
     w = policy()
+
+    # a state that differs from what a process begins with
     torch.manual_seed(100 + common.RANK)
     warnings.filterwarnings("error", "only of this test")
     torch.set_num_threads(2)
     before = state_of_the_process()
+
     engine = engine_of(w, offload=True)
     assert state_of_the_process() == before
+
     torch.set_num_threads(1)
     before["threads"] = 1
     engine.offload()
@@ -342,6 +382,7 @@ def the_process_is_as_it_was(folder):
     engine.sync(w.weights(engine.dtype))
     engine.generate(rows_of(), 1.0)
     assert state_of_the_process() == before
+
     total = torch.tensor([common.RANK + 1.0])
     dist.all_reduce(total)
     assert total.item() == 3.0
@@ -350,16 +391,11 @@ def the_process_is_as_it_was(folder):
 def errors(folder):
     """A model that vLLM does not support gives a one-line error that names it."""
     w = policy()
-    fields = {
-        "hidden_size": 64,
-        "num_layers": 2,
-        "num_heads": 2,
-        "attention_types": [[["global"], 2]],
-    }
-    w.model_config = tests.transformers.AutoConfig.for_model("gpt_neo", **fields)
-    with pytest.raises(
-        common.UserError, match="--rollout vllm: cannot run tiny-qwen2 .*GPTNeoForCausalLM"
-    ):
+    w.model_config = tests.transformers.AutoConfig.for_model(
+        "gpt_neo", hidden_size=64, num_layers=2, num_heads=2, attention_types=[[["global"], 2]]
+    )
+    words = "--rollout vllm: cannot run tiny-qwen2 .*GPTNeoForCausalLM"
+    with pytest.raises(common.UserError, match=words):
         engine_of(w)
 
 
