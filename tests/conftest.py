@@ -1,3 +1,5 @@
+"""Which tests are quick, in which order files run, and the fixtures of several files."""
+
 import gc
 import os
 
@@ -7,7 +9,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # tests compare what a CPU computes; of a GPU see test_device.py
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import pytest  # noqa: E402
 from helpers import AHEAD, scenarios  # noqa: E402  # imports torch
+
+import common  # noqa: E402
+import ppo_loop  # noqa: E402
 
 QUICK = ("test_house.py", "test_common.py", "test_exercises.py", "test_ppo_loop.py")
 LAUNCHES = ("command_line", "heads_and_lora", "ranks", "readme", "starts", "stops", "vision")
@@ -32,3 +38,24 @@ def pytest_collection_finish(session):
     for file, jobs in AHEAD.items() if not session.config.option.collectonly else ():
         for job in jobs if file in asked else ():
             before, _ = scenarios(*job, after=before)
+
+
+@pytest.fixture
+def parse(monkeypatch, tmp_path):
+    """Parses flags into a Run without supervised learning, with 40 prompts, and 12 of an
+    evaluation."""
+    addition_rows = ppo_loop.addition_rows
+    few = lambda n, *args, **more: addition_rows(12 if more else 40, *args, **more)
+    monkeypatch.setattr(ppo_loop, "addition_rows", few)
+    more = ["--supervised-steps", "0", "--out-dir", str(tmp_path / "out")]
+    return lambda flags: ppo_loop.parse([*more, *flags.split()])
+
+
+@pytest.fixture
+def whole_run(parse, monkeypatch):
+    """Runs main with these flags on a small task, without a report."""
+    monkeypatch.setattr(common, "write_report", lambda *_: None)
+    monkeypatch.setattr(common.Stop, "signal", 0)
+    small = "--train-batch-size 8 --critic.ppo-mini-batch-size 8 --eval-every 0 --steps 2 --dump-rollouts"
+    small += ' --actor.lr 1e-3 --actor.override-config {"initializer_range":0.1}'
+    return lambda flags: ppo_loop.main(parse(f"{small} {flags}"))

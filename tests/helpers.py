@@ -240,6 +240,34 @@ def captured_gradients(critic):
         owner.clip_grad_norm_ = clip
 
 
+STRATEGIES = ("fsdp2", "fsdp1", "none")
+VARIANTS = {
+    "lora": {"lora_rank": 3, "lora_alpha": 6.0},
+    "hl_gauss": {"value_head": "hl_gauss", "value_range": (-1.5, 2.0)},
+    "freeze": {"freeze_modules": r"embed_tokens|layers\.0\.(self_attn|mlp\.up)"},
+    "bounded": {"value_head": "bounded", "value_range": (-1.5, 2.0)},
+    "places": {"value_places": (0.0, 0.3, 0.9, 1.0)},
+}
+
+
+def batch_for(w, n=12, seed=0):
+    """Random rows for a tiny model. The ids above 98 are the placeholders of images."""
+    return random_batch(n, seed, vocab_size=min(w.model_config.get_text_config().vocab_size, 99))
+
+
+def assert_same_weights(ours, theirs):
+    """Asserts that the weights of two critics are equal, bit for bit. theirs: a critic or its
+    weights."""
+    theirs = theirs if isinstance(theirs, dict) else full_weights(theirs.critic)
+    torch.testing.assert_close(full_weights(ours.critic), theirs, rtol=0, atol=0)
+
+
+def names_with_moments(critic):
+    """Names of the weights for which AdamW has moments."""
+    _, _, state = critic_fsdp.checkpoint_tensors(critic.model, critic.optimizer)
+    return {name for name, moments in state["state"].items() if "exp_avg" in moments}
+
+
 def worker(total_steps=None, script=critic_fsdp, **fields):
     """A critic with its model built."""
     made = script.CriticWorker(script.Config(**fields))
@@ -266,6 +294,12 @@ def gather(batch):
 def mine(batch):
     """This rank's rows of a batch."""
     return batch.select(range(common.RANK, len(batch), common.WORLD_SIZE))
+
+
+def part_of(case, batch):
+    if case == "rows on rank 0":
+        return batch if common.RANK == 0 else batch.select([])
+    return mine(batch)
 
 
 def assert_rows_come_back(worker, batch):

@@ -26,8 +26,7 @@ from safetensors.torch import load_file, save_file
 if __name__ != "__main__":  # not in the process that forks ranks: these read RANK on import
     import helpers
     from helpers import assert_rows_come_back, full_tensor, mine, random_batch, refused
-    from test_heads_and_lora import check_export
-    from test_layouts import difference
+    from reference import check_export, difference
     from test_megatron_layouts import computed, whole_of
 
     import common

@@ -258,7 +258,7 @@ def one_update(path, n, fields):
     saved, whose log-probs they must reproduce. Without the 2.0 below, the loss would be almost
     0."""
     from helpers import captured_gradients
-    from test_ppo_loop import batch_to_learn, policy
+    from ppo_helpers import batch_to_learn, policy
 
     fields = {"lr": 1e-3, "grad_clip": 0.1, "ppo_mini_batch_size": n, **fields}
     worker = policy(temperature=0.7, override_config="{}", **fields)

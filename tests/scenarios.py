@@ -17,9 +17,9 @@ import helpers
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, captured_gradients, full_weights, mine, random_batch, refused
+from helpers import ROOT, VARIANTS, captured_gradients, full_weights, mine, random_batch, refused
+from reference import plain_loop
 from test_common import BAD_ROWS, GOOD
-from test_layouts import plain_loop
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen2 import modeling_qwen2
@@ -254,15 +254,6 @@ def an_optimizer_of_a_fork_steps_as_on_whole_weights(folder):
         assert all(torch.equal(x, after[name]) for name, x in full_weights(again.critic).items()), (
             kind
         )
-
-
-VARIANTS = {
-    "lora": {"lora_rank": 3, "lora_alpha": 6.0},
-    "hl_gauss": {"value_head": "hl_gauss", "value_range": (-1.5, 2.0)},
-    "freeze": {"freeze_modules": r"embed_tokens|layers\.0\.(self_attn|mlp\.up)"},
-    "bounded": {"value_head": "bounded", "value_range": (-1.5, 2.0)},
-    "places": {"value_places": (0.0, 0.3, 0.9, 1.0)},
-}
 
 
 def one_gradient(model, folder=None, **fields):

@@ -13,29 +13,22 @@ import helpers
 import pytest
 import torch
 import transformers
-from helpers import full_weights, random_batch, worker
+from helpers import (
+    STRATEGIES,
+    VARIANTS,
+    assert_same_weights,
+    batch_for,
+    full_weights,
+    random_batch,
+    worker,
+)
 from safetensors.torch import load_file, save_file
-from scenarios import VARIANTS
 from torch.distributed.fsdp._flat_param import FlatParameter
 
 import common
 import critic_fsdp
 from common import UserError
 from critic_fsdp import Config, Run
-
-STRATEGIES = ("fsdp2", "fsdp1", "none")
-
-
-def batch_for(w, n=12, seed=0):
-    """Random rows for a tiny model. The ids above 98 are the placeholders of images."""
-    return random_batch(n, seed, vocab_size=min(w.model_config.get_text_config().vocab_size, 99))
-
-
-def assert_same_weights(ours, theirs):
-    """Asserts that the weights of two critics are equal, bit for bit. theirs: a critic or its
-    weights."""
-    theirs = theirs if isinstance(theirs, dict) else full_weights(theirs.critic)
-    torch.testing.assert_close(full_weights(ours.critic), theirs, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

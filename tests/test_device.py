@@ -29,8 +29,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from helpers import SCRATCH, end_groups, ended, gather, mine, random_batch, refused, scenarios  # noqa: E402
+from reference import MODELS, save_model  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from test_layouts import MODELS, save_model  # noqa: E402
 
 import common  # noqa: E402
 import critic_fsdp  # noqa: E402

@@ -8,8 +8,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import random_batch, succeeded, torchrun
-from test_critic_fsdp import worker
+from helpers import random_batch, succeeded, torchrun, worker
 
 import common
 import critic_megatron

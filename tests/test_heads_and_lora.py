@@ -11,46 +11,38 @@ import torch
 import transformers
 from helpers import (
     ROOT,
+    VARIANTS,
+    assert_same_weights,
     captured_gradients,
     full_weights,
+    names_with_moments,
     random_batch,
     succeeded,
     torchrun,
     worker,
 )
-from scenarios import VARIANTS, one_gradient
-from test_critic_fsdp import assert_same_weights
-from test_layouts import MODELS, assert_agrees, clipped_loss, plain_loop, save_model
+from reference import (
+    LOAD,
+    MODELS,
+    assert_agrees,
+    check_export,
+    clipped_loss,
+    plain_cross_entropy,
+    plain_loop,
+    plain_targets,
+    plain_value,
+    save_model,
+    values_by_hand,
+)
+from scenarios import one_gradient
 
 import common
 import critic_fsdp
 from common import UserError
 from critic_fsdp import Config, Run
 
-LOAD = transformers.AutoModelForTokenClassification.from_pretrained
 LORA = {"lora_rank": 4}
 HL_GAUSS = VARIANTS["hl_gauss"]
-
-
-def plain_targets(target, low, high, bins):
-    """Gaussian mass of each bin divided by that of the range, by math.erf."""
-    width = (high - low) / bins
-    sigma = 0.75 * width
-    target = min(max(target, low), high)
-    edges = [low + i * width for i in range(bins + 1)]
-    cdf = [0.5 * (1 + math.erf((edge - target) / (sigma * math.sqrt(2)))) for edge in edges]
-    return torch.tensor(
-        [(b - a) / (cdf[-1] - cdf[0]) for a, b in zip(cdf, cdf[1:])], dtype=torch.float64
-    )
-
-
-def plain_value(logits, low, high):
-    width = (high - low) / len(logits)
-    return sum(p * (low + (i + 0.5) * width) for i, p in enumerate(logits.softmax(0)))
-
-
-def plain_cross_entropy(logits, target, low, high):
-    return -(plain_targets(float(target), low, high, len(logits)) * logits.log_softmax(0)).sum()
 
 
 @pytest.mark.parametrize("low, high, bins", [(-1.0, 3.0, 51), (0.0, 1.0, 2), (-200.0, -190.0, 255)])
@@ -89,29 +81,6 @@ def test_a_target_has_its_return_as_value_and_zeros_the_centre_of_the_range():
     batch = random_batch(6, vocab_size=60)
     zero = worker(**VARIANTS["hl_gauss"], value_head_init="zero").compute_values(batch)
     torch.testing.assert_close(zero, 0.25 * batch.response_mask)
-
-
-def values_by_hand(head, span):
-    """A function of a head's outputs for an action."""
-    if head == "hl_gauss":
-        return lambda logits: plain_value(logits, *span)
-    if head == "bounded":
-        assert span == (-1.5, 2.0)
-        return lambda output: 0.25 + 3.5 / math.pi * torch.atan(output[0])
-    return lambda output: output[0]
-
-
-def check_export(path, batch, values, head, span, rtol=0):
-    """transformers finds all weights and no others, and computes the values one sequence at a
-    time."""
-    model, info = LOAD(path, output_loading_info=True, dtype=torch.float32)
-    assert not any(info.values()), (path, info)
-    assert model.config.value_range == (span and list(span))
-    assert model.config.num_labels == (51 if head == "hl_gauss" else 1)
-    outputs_of = lambda _, ids: model(input_ids=ids).logits[0]
-    expected, _ = plain_loop(batch, outputs_of, values_by_hand(head, span))
-    torch.testing.assert_close(values, expected, rtol=rtol, atol=1e-5)
-    return model
 
 
 def reference(folder, result, variant):
@@ -154,12 +123,6 @@ def trains(name, variant):
     layer = "model.layers.0"
     frozen = ("model.embed_tokens.", f"{layer}.self_attn.", f"{layer}.mlp.up_proj.")
     return variant != "freeze" or not name.startswith(frozen)
-
-
-def names_with_moments(critic):
-    """Names of the weights for which AdamW has moments."""
-    _, _, state = critic_fsdp.checkpoint_tensors(critic.model, critic.optimizer)
-    return {name for name, moments in state["state"].items() if "exp_avg" in moments}
 
 
 def compare(result, expected, variant):

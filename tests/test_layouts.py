@@ -9,156 +9,19 @@ compare:
 
 import dataclasses
 import datetime
-import functools
 import pathlib
 import sys
-import typing
 
 import helpers
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
-from helpers import ended, mine, one_update, random_batch, rows_of, scenarios, succeeded
-from safetensors.torch import load_file, save_file
+from helpers import ended, one_update, part_of, scenarios, succeeded
+from reference import MODELS, MODES, ROWS, compare, references, save_model
 
 import common
-import critic_fsdp
 from common import RANK, WORLD_SIZE
 
-SIZES = dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-SIZES["max_position_embeddings"] = 128
-ROPE = dict(**SIZES, intermediate_size=64, pad_token_id=0, bos_token_id=0, eos_token_id=0)
-GROUPED = dict(**ROPE, num_key_value_heads=2)
-WINDOW = dict(**GROUPED, sliding_window=8)  # 8 tokens matter in rows of up to 40
-EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
-MODELS = {
-    "qwen2": transformers.Qwen2Config(**GROUPED),
-    "qwen3": transformers.Qwen3Config(**GROUPED, head_dim=8),
-    "llama": transformers.LlamaConfig(**GROUPED),
-    "mistral": transformers.MistralConfig(**WINDOW),
-    "gemma2": transformers.Gemma2Config(**WINDOW, head_dim=8, query_pre_attn_scalar=8),
-    "gemma3": transformers.Gemma3TextConfig(**WINDOW, head_dim=8, query_pre_attn_scalar=8),
-    "phi3": transformers.Phi3Config(**GROUPED),
-    "gpt2": transformers.GPT2Config(**SIZES),
-    "gpt-neox": transformers.GPTNeoXConfig(**ROPE, rotary_pct=0.5),
-    "opt": transformers.OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32),
-    "qwen3-moe": transformers.Qwen3MoeConfig(**GROUPED, **EXPERTS, head_dim=8, num_experts=4),
-    "mixtral": transformers.MixtralConfig(**WINDOW, num_local_experts=4),
-    "deepseek-v3": transformers.DeepseekV3Config(
-        **ROPE, **EXPERTS, num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1, q_lora_rank=16,
-        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, first_k_dense_replace=1,
-    ),
-    "gpt-oss": transformers.GptOssConfig(**WINDOW, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
-}  # fmt: skip
-
-
-def save_model(config, folder):
-    """A backbone with weights large enough that no gradient is negligible, and a value head next to
-    it."""
-    torch.manual_seed(0)
-    model = transformers.AutoModel.from_config(config, dtype=torch.float32)
-    for p in model.parameters():
-        p.data += 0.05 * torch.randn_like(p)
-    model.save_pretrained(folder)
-    head = {"score.weight": torch.randn(1, 32), "score.bias": torch.randn(1)}
-    save_file(head, folder / "value_head.safetensors")
-
-
-def clipped_loss(before, old, target):
-    """PPO's value loss of one action: `before` is its value now, `old` its value before the
-    update."""
-    clipped = torch.minimum(torch.maximum(before, old - 0.5), old + 0.5)
-    return 0.5 * torch.maximum((before - target) ** 2, (clipped - target) ** 2)
-
-
-def plain_loop(batch, outputs_of, value_of=lambda x: x, loss_of=clipped_loss):
-    """(values, token losses of each row that has an action), action by action in float64.
-
-    outputs_of(row, ids): the value head's outputs at each position of a row. value_of, loss_of: per
-    action."""
-    values, losses = torch.zeros(len(batch.input_ids)), []
-    for row, (start, end) in enumerate(rows_of(batch)):
-        outputs = outputs_of(row, batch.input_ids[start:end][None])
-        of_row = []
-        for t in range(start, end):
-            if batch.response_mask[t]:
-                before = outputs[t - start - 1]
-                values[t] = value_of(before).detach()
-                of_row.append(loss_of(before, batch.values[t].double(), batch.returns[t].double()))
-        if of_row:
-            losses.append(torch.stack(of_row))
-    return values, losses
-
-
-def reference_of(folder, batch, mode="token-mean", images_of=lambda row, ids: {}):
-    """Values, loss and gradients by plain transformers, one sequence at a time, in float64."""
-    model = transformers.AutoModel.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager"
-    )
-    model.set_experts_implementation("eager")  # grouped products do not support float64
-    head = load_file(folder / "value_head.safetensors")
-    head = {name: x.double().requires_grad_() for name, x in head.items()}
-
-    def outputs_of(row, ids):
-        model.rope_deltas = None  # forget the images of the previous row
-        hidden = model(input_ids=ids, use_cache=False, **images_of(row, ids)).last_hidden_state[0]
-        return hidden @ head["score.weight"][0] + head["score.bias"]
-
-    values, losses = plain_loop(batch, outputs_of)
-    if mode == "token-mean":
-        loss = torch.cat(losses).mean()
-    else:  # mean over rows of a row's sum, mean, or sum divided by a constant
-        of_row = {"seq-mean-token-mean": torch.mean, "seq-mean-token-sum": torch.sum}
-        of_row["seq-mean-token-sum-norm"] = lambda x: x.sum() / 50
-        loss = torch.stack([of_row[mode](x) for x in losses]).mean()
-    loss.backward()
-    named = {f"model.{n}": p for n, p in model.named_parameters()} | head
-    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
-    return values, float(loss.detach()), gradients
-
-
-def difference(ours, exact):
-    """Largest difference of two dicts of gradients, relative to the largest entry of its tensor (or
-    a thousandth of the largest of all, because the gradient of keys' biases is only rounding)."""
-    assert ours.keys() == exact.keys()
-    floor = 1e-3 * max(g.abs().max() for g in exact.values())
-    scale = {n: torch.maximum(g.abs().max(), floor) for n, g in exact.items()}
-    return max(float((ours[n] - g).abs().max() / scale[n]) for n, g in exact.items())
-
-
-def assert_agrees(what, result, values, loss, gradients):
-    """Asserts that a result of one_update equals the reference to 1e-5 -> largest gradient
-    difference."""
-    error = difference(result["gradients"], gradients)
-    what = (what, error)
-    assert error < 1e-5, what
-    torch.testing.assert_close(result["values"], values, rtol=1e-5, atol=1e-5, msg=str(what))
-    norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
-    for name, x in {"vf_loss": loss, "grad_norm": norm}.items():
-        assert result["metrics"][f"critic/{name}"] == pytest.approx(x, rel=1e-5), what
-    return error
-
-
-@functools.cache
-def references(folder):
-    """(rows, mode) -> reference_of this model, computed when asked for."""
-    return functools.cache(lambda rows, mode: reference_of(folder, ROWS[rows], mode))
-
-
-def compare(results, reference):
-    """Asserts that results of layouts agree with the reference -> {layout: largest difference}."""
-    worst = {}
-    for (_, layout, case, *of), result in results.items():
-        error = assert_agrees((layout, case, *of), result, *reference(*of))
-        worst[layout] = max(worst.get(layout, 0.0), error)
-    return worst
-
-
-# with two rows, some ranks have none
-ROWS = {"ragged": random_batch(11, seed=3), "two rows": random_batch(2, seed=2)}
-ROWS["equal prompts"] = random_batch(14, seed=5, longest=24, prompts=3)
-MODES = typing.get_args(critic_fsdp.AggMode)
 BUDGET = {"ppo_max_token_len_per_gpu": 60}
 NORM = {**BUDGET, "response_length_limit": 50}
 CASES = {  # name -> rows, and Config fields that say how micro-batches are cut and losses averaged
@@ -260,12 +123,6 @@ def results_of(model, layout, fields, cases, out):
         batch = part_of(case, ROWS[rows])
         results[model, layout, case, rows, critic.config.loss_agg_mode] = one_update(worker, batch)
     return results
-
-
-def part_of(case, batch):
-    if case == "rows on rank 0":
-        return batch if RANK == 0 else batch.select([])
-    return mine(batch)
 
 
 def launched(*job):

@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from helpers import part_of
+from reference import GROUPED, MODES, ROWS, compare, references
 from safetensors.torch import load_file
-from test_layouts import GROUPED, MODES, ROWS, compare, launched, part_of, references, save_results
+from test_layouts import launched, save_results
 
 import common
 import critic_megatron as cm

@@ -6,7 +6,6 @@ time."""
 
 import asyncio
 import collections
-import copy
 import dataclasses
 import importlib.util
 import itertools
@@ -35,124 +34,46 @@ from helpers import (
     help_of,
     random_batch,
     refused,
-    rows_of,
 )
+from ppo_helpers import (
+    EOS,
+    KINDS,
+    SHARP,
+    TIED,
+    TOKENIZER,
+    a_run,
+    a_task,
+    another_tokenizer,
+    assert_close,
+    assert_drawn_from_the_nucleus,
+    assert_drawn_from_the_softmax,
+    assert_greedy,
+    assert_no_fillers,
+    assert_samples_follow_their_seeds,
+    assert_stops,
+    batch_of,
+    batch_to_learn,
+    chat_tokenizer,
+    engine_of,
+    ids_of,
+    plain,
+    play,
+    policy,
+    rows_to_stop,
+    some_prompts,
+    stop_texts_of,
+    tied,
+)
+from reference import WINDOW, kl_of, log_probs_of_reply, loss_by_hand, loss_of_one_action, nucleus
 from safetensors.torch import load_file
 
 import common
 import critic_fsdp
 import ppo_loop
 from common import UserError
-from ppo_loop import ActorConfig, HFRollout, PolicyWorker, Prompt, Reply
-
-KINDS = ("tiny-qwen2", "tiny-llama", "tiny-gemma2", "tiny-gpt2", "tiny-qwen3-moe")
-TIED = ("tiny-gemma2", "tiny-gpt2")  # their head is the embedding
-SHARP = '{"initializer_range": 0.1}'  # with the usual 0.02 all tokens are nearly equally likely
-WINDOW = '{"initializer_range": 0.1, "sliding_window": 6}'  # shorter than the rows
-TOKENIZER = common.char_tokenizer()
-EOS = TOKENIZER.eos_token_id
-
-
-def ids_of(text):
-    """The text as token ids, one per character."""
-    return TOKENIZER(text)["input_ids"]
-
-
-def a_run(backend="fsdp", **fields):
-    """The Run that parse() would make of these flags, and the process group of its only rank."""
-    common.setup_distributed()
-    config = ppo_loop.critic_flags(backend)
-    critic = config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size)
-    return ppo_loop.Run(**{"critic": critic, "backend": backend, **fields})
-
-
-def a_task(**fields):
-    """A Task in which only these fields are set."""
-    return ppo_loop.Task(**dict.fromkeys(ppo_loop.Task._fields) | fields)
-
-
-def policy(kind="tiny-qwen2", temperature=1.0, trains=True, override_config=SHARP, **fields):
-    """A PolicyWorker on a single rank."""
-    config = ActorConfig(
-        model=str(kind), **{"lr": 1e-3, "override_config": override_config, **fields}
-    )
-    _, model_config = common.load_config(config)
-    run = a_run(actor=config, temperature=temperature, max_response_length=40)
-    worker = PolicyWorker(
-        run, a_task(model_config=model_config), common.setup_distributed(), trains
-    )
-    worker.model_config = model_config
-    return worker
-
-
-def plain(w, dtype=torch.float32):
-    """The same weights in a plain transformers model, without packing and sharding."""
-    config = copy.deepcopy(w.model_config)
-    # has no softcap and no sinks
-    kernel = "eager" if config.model_type in ("gemma2", "gpt_oss") else "sdpa"
-    config._experts_implementation = "eager"  # the grouped matrix product does not support float64
-    lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=kernel)
-    weights = dict(w.weights())
-    assert weights.keys() == dict(lm.named_parameters()).keys()
-    lm.load_state_dict(weights, strict=False)  # which also names a tied head, and buffers
-    return lm.to(dtype).eval()
-
-
-def log_softmax_of(lm, ids, temperature):
-    """(T, V) log-probs of one row alone, in float64; position t predicts token t + 1."""
-    return (lm(input_ids=ids[None]).logits[0].double() / temperature).log_softmax(-1)
-
-
-def log_probs_of_reply(lm, prompt, ids, temperature):
-    """Log-probs of the tokens that follow a prompt, from one forward."""
-    with torch.no_grad():
-        log_p_LV = log_softmax_of(lm, torch.tensor(prompt + ids), temperature)[len(prompt) - 1 : -1]
-    return log_p_LV.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
-
-
-def tied(lm):
-    """Whether its head is the embedding."""
-    return lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
-
-
-def assert_close(log_probs, others):
-    """Asserts equality to 1e-4 -> the largest difference."""
-    assert len(log_probs) == len(others)
-    worst = max((abs(a - b) for a, b in zip(log_probs, others)), default=0.0)
-    assert worst < 1e-4, (log_probs, others)
-    return worst
-
-
-def batch_to_learn(w, n=9, seed=0):
-    """Rows with all columns of an update. Old log-probs are near the actor's own, so some actions
-    clip."""
-    batch = random_batch(n, seed, prompts=3)
-    g = torch.Generator().manual_seed(seed)
-    noise = lambda scale: (
-        scale * torch.randn(len(batch.input_ids), generator=g) * batch.response_mask
-    )
-    log_probs_T = w.compute_log_probs(batch)
-    batch.old_log_probs = log_probs_T + noise(0.6)
-    batch.ref_log_probs = log_probs_T + noise(0.5)
-    batch.advantages = noise(1.0)
-    batch.rollout_log_probs = batch.old_log_probs + noise(0.5)
-    return batch
-
+from ppo_loop import ActorConfig, PolicyWorker, Prompt, Reply
 
 # ---- Actor ---------------------------------------------------------------------------------------
-
-
-def loss_of_one_action(ratio, advantage, low, high, dual):
-    """(loss, its derivative by the log ratio, clipped, dual-clipped), case by case as in the
-    papers."""
-    if dual is not None and advantage < 0 and ratio > dual:
-        return -dual * advantage, 0.0, False, True
-    # a good action that is already more likely than it may become
-    if advantage > 0 and ratio > 1 + high:
-        return -(1 + high) * advantage, 0.0, True, False
-    if advantage < 0 and ratio < 1 - low:  # a bad one that is already less likely
-        return -(1 - low) * advantage, 0.0, True, False
-    return -ratio * advantage, -ratio * advantage, False, False
 
 
 @pytest.mark.parametrize("low, high, dual", [(0.1, 0.5, None), (0.3, 0.2, 1.5), (1.0, 0.28, 3.0)])
@@ -194,56 +115,6 @@ def test_policy_loss_is_that_of_the_papers(low, high, dual):
     loss, _, _ = ppo_loop.policy_loss(*columns, low, high, dual)
     loss.backward()
     assert loss.isfinite() and new_T.grad.isfinite().all()
-
-
-def kl_of(kind, log_ratio):
-    """A KL estimate from log p/q of one token, differentiable, as in Schulman's note."""
-    k3 = torch.exp(-log_ratio) - 1 + log_ratio
-    return {"k1": log_ratio, "k2": log_ratio**2 / 2, "abs": abs(log_ratio), "k3": k3}[kind]
-
-
-def loss_by_hand(lm, batch, run):
-    """(loss of a mini-batch, its sums, log-probs (T,), entropies (T,)), action by action."""
-    config = run.actor
-    rows = [(*ends, at) for ends, at in zip(rows_of(batch), actions_of(batch)) if at]
-    actions = int(batch.response_mask.sum())
-    log_probs_T, entropy_T = torch.zeros(2, len(batch.input_ids), dtype=torch.float64)
-    loss = 0.0
-    sums = collections.Counter()
-    for start, end, places in rows:
-        log_p_LV = log_softmax_of(lm, batch.input_ids[start:end], run.temperature)
-        weight = {
-            "token-mean": 1 / actions, "seq-mean-token-sum": 1 / len(rows),
-            "seq-mean-token-mean": 1 / len(rows) / len(places),
-            "seq-mean-token-sum-norm": 1 / len(rows) / run.max_response_length,
-        }[config.loss_agg_mode]  # fmt: skip
-        for t in places:
-            before_V = log_p_LV[t - start - 1]
-            log_p = before_V[batch.input_ids[t]]
-            old = batch.old_log_probs[t]
-            a = float(batch.advantages[t])
-            ratio = torch.exp(log_p - old)
-            clips = (config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c)
-            value, slope, clipped, cut = loss_of_one_action(ratio.item(), a, *clips)
-            pg = -ratio * a if slope else torch.tensor(value)  # clipped: a constant
-            if config.tis_cap:
-                pg = pg * min(config.tis_cap, math.exp(old - batch.rollout_log_probs[t]))
-            low, high = config.ratio_band or (0.0, math.inf)
-            outside = not low <= math.exp(log_p - batch.rollout_log_probs[t]) <= high
-            pg = pg * (not outside)
-            kl = kl_of(config.kl_loss_type, log_p - batch.ref_log_probs[t])
-            entropy = -(before_V.exp() * before_V).sum()
-            loss = loss + weight * (pg + config.kl_loss_coef * kl - config.entropy_coeff * entropy)
-            log_probs_T[t], entropy_T[t] = log_p.item(), entropy.item()
-            means = {
-                "pg_clipfrac": clipped,
-                "pg_clipfrac_lower": cut,
-                "ppo_kl": (old - log_p).item(),
-            }
-            means |= {"pg_outside": outside, "kl_loss": kl.item(), "entropy": entropy.item()}
-            sums["pg_loss"] += weight * pg.item()
-            sums.update({key: x / actions for key, x in means.items()})
-    return loss, sums, log_probs_T, entropy_T
 
 
 @pytest.mark.parametrize("kind, temperature, fields", [
@@ -318,21 +189,6 @@ def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fie
 # ---- Rollout: engine, turns with an environment --------------------------------------------------
 
 
-def engine_of(w, stop=(EOS,), at_once=100, top_p=1.0, known=None):
-    """The rollout engine with the actor's weights."""
-    run = a_run(actor=w.config, top_p=top_p, rollout_batch_size=at_once)
-    task = a_task(model_config=w.model_config, stop_ids=list(stop), known=known)
-    engine = HFRollout(run, task, w.device)
-    engine.sync(w.weights(torch.float32))
-    return engine
-
-
-def some_prompts(lengths=(6, 1, 12, 3, 9, 2, 11, 5, 8), seed=5):
-    """Prompts of these numbers of token ids."""
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 99, (n,), generator=g).tolist() for n in lengths]
-
-
 # with a sliding window the cache drops old keys, and left padding shifts the window
 ENGINES = dict.fromkeys((*KINDS, "tiny-gpt-oss"), SHARP)
 ENGINES |= dict.fromkeys(("tiny-gemma2", "tiny-mistral"), WINDOW)
@@ -370,95 +226,6 @@ def test_a_rollout_equals_transformers_prompt_by_prompt(kind, monkeypatch):
     assert endless.generate([], 1.0) == []
 
 
-def batch_of(prompts, said):
-    """The Batch of prompts (token ids) and an engine's replies to them."""
-    pairs = enumerate(zip(prompts, said))
-    return ppo_loop.to_batch([Reply(Prompt(ids), i, *reply) for i, (ids, reply) in pairs])
-
-
-def assert_greedy(replies, lm, rows, stop):
-    """Replies equal transformers' greedy ones, prompt by prompt -> the largest difference of
-    log-probs."""
-    worst = 0.0
-    assert len(replies) == len(rows)
-    for (prompt, _, most), (ids, log_probs, ended) in zip(rows, replies):
-        special = {"eos_token_id": stop, "pad_token_id": 0, "bos_token_id": None}
-        settings = transformers.GenerationConfig(do_sample=False, max_new_tokens=most, **special)
-        theirs_1L = lm.generate(torch.tensor([prompt]), settings)
-        assert ids == theirs_1L[0, len(prompt) :].tolist()
-        # a stop id is kept
-        assert ended == (ids[-1] in stop) and not any(i in stop for i in ids[:-1])
-        assert len(ids) <= most and (ended or len(ids) == most)
-        worst = max(worst, assert_close(log_probs, log_probs_of_reply(lm, prompt, ids, 1.0)))
-    return worst
-
-
-def assert_same_replies(some, others):
-    """What an engine has said, and its log-probs up to rounding."""
-    for (ids, log_probs, ended), (ids_2, log_probs_2, ended_2) in zip(some, others, strict=True):
-        assert (ids, ended) == (ids_2, ended_2)
-        assert_close(log_probs, log_probs_2)
-
-
-def assert_samples_follow_their_seeds(engine):
-    """A row's sample is the same alone, among other rows and in any order; another seed gives
-    another one."""
-    rows = [(prompt, 70 + i, 3 + 2 * i) for i, prompt in enumerate(some_prompts())]
-    together = engine.generate(rows, 0.9)
-    assert len({len(ids) for ids, _, _ in together}) > 3  # rows end at different times
-    for (_, _, most), (ids, _, ended) in zip(rows, together):
-        assert len(ids) <= most and (ended or len(ids) == most)
-    alone = [engine.generate([row], 0.9)[0] for row in rows]
-    crowd = engine.generate([*rows, ([5] * 60, 99, 40)], 0.9)[:9]
-    run = engine.run
-    engine.run = dataclasses.replace(run, rollout_batch_size=4)
-    backwards = engine.generate(rows[::-1], 0.9)[::-1]
-    engine.run = run
-    for other in (alone, backwards, crowd):
-        assert_same_replies(together, other)
-    others = engine.generate(
-        [(prompt, 80 + i, most) for i, (prompt, _, most) in enumerate(rows)], 0.9
-    )
-    assert sum(a[0] != b[0] for a, b in zip(together, others)) >= 7
-    shorter = engine.generate([(prompt, seed, 2) for prompt, seed, _ in rows], 0.9)  # only cut off
-    assert [ids for ids, _, _ in shorter] == [ids[:2] for ids, _, _ in together]
-
-
-def stop_texts_of(tokenizer, rows, replies):
-    """Texts that replies of an engine hold: two letters, one letter, a part of a token or two
-    tokens, one that a prompt begins, and a letter of several tokens, if there is one."""
-    said = [
-        (tokenizer.decode(row[0][-1:]), tokenizer.decode(ids))
-        for row, (ids, _, _) in zip(rows, replies)
-    ]
-    (before, first), (_, second), *_ = [both for both in said if (both[0] + both[1][:2]).isascii()]
-    wide = [letter for _, text in said for letter in text if letter > "\x7f" and letter != "\ufffd"]
-    return [first[:2], second[1], "or", before + first[0], *wide[:1]]
-
-
-def assert_stops(engine, stops, tokenizer, texts, rows):
-    """With the same seeds, the engine that stops keeps the tokens of the other up to the first one
-    with which the decoded text holds one of these texts, and their log-probs."""
-    expected = []
-    cut = 0
-    for ids, log_probs, ended in engine.generate(rows, 0.9):
-        whole = len(ids)
-        for n in range(whole, 0, -1):
-            if any(text in tokenizer.decode(ids[:n]) for text in texts):
-                ids, ended = ids[:n], True
-        cut += len(ids) < whole
-        expected.append((ids, log_probs[: len(ids)], ended))
-    assert_same_replies(stops.generate(rows, 0.9), expected)
-    assert len(rows) // 8 < cut < len(rows), cut
-
-
-def rows_to_stop(tokenizer):
-    """Rows for an engine, whose prompts are whole letters."""
-    whole = [i for i in tokenizer.get_vocab().values() if tokenizer.decode([i]).isascii()]
-    draw = random.Random(3)
-    return [(draw.choices(sorted(whole), k=n), n, 20 + n % 9) for n in range(1, 41)]
-
-
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, "of several letters, or parts of one"])
 def test_a_text_ends_a_turn(tokenizer):
     """Whatever its tokens are. What the prompt holds of it does not count, and other rows stay the
@@ -480,25 +247,6 @@ def test_a_text_that_the_tokenizer_cannot_write_is_refused():
     assert ppo_loop.stop_texts(a_run(), TOKENIZER) == []
     with refused("--stop a\u00e9: does not fit the tokenizer"):
         ppo_loop.stop_texts(a_run(stop=("b", "a\u00e9")), TOKENIZER)
-
-
-def nucleus(log_p_V, top_p):
-    """Token -> its log-prob among the likeliest tokens that together reach top_p, by a plain
-    loop."""
-    kept = {}
-    for i in log_p_V.argsort(descending=True).tolist():
-        if sum(kept.values()) < top_p:
-            kept[i] = log_p_V[i].exp().item()
-    return {i: math.log(p / sum(kept.values())) for i, p in kept.items()}
-
-
-def assert_drawn_from_the_nucleus(replies, lm, prompt, temperature, top_p):
-    """Sampled first tokens are exactly those of the nucleus, with their log-probs in it."""
-    with torch.no_grad():
-        expected = nucleus(log_softmax_of(lm, torch.tensor(prompt), temperature)[-1], top_p)
-    assert {ids[0] for ids, _, _ in replies} == expected.keys()
-    for (token,), log_probs, _ in replies:
-        assert_close(log_probs, [expected[token]])
 
 
 def test_samples_follow_the_softmax_or_its_nucleus():
@@ -526,50 +274,6 @@ def test_samples_follow_the_softmax_or_its_nucleus():
     assert_drawn_from_the_softmax(
         engine_of(w, at_once=2000).generate(rows, 0.8), plain(w), [20, 30, 40]
     )
-
-
-def assert_drawn_from_the_softmax(replies, lm, prompt):
-    """First tokens are as frequent as their probabilities at temperature 0.8, not as those at 1."""
-    counts_V = torch.bincount(
-        torch.tensor([ids[0] for ids, _, _ in replies]), minlength=99
-    ).double()
-    # chi-square above its mean, in standard deviations, over tokens expected at least five times
-    excess = {}
-    for temperature in (0.8, 1.0):
-        with torch.no_grad():
-            expected_V = (
-                len(replies) * log_softmax_of(lm, torch.tensor(prompt), temperature)[-1].exp()
-            )
-        often_V = expected_V >= 5
-        freedom = int(often_V.sum()) - 1
-        assert freedom > 20
-        chi_square = ((counts_V - expected_V) ** 2 / expected_V)[often_V].sum()
-        excess[temperature] = float(chi_square - freedom) / math.sqrt(2 * freedom)
-    assert abs(excess[0.8]) < 3.5 and excess[1.0] > 5  # a fit that is too good is wrong as well
-
-
-def play(turns, observe, prompts=(), tokenizer=TOKENIZER, **fields):
-    """roll_out on prompts (q0=, q1= ... by default) with an engine that answers these turns (with
-    EOS, unless one ends in "...") and observe(...) as environment -> (replies, what the engine was
-    asked)."""
-    asked = []
-
-    def generate(rows, temperature):
-        asked.append([(tokenizer.decode(prompt), seed, most) for prompt, seed, most in rows])
-        out = []
-        for said, (_, _, most) in zip(turns[len(asked) - 1], rows):
-            ids = ids_of(said.removesuffix("...")) + [EOS] * (not said.endswith("..."))
-            out.append((ids[:most], [-0.5] * len(ids[:most]), len(ids) <= most and ids[-1] == EOS))
-        return out
-
-    n = len(turns[0])
-    prompts = prompts or [Prompt(ids_of(f"q{i}="), f"q{i}=", f"answer {i}") for i in range(n)]
-    replies = [Reply(prompt, 4 + 2 * i) for i, prompt in enumerate(prompts)]
-    run = a_run(**{"max_response_length": 30, **fields})
-    task = a_task(tokenizer=tokenizer, observe=observe and partial(ppo_loop.attempt, observe))
-    engine = types.SimpleNamespace(generate=generate)
-    ppo_loop.roll_out(engine, task, replies, run, 1.0, "key")
-    return replies, asked
 
 
 def test_policy_and_environment_take_turns():
@@ -657,15 +361,6 @@ def test_an_environments_faults_end_the_row_and_are_reported():
     assert (
         all(word in reply.fault for word, reply in zip(words, replies)) and replies[3].fault == ""
     )
-
-
-def chat_tokenizer(end="<eos>", tokenizer=None):
-    """A tokenizer with a chat template in which this text and a newline end each message."""
-    tokenizer = tokenizer or common.char_tokenizer()
-    turns = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}END\n{% endfor %}"
-    turns += "{% if add_generation_prompt %}<assistant>{% endif %}"
-    tokenizer.chat_template = turns.replace("END", end)
-    return tokenizer
 
 
 @pytest.mark.parametrize("closes", (True, False))
@@ -1324,11 +1019,6 @@ def test_processes_of_a_pool_end_with_the_worker(tmp_path):
         time.sleep(0.05)
 
 
-def another_tokenizer():
-    """With other ids of the same characters, and tokens of more than one."""
-    return TOKENIZER.train_new_from_iterator(["hello world, 12+34"], 270)
-
-
 @pytest.mark.parametrize("backend, same_tokens", [("fsdp", True), ("megatron", False)])
 def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_path):
     """Also with a tokenizer of its own, for texts and chats. Rows as long as the token budget
@@ -1579,17 +1269,6 @@ def test_an_unknown_flag_is_told_with_what_may_be_meant(flags, meant):
         ppo_loop.parse(flags.split())
 
 
-@pytest.fixture
-def parse(monkeypatch, tmp_path):
-    """Parses flags into a Run without supervised learning, with 40 prompts, and 12 of an
-    evaluation."""
-    addition_rows = ppo_loop.addition_rows
-    few = lambda n, *args, **more: addition_rows(12 if more else 40, *args, **more)
-    monkeypatch.setattr(ppo_loop, "addition_rows", few)
-    more = ["--supervised-steps", "0", "--out-dir", str(tmp_path / "out")]
-    return lambda flags: ppo_loop.parse([*more, *flags.split()])
-
-
 @pytest.mark.parametrize("named, flags", [
     ("--reward", "--prompts x.jsonl"), ("--critic.value-range", "--critic.value-head hl_gauss"),
     ("--prompts", "--privileged-key x"),
@@ -1727,16 +1406,6 @@ def test_an_engine_that_is_off_the_actor_ends_the_run(dtype, most):
 # ---- Whole runs ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def whole_run(parse, monkeypatch):
-    """Runs main with these flags on a small task, without a report."""
-    monkeypatch.setattr(common, "write_report", lambda *_: None)
-    monkeypatch.setattr(common.Stop, "signal", 0)
-    small = "--train-batch-size 8 --critic.ppo-mini-batch-size 8 --eval-every 0 --steps 2 --dump-rollouts"
-    small += ' --actor.lr 1e-3 --actor.override-config {"initializer_range":0.1}'
-    return lambda flags: ppo_loop.main(parse(f"{small} {flags}"))
-
-
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_the_critic_alone_reads_the_hint(backend, whole_run, tmp_path):
     """Its values and its update are those for rows that begin with the hint, at any temperature;
@@ -1798,22 +1467,6 @@ def test_ids_without_a_token_are_never_drawn_and_have_no_probability(whole_run, 
         len({i for rows in steps for row in rows for i in row["response_ids"]} - set(range(99)))
         == 0
     )
-
-
-def assert_no_fillers(replies, w, lm):
-    """Replies to [20, 30, 40] have no id from 99 on. Their log-probs equal the actor's and those of
-    plain transformers with its logits cut at 99, although ids without a token are a third of
-    all."""
-    batch = batch_of([[20, 30, 40]] * len(replies), replies)
-    assert int(batch.input_ids.max()) == 98  # the largest id with a token does occur
-    torch.testing.assert_close(
-        w.compute_log_probs(batch), batch.rollout_log_probs, rtol=1e-4, atol=1e-4
-    )
-    ids, log_probs, _ = replies[0]
-    with torch.no_grad():
-        logits_LV = lm(torch.tensor([[20, 30, 40, *ids]])).logits[0, 2:-1]
-    assert logits_LV.softmax(-1)[:, 99:].sum(-1).min() > 0.15
-    assert_close(log_probs, logits_LV[:, :99].log_softmax(-1)[range(len(ids)), ids].tolist())
 
 
 def test_a_row_of_a_run_ends_with_its_first_text_to_stop_at(whole_run, tmp_path):

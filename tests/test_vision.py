@@ -11,8 +11,11 @@ import torch
 import transformers
 from helpers import (
     ROOT,
+    STRATEGIES,
+    assert_same_weights,
     full_weights,
     mine,
+    names_with_moments,
     one_update,
     random_batch,
     refused,
@@ -21,10 +24,8 @@ from helpers import (
     worker,
 )
 from PIL import Image
+from reference import assert_agrees, reference_of
 from safetensors.torch import save_file
-from test_critic_fsdp import STRATEGIES, assert_same_weights
-from test_heads_and_lora import names_with_moments
-from test_layouts import assert_agrees, reference_of
 
 import common
 import critic_fsdp

@@ -393,7 +393,7 @@ NAMES = [name for name, *_ in LAUNCHES]
 def launch(name, function, folder, args):
     """Runs one scenario on this rank."""
     global common, ppo_loop, tests
-    import test_ppo_loop as tests  # these read RANK when imported
+    import ppo_helpers as tests  # these read RANK when imported
 
     import common
     import ppo_loop
