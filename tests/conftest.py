@@ -10,34 +10,38 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest  # noqa: E402
-from helpers import AHEAD, scenarios  # noqa: E402  # imports torch
+from forked import SCENARIOS  # noqa: E402  # imports torch
+from helpers import begin_scenarios  # noqa: E402
 
 import common  # noqa: E402
 import ppo_loop  # noqa: E402
 
 QUICK = ("test_house.py", "test_common.py", "test_exercises.py", "test_ppo_loop.py")
-LAUNCHES = ("command_line", "heads_and_lora", "ranks", "readme", "starts", "stops", "vision")
-LAUNCHES = tuple(f"test_{name}.py" for name in LAUNCHES)
+
+
+def files_of(item):
+    """The files whose scenarios a test's file waits for."""
+    named = (item.module.__name__, *getattr(item.module, "SCENARIO_FILES", ()))
+    return [file for file in named if file in SCENARIOS]
 
 
 def pytest_collection_modifyitems(items):
-    """Marks whole files as quick. What starts ranks comes late, and what others do meanwhile comes
-    last."""
+    """Marks whole files as quick. What waits for scenarios comes last."""
     for item in items:
         if item.path.name in QUICK:
             item.add_marker("quick")
-    items.sort(key=lambda item: 2 * (item.path.name in AHEAD) + (item.path.name in LAUNCHES))
+    items.sort(key=lambda item: bool(files_of(item)))
 
 
 def pytest_collection_finish(session):
-    """Begins what takes several ranks, one script after another, if the session is about to ask for
-    it."""
+    """Begins the scenarios of whole files, one file after another, while tests of one process run."""
     # what is imported never goes: to look through it again and again takes a tenth of the time
     gc.freeze()
-    asked, before = {item.path.name for item in session.items}, None
-    for file, jobs in AHEAD.items() if not session.config.option.collectonly else ():
-        for job in jobs if file in asked else ():
-            before, _ = scenarios(*job, after=before)
+    option, before = session.config.option, None
+    if option.collectonly or option.keyword or option.markexpr or "::" in str(session.config.args):
+        return
+    for file in dict.fromkeys(file for item in session.items for file in files_of(item)):
+        before = begin_scenarios(file, SCENARIOS[file], after=before)
 
 
 @pytest.fixture

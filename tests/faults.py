@@ -10,7 +10,6 @@ weights, rollouts, samples, metrics.jsonl (except times and memory) and what Ten
 equal those of a run without faults, bit for bit. Ranks are forks of this process, see forked.py;
 only `torchrun` below uses torchrun itself."""
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -40,6 +39,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pydantic
 import torch
+from forked import processes, until
 from safetensors.torch import load_file
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -113,11 +113,7 @@ def run_script(
 
     if said:
         os.setsid()
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(
-                os.open(f"{said}.{forked.NUMBERS['RANK']}.{name}", os.O_WRONLY | os.O_CREAT, 0o600),
-                number,
-            )
+        forked.print_to(f"{said}.{forked.NUMBERS['RANK']}")
     if apart:
         os.makedirs(disk := f"{said}.{os.environ['RANK']}.disk")
         os.chdir(disk)
@@ -225,31 +221,12 @@ class Job:
         ), error
 
 
-def processes():
-    """Yields (pid, session, words of its command line and environment) for each running process."""
-    for path in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if words := (path / "cmdline").read_bytes() + (path / "environ").read_bytes():
-                yield (
-                    int(path.name),
-                    os.getsid(int(path.name)),
-                    words.decode(errors="replace").split("\0"),
-                )
-
-
-def until(happens, what, timeout=240):
-    deadline = time.monotonic() + timeout
-    while not happens():
-        assert time.monotonic() < deadline, f"does not happen: {what}"
-        time.sleep(0.005)
-
-
 # ---- What a run leaves ---------------------------------------------------------------------------
 
 
 @functools.cache
 def folder():
-    return pathlib.Path(tempfile.mkdtemp(prefix="faults.", dir=os.environ.get("FAULTS_IN")))
+    return pathlib.Path(tempfile.mkdtemp(prefix="faults.", dir=os.environ.get("SCRATCH")))
 
 
 @functools.cache
@@ -1057,6 +1034,12 @@ def main(names, short):
     finally:
         shutil.rmtree(folder(), ignore_errors=True)
     print(f"{'all':30}{total:5}  {time.monotonic() - start:5.1f} s  nothing lost")
+
+
+@forked.scenario(ranks=0)
+def shortest(folder):
+    """Fewer of each fault, on one script each, for test_bench.py."""
+    main(set(), short=True)
 
 
 if __name__ == "__main__":

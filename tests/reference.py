@@ -11,10 +11,12 @@ import typing
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from helpers import actions_of, random_batch, rows_of
 from safetensors.torch import load_file, save_file
 
+import common
 import critic_fsdp
 
 # ---- Models and rows -----------------------------------------------------------------------------
@@ -61,6 +63,23 @@ def save_model(config, folder):
     model.save_pretrained(folder)
     head = {"score.weight": torch.randn(1, 32), "score.bias": torch.randn(1)}
     save_file(head, folder / "value_head.safetensors")
+
+
+def save_results(folder, name, models, results_of, jobs):
+    """Saves the models that jobs begin with, and after that results_of(*job, folder) of all jobs (a
+    collective)."""
+    common.setup_distributed()
+    if common.RANK == 0:
+        for model in {model for model, *_ in jobs}:
+            if not (folder / model).exists():  # a scenario on other ranks has the same
+                save_model(models[model], folder / model)
+    dist.barrier()
+
+    results = {}
+    for job in jobs:
+        results |= results_of(*job, folder)
+    if common.RANK == 0:
+        torch.save(results, folder / name)
 
 
 # ---- The critic: values, loss and gradient of an update ------------------------------------------

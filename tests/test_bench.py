@@ -6,14 +6,17 @@ import sys
 
 import ablations
 import digits
+import faults
 import rewards
-from helpers import ROOT, ended, run, scenarios, succeeded
+from helpers import ROOT, printed, ran, run, succeeded
 
 import common
 
+SCENARIO_FILES = ("faults",)
+
 
 def test_nothing_is_lost():
-    print("\n" + succeeded(ended(scenarios(1, "faults.py", "--short")[0])))
+    print("\n" + printed(ran(faults.shortest, 0))[0])
 
 
 def test_contestants_compute_the_same_values():

@@ -8,7 +8,8 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import random_batch, succeeded, torchrun, worker
+from forked import scenario
+from helpers import ran, random_batch, worker
 
 import common
 import critic_megatron
@@ -149,7 +150,8 @@ def test_7_adamw_does_not_see_the_size_of_a_gradient():
     assert off(29, 0.4) > 1e-3 and off(29, 1.5) > 1e-3
 
 
-def ulysses():
+@scenario(ranks=2)
+def ulysses(folder):
     """What each of the two ranks finds in the next exercise."""
     common.setup_distributed()
     group, rank = torch.distributed.group.WORLD, common.RANK
@@ -169,7 +171,7 @@ def test_8_ulysses_trades_tokens_for_heads():
     """In norms, projections and MLPs each rank has five tokens of the row and all heads; inside the
     attention function it has two heads of all ten tokens, by one all-to-all before and one after.
     gather_slices then gives the ten values to both, and both compute the same loss."""
-    succeeded(torchrun(2, __file__))
+    ran(ulysses, 2)
 
 
 def test_9_context_parallel_ranks_have_a_piece_of_either_end():
@@ -182,7 +184,3 @@ def test_9_context_parallel_ranks_have_a_piece_of_either_end():
         row = common.Batch.blank(12)
         slots, _ = critic_megatron.MegatronPPOCritic.share_context(critic, row)
         assert slots.tolist() == answer and sum(t + 1 for t in answer) == 26
-
-
-if __name__ == "__main__":
-    common.launch(ulysses)

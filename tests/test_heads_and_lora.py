@@ -9,13 +9,18 @@ import math
 import pytest
 import torch
 import transformers
+from forked import scenario
 from helpers import (
+    LAYOUTS,
     ROOT,
     VARIANTS,
     assert_same_weights,
     captured_gradients,
     full_weights,
+    mine,
     names_with_moments,
+    one_update,
+    ran,
     random_batch,
     succeeded,
     torchrun,
@@ -34,11 +39,10 @@ from reference import (
     save_model,
     values_by_hand,
 )
-from scenarios import one_gradient
 
 import common
 import critic_fsdp
-from common import UserError
+from common import RANK, WORLD_SIZE, UserError
 from critic_fsdp import Config, Run
 
 LORA = {"lora_rank": 4}
@@ -81,6 +85,51 @@ def test_a_target_has_its_return_as_value_and_zeros_the_centre_of_the_range():
     batch = random_batch(6, vocab_size=60)
     zero = worker(**VARIANTS["hl_gauss"], value_head_init="zero").compute_values(batch)
     torch.testing.assert_close(zero, 0.25 * batch.response_mask)
+
+
+def one_gradient(model, start=None, **fields):
+    """(worker, weights, values, metrics and gradient of one mini-batch). start: a checkpoint to
+    load."""
+    options = {"ppo_mini_batch_size": 256, "lr": 0.01, "ppo_max_token_len_per_gpu": 60}
+    w = worker(model=str(model), **{**options, **fields})
+    if start:
+        w.load_checkpoint(start)
+
+    weights = full_weights(w.critic)
+    batch = mine(random_batch(12, seed=1))
+    batch.values = w.compute_values(batch)
+    result = one_update(w, batch)
+    return w, {**result, "weights": weights, "after": full_weights(w.critic)}
+
+
+@scenario(ranks=(1, 2), needs=("heads_and_adapters on 1",))
+def heads_and_adapters(folder):
+    """One rank saves a checkpoint of each variant after a first step, so that the adapters' B is no
+    longer zero. From there, every variant makes an update on every layout of these ranks."""
+    if WORLD_SIZE == 1:
+        save_model(MODELS["qwen2"], folder / "model")
+        for variant, fields in VARIANTS.items():
+            first, _ = one_gradient(folder / "model", **fields)
+            first.save_checkpoint(folder / variant)
+
+    results = {}
+    for variant, (layout, more) in itertools.product(VARIANTS, LAYOUTS.items()):
+        if more.get("ulysses_size", 1) <= WORLD_SIZE:
+            recompute = layout in ("fsdp1", "ulysses")
+            fields = {**VARIANTS[variant], "gradient_checkpointing": recompute, **more}
+            w, result = one_gradient(folder / "model", folder / variant, **fields)
+            result["moments"] = sorted(names_with_moments(w.critic))
+            results[variant, layout] = result
+            if layout == "ulysses":
+                w.save_checkpoint(folder / f"{variant} of 2")
+    if RANK == 0:
+        torch.save(results, folder / f"{WORLD_SIZE}.pt")
+
+
+def left(ranks):
+    """(folder, results of heads_and_adapters on these ranks)."""
+    folder = ran(heads_and_adapters, ranks)
+    return folder, torch.load(folder / f"{ranks}.pt", weights_only=True)
 
 
 def reference(folder, result, variant):
@@ -139,59 +188,51 @@ def compare(result, expected, variant):
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory):
-    """(folder with a model and a checkpoint of each variant, {variant: (weights, result of a plain
-    loop)}). Checkpoints are saved by one rank after a first step, so that the adapters' B is no
-    longer zero."""
-    folder = tmp_path_factory.mktemp("trained")
-    save_model(MODELS["qwen2"], folder / "model")
+def references():
+    """variant -> (weights, result of a plain loop)."""
+    folder, results = left(1)
     made = {}
-    for variant, fields in VARIANTS.items():
-        w, _ = one_gradient(folder / "model", **fields)
-        w.save_checkpoint(folder / variant)
-        _, result = one_gradient(folder / "model", folder / variant, **fields)
+    for variant in VARIANTS:
+        result = results[variant, "fsdp2"]
         made[variant] = result["weights"], reference(folder / "model", result, variant)
-    return folder, made
+    return made
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1", "none"])
-def test_one_rank_makes_the_gradient_of_a_plain_loop(strategy, variant, references):
-    folder, made = references
-    fields = {
-        **VARIANTS[variant],
-        "strategy": strategy,
-        "gradient_checkpointing": strategy == "fsdp1",
-    }
-    w, result = one_gradient(folder / "model", folder / variant, **fields)
-    compare(result, made[variant], variant)
-    assert names_with_moments(w.critic) == {
-        name for name in result["weights"] if trains(name, variant)
-    }
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_layout_makes_the_gradient_of_a_plain_loop(ranks, variant, references):
+    _, results = left(ranks)
+    of_variant = {layout: x for (name, layout), x in results.items() if name == variant}
+    assert len(of_variant) == 2 + ranks
+    print(f"\n{variant}: largest relative difference of a gradient to float64, {ranks} ranks")
+    for layout, result in of_variant.items():
+        print(f"  {layout:10s} {compare(result, references[variant], variant):.1e}")
+        trained = {name for name in result["weights"] if trains(name, variant)}
+        assert ranks > 1 or {*result["moments"]} == trained
 
 
-def test_two_ranks_make_this_gradient_on_every_layout_and_exchange_checkpoints(
-    references, tmp_path
-):
-    folder, made = references
-    out = tmp_path / "out.pt"
-    arguments = ("heads_and_adapters", folder / "model", folder, out)
-    assert "ok" in succeeded(torchrun(2, ROOT / "tests" / "scenarios.py", *arguments))
-    results = torch.load(out, weights_only=True)
-    assert len(results) == 20
-    print("\nlargest relative difference of a gradient to float64, 2 ranks")
-    for (variant, layout), result in results.items():
-        print(f"  {variant:10s}{layout:10s} {compare(result, made[variant], variant):.1e}")
-    # for each variant, a field that makes it another model, so that its checkpoint is refused
-    span = ("value_range", (0.0, 1.0))
-    others = (("lora_alpha", 7.0), span, ("freeze_modules", "norm"), span, ("freeze_modules", "up"))
-    for (variant, fields), (name, x) in zip(VARIANTS.items(), others, strict=True):
-        back = worker(model=str(folder / "model"), **fields)
-        back.load_checkpoint(folder / f"{variant} of 2")
-        assert_same_weights(back, results[variant, "ulysses"]["after"])
-        other = worker(model=str(folder / "model"), **fields | {name: x})
-        with pytest.raises(UserError, match=f"another model: {name} .* there, .* here"):
-            other.load_checkpoint(folder / f"{variant} of 2")
+# for each variant, a field that makes it another model
+ANOTHER = {
+    "lora": {"lora_alpha": 7.0},
+    "hl_gauss": {"value_range": (0.0, 1.0)},
+    "freeze": {"freeze_modules": "norm"},
+    "bounded": {"value_range": (0.0, 1.0)},
+    "places": {"freeze_modules": "up"},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_rank_loads_a_checkpoint_of_two_unless_it_is_of_another_model(variant):
+    folder, results = left(2)
+    fields = {"model": str(folder / "model"), **VARIANTS[variant]}
+    back = worker(**fields)
+    back.load_checkpoint(folder / f"{variant} of 2")
+    assert_same_weights(back, results[variant, "ulysses"]["after"])
+
+    other = worker(**fields | ANOTHER[variant])
+    [name] = ANOTHER[variant]
+    with pytest.raises(UserError, match=f"another model: {name} .* there, .* here"):
+        other.load_checkpoint(folder / f"{variant} of 2")
 
 
 def test_adapters_begin_at_zero_and_depend_on_the_seed():

@@ -1,26 +1,17 @@
-"""The gradient of one update before clipping is the same on every layout, and equals that of a
-plain loop.
-
-As a script, it runs one mini-batch on every layout of this number of ranks, for the tests to
-compare:
-
-    torchrun --nproc-per-node 2 tests/test_layouts.py OUT_FOLDER [models]
-"""
+"""The gradient of one update before clipping is the same on every layout of critic_fsdp.py, and
+equals that of a plain loop."""
 
 import dataclasses
 import datetime
-import pathlib
-import sys
 
 import helpers
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import ended, one_update, part_of, scenarios, succeeded
-from reference import MODELS, MODES, ROWS, compare, references, save_model
+from forked import scenario
+from helpers import one_update, part_of, ran
+from reference import MODELS, MODES, ROWS, compare, references, save_results
 
-import common
-from common import RANK, WORLD_SIZE
+from common import WORLD_SIZE
 
 BUDGET = {"ppo_max_token_len_per_gpu": 60}
 NORM = {**BUDGET, "response_length_limit": 50}
@@ -81,28 +72,19 @@ def cases_of(layout):
     return dict.fromkeys(x.removesuffix(", deferred") if "fsdp1" in layout else x for x in cases)
 
 
-def main(out, which="qwen2"):
-    """`models`: three layouts of all models, otherwise all layouts of one."""
-    jobs = [(which, layout, fields, cases_of(layout)) for layout, fields in layouts().items()]
-    if which == "models":
-        cases = ("shared", "shared, one micro-batch")
-        jobs = [(model, layout, layouts()[layout], cases) for model in MODELS for layout in SOME]
-    save_results(out, MODELS, results_of, jobs)
+@scenario(ranks=(1, 2, 4))
+def every_layout(folder):
+    """Results of one model on all layouts of these ranks."""
+    jobs = [("qwen2", layout, fields, cases_of(layout)) for layout, fields in layouts().items()]
+    save_results(folder, f"{WORLD_SIZE}.pt", MODELS, results_of, jobs)
 
 
-def save_results(out, models, results_of, jobs):
-    """Saves results_of(*job, out) of all jobs, and before that the models that jobs begin with."""
-    out = pathlib.Path(out)
-    common.setup_distributed()
-    if RANK == 0:
-        for name in {model for model, *_ in jobs}:
-            save_model(models[name], out / name)
-    dist.barrier()
-    results = {}
-    for job in jobs:
-        results |= results_of(*job, out)
-    if RANK == 0:
-        torch.save(results, out / "out.pt")
+@scenario(ranks=2)
+def every_model(folder):
+    """Results of all models on three layouts."""
+    cases = ("shared", "shared, one micro-batch")
+    jobs = [(model, layout, layouts()[layout], cases) for model in MODELS for layout in SOME]
+    save_results(folder, "models.pt", MODELS, results_of, jobs)
 
 
 def results_of(model, layout, fields, cases, out):
@@ -125,17 +107,12 @@ def results_of(model, layout, fields, cases, out):
     return results
 
 
-def launched(*job):
-    """(folder of the models, results of this script)."""
-    waits_for, out = scenarios(*job)
-    succeeded(ended(waits_for))
-    return out, torch.load(out / "out.pt", weights_only=True)
-
-
 @pytest.mark.parametrize("ranks, cases", [(1, 30), (2, 71), (4, 45)])
 def test_every_layout_makes_the_same_gradient(ranks, cases):
-    folder, results = launched(ranks, "test_layouts.py")
+    folder = ran(every_layout, ranks)
+    results = torch.load(folder / f"{ranks}.pt", weights_only=True)
     assert len(results) == cases
+
     print(f"\nlargest relative difference of a gradient to float64, {ranks} ranks, {cases} cases")
     for layout, error in compare(results, references(folder / "qwen2")).items():
         print(f"  {layout:42s} {error:.1e}")
@@ -143,12 +120,10 @@ def test_every_layout_makes_the_same_gradient(ranks, cases):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_makes_the_same_gradient_packed_padded_and_with_ulysses(name):
-    folder, results = launched(2, "test_layouts.py", "models")
+    folder = ran(every_model, 2)
+    results = torch.load(folder / "models.pt", weights_only=True)
     of_model = {key: result for key, result in results.items() if key[0] == name}
     assert len(of_model) == 2 * len(SOME)
+
     worst = compare(of_model, references(folder / name))
     print(f"\n  {name:12s}", "  ".join(f"{layout} {error:.1e}" for layout, error in worst.items()))
-
-
-if __name__ == "__main__":
-    common.launch(lambda: main(*sys.argv[1:]))

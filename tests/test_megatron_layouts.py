@@ -1,25 +1,17 @@
-"""One update on Megatron: values, gradient and step of every layout equal a plain float64 loop.
-
-As a script, it runs one mini-batch on every layout of this number of ranks, for the tests to
-compare:
-
-    torchrun --nproc-per-node 2 tests/test_megatron_layouts.py OUT_FOLDER
-"""
+"""One update on Megatron: values, gradient and step of every layout equal a plain float64 loop."""
 
 import dataclasses
-import sys
 
 import helpers
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
-from helpers import part_of
-from reference import GROUPED, MODES, ROWS, compare, references
+from forked import scenario
+from helpers import part_of, ran
+from megatron_helpers import assert_replicas_agree, computed, noted_gradients
+from reference import GROUPED, MODES, ROWS, compare, references, save_results
 from safetensors.torch import load_file
-from test_layouts import launched, save_results
 
-import common
 import critic_megatron as cm
 from common import WORLD_SIZE
 
@@ -115,66 +107,6 @@ def layouts(ranks):
     ]
 
 
-def whole_of(worker, part):
-    """name -> whole tensor of part(AdamW, p), for every weight that trains (a collective). p is
-    this rank's part of the float32 weight; part returns its gradient, a moment, or p itself."""
-
-    def local(name, p):
-        if not p.requires_grad:
-            return None
-        flat = torch.zeros(p.numel())
-        if p in worker.critic.masters:
-            adam, mine, place = worker.critic.masters[p]
-            flat[place] = part(adam, mine).detach()
-        dist.all_reduce(flat, group=cm.groups_of(name)[1])
-        return flat.view_as(p)
-
-    return union(worker, local)
-
-
-def computed(worker):
-    """name -> whole tensor, of every weight as the forward uses it."""
-    return union(worker, lambda name, p: p.detach())
-
-
-def union(worker, local):
-    """All that the ranks would write, as one dict; no two ranks write the same rows of a weight."""
-    mine = cm.whole_weights(worker.critic.modules, worker.model_config.vocab_size, local)
-    # faster than tensors
-    every = common.of_all_ranks({name: x.numpy() for name, x in mine.items()})
-    whole = {name: torch.from_numpy(x) for some in every for name, x in some.items()}
-    assert len(whole) == sum(map(len, every))
-    return {name: x for name, (_, x) in cm.join_experts(whole).items()}
-
-
-def assert_replicas_agree(critic):
-    """Ranks that hold the same part of a weight, or all of an unsharded one, hold the same bits."""
-    for name, p in cm.named_weights(critic.modules):
-        groups = [cm.groups_of(name)[1]]
-        if cm.hf_names(name)[0] == "whole":
-            groups.append(cm.groups_of(name)[0])
-        for group in groups:
-            most, least = p.detach().clone(), p.detach().clone()
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-            dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-            assert torch.equal(most, least), (
-                f"{name} differs between ranks by {(most - least).abs().max()}"
-            )
-
-
-def noted_gradients(worker):
-    """A list to which every step from now on adds the whole gradient before clipping."""
-    seen = []
-    prepare = worker.critic.optimizer.prepare_grads
-
-    def note():
-        prepare()
-        seen.append(whole_of(worker, lambda _, p: p.grad))
-
-    worker.critic.optimizer.prepare_grads = note
-    return seen
-
-
 def results_of(model, layout, folder):
     """{(model, layout, case, rows, mode): result} for all cases of a layout."""
     helpers.end_groups()
@@ -216,6 +148,11 @@ def results_of(model, layout, folder):
     return results
 
 
+@scenario(ranks=(1, 2, 4, 8))
+def every_layout(folder):
+    save_results(folder, f"{WORLD_SIZE}.pt", MODELS, results_of, layouts(WORLD_SIZE))
+
+
 def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
     """Weights after one step of AdamW from a fresh state, in float64 (1711.05101, algorithm 2)."""
     norm = torch.stack([g.norm() for g in gradients.values()]).norm()
@@ -230,7 +167,8 @@ def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
 
 @pytest.mark.parametrize("ranks, cases", [(1, 18), (2, 47), (4, 34), (8, 8)])
 def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases):
-    out, results = launched(ranks, "test_megatron_layouts.py")
+    out = ran(every_layout, ranks)
+    results = torch.load(out / f"{ranks}.pt", weights_only=True)
     assert len(results) == cases and LAYOUTS.keys() == {1, 2, 4, 8}
     print(f"\n{'largest difference':36s} gradient     step   of {ranks} ranks")
     for model, layout in layouts(ranks):
@@ -258,7 +196,3 @@ def weights_of(folder):
     return {f"model.{n}": x for n, x in state.items()} | load_file(
         folder / "value_head.safetensors"
     )
-
-
-if __name__ == "__main__":
-    common.launch(lambda: save_results(sys.argv[1], MODELS, results_of, layouts(WORLD_SIZE)))

@@ -13,7 +13,7 @@ import sys
 import time
 
 import pytest
-from faults import processes, until
+from forked import processes, until
 from helpers import ROOT, run, succeeded, torchrun, worker
 
 import common

@@ -8,19 +8,19 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from forked import scenario
 from helpers import (
-    ROOT,
     STRATEGIES,
     assert_same_weights,
     full_weights,
     mine,
     names_with_moments,
     one_update,
+    ran,
     random_batch,
     refused,
-    succeeded,
-    torchrun,
     worker,
 )
 from PIL import Image
@@ -116,32 +116,54 @@ TEXT = {**QWEN3["text_config"], **EXPERTS}
 MODELS["qwen3-vl-moe"] = {**QWEN3, "model_type": "qwen3_vl_moe", "text_config": TEXT}
 
 
+def save_model(name, folder):
+    """A checkpoint like those of users: a language model with its head, and a value head."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**MODELS[name])
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    for p in model.parameters():
+        p.data += 0.05 * torch.randn_like(p)
+    model.save_pretrained(folder)
+
+    transformers.Qwen2VLImageProcessorPil(patch_size=14).save_pretrained(folder)
+    head = {"score.weight": 0.3 * torch.randn(1, 64), "score.bias": torch.randn(1)}
+    save_file(head, folder / "value_head.safetensors")
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """name -> a checkpoint like those of users: a language model with its head, and a value
-    head."""
-    folders = {}
-    for name, fields in MODELS.items():
-        folders[name] = folder = tmp_path_factory.mktemp(name)
-        torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(**fields)
-        model = transformers.AutoModelForImageTextToText.from_config(config)
-        for p in model.parameters():
-            p.data += 0.05 * torch.randn_like(p)
-        model.save_pretrained(folder)
-        transformers.Qwen2VLImageProcessorPil(patch_size=14).save_pretrained(folder)
-        head = {"score.weight": 0.3 * torch.randn(1, 64), "score.bias": torch.randn(1)}
-        save_file(head, folder / "value_head.safetensors")
-    return folders
+    """name -> the folder of a model."""
+    made = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    for name, folder in made.items():
+        save_model(name, folder)
+    return made
+
+
+@scenario(ranks=2)
+def images_on_every_layout(folder):
+    """Results of layouts on rows with images, of which the second rank has none. Models differ in
+    how the tower's output is sliced."""
+    if common.RANK == 0:
+        for name in PRESETS:
+            save_model(name, folder / name)
+    common.setup_distributed()
+    dist.barrier()
+
+    first, second = PRESETS
+    some = {name: LAYOUTS[name] for name in ("fsdp1", "ulysses", "ulysses, frozen")}
+    results = {
+        first: results_of(folder / first, LAYOUTS),
+        second: results_of(folder / second, some),
+        "parts": results_of(folder / first, PARTS),
+    }
+    if common.RANK == 0:
+        torch.save(results, folder / "out.pt")
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(folders, tmp_path_factory):
-    """folder -> results of every layout on two ranks, of which the second has no image."""
-    out = tmp_path_factory.mktemp("out") / "out.pt"
-    script = (ROOT / "tests" / "scenarios.py", "images_on_every_layout")
-    succeeded(torchrun(2, *script, out, *(folders[name] for name in PRESETS)))
-    return torch.load(out, weights_only=True)
+def on_two_ranks():
+    """name of a model, or parts -> results of every layout on two ranks."""
+    return torch.load(ran(images_on_every_layout, 2) / "out.pt", weights_only=True)
 
 
 def images_of(row, ids):
@@ -162,7 +184,7 @@ def test_every_layout_makes_the_same_update(name, folders, on_two_ranks):
     names = ("fsdp2", "fsdp2, frozen", "padded") if name in PRESETS else ("fsdp2",)
     on_one = results_of(folders[name], {layout: LAYOUTS[layout] for layout in names})
     results = {(1, *key): x for key, x in on_one.items()}
-    results |= {(2, *key): x for key, x in on_two_ranks.get(str(folders[name]), {}).items()}
+    results |= {(2, *key): x for key, x in on_two_ranks.get(name, {}).items()}
     print(f"\n{name}: largest relative difference of a gradient, and of a value, to float64")
     for (ranks, layout, tokens), result in results.items():
         expected = {
