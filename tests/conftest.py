@@ -16,7 +16,8 @@ from helpers import begin_scenarios  # noqa: E402
 import common  # noqa: E402
 import ppo_loop  # noqa: E402
 
-QUICK = ("test_house.py", "test_common.py", "test_exercises.py", "test_ppo_loop.py")
+QUICK = ("house", "common", "exercises", "ppo_loop", "policy", "rollout", "user_functions")
+QUICK = {f"test_{name}.py" for name in (*QUICK, "rewards", "flags")}
 
 
 def files_of(item):
