@@ -1008,6 +1008,9 @@ FAULTS = {  # fault -> scripts to try it on; with --short only the first
     flags: SCRIPTS, folders: SCRIPTS,
 }  # fmt: skip
 
+# not with --short; test_starts.py has a second run in one folder, and test_user_functions.py odd rewards
+LONG = (foreign, apart, torchrun, phases, workers, two_runs, reference, odd_rewards)
+
 
 def main(names, short):
     warnings.filterwarnings("ignore")  # Megatron's, about packages that are not installed
@@ -1016,7 +1019,7 @@ def main(names, short):
     assert names <= {fault.__name__ for fault in FAULTS}, names
     try:
         for fault, scripts in FAULTS.items():
-            long = fault in (foreign, apart, torchrun, phases, workers)
+            long = fault in LONG
             if names and fault.__name__ not in names or short and long:
                 continue
             for script in list(scripts)[: 1 if short else None]:

@@ -20,7 +20,6 @@ from ppo_loop import ActorConfig, HFRollout, PolicyWorker, Prompt, Reply
 KINDS = ("tiny-qwen2", "tiny-llama", "tiny-gemma2", "tiny-gpt2", "tiny-qwen3-moe")
 TIED = ("tiny-gemma2", "tiny-gpt2")  # their head is the embedding
 SHARP = '{"initializer_range": 0.1}'  # with the usual 0.02 all tokens are nearly equally likely
-WINDOW = '{"initializer_range": 0.1, "sliding_window": 6}'  # shorter than the rows
 TOKENIZER = common.char_tokenizer()
 EOS = TOKENIZER.eos_token_id
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import errno
+import importlib
 import json
 import math
 import os
@@ -22,6 +23,8 @@ import types
 import pytest
 import torch
 import transformers
+import tyro
+from forked import until
 from helpers import ROOT, random_batch, refused, run, succeeded, torchrun, worker
 
 import common
@@ -71,13 +74,17 @@ HALF = {  # words of the answer -> what is set
 }
 
 
-@pytest.mark.parametrize("words", HALF)
-@pytest.mark.parametrize("script", [FSDP, MEGATRON, PPO], ids=lambda path: path.stem)
+SCRIPTS = (FSDP, MEGATRON, PPO)
+# each variable on one script, in turn, and the first one on all: common.py reads them
+PAIRS = [(SCRIPTS[i % 3], words) for i, words in enumerate(HALF)]
+PAIRS += [(script, [*HALF][0]) for script in SCRIPTS[1:]]
+
+
+@pytest.mark.parametrize("script, words", PAIRS, ids=lambda x: getattr(x, "stem", x))
 def test_what_torchrun_sets_is_taken_whole_or_named(script, words, tmp_path):
-    flags = SHORT if script != PPO else ("--steps", "1", "--supervised-steps", "0")
-    ends_in_one_line(
-        run(sys.executable, script, *flags, "--out-dir", tmp_path, timeout=60, **HALF[words]), words
-    )
+    flags = ("--steps", "1", "--supervised-steps", "0") if script == PPO else SHORT
+    command = (sys.executable, script, *flags, "--out-dir", tmp_path)
+    ends_in_one_line(run(*command, timeout=60, **HALF[words]), words)
 
 
 @pytest.mark.parametrize("env", [
@@ -158,8 +165,6 @@ HUGE = "9" * 30
 @pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
 def test_numbers_have_an_upper_bound(script, flags):
     """The flag with the number is named by both critics, and with its prefix by the PPO loop."""
-    import tyro
-
     run = tyro.cli(script.Run, args=flags.split())
     flag = [word for word in flags.split() if word.startswith("--")][-1]
     if flag == "--loss-agg-mode":
@@ -210,12 +215,29 @@ SIZES = {  # words of the answer -> --override-config
 
 
 @pytest.mark.parametrize("words", SIZES)
-@pytest.mark.parametrize("script", [FSDP, MEGATRON, PPO], ids=lambda path: path.stem)
-def test_a_config_that_cannot_be_built_is_one_line(script, words, tmp_path):
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_config_that_cannot_be_built_is_named(script, words, tmp_path):
+    """By the script's main, as the script itself begins."""
+    module = importlib.import_module(script.stem)
     flag = "--actor.override-config" if script == PPO else "--override-config"
-    process = run(
-        sys.executable, script, flag, SIZES[words], "--out-dir", tmp_path / "out", timeout=60
-    )
+    args = [flag, SIZES[words], "--out-dir", str(tmp_path / "out")]
+    with refused(words, begin=f"{flag} "):
+        if script == PPO:
+            ppo_loop.main(ppo_loop.parse(args))
+        else:
+            begun = tyro.cli(module.Run, args=args)
+            if mistake := module.mistake_in(begun):
+                raise common.UserError(mistake)
+            module.main(begun)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_config_that_cannot_be_built_is_one_line(script, tmp_path):
+    flag = "--actor.override-config" if script == PPO else "--override-config"
+    words = "num_attention_heads is 0; it must be from 1 to 4,096"
+    where = ("--out-dir", tmp_path / "out")
+    process = run(sys.executable, script, flag, SIZES[words], *where, timeout=60)
     ends_in_one_line(process, words)
     assert process.stderr.startswith(f"error: {flag} ") and not (tmp_path / "out").exists()
 
@@ -285,7 +307,7 @@ def test_the_users_own_text_is_left_as_it_is():
     ("--lr x", "--lr: must be None or FLOAT, not 'x'"),
     ("--lrr 3", "--lrr: is no flag; perhaps you meant --lr; --help explains all flags"),
 ])  # fmt: skip
-@pytest.mark.parametrize("script", [FSDP, MEGATRON, PPO], ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_flag_that_cannot_be_read_is_one_line(script, flags, words):
     if script == PPO and "steps" not in flags:
         flags = flags.replace("--", "--critic.")
@@ -314,42 +336,29 @@ def contents(folder):
     return {str(path): path.read_bytes() for path in files if path.name != "metrics.jsonl"}
 
 
-@pytest.mark.parametrize("second", [FSDP, MEGATRON, PPO], ids=lambda path: path.stem)
-def test_a_second_run_leaves_the_folder_of_the_first_alone(second, tmp_path):
-    """It ends in one line, and the first goes on. When that is killed, the next one starts at
-    once."""
+def test_a_second_run_leaves_the_folder_of_the_first_alone(tmp_path):
+    """Whichever script it runs, it ends in one line, and the first goes on. When that is killed, the
+    next one starts at once."""
     out = tmp_path / "out"
-    flags = (
-        "--out-dir",
-        out,
-        "--steps",
-        "100000",
-        "--save-every",
-        "1",
-        "--keep",
-        "1",
-        "--eval-every",
-        "0",
-    )
-    first = started(FSDP, "--rollouts", ROWS, "--train-batch-size", "8", *flags)
+    own = ("--out-dir", out, "--rollouts", ROWS, "--train-batch-size", 8, "--keep", 1)
+    often = ("--steps", 100000, "--save-every", 1, "--eval-every", 0)
+    first = started(FSDP, *own, *often)
     try:
-        deadline = time.monotonic() + 120
-        while not list(out.glob("checkpoints/step_3")) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        os.kill(first.pid, signal.SIGSTOP)  # nothing may change while the second tries
-        before = contents(out)
-        process = run(sys.executable, second, "--out-dir", out, "--steps", "1", timeout=120)
-        ends_in_one_line(process, f"--out-dir {out}: another run, process {first.pid} on ")
-        assert contents(out) == before
-        os.kill(first.pid, signal.SIGCONT)
-        assert first.poll() is None
+        until((out / "checkpoints" / "step_3").exists, "the third checkpoint", 120)
+        for second in SCRIPTS:
+            os.kill(first.pid, signal.SIGSTOP)  # nothing may change while the second tries
+            before = contents(out)
+            process = run(sys.executable, second, "--out-dir", out, "--steps", 1, timeout=120)
+            ends_in_one_line(process, f"--out-dir {out}: another run, process {first.pid} on ")
+            assert contents(out) == before
+            os.kill(first.pid, signal.SIGCONT)
+            assert first.poll() is None
     finally:
         first.kill()
         first.communicate()
-    if second == FSDP:
-        made = max(common.steps_in(f"{out}/checkpoints"))[0]
-        again = ("--resume", "auto", "--steps", made + 1, "--keep", "1", "--rollouts", ROWS)
-        succeeded(run(sys.executable, FSDP, "--out-dir", out, *again, "--train-batch-size", "8"))
+
+    made = max(common.steps_in(f"{out}/checkpoints"))[0]
+    succeeded(run(sys.executable, FSDP, *own, "--resume", "auto", "--steps", made + 1))
 
 
 def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch, capsys):
