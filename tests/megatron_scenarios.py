@@ -226,14 +226,10 @@ def two_updates(worker, move=lambda: None):
 
 def resume(folder, name, layout, path):
     """(worker that loaded a checkpoint, stored results). State and counters are the same, bit for
-    bit. With the checkpoint as its --model, a worker loads only the weights."""
+    bit."""
     helpers.end_groups()
     fields, *_ = SAVED[name]
     expected = torch.load(folder / f"{name}.pt")
-    if name not in FSDP:  # which many layouts resume
-        warm = make(**SCHEDULE, **fields | {"model": str(folder / path)}, **layout)
-        assert_same(wholes(warm)["weight"], expected["then"]["weight"], (name, layout))
-        assert counters(warm)[:2] == [0, 0]
     worker = make(**SCHEDULE, **fields, **layout)
     worker.update_critic(rows(9))  # loading must replace all of this
     worker.compute_values(rows(9))  # and free the gathered weights
@@ -246,6 +242,14 @@ def resume(folder, name, layout, path):
         rounded = {n: x if "score" in n else x.bfloat16().float() for n, x in weights.items()}
         assert_same(computed(worker), rounded, (name, layout))
     return worker, expected
+
+
+def starts_from_the_weights(folder, path, layout, expected, name=None):
+    """With a checkpoint as its --model, a worker loads only the weights."""
+    fields, *_ = SAVED[name or path]
+    warm = make(**SCHEDULE, **fields | {"model": str(folder / path)}, **layout)
+    assert_same(wholes(warm)["weight"], expected["then"]["weight"], (path, layout))
+    assert counters(warm)[:2] == [0, 0]
 
 
 def go_on(worker, expected, what, exact):
@@ -267,6 +271,8 @@ def megatron_goes_on(folder):
     for name, (fields, ranks, home, layouts) in SAVED.items():
         for i, layout in enumerate(layouts.get(common.WORLD_SIZE, ())):
             worker, expected = resume(folder, name, layout, name)
+            if i == 0:
+                starts_from_the_weights(folder, name, layout, expected)
             if "strategy" in home:  # for fsdp_takes_back
                 worker.save_checkpoint(folder / f"{name}, {i}")
             exact = (ranks, home) == (common.WORLD_SIZE, layout)
@@ -288,6 +294,8 @@ def fsdp_takes_back(folder):
         exact = ranks == common.WORLD_SIZE
         for i, _ in enumerate(layouts.get(2, ())[: None if exact else 1]):
             worker, expected = resume(folder, name, home, f"{name}, {i}")
+            if i == 0:
+                starts_from_the_weights(folder, f"{name}, {i}", home, expected, name)
             go_on(worker, expected, (name, i), exact)
 
 
