@@ -2,7 +2,8 @@
 
 python tests/ablations.py                   PPO on the built-in addition: 20 minutes on two cores
 python tests/ablations.py --task digits --steps 160     the task of digits.py: 40 minutes
-python tests/ablations.py --data FOLDER     value pretraining on train.jsonl, judged on eval.jsonl; tokenizer/
+python tests/ablations.py --data FOLDER     value pretraining on train.jsonl, judged on eval.jsonl;
+                                            tokenizer/
                                             there reads the text: 25 minutes for GSM8K's answers
 
 Runs that have ended are not repeated.
@@ -28,11 +29,15 @@ ZERO = "--critic.value-head-init zero --critic.lr 1e-30"  # values stay 0
 # the same number of scored answers, for each seed a supervised actor and a critic of its own
 PPO = {
     "no critic: minus the batch's mean": ZERO,
-    "4 answers to each of 64 prompts": f"{ZERO} --train-batch-size 64 --rollout-n 4 --critic-where-it-helps",
+    "4 answers to each of 64 prompts": (
+        f"{ZERO} --train-batch-size 64 --rollout-n 4 --critic-where-it-helps"
+    ),
     "critic, lambda 1": "",
     "the same, its head starts at 0": "--critic.value-head-init zero",
     "the same, at the mean return": "--critic.value-head-init mean",
-    "at 0, and the critic reads the right answer": "--critic.value-head-init zero --privileged-key response",
+    "at 0, and the critic reads the right answer": (
+        "--critic.value-head-init zero --privileged-key response"
+    ),
     "lambda 0.95": "--lam 0.95",
     "the first token gets half the credit": "--first-token-credit 0.5",
     "10 of 60 steps for the critic alone": "--critic-warmup 10",
@@ -55,8 +60,12 @@ DIGITS = {  # with the best learning rate of a grid, and some with the next lowe
     "pretrained critic, lambda 0.95": f"{PRETRAINED} --lam-policy 0.95",
     "from scratch, head at the mean return": "--train-batch-size 8 --critic.value-head-init mean",
     "from scratch, reads the right answer": f"{SCRATCH} --privileged-key answer",
-    "from scratch, bins (HL-Gauss)": f"{SCRATCH} --critic.value-head hl_gauss --critic.value-range -5 5",
-    "from scratch, bounded values": f"{SCRATCH} --critic.value-head bounded --critic.value-range -5 5",
+    "from scratch, bins (HL-Gauss)": (
+        f"{SCRATCH} --critic.value-head hl_gauss --critic.value-range -5 5"
+    ),
+    "from scratch, bounded values": (
+        f"{SCRATCH} --critic.value-head bounded --critic.value-range -5 5"
+    ),
 }
 PRETRAINING = {
     "random head": "",
@@ -150,7 +159,8 @@ def table_of_ppo(runs, seeds, steps, out):
     baseline = None
     block = 1 if steps < 100 else 10  # steps of a point
     print(
-        "| recipe | at the end, held out | mean reward | more than the first row | explained variance |"
+        "| recipe | at the end, held out | mean reward | more than the first row |"
+        " explained variance |"
     )
     print("|---|---|---|---|---|")
     for number, (name, of_recipe) in enumerate(runs.items()):

@@ -1,20 +1,20 @@
 """How fast the critics are, compared with a loop without any framework and with verl 0.6.1.
 
-    OMP_NUM_THREADS=1 python tests/bench.py              10 million weights, answers to GSM8K questions
+    OMP_NUM_THREADS=1 python tests/bench.py              10 million weights, answers to GSM8K
     OMP_NUM_THREADS=1 python tests/bench.py --mix long-prompt --rows 32
     OMP_NUM_THREADS=1 python tests/bench.py --mix long-tail --model 100m --rows 16
     OMP_NUM_THREADS=1 python tests/bench.py --host --ranks 64
-                                                         what one of many ranks spends on moving rows
+                                                         what one of many ranks spends moving rows
 
 All contestants have the same weights, rows, precision, token budget and AdamW. Each runs in its own
 processes, and they take turns. On a CPU the tables use the CPU time of all ranks together, because
 it does not depend on other jobs on the machine.
 
     fsdp, megatron  the critics; "alone" means --no-share-prompts
-    bare            transformers' backbone, a linear head, the loss and AdamW, on packs made in advance
-    verl padded     DataParallelPPOCritic of verl 0.6.1 with transformers' SDPA, if verl is installed
-    verl packed     the same with use_remove_padding and dynamic batches; on CPU SDPA masks the other rows
-    verl lent       the same with the packed attention of common.py, so that the rest can be compared
+    bare            transformers' backbone, a linear head, the loss and AdamW, on ready packs
+    verl padded     DataParallelPPOCritic of verl 0.6.1 with transformers' SDPA, if installed
+    verl packed     the same with use_remove_padding and dynamic batches; SDPA masks other rows
+    verl lent       the same with the packed attention of common.py, to compare the rest
 """
 
 import contextlib
@@ -259,9 +259,12 @@ def verl(name, work, folder, batch):
     divisors = [n for n in range(1, work.rows + 1) if work.rows % n == 0]
     size = max(n for n in divisors if n == 1 or n * (P + R) <= work.budget)
     config = {
-        "model": {"use_remove_padding": packed}, "ulysses_sequence_parallel_size": 1, "ppo_epochs": 1,
-        "ppo_mini_batch_size": work.rows, "ppo_micro_batch_size_per_gpu": size, "use_dynamic_bsz": packed,
-        "ppo_max_token_len_per_gpu": work.budget, "cliprange_value": 0.5, "loss_agg_mode": "token-mean",
+        "model": {"use_remove_padding": packed}, "ulysses_sequence_parallel_size": 1,
+        "ppo_epochs": 1,
+        "ppo_mini_batch_size": work.rows, "ppo_micro_batch_size_per_gpu": size,
+        "use_dynamic_bsz": packed,
+        "ppo_max_token_len_per_gpu": work.budget, "cliprange_value": 0.5,
+        "loss_agg_mode": "token-mean",
         "grad_clip": 1.0,
     }  # fmt: skip
     critic = dp_critic.DataParallelPPOCritic(OmegaConf.create(config), model, optimizer)

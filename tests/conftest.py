@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    """Begins the scenarios of whole files, one file after another, while tests of one process run."""
+    """Begins the scenarios of whole files, file after file, while tests of one process run."""
     # what is imported never goes: to look through it again and again takes a tenth of the time
     gc.freeze()
     option, before = session.config.option, None
@@ -61,6 +61,6 @@ def whole_run(parse, monkeypatch):
     """Runs main with these flags on a small task, without a report."""
     monkeypatch.setattr(common, "write_report", lambda *_: None)
     monkeypatch.setattr(common.Stop, "signal", 0)
-    small = "--train-batch-size 8 --critic.ppo-mini-batch-size 8 --eval-every 0 --steps 2 --dump-rollouts"
-    small += ' --actor.lr 1e-3 --actor.override-config {"initializer_range":0.1}'
+    small = "--train-batch-size 8 --critic.ppo-mini-batch-size 8 --eval-every 0 --steps 2"
+    small += ' --dump-rollouts --actor.lr 1e-3 --actor.override-config {"initializer_range":0.1}'
     return lambda flags: ppo_loop.main(parse(f"{small} {flags}"))

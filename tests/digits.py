@@ -82,9 +82,12 @@ def prepare(folder, seed, answers):
                 "\n".join(rows(n, seed, name, common.char_tokenizer()))
             )
         learn(folder / "actor", seed)
-        ask = f"--steps 1 --critic-warmup 1 --train-batch-size {answers} --dump-rollouts --seed {1000 + seed}"
-        fit = "--rollouts {task}/dump/rollouts/step_1.jsonl --model {task}/actor --value-head-init zero"
-        fit += f" --ppo-mini-batch-size 16 --lr 1e-3 --steps {STEPS[1]} --cliprange-value None --seed {seed}"
+        ask = f"--steps 1 --critic-warmup 1 --train-batch-size {answers} --dump-rollouts"
+        ask += f" --seed {1000 + seed}"
+        fit = "--rollouts {task}/dump/rollouts/step_1.jsonl --model {task}/actor"
+        fit += " --value-head-init zero"
+        fit += f" --ppo-mini-batch-size 16 --lr 1e-3 --steps {STEPS[1]} --cliprange-value None"
+        fit += f" --seed {seed}"
         for out, script, flags in (
             ("dump", "ppo_loop.py", FLAGS + ask),
             ("critic", "critic_fsdp.py", fit),

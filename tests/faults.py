@@ -55,12 +55,14 @@ SCRIPTS = {  # ranks, flags
 }
 STEPS = 8
 CRITIC = (
-    "--rollouts", ROWS, "--eval-rollouts", HELD_OUT, "--train-batch-size", 16, "--ppo-mini-batch-size", 8,
+    "--rollouts", ROWS, "--eval-rollouts", HELD_OUT, "--train-batch-size", 16,
+    "--ppo-mini-batch-size", 8,
     "--lr-scheduler-type", "cosine", "--lr-warmup-steps", 3,
 )  # fmt: skip
 PPO = (
     "--supervised-steps", 0, "--prompts", ROWS, "--eval-prompts", ROWS, "--prompt-key", "prompt",
-    "--answer-key", "response", "--train-batch-size", 4, "--rollout-n", 2, "--max-response-length", 3,
+    "--answer-key", "response", "--train-batch-size", 4, "--rollout-n", 2,
+    "--max-response-length", 3,
     "--reward", f"{ROOT}/tests/rewards.py:right_digits", "--kl-coef", 0.05, "--target-kl", 0.01,
     "--actor.lr", 1e-3, "--critic.lr", 1e-3, "--critic.ppo-mini-batch-size", 4, "--dump-rollouts",
     "--rollout-batch-size", 4, "--actor.ppo-max-token-len-per-gpu", 32,
@@ -675,7 +677,8 @@ def environment(script, short):
     half."""
     rng, said = random.Random(script), []
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
-             "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "COLUMNS", "TMPDIR")  # fmt: skip
+             "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "COLUMNS",
+             "TMPDIR")  # fmt: skip
     odd = (
         "",
         " ",
@@ -944,8 +947,8 @@ def flags(script, short):
     else:
         parts = {"": module.Run(rollouts=str(ROWS), train_batch_size=4, **own)}
         parts["critic"] = module.Config(ppo_mini_batch_size=4, **small)
-    fixed = "critic actor vllm backend rollout model steps train_batch_size plan supervised_steps out_dir"
-    fixed += " prefix"  # no flag
+    fixed = "critic actor vllm backend rollout model steps train_batch_size plan supervised_steps"
+    fixed += " out_dir prefix"  # no flag
     choices = []
     for part, config in parts.items():
         for name, kind in typing.get_type_hints(type(config)).items():
@@ -1002,13 +1005,15 @@ def folders(script, short):
 FAULTS = {  # fault -> scripts to try it on; with --short only the first
     kills: SCRIPTS, background: SCRIPTS, logger: ("ppo_loop", "critic_fsdp"), damage: SCRIPTS,
     foreign: SCRIPTS, apart: SCRIPTS, full: SCRIPTS, memory: ("critic_fsdp", "critic_megatron"),
-    sigterm: SCRIPTS, ctrl_c: SCRIPTS, phases: ("ppo_loop",), workers: ("ppo_loop",), diverges: ("ppo_loop",),
+    sigterm: SCRIPTS, ctrl_c: SCRIPTS, phases: ("ppo_loop",), workers: ("ppo_loop",),
+    diverges: ("ppo_loop",),
     two_runs: SCRIPTS, forking: ("ppo_loop",), odd_rewards: ("ppo_loop",), environment: SCRIPTS,
     reference: ("ppo_loop",), torchrun: ("critic_fsdp",), storm: SCRIPTS, rows: ("critic_fsdp",),
     flags: SCRIPTS, folders: SCRIPTS,
 }  # fmt: skip
 
-# not with --short; test_starts.py has a second run in one folder, and test_user_functions.py odd rewards
+# not with --short: test_starts.py has a second run in one folder, test_user_functions.py odd
+# rewards
 LONG = (foreign, apart, torchrun, phases, workers, two_runs, reference, odd_rewards)
 
 

@@ -3,8 +3,8 @@ launch takes a second, not twenty.
 
     torchrun(2, script, *flags)     helpers.py: runs a script on two ranks; run(...) on none
     begin(...), ended(...)          its halves: the script runs while the test does something else
-    @scenario(ranks=2)              marks a function(folder) of tests/ that runs on two ranks and asserts
-    ran(function, 2)                helpers.py: the folder where it left its results, once it has ended
+    @scenario(ranks=2)              marks a function(folder) of tests/ to run on two ranks
+    ran(function, 2)                helpers.py: waits for it -> the folder with its results
 
 The scenarios of a file share a folder and run in its order; neighbours on equal ranks share their
 processes. A session of whole files begins them at once, next to the tests of one process; with -k
@@ -202,8 +202,8 @@ def play(file, names, folder, out):
 
 
 def play_here(file, names, folder, out):
-    """Runs scenarios on 0 ranks in this process -> what failed, or None. Ranks that are forked later
-    import the modules of tests/ anew, because these look at NUMBERS."""
+    """Runs scenarios on 0 ranks in this process -> what failed, or None. Ranks forked later import
+    the modules of tests/ anew, because these look at NUMBERS."""
     known = set(sys.modules)
     try:
         play(file, names, folder, out)

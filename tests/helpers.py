@@ -121,7 +121,7 @@ BEGUN = {}  # (file, name of a scenario) -> the folder where it runs
 
 
 def begin_scenarios(file, chosen, after=None):
-    """Begins these scenarios of a file, after the end of another folder -> their folder. Each launch
+    """Begins these scenarios of a file, after the end of another folder -> their folder. A launch
     of ranks runs all that have these ranks and whose needs have run."""
     left, launches = list(chosen), []
     while left:
@@ -140,8 +140,8 @@ def begin_scenarios(file, chosen, after=None):
 
 
 def ran(function, ranks=None, name=None, file=None):
-    """Waits for a scenario, and begins it if it has not begun, with those that it needs -> the folder
-    where it has left its results."""
+    """Waits for a scenario, and begins it, with those that it needs, if it has not begun -> the
+    folder where it has left its results."""
     file = file or function.__module__
     of_file = {one.name: one for one in forked.SCENARIOS[file]}
     one = of_file[name or f"{function.__name__} on {ranks}"]

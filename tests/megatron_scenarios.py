@@ -1,5 +1,5 @@
-"""critic_megatron.py, and what both critics share, on several ranks. Each scenario asserts by itself;
-test_scenarios.py waits for it.
+"""critic_megatron.py, and what both critics share, on several ranks. Each scenario asserts by
+itself; test_scenarios.py waits for it.
 
 They share a folder: for example, four ranks resume a checkpoint of two ranks."""
 

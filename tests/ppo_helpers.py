@@ -1,4 +1,4 @@
-"""What the tests of ppo_loop.py share: small runs and actors, transformers' own models with the same
+"""What the tests of ppo_loop.py share: small runs and actors, transformers' models with the same
 weights, batches to learn from, and checks that any rollout engine must pass."""
 
 import copy

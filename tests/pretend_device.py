@@ -453,11 +453,15 @@ def install():
     for name in ("empty", "empty_like", "zeros", "zeros_like"):
         setattr(torch, name, pinning(getattr(torch, name)))
     says = {  # what functions of torch.cuda and torch.accelerator return
-        "is_available": True, "is_initialized": True, "_lazy_init": None, "init": None, "device_count": 1,
+        "is_available": True, "is_initialized": True, "_lazy_init": None, "init": None,
+        "device_count": 1,
         "current_device": 0, "current_device_index": 0, "set_device_index": None,
-        "current_accelerator": torch.device("cuda"), "device": contextlib.nullcontext(), "empty_cache": None,
-        "current_stream": stream, "default_stream": stream, "set_stream": None, "is_bf16_supported": True,
-        "is_current_stream_capturing": False, "get_device_capability": (9, 0), "get_device_name": "H100",
+        "current_accelerator": torch.device("cuda"), "device": contextlib.nullcontext(),
+        "empty_cache": None,
+        "current_stream": stream, "default_stream": stream, "set_stream": None,
+        "is_bf16_supported": True,
+        "is_current_stream_capturing": False, "get_device_capability": (9, 0),
+        "get_device_name": "H100",
     }  # fmt: skip
     answers = {name: lambda *_, x=x, **__: x for name, x in says.items()}
     answers |= {"memory_allocated": allocated, "memory_reserved": allocated}

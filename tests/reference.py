@@ -41,10 +41,12 @@ MODELS = {
     "qwen3-moe": transformers.Qwen3MoeConfig(**GROUPED, **EXPERTS, head_dim=8, num_experts=4),
     "mixtral": transformers.MixtralConfig(**WINDOW, num_local_experts=4),
     "deepseek-v3": transformers.DeepseekV3Config(
-        **ROPE, **EXPERTS, num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1, q_lora_rank=16,
-        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, first_k_dense_replace=1,
+        **ROPE, **EXPERTS, num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1,
+        q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
+        first_k_dense_replace=1,
     ),
-    "gpt-oss": transformers.GptOssConfig(**WINDOW, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+    "gpt-oss": transformers.GptOssConfig(**WINDOW, head_dim=8, num_local_experts=4,
+        num_experts_per_tok=2),
 }  # fmt: skip
 
 # with two rows, some ranks have none

@@ -64,7 +64,8 @@ SAME_SIGNATURE = {
     ("DataParallelPPOCritic", "MegatronPPOCritic"):
         "plan_micro_batches micro_batch compute_values update_critic optimizer_step",
     ("CriticWorker", "CriticWorker"):
-        "init_model set_budget check_batch update_critic offload onload load_checkpoint shape export_hf",
+        "init_model set_budget check_batch update_critic offload onload load_checkpoint shape"
+        " export_hf",
 }  # fmt: skip
 
 
@@ -139,7 +140,8 @@ def test_a_metric_is_added_in_the_loss_alone(kind, monkeypatch):
 
 TP, PP, CP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
 SIZES = dict(
-    vocab_size=99, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=8,
+    vocab_size=99, hidden_size=64, intermediate_size=192, num_hidden_layers=2,
+    num_attention_heads=8,
     num_key_value_heads=2,
 )  # fmt: skip
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}

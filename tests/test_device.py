@@ -47,18 +47,22 @@ ACTIVATIONS = {**EXACT, "gradient_checkpointing": True, "activation_offload": Tr
 TP = {"tensor_model_parallel_size": 2}
 LAYOUTS = {  # ranks -> name -> changes to the defaults
     1: {
-        "fsdp2": {**EXACT}, "fsdp1": {**EXACT, "strategy": "fsdp1"}, "none": {**EXACT, "strategy": "none"},
+        "fsdp2": {**EXACT}, "fsdp1": {**EXACT, "strategy": "fsdp1"},
+        "none": {**EXACT, "strategy": "none"},
         "bfloat16": {}, "padded": PADDED, "activation offload": ACTIVATIONS,
         "offload policy, experts": {**EXACT, "model": DEEPSEEK, "offload_policy": True},
-        "megatron": EXACT, "megatron bfloat16": {}, "megatron padded": PADDED, "megatron experts": MOE,
+        "megatron": EXACT, "megatron bfloat16": {}, "megatron padded": PADDED,
+        "megatron experts": MOE,
         "megatron frozen": {**EXACT, "freeze_modules": "norm"},
     },
     2: {
-        "fsdp2": {**EXACT}, "fsdp1": {**EXACT, "strategy": "fsdp1"}, "none": {**EXACT, "strategy": "none"},
+        "fsdp2": {**EXACT}, "fsdp1": {**EXACT, "strategy": "fsdp1"},
+        "none": {**EXACT, "strategy": "none"},
         "ulysses": {**EXACT, "ulysses_size": 2}, "ulysses bfloat16": {"ulysses_size": 2},
         "megatron tensor": {**EXACT, **TP}, "megatron tensor bfloat16": TP,
         "megatron pipeline": {**EXACT, "pipeline_model_parallel_size": 2},
-        "megatron experts, context": {**MOE, "expert_model_parallel_size": 2, "context_parallel_size": 2},
+        "megatron experts, context": {**MOE, "expert_model_parallel_size": 2,
+            "context_parallel_size": 2},
     },
 }  # fmt: skip
 
@@ -251,8 +255,8 @@ def offloaded_vllm(out):
         patch.setitem(sys.modules, "vllm", vllm)
         noted(ppo_loop.RewardModel, "ask_all", lambda args: f"score {len(args[1])}")
         noted(ppo_loop.Policy, "forward", lambda args: f"forward {torch.is_grad_enabled()}")
-        flags = "--offload --rollout vllm --kl-coef 0.01 --steps 2 --train-batch-size 8 --supervised-steps 2"
-        flags += f" --critic.ppo-mini-batch-size 8 --out-dir {out / 'vllm'}"
+        flags = "--offload --rollout vllm --kl-coef 0.01 --steps 2 --train-batch-size 8"
+        flags += f" --supervised-steps 2 --critic.ppo-mini-batch-size 8 --out-dir {out / 'vllm'}"
         flags += f" --reward-model {out / 'fsdp' / 'hf'}"
         ppo_loop.main(
             ppo_loop.parse([*flags.split(), "--actor.override-config", '{"num_hidden_layers":1}'])

@@ -124,8 +124,10 @@ def test_an_unknown_flag_is_told_with_what_may_be_meant(flags, meant):
     ("--prompts", "--privileged-key x"),
     ("--actor.model", "--actor.model tiny-qwen3-vl --supervised-steps 1"),
     *((flags.split()[0], flags) for flags in (  # prompts have 6 tokens and responses 8
-    "--rollout-n 0", "--gamma 1.1", "--kl-coef nan", "--eval-every -1", "--top-p 0", "--reward-timeout inf",
-    "--temperature 0", "--target-kl 0.1", "--eval-prompts x.jsonl", "--prompts x.jsonl --reward gsm8k",
+    "--rollout-n 0", "--gamma 1.1", "--kl-coef nan", "--eval-every -1", "--top-p 0",
+    "--reward-timeout inf",
+    "--temperature 0", "--target-kl 0.1", "--eval-prompts x.jsonl",
+    "--prompts x.jsonl --reward gsm8k",
     "--reward gsm8k --reward-model rm", "--reward nothing.py:f", "--environment nothing.py:f",
     "--vllm.tensor-parallel-size 2", "--vllm.gpu-memory-utilization 1.5", "--actor.clip-ratio-c 1",
     "--actor.override-config {", "--actor.model tiny-qwen7", "--actor.tokenizer /none",
@@ -138,7 +140,8 @@ def test_an_unknown_flag_is_told_with_what_may_be_meant(flags, meant):
     # it has no value head
     "--actor.model tiny-qwen2.5-vl", "--reward-model /none", "--reward-model lm",
     *([] if importlib.util.find_spec("vllm") else ["--rollout vllm"]),
-    "--actor.ratio-band 2 1", "--prompts rows.jsonl --chat --reward mine.py:f", "--critic.tokenizer words",
+    "--actor.ratio-band 2 1", "--prompts rows.jsonl --chat --reward mine.py:f",
+    "--critic.tokenizer words",
 ))])  # fmt: skip
 def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path, monkeypatch):
     """This includes mistakes that are found only while models are built."""

@@ -263,7 +263,8 @@ def test_each_linear_layer_of_a_mixture_has_an_adapter_and_joint_experts_have_no
 
 
 @pytest.mark.parametrize("variant, strategy", [
-    *itertools.product(("lora", "freeze"), ("fsdp1", "none")), ("lora", "fsdp2"), ("hl_gauss", "none")
+    *itertools.product(("lora", "freeze"), ("fsdp1", "none")), ("lora", "fsdp2"),
+    ("hl_gauss", "none")
 ])  # fmt: skip
 def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
     """Gradients are close to those in float32. MFU does not count gradients of frozen weights."""
@@ -292,7 +293,8 @@ def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
 
 
 @pytest.mark.parametrize("model, fields", [
-    ("tiny-qwen2", {}), ("tiny-qwen2", {"strategy": "fsdp1", **LORA}), ("tiny-qwen2", {**LORA, **HL_GAUSS}),
+    ("tiny-qwen2", {}), ("tiny-qwen2", {"strategy": "fsdp1", **LORA}),
+    ("tiny-qwen2", {**LORA, **HL_GAUSS}),
     ("tiny-qwen2", VARIANTS["bounded"]),
     ("tiny-gpt2", {}), ("tiny-gpt2", {"strategy": "fsdp1", **LORA}),
     ("tiny-qwen3-moe", {}), ("tiny-qwen3-moe", {"strategy": "none", **LORA}),
@@ -326,13 +328,15 @@ def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields
 @pytest.mark.parametrize("ranks, command", [
     (2, "critic_fsdp.py --strategy fsdp1 --value-head bounded --value-range -1 3"),
     (2, "critic_fsdp.py --ulysses-size 2 --offload-policy"),
-    (2, "critic_megatron.py --pipeline-model-parallel-size 2 --value-head bounded --value-range 0.7 1.1"),
+    (2, "critic_megatron.py --pipeline-model-parallel-size 2 --value-head bounded"
+        " --value-range 0.7 1.1"),
 ])  # fmt: skip
 def test_values_start_at_the_mean_return(ranks, command, tmp_path):
     """Against the mean of the rows' rewards, discounted by hand; a range that ends above it gives
     0.704. The second update starts where the first has ended, also in a resumed run."""
     script, *flags = command.split()
-    flags += "--value-head-init mean --gamma 0.9 --ppo-mini-batch-size 1024 --lr 1e-4 --save-every 1".split()
+    flags += "--value-head-init mean --gamma 0.9 --ppo-mini-batch-size 1024 --lr 1e-4".split()
+    flags += ["--save-every", 1]
     flags += ["--rollouts", ROOT / "tests/rows.jsonl", "--out-dir", tmp_path, "--resume", "auto"]
     for steps in (1, 2) if "fsdp1" in flags else (2,):
         succeeded(torchrun(ranks, ROOT / script, *flags, "--steps", steps))

@@ -17,7 +17,8 @@ from common import WORLD_SIZE
 
 FOUR = {**GROUPED, "num_hidden_layers": 4}  # 4 query heads, 2 key and value heads
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0,
+    "original_max_position_embeddings": 16,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
 MIXTURE = {
@@ -56,7 +57,8 @@ LAYOUTS = {  # ranks -> model -> layouts, for fields_of
         "qwen3-moe": "dp, recompute",
     },
     2: {
-        "qwen2": "dp, tp2, tp2 whole-rows, tp2 padded, cp2, pp2, pp2 padded, pp2 recompute, pp2 vpp2",
+        "qwen2": "dp, tp2, tp2 whole-rows, tp2 padded, cp2, pp2, pp2 padded, "
+        "pp2 recompute, pp2 vpp2",
         "qwen3": "tp2 recompute, cp2 recompute",
         "llama": "tp2, pp2 vpp2",
         "qwen3-moe": "ep2, etp2, tp2 etp1, tp2 etp2, tp2 ep2 etp1",

@@ -1,4 +1,4 @@
-"""The actor and the reference: log-probs, loss and step by plain transformers, checkpoints, exports."""
+"""The actor and the reference: log-probs, loss and step by plain transformers, and checkpoints."""
 
 import itertools
 import math
@@ -59,10 +59,14 @@ def test_policy_loss_is_that_of_the_papers(low, high, dual):
 
 @pytest.mark.parametrize("kind, temperature, fields", [
     ("tiny-qwen2", 1.0, dict(kl_loss_coef=0.1, kl_loss_type="abs", ratio_band=(0.8, 1.3))),
-    ("tiny-qwen2", 0.7, dict(loss_agg_mode="seq-mean-token-sum", entropy_coeff=0.1, clip_ratio_c=None)),
-    ("tiny-llama", 0.7, dict(loss_agg_mode="seq-mean-token-mean", kl_loss_coef=0.3, clip_ratio_high=0.4)),
-    ("tiny-gemma2", 0.7, dict(kl_loss_coef=0.3, kl_loss_type="k3", entropy_coeff=0.05, tis_cap=1.3)),
-    ("tiny-gpt2", 0.7, dict(loss_agg_mode="seq-mean-token-sum-norm", kl_loss_coef=0.2, kl_loss_type="k1")),
+    ("tiny-qwen2", 0.7, dict(loss_agg_mode="seq-mean-token-sum", entropy_coeff=0.1,
+      clip_ratio_c=None)),
+    ("tiny-llama", 0.7, dict(loss_agg_mode="seq-mean-token-mean", kl_loss_coef=0.3,
+      clip_ratio_high=0.4)),
+    ("tiny-gemma2", 0.7, dict(kl_loss_coef=0.3, kl_loss_type="k3", entropy_coeff=0.05,
+      tis_cap=1.3)),
+    ("tiny-gpt2", 0.7, dict(loss_agg_mode="seq-mean-token-sum-norm", kl_loss_coef=0.2,
+      kl_loss_type="k1")),
     ("tiny-qwen3-moe", 0.7, dict(kl_loss_coef=0.2, kl_loss_type="abs", clip_ratio_c=1.2)),
 ])  # fmt: skip
 def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fields, monkeypatch):

@@ -121,7 +121,8 @@ def test_a_run_prints_a_row_at_each_interval_also_without_an_evaluation(
         '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+1=", "answer": "3"}'
     )
     whole_run(
-        f"--prompts {tmp_path}/rows.jsonl --reward addition --steps 3 --eval-every 2 --max-response-length 9"
+        f"--prompts {tmp_path}/rows.jsonl --reward addition --steps 3 --eval-every 2"
+        " --max-response-length 9"
     )
     said = capsys.readouterr().out.splitlines()
     steps = [common.read_lines(tmp_path / f"out/rollouts/step_{step}.jsonl") for step in (1, 3)]
@@ -135,11 +136,13 @@ def test_a_run_prints_a_row_at_each_interval_also_without_an_evaluation(
 
 
 @pytest.mark.parametrize("seconds, words", [
-    ({"generation": 7.24, "sync": 5.0, "reward": 11.8, "log_probs": 0.9, "reference": 1, "actor": 0.99996},
+    ({"generation": 7.24, "sync": 5.0, "reward": 11.8, "log_probs": 0.9, "reference": 1,
+      "actor": 0.99996},
      "gen 7.2s reward 12s"),
     ({"generation": 0.087, "critic": 0.06, "actor": 0.9996, "checkpoint": 900.0}, "save 900s"),
     ({"generation": 0.087, "reward": 0.0001, "critic": 0.06}, "gen 87ms critic 60ms"),
-    ({"log_probs": 9.96, "reference": 0.9996, "actor": 0.9994}, "log-probs 10s ref 1.0s actor 999ms"),
+    ({"log_probs": 9.96, "reference": 0.9996, "actor": 0.9994},
+     "log-probs 10s ref 1.0s actor 999ms"),
     ({}, ""),
 ])  # fmt: skip
 def test_a_steps_line_ends_with_the_phases_that_took_most_of_it(seconds, words):
@@ -163,7 +166,8 @@ def test_a_critic_learns_from_raw_scores_or_shaped_rewards_of_a_dump(backend, wh
     """With a KL in the reward. The texts of the dump are those that the reward has read."""
     (tmp_path / "mine.py").write_text(
         "def f(prompt, response, answer):\n"
-        "    return {'score': len(response) % 2, 'length': len(response), 'echo': prompt[:1] in response}\n"
+        "    length, echo = len(response), prompt[:1] in response\n"
+        "    return {'score': length % 2, 'length': length, 'echo': echo}\n"
     )
     whole_run(f"--kl-coef 0.1 --reward {tmp_path}/mine.py:f")
     path = f"{tmp_path}/out/rollouts/step_2.jsonl"  # in step 1 the actor is its own reference

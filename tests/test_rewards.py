@@ -1,4 +1,4 @@
-"""Rewards, reward models, and what becomes of them: accuracy, advantages and returns by a plain loop."""
+"""Rewards, reward models, and what becomes of them: accuracy, advantages, returns by a loop."""
 
 import json
 import math
@@ -101,7 +101,8 @@ def test_a_reward_that_is_not_a_number_is_a_fault_and_counts_as_0(capsys):
 def test_a_reward_may_return_its_parts(capsys):
     """Their means are over the rows that have them. A dict without a finite score is a fault of its
     row."""
-    says = [{"score": 1, "format": 0.5}, {"score": 0.25, "format": 1, "length": 7}, 0.5, {"format": 9.0},
+    says = [{"score": 1, "format": 0.5}, {"score": 0.25, "format": 1, "length": 7}, 0.5,
+        {"format": 9.0},
             {"score": math.nan, "format": 9.0}]  # fmt: skip
     replies = [Reply(Prompt([1], f"p{i}", i), i) for i in range(len(says))]
     function = partial(ppo_loop.attempt, lambda prompt, said, i: says[i])
@@ -213,7 +214,8 @@ SAYS_THE_SAME.compute_values = lambda batch: batch.values
     (0.3, dict(kl_penalty="k1", gamma=0.9, lam=0.8)),
     (0.3, dict(kl_penalty="k3", lam=0.95, lam_policy=0.5, bootstrap_truncated=True)),
     (0.1, dict(kl_penalty="abs", lam_policy=0.3, gamma=0.97)),
-    (0.1, dict(kl_penalty="k2", whiten_advantages=False, lam=0.0, lam_policy=1.0, bootstrap_truncated=True)),
+    (0.1, dict(kl_penalty="k2", whiten_advantages=False, lam=0.0, lam_policy=1.0,
+      bootstrap_truncated=True)),
     (0.1, dict(first_token_credit=0.3, lam=0.9)),
 ])  # fmt: skip
 def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):

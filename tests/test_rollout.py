@@ -1,4 +1,4 @@
-"""The rollout: an engine against plain transformers, sampling, texts that end a turn, environments."""
+"""The rollout: an engine against plain transformers, sampling, texts to stop at, environments."""
 
 import json
 import math
@@ -182,8 +182,10 @@ def test_a_row_ends_at_the_limit_of_tokens_or_turns(turns, fields, text, finishe
 
 @pytest.mark.parametrize("turns, says, fields, mean, most", [
     ([["ab...", "a"], ["b"]], "[1]", {"max_response_length": 9}, 1.5, None),
-    ([["ab...", "cd...", "a"]], None, {"max_response_length": 2}, 1, "reached --max-response-length, but"),
-    ([["ab", "ab", "a..."]], "[1]", {"max_response_length": 5}, 1, "left no room for the environment"),
+    ([["ab...", "cd...", "a"]], None, {"max_response_length": 2}, 1,
+     "reached --max-response-length, but"),
+    ([["ab", "ab", "a..."]], "[1]", {"max_response_length": 5}, 1,
+     "left no room for the environment"),
     ([["ab", "ab", "a..."]], None, {}, 1, "were ended by the environment, or by --max-turns"),
 ])  # fmt: skip
 def test_turns_are_counted_and_a_lack_of_them_is_explained_once(
@@ -269,7 +271,8 @@ def test_ids_without_a_token_are_never_drawn_and_have_no_probability(whole_run, 
     replies = engine.generate(rows, 1.0)
     assert_no_fillers(replies, w, plain(w))
     assert max(i for ids, _, _ in engine.generate(rows[:1], 0.0) for i in ids) < 99
-    flags = '--actor.override-config {"initializer_range":0.1,"vocab_size":150} --critic.model tiny-qwen2'
+    flags = '--actor.override-config {"initializer_range":0.1,"vocab_size":150}'
+    flags += " --critic.model tiny-qwen2"
     whole_run(f"{flags} --top-p 0.9 --temperature 1.3 --kl-coef 0.1")
     steps = [common.read_lines(tmp_path / f"out/rollouts/step_{step}.jsonl") for step in (1, 2)]
     assert (

@@ -1,5 +1,4 @@
-"""Waits for what *_scenarios.py do on several ranks: critic_fsdp.py, critic_megatron.py, ppo_loop.py,
-and vLLM."""
+"""Waits for what *_scenarios.py do on several ranks: both critics, ppo_loop.py, and vLLM."""
 
 import importlib
 

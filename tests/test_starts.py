@@ -160,7 +160,8 @@ HUGE = "9" * 30
     f"--ppo-max-token-len-per-gpu {HUGE}", f"--ppo-max-token-len-per-gpu auto:{HUGE * 11}",
     "--lr 1e300", "--cliprange-value 1e39", "--value-head bounded --value-range -1e39 1e39",
     "--value-head hl_gauss --value-range 1 1.0000001", "--value-head bounded --value-range 0 1e-40",
-    f"--response-length-limit {HUGE} --loss-agg-mode seq-mean-token-sum-norm", f"--profile-step {HUGE}",
+    f"--response-length-limit {HUGE} --loss-agg-mode seq-mean-token-sum-norm",
+    f"--profile-step {HUGE}",
 ])  # fmt: skip
 @pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
 def test_numbers_have_an_upper_bound(script, flags):
@@ -179,7 +180,8 @@ def test_numbers_have_an_upper_bound(script, flags):
 
 
 @pytest.mark.parametrize("flags", [
-    f"--seed {HUGE}", f"--steps {HUGE}", "--reward-timeout 1e9", "--kl-coef 1e300", "--temperature 1e-9",
+    f"--seed {HUGE}", f"--steps {HUGE}", "--reward-timeout 1e9", "--kl-coef 1e300",
+    "--temperature 1e-9",
     f"--rollout-batch-size {HUGE}", f"--max-response-length {HUGE}", f"--max-turns {HUGE}",
     "--rollout-n 1000000",
     "--actor.lr 1e300", "--actor.tis-cap 1e300", f"--actor.ppo-epochs {HUGE}",
@@ -191,7 +193,9 @@ def test_numbers_of_the_loop_have_an_upper_bound(flags):
 
 SIZES = {  # words of the answer -> --override-config
     "num_attention_heads is 0; it must be from 1 to 4,096": '{"num_attention_heads": 0}',
-    "num_attention_heads is 3, which num_key_value_heads, 2, must divide": '{"num_attention_heads": 3}',
+    "num_attention_heads is 3, which num_key_value_heads, 2, must divide": (
+        '{"num_attention_heads": 3}'
+    ),
     "num_key_value_heads is 0": '{"num_key_value_heads": 0}',
     "RoPE requires an even rotary dimension": '{"head_dim": 15}',
     "head_dim is 0": '{"head_dim": 0}',
@@ -337,8 +341,8 @@ def contents(folder):
 
 
 def test_a_second_run_leaves_the_folder_of_the_first_alone(tmp_path):
-    """Whichever script it runs, it ends in one line, and the first goes on. When that is killed, the
-    next one starts at once."""
+    """Whichever script it runs, it ends in one line, and the first goes on. When that is killed,
+    the next one starts at once."""
     out = tmp_path / "out"
     own = ("--out-dir", out, "--rollouts", ROWS, "--train-batch-size", 8, "--keep", 1)
     often = ("--steps", 100000, "--save-every", 1, "--eval-every", 0)

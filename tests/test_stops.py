@@ -281,7 +281,8 @@ def test_a_crash_loses_no_more_than_the_steps_since_the_last_evaluation(script, 
     crashes = [("common.describe_update", 6, CRASH)]
     program = patched(tmp_path / "run.py", crashes, script, tmp_path / "out", *flags)
     process = torchrun(ranks, program)
-    at_each = f"saving     {tmp_path}/out/checkpoints at each evaluation, the newest is kept; Ctrl-C saves, too\n"
+    at_each = f"saving     {tmp_path}/out/checkpoints at each evaluation, the newest is kept;"
+    at_each += " Ctrl-C saves, too\n"
     assert process.returncode == -9 and at_each in process.stdout, process
     assert saved(tmp_path / "out") == [4]
     succeeded(torchrun(ranks, *flags_of(script, tmp_path / "out", *flags, "--resume", "auto")))

@@ -1,4 +1,4 @@
-"""Rewards and environments of the user: their processes, faults, time-outs, and what they may return."""
+"""Rewards and environments of the user: their processes, faults, time-outs, what they return."""
 
 import asyncio
 import collections
@@ -31,8 +31,9 @@ def odd(prompt, response, answer, turns):
         while True:
             with contextlib.suppress(BaseException):
                 sum(range(1000))
-    return {"raises": lambda: {}["x"], "exits": lambda: sys.exit("enough"), "dies": lambda: os._exit(3),
-            "sleeps": lambda: time.sleep(30), "program": lambda: os.system("sleep 30"), "pid": os.getpid,
+    return {"raises": lambda: {}["x"], "exits": lambda: sys.exit("enough"),
+            "dies": lambda: os._exit(3), "sleeps": lambda: time.sleep(30),
+            "program": lambda: os.system("sleep 30"), "pid": os.getpid,
             "modules": lambda: " ".join(sys.modules), "stdin": lambda: sys.stdin.read(),
             "turns": lambda: "/".join(turns)}.get(prompt, lambda: prompt + response + answer)()
 
@@ -447,7 +448,8 @@ def test_trial_calls_run_at_once_and_some_may_fail(tried, tmp_path, capsys):
     tried("meets", "text")
     assert "failed" not in capsys.readouterr().out
     tried("some_fail")
-    words = "failed for 1 of the first 4 prompts, with their answers as responses, which is fine if some rows may"
+    words = "failed for 1 of the first 4 prompts, with their answers as responses, which is fine if"
+    words += " some rows may"
     fault = "KeyError: 'key' at tried.py:20 in some_fail"
     assert f"--reward {tmp_path}/tried.py:some_fail: {words}: {fault}\n" in capsys.readouterr().out
 
