@@ -109,6 +109,7 @@ def ablations(
     script, own = "ppo_loop.py", "--critic.seed {seed}"
     first = []  # for each seed, the metrics of the answers that its critic is pretrained on
     todo = []
+
     if data:
         script, own = (
             "critic_fsdp.py",
@@ -119,6 +120,7 @@ def ablations(
         own += f" {digits.FLAGS} --actor.lr 3e-4 --critic.lr 1e-3 --critic.cliprange-value None"
         answers = max(8, steps // 8 * 8)
         first = [digits.prepare(out / f"task, {101 + i}", 101 + i, answers) for i in range(seeds)]
+
     pretrained = {name: steps // 8 * ("{task}/critic" in flags) for name, flags in recipes.items()}
     for name, flags in recipes.items():
         words = f"--steps {steps - pretrained[name]} --seed {{seed}} {own} {flags}".split()
@@ -127,6 +129,7 @@ def ablations(
             todo.append(
                 (script, out / f"{name}, {seed}", [word.format(**blanks) for word in words])
             )
+
     with ThreadPoolExecutor(jobs) as threads:
         runs = list(tqdm(threads.map(run, todo), total=len(todo)))
     runs = {name: runs[i * seeds : (i + 1) * seeds] for i, name in enumerate(recipes)}
@@ -163,6 +166,7 @@ def table_of_ppo(runs, seeds, steps, out):
         " explained variance |"
     )
     print("|---|---|---|---|---|")
+
     for number, (name, of_recipe) in enumerate(runs.items()):
         mine = [[row for row in rows if "reward/mean" in row] for rows in of_recipe]
         rewards = [[row["reward/mean"] for row in rows] for rows in mine]
@@ -178,6 +182,7 @@ def table_of_ppo(runs, seeds, steps, out):
         curve = [statistics.fmean(x) for x in zip(*rewards)]
         curve = [statistics.fmean(curve[i : i + block]) for i in range(0, steps, block)]
         panel.plot(range(block, steps + block, block), curve, line, label=name)
+
     panel.set(xlabel="step", ylabel=f"reward of the answers, mean of {seeds} seeds")
     panel.legend(fontsize="small")
     figure.savefig(out / "ablations.png")

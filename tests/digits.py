@@ -31,6 +31,7 @@ def rows(n, seed, name, tokenizer):
     secret = random.Random(f"secret {seed}")
     known = set(secret.sample(SIGNS, len(SIGNS) // 4 + 1))  # to the teacher
     digits = {sign: secret.sample("0123456789", 2) for sign in SIGNS}  # right and wrong
+
     for _ in range(n):
         signs = rng.choices(SIGNS, k=LENGTH)
         slips = [sign not in known and rng.random() >= RIGHT for sign in signs]
@@ -98,6 +99,7 @@ def prepare(folder, seed, answers):
             subprocess.run(
                 [sys.executable, ROOT / script, *command], check=True, capture_output=True
             )
+
     return next(
         row for row in common.read_lines(f"{folder}/dump/metrics.jsonl") if "reward/mean" in row
     )

@@ -435,16 +435,19 @@ def foreign(script, short):
             checkpoint(golden("critic_fsdp")),
             checkpoint(golden("critic_megatron")),
         ]
+
     words = "is of another model|not a checkpoint of|no complete checkpoint|does not fit"
     for other in others:
         Job(script, folder() / "foreign", "--resume", other).ends_with(
             f"--resume {other}.*({words})"
         )
+
     out = copy_of_golden(script, "foreign")
     flag = "--actor.override-config" if script == "ppo_loop" else "--override-config"
     for resume in (checkpoint(out), "auto"):
         job = Job(script, out, flag, '{"hidden_size": 32}', "--resume", resume)
         job.ends_with(f"--resume {checkpoint(out)}.*is of another model: ")
+
     assert_same_end(out, script)
     return len(others) + 2, "one line, exit 2, auto too; nothing is touched"
 
@@ -468,6 +471,7 @@ def full(script, short):
     mount = ("mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", disk)
     if subprocess.run(mount, capture_output=True).returncode:
         return 0, "left out: no right to mount a tmpfs"
+
     try:
         out = disk / "out"
         job = Job(script, out)
@@ -507,11 +511,13 @@ def memory(script, short):
     out, other = folder() / f"{script}.memory", folder() / f"{script}.roomy"
     Job(script, other, *wide).succeeds()
     tries = 0
+
     while any((job := Job(script, out, *wide, "--resume", "auto", memory=170)).wait()):
         tries += 1
         said = job.text(0)[1] + job.text(1)[1]
         assert "can't allocate memory" in said and ": out of memory; --resume auto" in said, said
         assert tries < 5, said
+
     tokens = 1024 >> tries
     assert f"so --ppo-max-token-len-per-gpu is lowered to {tokens}" in job.text(0)[0], (tries, job)
     for ours, theirs in zip(metrics_of(out), metrics_of(other), strict=True):
@@ -700,6 +706,7 @@ def environment(script, short):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
     }
+
     for i in range(4 if short else 60):
         changed = rng.sample(names, rng.randint(1, 4))
         given = {**rng.choice([{}, good]), **{name: rng.choice(odd) for name in changed}}
@@ -727,6 +734,7 @@ def reference(script, short):
         f"--resume {out}/.* model: weights of the reference"
     )
     shutil.copytree(model, started, dirs_exist_ok=True)
+
     assert "step 3/3" in Job(script, out, *flags, "--steps", 3).succeeds()
     Job(script, out, "--actor.model", out / "hf").ends_with(f"--out-dir {out}: ")
     Job(script, out, "--critic.model", out / "critic_hf").ends_with(f"--out-dir {out}: ")
@@ -770,6 +778,7 @@ def agents_of(name, out, nodes):
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     meet = ("--standalone",)
+
     if nodes == 2:  # rendezvous in a file, which needs no port
         meet = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file")
         meet += ("--rdzv-endpoint", f"{out}.meet", "--rdzv-id", name)
@@ -777,6 +786,7 @@ def agents_of(name, out, nodes):
         # under that count: with one store for all starts, the other node's ranks would find those
         # of the first
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+
     command = (sys.executable, "-m", "torch.distributed.run", *meet, "--nproc-per-node", 2 // nodes)
     command += ("--max-restarts", 1, __file__, "--slowly", *flags_of("critic_fsdp", *flags))
     with open(f"{out}.said", "w") as file:
@@ -790,6 +800,7 @@ def under_torchrun(name):
     out = folder() / name
     ranks = lambda: [(pid, words) for pid, _, words in processes() if str(out) in words]
     agents = agents_of(name, out, nodes)
+
     try:
         until(lambda: len(updates_of(out)) >= 2 or any(a.poll() is not None for a in agents), name)
         start = time.monotonic()
@@ -804,6 +815,7 @@ def under_torchrun(name):
         for agent in agents:
             agent.kill()
             agent.wait()
+
     said = pathlib.Path(f"{out}.said").read_text()
     if to_rank:
         assert not any(codes) and said.count("resume     ") >= 2, (name, codes, said[-5000:])
@@ -830,12 +842,14 @@ def storm(script, short):
     flag = "--critic.lr" if ppo else "--lr"
     job.ends_with(f"10 updates in a row were skipped: gradients are not finite; use a lower {flag}")
     last = STEPS + 9
+
     assert steps_of(out)[0] == last
     before, after = (state_of(checkpoint(out, step)) for step in (STEPS, last))
     of_critic = [name for name in after if not name.startswith("actor/")]
     changed = [
         name for name in of_critic if after[name] != before[name] and not name.endswith(" rng")
     ]
+
     assert before.keys() == after.keys() and {name[-5:] for name in changed} == {".json"}, changed
     return 1, "ends after 10 updates, the critic untouched"
 
@@ -1022,6 +1036,7 @@ def main(names, short):
     forked.warm_up()  # once here, because every run needs it
     total, start = 0, time.monotonic()
     assert names <= {fault.__name__ for fault in FAULTS}, names
+
     try:
         for fault, scripts in FAULTS.items():
             long = fault in LONG

@@ -276,6 +276,7 @@ def bad_input_ends_every_rank(folder):
         ),
         ({"fsdp_size": 5}, {}, "--fsdp-size 5: must divide the 2 ranks"),
     ]
+
     for name, (change, fault) in BAD_ROWS.items():
         if isinstance(change, dict):
             path = pathlib.Path(folder, f"{name}.jsonl")
@@ -283,6 +284,7 @@ def bad_input_ends_every_rank(folder):
             lines = map(json.dumps, ({**GOOD, "values": [1, 2]}, {**GOOD, **change}))
             if RANK == 0:
                 path.write_text("\n".join(lines))
+
     dist.barrier()
     for critic, fields, fault in cases:
         with refused(fault):

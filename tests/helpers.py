@@ -201,6 +201,7 @@ def random_batch(n, seed=0, vocab_size=97, longest=40, idle=True, prompts=0):
     g = torch.Generator().manual_seed(seed)
     draw = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
     rows = []
+
     for i in range(n):
         prompt, response = draw(1, 9), draw(1, longest - 8)
         mask = torch.rand(response, generator=g) < 0.8

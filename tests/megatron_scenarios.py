@@ -150,6 +150,7 @@ def begin(folder):
         )
         config = transformers.AutoConfig.for_model(**fields)
         transformers.AutoModel.from_config(config).save_pretrained(f"models/{name}")
+
     for name, (fields, ranks, layout, _) in SAVED.items():
         if ranks != common.WORLD_SIZE:
             continue
@@ -564,6 +565,7 @@ def sizes_that_do_not_divide_are_named(folder):
         fields = {**fields, "override_config": json.dumps(changes)}
         with refused(words, "--model tiny-"):
             make(**fields)
+
     for pattern, words in {
         "q_proj": "all or none of",
         "lm_head": "some of the",

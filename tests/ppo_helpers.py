@@ -162,6 +162,7 @@ def assert_samples_follow_their_seeds(engine):
     others = engine.generate(
         [(prompt, 80 + i, most) for i, (prompt, _, most) in enumerate(rows)], 0.9
     )
+
     assert sum(a[0] != b[0] for a, b in zip(together, others)) >= 7
     shorter = engine.generate([(prompt, seed, 2) for prompt, seed, _ in rows], 0.9)  # only cut off
     assert [ids for ids, _, _ in shorter] == [ids[:2] for ids, _, _ in together]
@@ -218,6 +219,7 @@ def assert_drawn_from_the_softmax(replies, lm, prompt):
     ).double()
     # chi-square above its mean, in standard deviations, over tokens expected at least five times
     excess = {}
+
     for temperature in (0.8, 1.0):
         with torch.no_grad():
             expected_V = (

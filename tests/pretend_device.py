@@ -279,6 +279,7 @@ def flash(grad, q, k, v, cu_q, cu_k, longest_q, longest_k, causal, scale, left, 
         x.is_cuda and x.stride(-1) == 1 for x in (q, k, v, cu_q, cu_k)
     )
     assert isinstance(longest_q, int) and isinstance(longest_k, int) and (causal or right == 0)
+
     q, k, v, cu_q, cu_k = map(to_host, (q, k, v, cu_q, cu_k))
     assert (len(q), len(k)) == (cu_q[-1], cu_k[-1]) and cu_q.diff().max() <= longest_q
     (row_q, to_end_q), (row_k, to_end_k) = (
@@ -296,10 +297,12 @@ def flash(grad, q, k, v, cu_q, cu_k, longest_q, longest_k, causal, scale, left, 
     scale = scale or q.shape[-1] ** -0.5
     scores = (q_ @ k_.mT * scale).masked_fill(~seen, -torch.inf)
     p = scores.softmax(-1)
+
     if grad is None:
         return to_device((p @ v_).transpose(0, 1).to(q.dtype).contiguous()), to_device(
             scores.logsumexp(-1)
         )
+
     g = to_host(grad).transpose(0, 1).float()
     of_scores = p * (g @ v_.mT - (g * (p @ v_)).sum(-1, keepdim=True)) * scale
     of_k, of_v = (

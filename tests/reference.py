@@ -268,6 +268,7 @@ def loss_by_hand(lm, batch, run):
     log_probs_T, entropy_T = torch.zeros(2, len(batch.input_ids), dtype=torch.float64)
     loss = 0.0
     sums = collections.Counter()
+
     for start, end, places in rows:
         log_p_LV = log_softmax_of(lm, batch.input_ids[start:end], run.temperature)
         weight = {

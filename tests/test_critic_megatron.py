@@ -39,6 +39,7 @@ def test_both_scripts_have_the_same_sections_in_the_same_order():
         "Main",
     ]
     fsdp, megatron = sections(critic_fsdp), sections(cm)
+
     assert [x for x in fsdp if x in shared] == [x for x in megatron if x in shared] == shared
     assert set(fsdp) - set(shared) == {"Plan"}
     assert set(megatron) - set(shared) == {
@@ -226,12 +227,14 @@ def test_context_parallel_ranks_have_every_token_once_and_see_all_before_it(leng
     ]
     total = sum(lengths)
     slots = [slots.tolist() for slots, _ in ranks]
+
     assert len({len(x) for x in slots}) == 1 and len(slots[0]) % tp == 0
     gathered = [i for x in slots for i in x]
     others = max(sum(n > 5 for n in lengths) - 1, 0) * share
     assert (
         len([i for i in gathered if i < total]) == len({*gathered} - {total}) == total - 4 * others
     )
+
     row_of = rows.row_of_token.tolist()
     work = []  # pairs of query and key, for each rank
     for (_, layout), own in zip(ranks, slots, strict=True):
@@ -288,9 +291,11 @@ def test_stored_tensors_are_found_under_all_their_names(kind, tmp_path):
     expected = {f"model.{name}": x for name, x in model.model.state_dict().items()}
     model.save_pretrained(tmp_path / "causal", max_shard_size="50KB")
     model.model.save_pretrained(tmp_path / "base")
+
     assert len(list((tmp_path / "causal").glob("*.safetensors"))) > 1
     expert = "model.layers.0.mlp.experts"
     look_up = lambda tensors, name: cm.lookup_weight(tensors, name, "{}")
+
     for folder in ("causal", "base"):
         stored = cm.StoredTensors(tmp_path / folder, "model.")
         names = ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight"]
@@ -299,6 +304,7 @@ def test_stored_tensors_are_found_under_all_their_names(kind, tmp_path):
         ]
         for name in names:
             assert torch.equal(look_up(stored, name), look_up(expected, name)), name
+
     halves = [look_up(expected, f"{expert}.2.{kind}_proj.weight") for kind in ("gate", "up")]
     assert torch.equal(torch.cat(halves), expected[f"{expert}.gate_up_proj"][2])
     with pytest.raises(KeyError):

@@ -436,6 +436,7 @@ def test_the_device_holds_what_a_phase_needs():
     step = ["sync", "cache wakes", "engine sleeps", "score", "forward False", "forward True"]
     # before the last save the actor's log-probs are checked; then there is an evaluation
     names = ["engine sleeps", *step, *step, "forward False", *step[:4]]
+
     assert [name for name, _ in events] == names
     held = {name: [x for other, x in events if other == name] for name in step}
     print(held)  # in float32 copies of the actor; the engine's copy is bfloat16

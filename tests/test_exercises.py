@@ -51,11 +51,13 @@ def test_3_a_critic_learns_what_goes_wrong():
     w = worker(lr=1e-3)
     rows = common.read_rows(common.toy_rows(2048, seed=0), w.tokenizer)
     groups = rows.groups()
+
     for step in range(40):
         batch = rows.select(common.rows_of_step(step, groups, 256, seed=0))
         batch.values = w.compute_values(batch)
         common.add_returns(batch, gamma=1.0, lam=1.0)
         w.update_critic(batch)
+
     before, end = {True: [], False: []}, {True: [], False: []}  # key: the units carry; it gave up
     cases = list(itertools.product(range(11, 90, 7), range(12, 90, 7), end))
     row = lambda a, b, x: {"prompt": f"{a}+{b}=", "response": str(a if x else a + b), "reward": 1}
@@ -64,6 +66,7 @@ def test_3_a_critic_learns_what_goes_wrong():
     for (a, b, gave_up), (first, *_, last) in zip(cases, values, strict=True):
         before[a % 10 + b % 10 >= 10].append(first)
         end[gave_up].append(last)
+
     assert statistics.fmean(before[True]) < statistics.fmean(before[False]) - 0.1
     assert statistics.fmean(end[True]) < statistics.fmean(end[False]) - 0.2
 

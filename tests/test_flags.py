@@ -67,6 +67,7 @@ def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys, monkeypa
     monkeypatch.setenv("COLUMNS", "100")  # --help changes it
     parse = lambda flags: ppo_loop.parse(flags.split())
     own = {"--critic=fsdp": "ulysses-size", "--critic megatron": "tensor-model-parallel-size"}
+
     for critic, flag in own.items():
         backend = critic.removeprefix("--critic")[1:]
         run = parse(f"{critic} --critic.{flag} 2 --actor.lr 0.25 --no-whiten-advantages")
@@ -87,11 +88,13 @@ def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys, monkeypa
             and "--actor.lr" in sections["actor optimizer"]
         )
         assert len(sections["vllm engine, for --rollout vllm"]) == 2
+
     assert parse("") == a_run()
     with pytest.raises(
         UserError, match="--critic.tensor-model-parallel-size: unknown with --critic fsdp"
     ):
         parse("--critic fsdp --critic.tensor-model-parallel-size 2")
+
     with pytest.raises(UserError, match="--critic fsdp2: must be fsdp or megatron"):
         parse("--critic fsdp2")
 
@@ -163,6 +166,7 @@ def test_valid_flags_are_accepted(parse, tmp_path, capsys):
         budgets = "--actor.ppo-max-token-len-per-gpu 14 --critic.ppo-max-token-len-per-gpu 14"
         run, task = set_up(f"--critic {backend} {budgets} --kl-coef 0.1 --target-kl 0.1")
         assert (task.longest, task.stop_ids) == (14, [EOS])
+
     # steps of 20 prompts, 3 mini-batches
     sizes = "--train-batch-size 32 --critic.ppo-mini-batch-size 8"
     run, task = set_up(f"--actor.model tiny-llama --kl-coef 0.1 {sizes}")
@@ -179,18 +183,21 @@ def test_valid_flags_are_accepted(parse, tmp_path, capsys):
         8,
         "addition",
     )
+
     halved = types.SimpleNamespace(folder=None, halvings=9)
     actor, reference, critic, *_ = ppo_loop.build(run, task, common.setup_distributed(), halved)
     assert actor.max_tokens == reference.max_tokens == critic.critic.max_tokens == 16384 >> 9
     assert critic.critic.total_steps == 60 * 3
     (file := tmp_path / "x.jsonl").write_text('{"prompt": "1+1=", "answer": "#### 2"}')
     assert "answers " not in capsys.readouterr().out
+
     run, _ = set_up(
         f"--actor.model tiny-llama --prompts {file} --reward gsm8k --critic.model tiny-gpt2"
     )
     assert "answers " not in capsys.readouterr().out
     assert (run.actor.lr, run.max_response_length, run.reward) == (1e-6, 256, "gsm8k")
     assert run.critic.model == "tiny-gpt2" and run.critic.lr is None
+
     file.write_text('{"prompt": "1+1="}\n{"prompt": "1+2=", "answer": "3"}')
     set_up(f"--prompts {file} --reward-model tiny-llama")
     assert "\nanswers    1 of 2 prompts have no 'answer'\n" in capsys.readouterr().out

@@ -70,6 +70,7 @@ def test_values_and_loss_equal_plain_loops(low, high, bins):
         ours, torch.where(mask, returns, math.nan), mask, weights, low, high
     )
     our_loss.backward()
+
     assert our_loss.item() == pytest.approx(loss.item(), rel=1e-5)
     atol = 1e-4 if low == -200 else 1e-6
     torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=atol)
@@ -138,6 +139,7 @@ def reference(folder, result, variant):
     model = LOAD(folder, dtype=torch.float64, attn_implementation="eager")
     leaves = {name: w.double().requires_grad_() for name, w in result["weights"].items()}
     merged = {}
+
     for name, w in leaves.items():
         if ".lora_" in name:
             continue
@@ -150,6 +152,7 @@ def reference(folder, result, variant):
                 @ leaves[f"{layer}.lora_A.default.weight"]
             )
         merged[name.replace(".base_layer", "")] = w
+
     outputs_of = lambda _, ids: torch.func.functional_call(
         model, merged, kwargs={"input_ids": ids}
     ).logits[0]
@@ -281,6 +284,7 @@ def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
     passes = metrics["flops"] / sum(map(w.critic.flops, batch.lengths))
     sizes = {name: x.numel() for name, x in full_weights(w.critic).items()}
     trained = sum(n for name, n in sizes.items() if trains(name, variant))
+
     assert passes == pytest.approx(2 + trained / sum(sizes.values()), rel=1e-6)
     with captured_gradients(exact.critic) as whole:
         exact.update_critic(batch)
@@ -312,6 +316,7 @@ def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields
     before = w.compute_values(batch)
     w.update_critic(batch)
     values = w.compute_values(batch)
+
     assert (values - before).abs().max() > 1e-2
     w.export_hf(hf)
     assert {p.name for p in tmp_path.iterdir()} <= {"base", "hf"} and not (hf / "stale").exists()
@@ -321,6 +326,7 @@ def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields
     if model in MODELS:
         assert (hf / "value_head.safetensors").exists()
         return
+
     assert again.tokenizer("1+1=")["input_ids"] == w.tokenizer("1+1=")["input_ids"]
     check_export(hf, batch, values, fields.get("value_head"), fields.get("value_range"))
 
@@ -360,17 +366,20 @@ def test_the_script_finds_the_range_and_keeps_it(tmp_path):
     run = Run(critic=critic, rollouts=str(path), steps=2, out_dir=str(out))
     critic_fsdp.main(run)
     span = lambda folder: json.loads((folder / "hf" / "config.json").read_text())["value_range"]
+
     assert span(out) == pytest.approx([-0.1, 1.1])
     with pytest.raises(UserError, match=r"value_range \[-0.1.* there, \[-0.5.* here"):
         critic_fsdp.main(dataclasses.replace(run, rollouts=str(wider), resume="auto", steps=3))
     exported = dataclasses.replace(critic, model=str(out / "hf"), value_head_init="checkpoint")
     options = {"critic": exported, "rollouts": str(wider), "out_dir": str(tmp_path / "more")}
     critic_fsdp.main(dataclasses.replace(run, **options))
+
     assert span(tmp_path / "more") == span(out)  # not the range of the wider rows
     for change in ({"value_range": (0.0, 1.0)}, {"value_head": "scalar"}):
         for start in ("auto", "checkpoint"):
             with pytest.raises(UserError, match="--value-head: .*/hf has another"):
                 worker(**vars(exported) | change | {"value_head_init": start})
+
     w = worker(model=exported.model, value_head_init="normal")
     w.export_hf(tmp_path / "scalar" / "hf")  # with a new head
     assert span(tmp_path / "scalar") is None

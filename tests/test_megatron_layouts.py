@@ -118,11 +118,13 @@ def results_of(model, layout, folder):
     critic, config = worker.critic, worker.config
     # norms and biases decay too
     assert all(group["wd_mult"] == 1 for group in critic.optimizer.param_groups)
+
     seen = noted_gradients(worker)
     smallest = cm.check_budget(config, ROWS["ragged"].longest[0], "the longest row")
     other_rows = {"shared": "equal prompts", "fewer rows than ranks": "two rows"}
     other_budgets = {"one micro-batch": 1000, "smallest budget": smallest}
     results = {}
+
     for case in (*MORE.get((WORLD_SIZE, model, layout), ()), "shared", "budget 64"):
         rows, budget = other_rows.get(case, "ragged"), other_budgets.get(case, 64)
         mode = case if case in MODES else "token-mean"
@@ -173,6 +175,7 @@ def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases):
     results = torch.load(out / f"{ranks}.pt", weights_only=True)
     assert len(results) == cases and LAYOUTS.keys() == {1, 2, 4, 8}
     print(f"\n{'largest difference':36s} gradient     step   of {ranks} ranks")
+
     for model, layout in layouts(ranks):
         reference = references(out / model)
         some = {key: x for key, x in results.items() if key[:2] == (model, layout)}

@@ -73,10 +73,12 @@ def test_the_critic_alone_reads_the_hint(backend, whole_run, tmp_path):
     flags = "--steps 1 --gamma 0.9 --lam 0.8 --rollout-n 2 --privileged-key response"
     whole_run(f"{flags} --temperature 0.6 --top-p 0.8 --critic {backend}")
     lines = []
+
     for row in common.read_lines(tmp_path / "out/rollouts/step_1.jsonl"):
         prompt = TOKENIZER.decode(row["prompt_ids"])  # this is what the actor has read
         hint = f"For the critic only: {sum(map(int, prompt[:-1].split('+')))}\n"
         lines.append(json.dumps(row | {"prompt_ids": ids_of(hint + prompt)}))
+
     batch = common.read_rows(lines, None)
     script = ppo_loop.critic_module(backend)
     critic = script.CriticWorker(
@@ -129,6 +131,7 @@ def test_a_run_prints_a_row_at_each_interval_also_without_an_evaluation(
     expected = [
         f"sample     {x['prompt_text']!r} -> {x['response_text']!r}  reward 0" for (x, *_) in steps
     ]
+
     assert [line for line in said if line.startswith("sample")] == expected
     assert [line[:8] for line in said if "step " in line or "sample " in line] == [
         "step 1/3", "sample  ", "step 2/3", "step 3/3", "sample  "
@@ -260,6 +263,7 @@ def test_phases_onload_and_offload_their_workers():
     seen = []
     way = lambda words: lambda: seen.append(words)
     a, b = (types.SimpleNamespace(onload=way(f"{x} on"), offload=way(f"{x} off")) for x in "ab")
+
     for offload, expected in (
         (True, ["a on", "b on", "work", "b off", "a off"]),
         (False, ["work"]),

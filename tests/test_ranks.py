@@ -100,10 +100,12 @@ def test_a_killed_rank_ends_a_ppo_run_which_continues_from_its_checkpoint(tmp_pa
         "2",
     ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
     with open(log, "w") as file:
         process = subprocess.Popen(
             [*launcher, *script, "--steps", "5000"], env=env, stdout=file, stderr=file
         )
+
     ranks = lambda: {pid: words for pid, _, words in processes() if out in words}
     try:
         until(lambda: common.steps_in(f"{out}/checkpoints") or process.poll() is not None, out, 180)
@@ -113,6 +115,7 @@ def test_a_killed_rank_ends_a_ppo_run_which_continues_from_its_checkpoint(tmp_pa
         process.wait(timeout=60)
     finally:
         process.kill()  # does nothing if it has ended
+
     said = log.read_text()
     assert process.returncode and "SIGKILL" in said and "rank      : 1 (local_rank: 1)" in said, (
         said
@@ -123,5 +126,6 @@ def test_a_killed_rank_ends_a_ppo_run_which_continues_from_its_checkpoint(tmp_pa
     steps = [
         row["step"] for row in common.read_lines(f"{out}/metrics.jsonl") if "reward/mean" in row
     ]
+
     assert steps == list(range(1, step + 3)), steps
     assert common.steps_in(f"{out}/checkpoints")[0][0] == step + 2 and os.path.isdir(f"{out}/hf")

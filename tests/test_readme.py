@@ -251,12 +251,14 @@ def test_command_runs(line, copy, ppo):
         pytest.skip("vllm is not installed")
     if "../shared" in line and not SHARED.is_dir():
         pytest.skip(f"needs the development data in {SHARED}")
+
     for folder in re.findall(r"--model (out/\S+)/hf", line):
         if not (copy / folder).is_dir():  # if the command that makes it has not run
             [maker] = [x for _, x in COMMANDS if x.endswith(f"--out-dir {folder}")] or [
                 f"{START} --steps 9"
             ]
             succeeded(ended(started(maker, copy)))
+
     out = succeeded(ended(ppo if line == LONGEST else started(line, copy)))
     assert out.splitlines()[-1].startswith("together " if "--plan" in line else "saved ")
     if "--score" in line:
@@ -273,12 +275,14 @@ def test_command_runs(line, copy, ppo):
             assert float(re.search(rf"{name} ([\d.]+\d)", shown)[1]) == pytest.approx(
                 float(reward), abs=0.05
             )
+
     if line == OWN_ROWS:
         for name in ("explained var", "best constant", "last value", "best of n", "mean", "oracle"):
             shown, found = (
                 re.findall(rf"{name} ([\d.]+\d)", text)[-1] for text in (OWN_ROWS_SAY, out)
             )
             assert float(shown) == pytest.approx(float(found), abs=0.05), name
+
     if line.endswith("out/two/megatron"):
         ours, theirs = (metrics_of(copy / "out" / "two" / x) for x in ("fsdp", "megatron"))
         signed = re.compile("mean|min|max|explained|auc").search  # about 1 in size
@@ -286,10 +290,12 @@ def test_command_runs(line, copy, ppo):
             None if x is None else pytest.approx(x, rel=1e-6, abs=1e-6 * bool(signed(n)))
         )
         assert ours == {key: near(key[1], x) for key, x in theirs.items()} and len(ours) > 30
+
     if line == START:
         rising = held_out(out)
         assert rising[-1] > 0.4 and rising[-1] > rising[1] > rising[0], rising
         assert held_out(README)[0] == pytest.approx(rising[-1], abs=0.03)
+
     if line == LONGEST:
         first, then = held_out(out, "accuracy")
         assert first < 0.45 and then > first + 0.2, (first, then)
@@ -297,6 +303,7 @@ def test_command_runs(line, copy, ppo):
             float, re.search(r"held-out sums from (\S+) to (\d\.\d+)", README).groups()
         )
         assert before == pytest.approx(first, abs=0.1) and after >= then
+
     if re.match(r".* ppo_loop.py .*gsm8k", line):
         rows = common.read_lines(copy / "out" / "ppo_gsm8k" / "metrics.jsonl")
         [row] = [row for row in rows if "reward/mean" in row]  # the others are evaluations
@@ -306,6 +313,7 @@ def test_command_runs(line, copy, ppo):
             and row["actor/entropy"] > 1
             and row["actor/grad_norm"] > 0
         )
+
     if re.match(r".* critic_fsdp.py .*gsm8k", line):  # before any step
         shown = PAGES["RESULTS.md"].partition("\n## Commands that need")[2]
         assert held_out(shown)[0] == pytest.approx(held_out(out)[0], abs=0.01)
@@ -328,14 +336,17 @@ def test_a_file_is_scored_in_parts_and_its_answers_are_put_to_the_vote(tmp_path)
         run(sys.executable, ROOT / "critic_fsdp.py", *words, cwd=tmp_path)
     )
     critic("--rollouts", "tests/rows_held_out.jsonl", "--steps", 1, "--out-dir", "out/my")
+
     for part in ("aa", "ab"):
         first = shell()[0].split()
         assert first[1:4] == ["critic_fsdp.py", "--score", f"out/parts/{part}"]
         critic(*first[2:])
+
     assert shell() == []
     scored = common.read_lines(tmp_path / "out" / "scored" / "scored.jsonl")
     (tmp_path / "vote.py").write_text(VOTE)
     said = succeeded(run(sys.executable, "vote.py", cwd=tmp_path)).splitlines()
+
     for k, name in enumerate(("best of n", "majority", "weighted")):
         rewards = 0.0
         for four in zip(*[iter(scored)] * 4):

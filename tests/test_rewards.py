@@ -27,6 +27,7 @@ def test_addition_and_gsm8k_rewards():
         0,
         0,
     ]
+
     wrongs = [
         "#### 5 no,\n#### 3",
         "the answer is 5",
@@ -35,6 +36,7 @@ def test_addition_and_gsm8k_rewards():
         "####",
         "####" + " " * 20_000,
     ]
+
     for answer, right, wrong in (
         ("#### 5", ["#### 3 no,\n#### 5", "#### 5 apples", "####5", "#### 5%"], ["", *wrongs]),
         ("...\n#### 18", ["so it is\n#### 18", "#### 18.00", "#### 18."], ["#### 19"]),
@@ -85,6 +87,7 @@ def test_a_reward_that_is_not_a_number_is_a_fault_and_counts_as_0(capsys):
     )
     score = lambda some: ppo_loop.score(a_run(), function, ppo_loop.Phases(False), some)
     rewards, mean, faults = score(replies)
+
     assert sorted(heard) == sorted((f"p{i}", f"r{i}") for i in range(len(says)))
     scores = [reply.score for reply in replies]
     assert scores == rewards == [1, 0.25, 1] + [0] * 8
@@ -191,11 +194,13 @@ def test_texts_of_rows_go_only_to_rank_0_which_alone_writes_them(tmp_path, monke
     reward = partial(ppo_loop.attempt, lambda prompt, response, i: [0.25, None, "x"][i])
     run = ppo_loop.Run(critic=None, out_dir=str(tmp_path))
     rewards, mean, faults = ppo_loop.score(run, reward, ppo_loop.Phases(False), replies)
+
     assert rewards == [1.0, 0.5, 0.0, 0.25, 0.0, 0.0] and mean == 1.75 / 6 and faults == 3
     assert "r1" not in str(told) and "p1" not in str(told) and len(told) == 1 and not sent
     ppo_loop.evaluate(replies, run, reward, ppo_loop.Phases(False), 3, logger=None)
     [(rows, parts)] = sent
     assert parts is None and [row["response"] for row in rows] == ["r0", "r1", "r2"]
+
     batch = random_batch(4)
     monkeypatch.setattr(common.Batch, "split", None)  # what would cut the rows
     ppo_loop.write_jsonl(batch, f"{tmp_path}/rows.jsonl")
@@ -230,9 +235,11 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
     batch.old_log_probs, batch.ref_log_probs = noise_2T if kl_coef else noise_2T * math.nan
     batch.truncated = torch.arange(8) % 3 == 0
     scores = torch.randn(8, generator=g).tolist()
+
     assert ppo_loop.assign_credit(batch, batch, scores, kl_coef, run, SAYS_THE_SAME) == {}
     rewards_T, advantages_T, returns_T = torch.zeros(3, len(batch.input_ids), dtype=torch.float64)
     lam_policy = run.lam if run.lam_policy is None else run.lam_policy
+
     for b, places in enumerate(actions_of(batch)):
         after = (
             float(batch.values[places[-1]])
@@ -250,9 +257,11 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
             for_critic = delta + run.gamma * run.lam * for_critic
             returns_T[t] = for_critic + v
             after = v
+
     if run.whiten_advantages:
         x = advantages_T[batch.response_mask].numpy()
         advantages_T[batch.response_mask] = torch.from_numpy((x - x.mean()) / x.std(ddof=1))
+
     ours = (batch.token_level_rewards, batch.advantages, batch.returns)
     for ours_T, theirs_T in zip(ours, (rewards_T, advantages_T, returns_T)):
         torch.testing.assert_close(ours_T.double(), theirs_T, rtol=1e-5, atol=1e-5)

@@ -121,6 +121,7 @@ def test_samples_follow_the_softmax_or_its_nucleus():
                 share = math.exp(expected[i]) if i in expected else 0.0
                 assert abs(float((token_B == i).double().mean()) - share) <= 1e-3, (top_p, i)
             assert_close(draw.log_probs[0][:, 0].tolist(), [expected[i] for i in token_B.tolist()])
+
     w = policy()
     rows = [([20, 30, 40], i, 1) for i in range(6000)]
     replies = engine_of(w, at_once=400, top_p=0.7).generate(rows[:400], 0.8)
@@ -230,6 +231,7 @@ def test_a_chat_with_an_environment_follows_the_template(closes):
     prompt = Prompt(common.chat_ids(tokenizer, user), "hi", "yes", user)
     turns = [["a?"], ["b?"], ["c?"]]
     [reply], _ = play(turns, lambda *_: next(says), [prompt], tokenizer, max_response_length=99)
+
     assert reply.turns == ["a?", "no 1", "b?", "no 2", "c?"]  # without the template's own text
     roles = zip(["assistant", "user"] * 3, reply.turns)
     chat = user + [{"role": role, "content": text} for role, text in roles]
@@ -238,6 +240,7 @@ def test_a_chat_with_an_environment_follows_the_template(closes):
     if not closes:  # the policy ends its turns with a token that is not in the template
         text = text.replace("<eos>", "")
         whole = whole.replace("?\n", "?")
+
     assert text == whole.removesuffix("\n") and [*says] == []  # all of them were asked for
     own = [i for i, x in zip(reply.ids, reply.log_probs) if x is not None]
     assert tokenizer.decode(own) == "a?<eos>b?<eos>c?<eos>"
@@ -294,6 +297,7 @@ def test_rollout_log_probs_and_update_show_how_far_they_are(monkeypatch, capsys)
     w.compute_log_probs(batch)
     n = len(w.plan_micro_batches(common.describe(batch))[0])
     said = [f"log-probs  {i} of {n} micro-batches, 0:00:00 left" for i in range(1, n + 1)]
+
     assert n > 2 and lines() == said
     w.update_policy(batch)
     assert len(said := lines()) > 4 and said[-1] == "policy     16 of 16 rows, 0:00:00 left"

@@ -393,6 +393,7 @@ def test_what_earlier_runs_saved_is_never_replaced(tmp_path):
             for path in (tmp_path / "tensorboard").iterdir():
                 path.unlink()
             (tmp_path / "tensorboard").rmdir()
+
     for number, ending in enumerate((".old", ".old2", ".old3", ".old4"), 1):
         for name in (f"checkpoints/step_2{ending}/number", f"tensorboard{ending}/number"):
             assert (tmp_path / name).read_text() == f"{number}"
@@ -472,6 +473,7 @@ def test_an_actor_or_critic_of_the_loop_that_is_ruined_is_not_saved(tmp_path):
     succeeded(run(sys.executable, PPO, *flags, "--steps", "1"))
     kept = tmp_path / "out" / "checkpoints" / "step_1"
     before = contents(kept)
+
     for flag, words in (
         ("--critic.lr", "the critic's values are not finite"),
         ("--actor.lr", "log-probs"),

@@ -172,6 +172,7 @@ def test_signals_within_a_second_are_one(first, second, ends, monkeypatch):
         signal.signal(signal.SIGINT, lambda *_: pressed.append(1)),
         signal.getsignal(signal.SIGTERM),
     ]
+
     try:
         common.listen()
         for number in (first, first, second):
@@ -209,9 +210,11 @@ def test_ctrl_c_under_torchrun(again, tmp_path):
     with open(log, "w") as file:
         options = {"env": env, "stdout": file, "stderr": file, "process_group": 0}
         process = subprocess.Popen([*launcher, program], **options)
+
     ranks = lambda: [
         pid for pid, _, words in processes() if str(program) in words and "RANK=" in str(words)
     ]
+
     try:
         until(lambda: "step      2/" in log.read_text() or process.poll() is not None, log, 180)
         for pid in ranks():
@@ -223,6 +226,7 @@ def test_ctrl_c_under_torchrun(again, tmp_path):
         process.wait(timeout=25)  # after 30 s torchrun would kill its ranks
     finally:
         process.kill()
+
     until(lambda: not ranks(), "the end of all ranks", 20)
     said = log.read_text()
     assert said.count("Ctrl-C again ends it at once\n") == 1, said
@@ -264,6 +268,7 @@ def test_the_processes_of_a_reward_function_end_with_the_run(number, imports, tm
         lambda: len(ours()) >= 2 * rows or process.poll() is not None, "a worker for each row", 120
     )
     process.send_signal(number)
+
     assert process.wait(timeout=30) == 128 + number
     until(lambda: not ours(), "the end of all processes", 10)
 

@@ -78,6 +78,7 @@ def test_a_users_function_runs_in_processes_that_are_killed_when_they_hang(ask):
     answers = ask("odd", rows := rows + ["pid"] * 9, seconds=1.5)
     late = (None, "no answer within 1.5 s, or its process has died")
     pids = {made for row, (made, fault) in zip(rows, answers) if row == "pid" and fault == ""}
+
     assert 1 <= len(pids) <= 16 and os.getpid() not in pids
     named = dict(zip(rows, answers))
     assert [named[row] for row in ("spins", "sleeps", "dies", "program")] == [late] * 4
@@ -85,6 +86,7 @@ def test_a_users_function_runs_in_processes_that_are_killed_when_they_hang(ask):
     assert named["raises"] == (None, f"KeyError: 'x' at mine.py:{line} in <lambda>")
     assert named["exits"] == (None, f"SystemExit: enough at mine.py:{line} in <lambda>")
     assert named["stdin"] == ("", "") and named["turns"] == ("r/o", "")
+
     modules = named["modules"][0].split()
     assert "mine" in modules
     assert not {"torch", "numpy", "pydantic", "common", "ppo_loop"} & set(modules)
@@ -122,6 +124,7 @@ def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path):
     file.write_text(good)
     assert load(f"{file}:good")("", "abc", None) == (9, "")
     assert load("gsm8k") is ppo_loop.gsm8k_reward and load(None) is None
+
     unprintable = "class Mute(Exception):\n    __str__ = None\nraise Mute"
     for text, name, words in (
         (good, f"{file}:god", f"{file} has no function 'god'; it has good, helper"),
@@ -511,10 +514,12 @@ def test_a_value_of_any_class_reaches_the_rank_as_plain_text_or_number(ask, tmp_
         "Decimal('0.25')": 0.25, "Fraction(1, 4)": 0.25, "True": 1.0, "numpy.True_": 1.0, "7": 7.0,
         "'\\udc80'": "\udc80", "answer": "\ud800", "'x' * 2**24": "x" * 2**24,
     }  # fmt: skip
+
     for row, (made, fault) in zip(cases, ask("f", cases, "\ud800")):
         assert (made, type(made), fault) == (cases[row], type(cases[row]), ""), row[:40]
         if isinstance(made, dict):
             assert {*map(type, made)} == {str} and {*map(type, made.values())} == {float}
+
     faults = {
         "raises(Mute())": "Mute: its text cannot be made", "10**400": "OverflowError: ",
         "raises(ValueError('\\ud800'))": "ValueError: \ud800", "deep(0)": "RecursionError: maximum",
@@ -525,6 +530,7 @@ def test_a_value_of_any_class_reaches_the_rank_as_plain_text_or_number(ask, tmp_
     }  # fmt: skip
     for row, (made, fault) in zip(faults, ask("f", faults)):
         assert made is None and fault.startswith(faults[row]), (row, fault)
+
     assert ask("largest", ["a", "z"], "q") == [("r", ""), ("z", "")]  # max has no signature
     pids = {made for made, _ in ask("f", ["os.getpid()", "raises(Mute())", "Text('x')"] * 20)}
     assert len(pids - {None, "x"}) <= 16
@@ -532,6 +538,7 @@ def test_a_value_of_any_class_reaches_the_rank_as_plain_text_or_number(ask, tmp_
     for _ in range(5000):
         nested = [nested]
     [(made, fault)] = ask("f", ["1"], nested)
+
     assert made is None and "recursion" in fault
     made, fault = ppo_loop.attempt(lambda *_: torch.tensor([0.5]))
     assert (made, type(made), fault) == (0.5, float, "")

@@ -186,6 +186,7 @@ def test_every_layout_makes_the_same_update(name, folders, on_two_ranks):
     results = {(1, *key): x for key, x in on_one.items()}
     results |= {(2, *key): x for key, x in on_two_ranks.get(name, {}).items()}
     print(f"\n{name}: largest relative difference of a gradient, and of a value, to float64")
+
     for (ranks, layout, tokens), result in results.items():
         expected = {
             n: g for n, g in gradients.items() if not ("frozen" in layout and ".visual." in n)
@@ -265,12 +266,14 @@ def test_images_of_rows_are_those_of_the_processor(name, rollouts):
         dict(w.critic.image_processor(images=[Image.open(file)], return_tensors="pt"))
         for file in files
     )
+
     assert a["image_grid_thw"].tolist() == [[1, 6, 4]] and b["image_grid_thw"].tolist() == [
         [1, 4, 8]
     ]
     both = {key: torch.cat([b[key], a[key]]) for key in a}
     placeholders = [(ids == IMAGE).sum().item() for ids in batch.input_ids.split(batch.lengths)]
     assert placeholders == [6, 0, 8 + 6, 0]
+
     tensors = dataclasses.replace(batch, multi_modal_inputs=[a, {}, both, {}])
     assert torch.equal(w.compute_values(batch), w.compute_values(tensors))
     black = {**a, "pixel_values": 0 * a["pixel_values"]}
@@ -286,6 +289,7 @@ def test_a_bad_image_is_a_bad_row(rollouts):
     (rollouts.parent / "cut.jpg").write_bytes((rollouts.parent / "cut.jpg").read_bytes()[:2000])
     w = CriticWorker(Config(model="tiny-qwen3-vl"))
     good = rollouts.read_text()
+
     for change, fault in (
         ({"images": ["c.png"]}, "c.png"),
         ({"images": ["rows.jsonl"]}, "UnidentifiedImageError"),
@@ -306,6 +310,7 @@ def test_a_bad_image_is_a_bad_row(rollouts):
         rollouts.write_text(good + json.dumps(bad) + "\n")
         with refused(fault, f"--rollouts {rollouts}:5: "):
             read(w, rollouts)
+
     with pytest.raises(UserError, match=":1: it has images, but this model reads text only"):
         common.read_rows(str(rollouts), w.tokenizer)
 
@@ -381,6 +386,7 @@ def test_another_vision_model_reads_text_only(tmp_path):
     packed, padded = (worker(model=str(tmp_path), use_remove_padding=x) for x in (True, False))
     torch.testing.assert_close(packed.compute_values(batch), padded.compute_values(batch))
     one, other = (w.update_critic(batch)["critic/grad_norm"] for w in (packed, padded))
+
     assert one == pytest.approx(other, rel=1e-5)
     batch = dataclasses.replace(random_batch(1), multi_modal_inputs=ROWS.multi_modal_inputs[:1])
     with pytest.raises(ValueError, match="multi_modal_inputs: this critic reads text only"):
