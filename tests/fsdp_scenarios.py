@@ -15,7 +15,6 @@ import torch.distributed as dist
 from forked import scenario
 from helpers import LAYOUTS, ROOT, captured_gradients, full_weights, mine, random_batch, refused
 from reference import plain_loop
-from test_common import BAD_ROWS, GOOD
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen2 import modeling_qwen2
@@ -256,35 +255,41 @@ def an_optimizer_of_a_fork_steps_as_on_whole_weights(folder):
         )
 
 
+GOOD = {"prompt_ids": [1, 2], "response_ids": [3, 4], "reward": 1.0}
+BAD = {  # words of the error -> how a row differs from GOOD; test_common.py has more, on one rank
+    "one of reward, rewards; has none": {"reward": None},
+    "prompt: must be a valid string, not 7": {"prompt_ids": None, "prompt": 7},
+    "empty prompt or response": {"response_ids": None, "response": "", "truncated": True},
+    "rewards has 1 entries": {"reward": None, "rewards": [1.0]},
+    "50 is outside the model's vocabulary of 50": {"response_ids": [3, 50]},
+    "32 tokens, more than the model's max_position_embeddings, 20": {"prompt_ids": [1] * 30},
+    "images": {"images": ["a.png"]},
+}
+
+
 @scenario(ranks=2)
 def bad_input_ends_every_rank(folder):
-    """All ranks refuse every bad row and impossible flag, before a model is built."""
+    """All ranks refuse bad rows and impossible flags, before a model is built."""
     build, built = critic_fsdp.build_value_model, []
     critic_fsdp.build_value_model = lambda *_: built.append(1)
-    few = json.dumps({"vocab_size": 50, "max_position_embeddings": 20})
+    one_head = '{"num_attention_heads": 1, "num_key_value_heads": 1}'
     cases = [  # flags of the critic, of the run, words of the message
         ({}, {"rollouts": f"{folder}/none.jsonl"}, "--rollouts"),
-        ({"tokenizer": folder}, {}, "--tokenizer"),
-        ({"model": folder}, {}, "--model"),
-        (
-            {
-                "ulysses_size": 2,
-                "override_config": '{"num_attention_heads": 1, "num_key_value_heads": 1}',
-            },
-            {},
-            "attention heads",
-        ),
+        ({"tokenizer": str(folder)}, {}, "--tokenizer"),
+        ({"model": str(folder)}, {}, "--model"),
+        ({"ulysses_size": 2, "override_config": one_head}, {}, "attention heads"),
         ({"fsdp_size": 5}, {}, "--fsdp-size 5: must divide the 2 ranks"),
     ]
 
-    for name, (change, fault) in BAD_ROWS.items():
-        if isinstance(change, dict):
-            path = pathlib.Path(folder, f"{name}.jsonl")
-            cases.append(({"override_config": few}, {"rollouts": str(path)}, fault))
+    few = json.dumps({"vocab_size": 50, "max_position_embeddings": 20})
+    for number, (fault, change) in enumerate(BAD.items()):
+        path = folder / f"bad {number}.jsonl"
+        cases.append(({"override_config": few}, {"rollouts": str(path)}, fault))
+        if RANK == 0:
             lines = map(json.dumps, ({**GOOD, "values": [1, 2]}, {**GOOD, **change}))
-            if RANK == 0:
-                path.write_text("\n".join(lines))
+            path.write_text("\n".join(lines))
 
+    common.setup_distributed()
     dist.barrier()
     for critic, fields, fault in cases:
         with refused(fault):
