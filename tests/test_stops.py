@@ -98,13 +98,10 @@ def test_ctrl_c_during_the_imports_ends_in_one_line(script, tmp_path):
 
 @pytest.mark.parametrize("script, what, flags", [
     ("critic_fsdp", "common.read_rows", ()),
-    ("critic_fsdp", "common.init_value_head", ()),
     ("critic_megatron", "common.init_value_head", ()),
     ("ppo_loop", "common.load_model", ()),
-    ("critic_fsdp", "common.write_scores", ("--score", ROWS)),
     ("critic_megatron", "common.write_scores", ("--score", ROWS)),
     ("critic_fsdp", "common.load_config", ("--plan", 2)),
-    ("critic_fsdp", "common.write_report", ()),
     ("critic_megatron", "common.write_report", ()),
     ("ppo_loop", "common.write_report", ()),
 ])  # fmt: skip
