@@ -390,7 +390,7 @@ def test_what_earlier_runs_saved_is_never_replaced(tmp_path):
         (tmp_path / "rollouts").mkdir(exist_ok=True)
         (tmp_path / "rollouts/step_2.jsonl").write_text(f"{number}")
         (tmp_path / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
-        common.Logger(str(tmp_path), {}, 0, None)
+        common.Logger(str(tmp_path), {}, 0, None).board.close()  # it writes from a thread
         if number < 4:  # its own files make way for those of the next
             (tmp_path / "metrics.jsonl").unlink()
             for path in (tmp_path / "tensorboard").iterdir():

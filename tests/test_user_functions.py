@@ -182,15 +182,19 @@ def dies_later(prompt, response, answer):
 """
 
 
-@pytest.mark.parametrize("name", ["forks", "forks_in_c", "forks_later"])
-@pytest.mark.parametrize("end, status", [
-    ("returns", 0), ("raises", 1), ("exits", 3), ("leaves", 0), ("is killed", -9)
+ENDINGS = {"returns": 0, "raises": 1, "exits": 3, "leaves": 0, "is killed": -9}
+
+
+@pytest.mark.parametrize("name, end", [
+    *(("forks", end) for end in ENDINGS),
+    ("forks_in_c", "raises"), ("forks_in_c", "leaves"),
+    ("forks_later", "returns"), ("forks_later", "exits"),
 ])  # fmt: skip
-def test_a_child_that_a_function_forks_answers_no_row(name, end, status, ask, tmp_path):
+def test_a_child_that_a_function_forks_answers_no_row(name, end, ask, tmp_path):
     """However it ends: every row gets its own answer, and the function sees how its child ended."""
     (tmp_path / "mine.py").write_text(FORKS)
     answers = ask(name, [f"{n}" for n in range(24)], end)
-    assert answers == [(100.0 * n + status, "") for n in range(24)]
+    assert answers == [(100.0 * n + ENDINGS[end], "") for n in range(24)]
 
 
 def test_a_worker_that_dies_is_noticed_though_its_child_holds_the_pipe(ask, tmp_path):
