@@ -52,7 +52,7 @@ class Scenario(typing.NamedTuple):
     function: typing.Callable
     args: tuple
     needs: tuple  # how the names of those begin that must run before it
-    alone: bool  # in processes of its own
+    fresh: bool  # in processes of its own
 
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -73,7 +73,7 @@ def new_group(self, store, rank, size, timeout, init=ProcessGroupGloo.__init__):
 ProcessGroupGloo.__init__ = new_group
 
 
-def scenario(ranks, name=None, args=(), needs=(), alone=False):
+def scenario(ranks, name=None, args=(), needs=(), fresh=False):
     """Marks a function(folder, *args) to run on this number of ranks, or on each of several. On 0
     ranks it runs in the process that forks, whose module must not import what reads RANK."""
 
@@ -81,7 +81,7 @@ def scenario(ranks, name=None, args=(), needs=(), alone=False):
         for n in ranks if isinstance(ranks, tuple) else (ranks,):
             named = name or f"{function.__name__} on {n}"
             of_file = SCENARIOS.setdefault(function.__module__, [])
-            of_file.append(Scenario(named, n, function, args, needs, alone))
+            of_file.append(Scenario(named, n, function, args, needs, fresh))
         return function
 
     return mark
@@ -194,8 +194,10 @@ def play(file, names, folder, out):
     for name in names:
         began = time.monotonic()
         chosen[name].function(pathlib.Path(folder), *chosen[name].args)
-        if chosen[name].ranks:
-            importlib.import_module("helpers").end_groups()  # also waits for the other ranks
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        if name != names[-1]:
+            importlib.import_module("helpers").end_groups()
         if NUMBERS.get("RANK", "0") == "0":
             print(f"ok {name}: {time.monotonic() - began:.1f} s", flush=True)
             pathlib.Path(folder, f"{name}.ok").touch()

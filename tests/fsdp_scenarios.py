@@ -111,6 +111,7 @@ def it_does_not_matter_who_has_a_row(folder):
 @scenario(ranks=2)
 def whitening_is_over_all_ranks(folder):
     """masked_whiten on the ranks' parts equals the formula over the whole."""
+    common.setup_distributed()
     batch = random_batch(16)
     mask = batch.response_mask
     # moments differ by rank; NaN does not count
@@ -302,6 +303,7 @@ def bad_input_ends_every_rank(folder):
 def what_a_rank_does_not_see_is_an_error_on_all(folder):
     """A save without the files of another rank leaves no checkpoint, and a folder must exist on all
     ranks."""
+    common.setup_distributed()
     exists = common.exists
     for blind in range(WORLD_SIZE):
         with refused(f"--out-dir: rank {blind} does not see all of {folder}/step_1.tmp"):

@@ -127,9 +127,9 @@ def begin_scenarios(file, chosen, after=None):
     while left:
         first = left.pop(0)
         names = [first.name]
-        for one in () if first.alone else list(left):
+        for one in () if first.fresh else list(left):
             waits = [x for x in left if x.name.startswith(one.needs) and x is not one]
-            if one.ranks == first.ranks and not one.alone and not waits:
+            if one.ranks == first.ranks and not one.fresh and not waits:
                 names.append(one.name)
                 left.remove(one)
         launches.append((first.ranks, names))

@@ -360,7 +360,7 @@ LAUNCHES = [
     ("a lost rank is reported", 0, a_lost_rank_is_reported, (), ("start",)),
 ]  # fmt: skip
 for name, ranks, function, args, needs in LAUNCHES:
-    forked.scenario(ranks, name, args, tuple(needs), alone=True)(function)
+    forked.scenario(ranks, name, args, tuple(needs), fresh=True)(function)
 
 
 def import_scripts():
