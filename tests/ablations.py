@@ -2,7 +2,8 @@
 
 python tests/ablations.py                   PPO on the built-in addition: 20 minutes on two cores
 python tests/ablations.py --task digits --steps 160     the task of digits.py: 40 minutes
-python tests/ablations.py --data FOLDER     value pretraining on train.jsonl, judged on eval.jsonl; tokenizer/
+python tests/ablations.py --data FOLDER     value pretraining on train.jsonl, judged on eval.jsonl;
+                                            tokenizer/
                                             there reads the text: 25 minutes for GSM8K's answers
 
 Runs that have ended are not repeated.
@@ -28,11 +29,15 @@ ZERO = "--critic.value-head-init zero --critic.lr 1e-30"  # values stay 0
 # the same number of scored answers, for each seed a supervised actor and a critic of its own
 PPO = {
     "no critic: minus the batch's mean": ZERO,
-    "4 answers to each of 64 prompts": f"{ZERO} --train-batch-size 64 --rollout-n 4 --critic-where-it-helps",
+    "4 answers to each of 64 prompts": (
+        f"{ZERO} --train-batch-size 64 --rollout-n 4 --critic-where-it-helps"
+    ),
     "critic, lambda 1": "",
     "the same, its head starts at 0": "--critic.value-head-init zero",
     "the same, at the mean return": "--critic.value-head-init mean",
-    "at 0, and the critic reads the right answer": "--critic.value-head-init zero --privileged-key response",
+    "at 0, and the critic reads the right answer": (
+        "--critic.value-head-init zero --privileged-key response"
+    ),
     "lambda 0.95": "--lam 0.95",
     "the first token gets half the credit": "--first-token-credit 0.5",
     "10 of 60 steps for the critic alone": "--critic-warmup 10",
@@ -55,8 +60,12 @@ DIGITS = {  # with the best learning rate of a grid, and some with the next lowe
     "pretrained critic, lambda 0.95": f"{PRETRAINED} --lam-policy 0.95",
     "from scratch, head at the mean return": "--train-batch-size 8 --critic.value-head-init mean",
     "from scratch, reads the right answer": f"{SCRATCH} --privileged-key answer",
-    "from scratch, bins (HL-Gauss)": f"{SCRATCH} --critic.value-head hl_gauss --critic.value-range -5 5",
-    "from scratch, bounded values": f"{SCRATCH} --critic.value-head bounded --critic.value-range -5 5",
+    "from scratch, bins (HL-Gauss)": (
+        f"{SCRATCH} --critic.value-head hl_gauss --critic.value-range -5 5"
+    ),
+    "from scratch, bounded values": (
+        f"{SCRATCH} --critic.value-head bounded --critic.value-range -5 5"
+    ),
 }
 PRETRAINING = {
     "random head": "",
@@ -100,6 +109,7 @@ def ablations(
     script, own = "ppo_loop.py", "--critic.seed {seed}"
     first = []  # for each seed, the metrics of the answers that its critic is pretrained on
     todo = []
+
     if data:
         script, own = (
             "critic_fsdp.py",
@@ -110,6 +120,7 @@ def ablations(
         own += f" {digits.FLAGS} --actor.lr 3e-4 --critic.lr 1e-3 --critic.cliprange-value None"
         answers = max(8, steps // 8 * 8)
         first = [digits.prepare(out / f"task, {101 + i}", 101 + i, answers) for i in range(seeds)]
+
     pretrained = {name: steps // 8 * ("{task}/critic" in flags) for name, flags in recipes.items()}
     for name, flags in recipes.items():
         words = f"--steps {steps - pretrained[name]} --seed {{seed}} {own} {flags}".split()
@@ -118,6 +129,7 @@ def ablations(
             todo.append(
                 (script, out / f"{name}, {seed}", [word.format(**blanks) for word in words])
             )
+
     with ThreadPoolExecutor(jobs) as threads:
         runs = list(tqdm(threads.map(run, todo), total=len(todo)))
     runs = {name: runs[i * seeds : (i + 1) * seeds] for i, name in enumerate(recipes)}
@@ -150,9 +162,11 @@ def table_of_ppo(runs, seeds, steps, out):
     baseline = None
     block = 1 if steps < 100 else 10  # steps of a point
     print(
-        "| recipe | at the end, held out | mean reward | more than the first row | explained variance |"
+        "| recipe | at the end, held out | mean reward | more than the first row |"
+        " explained variance |"
     )
     print("|---|---|---|---|---|")
+
     for number, (name, of_recipe) in enumerate(runs.items()):
         mine = [[row for row in rows if "reward/mean" in row] for rows in of_recipe]
         rewards = [[row["reward/mean"] for row in rows] for rows in mine]
@@ -168,6 +182,7 @@ def table_of_ppo(runs, seeds, steps, out):
         curve = [statistics.fmean(x) for x in zip(*rewards)]
         curve = [statistics.fmean(curve[i : i + block]) for i in range(0, steps, block)]
         panel.plot(range(block, steps + block, block), curve, line, label=name)
+
     panel.set(xlabel="step", ylabel=f"reward of the answers, mean of {seeds} seeds")
     panel.legend(fontsize="small")
     figure.savefig(out / "ablations.png")

@@ -1,20 +1,20 @@
 """How fast the critics are, compared with a loop without any framework and with verl 0.6.1.
 
-    OMP_NUM_THREADS=1 python tests/bench.py              10 million weights, answers to GSM8K questions
+    OMP_NUM_THREADS=1 python tests/bench.py              10 million weights, answers to GSM8K
     OMP_NUM_THREADS=1 python tests/bench.py --mix long-prompt --rows 32
     OMP_NUM_THREADS=1 python tests/bench.py --mix long-tail --model 100m --rows 16
     OMP_NUM_THREADS=1 python tests/bench.py --host --ranks 64
-                                                         what one of many ranks spends on moving rows
+                                                         what one of many ranks spends moving rows
 
 All contestants have the same weights, rows, precision, token budget and AdamW. Each runs in its own
 processes, and they take turns. On a CPU the tables use the CPU time of all ranks together, because
 it does not depend on other jobs on the machine.
 
     fsdp, megatron  the critics; "alone" means --no-share-prompts
-    bare            transformers' backbone, a linear head, the loss and AdamW, on packs made in advance
-    verl padded     DataParallelPPOCritic of verl 0.6.1 with transformers' SDPA, if verl is installed
-    verl packed     the same with use_remove_padding and dynamic batches; on CPU SDPA masks the other rows
-    verl lent       the same with the packed attention of common.py, so that the rest can be compared
+    bare            transformers' backbone, a linear head, the loss and AdamW, on ready packs
+    verl padded     DataParallelPPOCritic of verl 0.6.1 with transformers' SDPA, if installed
+    verl packed     the same with use_remove_padding and dynamic batches; SDPA masks other rows
+    verl lent       the same with the packed attention of common.py, to compare the rest
 """
 
 import contextlib
@@ -121,6 +121,7 @@ def make_rows(work):
         batch.row_id = torch.arange(work.rows)
         batch.input_ids = torch.randint(work.vocab_size, (len(batch.input_ids),))
         batch.response_mask = torch.cat([torch.arange(n) >= n // 4 for n in batch.lengths])
+
     batch.values, batch.returns = (
         torch.randn(len(batch.input_ids)) * batch.response_mask for _ in range(2)
     )
@@ -259,9 +260,12 @@ def verl(name, work, folder, batch):
     divisors = [n for n in range(1, work.rows + 1) if work.rows % n == 0]
     size = max(n for n in divisors if n == 1 or n * (P + R) <= work.budget)
     config = {
-        "model": {"use_remove_padding": packed}, "ulysses_sequence_parallel_size": 1, "ppo_epochs": 1,
-        "ppo_mini_batch_size": work.rows, "ppo_micro_batch_size_per_gpu": size, "use_dynamic_bsz": packed,
-        "ppo_max_token_len_per_gpu": work.budget, "cliprange_value": 0.5, "loss_agg_mode": "token-mean",
+        "model": {"use_remove_padding": packed}, "ulysses_sequence_parallel_size": 1,
+        "ppo_epochs": 1,
+        "ppo_mini_batch_size": work.rows, "ppo_micro_batch_size_per_gpu": size,
+        "use_dynamic_bsz": packed,
+        "ppo_max_token_len_per_gpu": work.budget, "cliprange_value": 0.5,
+        "loss_agg_mode": "token-mean",
         "grad_clip": 1.0,
     }  # fmt: skip
     critic = dp_critic.DataParallelPPOCritic(OmegaConf.create(config), model, optimizer)
@@ -327,6 +331,7 @@ def contest(name, work, folder, pipe):
     calls = dict(zip(("values", "update"), build(name, work, folder, batch)))
     ways = {"": measure, "peak": measure_peak}
     pipe.send("ready")
+
     while task := pipe.recv():
         name, _, way = task.partition(" ")
         spent = ways[way](calls[name])
@@ -352,6 +357,7 @@ class Contestant:
         alone = work.ranks == 1 and not CUDA and torch.get_num_threads() == 1
         context = multiprocessing.get_context("fork" if alone else "spawn")
         size = str(work.ranks)
+
         for rank in map(str, range(work.ranks)):
             # the process inherits these, and common reads them on import
             os.environ |= {
@@ -388,6 +394,7 @@ def compare(contestants, rounds):
     # they start together
     for rank in [rank for contestant in contestants for rank in contestant.ranks]:
         assert rank.recv() == "ready"
+
     for turn in range(rounds + 1):
         for task in ("values", "update"):
             for contestant, spent in zip(contestants, seen):
@@ -396,6 +403,7 @@ def compare(contestants, rounds):
                     spent[task].append(now[clock])
                 elif task == "values":
                     spent["said"] = now.get("values")
+
     for contestant, spent in zip(contestants, seen):
         for task in ("values peak", "update peak"):
             spent[task] = contestant.do(task)["peak"]
@@ -418,6 +426,7 @@ def rows_of_a_step(prompts=1024, answers=8):
     for first in range(0, len(lengths), answers):  # all answers have the prompt of the first
         for row in range(first + 1, first + answers):
             ids[cu[row] : cu[row] + 500] = ids[cu[first] : cu[first] + 500]
+
     zeros = torch.zeros(total)
     return common.Batch(
         input_ids=ids,
@@ -452,6 +461,7 @@ def send_rows_where_they_are_computed(ranks, whole):
     for rank in range(ranks):
         its = enumerate(rows[rank::ranks])
         told.append(pickle.dumps([row._replace(owner=rank, index=i) for i, row in its]))
+
     del whole
     critic = object.__new__(critic_fsdp.DataParallelPPOCritic)
     critic.config = critic_fsdp.Config()
@@ -463,6 +473,7 @@ def send_rows_where_they_are_computed(ranks, whole):
     common.of_all_ranks = lambda mine: list(map(pickle.loads, told))
     common.all_to_all = lambda x, sent, got: x.new_zeros(sum(got))
     yield
+
     for call in range(4):
         rows = common.rows_of_all_ranks(own)
         if call % 2:
@@ -483,6 +494,7 @@ def host(ranks):
     print(f"{size}, {own:,.1f} MiB of them on each of {ranks} ranks")
     print_line("", "CPU seconds of a step", "peak MiB", "x own rows")
     print("|---" * 4 + "|")
+
     for way in (send_all_rows, send_rows_where_they_are_computed):
         if pid := os.fork():
             os.waitpid(pid, 0)
@@ -528,6 +540,7 @@ def table(work, batch, names, rounds):
     with tempfile.TemporaryDirectory() as folder:
         write_model(work, folder)
         seen = compare([Contestant(name, work, folder) for name in names], rounds)
+
     with torch.device("meta"):
         backbone = AutoModel.from_config(model_config(work))
     flops = sum(map(common.flops_model(backbone, backbone.config), batch.lengths))  # of one forward
@@ -538,16 +551,19 @@ def table(work, batch, names, rounds):
     peak = 1e12 * next(
         (x for w, x in common.PEAK_TFLOPS.items() if re.search(rf"\b{w}\b", device)), math.nan
     )
+
     if not CUDA:
         of = "a product of 1024 x 1024 matrices in float32 on one thread"
         x = torch.randn(1024, 1024)
         peak = 2 * 1024**3 / min(measure(lambda: x @ x)["cpu"] for _ in range(10))
+
     tokens = len(batch.input_ids)
     columns = ("tok/s", "x bare", "MFU", "peak GiB")
     print_line(
         "", f"values {columns[0]}", *columns[1:], f"update {columns[0]}", *columns[1:], "values off"
     )
     print("|---" * 10 + "|")
+
     for name, spent in zip(names, seen):
         cells = [name]
         for task, passes in (("values", 1), ("update", 3)):

@@ -1,3 +1,5 @@
+"""Which tests are quick, in which order files run, and the fixtures of several files."""
+
 import gc
 import os
 
@@ -7,28 +9,58 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # tests compare what a CPU computes; of a GPU see test_device.py
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from helpers import AHEAD, scenarios  # noqa: E402  # imports torch
+import pytest  # noqa: E402
+from forked import SCENARIOS  # noqa: E402  # imports torch
+from helpers import begin_scenarios  # noqa: E402
 
-QUICK = ("test_house.py", "test_common.py", "test_exercises.py", "test_ppo_loop.py")
-LAUNCHES = ("command_line", "heads_and_lora", "ranks", "readme", "starts", "stops", "vision")
-LAUNCHES = tuple(f"test_{name}.py" for name in LAUNCHES)
+import common  # noqa: E402
+import ppo_loop  # noqa: E402
+
+QUICK = ("house", "common", "exercises", "ppo_loop", "policy", "rollout", "user_functions")
+QUICK = {f"test_{name}.py" for name in (*QUICK, "rewards", "flags")}
+
+
+def files_of(item):
+    """The files whose scenarios a test's file waits for."""
+    named = (item.module.__name__, *getattr(item.module, "SCENARIO_FILES", ()))
+    return [file for file in named if file in SCENARIOS]
 
 
 def pytest_collection_modifyitems(items):
-    """Marks whole files as quick. What starts ranks comes late, and what others do meanwhile comes
-    last."""
+    """Marks whole files as quick. What waits for scenarios comes last."""
     for item in items:
         if item.path.name in QUICK:
             item.add_marker("quick")
-    items.sort(key=lambda item: 2 * (item.path.name in AHEAD) + (item.path.name in LAUNCHES))
+    items.sort(key=lambda item: bool(files_of(item)))
 
 
 def pytest_collection_finish(session):
-    """Begins what takes several ranks, one script after another, if the session is about to ask for
-    it."""
+    """Begins the scenarios of whole files, file after file, while tests of one process run."""
     # what is imported never goes: to look through it again and again takes a tenth of the time
     gc.freeze()
-    asked, before = {item.path.name for item in session.items}, None
-    for file, jobs in AHEAD.items() if not session.config.option.collectonly else ():
-        for job in jobs if file in asked else ():
-            before, _ = scenarios(*job, after=before)
+    option, before = session.config.option, None
+    if option.collectonly or option.keyword or option.markexpr or "::" in str(session.config.args):
+        return
+    for file in dict.fromkeys(file for item in session.items for file in files_of(item)):
+        before = begin_scenarios(file, SCENARIOS[file], after=before)
+
+
+@pytest.fixture
+def parse(monkeypatch, tmp_path):
+    """Parses flags into a Run without supervised learning, with 40 prompts, and 12 of an
+    evaluation."""
+    addition_rows = ppo_loop.addition_rows
+    few = lambda n, *args, **more: addition_rows(12 if more else 40, *args, **more)
+    monkeypatch.setattr(ppo_loop, "addition_rows", few)
+    more = ["--supervised-steps", "0", "--out-dir", str(tmp_path / "out")]
+    return lambda flags: ppo_loop.parse([*more, *flags.split()])
+
+
+@pytest.fixture
+def whole_run(parse, monkeypatch):
+    """Runs main with these flags on a small task, without a report."""
+    monkeypatch.setattr(common, "write_report", lambda *_: None)
+    monkeypatch.setattr(common.Stop, "signal", 0)
+    small = "--train-batch-size 8 --critic.ppo-mini-batch-size 8 --eval-every 0 --steps 2"
+    small += ' --dump-rollouts --actor.lr 1e-3 --actor.override-config {"initializer_range":0.1}'
+    return lambda flags: ppo_loop.main(parse(f"{small} {flags}"))

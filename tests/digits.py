@@ -31,6 +31,7 @@ def rows(n, seed, name, tokenizer):
     secret = random.Random(f"secret {seed}")
     known = set(secret.sample(SIGNS, len(SIGNS) // 4 + 1))  # to the teacher
     digits = {sign: secret.sample("0123456789", 2) for sign in SIGNS}  # right and wrong
+
     for _ in range(n):
         signs = rng.choices(SIGNS, k=LENGTH)
         slips = [sign not in known and rng.random() >= RIGHT for sign in signs]
@@ -82,9 +83,12 @@ def prepare(folder, seed, answers):
                 "\n".join(rows(n, seed, name, common.char_tokenizer()))
             )
         learn(folder / "actor", seed)
-        ask = f"--steps 1 --critic-warmup 1 --train-batch-size {answers} --dump-rollouts --seed {1000 + seed}"
-        fit = "--rollouts {task}/dump/rollouts/step_1.jsonl --model {task}/actor --value-head-init zero"
-        fit += f" --ppo-mini-batch-size 16 --lr 1e-3 --steps {STEPS[1]} --cliprange-value None --seed {seed}"
+        ask = f"--steps 1 --critic-warmup 1 --train-batch-size {answers} --dump-rollouts"
+        ask += f" --seed {1000 + seed}"
+        fit = "--rollouts {task}/dump/rollouts/step_1.jsonl --model {task}/actor"
+        fit += " --value-head-init zero"
+        fit += f" --ppo-mini-batch-size 16 --lr 1e-3 --steps {STEPS[1]} --cliprange-value None"
+        fit += f" --seed {seed}"
         for out, script, flags in (
             ("dump", "ppo_loop.py", FLAGS + ask),
             ("critic", "critic_fsdp.py", fit),
@@ -95,6 +99,7 @@ def prepare(folder, seed, answers):
             subprocess.run(
                 [sys.executable, ROOT / script, *command], check=True, capture_output=True
             )
+
     return next(
         row for row in common.read_lines(f"{folder}/dump/metrics.jsonl") if "reward/mean" in row
     )

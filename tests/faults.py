@@ -10,7 +10,6 @@ weights, rollouts, samples, metrics.jsonl (except times and memory) and what Ten
 equal those of a run without faults, bit for bit. Ranks are forks of this process, see forked.py;
 only `torchrun` below uses torchrun itself."""
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -40,6 +39,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pydantic
 import torch
+from forked import processes, until
 from safetensors.torch import load_file
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -55,12 +55,14 @@ SCRIPTS = {  # ranks, flags
 }
 STEPS = 8
 CRITIC = (
-    "--rollouts", ROWS, "--eval-rollouts", HELD_OUT, "--train-batch-size", 16, "--ppo-mini-batch-size", 8,
+    "--rollouts", ROWS, "--eval-rollouts", HELD_OUT, "--train-batch-size", 16,
+    "--ppo-mini-batch-size", 8,
     "--lr-scheduler-type", "cosine", "--lr-warmup-steps", 3,
 )  # fmt: skip
 PPO = (
     "--supervised-steps", 0, "--prompts", ROWS, "--eval-prompts", ROWS, "--prompt-key", "prompt",
-    "--answer-key", "response", "--train-batch-size", 4, "--rollout-n", 2, "--max-response-length", 3,
+    "--answer-key", "response", "--train-batch-size", 4, "--rollout-n", 2,
+    "--max-response-length", 3,
     "--reward", f"{ROOT}/tests/rewards.py:right_digits", "--kl-coef", 0.05, "--target-kl", 0.01,
     "--actor.lr", 1e-3, "--critic.lr", 1e-3, "--critic.ppo-mini-batch-size", 4, "--dump-rollouts",
     "--rollout-batch-size", 4, "--actor.ppo-max-token-len-per-gpu", 32,
@@ -113,11 +115,7 @@ def run_script(
 
     if said:
         os.setsid()
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(
-                os.open(f"{said}.{forked.NUMBERS['RANK']}.{name}", os.O_WRONLY | os.O_CREAT, 0o600),
-                number,
-            )
+        forked.print_to(f"{said}.{forked.NUMBERS['RANK']}")
     if apart:
         os.makedirs(disk := f"{said}.{os.environ['RANK']}.disk")
         os.chdir(disk)
@@ -225,31 +223,12 @@ class Job:
         ), error
 
 
-def processes():
-    """Yields (pid, session, words of its command line and environment) for each running process."""
-    for path in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if words := (path / "cmdline").read_bytes() + (path / "environ").read_bytes():
-                yield (
-                    int(path.name),
-                    os.getsid(int(path.name)),
-                    words.decode(errors="replace").split("\0"),
-                )
-
-
-def until(happens, what, timeout=240):
-    deadline = time.monotonic() + timeout
-    while not happens():
-        assert time.monotonic() < deadline, f"does not happen: {what}"
-        time.sleep(0.005)
-
-
 # ---- What a run leaves ---------------------------------------------------------------------------
 
 
 @functools.cache
 def folder():
-    return pathlib.Path(tempfile.mkdtemp(prefix="faults.", dir=os.environ.get("FAULTS_IN")))
+    return pathlib.Path(tempfile.mkdtemp(prefix="faults.", dir=os.environ.get("SCRATCH")))
 
 
 @functools.cache
@@ -456,16 +435,19 @@ def foreign(script, short):
             checkpoint(golden("critic_fsdp")),
             checkpoint(golden("critic_megatron")),
         ]
+
     words = "is of another model|not a checkpoint of|no complete checkpoint|does not fit"
     for other in others:
         Job(script, folder() / "foreign", "--resume", other).ends_with(
             f"--resume {other}.*({words})"
         )
+
     out = copy_of_golden(script, "foreign")
     flag = "--actor.override-config" if script == "ppo_loop" else "--override-config"
     for resume in (checkpoint(out), "auto"):
         job = Job(script, out, flag, '{"hidden_size": 32}', "--resume", resume)
         job.ends_with(f"--resume {checkpoint(out)}.*is of another model: ")
+
     assert_same_end(out, script)
     return len(others) + 2, "one line, exit 2, auto too; nothing is touched"
 
@@ -489,6 +471,7 @@ def full(script, short):
     mount = ("mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", disk)
     if subprocess.run(mount, capture_output=True).returncode:
         return 0, "left out: no right to mount a tmpfs"
+
     try:
         out = disk / "out"
         job = Job(script, out)
@@ -528,11 +511,13 @@ def memory(script, short):
     out, other = folder() / f"{script}.memory", folder() / f"{script}.roomy"
     Job(script, other, *wide).succeeds()
     tries = 0
+
     while any((job := Job(script, out, *wide, "--resume", "auto", memory=170)).wait()):
         tries += 1
         said = job.text(0)[1] + job.text(1)[1]
         assert "can't allocate memory" in said and ": out of memory; --resume auto" in said, said
         assert tries < 5, said
+
     tokens = 1024 >> tries
     assert f"so --ppo-max-token-len-per-gpu is lowered to {tokens}" in job.text(0)[0], (tries, job)
     for ours, theirs in zip(metrics_of(out), metrics_of(other), strict=True):
@@ -698,7 +683,8 @@ def environment(script, short):
     half."""
     rng, said = random.Random(script), []
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
-             "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "COLUMNS", "TMPDIR")  # fmt: skip
+             "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "COLUMNS",
+             "TMPDIR")  # fmt: skip
     odd = (
         "",
         " ",
@@ -720,6 +706,7 @@ def environment(script, short):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
     }
+
     for i in range(4 if short else 60):
         changed = rng.sample(names, rng.randint(1, 4))
         given = {**rng.choice([{}, good]), **{name: rng.choice(odd) for name in changed}}
@@ -747,6 +734,7 @@ def reference(script, short):
         f"--resume {out}/.* model: weights of the reference"
     )
     shutil.copytree(model, started, dirs_exist_ok=True)
+
     assert "step 3/3" in Job(script, out, *flags, "--steps", 3).succeeds()
     Job(script, out, "--actor.model", out / "hf").ends_with(f"--out-dir {out}: ")
     Job(script, out, "--critic.model", out / "critic_hf").ends_with(f"--out-dir {out}: ")
@@ -790,6 +778,7 @@ def agents_of(name, out, nodes):
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     meet = ("--standalone",)
+
     if nodes == 2:  # rendezvous in a file, which needs no port
         meet = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file")
         meet += ("--rdzv-endpoint", f"{out}.meet", "--rdzv-id", name)
@@ -797,6 +786,7 @@ def agents_of(name, out, nodes):
         # under that count: with one store for all starts, the other node's ranks would find those
         # of the first
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+
     command = (sys.executable, "-m", "torch.distributed.run", *meet, "--nproc-per-node", 2 // nodes)
     command += ("--max-restarts", 1, __file__, "--slowly", *flags_of("critic_fsdp", *flags))
     with open(f"{out}.said", "w") as file:
@@ -810,6 +800,7 @@ def under_torchrun(name):
     out = folder() / name
     ranks = lambda: [(pid, words) for pid, _, words in processes() if str(out) in words]
     agents = agents_of(name, out, nodes)
+
     try:
         until(lambda: len(updates_of(out)) >= 2 or any(a.poll() is not None for a in agents), name)
         start = time.monotonic()
@@ -824,6 +815,7 @@ def under_torchrun(name):
         for agent in agents:
             agent.kill()
             agent.wait()
+
     said = pathlib.Path(f"{out}.said").read_text()
     if to_rank:
         assert not any(codes) and said.count("resume     ") >= 2, (name, codes, said[-5000:])
@@ -850,12 +842,14 @@ def storm(script, short):
     flag = "--critic.lr" if ppo else "--lr"
     job.ends_with(f"10 updates in a row were skipped: gradients are not finite; use a lower {flag}")
     last = STEPS + 9
+
     assert steps_of(out)[0] == last
     before, after = (state_of(checkpoint(out, step)) for step in (STEPS, last))
     of_critic = [name for name in after if not name.startswith("actor/")]
     changed = [
         name for name in of_critic if after[name] != before[name] and not name.endswith(" rng")
     ]
+
     assert before.keys() == after.keys() and {name[-5:] for name in changed} == {".json"}, changed
     return 1, "ends after 10 updates, the critic untouched"
 
@@ -967,8 +961,8 @@ def flags(script, short):
     else:
         parts = {"": module.Run(rollouts=str(ROWS), train_batch_size=4, **own)}
         parts["critic"] = module.Config(ppo_mini_batch_size=4, **small)
-    fixed = "critic actor vllm backend rollout model steps train_batch_size plan supervised_steps out_dir"
-    fixed += " prefix"  # no flag
+    fixed = "critic actor vllm backend rollout model steps train_batch_size plan supervised_steps"
+    fixed += " out_dir prefix"  # no flag
     choices = []
     for part, config in parts.items():
         for name, kind in typing.get_type_hints(type(config)).items():
@@ -1025,11 +1019,16 @@ def folders(script, short):
 FAULTS = {  # fault -> scripts to try it on; with --short only the first
     kills: SCRIPTS, background: SCRIPTS, logger: ("ppo_loop", "critic_fsdp"), damage: SCRIPTS,
     foreign: SCRIPTS, apart: SCRIPTS, full: SCRIPTS, memory: ("critic_fsdp", "critic_megatron"),
-    sigterm: SCRIPTS, ctrl_c: SCRIPTS, phases: ("ppo_loop",), workers: ("ppo_loop",), diverges: ("ppo_loop",),
+    sigterm: SCRIPTS, ctrl_c: SCRIPTS, phases: ("ppo_loop",), workers: ("ppo_loop",),
+    diverges: ("ppo_loop",),
     two_runs: SCRIPTS, forking: ("ppo_loop",), odd_rewards: ("ppo_loop",), environment: SCRIPTS,
     reference: ("ppo_loop",), torchrun: ("critic_fsdp",), storm: SCRIPTS, rows: ("critic_fsdp",),
     flags: SCRIPTS, folders: SCRIPTS,
 }  # fmt: skip
+
+# not with --short: test_starts.py has a second run in one folder, test_user_functions.py odd
+# rewards
+LONG = (foreign, apart, torchrun, phases, workers, two_runs, reference, odd_rewards)
 
 
 def main(names, short):
@@ -1037,9 +1036,10 @@ def main(names, short):
     forked.warm_up()  # once here, because every run needs it
     total, start = 0, time.monotonic()
     assert names <= {fault.__name__ for fault in FAULTS}, names
+
     try:
         for fault, scripts in FAULTS.items():
-            long = fault in (foreign, apart, torchrun, phases, workers)
+            long = fault in LONG
             if names and fault.__name__ not in names or short and long:
                 continue
             for script in list(scripts)[: 1 if short else None]:
@@ -1057,6 +1057,12 @@ def main(names, short):
     finally:
         shutil.rmtree(folder(), ignore_errors=True)
     print(f"{'all':30}{total:5}  {time.monotonic() - start:5.1f} s  nothing lost")
+
+
+@forked.scenario(ranks=0)
+def shortest(folder):
+    """Fewer of each fault, on one script each, for test_bench.py."""
+    main(set(), short=True)
 
 
 if __name__ == "__main__":

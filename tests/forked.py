@@ -1,16 +1,31 @@
-"""Ranks as forks of one process that has imported the slow libraries: a launch takes a second, not
-twenty."""
+"""How a test starts ranks: as forks of one process that has imported the slow libraries, so that a
+launch takes a second, not twenty.
 
+    torchrun(2, script, *flags)     helpers.py: runs a script on two ranks; run(...) on none
+    begin(...), ended(...)          its halves: the script runs while the test does something else
+    @scenario(ranks=2)              marks a function(folder) of tests/ to run on two ranks
+    ran(function, 2)                helpers.py: waits for it -> the folder with its results
+
+The scenarios of a file share a folder and run in its order; neighbours on equal ranks share their
+processes. A session of whole files begins them at once, next to the tests of one process; with -k
+a scenario begins when a test asks for it, after those that it needs. faults.py, which kills and
+stops ranks, forks them itself: start() and wait() below.
+"""
+
+import contextlib
 import functools
 import gc
+import importlib
 import io
 import json
 import os
+import pathlib
 import runpy
 import signal
 import sys
 import time
 import traceback
+import typing
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -30,8 +45,20 @@ with warnings.catch_warnings():
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer  # noqa: F401
 
+
+class Scenario(typing.NamedTuple):
+    name: str
+    ranks: int
+    function: typing.Callable
+    args: tuple
+    needs: tuple  # how the names of those begin that must run before it
+    fresh: bool  # in processes of its own
+
+
+HERE = os.path.dirname(os.path.abspath(__file__))
 STORES = {}  # pid -> the store where it finds the other ranks: as long as this process lives
 NUMBERS = {}  # of this rank, as torchrun tells them
+SCENARIOS = {}  # file of tests/ -> its scenarios
 device = functools.cache(lambda pid: ProcessGroupGloo.create_default_device())
 
 
@@ -43,8 +70,21 @@ def new_group(self, store, rank, size, timeout, init=ProcessGroupGloo.__init__):
     init(self, store, rank, size, options)
 
 
-if ProcessGroupGloo.__init__.__name__ != "new_group":  # this file may be imported twice
-    ProcessGroupGloo.__init__ = new_group
+ProcessGroupGloo.__init__ = new_group
+
+
+def scenario(ranks, name=None, args=(), needs=(), fresh=False):
+    """Marks a function(folder, *args) to run on this number of ranks, or on each of several. On 0
+    ranks it runs in the process that forks, whose module must not import what reads RANK."""
+
+    def mark(function):
+        for n in ranks if isinstance(ranks, tuple) else (ranks,):
+            named = name or f"{function.__name__} on {n}"
+            of_file = SCENARIOS.setdefault(function.__module__, [])
+            of_file.append(Scenario(named, n, function, args, needs, fresh))
+        return function
+
+    return mark
 
 
 def start(ranks, function, *args):
@@ -89,28 +129,10 @@ def wait(children, timeout):
     return failed
 
 
-def scenarios(launches, launch):
-    """What a script of scenarios does with its command line, OUT_FOLDER [NAME...]: runs each of its
-    (name, ranks, function, args) of that name or function, or all, as launch(name, function,
-    folder, args), and on 0 ranks here, as function(folder). Ends with what failed."""
-    warm_up()
-    (folder, *names), failed = sys.argv[1:], []
-    for name, ranks, function, args in launches:
-        if names and not {name, function.__name__} & set(names):
-            continue
-        try:
-            if ranks:
-                run(ranks, launch, name, function, folder, args)
-            else:
-                function(folder)
-        except (SystemExit, AssertionError) as error:
-            failed.append(f"{name}: {error}")
-    sys.exit("\n".join(failed) or None)
-
-
 def _child(rank, ranks, port, function, args):
-    code = 1
-    try:
+    """A rank: what torchrun would tell it, then its function."""
+
+    def work():
         NUMBERS.update({
             "RANK": str(rank), "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
@@ -121,53 +143,142 @@ def _child(rank, ranks, port, function, args):
         os.environ |= NUMBERS
         torch.set_num_threads(1)
         function(*args)
+
+    _end_with(work)
+
+
+def _end_with(function, *args):
+    """Ends this process after a function, with the status that Python would end with."""
+    code = 1
+    try:
+        function(*args)
         code = 0
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        sys.stderr.write("" if isinstance(stop.code, int | None) else f"{stop.code}\n")
+        known = stop.code is None or isinstance(stop.code, int)
+        code = (stop.code or 0) if known else 1
+        sys.stderr.write("" if known else f"{stop.code}\n")
     except BaseException:
-        sys.stderr.write(f"rank {rank}:\n{traceback.format_exc()}")
+        sys.stderr.write(f"rank {NUMBERS.get('RANK', '-')}:\n{traceback.format_exc()}")
     finally:
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(code)
 
 
-def script(arguments, env, cwd, out, alone):
-    """Runs a script in a child as python does; out: where what it prints goes, .stdout and
-    .stderr."""
+def print_to(prefix):
+    """From now on, what this process prints goes to two files."""
     for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(f"{out}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+        file = os.open(f"{prefix}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, number)
+
+
+def script(arguments, env, cwd, out, alone):
+    """Runs a script in a child as python does, which prints to files that begin with `out`."""
+    print_to(out)
     for name in NUMBERS if alone else ():
         del os.environ[name]
+
     os.environ |= env
     os.chdir(cwd)
     sys.argv, sys.path[0] = arguments, os.path.dirname(os.path.abspath(arguments[0]))
     runpy.run_path(arguments[0], run_name="__main__")
 
 
+def play(file, names, folder, out):
+    """Runs scenarios of a file on this rank, one after another; each leaves a file NAME.ok."""
+    print_to(out)
+    os.chdir(folder)
+    importlib.import_module(file)
+    chosen = {one.name: one for one in SCENARIOS[file]}
+
+    for name in names:
+        began = time.monotonic()
+        chosen[name].function(pathlib.Path(folder), *chosen[name].args)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        if name != names[-1]:
+            importlib.import_module("helpers").end_groups()
+        if NUMBERS.get("RANK", "0") == "0":
+            print(f"ok {name}: {time.monotonic() - began:.1f} s", flush=True)
+            pathlib.Path(folder, f"{name}.ok").touch()
+
+
+def play_here(file, names, folder, out):
+    """Runs scenarios on 0 ranks in this process -> what failed, or None. Ranks forked later import
+    the modules of tests/ anew, because these look at NUMBERS."""
+    known = set(sys.modules)
+    try:
+        play(file, names, folder, out)
+    except (Exception, SystemExit):
+        traceback.print_exc()
+        return f"{names} failed"
+    finally:
+        for name in set(sys.modules) - known:
+            if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") == HERE:
+                del sys.modules[name]
+
+
+def play_all(job, out):
+    """Runs the scenarios of a job, and those of a launch that come after one that has failed in
+    another launch -> what failed, or None."""
+    failed = []
+    for ranks, names in job["launches"]:
+        while names:
+            what = (job["file"], names, job["folder"], out)
+            if ranks:
+                failed.append(wait(start(ranks, play, *what), job["timeout"]))
+            else:
+                failed.append(play_here(*what))
+            passed = [os.path.exists(f"{job['folder']}/{name}.ok") for name in names]
+            names = names[passed.index(False) + 1 :] if False in passed else []
+    return next(filter(None, failed), None)
+
+
 def serve():
-    """Runs scripts for another process, several at a time: JSON lines come in, each folder gets
-    what was printed, and last a file `ended`. A job with `after` waits for that file of another."""
+    """Runs scripts and scenarios for another process, several at a time: JSON lines come in, each
+    folder gets what was printed, and last a file `ended`. A job with `after` waits for that file of
+    another."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         if os.fork():
             continue
+
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         job, failed = json.loads(line), "exit status 1"
         out = os.path.join(job["folder"], "out")
         try:
             while job["after"] and not os.path.exists(os.path.join(job["after"], "ended")):
                 time.sleep(0.1)
-            rest = (job["arguments"], job["env"], job["cwd"], out, job["alone"])
-            failed = wait(start(job["ranks"], script, *rest), job["timeout"])
+            if "launches" in job:
+                failed = play_all(job, out)
+            else:
+                rest = (job["arguments"], job["env"], job["cwd"], out, job["alone"])
+                failed = wait(start(job["ranks"], script, *rest), job["timeout"])
         finally:
             with open(f"{out}.tmp", "w") as file:
                 json.dump(failed, file)
             os.rename(f"{out}.tmp", os.path.join(job["folder"], "ended"))
             os._exit(0)
+
     # who has asked is gone: all that goes on ends, its group from helpers.py
     os.killpg(0, signal.SIGKILL)
+
+
+def processes():
+    """Yields (pid, session, words of its command line and environment) for each running process."""
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if words := (path / "cmdline").read_bytes() + (path / "environ").read_bytes():
+                pid = int(path.name)
+                yield pid, os.getsid(pid), words.decode(errors="replace").split("\0")
+
+
+def until(happens, what, timeout=240):
+    """Waits until happens() is true."""
+    deadline = time.monotonic() + timeout
+    while not happens():
+        assert time.monotonic() < deadline, f"does not happen: {what}"
+        time.sleep(0.005)
 
 
 def warm_up():
@@ -187,7 +298,8 @@ def warm_up():
     tyro.cli(str, args=["a"])
 
 
-if __name__ == "__main__":
+def main(bytecode):
+    """What the process of helpers.forks() does; bytecode: a folder for compiled modules."""
     warm_up()
     # each thread of ppo_loop.py starts a process, so have few of them
     init = ThreadPoolExecutor.__init__
@@ -196,5 +308,5 @@ if __name__ == "__main__":
     )
     ThreadPoolExecutor.__init__ = few
     sys.dont_write_bytecode = False  # or each child would compile common.py anew
-    sys.pycache_prefix = sys.argv[1]
+    sys.pycache_prefix = bytecode
     serve()

@@ -30,7 +30,8 @@ sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
 import critic_fsdp  # noqa: E402
 
-SCRATCH = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+# of a rank: inside that of the process that forks
+SCRATCH = tempfile.TemporaryDirectory(dir=os.environ.get("SCRATCH"), ignore_cleanup_errors=True)
 
 
 def run(*command, timeout=600, cwd=None, **env):
@@ -66,72 +67,101 @@ def verl():
 def forks():
     """The process that has imported the slow libraries, and forks; all it has started ends with
     this one."""
-    server = (sys.executable, ROOT / "tests" / "forked.py", pathlib.Path(SCRATCH.name) / "bytecode")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FAULTS_IN": SCRATCH.name}
+    tests, bytecode = str(ROOT / "tests"), f"{SCRATCH.name}/bytecode"
+    code = f"import sys; sys.path[0] = {tests!r}; import forked; forked.main({bytecode!r})"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SCRATCH": SCRATCH.name}
     process = subprocess.Popen(
-        server, env=env, text=True, stdin=subprocess.PIPE, start_new_session=True
+        (sys.executable, "-c", code),
+        env=env,
+        text=True,
+        stdin=subprocess.PIPE,
+        start_new_session=True,
     )
     atexit.register(os.killpg, process.pid, signal.SIGKILL)
     return process
 
 
-def begin(ranks, arguments, timeout=600, cwd=None, env=None, alone=False, after=None):
-    """A script and its arguments on some forks -> a folder, for ended(); after: that of one to end
-    before."""
+def ask(job):
+    """Sends a job to the process that forks -> a folder, for ended()."""
     folder = tempfile.mkdtemp(dir=SCRATCH.name)
-    job = {
-        "ranks": ranks,
-        "arguments": [str(x) for x in arguments],
-        "timeout": timeout,
-        "env": env or {},
-    }
-    job |= {"cwd": str(cwd or os.getcwd()), "alone": alone, "folder": folder, "after": after}
-    forks().stdin.write(json.dumps(job) + "\n")
+    forks().stdin.write(json.dumps({"folder": folder, "after": None, **job}) + "\n")
     forks().stdin.flush()
     return folder
 
 
+def begin(ranks, arguments, timeout=600, cwd=None, env=None, alone=False):
+    """A script and its arguments on some forks -> a folder, for ended()."""
+    words = [str(x) for x in arguments]
+    where = {"cwd": str(cwd or os.getcwd()), "env": env or {}}
+    return ask({"ranks": ranks, "arguments": words, "timeout": timeout, "alone": alone, **where})
+
+
 def ended(folder):
     """Waits for what has begun -> its CompletedProcess."""
-    how, *said = (pathlib.Path(folder, name) for name in ("ended", "out.stdout", "out.stderr"))
+    how = pathlib.Path(folder, "ended")
     while not how.exists():
         assert forks().poll() is None, "the process that forks has died"
         time.sleep(0.02)
+
     failed = json.loads(how.read_text())
-    code = (
-        0 if failed is None else int(failed.split()[-1]) if failed.startswith("exit status") else -9
-    )
-    said = [path.read_text() if path.exists() else "" for path in said]
-    return subprocess.CompletedProcess([], code, *said)
+    code = 0
+    if failed is not None:
+        code = int(failed.split()[-1]) if failed.startswith("exit status") else -9
+    return subprocess.CompletedProcess([], code, *printed(folder))
+
+
+def printed(folder):
+    """(standard output, standard error) so far of what has begun."""
+    paths = [pathlib.Path(folder, name) for name in ("out.stdout", "out.stderr")]
+    return [path.read_text() if path.exists() else "" for path in paths]
 
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-# what takes several ranks, and minutes: conftest.py begins it, while tests of one process run
-AHEAD = {
-    "test_bench.py": [(1, "faults.py", "--short")],
-    "test_device.py": [(1, "test_device.py"), (2, "test_device.py")],
-    "test_layouts.py": [
-        *((n, "test_layouts.py") for n in (1, 2, 4)),
-        (2, "test_layouts.py", "models"),
-    ],
-    "test_megatron_layouts.py": [(n, "test_megatron_layouts.py") for n in (1, 2, 4, 8)],
-    "test_scenarios.py": [
-        (1, f"{name}_scenarios.py") for name in ("megatron", "ppo", *["vllm"] * HAS_VLLM)
-    ],
-}
-# ranks, script, arguments -> where ended() waits for it, and the folder that it writes into
-BEGUN = {}
+BEGUN = {}  # (file, name of a scenario) -> the folder where it runs
 
 
-def scenarios(ranks, script, *arguments, after=None):
-    """Begins a script of tests/ with a folder of its own, unless it has begun -> those two
-    folders."""
-    job = (ranks, script, *arguments)
-    if job not in BEGUN:
-        out = pathlib.Path(tempfile.mkdtemp(dir=SCRATCH.name))
-        command = (ROOT / "tests" / script, *[out] * (script != "faults.py"), *arguments)
-        BEGUN[job] = begin(ranks, command, timeout=1200, alone=ranks == 1, after=after), out
-    return BEGUN[job]
+def begin_scenarios(file, chosen, after=None):
+    """Begins these scenarios of a file, after the end of another folder -> their folder. A launch
+    of ranks runs all that have these ranks and whose needs have run."""
+    left, launches = list(chosen), []
+    while left:
+        first = left.pop(0)
+        names = [first.name]
+        for one in () if first.fresh else list(left):
+            waits = [x for x in left if x.name.startswith(one.needs) and x is not one]
+            if one.ranks == first.ranks and not one.fresh and not waits:
+                names.append(one.name)
+                left.remove(one)
+        launches.append((first.ranks, names))
+
+    folder = ask({"file": file, "launches": launches, "timeout": 1200, "after": after})
+    BEGUN.update({(file, one.name): folder for one in chosen})
+    return folder
+
+
+def ran(function, ranks=None, name=None, file=None):
+    """Waits for a scenario, and begins it, with those that it needs, if it has not begun -> the
+    folder where it has left its results."""
+    file = file or function.__module__
+    of_file = {one.name: one for one in forked.SCENARIOS[file]}
+    one = of_file[name or f"{function.__name__} on {ranks}"]
+    if (file, one.name) not in BEGUN:
+        begin_scenarios(file, [x for x in of_file.values() if x is one or needs(one, x, of_file)])
+
+    folder = pathlib.Path(BEGUN[file, one.name])
+    passed = folder / f"{one.name}.ok"
+    while not passed.exists() and not (folder / "ended").exists():
+        assert forks().poll() is None, "the process that forks has died"
+        time.sleep(0.02)
+    out, error = printed(folder)
+    assert passed.exists(), f"{one.name}: {out[-5000:]}{error[-20000:]}"
+    return folder
+
+
+def needs(one, other, of_file):
+    """Whether a scenario needs another one of its file, or what it needs does."""
+    of_one = [x for x in of_file.values() if x.name.startswith(one.needs) and x is not one]
+    return other in of_one or any(needs(x, other, of_file) for x in of_one)
 
 
 def succeeded(process):
@@ -171,6 +201,7 @@ def random_batch(n, seed=0, vocab_size=97, longest=40, idle=True, prompts=0):
     g = torch.Generator().manual_seed(seed)
     draw = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
     rows = []
+
     for i in range(n):
         prompt, response = draw(1, 9), draw(1, longest - 8)
         mask = torch.rand(response, generator=g) < 0.8
@@ -240,6 +271,37 @@ def captured_gradients(critic):
         owner.clip_grad_norm_ = clip
 
 
+STRATEGIES = ("fsdp2", "fsdp1", "none")
+LAYOUTS = {name: {"strategy": name} for name in ("fsdp2", "fsdp1", "none")} | {
+    "ulysses": {"ulysses_size": 2}
+}
+VARIANTS = {
+    "lora": {"lora_rank": 3, "lora_alpha": 6.0},
+    "hl_gauss": {"value_head": "hl_gauss", "value_range": (-1.5, 2.0)},
+    "freeze": {"freeze_modules": r"embed_tokens|layers\.0\.(self_attn|mlp\.up)"},
+    "bounded": {"value_head": "bounded", "value_range": (-1.5, 2.0)},
+    "places": {"value_places": (0.0, 0.3, 0.9, 1.0)},
+}
+
+
+def batch_for(w, n=12, seed=0):
+    """Random rows for a tiny model. The ids above 98 are the placeholders of images."""
+    return random_batch(n, seed, vocab_size=min(w.model_config.get_text_config().vocab_size, 99))
+
+
+def assert_same_weights(ours, theirs):
+    """Asserts that the weights of two critics are equal, bit for bit. theirs: a critic or its
+    weights."""
+    theirs = theirs if isinstance(theirs, dict) else full_weights(theirs.critic)
+    torch.testing.assert_close(full_weights(ours.critic), theirs, rtol=0, atol=0)
+
+
+def names_with_moments(critic):
+    """Names of the weights for which AdamW has moments."""
+    _, _, state = critic_fsdp.checkpoint_tensors(critic.model, critic.optimizer)
+    return {name for name, moments in state["state"].items() if "exp_avg" in moments}
+
+
 def worker(total_steps=None, script=critic_fsdp, **fields):
     """A critic with its model built."""
     made = script.CriticWorker(script.Config(**fields))
@@ -266,6 +328,12 @@ def gather(batch):
 def mine(batch):
     """This rank's rows of a batch."""
     return batch.select(range(common.RANK, len(batch), common.WORLD_SIZE))
+
+
+def part_of(case, batch):
+    if case == "rows on rank 0":
+        return batch if common.RANK == 0 else batch.select([])
+    return mine(batch)
 
 
 def assert_rows_come_back(worker, batch):

@@ -1,11 +1,7 @@
-"""Scenarios for critic_megatron.py, and for what both critics share, on several ranks.
+"""critic_megatron.py, and what both critics share, on several ranks. Each scenario asserts by
+itself; test_scenarios.py waits for it.
 
-Each asserts, and prints "ok" at its end.
-
-    python tests/megatron_scenarios.py OUT_FOLDER [NAME...]        all of them by default
-
-Scenarios share OUT_FOLDER: for example, four ranks resume a checkpoint of two ranks.
-"""
+They share a folder: for example, four ranks resume a checkpoint of two ranks."""
 
 import dataclasses
 import functools
@@ -13,26 +9,20 @@ import gc
 import itertools
 import json
 import math
-import os
-import pathlib
-import sys
 
-import forked
+import helpers
 import torch
 import torch.distributed as dist
 import transformers
+from forked import scenario
+from helpers import assert_rows_come_back, full_tensor, mine, random_batch, refused
+from megatron_helpers import computed, whole_of
+from reference import check_export, difference
 from safetensors.torch import load_file, save_file
 
-if __name__ != "__main__":  # not in the process that forks ranks: these read RANK on import
-    import helpers
-    from helpers import assert_rows_come_back, full_tensor, mine, random_batch, refused
-    from test_heads_and_lora import check_export
-    from test_layouts import difference
-    from test_megatron_layouts import computed, whole_of
-
-    import common
-    import critic_fsdp
-    import critic_megatron as cm
+import common
+import critic_fsdp
+import critic_megatron as cm
 
 TP, PP, EP, CP = (
     f"{x}_parallel_size" for x in ("tensor_model", "pipeline_model", "expert_model", "context")
@@ -151,6 +141,7 @@ SAVED = {  # name -> model, ranks and layout that save it, {ranks: Megatron layo
 }
 
 
+@scenario(ranks=(1, 2))
 def begin(folder):
     """An update of one step, one of two, a checkpoint, two more updates; stores the results."""
     for name, fields in MIXTURES.items() if common.WORLD_SIZE == 1 else ():
@@ -159,6 +150,7 @@ def begin(folder):
         )
         config = transformers.AutoConfig.for_model(**fields)
         transformers.AutoModel.from_config(config).save_pretrained(f"models/{name}")
+
     for name, (fields, ranks, layout, _) in SAVED.items():
         if ranks != common.WORLD_SIZE:
             continue
@@ -177,6 +169,53 @@ def begin(folder):
             torch.save(result, folder / f"{name}.pt")
 
 
+EXPORTS = {  # ranks -> folder -> Config fields; the 99 token ids do not divide evenly over 2 ranks
+    2: {
+        "mixtral": {EP: 2, "model": "models/mixtral"},
+        "qwen2-moe": {EP: 2, "model": "models/qwen2-moe"},
+        "tied": {TP: 2, "override_config": '{"tie_word_embeddings": true}'},
+        "hl_gauss": {PP: 2, **HL_GAUSS},
+    },
+    4: {"tp 2 pp 2": {TP: 2, PP: 2, **MISTRAL}},
+}
+
+
+@scenario(ranks=(2, 4), needs=("begin on 1",))
+def export(folder):
+    """Plain transformers loads a trained model's Hugging Face folder and computes the same
+    values."""
+    for name, fields in EXPORTS[common.WORLD_SIZE].items():
+        worker = make(lr=1e-2, **fields)
+        worker.update_critic(rows(0))
+        batch = random_batch(8, 5)
+        values = cm.compute_together(worker, batch)
+        worker.export_hf(folder / "hf" / name)
+        if common.RANK == 0:
+            torch.save(values, folder / f"values of {name}.pt")
+            head = (worker.config.value_head, worker.config.value_range)
+            model = check_export(folder / "hf" / name, batch, values, *head, rtol=1e-5)
+            assert len(model.get_input_embeddings().weight) == model.config.vocab_size == 99
+
+
+@scenario(ranks=(1, 2), needs=("export",))
+def exports_load_elsewhere(folder):
+    """Exports work as --model of this critic on other layouts, and of critic_fsdp.py on one
+    rank."""
+    names = ["mixtral", "tp 2 pp 2"]
+    layouts = [{TP: 2}]
+    if common.WORLD_SIZE == 1:
+        names = [name for some in EXPORTS.values() for name in some]
+        layouts = [FSDP2, {}]  # in this order, because Megatron's CUDA replacements stay
+    for layout, name in itertools.product(layouts, names):
+        head = HL_GAUSS if name == "hl_gauss" else {}
+        worker = make(model=str(folder / "hf" / name), **head, **layout)
+        worker.set_budget(40, "the longest row")
+        values = cm.compute_together(worker, random_batch(8, 5))
+        torch.testing.assert_close(
+            values, torch.load(folder / f"values of {name}.pt"), rtol=1e-5, atol=1e-5
+        )
+
+
 def two_updates(worker, move=lambda: None):
     """Metrics of two updates. move() runs before each."""
     found = []
@@ -188,14 +227,10 @@ def two_updates(worker, move=lambda: None):
 
 def resume(folder, name, layout, path):
     """(worker that loaded a checkpoint, stored results). State and counters are the same, bit for
-    bit. With the checkpoint as its --model, a worker loads only the weights."""
+    bit."""
     helpers.end_groups()
     fields, *_ = SAVED[name]
     expected = torch.load(folder / f"{name}.pt")
-    if name not in FSDP:  # which many layouts resume
-        warm = make(**SCHEDULE, **fields | {"model": str(folder / path)}, **layout)
-        assert_same(wholes(warm)["weight"], expected["then"]["weight"], (name, layout))
-        assert counters(warm)[:2] == [0, 0]
     worker = make(**SCHEDULE, **fields, **layout)
     worker.update_critic(rows(9))  # loading must replace all of this
     worker.compute_values(rows(9))  # and free the gathered weights
@@ -210,6 +245,14 @@ def resume(folder, name, layout, path):
     return worker, expected
 
 
+def starts_from_the_weights(folder, path, layout, expected, name=None):
+    """With a checkpoint as its --model, a worker loads only the weights."""
+    fields, *_ = SAVED[name or path]
+    warm = make(**SCHEDULE, **fields | {"model": str(folder / path)}, **layout)
+    assert_same(wholes(warm)["weight"], expected["then"]["weight"], (path, layout))
+    assert counters(warm)[:2] == [0, 0]
+
+
 def go_on(worker, expected, what, exact):
     """Two more updates, each after offloading, give the same results, bit for bit or up to
     rounding."""
@@ -222,12 +265,15 @@ def go_on(worker, expected, what, exact):
         assert_same(whole, expected["after"][kind], (what, kind, "after"))
 
 
+@scenario(ranks=(2, 4, 1), needs=("begin",))
 def megatron_goes_on(folder):
     """Resumes all of SAVED on every layout of this number of ranks, bit for bit on the original
     layout."""
     for name, (fields, ranks, home, layouts) in SAVED.items():
         for i, layout in enumerate(layouts.get(common.WORLD_SIZE, ())):
             worker, expected = resume(folder, name, layout, name)
+            if i == 0:
+                starts_from_the_weights(folder, name, layout, expected)
             if "strategy" in home:  # for fsdp_takes_back
                 worker.save_checkpoint(folder / f"{name}, {i}")
             exact = (ranks, home) == (common.WORLD_SIZE, layout)
@@ -239,6 +285,7 @@ def megatron_goes_on(folder):
                 assert set(map(float, state)) == {5.0}, (name, layout)
 
 
+@scenario(ranks=(2, 1), needs=("megatron_goes_on on 2",))
 def fsdp_takes_back(folder):
     """critic_fsdp.py continues from checkpoints of critic_megatron.py. On the original number of
     ranks the results are those of a run without the detour, bit for bit."""
@@ -248,9 +295,12 @@ def fsdp_takes_back(folder):
         exact = ranks == common.WORLD_SIZE
         for i, _ in enumerate(layouts.get(2, ())[: None if exact else 1]):
             worker, expected = resume(folder, name, home, f"{name}, {i}")
+            if i == 0:
+                starts_from_the_weights(folder, f"{name}, {i}", home, expected, name)
             go_on(worker, expected, (name, i), exact)
 
 
+@scenario(ranks=(2, 4, 1), needs=("begin",))
 def fsdp_goes_on(folder):
     """critic_fsdp.py resumes its own checkpoints of two ranks on every layout of this number of
     ranks: on the same layout bit for bit, also with offloading or recomputing."""
@@ -294,6 +344,7 @@ def agree(metrics, after, expected, what):
     assert some > 0.8 * count, (what, some / count)
 
 
+@scenario(ranks=2, needs=("begin",))
 def a_checkpoint_that_is_saved_again_is_the_same(folder):
     """Also if it is saved right after loading, and if no step was taken at all."""
     name = "moe, bfloat16"
@@ -308,6 +359,7 @@ def a_checkpoint_that_is_saved_again_is_the_same(folder):
     assert_same(shards(other), shards(fresh), name)
 
 
+@scenario(ranks=2)
 def damage_is_refused(folder):
     """Both critics refuse checkpoints of another model, and damage that the manifest does not
     show."""
@@ -362,6 +414,7 @@ def damages(files, scratch):
     }
 
 
+@scenario(ranks=2)
 def offload_changes_nothing(folder):
     """Offloading and onloading between updates, each twice, gives the same weights bit for bit.
 
@@ -407,6 +460,7 @@ def offload_changes_nothing(folder):
         assert large and all(x.is_shared() for x in large), fields
 
 
+@scenario(ranks=(1, 2))
 def an_automatic_budget_fills_the_memory(folder):
     """On one rank with frozen weights; on two stages, of which the first holds two
     micro-batches."""
@@ -428,6 +482,7 @@ def an_automatic_budget_fills_the_memory(folder):
     assert 0.8 < held / (0.03 * 2**30) < 0.92, held
 
 
+@scenario(ranks=(1, 2))
 def what_is_not_finite_skips_the_step(folder):
     """If a return is NaN, the loss overflows, or one number of a gradient is not finite on one
     rank, no rank steps and the schedule does not advance. The next mini-batch is unaffected by the
@@ -485,6 +540,7 @@ def spoiling_schedule(critic, number):
     return spoiling
 
 
+@scenario(ranks=2)
 def a_padding_token_may_count_from_the_end(folder):
     """As in transformers, -1 is the last row of the embedding, which rank 1 holds."""
     workers = [
@@ -494,6 +550,7 @@ def a_padding_token_may_count_from_the_end(folder):
     assert first == second and (first is None) == (common.RANK == 0)
 
 
+@scenario(ranks=2)
 def sizes_that_do_not_divide_are_named(folder):
     """Errors are Megatron's own words, in one line that begins with the flag."""
     for changes, fields, words in (
@@ -508,6 +565,7 @@ def sizes_that_do_not_divide_are_named(folder):
         fields = {**fields, "override_config": json.dumps(changes)}
         with refused(words, "--model tiny-"):
             make(**fields)
+
     for pattern, words in {
         "q_proj": "all or none of",
         "lm_head": "some of the",
@@ -517,6 +575,7 @@ def sizes_that_do_not_divide_are_named(folder):
             make(freeze_modules=pattern)
 
 
+@scenario(ranks=(1, 2, 4))
 def bfloat16_learns_alike_on_every_layout(folder):
     """Losses of three updates equal those of one rank up to rounding; wrong weights would show."""
     layouts = {
@@ -535,6 +594,7 @@ def bfloat16_learns_alike_on_every_layout(folder):
                 assert math.isclose(ours, theirs, rel_tol=5e-2), (name, layout, losses, expected)
 
 
+@scenario(ranks=2)
 def bfloat16_keeps_master_weights(folder):
     """Head and master weights are float32, exactly as drawn, and sum up steps too small for
     bfloat16."""
@@ -563,87 +623,7 @@ def bfloat16_keeps_master_weights(folder):
         assert (now["score.weight"] != before["score.weight"]).all(), fields
 
 
+@scenario(ranks=2)
 def rows_come_back_in_the_callers_order(folder):
     for fields in ({}, {TP: 2}, {PP: 2}, FSDP2):
         assert_rows_come_back(make(ppo_max_token_len_per_gpu=100, **fields), random_batch(13))
-
-
-EXPORTS = {  # ranks -> folder -> Config fields; the 99 token ids do not divide evenly over 2 ranks
-    2: {
-        "mixtral": {EP: 2, "model": "models/mixtral"},
-        "qwen2-moe": {EP: 2, "model": "models/qwen2-moe"},
-        "tied": {TP: 2, "override_config": '{"tie_word_embeddings": true}'},
-        "hl_gauss": {PP: 2, **HL_GAUSS},
-    },
-    4: {"tp 2 pp 2": {TP: 2, PP: 2, **MISTRAL}},
-}
-
-
-def export(folder):
-    """Plain transformers loads a trained model's Hugging Face folder and computes the same
-    values."""
-    for name, fields in EXPORTS[common.WORLD_SIZE].items():
-        worker = make(lr=1e-2, **fields)
-        worker.update_critic(rows(0))
-        batch = random_batch(8, 5)
-        values = cm.compute_together(worker, batch)
-        worker.export_hf(folder / "hf" / name)
-        if common.RANK == 0:
-            torch.save(values, folder / f"values of {name}.pt")
-            head = (worker.config.value_head, worker.config.value_range)
-            model = check_export(folder / "hf" / name, batch, values, *head, rtol=1e-5)
-            assert len(model.get_input_embeddings().weight) == model.config.vocab_size == 99
-
-
-def exports_load_elsewhere(folder):
-    """Exports work as --model of this critic on other layouts, and of critic_fsdp.py on one
-    rank."""
-    names = ["mixtral", "tp 2 pp 2"]
-    layouts = [{TP: 2}]
-    if common.WORLD_SIZE == 1:
-        names = [name for some in EXPORTS.values() for name in some]
-        layouts = [FSDP2, {}]  # in this order, because Megatron's CUDA replacements stay
-    for layout, name in itertools.product(layouts, names):
-        head = HL_GAUSS if name == "hl_gauss" else {}
-        worker = make(model=str(folder / "hf" / name), **head, **layout)
-        worker.set_budget(40, "the longest row")
-        values = cm.compute_together(worker, random_batch(8, 5))
-        torch.testing.assert_close(
-            values, torch.load(folder / f"values of {name}.pt"), rtol=1e-5, atol=1e-5
-        )
-
-
-# ranks and scenarios; the order matters: some read what earlier ones leave in the folder
-LAUNCHES = [
-    (1, [bfloat16_learns_alike_on_every_layout, an_automatic_budget_fills_the_memory, begin]),
-    (1, [what_is_not_finite_skips_the_step]),
-    (2, [begin, megatron_goes_on, fsdp_goes_on]),
-    (2, [fsdp_takes_back, a_checkpoint_that_is_saved_again_is_the_same, damage_is_refused]),
-    (2, [rows_come_back_in_the_callers_order, export, offload_changes_nothing]),
-    (2, [an_automatic_budget_fills_the_memory, what_is_not_finite_skips_the_step]),
-    (2, [a_padding_token_may_count_from_the_end, sizes_that_do_not_divide_are_named]),
-    (2, [bfloat16_keeps_master_weights, bfloat16_learns_alike_on_every_layout]),
-    (4, [megatron_goes_on, fsdp_goes_on, export, bfloat16_learns_alike_on_every_layout]),
-    (1, [exports_load_elsewhere, megatron_goes_on, fsdp_goes_on, fsdp_takes_back]),
-    (2, [exports_load_elsewhere]),
-]
-NAMES = [f"{scenario.__name__} on {ranks}" for ranks, some in LAUNCHES for scenario in some]
-
-
-def launch(folder, names):
-    import megatron_scenarios
-
-    os.chdir(folder)  # it holds models/
-    for name in names:
-        getattr(megatron_scenarios, name)(pathlib.Path(folder))
-        megatron_scenarios.helpers.end_groups()
-        megatron_scenarios.common.print0(f"ok {name} on {megatron_scenarios.common.WORLD_SIZE}")
-
-
-if __name__ == "__main__":
-    folder, *chosen = sys.argv[1:]
-    folder = os.path.abspath(folder)
-    for ranks, some in LAUNCHES:
-        names = [scenario.__name__ for scenario in some]
-        if names := [name for name in names if not chosen or name in chosen]:
-            forked.run(ranks, launch, folder, names)

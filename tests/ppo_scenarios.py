@@ -1,7 +1,4 @@
-"""Scenarios for ppo_loop.py that need several ranks. Each asserts on its own and prints "ok" if it
-passed.
-
-    python tests/ppo_scenarios.py OUT_FOLDER [NAME...]        all of them by default
+"""ppo_loop.py on several ranks. Each scenario asserts by itself; test_scenarios.py waits for it.
 
 Runs are whole runs of main(), from the command line on. Comparisons come after their runs in
 LAUNCHES."""
@@ -10,14 +7,12 @@ import json
 import math
 import os
 import pathlib
-import time
 
 import faults
 import forked
 import pytest
 import rewards
 import torch
-import torch.distributed as dist
 import transformers
 
 REWARDS = pathlib.Path(rewards.__file__)
@@ -270,7 +265,7 @@ def one_update(path, n, fields):
     """Results of update_policy on random rows. All ranks load the rows that a run on one rank
     saved, whose log-probs they must reproduce."""
     from helpers import captured_gradients
-    from test_ppo_loop import batch_to_learn, policy
+    from ppo_helpers import batch_to_learn, policy
 
     fields = {"lr": 1e-3, "grad_clip": 0.1, "ppo_mini_batch_size": n, **fields}
     worker = policy(temperature=0.7, override_config="{}", **fields)
@@ -369,21 +364,28 @@ def dies(folder):
     common.launch(lambda: toy(pathlib.Path(folder), "lost", "--critic.timeout-minutes", "0.2"))
 
 
-# name, ranks, function, its arguments; the order matters: some read what earlier ones leave
+# name, ranks, function, its arguments, and how the names of those begin that it reads results of
 LAUNCHES = [
-    ("start", 1, start, ("--supervised-steps", "100")),
-    *((f"golden {name}", ranks, toy, (name, *flags)) for name, (ranks, flags) in GOLDEN.items()),
-    ("golden runs agree", 1, golden_runs_agree, ()),
-    ("fsdp 2 goes on, offloaded", 2, goes_on, ("fsdp 2", "fsdp 2", "--offload")),
-    ("megatron tp 2 goes on", 2, goes_on, ("megatron tp 2", "megatron tp 2")),
-    ("fsdp 2 resumed on megatron tp 2", 2, goes_on, ("fsdp 2", "megatron tp 2")),
-    ("megatron tp 2 resumed on fsdp 1", 1, goes_on, ("megatron tp 2", "fsdp 1")),
-    *((f"one row on {ranks}", ranks, one_row, (f"one row, fsdp {ranks}",)) for ranks in (1, 2)),
-    *((f"update of the actor on {ranks}", ranks, update_of_the_actor, ()) for ranks in (1, 2, 4)),
-    ("functions of a file", 2, functions_of_a_file, ()),
-    ("a lost rank is reported", 0, a_lost_rank_is_reported, ()),
-]
-NAMES = [name for name, *_ in LAUNCHES]
+    ("start", 1, start, ("--supervised-steps", "100"), ()),
+    *((f"golden {x}", n, toy, (x, *flags), ("start",)) for x, (n, flags) in GOLDEN.items()),
+    ("golden runs agree", 1, golden_runs_agree, (), [f"golden {x}" for x in GOLDEN]),
+    ("fsdp 2 goes on, offloaded", 2, goes_on, ("fsdp 2", "fsdp 2", "--offload"),
+     ("golden fsdp 2",)),
+    ("megatron tp 2 goes on", 2, goes_on, ("megatron tp 2",) * 2, ("golden megatron tp 2",)),
+    ("fsdp 2 resumed on megatron tp 2", 2, goes_on, ("fsdp 2", "megatron tp 2"),
+     ("golden fsdp 2",)),
+    ("megatron tp 2 resumed on fsdp 1", 1, goes_on, ("megatron tp 2", "fsdp 1"),
+     ("golden megatron tp 2",)),
+    ("one row on 1", 1, one_row, ("one row, fsdp 1",), ("start",)),
+    ("one row on 2", 2, one_row, ("one row, fsdp 2",), ("start", "one row on 1")),
+    ("update of the actor on 1", 1, update_of_the_actor, (), ()),
+    *((f"update of the actor on {n}", n, update_of_the_actor, (), ("update of the actor on 1",))
+      for n in (2, 4)),
+    ("functions of a file", 2, functions_of_a_file, (), ("start",)),
+    ("a lost rank is reported", 0, a_lost_rank_is_reported, (), ("start",)),
+]  # fmt: skip
+for name, ranks, function, args, needs in LAUNCHES:
+    forked.scenario(ranks, name, args, tuple(needs), fresh=True)(function)
 
 
 def import_scripts():
@@ -395,15 +397,5 @@ def import_scripts():
     import ppo_loop
 
 
-def launch(name, function, folder, args):
-    """Runs one scenario on this rank."""
+if forked.NUMBERS:
     import_scripts()
-    began = time.perf_counter()
-    function(pathlib.Path(folder), *args)
-    if dist.is_initialized():
-        dist.barrier()
-    common.print0(f"ok {name}: {time.perf_counter() - began:.1f} s")
-
-
-if __name__ == "__main__":
-    forked.scenarios(LAUNCHES, launch)

@@ -279,6 +279,7 @@ def flash(grad, q, k, v, cu_q, cu_k, longest_q, longest_k, causal, scale, left, 
         x.is_cuda and x.stride(-1) == 1 for x in (q, k, v, cu_q, cu_k)
     )
     assert isinstance(longest_q, int) and isinstance(longest_k, int) and (causal or right == 0)
+
     q, k, v, cu_q, cu_k = map(to_host, (q, k, v, cu_q, cu_k))
     assert (len(q), len(k)) == (cu_q[-1], cu_k[-1]) and cu_q.diff().max() <= longest_q
     (row_q, to_end_q), (row_k, to_end_k) = (
@@ -296,10 +297,12 @@ def flash(grad, q, k, v, cu_q, cu_k, longest_q, longest_k, causal, scale, left, 
     scale = scale or q.shape[-1] ** -0.5
     scores = (q_ @ k_.mT * scale).masked_fill(~seen, -torch.inf)
     p = scores.softmax(-1)
+
     if grad is None:
         return to_device((p @ v_).transpose(0, 1).to(q.dtype).contiguous()), to_device(
             scores.logsumexp(-1)
         )
+
     g = to_host(grad).transpose(0, 1).float()
     of_scores = p * (g @ v_.mT - (g * (p @ v_)).sum(-1, keepdim=True)) * scale
     of_k, of_v = (
@@ -453,11 +456,15 @@ def install():
     for name in ("empty", "empty_like", "zeros", "zeros_like"):
         setattr(torch, name, pinning(getattr(torch, name)))
     says = {  # what functions of torch.cuda and torch.accelerator return
-        "is_available": True, "is_initialized": True, "_lazy_init": None, "init": None, "device_count": 1,
+        "is_available": True, "is_initialized": True, "_lazy_init": None, "init": None,
+        "device_count": 1,
         "current_device": 0, "current_device_index": 0, "set_device_index": None,
-        "current_accelerator": torch.device("cuda"), "device": contextlib.nullcontext(), "empty_cache": None,
-        "current_stream": stream, "default_stream": stream, "set_stream": None, "is_bf16_supported": True,
-        "is_current_stream_capturing": False, "get_device_capability": (9, 0), "get_device_name": "H100",
+        "current_accelerator": torch.device("cuda"), "device": contextlib.nullcontext(),
+        "empty_cache": None,
+        "current_stream": stream, "default_stream": stream, "set_stream": None,
+        "is_bf16_supported": True,
+        "is_current_stream_capturing": False, "get_device_capability": (9, 0),
+        "get_device_name": "H100",
     }  # fmt: skip
     answers = {name: lambda *_, x=x, **__: x for name, x in says.items()}
     answers |= {"memory_allocated": allocated, "memory_reserved": allocated}

@@ -6,14 +6,17 @@ import sys
 
 import ablations
 import digits
+import faults
 import rewards
-from helpers import ROOT, ended, run, scenarios, succeeded
+from helpers import ROOT, printed, ran, run, succeeded
 
 import common
 
+SCENARIO_FILES = ("faults",)
+
 
 def test_nothing_is_lost():
-    print("\n" + succeeded(ended(scenarios(1, "faults.py", "--short")[0])))
+    print("\n" + printed(ran(faults.shortest, 0))[0])
 
 
 def test_contestants_compute_the_same_values():
@@ -33,6 +36,7 @@ def test_contestants_compute_the_same_values():
     )
     out = succeeded(run(sys.executable, ROOT / "tests" / "bench.py", *work))
     lines = dict(re.findall(r"^\| (\w+(?: \w+)?) \| .* \| (\S+) \|$", out, flags=re.M))
+
     assert lines.keys() >= {"bare", "fsdp", "megatron", "fsdp alone", "megatron alone"}, out
     assert all(float(off) < 1e-5 for off in lines.values()), out
 
@@ -47,6 +51,7 @@ def test_ablations_compare_runs_of_one_seed(tmp_path, capsys):
             rows = [{"reward/mean": x + step, "critic/explained_var": x} for step in (0, 1)]
             lines = [{"eval/accuracy": 9}, *rows, {"eval/accuracy": x}]
             (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
     ablations.ablations(tmp_path, seeds=2, steps=2)
     row = f"| {[*ablations.PPO][1]} | 0.550 +- 0.150 | 1.050 +- 0.150 | 0.350 +- 0.050 | 0.55 |\n"
     assert row in capsys.readouterr().out and (tmp_path / "ablations.png").exists()
@@ -72,6 +77,7 @@ def test_task_of_digits(tmp_path, capsys, monkeypatch):
             1 if turns[1] == "+" else 4
         )
         hits.append(right / digits.LENGTH)
+
     assert abs(sum(hits) / len(hits) - (0.25 + 0.75 * digits.RIGHT)) < 0.03
     monkeypatch.setattr(ablations, "DIGITS", dict([list(ablations.DIGITS.items())[5]]))
     monkeypatch.setattr(digits, "STEPS", (2, 2))

@@ -44,12 +44,14 @@ def test_help_explains_every_flag_without_importing_torch(script):
     assert process.returncode == 0 and "tyro" in imported
     assert not imported & {"torch", "transformers", "common"}
     assert "toy task, a tiny model, a laptop CPU" in process.stdout
+
     sections = help_of(process.stdout)
     titles = "rows, run, returns, model, layout, precision and kernels, batches, loss, optimizer"
     assert ", ".join(sections) == titles
     assert all(
         len(words) > 7 and "----" not in words for x in sections.values() for words in x.values()
     )
+
     fields = (*dataclasses.fields(script.Run), *dataclasses.fields(script.Config))
     ours = {"--" + field.name.replace("_", "-") for field in fields if field.name != "critic"}
     assert {flag for x in sections.values() for flag in x} == ours
@@ -82,8 +84,10 @@ def test_help_is_short(columns, lines):
     ("--response-length-limit: belongs to", Config(loss_agg_mode="seq-mean-token-sum-norm")),
     ("--response-length-limit: belongs to", Config(response_length_limit=9)),
     ("--value-range: needs --value-head bounded or hl_gauss", Config(value_range=(0.0, 1.0))),
-    ("--value-head-init mean: not", critic_megatron.Config(value_head_init="mean", value_head="hl_gauss")),
-    ("--value-range (1.0, 0.0): LOW must be", Config(value_head="hl_gauss", value_range=(1.0, 0.0))),
+    ("--value-head-init mean: not",
+     critic_megatron.Config(value_head_init="mean", value_head="hl_gauss")),
+    ("--value-range (1.0, 0.0): LOW must be",
+     Config(value_head="hl_gauss", value_range=(1.0, 0.0))),
     ("--steps 0: must be greater than 0", Run(steps=0)),
     ("--out-dir : String should have at least 1 character", Run(out_dir="")),
     ("--lam 1.5: must be less than or equal to 1", Run(lam=1.5)),
@@ -96,7 +100,8 @@ def test_help_is_short(columns, lines):
     ("--context-parallel-size: needs packed rows",
      critic_megatron.Config(context_parallel_size=2, use_remove_padding=False)),
     ("--override-config {: ", Config(override_config="{")),
-    ("--override-config: Qwen2Config has no 'hidden_sizes'", Config(override_config='{"hidden_sizes": 3}')),
+    ("--override-config: Qwen2Config has no 'hidden_sizes'",
+     Config(override_config='{"hidden_sizes": 3}')),
     ("--model tiny-qwen9: no model there; presets are tiny-qwen2", Config(model="tiny-qwen9")),
     ("--tokenizer nowhere: no tokenizer there", Config(tokenizer="nowhere")),
 ])  # fmt: skip
@@ -119,6 +124,7 @@ def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
     row = rf"--rollouts {rows}:1: reward: must be a .*number.*"
     diverged = "the critic's values are not finite: take an earlier checkpoint and a lower --lr"
     budget = r"--ppo-max-token-len-per-gpu 5: line \d+ .* has 10 tokens; give 10"
+
     for process, said in (
         (start(out, "--ppo-epochs 0"), "--ppo-epochs 0: must be greater than 0"),
         (start(out, "", 2, rollouts=rows), row),
@@ -130,6 +136,7 @@ def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
         assert process.returncode == 2 and re.fullmatch(f"error: {said}\n", process.stderr), (
             process.stderr
         )
+
     for rank, said in (("0", 1), ("1", 0)):
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
@@ -152,6 +159,7 @@ def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
     # signed statistics of values of about 1 are compared on the scale of 1, the others relatively
     signed = re.compile("mean|min|max|explained|auc").search
     first = None
+
     for name, (ranks, flags) in layouts.items():
         flags += (
             " --lr 1e-4 --steps 3 --eval-every 3 --ppo-mini-batch-size 64 --train-batch-size 128"
@@ -214,11 +222,13 @@ def test_returns_from_lambda_and_truncation(tmp_path):
     flags = "--steps 1 --gamma 0.9 --lam 0.5 --bootstrap-truncated"
     out = succeeded(start(tmp_path / "out", flags, rollouts=rows))
     batch.values = worker().compute_values(batch)
+
     assert "steps      1 updates x 12 rows" in out
     tail = torch.where(batch.truncated, batch.values[common.last_action(batch)], 0.0)
     columns = (batch.token_level_rewards, batch.values, batch.response_mask, batch.cu_seqlens)
     _, returns = common.gae(*columns, 0.9, 0.5, bootstrap_B=tail)
     metrics = metrics_of(tmp_path / "out")
+
     for name, x_T in (("returns", returns), ("values", batch.values)):
         x_A = x_T[batch.response_mask].double()
         assert metrics[1, f"critic/{name}_mean"] == pytest.approx(float(x_A.mean()), rel=1e-5)
@@ -275,13 +285,16 @@ def test_both_critics_score_rows_like_transformers(tmp_path):
         {**GOOD, "response": answer, "reward": float(answer == "2"), "my": [answer]}
         for answer in "2345"
     ]
+
     for ids, mask in (([3, 5], [0, 0, 0]), ([3, 4], [0, 1, 1])):  # the first row has no action
         rows.append(
             {"prompt_ids": ids, "response_ids": [9, 8, 7], "response_mask": mask, "reward": 0}
         )
+
     (file := tmp_path / "my rows.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
     near = lambda x: pytest.approx(x, abs=1e-5)
     lasts = []
+
     for row in rows:
         prompt = row.get("prompt_ids") or tokenizer.encode(row["prompt"])
         response = row.get("response_ids") or [
@@ -294,9 +307,11 @@ def test_both_critics_score_rows_like_transformers(tmp_path):
         values = [v * acts for v, acts in zip(logits, row.get("response_mask", [1, 1]))]
         row |= {"values": near(values), "last_value": near(values[-1]), "rank": 1}
         lasts.append(values[-1])
+
     for row, last in zip(rows, lasts[:4]):
         row["rank"] += sum(other > last for other in lasts[:4])
     best = rows[lasts.index(max(lasts[:4]))]["reward"]
+
     for words in ("fsdp", "fsdp --ulysses-size 2", "megatron --context-parallel-size 2"):
         kind, *layout = words.split()
         out = tmp_path / words

@@ -13,29 +13,22 @@ import helpers
 import pytest
 import torch
 import transformers
-from helpers import full_weights, random_batch, worker
+from helpers import (
+    STRATEGIES,
+    VARIANTS,
+    assert_same_weights,
+    batch_for,
+    full_weights,
+    random_batch,
+    worker,
+)
 from safetensors.torch import load_file, save_file
-from scenarios import VARIANTS
 from torch.distributed.fsdp._flat_param import FlatParameter
 
 import common
 import critic_fsdp
 from common import UserError
 from critic_fsdp import Config, Run
-
-STRATEGIES = ("fsdp2", "fsdp1", "none")
-
-
-def batch_for(w, n=12, seed=0):
-    """Random rows for a tiny model. The ids above 98 are the placeholders of images."""
-    return random_batch(n, seed, vocab_size=min(w.model_config.get_text_config().vocab_size, 99))
-
-
-def assert_same_weights(ours, theirs):
-    """Asserts that the weights of two critics are equal, bit for bit. theirs: a critic or its
-    weights."""
-    theirs = theirs if isinstance(theirs, dict) else full_weights(theirs.critic)
-    torch.testing.assert_close(full_weights(ours.critic), theirs, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -60,6 +53,7 @@ def test_three_steps_equal_verl(strategy, packed, tmp_path):
     fields = {"model": str(tmp_path), "shuffle": False, **case["critic"]}
     w = worker(strategy=strategy, use_remove_padding=packed, **fields)
     torch.testing.assert_close(w.compute_values(batch), batch.values, rtol=1e-5, atol=2e-6)
+
     for step, mini in enumerate(batch.split(4)):
         with helpers.captured_gradients(w.critic) as seen:
             metrics = w.update_critic(mini)
@@ -68,6 +62,7 @@ def test_three_steps_equal_verl(strategy, packed, tmp_path):
         for name, gradient in case["gradients"][str(step)].items():
             atol = 1e-5 * float(gradient.abs().max())
             torch.testing.assert_close(seen[0][name], gradient, rtol=1e-5, atol=atol)
+
     torch.testing.assert_close(full_weights(w.critic), case["after"], rtol=1e-5, atol=1e-6)
     tensors, _, _ = critic_fsdp.checkpoint_tensors(w.critic.model, w.critic.optimizer)
     for name, key in itertools.product(case["after"], ("exp_avg", "exp_avg_sq")):
@@ -97,22 +92,26 @@ def save_checkpoint_of(kind, folder):
     config.num_labels = 1
     config.tie_word_embeddings = kind == "tied LM"
     auto = transformers.AutoModelForTokenClassification
+
     if kind == "reward model":  # its head has no bias
         auto = transformers.AutoModelForSequenceClassification
     elif "LM" in kind or "TRL" in kind:
         auto = transformers.AutoModelForCausalLM
+
     model = auto.from_config(config)
     if kind == "LM in bfloat16":
         model.bfloat16()
     if kind == "token classification":
         model.score.bias.data.fill_(0.3)
     model.save_pretrained(folder)
+
     if "TRL" in kind:  # it keeps a linear layer named summary next to the model
         weight = torch.randn((8, 8) if "rows" in kind else (1, 64))
         head = {"v_head.summary.weight": weight, "v_head.summary.bias": torch.randn(1)}
         path = folder / "model.safetensors"
         save_file({**load_file(path), **head}, path, {"format": "pt"})
         return model.model, *head.values()
+
     if STORIES[kind] == NEW:
         return model.model, None, None
     return model.model, model.score.weight, model.score.bias
@@ -141,15 +140,18 @@ def test_seeds_learning_rates_value_heads_and_overrides(tmp_path):
     assert not any(x.any() for n, x in full_weights(zero.critic).items() if n.startswith("score."))
     assert zero.critic.peak_lr == 1e-5
     assert worker().critic.peak_lr == 1e-3 and worker(lr=0.1).critic.peak_lr == 0.1
+
     drawn = {"score.weight": {"model": str(tmp_path), "value_head_init": "normal"}}
     for name, fields in (drawn | {"model.layers.0.mlp.up_proj.weight": {}}).items():
         one, same, other = (full_weights(worker(**fields, seed=s).critic)[name] for s in (0, 0, 1))
         assert torch.equal(one, same) and not torch.equal(one, other), name
+
     save_checkpoint_of("LM", tmp_path)
     with pytest.raises(UserError, match="--model .*: holds no trained value head"):
         worker(model=str(tmp_path), value_head_init="checkpoint")
     w = worker(override_config='{"num_hidden_layers": 3, "hidden_size": 32}')
     assert len(w.critic.model.model.layers) == 3 and w.critic.model.score.in_features == 32
+
     for key, value in {"model_type": "llama", "hidden_size": "wide"}.items():
         with pytest.raises(UserError, match=f"--override-config.*{key}"):
             worker(override_config=json.dumps({key: value}))
@@ -161,16 +163,19 @@ def test_weights_that_do_not_load_are_named(tmp_path):
     state = load_file(path)
     lost = state.pop("model.layers.1.mlp.up_proj.weight")
     save_file(state, path, {"format": "pt"})
+
     with pytest.raises(
         UserError, match="1 weights are not in the checkpoint, e.g. layers.1.mlp.up_proj.wei"
     ):
         worker(model=str(tmp_path))
+
     lost[3, 2] = math.nan
     save_file({**state, "model.layers.1.mlp.up_proj.weight": lost}, path, {"format": "pt"})
     with pytest.raises(
         UserError, match="--model .*: Qwen2Model has hidden states that are not finite"
     ):
         worker(model=str(tmp_path))
+
     path.write_bytes(b"no weights")
     with pytest.raises(UserError, match="--model .*: its weights do not load"):
         worker(model=str(tmp_path))
@@ -297,9 +302,11 @@ def test_a_row_above_the_token_budget_is_named_and_no_micro_batch_exceeds_it(pac
     w.compute_values(batch)
     w.update_critic(batch)
     padding = sum(sizes) - 2 * len(batch.input_ids)
+
     assert max(sizes) <= 50 and (padding == 0 if packed else padding > 0)
     long = random_batch(8, 1, vocab_size=60, longest=90)
     length, row = long.longest
+
     for method in (w.compute_values, w.update_critic):
         with pytest.raises(
             UserError, match=f"-max-token-len-per-gpu 50: row {row} has {length} tokens"
@@ -320,10 +327,12 @@ def test_bfloat16_computes_in_bfloat16_but_keeps_weights_values_and_loss_in_floa
     actions = values[batch.response_mask]
     # values are not rounded to bfloat16
     assert (actions.bfloat16().float() != actions).float().mean() > 0.9
+
     difference = (values - exact.compute_values(batch)).abs().max()
     assert 1e-4 < difference < 0.1, difference  # the products are in bfloat16
     before = full_weights(w.critic)
     moved = []
+
     for one in (w, exact):
         one.update_critic(batch)
         after = full_weights(one.critic)
@@ -376,6 +385,7 @@ def test_mini_batches_are_global_complete_and_shuffled_by_seed_update_and_epoch(
     batch = random_batch(12, vocab_size=60, idle=False, prompts=3)
     groups = [set(rows) for _, rows in batch.groups() if len(rows) > 1]
     orders = []
+
     # neither the caller's order nor --share-prompts matters
     for first, share in ((range(12), True), ([5, 0, 11, 3, 8, 1, 10, 2, 7, 4, 9, 6], False)):
         w = worker(ppo_mini_batch_size=5, ppo_epochs=2, share_prompts=share)
@@ -385,6 +395,7 @@ def test_mini_batches_are_global_complete_and_shuffled_by_seed_update_and_epoch(
         assert [len(mini) for mini in minis] == [5, 5, 2] * 4
         orders.append([sum(minis[i : i + 3], []) for i in range(0, 12, 3)])
         minis.clear()
+
     assert orders[0] == orders[1] and all(sorted(order) == list(range(12)) for order in orders[0])
     assert len({tuple(order) for order in orders[0]}) == 4
     for order, group in itertools.product(orders[0], groups):
@@ -398,12 +409,14 @@ def test_evaluation_equals_plain_formulas():
     rows.values = (2 * rows.values).round() / 2  # ties count half in the AUC
     rows.token_level_rewards = torch.zeros(len(rows.input_ids))
     targets, scores = [], ([], [])
+
     for i, actions in enumerate(helpers.actions_of(rows)):
         right = float(i % 3 == 0)
         targets += [right * gamma**k for k in reversed(range(len(actions)))]
         if actions:
             rows.token_level_rewards[actions[-1]] = right
             scores[int(right)].append(float(rows.values[actions[-1]]))
+
     r = torch.tensor(targets, dtype=torch.float64)
     errors = r - rows.values[rows.response_mask].double()
     wins = [(p > n) + 0.5 * (p == n) for n, p in itertools.product(*scores)]
@@ -425,15 +438,18 @@ def test_batches_that_a_critic_cannot_process_are_refused():
         w.compute_values(batch)
     w = worker()
     assert len(w.compute_values(batch.select([]))) == 0
+
     batch.returns = None
     w.compute_values(batch)
     with pytest.raises(
         ValueError, match="returns: is missing; it must be a .T,. tensor of torch.float32"
     ):
         w.update_critic(batch)
+
     for batch.input_ids[3] in (10**6, -100):
         with pytest.raises(ValueError, match="token id (1000000|-100) is outside .* of 99"):
             w.compute_values(batch)
+
     most = w.model_config.max_position_embeddings = max(batch.lengths) - 1
     with pytest.raises(
         ValueError, match=f"row_id .: {most + 1} tokens, .*max_position_embeddings, {most}"
@@ -446,15 +462,18 @@ def test_metrics_are_means_over_tokens_and_steps_not_over_micro_batches():
     everything, pieces = worker(), worker(ppo_max_token_len_per_gpu=40)
     batch = batch_for(everything, 24)
     whole, parts = everything.update_critic(batch), pieces.update_critic(batch)
+
     for key in whole:
         assert key.startswith("perf/") or whole[key] == pytest.approx(
             parts[key], rel=1e-5, abs=1e-6
         ), key
+
     for name in ("values", "returns"):
         x = getattr(batch, name)[batch.response_mask].double()
         expected = {"mean": x.mean(), "min": x.min(), "max": x.max()}
         for key, value in expected.items():
             assert whole[f"critic/{name}_{key}"] == pytest.approx(float(value), rel=1e-6)
+
     sums = {"share": torch.tensor(3.0), "loss": torch.tensor(6.0), "actions": torch.tensor(12.0)}
     two_of_three = common.update_metrics("x", "loss", sums, [1.0, math.nan, 3.0], 0.1)
     assert two_of_three == {
@@ -551,12 +570,14 @@ def test_a_move_leaves_nothing_in_the_old_memory(strategy, monkeypatch):
     w.update_critic(batch)
     old = {p: s for p, s in live_storages().items() if p not in before and s.nbytes() > 4 * 90}
     count = sum(p.numel() for p in w.critic.model.parameters())
+
     assert sum(s.nbytes() for s in old.values()) > 2.9 * 4 * count  # weights and two moments
     weights = full_weights(w.critic)
     monkeypatch.setattr(torch.Tensor, "to", lambda x, *_, **__: x.clone())
     w.offload()
     monkeypatch.undo()
     left = {p: s.nbytes() for p, s in live_storages().items() if p in old}
+
     assert sum(left.values()) < 0.05 * 4 * count, left
     assert_same_weights(w, weights)
     with pytest.raises(RuntimeError, match="offloaded"):
@@ -582,16 +603,19 @@ def test_resuming_equals_continuing_bit_for_bit(strategy, variant, tmp_path):
     untouched.try_out(common.Batch.blank(9))
     for p in untouched.critic.parameters:  # as an update leaves them that fails halfway
         p.grad.fill_(9.0)
+
     for step, batch in enumerate(batches):
         w.save_checkpoint(tmp_path / f"step_{step}")
         write = w.checkpoint_writer(copy=True)
         metrics.append(w.update_critic(batch))
         random.append(torch.rand(3))
         untouched.update_critic(batch)
+
     assert_same_weights(w, untouched)
     # again, from the copy made before the update
     with common.published(tmp_path / "step_1") as tmp:
         write(tmp)
+
     for first in (0, 1):
         again = worker(strategy=strategy, **fields)
         again.compute_values(batches[0])  # loading must free the gathered weights first
@@ -643,6 +667,7 @@ def test_a_checkpoint_has_no_pickle_and_foreign_ones_are_refused(tmp_path):
     w.save_checkpoint(folder)
     names = {p.name for p in folder.iterdir()}
     shards = [name for name in names if name.endswith(".safetensors")]
+
     assert names == {*shards, "trainer.json", common.MANIFEST} and shards
     assert {p.name for p in tmp_path.iterdir()} == {"c"}
     other = worker(override_config='{"rms_norm_eps": 0.5}')

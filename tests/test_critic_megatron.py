@@ -147,7 +147,8 @@ def test_a_metric_is_added_in_the_loss_alone(kind, monkeypatch):
 
 TP, PP, CP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
 SIZES = dict(
-    vocab_size=99, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=8,
+    vocab_size=99, hidden_size=64, intermediate_size=192, num_hidden_layers=2,
+    num_attention_heads=8,
     num_key_value_heads=2,
 )  # fmt: skip
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}

@@ -1,14 +1,13 @@
 """Runs the CUDA branches of all three scripts on a pretended device; see pretend_device.py for what
 it shows.
 
-As a script, it runs everything on this number of ranks, for the tests to compare with the host:
+With a GPU, this file is a script, whose results the tests read with DEVICE_RESULTS=OUT_FOLDER:
 
     python tests/test_device.py OUT_FOLDER [NAME...]
-
-With a GPU, the script runs on that instead, and with DEVICE_RESULTS=OUT_FOLDER the tests read its
-results."""
+"""
 
 import dataclasses
+import functools
 import itertools
 import os
 import pathlib
@@ -17,20 +16,21 @@ import sys
 import threading
 import types
 
+import forked
 import pretend_device as device
 
-if __name__ == "__main__":  # before anything asks for a device or for LOCAL_RANK
-    if not (device.REAL or device.RUNS_HERE):
-        sys.exit(device.REASON)
+if __name__ == "__main__" and not device.REAL:
+    sys.exit("needs a GPU; without one, run pytest on this file")
+if __name__ == "__main__" or forked.NUMBERS:  # before anything asks for a device or for LOCAL_RANK
     device.install()
 
 import helpers  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from helpers import SCRATCH, end_groups, ended, gather, mine, random_batch, refused, scenarios  # noqa: E402
+from helpers import SCRATCH, end_groups, gather, mine, ran, random_batch, refused  # noqa: E402
+from reference import MODELS, save_model  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from test_layouts import MODELS, save_model  # noqa: E402
 
 import common  # noqa: E402
 import critic_fsdp  # noqa: E402
@@ -47,18 +47,22 @@ ACTIVATIONS = {**EXACT, "gradient_checkpointing": True, "activation_offload": Tr
 TP = {"tensor_model_parallel_size": 2}
 LAYOUTS = {  # ranks -> name -> changes to the defaults
     1: {
-        "fsdp2": {**EXACT}, "fsdp1": {**EXACT, "strategy": "fsdp1"}, "none": {**EXACT, "strategy": "none"},
+        "fsdp2": {**EXACT}, "fsdp1": {**EXACT, "strategy": "fsdp1"},
+        "none": {**EXACT, "strategy": "none"},
         "bfloat16": {}, "padded": PADDED, "activation offload": ACTIVATIONS,
         "offload policy, experts": {**EXACT, "model": DEEPSEEK, "offload_policy": True},
-        "megatron": EXACT, "megatron bfloat16": {}, "megatron padded": PADDED, "megatron experts": MOE,
+        "megatron": EXACT, "megatron bfloat16": {}, "megatron padded": PADDED,
+        "megatron experts": MOE,
         "megatron frozen": {**EXACT, "freeze_modules": "norm"},
     },
     2: {
-        "fsdp2": {**EXACT}, "fsdp1": {**EXACT, "strategy": "fsdp1"}, "none": {**EXACT, "strategy": "none"},
+        "fsdp2": {**EXACT}, "fsdp1": {**EXACT, "strategy": "fsdp1"},
+        "none": {**EXACT, "strategy": "none"},
         "ulysses": {**EXACT, "ulysses_size": 2}, "ulysses bfloat16": {"ulysses_size": 2},
         "megatron tensor": {**EXACT, **TP}, "megatron tensor bfloat16": TP,
         "megatron pipeline": {**EXACT, "pipeline_model_parallel_size": 2},
-        "megatron experts, context": {**MOE, "expert_model_parallel_size": 2, "context_parallel_size": 2},
+        "megatron experts, context": {**MOE, "expert_model_parallel_size": 2,
+            "context_parallel_size": 2},
     },
 }  # fmt: skip
 
@@ -251,8 +255,8 @@ def offloaded_vllm(out):
         patch.setitem(sys.modules, "vllm", vllm)
         noted(ppo_loop.RewardModel, "ask_all", lambda args: f"score {len(args[1])}")
         noted(ppo_loop.Policy, "forward", lambda args: f"forward {torch.is_grad_enabled()}")
-        flags = "--offload --rollout vllm --kl-coef 0.01 --steps 2 --train-batch-size 8 --supervised-steps 2"
-        flags += f" --critic.ppo-mini-batch-size 8 --out-dir {out / 'vllm'}"
+        flags = "--offload --rollout vllm --kl-coef 0.01 --steps 2 --train-batch-size 8"
+        flags += f" --supervised-steps 2 --critic.ppo-mini-batch-size 8 --out-dir {out / 'vllm'}"
         flags += f" --reward-model {out / 'fsdp' / 'hf'}"
         ppo_loop.main(
             ppo_loop.parse([*flags.split(), "--actor.override-config", '{"num_hidden_layers":1}'])
@@ -287,46 +291,52 @@ def actor_and_rollout(out):
     return found
 
 
-def main(out, *names):
-    """Runs all or some parts on this number of ranks; each leaves a file of its name when it is
-    done."""
-    common.setup_distributed()
-    common.write_report = lambda *_: None  # matplotlib takes a second
-    rows = common.toy_rows
-    common.toy_rows = lambda n, *args, **options: rows(min(n, 32), *args, **options)
-    parts = {
-        name: (lambda name=name, x=x: layout(name, x))
-        for name, x in LAYOUTS[common.WORLD_SIZE].items()
-    }
-    for part in PARTS[common.WORLD_SIZE]:
-        parts[part.__name__] = lambda part=part: part(out)
-    for name, part in parts.items():
-        if names and name not in names:
-            continue
-        end_groups()
-        result = part()
-        dist.barrier()
-        if common.RANK == 0:
-            waits = [sum(where.values()) for where in (result or {}).get("waits", [])]
-            print(f"ok {name}", *waits, flush=True)
-            torch.save(result, out / name)
-
-
 ONE_RANK = (actor_and_rollout, run_fsdp, resume_in_megatron, run_ppo, offloaded_vllm)
 ONE_RANK = ONE_RANK if device.REAL else (refusals, *ONE_RANK)
 PARTS = {1: ONE_RANK, 2: (run_ppo,)}
+EXPORTED = ("resume_in_megatron", "run_ppo", "offloaded_vllm")  # read what run_fsdp leaves
+NAMES = {n: [*LAYOUTS[n], *(part.__name__ for part in PARTS[n])] for n in LAYOUTS}
+
+
+@functools.cache
+def prepare():
+    """Runs here are short, and write no report, because matplotlib takes a second."""
+    common.setup_distributed()
+    common.write_report = lambda *_: None
+    rows = common.toy_rows
+    common.toy_rows = lambda n, *args, **options: rows(min(n, 32), *args, **options)
+
+
+def on_the_device(folder, name):
+    """A layout or a part on these ranks, which leaves a file of its name."""
+    prepare()
+    out = folder / str(common.WORLD_SIZE)
+    out.mkdir(exist_ok=True)
+    if name in LAYOUTS[common.WORLD_SIZE]:
+        result = layout(name, LAYOUTS[common.WORLD_SIZE][name])
+    else:
+        result = globals()[name](out)
+
+    dist.barrier()
+    if common.RANK == 0:
+        waits = [sum(where.values()) for where in (result or {}).get("waits", [])]
+        print(name, *waits, flush=True)
+        torch.save(result, out / name)
+
+
+for n, names in NAMES.items():
+    for name in names if device.RUNS_HERE else ():
+        needs = ("run_fsdp on 1",) if name in EXPORTED else ()
+        forked.scenario(n, f"{name} on {n}", (name,), needs)(on_the_device)
 
 
 def of_device(ranks, name):
-    """The result of a part, once the run on this number of ranks has ended."""
-    if RESULTS:
-        if not (path := pathlib.Path(RESULTS, name)).exists() and ranks > 1:
-            pytest.skip("needs two GPUs")
-        return torch.load(path)
-    job, out = scenarios(ranks, "test_device.py")
-    process = ended(job)
-    assert (out / name).exists(), process.stdout[-3000:] + process.stderr[-6000:]
-    return torch.load(out / name)
+    """The result of a part on this number of ranks."""
+    folder = pathlib.Path(RESULTS) if RESULTS else ran(on_the_device, name=f"{name} on {ranks}")
+    path = folder / str(ranks) / name
+    if RESULTS and ranks > 1 and not path.exists():
+        pytest.skip("needs two GPUs")
+    return torch.load(path)
 
 
 @pytest.fixture(scope="module")
@@ -426,6 +436,7 @@ def test_the_device_holds_what_a_phase_needs():
     step = ["sync", "cache wakes", "engine sleeps", "score", "forward False", "forward True"]
     # before the last save the actor's log-probs are checked; then there is an evaluation
     names = ["engine sleeps", *step, *step, "forward False", *step[:4]]
+
     assert [name for name, _ in events] == names
     held = {name: [x for other, x in events if other == name] for name in step}
     print(held)  # in float32 copies of the actor; the engine's copy is bfloat16
@@ -445,4 +456,6 @@ def test_a_run_on_the_device(ranks, name):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(pathlib.Path(sys.argv[1]), *sys.argv[2:])
+    for name in sys.argv[2:] or NAMES[common.WORLD_SIZE]:
+        on_the_device(pathlib.Path(sys.argv[1]), name)
+        end_groups()

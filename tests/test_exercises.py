@@ -8,8 +8,8 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import random_batch, succeeded, torchrun
-from test_critic_fsdp import worker
+from forked import scenario
+from helpers import ran, random_batch, worker
 
 import common
 import critic_megatron
@@ -51,11 +51,13 @@ def test_3_a_critic_learns_what_goes_wrong():
     w = worker(lr=1e-3)
     rows = common.read_rows(common.toy_rows(2048, seed=0), w.tokenizer)
     groups = rows.groups()
+
     for step in range(40):
         batch = rows.select(common.rows_of_step(step, groups, 256, seed=0))
         batch.values = w.compute_values(batch)
         common.add_returns(batch, gamma=1.0, lam=1.0)
         w.update_critic(batch)
+
     before, end = {True: [], False: []}, {True: [], False: []}  # key: the units carry; it gave up
     cases = list(itertools.product(range(11, 90, 7), range(12, 90, 7), end))
     row = lambda a, b, x: {"prompt": f"{a}+{b}=", "response": str(a if x else a + b), "reward": 1}
@@ -64,6 +66,7 @@ def test_3_a_critic_learns_what_goes_wrong():
     for (a, b, gave_up), (first, *_, last) in zip(cases, values, strict=True):
         before[a % 10 + b % 10 >= 10].append(first)
         end[gave_up].append(last)
+
     assert statistics.fmean(before[True]) < statistics.fmean(before[False]) - 0.1
     assert statistics.fmean(end[True]) < statistics.fmean(end[False]) - 0.2
 
@@ -150,7 +153,8 @@ def test_7_adamw_does_not_see_the_size_of_a_gradient():
     assert off(29, 0.4) > 1e-3 and off(29, 1.5) > 1e-3
 
 
-def ulysses():
+@scenario(ranks=2)
+def ulysses(folder):
     """What each of the two ranks finds in the next exercise."""
     common.setup_distributed()
     group, rank = torch.distributed.group.WORLD, common.RANK
@@ -170,7 +174,7 @@ def test_8_ulysses_trades_tokens_for_heads():
     """In norms, projections and MLPs each rank has five tokens of the row and all heads; inside the
     attention function it has two heads of all ten tokens, by one all-to-all before and one after.
     gather_slices then gives the ten values to both, and both compute the same loss."""
-    succeeded(torchrun(2, __file__))
+    ran(ulysses, 2)
 
 
 def test_9_context_parallel_ranks_have_a_piece_of_either_end():
@@ -181,7 +185,3 @@ def test_9_context_parallel_ranks_have_a_piece_of_either_end():
         config = critic_megatron.Config(context_parallel_size=3)
         slots, _ = critic_megatron.share_context(common.Batch.blank(12), config, layout)
         assert slots.tolist() == answer and sum(t + 1 for t in answer) == 26
-
-
-if __name__ == "__main__":
-    common.launch(ulysses)

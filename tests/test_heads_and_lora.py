@@ -9,48 +9,44 @@ import math
 import pytest
 import torch
 import transformers
+from forked import scenario
 from helpers import (
+    LAYOUTS,
     ROOT,
+    VARIANTS,
+    assert_same_weights,
     captured_gradients,
     full_weights,
+    mine,
+    names_with_moments,
+    one_update,
+    ran,
     random_batch,
     succeeded,
     torchrun,
     worker,
 )
-from scenarios import VARIANTS, one_gradient
-from test_critic_fsdp import assert_same_weights
-from test_layouts import MODELS, assert_agrees, clipped_loss, plain_loop, save_model
+from reference import (
+    LOAD,
+    MODELS,
+    assert_agrees,
+    check_export,
+    clipped_loss,
+    plain_cross_entropy,
+    plain_loop,
+    plain_targets,
+    plain_value,
+    save_model,
+    values_by_hand,
+)
 
 import common
 import critic_fsdp
-from common import UserError
+from common import RANK, WORLD_SIZE, UserError
 from critic_fsdp import Config, Run
 
-LOAD = transformers.AutoModelForTokenClassification.from_pretrained
 LORA = {"lora_rank": 4}
 HL_GAUSS = VARIANTS["hl_gauss"]
-
-
-def plain_targets(target, low, high, bins):
-    """Gaussian mass of each bin divided by that of the range, by math.erf."""
-    width = (high - low) / bins
-    sigma = 0.75 * width
-    target = min(max(target, low), high)
-    edges = [low + i * width for i in range(bins + 1)]
-    cdf = [0.5 * (1 + math.erf((edge - target) / (sigma * math.sqrt(2)))) for edge in edges]
-    return torch.tensor(
-        [(b - a) / (cdf[-1] - cdf[0]) for a, b in zip(cdf, cdf[1:])], dtype=torch.float64
-    )
-
-
-def plain_value(logits, low, high):
-    width = (high - low) / len(logits)
-    return sum(p * (low + (i + 0.5) * width) for i, p in enumerate(logits.softmax(0)))
-
-
-def plain_cross_entropy(logits, target, low, high):
-    return -(plain_targets(float(target), low, high, len(logits)) * logits.log_softmax(0)).sum()
 
 
 @pytest.mark.parametrize("low, high, bins", [(-1.0, 3.0, 51), (0.0, 1.0, 2), (-200.0, -190.0, 255)])
@@ -74,6 +70,7 @@ def test_values_and_loss_equal_plain_loops(low, high, bins):
         ours, torch.where(mask, returns, math.nan), mask, weights, low, high
     )
     our_loss.backward()
+
     assert our_loss.item() == pytest.approx(loss.item(), rel=1e-5)
     atol = 1e-4 if low == -200 else 1e-6
     torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=atol)
@@ -91,27 +88,49 @@ def test_a_target_has_its_return_as_value_and_zeros_the_centre_of_the_range():
     torch.testing.assert_close(zero, 0.25 * batch.response_mask)
 
 
-def values_by_hand(head, span):
-    """A function of a head's outputs for an action."""
-    if head == "hl_gauss":
-        return lambda logits: plain_value(logits, *span)
-    if head == "bounded":
-        assert span == (-1.5, 2.0)
-        return lambda output: 0.25 + 3.5 / math.pi * torch.atan(output[0])
-    return lambda output: output[0]
+def one_gradient(model, start=None, **fields):
+    """(worker, weights, values, metrics and gradient of one mini-batch). start: a checkpoint to
+    load."""
+    options = {"ppo_mini_batch_size": 256, "lr": 0.01, "ppo_max_token_len_per_gpu": 60}
+    w = worker(model=str(model), **{**options, **fields})
+    if start:
+        w.load_checkpoint(start)
+
+    weights = full_weights(w.critic)
+    batch = mine(random_batch(12, seed=1))
+    batch.values = w.compute_values(batch)
+    result = one_update(w, batch)
+    return w, {**result, "weights": weights, "after": full_weights(w.critic)}
 
 
-def check_export(path, batch, values, head, span, rtol=0):
-    """transformers finds all weights and no others, and computes the values one sequence at a
-    time."""
-    model, info = LOAD(path, output_loading_info=True, dtype=torch.float32)
-    assert not any(info.values()), (path, info)
-    assert model.config.value_range == (span and list(span))
-    assert model.config.num_labels == (51 if head == "hl_gauss" else 1)
-    outputs_of = lambda _, ids: model(input_ids=ids).logits[0]
-    expected, _ = plain_loop(batch, outputs_of, values_by_hand(head, span))
-    torch.testing.assert_close(values, expected, rtol=rtol, atol=1e-5)
-    return model
+@scenario(ranks=(1, 2), needs=("heads_and_adapters on 1",))
+def heads_and_adapters(folder):
+    """One rank saves a checkpoint of each variant after a first step, so that the adapters' B is no
+    longer zero. From there, every variant makes an update on every layout of these ranks."""
+    if WORLD_SIZE == 1:
+        save_model(MODELS["qwen2"], folder / "model")
+        for variant, fields in VARIANTS.items():
+            first, _ = one_gradient(folder / "model", **fields)
+            first.save_checkpoint(folder / variant)
+
+    results = {}
+    for variant, (layout, more) in itertools.product(VARIANTS, LAYOUTS.items()):
+        if more.get("ulysses_size", 1) <= WORLD_SIZE:
+            recompute = layout in ("fsdp1", "ulysses")
+            fields = {**VARIANTS[variant], "gradient_checkpointing": recompute, **more}
+            w, result = one_gradient(folder / "model", folder / variant, **fields)
+            result["moments"] = sorted(names_with_moments(w.critic))
+            results[variant, layout] = result
+            if layout == "ulysses":
+                w.save_checkpoint(folder / f"{variant} of 2")
+    if RANK == 0:
+        torch.save(results, folder / f"{WORLD_SIZE}.pt")
+
+
+def left(ranks):
+    """(folder, results of heads_and_adapters on these ranks)."""
+    folder = ran(heads_and_adapters, ranks)
+    return folder, torch.load(folder / f"{ranks}.pt", weights_only=True)
 
 
 def reference(folder, result, variant):
@@ -120,6 +139,7 @@ def reference(folder, result, variant):
     model = LOAD(folder, dtype=torch.float64, attn_implementation="eager")
     leaves = {name: w.double().requires_grad_() for name, w in result["weights"].items()}
     merged = {}
+
     for name, w in leaves.items():
         if ".lora_" in name:
             continue
@@ -132,6 +152,7 @@ def reference(folder, result, variant):
                 @ leaves[f"{layer}.lora_A.default.weight"]
             )
         merged[name.replace(".base_layer", "")] = w
+
     outputs_of = lambda _, ids: torch.func.functional_call(
         model, merged, kwargs={"input_ids": ids}
     ).logits[0]
@@ -156,12 +177,6 @@ def trains(name, variant):
     return variant != "freeze" or not name.startswith(frozen)
 
 
-def names_with_moments(critic):
-    """Names of the weights for which AdamW has moments."""
-    _, _, state = critic_fsdp.checkpoint_tensors(critic.model, critic.optimizer)
-    return {name for name, moments in state["state"].items() if "exp_avg" in moments}
-
-
 def compare(result, expected, variant):
     """The result equals the reference and changed only what trains -> largest difference."""
     weights, (values, loss, gradients) = expected
@@ -176,59 +191,51 @@ def compare(result, expected, variant):
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory):
-    """(folder with a model and a checkpoint of each variant, {variant: (weights, result of a plain
-    loop)}). Checkpoints are saved by one rank after a first step, so that the adapters' B is no
-    longer zero."""
-    folder = tmp_path_factory.mktemp("trained")
-    save_model(MODELS["qwen2"], folder / "model")
+def references():
+    """variant -> (weights, result of a plain loop)."""
+    folder, results = left(1)
     made = {}
-    for variant, fields in VARIANTS.items():
-        w, _ = one_gradient(folder / "model", **fields)
-        w.save_checkpoint(folder / variant)
-        _, result = one_gradient(folder / "model", folder / variant, **fields)
+    for variant in VARIANTS:
+        result = results[variant, "fsdp2"]
         made[variant] = result["weights"], reference(folder / "model", result, variant)
-    return folder, made
+    return made
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1", "none"])
-def test_one_rank_makes_the_gradient_of_a_plain_loop(strategy, variant, references):
-    folder, made = references
-    fields = {
-        **VARIANTS[variant],
-        "strategy": strategy,
-        "gradient_checkpointing": strategy == "fsdp1",
-    }
-    w, result = one_gradient(folder / "model", folder / variant, **fields)
-    compare(result, made[variant], variant)
-    assert names_with_moments(w.critic) == {
-        name for name in result["weights"] if trains(name, variant)
-    }
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_layout_makes_the_gradient_of_a_plain_loop(ranks, variant, references):
+    _, results = left(ranks)
+    of_variant = {layout: x for (name, layout), x in results.items() if name == variant}
+    assert len(of_variant) == 2 + ranks
+    print(f"\n{variant}: largest relative difference of a gradient to float64, {ranks} ranks")
+    for layout, result in of_variant.items():
+        print(f"  {layout:10s} {compare(result, references[variant], variant):.1e}")
+        trained = {name for name in result["weights"] if trains(name, variant)}
+        assert ranks > 1 or {*result["moments"]} == trained
 
 
-def test_two_ranks_make_this_gradient_on_every_layout_and_exchange_checkpoints(
-    references, tmp_path
-):
-    folder, made = references
-    out = tmp_path / "out.pt"
-    arguments = ("heads_and_adapters", folder / "model", folder, out)
-    assert "ok" in succeeded(torchrun(2, ROOT / "tests" / "scenarios.py", *arguments))
-    results = torch.load(out, weights_only=True)
-    assert len(results) == 20
-    print("\nlargest relative difference of a gradient to float64, 2 ranks")
-    for (variant, layout), result in results.items():
-        print(f"  {variant:10s}{layout:10s} {compare(result, made[variant], variant):.1e}")
-    # for each variant, a field that makes it another model, so that its checkpoint is refused
-    span = ("value_range", (0.0, 1.0))
-    others = (("lora_alpha", 7.0), span, ("freeze_modules", "norm"), span, ("freeze_modules", "up"))
-    for (variant, fields), (name, x) in zip(VARIANTS.items(), others, strict=True):
-        back = worker(model=str(folder / "model"), **fields)
-        back.load_checkpoint(folder / f"{variant} of 2")
-        assert_same_weights(back, results[variant, "ulysses"]["after"])
-        other = worker(model=str(folder / "model"), **fields | {name: x})
-        with pytest.raises(UserError, match=f"another model: {name} .* there, .* here"):
-            other.load_checkpoint(folder / f"{variant} of 2")
+# for each variant, a field that makes it another model
+ANOTHER = {
+    "lora": {"lora_alpha": 7.0},
+    "hl_gauss": {"value_range": (0.0, 1.0)},
+    "freeze": {"freeze_modules": "norm"},
+    "bounded": {"value_range": (0.0, 1.0)},
+    "places": {"freeze_modules": "up"},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_rank_loads_a_checkpoint_of_two_unless_it_is_of_another_model(variant):
+    folder, results = left(2)
+    fields = {"model": str(folder / "model"), **VARIANTS[variant]}
+    back = worker(**fields)
+    back.load_checkpoint(folder / f"{variant} of 2")
+    assert_same_weights(back, results[variant, "ulysses"]["after"])
+
+    other = worker(**fields | ANOTHER[variant])
+    [name] = ANOTHER[variant]
+    with pytest.raises(UserError, match=f"another model: {name} .* there, .* here"):
+        other.load_checkpoint(folder / f"{variant} of 2")
 
 
 def test_adapters_begin_at_zero_and_depend_on_the_seed():
@@ -259,7 +266,8 @@ def test_each_linear_layer_of_a_mixture_has_an_adapter_and_joint_experts_have_no
 
 
 @pytest.mark.parametrize("variant, strategy", [
-    *itertools.product(("lora", "freeze"), ("fsdp1", "none")), ("lora", "fsdp2"), ("hl_gauss", "none")
+    *itertools.product(("lora", "freeze"), ("fsdp1", "none")), ("lora", "fsdp2"),
+    ("hl_gauss", "none")
 ])  # fmt: skip
 def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
     """Gradients are close to those in float32. MFU does not count gradients of frozen weights."""
@@ -276,6 +284,7 @@ def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
     passes = metrics["flops"] / sum(map(w.critic.flops, batch.lengths))
     sizes = {name: x.numel() for name, x in full_weights(w.critic).items()}
     trained = sum(n for name, n in sizes.items() if trains(name, variant))
+
     assert passes == pytest.approx(2 + trained / sum(sizes.values()), rel=1e-6)
     with captured_gradients(exact.critic) as whole:
         exact.update_critic(batch)
@@ -288,7 +297,8 @@ def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
 
 
 @pytest.mark.parametrize("model, fields", [
-    ("tiny-qwen2", {}), ("tiny-qwen2", {"strategy": "fsdp1", **LORA}), ("tiny-qwen2", {**LORA, **HL_GAUSS}),
+    ("tiny-qwen2", {}), ("tiny-qwen2", {"strategy": "fsdp1", **LORA}),
+    ("tiny-qwen2", {**LORA, **HL_GAUSS}),
     ("tiny-qwen2", VARIANTS["bounded"]),
     ("tiny-gpt2", {}), ("tiny-gpt2", {"strategy": "fsdp1", **LORA}),
     ("tiny-qwen3-moe", {}), ("tiny-qwen3-moe", {"strategy": "none", **LORA}),
@@ -306,6 +316,7 @@ def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields
     before = w.compute_values(batch)
     w.update_critic(batch)
     values = w.compute_values(batch)
+
     assert (values - before).abs().max() > 1e-2
     w.export_hf(hf)
     assert {p.name for p in tmp_path.iterdir()} <= {"base", "hf"} and not (hf / "stale").exists()
@@ -315,6 +326,7 @@ def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields
     if model in MODELS:
         assert (hf / "value_head.safetensors").exists()
         return
+
     assert again.tokenizer("1+1=")["input_ids"] == w.tokenizer("1+1=")["input_ids"]
     check_export(hf, batch, values, fields.get("value_head"), fields.get("value_range"))
 
@@ -322,13 +334,15 @@ def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields
 @pytest.mark.parametrize("ranks, command", [
     (2, "critic_fsdp.py --strategy fsdp1 --value-head bounded --value-range -1 3"),
     (2, "critic_fsdp.py --ulysses-size 2 --offload-policy"),
-    (2, "critic_megatron.py --pipeline-model-parallel-size 2 --value-head bounded --value-range 0.7 1.1"),
+    (2, "critic_megatron.py --pipeline-model-parallel-size 2 --value-head bounded"
+        " --value-range 0.7 1.1"),
 ])  # fmt: skip
 def test_values_start_at_the_mean_return(ranks, command, tmp_path):
     """Against the mean of the rows' rewards, discounted by hand; a range that ends above it gives
     0.704. The second update starts where the first has ended, also in a resumed run."""
     script, *flags = command.split()
-    flags += "--value-head-init mean --gamma 0.9 --ppo-mini-batch-size 1024 --lr 1e-4 --save-every 1".split()
+    flags += "--value-head-init mean --gamma 0.9 --ppo-mini-batch-size 1024 --lr 1e-4".split()
+    flags += ["--save-every", 1]
     flags += ["--rollouts", ROOT / "tests/rows.jsonl", "--out-dir", tmp_path, "--resume", "auto"]
     for steps in (1, 2) if "fsdp1" in flags else (2,):
         succeeded(torchrun(ranks, ROOT / script, *flags, "--steps", steps))
@@ -352,17 +366,20 @@ def test_the_script_finds_the_range_and_keeps_it(tmp_path):
     run = Run(critic=critic, rollouts=str(path), steps=2, out_dir=str(out))
     critic_fsdp.main(run)
     span = lambda folder: json.loads((folder / "hf" / "config.json").read_text())["value_range"]
+
     assert span(out) == pytest.approx([-0.1, 1.1])
     with pytest.raises(UserError, match=r"value_range \[-0.1.* there, \[-0.5.* here"):
         critic_fsdp.main(dataclasses.replace(run, rollouts=str(wider), resume="auto", steps=3))
     exported = dataclasses.replace(critic, model=str(out / "hf"), value_head_init="checkpoint")
     options = {"critic": exported, "rollouts": str(wider), "out_dir": str(tmp_path / "more")}
     critic_fsdp.main(dataclasses.replace(run, **options))
+
     assert span(tmp_path / "more") == span(out)  # not the range of the wider rows
     for change in ({"value_range": (0.0, 1.0)}, {"value_head": "scalar"}):
         for start in ("auto", "checkpoint"):
             with pytest.raises(UserError, match="--value-head: .*/hf has another"):
                 worker(**vars(exported) | change | {"value_head_init": start})
+
     w = worker(model=exported.model, value_head_init="normal")
     w.export_hf(tmp_path / "scalar" / "hf")  # with a new head
     assert span(tmp_path / "scalar") is None

@@ -1,6 +1,5 @@
-"""Runs scenarios.py on several processes, and tests how a run ends when one of them fails."""
+"""How a run ends when one of its ranks fails, or has a disk of its own."""
 
-import inspect
 import os
 import re
 import signal
@@ -8,30 +7,12 @@ import subprocess
 import sys
 
 import pytest
-import scenarios
-from faults import processes, until
+from forked import processes, until
 from helpers import ROOT, begin, ended, run, succeeded, torchrun
 
 import common
 
-SCENARIOS = ROOT / "tests" / "scenarios.py"
-OF_FILE = [
-    f for _, f in inspect.getmembers(scenarios, inspect.isfunction) if f.__module__ == "scenarios"
-]
-ON_TWO_RANKS = [f.__name__ for f in OF_FILE if {*inspect.signature(f).parameters} <= {"folder"}]
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """One launch for all scenarios, because starting the processes takes most of the time."""
-    return torchrun(2, SCENARIOS, ",".join(ON_TWO_RANKS), tmp_path_factory.mktemp("two_ranks"))
-
-
-@pytest.mark.parametrize("name", ON_TWO_RANKS)
-def test_on_two_ranks(name, two_ranks):
-    assert f"ok {name}" in two_ranks.stdout, two_ranks.stderr
-
-
+ROWS = str(ROOT / "tests" / "rows.jsonl")
 ALONE = """
 import os, runpy, sys
 os.makedirs(os.environ["RANK"])
@@ -49,7 +30,7 @@ def on_disks_of_their_own(tmp_path_factory):
     for script in ("critic_fsdp.py", "critic_megatron.py", "ppo_loop.py"):
         folder = tmp_path_factory.mktemp(script)
         (folder / "alone.py").write_text(ALONE)
-        few = () if script == "ppo_loop.py" else ("--rollouts", scenarios.ROWS)
+        few = () if script == "ppo_loop.py" else ("--rollouts", ROWS)
         begun[script] = (
             folder,
             begin(2, (folder / "alone.py", ROOT / script, "--steps=1", *few), cwd=folder),
@@ -78,10 +59,11 @@ MEGATRON = "MegatronPPOCritic, {'%s_model_parallel_size': 2}"
 @pytest.mark.parametrize("module, critic, act, line", [
     ("critic_fsdp", FSDP, "raise common.UserError('--x 1: no')", "error on rank 1: --x 1: no"),
     ("critic_megatron", MEGATRON % "pipeline", "raise KeyError('oops')", "'oops'"),
-    ("critic_megatron", MEGATRON % "tensor", "time.sleep(1000)", "error: another rank died or hangs"),
+    ("critic_megatron", MEGATRON % "tensor", "time.sleep(1000)",
+     "error: another rank died or hangs"),
 ])  # fmt: skip
 def test_when_one_rank_fails_all_end_and_a_message_is_shown(module, critic, act, line, tmp_path):
-    script, words = tmp_path / "fails.py", {"rows": scenarios.ROWS, "out": str(tmp_path / "out")}
+    script, words = tmp_path / "fails.py", {"rows": ROWS, "out": str(tmp_path / "out")}
     script.write_text(FAILS.format(module=module, critic=critic, act=act, **words))
     process = torchrun(2, script, timeout=120)
     assert process.returncode in (1, 2) and line in process.stderr, process.stderr
@@ -118,10 +100,12 @@ def test_a_killed_rank_ends_a_ppo_run_which_continues_from_its_checkpoint(tmp_pa
         "2",
     ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
     with open(log, "w") as file:
         process = subprocess.Popen(
             [*launcher, *script, "--steps", "5000"], env=env, stdout=file, stderr=file
         )
+
     ranks = lambda: {pid: words for pid, _, words in processes() if out in words}
     try:
         until(lambda: common.steps_in(f"{out}/checkpoints") or process.poll() is not None, out, 180)
@@ -131,6 +115,7 @@ def test_a_killed_rank_ends_a_ppo_run_which_continues_from_its_checkpoint(tmp_pa
         process.wait(timeout=60)
     finally:
         process.kill()  # does nothing if it has ended
+
     said = log.read_text()
     assert process.returncode and "SIGKILL" in said and "rank      : 1 (local_rank: 1)" in said, (
         said
@@ -141,5 +126,6 @@ def test_a_killed_rank_ends_a_ppo_run_which_continues_from_its_checkpoint(tmp_pa
     steps = [
         row["step"] for row in common.read_lines(f"{out}/metrics.jsonl") if "reward/mean" in row
     ]
+
     assert steps == list(range(1, step + 3)), steps
     assert common.steps_in(f"{out}/checkpoints")[0][0] == step + 2 and os.path.isdir(f"{out}/hf")

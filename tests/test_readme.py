@@ -53,7 +53,7 @@ STEPS = {  # commands that take minutes -> number of steps here
     rf"{LONGEST}$": 20,
     r"torchrun \S+ 2 critic_fsdp.py .*gsm8k": 1,
     r"torchrun \S+ 2 ppo_loop.py .*gsm8k": 1,
-    r"torchrun .* --steps 10": 3,  # several of one kind
+    r"torchrun .* --steps (2|10) ": 1,  # several of one kind, which show that a layout runs
 }
 # torchrun, if no environment is activated
 PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
@@ -245,76 +245,106 @@ def held_out(log, name="explained var"):
     return [float(x) for x in re.findall(rf"^held out   {name} (\S+)", log, flags=re.M)]
 
 
+def check_scores(copy):
+    """Python reads what --score has written, and the votes are those that the page shows."""
+    page = PAGES["reference.md"]
+    first = common.read_lines(copy / "out" / "scored" / "scored.jsonl")[0]
+    assert said_by_python_of(page, copy) == pytest.approx(first["values"], abs=1e-5)
+
+    (copy / "vote.py").write_text(VOTE)
+    shown = page.replace("\n", " ").partition("With the critic of the README")[2]
+    for said in succeeded(run(sys.executable, "vote.py", cwd=copy)).splitlines():
+        name, reward = said.rsplit(" ", 1)
+        claimed = float(re.search(rf"{name} ([\d.]+\d)", shown)[1])
+        assert claimed == pytest.approx(float(reward), abs=0.05)
+
+
+def check_own_rows(out):
+    """The numbers that the README shows for the user's own rows."""
+    for name in ("explained var", "best constant", "last value", "best of n", "mean", "oracle"):
+        pages = (OWN_ROWS_SAY, out)
+        shown, found = (re.findall(rf"{name} ([\d.]+\d)", text)[-1] for text in pages)
+        assert float(shown) == pytest.approx(float(found), abs=0.05), name
+
+
+def check_two_backends(copy):
+    """Both critics have made the same updates."""
+    ours, theirs = (metrics_of(copy / "out" / "two" / x) for x in ("fsdp", "megatron"))
+    signed = re.compile("mean|min|max|explained|auc").search  # about 1 in size
+
+    def near(name, x):
+        return None if x is None else pytest.approx(x, rel=1e-6, abs=1e-6 if signed(name) else 0)
+
+    assert ours == {key: near(key[1], x) for key, x in theirs.items()} and len(ours) > 30
+
+
+def check_start(out):
+    """The first command learns as much as the README shows."""
+    rising = held_out(out)
+    assert rising[-1] > 0.4 and rising[-1] > rising[1] > rising[0], rising
+    assert held_out(README)[0] == pytest.approx(rising[-1], abs=0.03)
+
+
+def check_longest(out):
+    """Before PPO the accuracy is that of the README, and after 20 steps not above its end."""
+    first, then = held_out(out, "accuracy")
+    assert first < 0.45 and then > first + 0.2, (first, then)
+    claim = re.search(r"held-out sums from (\S+) to (\d\.\d+)", README).groups()
+    before, after = map(float, claim)
+    assert before == pytest.approx(first, abs=0.1) and after >= then
+
+
+def check_ppo_on_gsm8k(copy):
+    rows = common.read_lines(copy / "out" / "ppo_gsm8k" / "metrics.jsonl")
+    [row] = [row for row in rows if "reward/mean" in row]  # the others are evaluations
+    assert row["reward/errors"] == 0 and row["rollout/log_prob_diff"] < 1e-5
+    assert row["rollout/tokens"] > 32 * 32
+    assert row["actor/entropy"] > 1 and row["actor/grad_norm"] > 0
+
+
+def check_critic_on_gsm8k(copy, out):
+    """Its first numbers, before any step, are those of RESULTS.md."""
+    shown = PAGES["RESULTS.md"].partition("\n## Commands that need")[2]
+    assert held_out(shown)[0] == pytest.approx(held_out(out)[0], abs=0.01)
+    losses = [re.search(r"^step +1/\d+ +loss (\S+)", log, re.M)[1] for log in (shown, out)]
+    first, then = map(float, losses)
+    assert first == pytest.approx(then, abs=0.001)
+    report = (copy / "out" / "gsm8k" / "report.html").read_text()
+    assert "800 held-out rows, 131,365 actions" in report
+
+
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind in ("run", "vllm")])
 def test_command_runs(line, copy, ppo):
+    """And what the pages say of its results is so."""
     if ("vllm", line) in COMMANDS and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     if "../shared" in line and not SHARED.is_dir():
         pytest.skip(f"needs the development data in {SHARED}")
+
+    # the command that makes its model, if that has not run
     for folder in re.findall(r"--model (out/\S+)/hf", line):
-        if not (copy / folder).is_dir():  # if the command that makes it has not run
-            [maker] = [x for _, x in COMMANDS if x.endswith(f"--out-dir {folder}")] or [
-                f"{START} --steps 9"
-            ]
+        if not (copy / folder).is_dir():
+            makers = [x for _, x in COMMANDS if x.endswith(f"--out-dir {folder}")]
+            [maker] = makers or [f"{START} --steps 9"]
             succeeded(ended(started(maker, copy)))
+
     out = succeeded(ended(ppo if line == LONGEST else started(line, copy)))
     assert out.splitlines()[-1].startswith("together " if "--plan" in line else "saved ")
+
     if "--score" in line:
-        first = common.read_lines(copy / "out" / "scored" / "scored.jsonl")[0]
-        assert said_by_python_of(PAGES["reference.md"], copy) == pytest.approx(
-            first["values"], abs=1e-5
-        )
-        (copy / "vote.py").write_text(VOTE)
-        shown = (
-            PAGES["reference.md"].replace("\n", " ").partition("With the critic of the README")[2]
-        )
-        for said in succeeded(run(sys.executable, "vote.py", cwd=copy)).splitlines():
-            name, reward = said.rsplit(" ", 1)
-            assert float(re.search(rf"{name} ([\d.]+\d)", shown)[1]) == pytest.approx(
-                float(reward), abs=0.05
-            )
+        check_scores(copy)
     if line == OWN_ROWS:
-        for name in ("explained var", "best constant", "last value", "best of n", "mean", "oracle"):
-            shown, found = (
-                re.findall(rf"{name} ([\d.]+\d)", text)[-1] for text in (OWN_ROWS_SAY, out)
-            )
-            assert float(shown) == pytest.approx(float(found), abs=0.05), name
+        check_own_rows(out)
     if line.endswith("out/two/megatron"):
-        ours, theirs = (metrics_of(copy / "out" / "two" / x) for x in ("fsdp", "megatron"))
-        signed = re.compile("mean|min|max|explained|auc").search  # about 1 in size
-        near = lambda n, x: (
-            None if x is None else pytest.approx(x, rel=1e-6, abs=1e-6 * bool(signed(n)))
-        )
-        assert ours == {key: near(key[1], x) for key, x in theirs.items()} and len(ours) > 30
+        check_two_backends(copy)
     if line == START:
-        rising = held_out(out)
-        assert rising[-1] > 0.4 and rising[-1] > rising[1] > rising[0], rising
-        assert held_out(README)[0] == pytest.approx(rising[-1], abs=0.03)
+        check_start(out)
     if line == LONGEST:
-        first, then = held_out(out, "accuracy")
-        assert first < 0.45 and then > first + 0.2, (first, then)
-        before, after = map(
-            float, re.search(r"held-out sums from (\S+) to (\d\.\d+)", README).groups()
-        )
-        assert before == pytest.approx(first, abs=0.1) and after >= then
+        check_longest(out)
     if re.match(r".* ppo_loop.py .*gsm8k", line):
-        rows = common.read_lines(copy / "out" / "ppo_gsm8k" / "metrics.jsonl")
-        [row] = [row for row in rows if "reward/mean" in row]  # the others are evaluations
-        assert row["reward/errors"] == 0 and row["rollout/log_prob_diff"] < 1e-5
-        assert (
-            row["rollout/tokens"] > 32 * 32
-            and row["actor/entropy"] > 1
-            and row["actor/grad_norm"] > 0
-        )
-    if re.match(r".* critic_fsdp.py .*gsm8k", line):  # before any step
-        shown = PAGES["RESULTS.md"].partition("\n## Commands that need")[2]
-        assert held_out(shown)[0] == pytest.approx(held_out(out)[0], abs=0.01)
-        first, then = (
-            float(re.search(r"^step +1/\d+ +loss (\S+)", log, re.M)[1]) for log in (shown, out)
-        )
-        assert first == pytest.approx(then, abs=0.001)
-        report = (copy / "out" / "gsm8k" / "report.html").read_text()
-        assert "800 held-out rows, 131,365 actions" in report
+        check_ppo_on_gsm8k(copy)
+    if re.match(r".* critic_fsdp.py .*gsm8k", line):
+        check_critic_on_gsm8k(copy, out)
 
 
 def test_a_file_is_scored_in_parts_and_its_answers_are_put_to_the_vote(tmp_path):
@@ -328,14 +358,17 @@ def test_a_file_is_scored_in_parts_and_its_answers_are_put_to_the_vote(tmp_path)
         run(sys.executable, ROOT / "critic_fsdp.py", *words, cwd=tmp_path)
     )
     critic("--rollouts", "tests/rows_held_out.jsonl", "--steps", 1, "--out-dir", "out/my")
+
     for part in ("aa", "ab"):
         first = shell()[0].split()
         assert first[1:4] == ["critic_fsdp.py", "--score", f"out/parts/{part}"]
         critic(*first[2:])
+
     assert shell() == []
     scored = common.read_lines(tmp_path / "out" / "scored" / "scored.jsonl")
     (tmp_path / "vote.py").write_text(VOTE)
     said = succeeded(run(sys.executable, "vote.py", cwd=tmp_path)).splitlines()
+
     for k, name in enumerate(("best of n", "majority", "weighted")):
         rewards = 0.0
         for four in zip(*[iter(scored)] * 4):

@@ -1,22 +1,24 @@
-"""Runs the scripts *_scenarios.py, for critic_megatron.py and ppo_loop.py on several ranks, and
-vLLM."""
+"""Waits for what *_scenarios.py do on several ranks: both critics, ppo_loop.py, and vLLM."""
 
-import re
+import importlib
 
-import megatron_scenarios
-import ppo_scenarios
 import pytest
-import vllm_scenarios
-from helpers import HAS_VLLM, ended, scenarios
+from forked import SCENARIOS
+from helpers import HAS_VLLM, ran
 
-SCRIPTS = (megatron_scenarios, ppo_scenarios, vllm_scenarios)
+SCENARIO_FILES = ["fsdp_scenarios", "megatron_scenarios", "ppo_scenarios"]
+if HAS_VLLM:
+    SCENARIO_FILES.append("vllm_scenarios")
+for file in SCENARIO_FILES:
+    importlib.import_module(file)
+ALL = [(file, one) for file in SCENARIO_FILES for one in SCENARIOS[file]]
 
 
-@pytest.mark.parametrize("script, name", [(s.__name__, name) for s in SCRIPTS for name in s.NAMES])
-def test_on_several_ranks(script, name):
-    """All scenarios of a script run in one launch, because imports take most of the time."""
-    if script == "vllm_scenarios" and not HAS_VLLM:
-        pytest.skip("vllm is not installed")
-    process = ended(scenarios(1, f"{script}.py")[0])
-    ok = re.search(rf"^ok {re.escape(name)}(:|$)", process.stdout, flags=re.M)
-    assert ok, process.stdout[-5000:] + process.stderr
+@pytest.mark.parametrize("file, one", ALL, ids=lambda x: getattr(x, "name", x))
+def test_on_several_ranks(file, one):
+    ran(one.function, name=one.name, file=file)
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed")
+def test_vllm_is_installed():
+    """Otherwise its scenarios are not among the tests, and this line says so."""

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import errno
+import importlib
 import json
 import math
 import os
@@ -22,6 +23,8 @@ import types
 import pytest
 import torch
 import transformers
+import tyro
+from forked import until
 from helpers import ROOT, random_batch, refused, run, succeeded, torchrun, worker
 
 import common
@@ -71,13 +74,17 @@ HALF = {  # words of the answer -> what is set
 }
 
 
-@pytest.mark.parametrize("words", HALF)
-@pytest.mark.parametrize("script", [FSDP, MEGATRON, PPO], ids=lambda path: path.stem)
+SCRIPTS = (FSDP, MEGATRON, PPO)
+# each variable on one script, in turn, and the first one on all: common.py reads them
+PAIRS = [(SCRIPTS[i % 3], words) for i, words in enumerate(HALF)]
+PAIRS += [(script, [*HALF][0]) for script in SCRIPTS[1:]]
+
+
+@pytest.mark.parametrize("script, words", PAIRS, ids=lambda x: getattr(x, "stem", x))
 def test_what_torchrun_sets_is_taken_whole_or_named(script, words, tmp_path):
-    flags = SHORT if script != PPO else ("--steps", "1", "--supervised-steps", "0")
-    ends_in_one_line(
-        run(sys.executable, script, *flags, "--out-dir", tmp_path, timeout=60, **HALF[words]), words
-    )
+    flags = ("--steps", "1", "--supervised-steps", "0") if script == PPO else SHORT
+    command = (sys.executable, script, *flags, "--out-dir", tmp_path)
+    ends_in_one_line(run(*command, timeout=60, **HALF[words]), words)
 
 
 @pytest.mark.parametrize("env", [
@@ -153,13 +160,12 @@ HUGE = "9" * 30
     f"--ppo-max-token-len-per-gpu {HUGE}", f"--ppo-max-token-len-per-gpu auto:{HUGE * 11}",
     "--lr 1e300", "--cliprange-value 1e39", "--value-head bounded --value-range -1e39 1e39",
     "--value-head hl_gauss --value-range 1 1.0000001", "--value-head bounded --value-range 0 1e-40",
-    f"--response-length-limit {HUGE} --loss-agg-mode seq-mean-token-sum-norm", f"--profile-step {HUGE}",
+    f"--response-length-limit {HUGE} --loss-agg-mode seq-mean-token-sum-norm",
+    f"--profile-step {HUGE}",
 ])  # fmt: skip
 @pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
 def test_numbers_have_an_upper_bound(script, flags):
     """The flag with the number is named by both critics, and with its prefix by the PPO loop."""
-    import tyro
-
     run = tyro.cli(script.Run, args=flags.split())
     flag = [word for word in flags.split() if word.startswith("--")][-1]
     if flag == "--loss-agg-mode":
@@ -174,7 +180,8 @@ def test_numbers_have_an_upper_bound(script, flags):
 
 
 @pytest.mark.parametrize("flags", [
-    f"--seed {HUGE}", f"--steps {HUGE}", "--reward-timeout 1e9", "--kl-coef 1e300", "--temperature 1e-9",
+    f"--seed {HUGE}", f"--steps {HUGE}", "--reward-timeout 1e9", "--kl-coef 1e300",
+    "--temperature 1e-9",
     f"--rollout-batch-size {HUGE}", f"--max-response-length {HUGE}", f"--max-turns {HUGE}",
     "--rollout-n 1000000",
     "--actor.lr 1e300", "--actor.tis-cap 1e300", f"--actor.ppo-epochs {HUGE}",
@@ -186,7 +193,9 @@ def test_numbers_of_the_loop_have_an_upper_bound(flags):
 
 SIZES = {  # words of the answer -> --override-config
     "num_attention_heads is 0; it must be from 1 to 4,096": '{"num_attention_heads": 0}',
-    "num_attention_heads is 3, which num_key_value_heads, 2, must divide": '{"num_attention_heads": 3}',
+    "num_attention_heads is 3, which num_key_value_heads, 2, must divide": (
+        '{"num_attention_heads": 3}'
+    ),
     "num_key_value_heads is 0": '{"num_key_value_heads": 0}',
     "RoPE requires an even rotary dimension": '{"head_dim": 15}',
     "head_dim is 0": '{"head_dim": 0}',
@@ -209,13 +218,33 @@ SIZES = {  # words of the answer -> --override-config
 }
 
 
-@pytest.mark.parametrize("words", SIZES)
-@pytest.mark.parametrize("script", [FSDP, MEGATRON, PPO], ids=lambda path: path.stem)
-def test_a_config_that_cannot_be_built_is_one_line(script, words, tmp_path):
+# each on one script, in turn, because they share load_config
+SIZES_OF = [(SCRIPTS[i % 3], words) for i, words in enumerate(SIZES)]
+
+
+@pytest.mark.parametrize("script, words", SIZES_OF, ids=lambda x: getattr(x, "stem", x))
+def test_a_config_that_cannot_be_built_is_named(script, words, tmp_path):
+    """By the script's main, as the script itself begins."""
+    module = importlib.import_module(script.stem)
     flag = "--actor.override-config" if script == PPO else "--override-config"
-    process = run(
-        sys.executable, script, flag, SIZES[words], "--out-dir", tmp_path / "out", timeout=60
-    )
+    args = [flag, SIZES[words], "--out-dir", str(tmp_path / "out")]
+    with refused(words, begin=f"{flag} "):
+        if script == PPO:
+            ppo_loop.main(ppo_loop.parse(args))
+        else:
+            begun = tyro.cli(module.Run, args=args)
+            if mistake := module.mistake_in(begun):
+                raise common.UserError(mistake)
+            module.main(begun)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_config_that_cannot_be_built_is_one_line(script, tmp_path):
+    flag = "--actor.override-config" if script == PPO else "--override-config"
+    words = "num_attention_heads is 0; it must be from 1 to 4,096"
+    where = ("--out-dir", tmp_path / "out")
+    process = run(sys.executable, script, flag, SIZES[words], *where, timeout=60)
     ends_in_one_line(process, words)
     assert process.stderr.startswith(f"error: {flag} ") and not (tmp_path / "out").exists()
 
@@ -285,7 +314,7 @@ def test_the_users_own_text_is_left_as_it_is():
     ("--lr x", "--lr: must be None or FLOAT, not 'x'"),
     ("--lrr 3", "--lrr: is no flag; perhaps you meant --lr; --help explains all flags"),
 ])  # fmt: skip
-@pytest.mark.parametrize("script", [FSDP, MEGATRON, PPO], ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_flag_that_cannot_be_read_is_one_line(script, flags, words):
     if script == PPO and "steps" not in flags:
         flags = flags.replace("--", "--critic.")
@@ -314,42 +343,29 @@ def contents(folder):
     return {str(path): path.read_bytes() for path in files if path.name != "metrics.jsonl"}
 
 
-@pytest.mark.parametrize("second", [FSDP, MEGATRON, PPO], ids=lambda path: path.stem)
-def test_a_second_run_leaves_the_folder_of_the_first_alone(second, tmp_path):
-    """It ends in one line, and the first goes on. When that is killed, the next one starts at
-    once."""
+def test_a_second_run_leaves_the_folder_of_the_first_alone(tmp_path):
+    """Whichever script it runs, it ends in one line, and the first goes on. When that is killed,
+    the next one starts at once."""
     out = tmp_path / "out"
-    flags = (
-        "--out-dir",
-        out,
-        "--steps",
-        "100000",
-        "--save-every",
-        "1",
-        "--keep",
-        "1",
-        "--eval-every",
-        "0",
-    )
-    first = started(FSDP, "--rollouts", ROWS, "--train-batch-size", "8", *flags)
+    own = ("--out-dir", out, "--rollouts", ROWS, "--train-batch-size", 8, "--keep", 1)
+    often = ("--steps", 100000, "--save-every", 1, "--eval-every", 0)
+    first = started(FSDP, *own, *often)
     try:
-        deadline = time.monotonic() + 120
-        while not list(out.glob("checkpoints/step_3")) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        os.kill(first.pid, signal.SIGSTOP)  # nothing may change while the second tries
-        before = contents(out)
-        process = run(sys.executable, second, "--out-dir", out, "--steps", "1", timeout=120)
-        ends_in_one_line(process, f"--out-dir {out}: another run, process {first.pid} on ")
-        assert contents(out) == before
-        os.kill(first.pid, signal.SIGCONT)
-        assert first.poll() is None
+        until((out / "checkpoints" / "step_3").exists, "the third checkpoint", 120)
+        for second in SCRIPTS:
+            os.kill(first.pid, signal.SIGSTOP)  # nothing may change while the second tries
+            before = contents(out)
+            process = run(sys.executable, second, "--out-dir", out, "--steps", 1, timeout=120)
+            ends_in_one_line(process, f"--out-dir {out}: another run, process {first.pid} on ")
+            assert contents(out) == before
+            os.kill(first.pid, signal.SIGCONT)
+            assert first.poll() is None
     finally:
         first.kill()
         first.communicate()
-    if second == FSDP:
-        made = max(common.steps_in(f"{out}/checkpoints"))[0]
-        again = ("--resume", "auto", "--steps", made + 1, "--keep", "1", "--rollouts", ROWS)
-        succeeded(run(sys.executable, FSDP, "--out-dir", out, *again, "--train-batch-size", "8"))
+
+    made = max(common.steps_in(f"{out}/checkpoints"))[0]
+    succeeded(run(sys.executable, FSDP, *own, "--resume", "auto", "--steps", made + 1))
 
 
 def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch, capsys):
@@ -374,12 +390,13 @@ def test_what_earlier_runs_saved_is_never_replaced(tmp_path):
         (tmp_path / "rollouts").mkdir(exist_ok=True)
         (tmp_path / "rollouts/step_2.jsonl").write_text(f"{number}")
         (tmp_path / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
-        common.Logger(str(tmp_path), {}, 0, None)
+        common.Logger(str(tmp_path), {}, 0, None).board.close()  # it writes from a thread
         if number < 4:  # its own files make way for those of the next
             (tmp_path / "metrics.jsonl").unlink()
             for path in (tmp_path / "tensorboard").iterdir():
                 path.unlink()
             (tmp_path / "tensorboard").rmdir()
+
     for number, ending in enumerate((".old", ".old2", ".old3", ".old4"), 1):
         for name in (f"checkpoints/step_2{ending}/number", f"tensorboard{ending}/number"):
             assert (tmp_path / name).read_text() == f"{number}"
@@ -459,6 +476,7 @@ def test_an_actor_or_critic_of_the_loop_that_is_ruined_is_not_saved(tmp_path):
     succeeded(run(sys.executable, PPO, *flags, "--steps", "1"))
     kept = tmp_path / "out" / "checkpoints" / "step_1"
     before = contents(kept)
+
     for flag, words in (
         ("--critic.lr", "the critic's values are not finite"),
         ("--actor.lr", "log-probs"),

@@ -7,13 +7,14 @@ step."""
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from faults import processes, until
+from forked import processes, until
 from helpers import ROOT, run, succeeded, torchrun, worker
 
 import common
@@ -98,13 +99,10 @@ def test_ctrl_c_during_the_imports_ends_in_one_line(script, tmp_path):
 
 @pytest.mark.parametrize("script, what, flags", [
     ("critic_fsdp", "common.read_rows", ()),
-    ("critic_fsdp", "common.init_value_head", ()),
     ("critic_megatron", "common.init_value_head", ()),
     ("ppo_loop", "common.load_model", ()),
-    ("critic_fsdp", "common.write_scores", ("--score", ROWS)),
     ("critic_megatron", "common.write_scores", ("--score", ROWS)),
     ("critic_fsdp", "common.load_config", ("--plan", 2)),
-    ("critic_fsdp", "common.write_report", ()),
     ("critic_megatron", "common.write_report", ()),
     ("ppo_loop", "common.write_report", ()),
 ])  # fmt: skip
@@ -128,8 +126,7 @@ def test_ctrl_c_before_the_loop_ends_both_ranks_in_one_line(tmp_path):
     assert (process.returncode, process.stderr) == (130, LINE)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script, ranks", [("critic_fsdp", 1), *((x, 2) for x in SCRIPTS)])
 def test_ctrl_c_in_the_loop_saves_the_state(script, ranks, tmp_path):
     """All ranks end at the same step. The run continues from it, and ends as if it had not been
     stopped."""
@@ -173,6 +170,7 @@ def test_signals_within_a_second_are_one(first, second, ends, monkeypatch):
         signal.signal(signal.SIGINT, lambda *_: pressed.append(1)),
         signal.getsignal(signal.SIGTERM),
     ]
+
     try:
         common.listen()
         for number in (first, first, second):
@@ -210,9 +208,11 @@ def test_ctrl_c_under_torchrun(again, tmp_path):
     with open(log, "w") as file:
         options = {"env": env, "stdout": file, "stderr": file, "process_group": 0}
         process = subprocess.Popen([*launcher, program], **options)
+
     ranks = lambda: [
         pid for pid, _, words in processes() if str(program) in words and "RANK=" in str(words)
     ]
+
     try:
         until(lambda: "step      2/" in log.read_text() or process.poll() is not None, log, 180)
         for pid in ranks():
@@ -224,6 +224,7 @@ def test_ctrl_c_under_torchrun(again, tmp_path):
         process.wait(timeout=25)  # after 30 s torchrun would kill its ranks
     finally:
         process.kill()
+
     until(lambda: not ranks(), "the end of all ranks", 20)
     said = log.read_text()
     assert said.count("Ctrl-C again ends it at once\n") == 1, said
@@ -245,9 +246,7 @@ def answer(*row):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
-@pytest.mark.parametrize(
-    "number, imports", [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False)]
-)
+@pytest.mark.parametrize("number, imports", [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_the_processes_of_a_reward_function_end_with_the_run(number, imports, tmp_path):
     """Those of the workers, and the programs that they have started, in a row or in an import."""
     seconds = f"{10**6 + os.getpid()}"
@@ -267,6 +266,7 @@ def test_the_processes_of_a_reward_function_end_with_the_run(number, imports, tm
         lambda: len(ours()) >= 2 * rows or process.poll() is not None, "a worker for each row", 120
     )
     process.send_signal(number)
+
     assert process.wait(timeout=30) == 128 + number
     until(lambda: not ours(), "the end of all processes", 10)
 
@@ -275,7 +275,7 @@ def test_the_processes_of_a_reward_function_end_with_the_run(number, imports, tm
 
 
 @pytest.mark.parametrize(
-    "script, ranks", [*((script, 1) for script in SCRIPTS), ("critic_fsdp", 2)]
+    "script, ranks", [("critic_fsdp", 2), ("critic_megatron", 1), ("ppo_loop", 1)]
 )
 def test_a_crash_loses_no_more_than_the_steps_since_the_last_evaluation(script, ranks, tmp_path):
     """Only the newest checkpoint is there; the run that continues ends as one that has never
@@ -284,7 +284,8 @@ def test_a_crash_loses_no_more_than_the_steps_since_the_last_evaluation(script, 
     crashes = [("common.describe_update", 6, CRASH)]
     program = patched(tmp_path / "run.py", crashes, script, tmp_path / "out", *flags)
     process = torchrun(ranks, program)
-    at_each = f"saving     {tmp_path}/out/checkpoints at each evaluation, the newest is kept; Ctrl-C saves, too\n"
+    at_each = f"saving     {tmp_path}/out/checkpoints at each evaluation, the newest is kept;"
+    at_each += " Ctrl-C saves, too\n"
     assert process.returncode == -9 and at_each in process.stdout, process
     assert saved(tmp_path / "out") == [4]
     succeeded(torchrun(ranks, *flags_of(script, tmp_path / "out", *flags, "--resume", "auto")))
@@ -294,15 +295,22 @@ def test_a_crash_loses_no_more_than_the_steps_since_the_last_evaluation(script, 
     ) == [6]
 
 
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """The folder of a run with a checkpoint after each of its two steps."""
+    out = tmp_path_factory.mktemp("two") / "steps"
+    succeeded(run(sys.executable, *flags_of("critic_fsdp", out, "--steps", 2, "--save-every", 1)))
+    return out
+
+
 @pytest.mark.parametrize("more, kept", [
     ((), [1, 2, 6]),  # what the user has asked for before stays
     (("--keep", 2), [4, 6]),
     (("--save-every", 3), [1, 2, 3, 6]),
     (("--save-every", 0), [1, 2, 6]),
 ])  # fmt: skip
-def test_which_checkpoints_a_run_keeps(more, kept, tmp_path):
-    out = tmp_path / "out"
-    succeeded(run(sys.executable, *flags_of("critic_fsdp", out, "--steps", 2, "--save-every", 1)))
+def test_which_checkpoints_a_run_keeps(more, kept, two_steps, tmp_path):
+    out = shutil.copytree(two_steps, tmp_path / "out")
     flags = ("--steps", 6, "--resume", "auto", "--eval-every", 2, *more)
     succeeded(run(sys.executable, *flags_of("critic_fsdp", out, *flags)))
     assert saved(out) == kept
@@ -328,12 +336,12 @@ def test_a_line_says_what_is_saved(script, flags, words, tmp_path, capsys):
 
 def test_help_has_the_same_words_in_all_scripts():
     """About checkpoints, but for the PPO loop's steps, which are updates of a critic."""
-    texts = []
+    texts = set()
     for script in SCRIPTS:
         text = (ROOT / f"{script}.py").read_text().replace("# steps between", "# updates between")
-        texts.append(
-            re.search(
-                r"    # updates between checkpoints .*\n    save_every.*\n    keep.*\n", text
-            )[0]
-        )
-    assert texts[0] == texts[1] == texts[2]
+        of_flags = re.search(r"    # updates between checkpoints .*?\n    async_save", text, re.S)[
+            0
+        ]
+        assert "save_every" in of_flags and "keep" in of_flags
+        texts.add(of_flags)
+    assert len(texts) == 1

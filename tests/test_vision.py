@@ -8,23 +8,24 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from forked import scenario
 from helpers import (
-    ROOT,
+    STRATEGIES,
+    assert_same_weights,
     full_weights,
     mine,
+    names_with_moments,
     one_update,
+    ran,
     random_batch,
     refused,
-    succeeded,
-    torchrun,
     worker,
 )
 from PIL import Image
+from reference import assert_agrees, reference_of
 from safetensors.torch import save_file
-from test_critic_fsdp import STRATEGIES, assert_same_weights
-from test_heads_and_lora import names_with_moments
-from test_layouts import assert_agrees, reference_of
 
 import common
 import critic_fsdp
@@ -115,32 +116,54 @@ TEXT = {**QWEN3["text_config"], **EXPERTS}
 MODELS["qwen3-vl-moe"] = {**QWEN3, "model_type": "qwen3_vl_moe", "text_config": TEXT}
 
 
+def save_model(name, folder):
+    """A checkpoint like those of users: a language model with its head, and a value head."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**MODELS[name])
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    for p in model.parameters():
+        p.data += 0.05 * torch.randn_like(p)
+    model.save_pretrained(folder)
+
+    transformers.Qwen2VLImageProcessorPil(patch_size=14).save_pretrained(folder)
+    head = {"score.weight": 0.3 * torch.randn(1, 64), "score.bias": torch.randn(1)}
+    save_file(head, folder / "value_head.safetensors")
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """name -> a checkpoint like those of users: a language model with its head, and a value
-    head."""
-    folders = {}
-    for name, fields in MODELS.items():
-        folders[name] = folder = tmp_path_factory.mktemp(name)
-        torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(**fields)
-        model = transformers.AutoModelForImageTextToText.from_config(config)
-        for p in model.parameters():
-            p.data += 0.05 * torch.randn_like(p)
-        model.save_pretrained(folder)
-        transformers.Qwen2VLImageProcessorPil(patch_size=14).save_pretrained(folder)
-        head = {"score.weight": 0.3 * torch.randn(1, 64), "score.bias": torch.randn(1)}
-        save_file(head, folder / "value_head.safetensors")
-    return folders
+    """name -> the folder of a model."""
+    made = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    for name, folder in made.items():
+        save_model(name, folder)
+    return made
+
+
+@scenario(ranks=2)
+def images_on_every_layout(folder):
+    """Results of layouts on rows with images, of which the second rank has none. Models differ in
+    how the tower's output is sliced."""
+    if common.RANK == 0:
+        for name in PRESETS:
+            save_model(name, folder / name)
+    common.setup_distributed()
+    dist.barrier()
+
+    first, second = PRESETS
+    some = {name: LAYOUTS[name] for name in ("fsdp1", "ulysses", "ulysses, frozen")}
+    results = {
+        first: results_of(folder / first, LAYOUTS),
+        second: results_of(folder / second, some),
+        "parts": results_of(folder / first, PARTS),
+    }
+    if common.RANK == 0:
+        torch.save(results, folder / "out.pt")
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(folders, tmp_path_factory):
-    """folder -> results of every layout on two ranks, of which the second has no image."""
-    out = tmp_path_factory.mktemp("out") / "out.pt"
-    script = (ROOT / "tests" / "scenarios.py", "images_on_every_layout")
-    succeeded(torchrun(2, *script, out, *(folders[name] for name in PRESETS)))
-    return torch.load(out, weights_only=True)
+def on_two_ranks():
+    """name of a model, or parts -> results of every layout on two ranks."""
+    return torch.load(ran(images_on_every_layout, 2) / "out.pt", weights_only=True)
 
 
 def images_of(row, ids):
@@ -161,8 +184,9 @@ def test_every_layout_makes_the_same_update(name, folders, on_two_ranks):
     names = ("fsdp2", "fsdp2, frozen", "padded") if name in PRESETS else ("fsdp2",)
     on_one = results_of(folders[name], {layout: LAYOUTS[layout] for layout in names})
     results = {(1, *key): x for key, x in on_one.items()}
-    results |= {(2, *key): x for key, x in on_two_ranks.get(str(folders[name]), {}).items()}
+    results |= {(2, *key): x for key, x in on_two_ranks.get(name, {}).items()}
     print(f"\n{name}: largest relative difference of a gradient, and of a value, to float64")
+
     for (ranks, layout, tokens), result in results.items():
         expected = {
             n: g for n, g in gradients.items() if not ("frozen" in layout and ".visual." in n)
@@ -242,12 +266,14 @@ def test_images_of_rows_are_those_of_the_processor(name, rollouts):
         dict(w.critic.image_processor(images=[Image.open(file)], return_tensors="pt"))
         for file in files
     )
+
     assert a["image_grid_thw"].tolist() == [[1, 6, 4]] and b["image_grid_thw"].tolist() == [
         [1, 4, 8]
     ]
     both = {key: torch.cat([b[key], a[key]]) for key in a}
     placeholders = [(ids == IMAGE).sum().item() for ids in batch.input_ids.split(batch.lengths)]
     assert placeholders == [6, 0, 8 + 6, 0]
+
     tensors = dataclasses.replace(batch, multi_modal_inputs=[a, {}, both, {}])
     assert torch.equal(w.compute_values(batch), w.compute_values(tensors))
     black = {**a, "pixel_values": 0 * a["pixel_values"]}
@@ -263,6 +289,7 @@ def test_a_bad_image_is_a_bad_row(rollouts):
     (rollouts.parent / "cut.jpg").write_bytes((rollouts.parent / "cut.jpg").read_bytes()[:2000])
     w = CriticWorker(Config(model="tiny-qwen3-vl"))
     good = rollouts.read_text()
+
     for change, fault in (
         ({"images": ["c.png"]}, "c.png"),
         ({"images": ["rows.jsonl"]}, "UnidentifiedImageError"),
@@ -283,6 +310,7 @@ def test_a_bad_image_is_a_bad_row(rollouts):
         rollouts.write_text(good + json.dumps(bad) + "\n")
         with refused(fault, f"--rollouts {rollouts}:5: "):
             read(w, rollouts)
+
     with pytest.raises(UserError, match=":1: it has images, but this model reads text only"):
         common.read_rows(str(rollouts), w.tokenizer)
 
@@ -358,6 +386,7 @@ def test_another_vision_model_reads_text_only(tmp_path):
     packed, padded = (worker(model=str(tmp_path), use_remove_padding=x) for x in (True, False))
     torch.testing.assert_close(packed.compute_values(batch), padded.compute_values(batch))
     one, other = (w.update_critic(batch)["critic/grad_norm"] for w in (packed, padded))
+
     assert one == pytest.approx(other, rel=1e-5)
     batch = dataclasses.replace(random_batch(1), multi_modal_inputs=ROWS.multi_modal_inputs[:1])
     with pytest.raises(ValueError, match="multi_modal_inputs: this critic reads text only"):

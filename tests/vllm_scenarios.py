@@ -1,7 +1,5 @@
-"""--rollout vllm against plain transformers and --rollout hf. Each scenario asserts; "ok" says it
-passed.
-
-    python tests/vllm_scenarios.py OUT_FOLDER [NAME...]        all of them by default
+"""--rollout vllm against plain transformers and --rollout hf. Each scenario asserts by itself;
+test_scenarios.py waits for it.
 
 Several engines may live in one process, as long as none is deleted.
 """
@@ -399,52 +397,56 @@ def errors(folder):
         engine_of(w)
 
 
-# name, ranks, function, its arguments; the order matters: some read what earlier ones leave
+def vllm_is_imported(folder):
+    """Once, by the process that forks all later ranks; the first scenario tests what it changes."""
+    from vllm import LLM  # noqa: F401
+
+
+def start(folder):
+    ppo_scenarios.start(folder, "--actor.override-config", json.dumps(HEADS))
+
+
+def golden(folder, name, *flags):
+    ppo_scenarios.toy(folder, name, *flags)
+
+
+def golden_runs_agree(folder):
+    """A loss is the mean of many numbers that nearly cancel."""
+    ppo_scenarios.samples_and_metrics_agree(folder, 1e-3)
+
+
+def goes_on(folder):
+    ppo_scenarios.goes_on(folder, "vllm 1", "vllm 1", "--offload")
+
+
+# name, ranks, function, its arguments, and how the names of those begin that must run before it
 LAUNCHES = [
-    ("the process is as it was", 2, the_process_is_as_it_was, ()),
-    ("weights arrive", 1, weights_arrive, ()),
-    ("weights are cast", 1, weights_are_cast, ()),
-    ("on one rank", 1, on_ranks, ()),
-    ("on two ranks", 2, on_ranks, ()),
-    ("on two ranks that share an engine", 2, on_ranks, (2,)),
-    ("samples", 1, samples, ()),
-    ("texts end turns", 1, texts_end_turns, ()),
-    ("sleeps", 1, sleeps, ()),
-    ("fillers", 1, fillers, ()),
-    ("sigterm ends generate", 2, sigterm_ends_generate, ()),
-    ("errors", 1, errors, ()),
-    ("start", 1, ppo_scenarios.start, ("--actor.override-config", json.dumps(HEADS))),
-    *(
-        (f"golden {x}", ranks, ppo_scenarios.toy, (x, *flags))
-        for x, (ranks, flags) in GOLDEN.items()
-    ),
-    # a loss is the mean of many numbers that nearly cancel
-    ("golden runs agree", 1, ppo_scenarios.samples_and_metrics_agree, (1e-3,)),
-    ("warms up asleep", 1, warms_up_asleep, ()),
-    ("goes on, offloaded", 1, ppo_scenarios.goes_on, ("vllm 1", "vllm 1", "--offload")),
+    ("the process is as it was", 2, the_process_is_as_it_was, (), ()),
+    ("vllm is imported", 0, vllm_is_imported, (), ()),
+    ("weights arrive", 1, weights_arrive, (), ()),
+    ("weights are cast", 1, weights_are_cast, (), ()),
+    ("on one rank", 1, on_ranks, (), ()),
+    ("on two ranks", 2, on_ranks, (), ()),
+    ("on two ranks that share an engine", 2, on_ranks, (2,), ()),
+    ("samples", 1, samples, (), ()),
+    ("texts end turns", 1, texts_end_turns, (), ()),
+    ("sleeps", 1, sleeps, (), ()),
+    ("fillers", 1, fillers, (), ()),
+    ("sigterm ends generate", 2, sigterm_ends_generate, (), ()),
+    ("errors", 1, errors, (), ()),
+    ("start", 1, start, (), ()),
+    *((f"golden {x}", n, golden, (x, *flags), ("start",)) for x, (n, flags) in GOLDEN.items()),
+    ("golden runs agree", 1, golden_runs_agree, (), [f"golden {x}" for x in GOLDEN]),
+    ("warms up asleep", 1, warms_up_asleep, (), ("start",)),
+    ("goes on, offloaded", 1, goes_on, (), ("golden vllm 1",)),
 ]
-NAMES = [name for name, *_ in LAUNCHES]
+for name, ranks, function, args, needs in LAUNCHES:
+    forked.scenario(ranks, name, args, tuple(needs), fresh=True)(function)
 
-
-def launch(name, function, folder, args):
-    """Runs one scenario on this rank."""
-    global common, ppo_loop, tests
-    import test_ppo_loop as tests  # these read RANK when imported
+if forked.NUMBERS:  # a rank: these read RANK when imported
+    import ppo_helpers as tests
 
     import common
     import ppo_loop
 
     ppo_scenarios.GOLDEN = GOLDEN
-    ppo_scenarios.launch(name, function, folder, args)
-
-
-def launches():
-    """Yields LAUNCHES and imports vllm once, after the first, which tests the effects of the
-    import."""
-    for item in LAUNCHES:
-        yield item
-        from vllm import LLM  # noqa: F401
-
-
-if __name__ == "__main__":
-    forked.scenarios(launches(), launch)

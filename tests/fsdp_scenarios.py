@@ -1,25 +1,20 @@
-"""Scenarios for critic_fsdp.py that need several ranks. Each asserts, and prints "ok" and its name.
-
-torchrun --nproc-per-node 2 tests/scenarios.py NAME[,NAME...] ARGUMENTS...
-"""
+"""critic_fsdp.py on two ranks. Each scenario asserts by itself; test_scenarios.py waits for it."""
 
 import contextlib
-import inspect
 import io
 import itertools
 import json
 import math
 import pathlib
 import re
-import sys
 
 import helpers
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, captured_gradients, full_weights, mine, random_batch, refused
-from test_common import BAD_ROWS, GOOD
-from test_layouts import plain_loop
+from forked import scenario
+from helpers import LAYOUTS, ROOT, captured_gradients, full_weights, mine, random_batch, refused
+from reference import plain_loop
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen2 import modeling_qwen2
@@ -31,16 +26,14 @@ from common import RANK, WORLD_SIZE
 from critic_fsdp import Config, Run
 
 ROWS = str(ROOT / "tests" / "rows.jsonl")
-LAYOUTS = {name: {"strategy": name} for name in ("fsdp2", "fsdp1", "none")} | {
-    "ulysses": {"ulysses_size": 2}
-}
 
 
 def make(**fields):
     return helpers.worker(**{"lr_warmup_steps": 3, "ppo_mini_batch_size": 8, **fields})
 
 
-def a_weight_may_be_used_on_one_rank_alone():
+@scenario(ranks=2)
+def a_weight_may_be_used_on_one_rank_alone(folder):
     """Each rank sends its tokens to one of two experts. Gradients are those of a plain loop over
     the rank's rows, all-reduced by hand; an expert that no rank uses still decays."""
     mlp = modeling_qwen2.Qwen2MLP
@@ -82,7 +75,8 @@ def a_weight_may_be_used_on_one_rank_alone():
     modeling_qwen2.Qwen2MLP = mlp
 
 
-def it_does_not_matter_who_has_a_row():
+@scenario(ranks=2)
+def it_does_not_matter_who_has_a_row(folder):
     """Values, weights and metrics of two updates are equal, also if one rank has all rows."""
     batch = random_batch(13, vocab_size=60, prompts=4)
     order = torch.randperm(13, generator=torch.Generator().manual_seed(1)).tolist()
@@ -114,8 +108,10 @@ def it_does_not_matter_who_has_a_row():
                     )
 
 
-def whitening_is_over_all_ranks():
+@scenario(ranks=2)
+def whitening_is_over_all_ranks(folder):
     """masked_whiten on the ranks' parts equals the formula over the whole."""
+    common.setup_distributed()
     batch = random_batch(16)
     mask = batch.response_mask
     # moments differ by rank; NaN does not count
@@ -126,7 +122,8 @@ def whitening_is_over_all_ranks():
     torch.testing.assert_close(ppo_loop.masked_whiten(x, mask)[mask], expected)
 
 
-def gradients_of_bfloat16_are_reduced_in_float32():
+@scenario(ranks=2)
+def gradients_of_bfloat16_are_reduced_in_float32(folder):
     """Ranks send gradients in float32 and gathered weights in bfloat16."""
     names = "all_reduce reduce_scatter_tensor reduce_scatter_single "
     names += "all_gather all_gather_into_tensor all_gather_single"
@@ -151,7 +148,8 @@ def gradients_of_bfloat16_are_reduced_in_float32():
         assert layout == "none" or torch.bfloat16 in sent["gather"], (layout, sent)
 
 
-def gathered_weights_are_let_go():
+@scenario(ranks=2)
+def gathered_weights_are_let_go(folder):
     """After compute_values no rank holds more than its shards."""
     batch = mine(random_batch(16, vocab_size=60))
     worker = make()
@@ -166,7 +164,8 @@ def gathered_weights_are_let_go():
     assert len(flat) == 4 and all(x._full_param_padded.untyped_storage().size() == 0 for x in flat)
 
 
-def the_plan_is_what_a_rank_holds():
+@scenario(ranks=2)
+def the_plan_is_what_a_rank_holds(folder):
     """--plan's weights, gradients and optimizer state equal the bytes of the ranks' own tensors."""
     local = lambda x: (x.to_local() if isinstance(x, DTensor) else x).nbytes
     for layout, fields in LAYOUTS.items():
@@ -217,6 +216,7 @@ def muon_and_adamw(named):
     return Pair(muon, torch.optim.AdamW(others, 1e-3))
 
 
+@scenario(ranks=2)
 def an_optimizer_of_a_fork_steps_as_on_whole_weights(folder):
     """Ranks that shard the weights make the step of one rank that has them all, and a checkpoint
     holds the state. Muon multiplies in bfloat16, so that its steps differ in rounding."""
@@ -256,90 +256,41 @@ def an_optimizer_of_a_fork_steps_as_on_whole_weights(folder):
         )
 
 
-VARIANTS = {
-    "lora": {"lora_rank": 3, "lora_alpha": 6.0},
-    "hl_gauss": {"value_head": "hl_gauss", "value_range": (-1.5, 2.0)},
-    "freeze": {"freeze_modules": r"embed_tokens|layers\.0\.(self_attn|mlp\.up)"},
-    "bounded": {"value_head": "bounded", "value_range": (-1.5, 2.0)},
-    "places": {"value_places": (0.0, 0.3, 0.9, 1.0)},
+GOOD = {"prompt_ids": [1, 2], "response_ids": [3, 4], "reward": 1.0}
+BAD = {  # words of the error -> how a row differs from GOOD; test_common.py has more, on one rank
+    "one of reward, rewards; has none": {"reward": None},
+    "prompt: must be a valid string, not 7": {"prompt_ids": None, "prompt": 7},
+    "empty prompt or response": {"response_ids": None, "response": "", "truncated": True},
+    "rewards has 1 entries": {"reward": None, "rewards": [1.0]},
+    "50 is outside the model's vocabulary of 50": {"response_ids": [3, 50]},
+    "32 tokens, more than the model's max_position_embeddings, 20": {"prompt_ids": [1] * 30},
+    "images": {"images": ["a.png"]},
 }
 
 
-def one_gradient(model, folder=None, **fields):
-    """(worker, weights, values, metrics and gradient of one mini-batch). folder: a checkpoint to
-    load."""
-    options = {
-        "ppo_mini_batch_size": 256,
-        "lr_warmup_steps": 0,
-        "lr": 0.01,
-        "ppo_max_token_len_per_gpu": 60,
-    }
-    worker = make(model=str(model), **{**options, **fields})
-    if folder:
-        worker.load_checkpoint(folder)
-    weights = full_weights(worker.critic)
-    batch = mine(random_batch(12, seed=1))
-    batch.values = worker.compute_values(batch)
-    result = helpers.one_update(worker, batch)
-    return worker, {**result, "weights": weights, "after": full_weights(worker.critic)}
-
-
-def heads_and_adapters(model, folder, out):
-    """Runs every variant on every layout from a checkpoint of one rank; saves the results and
-    checkpoints."""
-    results = {}
-    folder = pathlib.Path(folder)
-    for variant in VARIANTS:
-        for layout, more in LAYOUTS.items():
-            fields = {
-                **VARIANTS[variant],
-                "gradient_checkpointing": layout in ("fsdp1", "ulysses"),
-                **more,
-            }
-            worker, results[variant, layout] = one_gradient(model, folder / variant, **fields)
-        worker.save_checkpoint(folder / f"{variant} of {WORLD_SIZE}")
-    if RANK == 0:
-        torch.save(results, out)
-
-
-def images_on_every_layout(out, model, other):
-    """Saves results of layouts on rows with images. Models differ in how the tower's output is
-    sliced."""
-    from test_vision import LAYOUTS, PARTS, results_of
-
-    some = {name: LAYOUTS[name] for name in ("fsdp1", "ulysses", "ulysses, frozen")}
-    results = {model: results_of(model, LAYOUTS), other: results_of(other, some)}
-    results["parts"] = results_of(model, PARTS)
-    if RANK == 0:
-        torch.save(results, out)
-
-
+@scenario(ranks=2)
 def bad_input_ends_every_rank(folder):
-    """All ranks refuse every bad row and impossible flag, before a model is built."""
+    """All ranks refuse bad rows and impossible flags, before a model is built."""
     build, built = critic_fsdp.build_value_model, []
     critic_fsdp.build_value_model = lambda *_: built.append(1)
-    few = json.dumps({"vocab_size": 50, "max_position_embeddings": 20})
+    one_head = '{"num_attention_heads": 1, "num_key_value_heads": 1}'
     cases = [  # flags of the critic, of the run, words of the message
         ({}, {"rollouts": f"{folder}/none.jsonl"}, "--rollouts"),
-        ({"tokenizer": folder}, {}, "--tokenizer"),
-        ({"model": folder}, {}, "--model"),
-        (
-            {
-                "ulysses_size": 2,
-                "override_config": '{"num_attention_heads": 1, "num_key_value_heads": 1}',
-            },
-            {},
-            "attention heads",
-        ),
+        ({"tokenizer": str(folder)}, {}, "--tokenizer"),
+        ({"model": str(folder)}, {}, "--model"),
+        ({"ulysses_size": 2, "override_config": one_head}, {}, "attention heads"),
         ({"fsdp_size": 5}, {}, "--fsdp-size 5: must divide the 2 ranks"),
     ]
-    for name, (change, fault) in BAD_ROWS.items():
-        if isinstance(change, dict):
-            path = pathlib.Path(folder, f"{name}.jsonl")
-            cases.append(({"override_config": few}, {"rollouts": str(path)}, fault))
+
+    few = json.dumps({"vocab_size": 50, "max_position_embeddings": 20})
+    for number, (fault, change) in enumerate(BAD.items()):
+        path = folder / f"bad {number}.jsonl"
+        cases.append(({"override_config": few}, {"rollouts": str(path)}, fault))
+        if RANK == 0:
             lines = map(json.dumps, ({**GOOD, "values": [1, 2]}, {**GOOD, **change}))
-            if RANK == 0:
-                path.write_text("\n".join(lines))
+            path.write_text("\n".join(lines))
+
+    common.setup_distributed()
     dist.barrier()
     for critic, fields, fault in cases:
         with refused(fault):
@@ -348,9 +299,11 @@ def bad_input_ends_every_rank(folder):
     critic_fsdp.build_value_model = build
 
 
+@scenario(ranks=2)
 def what_a_rank_does_not_see_is_an_error_on_all(folder):
     """A save without the files of another rank leaves no checkpoint, and a folder must exist on all
     ranks."""
+    common.setup_distributed()
     exists = common.exists
     for blind in range(WORLD_SIZE):
         with refused(f"--out-dir: rank {blind} does not see all of {folder}/step_1.tmp"):
@@ -366,7 +319,8 @@ def what_a_rank_does_not_see_is_an_error_on_all(folder):
         common.verify(f"{folder}/step_{1 - RANK}")
 
 
-def an_automatic_budget_is_that_of_the_rank_with_least_memory():
+@scenario(ranks=2)
+def an_automatic_budget_is_that_of_the_rank_with_least_memory(folder):
     budgets = []
     for gib in (0.03, 0.02, 0.03 if RANK else 0.02):
         worker = make(ppo_max_token_len_per_gpu=f"auto:{gib}", ulysses_size=2)
@@ -375,15 +329,3 @@ def an_automatic_budget_is_that_of_the_rank_with_least_memory():
     roomy, small, mixed = budgets
     assert roomy > 1.3 * small and abs(mixed - small) < 0.1 * small, budgets
     assert common.of_all_ranks(budgets) == [budgets] * 2
-
-
-def main(names, *arguments):
-    common.setup_distributed()
-    for name in names.split(","):
-        function = globals()[name]
-        function(*arguments[: len(inspect.signature(function).parameters)])
-        common.print0("ok", name)
-
-
-if __name__ == "__main__":
-    common.launch(lambda: main(*sys.argv[1:]))

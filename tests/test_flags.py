@@ -1,0 +1,203 @@
+"""Prompts and flags of ppo_loop.py: what is read, what is refused, and in which words."""
+
+import importlib.util
+import json
+import types
+
+import pytest
+from helpers import help_of, refused
+from ppo_helpers import EOS, TOKENIZER, a_run, another_tokenizer, chat_tokenizer, ids_of, policy
+
+import common
+import ppo_loop
+from common import UserError
+from ppo_loop import ActorConfig, Prompt
+
+
+def prompts_of(tmp_path, *rows, tokenizer=None, **fields):
+    """load_prompts on a file of these rows; text and bytes are written as they are."""
+    file = tmp_path / "prompts.jsonl"
+    lines = [row if isinstance(row, str | bytes) else json.dumps(row) for row in rows]
+    file.write_bytes(b"\n".join(line.encode() if isinstance(line, str) else line for line in lines))
+    run = a_run(prompts=str(file), **fields)
+    return ppo_loop.load_prompts(str(file), "--prompts", run, tokenizer or TOKENIZER)
+
+
+def test_prompts_of_text_and_of_chats(tmp_path, capsys):
+    load = lambda *rows, **fields: prompts_of(
+        tmp_path, *rows, tokenizer=chat_tokenizer(""), **fields
+    )
+    user = [{"role": "user", "content": "hi"}]
+    chat = [{"role": "system", "content": "S"}, *user]
+    begun = [*user, {"role": "assistant", "content": "I think"}]
+    ours = load({"prompt": "1+1=", "answer": "2"}, {"prompt": chat}, {"prompt": begun})
+    assert ours[0] == Prompt(ids_of("1+1="), "1+1=", "2", None)
+    assert ours[1] == Prompt(ids_of("<system>S\n<user>hi\n<assistant>"), "hi", None, chat)
+    assert ours[2] == Prompt(ids_of("<user>hi\n<assistant>I think"), "I think", None, begun)
+    ours = load({"question": "hi", "gold": 7}, chat=True, prompt_key="question", answer_key="gold")
+    assert ours == [Prompt(ids_of("<user>hi\n<assistant>"), "hi", 7, user)]
+
+    rows = [{"prompt": "a" * n, "n": n} for n in (3, 6, 5, 9)]
+    assert [p.text for p in load(*rows, max_prompt_length=5)] == ["aaa", "aaaaa"]
+    assert "left out 2 prompts longer than --max-prompt-length" in capsys.readouterr().out
+    for fault, fields in (
+        (": no usable", {"max_prompt_length": 2}),
+        (":1: .*--reward addition cannot check the answer", {"reward": "addition"}),
+        (":1: .*'why', which --privileged-key names", {"privileged_key": "why"}),
+        (":1: .*must be text", {"chat": True, "prompt_key": "n"}),
+    ):
+        with pytest.raises(UserError, match=f"--prompts .*prompts.jsonl{fault}"):
+            load(*rows, **fields)
+
+
+@pytest.mark.parametrize("row", (
+    "{", b'{"prompt": "\xff"}', "[1]", "null", {"question": "x"}, {"prompt": None}, {"prompt": 5},
+    {"prompt": []}, {"prompt": [{"content": "x"}]}, {"prompt": ""}, '{"prompt": "\\ud800"}',
+    {"prompt": [{"role": "user", "content": "x"}]},  # the tokenizer has no template
+    {"prompt": "x", "answer": "five"},  # which the gsm8k reward cannot read
+))  # fmt: skip
+def test_a_bad_prompt_is_named_by_file_and_line(row, tmp_path):
+    good = {"prompt": "good", "answer": "#### 5"}
+    # blank lines count
+    with pytest.raises(UserError, match=r"^--prompts .*prompts.jsonl:4\b[^\n]*\Z"):
+        prompts_of(tmp_path, good, "", "  ", row, good, reward="gsm8k")
+
+
+def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")  # --help changes it
+    parse = lambda flags: ppo_loop.parse(flags.split())
+    own = {"--critic=fsdp": "ulysses-size", "--critic megatron": "tensor-model-parallel-size"}
+
+    for critic, flag in own.items():
+        backend = critic.removeprefix("--critic")[1:]
+        run = parse(f"{critic} --critic.{flag} 2 --actor.lr 0.25 --no-whiten-advantages")
+        fields = {"model": "actor", "ppo_mini_batch_size": 128, flag.replace("-", "_"): 2}
+        critic = ppo_loop.critic_flags(backend)(**fields)
+        assert run == a_run(
+            backend, critic=critic, actor=ActorConfig(lr=0.25), whiten_advantages=False
+        )
+        with pytest.raises(SystemExit):
+            parse(f"--critic {backend} --help")
+        sections = help_of(capsys.readouterr().out)
+        words = {flag: words for section in sections.values() for flag, words in section.items()}
+        assert len(words) > 90 and all(
+            len(x) > 7 and not x.startswith("(default") for x in words.values()
+        )
+        assert (
+            f"--critic.{flag}" in sections["critic layout"]
+            and "--actor.lr" in sections["actor optimizer"]
+        )
+        assert len(sections["vllm engine, for --rollout vllm"]) == 2
+
+    assert parse("") == a_run()
+    with pytest.raises(
+        UserError, match="--critic.tensor-model-parallel-size: unknown with --critic fsdp"
+    ):
+        parse("--critic fsdp --critic.tensor-model-parallel-size 2")
+
+    with pytest.raises(UserError, match="--critic fsdp2: must be fsdp or megatron"):
+        parse("--critic fsdp2")
+
+
+@pytest.mark.parametrize("flags, meant", [
+    ("--tokenizer x", "perhaps you meant --critic.tokenizer or --actor.tokenizer"),
+    ("--lr 1", "perhaps you meant --critic.lr or --actor.lr"),
+    ("--tokeniser=x", "perhaps you meant --critic.tokenizer or --actor.tokenizer"),
+    ("--kl-coeff 0.1", "perhaps you meant --kl-coef"),
+    ("--no-ofload", "perhaps you meant --no-offload"),
+    ("--actr.lr 1", "perhaps you meant --actor.lr"),
+    ("--critic.clip_ratio_low 1", "perhaps you meant --actor.clip-ratio-low"),
+    ("--critic.ulysses-size 2 --critic megatron", "it is a flag of --critic fsdp"),
+    ("--ulyses-size 2 --critic megatron", "--critic.ulysses-size is a flag of --critic fsdp"),
+    ("--critic.tensor-model-parallel-size 2", "it is a flag of --critic megatron"),
+    ("--xyzzy 1", "--help explains all flags"),
+    ("--offload True", "--help explains all flags"),
+])  # fmt: skip
+def test_an_unknown_flag_is_told_with_what_may_be_meant(flags, meant):
+    words = flags.partition(" ")[0] if flags != "--offload True" else "True"
+    critic = flags.partition("--critic ")[2] or "fsdp"
+    with refused(
+        f"{words}: unknown with --critic {critic}; {meant}", end="--help explains all flags"
+    ):
+        ppo_loop.parse(flags.split())
+
+
+@pytest.mark.parametrize("named, flags", [
+    ("--reward", "--prompts x.jsonl"), ("--critic.value-range", "--critic.value-head hl_gauss"),
+    ("--prompts", "--privileged-key x"),
+    ("--actor.model", "--actor.model tiny-qwen3-vl --supervised-steps 1"),
+    *((flags.split()[0], flags) for flags in (  # prompts have 6 tokens and responses 8
+    "--rollout-n 0", "--gamma 1.1", "--kl-coef nan", "--eval-every -1", "--top-p 0",
+    "--reward-timeout inf",
+    "--temperature 0", "--target-kl 0.1", "--eval-prompts x.jsonl",
+    "--prompts x.jsonl --reward gsm8k",
+    "--reward gsm8k --reward-model rm", "--reward nothing.py:f", "--environment nothing.py:f",
+    "--vllm.tensor-parallel-size 2", "--vllm.gpu-memory-utilization 1.5", "--actor.clip-ratio-c 1",
+    "--actor.override-config {", "--actor.model tiny-qwen7", "--actor.tokenizer /none",
+    "--actor.ppo-max-token-len-per-gpu 13", "--critic.ulysses-size 3", "--critic.model tiny-qwen7",
+    "--critic.ppo-max-token-len-per-gpu 13", "--critic.ppo-max-token-len-per-gpu auto",
+    "--critic.ppo-mini-batch-size 0 --critic megatron", "--lam-policy 1 --first-token-credit 0.5",
+    '--critic.model tiny-gpt2 --critic.override-config {"vocab_size":50}',
+    '--critic.model tiny-gpt2 --critic.override-config {"n_positions":13}',
+    '--actor.model tiny-llama --actor.override-config {"max_position_embeddings":13}',
+    # it has no value head
+    "--actor.model tiny-qwen2.5-vl", "--reward-model /none", "--reward-model lm",
+    *([] if importlib.util.find_spec("vllm") else ["--rollout vllm"]),
+    "--actor.ratio-band 2 1", "--prompts rows.jsonl --chat --reward mine.py:f",
+    "--critic.tokenizer words",
+))])  # fmt: skip
+def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path, monkeypatch):
+    """This includes mistakes that are found only while models are built."""
+    monkeypatch.chdir(tmp_path)
+    if "--reward-model lm" in flags:
+        policy().export_hf(tmp_path / "lm", TOKENIZER)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
+    (tmp_path / "mine.py").write_text("def f(prompt, response, answer):\n    return 1")
+    another_tokenizer().save_pretrained(tmp_path / "words")
+    with pytest.raises(UserError, match=rf"^{named}(?![\w-])[^\n]*\Z"):
+        ppo_loop.main(parse(flags))
+
+
+def test_valid_flags_are_accepted(parse, tmp_path, capsys):
+    """Budgets that just fit, or are halved since memory ran out; what the critic inherits from the
+    actor."""
+    set_up = lambda flags: ppo_loop.set_up(parse(flags))
+    for backend in ("fsdp", "megatron"):
+        budgets = "--actor.ppo-max-token-len-per-gpu 14 --critic.ppo-max-token-len-per-gpu 14"
+        run, task = set_up(f"--critic {backend} {budgets} --kl-coef 0.1 --target-kl 0.1")
+        assert (task.longest, task.stop_ids) == (14, [EOS])
+
+    # steps of 20 prompts, 3 mini-batches
+    sizes = "--train-batch-size 32 --critic.ppo-mini-batch-size 8"
+    run, task = set_up(f"--actor.model tiny-llama --kl-coef 0.1 {sizes}")
+    for p in task.prompts + task.held_out:
+        assert sum(map(int, p.text[:-1].split("+"))) == int(p.answer) and p.ids == ids_of(p.text)
+    assert not {p.text for p in task.prompts} & {p.text for p in task.held_out}
+    assert (
+        run.critic.model == run.actor.model == "tiny-llama"
+        and task.model_config.model_type == "llama"
+    )
+    assert (run.actor.lr, run.critic.lr, run.max_response_length, run.reward) == (
+        5e-4,
+        1e-3,
+        8,
+        "addition",
+    )
+
+    halved = types.SimpleNamespace(folder=None, halvings=9)
+    actor, reference, critic, *_ = ppo_loop.build(run, task, common.setup_distributed(), halved)
+    assert actor.max_tokens == reference.max_tokens == critic.critic.max_tokens == 16384 >> 9
+    assert critic.critic.total_steps == 60 * 3
+    (file := tmp_path / "x.jsonl").write_text('{"prompt": "1+1=", "answer": "#### 2"}')
+    assert "answers " not in capsys.readouterr().out
+
+    run, _ = set_up(
+        f"--actor.model tiny-llama --prompts {file} --reward gsm8k --critic.model tiny-gpt2"
+    )
+    assert "answers " not in capsys.readouterr().out
+    assert (run.actor.lr, run.max_response_length, run.reward) == (1e-6, 256, "gsm8k")
+    assert run.critic.model == "tiny-gpt2" and run.critic.lr is None
+
+    file.write_text('{"prompt": "1+1="}\n{"prompt": "1+2=", "answer": "3"}')
+    set_up(f"--prompts {file} --reward-model tiny-llama")
+    assert "\nanswers    1 of 2 prompts have no 'answer'\n" in capsys.readouterr().out

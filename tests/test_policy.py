@@ -1,0 +1,228 @@
+"""The actor and the reference: log-probs, loss and step by plain transformers, and checkpoints."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import transformers
+from helpers import captured_gradients, full_tensor
+from ppo_helpers import KINDS, TIED, TOKENIZER, batch_to_learn, engine_of, plain, policy, tied
+from reference import loss_by_hand, loss_of_one_action
+
+import common
+import ppo_loop
+from common import UserError
+from ppo_loop import ActorConfig
+
+
+@pytest.mark.parametrize("low, high, dual", [(0.1, 0.5, None), (0.3, 0.2, 1.5), (1.0, 0.28, 3.0)])
+def test_policy_loss_is_that_of_the_papers(low, high, dual):
+    """Its value, gradient and counts equal a loop over the actions, some of which have a ratio of
+    exactly 1. Masked entries may be NaN, and the policies may be 200 nats apart."""
+    g = torch.Generator().manual_seed(3)
+    new_T, step_T, a_T, weights_T = torch.randn(4, 400, generator=g, dtype=torch.float64)
+    mask_T = torch.rand(400, generator=g) < 0.7
+    step_T[:50] = 0
+    old_T = new_T + step_T
+    weights_T = weights_T.abs() * mask_T
+    actions = torch.stack([new_T - old_T, a_T], 1)[mask_T].tolist()
+    expected = [loss_of_one_action(math.exp(step), a, low, high, dual) for step, a in actions]
+    loss, slope, clipped, cut = torch.tensor(expected, dtype=torch.float64).T
+    assert clipped.sum() > 20 and (cut.sum() > 5) == (dual is not None)  # the cases occur
+    for x_T in (new_T, old_T, a_T):
+        x_T[~mask_T] = math.nan
+    new_T.requires_grad_()
+    ours, n_clipped, n_cut = ppo_loop.policy_loss(
+        new_T, old_T, a_T, mask_T, weights_T, low, high, dual
+    )
+    ours.backward()
+    assert ours.item() == pytest.approx((weights_T[mask_T] * loss).sum().item(), rel=1e-12)
+    torch.testing.assert_close(
+        new_T.grad[mask_T], weights_T[mask_T] * slope, rtol=1e-12, atol=1e-14
+    )
+    assert (new_T.grad[~mask_T] == 0).all()
+    assert (n_clipped, n_cut) == (clipped.sum(), cut.sum())
+
+    new_T = torch.tensor([-200.0, 0.0], requires_grad=True)
+    columns = (
+        new_T,
+        new_T.detach().flip(0),
+        torch.tensor([1.0, -1.0]),
+        torch.ones(2).bool(),
+        torch.ones(2),
+    )
+    loss, _, _ = ppo_loop.policy_loss(*columns, low, high, dual)
+    loss.backward()
+    assert loss.isfinite() and new_T.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind, temperature, fields", [
+    ("tiny-qwen2", 1.0, dict(kl_loss_coef=0.1, kl_loss_type="abs", ratio_band=(0.8, 1.3))),
+    ("tiny-qwen2", 0.7, dict(loss_agg_mode="seq-mean-token-sum", entropy_coeff=0.1,
+      clip_ratio_c=None)),
+    ("tiny-llama", 0.7, dict(loss_agg_mode="seq-mean-token-mean", kl_loss_coef=0.3,
+      clip_ratio_high=0.4)),
+    ("tiny-gemma2", 0.7, dict(kl_loss_coef=0.3, kl_loss_type="k3", entropy_coeff=0.05,
+      tis_cap=1.3)),
+    ("tiny-gpt2", 0.7, dict(loss_agg_mode="seq-mean-token-sum-norm", kl_loss_coef=0.2,
+      kl_loss_type="k1")),
+    ("tiny-qwen3-moe", 0.7, dict(kl_loss_coef=0.2, kl_loss_type="abs", clip_ratio_c=1.2)),
+])  # fmt: skip
+def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fields, monkeypatch):
+    """Log-probs, entropies and a step over several micro-batches are those of autograd in float64.
+    The head makes one chunk of logits at a time, and keeps none. A reference without optimizer has
+    equal log-probs."""
+    monkeypatch.setattr(ppo_loop, "LOGITS_AT_ONCE", 5 * 99)
+    fields = {"ppo_max_token_len_per_gpu": 90, **fields}
+    w = policy(kind, temperature, **fields)
+    assert tied(w.model.lm) == (kind in TIED)  # also after sharding
+    batch = batch_to_learn(w, seed=1)
+    rows = common.describe(batch)
+    assert len(w.plan_micro_batches(rows)[0]) > 1
+    assert sum(common.costs(common.by_prompt(rows))) < len(batch.input_ids)
+    lm = plain(w, torch.float64)
+    loss, sums, expected_T, entropy_T = loss_by_hand(lm, batch, w.run)
+    assert entropy_T[batch.response_mask].std() > 0.05  # positions differ
+    log_probs_T = w.compute_log_probs(batch)
+    with torch.no_grad():
+        together_T, ours_T = w.model(w.micro_batch(batch), temperature)
+    for ours, theirs in ((log_probs_T, expected_T), (together_T, expected_T), (ours_T, entropy_T)):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-5)
+    reference = policy(kind, temperature, trains=False, **fields)
+    assert reference.optimizer is None and not any(
+        p.requires_grad for p in reference.model.parameters()
+    )
+    assert torch.equal(log_probs_T, reference.compute_log_probs(batch))
+
+    loss.backward()
+    made, kept = set(), set()
+    head = w.model.lm.get_output_embeddings()
+    head.register_forward_hook(lambda head, args, out: made.add(tuple(out.shape)))
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.add(tuple(x.shape)) or x, lambda x: x
+    )
+    with hooks, captured_gradients(w) as seen:
+        metrics = w.update_policy(batch)
+    assert max(made) == (5, 99)
+    # the head
+    assert kept and not [shape for shape in kept if shape[-1:] == (99,) and shape != (64, 99)]
+    [ours] = seen
+    for name, p in lm.named_parameters():
+        atol = 1e-5 * max(float(p.grad.abs().max()), 1e-3)
+        torch.testing.assert_close(
+            ours[f"lm.{name}"].double(), p.grad, rtol=1e-4, atol=atol, msg=name
+        )
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in lm.parameters()))
+    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert metrics["actor/pg_clipfrac"] > 0.05  # some actions are clipped
+    assert ("ratio_band" in fields) == (metrics["actor/pg_outside"] > 0.05)
+    for key, x in sums.items():
+        assert metrics[f"actor/{key}"] == pytest.approx(x, rel=1e-4, abs=1e-6), key
+
+    monkeypatch.setattr(ppo_loop, "LOGITS_AT_ONCE", 10**6)
+    whole = policy(kind, temperature, **{**fields, "ppo_max_token_len_per_gpu": 10_000})
+    assert len(whole.plan_micro_batches(rows)[0]) == 1
+    with captured_gradients(whole) as seen:
+        whole.update_policy(batch)
+    for name, x in seen[0].items():
+        if x.norm() > 1e-5 * norm:  # else all of it is rounding
+            assert (ours[name] - x).norm() / x.norm() < 2e-6, name
+
+
+def test_terms_with_coefficient_0_are_left_out_of_the_graph():
+    """Even a NaN in them changes neither loss nor gradients; with another coefficient they
+    count."""
+    for entropy_coeff, kl_coef in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.1)):
+        w = policy(entropy_coeff=entropy_coeff, kl_loss_coef=kl_coef)
+        hidden_CD = torch.randn(5, 64, requires_grad=True)
+        alone = ppo_loop.Policy(plain(w), None, w.model.entropy_learns)  # without shards
+        _, entropy_C = alone.read(hidden_CD, torch.arange(5), 1.0)
+        assert entropy_C.requires_grad or not entropy_coeff
+        (slope_CD,) = torch.autograd.grad(entropy_C.sum(), hidden_CD)
+        assert (slope_CD.norm() > 0) == (entropy_coeff > 0)
+        batch = batch_to_learn(w)
+        batch.weights = common.loss_weights(batch, "token-mean")
+        log_probs_T = batch.old_log_probs.clone().requires_grad_()
+        batch.ref_log_probs = batch.ref_log_probs * math.nan
+        loss, _ = w.loss(batch, log_probs_T, log_probs_T * (math.nan if kl_coef == 0 else 1.0))
+        assert loss.isfinite() == (entropy_coeff == kl_coef == 0)
+
+
+def test_each_epoch_of_each_update_has_its_own_order(monkeypatch):
+    """An order that depends only on seed, update and epoch."""
+    w = policy(ppo_epochs=3, ppo_mini_batch_size=4)
+    seen = []
+    note = lambda batch, mini, totals, done: seen.append([row.row_id for row in mini]) or 1.0
+    monkeypatch.setattr(w, "step", note)
+    batch = batch_to_learn(w)
+    for _ in range(2):
+        w.update_policy(batch)
+    orders = [sum(seen[i : i + 3], []) for i in range(0, 18, 3)]
+    keys = itertools.product((0, 1), (0, 1, 2))
+    assert orders == [common.shuffled_rows(batch.groups(), 0, *key) for key in keys]
+    assert len({*map(tuple, orders)}) == 6
+
+
+def state_of(w):
+    """name -> full tensor, for all weights and optimizer state."""
+    return {name: full_tensor(x).clone() for name, x in w.checkpoint_tensors().items()}
+
+
+def same(a, b):
+    """Whether two dicts of tensors are equal, bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_restores_every_bit_and_transformers_loads_an_export(kind, tmp_path):
+    """The next update is the same, also after offloading. A checkpoint of another model is
+    refused."""
+    fields = dict(ppo_mini_batch_size=3, lr_warmup_steps=10)
+    w, again = policy(kind, **fields), policy(kind, **fields)
+    engine = engine_of(w)
+    batch = batch_to_learn(w)
+    w.update_policy(batch)
+    saved = state_of(w)
+    folder = str(tmp_path / "c")
+    write = w.checkpoint_writer(copy=True)
+    assert same(state_of(w), saved) and any("exp_avg_sq" in name for name in saved)
+    metrics = w.update_policy(batch)
+    with common.published(folder) as tmp:
+        write(tmp)  # the state before this update
+    for _ in range(2):
+        again.update_policy(batch_to_learn(again, seed=1))
+    assert not same(state_of(again), saved)
+    again.load_checkpoint(folder)
+    again.offload()
+    again.onload()
+    assert tied(again.model.lm) == (kind in TIED)
+    assert (again.updates, again.optimizer_steps) == (1, 3) and same(state_of(again), saved)
+    assert again.update_policy(batch) == metrics and same(state_of(w), state_of(again))
+    assert metrics["actor/lr"] == pytest.approx(1e-3 * 6 / 10)  # the sixth step of the warm-up
+
+    # of the same shape
+    policy(kind, override_config='{"initializer_range": 0.5}').load_checkpoint(folder)
+    with pytest.raises(UserError, match=f"--resume {folder}: is of another model: "):
+        policy(kind, override_config='{"num_hidden_layers": 1}').load_checkpoint(folder)
+
+    folder = str(tmp_path / "hf")
+    w.export_hf(folder, TOKENIZER)
+    lm, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    weights = dict(w.weights())
+    assert same(weights, {n: p.detach() for n, p in lm.named_parameters()})
+    assert tied(lm) == (kind in TIED)
+    engine.sync(w.weights(torch.float32))
+    assert same(dict(engine.model.state_dict()), dict(lm.state_dict()))
+    # invalid without sampling
+    common.write_json(f"{folder}/generation_config.json", {"temperature": 0.5})
+    again = policy(folder, override_config="{}")
+    again.export_hf(f"{folder} again", TOKENIZER)
+    assert same(weights, dict(again.weights()))
+    torch.testing.assert_close(
+        again.compute_log_probs(batch), w.compute_log_probs(batch), rtol=0, atol=1e-6
+    )
+    for eos, ids in ((None, [1]), (7, [1, 7]), ([7, 9], [1, 7, 9])):  # both say what ends a turn
+        transformers.GenerationConfig(eos_token_id=eos).save_pretrained(folder)
+        assert ppo_loop.stop_tokens(ActorConfig(model=folder), TOKENIZER) == ids

@@ -1,0 +1,268 @@
+"""Rewards, reward models, and what becomes of them: accuracy, advantages, returns by a loop."""
+
+import json
+import math
+import types
+from functools import partial
+
+import numpy
+import pytest
+import torch
+import transformers
+from helpers import SHARED, actions_of, random_batch
+from ppo_helpers import TOKENIZER, a_run, another_tokenizer, chat_tokenizer, ids_of
+from reference import kl_of
+
+import common
+import ppo_loop
+from common import UserError
+from ppo_loop import Prompt, Reply
+
+
+def test_addition_and_gsm8k_rewards():
+    assert [ppo_loop.addition_reward("1+2=", x, "3") for x in ("3", "4", "", "3 ", "03")] == [
+        1,
+        0,
+        0,
+        0,
+        0,
+    ]
+
+    wrongs = [
+        "#### 5 no,\n#### 3",
+        "the answer is 5",
+        "#### five",
+        "#### ,",
+        "####",
+        "####" + " " * 20_000,
+    ]
+
+    for answer, right, wrong in (
+        ("#### 5", ["#### 3 no,\n#### 5", "#### 5 apples", "####5", "#### 5%"], ["", *wrongs]),
+        ("...\n#### 18", ["so it is\n#### 18", "#### 18.00", "#### 18."], ["#### 19"]),
+        ("#### 1,234", ["#### 1234", "#### $1,234"], ["#### 1"]),
+        ("#### 1234", ["#### 1,234"], ["#### 234"]),
+        ("#### -7", ["#### -$7", "#### $-7"], ["#### 7"]),
+        ("#### 0.5", ["#### .5"], ["#### 5"]),
+    ):
+        assert all(ppo_loop.gsm8k_reward("", x, answer) == 1 for x in right), answer
+        assert all(ppo_loop.gsm8k_reward("", x, answer) == 0 for x in wrong), answer
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the development data in {SHARED}")
+def test_gsm8k_agrees_with_its_authors():
+    """Its verdicts on published solutions equal the authors' labels; a reference answer matches
+    itself."""
+    agrees = []
+    for line in open(SHARED / "data" / "gsm8k" / "example_model_solutions.jsonl"):
+        row = json.loads(line)
+        truth = row.pop("ground_truth")
+        theirs = [(x["solution"], x["is_correct"]) for key, x in row.items() if key != "question"]
+        for text, label in [(truth, True), *theirs]:
+            text, answer = (x.replace("A:", "####") for x in (text, truth))
+            agrees.append(ppo_loop.gsm8k_reward("", text, answer) == label)
+    assert len(agrees) == 5 * 1319 and all(agrees)
+
+
+def test_a_reward_that_is_not_a_number_is_a_fault_and_counts_as_0(capsys):
+    """As does a fault of the environment before it. If all rows fail, the run ends."""
+    says = [
+        1,
+        0.25,
+        numpy.True_,
+        8,
+        None,
+        math.nan,
+        math.inf,
+        "x",
+        [1],
+        10**5000,
+        numpy.float16("inf"),
+    ]
+    replies = [Reply(Prompt([1], f"p{i}", i), i, text=f"r{i}") for i in range(len(says))]
+    replies[3].fault = "died"
+    heard = []
+    function = partial(
+        ppo_loop.attempt, lambda prompt, said, i: heard.append((prompt, said)) or says[i]
+    )
+    score = lambda some: ppo_loop.score(a_run(), function, ppo_loop.Phases(False), some)
+    rewards, mean, faults = score(replies)
+
+    assert sorted(heard) == sorted((f"p{i}", f"r{i}") for i in range(len(says)))
+    scores = [reply.score for reply in replies]
+    assert scores == rewards == [1, 0.25, 1] + [0] * 8
+    assert (
+        faults == 8 and mean == pytest.approx(2.25 / 11) and all(type(x) is float for x in scores)
+    )
+    assert not any(r.fault for r in replies[:3]) and all(r.fault for r in replies[3:])
+    assert replies[3].fault == "died"
+    assert "8 rows failed and count as 0: died" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--environment: all 8 rows failed: died"):
+        score(replies[3:])
+
+
+def test_a_reward_may_return_its_parts(capsys):
+    """Their means are over the rows that have them. A dict without a finite score is a fault of its
+    row."""
+    says = [{"score": 1, "format": 0.5}, {"score": 0.25, "format": 1, "length": 7}, 0.5,
+        {"format": 9.0},
+            {"score": math.nan, "format": 9.0}]  # fmt: skip
+    replies = [Reply(Prompt([1], f"p{i}", i), i) for i in range(len(says))]
+    function = partial(ppo_loop.attempt, lambda prompt, said, i: says[i])
+    rewards, _, faults = ppo_loop.score(a_run(), function, ppo_loop.Phases(False), replies)
+    assert rewards == [1, 0.25, 0.5, 0, 0] and faults == 2
+    assert ppo_loop.part_means(replies) == {"reward/format": 0.75, "reward/length": 7}
+    assert (
+        "a dict of a reward must have a finite number as 'score', not {'format'"
+        in capsys.readouterr().out
+    )
+    assert ppo_loop.part_means(replies[2:]) == {}
+
+
+@pytest.mark.parametrize("backend, same_tokens", [("fsdp", True), ("megatron", False)])
+def test_a_reward_models_scores_are_transformers_own(backend, same_tokens, tmp_path):
+    """Also with a tokenizer of its own, for texts and chats. Rows as long as the token budget
+    fit."""
+    tokenizer = chat_tokenizer(tokenizer=None if same_tokens else another_tokenizer())
+    fields = common.tiny_config("tiny-llama", len(tokenizer)) | {"num_labels": 1, "pad_token_id": 0}
+    config = transformers.AutoConfig.for_model(**fields)
+    torch.manual_seed(2)
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    torch.nn.init.normal_(model.score.weight, std=0.5)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    chat = [{"role": "user", "content": "hi"}]
+    rows = [("1+2=", "3"), ("hello ", "world"), ("x", "y" * 30), ("12+34=", ""), ("hi", "yo", chat)]
+    replies = []
+    for i, (asked, said, *messages) in enumerate(rows):
+        prompt = Prompt(ids_of(asked), asked, None, *messages)
+        replies.append(Reply(prompt, i, ids_of(f"{said}."), [0.0] * (len(said) + 1), True, said))
+    longest = max(ppo_loop.to_batch(replies).lengths) + 1
+    critic = ppo_loop.critic_flags(backend)(ppo_max_token_len_per_gpu=longest)
+    run = a_run(backend, reward_model=str(tmp_path), critic=critic)
+    ours = ppo_loop.RewardModel(run, TOKENIZER)
+    assert ours.same_tokens == same_tokens
+    ppo_loop.score(run, ours, ppo_loop.Phases(False), replies)
+    scores = [reply.score for reply in replies]
+    for reply, score in zip(replies, scores):
+        ids = reply.prompt.ids + reply.ids
+        if not same_tokens:
+            whole = "<user>hi<eos>\n<assistant>yo<eos>\n"
+            text = whole if reply.prompt.messages else reply.prompt.text + reply.text
+            ids = tokenizer(text)["input_ids"]
+        with torch.no_grad():
+            theirs = model(input_ids=torch.tensor([ids])).logits.item()
+        assert score == pytest.approx(theirs, abs=1e-5)
+    assert max(scores) - min(scores) > 0.1
+    if not same_tokens:  # a text that takes more tokens in the other tokenizer
+        replies[2].text = "y" * (longest + 1)
+        with pytest.raises(UserError, match=f"--critic.ppo-max-token-len-per-gpu {longest}: row 2"):
+            ours.ask_all(replies)
+
+
+@pytest.mark.parametrize("rewards, words", [
+    ([1.0, 0.0, 1.0], "accuracy 0.667"), ([1.0, 0.5, 1.0], "reward 0.833"),
+])  # fmt: skip
+def test_accuracy_is_reported_only_for_rewards_of_0_and_1(rewards, words, tmp_path, capsys):
+    logged = {}
+    logger = types.SimpleNamespace(log=lambda step, metrics: logged.update(metrics))
+    replies = ppo_loop.rows_of_rank([Prompt([1], f"{i}", i) for i in range(3)])
+    reward = partial(ppo_loop.attempt, lambda prompt, response, i: rewards[i])
+    run = a_run(out_dir=str(tmp_path))
+    ppo_loop.evaluate(replies, run, reward, ppo_loop.Phases(False), 3, logger)
+    assert f"held out   {words}\n" in capsys.readouterr().out
+    assert logged["eval/reward"] == pytest.approx(sum(rewards) / 3) and logged["eval/errors"] == 0
+    assert ("eval/accuracy" in logged) == ("accuracy" in words)
+    rows = json.loads((tmp_path / "samples.json").read_text())
+    assert [row["reward"] for row in rows] == rewards
+    assert [(row["prompt"], row["fault"]) for row in rows] == [("0", ""), ("1", ""), ("2", "")]
+
+
+def test_texts_of_rows_go_only_to_rank_0_which_alone_writes_them(tmp_path, monkeypatch):
+    """On the second of two ranks, with a made-up message of the first."""
+    told = []
+    theirs = ([1.0, 0.5, 0.0], 1, ["the first rank's"])
+    monkeypatch.setattr(ppo_loop, "of_all_ranks", lambda mine: told.append(mine) or [theirs, mine])
+    monkeypatch.setattr(ppo_loop, "RANK", 1)
+    monkeypatch.setattr(ppo_loop, "WORLD_SIZE", 2)
+    sent = []
+    send = lambda mine, parts: sent.append((mine, parts))
+    monkeypatch.setattr(ppo_loop.dist, "gather_object", send)
+    monkeypatch.setattr(ppo_loop, "poll", lambda: None)
+    replies = [Reply(Prompt([1], f"p{i}", i), i, text=f"r{i}") for i in range(3)]
+    reward = partial(ppo_loop.attempt, lambda prompt, response, i: [0.25, None, "x"][i])
+    run = ppo_loop.Run(critic=None, out_dir=str(tmp_path))
+    rewards, mean, faults = ppo_loop.score(run, reward, ppo_loop.Phases(False), replies)
+
+    assert rewards == [1.0, 0.5, 0.0, 0.25, 0.0, 0.0] and mean == 1.75 / 6 and faults == 3
+    assert "r1" not in str(told) and "p1" not in str(told) and len(told) == 1 and not sent
+    ppo_loop.evaluate(replies, run, reward, ppo_loop.Phases(False), 3, logger=None)
+    [(rows, parts)] = sent
+    assert parts is None and [row["response"] for row in rows] == ["r0", "r1", "r2"]
+
+    batch = random_batch(4)
+    monkeypatch.setattr(common.Batch, "split", None)  # what would cut the rows
+    ppo_loop.write_jsonl(batch, f"{tmp_path}/rows.jsonl")
+    (few, _), parts = sent[1]
+    assert parts is None and len(few) == 4 and few.old_log_probs is few.returns is None
+    assert few.values.untyped_storage().nbytes() == 4 * len(batch.values)  # and not a view of more
+    assert not [*tmp_path.iterdir()]
+
+
+SAYS_THE_SAME = types.SimpleNamespace(start_at_mean=lambda *_: None)  # a critic
+SAYS_THE_SAME.compute_values = lambda batch: batch.values
+
+
+@pytest.mark.parametrize("kl_coef, fields", [
+    (0.0, {}),
+    (0.3, dict(kl_penalty="k1", gamma=0.9, lam=0.8)),
+    (0.3, dict(kl_penalty="k3", lam=0.95, lam_policy=0.5, bootstrap_truncated=True)),
+    (0.1, dict(kl_penalty="abs", lam_policy=0.3, gamma=0.97)),
+    (0.1, dict(kl_penalty="k2", whiten_advantages=False, lam=0.0, lam_policy=1.0,
+      bootstrap_truncated=True)),
+    (0.1, dict(first_token_credit=0.3, lam=0.9)),
+])  # fmt: skip
+def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
+    """The loop goes action by action, backwards from the end of each row."""
+    run = a_run(**fields)
+    batch = random_batch(8, 6, idle=False)
+    g = torch.Generator().manual_seed(1)
+    # k3 stays < 10
+    noise_2T = 0.5 * torch.randn(2, len(batch.input_ids), generator=g) * batch.response_mask
+    kl_T = kl_of(run.kl_penalty, (noise_2T[0] - noise_2T[1]).double())
+    # not used
+    batch.old_log_probs, batch.ref_log_probs = noise_2T if kl_coef else noise_2T * math.nan
+    batch.truncated = torch.arange(8) % 3 == 0
+    scores = torch.randn(8, generator=g).tolist()
+
+    assert ppo_loop.assign_credit(batch, batch, scores, kl_coef, run, SAYS_THE_SAME) == {}
+    rewards_T, advantages_T, returns_T = torch.zeros(3, len(batch.input_ids), dtype=torch.float64)
+    lam_policy = run.lam if run.lam_policy is None else run.lam_policy
+
+    for b, places in enumerate(actions_of(batch)):
+        after = (
+            float(batch.values[places[-1]])
+            if run.bootstrap_truncated and batch.truncated[b]
+            else 0.0
+        )
+        for_policy = for_critic = 0.0
+        if run.first_token_credit:
+            lam_policy = math.exp(math.log(0.3) / (len(places) - 1)) if len(places) > 1 else 1.0
+        for t in reversed(places):
+            v = float(batch.values[t])
+            rewards_T[t] = (scores[b] if t == places[-1] else 0.0) - kl_coef * kl_T[t]
+            delta = float(rewards_T[t]) + run.gamma * after - v
+            advantages_T[t] = for_policy = delta + run.gamma * lam_policy * for_policy
+            for_critic = delta + run.gamma * run.lam * for_critic
+            returns_T[t] = for_critic + v
+            after = v
+
+    if run.whiten_advantages:
+        x = advantages_T[batch.response_mask].numpy()
+        advantages_T[batch.response_mask] = torch.from_numpy((x - x.mean()) / x.std(ddof=1))
+
+    ours = (batch.token_level_rewards, batch.advantages, batch.returns)
+    for ours_T, theirs_T in zip(ours, (rewards_T, advantages_T, returns_T)):
+        torch.testing.assert_close(ours_T.double(), theirs_T, rtol=1e-5, atol=1e-5)
+        assert (ours_T[~batch.response_mask] == 0).all()

@@ -1,0 +1,305 @@
+"""The rollout: an engine against plain transformers, sampling, texts to stop at, environments."""
+
+import json
+import math
+import random
+import re
+
+import pytest
+import torch
+from helpers import random_batch, refused
+from ppo_helpers import (
+    EOS,
+    KINDS,
+    SHARP,
+    TOKENIZER,
+    a_run,
+    a_task,
+    another_tokenizer,
+    assert_close,
+    assert_drawn_from_the_nucleus,
+    assert_drawn_from_the_softmax,
+    assert_greedy,
+    assert_no_fillers,
+    assert_samples_follow_their_seeds,
+    assert_stops,
+    batch_of,
+    batch_to_learn,
+    chat_tokenizer,
+    engine_of,
+    ids_of,
+    plain,
+    play,
+    policy,
+    rows_to_stop,
+    some_prompts,
+    stop_texts_of,
+)
+from reference import log_probs_of_reply, nucleus
+
+import common
+import ppo_loop
+from common import UserError
+from ppo_loop import Prompt
+
+WINDOW = '{"initializer_range": 0.1, "sliding_window": 6}'  # shorter than the rows
+# with a sliding window the cache drops old keys, and left padding shifts the window
+ENGINES = dict.fromkeys((*KINDS, "tiny-gpt-oss"), SHARP)
+ENGINES |= dict.fromkeys(("tiny-gemma2", "tiny-mistral"), WINDOW)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_rollout_equals_transformers_prompt_by_prompt(kind, monkeypatch):
+    """Greedy tokens, and log-probs, also of sampled tokens and of the actor. A row ends only at a
+    stop token or at its length limit, and its sample depends on nothing but its seed."""
+    monkeypatch.setitem(
+        common.TINY, "tiny-gpt-oss", {"num_local_experts": 4, "num_experts_per_tok": 2}
+    )
+    w = policy(kind, temperature=0.7, override_config=ENGINES[kind])
+    lm = plain(w)
+    stop = list(range(1, 99, 6))  # one token in six ends a row
+    rows = [(prompt, i, 1 + i % 14) for i, prompt in enumerate(some_prompts())]
+    engine = engine_of(w, stop)
+    replies = engine.generate(rows, 0.0)
+    assert_greedy(replies, lm, rows, stop)
+    engine.offload()
+    engine.onload()
+    assert engine.generate(rows, 0.0) == replies
+    assert len({(ended, len(ids) == row[2]) for row, (ids, _, ended) in zip(rows, replies)}) >= 2
+    rows = [(prompt, seed, 10) for prompt, seed, _ in rows]
+    replies = engine.generate(rows, 0.7)
+    batch = batch_of([prompt for prompt, _, _ in rows], replies)
+    ours_T = w.compute_log_probs(batch)
+    torch.testing.assert_close(ours_T, batch.rollout_log_probs, rtol=1e-4, atol=1e-4)
+    for (prompt, _, _), (ids, log_probs, _) in zip(rows, replies):
+        assert_close(log_probs, log_probs_of_reply(lm, prompt, ids, 0.7))
+
+    assert_samples_follow_their_seeds(engine_of(w, range(1, 99, 12)))
+    endless = engine_of(w, ())
+    assert [(len(ids), ended) for ids, _, ended in endless.generate(rows, 1.0)] == [(10, False)] * 9
+    assert endless.generate([], 1.0) == []
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, "of several letters, or parts of one"])
+def test_a_text_ends_a_turn(tokenizer):
+    """Whatever its tokens are. What the prompt holds of it does not count, and other rows stay the
+    same."""
+    if tokenizer != TOKENIZER:
+        tokenizer = another_tokenizer()
+    known = len(tokenizer)
+    w = policy(override_config=json.dumps({"initializer_range": 0.1, "vocab_size": known}))
+    rows = rows_to_stop(tokenizer)
+    engine, stops = (engine_of(w, known=known, at_once=16) for _ in range(2))
+    texts = stop_texts_of(tokenizer, rows, engine.generate(rows, 0.9))
+    stops.task = stops.task._replace(
+        stop_texts=ppo_loop.stop_texts(a_run(stop=tuple(texts)), tokenizer)
+    )
+    assert_stops(engine, stops, tokenizer, texts, rows)
+
+
+def test_a_text_that_the_tokenizer_cannot_write_is_refused():
+    assert ppo_loop.stop_texts(a_run(), TOKENIZER) == []
+    with refused("--stop a\u00e9: does not fit the tokenizer"):
+        ppo_loop.stop_texts(a_run(stop=("b", "a\u00e9")), TOKENIZER)
+
+
+def test_samples_follow_the_softmax_or_its_nucleus():
+    """1,000 evenly spaced random numbers draw each token as often as a loop over the probabilities
+    says. So does the engine, up to the sampling error of 6,000 samples."""
+    u_BR = ((torch.arange(1000, dtype=torch.float64) + 0.5) / 1000)[:, None]
+    for logits_V in (
+        torch.tensor([3.0, 1.0, 2.0, 2.1, -1.0]),
+        torch.tensor([0.0, 0.0, 0.0, 0.0, 9.0]),
+    ):
+        for top_p in (1e-6, 0.3, 0.5, 0.6, 0.9, 0.999):
+            draw = ppo_loop.Draw(u_BR, 0.8, top_p, 5)
+            out_BV = draw(torch.zeros(1000, 1, dtype=torch.int64), logits_V.expand(1000, 5))
+            assert (out_BV.isfinite().sum(1) == 1).all()
+            token_B = out_BV.argmax(1)
+            expected = nucleus((logits_V / 0.8).log_softmax(0), top_p)
+            for i in range(5):
+                share = math.exp(expected[i]) if i in expected else 0.0
+                assert abs(float((token_B == i).double().mean()) - share) <= 1e-3, (top_p, i)
+            assert_close(draw.log_probs[0][:, 0].tolist(), [expected[i] for i in token_B.tolist()])
+
+    w = policy()
+    rows = [([20, 30, 40], i, 1) for i in range(6000)]
+    replies = engine_of(w, at_once=400, top_p=0.7).generate(rows[:400], 0.8)
+    assert_drawn_from_the_nucleus(replies, plain(w), [20, 30, 40], 0.8, 0.7)
+    assert_drawn_from_the_softmax(
+        engine_of(w, at_once=2000).generate(rows, 0.8), plain(w), [20, 30, 40]
+    )
+
+
+def test_policy_and_environment_take_turns():
+    """Tokens, masks and log-probs of two rows, one with an observation, equal those written out
+    here."""
+    heard = []
+
+    def observe(prompt, response, answer, turns):
+        heard.append((prompt, response, answer, *turns))
+        return {"ab": "[1]", "ab[1]cd": None, "x": None}[response]
+
+    (a, b), asked = play([["ab", "x"], ["cd"]], observe)
+    assert a.ids == [*ids_of("ab"), EOS, *ids_of("[1]cd"), EOS] and b.ids == [*ids_of("x"), EOS]
+    assert a.log_probs == [-0.5] * 3 + [None] * 3 + [-0.5] * 3 and b.log_probs == [-0.5] * 2
+    assert [(r.finished, r.text, r.fault) for r in (a, b)] == [
+        (True, "ab[1]cd", ""),
+        (True, "x", ""),
+    ]
+    assert sorted(heard[:2]) == [("q0=", "ab", "answer 0", "ab"), ("q1=", "x", "answer 1", "x")]
+    assert heard[2:] == [("q0=", "ab[1]cd", "answer 0", "ab", "[1]", "cd")]
+    first, second, third = (
+        random.Random(f"key {x}").getrandbits(63) for x in ("4 0", "6 0", "4 1")
+    )
+    assert asked == [[("q0=", first, 30), ("q1=", second, 30)], [("q0=ab<eos>[1]", third, 24)]]
+    batch = common.check(ppo_loop.to_batch([a, b]))
+    mask = [False] * 3 + [True] * 3 + [False] * 3 + [True] * 3 + [False] * 3 + [True] * 2
+    assert batch.response_mask.tolist() == mask
+    assert batch.rollout_log_probs.tolist() == [-0.5 if chosen else 0.0 for chosen in mask]
+    assert batch.input_ids.tolist() == [*ids_of("q0="), *a.ids, *ids_of("q1="), *b.ids]
+    assert batch.lengths == [12, 5]
+    assert batch.row_id.tolist() == [4, 6] and batch.truncated.tolist() == [False, False]
+
+
+@pytest.mark.parametrize("turns, fields, text, finished", [  # finished: not cut off
+    ([["abcdef"]], dict(max_response_length=4), "abcd", False),  # the turn itself does not fit
+    # the observation leaves no room for a turn
+    ([["abc"]], dict(max_response_length=7), "abc", False),
+    ([["abc"], ["d..."]], dict(max_response_length=8), "abc[1]d", False),  # it leaves one token
+    ([["abc"], ["d"]], dict(max_response_length=9, max_turns=2), "abc[1]d", True),
+    ([["a"], ["b"], ["c"]], dict(max_response_length=30, max_turns=3), "a[1]b[1]c", True),
+])  # fmt: skip
+def test_a_row_ends_at_the_limit_of_tokens_or_turns(turns, fields, text, finished):
+    calls = []
+    [reply], asked = play(turns, lambda *_: calls.append(1) or "[1]", **fields)
+    assert (reply.text, reply.finished, reply.fault, len(asked)) == (text, finished, "", len(turns))
+    assert len(calls) <= fields.get("max_turns", 9) - 1  # it is not asked after the last turn
+    assert len(reply.ids) == len(reply.log_probs) <= fields["max_response_length"]
+    [reply], asked = play(turns, None, **fields)  # without an environment there is one turn
+    assert len(asked) == 1 and reply.text == turns[0][0][: fields["max_response_length"]]
+    assert None not in reply.log_probs
+
+
+@pytest.mark.parametrize("turns, says, fields, mean, most", [
+    ([["ab...", "a"], ["b"]], "[1]", {"max_response_length": 9}, 1.5, None),
+    ([["ab...", "cd...", "a"]], None, {"max_response_length": 2}, 1,
+     "reached --max-response-length, but"),
+    ([["ab", "ab", "a..."]], "[1]", {"max_response_length": 5}, 1,
+     "left no room for the environment"),
+    ([["ab", "ab", "a..."]], None, {}, 1, "were ended by the environment, or by --max-turns"),
+])  # fmt: skip
+def test_turns_are_counted_and_a_lack_of_them_is_explained_once(
+    turns, says, fields, mean, most, capsys
+):
+    replies, _ = play(turns, lambda *_: says, **fields)
+    run = a_run(**{"max_response_length": 30, **fields})
+    ppo_loop.print_once.cache_clear()
+    capsys.readouterr()
+    for _ in range(2):
+        assert ppo_loop.mean_turns(replies, run, a_task(observe=print)) == {"rollout/turns": mean}
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == (most is not None)
+    assert most is None or said[0].startswith(
+        f"hint       no row of a step had a second turn: most {most}"
+    )
+    assert ppo_loop.mean_turns(replies, run, a_task()) == {}
+
+
+def test_an_environments_faults_end_the_row_and_are_reported():
+    does = [lambda: {}["tool"], lambda: 5, lambda: b"no", lambda: None]
+    replies, asked = play([list("abcd")], lambda prompt, *_: does[int(prompt[1])]())
+    assert (
+        [r.text for r in replies] == list("abcd")
+        and len(asked) == 1
+        and all(r.finished for r in replies)
+    )
+    words = ("KeyError: 'tool'", "not 5", "float: b'no'", "")
+    assert (
+        all(word in reply.fault for word, reply in zip(words, replies)) and replies[3].fault == ""
+    )
+
+
+@pytest.mark.parametrize("closes", (True, False))
+def test_a_chat_with_an_environment_follows_the_template(closes):
+    """All tokens of a dialogue of three turns are those of the chat template for its messages,
+    whether or not the template begins the text between turns with the token that ended the policy's
+    turn."""
+    tokenizer = chat_tokenizer("<eos>" if closes else "")
+    says = iter(("no 1", "no 2", None))
+    user = [{"role": "user", "content": "hi"}]
+    prompt = Prompt(common.chat_ids(tokenizer, user), "hi", "yes", user)
+    turns = [["a?"], ["b?"], ["c?"]]
+    [reply], _ = play(turns, lambda *_: next(says), [prompt], tokenizer, max_response_length=99)
+
+    assert reply.turns == ["a?", "no 1", "b?", "no 2", "c?"]  # without the template's own text
+    roles = zip(["assistant", "user"] * 3, reply.turns)
+    chat = user + [{"role": role, "content": text} for role, text in roles]
+    whole = tokenizer.apply_chat_template(chat, tokenize=False)
+    text = tokenizer.decode(reply.prompt.ids + reply.ids)
+    if not closes:  # the policy ends its turns with a token that is not in the template
+        text = text.replace("<eos>", "")
+        whole = whole.replace("?\n", "?")
+
+    assert text == whole.removesuffix("\n") and [*says] == []  # all of them were asked for
+    own = [i for i, x in zip(reply.ids, reply.log_probs) if x is not None]
+    assert tokenizer.decode(own) == "a?<eos>b?<eos>c?<eos>"
+    # it would lose what the environment says
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    with pytest.raises(UserError, match="--environment: needs a chat template"):
+        play(turns, lambda *_: "no", [prompt], tokenizer, max_response_length=99)
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-3), (torch.bfloat16, 0.5)])
+def test_an_engine_that_is_off_the_actor_ends_the_run(dtype, most):
+    batch = random_batch(8)
+    batch.old_log_probs = batch.ref_log_probs = batch.values
+    batch.rollout_log_probs = batch.values - 0.9 * most * batch.response_mask
+    ppo_loop.rollout_metrics(batch, a_run(), dtype)
+    for off in (1.1 * most, math.nan):
+        batch.rollout_log_probs = batch.values - off * batch.response_mask
+        with pytest.raises(
+            UserError, match="^--actor.model tiny-qwen2: the rollout is off the actor by"
+        ):
+            ppo_loop.rollout_metrics(batch, a_run(), dtype)
+
+
+def test_ids_without_a_token_are_never_drawn_and_have_no_probability(whole_run, tmp_path):
+    """A model has more ids than its tokenizer, like Qwen's. Engine, actor and transformers agree on
+    the log-probs of the others, and a critic without the extra ids works."""
+    w = policy(override_config='{"initializer_range": 0.1, "vocab_size": 150}')
+    w.model.known = 99
+    engine = engine_of(w, at_once=400, known=99)
+    rows = [([20, 30, 40], i, 4) for i in range(400)]
+    replies = engine.generate(rows, 1.0)
+    assert_no_fillers(replies, w, plain(w))
+    assert max(i for ids, _, _ in engine.generate(rows[:1], 0.0) for i in ids) < 99
+    flags = '--actor.override-config {"initializer_range":0.1,"vocab_size":150}'
+    flags += " --critic.model tiny-qwen2"
+    whole_run(f"{flags} --top-p 0.9 --temperature 1.3 --kl-coef 0.1")
+    steps = [common.read_lines(tmp_path / f"out/rollouts/step_{step}.jsonl") for step in (1, 2)]
+    assert (
+        len({i for rows in steps for row in rows for i in row["response_ids"]} - set(range(99)))
+        == 0
+    )
+
+
+def test_rollout_log_probs_and_update_show_how_far_they_are(monkeypatch, capsys):
+    """Of a rollout that ends early, the rest counts as done."""
+    w = policy(ppo_mini_batch_size=4, ppo_epochs=2)
+    w.max_tokens = 64
+    batch = batch_to_learn(w, n=8)
+    monkeypatch.setattr(common, "LINE_EVERY", 0.0)
+    lines = lambda: [
+        re.sub(r"0:00:0\d", "0:00:00", line) for line in capsys.readouterr().out.splitlines()
+    ]
+    lines()
+    w.compute_log_probs(batch)
+    n = len(w.plan_micro_batches(common.describe(batch))[0])
+    said = [f"log-probs  {i} of {n} micro-batches, 0:00:00 left" for i in range(1, n + 1)]
+
+    assert n > 2 and lines() == said
+    w.update_policy(batch)
+    assert len(said := lines()) > 4 and said[-1] == "policy     16 of 16 rows, 0:00:00 left"
+    engine_of(w, at_once=2).generate([([20, 30], 0, 5), ([20], 1, 7), ([40], 2, 4)], 0.0)
+    assert lines()[-1] == "rollout    11 of 11 forwards, 0:00:00 left"

@@ -1,0 +1,564 @@
+"""Rewards and environments of the user: their processes, faults, time-outs, what they return."""
+
+import asyncio
+import collections
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from helpers import refused
+
+import common
+import ppo_loop
+from common import UserError
+from ppo_loop import Prompt, Reply
+
+FUNCTIONS = """
+import contextlib, os, signal, sys, time
+
+def odd(prompt, response, answer, turns):
+    if prompt == "spins":  # it catches everything and switches alarms off
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        while True:
+            with contextlib.suppress(BaseException):
+                sum(range(1000))
+    return {"raises": lambda: {}["x"], "exits": lambda: sys.exit("enough"),
+            "dies": lambda: os._exit(3), "sleeps": lambda: time.sleep(30),
+            "program": lambda: os.system("sleep 30"), "pid": os.getpid,
+            "modules": lambda: " ".join(sys.modules), "stdin": lambda: sys.stdin.read(),
+            "turns": lambda: "/".join(turns)}.get(prompt, lambda: prompt + response + answer)()
+
+def meets(prompt, response, answer):
+    open(prompt, "w").close()
+    while len(os.listdir(os.path.dirname(prompt))) < 8:
+        time.sleep(0.01)
+    return 8
+"""
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Runs ask_all with a function of FUNCTIONS on rows with these prompts and this answer."""
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+
+    def go(name, prompts, answer=None, seconds=20.0):
+        function = ppo_loop.load_function(f"{tmp_path}/mine.py:{name}", "--reward", seconds)
+        rows = [Prompt([1], prompt, answer) for prompt in prompts]
+        replies = [Reply(row, i, text="r", turns=["r", "o"]) for i, row in enumerate(rows)]
+        return ppo_loop.ask_all(function, replies)
+
+    return go
+
+
+def test_a_users_function_runs_in_processes_that_are_killed_when_they_hang(ask):
+    """Answers keep the order of the rows, also of those that wait for a new process. Nothing a
+    function does switches the time-out off, workers import nothing slow, and child programs do not
+    read the rows."""
+    rows = [
+        "raises",
+        "spins",
+        "pid",
+        "sleeps",
+        "dies",
+        "exits",
+        "program",
+        "modules",
+        "stdin",
+        "turns",
+    ]
+    answers = ask("odd", rows := rows + ["pid"] * 9, seconds=1.5)
+    late = (None, "no answer within 1.5 s, or its process has died")
+    pids = {made for row, (made, fault) in zip(rows, answers) if row == "pid" and fault == ""}
+
+    assert 1 <= len(pids) <= 16 and os.getpid() not in pids
+    named = dict(zip(rows, answers))
+    assert [named[row] for row in ("spins", "sleeps", "dies", "program")] == [late] * 4
+    line = 1 + FUNCTIONS.partition("{}[")[0].count("\n")
+    assert named["raises"] == (None, f"KeyError: 'x' at mine.py:{line} in <lambda>")
+    assert named["exits"] == (None, f"SystemExit: enough at mine.py:{line} in <lambda>")
+    assert named["stdin"] == ("", "") and named["turns"] == ("r/o", "")
+
+    modules = named["modules"][0].split()
+    assert "mine" in modules
+    assert not {"torch", "numpy", "pydantic", "common", "ppo_loop"} & set(modules)
+    assert ask("odd", [f"{n}" for n in range(40)], "!") == [(f"{n}r!", "") for n in range(40)]
+
+
+def test_a_signal_interrupts_a_users_function(ask, monkeypatch):
+    """Rows that would take half a minute each are abandoned; only their threads go on."""
+    monkeypatch.setattr(ppo_loop, "THREADS", ppo_loop.ThreadPoolExecutor(8))
+    monkeypatch.setattr(common.Stop, "signal", 0)
+    threading.Timer(1.0, lambda: setattr(common.Stop, "signal", signal.SIGTERM)).start()
+    began = time.monotonic()
+    assert ask("odd", ["sleeps"] * 20, seconds=60.0) == [] and time.monotonic() - began < 20
+
+
+def test_rows_run_at_once_in_processes_or_threads(ask, tmp_path, monkeypatch):
+    """Eight rows that wait for each other run at once, on any number of cores; built-in rewards run
+    here."""
+    (tmp_path / "here").mkdir()
+    assert ask("meets", [f"{tmp_path}/here/{n}" for n in range(8)]) == [(8, "")] * 8
+    all_there = threading.Barrier(8)
+    replies = [Reply(Prompt([1], f"{i}"), i) for i in range(8)]
+    meets = lambda prompt, response, answer: (all_there.wait(60), prompt)[1]
+    answers = ppo_loop.ask_all(partial(ppo_loop.attempt, meets), replies)
+    assert answers == [(f"{i}", "") for i in range(8)]
+    monkeypatch.setitem(ppo_loop.REWARDS, "thread", lambda *_: threading.current_thread().name)
+    assert ppo_loop.ask_all(ppo_loop.REWARDS["thread"], replies) == [("MainThread", "")] * 8
+
+
+def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path):
+    file = tmp_path / "mine.py"
+    load = lambda name: ppo_loop.load_function(name, "--environment", 10.0)
+    good = "from os import path\nx = 3\n\ndef helper(): pass\n\n"
+    good += "def good(prompt, response, answer):\n    return len(response) * x\n"
+    file.write_text(good)
+    assert load(f"{file}:good")("", "abc", None) == (9, "")
+    assert load("gsm8k") is ppo_loop.gsm8k_reward and load(None) is None
+
+    unprintable = "class Mute(Exception):\n    __str__ = None\nraise Mute"
+    for text, name, words in (
+        (good, f"{file}:god", f"{file} has no function 'god'; it has good, helper"),
+        (good, f"{file}:help", f"{file} has no function 'help'; it has helper, good"),
+        (good, f"{file}:x", f"{file} has no function 'x'; it has "),
+        ("", f"{file}:x", f"{file} has no function 'x'; it has none"),
+        (good, f"{file}", "must be FILE.py:FUNCTION"),
+        (good, f"{tmp_path}/none.py:good", "No such file"),
+        (good, f"{tmp_path}:good", "is not a Python file"),
+        (good, "math", "must be FILE.py:FUNCTION"),
+        (
+            "\nimport nothing_like_this",
+            f"{file}:good",
+            "'nothing_like_this' at mine.py:2 in <module>",
+        ),
+        ("def f():\n    1 / 0\nf()", f"{file}:good", "division by zero at mine.py:2 in f"),
+        ("def good(:", f"{file}:good", "SyntaxError: invalid syntax (mine.py, line 1)"),
+        ("import sys; sys.exit('no key')", f"{file}:good", "SystemExit: no key at mine.py:1"),
+        ("import os; os._exit(0)", f"{file}:good", "its process has died"),
+        (unprintable, f"{file}:good", "Mute: its text cannot be made"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=re.escape(f"--environment {name}: ")) as caught:
+            load(name)
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+FORKS = """
+import asyncio, ctypes, os, signal, sys, threading, time
+
+ENDS = {"returns": lambda: 7, "raises": lambda: {}["x"], "exits": lambda: sys.exit(3),
+        "leaves": lambda: sys.exit(), "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL)}
+
+def forks(prompt, response, answer, fork=os.fork):
+    child = fork()
+    if child == 0:
+        return ENDS[answer]()
+    return 100 * int(prompt) + os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def forks_in_c(prompt, response, answer):
+    return forks(prompt, response, answer, ctypes.PyDLL(None).fork)
+
+async def forks_later(prompt, response, answer):
+    await asyncio.sleep(0)
+    return forks(prompt, response, answer)
+
+def dies(prompt, response, answer):
+    if os.fork() == 0:
+        time.sleep(60)
+    os._exit(0)
+
+def dies_later(prompt, response, answer):
+    threading.Timer(0.1, os._exit, [0]).start()
+    return prompt
+"""
+
+
+ENDINGS = {"returns": 0, "raises": 1, "exits": 3, "leaves": 0, "is killed": -9}
+
+
+@pytest.mark.parametrize("name, end", [
+    *(("forks", end) for end in ENDINGS),
+    ("forks_in_c", "raises"), ("forks_in_c", "leaves"),
+    ("forks_later", "returns"), ("forks_later", "exits"),
+])  # fmt: skip
+def test_a_child_that_a_function_forks_answers_no_row(name, end, ask, tmp_path):
+    """However it ends: every row gets its own answer, and the function sees how its child ended."""
+    (tmp_path / "mine.py").write_text(FORKS)
+    answers = ask(name, [f"{n}" for n in range(24)], end)
+    assert answers == [(100.0 * n + ENDINGS[end], "") for n in range(24)]
+
+
+def test_a_worker_that_dies_is_noticed_though_its_child_holds_the_pipe(ask, tmp_path):
+    """At once and not after the time of a row, and while the file is imported as well."""
+    (tmp_path / "mine.py").write_text(FORKS)
+    began = time.monotonic()
+    late = (None, "no answer within 50 s, or its process has died")
+    assert ask("dies", ["x"], seconds=50.0) == [late]
+    (tmp_path / "mine.py").write_text(f"{FORKS}\ndies(1, 2, 3)\n")
+    with pytest.raises(UserError, match="its process has died"):
+        ask("dies", ["x"])
+    assert time.monotonic() - began < 30
+
+
+def test_a_worker_that_dies_between_two_rows_fails_at_most_the_next_one(tmp_path):
+    (tmp_path / "mine.py").write_text(FORKS)
+    f = ppo_loop.load_function(f"{tmp_path}/mine.py:dies_later", "--reward", 20.0)
+    late = (None, "no answer within 20 s, or its process has died")
+    assert f("a", "", None) == ("a", "")
+    time.sleep(2)
+    assert [f(x, "", None) for x in "bc"] == [late, ("c", "")]
+
+
+MEDDLES = """
+import gc, os, time
+from multiprocessing.connection import Connection
+
+def meddles(prompt, response, answer):
+    [pipe] = [x for x in gc.get_objects() if isinstance(x, Connection)]
+    while prompt == "floods":
+        pipe.send((-1, (7.0, "")))
+        time.sleep(0.01)
+    if prompt == "closes":
+        os.closerange(3, 100)
+    else:
+        pipe.send((-1, (7.0, "")))
+    return prompt
+"""
+
+
+def test_only_the_answer_to_a_row_counts_and_only_within_its_time(ask, tmp_path):
+    """Other messages do not prolong a row. A worker whose pipe is closed has died."""
+    (tmp_path / "mine.py").write_text(MEDDLES)
+    late = "no answer within {} s, or its process has died"
+    assert ask("meddles", ["floods"], seconds=1.5) == [(None, late.format(1.5))]
+    answers = ask("meddles", ["a", "closes", *"bcdefghijklmnopqrstuvwxyz"])
+    assert answers.pop(1) == (None, late.format(20))
+    assert answers == [(x, "") for x in "abcdefghijklmnopqrstuvwxyz"]
+
+
+MODULE = """
+from __future__ import annotations
+import multiprocessing, pickle, sys, time, typing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+import pydantic
+from common import double
+
+@dataclass
+class Number:
+    value: int
+    after: Number | None = None
+
+class Model(pydantic.BaseModel):
+    number: Number
+
+def slow_imports(number):
+    return number.value, {"torch", "transformers", "ppo_loop"} & set(sys.modules)
+
+def uses(prompt, response, answer):
+    number = pickle.loads(pickle.dumps(Number(int(prompt))))
+    assert Model(number={"value": 3}).number == Number(3)
+    assert typing.get_type_hints(Number)["after"] == Number | None
+    for method in ("fork", "spawn"):
+        with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
+            assert list(pool.map(slow_imports, [number])) == [(number.value, set())], method
+    return double(number.value)
+"""
+
+
+def test_a_users_file_is_a_module_whose_classes_reach_other_processes(ask, tmp_path):
+    """Its neighbours come before the script's own common.py. Spawned processes import no torch."""
+    (tmp_path / "common.py").write_text("def double(x):\n    return 2 * x\n")
+    (tmp_path / "mine.py").write_text(MODULE)
+    assert ask("uses", ["5", "6"], seconds=60.0) == [(10.0, ""), (12.0, "")]
+
+
+@pytest.mark.parametrize("stem", ["random", "json", "statistics"])  # loaded, and not loaded
+def test_a_users_file_does_not_replace_pythons_module_of_that_name(stem, tmp_path):
+    path = tmp_path / f"{stem}.py"
+    path.write_text(
+        "import importlib, pickle, sys\nclass Mine:\n    pass\n"
+        "def told(prompt, response, answer):\n    pickle.loads(pickle.dumps(Mine()))\n"
+        "    return importlib.import_module(answer).__file__ + ' ' + Mine.__module__\n"
+    )
+    told = ppo_loop.load_function(f"{path}:told", "--reward", 20.0)
+    found = importlib.util.find_spec(stem).origin
+    assert told("", "", stem) == (f"{found} user_{stem}", "")
+
+
+ASYNC = """
+import asyncio, os, sys
+
+SHARED = asyncio.Barrier(1)
+
+async def f(prompt, response, answer, turns=None):
+    await SHARED.wait()  # is bound to the first loop that it meets
+    await asyncio.sleep(0.05)
+    if prompt == "exits":
+        sys.exit("enough")
+    if prompt == "cancels":
+        raise asyncio.CancelledError
+    if prompt == "hangs":
+        await asyncio.sleep(60)
+    return f"{os.getpid()} {id(asyncio.get_running_loop())}"
+
+class Judge:
+    async def __call__(self, *row):
+        return await f(*row)
+
+judge = Judge()
+returns = lambda *row: f(*row)
+
+def gathers(*row):
+    async def first(made):
+        return (await made)[0]
+    return first(asyncio.gather(f(*row), asyncio.sleep(0)))
+"""
+
+
+@pytest.mark.parametrize("name", ["f", "judge", "returns", "gathers"])
+def test_all_async_rows_of_a_worker_are_awaited_on_one_loop(name, ask, tmp_path):
+    (tmp_path / "mine.py").write_text(ASYNC)
+    late = (None, "no answer within 1.5 s, or its process has died")
+    assert ask(name, ["hangs"], seconds=1.5) == [late]
+    rows = [*"ab", "exits", "cancels", *"cdefghijklmnopqrstuvwxyz"]
+    answers = dict(zip(rows, ask(name, rows)))
+    assert answers.pop("exits") == (None, "SystemExit: enough at mine.py:10 in f")
+    assert answers.pop("cancels") == (None, "CancelledError:  at mine.py:12 in f")
+    assert all(fault == "" for _, fault in answers.values()), answers
+    loops = collections.defaultdict(set)
+    for made, _ in answers.values():
+        loops[made.split()[0]].add(made.split()[1])
+    assert len(loops) < len(answers) and all(len(ids) == 1 for ids in loops.values())
+
+
+def test_async_rows_of_threads_wait_for_each_other_on_one_loop():
+    """As in a fork of the script, whose task.reward is no file. A row that fails ends no other."""
+    all_there = asyncio.Barrier(8)
+
+    async def meets(prompt, response, answer):
+        await asyncio.wait_for(all_there.wait(), 60)
+        return {"3": lambda: {}["x"], "5": lambda: exit(1)}.get(prompt, lambda: prompt)()
+
+    for _ in range(2):
+        replies = [Reply(Prompt([1], f"{i}"), i) for i in range(8)]
+        answers = ppo_loop.ask_all(partial(ppo_loop.attempt, meets), replies)
+        assert answers.pop(5) == (None, "SystemExit: 1")
+        assert answers.pop(3) == (None, "KeyError: 'x'")
+        assert answers == [(x, "") for x in "012467"]
+
+
+def test_a_function_gets_what_it_names():
+    """The turns, whether the row was cut off, and its token ids, in any order."""
+    replies = [Reply(Prompt([1], "q", "a"), 0, [7, 8], finished=True, text="r", turns=["r", "o"])]
+    replies.append(dataclasses.replace(replies[0], ids=[7], finished=False))
+    ask = lambda function: ppo_loop.ask_all(partial(ppo_loop.attempt, function), replies)
+    shows = lambda *row: str(row)
+    for function, expected in (
+        (lambda *row: shows(*row), (("q", "r", "a"), ("q", "r", "a"))),
+        (lambda *row, turns: shows(len(row), turns), ((3, ["r", "o"]), (3, ["r", "o"]))),
+        (lambda p, r, a, turns: shows(p, r, a, turns), (("q", "r", "a", ["r", "o"]),) * 2),
+        (
+            lambda p, r, a, tokens, turns=None: shows(a, tokens, turns),
+            (("a", [7, 8], ["r", "o"]), ("a", [7], ["r", "o"])),
+        ),
+        (lambda p, r, a, *, truncated: shows(a, truncated), (("a", False), ("a", True))),
+    ):
+        assert ask(function) == [(str(row), "") for row in expected]
+
+
+DEEP = """
+import json, os
+
+def parse(text):
+    os.chdir("/")
+    return json.loads(text)
+
+def score(prompt, response, answer):
+    return parse("{")["score"]
+"""
+
+
+def test_a_fault_names_the_deepest_line_of_the_users_file(ask, tmp_path):
+    (tmp_path / "mine.py").write_text(DEEP)
+    [(made, fault)] = ask("score", ["x"])
+    assert (
+        made is None
+        and fault.startswith("JSONDecodeError: ")
+        and fault.endswith(" at mine.py:6 in parse")
+    )
+
+
+TRIED = """
+import os, sys, time
+
+def notes(prompt, response, answer, turns, truncated, tokens):
+    with open(os.path.dirname(__file__) + "/notes", "a") as file:
+        print(prompt, response, answer, turns, truncated, len(tokens), file=file)
+    return 0.5
+
+def meets(prompt, response, answer):
+    folder = os.path.dirname(__file__) + "/here"
+    open(f"{folder}/{prompt}", "w").close()
+    while len(os.listdir(folder)) < 4:
+        time.sleep(0.01)
+    return 1
+
+def fails(prompt, response, answer):
+    return {}["key"]
+
+def some_fail(prompt, response, answer):
+    return {}["key"] if prompt == "1+3=" else 1
+
+def text(prompt, response, answer):
+    return "more"
+"""
+
+
+@pytest.fixture
+def tried(tmp_path):
+    """set_up with these functions of TRIED, on a file of prompts, some of which are there twice."""
+    (tmp_path / "tried.py").write_text(TRIED)
+    (tmp_path / "here").mkdir()
+    rows = [{"prompt": f"1+{i}=", "answer": str(1 + i)} for i in (3, 3, 4, 3, 5, 6, 7)]
+    rows[2]["answer"] = 5
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def go(reward, environment=""):
+        flags = ["--prompts", f"{tmp_path}/rows.jsonl", "--reward", f"{tmp_path}/tried.py:{reward}"]
+        if environment:
+            flags += ["--environment", f"{tmp_path}/tried.py:{environment}"]
+        ppo_loop.set_up(ppo_loop.parse(flags))
+
+    return go
+
+
+def test_the_users_functions_are_tried_with_the_first_prompts(tried, tmp_path):
+    """With the right answer as the response, if it is text."""
+    tried("notes")
+    rows = [("1+3=", "4"), ("1+4=", 5), ("1+5=", "6"), ("1+6=", "7")]
+    said = [answer if isinstance(answer, str) else "" for _, answer in rows]
+    expected = [f"{p} {r} {a} {[r]} False {len(r)}" for (p, a), r in zip(rows, said)]
+    assert sorted((tmp_path / "notes").read_text().splitlines()) == expected
+
+
+def test_trial_calls_run_at_once_and_some_may_fail(tried, tmp_path, capsys):
+    tried("meets", "text")
+    assert "failed" not in capsys.readouterr().out
+    tried("some_fail")
+    words = "failed for 1 of the first 4 prompts, with their answers as responses, which is fine if"
+    words += " some rows may"
+    fault = "KeyError: 'key' at tried.py:20 in some_fail"
+    assert f"--reward {tmp_path}/tried.py:some_fail: {words}: {fault}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("functions, words", [
+    (["fails"], "KeyError: 'key' at tried.py:17 in fails"),
+    (["text"], "a reward must be a finite number, not 'more'"),
+    (["meets", "notes"], "an environment must return text or None, not 0.5"),
+])  # fmt: skip
+def test_a_function_that_fails_on_all_trial_calls_ends_the_run(functions, words, tried, tmp_path):
+    flag = "--environment" if len(functions) == 2 else "--reward"
+    failed = "failed for 4 of the first 4 prompts, with their answers as responses"
+    with refused(f"{flag} {tmp_path}/tried.py:{functions[-1]}: {failed}: {words}"):
+        tried(*functions)
+
+
+VALUES = """
+import enum, os
+from decimal import Decimal
+from fractions import Fraction
+import numpy
+
+class Text(str):
+    def __reduce__(self):
+        raise TypeError("not for other processes")
+    __str__ = __repr__ = lambda self: "another text"
+
+class Verdict(str, enum.Enum):
+    GOOD = "good"
+
+class Score(float):
+    __reduce__ = Text.__reduce__
+
+class Mute(Exception):
+    def __str__(self):
+        raise self
+
+def deep(n):
+    return deep(n + 1)
+
+def raises(error):
+    raise error
+
+def f(prompt, response, answer):
+    return eval(prompt)
+
+largest = max
+"""
+
+
+def test_a_value_of_any_class_reaches_the_rank_as_plain_text_or_number(ask, tmp_path):
+    """Nothing that a row holds, returns or raises ends its worker, so that there are 16 at most."""
+    (tmp_path / "mine.py").write_text(VALUES)
+    cases = {
+        "Text('text')": "text", "Verdict.GOOD": "good", "numpy.str_('s')": "s", "None": None,
+        "Score(1.5)": 1.5, "numpy.float32(0.5)": 0.5, "numpy.array(2)": 2.0, "numpy.int64(3)": 3.0,
+        "{'score': 1, Text('part'): numpy.float32(2)}": {"score": 1.0, "part": 2.0},
+        "{Verdict.GOOD: True, '\\udc80': Score(3)}": {"good": 1.0, "?": 3.0},
+        "Decimal('0.25')": 0.25, "Fraction(1, 4)": 0.25, "True": 1.0, "numpy.True_": 1.0, "7": 7.0,
+        "'\\udc80'": "\udc80", "answer": "\ud800", "'x' * 2**24": "x" * 2**24,
+    }  # fmt: skip
+
+    for row, (made, fault) in zip(cases, ask("f", cases, "\ud800")):
+        assert (made, type(made), fault) == (cases[row], type(cases[row]), ""), row[:40]
+        if isinstance(made, dict):
+            assert {*map(type, made)} == {str} and {*map(type, made.values())} == {float}
+
+    faults = {
+        "raises(Mute())": "Mute: its text cannot be made", "10**400": "OverflowError: ",
+        "raises(ValueError('\\ud800'))": "ValueError: \ud800", "deep(0)": "RecursionError: maximum",
+        "[1]": "TypeError: float() argument must be", "1j": "TypeError: float() argument must be",
+        "raises(KeyboardInterrupt())": "KeyboardInterrupt: ", "{1: 2.0}": "TypeError: ",
+        "{'score': 'much'}": "TypeError: 'score' must be a number, not 'much'",
+        "{'note': [1]}": "TypeError: 'note' must be a number, not [1]",
+    }  # fmt: skip
+    for row, (made, fault) in zip(faults, ask("f", faults)):
+        assert made is None and fault.startswith(faults[row]), (row, fault)
+
+    assert ask("largest", ["a", "z"], "q") == [("r", ""), ("z", "")]  # max has no signature
+    pids = {made for made, _ in ask("f", ["os.getpid()", "raises(Mute())", "Text('x')"] * 20)}
+    assert len(pids - {None, "x"}) <= 16
+    nested = "x"
+    for _ in range(5000):
+        nested = [nested]
+    [(made, fault)] = ask("f", ["1"], nested)
+
+    assert made is None and "recursion" in fault
+    made, fault = ppo_loop.attempt(lambda *_: torch.tensor([0.5]))
+    assert (made, type(made), fault) == (0.5, float, "")
+
+
+def test_processes_of_a_pool_end_with_the_worker(tmp_path):
+    """Those of a module's pool would wait for work for ever."""
+    (tmp_path / "mine.py").write_text(
+        "import os\nfrom concurrent.futures import ProcessPoolExecutor\n"
+        "POOL = ProcessPoolExecutor(2)\ndef f(*row):\n    return POOL.submit(os.getpid).result()\n"
+    )
+    f = ppo_loop.load_function(f"{tmp_path}/mine.py:f", "--reward", 20.0)
+    stat = pathlib.Path(f"/proc/{f('', '', None)[0]:.0f}/stat")
+    assert stat.read_text().split()[2] != "Z"
+    del f  # closes the pipe
+    until = time.monotonic() + 20
+    while stat.exists() and stat.read_text().split()[2] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.05)
