@@ -111,7 +111,6 @@ class Batch:
     ref_log_probs: Floats = None
     rollout_log_probs: Floats = None  # as reported by the rollout engine
     multi_modal_inputs: list | None = None  # B dicts, {} for a row without images
-    packed: tuple | None = None  # only in a micro-batch: the model's inputs, made from it
 
     ROWS = ("row_id", "truncated", "multi_modal_inputs")
     FLOATS = (
@@ -282,8 +281,6 @@ def check(batch, needs=()):
         is_list = isinstance(images, list) and len(images) == len(batch)
         if not is_list or any(not isinstance(row, dict) for row in images):
             raise UserError("multi_modal_inputs: must be a list of one dict for each row")
-    if batch.packed is not None:
-        raise UserError("packed: must be None; only a critic fills it in, for its micro-batches")
 
     early_B = batch.response_mask[batch.cu_seqlens[:-1]]
     if early_B.any():

@@ -1860,6 +1860,7 @@ def transformer_config(config, model_config, skeleton, dtype):
     c = model_config
     names = skeleton["model"].state_dict()
     has_experts = [f"layers.{i}.mlp.gate.weight" in names for i in range(c.num_hidden_layers)]
+
     return TransformerConfig(
         # the model
         num_layers=c.num_hidden_layers,
@@ -2199,6 +2200,8 @@ def fill(critic, tensors, flag, kind="weight", form="{}"):
             continue
         cut, parts = hf_names(name)
         group, _ = groups_of(name)
+
+        # this rank's shard; what does not fit is told below, when all ranks are here
         try:
             wholes = [lookup_weight(tensors, part, form) for part in parts]
             heads = critic.transformer.num_query_groups
@@ -2209,6 +2212,7 @@ def fill(critic, tensors, flag, kind="weight", form="{}"):
             problems.append(f"{parts[0]} ({type(error).__name__}: {error})")
             continue
 
+        # into the weight, and into the part that the optimizer of this rank has
         if kind == "weight":
             p.copy_(x)
         if part := critic.masters.get(p):

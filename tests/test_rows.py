@@ -506,7 +506,6 @@ FAULTS = {  # column -> what a user might put there, and words of the answer
         # the last as in verl
         for kind in ([None] * 4, ({},) * 4, [{}] * 3, 4, numpy.array([{}] * 4))
     ],
-    "packed": [(lambda x: (1, 2), "must be None")],
 }
 
 
