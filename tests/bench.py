@@ -24,7 +24,6 @@ import gc
 import importlib.util
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import pathlib
@@ -547,12 +546,9 @@ def table(work, batch, names, rounds):
     # MFU is relative to the peak FLOP/s of the GPU, or on a CPU to those of a large product in this
     # process
     of = "the peak of this GPU"
-    device = torch.cuda.get_device_name() if CUDA else ""
-    peak = 1e12 * next(
-        (x for w, x in common.PEAK_TFLOPS.items() if re.search(rf"\b{w}\b", device)), math.nan
-    )
-
-    if not CUDA:
+    if CUDA:
+        peak = common.peak_flops(torch.cuda.get_device_name())
+    else:
         of = "a product of 1024 x 1024 matrices in float32 on one thread"
         x = torch.randn(1024, 1024)
         peak = 2 * 1024**3 / min(measure(lambda: x @ x)["cpu"] for _ in range(10))
