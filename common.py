@@ -24,6 +24,7 @@ import copy
 import fcntl
 import functools
 import hashlib
+import inspect
 import io
 import itertools
 import json
@@ -61,6 +62,7 @@ from huggingface_hub import logging as hub_logging
 from huggingface_hub import snapshot_download
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import to_jsonable_python
+from torch.distributed import fsdp
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -78,6 +80,35 @@ except ImportError:
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's start and stop messages
 hub_logging.set_verbosity_error()  # a name that is not on the hub ends in one line, without retries
+
+# ---- Versions: what differs from torch 2.11 to 2.14 ----------------------------------------------
+# The scripts run on all of them. What has to know a version stands here, with the reason.
+
+# torch 2.11 lets queries share the heads of keys by itself; later versions must be asked to
+VARLEN_OPTIONS = {}
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    VARLEN_OPTIONS = {"enable_gqa": True}
+
+# with FSDP2 of torch 2.11, ranks wait forever for the gradient of a weight that one did not use
+SKIPS_UNUSED = hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params")
+
+
+def let_ranks_skip_weights(model):
+    """For a model that FSDP2 shards: an expert may get tokens, or a vision tower images, on some
+    ranks only. See check_skipped_weights."""
+    if SKIPS_UNUSED:
+        model.set_reduce_scatter_unused_params(True)
+
+
+def check_skipped_weights(model, flag):
+    """UserError, which begins with `flag`, if ranks may skip weights and FSDP2 would hang."""
+    if SKIPS_UNUSED or WORLD_SIZE == 1:
+        return
+    for name, _ in model.named_parameters():
+        if re.search(r"\.experts\.\d|visual", name):
+            words = f"FSDP2 of torch {torch.__version__} hangs where one rank does not use {name}"
+            raise UserError(f"{flag}: {words}; use torch 2.13 or newer")
+
 
 # ---- The batch: flat and ragged from the file to the loss ----------------------------------------
 # Rows are read, sent, trained on and scored as a Batch; what enters from outside is checked once.
@@ -1530,7 +1561,7 @@ def kernel_attention(pack, q, k, v, scale, window, softcap):
         )
     else:
         CurrentPack.kernel = "varlen"
-        out_THD = varlen_attn(*inputs, scale=scale, window_size=size, enable_gqa=True)
+        out_THD = varlen_attn(*inputs, scale=scale, window_size=size, **VARLEN_OPTIONS)
     return out_THD.transpose(0, 1)[None]
 
 

@@ -596,7 +596,7 @@ def shard_fsdp2(model, config, layout):
         dtype = torch.float32 if module is model.score else layout.dtype
         policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         fsdp.fully_shard(module, mesh=layout.fsdp_mesh, mp_policy=policy, offload_policy=offload)
-    model.set_reduce_scatter_unused_params(True)  # an expert may get its tokens on other ranks only
+    common.let_ranks_skip_weights(model)
     return model.to_empty(device="cpu" if config.offload_policy else layout.device)
 
 
@@ -747,7 +747,10 @@ def check_model_flags(config, model_config):
     rank = config.lora_rank
     if rank > width:
         raise UserError(f"{to}lora-rank {rank}: must be at most {width}, the model's hidden_size")
-    build_skeleton(config, model_config)
+
+    skeleton = build_skeleton(config, model_config)
+    if config.strategy != "fsdp1":
+        common.check_skipped_weights(skeleton, f"{to}strategy {config.strategy}")
 
 
 def check_budget(config, longest, row):
@@ -1691,7 +1694,9 @@ def slice_row(decoder, args, kwargs):
 
 def gather_slices(x, group):
     """(T/p, ...) slices of a group's ranks -> (T, ...) on each; backward adds up gradients."""
-    return collectives.wait_tensor(collectives.all_gather_single_autograd(x.contiguous(), 0, group))
+    copies = torch.cat([x] * dist.get_world_size(group))  # one for each rank
+    out = collectives.all_to_all_single_autograd(copies, None, None, group)
+    return collectives.wait_tensor(out)
 
 
 def ulysses_attention(module, query, key, value, attention_mask, s_aux=None, **options):

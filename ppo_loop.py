@@ -661,8 +661,10 @@ def check_models(run, tokenizer, model_config, longest, known):
     critic_script = critic_module(run.backend)
     critic_script.check_model_flags(critic, critic_config)
     critic_script.check_budget(critic, longest, LONGEST)
-    with blame(f"--actor.model {actor.model}: cannot be built"), torch.device("meta"):
-        AutoModelForCausalLM.from_config(deepcopy(model_config))
+    name = f"--actor.model {actor.model}"
+    with blame(f"{name}: cannot be built"), torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(deepcopy(model_config))
+    common.check_skipped_weights(skeleton, name)
 
 
 def start_from(run, task, checkpoints):
@@ -1596,9 +1598,7 @@ class PolicyWorker:
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for module in (*common.transformer_blocks(self.model), self.model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-
-        # an expert may have tokens on other ranks only
-        self.model.set_reduce_scatter_unused_params(True)
+        common.let_ranks_skip_weights(self.model)
         self.model.to_empty(device=self.device)
 
     def make_optimizer(self):
