@@ -22,6 +22,7 @@ import inspect
 import io
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -455,6 +456,7 @@ from common import Batch, Pack, UserError, blame, of_all_ranks, print0, publishe
 transformers.logging.set_verbosity_error()  # the run prints one line about the weights
 transformers.logging.disable_progress_bar()
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a rank that reads alone
+logging.getLogger("megatron.core").setLevel(logging.ERROR)  # advice for its own developers
 megatron_words = "(full scope|`torch.distributed.*|TypedStorage) is deprecated|The .grad attribute"
 warnings.filterwarnings("ignore", f"{megatron_words}|moe_ffn_hidden_size is")  # of 0.16.1
 
@@ -1152,7 +1154,7 @@ class MegatronPPOCritic:
         # the norm over all ranks; get_grad_norm() would wait for the device at every weight
         grads = []
         for optimizer in self.optimizers:
-            grads += optimizer.get_main_grads_for_grad_norm()
+            grads += grads_for_norm(optimizer)
         square = nn.utils.get_total_norm(grads).to(self.layout.device).square()
         dist.all_reduce(square)
         norm = math.sqrt(square)
@@ -1905,6 +1907,13 @@ def transformer_config(config, model_config, skeleton, dtype):
     )
 
 
+def grads_for_norm(optimizer):
+    """This rank's gradients in float32, each weight once. megatron-core 0.19 renamed the method."""
+    if hasattr(optimizer, "get_grads_for_grad_norm"):
+        return optimizer.get_grads_for_grad_norm()
+    return optimizer.get_main_grads_for_grad_norm()
+
+
 def has_groups(config):
     """Whether Megatron's process groups are those of this layout, from an earlier worker."""
     if not mpu.model_parallel_is_initialized():
@@ -2286,6 +2295,7 @@ def megatron_without_cuda():
     warnings.filterwarnings("ignore", message="When using sequence parallelism .*CUDA")
     torch._dynamo.config.disable = True  # compiling its small functions would take minutes
     torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.current_stream = lambda *_: None  # 0.19 asks for it before it reduces gradients
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.manual_seed = torch.manual_seed
     torch.Tensor.pin_memory = lambda x: x.clone()  # offloading needs a copy
