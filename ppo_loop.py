@@ -1490,8 +1490,9 @@ class MicroBatch(NamedTuple):
     inputs: dict  # arguments of the model: ids and positions of the slots
     index_T: torch.Tensor  # each token's slot
     pack: common.Pack  # where sequences lie in the packed row, for attention
+    action_A: torch.Tensor  # each action's index among the tokens
     input_ids: torch.Tensor
-    response_mask: torch.Tensor  # on the host, where reading it waits for nothing
+    response_mask: torch.Tensor
     old_log_probs: torch.Tensor | None
     ref_log_probs: torch.Tensor | None
     rollout_log_probs: torch.Tensor | None
@@ -1514,9 +1515,8 @@ class Policy(nn.Module):
         out = self.lm.get_decoder()(**micro.inputs, use_cache=False)
 
         # an action is predicted from the state before it
-        action_A = micro.response_mask.nonzero()[:, 0].to(micro.index_T.device, non_blocking=True)
-        hidden_AD = out.last_hidden_state[0, micro.index_T[action_A - 1]]
-        target_A = micro.input_ids[action_A]
+        hidden_AD = out.last_hidden_state[0, micro.index_T[micro.action_A - 1]]
+        target_A = micro.input_ids[micro.action_A]
 
         # logits are large: one chunk at a time, which the backward computes again
         size = LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight)  # actions
@@ -1525,8 +1525,8 @@ class Policy(nn.Module):
             checkpoint(self.read, hidden_CD, target_C, temperature, **options)
             for hidden_CD, target_C in zip(hidden_AD.split(size), target_A.split(size))
         ]
-        out_2T = torch.zeros(2, len(micro.input_ids), device=action_A.device)
-        return out_2T.index_copy(1, action_A, torch.cat(out_2A, 1))
+        out_2T = torch.zeros(2, len(micro.input_ids), device=hidden_AD.device)
+        return out_2T.index_copy(1, micro.action_A, torch.cat(out_2A, 1))
 
     def read(self, hidden_CD, target_C, temperature):
         """(2, C) float32: log-probs of the targets, and entropies of their distributions."""
@@ -1658,8 +1658,9 @@ class PolicyWorker:
             inputs={name: to_device(x_T[slots_S][None]) for name, x_T in inputs.items()},
             index_T=index_T,
             pack=pack,
+            action_A=to_device(rows.response_mask.nonzero()[:, 0]),  # found here: a GPU would wait
             input_ids=to_device(rows.input_ids),
-            response_mask=rows.response_mask,
+            response_mask=to_device(rows.response_mask),
             old_log_probs=to_device(rows.old_log_probs),
             ref_log_probs=to_device(rows.ref_log_probs),
             rollout_log_probs=to_device(rows.rollout_log_probs),
@@ -1765,7 +1766,7 @@ class PolicyWorker:
     def loss(self, micro, log_probs_T, entropy_T):
         """-> (the loss to minimise, 0-dim; for each metric, the sum over the actions)."""
         config = self.config
-        mask_T = micro.response_mask.to(self.device, non_blocking=True)
+        mask_T = micro.response_mask
 
         # the engine's mu has sampled the tokens: rho of IMPALA, 1802.01561, section 4.1
         weights_T = micro.weights
