@@ -1735,8 +1735,10 @@ def trade(x, group, scatter, gather):
 
 # ---- LoRA and frozen weights ---------------------------------------------------------------------
 #
-# A closed chapter behind --lora-rank and --freeze-modules. It is called from build_skeleton and
-# read_weights (add_lora, freeze) and from export_hf (merge_lora); `shape` names the flags.
+# A closed chapter behind --lora-rank, --lora-alpha and --freeze-modules. It is called from
+# build_skeleton (freeze, add_lora), read_weights (add_lora) and export_hf (merge_lora). `shape`
+# names the flags; LoRA also has a rule in check_model_flags, units in shard_fsdp1 (adapter) and a
+# warnings filter (fan_in_fan_out). Freezing has units in shard_fsdp1, too (frozen).
 
 
 def freeze(model, config):
@@ -1786,9 +1788,11 @@ def merge_lora(state, config, model_config):
 
 # ---- Images --------------------------------------------------------------------------------------
 #
-# A closed chapter for rows with images. It is called from attention_of (reads_images), from
-# DataParallelPPOCritic (load_image_processor in __init__, with_images in lay_out), and from
-# load_rows (place_images).
+# A closed chapter for rows with images; it has no flag. It is called from attention_of
+# (reads_images), DataParallelPPOCritic.__init__ and load_rows (load_image_processor, place_images),
+# and lay_out (with_images). critic.image_processor is also read in check_batch, which must go on
+# refusing images, and in export_hf. Only images need needs_grad with its hook, the visual keys in
+# slice_row, and "visual" in shard_fsdp1.
 
 
 def reads_images(model_config):
@@ -1873,7 +1877,9 @@ def read_images(row, image_processor):
 # ---- FSDP1 ---------------------------------------------------------------------------------------
 #
 # A closed chapter behind --strategy fsdp1. It is called from build_value_model (shard_fsdp1),
-# free_gathered and move; forward_backward and optimizer_step have a line each for it.
+# free_gathered (free_gathered_by_fsdp1) and move (move_fsdp1). forward_backward, optimizer_step and
+# check_model_flags have a branch each, mistake_in_layout its rules, and a warnings filter is for it
+# (NO_SHARD).
 
 
 def shard_fsdp1(model, config, layout):
@@ -2012,7 +2018,8 @@ def states_of_a_row(worker, name):
 
 # ---- Plan: the memory that a layout needs, computed without launching it -------------------------
 #
-# A closed chapter behind --plan. It is called from main.
+# A closed chapter behind --plan. It is called from main. run.plan is also read in mistake_in, as the
+# number of ranks, and in mistake_in_run.
 
 
 def print_plan(run):

@@ -1783,7 +1783,9 @@ def learn(run, worker, train, held_out, size, checkpoints):
 # ---- Context parallelism: ranks that share a row -------------------------------------------------
 #
 # A closed chapter behind --context-parallel-size. It is called from lay_out; CoreAttention gathers
-# the keys and values.
+# keys and values. The flag is also read in mistake_in_layout, ranks_per_row (1 without it),
+# pack_unit, init_model and has_groups; cp_rank is in Layout, and groups_of asks for
+# with_context_parallel. Only because of this chapter does shift move columns and not outputs.
 
 
 def share_context(rows, config, layout):
