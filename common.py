@@ -1,6 +1,6 @@
-"""What the scripts share: formulas, formats and tools. Nothing here knows a backend or its caller.
+"""What the scripts share: formulas, formats and tools. Nothing here imports a script.
 
-Who trusts these names never has to open this file. Its chapters, in order:
+If you trust these names, you need not open this file. Its chapters, in order:
 
     The batch              flat and ragged from the file to the loss; padded tensors in and out
     PPO's maths            advantages, returns, the weights of losses, value losses, statistics
@@ -114,7 +114,7 @@ def check_skipped_weights(model, flag):
 # Rows are read, sent, trained on and scored as a Batch; what enters from outside is checked once.
 # from_padded and to_padded are for other people's loops, whose rows are padded tensors.
 
-Floats = torch.Tensor | None  # a (T,) float32 column, zero where response_mask is false
+Floats = torch.Tensor | None  # a (T,) float32 column; only rewards count outside response_mask
 
 
 @dataclass
@@ -876,7 +876,8 @@ def shuffled_rows(groups, *key):
 
 
 def rows_of_step(step, groups, size, seed):
-    """Row indices for update `step`, at most `size`. Each pass over the groups is shuffled anew."""
+    """Rows for update `step`, at most `size`: indices, or what else the groups hold. Each pass over
+    the groups is shuffled anew."""
     n = sum(len(rows) for _, rows in groups)
     pieces = ceil(n / size)  # of equal sizes, give or take one row
     i = step % pieces

@@ -614,7 +614,7 @@ class MicroBatch(NamedTuple):
     A slot is a token or padding."""
 
     inputs: dict  # arguments of the model: ids and positions of the slots, images
-    index_T: torch.Tensor  # the slot whose output is a token's
+    index_T: torch.Tensor  # each token's slot
     pack: Pack | None  # where sequences lie in the packed row, for attention
     response_mask: torch.Tensor
     values: torch.Tensor | None
@@ -803,7 +803,7 @@ class DataParallelPPOCritic:
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
 
-        # the names of what `loss` sums, for ranks without the head and updates without a step
+        # the names of what `loss` sums: an update without a step has them, too
         outputs = torch.zeros(1, model_config.num_labels).squeeze(1)
         _, sums = self.loss(outputs, Batch.blank())
         zero = torch.zeros((), dtype=torch.float64, device=layout.device)
@@ -978,9 +978,9 @@ class DataParallelPPOCritic:
     def forward_backward(self, micro, last=True):
         """Accumulates the gradient of a micro-batch -> its sums, as `loss` returns them.
 
-        last: whether it is the last one of its mini-batch. The loss is a sum over all ranks, but
-        FSDP averages gradients: multiply by dp x sp. All sp ranks of a row compute its loss, and
-        gather_slices adds up their gradients: divide by sp."""
+        last: whether it is the last one of its mini-batch. FSDP averages over dp x sp ranks, but
+        the loss is a sum: multiply by dp x sp. All sp ranks of a row compute the same loss, and
+        gather_slices adds up their gradients: divide by sp. That leaves dp."""
         if self.config.defer_grad_sync:
             self.model.set_requires_gradient_sync(last)
         with self.activations_on_host():
@@ -1220,7 +1220,7 @@ class CriticWorker:
 
     def check_values(self, batch):
         """UserError if values are not finite: an update has ruined the weights. Tries one row."""
-        first = batch.actions.nonzero()[:1, 0].tolist()  # that has an action
+        first = batch.actions.nonzero()[:1, 0].tolist()  # the first with an action
         finite = bool(self.compute_values(batch.select(first)).isfinite().all())
         if not all(of_all_ranks(finite)):
             raise UserError(
@@ -1462,8 +1462,9 @@ class Checkpoints:
         with suppress(Exception):
             if re.search(common.OUT_OF_MEMORY, repr(error)) and not isinstance(error, UserError):
                 self.out_of_memory.write_text(f"{self.halvings + 1}")
-        with suppress(Exception):
-            self.saving.result(timeout=60)
+        if self.saving:
+            with suppress(Exception):
+                self.saving.result(timeout=60)
         if self.lock:
             self.lock.close()
 
@@ -1513,7 +1514,7 @@ class Checkpoints:
             self.saving.result()
 
     def leave(self, step, number):
-        """Ends the run after the signal of this number, with the status of a process it killed."""
+        """Ends the run after the signal of this number, with exit status 128 + number."""
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
         words = f"stopped after step {step} of {self.run.out_dir}; continue with --resume auto"
         print0(f"{name:10s} {words}")

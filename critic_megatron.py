@@ -621,8 +621,9 @@ def build_value_model(skeleton, config, model_config, layout):
             )
             modules.append(module)
 
-    if module.post_process:
-        module.output_layer = ValueHead(transformer, model_config.num_labels)
+    last = modules[-1]  # the head is in the last chunk of the last stage
+    if last.post_process:
+        last.output_layer = ValueHead(transformer, model_config.num_labels)
     freeze(modules, config)
     return modules
 
@@ -884,7 +885,7 @@ class MegatronPPOCritic:
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
 
-        # the names of what `loss` sums, for ranks without the head and updates without a step
+        # the names of what `loss` sums: stages without the head, and updates without a step, have them
         outputs = torch.zeros(1, model_config.num_labels).squeeze(1)
         _, sums = self.loss(outputs, Batch.blank())
         zero = torch.zeros((), dtype=torch.float64, device=layout.device)
@@ -1011,7 +1012,7 @@ class MegatronPPOCritic:
         def reduce(outputs_S, micro):
             v_T = torch.zeros(micro.tokens, device=self.layout.device)
             v_T.index_add_(0, micro.index_S, self.values(outputs_S, micro.response_mask))
-            piece = pieces[len(values)]
+            piece = pieces[len(values)]  # the schedule calls this in order
             values.append(v_T[: len(piece.input_ids)])  # nothing of a masked token
             return outputs_S.sum()
 
@@ -1343,7 +1344,7 @@ class CriticWorker:
 
     def check_values(self, batch):
         """UserError if values are not finite: an update has ruined the weights. Tries one row."""
-        first = batch.actions.nonzero()[:1, 0].tolist()  # that has an action
+        first = batch.actions.nonzero()[:1, 0].tolist()  # the first with an action
         finite = bool(self.compute_values(batch.select(first)).isfinite().all())
         if not all(of_all_ranks(finite)):
             raise UserError(
@@ -1584,8 +1585,9 @@ class Checkpoints:
         with suppress(Exception):
             if re.search(common.OUT_OF_MEMORY, repr(error)) and not isinstance(error, UserError):
                 self.out_of_memory.write_text(f"{self.halvings + 1}")
-        with suppress(Exception):
-            self.saving.result(timeout=60)
+        if self.saving:
+            with suppress(Exception):
+                self.saving.result(timeout=60)
         if self.lock:
             self.lock.close()
 
@@ -1635,7 +1637,7 @@ class Checkpoints:
             self.saving.result()
 
     def leave(self, step, number):
-        """Ends the run after the signal of this number, with the status of a process it killed."""
+        """Ends the run after the signal of this number, with exit status 128 + number."""
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
         words = f"stopped after step {step} of {self.run.out_dir}; continue with --resume auto"
         print0(f"{name:10s} {words}")
@@ -1799,7 +1801,7 @@ def share_context(rows, config, layout):
     slots, _, pack = pack_rows(rows, "cpu", config.share_prompts, pack_unit(config))
     places = torch.arange(len(slots))
     seen = places if pack.keys is None else pack.keys
-    ends_of_queries, ends_of_keys, *_ = (x.tolist() for x in pack.varlen[:2])
+    ends_of_queries, ends_of_keys = (x.tolist() for x in pack.varlen[:2])
 
     # pieces[rank]: its two pieces
     halves = places.view(2 * p, -1)
@@ -1828,7 +1830,8 @@ def share_context(rows, config, layout):
 # ---- Layers and process groups of Megatron -------------------------------------------------------
 #
 # A closed chapter: how Megatron builds its model and its groups of ranks. It is called from
-# build_value_model, check_model_flags (transformer_config) and make_layout.
+# build_value_model, check_model_flags (transformer_config), make_layout, pack_unit
+# (splits_sequence) and optimizer_step (grads_for_norm).
 
 
 class RMSNorm(nn.RMSNorm):
@@ -1962,7 +1965,8 @@ def splits_sequence(config):
 # ---- Weights: megatron-core and Hugging Face -----------------------------------------------------
 #
 # A closed chapter: names and parts of weights. It is called from MegatronPPOCritic.__init__ (fill,
-# find_masters), build_value_model (freeze), and from checkpoints and exports (whole_weights).
+# find_masters), build_skeleton (freezes), build_value_model (freeze), read_weights and
+# load_checkpoint (StoredTensors), state_bytes, and from checkpoints and exports (whole_weights).
 
 # megatron-core's name -> how tensor-parallel ranks split it, then the names of its parts in
 # critic_fsdp.py. In a layer, names follow decoder.layers.N here and model.layers.N there.

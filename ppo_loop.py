@@ -9,9 +9,9 @@
         --prompts gsm8k/train.jsonl --eval-prompts gsm8k/test.jsonl --prompt-key question --chat \\
         --reward gsm8k --max-response-length 512
 
-main() follows the flags and is the algorithm. Actor and reference are Hugging Face models
-on FSDP2; the critic is the CriticWorker of critic_fsdp.py or critic_megatron.py. Copy this file
-with it and common.py.
+The flags come first, then main(), which is the algorithm. Actor and reference are Hugging Face
+models on FSDP2; the critic is the CriticWorker of critic_fsdp.py or critic_megatron.py. Copy this
+file with it and common.py.
 
 Shapes are in the names: T tokens, sequences end to end; A actions (tokens the policy chose); C a
 chunk of A; B sequences; L tokens of a padded row; R of a response; S slots of pack_rows; V
@@ -282,7 +282,7 @@ def main(run):
     """PPO (1707.06347): the actor answers prompts, a reward rates the answers, the critic says how
     much better than expected each token was, and both models learn from that."""
     run, task = set_up(run)
-    with begun(run, task) as loop:
+    with training(run, task) as loop:
         for step in loop.steps():
             # save the state that the last step has left, as often as --save-every says
             save_if_due(loop, step)
@@ -534,10 +534,11 @@ class Loop:
 
 
 @contextmanager
-def begun(run, task):
-    """Builds the models, or loads those of a checkpoint -> Loop, for the block that trains them.
-    Then writes the report and both models. If a signal ends the block, the state at the start of
-    its step is saved instead, and the process exits."""
+def training(run, task):
+    """Yields a Loop with all models, new or from a checkpoint, to the block that trains them.
+
+    After the block, it writes the report and both models. If a signal ends the block, it saves the
+    state at the start of that step and exits."""
     device = common.setup_distributed(run.critic.timeout_minutes)
     with critic_module(run.backend).Checkpoints(run) as checkpoints:
         # where to start, and with what
@@ -678,7 +679,7 @@ def start_from(run, task, checkpoints):
             saved = json.load(file)
         step = saved["step"]
         if run.target_kl:
-            # 0: that run had no such term, and 0 would stay 0
+            # a run without a KL term saved 0, which would stay 0: start from --kl-coef
             kl_coef = saved["kl_coef"] or kl_coef
         if step > run.steps:
             raise UserError(f"--steps {run.steps}: {folder} has made {step} already; give more")
@@ -824,7 +825,7 @@ def save(loop, step):
     actor = loop.actor
     critic = loop.critic
 
-    # any row shows whether log-probs and values are finite, and raises if they are not
+    # one row shows whether all is finite; these calls raise if it is not
     with loop.phases("log_probs", actor):
         actor.compute_log_probs(loop.batch.select(range(len(loop.batch))[:1]))
     with loop.phases("critic", critic):
@@ -1080,6 +1081,7 @@ def write_jsonl(batch, path, replies=()):
     def lines():
         """One at a time, because numbers take more memory in Python's lists."""
         for row, text in rows:
+            # the response begins with the first action; without one, with the last token
             first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
             columns = {
                 "response_ids": row.input_ids,
@@ -2289,7 +2291,8 @@ class Phases:
         self.seconds[name] += perf_counter() - start
 
     def take(self, tokens):
-        """Timing metrics of the step that ends now. tokens: in its rows, including prompts."""
+        """Timing metrics: of the phases since the last call, and the mean time of a step. tokens: in
+        the rows of the step, including prompts."""
         self.ends.append(perf_counter())
         *_, before, now = self.ends
         metrics = {f"time/{name}": x for name, x in self.seconds.items()}
@@ -2514,7 +2517,7 @@ def start_worker(command):
     WORKERS.add(process.pid)
     worker = Worker(process, ours)
 
-    # it first sends what is wrong with the file or the name, and takes its time for that
+    # its first answer: (None, "") if the function is there, else what is wrong, or an error
     wrong, fault = hear(worker, 0, inf) or (None, "its process has died")
     if wrong or fault:
         raise UserError(wrong or fault)
