@@ -2019,8 +2019,8 @@ def states_of_a_row(worker, name):
 
 # ---- Plan: the memory that a layout needs, computed without launching it -------------------------
 #
-# A closed chapter behind --plan. It is called from main. run.plan is also read in mistake_in, as the
-# number of ranks, and in mistake_in_run.
+# A closed chapter behind --plan. It is called from main. run.plan is also read in mistake_in (the
+# number of ranks) and in mistake_in_run.
 
 
 def print_plan(run):

@@ -885,7 +885,7 @@ class MegatronPPOCritic:
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
 
-        # the names of what `loss` sums: stages without the head, and updates without a step, have them
+        # the names of what `loss` sums: stages without the head and updates without a step have them
         outputs = torch.zeros(1, model_config.num_labels).squeeze(1)
         _, sums = self.loss(outputs, Batch.blank())
         zero = torch.zeros((), dtype=torch.float64, device=layout.device)

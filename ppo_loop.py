@@ -2291,8 +2291,9 @@ class Phases:
         self.seconds[name] += perf_counter() - start
 
     def take(self, tokens):
-        """Timing metrics: of the phases since the last call, and the mean time of a step. tokens: in
-        the rows of the step, including prompts."""
+        """Timing metrics: of the phases since the last call, and the mean time of a step.
+
+        tokens: in the rows of the step, including prompts."""
         self.ends.append(perf_counter())
         *_, before, now = self.ends
         metrics = {f"time/{name}": x for name, x in self.seconds.items()}
