@@ -824,11 +824,11 @@ class DataParallelPPOCritic:
         """The fetched rows in micro-batches; some may have no row."""
         return local.split(list(map(len, table[self.layout.dp_rank])))
 
-    def micro_batch(self, rows):
+    def micro_batch(self, piece):
         """These rows on the device. Without rows: one masked token, to keep in step with others."""
-        if not len(rows):
-            rows = Batch.blank()
-        inputs, index_T, pack = self.lay_out(rows)
+        if not len(piece):
+            piece = Batch.blank()
+        inputs, index_T, pack = self.lay_out(piece)
 
         def to_device(x):
             return None if x is None else x.to(self.layout.device, non_blocking=True)
@@ -837,33 +837,33 @@ class DataParallelPPOCritic:
             inputs={name: to_device(x) for name, x in inputs.items()},
             index_T=to_device(index_T),
             pack=pack,
-            response_mask=to_device(rows.response_mask),
-            values=to_device(rows.values),
-            returns=to_device(rows.returns),
-            weights=to_device(rows.weights),
+            response_mask=to_device(piece.response_mask),
+            values=to_device(piece.values),
+            returns=to_device(piece.returns),
+            weights=to_device(piece.weights),
         )
 
-    def lay_out(self, rows):
+    def lay_out(self, piece):
         """(the model's inputs, the slot of each token, Pack or None) of a micro-batch's rows."""
         inputs = {}
-        positions_T = rows.positions
+        positions_T = piece.positions
         if self.image_processor:
-            positions_T, inputs = with_images(self.model.model, rows, self.image_processor)
+            positions_T, inputs = with_images(self.model.model, piece, self.image_processor)
 
         # which token is in each slot, T in those of padding
-        total = len(rows.input_ids)
+        total = len(piece.input_ids)
         if self.config.use_remove_padding:
             unit = pack_unit(self.config)
             share = self.config.share_prompts
-            slots_S, index_T, pack = pack_rows(rows, self.layout.device, share, unit)
+            slots_S, index_T, pack = pack_rows(piece, self.layout.device, share, unit)
             slots = slots_S[None]
         else:
-            slots = nn.utils.rnn.pad_sequence(torch.arange(total).split(rows.lengths), True, total)
+            slots = nn.utils.rnn.pad_sequence(torch.arange(total).split(piece.lengths), True, total)
             inputs["attention_mask"] = slots < total
             index_T = (slots.flatten() < total).nonzero()[:, 0]
             pack = None
 
-        inputs["input_ids"] = F.pad(rows.input_ids, (0, 1))[slots]
+        inputs["input_ids"] = F.pad(piece.input_ids, (0, 1))[slots]
         inputs["position_ids"] = F.pad(positions_T, (0, 1))[..., slots]
         return inputs, index_T, pack
 

@@ -885,7 +885,7 @@ class MegatronPPOCritic:
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
 
-        # the names of what `loss` sums: stages without the head and updates without a step have them
+        # the names of what `loss` sums; stages without the head, updates without a step have them
         outputs = torch.zeros(1, model_config.num_labels).squeeze(1)
         _, sums = self.loss(outputs, Batch.blank())
         zero = torch.zeros((), dtype=torch.float64, device=layout.device)
@@ -910,11 +910,11 @@ class MegatronPPOCritic:
         """The fetched rows in micro-batches; some may have no row."""
         return local.split(list(map(len, table[self.layout.dp_rank])))
 
-    def micro_batch(self, rows):
+    def micro_batch(self, piece):
         """These rows on the device. Without rows: one masked token, to keep in step with others."""
-        if not len(rows):
-            rows = Batch.blank()
-        slots, pack = self.lay_out(rows)
+        if not len(piece):
+            piece = Batch.blank()
+        slots, pack = self.lay_out(piece)
 
         def to_slots(x_T):
             if x_T is None:
@@ -922,7 +922,7 @@ class MegatronPPOCritic:
             return F.pad(x_T, (0, 1))[slots].to(self.layout.device, non_blocking=True)
 
         # what every layer's attention reads
-        positions_S = to_slots(rows.positions)
+        positions_S = to_slots(piece.positions)
         tables = self.rotary(positions_S.to(self.layout.dtype), positions_S[None])
         reads = PackedSeqParams(qkv_format="thd")
         reads.pack = pack
@@ -931,33 +931,33 @@ class MegatronPPOCritic:
         def before_actions(x_T):
             return None if x_T is None else to_slots(shift(x_T))
 
-        tokens = len(rows.input_ids)
+        tokens = len(piece.input_ids)
         return MicroBatch(
-            ids_1S=to_slots(rows.input_ids)[None],
+            ids_1S=to_slots(piece.input_ids)[None],
             reads=reads,
             index_S=before_actions(torch.arange(tokens)),
             tokens=tokens,
-            response_mask=before_actions(rows.response_mask),
-            values=before_actions(rows.values),
-            returns=before_actions(rows.returns),
-            weights=before_actions(rows.weights),
+            response_mask=before_actions(piece.response_mask),
+            values=before_actions(piece.values),
+            returns=before_actions(piece.returns),
+            weights=before_actions(piece.weights),
         )
 
-    def lay_out(self, rows):
+    def lay_out(self, piece):
         """(slots, Pack): which token of a micro-batch's rows is in each slot of this rank."""
         config = self.config
         unit = pack_unit(config)
         if config.context_parallel_size > 1:
-            return share_context(rows, config, self.layout)
+            return share_context(piece, config, self.layout)
         if config.use_remove_padding:
-            slots, _, pack = pack_rows(rows, self.layout.device, config.share_prompts, unit)
+            slots, _, pack = pack_rows(piece, self.layout.device, config.share_prompts, unit)
             return slots, pack
 
         # rows padded to equal length; the last one also to a multiple of the unit
-        total = len(rows.input_ids)
-        by_row = torch.arange(total).split(rows.lengths)
+        total = len(piece.input_ids)
+        by_row = torch.arange(total).split(piece.lengths)
         slots = nn.utils.rnn.pad_sequence(by_row, True, total).flatten()
-        sizes = [len(slots) // len(rows)] * len(rows)
+        sizes = [len(slots) // len(piece)] * len(piece)
         tail = -len(slots) % unit
         sizes[-1] += tail
         return F.pad(slots, (0, tail), value=total), Pack(sizes, self.layout.device)

@@ -1644,14 +1644,14 @@ class PolicyWorker:
         """The fetched rows in micro-batches; some may have no row."""
         return local.split(list(map(len, table[RANK])))
 
-    def micro_batch(self, rows):
+    def micro_batch(self, piece):
         """These rows on the device. Without rows: one masked token, to keep in step with others."""
-        if not len(rows):
-            rows = Batch.blank()
+        if not len(piece):
+            piece = Batch.blank()
 
         # each slot of the packed row has a token; a shared prompt has its slots once
-        slots_S, index_T, pack = self.critic_script.pack_rows(rows, self.device, True)
-        inputs = {"input_ids": rows.input_ids, "position_ids": rows.positions}
+        slots_S, index_T, pack = self.critic_script.pack_rows(piece, self.device, True)
+        inputs = {"input_ids": piece.input_ids, "position_ids": piece.positions}
 
         def to_device(x):
             return None if x is None else x.to(self.device, non_blocking=True)
@@ -1660,14 +1660,14 @@ class PolicyWorker:
             inputs={name: to_device(x_T[slots_S][None]) for name, x_T in inputs.items()},
             index_T=index_T,
             pack=pack,
-            action_A=to_device(rows.response_mask.nonzero()[:, 0]),  # found here: a GPU would wait
-            input_ids=to_device(rows.input_ids),
-            response_mask=to_device(rows.response_mask),
-            old_log_probs=to_device(rows.old_log_probs),
-            ref_log_probs=to_device(rows.ref_log_probs),
-            rollout_log_probs=to_device(rows.rollout_log_probs),
-            advantages=to_device(rows.advantages),
-            weights=to_device(rows.weights),
+            action_A=to_device(piece.response_mask.nonzero()[:, 0]),  # found here: a GPU would wait
+            input_ids=to_device(piece.input_ids),
+            response_mask=to_device(piece.response_mask),
+            old_log_probs=to_device(piece.old_log_probs),
+            ref_log_probs=to_device(piece.ref_log_probs),
+            rollout_log_probs=to_device(piece.rollout_log_probs),
+            advantages=to_device(piece.advantages),
+            weights=to_device(piece.weights),
         )
 
     # ---- log-probs
