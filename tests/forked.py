@@ -1,10 +1,14 @@
 """How a test starts ranks: as forks of one process that has imported the slow libraries, so that a
 launch takes a second, not twenty.
 
-    torchrun(2, script, *flags)     helpers.py: runs a script on two ranks; run(...) on none
+    torchrun(2, script, *flags)     helpers.py: runs a script on two ranks
+    run(sys.executable, script)     helpers.py: runs a script in one process, without torchrun
     begin(...), ended(...)          its halves: the script runs while the test does something else
     @scenario(ranks=2)              marks a function(folder) of tests/ to run on two ranks
     ran(function, 2)                helpers.py: waits for it -> the folder with its results
+
+To add one: write `@scenario(ranks=2) def name(folder): ...` with asserts into a *_scenarios.py, and
+test_scenarios.py waits for it. From a test of a test_*.py, wait for it with ran(name, 2).
 
 The scenarios of a file share a folder and run in its order; neighbours on equal ranks share their
 processes. A session of whole files begins them at once, next to the tests of one process; with -k
