@@ -38,6 +38,7 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from heapq import heapreplace
+from importlib.util import find_spec
 from os.path import exists, isfile, realpath
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
@@ -425,6 +426,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 import transformers
 
+if find_spec("megatron") is None:  # there is no wheel of it for Python 3.14
+    words = "no megatron-core here: pip install megatron-core==0.16.1 (Python 3.11 to 3.13)"
+    if __name__ == "__main__":
+        print(f"error: {words}; or use critic_fsdp.py" if speaks else "", file=sys.stderr)
+        sys.exit(2)
+    raise ImportError(words)
 if not torch.cuda.is_available():
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron would load a compiler, which is not used
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # so that it overlaps communication

@@ -2325,6 +2325,10 @@ def parse(args):
         raise UserError(f"{wrong}; flags of the critic are --critic.*")
 
     # all flags; those of the critic have two defaults of their own here
+    try:
+        critic_module(backend)
+    except ImportError as error:
+        raise UserError(f"--critic {backend}: {error}") from None
     critic = critic_flags(backend)(
         model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size
     )

@@ -60,6 +60,8 @@ def steps_of(out):
 
 def metrics_of(out):
     """(step, name) -> number, for all metrics that do not depend on the machine."""
+    import common  # here, because a process that starts ranks must not have read RANK before
+
     passing = ("perf/", "time/", "memory/")
     rows = common.read_lines(out / "metrics.jsonl")
     metrics = {(row["step"], name): x for row in rows for name, x in row.items() if name != "step"}
