@@ -12,7 +12,6 @@ from forked import scenario
 from helpers import ran, random_batch, worker
 
 import common
-import critic_megatron
 import ppo_loop
 from critic_fsdp import gather_slices, trade
 
@@ -177,9 +176,12 @@ def test_8_ulysses_trades_tokens_for_heads():
     ran(ulysses, 2)
 
 
+@pytest.mark.megatron
 def test_9_context_parallel_ranks_have_a_piece_of_either_end():
     """Rank 0 has 0 1 10 11, rank 1 has 2 3 8 9, rank 2 has 4 5 6 7. Token t sees t + 1 keys: thirds
     would give the ranks 10, 26 and 42 pairs, these pieces give 26 to each."""
+    import critic_megatron
+
     for rank, answer in enumerate(([0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7])):
         layout = types.SimpleNamespace(cp_rank=rank, device=torch.device("cpu"))
         config = critic_megatron.Config(context_parallel_size=3)

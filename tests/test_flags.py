@@ -63,6 +63,7 @@ def test_a_bad_prompt_is_named_by_file_and_line(row, tmp_path):
         prompts_of(tmp_path, good, "", "  ", row, good, reward="gsm8k")
 
 
+@pytest.mark.megatron
 def test_each_critic_brings_its_own_flags_and_all_are_explained(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")  # --help changes it
     parse = lambda flags: ppo_loop.parse(flags.split())
@@ -158,6 +159,7 @@ def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path, mon
         ppo_loop.main(parse(flags))
 
 
+@pytest.mark.megatron
 def test_valid_flags_are_accepted(parse, tmp_path, capsys):
     """Budgets that just fit, or are halved since memory ran out; what the critic inherits from the
     actor."""
