@@ -723,9 +723,9 @@ def test_the_gpu_kernels_are_called_with_the_right_arguments(name, softcap, wind
         options = (softmax_scale, window_size[0] + 1, softcap, None)
         return plain_packed(*qkv, *ends, *options).transpose(0, 1)
 
-    def varlen(*args, scale, window_size, enable_gqa):
-        signature.bind(*args, scale=scale, window_size=window_size, enable_gqa=enable_gqa)
-        assert enable_gqa
+    def varlen(*args, scale, window_size, **more):
+        signature.bind(*args, scale=scale, window_size=window_size, **more)
+        assert more == common.VARLEN_OPTIONS
         return flash(*args, scale, window_size[1] == 0, window_size)
 
     monkeypatch.setattr(common, "flash_attn_varlen_func", flash if name == "flash" else None)
