@@ -1597,14 +1597,16 @@ def dense_attention(q, k, v, scale, window, softcap, sinks):
     return weights_NHLL.to(q.dtype) @ v
 
 
-# pattern in a device's name -> dense bf16, from NVIDIA's data sheets; the first match counts
+# pattern in a device's name -> dense bf16, from data sheets; the first match counts
 PEAK_TFLOPS = {
-    "B200": 2250,
+    "GB[23]00": 2500,
+    "B[23]00": 2250,
     "H100 PCIe": 756,
     "H[12]00 NVL": 835,
     "(H|GH)[128]00": 989,
     "H20": 148,
     "A[18]00": 312,
+    "MI300X": 1307,
 }
 
 

@@ -273,7 +273,10 @@ def show_help(kind, **options):
             start = margin
         words = re.sub(r" \(default: (None|False)?\)$", "", words.strip())
         text += wrapped(words, initial_indent=start)
-    print("\n".join(text))
+    try:
+        print("\n".join(text), flush=True)
+    except BrokenPipeError:  # --help | head
+        os._exit(0)
     sys.exit(0)
 
 

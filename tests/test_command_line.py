@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import subprocess
 import sys
 
 import pytest
@@ -67,6 +68,13 @@ def test_help_is_short(columns, lines):
     flags = page.partition("  -h, --help")[2]
     assert len(page.splitlines()) < lines and max(map(len, flags.splitlines())) <= max(columns, 96)
     assert max(map(len, page.splitlines())) <= max(columns, 100)
+
+
+def test_help_may_be_cut():
+    """As `--help | head` does."""
+    shell = f"set -o pipefail; {sys.executable} {SCRIPT} --help | head -1"
+    process = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
+    assert process.stdout.startswith("usage: ") and not process.stderr, process.stderr
 
 
 @pytest.mark.parametrize("message, flags", [

@@ -749,12 +749,15 @@ def measure(device, dtype):
 
 PEAKS = {  # the end of a device's name -> TFLOP/s, dense bf16
     "B200": 2250,
+    "B300": 2250,
+    "GB200": 2500,
     "H100 80GB HBM3": 989,
     "H100 PCIe": 756,
     "H200": 989,
     "H200 NVL": 835,
     "H20": 148,
     "A100-SXM4-80GB": 312,
+    "AMD Instinct MI300X": 1307,
     "H100 80GB HBM3 MIG 1g.10gb": math.nan,
     "T1000": math.nan,
 }
