@@ -2086,6 +2086,11 @@ class Logger:
 
         # what belongs to the steps before
         self.set_aside(last_step)
+        earlier = read_lines(f"{out_dir}/run.json")
+        if is_own and earlier:
+            changed = changed_flags(earlier[0], json.loads(as_json(settings)))
+            if changed:
+                print0(f"resume     other flags than before: {', '.join(changed)}")
         settings["run"] = {"command": sys.argv, "ranks": WORLD_SIZE}
         replace_lines(f"{out_dir}/run.json", [settings])
         log = f"{out_dir}/metrics.jsonl"
@@ -2184,6 +2189,19 @@ class Logger:
             f" mean {number(m['eval/mean_of_n'], '.3f')},"
             f" oracle {number(m['eval/oracle_of_n'], '.3f')}"
         )
+
+
+def changed_flags(before, now, group=""):
+    """Words for the flags of a resumed run that differ from those in run.json of the run before. A
+    group of flags, such as the critic's, is a dict in the dict. --resume differs in any case."""
+    words = []
+    for name in now:
+        old = before.get(name)
+        if isinstance(now[name], dict):
+            words += changed_flags(old or {}, now[name], f"{name}.")
+        elif name in before and old != now[name] and name != "resume":
+            words.append(f"{group}{name} {now[name]} (was {old})")
+    return words
 
 
 def time_left(seconds, steps):

@@ -1013,6 +1013,27 @@ def test_settings_have_null_for_a_limit_that_is_not_finite(tmp_path):
     assert strictly((tmp_path / "run.json").read_text())["actor"] == {"grad_clip": None, "lr": 0.5}
 
 
+def test_a_resumed_run_tells_which_flags_differ(tmp_path, capsys):
+    """A run in another folder, or one that starts anew, has no flags from before."""
+    before = {"steps": 5, "resume": None, "critic": {"lr": 0.5, "grad_clip": math.inf, "seed": 0}}
+    now = {"steps": 9, "resume": "auto", "critic": {"lr": 0.1, "grad_clip": math.inf, "seed": 0}}
+
+    def begin(settings, step, folder):
+        common.Logger(str(tmp_path), dict(settings), step, folder).board.close()
+
+    begin(before, 0, None)
+    own = os.path.realpath(tmp_path / "checkpoints" / "step_5")
+
+    begin(now, 5, own)
+    words = "resume     other flags than before: steps 9 (was 5), critic.lr 0.1 (was 0.5)\n"
+    assert capsys.readouterr().out == words
+
+    begin(now, 5, own)  # the same flags
+    begin(before, 0, None)
+    begin(now, 5, "elsewhere/checkpoints/step_5")
+    assert "other flags" not in capsys.readouterr().out
+
+
 def test_a_config_with_an_infinite_number_is_stored_and_resumes(tmp_path):
     """Mamba's time steps have no upper limit. JSON has no infinity, but it must come back."""
     common.setup_distributed()
