@@ -1098,6 +1098,9 @@ def look_up(row, key, default=None):
     return row
 
 
+BEYOND_TEXT = ("tool_calls", "function_call", "reasoning", "reasoning_content", "thinking")
+
+
 def in_our_keys(row, keys):
     """A row as TRL, verl or datasets write it, in the keys of Rollout. keys: {"prompt": "question"}
     and the like say where to find prompt, response and reward. UserError: there is nothing."""
@@ -1128,6 +1131,10 @@ def in_our_keys(row, keys):
         last = messages[-1]
         if isinstance(last, dict) and last.get("role") == "assistant":
             (last,) = text_messages([last])
+            lost = [key for key in BEYOND_TEXT if last.get(key)]
+            if lost:
+                words = f"the answer has {lost[0]}, which its text leaves out; give response_ids"
+                raise UserError(f"messages: {words}")
             row["response"] = last.get("content")
             row["messages"] = messages[:-1]
     return row

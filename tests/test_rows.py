@@ -264,6 +264,18 @@ def test_rows_of_other_systems_are_read(shape):
     assert rows.token_level_rewards.tolist() == [0.0] * (len(rows.input_ids) - 1) + [1.0]
 
 
+@pytest.mark.parametrize("key, lost", [("tool_calls", CALL["tool_calls"]), ("reasoning", "1 + 1")])
+@pytest.mark.parametrize("shape", ["a whole chat", "TRL"])
+def test_an_answer_that_is_more_than_its_text_is_refused(shape, key, lost):
+    """Otherwise the critic would learn from an answer that the policy has not given."""
+    answer = ANSWER | {key: lost}
+    row = {"messages": [USER, answer], "reward": 1.0}
+    if shape == "TRL":
+        row = {"prompt": [USER], "completion": [answer], "reward": 1.0}
+    with refused(f"messages: the answer has {key}, which its text leaves out; give response_ids"):
+        common.read_rows([json.dumps(row)], a_tokenizer())
+
+
 @pytest.mark.parametrize("more, words", [
     ({}, "prompt, messages, prompt_ids"), ({"prompt": "1+1="}, "response, response_ids"),
 ])  # fmt: skip
