@@ -1178,13 +1178,18 @@ def fault_of_line(error, line, row):
     """What pydantic finds first in a line, in our words. row: the line's object, if it is one."""
     fault = error.errors()[0]
     text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    text = re.sub("List should have at least 1 item .*", "must have an entry", text)
+    text = re.sub("Invalid JSON: (.+) at line 1 column", r"is not JSON: \1 at character", text)
     begin = line[:1] if isinstance(line, str) else line[:1].decode(errors="replace")
     if begin == "[":
         must = "each line must be one JSON object; the reference has a converter"
         return f"it begins an array, but {must}"
     if fault["loc"]:
-        return f"{fault['loc'][0]}: {text}, not {fault['input']!r:.40}"
+        return f"{fault['loc'][0]}: {text}, not {json.dumps(fault['input'], default=str):.40}"
     if isinstance(row, dict):
+        empty = [key for key in row if row[key] is None]
+        if empty:
+            text += f" (null counts as none: {', '.join(empty)})"
         return f"{text}; its keys are {', '.join(row):.200}"
     return text
 

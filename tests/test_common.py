@@ -454,10 +454,13 @@ CHAT_WITHOUT_CONTENT = [{"role": "user"}]
 TWO_PROMPTS = "one of prompt, messages, prompt_ids; has prompt and prompt_ids"
 # what is wrong -> how the row differs from GOOD (or the whole line), and words of the error
 BAD_ROWS = {
-    "not json": ("{", "Invalid JSON: EOF while parsing an object"),
+    "not json": ("{", "is not JSON: EOF while parsing an object at character 1"),
     "not utf-8": (b'{"prompt": "\xff"}', "JSON"),
     "too deep": ("[" * 100_000, "JSON"),
-    "no reward": ({"reward": None}, "one of reward, rewards; has none"),
+    "no reward": (
+        {"reward": None},
+        "one of reward, rewards; has none (null counts as none: reward)",
+    ),
     "two prompts": ({"prompt": "a"}, TWO_PROMPTS),
     "empty response that is truncated": (
         {"response_ids": None, "response": "", "truncated": True},
@@ -477,7 +480,7 @@ BAD_ROWS = {
     ),
     "huge reward": ({"reward": 10**400}, "reward: must be a finite number"),
     "reward whose square is infinite": ({"reward": 1e30}, "reward: must be less"),
-    "reward as text": ({"reward": "1"}, "reward: must be a valid number, not '1'"),
+    "reward as text": ({"reward": "1"}, 'reward: must be a valid number, not "1"'),
     "NaN in rewards": (
         {"reward": None, "rewards": [0.0, math.nan]},
         "rewards: must be a finite number",
