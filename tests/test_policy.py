@@ -57,7 +57,7 @@ def test_policy_loss_is_that_of_the_papers(low, high, dual):
     assert loss.isfinite() and new_T.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("kind, temperature, fields", [
+ACTORS = [  # model, temperature, fields of ActorConfig
     ("tiny-qwen2", 1.0, dict(kl_loss_coef=0.1, kl_loss_type="abs", ratio_band=(0.8, 1.3))),
     ("tiny-qwen2", 0.7, dict(loss_agg_mode="seq-mean-token-sum", entropy_coeff=0.1,
       clip_ratio_c=None)),
@@ -68,51 +68,56 @@ def test_policy_loss_is_that_of_the_papers(low, high, dual):
     ("tiny-gpt2", 0.7, dict(loss_agg_mode="seq-mean-token-sum-norm", kl_loss_coef=0.2,
       kl_loss_type="k1")),
     ("tiny-qwen3-moe", 0.7, dict(kl_loss_coef=0.2, kl_loss_type="abs", clip_ratio_c=1.2)),
-])  # fmt: skip
-def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fields, monkeypatch):
-    """Log-probs, entropies and a step over several micro-batches are those of autograd in float64.
-    The head makes one chunk of logits at a time, and keeps none. A reference without optimizer has
-    equal log-probs."""
-    monkeypatch.setattr(ppo_loop, "LOGITS_AT_ONCE", 5 * 99)
-    fields = {"ppo_max_token_len_per_gpu": 90, **fields}
-    w = policy(kind, temperature, **fields)
+]  # fmt: skip
+
+
+def an_actor(kind, temperature, fields, tokens=90):
+    """(a PolicyWorker, a batch that it learns in one step, plain transformers in float64)."""
+    w = policy(kind, temperature, **{"ppo_max_token_len_per_gpu": tokens, **fields})
+    return w, batch_to_learn(w, seed=1), plain(w, torch.float64)
+
+
+@pytest.mark.parametrize("kind, temperature, fields", ACTORS)
+def test_log_probs_and_entropies_are_those_of_transformers_row_by_row(kind, temperature, fields):
+    """Also those of a reference, which has no optimizer."""
+    w, batch, lm = an_actor(kind, temperature, fields)
     assert tied(w.model.lm) == (kind in TIED)  # also after sharding
-    batch = batch_to_learn(w, seed=1)
-    rows = common.describe(batch)
-    assert len(w.plan_micro_batches(rows)[0]) > 1
-    assert sum(common.costs(common.by_prompt(rows))) < len(batch.input_ids)
-    lm = plain(w, torch.float64)
-    loss, sums, expected_T, entropy_T = loss_by_hand(lm, batch, w.run)
+    _, _, expected_T, entropy_T = loss_by_hand(lm, batch, w.run)
     assert entropy_T[batch.response_mask].std() > 0.05  # positions differ
+
     log_probs_T = w.compute_log_probs(batch)
     with torch.no_grad():
         together_T, ours_T = w.model(w.micro_batch(batch), temperature)
     for ours, theirs in ((log_probs_T, expected_T), (together_T, expected_T), (ours_T, entropy_T)):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-5)
+
     reference = policy(kind, temperature, trains=False, **fields)
-    assert reference.optimizer is None and not any(
-        p.requires_grad for p in reference.model.parameters()
-    )
+    assert reference.optimizer is None
+    assert not any(p.requires_grad for p in reference.model.parameters())
     assert torch.equal(log_probs_T, reference.compute_log_probs(batch))
 
+
+@pytest.mark.parametrize("kind, temperature, fields", ACTORS)
+def test_a_step_over_several_micro_batches_is_that_of_autograd_in_float64(
+    kind, temperature, fields
+):
+    w, batch, lm = an_actor(kind, temperature, fields)
+    rows = common.describe(batch)
+    assert len(w.plan_micro_batches(rows)[0]) > 1
+    assert sum(common.costs(common.by_prompt(rows))) < len(batch.input_ids)
+    loss, sums, _, _ = loss_by_hand(lm, batch, w.run)
     loss.backward()
-    made, kept = set(), set()
-    head = w.model.lm.get_output_embeddings()
-    head.register_forward_hook(lambda head, args, out: made.add(tuple(out.shape)))
-    hooks = torch.autograd.graph.saved_tensors_hooks(
-        lambda x: kept.add(tuple(x.shape)) or x, lambda x: x
-    )
-    with hooks, captured_gradients(w) as seen:
+    with captured_gradients(w) as seen:
         metrics = w.update_policy(batch)
-    assert max(made) == (5, 99)
-    # the head
-    assert kept and not [shape for shape in kept if shape[-1:] == (99,) and shape != (64, 99)]
+
+    # every weight's gradient
     [ours] = seen
     for name, p in lm.named_parameters():
         atol = 1e-5 * max(float(p.grad.abs().max()), 1e-3)
-        torch.testing.assert_close(
-            ours[f"lm.{name}"].double(), p.grad, rtol=1e-4, atol=atol, msg=name
-        )
+        x = ours[f"lm.{name}"].double()
+        torch.testing.assert_close(x, p.grad, rtol=1e-4, atol=atol, msg=name)
+
+    # and the metrics
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in lm.parameters()))
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert metrics["actor/pg_clipfrac"] > 0.05  # some actions are clipped
@@ -120,12 +125,34 @@ def test_the_actor_does_what_transformers_does_row_by_row(kind, temperature, fie
     for key, x in sums.items():
         assert metrics[f"actor/{key}"] == pytest.approx(x, rel=1e-4, abs=1e-6), key
 
+
+@pytest.mark.parametrize("kind, temperature, fields", ACTORS)
+def test_the_head_makes_a_chunk_of_logits_at_a_time_and_keeps_none(
+    kind, temperature, fields, monkeypatch
+):
+    """In one chunk and one micro-batch, the gradient is the same."""
+    monkeypatch.setattr(ppo_loop, "LOGITS_AT_ONCE", 5 * 99)
+    w, batch, _ = an_actor(kind, temperature, fields)
+    made, kept = set(), set()
+    head = w.model.lm.get_output_embeddings()
+    head.register_forward_hook(lambda head, args, out: made.add(tuple(out.shape)))
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.add(tuple(x.shape)) or x, lambda x: x
+    )
+    with hooks, captured_gradients(w) as seen:
+        w.update_policy(batch)
+    assert max(made) == (5, 99)
+    logits = [shape for shape in kept if shape[-1:] == (99,) and shape != (64, 99)]  # not the head
+    assert kept and not logits
+
     monkeypatch.setattr(ppo_loop, "LOGITS_AT_ONCE", 10**6)
-    whole = policy(kind, temperature, **{**fields, "ppo_max_token_len_per_gpu": 10_000})
-    assert len(whole.plan_micro_batches(rows)[0]) == 1
-    with captured_gradients(whole) as seen:
+    whole, _, _ = an_actor(kind, temperature, fields, tokens=10_000)
+    assert len(whole.plan_micro_batches(common.describe(batch))[0]) == 1
+    with captured_gradients(whole) as seen_whole:
         whole.update_policy(batch)
-    for name, x in seen[0].items():
+    [ours], [theirs] = seen, seen_whole
+    norm = math.sqrt(sum(float(x.square().sum()) for x in theirs.values()))
+    for name, x in theirs.items():
         if x.norm() > 1e-5 * norm:  # else all of it is rounding
             assert (ours[name] - x).norm() / x.norm() < 2e-6, name
 
@@ -175,21 +202,24 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_restores_every_bit_and_transformers_loads_an_export(kind, tmp_path):
+def test_a_checkpoint_restores_every_bit(kind, tmp_path):
     """The next update is the same, also after offloading. A checkpoint of another model is
     refused."""
     fields = dict(ppo_mini_batch_size=3, lr_warmup_steps=10)
     w, again = policy(kind, **fields), policy(kind, **fields)
-    engine = engine_of(w)
     batch = batch_to_learn(w)
     w.update_policy(batch)
     saved = state_of(w)
     folder = str(tmp_path / "c")
+
+    # a copy, which is written after the next update
     write = w.checkpoint_writer(copy=True)
     assert same(state_of(w), saved) and any("exp_avg_sq" in name for name in saved)
     metrics = w.update_policy(batch)
     with common.published(folder) as tmp:
-        write(tmp)  # the state before this update
+        write(tmp)
+
+    # another worker with another state loads it
     for _ in range(2):
         again.update_policy(batch_to_learn(again, seed=1))
     assert not same(state_of(again), saved)
@@ -201,13 +231,21 @@ def test_a_checkpoint_restores_every_bit_and_transformers_loads_an_export(kind, 
     assert again.update_policy(batch) == metrics and same(state_of(w), state_of(again))
     assert metrics["actor/lr"] == pytest.approx(1e-3 * 6 / 10)  # the sixth step of the warm-up
 
-    # of the same shape
+    # a model of the same shape, and of another
     policy(kind, override_config='{"initializer_range": 0.5}').load_checkpoint(folder)
     with pytest.raises(UserError, match=f"--resume {folder}: is of another model: "):
         policy(kind, override_config='{"num_hidden_layers": 1}').load_checkpoint(folder)
 
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_and_the_engine_read_an_export(kind, tmp_path):
+    w = policy(kind)
+    engine = engine_of(w)
+    batch = batch_to_learn(w)
+    w.update_policy(batch)
     folder = str(tmp_path / "hf")
     w.export_hf(folder, TOKENIZER)
+
     lm, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     weights = dict(w.weights())
@@ -215,14 +253,17 @@ def test_a_checkpoint_restores_every_bit_and_transformers_loads_an_export(kind, 
     assert tied(lm) == (kind in TIED)
     engine.sync(w.weights(torch.float32))
     assert same(dict(engine.model.state_dict()), dict(lm.state_dict()))
-    # invalid without sampling
+
+    # so does an actor, although these settings are invalid without sampling
     common.write_json(f"{folder}/generation_config.json", {"temperature": 0.5})
     again = policy(folder, override_config="{}")
     again.export_hf(f"{folder} again", TOKENIZER)
     assert same(weights, dict(again.weights()))
-    torch.testing.assert_close(
-        again.compute_log_probs(batch), w.compute_log_probs(batch), rtol=0, atol=1e-6
-    )
-    for eos, ids in ((None, [1]), (7, [1, 7]), ([7, 9], [1, 7, 9])):  # both say what ends a turn
-        transformers.GenerationConfig(eos_token_id=eos).save_pretrained(folder)
-        assert ppo_loop.stop_tokens(ActorConfig(model=folder), TOKENIZER) == ids
+    ours, theirs = (x.compute_log_probs(batch) for x in (again, w))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_what_ends_a_turn_is_said_by_tokenizer_and_generation_config(tmp_path):
+    for eos, ids in ((None, [1]), (7, [1, 7]), ([7, 9], [1, 7, 9])):
+        transformers.GenerationConfig(eos_token_id=eos).save_pretrained(tmp_path)
+        assert ppo_loop.stop_tokens(ActorConfig(model=str(tmp_path)), TOKENIZER) == ids
