@@ -66,9 +66,9 @@ SCENARIOS = {}  # file of tests/ -> its scenarios
 device = functools.cache(lambda pid: ProcessGroupGloo.create_default_device())
 
 
-def new_group(self, store, rank, size, timeout, init=ProcessGroupGloo.__init__):
+def new_group(self, store, rank, size, timeout, init=ProcessGroupGloo.__init__, **more):
     """All groups of a process share its device, because each has a thread that wakes up every 10
-    ms."""
+    ms. more: what torch 2.14 passes, and options hold."""
     options = ProcessGroupGloo._Options()
     options._devices, options._timeout = [device(os.getpid())], timeout
     init(self, store, rank, size, options)
