@@ -321,11 +321,12 @@ def what_a_rank_does_not_see_is_an_error_on_all(folder):
 
 @scenario(ranks=2)
 def an_automatic_budget_is_that_of_the_rank_with_least_memory(folder):
+    """Without Ulysses, whose exchange frees memory in a thread, now earlier and now later."""
     budgets = []
     for gib in (0.03, 0.02, 0.03 if RANK else 0.02):
-        worker = make(ppo_max_token_len_per_gpu=f"auto:{gib}", ulysses_size=2)
+        worker = make(ppo_max_token_len_per_gpu=f"auto:{gib}")
         worker.set_budget(64, "the longest row")
         budgets.append(worker.critic.max_tokens)
     roomy, small, mixed = budgets
-    assert roomy > 1.3 * small and abs(mixed - small) < 0.1 * small, budgets
+    assert roomy > 1.3 * small and abs(mixed - small) < 0.02 * small, budgets
     assert common.of_all_ranks(budgets) == [budgets] * 2
