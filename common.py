@@ -43,7 +43,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from math import ceil, inf, isfinite, isnan, nan, sqrt
+from math import ceil, inf, isfinite, isnan, log2, nan, sqrt
 from os.path import dirname, exists, isdir, isfile, realpath
 from pathlib import Path
 from random import Random
@@ -69,6 +69,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.nn.attention.varlen import varlen_attn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import find_adapter_config_file
 
@@ -1466,7 +1467,10 @@ class Pack:
 
     def __init__(self, lengths, device, key_lengths=None, keys=None):
         key_lengths = key_lengths or lengths
+        self.lengths = lengths
+        self.key_lengths = key_lengths
         self.keys = keys
+        self.row_blocks = None  # for recurrent layers, see row_by_row
 
         # for attention by pieces
         self.pieces = []
@@ -1511,14 +1515,14 @@ def packed_attention(
     """transformers' attention interface for a packed row, whose Pack is CurrentPack's: q (1,H,T,D),
     k v (1,K,T,D) -> ((1,T,H,D), None). UserError: this model needs another kind of attention."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    kinds = set(getattr(module.config, "layer_types", None) or ())
-    mixes = kinds - {"full_attention", "sliding_attention"}  # tokens, in ways of their own
-    window_in_mask = sliding_window == 0 and getattr(module.config, "sliding_window", None)
-    if attention_mask is not None or not causal or window_in_mask or mixes:
-        raise UserError(
-            f"{type(module).__name__} or a layer next to it asks for more than causal attention,"
-            " so its rows cannot be packed"
-        )
+
+    # a window that only the model's own mask knows; it is none if no row is longer
+    window = getattr(module.config, "sliding_window", None) or inf
+    longest = getattr(module.config, "max_position_embeddings", inf)
+    window_in_mask = sliding_window == 0 and window < longest
+    if attention_mask is not None or not causal or window_in_mask:
+        name = type(module).__name__
+        raise UserError(f"{name} asks for more than causal attention, so rows cannot be packed")
 
     query = query.to(value.dtype)  # float32 rotary tables turn queries and keys into float32
     key = key.to(value.dtype)
@@ -1761,6 +1765,170 @@ def move_state(optimizer, device):
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     torch.cuda.empty_cache()
+
+
+# ---- Recurrent layers in packed rows -------------------------------------------------------------
+# Gated delta nets, Mamba layers and short convolutions (Qwen3.5, LFM2, Nemotron-H, ...) read a row
+# from its start, so in a packed row they would carry what they remember into the next one. They
+# are the modules that hold a convolution. Here each gets every row alone:
+#
+#     packed row       p0 p1 p2 a0 a1    p2 b0    c0 c1 c2    rows 0 and 1 have the same prompt
+#     rows they read   p0 p1 p2 a0 a1                         rows of like length together
+#                      p0 p1 p2 b0  -                         - comes after a row, and is dropped
+#                      c0 c1 c2
+#     packed row       p0 p1 p2 a0 a1    p2 b0    c0 c1 c2    p0 p1 are those of row 0
+
+LAYERS_TO_PACK = {"full_attention", "sliding_attention", "moe", "mlp", "sparse", "dense"}
+RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid"}
+
+
+def pack_recurrent(decoder, gather=None, add_up=None):
+    """Lets the recurrent layers of a decoder read each row of a pack alone.
+
+    gather, add_up: for ranks that share a row, see row_by_row. UserError: the decoder has layers
+    of another kind, which cannot be packed."""
+    mixers = []
+    for module in decoder.modules():
+        if any(isinstance(child, nn.Conv1d) for child in module.children()):
+            mixers.append(module)
+
+    packs = set(LAYERS_TO_PACK)
+    if mixers:
+        packs |= RECURRENT_LAYERS
+    kinds = set(getattr(decoder.config, "layer_types", None) or ())
+    if kinds - packs:
+        names = ", ".join(sorted(kinds - packs))
+        raise UserError(f"{type(decoder).__name__} has layers that cannot be packed: {names}")
+
+    for mixer in mixers:
+        mixer.forward = functools.partial(row_by_row, mixer.forward, gather, add_up)
+
+
+def row_by_row(mix, gather, add_up, hidden_states, *args, attention_mask=None, **options):
+    """The forward `mix` of a recurrent layer, for hidden_states (1,S,D) of the current pack, or of
+    padded rows -> the same shape.
+
+    If ranks share the row, gather(slice, group) gives the whole row, of which each rank computes
+    some rows, and add_up(whole, group) the sum over ranks of this rank's slice."""
+    pack = CurrentPack.pack
+    group = CurrentPack.group
+    if pack is None:
+        return mix(hidden_states, *args, attention_mask=attention_mask, **options)
+
+    row_SD = hidden_states[0]
+    share = (0, 1)  # this rank, of all that share the row
+    if group:
+        row_SD = gather(row_SD, group)
+        share = (dist.get_rank(group), dist.get_world_size(group))
+    if pack.row_blocks is None:
+        pack.row_blocks = blocks_of_rows(pack, *share)  # equal in all layers
+
+    # no mask: padding comes after a row's tokens, which do not see it
+    sources, target_P = pack.row_blocks
+    outs_PD = [mix(row_SD[slots_NL], *args, **options).flatten(0, 1) for slots_NL in sources]
+    out_PD = torch.cat(outs_PD)
+
+    # one slot more than the row has, for what is dropped
+    out_SD = out_PD.new_zeros(len(row_SD) + 1, out_PD.shape[1])
+    out_SD = out_SD.index_copy(0, target_P, out_PD)[:-1]
+    if group:
+        out_SD = add_up(out_SD, group)
+    return out_SD[None]
+
+
+def blocks_of_rows(pack, rank, ranks):
+    """What one of the ranks that share a pack reads in a recurrent layer -> (sources, target_P).
+
+    sources: for rows of like length, (N, L) the slot of each token. target_P: where the results of
+    all of them go; the slot after the last one for those that are dropped."""
+    total = sum(pack.lengths)
+    keys_K = pack.keys
+    if keys_K is None:
+        keys_K = torch.arange(total, device=pack.varlen[0].device)
+
+    # a row's own tokens are its last ones; those before them are in the first row with its prompt
+    rows = []
+    for own, keys_L in zip(pack.lengths, keys_K.split(pack.key_lengths)):
+        target_L = keys_L.clone()
+        target_L[: len(keys_L) - own] = total
+        rows.append((keys_L, target_L))
+    rows.sort(key=lambda row: len(row[0]))
+
+    # ranks take turns; one that gets no row drops what it computes, because FSDP waits for the
+    # gradients of its weights
+    mine = rows[rank::ranks]
+    if not mine:
+        keys_L, target_L = rows[0]
+        mine = [(keys_L, torch.full_like(target_L, total))]
+
+    # a row is padded by a fifth at most
+    sources = []
+    targets = []
+    for _, alike in itertools.groupby(mine, key=lambda row: ceil(4 * log2(len(row[0])))):
+        keys, target = zip(*alike)
+        sources.append(nn.utils.rnn.pad_sequence(keys, True))
+        targets.append(nn.utils.rnn.pad_sequence(target, True, total).flatten())
+    return sources, torch.cat(targets)
+
+
+# ---- A check at every start: rows stay apart -----------------------------------------------------
+# transformers has hundreds of models, and no list of those whose rows can be packed. So a few
+# tokens show it, of the critic and of the actor, before anything expensive starts.
+
+
+@torch.no_grad()
+def check_rows_apart(name, states_of, dtype, vocab_size, packed=True, advice="", unit=1):
+    """How far the hidden states of a row together with another one are from those that it has
+    alone, relative to their norm. UserError, which begins with `name`: they see each other.
+
+    states_of(rows, alone): (T, D) float32 states of all tokens; alone: of one row, computed as
+    transformers does. packed: it packs rows, else it pads them. advice: what to do instead. unit:
+    ranks that share a row.
+
+    The rows have equal prompts of n tokens, and different answers. What four tokens of an answer
+    must not see is once cut off, and once changed:
+
+        together    row 0: 0 .. n-1 | n .. 2n-1     row 1: 0 .. n-1 | n+1 .. n+4 | n+5 .. 2n
+        changed     row 0: 0 .. n-1 | others        row 1: 0 .. n-1 | n+1 .. n+4 | others
+        alone                                       row 1: 0 .. n-1 | n+1 .. n+4
+        compared                                                      n+1 .. n+4"""
+    n = 8 * unit
+    rows = Batch.blank(2 * n).select([0, 0])
+    place_T = torch.arange(4 * n)
+    rows.input_ids = (rows.positions + (place_T >= 3 * n).long()) % vocab_size
+    rows.response_mask = rows.positions >= n
+
+    answer_0 = (place_T >= n) & (place_T < 2 * n)
+    later = place_T >= 3 * n + 4
+    others_T = (rows.input_ids + 7) % vocab_size
+    changed = replace(rows, input_ids=others_T.where(answer_0 | later, rows.input_ids))
+    alone = Batch.blank(n + 4)
+    alone.input_ids = rows.input_ids[2 * n : 3 * n + 4]
+
+    CurrentPack.kernel = None  # attention sets it
+    with blame(f"{name} does not run{advice}"):
+        together_LD = states_of(rows)[3 * n : 3 * n + 4]
+        changed_LD = states_of(changed)[3 * n : 3 * n + 4]
+        kernel = CurrentPack.kernel
+        alone_LD = states_of(alone, alone=True)[n:]
+    if not (together_LD.isfinite().all() and alone_LD.isfinite().all()):
+        words = "has hidden states that are not finite: check its weights and its config"
+        raise UserError(f"{name} {words}")
+
+    # rounding differs between kernels, but hardly between two rows of the same shape
+    exact = dtype == torch.float32
+    size = alone_LD.norm()
+    leaked = float((together_LD - changed_LD).norm() / size)
+    off = float((together_LD - alone_LD).norm() / size)
+    if leaked > (1e-4 if exact else 1e-2) or off > (1e-4 if exact else 1e-1):
+        words = f"lets tokens see later ones or other rows{advice}"
+        raise UserError(f"{name} {words} (hidden states differ by {max(leaked, off):.0e})")
+
+    # a model with attention of its own has not called ours
+    if packed and not kernel:
+        words = f"has an attention of its own, which cannot be packed{advice}"
+        raise UserError(f"{name} {words}")
+    return off
 
 
 # ---- Processes and ranks: how they start, fail, stop and end -------------------------------------
@@ -2676,12 +2844,35 @@ def mistake_in_sizes(text):
 
 
 def disable_dropout(model_config):
-    """Zeroes attention_dropout, layerdrop, jitter ..., in nested configs too."""
+    """Zeroes attention_dropout, layerdrop ..., in nested configs too."""
     for key, value in vars(model_config).items():
         if isinstance(value, transformers.PreTrainedConfig):
             disable_dropout(value)
-        elif ("drop" in key or "jitter" in key) and isinstance(value, float):
+        elif "drop" in key and isinstance(value, float):
             setattr(model_config, key, 0.0)
+
+
+def train_quietly(model):
+    """Training mode for the layers that may recompute activations, and eval mode for what is in
+    them: some routers draw experts at random, or add noise, while they train."""
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+def freeze_towers(model):
+    """Freezes the weights that text does not reach, as those of a vision tower -> whether there
+    are some."""
+    reached = set(model.get_decoder().parameters())
+    head = model.get_output_embeddings()
+    if head is not None:
+        reached |= set(head.parameters())
+
+    others = [p for p in model.parameters() if p not in reached]
+    for p in others:
+        p.requires_grad_(False)
+    return bool(others)
 
 
 def check_rows(batch, model_config):

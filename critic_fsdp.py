@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from heapq import heapreplace
-from os.path import exists, isfile, realpath
+from os.path import exists, isdir, isfile, realpath
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -479,7 +479,11 @@ def build_skeleton(config, model_config):
             attn_implementation=attention_of(config, model_config),
         )
         model = ValueModel(backbone)
+        if config.use_remove_padding:
+            common.pack_recurrent(backbone.get_decoder(), gather_slices, add_slices)
         add_lora(backbone, config)
+        if not reads_images(config, model_config):
+            common.freeze_towers(backbone)
         freeze(model, config)
 
         if config.gradient_checkpointing:
@@ -932,7 +936,7 @@ class DataParallelPPOCritic:
         batch: the rows that this rank has. rows: the Rows of all ranks, which are cut into
         mini-batches; mini_batch fetches the rows of a mini-batch that this rank computes."""
         config = self.config
-        self.model.train()
+        common.train_quietly(self.model)
         self.optimizer.zero_grad()  # an earlier update may have failed halfway
         totals = collections.Counter(self.no_sums)  # of the steps taken
         norms = []  # one per mini-batch, NaN where the step was skipped
@@ -1110,6 +1114,9 @@ class CriticWorker:
         name = f"{config.model} ({self.model_config.model_type})"
         threads = torch.get_num_threads()
         print0(f"model      {name}, {self.critic.story}")
+        has_tower = self.model_config.get_text_config() is not self.model_config
+        if has_tower and not self.critic.image_processor:
+            print0("images     are not read; the vision tower stays as it is")
         print0(f"layout     ranks {WORLD_SIZE} = {sizes}; CPU threads {threads} per rank")
         print0(f"precision  {layout.dtype} products on {self.device.type}; the rest is float32")
         check_model(self)
@@ -1156,7 +1163,7 @@ class CriticWorker:
 
     def try_out(self, batch):
         """Runs the forward and backward of a batch, without a step."""
-        self.critic.model.train()
+        common.train_quietly(self.critic.model)
         self.critic.forward_backward(self.critic.micro_batch(batch))
         self.critic.optimizer.zero_grad(set_to_none=False)  # gradients stay, as in an update
 
@@ -1703,6 +1710,12 @@ def gather_slices(x, group):
     return collectives.wait_tensor(out)
 
 
+def add_slices(x, group):
+    """(T, ...) on each of a group's ranks -> (T/p, ...) each rank's slice of their sum."""
+    slices = collectives.all_to_all_single_autograd(x, None, None, group)
+    return collectives.wait_tensor(slices).unflatten(0, (dist.get_world_size(group), -1)).sum(0)
+
+
 def ulysses_attention(module, query, key, value, attention_mask, s_aux=None, **options):
     """common.packed_attention for ranks that share the row (DeepSpeed-Ulysses, 2309.14509).
 
@@ -1799,19 +1812,21 @@ def merge_lora(state, config, model_config):
 # slice_row, and "visual" in shard_fsdp1.
 
 
-def reads_images(model_config):
-    """Whether this script reads images for this model; all others read text only."""
-    return model_config.model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+def reads_images(config, model_config):
+    """Whether this script reads images with this model; with all others it reads text only."""
+    kinds = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+    text_only = isdir(config.model) and not exists(f"{config.model}/preprocessor_config.json")
+    return model_config.model_type in kinds and not text_only
 
 
 def load_image_processor(config, model_config):
     """The Pillow processor that all these models share, for equal pixels; None: reads text only."""
-    if not reads_images(model_config):
+    if not reads_images(config, model_config):
         return None
     if config.model in common.TINY:
         return Qwen2VLImageProcessorPil(patch_size=model_config.vision_config.patch_size)
     name = f"{config.prefix}model {config.model}"
-    with blame(f"{name}: reads images, but has no preprocessor_config.json"):
+    with blame(f"{name}: its preprocessor_config.json does not load"):
         return Qwen2VLImageProcessorPil.from_pretrained(config.model)
 
 
@@ -1900,6 +1915,10 @@ def shard_fsdp1(model, config, layout):
         frozen = config.freeze_modules and isinstance(module, nn.Embedding)
         if "visual" not in name and (adapter or frozen):
             units[module] = own
+    if not reads_images(config, model.model.config):  # then a tower is frozen
+        for child in model.model.children():
+            if not any(p.requires_grad for p in child.parameters()):
+                units[child] = own
 
     return fsdp.FullyShardedDataParallel(
         model,
@@ -1943,7 +1962,7 @@ def attention_of(config, model_config):
     elif soft_cap:
         name = "eager"  # sdpa would ignore it
 
-    if reads_images(model_config):
+    if reads_images(config, model_config):
         return {"": name, "text_config": name}
     return name
 
@@ -1957,67 +1976,38 @@ def padding_advice(config):
 
 @torch.no_grad()
 def check_model(worker):
-    """UserError unless packed rows get the hidden states that a row gets alone.
-
-    A row that is packed after one with the same prompt is compared with itself alone, cut short,
-    with eager attention: no token may see later tokens or other rows."""
+    """UserError unless rows have the hidden states together that they have alone."""
     config = worker.config
     critic = worker.critic
-    name = f"{config.prefix}model {config.model}: {type(critic.model.model).__name__}"
-    together_LD, alone_LD = states_of_a_row(worker, name)
-    if not (together_LD.isfinite().all() and alone_LD.isfinite().all()):
-        words = "has hidden states that are not finite: check its weights and its config"
-        raise UserError(f"{name} {words}")
-
-    # how far they differ
-    off = float((together_LD - alone_LD).norm() / alone_LD.norm())
-    most = 1e-4 if worker.layout.dtype == torch.float32 else 1e-1
-    if off > most:
-        words = f"lets tokens see later ones or other rows{padding_advice(config)}"
-        raise UserError(f"{name} {words} (hidden states differ by {off:.0e})")
-
-    # a model with attention of its own has not called ours
-    kernel = common.CurrentPack.kernel
-    if config.use_remove_padding and not kernel:
-        words = f"has an attention of its own, which cannot be packed{padding_advice(config)}"
-        raise UserError(f"{name} {words}")
-    print0(f"attention  {kernel or 'padded'}; packed rows differ from rows alone by {off:.0e}")
-
-
-def states_of_a_row(worker, name):
-    """(4, D) hidden states of four tokens of a row: packed after another row, and alone.
-
-    The rows have equal prompts of n tokens, and different answers. Both are computed up to
-    different ends, so that a token which sees later ones has other states:
-
-        together    row 0: 0 .. 2n-1      row 1: 0 .. n-1 | n+1 .. 2n
-        alone                             row 1: 0 .. n-1 | n+1 .. n+4
-        compared                                            n+1 .. n+4"""
-    critic = worker.critic
     decoder = critic.model.model.get_decoder()
-    n = 8 * worker.layout.sp_size
-    rows = Batch.blank(2 * n).select([0, 0])
-    in_second_answer = torch.arange(4 * n) >= 3 * n
-    ids_T = rows.positions + in_second_answer.long()
-    rows.input_ids = ids_T % worker.model_config.get_text_config().vocab_size
-    rows.response_mask = rows.positions >= n
-    ids_1L = rows.input_ids[None, 2 * n : 3 * n + 4].to(worker.device)
+    kernel = decoder.config._attn_implementation
+
+    def states_of(rows, alone=False):
+        # the head gives what it gets
+        with critic.model.score.register_forward_hook(lambda head, args, out: args[0].float()):
+            if not alone:
+                return critic.forward(critic.micro_batch(rows)).roll(-1, 0)  # it shifts them
+
+            # as it comes from transformers
+            common.CurrentPack.set(None)
+            decoder.set_attn_implementation("eager")
+            states_TD = critic.model(input_ids=rows.input_ids[None].to(worker.device))[0]
+            decoder.set_attn_implementation(kernel)
+            return states_TD
 
     critic.model.eval()
-    common.CurrentPack.kernel = None  # attention sets it
-    states = critic.model.score.register_forward_hook(lambda head, args, out: args[0].float())
-    with states, blame(f"{name} does not run{padding_advice(worker.config)}"):
-        # forward moves what it reads one place to the right
-        together_TD = critic.forward(critic.micro_batch(rows))
-        together_LD = together_TD[3 * n + 1 : 3 * n + 5]
-
-        common.CurrentPack.set(None)
-        kernel = decoder.config._attn_implementation
-        decoder.set_attn_implementation("eager")
-        alone_LD = critic.model(input_ids=ids_1L)[0, n:]
-        decoder.set_attn_implementation(kernel)
+    off = common.check_rows_apart(
+        f"{config.prefix}model {config.model}: {type(critic.model.model).__name__}",
+        states_of,
+        worker.layout.dtype,
+        worker.model_config.get_text_config().vocab_size,
+        packed=config.use_remove_padding,
+        advice=padding_advice(config),
+        unit=worker.layout.sp_size,
+    )
     critic.free_gathered()
-    return together_LD, alone_LD
+    name = common.CurrentPack.kernel or "padded"
+    print0(f"attention  {name}; packed rows differ from rows alone by {off:.0e}")
 
 
 # ---- Plan: the memory that a layout needs, computed without launching it -------------------------

@@ -37,7 +37,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module, util
 from itertools import chain, count, product
 from math import ceil, inf, isfinite, log, nan
@@ -75,13 +75,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+import transformers
 import tyro
 from pydantic import Field, PositiveFloat
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessor,
     StoppingCriteria,
@@ -613,6 +613,7 @@ def set_up(run):
         stop_texts=stop_texts(run, tokenizer),
         longest=longest,
         known=known,
+        media_ids=media_ids(model_config, known),
     )
     try_functions(run, task)
     return run, task
@@ -662,10 +663,8 @@ def check_models(run, tokenizer, model_config, longest, known):
     critic_script = critic_module(run.backend)
     critic_script.check_model_flags(critic, critic_config)
     critic_script.check_budget(critic, longest, LONGEST)
-    name = f"--actor.model {actor.model}"
-    with blame(f"{name}: cannot be built"), torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(deepcopy(model_config))
-    common.check_skipped_weights(skeleton, name)
+    skeleton = build_skeleton(actor, model_config, torch.float32)
+    common.check_skipped_weights(skeleton, f"--actor.model {actor.model}")
 
 
 def start_from(run, task, checkpoints):
@@ -728,7 +727,7 @@ def supervised_adder(run, task):
     """-> (model, its last loss) after --supervised-steps on sums of which many are wrong."""
     model_config = deepcopy(task.model_config)
     model_config.initializer_range = 0.1  # with the usual 0.02, so narrow a model hardly learns
-    lm, _ = common.load_model(AutoModelForCausalLM, run.actor, model_config, run.seed)
+    lm, _ = common.load_model(policy_class(model_config), run.actor, model_config, run.seed)
     optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
 
     # padded rows, whose loss counts on the answers alone
@@ -1181,6 +1180,7 @@ class Task(NamedTuple):
     stop_texts: list  # transformers' criteria for texts that end a turn
     longest: int  # most tokens of a prompt and its response together
     known: int  # the tokenizer's ids are below this; a model may pad its vocabulary with more
+    media_ids: list  # ids of images, video and audio, which are never sampled
 
 
 def rows_of_rank(prompts, n=1):
@@ -1502,41 +1502,94 @@ class MicroBatch(NamedTuple):
     weights: torch.Tensor | None  # see common.loss_weights
 
 
+def policy_class(model_config):
+    """The class of models that write. Those that read images, too, keep their vision tower."""
+    if type(model_config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
+def media_ids(model_config, known):
+    """Token ids below `known` that stand for images, video and audio in a prompt."""
+    pattern = r"(image|video|audio|vision|[be]o[ai])\w*_token_(id|index)"
+    ids = {x for name, x in vars(model_config).items() if re.fullmatch(pattern, name)}
+    return sorted(x for x in ids if isinstance(x, int) and x < known)
+
+
+def of_ids_to_sample(logits_BV, task):
+    """The float32 logits of ids with a token, -1e9 for those of images, which are never sampled."""
+    logits_BV = logits_BV[:, : task.known].float()
+    if task.media_ids:
+        ids = torch.tensor(task.media_ids, device=logits_BV.device)
+        logits_BV = logits_BV.index_fill(1, ids, -1e9)
+    return logits_BV
+
+
+def build_skeleton(config, model_config, dtype):
+    """The policy's model on the meta device, without weights, for packed rows. UserError: it cannot
+    be built, or packed."""
+    model_config = deepcopy(model_config)
+    attention = "packed"
+    if model_config.get_text_config() is not model_config:
+        attention = {"": "packed", "text_config": "packed"}  # a vision tower keeps its own
+    name = f"{config.prefix}model {config.model}"
+    with blame(f"{name}: cannot be built"), torch.device("meta"):
+        lm = policy_class(model_config).from_config(
+            model_config, attn_implementation=attention, dtype=dtype
+        )
+    with blame(f"{name}: an actor's rows must be packed; give another model"):
+        common.pack_recurrent(lm.get_decoder())
+    return lm
+
+
 class Policy(nn.Module):
     """A causal language model: log-probs and entropies of the actions in a packed row."""
 
-    def __init__(self, lm, known, entropy_learns):
+    def __init__(self, lm, task, entropy_learns):
         super().__init__()
         self.lm = lm
-        self.known = known  # see Task
+        self.task = task
         self.entropy_learns = entropy_learns  # else the entropy is detached from the graph
 
     def forward(self, micro, temperature):
         """(2, T) log-probs and entropies of a micro-batch's actions, zero elsewhere."""
         common.CurrentPack.set(micro.pack)
-        out = self.lm.get_decoder()(**micro.inputs, use_cache=False)
+        out = self.lm.base_model(**micro.inputs, use_cache=False)
 
         # an action is predicted from the state before it
         hidden_AD = out.last_hidden_state[0, micro.index_T[micro.action_A - 1]]
         target_A = micro.input_ids[micro.action_A]
 
+        # what else the decoder's outputs hold, for the model's head
+        others = {name: x for name, x in out.items() if name != "last_hidden_state"}
+        outputs = partial(type(out), **others)
+
         # logits are large: one chunk at a time, which the backward computes again
         size = LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight)  # actions
         options = {"use_reentrant": False, "preserve_rng_state": False}
         out_2A = [
-            checkpoint(self.read, hidden_CD, target_C, temperature, **options)
+            checkpoint(self.read, outputs, hidden_CD, target_C, temperature, **options)
             for hidden_CD, target_C in zip(hidden_AD.split(size), target_A.split(size))
         ]
         out_2T = torch.zeros(2, len(micro.input_ids), device=hidden_AD.device)
         return out_2T.index_copy(1, micro.action_A, torch.cat(out_2A, 1))
 
-    def read(self, hidden_CD, target_C, temperature):
-        """(2, C) float32: log-probs of the targets, and entropies of their distributions."""
-        logits_CV = self.lm.get_output_embeddings()(hidden_CD)[:, : self.known].float()
-        softcap = getattr(self.lm.config.get_text_config(), "final_logit_softcapping", None)
-        if softcap:
-            logits_CV = softcap * torch.tanh(logits_CV / softcap)
+    def read(self, outputs, hidden_CD, target_C, temperature):
+        """(2, C) float32: log-probs of the targets, and entropies of their distributions.
 
+        The logits come from the model's own forward, which may scale or cap them. Its decoder gives
+        these hidden states: outputs(last_hidden_state=...)."""
+        given = outputs(last_hidden_state=hidden_CD[None])
+        called = {self.lm.base_model, self.lm.get_decoder()}  # the one or the other
+        for module in called:
+            module.forward = lambda *args, **options: given
+        try:
+            logits_1CV = self.lm(input_ids=target_C[None], use_cache=False).logits
+        finally:
+            for module in called:
+                del module.forward
+
+        logits_CV = of_ids_to_sample(logits_1CV[0], self.task)
         log_p_CV = (logits_CV / temperature).log_softmax(-1)
         chosen_C = log_p_CV.gather(1, target_C[:, None])[:, 0]
         entropy_C = -(log_p_CV.exp() * log_p_CV).sum(-1)
@@ -1562,17 +1615,11 @@ class PolicyWorker:
 
         # the model without weights on all ranks, and with them on rank 0's host
         source = None
-        with blame(f"{config.prefix}model {config.model}: cannot be built"):
-            with torch.device("meta"):
-                lm = AutoModelForCausalLM.from_config(
-                    deepcopy(model_config),
-                    attn_implementation="packed",
-                    dtype=torch.float32 if trains else self.dtype,
-                )
-            if RANK == 0:
-                source, _ = common.load_model(AutoModelForCausalLM, config, model_config, run.seed)
-                # for the export
-                lm.generation_config = GenerationConfig(eos_token_id=task.stop_ids)
+        lm = build_skeleton(config, model_config, torch.float32 if trains else self.dtype)
+        if RANK == 0:
+            kind = policy_class(model_config)
+            source, _ = common.load_model(kind, config, model_config, run.seed)
+            lm.generation_config = GenerationConfig(eos_token_id=task.stop_ids)  # for the export
 
         # with a KL term, a resumed run must load the same reference
         checksum = 0.0
@@ -1586,13 +1633,18 @@ class PolicyWorker:
         print0(f"{kind}  {config.model} ({model_config.model_type}), {size}")
 
         # shard it, then send the weights
-        self.model = Policy(lm, task.known, config.entropy_coeff > 0).requires_grad_(trains)
-        self.shard()
+        self.model = Policy(lm, task, config.entropy_coeff > 0).requires_grad_(trains)
+        common.train_quietly(lm)
+        if common.freeze_towers(lm) and trains:
+            print0("images     are not read; the vision tower stays as it is")
+        with blame(f"{config.prefix}model {config.model}: cannot be spread over ranks"):
+            self.shard()
         lm.tie_weights()  # to_empty untied them
         common.send_weights(lm, source)
         self.optimizer = None
         if trains:
             self.make_optimizer()
+            self.check_model()
 
     def shard(self):
         """Spreads the model over all ranks: each layer is a unit of FSDP2, and so is the rest."""
@@ -1606,7 +1658,7 @@ class PolicyWorker:
     def make_optimizer(self):
         """AdamW, with its state from the start, so that every checkpoint has it."""
         config = self.config
-        weights = list(self.model.parameters())
+        weights = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             weights, config.lr, weight_decay=config.weight_decay, fused=True
         )
@@ -1619,6 +1671,31 @@ class PolicyWorker:
         _, sums = self.loss(self.micro_batch(Batch.blank()), zeros_T, zeros_T)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         self.no_sums = dict.fromkeys(sums, zero)
+
+    @torch.no_grad()
+    def check_model(self):
+        """UserError unless rows have the hidden states together that they have alone."""
+        decoder = self.model.lm.get_decoder()
+
+        def states_of(rows, alone=False):
+            micro = self.micro_batch(rows)
+            outs = []
+            if alone:  # as it comes from transformers
+                micro = micro._replace(pack=None)
+                decoder.set_attn_implementation("eager")
+            with decoder.register_forward_hook(lambda module, args, out: outs.append(out)):
+                self.model(micro, 1.0)
+            decoder.set_attn_implementation("packed")
+            return outs[0].last_hidden_state[0, micro.index_T].float()
+
+        common.check_rows_apart(
+            f"{self.config.prefix}model {self.config.model}: {type(decoder).__name__}",
+            states_of,
+            self.dtype,
+            self.model.lm.config.get_text_config().vocab_size,
+            advice="; give another model, because an actor's rows must be packed",
+        )
+        self.model.reshard()
 
     def offload(self):
         """Moves weights and optimizer state to the host, to free device memory for other phases."""
@@ -1684,8 +1761,6 @@ class PolicyWorker:
                 poll()
                 log_probs_T, _ = self.model(self.micro_batch(piece), self.run.temperature)
                 log_probs.append(log_probs_T[: len(piece.input_ids)])  # nothing of a masked token
-        except UserError as error:  # from attention, which knows no flag
-            raise UserError(f"--actor.model {self.config.model}: {error}") from None
         finally:
             # FSDP keeps the root's weights for a backward, which does not come here
             self.model.reshard()
@@ -1827,7 +1902,7 @@ class PolicyWorker:
         tensors = {}
         for name, p in self.model.named_parameters():
             tensors[f"model.{name}"] = p.detach()
-            for key, x in self.optimizer.state[p].items():
+            for key, x in self.optimizer.state.get(p, {}).items():
                 tensors[f"optimizer.{name}.{key}"] = x
         return tensors
 
@@ -1978,14 +2053,15 @@ class Draw(LogitsProcessor):
     u_BR: torch.Tensor
     temperature: float  # 0: greedy
     top_p: float
-    known: int  # see Task
+    task: Task
     done: Any = lambda: None  # called after each token, see common.progress_of
     log_probs: list = field(default_factory=list)  # (B, 1) for each step: those of the drawn tokens
 
     def __call__(self, ids_BL, logits_BV):
         if Stop.signal:
             raise SystemExit
-        log_p_BV = (logits_BV[:, : self.known].float() / (self.temperature or 1.0)).log_softmax(-1)
+        known_BV = of_ids_to_sample(logits_BV, self.task)
+        log_p_BV = (known_BV / (self.temperature or 1.0)).log_softmax(-1)
 
         # inverse transform sampling: one random number per token
         if self.temperature:
@@ -2029,7 +2105,7 @@ class HFRollout:
         capped = getattr(task.model_config.get_text_config(), "attn_logit_softcapping", None)
         attention = "eager" if capped else None  # sdpa ignores the cap; None: transformers chooses
         with device:
-            self.model = AutoModelForCausalLM.from_config(
+            self.model = policy_class(task.model_config).from_config(
                 deepcopy(task.model_config), dtype=self.dtype, attn_implementation=attention
             )
         self.model.generation_config = GenerationConfig(eos_token_id=task.stop_ids, pad_token_id=0)
@@ -2072,7 +2148,7 @@ class HFRollout:
         u_BR = [torch.rand(most, generator=g.manual_seed(x), dtype=torch.float64) for x in seeds]
         u_BR = torch.stack(u_BR).to(self.device)
 
-        draw = Draw(u_BR, temperature, self.run.top_p, self.task.known, done)
+        draw = Draw(u_BR, temperature, self.run.top_p, self.task, done)
         stop = StopText(self.task.stop_texts, ids_BL.shape[1])
         out_BL = self.model.generate(
             ids_BL.clamp(min=0),
@@ -2119,7 +2195,7 @@ class VLLMRollout:
         # a model without weights knows the tensor names of a checkpoint
         model_config = deepcopy(task.model_config)
         with torch.device("meta"):
-            self.skeleton = AutoModelForCausalLM.from_config(model_config)
+            self.skeleton = policy_class(model_config).from_config(model_config)
         model_config.architectures = [type(self.skeleton).__name__]
 
         # vLLM changes torch's threads and RNG, and warns a lot
@@ -2234,6 +2310,7 @@ class VLLMRollout:
             "top_p": self.run.top_p,
             "logprobs": 0,
             "stop_token_ids": self.task.stop_ids,
+            "logit_bias": dict.fromkeys(self.task.media_ids, -100.0),
             "ignore_eos": True,
         }
 

@@ -39,7 +39,7 @@ def a_run(backend="fsdp", **fields):
 
 def a_task(**fields):
     """A Task in which only these fields are set."""
-    return ppo_loop.Task(**dict.fromkeys(ppo_loop.Task._fields) | fields)
+    return ppo_loop.Task(**dict.fromkeys(ppo_loop.Task._fields) | {"media_ids": ()} | fields)
 
 
 def policy(kind="tiny-qwen2", temperature=1.0, trains=True, override_config=SHARP, **fields):
@@ -269,6 +269,23 @@ def chat_tokenizer(end="<eos>", tokenizer=None):
 def another_tokenizer():
     """With other ids of the same characters, and tokens of more than one."""
     return TOKENIZER.train_new_from_iterator(["hello world, 12+34"], 270)
+
+
+def assert_no_media(replies, w, lm, ids):
+    """Replies to [20, 30, 40] have none of these ids. Their log-probs equal the actor's and those
+    of plain transformers whose logits of the ids are -inf."""
+    said = {i for reply, _, _ in replies for i in reply}
+    assert not said & set(ids) and len(said) > 90
+    batch = batch_of([[20, 30, 40]] * len(replies), replies)
+    torch.testing.assert_close(
+        w.compute_log_probs(batch), batch.rollout_log_probs, rtol=1e-4, atol=1e-4
+    )
+    reply, log_probs, _ = replies[0]
+    with torch.no_grad():
+        logits_LV = lm(torch.tensor([[20, 30, 40, *reply]])).logits[0, 2:-1]
+    assert logits_LV.softmax(-1)[:, ids].sum(-1).min() > 0.01
+    logits_LV[:, ids] = -math.inf
+    assert_close(log_probs, logits_LV.log_softmax(-1)[range(len(reply)), reply].tolist())
 
 
 def assert_no_fillers(replies, w, lm):

@@ -27,6 +27,10 @@ ROPE = dict(**SIZES, intermediate_size=64, pad_token_id=0, bos_token_id=0, eos_t
 GROUPED = dict(**ROPE, num_key_value_heads=2)
 WINDOW = dict(**GROUPED, sliding_window=8)  # 8 tokens matter in rows of up to 40
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
+MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8)
+DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8)
+DELTA["linear_value_head_dim"] = 8
+NEMOTRON = dict(mamba_num_heads=4, mamba_head_dim=16, n_groups=1, ssm_state_size=8, head_dim=8)
 MODELS = {
     "qwen2": transformers.Qwen2Config(**GROUPED),
     "qwen3": transformers.Qwen3Config(**GROUPED, head_dim=8),
@@ -47,6 +51,15 @@ MODELS = {
     ),
     "gpt-oss": transformers.GptOssConfig(**WINDOW, head_dim=8, num_local_experts=4,
         num_experts_per_tok=2),
+    # the others have recurrent layers: gated delta nets, short convolutions and Mamba
+    "qwen3.5": transformers.Qwen3_5TextConfig(**GROUPED, **DELTA, head_dim=16,
+        layer_types=["linear_attention", "full_attention"]),
+    "lfm2": transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
+    "falcon-h1": transformers.FalconH1Config(**GROUPED, **MAMBA, mamba_d_ssm=64,
+        mamba_chunk_size=8),
+    "nemotron-h": transformers.NemotronHConfig(**GROUPED, **NEMOTRON, **EXPERTS, chunk_size=8,
+        layers_block_type=["mamba", "attention", "mlp", "moe"], n_routed_experts=4,
+        moe_shared_expert_intermediate_size=32),
 }  # fmt: skip
 
 # with two rows, some ranks have none
@@ -60,8 +73,10 @@ def save_model(config, folder):
     it."""
     torch.manual_seed(0)
     model = transformers.AutoModel.from_config(config, dtype=torch.float32)
-    for p in model.parameters():
+    for name, p in model.named_parameters():
         p.data += 0.05 * torch.randn_like(p)
+        if name.endswith("A_log"):  # else some states are forgotten at once
+            p.data.clamp_(max=0.0)
     model.save_pretrained(folder)
     head = {"score.weight": torch.randn(1, 32), "score.bias": torch.randn(1)}
     save_file(head, folder / "value_head.safetensors")

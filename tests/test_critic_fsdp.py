@@ -185,7 +185,6 @@ SMALL = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 GROUPED = {**SMALL, "intermediate_size": 64, "num_key_value_heads": 1}
 OPT = {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32}
 MIXTRAL = {**GROUPED, "num_local_experts": 4}
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]}
 
 
 @pytest.mark.parametrize("config", [
@@ -200,7 +199,7 @@ def test_dropout_is_off_everywhere(config, packed, tmp_path):
     micro = w.critic.micro_batch(batch_for(w, 6))
     w.critic.model.eval()
     quiet = w.critic.forward(micro)
-    w.critic.model.train()
+    common.train_quietly(w.critic.model)
     for _ in range(3):
         torch.testing.assert_close(w.critic.forward(micro), quiet, rtol=1e-5, atol=1e-6)
 
@@ -238,16 +237,15 @@ def test_no_decoder_of_transformers_has_a_hidden_dropout():
         if isinstance(x, float)
     ]
     assert len(decoders()) > 100 and not [
-        x for x in found if x[2] > 0 and re.search("^p$|drop|jitter", x[1])
+        x for x in found if x[2] > 0 and re.search("^p$|drop", x[1])
     ]
 
 
 @pytest.mark.parametrize("config", [
-    # has state spaces; the others have their own attention
-    transformers.BambaConfig(**GROUPED, **MAMBA),
+    # has recurrent layers that are no modules of their own; the others have their own attention
+    transformers.MiniMaxConfig(**GROUPED, num_local_experts=4, head_dim=16),
     transformers.BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=2),
     transformers.FalconConfig(**SMALL),
-    transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
     # long rows are cut into chunks
     transformers.Llama4TextConfig(**GROUPED, intermediate_size_mlp=64),
     # here and below, only the mask has the window

@@ -38,6 +38,7 @@ SOME = {  # layouts that run all models, and their cases
     "fsdp2, padded": ("shared",),
     "none, packed, recompute": ("shared", "shared, one micro-batch"),
     "fsdp1, ulysses 2": ("shared",),
+    "fsdp2, ulysses 2": ("shared, one micro-batch", "budget 40"),
 }
 WHOLE = {  # ranks -> layouts that run all cases
     2: ("fsdp2, packed", "fsdp1, padded"),

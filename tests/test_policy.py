@@ -7,7 +7,17 @@ import pytest
 import torch
 import transformers
 from helpers import captured_gradients, full_tensor
-from ppo_helpers import KINDS, TIED, TOKENIZER, batch_to_learn, engine_of, plain, policy, tied
+from ppo_helpers import (
+    KINDS,
+    TIED,
+    TOKENIZER,
+    a_task,
+    batch_to_learn,
+    engine_of,
+    plain,
+    policy,
+    tied,
+)
 from reference import loss_by_hand, loss_of_one_action
 
 import common
@@ -141,7 +151,7 @@ def test_the_head_makes_a_chunk_of_logits_at_a_time_and_keeps_none(
     )
     with hooks, captured_gradients(w) as seen:
         w.update_policy(batch)
-    assert max(made) == (5, 99)
+    assert max(made) == (1, 5, 99)
     logits = [shape for shape in kept if shape[-1:] == (99,) and shape != (64, 99)]  # not the head
     assert kept and not logits
 
@@ -163,8 +173,9 @@ def test_terms_with_coefficient_0_are_left_out_of_the_graph():
     for entropy_coeff, kl_coef in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.1)):
         w = policy(entropy_coeff=entropy_coeff, kl_loss_coef=kl_coef)
         hidden_CD = torch.randn(5, 64, requires_grad=True)
-        alone = ppo_loop.Policy(plain(w), None, w.model.entropy_learns)  # without shards
-        _, entropy_C = alone.read(hidden_CD, torch.arange(5), 1.0)
+        alone = ppo_loop.Policy(plain(w), a_task(), w.model.entropy_learns)  # without shards
+        outputs = transformers.modeling_outputs.BaseModelOutputWithPast
+        _, entropy_C = alone.read(outputs, hidden_CD, torch.arange(5), 1.0)
         assert entropy_C.requires_grad or not entropy_coeff
         (slope_CD,) = torch.autograd.grad(entropy_C.sum(), hidden_CD)
         assert (slope_CD.norm() > 0) == (entropy_coeff > 0)

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import types
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from ppo_helpers import (
     assert_drawn_from_the_softmax,
     assert_greedy,
     assert_no_fillers,
+    assert_no_media,
     assert_samples_follow_their_seeds,
     assert_stops,
     batch_of,
@@ -112,7 +114,7 @@ def test_samples_follow_the_softmax_or_its_nucleus():
         torch.tensor([0.0, 0.0, 0.0, 0.0, 9.0]),
     ):
         for top_p in (1e-6, 0.3, 0.5, 0.6, 0.9, 0.999):
-            draw = ppo_loop.Draw(u_BR, 0.8, top_p, 5)
+            draw = ppo_loop.Draw(u_BR, 0.8, top_p, a_task(known=5))
             out_BV = draw(torch.zeros(1000, 1, dtype=torch.int64), logits_V.expand(1000, 5))
             assert (out_BV.isfinite().sum(1) == 1).all()
             token_B = out_BV.argmax(1)
@@ -268,7 +270,7 @@ def test_ids_without_a_token_are_never_drawn_and_have_no_probability(whole_run, 
     """A model has more ids than its tokenizer, like Qwen's. Engine, actor and transformers agree on
     the log-probs of the others, and a critic without the extra ids works."""
     w = policy(override_config='{"initializer_range": 0.1, "vocab_size": 150}')
-    w.model.known = 99
+    w.model.task = w.model.task._replace(known=99)
     engine = engine_of(w, at_once=400, known=99)
     rows = [([20, 30, 40], i, 4) for i in range(400)]
     replies = engine.generate(rows, 1.0)
@@ -282,6 +284,26 @@ def test_ids_without_a_token_are_never_drawn_and_have_no_probability(whole_run, 
         len({i for rows in steps for row in rows for i in row["response_ids"]} - set(range(99)))
         == 0
     )
+
+
+def test_ids_of_images_are_never_drawn_and_have_no_probability():
+    """The config names them; entropies and gradients stay finite."""
+    names = {"image_token_id": 50, "video_token_index": 60, "mm_tokens_per_image": 70}
+    config = types.SimpleNamespace(**names, boi_token_id=98, audio_token_id=99, eos_token_id=1)
+    ids = ppo_loop.media_ids(config, 99)
+    assert ids == [50, 60, 98]
+
+    w = policy(entropy_coeff=0.1)
+    w.model.task = w.model.task._replace(media_ids=ids)
+    engine = engine_of(w, at_once=400)
+    engine.task = w.model.task._replace(stop_ids=[EOS])
+    replies = engine.generate([([20, 30, 40], i, 4) for i in range(400)], 1.0)
+    assert_no_media(replies, w, plain(w), ids)
+
+    _, entropy_T = w.model(w.micro_batch(batch_of([[20, 30, 40]] * 400, replies)), 1.0)
+    entropy_T.sum().backward()
+    gradients = [p.grad.full_tensor() for p in w.model.parameters()]
+    assert entropy_T.max() > 1 and all(g.isfinite().all() for g in gradients)
 
 
 def test_rollout_log_probs_and_update_show_how_far_they_are(monkeypatch, capsys):

@@ -308,7 +308,7 @@ def warms_up_asleep(folder):
 def fillers(folder):
     """Ids of the model that the tokenizer lacks are never drawn and have no part in log-probs."""
     w = policy(vocab_size=150)
-    w.model.known = 99
+    w.model.task = w.model.task._replace(known=99)
     engine = engine_of(w, stop=(), at_once=400)
     replies = engine.generate([([20, 30, 40], i, 4) for i in range(400)], 1.0)
     tests.assert_no_fillers(replies, w, tests.plain(w))
