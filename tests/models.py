@@ -23,14 +23,14 @@ import tempfile
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import torch
-import transformers
-from helpers import actions_of, end_groups, one_update, random_batch, rows_of, worker
-from ppo_helpers import batch_to_learn, policy
-from reference import reference_of, save_model
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from helpers import actions_of, end_groups, one_update, random_batch, rows_of, worker  # noqa: E402
+from ppo_helpers import batch_to_learn, policy  # noqa: E402
+from reference import reference_of, save_model  # noqa: E402
 
-import common
-import ppo_loop
+import common  # noqa: E402
+import ppo_loop  # noqa: E402
 
 PAGE = ROOT / ".github" / "models.md"
 COLUMNS = ("packed", "padded", "actor", "Megatron")
@@ -135,7 +135,12 @@ MORE = {  # type -> fields that fit none of the others
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "moe"]},
     "gemma4_text": {"global_head_dim": 16, "num_kv_shared_layers": 0},
     "gemma3n_text": {"num_kv_shared_layers": 0, "laurel_rank": 4},
-    "longcat_flash": {**LATENT, "num_layers": 2, "zero_expert_num": 1, "expert_ffn_hidden_size": 32},
+    "longcat_flash": {
+        **LATENT,
+        "num_layers": 2,
+        "zero_expert_num": 1,
+        "expert_ffn_hidden_size": 32,
+    },
     "granite": {"logits_scaling": 4.0},
     "minicpm3": {**LATENT, "dim_model_base": 8},
 }
@@ -211,8 +216,9 @@ def critic_cell(folder, exact, **fields):
 
 def megatron_cell(folder, exact):
     """The error of the values and the gradient of the critic on Megatron."""
-    import critic_megatron
     from megatron_helpers import noted_gradients
+
+    import critic_megatron
 
     w = worker(script=critic_megatron, model=str(folder), weight_decay=0.0)
     seen = noted_gradients(w)
