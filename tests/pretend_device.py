@@ -406,6 +406,13 @@ def believe():
     kept.append(guard)
 
 
+def warm_up():
+    """Makes cuBLAS allocate its workspaces, which stay: one for each thread that computes products,
+    those of the forward and of the backward."""
+    x = torch.ones(64, 64, device="cuda" if torch.cuda.is_available() else "cpu")
+    torch.nn.Linear(64, 64, device=x.device)(x).sum().backward()
+
+
 def watch():
     """On a real GPU, counts waits like the pretended device, from torch's warnings about
     synchronization."""
@@ -416,8 +423,7 @@ def watch():
 
     warnings.simplefilter("always")
     warnings.showwarning = warned
-    # cuBLAS allocates its workspace
-    torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
+    warm_up()
     torch.cuda.set_sync_debug_mode("warn")
     choose = torch.cuda.set_device
     torch.cuda.set_device = lambda x: choose(x) or THREADS.add(threading.get_ident())
