@@ -37,8 +37,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 REAL = torch.cuda.is_available()
 HERE = (torch.__version__[:5], sys.platform, platform.machine())
-RUNS_HERE = HERE == ("2.13.", "linux", "x86_64")
-REASON = "the pretended device knows the inside of torch 2.13 on Linux, x86-64"
+# a CUDA build has kernels of its own, which would be called
+RUNS_HERE = HERE == ("2.13.", "linux", "x86_64") and not torch.backends.cuda.is_built()
+REASON = "the pretended device knows the inside of torch 2.13's CPU build on Linux, x86-64"
 HOST = torch.device("cpu")
 MEMORY = 2**28  # bytes of the device
 RANDOM = torch.Generator()  # of the device
