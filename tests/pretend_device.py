@@ -37,8 +37,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 REAL = torch.cuda.is_available()
 HERE = (torch.__version__[:5], sys.platform, platform.machine())
-RUNS_HERE = HERE == ("2.13.", "linux", "x86_64")
-REASON = "the pretended device knows the inside of torch 2.13 on Linux, x86-64"
+# a CUDA build has kernels of its own, which would be called
+RUNS_HERE = HERE == ("2.13.", "linux", "x86_64") and not torch.backends.cuda.is_built()
+REASON = "the pretended device knows the inside of torch 2.13's CPU build on Linux, x86-64"
 HOST = torch.device("cpu")
 MEMORY = 2**28  # bytes of the device
 RANDOM = torch.Generator()  # of the device
@@ -406,6 +407,13 @@ def believe():
     kept.append(guard)
 
 
+def warm_up():
+    """Makes cuBLAS allocate its workspaces, which stay: one for each thread that computes products,
+    those of the forward and of the backward."""
+    x = torch.ones(64, 64, device="cuda" if torch.cuda.is_available() else "cpu")
+    torch.nn.Linear(64, 64, device=x.device)(x).sum().backward()
+
+
 def watch():
     """On a real GPU, counts waits like the pretended device, from torch's warnings about
     synchronization."""
@@ -416,8 +424,7 @@ def watch():
 
     warnings.simplefilter("always")
     warnings.showwarning = warned
-    # cuBLAS allocates its workspace
-    torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
+    warm_up()
     torch.cuda.set_sync_debug_mode("warn")
     choose = torch.cuda.set_device
     torch.cuda.set_device = lambda x: choose(x) or THREADS.add(threading.get_ident())
