@@ -1805,11 +1805,11 @@ def merge_lora(state, config, model_config):
 
 # ---- Images --------------------------------------------------------------------------------------
 #
-# A closed chapter for rows with images; it has no flag. It is called from attention_of
-# (reads_images), DataParallelPPOCritic.__init__ and load_rows (load_image_processor, place_images),
-# and lay_out (with_images). critic.image_processor is also read in check_batch, which must go on
-# refusing images, and in export_hf. Only images need needs_grad with its hook, the visual keys in
-# slice_row, and "visual" in shard_fsdp1.
+# A closed chapter for rows with images; it has no flag. It is called from build_skeleton and
+# shard_fsdp1 (reads_images), DataParallelPPOCritic.__init__ and load_rows (load_image_processor,
+# place_images), and lay_out (with_images). critic.image_processor is also read in init_model, in
+# check_batch, which must go on refusing images, and in export_hf. Only images need needs_grad with
+# its hook, the visual keys in slice_row, and "visual" in shard_fsdp1.
 
 
 def reads_images(config, model_config):
@@ -1962,7 +1962,7 @@ def attention_of(config, model_config):
     elif soft_cap:
         name = "eager"  # sdpa would ignore it
 
-    if reads_images(config, model_config):
+    if model_config.get_text_config() is not model_config:
         return {"": name, "text_config": name}
     return name
 

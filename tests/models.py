@@ -1,7 +1,9 @@
 """Which model types run, and how exactly: writes the table of .github/models.md.
 
-    python tests/models.py                 all types of this transformers; 20 minutes on two cores
-    python tests/models.py qwen3_5 lfm2    only these, printed
+    python tests/models.py                 all types of this transformers; half an hour on two cores
+    python tests/models.py qwen3_5 lfm2    these again; the others stay as they are
+
+Results are kept in out/models.jsonl, so that a run that was ended goes on; delete it to start anew.
 
 Each type gets a tiny random model, and each cell one update of the same rows: as a critic packed
 and padded, as an actor, and on Megatron. A cell is the larger of two numbers, against transformers
@@ -10,6 +12,7 @@ actor), and that of the whole gradient relative to its norm.
 """
 
 import contextlib
+import datetime
 import inspect
 import io
 import json
@@ -33,6 +36,7 @@ import common  # noqa: E402
 import ppo_loop  # noqa: E402
 
 PAGE = ROOT / ".github" / "models.md"
+KEPT = ROOT / "out" / "models.jsonl"
 COLUMNS = ("packed", "padded", "actor", "Megatron")
 LIMIT = 1e-5  # a larger error is a fault
 SECONDS = 120  # for all cells of a type
@@ -120,12 +124,16 @@ TOWER = {
     "fullatt_block_indexes": [0],
 }
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-LATENT = {"num_key_value_heads": 4, "head_dim": 8}
+LATENT = {"num_key_value_heads": 4}
 HALF = ["linear_attention", "full_attention"]
 MORE = {  # type -> fields that fit none of the others
+    "axk1": LATENT,
+    "axk2": LATENT,
     "bamba": {"attn_layer_indices": [1]},
-    "deepseek_v2": LATENT,
+    "deepseek_v2": {**LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": LATENT,
+    "deepseek_v32": LATENT,
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "glm4_moe_lite": LATENT,
     "granitemoehybrid": {"layer_types": 2 * ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
@@ -163,10 +171,10 @@ def types_that_write():
 def fields_of(kind, sizes):
     """The sizes that a config class knows, and has a default for."""
     known = set(inspect.signature(kind).parameters)
-    default = kind()
+    default = vars(kind())
     fields = {}
     for name, x in sizes.items():
-        if name in known and getattr(default, name, None) is not None:
+        if name in known and default.get(name) is not None:
             fields[name] = x
     return fields | MORE.get(kind.model_type, {})
 
@@ -307,7 +315,71 @@ def row_of(name, kind):
     return cells
 
 
-if __name__ == "__main__":
+# ---- The page ------------------------------------------------------------------------------------
+
+
+def short(words):
+    """The reason of a no in a few words."""
+    words = re.sub(r"^--\S+ \S*?( \(\w+\))?: ", "", words)
+    inner = re.search(r"\((.*)\)$", words)
+    if inner and ("cannot be" in words or "does not run" in words):
+        words = inner[1]
+    return re.sub(r"; (try|use|give) .*", "", words)[:100]
+
+
+def page_of(rows):
+    """The text of .github/models.md."""
+    lines = []
+    refused = []
+    unknown = []
+    for row in sorted(rows, key=lambda row: row["type"]):
+        cells = [row.get(column, "") for column in COLUMNS]
+        if "all" in row or not any(cells):
+            unknown.append(row["type"])
+        elif not any(isinstance(x, float) for x in cells):
+            refused.append(row["type"])
+        else:
+            shown = [f"{x:.0e}" if isinstance(x, float) else "no" for x in cells]
+            why = dict.fromkeys(short(x) for x in cells[:3] if isinstance(x, str))
+            lines.append(f"| {row['type']} | {' | '.join(shown)} | {'; '.join(why)} |")
+
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    lines += ["", f"**Refused**, because tokens see later ones: {', '.join(refused)}.", ""]
+    lines += [f"**Not tried**, for want of a tiny model: {', '.join(unknown)}.", ""]
+    return PAGE_HEAD.format(versions=versions, date=datetime.date.today()) + "\n".join(lines)
+
+
+PAGE_HEAD = """# Which models run
+
+`python tests/models.py` made this page ({date}, {versions}).
+It builds a tiny random model of every type that transformers has. It compares a critic whose rows
+are packed, one whose rows are padded, an actor, and the critic on Megatron with transformers in
+float64, one row at a time. A number is the larger of two errors: the largest difference of a value
+(for an actor, of a log-prob in nats), and that of the whole gradient divided by its norm. `no` is
+refused at the start of a run, in one line. Types that end in `_text` are the text part of a model
+that also reads images; of such a model, actor and critic read the text.
+
+| type | packed | padded | actor | Megatron | why not |
+|---|---|---|---|---|---|
+"""
+
+
+def main(names):
+    """Runs the types that have no result yet, or those that are named, and writes the page."""
     kinds = types_that_write()
-    for name in sorted(sys.argv[1:] or kinds):
-        print(json.dumps({"type": name, **row_of(name, kinds[name])}), flush=True)
+    kept = {}
+    if KEPT.exists():
+        kept = {row["type"]: row for row in common.read_lines(KEPT)}
+    for name in names:
+        kept.pop(name, None)
+
+    KEPT.parent.mkdir(exist_ok=True)
+    for name in sorted(kinds.keys() - kept.keys()):
+        kept[name] = {"type": name, **row_of(name, kinds[name])}
+        print(kept[name], flush=True)
+        KEPT.write_text("".join(json.dumps(row) + "\n" for row in kept.values()))
+    PAGE.write_text(page_of(kept.values()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
