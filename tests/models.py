@@ -44,7 +44,7 @@ ROWS = random_batch(10, seed=5, vocab_size=60, longest=24, prompts=3)
 
 # what a tiny config has, where the type knows the name
 TINY = {
-    "vocab_size": 97,
+    "vocab_size": 104,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 4,
@@ -107,7 +107,7 @@ TINY = {
     "word_embed_proj_dim": 32,
     "query_pre_attn_scalar": 8,
     "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 97,
+    "vocab_size_per_layer_input": 104,
 }
 TOWER = {
     "hidden_size": 32,
