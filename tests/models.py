@@ -135,6 +135,8 @@ MORE = {  # type -> fields that fit none of the others
     "deepseek_v32": LATENT,
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "glm4_moe_lite": LATENT,
+    "glm5_next": LATENT,
+    "glm_moe_dsa": LATENT,
     "granitemoehybrid": {"layer_types": 2 * ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "kimi_linear": {**LATENT, "layer_types": 2 * HALF},
@@ -188,7 +190,7 @@ def tiny_config(kind):
     default = kind()
     text = type(default.text_config)
     fields = {"text_config": {"model_type": text.model_type, **fields_of(text, TINY)}}
-    if "mrope_section" in json.dumps(default.text_config.to_dict()):
+    if "mrope_section" in json.dumps(default.text_config.to_dict()) or "glm" in kind.model_type:
         fields["text_config"]["rope_parameters"] = MROPE
     if getattr(default, "vision_config", None) is not None:
         tower = type(default.vision_config)
