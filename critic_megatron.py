@@ -503,9 +503,12 @@ class CoreAttention(nn.Module):
     keys and values are gathered, and each piece sees the keys up to its own end, so heads are not
     split."""
 
-    def __init__(self, config, **_):
+    def __init__(self, config, layer_number, **_):
         super().__init__()
         self.scale = config.kv_channels**-0.5
+        self.window = None  # a query sees at most this many tokens
+        if config.window_size and config.window_attn_skip_freq[layer_number - 1]:
+            self.window = config.window_size[0] + 1  # Megatron counts those before it
 
     def forward(self, query, key, value, attention_mask, packed_seq_params=None, **_):
         """(S, H, D), keys and values (S, K, D) -> (S, H D)."""
@@ -516,7 +519,7 @@ class CoreAttention(nn.Module):
             key, value = (gather(x, group=mpu.get_context_parallel_group()) for x in (key, value))
 
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        out_1HSD = common.attention(reads.pack, query, key, value, self.scale)
+        out_1HSD = common.attention(reads.pack, query, key, value, self.scale, self.window)
         return out_1HSD[0].transpose(0, 1).flatten(1)
 
 
@@ -813,16 +816,15 @@ def check_model_flags(config, model_config):
     """UserError for flags that do not fit this model, or for a model that cannot be built."""
     c = model_config
     name = f"{config.prefix}model {config.model}"
-    known = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
-    if c.model_type not in known:
-        words = f"{c.model_type} is not among {', '.join(known)}"
+    if c.model_type not in FAMILIES:
+        words = f"{c.model_type} is not among {', '.join(FAMILIES)}"
         raise UserError(f"{name}: {words}; use critic_fsdp.py")
 
-    # what Megatron's layers would compute otherwise; a window of 0 is none (Qwen2-MoE)
+    # what Megatron's layers would compute otherwise
     odd = []
     fixed = {"mlp_bias": False, "attention_bias": False, "hidden_act": "silu"}
-    for field, x in (fixed | {"quantization_config": None, "sliding_window": None}).items():
-        if getattr(c, field, x) not in (x, 0):
+    for field, x in (fixed | {"quantization_config": None}).items():
+        if getattr(c, field, x) != x:
             odd.append(f"{field} {getattr(c, field)}")
     rope = c.rope_parameters
     known_type = rope["rope_type"] in ("default", "linear", "llama3")
@@ -1844,6 +1846,10 @@ def share_context(rows, config, layout):
 # (splits_sequence) and optimizer_step (grads_for_norm).
 
 
+# the model_types of transformers that Megatron's layers can compute, with the options below
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "ministral", "qwen2_moe", "qwen3_moe")
+
+
 class RMSNorm(nn.RMSNorm):
     """A norm for Megatron's layers. With sequence parallelism it sees some of the tokens only."""
 
@@ -1894,6 +1900,7 @@ def transformer_config(config, model_config, skeleton, dtype):
         qk_layernorm="layers.0.self_attn.q_norm.weight" in names,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        **window_options(c),
         # its experts, if any
         num_moe_experts=getattr(c, "num_experts", None),
         moe_router_topk=getattr(c, "num_experts_per_tok", 2),
@@ -1920,6 +1927,21 @@ def transformer_config(config, model_config, skeleton, dtype):
         batch_p2p_comm=False,
         calculate_per_token_loss=True,  # gradients are plain sums, see forward_backward_all
     )
+
+
+def window_options(model_config):
+    """TransformerConfig's options of a sliding window: its size, and which layers have it."""
+    c = model_config
+    window = getattr(c, "sliding_window", None)
+    if not window:  # Qwen2-MoE has 0 for none
+        return {}
+
+    # Mistral and others without the field have it in every layer, whatever their folders say
+    kinds = ["sliding_attention"] * c.num_hidden_layers
+    if hasattr(type(c), "layer_types"):
+        kinds = c.layer_types
+    slides = [int(kind == "sliding_attention") for kind in kinds]
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": slides}
 
 
 def grads_for_norm(optimizer):

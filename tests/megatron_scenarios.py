@@ -37,7 +37,7 @@ FROZEN = {
 PLACES = {**FOUR_LAYERS, "value_places": (0.2, 0.7)}
 MISTRAL = {
     "model": "tiny-mistral",
-    "override_config": '{"num_hidden_layers": 4, "sliding_window": null}',
+    "override_config": '{"num_hidden_layers": 4, "sliding_window": 8}',
 }
 MOE = {"model": "tiny-qwen3-moe"}
 MIXTURES = {  # models without a preset, saved in models/ -> changes to tiny-qwen2

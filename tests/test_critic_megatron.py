@@ -151,15 +151,12 @@ SIZES = dict(
     num_attention_heads=8,
     num_key_value_heads=2,
 )  # fmt: skip
-WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
 BAD_MODELS = {  # words of the error -> a model that causes it
     "gemma2 is not among qwen2, .*, llama, mistral, mixtral, ": transformers.Gemma2Config(**SIZES),
     "mlp_bias True": transformers.LlamaConfig(**SIZES, mlp_bias=True),
     "attention_bias True": transformers.LlamaConfig(**SIZES, attention_bias=True),
     "hidden_act gelu": transformers.LlamaConfig(**SIZES, hidden_act="gelu"),
-    "sliding_window 8": transformers.Qwen2Config(**SIZES, **WINDOW, max_window_layers=0),
-    "sliding_window 9": transformers.MistralConfig(**SIZES, sliding_window=9),
     "quantization_config": transformers.LlamaConfig(
         **SIZES, quantization_config={"quant_method": "fp8"}
     ),
@@ -175,7 +172,30 @@ def test_flags_that_do_not_fit_a_model_are_named(words):
     with pytest.raises(UserError, match=words):
         cm.check_model_flags(config, BAD_MODELS[words])
     cm.check_model_flags(config, transformers.Qwen2Config(**SIZES))
-    cm.check_model_flags(Config(), transformers.Qwen2MoeConfig(**SIZES))  # its window is 0
+
+
+WINDOW = {"sliding_window": 8, "use_sliding_window": True}
+ALL = ["sliding_attention"] * 2
+WINDOWS = {  # transformers config -> the layers that have a window of 8 tokens
+    "mistral": (transformers.MistralConfig(**SIZES, sliding_window=8), [1, 1]),
+    # transformers' Mistral does not read layer_types, which some folders have
+    "mixed mistral": (
+        transformers.MistralConfig(**SIZES, sliding_window=8, layer_types=["full_attention"] * 2),
+        [1, 1],
+    ),
+    "qwen2": (transformers.Qwen2Config(**SIZES, **WINDOW, max_window_layers=1), [0, 1]),
+    "qwen3": (transformers.Qwen3Config(**SIZES, **WINDOW, layer_types=ALL), [1, 1]),
+    "qwen3, off": (transformers.Qwen3Config(**SIZES, sliding_window=8), None),
+    "qwen2-moe, off": (transformers.Qwen2MoeConfig(**SIZES), None),  # its window is 0
+    "llama": (transformers.LlamaConfig(**SIZES), None),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_layers_have_the_windows_of_transformers(name):
+    config, layers = WINDOWS[name]
+    expected = {} if layers is None else {"window_size": (7, 0), "window_attn_skip_freq": layers}
+    assert cm.window_options(config) == expected
 
 
 def critic_of(rank=0, dp_size=1, **fields):

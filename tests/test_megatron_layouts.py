@@ -27,16 +27,22 @@ MIXTURE = {
     "moe_intermediate_size": 32,
     "mlp_only_layers": [1],
 }
+WINDOW = {"use_sliding_window": True, "sliding_window": 8}  # 8 tokens matter in rows of up to 40
+MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 MODELS = {
     "qwen2": transformers.Qwen2Config(**FOUR, tie_word_embeddings=True),
     "qwen3": transformers.Qwen3Config(**FOUR, head_dim=16),
     "llama": transformers.LlamaConfig(**FOUR, rope_parameters=LLAMA3),
-    "mistral": transformers.MistralConfig(**FOUR, head_dim=16, sliding_window=None),
+    "mistral": transformers.MistralConfig(**FOUR, head_dim=16, **WINDOW),  # in every layer
+    "ministral": transformers.MinistralConfig(**FOUR, head_dim=16, **WINDOW, layer_types=MIXED),
+    "qwen3-window": transformers.Qwen3Config(**FOUR, head_dim=16, **WINDOW, layer_types=MIXED),
     "qwen3-moe": transformers.Qwen3MoeConfig(
         **FOUR, head_dim=8, norm_topk_prob=True, shared_expert_intermediate_size=0, **MIXTURE
     ),  # the 0 is in the configs of Qwen3-Coder
     "mixtral": transformers.MixtralConfig(**FOUR, num_local_experts=4),
-    "qwen2-moe": transformers.Qwen2MoeConfig(**FOUR, shared_expert_intermediate_size=48, **MIXTURE),
+    "qwen2-moe": transformers.Qwen2MoeConfig(
+        **FOUR, shared_expert_intermediate_size=48, **MIXTURE, **WINDOW, layer_types=MIXED
+    ),
 }
 
 SIZES = {  # short for the flags NAME_parallel_size
@@ -55,6 +61,8 @@ LAYOUTS = {  # ranks -> model -> layouts, for fields_of
         "qwen3": "dp",
         "llama": "dp",
         "qwen3-moe": "dp, recompute",
+        "mistral": "dp, padded",
+        "qwen3-window": "dp",
     },
     2: {
         "qwen2": "dp, tp2, tp2 whole-rows, tp2 padded, cp2, pp2, pp2 padded, "
@@ -62,12 +70,15 @@ LAYOUTS = {  # ranks -> model -> layouts, for fields_of
         "qwen3": "tp2 recompute, cp2 recompute",
         "llama": "tp2, pp2 vpp2",
         "qwen3-moe": "ep2, etp2, tp2 etp1, tp2 etp2, tp2 ep2 etp1",
+        "mistral": "tp2, cp2, pp2",
+        "qwen3-window": "tp2, cp2, pp2 vpp2",
     },
     4: {
         "qwen2": "tp4, pp4, cp4, tp2 pp2, pp2 cp2, pp2 vpp2 dp, cp2 dp",
         "qwen3": "tp2 cp2",
         "llama": "tp2 dp",
-        "mistral": "tp2 pp2",
+        "mistral": "tp2 pp2, tp2 cp2",
+        "ministral": "tp2 pp2",
         "qwen3-moe": "ep4, ep2 dp, ep2 cp2, pp2 ep2",
         "mixtral": "tp2 pp2 ep2 etp1",
         "qwen2-moe": "tp2 pp2 ep2 etp1",
@@ -125,7 +136,8 @@ def results_of(model, layout, folder):
     other_budgets = {"one micro-batch": 1000, "smallest budget": smallest}
     results = {}
 
-    shared = ("shared",) if model in ("qwen2", "qwen3-moe") else ()  # dense, and a mixture
+    shares = ("qwen2", "qwen3-moe", "mistral", "qwen3-window")  # dense, a mixture, and windows
+    shared = ("shared",) if model in shares else ()
     for case in (*MORE.get((WORLD_SIZE, model, layout), ()), *shared, "budget 64"):
         rows, budget = other_rows.get(case, "ragged"), other_budgets.get(case, 64)
         mode = case if case in MODES else "token-mean"
@@ -170,7 +182,7 @@ def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
     return out
 
 
-@pytest.mark.parametrize("ranks, cases", [(1, 16), (2, 43), (4, 29), (8, 7)])
+@pytest.mark.parametrize("ranks, cases", [(1, 22), (2, 55), (4, 33), (8, 7)])
 def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases):
     out = ran(every_layout, ranks)
     results = torch.load(out / f"{ranks}.pt", weights_only=True)
