@@ -458,7 +458,7 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from safetensors.torch import save_file
 from torch.profiler import record_function
 from transformers import AutoModel
-from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 import common
 from common import Batch, Pack, UserError, blame, of_all_ranks, print0, published
@@ -498,10 +498,10 @@ class ValueHead(nn.Linear):
 class CoreAttention(nn.Module):
     """Causal attention within each sequence of a packed row, by the kernels of common.py.
 
-    Rotary embedding is that of transformers: Megatron's would restart at 0 where a row continues a
-    shared prompt. With context parallelism, each rank has two pieces of the row, see share_context:
-    keys and values are gathered, and each piece sees the keys up to its own end, so heads are not
-    split."""
+    Rotary embedding is that of transformers, of all features or of some (Phi-3): Megatron's would
+    restart at 0 where a row continues a shared prompt. With context parallelism, each rank has two
+    pieces of the row, see share_context: keys and values are gathered, and each piece sees the keys
+    up to its own end, so heads are not split."""
 
     def __init__(self, config, layer_number, **_):
         super().__init__()
@@ -632,6 +632,7 @@ def build_value_model(skeleton, config, model_config, layout):
                 post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
                 vp_stage=vp_stage,
             )
+            module.family = model_config.model_type  # see hf_names
             modules.append(module)
 
     last = modules[-1]  # the head is in the last chunk of the last stage
@@ -826,10 +827,6 @@ def check_model_flags(config, model_config):
     for field, x in (fixed | {"quantization_config": None}).items():
         if getattr(c, field, x) != x:
             odd.append(f"{field} {getattr(c, field)}")
-    rope = c.rope_parameters
-    known_type = rope["rope_type"] in ("default", "linear", "llama3")
-    if not known_type or rope.get("partial_rotary_factor", 1) != 1:
-        odd.append(f"rope_parameters {rope}")
     if odd:
         raise UserError(f"{name}: {', '.join(odd)} is not supported here; use critic_fsdp.py")
 
@@ -1847,7 +1844,17 @@ def share_context(rows, config, layout):
 
 
 # the model_types of transformers that Megatron's layers can compute, with the options below
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "ministral", "qwen2_moe", "qwen3_moe")
+FAMILIES = (
+    "qwen2",
+    "qwen3",
+    "llama",
+    "mistral",
+    "mixtral",
+    "ministral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "phi3",
+)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -2045,16 +2052,24 @@ WEIGHTS = {
     "mlp.shared_experts.linear_fc2.weight": ("inputs", "mlp.shared_expert.down_proj.weight"),
 }
 
+# model_type -> what its weights have instead; a single name stands for all parts, end to end
+OTHER_WEIGHTS = {
+    "phi3": {
+        "self_attention.linear_qkv.weight": ("heads", "self_attn.qkv_proj.weight"),
+        "mlp.linear_fc1.weight": ("outputs", "mlp.gate_up_proj.weight"),
+    }
+}
+
 # an expert's weight, and transformers' tensors of all experts: one row per expert, gate above up
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 JOINED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 
-def hf_names(name):
+def hf_names(name, family):
     """A weight's global name -> (how ranks split it, the names of its parts in critic_fsdp.py)."""
     numbers = re.findall(r"\.(\d+)", name)
     form = re.sub(r"\.\d+", ".{}", name).removeprefix("decoder.layers.{}.")
-    cut, *parts = WEIGHTS[form]
+    cut, *parts = OTHER_WEIGHTS.get(family, {}).get(form) or WEIGHTS[form]
     prefix = "model.layers.{}." if numbers else ""
     return cut, [f"{prefix}{part}".format(*numbers) for part in parts]
 
@@ -2087,7 +2102,7 @@ def freeze(modules, config):
     trained = 0
     frozen = 0
     for name, p in named_weights(modules):
-        _, parts = hf_names(name)
+        _, parts = hf_names(name, modules[0].family)
         matches = []
         for part in parts:
             expert = EXPERT.fullmatch(part)
@@ -2117,6 +2132,14 @@ def groups_of(name):
         return mpu.get_expert_tensor_parallel_group(), mpu.get_expert_data_parallel_group()
     replicas = mpu.get_data_parallel_group(with_context_parallel=True)
     return mpu.get_tensor_model_parallel_group(), replicas
+
+
+def taken_apart(cut, whole, groups, head_dim):
+    """Queries, keys and values, or gate and up, of a weight that has them end to end (Phi-3)."""
+    if cut == "outputs":
+        return whole.chunk(2)
+    of_keys = groups * head_dim
+    return whole.split([len(whole) - 2 * of_keys, of_keys, of_keys])
 
 
 def shard(cut, parts, groups, rank, size):
@@ -2159,7 +2182,7 @@ def whole_weights(modules, vocab_size, local):
     config = modules[0].config
     kept = {}
     for name, p in named_weights(modules):
-        cut, parts = hf_names(name)
+        cut, parts = hf_names(name, modules[0].family)
         group, replicas = groups_of(name)
         mine = local(name, p)
         if mine is None:
@@ -2174,6 +2197,8 @@ def whole_weights(modules, vocab_size, local):
         replica = turn // group.size() % replicas.size()  # and which of its copies
         if group.rank() == writer and replicas.rank() == replica:
             wholes = unshard(cut, shards, config.num_query_groups, config.kv_channels, vocab_size)
+            if len(parts) < len(wholes):
+                wholes = [torch.cat(wholes)]
             for part, whole in zip(parts, wholes):
                 kept[part] = whole.float().cpu().contiguous()
     return kept
@@ -2242,17 +2267,19 @@ def fill(critic, tensors, flag, kind="weight", form="{}"):
     The inverse of whole_master. A collective; UserError on all ranks if a tensor does not fit on
     any of them."""
     problems = []
+    config = critic.transformer
     for name, p in named_weights(critic.modules):
         if kind != "weight" and not p.requires_grad:
             continue
-        cut, parts = hf_names(name)
+        cut, parts = hf_names(name, critic.modules[0].family)
         group, _ = groups_of(name)
 
         # this rank's shard; what does not fit is told below, when all ranks are here
         try:
             wholes = [lookup_weight(tensors, part, form) for part in parts]
-            heads = critic.transformer.num_query_groups
-            x = shard(cut, wholes, heads, group.rank(), group.size())
+            if cut in ("heads", "outputs") and len(wholes) == 1:
+                wholes = taken_apart(cut, wholes[0], config.num_query_groups, config.kv_channels)
+            x = shard(cut, wholes, config.num_query_groups, group.rank(), group.size())
             if x.shape != p.shape:
                 raise RuntimeError(f"is {tuple(x.shape)} instead of {tuple(p.shape)}")
         except (KeyError, RuntimeError, IndexError) as error:

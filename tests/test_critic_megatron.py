@@ -151,7 +151,6 @@ SIZES = dict(
     num_attention_heads=8,
     num_key_value_heads=2,
 )  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
 BAD_MODELS = {  # words of the error -> a model that causes it
     "gemma2 is not among qwen2, .*, llama, mistral, mixtral, ": transformers.Gemma2Config(**SIZES),
     "mlp_bias True": transformers.LlamaConfig(**SIZES, mlp_bias=True),
@@ -160,7 +159,6 @@ BAD_MODELS = {  # words of the error -> a model that causes it
     "quantization_config": transformers.LlamaConfig(
         **SIZES, quantization_config={"quant_method": "fp8"}
     ),
-    "rope_parameters .*yarn": transformers.LlamaConfig(**SIZES, rope_parameters=YARN),
     "--no-sequence-parallel": transformers.MixtralConfig(**SIZES, num_local_experts=4),
 }
 
@@ -231,9 +229,11 @@ def test_the_longest_row_fits_with_its_padding_and_after_every_halving(fields, l
 
 
 def test_names_of_weights():
-    cut, parts = cm.hf_names("decoder.layers.11.self_attention.linear_proj.weight")
+    cut, parts = cm.hf_names("decoder.layers.11.self_attention.linear_proj.weight", "qwen2")
     assert (cut, parts) == ("inputs", ["model.layers.11.self_attn.o_proj.weight"])
-    cut, parts = cm.hf_names("decoder.layers.2.mlp.experts.local_experts.13.linear_fc1.weight")
+    cut, parts = cm.hf_names(
+        "decoder.layers.2.mlp.experts.local_experts.13.linear_fc1.weight", "mixtral"
+    )
     gate_up = [f"model.layers.2.mlp.experts.13.{x}_proj.weight" for x in ("gate", "up")]
     assert (cut, parts) == ("outputs", gate_up)
 

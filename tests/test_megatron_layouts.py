@@ -21,6 +21,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+LONG = {  # 6 of 8 features are turned, in 3 pairs
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "factor": 2.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 4.0],
+}  # fmt: skip
 MIXTURE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -40,6 +49,10 @@ MODELS = {
         **FOUR, head_dim=8, norm_topk_prob=True, shared_expert_intermediate_size=0, **MIXTURE
     ),  # the 0 is in the configs of Qwen3-Coder
     "mixtral": transformers.MixtralConfig(**FOUR, num_local_experts=4),
+    "yarn": transformers.LlamaConfig(**FOUR, rope_parameters=YARN),
+    "phi3": transformers.Phi3Config(
+        **FOUR, sliding_window=8, original_max_position_embeddings=64, rope_parameters=LONG
+    ),
     "qwen2-moe": transformers.Qwen2MoeConfig(
         **FOUR, shared_expert_intermediate_size=48, **MIXTURE, **WINDOW, layer_types=MIXED
     ),
@@ -63,6 +76,8 @@ LAYOUTS = {  # ranks -> model -> layouts, for fields_of
         "qwen3-moe": "dp, recompute",
         "mistral": "dp, padded",
         "qwen3-window": "dp",
+        "yarn": "dp",
+        "phi3": "dp, padded",
     },
     2: {
         "qwen2": "dp, tp2, tp2 whole-rows, tp2 padded, cp2, pp2, pp2 padded, "
@@ -72,6 +87,8 @@ LAYOUTS = {  # ranks -> model -> layouts, for fields_of
         "qwen3-moe": "ep2, etp2, tp2 etp1, tp2 etp2, tp2 ep2 etp1",
         "mistral": "tp2, cp2, pp2",
         "qwen3-window": "tp2, cp2, pp2 vpp2",
+        "yarn": "cp2",
+        "phi3": "tp2, cp2, pp2",
     },
     4: {
         "qwen2": "tp4, pp4, cp4, tp2 pp2, pp2 cp2, pp2 vpp2 dp, cp2 dp",
@@ -79,6 +96,7 @@ LAYOUTS = {  # ranks -> model -> layouts, for fields_of
         "llama": "tp2 dp",
         "mistral": "tp2 pp2, tp2 cp2",
         "ministral": "tp2 pp2",
+        "phi3": "tp4, tp2 cp2",
         "qwen3-moe": "ep4, ep2 dp, ep2 cp2, pp2 ep2",
         "mixtral": "tp2 pp2 ep2 etp1",
         "qwen2-moe": "tp2 pp2 ep2 etp1",
@@ -136,7 +154,13 @@ def results_of(model, layout, folder):
     other_budgets = {"one micro-batch": 1000, "smallest budget": smallest}
     results = {}
 
-    shares = ("qwen2", "qwen3-moe", "mistral", "qwen3-window")  # dense, a mixture, and windows
+    shares = (
+        "qwen2",
+        "qwen3-moe",
+        "mistral",
+        "qwen3-window",
+        "phi3",
+    )  # dense, a mixture, and windows
     shared = ("shared",) if model in shares else ()
     for case in (*MORE.get((WORLD_SIZE, model, layout), ()), *shared, "budget 64"):
         rows, budget = other_rows.get(case, "ragged"), other_budgets.get(case, 64)
@@ -182,7 +206,7 @@ def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
     return out
 
 
-@pytest.mark.parametrize("ranks, cases", [(1, 22), (2, 55), (4, 33), (8, 7)])
+@pytest.mark.parametrize("ranks, cases", [(1, 27), (2, 62), (4, 37), (8, 7)])
 def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases):
     out = ran(every_layout, ranks)
     results = torch.load(out / f"{ranks}.pt", weights_only=True)
