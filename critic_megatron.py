@@ -658,6 +658,9 @@ def wrap(module):
     chunk = Float16Module(module.config, module) if module.config.bf16 else module
     if module.post_process:
         module.output_layer.float()
+    for name, buffer in module.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.data = buffer.data.float()
     options = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True
     )
@@ -821,23 +824,20 @@ def check_model_flags(config, model_config):
         words = f"{c.model_type} is not among {', '.join(FAMILIES)}"
         raise UserError(f"{name}: {words}; use critic_fsdp.py")
 
-    # what Megatron's layers would compute otherwise
-    odd = []
-    fixed = {"mlp_bias": False, "attention_bias": False, "hidden_act": "silu"}
-    for field, x in (fixed | {"quantization_config": None}).items():
-        if getattr(c, field, x) != x:
-            odd.append(f"{field} {getattr(c, field)}")
-    if odd:
+    cannot_be_built = f"{name}: cannot be built with these parallel sizes"
+    with blame(cannot_be_built):
+        skeleton = build_skeleton(config, c)
+    if odd := computed_otherwise(c, skeleton["model"].state_dict()):
         raise UserError(f"{name}: {', '.join(odd)} is not supported here; use critic_fsdp.py")
 
     splits_matrices = config.tensor_model_parallel_size > 1
-    if hasattr(c, "num_experts") and splits_matrices and not config.sequence_parallel:
+    if hasattr(c, "num_experts_per_tok") and splits_matrices and not config.sequence_parallel:
         words = "MoE with tensor parallelism needs sequence parallelism"
         raise UserError(f"{config.prefix}no-sequence-parallel: {words}")
 
     # Megatron's own rules, before any process group is built
-    with blame(f"{name}: cannot be built with these parallel sizes"):
-        transformer_config(config, c, build_skeleton(config, c), torch.float32)
+    with blame(cannot_be_built):
+        transformer_config(config, c, skeleton, torch.float32)
 
 
 def check_budget(config, longest, row):
@@ -1459,7 +1459,8 @@ class CriticWorker:
         """Writes the value model as a folder that AutoModelForTokenClassification loads.
 
         num_labels is 1, or the number of bins for hl_gauss; config.json holds the value_range, if
-        any. Every rank writes its share of the weights in a file of its own."""
+        any. Every rank writes its share of the weights in a file of its own. For an architecture
+        without that class, the folder holds the backbone, and value_head.safetensors the head."""
         critic = self.critic
         with self.on_device():
             local = partial(whole_master, critic)
@@ -1467,16 +1468,24 @@ class CriticWorker:
         if self.model_config.model_type == "mixtral":
             state = {mixtral_name(name): x for name, x in state.items()}
 
+        # without transformers' class for it, the head is a file of its own, next to a backbone
+        head = {}
+        kind = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(self.model_config))
+        if kind is None:
+            kind = transformers.MODEL_MAPPING[type(self.model_config)]
+            head = {name: state.pop(name) for name in list(state) if name.startswith("score.")}
+            state = {name.removeprefix("model."): x for name, x in state.items()}
+        self.model_config.architectures = [kind.__name__]
+
         # which file has which weight
         file = f"model-{RANK:05d}.safetensors"
         files = collections.ChainMap(*of_all_ranks(dict.fromkeys(state, file)))
         index = {"metadata": {}, "weight_map": dict(files)}
-        kind = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(self.model_config)]
-        self.model_config.architectures = [kind.__name__]
 
         with published(folder) as tmp:
-            if state:
-                save_file(state, f"{tmp}/{file}", metadata={"format": "pt"})
+            for path, weights in {file: state, "value_head.safetensors": head}.items():
+                if weights:
+                    save_file(weights, f"{tmp}/{path}", metadata={"format": "pt"})
             common.write_json(f"{tmp}/model.safetensors.index.json", index)
             if RANK == 0:
                 for part in filter(None, (self.model_config, self.tokenizer)):
@@ -1854,6 +1863,11 @@ FAMILIES = (
     "qwen2_moe",
     "qwen3_moe",
     "phi3",
+    "seed_oss",
+    "cwm",
+    "glm4_moe",
+    "dots1",
+    "solar_open",
 )
 
 
@@ -1889,13 +1903,11 @@ def transformer_config(config, model_config, skeleton, dtype):
     """Megatron's config of the model and of how to compute it. skeleton: see build_skeleton."""
     c = model_config
     names = skeleton["model"].state_dict()
-    has_experts = [f"layers.{i}.mlp.gate.weight" in names for i in range(c.num_hidden_layers)]
-
     return TransformerConfig(
         # the model
         num_layers=c.num_hidden_layers,
         hidden_size=c.hidden_size,
-        ffn_hidden_size=c.intermediate_size,
+        ffn_hidden_size=getattr(c, "intermediate_size", None),  # None: in no layer
         num_attention_heads=c.num_attention_heads,
         num_query_groups=c.num_key_value_heads,
         kv_channels=getattr(c, "head_dim", None),  # None: hidden_size / heads
@@ -1908,16 +1920,7 @@ def transformer_config(config, model_config, skeleton, dtype):
         attention_dropout=0.0,
         hidden_dropout=0.0,
         **window_options(c),
-        # its experts, if any
-        num_moe_experts=getattr(c, "num_experts", None),
-        moe_router_topk=getattr(c, "num_experts_per_tok", 2),
-        moe_ffn_hidden_size=getattr(c, "moe_intermediate_size", None),  # None: intermediate_size
-        moe_layer_freq=list(map(int, has_experts)),
-        moe_router_pre_softmax=not getattr(c, "norm_topk_prob", True),  # over all, or the chosen
-        moe_shared_expert_intermediate_size=getattr(c, "shared_expert_intermediate_size", 0)
-        or None,
-        moe_shared_expert_gate=True,
-        moe_token_dispatcher_type="alltoall",
+        **expert_options(c, names),
         # precision and memory
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -1949,6 +1952,68 @@ def window_options(model_config):
         kinds = c.layer_types
     slides = [int(kind == "sliding_attention") for kind in kinds]
     return {"window_size": (window - 1, 0), "window_attn_skip_freq": slides}
+
+
+def expert_options(model_config, names):
+    """TransformerConfig's options of a mixture of experts. names: weights of its skeleton."""
+    c = model_config
+    layers = range(c.num_hidden_layers)
+    has_experts = [f"layers.{i}.mlp.experts.down_proj" in names for i in layers]
+    options = {
+        "moe_layer_freq": list(map(int, has_experts)),
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    if not any(has_experts):
+        return options
+
+    first = f"layers.{has_experts.index(True)}.mlp"
+    options |= {
+        "num_moe_experts": len(names[f"{first}.experts.down_proj"]),
+        "moe_router_topk": c.num_experts_per_tok,
+        "moe_ffn_hidden_size": getattr(c, "moe_intermediate_size", None),  # None: intermediate_size
+        "moe_router_pre_softmax": not getattr(c, "norm_topk_prob", True),  # over all, or the chosen
+    }
+
+    # an expert that all tokens share, and in Qwen2-MoE the gate of its output
+    for shared in ("shared_expert", "shared_experts"):
+        down = names.get(f"{first}.{shared}.down_proj.weight")
+        if down is not None:
+            options["moe_shared_expert_intermediate_size"] = down.shape[1]
+    options["moe_shared_expert_gate"] = f"{first}.shared_expert_gate.weight" in names
+
+    # experts with probabilities of their own, chosen by these plus a correction that is not trained
+    if f"{first}.gate.e_score_correction_bias" in names:
+        options |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,
+            "moe_router_topk_scaling_factor": c.routed_scaling_factor,
+            "moe_router_dtype": "fp32",
+        }
+        if c.topk_group < c.n_group:
+            options |= {"moe_router_num_groups": c.n_group, "moe_router_group_topk": c.topk_group}
+    return options
+
+
+def computed_otherwise(model_config, names):
+    """Words on what Megatron's layers would compute otherwise. names: weights of the skeleton."""
+    c = model_config
+    odd = []
+    for field, x in {"hidden_act": "silu", "quantization_config": None}.items():
+        if getattr(c, field, x) != x:
+            odd.append(f"{field} {getattr(c, field)}")
+
+    if any(name.endswith(("o_proj.bias", "down_proj.bias")) for name in names):
+        odd.append("a bias outside of queries, keys and values")
+
+    # it divides by the sum of the chosen probabilities, and ranks a group of experts by its
+    # num_experts_per_tok / topk_group best; transformers by its 2 best
+    if hasattr(c, "n_group"):
+        if not c.norm_topk_prob:
+            odd.append("norm_topk_prob False")
+        if c.topk_group < c.n_group and c.num_experts_per_tok // c.topk_group != 2:
+            odd.append(f"topk_group {c.topk_group} of n_group {c.n_group}")
+    return odd
 
 
 def grads_for_norm(optimizer):
@@ -2042,22 +2107,31 @@ WEIGHTS = {
         "mlp.experts.{}.up_proj.weight",
     ),
     "mlp.experts.local_experts.{}.linear_fc2.weight": ("inputs", "mlp.experts.{}.down_proj.weight"),
-    # Qwen2-MoE's expert that all tokens share
-    "mlp.shared_experts.gate_weight": ("whole", "mlp.shared_expert_gate.weight"),
+    # an expert that all tokens share, and GLM's correction of the choice of the others
     "mlp.shared_experts.linear_fc1.weight": (
         "outputs",
-        "mlp.shared_expert.gate_proj.weight",
-        "mlp.shared_expert.up_proj.weight",
+        "mlp.shared_experts.gate_proj.weight",
+        "mlp.shared_experts.up_proj.weight",
     ),
-    "mlp.shared_experts.linear_fc2.weight": ("inputs", "mlp.shared_expert.down_proj.weight"),
+    "mlp.shared_experts.linear_fc2.weight": ("inputs", "mlp.shared_experts.down_proj.weight"),
+    "mlp.router.expert_bias": ("whole", "mlp.gate.e_score_correction_bias"),
 }
 
 # model_type -> what its weights have instead; a single name stands for all parts, end to end
 OTHER_WEIGHTS = {
+    "qwen2_moe": {
+        "mlp.shared_experts.gate_weight": ("whole", "mlp.shared_expert_gate.weight"),
+        "mlp.shared_experts.linear_fc1.weight": (
+            "outputs",
+            "mlp.shared_expert.gate_proj.weight",
+            "mlp.shared_expert.up_proj.weight",
+        ),
+        "mlp.shared_experts.linear_fc2.weight": ("inputs", "mlp.shared_expert.down_proj.weight"),
+    },
     "phi3": {
         "self_attention.linear_qkv.weight": ("heads", "self_attn.qkv_proj.weight"),
         "mlp.linear_fc1.weight": ("outputs", "mlp.gate_up_proj.weight"),
-    }
+    },
 }
 
 # an expert's weight, and transformers' tensors of all experts: one row per expert, gate above up
@@ -2075,9 +2149,14 @@ def hf_names(name, family):
 
 
 def named_weights(modules):
-    """(global name, parameter) of this rank's weights: layers and experts have global numbers."""
+    """(global name, weight) of what this rank stores: layers and experts have global numbers.
+
+    All are parameters but the correction of a router, which is not trained."""
     for module in modules:
-        for name, p in module.named_parameters():
+        stored = [*module.named_parameters(), *module.named_buffers()]
+        for name, p in stored:
+            if not isinstance(p, nn.Parameter) and not name.endswith("expert_bias"):
+                continue  # a count that Megatron keeps
             words = name.split(".")
             if words[1] == "layers":
                 layer = module.decoder.layers[int(words[2])]
@@ -2102,6 +2181,8 @@ def freeze(modules, config):
     trained = 0
     frozen = 0
     for name, p in named_weights(modules):
+        if not isinstance(p, nn.Parameter):
+            continue
         _, parts = hf_names(name, modules[0].family)
         matches = []
         for part in parts:

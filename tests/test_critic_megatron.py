@@ -153,8 +153,10 @@ SIZES = dict(
 )  # fmt: skip
 BAD_MODELS = {  # words of the error -> a model that causes it
     "gemma2 is not among qwen2, .*, llama, mistral, mixtral, ": transformers.Gemma2Config(**SIZES),
-    "mlp_bias True": transformers.LlamaConfig(**SIZES, mlp_bias=True),
-    "attention_bias True": transformers.LlamaConfig(**SIZES, attention_bias=True),
+    "a bias outside of queries": transformers.LlamaConfig(**SIZES, mlp_bias=True),
+    "a bias outside of queries, keys": transformers.LlamaConfig(**SIZES, attention_bias=True),
+    "norm_topk_prob False": transformers.Glm4MoeConfig(**SIZES, norm_topk_prob=False),
+    "topk_group 2 of n_group 4": transformers.Glm4MoeConfig(**SIZES, n_group=4, topk_group=2),
     "hidden_act gelu": transformers.LlamaConfig(**SIZES, hidden_act="gelu"),
     "quantization_config": transformers.LlamaConfig(
         **SIZES, quantization_config={"quant_method": "fp8"}
