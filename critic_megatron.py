@@ -510,6 +510,14 @@ class CoreAttention(nn.Module):
         if config.window_size and config.window_attn_skip_freq[layer_number - 1]:
             self.window = config.window_size[0] + 1  # Megatron counts those before it
 
+        # gpt-oss has a sink for each head, which takes a part of its attention
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // mpu.get_tensor_model_parallel_world_size()
+            sinks = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            tensor_parallel.set_tensor_model_parallel_attributes(sinks, True, dim=0, stride=1)
+            self.softmax_offset = sinks
+
     def forward(self, query, key, value, attention_mask, packed_seq_params=None, **_):
         """(S, H, D), keys and values (S, K, D) -> (S, H D)."""
         reads = packed_seq_params  # see MicroBatch
@@ -519,7 +527,8 @@ class CoreAttention(nn.Module):
             key, value = (gather(x, group=mpu.get_context_parallel_group()) for x in (key, value))
 
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        out_1HSD = common.attention(reads.pack, query, key, value, self.scale, self.window)
+        options = {"window": self.window, "sinks": self.softmax_offset}
+        out_1HSD = common.attention(reads.pack, query, key, value, self.scale, **options)
         return out_1HSD[0].transpose(0, 1).flatten(1)
 
 
@@ -649,9 +658,15 @@ def needs_grad(module, args, output):
 
 def wrap(module):
     """Wraps a chunk, to cast its inputs and to accumulate and reduce its gradients in float32."""
+    # Megatron sets these for some ranks only; experts with biases are not split
     for name, p in module.named_parameters():
-        if ".experts." in name:  # Megatron sets this only from two expert ranks on
+        if ".experts." in name:
             p.allreduce = False  # reduced over the experts' replicas
+            p.sequence_parallel = False  # and not again over tensor-parallel ranks
+            p.tensor_model_parallel = True  # no copy of another rank's: it counts in the norm
+    for part in module.modules():
+        if getattr(part, "is_expert", False):
+            part.explicit_expert_comm = True  # else it would add a bias in place, to a view
     if module.pre_process:
         module.embedding.register_forward_hook(needs_grad)
 
@@ -936,6 +951,8 @@ class MegatronPPOCritic:
         reads = PackedSeqParams(qkv_format="thd")
         reads.pack = pack
         reads.rotary = [x[0] for x in tables]  # cosines and sines
+        if self.modules[0].family == "gpt_oss":  # it has only one for both features of a pair
+            reads.rotary = [torch.cat([x, x], -1) for x in reads.rotary]
 
         def before_actions(x_T):
             return None if x_T is None else to_slots(shift(x_T))
@@ -1467,15 +1484,17 @@ class CriticWorker:
             state = whole_weights(critic.modules, self.model_config.vocab_size, local)
         if self.model_config.model_type == "mixtral":
             state = {mixtral_name(name): x for name, x in state.items()}
+        if self.model_config.model_type == "gpt_oss":
+            state = gather_experts(state)
 
         # without transformers' class for it, the head is a file of its own, next to a backbone
         head = {}
-        kind = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(self.model_config))
-        if kind is None:
-            kind = transformers.MODEL_MAPPING[type(self.model_config)]
+        kinds = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+        if type(self.model_config) not in kinds:
+            kinds = transformers.MODEL_MAPPING
             head = {name: state.pop(name) for name in list(state) if name.startswith("score.")}
             state = {name.removeprefix("model."): x for name, x in state.items()}
-        self.model_config.architectures = [kind.__name__]
+        self.model_config.architectures = [kinds[type(self.model_config)].__name__]
 
         # which file has which weight
         file = f"model-{RANK:05d}.safetensors"
@@ -1868,6 +1887,7 @@ FAMILIES = (
     "glm4_moe",
     "dots1",
     "solar_open",
+    "gpt_oss",
 )
 
 
@@ -1912,14 +1932,15 @@ def transformer_config(config, model_config, skeleton, dtype):
         num_query_groups=c.num_key_value_heads,
         kv_channels=getattr(c, "head_dim", None),  # None: hidden_size / heads
         layernorm_epsilon=c.rms_norm_eps,
-        activation_func=F.silu,
         gated_linear_unit=True,
-        add_bias_linear=False,
+        add_bias_linear="layers.0.self_attn.o_proj.bias" in names,
         add_qkv_bias="layers.0.self_attn.q_proj.bias" in names,
         qk_layernorm="layers.0.self_attn.q_norm.weight" in names,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        softmax_type="learnable" if "layers.0.self_attn.sinks" in names else "vanilla",
         **window_options(c),
+        **activation_options(skeleton["model"].layers[0].mlp),
         **expert_options(c, names),
         # precision and memory
         params_dtype=dtype,
@@ -1952,6 +1973,18 @@ def window_options(model_config):
         kinds = c.layer_types
     slides = [int(kind == "sliding_attention") for kind in kinds]
     return {"window_size": (window - 1, 0), "window_attn_skip_freq": slides}
+
+
+def activation_options(mlp):
+    """TransformerConfig's options of the function between the matrices of transformers' MLP."""
+    experts = getattr(mlp, "experts", None)
+    if not hasattr(experts, "alpha"):
+        return {"activation_func": F.silu}
+    return {  # gpt-oss
+        "activation_func": lambda gate: gate * torch.sigmoid(experts.alpha * gate),
+        "activation_func_clamp_value": experts.limit,
+        "glu_linear_offset": 1.0,
+    }
 
 
 def expert_options(model_config, names):
@@ -2003,8 +2036,11 @@ def computed_otherwise(model_config, names):
         if getattr(c, field, x) != x:
             odd.append(f"{field} {getattr(c, field)}")
 
-    if any(name.endswith(("o_proj.bias", "down_proj.bias")) for name in names):
-        odd.append("a bias outside of queries, keys and values")
+    # it has biases in all matrices, or in those of queries, keys and values, or in none
+    of_matrices = ("q_proj.bias", "o_proj.bias", ("down_proj.bias", "down_proj_bias"))
+    q, o, down = (any(name.endswith(end) for name in names) for end in of_matrices)
+    if o != down or (o and not q):
+        odd.append("a bias in some matrices only")
 
     # it divides by the sum of the chosen probabilities, and ranks a group of experts by its
     # num_experts_per_tok / topk_group best; transformers by its 2 best
@@ -2072,6 +2108,8 @@ def splits_sequence(config):
 # find_masters), build_skeleton (freezes), build_value_model (freeze), read_weights and
 # load_checkpoint (StoredTensors), state_bytes, and from checkpoints and exports (whole_weights).
 
+LOCAL_EXPERT = "mlp.experts.local_experts.{}"
+
 # megatron-core's name -> how tensor-parallel ranks split it, then the names of its parts in
 # critic_fsdp.py. In a layer, names follow decoder.layers.N here and model.layers.N there.
 WEIGHTS = {
@@ -2094,19 +2132,23 @@ WEIGHTS = {
     ),
     "self_attention.q_layernorm.weight": ("whole", "self_attn.q_norm.weight"),
     "self_attention.k_layernorm.weight": ("whole", "self_attn.k_norm.weight"),
+    "self_attention.core_attention.softmax_offset": ("inputs", "self_attn.sinks"),
     "self_attention.linear_proj.weight": ("inputs", "self_attn.o_proj.weight"),
+    "self_attention.linear_proj.bias": ("whole", "self_attn.o_proj.bias"),
     "pre_mlp_layernorm.weight": ("whole", "post_attention_layernorm.weight"),
     # a layer's MLP
     "mlp.linear_fc1.weight": ("outputs", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc1.bias": ("outputs", "mlp.gate_proj.bias", "mlp.up_proj.bias"),
     "mlp.linear_fc2.weight": ("inputs", "mlp.down_proj.weight"),
+    "mlp.linear_fc2.bias": ("whole", "mlp.down_proj.bias"),
     # an expert
     "mlp.router.weight": ("whole", "mlp.gate.weight"),
-    "mlp.experts.local_experts.{}.linear_fc1.weight": (
+    f"{LOCAL_EXPERT}.linear_fc1.weight": (
         "outputs",
         "mlp.experts.{}.gate_proj.weight",
         "mlp.experts.{}.up_proj.weight",
     ),
-    "mlp.experts.local_experts.{}.linear_fc2.weight": ("inputs", "mlp.experts.{}.down_proj.weight"),
+    f"{LOCAL_EXPERT}.linear_fc2.weight": ("inputs", "mlp.experts.{}.down_proj.weight"),
     # an expert that all tokens share, and GLM's correction of the choice of the others
     "mlp.shared_experts.linear_fc1.weight": (
         "outputs",
@@ -2132,11 +2174,30 @@ OTHER_WEIGHTS = {
         "self_attention.linear_qkv.weight": ("heads", "self_attn.qkv_proj.weight"),
         "mlp.linear_fc1.weight": ("outputs", "mlp.gate_up_proj.weight"),
     },
+    "gpt_oss": {
+        "mlp.router.weight": ("whole", "mlp.router.weight"),
+        "mlp.router.bias": ("whole", "mlp.router.bias"),
+        f"{LOCAL_EXPERT}.linear_fc1.weight": ("turns", "mlp.experts.{}.gate_up_proj"),
+        f"{LOCAL_EXPERT}.linear_fc1.bias": ("turns", "mlp.experts.{}.gate_up_proj_bias"),
+        f"{LOCAL_EXPERT}.linear_fc2.weight": ("transposed", "mlp.experts.{}.down_proj"),
+        f"{LOCAL_EXPERT}.linear_fc2.bias": ("whole", "mlp.experts.{}.down_proj_bias"),
+    },
 }
 
-# an expert's weight, and transformers' tensors of all experts: one row per expert, gate above up
-EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-JOINED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+# an expert's weight, and transformers' tensors of all experts, where these are not named alike: one
+# row per expert, gate above up
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+JOINED = {
+    "gate_proj.weight": "gate_up_proj",
+    "up_proj.weight": "gate_up_proj",
+    "down_proj.weight": "down_proj",
+}
+
+
+def joined(expert):
+    """(name of the tensor of all experts, number of the expert) for a match of EXPERT."""
+    experts, number, kind = expert.groups()
+    return f"{experts}.{JOINED.get(kind, kind)}", int(number)
 
 
 def hf_names(name, family):
@@ -2188,7 +2249,7 @@ def freeze(modules, config):
         for part in parts:
             expert = EXPERT.fullmatch(part)
             if expert:  # the name of the experts' one tensor
-                part = f"{expert[1]}.{JOINED[expert[3]]}"
+                part, _ = joined(expert)
             matches.append(freezes(config, part))
         if any(matches) != all(matches):
             words = f"must match all or none of {', '.join(parts)}, which are one weight here"
@@ -2215,20 +2276,39 @@ def groups_of(name):
     return mpu.get_tensor_model_parallel_group(), replicas
 
 
-def taken_apart(cut, whole, groups, head_dim):
-    """Queries, keys and values, or gate and up, of a weight that has them end to end (Phi-3)."""
-    if cut == "outputs":
-        return whole.chunk(2)
-    of_keys = groups * head_dim
-    return whole.split([len(whole) - 2 * of_keys, of_keys, of_keys])
+def taken_apart(cut, parts, groups, head_dim):
+    """Queries, keys and values, or gate and up, of which a family has only one weight."""
+    if cut == "turns":  # gpt-oss: columns are those of gate and up in turn
+        parts = [parts[0][..., ::2].movedim(0, -1), parts[0][..., 1::2].movedim(0, -1)]
+    elif cut == "transposed":
+        parts = [parts[0].T]
+    elif cut == "outputs" and len(parts) == 1:  # Phi-3: they lie end to end
+        parts = parts[0].chunk(2)
+    elif cut == "heads" and len(parts) == 1:
+        of_keys = groups * head_dim
+        parts = parts[0].split([len(parts[0]) - 2 * of_keys, of_keys, of_keys])
+    return parts
 
 
-def shard(cut, parts, groups, rank, size):
+def put_together(cut, parts, count):
+    """The inverse of taken_apart: `count` weights."""
+    if cut == "turns":
+        gate_up = torch.stack(parts, 1).flatten(0, 1)
+        parts = [gate_up.movedim(-1, 0)]
+    elif cut == "transposed":
+        parts = [parts[0].T]
+    elif count < len(parts):
+        parts = [torch.cat(parts)]
+    return parts
+
+
+def shard(cut, parts, groups, head_dim, rank, size):
     """A tensor-parallel rank's shard of a weight, from its whole parts in Hugging Face's form."""
+    parts = taken_apart(cut, parts, groups, head_dim)
     if cut == "whole":
         return parts[0]
-    if cut == "inputs":
-        return parts[0].chunk(size, 1)[rank]
+    if cut in ("inputs", "transposed"):
+        return parts[0].chunk(size, -1)[rank]
     if cut == "vocabulary":
         return F.pad(parts[0], (0, 0, 0, -len(parts[0]) % size)).chunk(size)[rank]
 
@@ -2242,9 +2322,9 @@ def unshard(cut, shards, groups, head_dim, vocab_size):
     """The whole parts in Hugging Face's form, from all ranks' shards: the inverse of shard."""
     if cut == "whole":
         return shards[:1]
-    if cut == "inputs":
-        return [torch.cat(shards, 1)]
-    if cut == "outputs":
+    if cut in ("inputs", "transposed"):
+        return [torch.cat(shards, -1)]
+    if cut in ("outputs", "turns"):
         return [torch.cat(halves) for halves in zip(*(x.chunk(2) for x in shards))]
     if cut == "vocabulary":
         return [torch.cat(shards)[:vocab_size]]
@@ -2278,9 +2358,7 @@ def whole_weights(modules, vocab_size, local):
         replica = turn // group.size() % replicas.size()  # and which of its copies
         if group.rank() == writer and replicas.rank() == replica:
             wholes = unshard(cut, shards, config.num_query_groups, config.kv_channels, vocab_size)
-            if len(parts) < len(wholes):
-                wholes = [torch.cat(wholes)]
-            for part, whole in zip(parts, wholes):
+            for part, whole in zip(parts, put_together(cut, wholes, len(parts))):
                 kept[part] = whole.float().cpu().contiguous()
     return kept
 
@@ -2293,13 +2371,29 @@ def join_experts(weights):
     layers = {}  # the joint tensor's name -> expert -> its matrices, gate before up
     for name, x in weights.items():
         if expert := EXPERT.fullmatch(name):
-            experts, i, kind = expert.groups()
-            matrices = layers.setdefault(f"{experts}.{JOINED[kind]}", {})
-            matrices.setdefault(int(i), []).append(x)
+            joint, number = joined(expert)
+            layers.setdefault(joint, {}).setdefault(number, []).append(x)
         else:
             out[name] = 0, x
     for name, experts in layers.items():
         out[name] = min(experts), torch.stack([torch.cat(experts[i]) for i in sorted(experts)])
+    return out
+
+
+def gather_experts(weights):
+    """Puts all experts of a layer in one tensor, on one of the ranks, as gpt-oss's files have them.
+
+    A collective."""
+    rows = {name: rows for name, rows in join_experts(weights).items() if ".experts." in name}
+    out = {name: x for name, x in weights.items() if ".experts." not in name}
+    names = sorted(set(itertools.chain(*of_all_ranks(list(rows)))))
+    for i, name in enumerate(names):
+        sent = [None] * WORLD_SIZE
+        sent[i % WORLD_SIZE] = rows.get(name)
+        came = [part for part in common.exchange(sent) if part]
+        if came:
+            came.sort(key=lambda part: part[0])
+            out[name] = torch.cat([x for _, x in came])
     return out
 
 
@@ -2358,9 +2452,8 @@ def fill(critic, tensors, flag, kind="weight", form="{}"):
         # this rank's shard; what does not fit is told below, when all ranks are here
         try:
             wholes = [lookup_weight(tensors, part, form) for part in parts]
-            if cut in ("heads", "outputs") and len(wholes) == 1:
-                wholes = taken_apart(cut, wholes[0], config.num_query_groups, config.kv_channels)
-            x = shard(cut, wholes, config.num_query_groups, group.rank(), group.size())
+            heads = config.num_query_groups
+            x = shard(cut, wholes, heads, config.kv_channels, group.rank(), group.size())
             if x.shape != p.shape:
                 raise RuntimeError(f"is {tuple(x.shape)} instead of {tuple(p.shape)}")
         except (KeyError, RuntimeError, IndexError) as error:
@@ -2390,12 +2483,13 @@ def lookup_weight(tensors, name, form):
     if not expert:
         raise KeyError(form.format(name))
 
-    experts, i, kind = expert.groups()
-    x = tensors[form.format(f"{experts}.{JOINED[kind]}")][int(i)]
-    if kind == "down":
-        return x
-    gate, up = x.chunk(2)
-    return gate if kind == "gate" else up
+    joint, number = joined(expert)
+    x = tensors[form.format(joint)][number]
+    if name.endswith("gate_proj.weight"):
+        return x.chunk(2)[0]
+    if name.endswith("up_proj.weight"):
+        return x.chunk(2)[1]
+    return x
 
 
 def mixtral_name(name):

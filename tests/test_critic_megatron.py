@@ -153,8 +153,12 @@ SIZES = dict(
 )  # fmt: skip
 BAD_MODELS = {  # words of the error -> a model that causes it
     "gemma2 is not among qwen2, .*, llama, mistral, mixtral, ": transformers.Gemma2Config(**SIZES),
-    "a bias outside of queries": transformers.LlamaConfig(**SIZES, mlp_bias=True),
-    "a bias outside of queries, keys": transformers.LlamaConfig(**SIZES, attention_bias=True),
+    "a bias in some": transformers.LlamaConfig(**SIZES, mlp_bias=True),
+    "a bias in some matrices": transformers.LlamaConfig(**SIZES, attention_bias=True),
+    "a bias in some matrices only": transformers.SeedOssConfig(
+        **SIZES, attention_bias=False, attention_out_bias=True, mlp_bias=True
+    ),
+    "only supported when ETP==1": transformers.GptOssConfig(**SIZES, num_local_experts=4),
     "norm_topk_prob False": transformers.Glm4MoeConfig(**SIZES, norm_topk_prob=False),
     "topk_group 2 of n_group 4": transformers.Glm4MoeConfig(**SIZES, n_group=4, topk_group=2),
     "hidden_act gelu": transformers.LlamaConfig(**SIZES, hidden_act="gelu"),

@@ -68,6 +68,16 @@ MODELS = {
         **FOUR, **SIGMOID, n_shared_experts=1, sliding_window=8, layer_types=MIXED
     ),
     "solar-open": transformers.SolarOpenConfig(**FOUR, **SIGMOID, head_dim=8),
+    "gpt-oss": transformers.GptOssConfig(
+        **FOUR,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        swiglu_limit=0.5,
+        rope_parameters=YARN,
+    ),  # a limit that many numbers reach
+    "biased": transformers.LlamaConfig(**FOUR, attention_bias=True, mlp_bias=True),
     "seed-oss": transformers.SeedOssConfig(**FOUR, head_dim=16),
     "cwm": transformers.CwmConfig(**FOUR, head_dim=16, sliding_window=8, rope_parameters=LLAMA3),
 }
@@ -93,6 +103,7 @@ LAYOUTS = {  # ranks -> model -> layouts, for fields_of
         "yarn": "dp",
         "phi3": "dp, padded",
         "glm4-moe": "dp, recompute",
+        "gpt-oss": "dp, recompute",
     },
     2: {
         "qwen2": "dp, tp2, tp2 whole-rows, tp2 padded, cp2, pp2, pp2 padded, "
@@ -105,6 +116,8 @@ LAYOUTS = {  # ranks -> model -> layouts, for fields_of
         "yarn": "cp2",
         "phi3": "tp2, cp2, pp2",
         "glm4-moe": "tp2, cp2, pp2, ep2",
+        "gpt-oss": "tp2 etp1, cp2, pp2, ep2",
+        "biased": "tp2, tp2 whole-rows",
     },
     4: {
         "qwen2": "tp4, pp4, cp4, tp2 pp2, pp2 cp2, pp2 vpp2 dp, cp2 dp",
@@ -114,6 +127,7 @@ LAYOUTS = {  # ranks -> model -> layouts, for fields_of
         "ministral": "tp2 pp2",
         "phi3": "tp4, tp2 cp2",
         "glm4-moe": "pp2 ep2, tp2 ep2 etp1",
+        "gpt-oss": "pp2 ep2, tp2 ep2 etp1, ep2 cp2, tp4 etp1",
         "dots1": "ep2 cp2",
         "solar-open": "tp2 pp2",
         "seed-oss": "tp2 pp2",
@@ -176,7 +190,7 @@ def results_of(model, layout, folder):
     results = {}
 
     # dense, mixtures, and windows
-    shares = ("qwen2", "qwen3-moe", "mistral", "qwen3-window", "phi3", "glm4-moe")
+    shares = ("qwen2", "qwen3-moe", "mistral", "qwen3-window", "phi3", "glm4-moe", "gpt-oss")
     shared = ("shared",) if model in shares else ()
     for case in (*MORE.get((WORLD_SIZE, model, layout), ()), *shared, "budget 64"):
         rows, budget = other_rows.get(case, "ragged"), other_budgets.get(case, 64)
@@ -222,7 +236,7 @@ def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
     return out
 
 
-@pytest.mark.parametrize("ranks, cases", [(1, 31), (2, 70), (4, 45), (8, 7)])
+@pytest.mark.parametrize("ranks, cases", [(1, 35), (2, 80), (4, 53), (8, 7)])
 def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases):
     out = ran(every_layout, ranks)
     results = torch.load(out / f"{ranks}.pt", weights_only=True)
