@@ -658,7 +658,7 @@ def needs_grad(module, args, output):
 
 def wrap(module):
     """Wraps a chunk, to cast its inputs and to accumulate and reduce its gradients in float32."""
-    # Megatron sets these for some ranks only; experts with biases are not split
+    # of experts; Megatron sets these for some layouts only, and does not split experts with biases
     for name, p in module.named_parameters():
         if ".experts." in name:
             p.allreduce = False  # reduced over the experts' replicas
@@ -666,16 +666,19 @@ def wrap(module):
             p.tensor_model_parallel = True  # no copy of another rank's: it counts in the norm
     for part in module.modules():
         if getattr(part, "is_expert", False):
-            part.explicit_expert_comm = True  # else it would add a bias in place, to a view
+            part.explicit_expert_comm = True  # else a bias would be added in place, to a view
+
     if module.pre_process:
         module.embedding.register_forward_hook(needs_grad)
 
+    # the head, and the correction of a router, stay in float32
     chunk = Float16Module(module.config, module) if module.config.bf16 else module
     if module.post_process:
         module.output_layer.float()
     for name, buffer in module.named_buffers():
         if name.endswith("expert_bias"):
             buffer.data = buffer.data.float()
+
     options = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True
     )
@@ -951,7 +954,7 @@ class MegatronPPOCritic:
         reads = PackedSeqParams(qkv_format="thd")
         reads.pack = pack
         reads.rotary = [x[0] for x in tables]  # cosines and sines
-        if self.modules[0].family == "gpt_oss":  # it has only one for both features of a pair
+        if self.modules[0].family == "gpt_oss":  # it has one for both features of a pair
             reads.rotary = [torch.cat([x, x], -1) for x in reads.rotary]
 
         def before_actions(x_T):
@@ -1867,9 +1870,8 @@ def share_context(rows, config, layout):
 # ---- Layers and process groups of Megatron -------------------------------------------------------
 #
 # A closed chapter: how Megatron builds its model and its groups of ranks. It is called from
-# build_value_model, check_model_flags (transformer_config), make_layout, pack_unit
-# (splits_sequence) and optimizer_step (grads_for_norm).
-
+# build_value_model, check_model_flags (FAMILIES, computed_otherwise, transformer_config),
+# make_layout, pack_unit (splits_sequence) and optimizer_step (grads_for_norm).
 
 # the model_types of transformers that Megatron's layers can compute, with the options below
 FAMILIES = (
@@ -1923,6 +1925,7 @@ def transformer_config(config, model_config, skeleton, dtype):
     """Megatron's config of the model and of how to compute it. skeleton: see build_skeleton."""
     c = model_config
     names = skeleton["model"].state_dict()
+
     return TransformerConfig(
         # the model
         num_layers=c.num_hidden_layers,
@@ -1978,10 +1981,11 @@ def window_options(model_config):
 def activation_options(mlp):
     """TransformerConfig's options of the function between the matrices of transformers' MLP."""
     experts = getattr(mlp, "experts", None)
-    if not hasattr(experts, "alpha"):
+    alpha = getattr(experts, "alpha", None)
+    if alpha is None:
         return {"activation_func": F.silu}
     return {  # gpt-oss
-        "activation_func": lambda gate: gate * torch.sigmoid(experts.alpha * gate),
+        "activation_func": lambda gate: gate * torch.sigmoid(alpha * gate),
         "activation_func_clamp_value": experts.limit,
         "glu_linear_offset": 1.0,
     }
@@ -2019,7 +2023,7 @@ def expert_options(model_config, names):
         options |= {
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
-            "moe_router_bias_update_rate": 0.0,
+            "moe_router_bias_update_rate": 0.0,  # Megatron would move it towards equal loads
             "moe_router_topk_scaling_factor": c.routed_scaling_factor,
             "moe_router_dtype": "fp32",
         }
@@ -2042,11 +2046,11 @@ def computed_otherwise(model_config, names):
     if o != down or (o and not q):
         odd.append("a bias in some matrices only")
 
-    # it divides by the sum of the chosen probabilities, and ranks a group of experts by its
-    # num_experts_per_tok / topk_group best; transformers by its 2 best
+    # with probabilities of their own, it divides those of several experts by their sum, and ranks a
+    # group of experts by its num_experts_per_tok / topk_group best; transformers by its 2 best
     if hasattr(c, "n_group"):
-        if not c.norm_topk_prob:
-            odd.append("norm_topk_prob False")
+        if c.norm_topk_prob != (c.num_experts_per_tok > 1):
+            odd.append(f"norm_topk_prob {c.norm_topk_prob}")
         if c.topk_group < c.n_group and c.num_experts_per_tok // c.topk_group != 2:
             odd.append(f"topk_group {c.topk_group} of n_group {c.n_group}")
     return odd
@@ -2204,7 +2208,7 @@ def hf_names(name, family):
     """A weight's global name -> (how ranks split it, the names of its parts in critic_fsdp.py)."""
     numbers = re.findall(r"\.(\d+)", name)
     form = re.sub(r"\.\d+", ".{}", name).removeprefix("decoder.layers.{}.")
-    cut, *parts = OTHER_WEIGHTS.get(family, {}).get(form) or WEIGHTS[form]
+    cut, *parts = (WEIGHTS | OTHER_WEIGHTS.get(family, {}))[form]
     prefix = "model.layers.{}." if numbers else ""
     return cut, [f"{prefix}{part}".format(*numbers) for part in parts]
 
@@ -2244,6 +2248,8 @@ def freeze(modules, config):
     for name, p in named_weights(modules):
         if not isinstance(p, nn.Parameter):
             continue
+
+        # which of its parts in critic_fsdp.py match
         _, parts = hf_names(name, modules[0].family)
         matches = []
         for part in parts:
@@ -2277,7 +2283,7 @@ def groups_of(name):
 
 
 def taken_apart(cut, parts, groups, head_dim):
-    """Queries, keys and values, or gate and up, of which a family has only one weight."""
+    """Parts of a weight as Megatron has them, where a family has them in one tensor, or turned."""
     if cut == "turns":  # gpt-oss: columns are those of gate and up in turn
         parts = [parts[0][..., ::2].movedim(0, -1), parts[0][..., 1::2].movedim(0, -1)]
     elif cut == "transposed":
@@ -2291,7 +2297,7 @@ def taken_apart(cut, parts, groups, head_dim):
 
 
 def put_together(cut, parts, count):
-    """The inverse of taken_apart: `count` weights."""
+    """The inverse of taken_apart: `count` tensors."""
     if cut == "turns":
         gate_up = torch.stack(parts, 1).flatten(0, 1)
         parts = [gate_up.movedim(-1, 0)]
@@ -2384,12 +2390,19 @@ def gather_experts(weights):
     """Puts all experts of a layer in one tensor, on one of the ranks, as gpt-oss's files have them.
 
     A collective."""
-    rows = {name: rows for name, rows in join_experts(weights).items() if ".experts." in name}
-    out = {name: x for name, x in weights.items() if ".experts." not in name}
+    out = {}
+    rows = {}  # those that this rank has
+    for name, (first, x) in join_experts(weights).items():
+        if ".experts." in name:
+            rows[name] = first, x
+        else:
+            out[name] = x
+
+    # one tensor after another, which takes less memory
     names = sorted(set(itertools.chain(*of_all_ranks(list(rows)))))
     for i, name in enumerate(names):
         sent = [None] * WORLD_SIZE
-        sent[i % WORLD_SIZE] = rows.get(name)
+        sent[i % WORLD_SIZE] = rows.pop(name, None)
         came = [part for part in common.exchange(sent) if part]
         if came:
             came.sort(key=lambda part: part[0])

@@ -159,6 +159,7 @@ BAD_MODELS = {  # words of the error -> a model that causes it
         **SIZES, attention_bias=False, attention_out_bias=True, mlp_bias=True
     ),
     "only supported when ETP==1": transformers.GptOssConfig(**SIZES, num_local_experts=4),
+    "norm_topk_prob True": transformers.Glm4MoeConfig(**SIZES, num_experts_per_tok=1),
     "norm_topk_prob False": transformers.Glm4MoeConfig(**SIZES, norm_topk_prob=False),
     "topk_group 2 of n_group 4": transformers.Glm4MoeConfig(**SIZES, n_group=4, topk_group=2),
     "hidden_act gelu": transformers.LlamaConfig(**SIZES, hidden_act="gelu"),
