@@ -27,6 +27,7 @@ import critic_megatron as cm
 TP, PP, EP, CP = (
     f"{x}_parallel_size" for x in ("tensor_model", "pipeline_model", "expert_model", "context")
 )
+ETP = "expert_tensor_parallel_size"
 VPP = "virtual_pipeline_model_parallel_size"
 FOUR_LAYERS = {"override_config": '{"num_hidden_layers": 4}'}
 FROZEN = {
@@ -195,7 +196,10 @@ EXPORTS = {  # ranks -> folder -> Config fields; the 99 token ids do not divide 
         "tied": {TP: 2, "override_config": '{"tie_word_embeddings": true}'},
         "hl_gauss": {PP: 2, **HL_GAUSS},
     },
-    4: {"tp 2 pp 2": {TP: 2, PP: 2, **MISTRAL}},
+    4: {
+        "tp 2 pp 2": {TP: 2, PP: 2, **MISTRAL},
+        "gpt-oss on 4": {TP: 2, EP: 2, ETP: 1, "model": "models/gpt-oss"},
+    },
 }
 
 
