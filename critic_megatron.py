@@ -1964,18 +1964,18 @@ def transformer_config(config, model_config, skeleton, dtype):
 
 
 def window_options(model_config):
-    """TransformerConfig's options of a sliding window: its size, and which layers have it."""
+    """TransformerConfig's options of a sliding window: its size, and which layers have it.
+
+    A folder may have fields that the config's class does not, which transformers does not read."""
     c = model_config
-    window = getattr(c, "sliding_window", None)
-    if not window:  # Qwen2-MoE has 0 for none
+    if not hasattr(type(c), "sliding_window") or not c.sliding_window:  # Qwen2-MoE has 0 for none
         return {}
 
-    # Mistral and others without the field have it in every layer, whatever their folders say
     kinds = ["sliding_attention"] * c.num_hidden_layers
     if hasattr(type(c), "layer_types"):
         kinds = c.layer_types
     slides = [int(kind == "sliding_attention") for kind in kinds]
-    return {"window_size": (window - 1, 0), "window_attn_skip_freq": slides}
+    return {"window_size": (c.sliding_window - 1, 0), "window_attn_skip_freq": slides}
 
 
 def activation_options(mlp):
@@ -2519,7 +2519,8 @@ class StoredTensors(dict):
     def __init__(self, folder, prefix="", flag="--model"):
         with blame(f"{flag} {folder}: its weights do not load"):
             shapes, read = common.open_weights(folder)
-        self.read_once = lru_cache(maxsize=2)(read)  # experts are looked up one by one
+        # experts are looked up one by one, in up to four tensors of all
+        self.read_once = lru_cache(maxsize=4)(read)
         for name in shapes:
             rest = name.removeprefix(prefix and "model.").removeprefix(prefix)
             self[prefix + rest] = name

@@ -183,7 +183,7 @@ WINDOW = {"sliding_window": 8, "use_sliding_window": True}
 ALL = ["sliding_attention"] * 2
 WINDOWS = {  # transformers config -> the layers that have a window of 8 tokens
     "mistral": (transformers.MistralConfig(**SIZES, sliding_window=8), [1, 1]),
-    # transformers' Mistral does not read layer_types, which some folders have
+    # transformers' Mistral does not read layer_types, which some folders have, nor Llama a window
     "mixed mistral": (
         transformers.MistralConfig(**SIZES, sliding_window=8, layer_types=["full_attention"] * 2),
         [1, 1],
@@ -192,7 +192,7 @@ WINDOWS = {  # transformers config -> the layers that have a window of 8 tokens
     "qwen3": (transformers.Qwen3Config(**SIZES, **WINDOW, layer_types=ALL), [1, 1]),
     "qwen3, off": (transformers.Qwen3Config(**SIZES, sliding_window=8), None),
     "qwen2-moe, off": (transformers.Qwen2MoeConfig(**SIZES), None),  # its window is 0
-    "llama": (transformers.LlamaConfig(**SIZES), None),
+    "llama": (transformers.LlamaConfig(**SIZES, sliding_window=8), None),
 }
 
 
