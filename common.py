@@ -63,7 +63,7 @@ from huggingface_hub import snapshot_download
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import to_jsonable_python
 from torch.distributed import fsdp
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.attention.varlen import varlen_attn
@@ -2365,6 +2365,24 @@ def checksums_of_all_ranks(tmp, group):
             f"--out-dir: rank {blind.index(True)} does not see all of {tmp}; use shared storage"
         )
     return dict(collections.ChainMap(*of_all_ranks(sums, group)))
+
+
+FILE_BYTES = 2**28  # of a file that write_tensors writes; one that holds a large tensor has more
+
+
+def write_tensors(folder, tensors, group=None):
+    """Writes a flat dict of tensors, each rank its shards, as safetensors (a collective of `group`).
+
+    The writer copies a file to the host and serializes it before it writes: several small files
+    take little memory, where one would take another two or three copies of a rank's shard."""
+    files = {}  # name -> number of the file
+    size = 0
+    for name, x in tensors.items():
+        size += getattr(x, "_local_tensor", x).nbytes  # this rank's part
+        files[name] = 1 + size // FILE_BYTES
+
+    writer = HuggingFaceStorageWriter(folder, files, save_distributed=True)
+    dcp.save(tensors, storage_writer=writer, process_group=group)
 
 
 def swap(tmp, folder):

@@ -427,11 +427,7 @@ from safetensors.torch import save_file
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed import checkpoint as dcp
 from torch.distributed import fsdp
-from torch.distributed.checkpoint import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-    state_dict,
-)
+from torch.distributed.checkpoint import HuggingFaceStorageReader, state_dict
 from torch.profiler import record_function
 from transformers import AutoModel, Qwen2VLImageProcessorPil
 from transformers.image_utils import load_image
@@ -1292,8 +1288,7 @@ class CriticWorker:
         }
 
         def write(tmp, group=None):
-            writer = HuggingFaceStorageWriter(tmp, save_distributed=True)
-            dcp.save(tensors, storage_writer=writer, process_group=group)
+            common.write_tensors(tmp, tensors, group)
             common.write_json(f"{tmp}/trainer.json", state)
 
         return write

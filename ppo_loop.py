@@ -1843,8 +1843,7 @@ class PolicyWorker:
         }
 
         def write(tmp, group=None):
-            writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True)
-            dcp.save(tensors, storage_writer=writer, process_group=group)
+            common.write_tensors(tmp, tensors, group)
             common.write_json(f"{tmp}/trainer.json", state)
 
         return write
