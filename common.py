@@ -1750,17 +1750,51 @@ def bytes_taken(call, batch):
     return max(itertools.accumulate(e.nbytes() for e in events))
 
 
-def move_state(optimizer, device):
-    """Moves the state of a torch optimizer, and frees cached device memory."""
-    for state in optimizer.state.values():
-        for name, x in state.items():
-            if name != "step":  # a scalar, which stays where it is
-                state[name] = x.to(device, non_blocking=True)
+def optimizer_moments(optimizer):
+    """The tensors of a torch optimizer's state, but its step counts, which are scalars."""
+    states = optimizer.state.values()
+    return [x for state in states for name, x in state.items() if name != "step"]
 
-    # once for all: copies to pinned host memory are complete only after this
-    if torch.cuda.is_available():
+
+def offload(tensors):
+    """Copies tensors to page-locked host memory and frees their device memory -> for `onload`.
+
+    They stay the same tensors, without memory until then, so views of them and optimizers need not
+    know. Tensors on the host, or without memory, are left alone."""
+    away = []
+    memory = {}  # each storage once: tensors may be views of the same
+    for x in tensors:
+        x = getattr(x, "_local_tensor", x).detach()  # this rank's part
+        if x.is_cuda and x.untyped_storage().nbytes():
+            memory[x.untyped_storage()] = x
+
+    # torch rounds page-locked memory up to a power of two, and keeps what is freed for the next
+    # time: pieces of such sizes waste nothing, and from the second time on they are there
+    for storage, x in memory.items():
+        size = storage.nbytes() // x.itemsize
+        sizes = [1 << bit for bit in range(size.bit_length()) if size >> bit & 1]
+        pieces = [torch.empty(n, dtype=x.dtype, pin_memory=True) for n in sizes]
+        for piece, part in zip(pieces, x.as_strided((size,), (1,), 0).split(sizes)):
+            piece.copy_(part, non_blocking=True)
+        away.append((x, pieces))
+
+    # the copies are complete after one wait
+    if away:
         torch.cuda.synchronize()
+    for storage in memory:
+        storage.resize_(0)
     torch.cuda.empty_cache()
+    return away
+
+
+def onload(away):
+    """Undoes `offload`, whose results the list holds, and empties the list."""
+    for x, pieces in away:
+        sizes = [len(piece) for piece in pieces]
+        x.untyped_storage().resize_(sum(sizes) * x.itemsize)
+        for piece, part in zip(pieces, x.as_strided((sum(sizes),), (1,), 0).split(sizes)):
+            part.copy_(piece, non_blocking=True)
+    away.clear()
 
 
 # ---- Processes and ranks: how they start, fail, stop and end -------------------------------------
@@ -2371,7 +2405,7 @@ FILE_BYTES = 2**28  # of a file that write_tensors writes; one that holds a larg
 
 
 def write_tensors(folder, tensors, group=None):
-    """Writes a flat dict of tensors, each rank its shards, as safetensors (a collective of `group`).
+    """Writes a flat dict of tensors as safetensors, each rank its shards (a collective of `group`).
 
     The writer copies a file to the host and serializes it before it writes: several small files
     take little memory, where one would take another two or three copies of a rank's shard."""

@@ -1085,6 +1085,7 @@ class CriticWorker:
 
         self.critic = None  # see init_model
         self.offloaded = False
+        self.away = []  # what is on the host meanwhile, see common.offload
         self.halvings = 0  # how often runs from here have run out of memory, see Checkpoints
 
     def init_model(self, total_steps=None, value_range=None):
@@ -1234,23 +1235,23 @@ class CriticWorker:
         if self.critic is None:
             raise RuntimeError("the critic has no model yet: call init_model() first")
         self.offloaded = True
-        self.move("cpu")
+        self.move()
 
     def onload(self):
         """Undoes offload."""
         self.offloaded = False
-        self.move(self.device)
+        self.move()
 
-    def move(self, device):
-        """Moves everything that `offload` speaks of."""
-        if self.config.offload_policy:
-            return  # everything is on the host already
-        self.critic.free_gathered()
-        if self.config.strategy == "fsdp1":
-            move_fsdp1(self.critic.model, device)
-        else:
-            self.critic.model.to(device)  # blocking, because FSDP2 reads the copies on the host
-        common.move_state(self.critic.optimizer, device)
+    def move(self):
+        """Moves weights and optimizer state to the host, or back. Gradients are not kept."""
+        common.onload(self.away)
+        if self.offloaded:
+            self.critic.free_gathered()
+            self.critic.optimizer.zero_grad()
+            if self.config.strategy == "fsdp1":
+                free_gradients_of_fsdp1(self.critic.model)
+            moments = common.optimizer_moments(self.critic.optimizer)
+            self.away = common.offload([*self.critic.model.parameters(), *moments])
 
     @contextmanager
     def on_device(self):
@@ -1876,9 +1877,9 @@ def read_images(row, image_processor):
 # ---- FSDP1 ---------------------------------------------------------------------------------------
 #
 # A closed chapter behind --strategy fsdp1. It is called from build_value_model (shard_fsdp1),
-# free_gathered (free_gathered_by_fsdp1) and move (move_fsdp1). forward_backward, optimizer_step and
-# check_model_flags have a branch each, mistake_in_layout its rules, and a warnings filter is for it
-# (NO_SHARD).
+# free_gathered (free_gathered_by_fsdp1) and move (free_gradients_of_fsdp1). forward_backward,
+# optimizer_step and check_model_flags have a branch each, mistake_in_layout its rules, and a
+# warnings filter is for it (NO_SHARD).
 
 
 def shard_fsdp1(model, config, layout):
@@ -1914,13 +1915,10 @@ def free_gathered_by_fsdp1(model):
         handle.reshard(handle.uses_sharded_strategy)
 
 
-def move_fsdp1(model, device):
-    """Moves the local shards; .to() would leave them in the old memory."""
+def free_gradients_of_fsdp1(model):
+    """Frees the gradients; zero_grad() clears only views of them."""
     for handle in model._all_handles:
-        handle.flat_param.grad = None  # zero_grad() clears only views of it
-        handle.flat_param_to(device)
-        handle.flat_param._local_shard = handle.flat_param.data
-        handle.flat_param._tensors = [None] * len(handle.flat_param._tensors)  # old views
+        handle.flat_param.grad = None
 
 
 # ---- Packing: which attention a model gets, and a check that it works ----------------------------

@@ -1221,6 +1221,7 @@ class CriticWorker:
 
         self.critic = None  # see init_model
         self.offloaded = False
+        self.away = []  # what is on the host meanwhile, see common.offload
         self.halvings = 0  # how often runs from here have run out of memory, see Checkpoints
 
     def init_model(self, total_steps=None, value_range=None):
@@ -1369,30 +1370,31 @@ class CriticWorker:
         if self.critic is None:
             raise RuntimeError("the critic has no model yet: call init_model() first")
         self.offloaded = True
-        self.move("cpu")
+        self.move()
 
     def onload(self):
         """Undoes offload."""
         self.offloaded = False
-        self.move(self.device)
+        self.move()
 
-    def move(self, device):
-        """Moves everything that `offload` speaks of."""
+    def move(self):
+        """Moves weights and optimizer state to the host, or back. Gradients are not kept."""
+        common.onload(self.away)
+        tensors = []
         for chunk in self.critic.model:
+            tensors += chunk.parameters()
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                 if self.offloaded:
-                    buffer.offload_to_cpu()
+                    buffer.offload_to_cpu(move_params=False)
                 else:
-                    buffer.reload_from_cpu()
-            for p in chunk.parameters():
-                if not p.requires_grad:  # frozen weights are in no buffer
-                    p.data = p.data.to(device)
-        mpu.get_global_memory_buffer().buffer.clear()  # here sequence parallelism gathers tokens
-
+                    buffer.reload_from_cpu(move_params=False)
         for optimizer in self.critic.optimizers:
-            for p in itertools.chain(*optimizer.shard_fp32_from_float16_groups):
-                p.data = p.data.to(device)  # masters of bfloat16 weights
-            common.move_state(optimizer.optimizer, device)
+            tensors += itertools.chain(*optimizer.shard_fp32_from_float16_groups)  # masters
+            tensors += common.optimizer_moments(optimizer.optimizer)
+
+        if self.offloaded:
+            mpu.get_global_memory_buffer().buffer.clear()  # of sequence parallelism
+            self.away = common.offload(tensors)
 
     @contextmanager
     def on_device(self):

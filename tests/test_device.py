@@ -104,15 +104,55 @@ def layout(name, fields):
         device.WAITS.clear()
         whole = device.allocated() - before
         worker.offload()
-        # AdamW's state goes without a wait
-        assert not any("state[name]" in line for _, line in device.WAITS)
-        assert not device.late  # and has arrived
+        assert device.WAITS.total() <= 1, device.WAITS  # for all weights and AdamW's state
+        assert not device.late  # they have arrived
         left = device.allocated() - before
         # a stage keeps its last input
         assert fields.get("offload_policy") or left < 0.1 * whole, (left, whole)
         worker.onload()
 
     return learned(worker, move)
+
+
+def state_of(worker):
+    """Copies of a critic's weights and moments, on the host."""
+    critic = worker.critic
+    optimizers = [critic.optimizer]
+    modules = [critic.model]
+    if hasattr(critic, "masters"):  # Megatron's
+        optimizers = [x.optimizer for x in critic.optimizers]
+        modules = critic.modules
+    tensors = [p for module in modules for p in module.parameters()]
+    tensors += itertools.chain(*map(common.optimizer_moments, optimizers))
+    return [getattr(x, "_local_tensor", x).detach().cpu().clone() for x in tensors]
+
+
+def offloading(out):
+    """Offloading changes no bit, allocates host memory once and no more than the tensors have, and
+    a checkpoint of an offloaded critic is the same."""
+    stats = lambda: torch.cuda.host_memory_stats()
+    for name in ("fsdp2", "fsdp1", "none", "megatron", "megatron bfloat16", "megatron frozen"):
+        worker = made(name, LAYOUTS[1][name])
+        worker.update_critic(BATCH)
+        worker.save_checkpoint(out / "here")
+        state = state_of(worker)
+        before, blocks = stats()["allocated_bytes.current"], []
+        held = device.allocated()
+        for _ in range(3):
+            worker.offload()
+            blocks.append(stats()["num_host_alloc"])
+            moved = held - device.allocated()
+            worker.onload()
+        grown = stats()["allocated_bytes.current"] - before
+        assert len(set(blocks)) == 1 and 0 <= grown <= moved, (name, blocks, grown, moved)
+
+        worker.offload()
+        worker.save_checkpoint(out / "away")
+        worker.onload()
+        assert all(map(torch.equal, state_of(worker), state)), name
+        for path in (out / "here").glob("*.safetensors"):
+            here, away = (load_file(out / folder / path.name) for folder in ("here", "away"))
+            assert here.keys() == away.keys() and all(torch.equal(here[x], away[x]) for x in here)
 
 
 def refusals(out):
@@ -291,7 +331,7 @@ def actor_and_rollout(out):
     return found
 
 
-ONE_RANK = (actor_and_rollout, run_fsdp, resume_in_megatron, run_ppo, offloaded_vllm)
+ONE_RANK = (offloading, actor_and_rollout, run_fsdp, resume_in_megatron, run_ppo, offloaded_vllm)
 ONE_RANK = ONE_RANK if device.REAL else (refusals, *ONE_RANK)
 PARTS = {1: ONE_RANK, 2: (run_ppo,)}
 EXPORTED = ("resume_in_megatron", "run_ppo", "offloaded_vllm")  # read what run_fsdp leaves
