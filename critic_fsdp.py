@@ -2027,24 +2027,62 @@ def print_plan(run):
     common.configure_head(model_config, config, (0.0, 1.0))
     model = build_skeleton(config, model_config)
     count, trained = count_parameters(model)
-
-    # the layers that are whole at the same time
-    blocks = sorted(count_parameters(block)[0] for block in units_of(model))
-    gathered = count - sum(blocks[:-2])
     size = 4 if config.param_dtype == "float32" else 2  # bytes; auto is bfloat16 on GPUs
-
     shards = shards_of(config, run.plan)
+    gathered, computed, reduced = most_at_once(model, size, shards, run.plan // shards)
+
     total = 0.0
     for name, weights, each, parts in (
         ("weights", count, 4, shards),
         ("gradients", trained, 4, 1 if config.defer_grad_sync else shards),
         ("optimizer", trained, 8, shards),
         ("gathered", gathered, size, 1),
+        ("computed", computed, size, 1),
+        ("reduced", reduced, 4, 1),
     ):
         held = weights * each / parts / 2**20
         total += held
         print0(f"{name:12s} {held:12,.1f} MiB = {weights:,} x {each} bytes / {parts} shards")
     print0(f"{'together':12s} {total:12,.1f} MiB per rank; the rest is left for activations")
+
+
+def most_at_once(model, size, shards, replicas):
+    """The most that FSDP2 holds next to its shards, at one moment of an update.
+
+    Three numbers of weights: those that are gathered, those whose whole gradients exist, both in
+    `size` bytes, and float32 numbers in buffers of gradients that are being reduced. FSDP2 works
+    unit by unit: on a block, or on the root, which has all else, such as the embedding. Read in
+    torch/distributed/fsdp/_fully_shard: post_backward and foreach_reduce. FSDP1 holds no more."""
+    count, trained = count_parameters(model)
+    pairs = [count_parameters(block) for block in units_of(model)]
+    blocks = sorted(every for every, _ in pairs)
+    root = count - sum(blocks)
+    block_trains = max(trains for _, trains in pairs)
+    root_trains = trained - sum(trains for _, trains in pairs)
+
+    # replicas keep each block's reduced gradients, next to earlier ones, until the backward ends
+    kept = 0
+    if replicas > 1:
+        kept = (trained - root_trains) // shards
+
+    moments = (
+        # the first block is gathered, and the root twice: as it has arrived, and as it is used
+        (2 * root + blocks[-1], 0, 0),
+        # a block's backward: the next block is gathered, the last one's gradients are reduced
+        (root + sum(blocks[-2:]), block_trains, block_trains + kept),
+        # the embedding's backward
+        (root, root_trains, block_trains + kept),
+        # the root's gradients are copied into the buffer that is sent
+        (0, root_trains, root_trains + kept),
+        # and arrive in another one; a single rank copies them, too
+        (0, 0, root_trains + root_trains // shards + kept),
+    )
+
+    def bytes_of(moment):
+        gathered, computed, reduced = moment
+        return size * (gathered + computed) + 4 * reduced
+
+    return max(moments, key=bytes_of)
 
 
 if __name__ == "__main__":

@@ -76,13 +76,15 @@ def address(x):
 
 def to_device(host):
     """A device tensor on the memory of a host tensor."""
-    use(nbytes(host.untyped_storage()))
-    # it lives as long as the storage made here
-    weakref.finalize(host, use, -nbytes(host.untyped_storage()))
+    size = nbytes(host.untyped_storage())
+    use(size)
     capsule = torch.utils.dlpack.to_dlpack(host)
     ctypes.c_int64.from_address(pointer(capsule, b"dltensor") + 8).value = 2  # CUDA, index 0
     x = torch._C._from_dlpack(capsule)
-    freed.discard(x.untyped_storage()._cdata)
+    it = x.untyped_storage()._cdata
+    freed.discard(it)
+    # the host tensor lives as long as the storage made here, which may be empty by then
+    weakref.finalize(host, lambda: use(0 if it in freed else -size))
     return x
 
 
