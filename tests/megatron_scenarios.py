@@ -358,6 +358,16 @@ def a_checkpoint_that_is_saved_again_is_the_same(folder):
     assert_same(shards(other), shards(fresh), name)
 
 
+@scenario(ranks=1, fresh=True)
+def saves_copy_little(folder):
+    """On a CPU, where the shard is on the host. For a device see test_device.py."""
+    for script in (critic_fsdp, cm):
+        worker = helpers.worker(script=script, **helpers.LARGE)
+        worker.set_budget(max(random_batch(4).lengths), "the longest row")
+        worker.update_critic(random_batch(4))
+        helpers.check_saves(worker, folder)
+
+
 @scenario(ranks=2)
 def damage_is_refused(folder):
     """Both critics refuse checkpoints of another model, and damage that the manifest does not

@@ -189,6 +189,21 @@ def plans(out):
         worker.offload()  # the next one may come before Python has freed this one
 
 
+def saves(out):
+    """A save copies to the host a small part of the device's shard at a time, and one in the
+    background all of it, once."""
+    import ppo_loop
+
+    for name in ("fsdp2", "megatron"):
+        worker = made(name, helpers.LARGE)
+        worker.update_critic(BATCH)
+        helpers.check_saves(worker, out)
+    flags = ["--out-dir", str(out / "large"), "--critic.model", "tiny-qwen2"]
+    flags += ["--actor.override-config", helpers.LARGE["override_config"]]
+    run, task = ppo_loop.set_up(ppo_loop.parse(flags))
+    helpers.check_saves(ppo_loop.PolicyWorker(run, task, torch.device("cuda")), out)
+
+
 def refusals(out):
     """Checks what the device refuses, and that data that has not arrived yet is NaN."""
     there, here = torch.ones(3, device="cuda"), torch.ones(3)
@@ -366,7 +381,7 @@ def actor_and_rollout(out):
 
 
 ONE_RANK = (offloading, actor_and_rollout, run_fsdp, resume_in_megatron, run_ppo, offloaded_vllm)
-ONE_RANK = ONE_RANK if device.REAL else (refusals, plans, *ONE_RANK)
+ONE_RANK = ONE_RANK if device.REAL else (refusals, plans, saves, *ONE_RANK)
 PARTS = {1: ONE_RANK, 2: (run_ppo,) if device.REAL else (plans, run_ppo)}
 EXPORTED = ("resume_in_megatron", "run_ppo", "offloaded_vllm")  # read what run_fsdp leaves
 NAMES = {n: [*LAYOUTS[n], *(part.__name__ for part in PARTS[n])] for n in LAYOUTS}
