@@ -403,7 +403,8 @@ def check_saves(worker, folder):
     size = sum(path.stat().st_size for path in (folder / "large").iterdir()) / 1024
     found = {key: x / size for key, x in found.items()}
     assert size > 180_000 and found[False, "end"] < 0.6, (size, found)
-    assert 0.95 < found[True, "begin"] < 1.15 and found[True, "end"] < 1.5, found
+    # what Megatron gathers of a weight, on a simulated device, is in this process, too
+    assert 0.95 < found[True, "begin"] < 1.3 and found[True, "end"] < 1.5, found
 
 
 def full_weights(critic):
