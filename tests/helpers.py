@@ -380,7 +380,7 @@ LARGE = {  # 17 million weights: 200 MB with AdamW's moments
 
 def check_saves(worker, folder):
     """A save adds less than 60 % of what it writes to this process's memory; a copy for a save in
-    the background adds 100 %, and then that save no more than another. Linux counts."""
+    the background adds 100 %, and writing it little more. Only Linux counts this."""
     status = pathlib.Path("/proc/self/status")
     kib = lambda name: int(re.search(rf"{name}:\s+(\d+)", status.read_text())[1])
     libc = ctypes.CDLL(None)
