@@ -2401,7 +2401,7 @@ def checksums_of_all_ranks(tmp, group):
     return dict(collections.ChainMap(*of_all_ranks(sums, group)))
 
 
-FILE_BYTES = 2**28  # of a file that write_tensors writes; one that holds a large tensor has more
+FILE_BYTES = 2**27  # of a file that write_tensors writes; one that holds a large tensor has more
 
 
 def write_tensors(folder, tensors, group=None):

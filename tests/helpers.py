@@ -386,7 +386,7 @@ def check_saves(worker, folder):
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once
     whole = common.FILE_BYTES
-    common.FILE_BYTES = 2**24  # as small a part of this shard as 256 MiB are of a large one
+    common.FILE_BYTES = 2**24  # as small a part of this shard as 128 MiB are of a large one
     found = {}
     for copy in (False, True):
         gc.collect()
