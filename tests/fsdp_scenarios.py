@@ -168,6 +168,7 @@ def gathered_weights_are_let_go(folder):
 def the_plan_is_what_a_rank_holds(folder):
     """--plan's weights, gradients and optimizer state equal the bytes of the ranks' own tensors."""
     local = lambda x: (x.to_local() if isinstance(x, DTensor) else x).nbytes
+    common.setup_distributed()
     for layout, fields in LAYOUTS.items():
         with contextlib.redirect_stdout(io.StringIO()) as said:
             critic_fsdp.main(Run(critic=Config(**fields), rollouts=ROWS, plan=WORLD_SIZE))
