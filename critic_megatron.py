@@ -1240,6 +1240,7 @@ class CriticWorker:
 
         self.critic = None  # see init_model
         self.offloaded = False
+        self.away = []  # what is on the host meanwhile, see common.offload
         self.halvings = 0  # how often runs from here have run out of memory, see Checkpoints
 
     def init_model(self, total_steps=None, value_range=None):
@@ -1388,30 +1389,31 @@ class CriticWorker:
         if self.critic is None:
             raise RuntimeError("the critic has no model yet: call init_model() first")
         self.offloaded = True
-        self.move("cpu")
+        self.move()
 
     def onload(self):
         """Undoes offload."""
         self.offloaded = False
-        self.move(self.device)
+        self.move()
 
-    def move(self, device):
-        """Moves everything that `offload` speaks of."""
+    def move(self):
+        """Moves weights and optimizer state to the host, or back. Gradients are not kept."""
+        common.onload(self.away)
+        tensors = []
         for chunk in self.critic.model:
+            tensors += chunk.parameters()
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                 if self.offloaded:
-                    buffer.offload_to_cpu()
+                    buffer.offload_to_cpu(move_params=False)
                 else:
-                    buffer.reload_from_cpu()
-            for p in chunk.parameters():
-                if not p.requires_grad:  # frozen weights are in no buffer
-                    p.data = p.data.to(device)
-        mpu.get_global_memory_buffer().buffer.clear()  # here sequence parallelism gathers tokens
-
+                    buffer.reload_from_cpu(move_params=False)
         for optimizer in self.critic.optimizers:
-            for p in itertools.chain(*optimizer.shard_fp32_from_float16_groups):
-                p.data = p.data.to(device)  # masters of bfloat16 weights
-            common.move_state(optimizer.optimizer, device)
+            tensors += itertools.chain(*optimizer.shard_fp32_from_float16_groups)  # masters
+            tensors += common.optimizer_moments(optimizer.optimizer)
+
+        if self.offloaded:
+            mpu.get_global_memory_buffer().buffer.clear()  # of sequence parallelism
+            self.away = common.offload(tensors)
 
     @contextmanager
     def on_device(self):
@@ -1439,7 +1441,10 @@ class CriticWorker:
 
         copy: a snapshot, so training can go on before it is called."""
         critic = self.critic
-        tensors = checkpoint_tensors(critic, self.model_config.vocab_size)  # always a copy
+        gather = partial(checkpoint_tensors, critic, self.model_config.vocab_size)
+        snapshot = {}
+        if copy:
+            snapshot = {kind: gather(kind) for kind in STATE}
         state = {
             "updates": critic.updates,
             "optimizer_steps": critic.optimizer_steps,
@@ -1447,8 +1452,9 @@ class CriticWorker:
         }
 
         def write(tmp, group=None):
-            if tensors:
-                write_shard(tmp, tensors)
+            # one kind at a time, because what is gathered is a copy
+            for kind in STATE:
+                write_shard(tmp, kind, snapshot[kind] if copy else gather(kind))
             common.write_json(f"{tmp}/trainer.json", state)
 
         return write
@@ -1524,33 +1530,34 @@ STATE = {  # what a step changes -> its name in a checkpoint, where {} is the na
 }
 
 
-def checkpoint_tensors(critic, vocab_size):
-    """name -> (first row, tensor on the host): what this rank writes of the state (a collective).
+def checkpoint_tensors(critic, vocab_size, kind):
+    """name -> (first row, tensor on the host): what this rank writes of a kind (a collective).
 
-    These are weights, moments and AdamW's step counts, under the names of critic_fsdp.py."""
-    tensors = {}
-    if RANK == 0:
+    These are weights or moments, with torch's random state or AdamW's step counts, under the names
+    of critic_fsdp.py."""
+    local = partial(whole_master, critic, kind=kind)
+    weights = join_experts(whole_weights(critic.modules, vocab_size, local))
+    tensors = {STATE[kind].format(name): rows for name, rows in weights.items()}
+
+    if kind == "weight" and RANK == 0:
         tensors["rng"] = 0, torch.get_rng_state()
-    for kind, form in STATE.items():
-        local = partial(whole_master, critic, kind=kind)
-        weights = join_experts(whole_weights(critic.modules, vocab_size, local))
-        tensors |= {form.format(name): rows for name, rows in weights.items()}
-
-    # a count for each weight of the last kind, which only trained weights have
-    for name, (first, _) in weights.items():
-        if first == 0:
-            tensors[f"optimizer.{name}.step"] = 0, torch.tensor(float(critic.optimizer_steps))
+    if kind == "exp_avg":  # only weights that train have it
+        for name, (first, _) in weights.items():
+            if first == 0:
+                tensors[f"optimizer.{name}.step"] = 0, torch.tensor(float(critic.optimizer_steps))
     return tensors
 
 
-def write_shard(folder, tensors):
+def write_shard(folder, kind, tensors):
     """Writes this rank's tensors into one file, which torch.distributed.checkpoint can read."""
+    if not tensors:
+        return
     offsets = {}  # the part of a tensor that this file has begins here, in each dimension
     for name, (row, x) in tensors.items():
         offsets[name] = {"saved_offsets": [row, 0, 0][: x.ndim]}
     metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
     mine = {name: x for name, (_, x) in tensors.items()}
-    save_file(mine, f"{folder}/shard-{RANK:05d}.safetensors", metadata=metadata)
+    save_file(mine, f"{folder}/shard-{RANK:05d}-{kind}.safetensors", metadata=metadata)
 
 
 def open_checkpoint(folder, shape):
@@ -2375,13 +2382,15 @@ def join_experts(weights):
     A rank with only some of the experts has their rows, from the first row on."""
     out = {}
     layers = {}  # the joint tensor's name -> expert -> its matrices, gate before up
-    for name, x in weights.items():
+    for name in list(weights):
+        x = weights.pop(name)  # so that no more than one layer's experts are here twice
         if expert := EXPERT.fullmatch(name):
             joint, number = joined(expert)
             layers.setdefault(joint, {}).setdefault(number, []).append(x)
         else:
             out[name] = 0, x
-    for name, experts in layers.items():
+    for name in list(layers):
+        experts = layers.pop(name)
         out[name] = min(experts), torch.stack([torch.cat(experts[i]) for i in sorted(experts)])
     return out
 

@@ -5,7 +5,6 @@ They share a folder: for example, four ranks resume a checkpoint of two ranks.""
 
 import dataclasses
 import functools
-import gc
 import itertools
 import json
 import math
@@ -382,6 +381,16 @@ def a_checkpoint_that_is_saved_again_is_the_same(folder):
     assert_same(shards(other), shards(fresh), name)
 
 
+@scenario(ranks=1, fresh=True)
+def saves_copy_little(folder):
+    """On a CPU, where the shard is on the host. For a device see test_device.py."""
+    for script in (critic_fsdp, cm):
+        worker = helpers.worker(script=script, **helpers.LARGE)
+        worker.set_budget(max(random_batch(4).lengths), "the longest row")
+        worker.update_critic(random_batch(4))
+        helpers.check_saves(worker, folder)
+
+
 @scenario(ranks=2)
 def damage_is_refused(folder):
     """Both critics refuse checkpoints of another model, and damage that the manifest does not
@@ -409,7 +418,9 @@ def damage_is_refused(folder):
 def damages(files, scratch):
     """name -> (changed files, words of Megatron's and FSDP's errors, or of both). Empty files are
     removed."""
-    _, shard = sorted(name for name in files if name.startswith("shard-"))
+    shard = "shard-00001-exp_avg.safetensors"  # of Megatron
+    if shard not in files:
+        _, shard = sorted(name for name in files if name.startswith("shard-"))
     content = files[shard]
     scratch.write_bytes(content)
     with helpers.safe_open(scratch, "pt") as whole:
@@ -466,22 +477,19 @@ def offload_changes_nothing(folder):
     """Offloading and onloading between updates, each twice, gives the same weights bit for bit.
 
     Gradients are not kept, so this fills them with NaN after onload: an update must not read them.
-    At the end .to() copies to shared memory, as a stand-in for the host, and no other large tensor
-    may remain."""
+    On a CPU nothing else moves; for a device see test_device.py."""
     for fields in ({TP: 2}, {EP: 2, **BFLOAT16, **MOE}):
         stays = make(**fields)
         expected = [of_critic(stays.update_critic(rows(seed))) for seed in range(3)]
         state = shards(stays)
         values = stays.compute_values(rows(0))
-        gc.collect()
-        gc.freeze()  # ignore existing objects below
         moves = make(**fields)
         for seed in range(3):
             assert of_critic(moves.update_critic(rows(seed))) == expected[seed], fields
             moves.offload()
             moves.offload()
             weights = [p for module in moves.critic.modules for p in module.parameters()]
-            assert all(x.untyped_storage().nbytes() == 0 for p in weights for x in (p, p.main_grad))
+            assert all(p.main_grad.untyped_storage().nbytes() == 0 for p in weights)
             for method in (moves.compute_values, moves.update_critic):
                 with refused("is offloaded", kind=RuntimeError):
                     method(rows(0))
@@ -492,19 +500,6 @@ def offload_changes_nothing(folder):
                 buffer.grad_data.fill_(math.nan)
         assert torch.equal(moves.compute_values(rows(0)), values), fields
         assert_same(shards(moves), state, fields)
-        to = torch.Tensor.to
-        torch.Tensor.to = lambda x, device, **_: x.clone().share_memory_()
-        moves.offload()
-        torch.Tensor.to = to
-        gc.collect()
-        copies = {buffer.param_data_cpu.data_ptr() for buffer in buffers}
-        tensors = [
-            x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.is_floating_point()
-        ]
-        large = [
-            x for x in tensors if x.untyped_storage().nbytes() > 4096 and x.data_ptr() not in copies
-        ]
-        assert large and all(x.is_shared() for x in large), fields
 
 
 @scenario(ranks=(1, 2))
