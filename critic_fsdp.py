@@ -474,6 +474,10 @@ def build_skeleton(config, model_config):
             dtype=torch.float32,
             attn_implementation=attention_of(config, model_config),
         )
+        if backbone.get_output_embeddings() is not None:
+            raise UserError(
+                "transformers has it only with its head; give a folder of its text part"
+            )
         model = ValueModel(backbone)
         if config.use_remove_padding:
             common.pack_recurrent(backbone.get_decoder(), gather_slices, add_slices)

@@ -262,7 +262,7 @@ def captured_gradients(critic):
             named = [
                 (n.replace("_fsdp_wrapped_module.", ""), p) for n, p in model.named_parameters()
             ]
-            seen.append({n: full_tensor(p.grad).clone() for n, p in named if p.requires_grad})
+            seen.append({n: full_tensor(p.grad).clone() for n, p in named if p.grad is not None})
         return clip(*args, **kwargs)
 
     owner.clip_grad_norm_ = note
