@@ -882,13 +882,13 @@ def test_values_and_updates_of_a_critic_show_how_far_they_are(script, monkeypatc
     n = len(w.critic.plan_micro_batches(common.describe(batch))[0])
     said = [f"values     {i} of {n} micro-batches, 0:00:00 left" for i in range(1, n + 1)]
     assert n > 4
-    assert capsys.readouterr().out.splitlines() == said
+    assert re.sub(r"0:00:\d\d", "0:00:00", capsys.readouterr().out).splitlines() == said
 
     w.update_critic(batch)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 8
     assert lines[-1] == "update     32 of 32 rows, 0:00:00 left"
-    assert all(re.fullmatch(r"update     \d+ of 32 rows, 0:00:0\d left", line) for line in lines)
+    assert all(re.fullmatch(r"update     \d+ of 32 rows, 0:00:\d\d left", line) for line in lines)
 
 
 # ---- Folders, toy, README ------------------------------------------------------------------------

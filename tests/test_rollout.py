@@ -313,7 +313,7 @@ def test_rollout_log_probs_and_update_show_how_far_they_are(monkeypatch, capsys)
     batch = batch_to_learn(w, n=8)
     monkeypatch.setattr(common, "LINE_EVERY", 0.0)
     lines = lambda: [
-        re.sub(r"0:00:0\d", "0:00:00", line) for line in capsys.readouterr().out.splitlines()
+        re.sub(r"0:00:\d\d", "0:00:00", line) for line in capsys.readouterr().out.splitlines()
     ]
     lines()
     w.compute_log_probs(batch)
