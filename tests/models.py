@@ -135,7 +135,12 @@ MORE = {  # type -> fields that fit none of the others
     "deepseek_v2": {**LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": LATENT,
     "deepseek_v32": LATENT,
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots1": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
     "glm4_moe_lite": LATENT,
     "glm5_next": LATENT,
     "glm_moe_dsa": LATENT,
