@@ -13,6 +13,7 @@ actor), and that of the whole gradient relative to its norm.
 
 import contextlib
 import datetime
+import functools
 import inspect
 import io
 import json
@@ -172,6 +173,7 @@ MORE = {  # type -> fields that fit none of the others
 }
 
 
+@functools.cache
 def types_that_write():
     """type -> its config class, for all models that write text, but encoder-decoders."""
     found = {}
