@@ -1655,8 +1655,8 @@ class PolicyWorker:
         self.moments_away = []
         self.optimizer = None
         if trains:
-            self.make_optimizer()
             self.check_model()
+            self.make_optimizer()
 
     def shard(self):
         """Spreads the model over all ranks: each layer is a unit of FSDP2, and so is the rest."""

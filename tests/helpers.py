@@ -379,7 +379,7 @@ LARGE = {  # 17 million weights: 200 MB with AdamW's moments
 
 
 def check_saves(worker, folder):
-    """A save adds less than 60 % of what it writes to this process's memory; a copy for a save in
+    """A save adds less than 90 % of what it writes to this process's memory; a copy for a save in
     the background adds 100 %, and writing it little more. Only Linux counts this."""
     status = pathlib.Path("/proc/self/status")
     kib = lambda name: int(re.search(rf"{name}:\s+(\d+)", status.read_text())[1])
@@ -402,7 +402,7 @@ def check_saves(worker, folder):
     common.FILE_BYTES = whole
     size = sum(path.stat().st_size for path in (folder / "large").iterdir()) / 1024
     found = {key: x / size for key, x in found.items()}
-    assert size > 180_000 and found[False, "end"] < 0.6, (size, found)
+    assert size > 180_000 and found[False, "end"] < 0.9, (size, found)
     # what Megatron gathers of a weight, on a simulated device, is in this process, too
     assert 0.95 < found[True, "begin"] < 1.3 and found[True, "end"] < 1.5, found
 
