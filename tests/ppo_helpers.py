@@ -239,7 +239,7 @@ def play(turns, observe, prompts=(), tokenizer=TOKENIZER, **fields):
     asked)."""
     asked = []
 
-    def generate(rows, temperature):
+    def generate(rows, temperature, images):
         asked.append([(tokenizer.decode(prompt), seed, most) for prompt, seed, most in rows])
         out = []
         for said, (_, _, most) in zip(turns[len(asked) - 1], rows):

@@ -24,7 +24,7 @@ from helpers import (
     worker,
 )
 from PIL import Image
-from reference import assert_agrees, reference_of
+from reference import DELTA, assert_agrees, reference_of
 from safetensors.torch import save_file
 
 import common
@@ -114,6 +114,13 @@ MODELS["qwen2-vl"] = {**QWEN25, "model_type": "qwen2_vl", "vision_config": TOWER
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 TEXT = {**QWEN3["text_config"], **EXPERTS}
 MODELS["qwen3-vl-moe"] = {**QWEN3, "model_type": "qwen3_vl_moe", "text_config": TEXT}
+# these have gated delta nets in some layers of the decoder
+DELTA = {**DELTA, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+TEXT = {**QWEN3["text_config"], **DELTA, "layer_types": ["linear_attention", "full_attention"]}
+MODELS["qwen3.5"] = {**QWEN3, "model_type": "qwen3_5", "text_config": TEXT}
+TEXT = {**TEXT, **EXPERTS, "shared_expert_intermediate_size": 64}
+MODELS["qwen3.5-moe"] = {**QWEN3, "model_type": "qwen3_5_moe", "text_config": TEXT}
+ON_TWO_RANKS = (*PRESETS, "qwen3.5")
 
 
 def save_model(name, folder):
@@ -121,8 +128,10 @@ def save_model(name, folder):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**MODELS[name])
     model = transformers.AutoModelForImageTextToText.from_config(config)
-    for p in model.parameters():
+    for name, p in model.named_parameters():
         p.data += 0.05 * torch.randn_like(p)
+        if name.endswith("A_log"):  # else some states are forgotten at once
+            p.data.clamp_(max=0.0)
     model.save_pretrained(folder)
 
     transformers.Qwen2VLImageProcessorPil(patch_size=14).save_pretrained(folder)
@@ -144,16 +153,17 @@ def images_on_every_layout(folder):
     """Results of layouts on rows with images, of which the second rank has none. Models differ in
     how the tower's output is sliced."""
     if common.RANK == 0:
-        for name in PRESETS:
+        for name in ON_TWO_RANKS:
             save_model(name, folder / name)
     common.setup_distributed()
     dist.barrier()
 
-    first, second = PRESETS
+    first, second, third = ON_TWO_RANKS
     some = {name: LAYOUTS[name] for name in ("fsdp1", "ulysses", "ulysses, frozen")}
     results = {
         first: results_of(folder / first, LAYOUTS),
         second: results_of(folder / second, some),
+        third: results_of(folder / third, some),
         "parts": results_of(folder / first, PARTS),
     }
     if common.RANK == 0:
