@@ -39,7 +39,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
 from importlib import import_module, util
-from itertools import chain, count, product
+from itertools import chain, count, groupby, product
 from math import ceil, inf, isfinite, log, nan
 from multiprocessing.connection import Pipe
 from os.path import exists, realpath
@@ -90,6 +90,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.image_utils import load_image
 
 import common
 from common import RANK, WORLD_SIZE, Batch, Stop, UserError, blame, of_all_ranks, print0, progress
@@ -678,6 +679,9 @@ def check_models(run, tokenizer, model_config, longest, known):
 
 def check_images(run, tokenizer, images):
     """UserError unless the critic and the reward model read images as the actor does."""
+    if run.rollout == "vllm" and not util.find_spec("torchvision"):
+        raise UserError("--rollout vllm: reads images with torchvision, which is not installed")
+
     others = {"--critic.model": run.critic}
     if run.reward_model:
         others["--reward-model"] = reward_config(run)
@@ -2342,6 +2346,9 @@ class VLLMRollout:
         set_num_threads = torch.set_num_threads
         with tempfile.TemporaryDirectory() as folder:
             model_config.save_pretrained(folder)
+            if task.images:
+                task.images.processor.save_pretrained(folder)
+                task.tokenizer.save_pretrained(folder)
             with warnings.catch_warnings(action="ignore"), torch.random.fork_rng():
                 with blame(f"--rollout vllm: cannot run {run.actor.model}"):
                     self.start(folder, run.vllm.tensor_parallel_size)
@@ -2356,7 +2363,8 @@ class VLLMRollout:
         print0(f"vllm       {WORLD_SIZE // size} engines x {size} ranks")
 
     def start(self, folder, size):
-        """Builds vLLM's LLM with random weights. folder: holds the model's config."""
+        """Builds vLLM's LLM with random weights. folder: holds the model's config, and with images
+        what reads them and the tokenizer, which vLLM needs only then."""
         defaults = {  # only for variables that are not set: torchrun's values win
             "RANK": "0",
             "WORLD_SIZE": "1",
@@ -2376,10 +2384,17 @@ class VLLMRollout:
 
             CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
+        # without images, vLLM needs neither a tokenizer nor a vision tower
+        media = {"skip_tokenizer_init": True, "language_model_only": True}
+        if self.task.images:
+            most = max(len(x.images or ()) for x in self.task.prompts + self.task.held_out)
+            media = {"limit_mm_per_prompt": {"image": most, "video": 0}}
+            # the random weights would replace the numbers with which a tower normalises pixels
+            media["mm_device_do_normalize"] = False
+
         self.llm = LLM(
             model=folder,
             load_format="dummy",  # the first sync brings the weights
-            skip_tokenizer_init=True,
             generation_config="vllm",  # not the model's own sampling defaults
             dtype=self.dtype,
             max_model_len=self.task.longest,
@@ -2394,9 +2409,11 @@ class VLLMRollout:
             distributed_executor_backend="external_launcher",
             # of the sampling distribution: after temperature and top-p
             logprobs_mode="processed_logprobs",
+            **media,
         )
-        if self.run.stop:  # the actor's own, because vLLM would read a stored one by other rules
-            self.llm.llm_engine.output_processor.tokenizer = self.task.tokenizer
+        # for --stop the actor's own tokenizer, because vLLM would read a stored one by other rules
+        tokenizer = self.task.tokenizer if self.run.stop else None
+        self.llm.llm_engine.output_processor.tokenizer = tokenizer
 
         # the ranks of this engine; its shared memory would outlive the os._exit of common.launch
         self.group = get_tp_group().cpu_group
@@ -2423,7 +2440,10 @@ class VLLMRollout:
         )
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
         self.llm.apply_model(self.adapt)
-        self.llm.reset_prefix_cache()  # it holds keys and values of the old weights
+
+        # these hold keys and values of the old weights, and what the old tower made of images
+        self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_encoder_cache()
 
     def adapt(self, model):
         """Runs inside vLLM after a sync: masks ids without a token; on CPU, packs a tied head."""
@@ -2434,7 +2454,7 @@ class VLLMRollout:
             elif kind == "ParallelLMHead" and self.on_cpu:
                 module.quant_method.process_weights_after_loading(module)
 
-    def generate(self, rows, temperature):
+    def generate(self, rows, temperature, images=None):
         """Like HFRollout.generate; ranks that share an engine call it together."""
         from vllm import SamplingParams
 
@@ -2442,6 +2462,7 @@ class VLLMRollout:
             self.llm.wake_up(tags=["kv_cache"])
 
         # the engine gets the rows of all its ranks
+        rows = list(zip(rows, images or [None] * len(rows), strict=True))
         everyones = of_all_ranks(rows, self.group)
         before = sum(map(len, everyones[: dist.get_rank(self.group)]))
         shared = {
@@ -2459,8 +2480,8 @@ class VLLMRollout:
             shared |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
         asked = []
         params = []
-        for ids, seed, room in chain(*everyones):
-            asked.append({"prompt_token_ids": ids})
+        for (ids, seed, room), files in chain(*everyones):
+            asked.append(self.ask(ids, files))
             params.append(SamplingParams(seed=seed, max_tokens=room, **shared))
 
         # on CPU, compiling takes longer than the rollout; vLLM draws from torch's RNG
@@ -2470,11 +2491,35 @@ class VLLMRollout:
 
         # this rank's part of the answers
         replies = []
-        for mine in out[before : before + len(rows)]:
+        for mine, ((ids, _, _), _) in zip(out[before : before + len(rows)], rows):
+            if mine.prompt_token_ids != ids:
+                raise UserError("--rollout vllm: gives images other placeholders than the actor")
             reply = mine.outputs[0]
             log_probs = [at[token].logprob for at, token in zip(reply.logprobs, reply.token_ids)]
             replies.append((list(reply.token_ids), log_probs, reply.finish_reason == "stop"))
         return replies
+
+    def ask(self, ids, files):
+        """vLLM's prompt: the ids, and the images in files, if any. It gives an image its
+        placeholders itself, so it gets one of them, and it resizes with another kernel, so it gets
+        the image in its last size."""
+        if not files:
+            return {"prompt_token_ids": ids}
+
+        # one placeholder for each image
+        short = []
+        for token, same in groupby(ids):
+            if token == self.task.images.token:
+                same = [token]
+            short += same
+
+        # their last sizes are multiples of a patch
+        processor = self.task.images.processor
+        grids = pixels_of([files], self.run, self.task.images)["image_grid_thw"]
+        pictures = []
+        for file, (_, height, width) in zip(files, (grids * processor.patch_size).tolist()):
+            pictures.append(load_image(file).resize((width, height), processor.resample))
+        return {"prompt_token_ids": short, "multi_modal_data": {"image": pictures}}
 
 
 def forget_experts(model):
