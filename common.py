@@ -63,7 +63,7 @@ from huggingface_hub import snapshot_download
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import to_jsonable_python
 from torch.distributed import fsdp
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.nn.attention.varlen import varlen_attn
@@ -1754,17 +1754,51 @@ def bytes_taken(call, batch):
     return max(itertools.accumulate(e.nbytes() for e in events))
 
 
-def move_state(optimizer, device):
-    """Moves the state of a torch optimizer, and frees cached device memory."""
-    for state in optimizer.state.values():
-        for name, x in state.items():
-            if name != "step":  # a scalar, which stays where it is
-                state[name] = x.to(device, non_blocking=True)
+def optimizer_moments(optimizer):
+    """The tensors of a torch optimizer's state, but its step counts, which are scalars."""
+    states = optimizer.state.values()
+    return [x for state in states for name, x in state.items() if name != "step"]
 
-    # once for all: copies to pinned host memory are complete only after this
-    if torch.cuda.is_available():
+
+def offload(tensors):
+    """Copies tensors to page-locked host memory and frees their device memory -> for `onload`.
+
+    They stay the same tensors, without memory until then, so views of them and optimizers need not
+    know. Tensors on the host, or without memory, are left alone."""
+    away = []
+    memory = {}  # each storage once: tensors may be views of the same
+    for x in tensors:
+        x = getattr(x, "_local_tensor", x).detach()  # this rank's part
+        if x.is_cuda and x.untyped_storage().nbytes():
+            memory[x.untyped_storage()] = x
+
+    # torch rounds page-locked memory up to a power of two, and keeps what is freed for the next
+    # time: pieces of such sizes waste nothing, and from the second time on they are there
+    for storage, x in memory.items():
+        size = storage.nbytes() // x.itemsize
+        sizes = [1 << bit for bit in range(size.bit_length()) if size >> bit & 1]
+        pieces = [torch.empty(n, dtype=x.dtype, pin_memory=True) for n in sizes]
+        for piece, part in zip(pieces, x.as_strided((size,), (1,), 0).split(sizes)):
+            piece.copy_(part, non_blocking=True)
+        away.append((x, pieces))
+
+    # the copies are complete after one wait
+    if away:
         torch.cuda.synchronize()
+    for storage in memory:
+        storage.resize_(0)
     torch.cuda.empty_cache()
+    return away
+
+
+def onload(away):
+    """Undoes `offload`, whose results the list holds, and empties the list."""
+    for x, pieces in away:
+        sizes = [len(piece) for piece in pieces]
+        x.untyped_storage().resize_(sum(sizes) * x.itemsize)
+        for piece, part in zip(pieces, x.as_strided((sum(sizes),), (1,), 0).split(sizes)):
+            part.copy_(piece, non_blocking=True)
+    away.clear()
 
 
 # ---- Recurrent layers in packed rows -------------------------------------------------------------
@@ -2533,6 +2567,24 @@ def checksums_of_all_ranks(tmp, group):
             f"--out-dir: rank {blind.index(True)} does not see all of {tmp}; use shared storage"
         )
     return dict(collections.ChainMap(*of_all_ranks(sums, group)))
+
+
+FILE_BYTES = 2**27  # of a file that write_tensors writes; one that holds a large tensor has more
+
+
+def write_tensors(folder, tensors, group=None):
+    """Writes a flat dict of tensors as safetensors, each rank its shards (a collective of `group`).
+
+    The writer copies a file to the host and serializes it before it writes: several small files
+    take little memory, where one would take another two or three copies of a rank's shard."""
+    files = {}  # name -> number of the file
+    size = 0
+    for name, x in tensors.items():
+        size += getattr(x, "_local_tensor", x).nbytes  # this rank's part
+        files[name] = 1 + size // FILE_BYTES
+
+    writer = HuggingFaceStorageWriter(folder, files, save_distributed=True)
+    dcp.save(tensors, storage_writer=writer, process_group=group)
 
 
 def swap(tmp, folder):

@@ -427,11 +427,7 @@ from safetensors.torch import save_file
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed import checkpoint as dcp
 from torch.distributed import fsdp
-from torch.distributed.checkpoint import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-    state_dict,
-)
+from torch.distributed.checkpoint import HuggingFaceStorageReader, state_dict
 from torch.profiler import record_function
 from transformers import AutoModel, Qwen2VLImageProcessorPil
 from transformers.image_utils import load_image
@@ -1093,6 +1089,7 @@ class CriticWorker:
 
         self.critic = None  # see init_model
         self.offloaded = False
+        self.away = []  # what is on the host meanwhile, see common.offload
         self.halvings = 0  # how often runs from here have run out of memory, see Checkpoints
 
     def init_model(self, total_steps=None, value_range=None):
@@ -1245,23 +1242,23 @@ class CriticWorker:
         if self.critic is None:
             raise RuntimeError("the critic has no model yet: call init_model() first")
         self.offloaded = True
-        self.move("cpu")
+        self.move()
 
     def onload(self):
         """Undoes offload."""
         self.offloaded = False
-        self.move(self.device)
+        self.move()
 
-    def move(self, device):
-        """Moves everything that `offload` speaks of."""
-        if self.config.offload_policy:
-            return  # everything is on the host already
-        self.critic.free_gathered()
-        if self.config.strategy == "fsdp1":
-            move_fsdp1(self.critic.model, device)
-        else:
-            self.critic.model.to(device)  # blocking, because FSDP2 reads the copies on the host
-        common.move_state(self.critic.optimizer, device)
+    def move(self):
+        """Moves weights and optimizer state to the host, or back. Gradients are not kept."""
+        common.onload(self.away)
+        if self.offloaded:
+            self.critic.free_gathered()
+            self.critic.optimizer.zero_grad()
+            if self.config.strategy == "fsdp1":
+                free_gradients_of_fsdp1(self.critic.model)
+            moments = common.optimizer_moments(self.critic.optimizer)
+            self.away = common.offload([*self.critic.model.parameters(), *moments])
 
     @contextmanager
     def on_device(self):
@@ -1299,8 +1296,7 @@ class CriticWorker:
         }
 
         def write(tmp, group=None):
-            writer = HuggingFaceStorageWriter(tmp, save_distributed=True)
-            dcp.save(tensors, storage_writer=writer, process_group=group)
+            common.write_tensors(tmp, tensors, group)
             common.write_json(f"{tmp}/trainer.json", state)
 
         return write
@@ -1805,11 +1801,11 @@ def merge_lora(state, config, model_config):
 
 # ---- Images --------------------------------------------------------------------------------------
 #
-# A closed chapter for rows with images; it has no flag. It is called from attention_of
-# (reads_images), DataParallelPPOCritic.__init__ and load_rows (load_image_processor, place_images),
-# and lay_out (with_images). critic.image_processor is also read in check_batch, which must go on
-# refusing images, and in export_hf. Only images need needs_grad with its hook, the visual keys in
-# slice_row, and "visual" in shard_fsdp1.
+# A closed chapter for rows with images; it has no flag. It is called from build_skeleton and
+# shard_fsdp1 (reads_images), DataParallelPPOCritic.__init__ and load_rows (load_image_processor,
+# place_images), and lay_out (with_images). critic.image_processor is also read in init_model, in
+# check_batch, which must go on refusing images, and in export_hf. Only images need needs_grad with
+# its hook, the visual keys in slice_row, and "visual" in shard_fsdp1.
 
 
 def reads_images(config, model_config):
@@ -1896,9 +1892,9 @@ def read_images(row, image_processor):
 # ---- FSDP1 ---------------------------------------------------------------------------------------
 #
 # A closed chapter behind --strategy fsdp1. It is called from build_value_model (shard_fsdp1),
-# free_gathered (free_gathered_by_fsdp1) and move (move_fsdp1). forward_backward, optimizer_step and
-# check_model_flags have a branch each, mistake_in_layout its rules, and a warnings filter is for it
-# (NO_SHARD).
+# free_gathered (free_gathered_by_fsdp1) and move (free_gradients_of_fsdp1). forward_backward,
+# optimizer_step and check_model_flags have a branch each, mistake_in_layout its rules, and a
+# warnings filter is for it (NO_SHARD).
 
 
 def shard_fsdp1(model, config, layout):
@@ -1938,13 +1934,10 @@ def free_gathered_by_fsdp1(model):
         handle.reshard(handle.uses_sharded_strategy)
 
 
-def move_fsdp1(model, device):
-    """Moves the local shards; .to() would leave them in the old memory."""
+def free_gradients_of_fsdp1(model):
+    """Frees the gradients; zero_grad() clears only views of them."""
     for handle in model._all_handles:
-        handle.flat_param.grad = None  # zero_grad() clears only views of it
-        handle.flat_param_to(device)
-        handle.flat_param._local_shard = handle.flat_param.data
-        handle.flat_param._tensors = [None] * len(handle.flat_param._tensors)  # old views
+        handle.flat_param.grad = None
 
 
 # ---- Packing: which attention a model gets, and a check that it works ----------------------------
@@ -1962,7 +1955,7 @@ def attention_of(config, model_config):
     elif soft_cap:
         name = "eager"  # sdpa would ignore it
 
-    if reads_images(config, model_config):
+    if model_config.get_text_config() is not model_config:
         return {"": name, "text_config": name}
     return name
 
@@ -2024,24 +2017,62 @@ def print_plan(run):
     common.configure_head(model_config, config, (0.0, 1.0))
     model = build_skeleton(config, model_config)
     count, trained = count_parameters(model)
-
-    # the layers that are whole at the same time
-    blocks = sorted(count_parameters(block)[0] for block in units_of(model))
-    gathered = count - sum(blocks[:-2])
     size = 4 if config.param_dtype == "float32" else 2  # bytes; auto is bfloat16 on GPUs
-
     shards = shards_of(config, run.plan)
+    gathered, computed, reduced = most_at_once(model, size, shards, run.plan // shards)
+
     total = 0.0
     for name, weights, each, parts in (
         ("weights", count, 4, shards),
         ("gradients", trained, 4, 1 if config.defer_grad_sync else shards),
         ("optimizer", trained, 8, shards),
         ("gathered", gathered, size, 1),
+        ("computed", computed, size, 1),
+        ("reduced", reduced, 4, 1),
     ):
         held = weights * each / parts / 2**20
         total += held
         print0(f"{name:12s} {held:12,.1f} MiB = {weights:,} x {each} bytes / {parts} shards")
     print0(f"{'together':12s} {total:12,.1f} MiB per rank; the rest is left for activations")
+
+
+def most_at_once(model, size, shards, replicas):
+    """The most that FSDP2 holds next to its shards, at one moment of an update.
+
+    Three numbers of weights: those that are gathered, those whose whole gradients exist, both in
+    `size` bytes, and float32 numbers in buffers of gradients that are being reduced. FSDP2 works
+    unit by unit: on a block, or on the root, which has all else, such as the embedding. Read in
+    torch/distributed/fsdp/_fully_shard: post_backward and foreach_reduce. FSDP1 holds no more."""
+    count, trained = count_parameters(model)
+    pairs = [count_parameters(block) for block in units_of(model)]
+    blocks = sorted(every for every, _ in pairs)
+    root = count - sum(blocks)
+    block_trains = max(trains for _, trains in pairs)
+    root_trains = trained - sum(trains for _, trains in pairs)
+
+    # replicas keep each block's reduced gradients, next to earlier ones, until the backward ends
+    kept = 0
+    if replicas > 1:
+        kept = (trained - root_trains) // shards
+
+    moments = (
+        # the first block is gathered, and the root twice: as it has arrived, and as it is used
+        (2 * root + blocks[-1], 0, 0),
+        # a block's backward: the next block is gathered, the last one's gradients are reduced
+        (root + sum(blocks[-2:]), block_trains, block_trains + kept),
+        # the embedding's backward
+        (root, root_trains, block_trains + kept),
+        # the root's gradients are copied into the buffer that is sent
+        (0, root_trains, root_trains + kept),
+        # and arrive in another one; a single rank copies them, too
+        (0, 0, root_trains + root_trains // shards + kept),
+    )
+
+    def bytes_of(moment):
+        gathered, computed, reduced = moment
+        return size * (gathered + computed) + 4 * reduced
+
+    return max(moments, key=bytes_of)
 
 
 if __name__ == "__main__":

@@ -458,7 +458,7 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from safetensors.torch import save_file
 from torch.profiler import record_function
 from transformers import AutoModel
-from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 import common
 from common import Batch, Pack, UserError, blame, of_all_ranks, print0, published
@@ -498,14 +498,25 @@ class ValueHead(nn.Linear):
 class CoreAttention(nn.Module):
     """Causal attention within each sequence of a packed row, by the kernels of common.py.
 
-    Rotary embedding is that of transformers: Megatron's would restart at 0 where a row continues a
-    shared prompt. With context parallelism, each rank has two pieces of the row, see share_context:
-    keys and values are gathered, and each piece sees the keys up to its own end, so heads are not
-    split."""
+    Rotary embedding is that of transformers, of all features or of some (Phi-3): Megatron's would
+    restart at 0 where a row continues a shared prompt. With context parallelism, each rank has two
+    pieces of the row, see share_context: keys and values are gathered, and each piece sees the keys
+    up to its own end, so heads are not split."""
 
-    def __init__(self, config, **_):
+    def __init__(self, config, layer_number, **_):
         super().__init__()
         self.scale = config.kv_channels**-0.5
+        self.window = None  # a query sees at most this many tokens
+        if config.window_size and config.window_attn_skip_freq[layer_number - 1]:
+            self.window = config.window_size[0] + 1  # Megatron counts those before it
+
+        # gpt-oss has a sink for each head, which takes a part of its attention
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // mpu.get_tensor_model_parallel_world_size()
+            sinks = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            tensor_parallel.set_tensor_model_parallel_attributes(sinks, True, dim=0, stride=1)
+            self.softmax_offset = sinks
 
     def forward(self, query, key, value, attention_mask, packed_seq_params=None, **_):
         """(S, H, D), keys and values (S, K, D) -> (S, H D)."""
@@ -516,7 +527,8 @@ class CoreAttention(nn.Module):
             key, value = (gather(x, group=mpu.get_context_parallel_group()) for x in (key, value))
 
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        out_1HSD = common.attention(reads.pack, query, key, value, self.scale)
+        options = {"window": self.window, "sinks": self.softmax_offset}
+        out_1HSD = common.attention(reads.pack, query, key, value, self.scale, **options)
         return out_1HSD[0].transpose(0, 1).flatten(1)
 
 
@@ -629,6 +641,7 @@ def build_value_model(skeleton, config, model_config, layout):
                 post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
                 vp_stage=vp_stage,
             )
+            module.family = model_config.model_type  # see hf_names
             modules.append(module)
 
     last = modules[-1]  # the head is in the last chunk of the last stage
@@ -645,15 +658,27 @@ def needs_grad(module, args, output):
 
 def wrap(module):
     """Wraps a chunk, to cast its inputs and to accumulate and reduce its gradients in float32."""
+    # of experts; Megatron sets these for some layouts only, and does not split experts with biases
     for name, p in module.named_parameters():
-        if ".experts." in name:  # Megatron sets this only from two expert ranks on
+        if ".experts." in name:
             p.allreduce = False  # reduced over the experts' replicas
+            p.sequence_parallel = False  # and not again over tensor-parallel ranks
+            p.tensor_model_parallel = True  # no copy of another rank's: it counts in the norm
+    for part in module.modules():
+        if getattr(part, "is_expert", False):
+            part.explicit_expert_comm = True  # else a bias would be added in place, to a view
+
     if module.pre_process:
         module.embedding.register_forward_hook(needs_grad)
 
+    # the head, and the correction of a router, stay in float32
     chunk = Float16Module(module.config, module) if module.config.bf16 else module
     if module.post_process:
         module.output_layer.float()
+    for name, buffer in module.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.data = buffer.data.float()
+
     options = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True
     )
@@ -813,32 +838,24 @@ def check_model_flags(config, model_config):
     """UserError for flags that do not fit this model, or for a model that cannot be built."""
     c = model_config
     name = f"{config.prefix}model {config.model}"
-    known = ("qwen2", "qwen3", "llama", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
-    if c.model_type not in known:
-        words = f"{c.model_type} is not among {', '.join(known)}"
+    if c.model_type not in FAMILIES:
+        words = f"{c.model_type} is not among {', '.join(FAMILIES)}"
         raise UserError(f"{name}: {words}; use critic_fsdp.py")
 
-    # what Megatron's layers would compute otherwise; a window of 0 is none (Qwen2-MoE)
-    odd = []
-    fixed = {"mlp_bias": False, "attention_bias": False, "hidden_act": "silu"}
-    for field, x in (fixed | {"quantization_config": None, "sliding_window": None}).items():
-        if getattr(c, field, x) not in (x, 0):
-            odd.append(f"{field} {getattr(c, field)}")
-    rope = c.rope_parameters
-    known_type = rope["rope_type"] in ("default", "linear", "llama3")
-    if not known_type or rope.get("partial_rotary_factor", 1) != 1:
-        odd.append(f"rope_parameters {rope}")
-    if odd:
+    cannot_be_built = f"{name}: cannot be built with these parallel sizes"
+    with blame(cannot_be_built):
+        skeleton = build_skeleton(config, c)
+    if odd := computed_otherwise(c, skeleton["model"].state_dict()):
         raise UserError(f"{name}: {', '.join(odd)} is not supported here; use critic_fsdp.py")
 
     splits_matrices = config.tensor_model_parallel_size > 1
-    if hasattr(c, "num_experts") and splits_matrices and not config.sequence_parallel:
+    if hasattr(c, "num_experts_per_tok") and splits_matrices and not config.sequence_parallel:
         words = "MoE with tensor parallelism needs sequence parallelism"
         raise UserError(f"{config.prefix}no-sequence-parallel: {words}")
 
     # Megatron's own rules, before any process group is built
-    with blame(f"{name}: cannot be built with these parallel sizes"):
-        transformer_config(config, c, build_skeleton(config, c), torch.float32)
+    with blame(cannot_be_built):
+        transformer_config(config, c, skeleton, torch.float32)
 
 
 def check_budget(config, longest, row):
@@ -937,6 +954,8 @@ class MegatronPPOCritic:
         reads = PackedSeqParams(qkv_format="thd")
         reads.pack = pack
         reads.rotary = [x[0] for x in tables]  # cosines and sines
+        if self.modules[0].family == "gpt_oss":  # it has one for both features of a pair
+            reads.rotary = [torch.cat([x, x], -1) for x in reads.rotary]
 
         def before_actions(x_T):
             return None if x_T is None else to_slots(shift(x_T))
@@ -1221,6 +1240,7 @@ class CriticWorker:
 
         self.critic = None  # see init_model
         self.offloaded = False
+        self.away = []  # what is on the host meanwhile, see common.offload
         self.halvings = 0  # how often runs from here have run out of memory, see Checkpoints
 
     def init_model(self, total_steps=None, value_range=None):
@@ -1369,30 +1389,31 @@ class CriticWorker:
         if self.critic is None:
             raise RuntimeError("the critic has no model yet: call init_model() first")
         self.offloaded = True
-        self.move("cpu")
+        self.move()
 
     def onload(self):
         """Undoes offload."""
         self.offloaded = False
-        self.move(self.device)
+        self.move()
 
-    def move(self, device):
-        """Moves everything that `offload` speaks of."""
+    def move(self):
+        """Moves weights and optimizer state to the host, or back. Gradients are not kept."""
+        common.onload(self.away)
+        tensors = []
         for chunk in self.critic.model:
+            tensors += chunk.parameters()
             for buffer in chunk.buffers + chunk.expert_parallel_buffers:
                 if self.offloaded:
-                    buffer.offload_to_cpu()
+                    buffer.offload_to_cpu(move_params=False)
                 else:
-                    buffer.reload_from_cpu()
-            for p in chunk.parameters():
-                if not p.requires_grad:  # frozen weights are in no buffer
-                    p.data = p.data.to(device)
-        mpu.get_global_memory_buffer().buffer.clear()  # here sequence parallelism gathers tokens
-
+                    buffer.reload_from_cpu(move_params=False)
         for optimizer in self.critic.optimizers:
-            for p in itertools.chain(*optimizer.shard_fp32_from_float16_groups):
-                p.data = p.data.to(device)  # masters of bfloat16 weights
-            common.move_state(optimizer.optimizer, device)
+            tensors += itertools.chain(*optimizer.shard_fp32_from_float16_groups)  # masters
+            tensors += common.optimizer_moments(optimizer.optimizer)
+
+        if self.offloaded:
+            mpu.get_global_memory_buffer().buffer.clear()  # of sequence parallelism
+            self.away = common.offload(tensors)
 
     @contextmanager
     def on_device(self):
@@ -1420,7 +1441,10 @@ class CriticWorker:
 
         copy: a snapshot, so training can go on before it is called."""
         critic = self.critic
-        tensors = checkpoint_tensors(critic, self.model_config.vocab_size)  # always a copy
+        gather = partial(checkpoint_tensors, critic, self.model_config.vocab_size)
+        snapshot = {}
+        if copy:
+            snapshot = {kind: gather(kind) for kind in STATE}
         state = {
             "updates": critic.updates,
             "optimizer_steps": critic.optimizer_steps,
@@ -1428,8 +1452,9 @@ class CriticWorker:
         }
 
         def write(tmp, group=None):
-            if tensors:
-                write_shard(tmp, tensors)
+            # one kind at a time, because what is gathered is a copy
+            for kind in STATE:
+                write_shard(tmp, kind, snapshot[kind] if copy else gather(kind))
             common.write_json(f"{tmp}/trainer.json", state)
 
         return write
@@ -1460,24 +1485,35 @@ class CriticWorker:
         """Writes the value model as a folder that AutoModelForTokenClassification loads.
 
         num_labels is 1, or the number of bins for hl_gauss; config.json holds the value_range, if
-        any. Every rank writes its share of the weights in a file of its own."""
+        any. Every rank writes its share of the weights in a file of its own. For an architecture
+        without that class, the folder holds the backbone, and value_head.safetensors the head."""
         critic = self.critic
         with self.on_device():
             local = partial(whole_master, critic)
             state = whole_weights(critic.modules, self.model_config.vocab_size, local)
         if self.model_config.model_type == "mixtral":
             state = {mixtral_name(name): x for name, x in state.items()}
+        if self.model_config.model_type == "gpt_oss":
+            state = gather_experts(state)
+
+        # without transformers' class for it, the head is a file of its own, next to a backbone
+        head = {}
+        kinds = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+        if type(self.model_config) not in kinds:
+            kinds = transformers.MODEL_MAPPING
+            head = {name: state.pop(name) for name in list(state) if name.startswith("score.")}
+            state = {name.removeprefix("model."): x for name, x in state.items()}
+        self.model_config.architectures = [kinds[type(self.model_config)].__name__]
 
         # which file has which weight
         file = f"model-{RANK:05d}.safetensors"
         files = collections.ChainMap(*of_all_ranks(dict.fromkeys(state, file)))
         index = {"metadata": {}, "weight_map": dict(files)}
-        kind = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[type(self.model_config)]
-        self.model_config.architectures = [kind.__name__]
 
         with published(folder) as tmp:
-            if state:
-                save_file(state, f"{tmp}/{file}", metadata={"format": "pt"})
+            for path, weights in {file: state, "value_head.safetensors": head}.items():
+                if weights:
+                    save_file(weights, f"{tmp}/{path}", metadata={"format": "pt"})
             common.write_json(f"{tmp}/model.safetensors.index.json", index)
             if RANK == 0:
                 for part in filter(None, (self.model_config, self.tokenizer)):
@@ -1494,33 +1530,34 @@ STATE = {  # what a step changes -> its name in a checkpoint, where {} is the na
 }
 
 
-def checkpoint_tensors(critic, vocab_size):
-    """name -> (first row, tensor on the host): what this rank writes of the state (a collective).
+def checkpoint_tensors(critic, vocab_size, kind):
+    """name -> (first row, tensor on the host): what this rank writes of a kind (a collective).
 
-    These are weights, moments and AdamW's step counts, under the names of critic_fsdp.py."""
-    tensors = {}
-    if RANK == 0:
+    These are weights or moments, with torch's random state or AdamW's step counts, under the names
+    of critic_fsdp.py."""
+    local = partial(whole_master, critic, kind=kind)
+    weights = join_experts(whole_weights(critic.modules, vocab_size, local))
+    tensors = {STATE[kind].format(name): rows for name, rows in weights.items()}
+
+    if kind == "weight" and RANK == 0:
         tensors["rng"] = 0, torch.get_rng_state()
-    for kind, form in STATE.items():
-        local = partial(whole_master, critic, kind=kind)
-        weights = join_experts(whole_weights(critic.modules, vocab_size, local))
-        tensors |= {form.format(name): rows for name, rows in weights.items()}
-
-    # a count for each weight of the last kind, which only trained weights have
-    for name, (first, _) in weights.items():
-        if first == 0:
-            tensors[f"optimizer.{name}.step"] = 0, torch.tensor(float(critic.optimizer_steps))
+    if kind == "exp_avg":  # only weights that train have it
+        for name, (first, _) in weights.items():
+            if first == 0:
+                tensors[f"optimizer.{name}.step"] = 0, torch.tensor(float(critic.optimizer_steps))
     return tensors
 
 
-def write_shard(folder, tensors):
+def write_shard(folder, kind, tensors):
     """Writes this rank's tensors into one file, which torch.distributed.checkpoint can read."""
+    if not tensors:
+        return
     offsets = {}  # the part of a tensor that this file has begins here, in each dimension
     for name, (row, x) in tensors.items():
         offsets[name] = {"saved_offsets": [row, 0, 0][: x.ndim]}
     metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
     mine = {name: x for name, (_, x) in tensors.items()}
-    save_file(mine, f"{folder}/shard-{RANK:05d}.safetensors", metadata=metadata)
+    save_file(mine, f"{folder}/shard-{RANK:05d}-{kind}.safetensors", metadata=metadata)
 
 
 def open_checkpoint(folder, shape):
@@ -1840,8 +1877,27 @@ def share_context(rows, config, layout):
 # ---- Layers and process groups of Megatron -------------------------------------------------------
 #
 # A closed chapter: how Megatron builds its model and its groups of ranks. It is called from
-# build_value_model, check_model_flags (transformer_config), make_layout, pack_unit
-# (splits_sequence) and optimizer_step (grads_for_norm).
+# build_value_model, check_model_flags (FAMILIES, computed_otherwise, transformer_config),
+# make_layout, pack_unit (splits_sequence) and optimizer_step (grads_for_norm).
+
+# the model_types of transformers that Megatron's layers can compute, with the options below
+FAMILIES = (
+    "qwen2",
+    "qwen3",
+    "llama",
+    "mistral",
+    "mixtral",
+    "ministral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "phi3",
+    "seed_oss",
+    "cwm",
+    "glm4_moe",
+    "dots1",
+    "solar_open",
+    "gpt_oss",
+)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -1876,34 +1932,26 @@ def transformer_config(config, model_config, skeleton, dtype):
     """Megatron's config of the model and of how to compute it. skeleton: see build_skeleton."""
     c = model_config
     names = skeleton["model"].state_dict()
-    has_experts = [f"layers.{i}.mlp.gate.weight" in names for i in range(c.num_hidden_layers)]
 
     return TransformerConfig(
         # the model
         num_layers=c.num_hidden_layers,
         hidden_size=c.hidden_size,
-        ffn_hidden_size=c.intermediate_size,
+        ffn_hidden_size=getattr(c, "intermediate_size", None),  # None: in no layer
         num_attention_heads=c.num_attention_heads,
         num_query_groups=c.num_key_value_heads,
         kv_channels=getattr(c, "head_dim", None),  # None: hidden_size / heads
         layernorm_epsilon=c.rms_norm_eps,
-        activation_func=F.silu,
         gated_linear_unit=True,
-        add_bias_linear=False,
+        add_bias_linear="layers.0.self_attn.o_proj.bias" in names,
         add_qkv_bias="layers.0.self_attn.q_proj.bias" in names,
         qk_layernorm="layers.0.self_attn.q_norm.weight" in names,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        # its experts, if any
-        num_moe_experts=getattr(c, "num_experts", None),
-        moe_router_topk=getattr(c, "num_experts_per_tok", 2),
-        moe_ffn_hidden_size=getattr(c, "moe_intermediate_size", None),  # None: intermediate_size
-        moe_layer_freq=list(map(int, has_experts)),
-        moe_router_pre_softmax=not getattr(c, "norm_topk_prob", True),  # over all, or the chosen
-        moe_shared_expert_intermediate_size=getattr(c, "shared_expert_intermediate_size", 0)
-        or None,
-        moe_shared_expert_gate=True,
-        moe_token_dispatcher_type="alltoall",
+        softmax_type="learnable" if "layers.0.self_attn.sinks" in names else "vanilla",
+        **window_options(c),
+        **activation_options(skeleton["model"].layers[0].mlp),
+        **expert_options(c, names),
         # precision and memory
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -1920,6 +1968,99 @@ def transformer_config(config, model_config, skeleton, dtype):
         batch_p2p_comm=False,
         calculate_per_token_loss=True,  # gradients are plain sums, see forward_backward_all
     )
+
+
+def window_options(model_config):
+    """TransformerConfig's options of a sliding window: its size, and which layers have it.
+
+    A folder may have fields that the config's class does not, which transformers does not read."""
+    c = model_config
+    if not hasattr(type(c), "sliding_window") or not c.sliding_window:  # Qwen2-MoE has 0 for none
+        return {}
+
+    kinds = ["sliding_attention"] * c.num_hidden_layers
+    if hasattr(type(c), "layer_types"):
+        kinds = c.layer_types
+    slides = [int(kind == "sliding_attention") for kind in kinds]
+    return {"window_size": (c.sliding_window - 1, 0), "window_attn_skip_freq": slides}
+
+
+def activation_options(mlp):
+    """TransformerConfig's options of the function between the matrices of transformers' MLP."""
+    experts = getattr(mlp, "experts", None)
+    alpha = getattr(experts, "alpha", None)
+    if alpha is None:
+        return {"activation_func": F.silu}
+    return {  # gpt-oss
+        "activation_func": lambda gate: gate * torch.sigmoid(alpha * gate),
+        "activation_func_clamp_value": experts.limit,
+        "glu_linear_offset": 1.0,
+    }
+
+
+def expert_options(model_config, names):
+    """TransformerConfig's options of a mixture of experts. names: weights of its skeleton."""
+    c = model_config
+    layers = range(c.num_hidden_layers)
+    has_experts = [f"layers.{i}.mlp.experts.down_proj" in names for i in layers]
+    options = {
+        "moe_layer_freq": list(map(int, has_experts)),
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    if not any(has_experts):
+        return options
+
+    first = f"layers.{has_experts.index(True)}.mlp"
+    options |= {
+        "num_moe_experts": len(names[f"{first}.experts.down_proj"]),
+        "moe_router_topk": c.num_experts_per_tok,
+        "moe_ffn_hidden_size": getattr(c, "moe_intermediate_size", None),  # None: intermediate_size
+        "moe_router_pre_softmax": not getattr(c, "norm_topk_prob", True),  # over all, or the chosen
+    }
+
+    # an expert that all tokens share, and in Qwen2-MoE the gate of its output
+    for shared in ("shared_expert", "shared_experts"):
+        down = names.get(f"{first}.{shared}.down_proj.weight")
+        if down is not None:
+            options["moe_shared_expert_intermediate_size"] = down.shape[1]
+    options["moe_shared_expert_gate"] = f"{first}.shared_expert_gate.weight" in names
+
+    # experts with probabilities of their own, chosen by these plus a correction that is not trained
+    if f"{first}.gate.e_score_correction_bias" in names:
+        options |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,  # Megatron would move it towards equal loads
+            "moe_router_topk_scaling_factor": c.routed_scaling_factor,
+            "moe_router_dtype": "fp32",
+        }
+        if c.topk_group < c.n_group:
+            options |= {"moe_router_num_groups": c.n_group, "moe_router_group_topk": c.topk_group}
+    return options
+
+
+def computed_otherwise(model_config, names):
+    """Words on what Megatron's layers would compute otherwise. names: weights of the skeleton."""
+    c = model_config
+    odd = []
+    for field, x in {"hidden_act": "silu", "quantization_config": None}.items():
+        if getattr(c, field, x) != x:
+            odd.append(f"{field} {getattr(c, field)}")
+
+    # it has biases in all matrices, or in those of queries, keys and values, or in none
+    of_matrices = ("q_proj.bias", "o_proj.bias", ("down_proj.bias", "down_proj_bias"))
+    q, o, down = (any(name.endswith(end) for name in names) for end in of_matrices)
+    if o != down or (o and not q):
+        odd.append("a bias in some matrices only")
+
+    # with probabilities of their own, it divides those of several experts by their sum, and ranks a
+    # group of experts by its num_experts_per_tok / topk_group best; transformers by its 2 best
+    if hasattr(c, "n_group"):
+        if c.norm_topk_prob != (c.num_experts_per_tok > 1):
+            odd.append(f"norm_topk_prob {c.norm_topk_prob}")
+        if c.topk_group < c.n_group and c.num_experts_per_tok // c.topk_group != 2:
+            odd.append(f"topk_group {c.topk_group} of n_group {c.n_group}")
+    return odd
 
 
 def grads_for_norm(optimizer):
@@ -1978,6 +2119,8 @@ def splits_sequence(config):
 # find_masters), build_skeleton (freezes), build_value_model (freeze), read_weights and
 # load_checkpoint (StoredTensors), state_bytes, and from checkpoints and exports (whole_weights).
 
+LOCAL_EXPERT = "mlp.experts.local_experts.{}"
+
 # megatron-core's name -> how tensor-parallel ranks split it, then the names of its parts in
 # critic_fsdp.py. In a layer, names follow decoder.layers.N here and model.layers.N there.
 WEIGHTS = {
@@ -2000,47 +2143,92 @@ WEIGHTS = {
     ),
     "self_attention.q_layernorm.weight": ("whole", "self_attn.q_norm.weight"),
     "self_attention.k_layernorm.weight": ("whole", "self_attn.k_norm.weight"),
+    "self_attention.core_attention.softmax_offset": ("inputs", "self_attn.sinks"),
     "self_attention.linear_proj.weight": ("inputs", "self_attn.o_proj.weight"),
+    "self_attention.linear_proj.bias": ("whole", "self_attn.o_proj.bias"),
     "pre_mlp_layernorm.weight": ("whole", "post_attention_layernorm.weight"),
     # a layer's MLP
     "mlp.linear_fc1.weight": ("outputs", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc1.bias": ("outputs", "mlp.gate_proj.bias", "mlp.up_proj.bias"),
     "mlp.linear_fc2.weight": ("inputs", "mlp.down_proj.weight"),
+    "mlp.linear_fc2.bias": ("whole", "mlp.down_proj.bias"),
     # an expert
     "mlp.router.weight": ("whole", "mlp.gate.weight"),
-    "mlp.experts.local_experts.{}.linear_fc1.weight": (
+    f"{LOCAL_EXPERT}.linear_fc1.weight": (
         "outputs",
         "mlp.experts.{}.gate_proj.weight",
         "mlp.experts.{}.up_proj.weight",
     ),
-    "mlp.experts.local_experts.{}.linear_fc2.weight": ("inputs", "mlp.experts.{}.down_proj.weight"),
-    # Qwen2-MoE's expert that all tokens share
-    "mlp.shared_experts.gate_weight": ("whole", "mlp.shared_expert_gate.weight"),
+    f"{LOCAL_EXPERT}.linear_fc2.weight": ("inputs", "mlp.experts.{}.down_proj.weight"),
+    # an expert that all tokens share, and GLM's correction of the choice of the others
     "mlp.shared_experts.linear_fc1.weight": (
         "outputs",
-        "mlp.shared_expert.gate_proj.weight",
-        "mlp.shared_expert.up_proj.weight",
+        "mlp.shared_experts.gate_proj.weight",
+        "mlp.shared_experts.up_proj.weight",
     ),
-    "mlp.shared_experts.linear_fc2.weight": ("inputs", "mlp.shared_expert.down_proj.weight"),
+    "mlp.shared_experts.linear_fc2.weight": ("inputs", "mlp.shared_experts.down_proj.weight"),
+    "mlp.router.expert_bias": ("whole", "mlp.gate.e_score_correction_bias"),
 }
 
-# an expert's weight, and transformers' tensors of all experts: one row per expert, gate above up
-EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-JOINED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+# model_type -> what its weights have instead; a single name stands for all parts, end to end
+OTHER_WEIGHTS = {
+    "qwen2_moe": {
+        "mlp.shared_experts.gate_weight": ("whole", "mlp.shared_expert_gate.weight"),
+        "mlp.shared_experts.linear_fc1.weight": (
+            "outputs",
+            "mlp.shared_expert.gate_proj.weight",
+            "mlp.shared_expert.up_proj.weight",
+        ),
+        "mlp.shared_experts.linear_fc2.weight": ("inputs", "mlp.shared_expert.down_proj.weight"),
+    },
+    "phi3": {
+        "self_attention.linear_qkv.weight": ("heads", "self_attn.qkv_proj.weight"),
+        "mlp.linear_fc1.weight": ("outputs", "mlp.gate_up_proj.weight"),
+    },
+    "gpt_oss": {
+        "mlp.router.weight": ("whole", "mlp.router.weight"),
+        "mlp.router.bias": ("whole", "mlp.router.bias"),
+        f"{LOCAL_EXPERT}.linear_fc1.weight": ("turns", "mlp.experts.{}.gate_up_proj"),
+        f"{LOCAL_EXPERT}.linear_fc1.bias": ("turns", "mlp.experts.{}.gate_up_proj_bias"),
+        f"{LOCAL_EXPERT}.linear_fc2.weight": ("transposed", "mlp.experts.{}.down_proj"),
+        f"{LOCAL_EXPERT}.linear_fc2.bias": ("whole", "mlp.experts.{}.down_proj_bias"),
+    },
+}
+
+# an expert's weight, and transformers' tensors of all experts, where these are not named alike: one
+# row per expert, gate above up
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+JOINED = {
+    "gate_proj.weight": "gate_up_proj",
+    "up_proj.weight": "gate_up_proj",
+    "down_proj.weight": "down_proj",
+}
 
 
-def hf_names(name):
+def joined(expert):
+    """(name of the tensor of all experts, number of the expert) for a match of EXPERT."""
+    experts, number, kind = expert.groups()
+    return f"{experts}.{JOINED.get(kind, kind)}", int(number)
+
+
+def hf_names(name, family):
     """A weight's global name -> (how ranks split it, the names of its parts in critic_fsdp.py)."""
     numbers = re.findall(r"\.(\d+)", name)
     form = re.sub(r"\.\d+", ".{}", name).removeprefix("decoder.layers.{}.")
-    cut, *parts = WEIGHTS[form]
+    cut, *parts = (WEIGHTS | OTHER_WEIGHTS.get(family, {}))[form]
     prefix = "model.layers.{}." if numbers else ""
     return cut, [f"{prefix}{part}".format(*numbers) for part in parts]
 
 
 def named_weights(modules):
-    """(global name, parameter) of this rank's weights: layers and experts have global numbers."""
+    """(global name, weight) of what this rank stores: layers and experts have global numbers.
+
+    All are parameters but the correction of a router, which is not trained."""
     for module in modules:
-        for name, p in module.named_parameters():
+        stored = [*module.named_parameters(), *module.named_buffers()]
+        for name, p in stored:
+            if not isinstance(p, nn.Parameter) and not name.endswith("expert_bias"):
+                continue  # a count that Megatron keeps
             words = name.split(".")
             if words[1] == "layers":
                 layer = module.decoder.layers[int(words[2])]
@@ -2065,12 +2253,16 @@ def freeze(modules, config):
     trained = 0
     frozen = 0
     for name, p in named_weights(modules):
-        _, parts = hf_names(name)
+        if not isinstance(p, nn.Parameter):
+            continue
+
+        # which of its parts in critic_fsdp.py match
+        _, parts = hf_names(name, modules[0].family)
         matches = []
         for part in parts:
             expert = EXPERT.fullmatch(part)
             if expert:  # the name of the experts' one tensor
-                part = f"{expert[1]}.{JOINED[expert[3]]}"
+                part, _ = joined(expert)
             matches.append(freezes(config, part))
         if any(matches) != all(matches):
             words = f"must match all or none of {', '.join(parts)}, which are one weight here"
@@ -2097,12 +2289,39 @@ def groups_of(name):
     return mpu.get_tensor_model_parallel_group(), replicas
 
 
-def shard(cut, parts, groups, rank, size):
+def taken_apart(cut, parts, groups, head_dim):
+    """Parts of a weight as Megatron has them, where a family has them in one tensor, or turned."""
+    if cut == "turns":  # gpt-oss: columns are those of gate and up in turn
+        parts = [parts[0][..., ::2].movedim(0, -1), parts[0][..., 1::2].movedim(0, -1)]
+    elif cut == "transposed":
+        parts = [parts[0].T]
+    elif cut == "outputs" and len(parts) == 1:  # Phi-3: they lie end to end
+        parts = parts[0].chunk(2)
+    elif cut == "heads" and len(parts) == 1:
+        of_keys = groups * head_dim
+        parts = parts[0].split([len(parts[0]) - 2 * of_keys, of_keys, of_keys])
+    return parts
+
+
+def put_together(cut, parts, count):
+    """The inverse of taken_apart: `count` tensors."""
+    if cut == "turns":
+        gate_up = torch.stack(parts, 1).flatten(0, 1)
+        parts = [gate_up.movedim(-1, 0)]
+    elif cut == "transposed":
+        parts = [parts[0].T]
+    elif count < len(parts):
+        parts = [torch.cat(parts)]
+    return parts
+
+
+def shard(cut, parts, groups, head_dim, rank, size):
     """A tensor-parallel rank's shard of a weight, from its whole parts in Hugging Face's form."""
+    parts = taken_apart(cut, parts, groups, head_dim)
     if cut == "whole":
         return parts[0]
-    if cut == "inputs":
-        return parts[0].chunk(size, 1)[rank]
+    if cut in ("inputs", "transposed"):
+        return parts[0].chunk(size, -1)[rank]
     if cut == "vocabulary":
         return F.pad(parts[0], (0, 0, 0, -len(parts[0]) % size)).chunk(size)[rank]
 
@@ -2116,9 +2335,9 @@ def unshard(cut, shards, groups, head_dim, vocab_size):
     """The whole parts in Hugging Face's form, from all ranks' shards: the inverse of shard."""
     if cut == "whole":
         return shards[:1]
-    if cut == "inputs":
-        return [torch.cat(shards, 1)]
-    if cut == "outputs":
+    if cut in ("inputs", "transposed"):
+        return [torch.cat(shards, -1)]
+    if cut in ("outputs", "turns"):
         return [torch.cat(halves) for halves in zip(*(x.chunk(2) for x in shards))]
     if cut == "vocabulary":
         return [torch.cat(shards)[:vocab_size]]
@@ -2137,7 +2356,7 @@ def whole_weights(modules, vocab_size, local):
     config = modules[0].config
     kept = {}
     for name, p in named_weights(modules):
-        cut, parts = hf_names(name)
+        cut, parts = hf_names(name, modules[0].family)
         group, replicas = groups_of(name)
         mine = local(name, p)
         if mine is None:
@@ -2152,7 +2371,7 @@ def whole_weights(modules, vocab_size, local):
         replica = turn // group.size() % replicas.size()  # and which of its copies
         if group.rank() == writer and replicas.rank() == replica:
             wholes = unshard(cut, shards, config.num_query_groups, config.kv_channels, vocab_size)
-            for part, whole in zip(parts, wholes):
+            for part, whole in zip(parts, put_together(cut, wholes, len(parts))):
                 kept[part] = whole.float().cpu().contiguous()
     return kept
 
@@ -2163,15 +2382,40 @@ def join_experts(weights):
     A rank with only some of the experts has their rows, from the first row on."""
     out = {}
     layers = {}  # the joint tensor's name -> expert -> its matrices, gate before up
-    for name, x in weights.items():
+    for name in list(weights):
+        x = weights.pop(name)  # so that no more than one layer's experts are here twice
         if expert := EXPERT.fullmatch(name):
-            experts, i, kind = expert.groups()
-            matrices = layers.setdefault(f"{experts}.{JOINED[kind]}", {})
-            matrices.setdefault(int(i), []).append(x)
+            joint, number = joined(expert)
+            layers.setdefault(joint, {}).setdefault(number, []).append(x)
         else:
             out[name] = 0, x
-    for name, experts in layers.items():
+    for name in list(layers):
+        experts = layers.pop(name)
         out[name] = min(experts), torch.stack([torch.cat(experts[i]) for i in sorted(experts)])
+    return out
+
+
+def gather_experts(weights):
+    """Puts all experts of a layer in one tensor, on one of the ranks, as gpt-oss's files have them.
+
+    A collective."""
+    out = {}
+    rows = {}  # those that this rank has
+    for name, (first, x) in join_experts(weights).items():
+        if ".experts." in name:
+            rows[name] = first, x
+        else:
+            out[name] = x
+
+    # one tensor after another, which takes less memory
+    names = sorted(set(itertools.chain(*of_all_ranks(list(rows)))))
+    for i, name in enumerate(names):
+        sent = [None] * WORLD_SIZE
+        sent[i % WORLD_SIZE] = rows.pop(name, None)
+        came = [part for part in common.exchange(sent) if part]
+        if came:
+            came.sort(key=lambda part: part[0])
+            out[name] = torch.cat([x for _, x in came])
     return out
 
 
@@ -2220,17 +2464,18 @@ def fill(critic, tensors, flag, kind="weight", form="{}"):
     The inverse of whole_master. A collective; UserError on all ranks if a tensor does not fit on
     any of them."""
     problems = []
+    config = critic.transformer
     for name, p in named_weights(critic.modules):
         if kind != "weight" and not p.requires_grad:
             continue
-        cut, parts = hf_names(name)
+        cut, parts = hf_names(name, critic.modules[0].family)
         group, _ = groups_of(name)
 
         # this rank's shard; what does not fit is told below, when all ranks are here
         try:
             wholes = [lookup_weight(tensors, part, form) for part in parts]
-            heads = critic.transformer.num_query_groups
-            x = shard(cut, wholes, heads, group.rank(), group.size())
+            heads = config.num_query_groups
+            x = shard(cut, wholes, heads, config.kv_channels, group.rank(), group.size())
             if x.shape != p.shape:
                 raise RuntimeError(f"is {tuple(x.shape)} instead of {tuple(p.shape)}")
         except (KeyError, RuntimeError, IndexError) as error:
@@ -2260,12 +2505,13 @@ def lookup_weight(tensors, name, form):
     if not expert:
         raise KeyError(form.format(name))
 
-    experts, i, kind = expert.groups()
-    x = tensors[form.format(f"{experts}.{JOINED[kind]}")][int(i)]
-    if kind == "down":
-        return x
-    gate, up = x.chunk(2)
-    return gate if kind == "gate" else up
+    joint, number = joined(expert)
+    x = tensors[form.format(joint)][number]
+    if name.endswith("gate_proj.weight"):
+        return x.chunk(2)[0]
+    if name.endswith("up_proj.weight"):
+        return x.chunk(2)[1]
+    return x
 
 
 def mixtral_name(name):
@@ -2282,7 +2528,8 @@ class StoredTensors(dict):
     def __init__(self, folder, prefix="", flag="--model"):
         with blame(f"{flag} {folder}: its weights do not load"):
             shapes, read = common.open_weights(folder)
-        self.read_once = lru_cache(maxsize=2)(read)  # experts are looked up one by one
+        # experts are looked up one by one, in up to four tensors of all
+        self.read_once = lru_cache(maxsize=4)(read)
         for name in shapes:
             rest = name.removeprefix(prefix and "model.").removeprefix(prefix)
             self[prefix + rest] = name

@@ -78,7 +78,7 @@ import torch.nn as nn
 import transformers
 import tyro
 from pydantic import Field, PositiveFloat, ValidationError
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -863,15 +863,25 @@ def save(loop, step):
     with loop.phases("critic", critic):
         critic.check_values(loop.batch)
 
-    with loop.phases("checkpoint", actor, critic):
-        write_actor = actor.checkpoint_writer(loop.run.async_save)
-        write_critic = critic.checkpoint_writer(loop.run.async_save)
+    with loop.phases("checkpoint"):
         state = {"step": step, "kl_coef": loop.kl_coef}
+        workers = {"actor": actor, "critic": critic}
+
+        # in the background, from a copy of both
+        writers = {}
+        if loop.run.async_save:
+            for name, worker in workers.items():
+                with loop.phases.on_device(worker):
+                    writers[name] = worker.checkpoint_writer(copy=True)
 
         def write(tmp, group):
-            for name, write_part in (("actor", write_actor), ("critic", write_critic)):
+            for name, worker in workers.items():
                 os.makedirs(f"{tmp}/{name}", exist_ok=True)
-                write_part(f"{tmp}/{name}", group)
+                if writers:
+                    writers[name](f"{tmp}/{name}", group)
+                    continue
+                with loop.phases.on_device(worker):
+                    worker.checkpoint_writer()(f"{tmp}/{name}", group)
             common.write_json(f"{tmp}/loop.json", state)
 
         loop.checkpoints.save(step, write)
@@ -1755,6 +1765,8 @@ class PolicyWorker:
             self.shard()
         lm.tie_weights()  # to_empty untied them
         common.send_weights(lm, source)
+        self.weights_away = []  # what is on the host, see common.offload
+        self.moments_away = []
         self.optimizer = None
         if trains:
             self.make_optimizer()
@@ -1816,13 +1828,16 @@ class PolicyWorker:
 
     def offload(self):
         """Moves weights and optimizer state to the host, to free device memory for other phases."""
-        self.model.to("cpu")
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        self.weights_away += common.offload(self.model.parameters())
         if self.optimizer:
-            common.move_state(self.optimizer, "cpu")
+            self.moments_away += common.offload(common.optimizer_moments(self.optimizer))
 
     def onload(self):
-        """Moves the weights back to the device; optimizer state follows only during an update."""
-        self.model.to(self.device)
+        """Moves the weights back; optimizer state follows only for an update or a checkpoint."""
+        common.onload(self.weights_away)
 
     # ---- batches
 
@@ -1912,8 +1927,7 @@ class PolicyWorker:
         totals = collections.Counter(self.no_sums)  # of the steps taken
         norms = []  # of the mini-batches, NaN where the step was skipped
         done = common.progress_of(config.ppo_epochs * len(rows), "policy", "rows")
-        if self.run.offload:
-            common.move_state(self.optimizer, self.device)
+        common.onload(self.moments_away)
 
         # epochs: each has its own order, in which rows with equal prompts stay together
         groups = common.by_prompt(rows)
@@ -2026,6 +2040,7 @@ class PolicyWorker:
 
     def checkpoint_tensors(self):
         """All state as one flat dict of tensors, which share memory with model and optimizer."""
+        common.onload(self.moments_away)
         tensors = {}
         for name, p in self.model.named_parameters():
             tensors[f"model.{name}"] = p.detach()
@@ -2033,7 +2048,7 @@ class PolicyWorker:
                 tensors[f"optimizer.{name}.{key}"] = x
         return tensors
 
-    def checkpoint_writer(self, copy):
+    def checkpoint_writer(self, copy=False):
         """-> write(tmp, group), which saves the current state. copy: from a snapshot."""
         tensors = self.checkpoint_tensors()
         if copy:
@@ -2045,8 +2060,7 @@ class PolicyWorker:
         }
 
         def write(tmp, group=None):
-            writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True)
-            dcp.save(tensors, storage_writer=writer, process_group=group)
+            common.write_tensors(tmp, tensors, group)
             common.write_json(f"{tmp}/trainer.json", state)
 
         return write
@@ -2243,6 +2257,7 @@ class HFRollout:
                 deepcopy(task.model_config), dtype=self.dtype, attn_implementation=attention
             )
         self.model.generation_config = GenerationConfig(eos_token_id=task.stop_ids, pad_token_id=0)
+        self.away = []  # what is on the host, see common.offload
 
     @torch.no_grad()
     def sync(self, weights):
@@ -2251,10 +2266,10 @@ class HFRollout:
             self.model.get_parameter(name).copy_(weight)
 
     def offload(self):
-        self.model.to("cpu")
+        self.away += common.offload(self.model.parameters())
 
     def onload(self):
-        self.model.to(self.device)
+        common.onload(self.away)
 
     def generate(self, rows, temperature, images=None):
         """rows: (prompt ids, seed, most new tokens) each -> for each (new ids, their log-probs as
@@ -2543,13 +2558,19 @@ class Phases:
     @contextmanager
     def __call__(self, name, *workers):
         start = perf_counter()
-        with torch.profiler.record_function(name), ExitStack() as stack:
+        with torch.profiler.record_function(name), self.on_device(*workers):
+            yield
+        self.seconds[name] += perf_counter() - start
+
+    @contextmanager
+    def on_device(self, *workers):
+        """With --offload, brings these workers to the device for a while."""
+        with ExitStack() as stack:
             for worker in workers:
                 if worker and self.offload:
                     worker.onload()
                     stack.callback(worker.offload)
             yield
-        self.seconds[name] += perf_counter() - start
 
     def take(self, tokens):
         """Timing metrics: of the phases since the last call, and the mean time of a step.

@@ -3,6 +3,8 @@
     OMP_NUM_THREADS=1 python tests/bench.py              10 million weights, answers to GSM8K
     OMP_NUM_THREADS=1 python tests/bench.py --mix long-prompt --rows 32
     OMP_NUM_THREADS=1 python tests/bench.py --mix long-tail --model 100m --rows 16
+    OMP_NUM_THREADS=1 python tests/bench.py --model hybrid --mix long-tail --rows 32 \
+        --contestants "fsdp padded" fsdp bare
     OMP_NUM_THREADS=1 python tests/bench.py --host --ranks 64
                                                          what one of many ranks spends moving rows
 
@@ -10,7 +12,7 @@ All contestants have the same weights, rows, precision, token budget and AdamW. 
 processes, and they take turns. On a CPU the tables use the CPU time of all ranks together, because
 it does not depend on other jobs on the machine.
 
-    fsdp, megatron  the critics; "alone" means --no-share-prompts
+    fsdp, megatron  the critics; "alone" means --no-share-prompts, "padded" --no-use-remove-padding
     bare            transformers' backbone, a linear head, the loss and AdamW, on ready packs
     verl padded     DataParallelPPOCritic of verl 0.6.1 with transformers' SDPA, if installed
     verl packed     the same with use_remove_padding and dynamic batches; SDPA masks other rows
@@ -42,7 +44,13 @@ import torch
 import tyro
 from torch.distributed import TCPStore
 from torch.nn import functional as F
-from transformers import AutoModel, AutoModelForTokenClassification, AutoTokenizer, Qwen2Config
+from transformers import (
+    AutoModel,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen3NextConfig,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DATA = ROOT.parent / "shared" / "data"
@@ -54,15 +62,17 @@ import critic_fsdp  # noqa: E402
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
-MODELS = {  # sizes of Qwen2
+MODELS = {  # sizes of Qwen2; hybrid: a dense Qwen3-Next, 3 of 4 layers recur
     "tiny": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, heads=4),
     "10m": dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=6, heads=6),
+    "hybrid": dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=8, heads=6),
     "100m": dict(hidden_size=768, intermediate_size=2304, num_hidden_layers=12, heads=12),
     "1b": dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, heads=32),
 }
 OURS = {"fsdp": "critic_fsdp", "megatron": "critic_megatron"}
 ALONE = ("fsdp alone", "megatron alone")
-CONTESTANTS = ("bare", *OURS, *ALONE, "verl padded", "verl packed", "verl lent")
+PADDED = "fsdp padded"
+CONTESTANTS = ("bare", *OURS, *ALONE, PADDED, "verl padded", "verl packed", "verl lent")
 
 
 @dataclass(frozen=True)
@@ -136,6 +146,11 @@ def model_config(work):
         "vocab_size": work.vocab_size,
     }
     fields |= {"num_labels": 1, "max_position_embeddings": 2**15, "pad_token_id": None}
+    if work.model == "hybrid":
+        gates = {"linear_num_key_heads": heads // 2, "linear_num_value_heads": heads}
+        width = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64}
+        width["mlp_only_layers"] = list(range(fields["num_hidden_layers"]))  # no experts
+        return Qwen3NextConfig(**fields, **gates, **width, tie_word_embeddings=False)
     return Qwen2Config(**fields, tie_word_embeddings=False)
 
 
@@ -152,6 +167,8 @@ def ours(name, work, folder, batch):
     module = importlib.import_module(OURS[name.split()[0]])
     flags = {"ppo_mini_batch_size": work.rows, "ppo_max_token_len_per_gpu": work.budget}
     flags["share_prompts"] = name not in ALONE
+    if name == PADDED:
+        flags["use_remove_padding"] = False
     flags |= json.loads(work.flags)
     worker = module.CriticWorker(module.Config(model=str(folder), lr=1e-5, **flags))
     worker.init_model()
@@ -164,6 +181,8 @@ def load_model(folder, attention):
     model = AutoModelForTokenClassification.from_pretrained(
         folder, attn_implementation=attention
     ).to(DEVICE)
+    if attention == "packed":
+        common.pack_recurrent(model.get_decoder())
     return model, torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01, fused=True)
 
 

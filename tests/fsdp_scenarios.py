@@ -168,13 +168,15 @@ def gathered_weights_are_let_go(folder):
 def the_plan_is_what_a_rank_holds(folder):
     """--plan's weights, gradients and optimizer state equal the bytes of the ranks' own tensors."""
     local = lambda x: (x.to_local() if isinstance(x, DTensor) else x).nbytes
+    common.setup_distributed()
     for layout, fields in LAYOUTS.items():
         with contextlib.redirect_stdout(io.StringIO()) as said:
             critic_fsdp.main(Run(critic=Config(**fields), rollouts=ROWS, plan=WORLD_SIZE))
         text = common.of_all_ranks(said.getvalue())[0]
         found = re.findall(r"(\w+) .* = ([\d,]+) x (\d) bytes / (\d) shards", text)
         planned = {name: int(n.replace(",", "")) * int(size) / int(k) for name, n, size, k in found}
-        del planned["gathered"]  # exists only while a layer runs
+        for name in ("gathered", "computed", "reduced"):
+            del planned[name]  # exist only while a layer runs, see test_device.py
         worker = make(**fields)
         optimizer = worker.critic.optimizer
         optimizer.zero_grad = lambda: None

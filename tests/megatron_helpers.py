@@ -43,7 +43,7 @@ def assert_replicas_agree(critic):
     """Ranks that hold the same part of a weight, or all of an unsharded one, hold the same bits."""
     for name, p in cm.named_weights(critic.modules):
         groups = [cm.groups_of(name)[1]]
-        if cm.hf_names(name)[0] == "whole":
+        if cm.hf_names(name, critic.modules[0].family)[0] == "whole":
             groups.append(cm.groups_of(name)[0])
         for group in groups:
             most, least = p.detach().clone(), p.detach().clone()

@@ -296,6 +296,33 @@ def one_update(path, n, fields):
     }
 
 
+FAMILIES = ("qwen3_5", "lfm2", "nemotron_h", "granitemoehybrid", "cohere2", "mistral3")
+
+
+def make_families(folder):
+    """A folder with a tiny actor of each family and a tokenizer."""
+    import models
+
+    for kind in FAMILIES:
+        model_config = models.tiny_config(transformers.CONFIG_MAPPING[kind])
+        lm = ppo_loop.policy_class(model_config).from_config(model_config, dtype=torch.float32)
+        lm.save_pretrained(folder / kind)
+        common.char_tokenizer().save_pretrained(folder / kind)
+
+
+def runs_with_a_family(folder, kind):
+    """Three steps with an actor, a reference and a critic of a family with recurrent layers, a
+    scale of its logits, or a vision tower. Rollout and actor agree."""
+    out = folder / f"run of {kind}"
+    flags = ("--supervised-steps", "0", "--steps", "3", "--kl-coef", "0.01", "--eval-every", "0")
+    own = ("--actor.model", str(folder / kind), "--out-dir", str(out))
+    ppo_loop.main(ppo_loop.parse([*own, *flags, "--train-batch-size", "16"]))
+
+    steps = steps_of(out)
+    assert len(steps) == 3 and all(row["actor/grad_norm"] > 0 for row in steps)
+    assert max(row["rollout/log_prob_diff_max"] for row in steps) < 1e-5
+
+
 def functions_of_a_file(folder):
     """A reward and an environment that fail on some rows: the run goes on and counts them, the
     turns of all rows, and the parts of the rewards that are there."""
@@ -435,6 +462,8 @@ LAUNCHES = [
     ("update of the actor on 1", 1, update_of_the_actor, (), ()),
     *((f"update of the actor on {n}", n, update_of_the_actor, (), ("update of the actor on 1",))
       for n in (2, 4)),
+    ("families", 1, make_families, (), ()),
+    *((f"a run of {kind}", 2, runs_with_a_family, (kind,), ("families",)) for kind in FAMILIES),
     ("functions of a file", 2, functions_of_a_file, (), ("start",)),
     ("images on 1", 1, images, (), ()),
     ("images on 2", 2, images, (), ("images on 1",)),

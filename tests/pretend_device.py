@@ -37,8 +37,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 REAL = torch.cuda.is_available()
 HERE = (torch.__version__[:5], sys.platform, platform.machine())
-RUNS_HERE = HERE == ("2.13.", "linux", "x86_64")
-REASON = "the pretended device knows the inside of torch 2.13 on Linux, x86-64"
+# a CUDA build has kernels of its own, which would be called
+RUNS_HERE = HERE == ("2.13.", "linux", "x86_64") and not torch.backends.cuda.is_built()
+REASON = "the pretended device knows the inside of torch 2.13's CPU build on Linux, x86-64"
 HOST = torch.device("cpu")
 MEMORY = 2**28  # bytes of the device
 RANDOM = torch.Generator()  # of the device
@@ -46,6 +47,8 @@ WAITS = collections.Counter()
 used = {"now": 0, "peak": 0}  # bytes in use on the device
 late = []  # copies to pinned memory that have not arrived: (target, future content)
 pinned = set()  # addresses of pinned memory
+blocks = collections.Counter()  # of pinned memory that was freed, which stays: bytes -> how many
+pins = {"num_host_alloc": 0, "allocated_bytes.current": 0}  # blocks made so far
 THREADS = set()  # threads that have chosen their device; each begins with the first one
 freed = set()  # device storages that were resized to 0
 works = []  # sends and receives in flight, and their tensors
@@ -74,13 +77,15 @@ def address(x):
 
 def to_device(host):
     """A device tensor on the memory of a host tensor."""
-    use(nbytes(host.untyped_storage()))
-    # it lives as long as the storage made here
-    weakref.finalize(host, use, -nbytes(host.untyped_storage()))
+    size = nbytes(host.untyped_storage())
+    use(size)
     capsule = torch.utils.dlpack.to_dlpack(host)
     ctypes.c_int64.from_address(pointer(capsule, b"dltensor") + 8).value = 2  # CUDA, index 0
     x = torch._C._from_dlpack(capsule)
-    freed.discard(x.untyped_storage()._cdata)
+    it = x.untyped_storage()._cdata
+    freed.discard(it)
+    # the host tensor lives as long as the storage made here, which may be empty by then
+    weakref.finalize(host, lambda: use(0 if it in freed else -size))
     return x
 
 
@@ -131,8 +136,21 @@ def arrive(place=None):
 
 
 def pin(x):
+    """Makes a tensor's memory pinned. Like torch, it rounds up to powers of two, and never gives
+    back what is freed, but to the next that asks."""
+    size = 1 << (nbytes(x.untyped_storage()) - 1).bit_length() if x.numel() else 0
+    if blocks[size]:
+        blocks[size] -= 1
+    else:
+        pins["num_host_alloc"] += 1
+        pins["allocated_bytes.current"] += size
+
+    def free(place):
+        pinned.discard(place)
+        blocks[size] += 1
+
     pinned.add(address(x))
-    weakref.finalize(x, pinned.discard, address(x))
+    weakref.finalize(x, free, address(x))
     return x
 
 
@@ -406,6 +424,13 @@ def believe():
     kept.append(guard)
 
 
+def warm_up():
+    """Makes cuBLAS allocate its workspaces, which stay: one for each thread that computes products,
+    those of the forward and of the backward."""
+    x = torch.ones(64, 64, device="cuda" if torch.cuda.is_available() else "cpu")
+    torch.nn.Linear(64, 64, device=x.device)(x).sum().backward()
+
+
 def watch():
     """On a real GPU, counts waits like the pretended device, from torch's warnings about
     synchronization."""
@@ -416,8 +441,7 @@ def watch():
 
     warnings.simplefilter("always")
     warnings.showwarning = warned
-    # cuBLAS allocates its workspace
-    torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
+    warm_up()
     torch.cuda.set_sync_debug_mode("warn")
     choose = torch.cuda.set_device
     torch.cuda.set_device = lambda x: choose(x) or THREADS.add(threading.get_ident())
@@ -469,6 +493,7 @@ def install():
     answers = {name: lambda *_, x=x, **__: x for name, x in says.items()}
     answers |= {"memory_allocated": allocated, "memory_reserved": allocated}
     answers |= {"max_memory_allocated": lambda *_: used["peak"]}
+    answers["host_memory_stats"] = lambda: dict(pins)
     answers["mem_get_info"] = lambda *_: (MEMORY - allocated(), MEMORY)
     answers["reset_peak_memory_stats"] = lambda *_: used.update(peak=used["now"])
     answers |= {

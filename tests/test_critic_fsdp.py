@@ -3,7 +3,6 @@ memory."""
 
 import contextlib
 import functools
-import gc
 import itertools
 import json
 import math
@@ -23,7 +22,6 @@ from helpers import (
     worker,
 )
 from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp._flat_param import FlatParameter
 
 import common
 import critic_fsdp
@@ -550,33 +548,16 @@ def test_shared_prompts_change_no_update(fields):
     assert seen[0] == pytest.approx(seen[1], rel=most, abs=most)
 
 
-def live_storages():
-    """address -> storage, of every tensor that Python can see."""
-    gc.collect()
-    kinds = (torch.Tensor, torch.nn.Parameter, FlatParameter)
-    tensors = [x for x in gc.get_objects() if type(x) in kinds]
-    return {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_move_leaves_nothing_in_the_old_memory(strategy, monkeypatch):
-    """With a `to` that copies, as between devices, no tensor refers to the old weights and
-    moments."""
-    before = live_storages()
+def test_offloading_on_a_host_frees_gradients_alone(strategy):
+    """For a device see test_device.py."""
     w = worker(strategy=strategy)
     batch = batch_for(w)
     w.update_critic(batch)
-    old = {p: s for p, s in live_storages().items() if p not in before and s.nbytes() > 4 * 90}
-    count = sum(p.numel() for p in w.critic.model.parameters())
-
-    assert sum(s.nbytes() for s in old.values()) > 2.9 * 4 * count  # weights and two moments
+    w.try_out(common.Batch.blank(9))  # leaves gradients
     weights = full_weights(w.critic)
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, *_, **__: x.clone())
     w.offload()
-    monkeypatch.undo()
-    left = {p: s.nbytes() for p, s in live_storages().items() if p in old}
-
-    assert sum(left.values()) < 0.05 * 4 * count, left
+    assert all(p.grad is None for p in w.critic.parameters)
     assert_same_weights(w, weights)
     with pytest.raises(RuntimeError, match="offloaded"):
         w.update_critic(batch)

@@ -151,19 +151,21 @@ SIZES = dict(
     num_attention_heads=8,
     num_key_value_heads=2,
 )  # fmt: skip
-WINDOW = {"use_sliding_window": True, "sliding_window": 8}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
 BAD_MODELS = {  # words of the error -> a model that causes it
     "gemma2 is not among qwen2, .*, llama, mistral, mixtral, ": transformers.Gemma2Config(**SIZES),
-    "mlp_bias True": transformers.LlamaConfig(**SIZES, mlp_bias=True),
-    "attention_bias True": transformers.LlamaConfig(**SIZES, attention_bias=True),
+    "a bias in some": transformers.LlamaConfig(**SIZES, mlp_bias=True),
+    "a bias in some matrices": transformers.LlamaConfig(**SIZES, attention_bias=True),
+    "a bias in some matrices only": transformers.SeedOssConfig(
+        **SIZES, attention_bias=False, attention_out_bias=True, mlp_bias=True
+    ),
+    "only supported when ETP==1": transformers.GptOssConfig(**SIZES, num_local_experts=4),
+    "norm_topk_prob True": transformers.Glm4MoeConfig(**SIZES, num_experts_per_tok=1),
+    "norm_topk_prob False": transformers.Glm4MoeConfig(**SIZES, norm_topk_prob=False),
+    "topk_group 2 of n_group 4": transformers.Glm4MoeConfig(**SIZES, n_group=4, topk_group=2),
     "hidden_act gelu": transformers.LlamaConfig(**SIZES, hidden_act="gelu"),
-    "sliding_window 8": transformers.Qwen2Config(**SIZES, **WINDOW, max_window_layers=0),
-    "sliding_window 9": transformers.MistralConfig(**SIZES, sliding_window=9),
     "quantization_config": transformers.LlamaConfig(
         **SIZES, quantization_config={"quant_method": "fp8"}
     ),
-    "rope_parameters .*yarn": transformers.LlamaConfig(**SIZES, rope_parameters=YARN),
     "--no-sequence-parallel": transformers.MixtralConfig(**SIZES, num_local_experts=4),
 }
 
@@ -175,7 +177,30 @@ def test_flags_that_do_not_fit_a_model_are_named(words):
     with pytest.raises(UserError, match=words):
         cm.check_model_flags(config, BAD_MODELS[words])
     cm.check_model_flags(config, transformers.Qwen2Config(**SIZES))
-    cm.check_model_flags(Config(), transformers.Qwen2MoeConfig(**SIZES))  # its window is 0
+
+
+WINDOW = {"sliding_window": 8, "use_sliding_window": True}
+ALL = ["sliding_attention"] * 2
+WINDOWS = {  # transformers config -> the layers that have a window of 8 tokens
+    "mistral": (transformers.MistralConfig(**SIZES, sliding_window=8), [1, 1]),
+    # transformers' Mistral does not read layer_types, which some folders have, nor Llama a window
+    "mixed mistral": (
+        transformers.MistralConfig(**SIZES, sliding_window=8, layer_types=["full_attention"] * 2),
+        [1, 1],
+    ),
+    "qwen2": (transformers.Qwen2Config(**SIZES, **WINDOW, max_window_layers=1), [0, 1]),
+    "qwen3": (transformers.Qwen3Config(**SIZES, **WINDOW, layer_types=ALL), [1, 1]),
+    "qwen3, off": (transformers.Qwen3Config(**SIZES, sliding_window=8), None),
+    "qwen2-moe, off": (transformers.Qwen2MoeConfig(**SIZES), None),  # its window is 0
+    "llama": (transformers.LlamaConfig(**SIZES, sliding_window=8), None),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_layers_have_the_windows_of_transformers(name):
+    config, layers = WINDOWS[name]
+    expected = {} if layers is None else {"window_size": (7, 0), "window_attn_skip_freq": layers}
+    assert cm.window_options(config) == expected
 
 
 def critic_of(rank=0, dp_size=1, **fields):
@@ -211,9 +236,11 @@ def test_the_longest_row_fits_with_its_padding_and_after_every_halving(fields, l
 
 
 def test_names_of_weights():
-    cut, parts = cm.hf_names("decoder.layers.11.self_attention.linear_proj.weight")
+    cut, parts = cm.hf_names("decoder.layers.11.self_attention.linear_proj.weight", "qwen2")
     assert (cut, parts) == ("inputs", ["model.layers.11.self_attn.o_proj.weight"])
-    cut, parts = cm.hf_names("decoder.layers.2.mlp.experts.local_experts.13.linear_fc1.weight")
+    cut, parts = cm.hf_names(
+        "decoder.layers.2.mlp.experts.local_experts.13.linear_fc1.weight", "mixtral"
+    )
     gate_up = [f"model.layers.2.mlp.experts.13.{x}_proj.weight" for x in ("gate", "up")]
     assert (cut, parts) == ("outputs", gate_up)
 

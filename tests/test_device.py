@@ -6,9 +6,12 @@ With a GPU, this file is a script, whose results the tests read with DEVICE_RESU
     python tests/test_device.py OUT_FOLDER [NAME...]
 """
 
+import contextlib
 import dataclasses
 import functools
+import io
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -104,15 +107,101 @@ def layout(name, fields):
         device.WAITS.clear()
         whole = device.allocated() - before
         worker.offload()
-        # AdamW's state goes without a wait
-        assert not any("state[name]" in line for _, line in device.WAITS)
-        assert not device.late  # and has arrived
+        assert device.WAITS.total() <= 1, device.WAITS  # for all weights and AdamW's state
+        assert not device.late  # they have arrived
         left = device.allocated() - before
         # a stage keeps its last input
         assert fields.get("offload_policy") or left < 0.1 * whole, (left, whole)
         worker.onload()
 
     return learned(worker, move)
+
+
+def state_of(worker):
+    """Copies of a critic's weights and moments, on the host."""
+    critic = worker.critic
+    optimizers = [critic.optimizer]
+    modules = [critic.model]
+    if hasattr(critic, "masters"):  # Megatron's
+        optimizers = [x.optimizer for x in critic.optimizers]
+        modules = critic.modules
+    tensors = [p for module in modules for p in module.parameters()]
+    tensors += itertools.chain(*map(common.optimizer_moments, optimizers))
+    return [getattr(x, "_local_tensor", x).detach().cpu().clone() for x in tensors]
+
+
+def offloading(out):
+    """Offloading changes no bit, allocates host memory once and no more than the tensors have, and
+    a checkpoint of an offloaded critic is the same."""
+    stats = lambda: torch.cuda.host_memory_stats()
+    for name in ("fsdp2", "fsdp1", "none", "megatron", "megatron bfloat16", "megatron frozen"):
+        worker = made(name, LAYOUTS[1][name])
+        worker.update_critic(BATCH)
+        worker.save_checkpoint(out / "here")
+        state = state_of(worker)
+        before, blocks = stats()["allocated_bytes.current"], []
+        held = device.allocated()
+        for _ in range(3):
+            worker.offload()
+            blocks.append(stats()["num_host_alloc"])
+            moved = held - device.allocated()
+            worker.onload()
+        grown = stats()["allocated_bytes.current"] - before
+        assert len(set(blocks)) == 1 and 0 <= grown <= moved, (name, blocks, grown, moved)
+
+        worker.offload()
+        worker.save_checkpoint(out / "away")
+        worker.onload()
+        assert all(map(torch.equal, state_of(worker), state)), name
+        for path in (out / "here").glob("*.safetensors"):
+            here, away = (load_file(out / folder / path.name) for folder in ("here", "away"))
+            assert here.keys() == away.keys() and all(torch.equal(here[x], away[x]) for x in here)
+
+
+def plans(out):
+    """--plan is what an update takes, but for activations: here those of four tokens. The measured
+    backward adds to gradients that are there."""
+    large_root, large_blocks = {"vocab_size": 30000}, {"hidden_size": 512, "num_hidden_layers": 3}
+    for shape, fields in (
+        (large_root, {}),
+        (large_blocks, {}),
+        (large_root, EXACT),
+        (large_blocks, EXACT),
+        (large_blocks, {"strategy": "none"}),
+        (large_root, {"lora_rank": 2}),
+    ):
+        fields = {"param_dtype": "bfloat16", **fields, "override_config": json.dumps(shape)}
+        config = critic_fsdp.Config(**fields)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            critic_fsdp.print_plan(critic_fsdp.Run(config, plan=common.WORLD_SIZE))
+        text = common.of_all_ranks(said.getvalue())[0].replace(",", "")
+        planned = float(re.search(r"together +([\d.]+)", text)[1]) * 2**20
+
+        before = device.allocated()
+        worker = helpers.worker(script=critic_fsdp, **SIZES, **fields)
+        worker.set_budget(BATCH.longest[0], "the longest row")
+        worker.update_critic(mine(BATCH))
+        worker.try_out(common.Batch.blank(4))
+        torch.cuda.reset_peak_memory_stats()
+        worker.try_out(common.Batch.blank(4))
+        peak = torch.cuda.max_memory_allocated() - before
+        assert 0.85 * planned < peak < 1.01 * planned, (fields, peak / planned)
+        worker.offload()  # the next one may come before Python has freed this one
+
+
+def saves(out):
+    """A save copies to the host a small part of the device's shard at a time, and one in the
+    background all of it, once."""
+    import ppo_loop
+
+    for name in ("fsdp2", "megatron"):
+        worker = made(name, helpers.LARGE)
+        worker.update_critic(BATCH)
+        helpers.check_saves(worker, out)
+    flags = ["--out-dir", str(out / "large"), "--critic.model", "tiny-qwen2"]
+    flags += ["--actor.override-config", helpers.LARGE["override_config"]]
+    run, task = ppo_loop.set_up(ppo_loop.parse(flags))
+    helpers.check_saves(ppo_loop.PolicyWorker(run, task, torch.device("cuda")), out)
 
 
 def refusals(out):
@@ -294,9 +383,9 @@ def actor_and_rollout(out):
     return found
 
 
-ONE_RANK = (actor_and_rollout, run_fsdp, resume_in_megatron, run_ppo, offloaded_vllm)
-ONE_RANK = ONE_RANK if device.REAL else (refusals, *ONE_RANK)
-PARTS = {1: ONE_RANK, 2: (run_ppo,)}
+ONE_RANK = (offloading, actor_and_rollout, run_fsdp, resume_in_megatron, run_ppo, offloaded_vllm)
+ONE_RANK = ONE_RANK if device.REAL else (refusals, plans, saves, *ONE_RANK)
+PARTS = {1: ONE_RANK, 2: (run_ppo,) if device.REAL else (plans, run_ppo)}
 EXPORTED = ("resume_in_megatron", "run_ppo", "offloaded_vllm")  # read what run_fsdp leaves
 NAMES = {n: [*LAYOUTS[n], *(part.__name__ for part in PARTS[n])] for n in LAYOUTS}
 
