@@ -1814,7 +1814,7 @@ def merge_lora(state, config, model_config):
 
 def reads_images(config, model_config):
     """Whether this script reads images with this model; with all others it reads text only."""
-    kinds = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+    kinds = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
     text_only = isdir(config.model) and not exists(f"{config.model}/preprocessor_config.json")
     return model_config.model_type in kinds and not text_only
 

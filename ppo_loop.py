@@ -39,7 +39,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
 from importlib import import_module, util
-from itertools import chain, count, product
+from itertools import chain, count, groupby, product
 from math import ceil, inf, isfinite, log, nan
 from multiprocessing.connection import Pipe
 from os.path import exists, realpath
@@ -77,7 +77,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import transformers
 import tyro
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, ValidationError
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -90,6 +90,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.image_utils import load_image
 
 import common
 from common import RANK, WORLD_SIZE, Batch, Stop, UserError, blame, of_all_ranks, print0, progress
@@ -583,12 +584,18 @@ def set_up(run):
         raise UserError(f"--actor.tokenizer: {wrong}")
 
     # read the prompts, and check that both models can take them
-    prompts, held_out = read_prompts(run, tokenizer)
+    images = images_of(run, actor, model_config)
+    prompts, held_out = read_prompts(run, tokenizer, images)
     everything = prompts + held_out
+    pictured = sum(bool(prompt.images) for prompt in everything)
+    if not pictured:
+        images = None
     longest = max(len(prompt.critic_ids or prompt.ids) for prompt in everything)
     longest += run.max_response_length
     known = max(tokenizer.get_vocab().values()) + 1
     check_models(run, tokenizer, model_config, longest, known)
+    if images:
+        check_images(run, tokenizer, images)
 
     # say what a step will be
     print0(
@@ -597,6 +604,8 @@ def set_up(run):
         f"update     mini-batch rows: actor {actor.ppo_mini_batch_size},"
         f" critic {run.critic.ppo_mini_batch_size}"
     )
+    if images:
+        print0(f"images     {pictured:,} of {len(everything):,} prompts have some")
     missing = [prompt.answer for prompt in everything].count(None)
     if missing:
         print0(f"answers    {missing:,} of {len(everything):,} prompts have no {run.answer_key!r}")
@@ -614,6 +623,7 @@ def set_up(run):
         longest=longest,
         known=known,
         media_ids=media_ids(model_config, known),
+        images=images,
     )
     try_functions(run, task)
     return run, task
@@ -665,6 +675,29 @@ def check_models(run, tokenizer, model_config, longest, known):
     critic_script.check_budget(critic, longest, LONGEST)
     skeleton = build_skeleton(actor, model_config, torch.float32)
     common.check_skipped_weights(skeleton, f"--actor.model {actor.model}")
+
+
+def check_images(run, tokenizer, images):
+    """UserError unless the critic and the reward model read images as the actor does."""
+    if run.rollout == "vllm" and not util.find_spec("torchvision"):
+        raise UserError("--rollout vllm: reads images with torchvision, which is not installed")
+
+    others = {"--critic.model": run.critic}
+    if run.reward_model:
+        others["--reward-model"] = reward_config(run)
+
+    vocabulary = tokenizer.get_vocab()
+    for flag, config in others.items():
+        name = f"{flag} {config.model}"
+        its_tokenizer, model_config = common.load_config(config)
+        its = images_of(run, config, model_config)
+        if its is None:
+            raise UserError(f"{name}: reads text only, but prompts have images")
+        if its.token != images.token or its.processor.to_dict() != images.processor.to_dict():
+            wrong = "reads images in another way than the actor"
+            raise UserError(f"{name}: {wrong}; both need one preprocessor_config.json")
+        if config is not run.critic and its_tokenizer and its_tokenizer.get_vocab() != vocabulary:
+            raise UserError(f"{name}: has other token ids than the actor; prompts have images")
 
 
 def start_from(run, task, checkpoints):
@@ -1070,11 +1103,11 @@ def on_rank_0(mine):
 
 
 def write_jsonl(batch, path, replies=()):
-    """Writes the rows of all ranks, without images, as JSONL for common.read_rows (a collective).
-    replies: the same rows, whose texts and scores are for people and for --reward-key."""
+    """Writes the rows of all ranks as JSONL for common.read_rows (a collective). replies: the same
+    rows, whose texts and scores are for people and for --reward-key."""
     # columns that are written, and what the replies add to them
     unused = set(Batch.FLOATS).difference(("token_level_rewards", "values"))
-    few = replace(batch, multi_modal_inputs=None, **dict.fromkeys(unused))
+    few = replace(batch, **dict.fromkeys(unused))
     texts = [{} for _ in range(len(few))]
     for text, reply in zip(texts, replies):
         text |= {"prompt_text": reply.prompt.text, "response_text": reply.text}
@@ -1099,6 +1132,9 @@ def write_jsonl(batch, path, replies=()):
                 "values": row.values,
             }
             line = {"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated)}
+            (images,) = row.multi_modal_inputs or [{}]
+            if "images" in images:  # files or data URLs
+                line |= images
             yield line | {name: x_T[first:].tolist() for name, x_T in columns.items()} | text
 
     common.replace_lines(path, lines())
@@ -1159,6 +1195,7 @@ class Prompt(NamedTuple):
     answer: Any = None  # the row's reference answer, if any
     messages: list | None = None  # of a chat; None: the prompt is plain text
     critic_ids: list | None = None  # prompt tokens as the critic reads them, with --privileged-key
+    images: list | None = None  # absolute file names, or data URLs
 
 
 @dataclass
@@ -1191,6 +1228,7 @@ class Task(NamedTuple):
     longest: int  # most tokens of a prompt and its response together
     known: int  # the tokenizer's ids are below this; a model may pad its vocabulary with more
     media_ids: list  # ids of images, video and audio, which are never sampled
+    images: "Images | None"  # what reads the images of prompts; None: there are none
 
 
 def rows_of_rank(prompts, n=1):
@@ -1202,6 +1240,7 @@ def to_batch(replies):
     """A Batch of prompts and replies, with the engine's log-probs."""
     rows = [reply.prompt.ids + reply.ids for reply in replies]
     log_probs = [x for reply in replies for x in [None] * len(reply.prompt.ids) + reply.log_probs]
+    images = [{"images": x} if x else {} for x in images_of_rows(replies)]
     return Batch(  # LongTensor and BoolTensor, because a rank may have no rows
         input_ids=torch.LongTensor(list(chain(*rows))),
         cu_seqlens=common.cumulative(list(map(len, rows))),
@@ -1209,25 +1248,30 @@ def to_batch(replies):
         row_id=torch.LongTensor([reply.row_id for reply in replies]),
         truncated=torch.BoolTensor([not reply.finished for reply in replies]),
         rollout_log_probs=torch.tensor([x or 0.0 for x in log_probs]),
+        multi_modal_inputs=images if any(images) else None,
     )
 
 
 def with_hints(replies):
     """The replies with prompts as the critic reads them, see --privileged-key."""
-    return [replace(reply, prompt=Prompt(reply.prompt.critic_ids)) for reply in replies]
+    seen = []
+    for reply in replies:
+        prompt = reply.prompt
+        seen.append(replace(reply, prompt=prompt._replace(ids=prompt.critic_ids)))
+    return seen
 
 
-def read_prompts(run, tokenizer):
+def read_prompts(run, tokenizer, images):
     """-> (Prompts to train on, Prompts to evaluate on), of the flags' files or of the toy task."""
     train = run.prompts
     held_out = run.eval_prompts
     if not run.prompts:
         train = addition_rows(8192, run.seed)
         held_out = addition_rows(512, run.seed, held_out=True)
-    prompts = load_prompts(train, "--prompts", run, tokenizer)
+    prompts = load_prompts(train, "--prompts", run, tokenizer, images)
     if not held_out:
         return prompts, []
-    return prompts, load_prompts(held_out, "--eval-prompts", run, tokenizer)
+    return prompts, load_prompts(held_out, "--eval-prompts", run, tokenizer, images)
 
 
 def addition_rows(n, seed, held_out=False):
@@ -1235,12 +1279,14 @@ def addition_rows(n, seed, held_out=False):
     return dict.fromkeys(common.toy_rows(n, seed, held_out, slips=(0.0, 0.0), answers=1))
 
 
-def load_prompts(source, flag, run, tokenizer):
+def load_prompts(source, flag, run, tokenizer, images=None):
     """Reads prompts from a JSONL file or its lines, but no long ones. UserError: a bad row."""
     # what messages call the source, and a row of it
     name = flag
+    folder = ""
     if isinstance(source, str):
         name = f"{flag} {source}"
+        folder = os.path.dirname(source)
         source = common.read_file(source, flag)
     asked = f"--prompt-key {run.prompt_key}"
     if run.chat:
@@ -1253,7 +1299,7 @@ def load_prompts(source, flag, run, tokenizer):
         if not line.strip():
             continue
         with blame(f"{name}:{number}: unusable, with {asked}"):
-            prompt = read_prompt(line, run, tokenizer)
+            prompt = read_prompt(line, run, tokenizer, images, folder)
         if len(prompt.ids) <= run.max_prompt_length:
             prompts.append(prompt)
         else:
@@ -1270,8 +1316,9 @@ def load_prompts(source, flag, run, tokenizer):
     return prompts
 
 
-def read_prompt(line, run, tokenizer):
-    """One JSON line -> Prompt. ValueError, or an error of the tokenizer: it is unusable."""
+def read_prompt(line, run, tokenizer, images=None, folder=""):
+    """One JSON line -> Prompt. ValueError, or an error of the tokenizer: it is unusable. folder: of
+    files with images."""
     row = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError("it must be a JSON object")
@@ -1286,8 +1333,10 @@ def read_prompt(line, run, tokenizer):
         messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
         if not messages:
             raise ValueError("the chat has no messages")
-        messages = common.text_messages(messages)
+        messages = common.text_messages(messages, images is not None)
         text = messages[-1].get("content")
+        if isinstance(text, list):  # with parts that are images
+            text = "".join(filter(None, map(common.text_of, text)))
     if not isinstance(text, str) or not text:
         raise ValueError("the prompt, or its last message, must be text and not empty")
 
@@ -1300,6 +1349,7 @@ def read_prompt(line, run, tokenizer):
         ids = begin + ids
     if not ids:
         raise ValueError("the prompt has no tokens")
+    ids, pictures = with_placeholders(ids, row, run, images, folder)
 
     # a built-in reward must accept the answer as a response
     if run.reward in REWARDS and not REWARDS[run.reward](text, str(answer), answer):
@@ -1308,7 +1358,9 @@ def read_prompt(line, run, tokenizer):
     critic_ids = None
     if run.privileged_key:
         critic_ids = common.add_hint(tokenizer, line, run.privileged_key, ids)
-    return Prompt(ids, text, answer, messages, critic_ids)
+        if images and critic_ids.count(images.token) > ids.count(images.token):
+            raise ValueError("the text of --privileged-key has an image's placeholder")
+    return Prompt(ids, text, answer, messages, critic_ids, pictures)
 
 
 def addition_reward(prompt, response, answer):
@@ -1381,17 +1433,18 @@ def try_functions(run, task):
             print0(f"{failed}, which is fine if some rows may: {faults[0]}")
 
 
+def reward_config(run):
+    """The Config of a reward model: the flags of the critic, but those about its own model."""
+    own = "tokenizer override_config value_head value_range lora_rank freeze_modules".split()
+    defaults = {x.name: x.default for x in fields(run.critic) if x.name in own}
+    return replace(run.critic, **defaults, model=run.reward_model, value_head_init="checkpoint")
+
+
 class RewardModel:
     """Scores whole rows by a classifier's label at their last token, in a worker of the critic."""
 
     def __init__(self, run, tokenizer, halvings=0):
-        # the flags of the critic, but those about its own model
-        own = "tokenizer override_config value_head value_range lora_rank freeze_modules".split()
-        defaults = {x.name: x.default for x in fields(run.critic) if x.name in own}
-        config = replace(
-            run.critic, **defaults, model=run.reward_model, value_head_init="checkpoint"
-        )
-
+        config = reward_config(run)
         with self.named(config):
             self.worker = critic_module(run.backend).CriticWorker(config)
             self.worker.init_model(1)
@@ -1426,11 +1479,71 @@ class RewardModel:
             # token, whose id does not matter, has the value at that token
             one_action_later = []
             for reply in replies:
-                prompt = Prompt(self.ids(reply))
+                prompt = Prompt(self.ids(reply), images=reply.prompt.images)
                 one_action_later.append(Reply(prompt, reply.row_id, [0], [0.0]))
             batch = to_batch(one_action_later)
             values_T = self.worker.compute_values(batch)
         return [(x, "") for x in values_T[common.last_action(batch)].tolist()]
+
+
+# ---- Images in prompts ---------------------------------------------------------------------------
+#
+# The critic's script on FSDP reads images, gives them placeholders and lays them out, see its
+# chapter on images; that on Megatron reads text only. Only prompts have images: observations of an
+# environment are text, and ids of images are never sampled.
+
+
+class Images(NamedTuple):
+    """What reads the images of a model."""
+
+    processor: Any  # makes pixels of them
+    token: int  # id of the placeholder, one for each token of an image
+
+
+def images_of(run, config, model_config):
+    """The Images of a model that reads some, else None."""
+    if run.backend == "megatron":
+        return None
+    processor = critic_module(run.backend).load_image_processor(config, model_config)
+    if processor is None:
+        return None
+    return Images(processor, model_config.image_token_id)
+
+
+def with_placeholders(ids, row, run, images, folder):
+    """A prompt's ids with a placeholder for each token of its images -> (ids, absolute file names
+    or data URLs, None without images). row: the JSON object. UserError: placeholders and images do
+    not fit, or an image cannot be read."""
+    if images is None:
+        if row.get("images"):
+            reader = "--critic megatron" if run.backend == "megatron" else "this model"
+            raise UserError(f"it has images, but {reader} reads text only")
+        return ids, None
+
+    # a row of the critic, without its response
+    line = {"prompt": "?", "response": "", "reward": 0.0, "images": row.get("images")}
+    try:
+        rollout = common.Rollout.model_validate(line)
+    except ValidationError as error:
+        raise UserError(common.fault_of_line(error, "", row)) from None
+    rollout.prompt_ids = ids
+    rollout.response_ids = []
+    critic_module(run.backend).place_images(*images, rollout, folder)
+    return rollout.prompt_ids, rollout.images or None
+
+
+def images_of_rows(replies):
+    """The images of each row, None for a row without."""
+    return [reply.prompt.images for reply in replies]
+
+
+def pixels_of(images, run, reader):
+    """The images of some rows -> arguments of a model: pixel_values and image_grid_thw of all of
+    them, end to end; none without images. reader: the Images of the model."""
+    names = list(chain(*filter(None, images)))
+    if not names:
+        return {}
+    return critic_module(run.backend).read_images({"images": names}, reader.processor)
 
 
 # ---- Policy maths --------------------------------------------------------------------------------
@@ -1499,7 +1612,7 @@ def masked_whiten(x_T, mask_T):
 class MicroBatch(NamedTuple):
     """Rows on the device, as the model reads them. Columns have T entries, or are None."""
 
-    inputs: dict  # arguments of the model: ids and positions of the slots
+    inputs: dict  # arguments of the model: ids and positions of the slots, images
     index_T: torch.Tensor  # each token's slot
     pack: common.Pack  # where sequences lie in the packed row, for attention
     action_A: torch.Tensor  # each action's index among the tokens
@@ -1618,6 +1731,7 @@ class PolicyWorker:
         self.config = config
         self.device = device
         self.critic_script = critic_module(run.backend)
+        self.images = task.images
         self.dtype = common.compute_dtype(config.param_dtype, device)
         self.max_tokens = config.ppo_max_token_len_per_gpu  # per micro-batch
         self.optimizer_steps = 0  # steps taken; skipped ones do not count
@@ -1645,7 +1759,7 @@ class PolicyWorker:
         # shard it, then send the weights
         self.model = Policy(lm, task, config.entropy_coeff > 0).requires_grad_(trains)
         common.train_quietly(lm)
-        if common.freeze_towers(lm) and trains:
+        if not self.images and common.freeze_towers(lm) and trains:
             print0("images     are not read; the vision tower stays as it is")
         with blame(f"{config.prefix}model {config.model}: cannot be spread over ranks"):
             self.shard()
@@ -1659,10 +1773,13 @@ class PolicyWorker:
             self.make_optimizer()
 
     def shard(self):
-        """Spreads the model over all ranks: each layer is a unit of FSDP2, and so is the rest."""
+        """Spreads the model over all ranks: each layer is a unit of FSDP2, and so is the rest. With
+        images, the rest has the vision tower, because a rank whose rows have none does not run
+        it."""
         mesh = dist.init_device_mesh(self.device.type, (WORLD_SIZE,))
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        for module in (*common.transformer_blocks(self.model), self.model):
+        layered = self.model.lm.get_decoder() if self.images else self.model
+        for module in (*common.transformer_blocks(layered), self.model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
         common.let_ranks_skip_weights(self.model)
         self.model.to_empty(device=self.device)
@@ -1741,15 +1858,25 @@ class PolicyWorker:
         if not len(piece):
             piece = Batch.blank()
 
+        # images have positions in several axes
+        inputs = {}
+        positions_T = piece.positions
+        if self.images:
+            backbone = self.model.lm.base_model
+            processor = self.images.processor
+            positions_T, inputs = self.critic_script.with_images(backbone, piece, processor)
+
         # each slot of the packed row has a token; a shared prompt has its slots once
         slots_S, index_T, pack = self.critic_script.pack_rows(piece, self.device, True)
-        inputs = {"input_ids": piece.input_ids, "position_ids": piece.positions}
+        slots_1S = slots_S[None]
+        inputs["input_ids"] = piece.input_ids[slots_1S]
+        inputs["position_ids"] = positions_T[..., slots_1S]
 
         def to_device(x):
             return None if x is None else x.to(self.device, non_blocking=True)
 
         return MicroBatch(
-            inputs={name: to_device(x_T[slots_S][None]) for name, x_T in inputs.items()},
+            inputs={name: to_device(x) for name, x in inputs.items()},
             index_T=index_T,
             pack=pack,
             action_A=to_device(piece.response_mask.nonzero()[:, 0]),  # found here: a GPU would wait
@@ -1953,6 +2080,8 @@ class PolicyWorker:
             if RANK == 0:
                 self.model.lm.save_pretrained(tmp, state_dict=state)
                 tokenizer.save_pretrained(tmp)
+                if self.images:
+                    self.images.processor.save_pretrained(tmp)
 
 
 def checksum_of(model):
@@ -1983,7 +2112,7 @@ def roll_out(engine, task, replies, run, temperature, key=""):
             rows.append((reply.prompt.ids + reply.ids, seed, room))
         out = []
         with suppress(SystemExit):  # after a signal, which other ranks may not know of yet
-            out = engine.generate(rows, temperature)
+            out = engine.generate(rows, temperature, images_of_rows(going))
 
         for reply, (ids, log_probs, ended) in zip(going, out):
             reply.ids += ids
@@ -2009,6 +2138,11 @@ def listen(replies, task, run):
         ids = task.tokenizer(text, add_special_tokens=False)["input_ids"]
         if chat and ids[:1] == reply.ids[-1:]:  # the policy has ended the turn itself
             ids = ids[1:]
+
+        # its model would look for one more image
+        if task.images and task.images.token in ids:
+            reply.fault = "an environment must not return the placeholder of an image"
+            continue
 
         # if it leaves no room for another turn, the row was cut off
         reply.finished = len(reply.ids) + len(ids) < run.max_response_length
@@ -2137,26 +2271,34 @@ class HFRollout:
     def onload(self):
         common.onload(self.away)
 
-    def generate(self, rows, temperature):
+    def generate(self, rows, temperature, images=None):
         """rows: (prompt ids, seed, most new tokens) each -> for each (new ids, their log-probs as
-        sampled, whether a stop token or text ended it). temperature 0: greedy."""
+        sampled, whether a stop token or text ended it). temperature 0: greedy. images: those of
+        each row, see Prompt (None: no row has any)."""
+        rows = list(zip(rows, images or [None] * len(rows), strict=True))
         size = self.run.rollout_batch_size
         batches = [rows[first : first + size] for first in range(0, len(rows), size)]
-        steps = [max(room for _, _, room in batch) for batch in batches]
+        steps = [max(room for (_, _, room), _ in batch) for batch in batches]
         done = common.progress_of(sum(steps), "rollout", "forwards")
 
         replies = []
         for batch, most in zip(batches, steps):
-            replies += self.generate_batch(batch, temperature, most, done)
+            replies += self.generate_batch(*zip(*batch), temperature, most, done)
         return replies
 
-    def generate_batch(self, batch, temperature, most, done):
+    def generate_batch(self, rows, images, temperature, most, done):
         """generate for rows that run together. most: the most new tokens of a row."""
-        prompts, seeds, rooms = zip(*batch)
+        prompts, seeds, rooms = zip(*rows)
 
         # prompts end together, behind padding of -1
         ids_BL = pad_sequence([torch.tensor(ids) for ids in prompts], True, -1, "left")
         ids_BL = ids_BL.to(self.device)
+
+        # images, and which tokens are theirs, from which generate makes their positions
+        pixels = pixels_of(images, self.run, self.task.images)
+        if pixels:
+            pixels = {name: x.to(self.device) for name, x in pixels.items()}
+            pixels["mm_token_type_ids"] = (ids_BL == self.task.images.token).int()
 
         # each row's own random numbers, one per token
         g = torch.Generator()
@@ -2171,6 +2313,7 @@ class HFRollout:
             max_new_tokens=most,
             logits_processor=[draw],
             stopping_criteria=[stop] if self.task.stop_texts else None,
+            **pixels,
         )
         done(most - len(draw.log_probs))  # all rows may have ended early
 
@@ -2218,6 +2361,9 @@ class VLLMRollout:
         set_num_threads = torch.set_num_threads
         with tempfile.TemporaryDirectory() as folder:
             model_config.save_pretrained(folder)
+            if task.images:
+                task.images.processor.save_pretrained(folder)
+                task.tokenizer.save_pretrained(folder)
             with warnings.catch_warnings(action="ignore"), torch.random.fork_rng():
                 with blame(f"--rollout vllm: cannot run {run.actor.model}"):
                     self.start(folder, run.vllm.tensor_parallel_size)
@@ -2232,7 +2378,8 @@ class VLLMRollout:
         print0(f"vllm       {WORLD_SIZE // size} engines x {size} ranks")
 
     def start(self, folder, size):
-        """Builds vLLM's LLM with random weights. folder: holds the model's config."""
+        """Builds vLLM's LLM with random weights. folder: holds the model's config, and with images
+        what reads them and the tokenizer, which vLLM needs only then."""
         defaults = {  # only for variables that are not set: torchrun's values win
             "RANK": "0",
             "WORLD_SIZE": "1",
@@ -2252,10 +2399,17 @@ class VLLMRollout:
 
             CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
+        # without images, vLLM needs neither a tokenizer nor a vision tower
+        media = {"skip_tokenizer_init": True, "language_model_only": True}
+        if self.task.images:
+            most = max(len(x.images or ()) for x in self.task.prompts + self.task.held_out)
+            media = {"limit_mm_per_prompt": {"image": most, "video": 0}}
+            # the random weights would replace the numbers with which a tower normalises pixels
+            media["mm_device_do_normalize"] = False
+
         self.llm = LLM(
             model=folder,
             load_format="dummy",  # the first sync brings the weights
-            skip_tokenizer_init=True,
             generation_config="vllm",  # not the model's own sampling defaults
             dtype=self.dtype,
             max_model_len=self.task.longest,
@@ -2270,9 +2424,11 @@ class VLLMRollout:
             distributed_executor_backend="external_launcher",
             # of the sampling distribution: after temperature and top-p
             logprobs_mode="processed_logprobs",
+            **media,
         )
-        if self.run.stop:  # the actor's own, because vLLM would read a stored one by other rules
-            self.llm.llm_engine.output_processor.tokenizer = self.task.tokenizer
+        # for --stop the actor's own tokenizer, because vLLM would read a stored one by other rules
+        tokenizer = self.task.tokenizer if self.run.stop else None
+        self.llm.llm_engine.output_processor.tokenizer = tokenizer
 
         # the ranks of this engine; its shared memory would outlive the os._exit of common.launch
         self.group = get_tp_group().cpu_group
@@ -2299,7 +2455,10 @@ class VLLMRollout:
         )
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
         self.llm.apply_model(self.adapt)
-        self.llm.reset_prefix_cache()  # it holds keys and values of the old weights
+
+        # these hold keys and values of the old weights, and what the old tower made of images
+        self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_encoder_cache()
 
     def adapt(self, model):
         """Runs inside vLLM after a sync: masks ids without a token; on CPU, packs a tied head."""
@@ -2310,7 +2469,7 @@ class VLLMRollout:
             elif kind == "ParallelLMHead" and self.on_cpu:
                 module.quant_method.process_weights_after_loading(module)
 
-    def generate(self, rows, temperature):
+    def generate(self, rows, temperature, images=None):
         """Like HFRollout.generate; ranks that share an engine call it together."""
         from vllm import SamplingParams
 
@@ -2318,6 +2477,7 @@ class VLLMRollout:
             self.llm.wake_up(tags=["kv_cache"])
 
         # the engine gets the rows of all its ranks
+        rows = list(zip(rows, images or [None] * len(rows), strict=True))
         everyones = of_all_ranks(rows, self.group)
         before = sum(map(len, everyones[: dist.get_rank(self.group)]))
         shared = {
@@ -2335,8 +2495,8 @@ class VLLMRollout:
             shared |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}
         asked = []
         params = []
-        for ids, seed, room in chain(*everyones):
-            asked.append({"prompt_token_ids": ids})
+        for (ids, seed, room), files in chain(*everyones):
+            asked.append(self.ask(ids, files))
             params.append(SamplingParams(seed=seed, max_tokens=room, **shared))
 
         # on CPU, compiling takes longer than the rollout; vLLM draws from torch's RNG
@@ -2346,11 +2506,35 @@ class VLLMRollout:
 
         # this rank's part of the answers
         replies = []
-        for mine in out[before : before + len(rows)]:
+        for mine, ((ids, _, _), _) in zip(out[before : before + len(rows)], rows):
+            if mine.prompt_token_ids != ids:
+                raise UserError("--rollout vllm: gives images other placeholders than the actor")
             reply = mine.outputs[0]
             log_probs = [at[token].logprob for at, token in zip(reply.logprobs, reply.token_ids)]
             replies.append((list(reply.token_ids), log_probs, reply.finish_reason == "stop"))
         return replies
+
+    def ask(self, ids, files):
+        """vLLM's prompt: the ids, and the images in files, if any. It gives an image its
+        placeholders itself, so it gets one of them, and it resizes with another kernel, so it gets
+        the image in its last size."""
+        if not files:
+            return {"prompt_token_ids": ids}
+
+        # one placeholder for each image
+        short = []
+        for token, same in groupby(ids):
+            if token == self.task.images.token:
+                same = [token]
+            short += same
+
+        # their last sizes are multiples of a patch
+        processor = self.task.images.processor
+        grids = pixels_of([files], self.run, self.task.images)["image_grid_thw"]
+        pictures = []
+        for file, (_, height, width) in zip(files, (grids * processor.patch_size).tolist()):
+            pictures.append(load_image(file).resize((width, height), processor.resample))
+        return {"prompt_token_ids": short, "multi_modal_data": {"image": pictures}}
 
 
 def forget_experts(model):

@@ -42,16 +42,20 @@ def a_task(**fields):
     return ppo_loop.Task(**dict.fromkeys(ppo_loop.Task._fields) | {"media_ids": ()} | fields)
 
 
-def policy(kind="tiny-qwen2", temperature=1.0, trains=True, override_config=SHARP, **fields):
-    """A PolicyWorker on a single rank."""
+def policy(
+    kind="tiny-qwen2", temperature=1.0, trains=True, override_config=SHARP, images=False, **fields
+):
+    """A PolicyWorker on a single rank. images: whether prompts have some."""
     config = ActorConfig(
         model=str(kind), **{"lr": 1e-3, "override_config": override_config, **fields}
     )
     _, model_config = common.load_config(config)
     run = a_run(actor=config, temperature=temperature, max_response_length=40)
-    worker = PolicyWorker(
-        run, a_task(model_config=model_config), common.setup_distributed(), trains
-    )
+    reader = ppo_loop.images_of(run, config, model_config) if images else None
+    known = model_config.get_text_config().vocab_size
+    media = ppo_loop.media_ids(model_config, known) if images else ()
+    task = a_task(model_config=model_config, images=reader, media_ids=media)
+    worker = PolicyWorker(run, task, common.setup_distributed(), trains)
     worker.model_config = model_config
     return worker
 
@@ -62,7 +66,7 @@ def plain(w, dtype=torch.float32):
     # has no softcap and no sinks
     kernel = "eager" if config.model_type in ("gemma2", "gpt_oss") else "sdpa"
     config._experts_implementation = "eager"  # the grouped matrix product does not support float64
-    lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=kernel)
+    lm = ppo_loop.policy_class(config).from_config(config, attn_implementation=kernel)
     weights = dict(w.weights())
     assert weights.keys() == dict(lm.named_parameters()).keys()
     lm.load_state_dict(weights, strict=False)  # which also names a tied head, and buffers
@@ -83,9 +87,13 @@ def assert_close(log_probs, others):
 
 
 def batch_to_learn(w, n=9, seed=0):
-    """Rows with all columns of an update. Old log-probs are near the actor's own, so some actions
+    """Rows with all columns of an update, see add_columns."""
+    return add_columns(w, random_batch(n, seed, prompts=3), seed)
+
+
+def add_columns(w, batch, seed=0):
+    """Fills in all columns of an update. Old log-probs are near the actor's own, so some actions
     clip."""
-    batch = random_batch(n, seed, prompts=3)
     g = torch.Generator().manual_seed(seed)
     noise = lambda scale: (
         scale * torch.randn(len(batch.input_ids), generator=g) * batch.response_mask
@@ -101,7 +109,8 @@ def batch_to_learn(w, n=9, seed=0):
 def engine_of(w, stop=(EOS,), at_once=100, top_p=1.0, known=None):
     """The rollout engine with the actor's weights."""
     run = a_run(actor=w.config, top_p=top_p, rollout_batch_size=at_once)
-    task = a_task(model_config=w.model_config, stop_ids=list(stop), known=known)
+    media = {"images": w.images, "media_ids": w.model.task.media_ids}
+    task = a_task(model_config=w.model_config, stop_ids=list(stop), known=known, **media)
     engine = HFRollout(run, task, w.device)
     engine.sync(w.weights(torch.float32))
     return engine
@@ -233,13 +242,13 @@ def assert_drawn_from_the_softmax(replies, lm, prompt):
     assert abs(excess[0.8]) < 3.5 and excess[1.0] > 5  # a fit that is too good is wrong as well
 
 
-def play(turns, observe, prompts=(), tokenizer=TOKENIZER, **fields):
+def play(turns, observe, prompts=(), tokenizer=TOKENIZER, images=None, **fields):
     """roll_out on prompts (q0=, q1= ... by default) with an engine that answers these turns (with
     EOS, unless one ends in "...") and observe(...) as environment -> (replies, what the engine was
     asked)."""
     asked = []
 
-    def generate(rows, temperature):
+    def generate(rows, temperature, images):
         asked.append([(tokenizer.decode(prompt), seed, most) for prompt, seed, most in rows])
         out = []
         for said, (_, _, most) in zip(turns[len(asked) - 1], rows):
@@ -251,7 +260,8 @@ def play(turns, observe, prompts=(), tokenizer=TOKENIZER, **fields):
     prompts = prompts or [Prompt(ids_of(f"q{i}="), f"q{i}=", f"answer {i}") for i in range(n)]
     replies = [Reply(prompt, 4 + 2 * i) for i, prompt in enumerate(prompts)]
     run = a_run(**{"max_response_length": 30, **fields})
-    task = a_task(tokenizer=tokenizer, observe=observe and partial(ppo_loop.attempt, observe))
+    ask = observe and partial(ppo_loop.attempt, observe)
+    task = a_task(tokenizer=tokenizer, observe=ask, images=images)
     engine = types.SimpleNamespace(generate=generate)
     ppo_loop.roll_out(engine, task, replies, run, 1.0, "key")
     return replies, asked

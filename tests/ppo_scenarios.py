@@ -373,6 +373,58 @@ def check_dumped_rows(path, tokenizer):
     return turns, lengths, failures
 
 
+SEE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+def images(folder):
+    """Three steps on prompts of which some have images, which actor, reference and critic read. Two
+    ranks make the metrics and samples of one, and both towers learn."""
+    common.write_report = lambda *_: None  # matplotlib takes a second
+    if common.WORLD_SIZE == 1:
+        draw_prompts(folder)
+    for every, model in ((3, "tiny-qwen2.5-vl"), (8, "tiny-qwen3-vl")):
+        out = folder / f"images of {model} on {common.WORLD_SIZE}"
+        flags = "--steps 3 --train-batch-size 8 --rollout-n 2 --max-response-length 10 --seed 3"
+        flags += " --kl-coef 0.01 --actor.lr 3e-4 --actor.ppo-mini-batch-size 8 --dump-rollouts"
+        flags += " --save-every 1 --eval-every 0"
+        flags += " --critic.ppo-max-token-len-per-gpu 80 --actor.ppo-max-token-len-per-gpu 80"
+        flags += f" --actor.model {model} --reward {REWARDS}:share_of_letters"
+        prompts = folder / f"images in one of {every}.jsonl"
+        more = ("--prompts", str(prompts), "--eval-prompts", str(prompts), "--out-dir", str(out))
+        ppo_loop.main(ppo_loop.parse([*flags.split(), *more]))
+
+        if common.WORLD_SIZE == 2 and common.RANK == 0:
+            alone = folder / f"images of {model} on 1"
+            assert_close_runs([out], alone)
+            assert sampled(out) == sampled(alone)
+            towers_learned(out)
+
+
+def draw_prompts(folder):
+    """Files of 16 prompts, with images in one of three and in one of eight."""
+    from PIL import Image
+
+    g = torch.Generator().manual_seed(0)
+    for i, size in enumerate(((60, 90), (112, 56))):
+        pixels = torch.randint(0, 256, (*size, 3), generator=g).byte().numpy()
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+    for every in (3, 8):
+        rows = [{"prompt": f"{i} is"} for i in range(16)]
+        for i in range(0, 16, every):
+            rows[i] = {"prompt": f"{i} {SEE} and {SEE}", "images": ["0.png", "1.png"]}
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"images in one of {every}.jsonl").write_text(lines)
+
+
+def towers_learned(out):
+    """All vision weights of actor and critic have moved between two checkpoints."""
+    first, last = (faults.state_of(out / "checkpoints" / step) for step in ("step_1", "step_3"))
+    for part in ("actor", "critic"):
+        names = [x for x in first if x.startswith(part) and " model." in x and ".visual." in x]
+        assert len(names) > 20, (part, list(first))
+        assert not [name for name in names if first[name] == last[name]], part
+
+
 def a_lost_rank_is_reported(folder):
     """Two ranks without a launcher, which would end the other at once: rank 1 is killed in its
     first update, and rank 0 ends by itself with a line that says so. Runs outside the ranks."""
@@ -413,6 +465,8 @@ LAUNCHES = [
     ("families", 1, make_families, (), ()),
     *((f"a run of {kind}", 2, runs_with_a_family, (kind,), ("families",)) for kind in FAMILIES),
     ("functions of a file", 2, functions_of_a_file, (), ("start",)),
+    ("images on 1", 1, images, (), ()),
+    ("images on 2", 2, images, (), ("images on 1",)),
     ("a lost rank is reported", 0, a_lost_rank_is_reported, (), ("start",)),
 ]  # fmt: skip
 for name, ranks, function, args, needs in LAUNCHES:

@@ -13,6 +13,11 @@ def right_digits(prompt, response, answer):
     return right / max(len(response), len(answer))
 
 
+def share_of_letters(prompt, response, answer):
+    """The fraction of letters among the characters."""
+    return sum(map(str.isalpha, response)) / max(len(response), 1)
+
+
 def luck(prompt, response, answer, turns):
     """An environment that replies + or - to the first turn, a lot, at random."""
     if len(turns) != 1:

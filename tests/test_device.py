@@ -295,7 +295,9 @@ def offloaded_vllm(out):
         def __init__(self, *args):
             self.inner = ppo_loop.HFRollout(*args)
             self.cache = torch.zeros(2**20, device="cuda")
-            self.llm_engine = types.SimpleNamespace(is_sleeping=lambda: self.cache is None)
+            self.llm_engine = types.SimpleNamespace(
+                is_sleeping=lambda: self.cache is None, reset_encoder_cache=lambda: None
+            )
 
         def wake_up(self, tags):
             if tags == ["weights"]:
@@ -316,14 +318,15 @@ def offloaded_vllm(out):
         def generate(self, asked, params, use_tqdm):
             rows = [(x["prompt_token_ids"], p.seed, p.max_tokens) for x, p in zip(asked, params)]
             replies = self.inner.generate(rows, params[0].temperature) if rows else []
-            for ids, log_probs, stops in replies:
+            for (prompt, _, _), (ids, log_probs, stops) in zip(rows, replies):
                 seen = [{i: types.SimpleNamespace(logprob=x)} for i, x in zip(ids, log_probs)]
                 reply = {
                     "token_ids": ids,
                     "logprobs": seen,
                     "finish_reason": "stop" if stops else "length",
                 }
-                yield types.SimpleNamespace(outputs=[types.SimpleNamespace(**reply)])
+                outputs = [types.SimpleNamespace(**reply)]
+                yield types.SimpleNamespace(prompt_token_ids=prompt, outputs=outputs)
 
         apply_model = reset_prefix_cache = lambda *_: None
 

@@ -1,10 +1,12 @@
-"""Vision-language critics: layouts compared with one sequence at a time, images in rows, frozen
-weights."""
+"""Vision-language models: the critic's layouts compared with one sequence at a time, images in
+rows, frozen weights; then actors, rollouts and prompts with images."""
 
 import base64
 import dataclasses
 import functools
 import json
+import pathlib
+import types
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from forked import scenario
 from helpers import (
     STRATEGIES,
     assert_same_weights,
+    captured_gradients,
     full_weights,
     mine,
     names_with_moments,
@@ -24,13 +27,26 @@ from helpers import (
     worker,
 )
 from PIL import Image
-from reference import assert_agrees, reference_of
+from ppo_helpers import (
+    a_run,
+    add_columns,
+    assert_close,
+    assert_same_replies,
+    batch_of,
+    engine_of,
+    plain,
+    play,
+    policy,
+)
+from reference import DELTA, assert_agrees, loss_by_hand, reference_of
 from safetensors.torch import save_file
 
 import common
 import critic_fsdp
+import ppo_loop
 from common import UserError
 from critic_fsdp import Config, CriticWorker
+from ppo_loop import Images
 
 START, IMAGE, END = range(99, 102)  # token ids of the presets
 SEE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -114,6 +130,13 @@ MODELS["qwen2-vl"] = {**QWEN25, "model_type": "qwen2_vl", "vision_config": TOWER
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 TEXT = {**QWEN3["text_config"], **EXPERTS}
 MODELS["qwen3-vl-moe"] = {**QWEN3, "model_type": "qwen3_vl_moe", "text_config": TEXT}
+# these have gated delta nets in some layers of the decoder
+DELTA = {**DELTA, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+TEXT = {**QWEN3["text_config"], **DELTA, "layer_types": ["linear_attention", "full_attention"]}
+MODELS["qwen3.5"] = {**QWEN3, "model_type": "qwen3_5", "text_config": TEXT}
+TEXT = {**TEXT, **EXPERTS, "shared_expert_intermediate_size": 64}
+MODELS["qwen3.5-moe"] = {**QWEN3, "model_type": "qwen3_5_moe", "text_config": TEXT}
+ON_TWO_RANKS = (*PRESETS, "qwen3.5")
 
 
 def save_model(name, folder):
@@ -121,8 +144,10 @@ def save_model(name, folder):
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**MODELS[name])
     model = transformers.AutoModelForImageTextToText.from_config(config)
-    for p in model.parameters():
+    for name, p in model.named_parameters():
         p.data += 0.05 * torch.randn_like(p)
+        if name.endswith("A_log"):  # else some states are forgotten at once
+            p.data.clamp_(max=0.0)
     model.save_pretrained(folder)
 
     transformers.Qwen2VLImageProcessorPil(patch_size=14).save_pretrained(folder)
@@ -144,16 +169,17 @@ def images_on_every_layout(folder):
     """Results of layouts on rows with images, of which the second rank has none. Models differ in
     how the tower's output is sliced."""
     if common.RANK == 0:
-        for name in PRESETS:
+        for name in ON_TWO_RANKS:
             save_model(name, folder / name)
     common.setup_distributed()
     dist.barrier()
 
-    first, second = PRESETS
+    first, second, third = ON_TWO_RANKS
     some = {name: LAYOUTS[name] for name in ("fsdp1", "ulysses", "ulysses, frozen")}
     results = {
         first: results_of(folder / first, LAYOUTS),
         second: results_of(folder / second, some),
+        third: results_of(folder / third, some),
         "parts": results_of(folder / first, PARTS),
     }
     if common.RANK == 0:
@@ -283,22 +309,31 @@ def test_images_of_rows_are_those_of_the_processor(name, rollouts):
     assert torch.equal(differs, batch.response_mask & (batch.row_of_token == 0))
 
 
+BAD_IMAGES = (  # keys of a row, and what is wrong with them
+    ({"images": ["c.png"]}, "c.png"),
+    ({"images": ["rows.jsonl"]}, "UnidentifiedImageError"),
+    ({"images": ["cut.jpg"]}, "truncated"),
+    ({"images": ["strip.png"]}, "aspect ratio"),
+    ({"images": ["data:image/png;base64,iVBORw0"]}, "data:image/png;base64,iVBORw0"),
+    ({"images": [7]}, "images: must be a valid string"),
+    ({"images": ["b.png"] * 2}, "runs of [8] tokens, but its images have [8, 8]"),
+    ({}, "runs of [1] tokens, but its images have 0"),
+)
+
+
+def draw_bad_images(folder):
+    draw(folder / "strip.png", (1, 300))
+    draw(folder / "cut.jpg", (100, 100))
+    (folder / "cut.jpg").write_bytes((folder / "cut.jpg").read_bytes()[:2000])
+
+
 def test_a_bad_image_is_a_bad_row(rollouts):
-    draw(rollouts.parent / "strip.png", (1, 300))
-    draw(rollouts.parent / "cut.jpg", (100, 100))
-    (rollouts.parent / "cut.jpg").write_bytes((rollouts.parent / "cut.jpg").read_bytes()[:2000])
+    draw_bad_images(rollouts.parent)
     w = CriticWorker(Config(model="tiny-qwen3-vl"))
     good = rollouts.read_text()
 
     for change, fault in (
-        ({"images": ["c.png"]}, "c.png"),
-        ({"images": ["rows.jsonl"]}, "UnidentifiedImageError"),
-        ({"images": ["cut.jpg"]}, "truncated"),
-        ({"images": ["strip.png"]}, "aspect ratio"),
-        ({"images": ["data:image/png;base64,iVBORw0"]}, "data:image/png;base64,iVBORw0"),
-        ({"images": [7]}, "images: must be a valid string"),
-        ({"images": ["b.png"] * 2}, "runs of [8] tokens, but its images have [8, 8]"),
-        ({}, "runs of [1] tokens, but its images have 0"),
+        *BAD_IMAGES,
         # token ids need a placeholder for each token of an image, and a token between images
         ({"prompt": None, "prompt_ids": [5, IMAGE, 6], "images": ["b.png"]}, "runs of [1] tokens"),
         (
@@ -398,3 +433,249 @@ def test_images_without_placeholders_are_refused():
     rows.multi_modal_inputs[1] = rows.multi_modal_inputs[0]  # but its ids have no placeholder
     with pytest.raises(ValueError, match="Image features and image tokens do not match"):
         worker(model="tiny-qwen3-vl").compute_values(rows)
+
+
+# ---- PPO: actors, rollouts and prompts -----------------------------------------------------------
+
+TOKENIZER = common.char_tokenizer(PRESETS[0])
+
+
+def an_actor(model, images=True, **fields):
+    """A PolicyWorker, for prompts with images."""
+    return policy(model, override_config="{}", images=images, **fields)
+
+
+def without_media(logits):
+    """Ids of images are never sampled."""
+    return logits.index_fill(-1, torch.tensor([START, IMAGE, END]), -1e9)
+
+
+def reads_rows(lm):
+    """The model as a function of one of ROWS, whose images it looks up."""
+    rows = [ids.tolist() for ids in ROWS.input_ids.split(ROWS.lengths)]
+
+    def forward(input_ids):
+        images = images_of(rows.index(input_ids[0].tolist()), input_ids)
+        out = lm(input_ids=input_ids, **images)
+        return types.SimpleNamespace(logits=without_media(out.logits))
+
+    return forward
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_actor_learns_from_images_as_transformers_in_float64(name, folders):
+    """Log-probs of packed rows, also those of a reference, and the gradient of every weight, those
+    of the tower too. Some micro-batches have no image."""
+    w = an_actor(folders[name], temperature=0.7, entropy_coeff=0.1, ppo_max_token_len_per_gpu=60)
+    assert len(w.plan_micro_batches(common.describe(ROWS))[0]) > 2
+    batch = add_columns(w, ROWS)
+    lm = plain(w, torch.float64)
+    loss, _, expected_T, _ = loss_by_hand(reads_rows(lm), batch, w.run)
+    ours_T = w.compute_log_probs(batch)
+    torch.testing.assert_close(ours_T.double(), expected_T, rtol=0, atol=1e-5)
+    reference = an_actor(folders[name], temperature=0.7, trains=False)
+    torch.testing.assert_close(reference.compute_log_probs(batch), ours_T, rtol=0, atol=1e-5)
+
+    loss.backward()
+    with captured_gradients(w) as seen:
+        w.update_policy(batch)
+    [ours] = seen
+    largest = max(float(p.grad.abs().max()) for p in lm.parameters())
+    for key, p in lm.named_parameters():
+        size = float(p.grad.abs().max())
+        assert size > 1e-6 * largest or ".visual." not in key, key  # all of the tower matters
+        atol = 1e-5 * max(size, 1e-3 * largest)
+        torch.testing.assert_close(ours[f"lm.{key}"].double(), p.grad, rtol=0, atol=atol, msg=key)
+
+
+def load_prompts(path, w, **fields):
+    run = a_run(actor=w.config, prompts=str(path), **fields)
+    return ppo_loop.load_prompts(str(path), "--prompts", run, TOKENIZER, w.images)
+
+
+def with_pixels(ids, pixels):
+    """transformers' arguments for a row alone."""
+    ids = torch.tensor([ids])
+    return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int(), **pixels}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_rollout_with_images_is_that_of_transformers_row_by_row(name, folders, rollouts):
+    """Greedy tokens, log-probs of samples, and the actor's. Prompts of a batch have other lengths
+    and some have no image."""
+    w = an_actor(folders[name])
+    prompts = load_prompts(rollouts, w)
+    images = [prompt.images for prompt in prompts]
+    rows = [(prompt.ids, seed, 9) for seed, prompt in enumerate(prompts)]
+    engine = engine_of(w, stop=())
+    lm = plain(w)
+    processor = w.images.processor
+
+    greedy = engine.generate(rows, 0.0, images)
+    sampled = engine.generate(rows, 1.0, images)
+    assert_same_replies(engine.generate(rows[2:], 1.0, images[2:]), sampled[2:])
+    settings = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0}
+    settings["suppress_tokens"] = [START, IMAGE, END]
+    for (ids, _, _), files, *replies in zip(rows, images, greedy, sampled):
+        pixels = critic_fsdp.read_images({"images": files} if files else {}, processor)
+        said = lm.generate(**with_pixels(ids, pixels), **settings)
+        assert said[0, len(ids) :].tolist() == replies[0][0]
+
+        for said, log_probs, _ in replies:
+            lm.model.rope_deltas = None  # forget the images of the previous row
+            logits_LV = lm(**with_pixels(ids + said, pixels)).logits[0, len(ids) - 1 : -1]
+            log_p_LV = without_media(logits_LV).log_softmax(-1)
+            assert_close(log_probs, log_p_LV[range(9), said].tolist())
+
+    batch = batch_of([ids for ids, _, _ in rows], sampled)
+    batch.multi_modal_inputs = [{"images": files} if files else {} for files in images]
+    ours_T = w.compute_log_probs(batch)
+    torch.testing.assert_close(ours_T, batch.rollout_log_probs, rtol=0, atol=1e-5)
+    blind = dataclasses.replace(batch, multi_modal_inputs=batch.multi_modal_inputs[:])
+    blind.multi_modal_inputs[0] = {"images": [str(rollouts.parent / "c.png")]}
+    draw(rollouts.parent / "c.png", (60, 90), 3)  # another image of this size
+    assert (w.compute_log_probs(blind) != ours_T).nonzero().max() < batch.lengths[0]
+
+
+def test_a_prompt_with_images_is_a_row_of_the_critic(rollouts, tmp_path):
+    """Its ids, its images and its line in a dump of rollouts, from a text and from a chat."""
+    w = an_actor("tiny-qwen3-vl")
+    rows = read(worker(model="tiny-qwen3-vl"), rollouts)
+    prompts = load_prompts(rollouts, w)
+    replies = []
+    for i, prompt in enumerate(prompts):
+        own = rows.select([i])
+        said = own.input_ids[own.response_mask].tolist()
+        assert prompt.ids + said == own.input_ids.tolist()
+        replies.append(ppo_loop.Reply(prompt, i, said, [-0.5] * len(said), True))
+    batch = ppo_loop.to_batch(replies)
+    assert batch.multi_modal_inputs == [{"images": x} if x else {} for x in rows_images(rows)]
+
+    # what is dumped is read again
+    batch.token_level_rewards = batch.values = torch.zeros(len(batch.input_ids))
+    ppo_loop.write_jsonl(batch, f"{tmp_path}/dumped.jsonl", replies)
+    again = read(worker(model="tiny-qwen3-vl"), tmp_path / "dumped.jsonl")
+    assert torch.equal(again.input_ids, rows.input_ids)
+    assert rows_images(again) == rows_images(rows)
+
+
+def rows_images(rows):
+    """The image files of each row, None for a row without."""
+    return [row.get("images") for row in rows.multi_modal_inputs]
+
+
+def test_a_chat_shows_images_where_its_template_puts_them(rollouts):
+    w = an_actor("tiny-qwen3-vl")
+    tokenizer = common.char_tokenizer("tiny-qwen3-vl")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for part in m['content'] %}{% if part['type'] == 'image' %}"
+        f"{SEE}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}{{% endfor %}};{{% endfor %}}"
+    )
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
+    row = {"prompt": chat, "images": ["b.png"]}
+    rollouts.write_text(json.dumps(row))
+    run = a_run(prompts=str(rollouts), actor=w.config)
+    (prompt,) = ppo_loop.load_prompts(str(rollouts), "--prompts", run, tokenizer, w.images)
+    expected = tokenizer.encode("s;a") + [START, *[IMAGE] * 8, END] + tokenizer.encode("b;")
+    assert (prompt.ids, prompt.text) == (expected, "ab")
+    assert prompt.images == [str(rollouts.parent / "b.png")]
+
+
+def test_a_prompt_with_a_bad_image_is_refused(rollouts):
+    draw_bad_images(rollouts.parent)
+    good = rollouts.read_text()
+    w = an_actor("tiny-qwen3-vl")
+    for change, fault in BAD_IMAGES:
+        rollouts.write_text(good + json.dumps({"prompt": f"{SEE}?", **change}) + "\n")
+        with refused(fault, f"--prompts {rollouts}:5: "):
+            load_prompts(rollouts, w)
+
+    # the critic's hint has an image's placeholder, but no image
+    rollouts.write_text(json.dumps({"prompt": f"{SEE}?", "images": ["b.png"], "hint": SEE}))
+    with refused("the text of --privileged-key has an image's placeholder"):
+        load_prompts(rollouts, w, privileged_key="hint")
+
+
+@pytest.fixture(scope="module")
+def readers(folders, tmp_path_factory):
+    """name -> flags of a run whose models do not all read the actor's images."""
+    blind, other = (tmp_path_factory.mktemp(name) for name in ("blind", "other"))
+    for folder in (blind, other):
+        save_model("tiny-qwen3-vl", folder)
+    (blind / "preprocessor_config.json").unlink()
+    transformers.Qwen2VLImageProcessorPil(patch_size=14, min_pixels=784).save_pretrained(other)
+    return {"blind": str(blind), "other": str(other), "same": str(folders["tiny-qwen3-vl"])}
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--actor.model tiny-qwen2", ":1: unusable, with --prompt-key prompt (it has images,"
+     " but this model reads text only)"),
+    ("--critic megatron", "(it has images, but --critic megatron reads text only)"),
+    ("--critic.model {blind}", "--critic.model {blind}: reads text only, but prompts have images"),
+    ("--critic.model {other}", "--critic.model {other}: reads images in another way than the actor;"
+     " both need one preprocessor_config.json"),
+    ("--reward-model {blind}", "--reward-model {blind}: reads text only, but prompts have images"),
+    ("--reward-model {other}", "--reward-model {other}: reads images in another way than the"
+     " actor; both need one preprocessor_config.json"),
+])  # fmt: skip
+def test_models_that_cannot_read_the_images_are_refused_at_the_start(
+    flags, words, readers, rollouts
+):
+    common.setup_distributed()
+    reward = "" if "reward-model" in flags else "--reward gsm8k"
+    every = f"--actor.model tiny-qwen3-vl --prompts {rollouts} {reward} {flags.format(**readers)}"
+    rows = [{**json.loads(x), "answer": "#### 1"} for x in rollouts.read_text().splitlines()]
+    rollouts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with refused(words.format(**readers)):
+        ppo_loop.set_up(ppo_loop.parse(every.split()))
+
+
+def test_a_critic_and_a_reward_model_of_the_same_images_are_taken(readers, rollouts):
+    common.setup_distributed()
+    same = readers["same"]
+    every = f"--actor.model tiny-qwen3-vl --critic.model {same} --reward-model {same}"
+    run, task = ppo_loop.set_up(ppo_loop.parse([*every.split(), "--prompts", str(rollouts)]))
+    assert [bool(prompt.images) for prompt in task.prompts] == [True, False, True, False]
+
+    # the reward is the label at a row's last token: the value of an action that would follow
+    reward = ppo_loop.RewardModel(run, task.tokenizer)
+    reward.worker.set_budget(100, "the longest row")
+    replies = [ppo_loop.Reply(prompt, i, [5, 6]) for i, prompt in enumerate(task.prompts)]
+    scores = [score for score, _ in reward.ask_all(replies)]
+    later = [dataclasses.replace(x, ids=[5, 6, 7], log_probs=[None, None, -1.0]) for x in replies]
+    batch = ppo_loop.to_batch(later)
+    processor = task.images.processor
+
+    def pixels_of(row, ids):
+        pixels = critic_fsdp.read_images(batch.multi_modal_inputs[row], processor)
+        if pixels:
+            pixels["pixel_values"] = pixels["pixel_values"].double()
+            pixels["mm_token_type_ids"] = (ids == IMAGE).int()
+        return pixels
+
+    batch.values = batch.returns = torch.zeros(len(batch.input_ids))
+    values_T, _, _ = reference_of(pathlib.Path(same), batch, images_of=pixels_of)
+    assert scores == pytest.approx(values_T[common.last_action(batch)].tolist(), abs=1e-5)
+
+
+def test_without_images_in_prompts_the_tower_of_an_actor_stays_frozen(rollouts):
+    common.setup_distributed()
+    rollouts.write_text('{"prompt": "1+1=", "answer": "#### 2"}')
+    flags = f"--actor.model tiny-qwen3-vl --reward gsm8k --prompts {rollouts}"
+    _, task = ppo_loop.set_up(ppo_loop.parse(flags.split()))
+    assert task.images is None
+    rollouts.write_text(json.dumps({"prompt": f"{SEE}?", "answer": "#### 2"}))
+    with refused("runs of [1] tokens, but its images have 0"):
+        ppo_loop.set_up(ppo_loop.parse(flags.split()))
+    for images in (False, True):
+        named = an_actor("tiny-qwen3-vl", images=images).model.named_parameters()
+        assert all(p.requires_grad == (images or ".visual." not in key) for key, p in named)
+
+
+def test_an_environment_must_not_return_a_placeholder():
+    replies, _ = play([["a", "b"]], lambda *_: SEE, tokenizer=TOKENIZER, images=Images(None, IMAGE))
+    assert {reply.fault for reply in replies} == {
+        "an environment must not return the placeholder of an image"
+    }
+    assert [reply.turns for reply in replies] == [["a"], ["b"]]

@@ -5,6 +5,7 @@ Several engines may live in one process, as long as none is deleted.
 """
 
 import dataclasses
+import importlib.util
 import json
 import os
 import pathlib
@@ -39,9 +40,18 @@ def policy(kind="tiny-qwen2", param_dtype="auto", **overrides):
 
 
 def engine_of(
-    w, stop=STOP, at_once=16, offload=False, longest=220, known=99, texts=(), tokenizer=None, **vllm
+    w,
+    stop=STOP,
+    at_once=16,
+    offload=False,
+    longest=220,
+    known=99,
+    texts=(),
+    tokenizer=None,
+    prompts=(),
+    **vllm,
 ):
-    """A VLLMRollout with the actor's weights."""
+    """A VLLMRollout with the actor's weights. prompts: those with images."""
     run = tests.a_run(
         rollout="vllm",
         actor=w.config,
@@ -56,6 +66,10 @@ def engine_of(
         stop_ids=list(stop),
         longest=longest,
         known=known,
+        prompts=list(prompts),
+        held_out=[],
+        images=w.images,
+        media_ids=w.model.task.media_ids,
     )
     engine = ppo_loop.VLLMRollout(run, task, w.device)
     engine.sync(w.weights(engine.dtype))
@@ -335,6 +349,52 @@ def sigterm_ends_generate(folder):
     assert engine.llm.llm_engine.is_sleeping()
 
 
+def images(folder, size=1):
+    """Greedy replies to prompts of which some have images, also after the tower has changed, are
+    those of transformers, and log-probs of samples are the actor's."""
+    tokenizer = common.char_tokenizer()
+    words = ["<|video_pad|>", *common.IMAGE_WORDS]  # vLLM looks for all of them
+    tokenizer.add_special_tokens({"additional_special_tokens": words})
+    if common.WORLD_SIZE == 1:
+        tokenizer.save_pretrained(folder / "tokenizer")
+        ppo_scenarios.draw_prompts(folder)
+    path = str(folder / "images in one of 3.jsonl")
+
+    # as the checkpoints of both families say
+    ropes = {
+        "tiny-qwen2.5-vl": {"mrope_section": [4, 6, 6]},
+        "tiny-qwen3-vl": {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
+    }
+    for kind, rope in ropes.items():
+        rope |= {"rope_type": "default", "rope_theta": 1e4}
+        text = {**HEADS, "rope_parameters": rope, "initializer_range": 0.1}
+        overrides = json.dumps({"text_config": text, "video_token_id": 99})
+        names = {"tokenizer": str(folder / "tokenizer"), "override_config": overrides}
+        w = tests.policy(kind, images=True, **names)
+        run = tests.a_run(actor=w.config)
+        prompts = ppo_loop.load_prompts(path, "--prompts", run, tokenizer, w.images)
+        files = [prompt.images for prompt in prompts]
+        rows = [(prompt.ids, seed, 8) for seed, prompt in enumerate(prompts)]
+
+        more = {"tokenizer": tokenizer, "prompts": prompts, "tensor_parallel_size": size}
+        engine = engine_of(w, known=len(tokenizer), **more)
+        theirs = tests.engine_of(w, STOP, known=len(tokenizer))
+        for step in range(2):
+            move(w, step, engine)
+            theirs.sync(w.weights(theirs.dtype))
+            greedy = engine.generate(rows, 0.0, files)
+            tests.assert_same_replies(greedy, theirs.generate(rows, 0.0, files))
+            assert len({str(ids) for ids, _, _ in greedy}) > 5
+
+        batch = tests.batch_of(
+            [prompt.ids for prompt in prompts], engine.generate(rows, 1.0, files)
+        )
+        batch.multi_modal_inputs = [{"images": x} if x else {} for x in files]
+        batch.row_id += len(batch) * common.RANK
+        ours_T = w.compute_log_probs(batch)
+        torch.testing.assert_close(ours_T, batch.rollout_log_probs, rtol=0, atol=1e-5)
+
+
 def shared_memory():
     """Files in /dev/shm that this process has mapped; they remain when os._exit ends it."""
     maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
@@ -419,6 +479,14 @@ def goes_on(folder):
     ppo_scenarios.goes_on(folder, "vllm 1", "vllm 1", "--offload")
 
 
+# vLLM reads images with torchvision; the registry's is built for CUDA and not for CPUs
+IMAGES = [
+    ("images", 1, images, (), ()),
+    ("images on two ranks that share an engine", 2, images, (2,), ("images",)),
+]
+if not importlib.util.find_spec("torchvision"):
+    IMAGES = []
+
 # name, ranks, function, its arguments, and how the names of those begin that must run before it
 LAUNCHES = [
     ("the process is as it was", 2, the_process_is_as_it_was, (), ()),
@@ -432,6 +500,7 @@ LAUNCHES = [
     ("texts end turns", 1, texts_end_turns, (), ()),
     ("sleeps", 1, sleeps, (), ()),
     ("fillers", 1, fillers, (), ()),
+    *IMAGES,
     ("sigterm ends generate", 2, sigterm_ends_generate, (), ()),
     ("errors", 1, errors, (), ()),
     ("start", 1, start, (), ()),
