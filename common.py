@@ -1485,7 +1485,8 @@ class Pack:
 
 
 class CurrentPack:
-    """What packed_attention reads in every layer, until the backward ends: it may rerun layers."""
+    """What layers read, in packed_attention and row_by_row, until the backward ends: it may rerun
+    them."""
 
     pack = None  # Pack of the whole row, before it is sliced over sequence-parallel ranks
     group = None  # ranks that share the row, or None
@@ -1516,7 +1517,7 @@ def packed_attention(
     k v (1,K,T,D) -> ((1,T,H,D), None). UserError: this model needs another kind of attention."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
 
-    # a window that only the model's own mask knows; it is none if no row is longer
+    # a window that only the model's own mask has; it does nothing if no row can be longer
     window = getattr(module.config, "sliding_window", None) or inf
     longest = getattr(module.config, "max_position_embeddings", inf)
     window_in_mask = sliding_window == 0 and window < longest
@@ -1919,8 +1920,8 @@ def check_rows_apart(name, states_of, dtype, vocab_size, packed=True, advice="",
     transformers does. packed: it packs rows, else it pads them. advice: what to do instead. unit:
     ranks that share a row.
 
-    The rows have equal prompts of n tokens, and different answers. What four tokens of an answer
-    must not see is once cut off, and once changed:
+    The rows have equal prompts of n tokens, and different answers. Four tokens of an answer are
+    computed three times: with all that they must not see, with it changed, and with it cut off:
 
         together    row 0: 0 .. n-1 | n .. 2n-1     row 1: 0 .. n-1 | n+1 .. n+4 | n+5 .. 2n
         changed     row 0: 0 .. n-1 | others        row 1: 0 .. n-1 | n+1 .. n+4 | others

@@ -475,9 +475,7 @@ def build_skeleton(config, model_config):
             attn_implementation=attention_of(config, model_config),
         )
         if backbone.get_output_embeddings() is not None:
-            raise UserError(
-                "transformers has it only with its head; give a folder of its text part"
-            )
+            raise UserError("transformers has no such model without its head; give its text part")
         model = ValueModel(backbone)
         if config.use_remove_padding:
             common.pack_recurrent(backbone.get_decoder(), gather_slices, add_slices)
@@ -877,7 +875,7 @@ class DataParallelPPOCritic:
     def forward(self, micro):
         """(T,) float32: the head's output for each action; (T, N) logits with hl_gauss."""
         group = self.layout.sp_group
-        common.CurrentPack.set(micro.pack, group)  # attention reads it, until the backward ends
+        common.CurrentPack.set(micro.pack, group)  # layers read it, until the backward ends
         out_S = self.model(**micro.inputs).flatten(0, 1)  # slice_row cuts a row that ranks share
         if group:
             out_S = gather_slices(out_S, group)
@@ -1677,7 +1675,8 @@ def learn(run, worker, train, held_out, size, checkpoints):
 # ---- Ulysses: ranks that share a row -------------------------------------------------------------
 #
 # A closed chapter behind --ulysses-size. It is called from attention_of (by the name "ulysses"),
-# from DataParallelPPOCritic.__init__ (slice_row) and from its forward (gather_slices).
+# from DataParallelPPOCritic.__init__ (slice_row), from its forward (gather_slices), and from
+# build_skeleton (gather_slices and add_slices, for recurrent layers).
 
 
 def slice_row(decoder, args, kwargs):
@@ -1809,7 +1808,8 @@ def merge_lora(state, config, model_config):
 # shard_fsdp1 (reads_images), DataParallelPPOCritic.__init__ and load_rows (load_image_processor,
 # place_images), and lay_out (with_images). critic.image_processor is also read in init_model, in
 # check_batch, which must go on refusing images, and in export_hf. Only images need needs_grad with
-# its hook, the visual keys in slice_row, and "visual" in shard_fsdp1.
+# its hook, the visual keys in slice_row, and "visual" in shard_fsdp1. ppo_loop.py calls four of
+# these functions, too.
 
 
 def reads_images(config, model_config):
@@ -1917,7 +1917,8 @@ def shard_fsdp1(model, config, layout):
             units[module] = own
     if not reads_images(config, model.model.config):  # then a tower is frozen
         for child in model.model.children():
-            if not any(p.requires_grad for p in child.parameters()):
+            weights = list(child.parameters())
+            if weights and not any(p.requires_grad for p in weights):
                 units[child] = own
 
     return fsdp.FullyShardedDataParallel(
@@ -1947,7 +1948,8 @@ def free_gradients_of_fsdp1(model):
 # ---- Packing: which attention a model gets, and a check that it works ----------------------------
 #
 # A closed chapter, because transformers has hundreds of models and no list of those whose rows can
-# be packed. It is called from build_skeleton (attention_of) and from init_model (check_model).
+# be packed. It is called from build_skeleton (attention_of, padding_advice) and from init_model
+# (check_model, which calls common.check_rows_apart).
 
 
 def attention_of(config, model_config):
@@ -2004,7 +2006,7 @@ def check_model(worker):
     )
     critic.free_gathered()
     name = common.CurrentPack.kernel or "padded"
-    print0(f"attention  {name}; packed rows differ from rows alone by {off:.0e}")
+    print0(f"attention  {name}; rows together differ from rows alone by {off:.0e}")
 
 
 # ---- Plan: the memory that a layout needs, computed without launching it -------------------------

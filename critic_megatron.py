@@ -2117,7 +2117,8 @@ def splits_sequence(config):
 #
 # A closed chapter: names and parts of weights. It is called from MegatronPPOCritic.__init__ (fill,
 # find_masters), build_skeleton (freezes), build_value_model (freeze), read_weights and
-# load_checkpoint (StoredTensors), state_bytes, and from checkpoints and exports (whole_weights).
+# load_checkpoint (StoredTensors, fill), state_bytes (named_weights, groups_of), and from
+# checkpoints and exports (whole_weights, whole_master, join_experts, gather_experts, mixtral_name).
 
 LOCAL_EXPERT = "mlp.experts.local_experts.{}"
 

@@ -2256,6 +2256,7 @@ class HFRollout:
             self.model = policy_class(task.model_config).from_config(
                 deepcopy(task.model_config), dtype=self.dtype, attn_implementation=attention
             )
+        self.model.eval()  # some routers draw experts, or add noise, while they train
         self.model.generation_config = GenerationConfig(eos_token_id=task.stop_ids, pad_token_id=0)
         self.away = []  # what is on the host, see common.offload
 

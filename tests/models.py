@@ -318,7 +318,8 @@ def cells_of(name, kind, send):
 
 def row_of(name, kind):
     """{column: error, or words on why not}, from a process of its own."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")  # this process may have threads
+    context.set_forkserver_preload(["models"])
     ours, theirs = context.Pipe()
     process = context.Process(target=cells_of, args=(name, kind, theirs.send))
     process.start()

@@ -9,7 +9,7 @@ SAMPLE = (
     "exaone4",
     "glm4v",  # reads images, too
     "granitemoehybrid",
-    "kimi_linear",
+    "lfm2_moe",
     "phimoe",  # its router draws experts at random while it trains
     "qwen2",
     "qwen3_5_text",

@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+import transformers
 from helpers import random_batch, refused
 from ppo_helpers import (
     EOS,
@@ -37,7 +38,7 @@ from ppo_helpers import (
     some_prompts,
     stop_texts_of,
 )
-from reference import log_probs_of_reply, nucleus
+from reference import MODELS, log_probs_of_reply, nucleus
 
 import common
 import ppo_loop
@@ -284,6 +285,17 @@ def test_ids_without_a_token_are_never_drawn_and_have_no_probability(whole_run, 
         len({i for rows in steps for row in rows for i in row["response_ids"]} - set(range(99)))
         == 0
     )
+
+
+def test_a_router_adds_no_noise_while_it_generates(tmp_path):
+    """A Mixtral with jitter, which acts while a model trains: engine and actor agree."""
+    config = MODELS["mixtral"]
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    w = policy(tmp_path, override_config='{"router_jitter_noise": 0.3}')
+    replies = engine_of(w).generate([([20, 30, 40], i, 8) for i in range(9)], 1.0)
+    batch = batch_of([[20, 30, 40]] * 9, replies)
+    log_probs_T = w.compute_log_probs(batch)
+    torch.testing.assert_close(log_probs_T, batch.rollout_log_probs, rtol=1e-5, atol=1e-5)
 
 
 def test_ids_of_images_are_never_drawn_and_have_no_probability():
