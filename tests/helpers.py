@@ -259,10 +259,12 @@ def captured_gradients(critic):
                 model, with_grads=True
             )
         with whole:
-            named = [
-                (n.replace("_fsdp_wrapped_module.", ""), p) for n, p in model.named_parameters()
-            ]
-            seen.append({n: full_tensor(p.grad).clone() for n, p in named if p.grad is not None})
+            gradients = {}
+            for name, p in model.named_parameters():
+                if p.requires_grad and p.grad is not None:  # none: a layer that only images reach
+                    name = name.replace("_fsdp_wrapped_module.", "")
+                    gradients[name] = full_tensor(p.grad).clone()
+            seen.append(gradients)
         return clip(*args, **kwargs)
 
     owner.clip_grad_norm_ = note
