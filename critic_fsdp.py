@@ -30,7 +30,7 @@ import textwrap
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -996,15 +996,11 @@ class DataParallelPPOCritic:
             self.free_gathered()  # FSDP1 forgets units without a gradient
         return sums if self.layout.sp_rank == 0 else {}  # ranks that share a row have equal ones
 
-    @contextmanager
     def activations_on_host(self):
         """With --activation-offload, what a forward saves for the backward is kept on the host."""
         if self.config.activation_offload:
-            pinned = self.layout.device.type == "cuda"
-            with torch.autograd.graph.save_on_cpu(pinned):
-                yield
-        else:
-            yield
+            return torch.autograd.graph.saved_tensors_hooks(copy_to_host, copy_to_device)
+        return nullcontext()
 
     def loss(self, outputs, micro):
         """This micro-batch's part of the mini-batch loss, and its sums.
@@ -1056,6 +1052,26 @@ class DataParallelPPOCritic:
             self.optimizer_steps += 1
         self.optimizer.zero_grad()
         return norm
+
+
+def copy_to_host(x):
+    """(the memory of x on the host, what copy_to_device needs). Strides stay, because a kernel's
+    backward may rely on them: that of attention wants a mask whose rows are aligned.
+
+    save_on_cpu of torch forgets them, and that of torch 2.11 waits for each copy."""
+    extent = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
+    if not x.numel() or extent > 2 * x.numel():  # a narrow part of a large tensor
+        x = x.contiguous()
+        extent = x.numel()
+    flat = x.detach().as_strided((extent,), (1,))
+    on_host = torch.empty(extent, dtype=x.dtype, pin_memory=x.is_cuda)
+    return on_host.copy_(flat, non_blocking=True), x.device, x.shape, x.stride()
+
+
+def copy_to_device(saved):
+    """Undoes copy_to_host."""
+    on_host, device, shape, strides = saved
+    return on_host.to(device, non_blocking=True).as_strided(shape, strides)
 
 
 def build_optimizer(model, config, lr):

@@ -85,6 +85,7 @@ FSDP = {  # what only critic_fsdp.py can do
     "fsdp1": {"strategy": "fsdp1"},
     "none": {"strategy": "none"},
     "offloads activations": {"activation_offload": True},
+    "offloads padded": {"use_remove_padding": False, "activation_offload": True},
     "offloads inputs": {**RECOMPUTED, "activation_offload": True},
     "offload policy": {"offload_policy": True},
     "deferred": {"defer_grad_sync": True},
@@ -291,23 +292,19 @@ def run_and_resume(name, report):
 # ---- speed and memory: models and rows of real sizes ---------------------------------------------
 
 
+LENGTHS = {2048: 2, 8192: 1, 32768: 1}  # of the longest row -> prompts, of 8 answers each
+
+
 def speed(name, report):
-    """A shape of Qwen2.5, computed by fsdp, megatron or the bare loop, at rows of three lengths."""
-    lengths = {2048: 2, 8192: 1, 32768: 1}  # of the longest row -> prompts, of 8 answers each
-    if DRY:
-        lengths = {64: 2}
-    if name == "7b megatron":
+    """A shape of Qwen2.5, computed by fsdp, megatron or the bare loop, at rows of one length. 7
+    billion weights train with LoRA; they and the longest rows compute activations twice."""
+    shape, by, length = name.split()
+    if shape == "7b" and by == "megatron":
         print(f"{name}: left out, because it needs LoRA, which critic_megatron.py has not")
         return
-    for length, prompts in lengths.items():
-        with report.attempt(f"{name}, {length}"):
-            speed_at(name, report, length, gpu.rows_of(length, prompts))
 
-
-def speed_at(name, report, length, rows):
-    """One of them at one length. 7 billion weights train with LoRA; they and the longest rows
-    compute activations twice."""
-    shape, by = name.split()
+    length = int(length)
+    rows = gpu.rows_of(length, LENGTHS.get(length, 2))
     flags = gpu.flags_of_shape(shape)
     flags["ppo_max_token_len_per_gpu"] = budget = max(length, gpu.BUDGET)
     flags["gradient_checkpointing"] = length > gpu.BUDGET or shape == "7b"
@@ -317,18 +314,19 @@ def speed_at(name, report, length, rows):
     # transformers alone
     if by == "bare":
         loop = gpu.BareLoop(budget // length, critic_fsdp.Config(**flags))
-        gpu.race(report, name, loop, loop, rows, share=False)
+        gpu.race(report, f"{shape} {by}", loop, loop, rows, share=False)
         return
 
     # a critic
-    worker = gpu.new_critic(SCRIPTS[by], **flags)
+    with gpu.quick_weights():
+        worker = gpu.new_critic(SCRIPTS[by], **flags)
     for share in (True, False):
         words = ", shared prompts" if share else ""
         worker.config = dataclasses.replace(worker.config, share_prompts=share)
         worker.critic.config = worker.config
-        gpu.race(report, f"{name}{words}", worker, worker.critic, rows, share)
+        gpu.race(report, f"{shape} {by}{words}", worker, worker.critic, rows, share)
     if length == gpu.BUDGET or DRY:
-        gpu.print_kernels(f"an update of {name}, {length}", worker.update_critic, rows)
+        gpu.print_kernels(f"an update of {name}", worker.update_critic, rows)
 
 
 def memory(name, report):
@@ -340,7 +338,8 @@ def memory(name, report):
         flags["offload_policy"] = True
     plan = planned(flags)
     before = gpu.clear_device()
-    worker = gpu.new_critic(SCRIPTS[by], **flags)
+    with gpu.quick_weights():
+        worker = gpu.new_critic(SCRIPTS[by], **flags)
 
     def add(promise, most, found, **cells):
         found -= before
@@ -428,9 +427,11 @@ def functions_of(part):
             found[f"runs of {script}"] = partial(run_and_resume, script)
         return found
 
-    # a shape, and who computes it
+    # a shape, who computes it, and how long the rows are
     if part == "speed":
-        names = [f"{shape} {by}" for shape in shapes for by in ("fsdp", "megatron", "bare")]
+        lengths = [64] if DRY else LENGTHS
+        who = ("fsdp", "megatron", "bare")
+        names = [f"{shape} {by} {n}" for shape, by, n in itertools.product(shapes, who, lengths)]
         return {name: partial(speed, name) for name in names}
     if part == "memory":
         kinds = ("fsdp", "fsdp policy", "megatron")

@@ -149,6 +149,23 @@ def new_critic(script, device=DEVICE, **flags):
         return helpers.worker(script=script, **flags)
 
 
+@contextlib.contextmanager
+def quick_weights():
+    """Large weights of new models repeat a few random numbers: drawing billions takes minutes."""
+    numbers = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
+    normal_ = torch.Tensor.normal_
+
+    def repeat_(x, mean=0.0, std=1.0, **options):
+        if x.device.type != "cpu" or x.numel() < len(numbers):
+            return normal_(x, mean, std, **options)
+        for part in x.view(-1).split(len(numbers)):
+            torch.add(mean, numbers[: len(part)], alpha=std, out=part)
+        return x
+
+    with mock.patch.object(torch.Tensor, "normal_", repeat_):
+        yield
+
+
 def rows_of(length, prompts):
     """Rows of at most this length, 8 to a prompt, which is half of it. Answers are an eighth to a
     half; the first of all is the longest."""
