@@ -6,8 +6,9 @@
     python tests/gpu.py ppo       some steps of ppo_loop.py
 
 A part goes on after a fault and then ends with exit status 1. It prints a table, and last the
-lines for RESULTS.md. NAMEs choose what begins with them; a wrong one lists all. --dry: tiny sizes,
-also on a CPU. --pretend: the same on the simulated device of pretend_device.py.
+lines for RESULTS.md. NAMEs choose what begins with them; a wrong one lists all. --budget: of a
+micro-batch in `speed`, unless a row is longer. --dry: tiny sizes, also on a CPU. --pretend: the
+same on the simulated device of pretend_device.py.
 """
 
 import argparse
@@ -32,6 +33,7 @@ parser = argparse.ArgumentParser(
 )
 parser.add_argument("part", choices=("equal", "speed", "memory", "ppo"))
 parser.add_argument("names", nargs="*", metavar="NAME")
+parser.add_argument("--budget", type=int, default=8192, metavar="TOKENS")
 parser.add_argument("--dry", action="store_true")
 parser.add_argument("--pretend", action="store_true")
 ASKED = parser.parse_intermixed_args()
@@ -306,8 +308,8 @@ def speed(name, report):
     length = int(length)
     rows = gpu.rows_of(length, LENGTHS.get(length, 2))
     flags = gpu.flags_of_shape(shape)
-    flags["ppo_max_token_len_per_gpu"] = budget = max(length, gpu.BUDGET)
-    flags["gradient_checkpointing"] = length > gpu.BUDGET or shape == "7b"
+    flags["ppo_max_token_len_per_gpu"] = budget = max(length, ASKED.budget)
+    flags["gradient_checkpointing"] = length > 8192 or shape == "7b"
     if shape == "7b":
         flags["lora_rank"] = 16
 
@@ -325,7 +327,7 @@ def speed(name, report):
         worker.config = dataclasses.replace(worker.config, share_prompts=share)
         worker.critic.config = worker.config
         gpu.race(report, f"{shape} {by}{words}", worker, worker.critic, rows, share)
-    if length == gpu.BUDGET or DRY:
+    if length == 8192 or DRY:
         gpu.print_kernels(f"an update of {name}", worker.update_critic, rows)
 
 

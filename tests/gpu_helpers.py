@@ -98,8 +98,6 @@ def shown(cell):
 
 # ---- Critics and rows ----------------------------------------------------------------------------
 
-BUDGET = 8192  # tokens of a micro-batch, unless a row is longer
-
 
 def qwen(hidden, inner, layers, heads, key_heads, vocabulary=151936):
     """What a config.json of Qwen2.5 says about sizes."""

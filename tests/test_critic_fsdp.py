@@ -565,6 +565,30 @@ def test_offloading_on_a_host_frees_gradients_alone(strategy):
     assert math.isfinite(w.update_critic(batch)["critic/grad_norm"])
 
 
+SAVED = {  # what a kernel may keep for its backward: tensors with unusual strides
+    "whole": lambda x: x,
+    "transposed": lambda x: x.transpose(0, 1),
+    "rows of 5 of 8, as in an aligned mask": lambda x: x[:, :5],
+    "the same for each of 3 heads": lambda x: x[:, :5].expand(3, 4, 5),
+    "one number": lambda x: x[2, 3],
+    "nothing": lambda x: x[:, :0],
+}
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_activations_on_the_host_keep_their_strides(kind):
+    x = SAVED[kind](torch.randn(4, 8))
+    saved = critic_fsdp.copy_to_host(x)
+    back = critic_fsdp.copy_to_device(saved)
+    assert torch.equal(back, x) and back.stride() == x.stride() and back is not x
+
+
+def test_a_narrow_part_on_the_host_does_not_bring_the_rest():
+    wide = torch.randn(64, 1000)
+    saved, *_ = critic_fsdp.copy_to_host(wide[:, 3:5])
+    assert saved.numel() == 128 and torch.equal(saved.view(64, 2), wide[:, 3:5])
+
+
 # ---- Checkpoints ---------------------------------------------------------------------------------
 
 

@@ -39,12 +39,12 @@ build() { # NAME PYTHON CHANGES...: an environment with these packages
         sed -i "/^${name%%==*}==/d" "$list"
         [ "${change#-}" != "$change" ] || echo "$change" >> "$list"
     done
-    "$home/bin/pip" install -q -r "$list" > "$folder/$1.pip.log" 2>&1
+    "$home/bin/python" -m pip install -q -r "$list" > "$folder/$1.pip.log" 2>&1
 }
 
 try() { # NAME: the row of this set
     local home=$folder/$1 ends="" out=$folder/$1.out
-    versions=$("$home/bin/pip" list 2> /dev/null | awk '$1 ~ /^(torch|transformers|megatron[-_]core)$/ {print $1, $2}' | paste -sd ';')
+    versions=$("$home/bin/python" -m pip list 2> /dev/null | awk '$1 ~ /^(torch|transformers|megatron[-_]core)$/ {print $1, $2}' | paste -sd ';')
     "$home/bin/python" -m pytest -q tests -m quick > "$folder/$1.quick.log" 2>&1 || true
     quick=$(tail -1 "$folder/$1.quick.log")
     for script in critic_fsdp critic_megatron ppo_loop; do
