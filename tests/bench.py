@@ -5,8 +5,10 @@
     OMP_NUM_THREADS=1 python tests/bench.py --mix long-tail --model 100m --rows 16
     OMP_NUM_THREADS=1 python tests/bench.py --model hybrid --mix long-tail --rows 32 \
         --contestants "fsdp padded" fsdp bare
-    OMP_NUM_THREADS=1 python tests/bench.py --host --ranks 64
+    OMP_NUM_THREADS=1 python tests/bench.py --host --ranks 1024
                                                          what one of many ranks spends moving rows
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 tests/bench.py --host
+                                                         the same on real ranks
 
 All contestants have the same weights, rows, precision, token budget and AdamW. Each runs in its own
 processes, and they take turns. On a CPU the tables use the CPU time of all ranks together, because
@@ -19,13 +21,16 @@ it does not depend on other jobs on the machine.
     verl lent       the same with the packed attention of common.py, to compare the rest
 """
 
+import collections
 import contextlib
 import ctypes
 import datetime
 import gc
+import hashlib
 import importlib.util
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import pathlib
@@ -98,7 +103,8 @@ class Run:
     work: tyro.conf.OmitArgPrefixes[Work] = Work()  # its flags have no prefix
     contestants: tuple[Literal[CONTESTANTS], ...] = CONTESTANTS  # each is compared with the first
     rounds: int = 5  # measured rounds (the medians count), after one warm-up
-    # instead: the host's work of one PPO step on one of --ranks ranks, without a model
+    # instead: the host's work of one PPO step on one of 1, 2, 4 ... up to --ranks ranks, without a
+    # model
     host: bool = False
 
 
@@ -431,106 +437,144 @@ def compare(contestants, rounds):
 
 # ---- The host's work: what one of many ranks does to get rows to where they are computed ---------
 
-
-def rows_of_a_step(prompts=1024, answers=8):
-    """A Batch of 8,192 rows and 37 million tokens: prompts of 500 tokens, answers of 4,000 on
-    average."""
-    torch.manual_seed(0)
-    lengths = 500 + torch.randint(1, 8000, (prompts * answers,))
-    cu = common.cumulative(lengths)
-    total = int(cu[-1])
-    ids = torch.randint(2**15, (total,))
-    places = torch.arange(total) - cu[:-1].long().repeat_interleave(lengths)
-    for first in range(0, len(lengths), answers):  # all answers have the prompt of the first
-        for row in range(first + 1, first + answers):
-            ids[cu[row] : cu[row] + 500] = ids[cu[first] : cu[first] + 500]
-
-    zeros = torch.zeros(total)
-    return common.Batch(
-        input_ids=ids,
-        cu_seqlens=cu,
-        response_mask=places >= 500,
-        row_id=torch.arange(len(lengths)),
-        truncated=torch.zeros(len(lengths), dtype=torch.bool),
-        values=zeros,
-        returns=zeros.clone(),
-    )
+ROWS = 64  # of a rank
+PROMPT = 500  # tokens
+ANSWERS = 8  # to a prompt; they lie on neighbouring ranks
 
 
-def send_all_rows(ranks, whole):
-    """The way of version 2: every rank gets every row, for each of four calls; two of them are
-    updates, which shuffle the rows and cut them into mini-batches. (About six gathers a step; here
-    are four.)"""
-    parts = [pickle.dumps(whole.select(range(rank, len(whole), ranks))) for rank in range(ranks)]
-    yield
-    for call in range(4):
-        gathered = common.concat(list(map(pickle.loads, parts)))
-        gathered = gathered.select(gathered.row_id.argsort().tolist())
-        if call % 2:
-            order = common.shuffled_rows(gathered.groups(), call)
-            gathered.select(order).split(1024)
+def rows_of_a_rank(rank, ranks):
+    """(its Batch of 64 rows, {rank: [Row] that it tells}). Rows have 4,500 tokens on average; row
+    i is on rank i % ranks."""
+    g = torch.Generator().manual_seed(0)
+    lengths = PROMPT + torch.randint(1, 8000, (ROWS * ranks,), generator=g)
+    prompts = torch.randint(2**15, (len(lengths) // ANSWERS, PROMPT), generator=g)
+
+    # what the other ranks tell of their rows
+    told = {}
+    digests = [hashlib.blake2b(ids.numpy().tobytes(), digest_size=16).digest() for ids in prompts]
+    for row_id, length in enumerate(lengths.tolist()):
+        row = common.Row(
+            row_id=row_id,
+            owner=row_id % ranks,
+            index=row_id // ranks,
+            length=length,
+            actions=length - PROMPT,
+            shared=PROMPT - 1,
+            prompt=digests[row_id // ANSWERS],
+            images=False,
+        )
+        told.setdefault(row.owner, []).append(row)
+
+    # its own rows
+    own = common.concat([common.Batch.blank(row.length) for row in told[rank]])
+    own.row_id = torch.tensor([row.row_id for row in told[rank]])
+    own.response_mask = own.positions >= PROMPT
+    own.input_ids[~own.response_mask] = prompts[own.row_id // ANSWERS].flatten()
+    own.values = torch.zeros(len(own.input_ids))
+    own.returns = own.values.clone()
+    return own, told
 
 
-def send_rows_where_they_are_computed(ranks, whole):
-    """Our way, on rank 0 of many, with its own rows. What others would send is made of zeros."""
-    own = whole.select(range(0, len(whole), ranks))
-    rows = common.describe(whole)
-    told = []  # what each rank tells of its rows
-    for rank in range(ranks):
-        its = enumerate(rows[rank::ranks])
-        told.append(pickle.dumps([row._replace(owner=rank, index=i) for i, row in its]))
-
-    del whole
+def step_of_a_rank(own, ranks, spent):
+    """Two forwards and two updates of four mini-batches, without a model; adds to spent, {what:
+    CPU seconds}."""
     critic = object.__new__(critic_fsdp.DataParallelPPOCritic)
     critic.config = critic_fsdp.Config()
     critic.max_tokens = 16384
+    all_ranks = list(range(ranks))
     critic.layout = SimpleNamespace(
-        dp_size=ranks, dp_rank=0, dp_ranks=list(range(ranks)), gives_values=[True] * ranks
+        dp_size=ranks, dp_rank=common.RANK, dp_ranks=all_ranks, gives_values=[True] * ranks
     )
-    common.WORLD_SIZE = ranks
-    common.of_all_ranks = lambda mine: list(map(pickle.loads, told))
-    common.all_to_all = lambda x, sent, got: x.new_zeros(sum(got))
-    yield
 
-    for call in range(4):
-        rows = common.rows_of_all_ranks(own)
-        if call % 2:
-            ordered = common.shuffled_rows(common.by_prompt(rows), call)
-            for first in range(0, len(ordered), 1024):
-                critic.mini_batch(own, ordered[first : first + 1024])
-        else:
-            table = critic.plan_micro_batches(rows)
-            local = critic.fetch(own, table)
-            critic.give_back(torch.zeros(len(local.input_ids)), local, table, own)
+    def timed(what, call, *args):
+        spent[what] += (took := measure(lambda: call(*args)))["cpu"]
+        return took["out"]
+
+    for number in range(4):
+        rows = timed("told", common.rows_of_all_ranks, own)
+        if number % 2 == 0:
+            table = timed("plan", critic.plan_micro_batches, rows)
+            local = timed("moved", critic.fetch, own, table)
+            values_T = torch.zeros(len(local.input_ids))
+            timed("moved", critic.give_back, values_T, local, table, own)
+            continue
+
+        groups = timed("plan", common.by_prompt, rows)
+        ordered = timed("plan", common.shuffled_rows, groups, number)
+        quarter = len(ordered) // 4
+        for first in range(0, len(ordered), quarter):
+            mini = ordered[first : first + quarter]
+            table = timed("plan", critic.plan_micro_batches, mini)
+            local = timed("moved", critic.fetch, own, table)
+            timed("weights", common.loss_weights, local, "token-mean", None, (), mini)
+
+
+def counted(all_to_all, left):
+    """The same function, which adds to left["bytes"] what leaves this rank."""
+
+    def call(x, sent, got):
+        left["bytes"] += (sum(sent) - sent[common.RANK]) * x.element_size()
+        return all_to_all(x, sent, got)
+
+    return call
+
+
+def simulate(ranks):
+    """[cells] of rank 0 of this many ranks. What others would send is made of zeros."""
+    own, told = rows_of_a_rank(0, ranks)
+    messages = [pickle.dumps(rows) for rows in told.values()]
+    tokens = sum(row.length for rows in told.values() for row in rows)
+    del told
+
+    common.WORLD_SIZE = ranks
+    common.of_all_ranks = lambda mine: list(map(pickle.loads, messages))
+    left = collections.Counter()
+    common.all_to_all = counted(lambda x, sent, got: x.new_zeros(sum(got)), left)
+    spent = collections.Counter()
+    step_of_a_rank(own, ranks, spent)
+    leaves = left["bytes"] / 2**20
+    peak = 1024 * measure_peak(lambda: step_of_a_rank(own, ranks, collections.Counter()))["peak"]
+    hears = 4 * sum(map(len, messages[1:])) / 2**20
+    return [tokens, *(spent[name] for name in WORK), sum(spent.values()), peak, hears, leaves]
+
+
+WORK = ("told", "plan", "moved", "weights")
+COLUMNS = ("ranks", "tokens", *WORK, "CPU s", "peak MiB", "MiB told", "MiB of rows sent")
 
 
 def host(ranks):
-    """Prints what both ways take, on average over a step's calls of the critic and the actor."""
-    whole = rows_of_a_step()
-    own = sum(x.nbytes for x in vars(whole).values() if isinstance(x, torch.Tensor)) / ranks / 2**20
-    size = f"{len(whole):,} rows, {len(whole.input_ids):,} tokens"
-    print(f"{size}, {own:,.1f} MiB of them on each of {ranks} ranks")
-    print_line("", "CPU seconds of a step", "peak MiB", "x own rows")
-    print("|---" * 4 + "|")
+    """Prints what moving rows costs one of 1, 2, 4 ... ranks, and how that grows."""
+    if common.WORLD_SIZE > 1:
+        return host_for_real()
+    print_line(*COLUMNS)
+    print("|---" * len(COLUMNS) + "|")
+    found = []
+    while not found or 2 * found[-1][0] <= ranks:
+        size = 2 ** len(found)
+        # each in a process of its own, which simulate changes
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            found.append([size, *pool.apply(simulate, (size,))])
+        print_line(*(f"{cell:,}" if isinstance(cell, int) else f"{cell:.3g}" for cell in found[-1]))
 
-    for way in (send_all_rows, send_rows_where_they_are_computed):
-        if pid := os.fork():
-            os.waitpid(pid, 0)
-            continue
-        spent = {}
-        for how in (measure, measure_peak):
-            steps = way(ranks, whole)
-            next(steps)  # what is made before the clock runs
-            spent |= how(lambda steps=steps: next(steps, None))
-        peak = 1024 * spent["peak"]
-        print_line(
-            way.__name__.replace("_", " "),
-            f"{spent['cpu']:.2f}",
-            f"{peak:,.0f}",
-            f"{peak / own:.1f}",
-        )
-        sys.stdout.flush()
-        os._exit(0)
+    # powers of the number of ranks, from the last but two lines to the last
+    if len(found) > 2:
+        before = found[-3]
+        powers = [math.log(max(x, 1e-9) / max(y, 1e-9), 4) for x, y in zip(found[-1], before)]
+        print_line("power", *(f"{power:.2f}" for power in powers[1:]))
+
+
+def host_for_real():
+    """The same on real ranks, started by torchrun: rank 0 prints its line."""
+    common.setup_distributed()
+    left = collections.Counter()
+    common.all_to_all = counted(common.all_to_all, left)
+    own, _ = rows_of_a_rank(common.RANK, common.WORLD_SIZE)
+    spent = collections.Counter()
+    step_of_a_rank(own, common.WORLD_SIZE, spent)
+    if common.RANK == 0:
+        seconds = [f"{spent[name]:.3g}" for name in WORK]
+        print_line(f"{common.WORLD_SIZE} real", *seconds, f"{left['bytes'] / 2**20:.3g}")
+    torch.distributed.barrier()
 
 
 # ---- Tables --------------------------------------------------------------------------------------

@@ -41,6 +41,17 @@ def test_contestants_compute_the_same_values():
     assert all(float(off) < 1e-5 for off in lines.values()), out
 
 
+def test_the_simulated_rank_sends_what_a_real_one_sends():
+    """Rank 0 of two: the bytes of rows that leave it, in the simulation and for real."""
+    host = (ROOT / "tests" / "bench.py", "--host")
+    simulated = succeeded(run(sys.executable, *host, "--ranks", "2"))
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    real = succeeded(run(sys.executable, *torchrun, *host))
+    [sent] = re.findall(r"^\| 2 \|.* (\S+) \|$", simulated, flags=re.M)
+    assert re.findall(r"^\| 2 real \|.* (\S+) \|$", real, flags=re.M) == [sent]
+    assert float(sent) > 10
+
+
 def test_ablations_compare_runs_of_one_seed(tmp_path, capsys):
     """The table of finished runs: means, standard errors, differences from the first row by
     seed."""
