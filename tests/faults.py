@@ -97,6 +97,7 @@ def run_script(
     apart=None,
     slow_in=None,
     environment=None,
+    prepare=None,
 ):
     """Runs a script in this process without its report, because matplotlib takes two seconds.
 
@@ -105,7 +106,7 @@ def run_script(
     any size. memory: MiB that steps may allocate on top of what exists before them. apart: a
     checkpoint; each rank works in its own folder, and only rank 0 has the checkpoint there, as
     `there`. slow_in: (a function of PPO, steps after which each call of it takes a second and
-    leaves a file). environment: the rank's variables."""
+    leaves a file). environment: the rank's variables. prepare: a function to call first."""
     if environment is not None:
         for name in forked.NUMBERS:
             del os.environ[name]
@@ -116,6 +117,8 @@ def run_script(
     if said:
         os.setsid()
         forked.print_to(f"{said}.{forked.NUMBERS['RANK']}")
+    if prepare:
+        prepare()
     if apart:
         os.makedirs(disk := f"{said}.{os.environ['RANK']}.disk")
         os.chdir(disk)
