@@ -1,16 +1,17 @@
-"""Power cuts, for the part `power` of faults.py. What a run leaves must survive them:
+"""Power cuts, for the part `power` of faults.py. After each one, this must hold:
 
-- A folder is complete or absent: no checkpoint or export is taken for complete unless it is.
-- What `published` has returned for stays, until the run itself removes it.
-- The newest complete checkpoint has with it all that a resumed run does not make again: the rows of
+- A checkpoint or an export is complete or absent.
+- It stays once `published` has returned, until the run itself removes it.
+- With the newest checkpoint there is all that a resumed run does not make again: the rows of
   metrics.jsonl and TensorBoard's events up to its step, dumped rollouts, samples_first.json.
 
-There are two ways, because a disk may lose more than one kernel on one machine shows.
+There are two ways, because one kernel on one machine does not show all that a disk may lose.
 
 `cuts`: --out-dir is on ext4 in an image file on a loop device. At random moments all processes of a
 run are stopped, and the file is copied: what the kernel has not written to the device is not in the
-copy. The copy is mounted, so that its journal is replayed, and judged; some copies are given to
---resume auto, are cut again meanwhile, and must reach the end of an uncut run.
+copy. The copy is mounted, so that its journal is replayed, and judged by the functions that
+--resume auto uses. Some copies are given to --resume auto itself, are cut again meanwhile, and must
+reach the end of an uncut run.
 
 `orders`: strace records what runs write, rename, remove and flush. Of each moment many states are
 built that POSIX allows when the power fails there. The model:
@@ -23,9 +24,9 @@ built that POSIX allows when the power fails there. The model:
 - No file or folder waits for another one: a name may come before its file's content.
 
 So a disk chooses among all subsets of what was not flushed, in each file and folder by itself. Real
-journals keep more order than that. What fsync has returned for is there: a disk that lies about it,
-or a sector that it damages, is not in this model. Each kind of fsync is then taken out of the
-recording, one kind at a time, and some state must show what is lost without it."""
+journals keep more order than that. What fsync has returned for is there: a disk that lies about it
+is not in this model. Each kind of fsync is then taken out of the recording, one kind at a time, as
+if common.py did not call it, and some state must show what is lost without it."""
 
 import contextlib
 import ctypes
@@ -335,14 +336,16 @@ def cut_run(script, disk, flags, number, rng):
     notes.write_text("".join(f"{path}\n" for path in names_in(out)))
     prepare = functools.partial(note_published, notes)
     job = faults.Job(script, out, "--resume", "auto", *flags, slow=0.02, prepare=prepare)
-    saves = lambda: list(out.glob("checkpoints/step_*.tmp")) + list(out.glob("*hf.tmp"))
+    saves = lambda: [*out.glob("checkpoints/step_*.tmp"), *out.glob("*hf.tmp")]
     cuts = []
 
+    # a rank that prints to its file has a session, by which it is stopped
     try:
         said = [pathlib.Path(f"{job.said}.{rank}.stdout") for rank in range(len(job.pids))]
         begun = lambda: (out / ".lock").exists() and all(path.exists() for path in said)
         forked.until(lambda: job.poll() or begun(), "the run has its folder")
 
+        # at random moments
         for i in range(number):
             if i % 2:
                 forked.until(lambda: job.poll() or saves(), "a save")
@@ -351,6 +354,7 @@ def cut_run(script, disk, flags, number, rng):
                 with standing(job):
                     cuts.append(cut(disk, out, notes, bool(saves())))
 
+        # and after the end
         job.succeeds()
         cuts.append(cut(disk, out, notes, False))
     finally:
@@ -488,6 +492,8 @@ def record(script, base):
         until_stopped(job.pids)
         command = ["strace", "-f", "-y", "-z", "-xx", "-s", "100000000", "-e", f"trace={CALLS}"]
         command += ["-o", log, *(word for pid in job.pids for word in ("-p", str(pid)))]
+
+        # both must end, whatever happens
         tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
             for _ in job.pids:
@@ -864,7 +870,7 @@ def orders(script, each):
 
 
 def try_all(script, short):
-    """Cuts and orders of a script -> (how many states were judged, words)."""
+    """Cuts and orders of a script -> (how many copies and states were judged, words)."""
     if why := why_not():
         return 0, f"left out: {why}"
     rng = random.Random(script)
