@@ -330,7 +330,7 @@ class Cut(typing.NamedTuple):
 
 def cut_run(script, disk, flags, number, rng):
     """Runs a script on a mounted disk to its end -> its Cuts: a number of them at random moments,
-    half of them in saves if there are so many, and one just after the end."""
+    every second one in a save, and one just after the end."""
     out = disk.at / "out"
     notes = pathlib.Path(tempfile.mktemp(prefix="published.", dir=faults.folder()))
     notes.write_text("".join(f"{path}\n" for path in names_in(out)))
