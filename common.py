@@ -2329,6 +2329,7 @@ class Logger:
             for path in later:
                 os.rename(path, unused_name(path))
             if later:
+                flush_to_disk(folder)  # before the log loses these steps
                 print0(f"set aside  {len(later)} of another run's steps in {folder}, as step_*.old")
 
         # a run that starts anew leaves the curves of an earlier one as they are, too
@@ -2372,6 +2373,16 @@ class Logger:
             if x is not None:
                 self.board.add_scalar(name, x, step)
         self.board.flush()  # otherwise it buffers for two minutes
+
+    def flush(self):
+        """Returns once all that was logged is on the disk: a run that continues from a checkpoint
+        logs only what comes after it."""
+        if RANK:
+            return
+        os.fsync(self.file.fileno())
+        board = Path(f"{self.out_dir}/tensorboard")
+        for path in (*board.iterdir(), board, self.out_dir):
+            flush_to_disk(path)
 
     def log_update(self, step, steps, m):
         """Logs an update of the critic and prints one aligned line. m: its metrics."""
@@ -2458,11 +2469,23 @@ def as_json(state, indent=None):
 
 def replace_lines(path, rows):
     """Replaces a JSONL file; a crash leaves the old or the new one, whole."""
-    os.makedirs(dirname(path), exist_ok=True)
+    make_folder(dirname(path))
     with open(f"{path}.tmp", "w") as file:
         file.writelines(f"{as_json(row)}\n" for row in rows)  # `rows` may be made one at a time
+    replace_file(path)
+
+
+def replace_json(path, state):
+    """Replaces a JSON file; a crash leaves the old or the new one, whole."""
+    Path(f"{path}.tmp").write_text(as_json(state, indent=1))
+    replace_file(path)
+
+
+def replace_file(path):
+    """Gives path.tmp, which is written, the name of path; both are on the disk then."""
     flush_to_disk(f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
+    flush_to_disk(dirname(path))
 
 
 def write_json(path, state):
@@ -2533,7 +2556,8 @@ def published(folder, group=None, keep=None):
     tmp = f"{folder}.tmp"
     if RANK == 0:
         rmtree(tmp, ignore_errors=True)
-        os.makedirs(tmp)
+        make_folder(dirname(tmp))
+        os.mkdir(tmp)
     dist.barrier(group)
 
     yield tmp
@@ -2590,8 +2614,8 @@ def write_tensors(folder, tensors, group=None):
 
 def swap(tmp, folder):
     """Gives tmp the folder's name. Between the two renames the old folder is complete as .was."""
-    remove(f"{folder}.was")
     if exists(folder):
+        remove(f"{folder}.was")
         os.rename(folder, f"{folder}.was")
     os.rename(tmp, folder)
     flush_to_disk(dirname(folder))
@@ -2613,6 +2637,7 @@ def remove(folder):
     if isdir(folder):
         rmtree(f"{folder}.gone", ignore_errors=True)  # a leftover of a crash
         os.rename(folder, f"{folder}.gone")
+        flush_to_disk(dirname(folder))  # else files may be gone before the name is
         rmtree(f"{folder}.gone", ignore_errors=True)
 
 
@@ -2627,6 +2652,16 @@ def flush_to_disk(path):
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+def make_folder(path):
+    """Makes a folder and those above it, if they are not there. Their names are on the disk."""
+    if isdir(path):
+        return
+    above = dirname(realpath(path))
+    make_folder(above)
+    os.makedirs(path, exist_ok=True)
+    flush_to_disk(above)
 
 
 def verify(folder):
@@ -2657,7 +2692,7 @@ def claim(out_dir):
     if RANK == 0:
         try:
             with blame(f"--out-dir {out_dir}: cannot be written"):
-                os.makedirs(f"{out_dir}/checkpoints", exist_ok=True)
+                make_folder(f"{out_dir}/checkpoints")
                 lock = locked(out_dir)
         except UserError as error:
             fault = str(error)

@@ -1800,6 +1800,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
         saves = checkpoints.every and step % checkpoints.every == 0
         if step > first_step and (ends or saves):
             worker.check_values(batch)
+            logger.flush()
             checkpoints.save(step, worker.checkpoint_writer(copy=run.async_save))
         checkpoints.wait(block=ends)
 

@@ -864,6 +864,7 @@ def save(loop, step):
         critic.check_values(loop.batch)
 
     with loop.phases("checkpoint"):
+        loop.logger.flush()
         state = {"step": step, "kl_coef": loop.kl_coef}
         workers = {"actor": actor, "critic": critic}
 
@@ -959,12 +960,12 @@ def evaluate(replies, run, reward, phases, step, logger):
     rows = list(chain(*parts))
     past = common.read_lines(f"{run.out_dir}/metrics.jsonl")
     if not any("eval/reward" in line for line in past):
-        common.write_json(f"{run.out_dir}/samples_first.json", rows)
+        common.replace_json(f"{run.out_dir}/samples_first.json", rows)
 
     # a mean of zeros and ones is an accuracy
     name = "accuracy" if set(rewards) <= {0.0, 1.0} else "reward"
     logger.log(step, {"eval/reward": mean, f"eval/{name}": mean, "eval/errors": faults})
-    common.write_json(f"{run.out_dir}/samples.json", rows)
+    common.replace_json(f"{run.out_dir}/samples.json", rows)
     print0(f"held out   {name} {mean:z.3f}")
     for row in rows[:2]:
         shown = f"{row['prompt'][-60:]!r} -> {row['response'][-60:]!r}  reward {row['reward']:zg}"

@@ -97,6 +97,7 @@ def run_script(
     apart=None,
     slow_in=None,
     environment=None,
+    prepare=None,
 ):
     """Runs a script in this process without its report, because matplotlib takes two seconds.
 
@@ -105,7 +106,7 @@ def run_script(
     any size. memory: MiB that steps may allocate on top of what exists before them. apart: a
     checkpoint; each rank works in its own folder, and only rank 0 has the checkpoint there, as
     `there`. slow_in: (a function of PPO, steps after which each call of it takes a second and
-    leaves a file). environment: the rank's variables."""
+    leaves a file). environment: the rank's variables. prepare: a function to call first."""
     if environment is not None:
         for name in forked.NUMBERS:
             del os.environ[name]
@@ -116,6 +117,8 @@ def run_script(
     if said:
         os.setsid()
         forked.print_to(f"{said}.{forked.NUMBERS['RANK']}")
+    if prepare:
+        prepare()
     if apart:
         os.makedirs(disk := f"{said}.{os.environ['RANK']}.disk")
         os.chdir(disk)
@@ -854,6 +857,11 @@ def storm(script, short):
     return 1, "ends after 10 updates, the critic untouched"
 
 
+def power(script, short):
+    """Power cuts, and the orders in which a disk may write; see power.py."""
+    return importlib.import_module("power").try_all(script, short)
+
+
 # ---- Fuzzing by hypothesis, with the same inputs every time --------------------------------------
 
 
@@ -1023,12 +1031,12 @@ FAULTS = {  # fault -> scripts to try it on; with --short only the first
     diverges: ("ppo_loop",),
     two_runs: SCRIPTS, forking: ("ppo_loop",), odd_rewards: ("ppo_loop",), environment: SCRIPTS,
     reference: ("ppo_loop",), torchrun: ("critic_fsdp",), storm: SCRIPTS, rows: ("critic_fsdp",),
-    flags: SCRIPTS, folders: SCRIPTS,
+    flags: SCRIPTS, folders: SCRIPTS, power: SCRIPTS,
 }  # fmt: skip
 
 # not with --short: test_starts.py has a second run in one folder, test_user_functions.py odd
-# rewards
-LONG = (foreign, apart, torchrun, phases, workers, two_runs, reference, odd_rewards)
+# rewards, test_power.py power cuts
+LONG = (foreign, apart, torchrun, phases, workers, two_runs, reference, odd_rewards, power)
 
 
 def main(names, short):
@@ -1068,4 +1076,5 @@ def shortest(folder):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--slowly"]:  # a rank that torchrun starts
         run_script(sys.argv[2:], slow=0.1)
+    sys.modules["faults"] = sys.modules["__main__"]  # power.py imports it
     main(set(sys.argv[1:]) - {"--short"}, "--short" in sys.argv)

@@ -957,6 +957,28 @@ def test_what_is_not_saved_whole_leaves_the_old_folder(tmp_path, monkeypatch):
     assert (folder / "actor" / "weights").read_text() == "54321"
 
 
+def test_a_second_crash_keeps_what_the_first_one_left(tmp_path, monkeypatch):
+    """After a crash between the two renames of a folder, the old one is there as .was alone."""
+    folder = published_folder(tmp_path)
+    was = folder.rename(f"{folder}.was")
+    rename = os.rename
+
+    def crash_at_the_folder(old, new):
+        if new == str(folder):
+            raise RuntimeError("a crash")
+        rename(old, new)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a crash"):
+        patch.setattr(os, "rename", crash_at_the_folder)
+        with common.published(str(folder)):
+            pass
+    common.verify(str(was))
+    with common.published(str(folder)) as tmp:
+        pathlib.Path(tmp, "weights").touch()
+    common.verify(str(folder))
+    assert not was.exists()
+
+
 def test_damage_is_named(tmp_path):
     folder = published_folder(tmp_path)
     manifest = folder / common.MANIFEST
