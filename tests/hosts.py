@@ -1,5 +1,5 @@
-"""Runs the three scripts on two to four hosts, injects faults, asserts how each run ends, and prints
-a table.
+"""Runs the three scripts on two to four hosts, injects faults, asserts how each run ends, and
+prints a table.
 
     python tests/hosts.py                  all cases, about ten minutes on two cores
     python tests/hosts.py NAME...          some of CASES, below
@@ -202,7 +202,7 @@ class Hosts:
         tool("mount", "--make-rprivate", "/")
         tool("mount", "-t", "proc", "proc", "/proc")
         tool("mount", "-t", "tmpfs", "tmpfs", disk)
-        tool("mount", "--bind", folder() / "store", shared)
+        tool("mount", "--rbind", folder() / "store", shared)
         (disk / "hosts").write_text("".join(["127.0.0.1 localhost\n", *names]))
         tool("mount", "--bind", disk / "hosts", "/etc/hosts")
         os.chdir(disk)
@@ -240,7 +240,7 @@ class Hosts:
     def succeed(self, timeout=240):
         """Asserts that all hosts end well -> what they printed."""
         codes = self.wait(timeout)
-        assert not any(codes), (codes, self.text()[-8000:])
+        assert not any(codes), (codes, re.findall(".*rror: .*", self.text()))
         return self.text()
 
 
@@ -362,8 +362,9 @@ def train(
     """Starts a run, which resumes what there is, on all hosts.
 
     seconds: its time-out. nodes: torchrun's --nnodes. launcher: more of torchrun's flags. only:
-    the hosts to start. alone: torchrun as a program. static: without c10d rendezvous. environment, before: host -> its variables, or
-    what it does first. slow: seconds of delay before each save, flush and rename."""
+    the hosts to start. alone: torchrun as a program. static: without c10d rendezvous. environment,
+    before: host -> its variables, or what it does first. slow: seconds of delay before each save,
+    flush and rename."""
     nodes = nodes or hosts.count
     for host in only or range(hosts.count):
         meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29500")
@@ -537,8 +538,9 @@ def far(script):
 
 
 def shift_clock(seconds):
-    """Moves what Python reads as the time of day, in torchrun and its ranks. Namespaces of time
-    move only the time since the start; Debian's libfaketime (0.9.10) breaks sleep of Python 3.11."""
+    """Moves what Python reads as the time of day, in torchrun and its ranks. A namespace of time
+    moves only the time since the start, and with Debian's libfaketime (0.9.10) sleep of Python 3.11
+    fails, or lasts an hour."""
     import torch.distributed.elastic.rendezvous.dynamic_rendezvous as rendezvous
 
     now, now_ns, delta = time.time, time.time_ns, datetime.timedelta(seconds=seconds)
@@ -638,6 +640,7 @@ def full(script):
         words = line_of("error.*: the disk is full", said)
         at = faults.steps_of(store(f"{name}/out"))
         assert all(codes) and at and at[0] < STEPS, (at, said[-8000:])
+        os.remove(disk / "ballast")
         goes_on(script, f"{name}/out")
     finally:
         tool("umount", disk)
