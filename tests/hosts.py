@@ -559,26 +559,32 @@ def shift_clock(seconds):
 
 
 def clock(script):
-    """The clock of a host is an hour fast, or slow. c10d rendezvous compares clocks: a host that is
-    slow counts as dead there, and node0 trains alone. Static rendezvous compares none."""
-    for seconds, static in ((3600, False), (-3600, True), (-3600, False)):
+    """The clock of a host is an hour fast, or slow. c10d rendezvous compares clocks: a host whose
+    last sign of life seems old is dropped there, now and then after all have begun, so it is seen
+    what they made of it. Static rendezvous compares none."""
+    found = []
+    for seconds, static in ((-3600, True), (-3600, False), (3600, False)):
         name = f"{script}.clock.{seconds}.{static}"
         wrong = {1: functools.partial(shift_clock, seconds)}
         with Hosts(2) as hosts:
             train(hosts, script, name, before=wrong, static=static)
-            codes, said = hosts.wait(), hosts.text()
-        if (seconds, static) == (-3600, False):
-            break
-        assert codes == [0, 0], (codes, said[-8000:])
-        assert_same_end(store(name), script)
+            # agents that disagree may wait five minutes for each other at the end
+            until(lambda hosts=hosts: hosts.poll() or "\nsaved   " in hosts.text(), name)
+            time.sleep(1)
+            said = hosts.text()
 
-    if script == "critic_megatron":  # whose pipeline needs two ranks
-        assert codes == [1, 1] or codes == [2, 1], (codes, said[-8000:])
-        goes_on(script, name)
-        return 3, f"fast: the same end; slow: `{line_of('error: ', said)}`; static: the same end"
-    assert codes == [0, 1] and line_of("^layout +ranks 1 = ", said), (codes, said[-8000:])
-    assert faults.updates_of(store(name)) == [*range(1, STEPS + 1)]
-    return 3, "fast: the same end; slow: `ranks 1`, node1 fails; static rendezvous: the same end"
+        ranks = re.findall("^layout +ranks (.) = ", said, flags=re.M)
+        assert ranks == ["2"] or not static, said[-8000:]
+        if ranks == ["2"]:
+            found.append("ranks 2, the same end")
+            assert_same_end(store(name), script)
+        elif ranks == ["1"]:
+            found.append("`layout ranks 1`, the same schedule")
+            assert_same_schedule(store(name), script)
+        else:
+            found.append(f"`{line_of('error: ', said)}`")
+            goes_on(script, name)
+    return 3, "slow, static: {}; slow: {}; fast: {}".format(*found)
 
 
 def at_host_1(*command):
