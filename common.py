@@ -2709,11 +2709,21 @@ def claim(out_dir):
     for _ in range(300):  # network file systems cache for a while that a path is missing
         if not exists(probe):
             sleep(0.1)
-    blind = max(of_all_ranks("" if exists(probe) else os.uname().nodename))
+
+    # each rank sees it, and each host can write there
+    host = os.uname().nodename
+    if not exists(probe):
+        fault = f"host {host} does not see it; use shared storage"
+    elif LOCAL_RANK == 0:
+        try:
+            Path(probe, f"{RANK}").touch()
+        except OSError as error:
+            fault = f"host {host} cannot write there ({error.strerror})"
+    fault = max(of_all_ranks(fault))
     if RANK == 0:
-        os.rmdir(probe)
-    if blind:
-        raise UserError(f"--out-dir {out_dir}: host {blind} does not see it; use shared storage")
+        rmtree(probe)
+    if fault:
+        raise UserError(f"--out-dir {out_dir}: {fault}")
     return lock
 
 

@@ -147,6 +147,48 @@ def test_ctrl_c_in_the_loop_saves_the_state(script, ranks, tmp_path):
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
+TENSOR, PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+LAYOUTS = {4: (TENSOR, 2), 2: (PIPELINE, 2), 3: (), 8: (TENSOR, 2, PIPELINE, 2)}  # of Megatron
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_run_that_stops_on_four_ranks_goes_on_with_another_number(script, tmp_path):
+    """With 2, 3 and 8 ranks, which have more or fewer than one row of a mini-batch each: the same
+    learning rates, and up to rounding the same metrics, so the same rows in each mini-batch."""
+    flags = ("--steps", 4, "--ppo-mini-batch-size", 4, "--lr-scheduler-type", "cosine")
+    if script == "ppo_loop":
+        flags = ("--steps", 4, "--critic.ppo-mini-batch-size", 4, "--actor.ppo-mini-batch-size", 4)
+        flags += ("--critic.lr-scheduler-type", "cosine")
+    layout = lambda ranks: LAYOUTS[ranks] if script == "critic_megatron" else ()
+    presses = [("common.describe_update", 2, PRESS)]
+    out = tmp_path / "out"
+    program = patched(tmp_path / "run.py", presses, script, out, *flags, *layout(4))
+    assert torchrun(4, program).returncode == 130 and saved(out) == [2]
+    whole = tmp_path / "whole"
+    succeeded(torchrun(4, *flags_of(script, whole, *flags, *layout(4))))
+    expected = metrics(whole)
+
+    for ranks in (2, 3, 8):
+        other = shutil.copytree(out, tmp_path / f"on {ranks}")
+        more = (*flags, *layout(ranks), "--resume", "auto")
+        said = succeeded(torchrun(ranks, *flags_of(script, other, *more)))
+        assert f"\nlayout     ranks {ranks} = " in said and saved(other)[-1] == 4, said
+        ours = metrics(other)
+        assert [row["step"] for row in ours] == [row["step"] for row in expected]
+        for row, same in zip(ours, expected, strict=True):
+            assert row.get("critic/lr") == same.get("critic/lr") and row.keys() == same.keys()
+            assert row == pytest.approx(same, rel=2e-4, abs=2e-5), ranks
+
+
+def metrics(out):
+    """The rows of metrics.jsonl, without what differs between equal runs."""
+    passing = ("perf/", "time/")
+    return [
+        {name: x for name, x in row.items() if not name.startswith(passing)}
+        for row in common.read_lines(f"{out}/metrics.jsonl")
+    ]
+
+
 def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path):
     """In the save that the first has asked for, which would take a minute."""
     out = tmp_path / "out"
