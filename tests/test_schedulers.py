@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import torch.distributed.run
 import tyro
 import yaml
 from helpers import ROOT
@@ -70,6 +71,8 @@ def start(folder, steps):
     script = script.replace(".venv/bin/torchrun", f"{sys.executable} -m torch.distributed.run")
     script = script.replace("critic_fsdp.py", str(ROOT / "critic_fsdp.py"))
     script = script.replace("29500", "0")  # a free port, on one machine
+    if "--shutdown-timeout" not in torch.distributed.run.get_args_parser().format_help():
+        script = script.replace("--shutdown-timeout 600", "")  # torch 2.11 waits 30 s
     script = re.sub(r"--model \S+ --rollouts \S+", f"--steps {steps} --eval-every 0", script)
     programs = folder / "programs"
     programs.mkdir(exist_ok=True)
