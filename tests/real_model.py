@@ -412,11 +412,10 @@ def trl(
     compare_places(first)
 
     # one epoch, in runs of 1 and of 3 steps: what 2 steps cost, without the start
-    ours = words_of(f"{COMMON} {CRITIC}", out=out, model=model)
-    ours = [sys.executable, ROOT / "ppo_loop.py", *ours, "--critic.model", model]
-    ours += ["--critic.freeze-modules", "nothing", "--train-batch-size", rows]
-    ours += ["--max-response-length", length, "--kl-coef", 0.05, "--lam", 0.95, "--eval-every", 0]
-    ours += ["--save-every", 0, "--out-dir", out / "ours"]
+    ours = [sys.executable, ROOT / "ppo_loop.py", *words_of(COMMON, out=out, model=model)]
+    ours += ["--critic.model", model, "--train-batch-size", rows, "--max-response-length", length]
+    ours += ["--kl-coef", 0.05, "--lam", 0.95, "--eval-every", 0, "--save-every", 0]
+    ours += ["--out-dir", out / "ours"]
     for steps in (1, 3):
         if not (out / f"steps_{steps}.json").exists():
             shutil.rmtree(out / "ours", ignore_errors=True)
