@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 import real_model
 import rewards
 import torch
-from helpers import common, run, succeeded
+from helpers import ROOT, common, run, succeeded
 from transformers import AutoModelForCausalLM
 
 from ppo_loop import ActorConfig
@@ -149,3 +150,32 @@ def test_ablations_take_the_model(tmp_path, monkeypatch):
     for script, _, words in jobs:
         assert script == "critic_fsdp.py" and "--tokenizer" not in words
         assert words[words.index("--model") + 1] == str(tmp_path / "tiny")
+
+
+def test_the_afternoon_with_a_gpu_runs_on_a_tiny_model(tiny, tmp_path):
+    """Every command of the page, one after another: each finds what the one before has written."""
+    page = (ROOT / ".github" / "afternoon.md").read_text()
+    blocks = re.findall(r"^```bash gpu\n(.*?)^```", page, flags=re.M | re.S)
+    lines = "".join(blocks).replace("\\\n    ", "").replace(".venv/bin/", "").splitlines()
+    assert len(lines) == 7 and "Qwen/Qwen2.5-1.5B-Instruct" in lines[-1]
+
+    # sums as GSM8K writes them
+    for name, held_out in (("train", False), ("test", True)):
+        rows = [json.loads(line) for line in common.toy_rows(64, 0, held_out)]
+        rows = [{"question": row["prompt"], "answer": "#### 7"} for row in rows]
+        common.replace_lines(f"{tmp_path}/{name}.jsonl", rows)
+
+    smaller = {
+        "Qwen/Qwen2.5-1.5B-Instruct": str(tiny), "--rollout vllm": "",
+        "--max-response-length 512": "--max-response-length 8", "--rollout-n 8": "--rollout-n 2",
+        "--train-batch-size 1024": "--train-batch-size 16",
+        "--train-batch-size 256": "--train-batch-size 16",
+        "--steps 64 --eval-every 16": "--steps 1", "--steps 60": "--steps 1",
+        "--ppo-max-token-len-per-gpu auto": "--ppo-max-token-len-per-gpu 4096",
+    }  # fmt: skip
+    for line in lines[1:]:  # the first is the README's
+        for words, few in smaller.items():
+            line = line.replace(words, few)
+        command = shlex.split(line)
+        succeeded(run(sys.executable, ROOT / command[1], *command[2:], cwd=tmp_path))
+    assert (tmp_path / "out" / "scored" / "scored.jsonl").exists()
