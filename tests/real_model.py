@@ -15,6 +15,7 @@ project.
 import collections
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import pathlib
@@ -102,6 +103,17 @@ def so_far(out, name, seeds):
     return {seed: rows for seed, rows in runs.items() if rows}
 
 
+def tell(out, number, total):
+    """Prints which run of how many comes next, and the time left if each takes as long as those
+    before."""
+    file = out / "results.jsonl"
+    took = [json.loads(line)["seconds"] for line in open(file)] if file.exists() else []
+    left = "unknown"
+    if took:
+        left = datetime.timedelta(seconds=round(statistics.fmean(took) * (total - number + 1)))
+    print(f"\nrun {number} of {total}, time left {left}", flush=True)
+
+
 def make(out, name, seed, script, flags):
     """Runs a script of the project, or goes on with a run that was stopped -> its folder. Its
     metrics are added to results.jsonl, and its checkpoints are removed: they take gigabytes."""
@@ -110,7 +122,7 @@ def make(out, name, seed, script, flags):
         return folder
 
     # the run prints its own progress and time left
-    print(f"\n{name}, seed {seed}: {folder}", flush=True)
+    print(f"{name}, seed {seed}: {folder}", flush=True)
     start = perf_counter()
     command = [sys.executable, ROOT / script, *flags, "--seed", seed]
     command += ["--out-dir", folder, "--resume", "auto"]
@@ -215,8 +227,10 @@ def ppo(
     out = out / "ppo"
     write_sums(out)
     asked = steps // 8  # steps whose answers a critic is pretrained on
+    numbers = itertools.count(1)
     for seed in range(101, 101 + seeds):
         for name, flags in {} if table else PPO.items():
+            tell(out, next(numbers), seeds * len(PPO))
             blanks = {"out": out, "model": model}
             mine = steps
             if "{pretrained}" in flags:
@@ -313,8 +327,10 @@ def critic(
     flags = f"""--rollouts {fit} --eval-rollouts {judge} --model {model} --steps {epochs * steps}
         --eval-every {steps} --save-every 10 --keep 1 --ppo-mini-batch-size {BATCH}
         --lr-warmup-steps 10 --lr-scheduler-type cosine"""
+    numbers = itertools.count(1)
     for seed in range(101, 101 + seeds):
         for name in () if table else recipes:
+            tell(out, next(numbers), seeds * len(recipes))
             head = "" if "hl_gauss" in CRITICS[name] else " --value-head-init mean"
             words = (flags + head).split() + CRITICS[name].split()
             folder = make(out, name, seed, "critic_fsdp.py", words)
