@@ -62,9 +62,8 @@ def which_model(trainer, args):
     return "reward" if args[0] is trainer.reward_model else "values"
 
 
-def main(folder, prompts, out, rows, length, updates, epochs, lr):
-    rows, length, updates, epochs = map(int, (rows, length, updates, epochs))
-    torch.set_num_threads(1)
+def trainer_of(folder, prompts, out, rows, length, updates, epochs, lr):
+    """PPOTrainer for the first prompts of a file; policy, reference and critic have one start."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     tokenizer.pad_token = "<|endoftext|>"  # it must differ from what ends a message
 
@@ -72,24 +71,25 @@ def main(folder, prompts, out, rows, length, updates, epochs, lr):
     lines = [json.loads(line) for line in open(prompts)][: rows * updates]
     template = dict(add_generation_prompt=True, tokenize=False)
     texts = [tokenizer.apply_chat_template(line["prompt"], **template) for line in lines]
-    answers = [line["answer"] for line in lines]
-    answers = {text.rsplit("assistant\n", 1)[0]: answer for text, answer in zip(texts, answers)}
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    starts = [text.rsplit("assistant\n", 1)[0] for text in texts]
+    answers = {start: line["answer"] for start, line in zip(starts, lines)}
 
-    # models with the same weights, and the trainer
+    # models with the same weights
     policy, reference = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
     value = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     for model in (policy, reference):
         model.generation_config.pad_token_id = tokenizer.pad_token_id
+
     config = PPOConfig(
         output_dir=f"{out}.run", report_to=[], save_strategy="no", use_cpu=True, seed=0, bf16=False,
         per_device_train_batch_size=rows, gradient_accumulation_steps=1, num_mini_batches=1,
-        total_episodes=rows * updates, num_ppo_epochs=epochs, learning_rate=float(lr),
+        total_episodes=rows * updates, num_ppo_epochs=epochs, learning_rate=lr,
         lr_scheduler_type="constant", response_length=length, stop_token="eos", temperature=1.0,
         local_rollout_forward_batch_size=rows, num_sample_generations=0, kl_coef=0.05, lam=0.95,
         cliprange_value=0.2, vf_coef=1.0, gradient_checkpointing=False,
     )  # fmt: skip
-    trainer = PPOTrainer(
+    return PPOTrainer(
         args=config,
         processing_class=tokenizer,
         model=policy,
@@ -100,48 +100,70 @@ def main(folder, prompts, out, rows, length, updates, epochs, lr):
         eval_dataset=Dataset.from_dict({"input_ids": ids[:rows]}),
     )
 
-    # what it computes: local variables of train(), at the calls of two functions
-    first = {"losses": []}
-    clock = dict.fromkeys(("rollout", "reference", "values", "reward"), 0.0)
-    times = []
-    whiten, mean = ppo_trainer.masked_whiten, ppo_trainer.masked_mean
 
-    def masked_whiten(advantages, mask, *rest):
+def record_losses(first):
+    """Fills in the first update: local variables of train(), at its calls of two functions."""
+    first["losses"] = []
+    whiten = ppo_trainer.masked_whiten
+    mean = ppo_trainer.masked_mean
+
+    def masked_whiten(advantages, *rest):
         there = sys._getframe(1).f_locals
-        made = whiten(advantages, mask, *rest)
-        if "responses" not in first:
+        made = whiten(advantages, *rest)
+        if "responses" in first:
+            first["over"] = True  # a second update has begun
+        else:
             first.update({name: there[name].clone() for name in COLUMNS}, whitened=made.clone())
             first["context"] = there["context_length"]
-        clock["start of the update"] = time.process_time()
         return made
 
-    def masked_mean(x, mask, *rest):
+    def masked_mean(x, *rest):
         there = sys._getframe(1).f_locals
-        made = mean(x, mask, *rest)
-        if x is there.get("pg_loss_max") and not times:
+        made = mean(x, *rest)
+        if x is there.get("pg_loss_max") and "over" not in first:
             names = ("new_logprobs", "vpred", "micro_batch_inds", "vf_loss")
             seen = {name: torch.as_tensor(there[name]).detach().clone() for name in names}
             first["losses"].append(seen | {"pg_loss": made.detach()})
         return made
 
-    def log(metrics, *_):
-        now = time.process_time()
-        if "objective/scores" not in metrics:
-            return
-        start = clock.pop("start of the update")
-        times.append(clock | {"update": now - start, "step": now - clock["begin"]})
-        times[-1].pop("begin")
-        clock.update(dict.fromkeys(("rollout", "reference", "values", "reward"), 0.0), begin=now)
+    ppo_trainer.masked_whiten = masked_whiten
+    ppo_trainer.masked_mean = masked_mean
 
-    ppo_trainer.masked_whiten, ppo_trainer.masked_mean, trainer.log = (
-        masked_whiten,
-        masked_mean,
-        log,
-    )
+
+def record_times(trainer, times):
+    """Appends the seconds of CPU of each update by phase."""
+    nothing = dict.fromkeys(("rollout", "reference", "values", "reward"), 0.0)
+    clock = nothing | {"begin": time.process_time()}
+    whiten = ppo_trainer.masked_whiten
+
+    def masked_whiten(*args):  # the last thing before the epochs of an update
+        made = whiten(*args)
+        clock["update"] = time.process_time()
+        return made
+
+    def log(metrics, *_):  # the first thing after them
+        if "objective/scores" in metrics:
+            now = time.process_time()
+            phases = {name: clock[name] for name in nothing}
+            times.append(phases | {"update": now - clock["update"], "step": now - clock["begin"]})
+            clock.update(nothing, begin=now)
+
+    ppo_trainer.masked_whiten = masked_whiten
+    trainer.log = log
     watch(trainer, "batch_generation", lambda *_: "rollout", clock)
     watch(trainer, "forward", lambda *_: "reference", clock)
     watch(trainer, "get_reward", which_model, clock)
-    clock["begin"] = time.process_time()
+
+
+def main(folder, prompts, out, rows, length, updates, epochs, lr):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    counts = map(int, (rows, length, updates, epochs))
+    trainer = trainer_of(folder, prompts, out, *counts, float(lr))
+    first = {}
+    times = []
+    record_times(trainer, times)
+    record_losses(first)  # last, because it looks at who calls it
     trainer.train()
     torch.save(first | {"times": times}, out)
 
