@@ -5,8 +5,10 @@ python tests/ablations.py --task digits --steps 160     the task of digits.py: 4
 python tests/ablations.py --data FOLDER     value pretraining on train.jsonl, judged on eval.jsonl;
                                             tokenizer/
                                             there reads the text: 25 minutes for GSM8K's answers
+python tests/ablations.py --data FOLDER --model out/smollm2     the same with the pretrained model
+                                            of real_model.py: hours for each run
 
-Runs that have ended are not repeated.
+Runs that have ended are not repeated; one that was stopped goes on from its last checkpoint.
 """
 
 import json
@@ -76,13 +78,18 @@ PRETRAINING = {
     "value places 0.3, 0.6 and 0.9": "--value-places 0.3 0.6 0.9",
     "attention frozen": "--freeze-modules self_attn",
 }
+# of SmolLM2's 30 layers the lowest 20 stay as they are
+PRETRAINED_MODEL = (
+    r" --model {model} --freeze-modules embed_tokens|layers\.1?\d\. --lr 2e-5"
+    " --save-every 10 --keep 1"
+)
 
 
 def run(job):
     """Rows of metrics.jsonl of a run, which is made if it is not there."""
     script, folder, flags = job
     if not (folder / "report.html").exists():
-        command = [sys.executable, ROOT / script, "--out-dir", folder, *flags]
+        command = [sys.executable, ROOT / script, "--out-dir", folder, "--resume", "auto", *flags]
         subprocess.run(
             command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True
         )
@@ -98,6 +105,7 @@ def told(numbers):
 def ablations(
     out: pathlib.Path = pathlib.Path("out/ablations"),
     data: pathlib.Path | None = None,
+    model: pathlib.Path | None = None,
     task: Literal["addition", "digits"] = "addition",
     seeds: int = 5,
     steps: int = 60,
@@ -115,7 +123,7 @@ def ablations(
             "critic_fsdp.py",
             "--rollouts {data}/train.jsonl --eval-rollouts {data}/eval.jsonl",
         )
-        own += " --tokenizer {data}/tokenizer"
+        own += PRETRAINED_MODEL if model else " --tokenizer {data}/tokenizer"
     elif task == "digits":
         own += f" {digits.FLAGS} --actor.lr 3e-4 --critic.lr 1e-3 --critic.cliprange-value None"
         answers = max(8, steps // 8 * 8)
@@ -125,7 +133,7 @@ def ablations(
     for name, flags in recipes.items():
         words = f"--steps {steps - pretrained[name]} --seed {{seed}} {own} {flags}".split()
         for seed in range(101, 101 + seeds):
-            blanks = {"seed": seed, "data": data, "task": out / f"task, {seed}"}
+            blanks = {"seed": seed, "data": data, "model": model, "task": out / f"task, {seed}"}
             todo.append(
                 (script, out / f"{name}, {seed}", [word.format(**blanks) for word in words])
             )

@@ -1,6 +1,7 @@
 """Rewards and an environment for whole runs of ppo_loop.py, in a file that imports little."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -16,6 +17,11 @@ def right_digits(prompt, response, answer):
 def share_of_letters(prompt, response, answer):
     """The fraction of letters among the characters."""
     return sum(map(str.isalpha, response)) / max(len(response), 1)
+
+
+def last_number(prompt, response, answer):
+    """1 if the last number of the response is the answer, else 0."""
+    return float(re.findall(r"\d+", response)[-1:] == [answer])
 
 
 def luck(prompt, response, answer, turns):

