@@ -90,6 +90,9 @@ VARLEN_OPTIONS = {}
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:
     VARLEN_OPTIONS = {"enable_gqa": True}
 
+# torch 2.14 gave it this name, and warns about the one before
+set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+
 # with FSDP2 of torch 2.11, ranks wait forever for the gradient of a weight that one did not use
 SKIPS_UNUSED = hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params")
 
@@ -105,8 +108,8 @@ def check_skipped_weights(model, flag):
     """UserError, which begins with `flag`, if ranks may skip weights and FSDP2 would hang."""
     if SKIPS_UNUSED or WORLD_SIZE == 1:
         return
-    for name, _ in model.named_parameters():
-        if re.search(r"\.experts\.\d|visual", name):
+    for name, p in model.named_parameters():
+        if p.requires_grad and re.search(r"\.experts\.\d|visual", name):
             words = f"FSDP2 of torch {torch.__version__} hangs where one rank does not use {name}"
             raise UserError(f"{flag}: {words}; use torch 2.13 or newer")
 

@@ -563,7 +563,7 @@ def make_groups(device_type, shards, sp, timeout_minutes):
     mesh = dist.init_device_mesh(device_type, (WORLD_SIZE // shards, shards), mesh_dim_names=names)
     timeout = timedelta(minutes=timeout_minutes)
     for group in mesh.get_all_groups():  # otherwise they have torch's default
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        common.set_timeout(timeout, group)
     sp_group = dist.new_subgroups(sp, timeout=timeout)[0] if sp > 1 else None
     return mesh, sp_group
 

@@ -674,6 +674,8 @@ def check_models(run, tokenizer, model_config, longest, known):
     critic_script.check_model_flags(critic, critic_config)
     critic_script.check_budget(critic, longest, LONGEST)
     skeleton = build_skeleton(actor, model_config, torch.float32)
+    if images_of(run, actor, model_config) is None:
+        common.freeze_towers(skeleton)
     common.check_skipped_weights(skeleton, f"--actor.model {actor.model}")
 
 

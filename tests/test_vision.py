@@ -604,7 +604,9 @@ def readers(folders, tmp_path_factory):
     for folder in (blind, other):
         save_model("tiny-qwen3-vl", folder)
     (blind / "preprocessor_config.json").unlink()
-    transformers.Qwen2VLImageProcessorPil(patch_size=14, min_pixels=784).save_pretrained(other)
+    # not min_pixels, which in transformers 5.17 changes later processors, too
+    size = {"shortest_edge": 784, "longest_edge": 1003520}
+    transformers.Qwen2VLImageProcessorPil(patch_size=14, size=size).save_pretrained(other)
     return {"blind": str(blind), "other": str(other), "same": str(folders["tiny-qwen3-vl"])}
 
 
