@@ -2653,8 +2653,10 @@ def checksum(path):
 def flush_to_disk(path):
     """Returns once a file's content, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def make_folder(path):
@@ -2664,7 +2666,8 @@ def make_folder(path):
     above = dirname(realpath(path))
     make_folder(above)
     os.makedirs(path, exist_ok=True)
-    flush_to_disk(above)
+    with suppress(PermissionError):  # a folder of others, which may be written but not read
+        flush_to_disk(above)
 
 
 def verify(folder):
@@ -2719,12 +2722,14 @@ def claim(out_dir):
         fault = f"host {host} does not see it; use shared storage"
     elif LOCAL_RANK == 0:
         try:
-            Path(probe, f"{RANK}").touch()
+            mine = Path(probe, f"{RANK}")
+            mine.touch()
+            mine.unlink()  # rank 0 may not see it, and removes the folder
         except OSError as error:
             fault = f"host {host} cannot write there ({error.strerror})"
     fault = max(of_all_ranks(fault))
     if RANK == 0:
-        rmtree(probe)
+        os.rmdir(probe)
     if fault:
         raise UserError(f"--out-dir {out_dir}: {fault}")
     return lock

@@ -595,10 +595,15 @@ def at_host_1(*command):
 def late(script):
     """A host sees the shared folder five seconds late: at a start, and when a run is resumed."""
     name, shared = f"{script}.late", folder() / "shared"
-    there = ("umount", shared, "&& sleep 5 && mount --bind", folder() / "store", shared)
+    comes_back = at_host_1("sleep 5 && mount --bind", folder() / "store", shared)[1]
+
+    def leaves():
+        subprocess.run(("umount", shared), check=True)
+        comes_back()
+
     for steps in (2, STEPS):
         with Hosts(2) as hosts:
-            train(hosts, script, name, "--steps", steps, before=at_host_1(*there))
+            train(hosts, script, name, "--steps", steps, before={1: leaves})
             hosts.succeed()
     assert_same_end(store(name), script)
     return 2, "waits for it; the same end"

@@ -569,6 +569,7 @@ SAVED = {  # what a kernel may keep for its backward: tensors with unusual strid
     "whole": lambda x: x,
     "transposed": lambda x: x.transpose(0, 1),
     "rows of 5 of 8, as in an aligned mask": lambda x: x[:, :5],
+    "rows of 3 of 8": lambda x: x[:, :3],
     "the same for each of 3 heads": lambda x: x[:, :5].expand(3, 4, 5),
     "one number": lambda x: x[2, 3],
     "nothing": lambda x: x[:, :0],

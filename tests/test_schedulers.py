@@ -20,8 +20,18 @@ PAGE = (ROOT / ".github" / "reference.md").read_text()
 SLURM = re.search(r"^```bash\n(#!/bin/bash\n.*?)^```", PAGE, flags=re.M | re.S)[1]
 KUBERNETES = re.search(r"^```yaml\n(.*?)^```", PAGE, flags=re.M | re.S)[1]
 
+# srun kills the job when it gets SIGTERM itself, and scancel signals what srun has started
 STAND_INS = {
-    "srun": '#!/bin/bash\n[ "$1" = --kill-on-bad-exit=1 ] && shift\nexec "$@"\n',
+    "srun": """#!/bin/bash
+while [[ $1 != *torchrun && $1 != *python* ]]; do shift; done
+"$@" &
+echo $! > step
+trap 'kill -KILL $(cat step)' TERM HUP QUIT
+wait $!
+""",
+    "scancel": """#!/bin/bash
+[ "$*" = "--signal=TERM 7.0" ] && kill -TERM "$(cat step)"
+""",
     "scontrol": """#!/bin/bash
 case $1 in
 show) echo localhost ;;
@@ -60,7 +70,8 @@ def test_pods_find_each_other():
     assert f"--nnodes={job['spec']['completions']}" in container["command"]
     assert job["spec"]["completions"] == job["spec"]["parallelism"]
     grace = pods["terminationGracePeriodSeconds"]
-    assert f"--shutdown-timeout={grace}" in container["command"]
+    [shutdown] = re.findall(r"--shutdown-timeout=(\d+)", " ".join(container["command"]))
+    assert int(shutdown) < grace
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pods["volumes"]}
 
@@ -81,6 +92,7 @@ def start(folder, steps):
         (programs / name).chmod(0o755)
 
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1"}
+    slurm["SLURM_CPUS_PER_TASK"] = "1"
     path = f"{programs}:{os.environ['PATH']}"
     return subprocess.Popen(
         ["bash", "-c", script],
