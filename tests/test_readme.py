@@ -99,7 +99,7 @@ def test_the_readme_is_short_and_stands_alone():
     lines = README.splitlines()
     assert len(lines) <= 200 and len(README.split()) <= 2000 and max(map(len, lines)) <= 120
     assert sum(line.startswith("|") for line in lines) <= 45
-    assert len(PAGES["RESULTS.md"].splitlines()) <= 450
+    assert len(PAGES["RESULTS.md"].splitlines()) <= 500
     assert not any("../shared" in text for name, text in PAGES.items() if name != "RESULTS.md")
 
 
