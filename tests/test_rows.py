@@ -144,11 +144,19 @@ def test_null_may_stand_next_to_tool_calls_if_the_template_shows_nothing_for_it(
     assert text_of_row(a_tokenizer(shows), messages=chat) == f"{SHOWN}2<eos>"
 
 
+def drops_null():
+    """Whether templates do not see what is null, as in transformers 5.24."""
+    sees = a_tokenizer("{{ messages[0].content is none }}")
+    chat = [CALL | {"content": None}]
+    return sees.apply_chat_template(chat, tokenize=False) == "False"
+
+
 def test_null_that_the_template_shows_as_a_word_is_refused():
     chat = [USER, CALL | {"content": None}, RESULT]
-    with refused('the template shows null as "None"; write "" as the content'):
-        text_of_row(a_tokenizer(WITH_CALLS), messages=chat)
-    chat[1]["content"] = ""
+    if not drops_null():
+        with refused('the template shows null as "None"; write "" as the content'):
+            text_of_row(a_tokenizer(WITH_CALLS), messages=chat)
+        chat[1]["content"] = ""
     assert text_of_row(a_tokenizer(WITH_CALLS), messages=chat) == f"{SHOWN}2<eos>"
 
 
@@ -208,7 +216,11 @@ def test_calls_that_the_template_shows_only_without_a_text_are_refused_next_to_o
     shows = "m.tool_calls|length if m.content is none else m.content"
     tokenizer = a_tokenizer(TURNS.replace("m['content']", shows))
     chat = [{"role": "user", "content": "hi"}, CALL | {"content": None}, RESULT]
-    assert text_of_row(tokenizer, messages=chat) == "<user>hi<assistant>1<tool>22<eos>"
+    if drops_null():  # then this template never shows a call
+        with refused("a message has tool_calls, which the template leaves out"):
+            text_of_row(tokenizer, messages=chat)
+    else:
+        assert text_of_row(tokenizer, messages=chat) == "<user>hi<assistant>1<tool>22<eos>"
     chat[1] = CALL | {"content": "I add"}
     with refused("a message has tool_calls next to a text, which the template leaves out"):
         text_of_row(tokenizer, messages=chat)

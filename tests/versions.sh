@@ -27,7 +27,8 @@ END
 }
 
 python() { # the interpreter of this version
-    command -v "python$1" || ls -d ~/.pyenv/versions/"$1".*/bin/python | tail -1
+    # one of pyenv's stand-ins may be there and not work
+    if "python$1" -V &> /dev/null; then echo "python$1"; else ls -d ~/.pyenv/versions/"$1".*/bin/python | tail -1; fi
 }
 
 build() { # NAME PYTHON CHANGES...: an environment with these packages
