@@ -1059,10 +1059,12 @@ def copy_to_host(x):
     backward may rely on them: that of attention wants a mask whose rows are aligned.
 
     save_on_cpu of torch forgets them, and that of torch 2.11 waits for each copy."""
+    # numbers from its first to its last; of a narrow part of a large tensor only its own
     extent = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
-    if not x.numel() or extent > 2 * x.numel() + 1024:  # a narrow part of a large tensor
+    if not x.numel() or extent > 2 * x.numel() + 1024:
         x = x.contiguous()
         extent = x.numel()
+
     flat = x.detach().as_strided((extent,), (1,))
     on_host = torch.empty(extent, dtype=x.dtype, pin_memory=x.is_cuda)
     return on_host.copy_(flat, non_blocking=True), x.device, x.shape, x.stride()
