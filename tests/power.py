@@ -329,8 +329,8 @@ class Cut(typing.NamedTuple):
 
 
 def cut_run(script, disk, flags, number, rng):
-    """Runs a script on a mounted disk to its end -> its Cuts: a number of them at random moments,
-    every second one in a save, and one just after the end."""
+    """Runs a script on a mounted disk to its end -> its Cuts: at most a number of them at random
+    moments, every second one in a save, and one just after the end."""
     out = disk.at / "out"
     notes = pathlib.Path(tempfile.mktemp(prefix="published.", dir=faults.folder()))
     notes.write_text("".join(f"{path}\n" for path in names_in(out)))
@@ -345,14 +345,16 @@ def cut_run(script, disk, flags, number, rng):
         begun = lambda: (out / ".lock").exists() and all(path.exists() for path in said)
         forked.until(lambda: job.poll() or begun(), "the run has its folder")
 
-        # at random moments
-        for i in range(number):
-            if i % 2:
+        # at random moments, or within the first tenth of a second of a save that is still going on
+        while len(cuts) < number and not job.poll():
+            in_a_save = len(cuts) % 2
+            if in_a_save:
                 forked.until(lambda: job.poll() or saves(), "a save")
-            time.sleep(rng.uniform(0, (0.5, 0.3)[i % 2]))
+            time.sleep(rng.uniform(0, (0.5, 0.1)[in_a_save]))
             if not job.poll():
                 with standing(job):
-                    cuts.append(cut(disk, out, notes, bool(saves())))
+                    if saves() or not in_a_save:
+                        cuts.append(cut(disk, out, notes, bool(saves())))
 
         # and after the end
         job.succeeds()
@@ -876,12 +878,17 @@ def try_all(script, short):
     rng = random.Random(script)
     faults.golden(script)
 
+    # chance decides whether a cut comes while the disk is behind, so a few are tried again
     with memory_for_disks():
-        seen = cuts(script, rng, *((1, 6, 1, 2) if short else (len(SAVES), 15, 2, 6)))
+        seen = []
+        for _ in range(5):
+            seen += cuts(script, rng, *((1, 6, 1, 2) if short else (len(SAVES), 15, 2, 6)))
+            saving = sum(one.saving for one, _, _ in seen)
+            behind = sum(was_behind for _, _, was_behind in seen)
+            if saving and behind:
+                break
+        assert saving and behind, "no cut was in a save, or with the disk behind: nothing is tested"
         found = orders(script, each=0 if short else 1)
-    saving = sum(one.saving for one, _, _ in seen)
-    behind = sum(was_behind for _, _, was_behind in seen)
-    assert saving and behind, "no cut was in a save, or with the disk behind: nothing is tested"
 
     words = f"{len(seen)} cuts, {saving} in a save, {behind} with the disk behind the run;"
     words += f" {found['states']:,} orders, {len(found['removed'])} kinds of fsync, all needed"

@@ -157,9 +157,10 @@ ANSWERS = 32  # of a step
 SUMS = (2048, 128)  # prompts to train on and held out
 LOWEST = r"embed_tokens|layers\.1?\d\."  # 20 of 30 layers, which a critic keeps as they are
 COMMON = f"""--prompts {{out}}/prompts.jsonl --eval-prompts {{out}}/held_out.jsonl
-    --reward {ROOT}/tests/rewards.py:last_number --max-response-length 24
-    --actor.model {{model}} --actor.lr 1e-5 --critic.lr 5e-5
-    --eval-every 20 --save-every 5 --keep 1"""
+    --reward {ROOT}/tests/rewards.py:last_number
+    --actor.model {{model}} --actor.lr 5e-6 --critic.lr 5e-5
+    --eval-every 20 --save-every 10 --keep 1"""
+LINE = "--stop {newline} --max-response-length 12"  # a line of text, as line_of asks for
 CRITIC = f"--train-batch-size {ANSWERS} --critic.freeze-modules {LOWEST}"
 # values that stay 0, of a critic that costs little
 NONE = """--critic.model {model} --critic.override-config {{"num_hidden_layers":1}}
@@ -176,19 +177,25 @@ PPO = {
 }
 
 
-def write_sums(out):
-    """Prompts to train on and other ones to evaluate on: "34 + 58" after a solved example."""
+def write_sums(out, row_of):
+    """Prompts to train on and other ones to evaluate on, as rows of two numbers."""
     if (out / "held_out.jsonl").exists():
         return
     out.mkdir(parents=True, exist_ok=True)
     picked = random.Random("sums").sample(range(90 * 90), sum(SUMS))
     for name, numbers in (("prompts", picked[: SUMS[0]]), ("held_out", picked[SUMS[0] :])):
-        rows = [sum_of(10 + number // 90, 10 + number % 90) for number in numbers]
+        rows = [row_of(10 + number // 90, 10 + number % 90) for number in numbers]
         (out / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
 
 
-def sum_of(a, b):
-    """A row of prompts: a chat with one example, and the right answer."""
+def line_of(a, b):
+    """A row of prompts: a line to complete after a solved one, and the right answer. It has less
+    than half of a chat's tokens."""
+    return {"prompt": f"37 + 45 = 82\n{a} + {b} =", "answer": str(a + b)}
+
+
+def chat_of(a, b):
+    """The same as a chat."""
     roles = ("system", "user", "assistant", "user")
     said = ("You add numbers.", "37 + 45", "37 + 45 = 82", f"{a} + {b}")
     chat = [{"role": role, "content": text} for role, text in zip(roles, said)]
@@ -197,13 +204,13 @@ def sum_of(a, b):
 
 def words_of(flags, **blanks):
     """A line of flags -> the words of a command."""
-    return [word.format(**blanks) for word in flags.split()]
+    return [word.format(newline="\n", **blanks) for word in flags.split()]
 
 
 def pretrain(out, model, seed, answers):
     """A critic that has learned from the first policy's answers -> its folder. It counts them."""
     name = "pretrained critic"
-    ask = f"{COMMON} {NONE} --steps 1 --critic-warmup 1 --dump-rollouts --eval-every 0"
+    ask = f"{COMMON} {LINE} {NONE} --steps 1 --critic-warmup 1 --dump-rollouts --eval-every 0"
     ask = words_of(f"{ask} --train-batch-size {answers}", out=out, model=model)
     dump = make(out, f"{name}: its answers", 1000 + seed, "ppo_loop.py", ask)
     without_weights(dump)
@@ -225,7 +232,7 @@ def ppo(
     """Makes the runs of all recipes, one seed after another, and prints their table. --table: only
     the table, of what there is so far."""
     out = out / "ppo"
-    write_sums(out)
+    write_sums(out, line_of)
     asked = steps // 8  # steps whose answers a critic is pretrained on
     numbers = itertools.count(1)
     for seed in range(101, 101 + seeds):
@@ -236,7 +243,7 @@ def ppo(
             if "{pretrained}" in flags:
                 mine = steps - asked
                 blanks["pretrained"] = pretrain(out, model, seed, asked * ANSWERS)
-            words = words_of(f"{COMMON} {flags} --steps {mine}", **blanks)
+            words = words_of(f"{COMMON} {LINE} {flags} --steps {mine}", **blanks)
             without_weights(make(out, name, seed, "ppo_loop.py", words))
 
     table_of_ppo(out, range(101, 101 + seeds), asked)
@@ -419,7 +426,7 @@ def trl(
     """Compares one batch of TRL's PPO with the formulas here, then whole steps of both from equal
     weights, prompts and lengths. python: that of an environment with trl==1.12.0."""
     out = out / "trl"
-    write_sums(out)
+    write_sums(out, chat_of)
     peer = [python, ROOT / "tests" / "trl_peer.py", model, out / "prompts.jsonl"]
     if not (out / "batch.pt").exists():
         measured([*peer, out / "batch.pt", rows, length, 1, 3, 1e-4])
