@@ -227,6 +227,9 @@ class Run:
     # texts that end a turn, next to the end-of-sequence token, e.g. '</tool>'
     stop: tuple[Text, ...] = ()
     rollout_batch_size: Positive = 256  # rows that an engine generates at once
+    # log-probs that PPO's ratios start from: the actor's, or the engine's: a forward pass less, and
+    # no check that both agree
+    old_log_probs: Literal["actor", "engine"] = "actor"
     dump_rollouts: bool = False  # write every step's rows as JSONL to out_dir/rollouts
 
     # ---- advantages
@@ -379,10 +382,13 @@ def score(run, reward, phases, replies):
 
 
 def add_log_probs(loop, batch):
-    """Fills in the log-probs of the actions: the actor's, from which PPO's ratios start, and the
+    """Fills in the log-probs of the actions: the old ones, from which PPO's ratios start, and the
     reference's. Without a reference they are the same, and their KL is 0."""
-    with loop.phases("log_probs", loop.actor):
-        batch.old_log_probs = loop.actor.compute_log_probs(batch)
+    if loop.run.old_log_probs == "engine":
+        batch.old_log_probs = batch.rollout_log_probs
+    else:
+        with loop.phases("log_probs", loop.actor):
+            batch.old_log_probs = loop.actor.compute_log_probs(batch)
 
     batch.ref_log_probs = batch.old_log_probs
     if loop.reference:
@@ -992,7 +998,9 @@ def rollout_metrics(batch, run, dtype):
     most = max(of_all_ranks(max(off_A.tolist(), default=0.0)))
 
     mean_off = off / actions
-    if not mean_off < (1e-3 if dtype == torch.float32 else 0.5):
+    if run.old_log_probs == "engine":  # nothing was compared
+        mean_off = most = nan
+    elif not mean_off < (1e-3 if dtype == torch.float32 else 0.5):
         raise UserError(
             f"--actor.model {run.actor.model}:"
             f" the rollout is off the actor by {mean_off:.1e} nats a token:"
@@ -2214,9 +2222,12 @@ class Draw(LogitsProcessor):
         known_BV = of_ids_to_sample(logits_BV, self.task)
         log_p_BV = (known_BV / (self.temperature or 1.0)).log_softmax(-1)
 
+        # a nucleus; finding it sorts the vocabulary, which takes longer than a small model
+        if self.temperature and self.top_p < 1:
+            log_p_BV = TopPLogitsWarper(self.top_p)(ids_BL, log_p_BV).log_softmax(-1)
+
         # inverse transform sampling: one random number per token
         if self.temperature:
-            log_p_BV = TopPLogitsWarper(self.top_p)(ids_BL, log_p_BV).log_softmax(-1)
             cdf_BV = log_p_BV.double().exp().cumsum(-1)
             u_B1 = self.u_BR[:, len(self.log_probs), None] * cdf_BV[:, -1:]
             chosen_B1 = torch.searchsorted(cdf_BV, u_B1, right=True).clamp(max=cdf_BV.shape[1] - 1)
@@ -2717,6 +2728,11 @@ def mistake_in(run):
         low, high = run.actor.ratio_band
         if low >= high:
             return "--actor.ratio-band: LOW must be below HIGH"
+    if run.old_log_probs == "engine":
+        if run.top_p < 1:
+            return "--old-log-probs engine: with --top-p below 1 they are not those of the policy"
+        if run.actor.tis_cap:
+            return "--actor.tis-cap: with --old-log-probs engine all its weights are 1"
 
     # the rollout, and memory
     if run.rollout == "vllm" and not util.find_spec("vllm"):

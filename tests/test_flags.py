@@ -143,6 +143,7 @@ def test_an_unknown_flag_is_told_with_what_may_be_meant(flags, meant):
     # it has no value head
     "--reward-model /none", "--reward-model lm",
     *([] if importlib.util.find_spec("vllm") else ["--rollout vllm"]),
+    "--actor.tis-cap 2 --old-log-probs engine", "--old-log-probs engine --top-p 0.9",
     "--actor.ratio-band 2 1", "--prompts rows.jsonl --chat --reward mine.py:f",
     "--critic.tokenizer words",
 ))])  # fmt: skip

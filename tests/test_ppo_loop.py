@@ -106,6 +106,23 @@ def test_a_row_of_a_run_ends_with_its_first_text_to_stop_at(whole_run, tmp_path)
         assert TOKENIZER.decode(row["response_ids"]) == row["response_text"]
 
 
+def test_the_engines_log_probs_save_a_forward_pass(whole_run, tmp_path):
+    """Its tokens and rewards are the same, its metrics those of the actor's up to rounding."""
+    runs = {}
+    for kind in ("actor", "engine"):
+        whole_run(f"--kl-coef 0.1 --steps 3 --temperature 0.7 --old-log-probs {kind}")
+        runs[kind] = common.read_lines(tmp_path / "out/metrics.jsonl")
+
+    for ours, theirs in zip(runs["engine"], runs["actor"], strict=True):
+        passing = ("time/", "perf/", "rollout/log_prob_diff")
+        for name in theirs.keys() | ours.keys():
+            if not name.startswith(passing):
+                near = pytest.approx(theirs[name] or 0.0, rel=1e-4, abs=1e-5)
+                assert (ours[name] or 0.0) == near, name
+        if "reward/mean" in ours:
+            assert ours["rollout/log_prob_diff"] is None and "time/log_probs" not in ours
+
+
 def test_equal_prompts_get_different_tokens_in_each_step(whole_run, tmp_path, monkeypatch):
     """With one prompt and an actor that does not learn yet, only the random numbers differ."""
     one = '{"prompt": "1+1=", "response": "2"}'
