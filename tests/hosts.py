@@ -46,7 +46,7 @@ PIPELINE = ("--tensor-model-parallel-size", 1, "--pipeline-model-parallel-size",
 SCRIPTS = {"critic_fsdp": (), "critic_megatron": PIPELINE, "ppo_loop": ()}
 LOST = "error(?: on rank 1)?: another rank died or hangs"
 TIMEOUT = 15  # seconds: --timeout-minutes of the runs that lose a host or a link
-FEW = ("--steps", 2, "--save-every", 2, "--eval-every", 0)
+FEW = ("--steps", 1, "--save-every", 1, "--eval-every", 0)
 libc = ctypes.CDLL(None, use_errno=True)
 
 
