@@ -12,7 +12,6 @@ Runs that have ended are not repeated; one that was stopped goes on from its las
 """
 
 import json
-import math
 import os
 import pathlib
 import statistics
@@ -97,9 +96,11 @@ def run(job):
 
 
 def told(numbers):
-    """Mean and standard error, as text."""
-    error = statistics.stdev(numbers) / len(numbers) ** 0.5 if len(numbers) > 1 else math.nan
-    return f"{statistics.fmean(numbers):.3f} +- {error:.3f}"
+    """Mean and standard error, as text; of one number only itself."""
+    mean = f"{statistics.fmean(numbers):.3f}"
+    if len(numbers) == 1:
+        return mean
+    return f"{mean} +- {statistics.stdev(numbers) / len(numbers) ** 0.5:.3f}"
 
 
 def ablations(
