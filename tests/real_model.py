@@ -453,15 +453,20 @@ def trl(
     model: pathlib.Path = MODEL,
     rows: int = 16,
     length: int = 24,
+    questions: pathlib.Path | None = None,
 ):
     """Compares one batch of TRL's PPO with the formulas here, then whole steps of both from equal
-    weights, prompts and lengths. python: that of an environment with trl==1.12.0."""
-    out = out / "trl"
-    write_sums(out, chat_of)
+    weights, prompts and lengths. python: that of an environment with trl==1.12.0. questions: rows
+    whose prompts, of other lengths, replace the sums."""
+    out = out / ("trl_questions" if questions else "trl")
+    if questions:
+        write_questions(out, questions, 3 * rows)
+    else:
+        write_sums(out, chat_of)
     peer = [python, ROOT / "tests" / "trl_peer.py", model, out / "prompts.jsonl"]
     if not (out / "batch.pt").exists():
         measured([*peer, out / "batch.pt", rows, length, 1, 3, 1e-4])
-    first = torch.load(out / "batch.pt", weights_only=False)
+    first = torch.load(out / "batch.pt", weights_only=True)
     compare(first)
     compare_places(first)
 
@@ -469,6 +474,7 @@ def trl(
     ours = [sys.executable, ROOT / "ppo_loop.py", *words_of(COMMON, out=out, model=model)]
     ours += ["--critic.model", model, "--train-batch-size", rows, "--max-response-length", length]
     ours += ["--kl-coef", 0.05, "--lam", 0.95, "--eval-every", 0, "--save-every", 0]
+    ours += ["--old-log-probs", "engine"]  # as TRL does
     ours += ["--out-dir", out / "ours"]
     for steps in (1, 3):
         if not (out / f"steps_{steps}.json").exists():
@@ -479,6 +485,16 @@ def trl(
             }
             (out / f"steps_{steps}.json").write_text(json.dumps(made))
     table_of_steps(out)
+
+
+def write_questions(out, questions, count):
+    """Chats with the first different prompts of some rows. Rewards do not matter here."""
+    out.mkdir(parents=True, exist_ok=True)
+    asked = dict.fromkeys(json.loads(line)["prompt"] for line in open(questions))
+    chats = [[{"role": "user", "content": text}] for text in list(asked)[:count]]
+    lines = [json.dumps({"prompt": chat, "answer": "0"}) + "\n" for chat in chats]
+    for name in ("prompts", "held_out"):
+        (out / f"{name}.jsonl").write_text("".join(lines))
 
 
 def measured(command):
@@ -590,7 +606,7 @@ def table_of_steps(out):
         print(f"| {name} | {(three[name][0] - one[name][0]) / 2:.1f} | {three[name][1]:.1f} |")
 
     # TRL's clock counts CPU; the lines of our run count time, of the last two of its three steps
-    times = torch.load(out / "steps_3.pt", weights_only=False)["times"][1:]
+    times = torch.load(out / "steps_3.pt", weights_only=True)["times"][1:]
     print("TRL's phases, seconds of CPU:", phases(times, times[0]))
     rows = [json.loads(line) for line in open(out / "ours" / "metrics.jsonl")]
     rows = [row for row in rows if "time/actor" in row][1:]
