@@ -45,7 +45,8 @@ STEPS = 5
 PIPELINE = ("--tensor-model-parallel-size", 1, "--pipeline-model-parallel-size", 2)
 SCRIPTS = {"critic_fsdp": (), "critic_megatron": PIPELINE, "ppo_loop": ()}
 LOST = "error(?: on rank 1)?: another rank died or hangs"
-TIMEOUT = 15  # seconds: --timeout-minutes of the runs that lose a host or a link
+TIMEOUT = 15  # seconds: --timeout-minutes of the runs that lose a host, or a link for a while
+SHORT_TIMEOUT = 8  # of those whose link does not come back
 FEW = ("--steps", 1, "--save-every", 1, "--eval-every", 0)
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -482,13 +483,13 @@ def lost(script):
     """The link of a host stays cut. Its torchrun waits until the kernel gives up the connection to
     node0, which takes 16 minutes unless tcp_retries2 says less."""
     name = f"{script}.lost"
-    sooner = functools.partial(pathlib.Path("/proc/sys/net/ipv4/tcp_retries2").write_text, "6")
+    sooner = functools.partial(pathlib.Path("/proc/sys/net/ipv4/tcp_retries2").write_text, "5")
     with Hosts(2) as hosts:
-        train(hosts, script, name, seconds=TIMEOUT, before={1: sooner})
+        train(hosts, script, name, seconds=SHORT_TIMEOUT, before={1: sooner})
         some_updates(hosts, name)
         hosts.cut(1)
         began = time.monotonic()
-        until(lambda: len(re.findall(LOST, hosts.text())) == 2, name, TIMEOUT + 15)
+        until(lambda: len(re.findall(LOST, hosts.text())) == 2, name, SHORT_TIMEOUT + 15)
         took = time.monotonic() - began
         assert all(hosts.wait(60)), hosts.codes
         words = line_of(LOST, hosts.text())
@@ -670,7 +671,7 @@ def elastic(script):
     name = f"{script}.elastic"
     flags = ("--max-restarts", 3, "--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1")
     apart = dict.fromkeys(range(4), {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-    how = {"nodes": "1:4", "launcher": flags, "environment": apart, "slow": 0.2, "seconds": 60}
+    how = {"nodes": "1:4", "launcher": flags, "environment": apart, "slow": 0.1, "seconds": 60}
     more = ()
     if script == "critic_megatron":
         more = ("--pipeline-model-parallel-size", 1)
