@@ -28,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from math import nan
 from time import perf_counter
 
 import torch
@@ -256,39 +255,37 @@ def ppo(
 
 
 def table_of_ppo(out, seeds, asked):
-    """Prints a row for each recipe. Runs of one seed are compared over the steps that both have
-    made. A pretrained critic has learned from `asked` steps of answers, in which the policy stood
-    still: they count as steps of its run."""
+    """Prints a row for each recipe, of the runs that have ended. A pretrained critic has learned
+    from `asked` steps of answers, in which the policy stood still: they count as steps of its
+    run."""
     print(
         "| recipe | seeds | steps | held out at first | held out at last | mean reward |"
         " more than the first row | explained variance |\n|---|---|---|---|---|---|---|---|"
     )
-    baseline = {}
+    made = finished(out)
+    baseline = {}  # seed -> mean reward of the first row
     for name in PPO:
-        runs = so_far(out, name, seeds)
+        runs = {seed: made[name, seed] for seed in seeds if (name, seed) in made}
+        if not runs:
+            continue
         rewards = {seed: column(rows, "reward/mean") for seed, rows in runs.items()}
         if name == "pretrained critic":
             for seed in rewards:
-                first = so_far(out, f"{name}: its answers", [1000 + seed])[1000 + seed]
+                first = made[f"{name}: its answers", 1000 + seed]
                 rewards[seed] = asked * column(first, "reward/mean") + rewards[seed]
-        rewards = {seed: x for seed, x in rewards.items() if x}
-        if not rewards:
-            continue
 
         # how much more than the first row's run of the same seed
-        baseline = baseline or rewards
-        more = []
-        for seed in rewards.keys() & baseline.keys():
-            n = min(len(rewards[seed]), len(baseline[seed]))
-            more.append(statistics.fmean(rewards[seed][:n]) - statistics.fmean(baseline[seed][:n]))
+        means = {seed: statistics.fmean(x) for seed, x in rewards.items()}
+        baseline = baseline or means
+        more = [means[seed] - baseline[seed] for seed in means.keys() & baseline.keys()]
 
         held_out = [column(rows, "eval/reward") for rows in runs.values()]
         explained = [
             statistics.fmean(column(rows, "critic/explained_var")[-10:]) for rows in runs.values()
         ]
-        cells = [name, len(rewards), ", ".join(str(len(x)) for x in rewards.values())]
+        cells = [name, len(runs), max(map(len, rewards.values()))]
         cells += [told([x[0] for x in held_out]), told([x[-1] for x in held_out])]
-        cells += [told([statistics.fmean(x) for x in rewards.values()]), told(more or [nan])]
+        cells += [told(list(means.values())), told(more)]
         print("|", " | ".join(map(str, cells)), f"| {statistics.fmean(explained):.2f} |")
 
 
