@@ -1,7 +1,7 @@
 """Runs the three scripts on two to four hosts, injects faults, asserts how each run ends, and
 prints a table.
 
-    python tests/hosts.py                  all cases, about ten minutes on two cores
+    python tests/hosts.py                  all cases, a quarter of an hour on two cores
     python tests/hosts.py NAME...          some of CASES, below
     python tests/hosts.py --short          two of them on one script, as in test_hosts.py
 
