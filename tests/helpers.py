@@ -405,8 +405,9 @@ def check_saves(worker, folder):
     size = sum(path.stat().st_size for path in (folder / "large").iterdir()) / 1024
     found = {key: x / size for key, x in found.items()}
     assert size > 180_000 and found[False, "end"] < 0.9, (size, found)
-    # what Megatron gathers of a weight, on a simulated device, is in this process, too
-    assert 0.95 < found[True, "begin"] < 1.3 and found[True, "end"] < 1.5, found
+    # what Megatron gathers of some weights, on a simulated device, is in this process, too: 1.13 to
+    # 1.18, and once 1.32 on a busy machine; a second copy would make it 2
+    assert 0.95 < found[True, "begin"] <= found[True, "end"] < 1.5, found
 
 
 def full_weights(critic):
