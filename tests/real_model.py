@@ -34,6 +34,7 @@ import torch
 import tyro
 from ablations import told
 from helpers import common
+from matplotlib.figure import Figure
 
 from ppo_loop import masked_whiten, policy_loss
 
@@ -257,12 +258,14 @@ def ppo(
 def table_of_ppo(out, seeds, asked):
     """Prints a row for each recipe, of the runs that have ended. A pretrained critic has learned
     from `asked` steps of answers, in which the policy stood still: they count as steps of its
-    run."""
+    run. Draws their curves into ppo.png."""
     print(
-        "| recipe | seeds | steps | held out at first | held out at last | mean reward |"
-        " more than the first row | explained variance |\n|---|---|---|---|---|---|---|---|"
+        "| recipe | at the end, held out | mean reward | more than the first row |"
+        " explained variance |\n|---|---|---|---|---|"
     )
     made = finished(out)
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    panel = figure.subplots()
     baseline = {}  # seed -> mean reward of the first row
     for name in PPO:
         runs = {seed: made[name, seed] for seed in seeds if (name, seed) in made}
@@ -283,10 +286,30 @@ def table_of_ppo(out, seeds, asked):
         explained = [
             statistics.fmean(column(rows, "critic/explained_var")[-10:]) for rows in runs.values()
         ]
-        cells = [name, len(runs), max(map(len, rewards.values()))]
-        cells += [told([x[0] for x in held_out]), told([x[-1] for x in held_out])]
-        cells += [told(list(means.values())), told(more)]
-        print("|", " | ".join(map(str, cells)), f"| {statistics.fmean(explained):.2f} |")
+        cells = [name, told([x[-1] for x in held_out]), told(list(means.values())), told(more)]
+        print("|", " | ".join(cells), f"| {statistics.fmean(explained):.2f} |")
+        draw(panel, name, rewards.values())
+
+    if baseline:
+        print(f"{len(baseline)} seeds in the first row; before the first step {held_out[0][0]}")
+    panel.set(xlabel="step", ylabel="reward of the answers, mean of 5 steps")
+    panel.legend(fontsize="small")
+    figure.savefig(out / "ppo.png")
+
+
+def draw(panel, name, runs):
+    """Adds the mean of runs to a picture, a point for each 5 steps, between its standard errors."""
+    points = [
+        [statistics.fmean(rewards[i : i + 5]) for i in range(0, len(rewards), 5)]
+        for rewards in runs
+    ]
+    steps = [5 * i + 5 for i in range(len(points[0]))]
+    mean = [statistics.fmean(x) for x in zip(*points)]
+    panel.plot(steps, mean, label=name)
+    if len(points) > 1:
+        error = [statistics.stdev(x) / len(x) ** 0.5 for x in zip(*points)]
+        low, high = ([m + sign * e for m, e in zip(mean, error)] for sign in (-1, 1))
+        panel.fill_between(steps, low, high, alpha=0.2)
 
 
 def column(rows, name):
@@ -299,8 +322,8 @@ def column(rows, name):
 BATCH = 32  # rows of an update
 CRITICS = {
     "20 of 30 layers frozen, rate 2e-5": f"--freeze-modules {LOWEST} --lr 2e-5",
-    "the same, rate 5e-5": f"--freeze-modules {LOWEST} --lr 5e-5",
-    "the same, rate 1e-5": f"--freeze-modules {LOWEST} --lr 1e-5",
+    "20 of 30 layers frozen, rate 5e-5": f"--freeze-modules {LOWEST} --lr 5e-5",
+    "20 of 30 layers frozen, rate 1e-5": f"--freeze-modules {LOWEST} --lr 1e-5",
     "28 of 30 layers frozen, rate 5e-5": (
         r"--freeze-modules embed_tokens|layers\.1?\d\.|layers\.2[0-7]\. --lr 5e-5"
     ),
