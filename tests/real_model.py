@@ -218,7 +218,8 @@ def ask(out, model, name, seed, flags):
 
 
 def pretrain(out, model, seed, answers):
-    """A critic that has learned from the first policy's answers -> its folder. It counts them."""
+    """A critic that has learned from the first policy's answers -> its folder. answers: the most; a
+    pass over all prompts is cut into equal steps."""
     name = "pretrained critic"
     file = ask(out, model, f"{name}: its answers", 1000 + seed, f"--train-batch-size {answers}")
     fit = "--rollouts {file} --model {model} --freeze-modules {lowest} --value-head-init mean"
@@ -466,6 +467,15 @@ def table_of_critics(out, recipes, seeds):
 
 # ---- Next to TRL's PPO ---------------------------------------------------------------------------
 
+# runs a script whose clock counts the seconds of CPU
+CPU_CLOCK = """
+import runpy, sys, time
+time.perf_counter = time.process_time
+sys.argv = sys.argv[1:]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
 
 def trl(
     python: pathlib.Path,
@@ -491,7 +501,8 @@ def trl(
     compare_places(first)
 
     # one epoch, in runs of 1 and of 3 steps: what 2 steps cost, without the start
-    ours = [sys.executable, ROOT / "ppo_loop.py", *words_of(COMMON, out=out, model=model)]
+    ours = [sys.executable, "-c", CPU_CLOCK, ROOT / "ppo_loop.py"]
+    ours += words_of(COMMON, out=out, model=model)
     ours += ["--critic.model", model, "--train-batch-size", rows, "--max-response-length", length]
     ours += ["--kl-coef", 0.05, "--lam", 0.95, "--eval-every", 0, "--save-every", 0]
     ours += ["--old-log-probs", "engine"]  # as TRL does
@@ -625,13 +636,13 @@ def table_of_steps(out):
     for name in one:
         print(f"| {name} | {(three[name][0] - one[name][0]) / 2:.1f} | {three[name][1]:.1f} |")
 
-    # TRL's clock counts CPU; the lines of our run count time, of the last two of its three steps
+    # of the last two of three steps
     times = torch.load(out / "steps_3.pt", weights_only=True)["times"][1:]
     print("TRL's phases, seconds of CPU:", phases(times, times[0]))
     rows = [json.loads(line) for line in open(out / "ours" / "metrics.jsonl")]
     rows = [row for row in rows if "time/actor" in row][1:]
     names = ["perf/time_update", *(name for name in rows[0] if name.startswith("time/"))]
-    print("our phases, seconds (the update is the critic's):", phases(rows, names))
+    print("our phases, the same (update: the critic's):", phases(rows, names))
 
 
 def phases(rows, names):
