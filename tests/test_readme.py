@@ -152,7 +152,7 @@ def test_what_the_readme_says_of_recipes_is_in_results():
 
 
 def test_what_the_first_screen_says_is_in_results():
-    """Mean rewards on the task with luck, with a new critic and without one."""
+    """Mean rewards on the task with luck, with a new critic and without one; choices of answers."""
     row = r"^\| {} \| [^|]* \| (\S+) \+- (\S+) \|"
     section = PAGES["RESULTS.md"].partition("\n## Is there a task on which a critic helps?")[2]
     for recipe, words in (
@@ -161,6 +161,15 @@ def test_what_the_first_screen_says_is_in_results():
     ):
         mean, error = map(float, re.search(row.format(recipe), section, flags=re.M).groups())
         assert f"{mean:.2f} +- {error:.2f} {words}" in README.replace("\n  ", " ")
+
+    # which of four answers of a pretrained model is chosen, by the critic of the table's last row
+    section = PAGES["RESULTS.md"].partition("\n## A real model")[2]
+    best = re.findall(r"^\| the same \| 128 \|.*\| (\S+) \| \S+ \|$", section, flags=re.M)[-1]
+    numbers = r"A random answer is right (\S+) of the time,\s+the majority (\S+), "
+    chance, majority = re.search(numbers, section).groups()
+    rounded = [f"{float(x):.2f}" for x in (best, majority, chance)]
+    words = "choice is right {} of the time, the majority's {}, a random one {}"
+    assert words.format(*rounded) in README.replace("\n  ", " ")
 
 
 def test_each_function_of_the_reading_path_is_in_its_file():
