@@ -393,8 +393,8 @@ def sums(
     recipes: tuple[str, ...] = tuple(CRITICS),
     table: bool = False,
 ):
-    """Like `critic`, for the model's own answers to sums: one to each of 2,048, and as held-out rows
-    four to each of 128 other ones."""
+    """Like `critic`, for the model's own answers to sums: one to each of 2,048, and as held-out
+    rows four to each of 128 other ones."""
     data = out / "sums"
     write_sums(data, line_of)
     for name, file, flags in (
