@@ -772,17 +772,21 @@ def best_of_n(rows, last_B, reward_B):
 # compute from those alone which rank computes what; fetch and give_back move rows and values.
 
 
-def dp_compute_proto(needs=()):
+def dp_compute_proto(needs=(), may_have=()):
     """Decorates a worker's method, which every rank calls with the rows it owns. The method gets
-    this batch, with only the float columns in `needs`, and the Rows of all ranks. UserError: the
-    batch is not what check wants, or a row is passed twice."""
+    this batch, with only the float columns in `needs` and `may_have`, and the Rows of all ranks.
+    UserError: the batch is not what check wants, a row is passed twice, or only some ranks have a
+    column that a batch may have."""
 
     def decorate(method):
         @functools.wraps(method)
         def call(self, batch):
             check(batch, needs)
-            unused = dict.fromkeys(set(Batch.FLOATS).difference(needs))
+            unused = dict.fromkeys(set(Batch.FLOATS).difference(needs, may_have))
             batch = replace(batch, **unused)
+            for name in may_have:
+                if len(set(of_all_ranks(getattr(batch, name) is None))) > 1:
+                    raise UserError(f"{name}: only some ranks' batches have this column")
             rows = rows_of_all_ranks(batch)
             with torch.profiler.record_function(method.__name__):
                 return method(self, batch, rows)

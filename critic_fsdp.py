@@ -904,17 +904,21 @@ class DataParallelPPOCritic:
         for piece in common.progress(pieces, "values", "micro-batches"):
             self.between()
             micro = self.micro_batch(piece)
-            v_T = self.values(self.forward(micro), micro.response_mask)
-            values.append(v_T[: len(piece.input_ids)])  # nothing of a masked token
+            values.append(self.values(self.forward(micro), micro.response_mask))
         self.free_gathered()
-        values_T = torch.cat(values).cpu()
 
-        values_T = self.give_back(values_T, local, table, batch)
+        values_T = self.give_back(values, local, table, batch)
         self.between()  # last chance to raise: an update may follow, which is not interrupted
         return values_T
 
-    def give_back(self, values_T, local, table, batch):
-        """Values of the fetched rows -> values of the rows that this rank has (a collective)."""
+    def give_back(self, values, local, table, batch):
+        """Values of this rank's micro-batches -> (T,) those of the rows that it has, on the host (a
+        collective). A rank that computed none gives zeros."""
+        values_T = torch.zeros(len(local.input_ids))
+        sizes = [len(piece.input_ids) for piece in self.cut(local, table)]
+        for x_T, v_T in zip(values_T.split(sizes), values):
+            x_T.copy_(v_T[: len(x_T)])  # nothing of a blank row
+
         wanted = []
         for dp_rank, gives in zip(self.layout.dp_ranks, self.layout.gives_values):
             wanted.append(list(itertools.chain(*table[dp_rank])) if gives else [])
@@ -932,8 +936,13 @@ class DataParallelPPOCritic:
         """PPO epochs over mini-batches, one optimizer step each -> metrics.
 
         batch: the rows that this rank has. rows: the Rows of all ranks, which are cut into
-        mini-batches; mini_batch fetches the rows of a mini-batch that this rank computes."""
+        mini-batches; mini_batch fetches the rows of a mini-batch that this rank computes. A batch
+        without old values gets those of the only step."""
         config = self.config
+        steps = config.ppo_epochs * math.ceil(len(rows) / config.ppo_mini_batch_size)
+        if batch.values is None and steps > 1:
+            raise UserError(f"values: an update of {steps} steps needs those from before it")
+
         common.train_quietly(self.model)
         self.optimizer.zero_grad()  # an earlier update may have failed halfway
         totals = collections.Counter(self.no_sums)  # of the steps taken
@@ -952,44 +961,58 @@ class DataParallelPPOCritic:
                 norms.append(math.nan)
                 if not any(row.actions for row in mini):
                     continue  # AdamW would move the weights even with zero gradients
-                pieces = self.mini_batch(batch, mini)
+                local, table = self.mini_batch(batch, mini)
+                pieces = self.cut(local, table)
+                values = []  # of this pass
                 with record_function("mini-batch"):
                     # each micro-batch is one forward and backward; their gradients add up
                     sums = collections.Counter()
                     for i, piece in enumerate(pieces, 1):
                         micro = self.micro_batch(piece)
-                        sums.update(self.forward_backward(micro, last=i == len(pieces)))
+                        sums.update(self.forward_backward(micro, values, i == len(pieces)))
                         done(len(mini) / len(pieces))
                     norm = self.optimizer_step()
                 if math.isfinite(norm):
                     norms[-1] = norm
                     totals.update(sums)
+                if batch.values is None:
+                    batch.values = self.give_back(values, local, table, batch)
 
+        if batch.values is None:  # no row has an action
+            batch.values = torch.zeros(len(batch.input_ids))
         self.updates += 1
         lr = self.optimizer.param_groups[0]["lr"]
         return common.update_metrics("critic", "vf_loss", totals, norms, lr)
 
     def mini_batch(self, batch, mini):
-        """This rank's rows of a mini-batch, with the weights of their losses, in micro-batches."""
+        """This rank's rows of a mini-batch, with the weights of their losses, and the table of
+        micro-batches."""
         c = self.config
         table = self.plan_micro_batches(mini)
         local = self.fetch(batch, table)
         local.weights = common.loss_weights(
             local, c.loss_agg_mode, c.response_length_limit, c.value_places, mini
         )
-        return self.cut(local, table)
+        return local, table
 
     @record_function("micro-batch")
-    def forward_backward(self, micro, last=True):
+    def forward_backward(self, micro, values, last=True):
         """Accumulates the gradient of a micro-batch -> its sums, as `loss` returns them.
 
-        last: whether it is the last one of its mini-batch. FSDP averages over dp x sp ranks, but
-        the loss is a sum: multiply by dp x sp. All sp ranks of a row compute the same loss, and
-        gather_slices adds up their gradients: divide by sp. That leaves dp."""
+        values: a list, to which those of this forward are added; they are also the old values of a
+        batch that has none. last: whether it is the last one of its mini-batch.
+
+        FSDP averages over dp x sp ranks, but the loss is a sum: multiply by dp x sp. All sp ranks
+        of a row compute the same loss, and gather_slices adds up their gradients: divide by sp.
+        That leaves dp."""
         if self.config.defer_grad_sync:
             self.model.set_requires_gradient_sync(last)
         with self.activations_on_host():
-            loss, sums = self.loss(self.forward(micro), micro)
+            outputs = self.forward(micro)
+            values.append(self.values(outputs.detach(), micro.response_mask))
+            if micro.values is None:
+                micro = micro._replace(values=values[-1])
+            loss, sums = self.loss(outputs, micro)
             (loss * self.layout.dp_size).backward()
 
         if self.config.strategy == "fsdp1" and WORLD_SIZE == 1:
@@ -1181,7 +1204,7 @@ class CriticWorker:
     def try_out(self, batch):
         """Runs the forward and backward of a batch, without a step."""
         common.train_quietly(self.critic.model)
-        self.critic.forward_backward(self.critic.micro_batch(batch))
+        self.critic.forward_backward(self.critic.micro_batch(batch), [])
         self.critic.optimizer.zero_grad(set_to_none=False)  # gradients stay, as in an update
 
     def check_ready(self):
@@ -1228,11 +1251,12 @@ class CriticWorker:
         self.check_batch(batch, rows)
         return self.critic.compute_values(batch, rows)
 
-    @common.dp_compute_proto(needs=("values", "returns"))
+    @common.dp_compute_proto(needs=("returns",), may_have=("values",))
     def update_critic(self, batch, rows):
         """One PPO update on the rows of all ranks -> metrics, equal on each.
 
-        batch: the caller's rows, with old values and returns."""
+        batch: the caller's rows, with old values and returns. If the update is one optimizer step,
+        its own forward computes the old values, too: the batch needs none."""
         self.check_batch(batch, rows)
         config = self.config
         start = time.perf_counter()
@@ -1643,6 +1667,12 @@ def learn(run, worker, train, held_out, size, checkpoints):
         raise UserError(f"--steps {run.steps}: {words}")
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
     groups = train.groups()
+
+    # returns may need values, and several steps need those from before the first one
+    config = worker.config
+    one_step = config.ppo_epochs == 1 and size <= config.ppo_mini_batch_size
+    needs_values = run.lam < 1 or run.bootstrap_truncated or not one_step
+
     picked = []  # the rows of the last update
     batch = None  # those of them that this rank has
     checkpoints.begin()
@@ -1673,8 +1703,11 @@ def learn(run, worker, train, held_out, size, checkpoints):
         picked = common.rows_of_step(step, groups, size, run.critic.seed)
         batch = train.select(picked[RANK::WORLD_SIZE])
         worker.start_at_mean(batch, run.gamma)
-        batch.values = worker.compute_values(batch)
-        common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
+        if needs_values:
+            batch.values = worker.compute_values(batch)
+            common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
+        else:
+            batch.returns = common.monte_carlo(batch, run.gamma)
         metrics = worker.update_critic(batch)
         logger.check_progress(metrics)
         logger.log_update(step + 1, run.steps, metrics)

@@ -1039,10 +1039,8 @@ class MegatronPPOCritic:
         values = []
 
         def reduce(outputs_S, micro):
-            v_T = torch.zeros(micro.tokens, device=self.layout.device)
-            v_T.index_add_(0, micro.index_S, self.values(outputs_S, micro.response_mask))
-            piece = pieces[len(values)]  # the schedule calls this in order
-            values.append(v_T[: len(piece.input_ids)])  # nothing of a masked token
+            values_S = self.values(outputs_S, micro.response_mask)
+            values.append(self.to_tokens(values_S, micro))
             return outputs_S.sum()
 
         # several at once keep a pipeline busy; each virtual stage has its own forwards
@@ -1053,16 +1051,24 @@ class MegatronPPOCritic:
             self.between()
             micros = list(map(self.micro_batch, pieces[first : first + at_once]))
             self.run_schedule(micros, reduce, done_one, forward_only=True)
-        values_T = torch.zeros(len(local.input_ids))
-        if values:  # on the last stage
-            values_T = torch.cat(values).cpu()
 
-        values_T = self.give_back(values_T, local, table, batch)
+        values_T = self.give_back(values, local, table, batch)
         self.between()  # last chance to raise: an update may follow, which is not interrupted
         return values_T
 
-    def give_back(self, values_T, local, table, batch):
-        """Values of the fetched rows -> values of the rows that this rank has (a collective)."""
+    def to_tokens(self, values_S, micro):
+        """Values of this rank's slots -> (T,) of a micro-batch's tokens; 0 for those of others."""
+        values_T = torch.zeros(micro.tokens, device=self.layout.device)
+        return values_T.index_add_(0, micro.index_S, values_S)
+
+    def give_back(self, values, local, table, batch):
+        """Values of this rank's micro-batches -> (T,) those of the rows that it has, on the host (a
+        collective). A rank that computed none gives zeros."""
+        values_T = torch.zeros(len(local.input_ids))
+        sizes = [len(piece.input_ids) for piece in self.cut(local, table)]
+        for x_T, v_T in zip(values_T.split(sizes), values):
+            x_T.copy_(v_T[: len(x_T)])  # nothing of a blank row
+
         wanted = []
         for dp_rank, gives in zip(self.layout.dp_ranks, self.layout.gives_values):
             wanted.append(list(itertools.chain(*table[dp_rank])) if gives else [])
@@ -1072,8 +1078,13 @@ class MegatronPPOCritic:
         """PPO epochs over mini-batches, one optimizer step each -> metrics.
 
         batch: the rows that this rank has. rows: the Rows of all ranks, which are cut into
-        mini-batches; mini_batch fetches the rows of a mini-batch that this rank computes."""
+        mini-batches; mini_batch fetches the rows of a mini-batch that this rank computes. A batch
+        without old values gets those of the only step."""
         config = self.config
+        steps = config.ppo_epochs * math.ceil(len(rows) / config.ppo_mini_batch_size)
+        if batch.values is None and steps > 1:
+            raise UserError(f"values: an update of {steps} steps needs those from before it")
+
         self.model.train()
         totals = collections.Counter(self.no_sums)  # of the steps taken
         norms = []  # one per mini-batch, NaN where the step was skipped
@@ -1091,33 +1102,43 @@ class MegatronPPOCritic:
                 norms.append(math.nan)
                 if not any(row.actions for row in mini):
                     continue  # AdamW would move the weights even with zero gradients
-                pieces = self.mini_batch(batch, mini)
+                local, table = self.mini_batch(batch, mini)
+                pieces = self.cut(local, table)
+                values = []  # of this pass
                 with record_function("mini-batch"):
                     # each micro-batch is one forward and backward: Megatron's schedule is that loop
                     micros = list(map(self.micro_batch, pieces))
                     done_one = partial(done, len(mini) / len(pieces) / len(self.model))
-                    sums = self.forward_backward_all(micros, done_one)
+                    sums = self.forward_backward_all(micros, values, done_one)
                     norm = self.optimizer_step()
                 if math.isfinite(norm):
                     norms[-1] = norm
                     totals.update(sums)
+                if batch.values is None:
+                    batch.values = self.give_back(values, local, table, batch)
 
+        if batch.values is None:  # no row has an action
+            batch.values = torch.zeros(len(batch.input_ids))
         self.updates += 1
         lr = self.optimizer.param_groups[0]["lr"]
         return common.update_metrics("critic", "vf_loss", totals, norms, lr)
 
     def mini_batch(self, batch, mini):
-        """This rank's rows of a mini-batch, with the weights of their losses, in micro-batches."""
+        """This rank's rows of a mini-batch, with the weights of their losses, and the table of
+        micro-batches."""
         c = self.config
         table = self.plan_micro_batches(mini)
         local = self.fetch(batch, table)
         local.weights = common.loss_weights(
             local, c.loss_agg_mode, c.response_length_limit, c.value_places, mini
         )
-        return self.cut(local, table)
+        return local, table
 
-    def forward_backward_all(self, micros, done=lambda: None):
+    def forward_backward_all(self, micros, values, done=lambda: None):
         """Computes the gradient of a mini-batch, over all ranks -> this rank's sums, see `loss`.
+
+        values: a list, to which those of the forwards are added; they are also the old values of a
+        batch that has none.
 
         Megatron would divide by micro-batches, tokens and ranks. With calculate_per_token_loss, and
         without a token count for finalize_model_grads, it divides by nothing: each rank adds its
@@ -1127,6 +1148,10 @@ class MegatronPPOCritic:
         sums = collections.Counter()
 
         def reduce(outputs_S, micro):
+            values_S = self.values(outputs_S.detach(), micro.response_mask)
+            values.append(self.to_tokens(values_S, micro))
+            if micro.values is None:
+                micro = micro._replace(values=values_S)
             loss, part = self.loss(outputs_S, micro)
             if self.layout.tp_rank == 0:  # tensor-parallel ranks have equal sums
                 sums.update(part)
@@ -1307,7 +1332,7 @@ class CriticWorker:
         self.critic.model.train()
         # as many micro-batches as a stage may hold at once
         turns = self.config.pipeline_model_parallel_size * min(len(self.critic.model), 2)
-        self.critic.forward_backward_all([self.critic.micro_batch(batch)] * turns)
+        self.critic.forward_backward_all([self.critic.micro_batch(batch)] * turns, [])
 
     def check_ready(self):
         """RuntimeError unless the model is built and on its device."""
@@ -1355,11 +1380,12 @@ class CriticWorker:
         self.check_batch(batch, rows)
         return self.critic.compute_values(batch, rows)
 
-    @common.dp_compute_proto(needs=("values", "returns"))
+    @common.dp_compute_proto(needs=("returns",), may_have=("values",))
     def update_critic(self, batch, rows):
         """One PPO update on the rows of all ranks -> metrics, equal on each.
 
-        batch: the caller's rows, with old values and returns."""
+        batch: the caller's rows, with old values and returns. If the update is one optimizer step,
+        its own forward computes the old values, too: the batch needs none."""
         self.check_batch(batch, rows)
         config = self.config
         start = time.perf_counter()
@@ -1782,6 +1808,12 @@ def learn(run, worker, train, held_out, size, checkpoints):
         raise UserError(f"--steps {run.steps}: {words}")
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
     groups = train.groups()
+
+    # returns may need values, and several steps need those from before the first one
+    config = worker.config
+    one_step = config.ppo_epochs == 1 and size <= config.ppo_mini_batch_size
+    needs_values = run.lam < 1 or run.bootstrap_truncated or not one_step
+
     picked = []  # the rows of the last update
     batch = None  # those of them that this rank has
     checkpoints.begin()
@@ -1812,8 +1844,11 @@ def learn(run, worker, train, held_out, size, checkpoints):
         picked = common.rows_of_step(step, groups, size, run.critic.seed)
         batch = train.select(picked[RANK::WORLD_SIZE])
         worker.start_at_mean(batch, run.gamma)
-        batch.values = worker.compute_values(batch)
-        common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
+        if needs_values:
+            batch.values = worker.compute_values(batch)
+            common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
+        else:
+            batch.returns = common.monte_carlo(batch, run.gamma)
         metrics = worker.update_critic(batch)
         logger.check_progress(metrics)
         logger.log_update(step + 1, run.steps, metrics)

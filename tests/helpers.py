@@ -354,6 +354,18 @@ def assert_rows_come_back(worker, batch):
         worker.compute_values(batch)
 
 
+def assert_old_values_come_along(worker, batch):
+    """An update of one step makes the same of rows without old values as of rows that have those
+    from before it. The learning rate must be 0."""
+    known = dataclasses.replace(batch, values=worker.compute_values(batch))
+    expected = worker.update_critic(known)
+    metrics = worker.update_critic(dataclasses.replace(batch, values=None))
+    assert metrics.keys() == expected.keys()
+    for name, x in expected.items():
+        if not name.startswith("perf/"):
+            assert metrics[name] == pytest.approx(x, rel=1e-6, abs=1e-7, nan_ok=True), name
+
+
 def end_groups():
     """Ends all groups, their threads and sockets, but that of all ranks, which must be done with
     them."""

@@ -115,6 +115,7 @@ def results_of(model, layout, fields, cases, out):
         critic.max_tokens = 0  # the worker then sets the budget again
         batch = part_of(case, ROWS[rows])
         results[model, layout, case, rows, critic.config.loss_agg_mode] = one_update(worker, batch)
+        helpers.assert_old_values_come_along(worker, batch)
     return results
 
 

@@ -216,6 +216,9 @@ def results_of(model, layout, folder):
             assert_replicas_agree(critic)
             result["weights"] = computed(worker)
         results[model, layout, case, rows, mode] = result
+
+    critic.peak_lr = 0.0
+    helpers.assert_old_values_come_along(worker, batch)
     return results
 
 
