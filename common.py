@@ -553,8 +553,15 @@ def last_action(batch):
 
 def add_returns(batch, gamma, lam, bootstrap_truncated=False):
     """Fills in advantages and returns. bootstrap_truncated: truncated rows end with their last
-    value. UserError: the batch lacks its rewards or values."""
-    check(batch, needs=("token_level_rewards", "values"))
+    value. With lam 1 and without it returns need no values; a batch that has none gets only them.
+    UserError: the batch lacks its rewards or values."""
+    check(batch, needs=("token_level_rewards",))
+    if lam != 1 or bootstrap_truncated:
+        check(batch, needs=("values",))
+    if batch.values is None:
+        batch.returns = monte_carlo(batch, gamma)
+        return
+
     tail_B = None
     if bootstrap_truncated:
         tail_B = torch.where(batch.truncated, batch.values[last_action(batch)], 0.0)

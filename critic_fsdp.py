@@ -1703,11 +1703,8 @@ def learn(run, worker, train, held_out, size, checkpoints):
         picked = common.rows_of_step(step, groups, size, run.critic.seed)
         batch = train.select(picked[RANK::WORLD_SIZE])
         worker.start_at_mean(batch, run.gamma)
-        if needs_values:
-            batch.values = worker.compute_values(batch)
-            common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
-        else:
-            batch.returns = common.monte_carlo(batch, run.gamma)
+        batch.values = worker.compute_values(batch) if needs_values else None
+        common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)
         logger.check_progress(metrics)
         logger.log_update(step + 1, run.steps, metrics)
