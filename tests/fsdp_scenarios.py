@@ -304,7 +304,7 @@ def bad_input_ends_every_rank(folder):
 @scenario(ranks=2)
 def what_a_rank_does_not_see_is_an_error_on_all(folder):
     """A save without the files of another rank leaves no checkpoint, and a folder must exist on all
-    ranks."""
+    ranks. Old values of only some ranks are refused."""
     common.setup_distributed()
     exists = common.exists
     for blind in range(WORLD_SIZE):
@@ -319,6 +319,11 @@ def what_a_rank_does_not_see_is_an_error_on_all(folder):
         pass
     with refused("no complete checkpoint here", f"--resume {folder}/step_"):
         common.verify(f"{folder}/step_{1 - RANK}")
+
+    batch = mine(random_batch(8, vocab_size=97))
+    batch.values = None if RANK else batch.values
+    with refused("values: only some ranks' batches have this column"):
+        make().update_critic(batch)
 
 
 @scenario(ranks=2)

@@ -145,6 +145,47 @@ def test_a_metric_is_added_in_the_loss_alone(kind, monkeypatch):
     assert math.isnan(w.update_critic(batch)["critic/abs_error"])
 
 
+@pytest.mark.parametrize("script", [critic_fsdp, cm])
+@pytest.mark.parametrize(
+    "size, critic, flags, calls",
+    [
+        (32, {}, {}, 0),
+        (32, {}, {"lam": 0.9}, 3),
+        (32, {}, {"bootstrap_truncated": True}, 3),
+        (32, {"ppo_epochs": 2}, {}, 3),
+        (64, {}, {"train_batch_size": 64}, 3),  # two steps
+    ],
+)
+def test_pretraining_computes_values_apart_only_where_an_update_needs_them(
+    script, size, critic, flags, calls, monkeypatch, tmp_path
+):
+    seen = []  # rows of each call
+    compute_values = script.CriticWorker.compute_values
+
+    def note(self, batch):
+        seen.append(len(batch))
+        return compute_values(self, batch)
+
+    monkeypatch.setattr(script.CriticWorker, "compute_values", note)
+    config = script.Config(ppo_mini_batch_size=32, **critic)
+    script.main(script.Run(config, steps=3, out_dir=str(tmp_path / "out"), **flags))
+    assert seen.count(size) == calls
+
+
+@pytest.mark.parametrize("script", [critic_fsdp, cm])
+def test_an_update_of_several_steps_needs_old_values(script):
+    w = worker(script=script, ppo_mini_batch_size=16)
+    batch = random_batch(24)
+    batch.values = None
+    with pytest.raises(UserError, match="values: an update of 2 steps needs those from before it"):
+        w.update_critic(batch)
+    assert math.isfinite(w.update_critic(batch.select(range(16)))["critic/explained_var"])
+
+    batch.response_mask[:] = False  # no step, and values of 0
+    batch = batch.select(range(16))
+    assert w.update_critic(batch)["critic/skipped_steps"] == 1
+
+
 TP, PP, CP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
 SIZES = dict(
     vocab_size=99, hidden_size=64, intermediate_size=192, num_hidden_layers=2,

@@ -519,7 +519,7 @@ FAULTS = {  # column -> what a user might put there, and words of the answer
         (lambda x: None, "is missing"),
     ],
     "truncated": [(lambda x: x.long(), "must be a (B,) tensor of torch.bool")],
-    "values": [(lambda x: x.double(), "torch.float32"), (lambda x: None, "is missing")],
+    "values": [(lambda x: x.double(), "torch.float32")],
     "returns": [
         (lambda x: x[:, None], "of shape"),
         (lambda x: x.to_sparse(), "torch.sparse_coo"),
