@@ -963,7 +963,7 @@ class DataParallelPPOCritic:
                     continue  # AdamW would move the weights even with zero gradients
                 local, table = self.mini_batch(batch, mini)
                 pieces = self.cut(local, table)
-                values = []  # of this pass
+                values = []  # the old ones
                 with record_function("mini-batch"):
                     # each micro-batch is one forward and backward; their gradients add up
                     sums = collections.Counter()
@@ -999,8 +999,8 @@ class DataParallelPPOCritic:
     def forward_backward(self, micro, values, last=True):
         """Accumulates the gradient of a micro-batch -> its sums, as `loss` returns them.
 
-        values: a list, to which those of this forward are added; they are also the old values of a
-        batch that has none. last: whether it is the last one of its mini-batch.
+        values: a list, to which the old values are added: those of this forward, if the batch has
+        none. last: whether it is the last one of its mini-batch.
 
         FSDP averages over dp x sp ranks, but the loss is a sum: multiply by dp x sp. All sp ranks
         of a row compute the same loss, and gather_slices adds up their gradients: divide by sp.
@@ -1009,9 +1009,9 @@ class DataParallelPPOCritic:
             self.model.set_requires_gradient_sync(last)
         with self.activations_on_host():
             outputs = self.forward(micro)
-            values.append(self.values(outputs.detach(), micro.response_mask))
             if micro.values is None:
-                micro = micro._replace(values=values[-1])
+                micro = micro._replace(values=self.values(outputs.detach(), micro.response_mask))
+            values.append(micro.values)
             loss, sums = self.loss(outputs, micro)
             (loss * self.layout.dp_size).backward()
 
@@ -1657,6 +1657,14 @@ def compute_together(worker, batch):
     return values_T
 
 
+def needs_values(run, size):
+    """Whether values are computed before an update of so many rows: returns may need them, and
+    several steps need those from before the first one. One step has them from its own forward."""
+    c = run.critic
+    one_step = c.ppo_epochs == 1 and size <= c.ppo_mini_batch_size
+    return run.lam < 1 or run.bootstrap_truncated or not one_step
+
+
 def learn(run, worker, train, held_out, size, checkpoints):
     """Trains from the checkpoint's step on, evaluates and saves -> (rows with values, words).
 
@@ -1667,12 +1675,6 @@ def learn(run, worker, train, held_out, size, checkpoints):
         raise UserError(f"--steps {run.steps}: {words}")
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
     groups = train.groups()
-
-    # returns may need values, and several steps need those from before the first one
-    config = worker.config
-    one_step = config.ppo_epochs == 1 and size <= config.ppo_mini_batch_size
-    needs_values = run.lam < 1 or run.bootstrap_truncated or not one_step
-
     picked = []  # the rows of the last update
     batch = None  # those of them that this rank has
     checkpoints.begin()
@@ -1703,7 +1705,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
         picked = common.rows_of_step(step, groups, size, run.critic.seed)
         batch = train.select(picked[RANK::WORLD_SIZE])
         worker.start_at_mean(batch, run.gamma)
-        batch.values = worker.compute_values(batch) if needs_values else None
+        batch.values = worker.compute_values(batch) if needs_values(run, size) else None
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)
         logger.check_progress(metrics)

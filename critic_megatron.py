@@ -1104,7 +1104,7 @@ class MegatronPPOCritic:
                     continue  # AdamW would move the weights even with zero gradients
                 local, table = self.mini_batch(batch, mini)
                 pieces = self.cut(local, table)
-                values = []  # of this pass
+                values = []  # the old ones
                 with record_function("mini-batch"):
                     # each micro-batch is one forward and backward: Megatron's schedule is that loop
                     micros = list(map(self.micro_batch, pieces))
@@ -1137,8 +1137,8 @@ class MegatronPPOCritic:
     def forward_backward_all(self, micros, values, done=lambda: None):
         """Computes the gradient of a mini-batch, over all ranks -> this rank's sums, see `loss`.
 
-        values: a list, to which those of the forwards are added; they are also the old values of a
-        batch that has none.
+        values: a list, to which the old values are added: those of the forwards, if the batch has
+        none.
 
         Megatron would divide by micro-batches, tokens and ranks. With calculate_per_token_loss, and
         without a token count for finalize_model_grads, it divides by nothing: each rank adds its
@@ -1148,10 +1148,10 @@ class MegatronPPOCritic:
         sums = collections.Counter()
 
         def reduce(outputs_S, micro):
-            values_S = self.values(outputs_S.detach(), micro.response_mask)
-            values.append(self.to_tokens(values_S, micro))
             if micro.values is None:
-                micro = micro._replace(values=values_S)
+                old_S = self.values(outputs_S.detach(), micro.response_mask)
+                micro = micro._replace(values=old_S)
+            values.append(self.to_tokens(micro.values, micro))
             loss, part = self.loss(outputs_S, micro)
             if self.layout.tp_rank == 0:  # tensor-parallel ranks have equal sums
                 sums.update(part)
@@ -1798,6 +1798,14 @@ def compute_together(worker, batch):
     return values_T
 
 
+def needs_values(run, size):
+    """Whether values are computed before an update of so many rows: returns may need them, and
+    several steps need those from before the first one. One step has them from its own forward."""
+    c = run.critic
+    one_step = c.ppo_epochs == 1 and size <= c.ppo_mini_batch_size
+    return run.lam < 1 or run.bootstrap_truncated or not one_step
+
+
 def learn(run, worker, train, held_out, size, checkpoints):
     """Trains from the checkpoint's step on, evaluates and saves -> (rows with values, words).
 
@@ -1808,12 +1816,6 @@ def learn(run, worker, train, held_out, size, checkpoints):
         raise UserError(f"--steps {run.steps}: {words}")
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
     groups = train.groups()
-
-    # returns may need values, and several steps need those from before the first one
-    config = worker.config
-    one_step = config.ppo_epochs == 1 and size <= config.ppo_mini_batch_size
-    needs_values = run.lam < 1 or run.bootstrap_truncated or not one_step
-
     picked = []  # the rows of the last update
     batch = None  # those of them that this rank has
     checkpoints.begin()
@@ -1844,7 +1846,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
         picked = common.rows_of_step(step, groups, size, run.critic.seed)
         batch = train.select(picked[RANK::WORLD_SIZE])
         worker.start_at_mean(batch, run.gamma)
-        batch.values = worker.compute_values(batch) if needs_values else None
+        batch.values = worker.compute_values(batch) if needs_values(run, size) else None
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)
         logger.check_progress(metrics)

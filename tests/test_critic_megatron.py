@@ -53,7 +53,8 @@ def test_both_scripts_have_the_same_sections_in_the_same_order():
 SAME_CODE = {
     ("", ""):
         "section_titles show_help read_flags in_one_line out_of_range count_parameters spread"
-        " micro_batches pack_rows check_budget open_checkpoint compute_together learn",
+        " micro_batches pack_rows check_budget open_checkpoint compute_together needs_values"
+        " learn",
     ("DataParallelPPOCritic", "MegatronPPOCritic"):
         "fetch cut give_back mini_batch values loss learning_rate",
     ("CriticWorker", "CriticWorker"):
