@@ -1799,7 +1799,7 @@ def compute_together(worker, batch):
 
 
 def needs_values(run, size):
-    """Whether values are computed before an update of so many rows: returns may need them, and
+    """Whether values are computed before an update of `size` rows: returns may need them, and
     several steps need those from before the first one. One step has them from its own forward."""
     c = run.critic
     one_step = c.ppo_epochs == 1 and size <= c.ppo_mini_batch_size
