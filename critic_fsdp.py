@@ -914,10 +914,9 @@ class DataParallelPPOCritic:
     def give_back(self, values, local, table, batch):
         """Values of this rank's micro-batches -> (T,) those of the rows that it has, on the host (a
         collective). A rank that computed none gives zeros."""
-        values_T = torch.zeros(len(local.input_ids))
-        sizes = [len(piece.input_ids) for piece in self.cut(local, table)]
-        for x_T, v_T in zip(values_T.split(sizes), values):
-            x_T.copy_(v_T[: len(x_T)])  # nothing of a blank row
+        pieces = self.cut(local, table)
+        kept = [v_T[: len(piece.input_ids)] for v_T, piece in zip(values, pieces)]  # no blank row
+        values_T = torch.cat(kept).cpu() if kept else torch.zeros(len(local.input_ids))
 
         wanted = []
         for dp_rank, gives in zip(self.layout.dp_ranks, self.layout.gives_values):

@@ -495,8 +495,8 @@ def step_of_a_rank(own, ranks, spent):
         if number % 2 == 0:
             table = timed("plan", critic.plan_micro_batches, rows)
             local = timed("moved", critic.fetch, own, table)
-            values_T = torch.zeros(len(local.input_ids))
-            timed("moved", critic.give_back, values_T, local, table, own)
+            values = [torch.zeros(len(piece.input_ids)) for piece in critic.cut(local, table)]
+            timed("moved", critic.give_back, values, local, table, own)
             continue
 
         groups = timed("plan", common.by_prompt, rows)
