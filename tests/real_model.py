@@ -370,7 +370,7 @@ def critic(
             words = (flags + head).split() + CRITICS[name].split()
             folder = make(out, name, seed, "critic_fsdp.py", words)
             if not search:
-                vote(folder, judge)
+                score(folder, judge)
     table_of_critics(out, recipes, range(101, 101 + seeds))
 
 
@@ -411,25 +411,31 @@ def sums(
     critic(data, model, data, seeds, epochs, recipes, table=table)
 
 
-def vote(folder, judge):
-    """Writes the mean reward of the answer with the most votes, each weighing as much as its last
-    value, next to that of the majority."""
-    if not (folder / "votes.json").exists():
+def score(folder, judge):
+    """Writes what the critic at the end says of the rows to judge by, if it is not there."""
+    if not (folder / "scored" / "scored.jsonl").exists():
         command = [sys.executable, ROOT / "critic_fsdp.py", "--score", judge]
         command += ["--model", folder / "hf", "--out-dir", folder / "scored"]
         subprocess.run([*map(str, command)], check=True, capture_output=True)
 
-        prompts = collections.defaultdict(list)
-        for row in map(json.loads, open(folder / "scored" / "scored.jsonl")):
-            # a rollout of PPO has other keys
-            said = row.get("response") or row["response_text"]
-            row["said"] = re.findall(r"\d[\d,.]*", said)[-1:]
-            row.setdefault("reward", row.get("score"))
-            prompts[row.get("prompt") or row["prompt_text"]].append(row)
-        weights = {"majority": lambda row: 1, "weighted": lambda row: row["last_value"]}
-        made = {name: elected(prompts.values(), weight) for name, weight in weights.items()}
-        (folder / "votes.json").write_text(json.dumps(made))
-    return json.loads((folder / "votes.json").read_text())
+
+def choices(folder):
+    """{column of the table: what choosing by last values earns, next to simpler choices}."""
+    prompts = collections.defaultdict(list)
+    for row in map(json.loads, open(folder / "scored" / "scored.jsonl")):
+        # a rollout of PPO has other keys
+        row["text"] = row.get("response") or row["response_text"]
+        row["said"] = re.findall(r"\d[\d,.]*", row["text"])[-1:]
+        row.setdefault("reward", row.get("score"))
+        prompts[row.get("prompt") or row["prompt_text"]].append(row)
+
+    groups = list(prompts.values())
+    return {
+        "weighted vote": elected(groups, lambda row: row["last_value"]),
+        "majority": elected(groups, lambda row: 1),
+        "right above wrong": in_order(groups, lambda row: row["last_value"]),
+        "right shorter": in_order(groups, lambda row: -len(row["text"])),
+    }
 
 
 def elected(groups, weight):
@@ -444,15 +450,30 @@ def elected(groups, weight):
     return statistics.fmean(rewards)
 
 
+def in_order(groups, number):
+    """Of all pairs of a right and a wrong answer to one prompt, the share in which the right one
+    has the larger number; half of a tie counts."""
+    pairs = []
+    for rows in groups:
+        right = [number(row) for row in rows if row["reward"] > 0.5]
+        wrong = [number(row) for row in rows if row["reward"] <= 0.5]
+        pairs += [(x > y) + 0.5 * (x == y) for x in right for y in wrong]
+    return statistics.fmean(pairs) if pairs else float("nan")
+
+
 def table_of_critics(out, recipes, seeds):
-    """Prints a row for each recipe and evaluation: before training, after each epoch."""
+    """Prints a row for each recipe and evaluation: before training, after each epoch. The choices
+    are those of the critic at the end."""
     names = ("explained_var", "vf_loss", "auc", "best_of_n", "mean_of_n", "oracle_of_n")
+    more = ("weighted vote", "majority", "right above wrong", "right shorter")
     print(
-        "| recipe | seeds | updates | explained variance | loss | AUC | best of n | mean | oracle |"
-        " weighted vote | majority |\n|---|---|---|---|---|---|---|---|---|---|---|"
+        "| recipe | seeds | updates | explained variance | loss | AUC | best of n | mean | oracle"
+        f" | {' | '.join(more)} |\n" + 13 * "|---" + "|"
     )
     for name in recipes:
         runs = so_far(out, name, seeds)
+        folders = [out / f"{name}, {seed}" for seed in runs]
+        made = [choices(x) for x in folders if (x / "scored" / "scored.jsonl").exists()]
         judged = [[row for row in rows if "eval/auc" in row] for rows in runs.values()]
         for rows in zip(*judged):
             cells = [name, len(rows), rows[0]["step"]]
@@ -460,12 +481,10 @@ def table_of_critics(out, recipes, seeds):
                 numbers = [row[f"eval/{x}"] for row in rows]
                 cells.append("--" if None in numbers else told(numbers))
 
-            # votes are those of the critic at the end
-            files = [out / f"{name}, {seed}" / "votes.json" for seed in runs]
-            last = all(row == mine[-1] for row, mine in zip(rows, judged))
-            votes = [json.loads(file.read_text()) for file in files if last and file.exists()]
-            for kind in ("weighted", "majority"):
-                cells.append(told([x[kind] for x in votes]) if votes else "--")
+            at_the_end = all(row == mine[-1] for row, mine in zip(rows, judged))
+            for x in more:
+                numbers = [row[x] for row in made]
+                cells.append(told(numbers) if numbers and at_the_end else "--")
             print("|", " | ".join(map(str, cells)), "|")
 
 

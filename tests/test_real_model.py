@@ -90,8 +90,9 @@ def test_critics_are_judged_by_other_questions(tiny, tmp_path, monkeypatch, caps
     ]
     assert all(questions) and not questions[0] & questions[1]
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {recipe}")]
-    assert len(rows) == 2 and all(row.endswith(" -- | -- |") for row in rows)  # no votes
-    assert all("--" not in row.removesuffix(" -- | -- |") for row in rows)
+    none = " -- | -- | -- | -- |"  # a search does not choose
+    assert len(rows) == 2 and all(row.endswith(none) for row in rows)
+    assert all("--" not in row.removesuffix(none) for row in rows)
 
 
 def test_critics_of_its_own_answers_are_judged_by_four_to_each_other_sum(
@@ -112,12 +113,15 @@ def test_critics_of_its_own_answers_are_judged_by_four_to_each_other_sum(
     assert capsys.readouterr().out.count(f"| {recipe}") == 2
 
 
-def test_the_answer_with_most_votes_is_chosen():
+def test_the_answer_with_most_votes_is_chosen_and_pairs_are_counted():
     rows = [
         dict(said=s, reward=r, v=v) for s, r, v in (("7", 1, 0.9), ("8", 0, 0.4), ("8", 0, 0.4))
     ]
     assert real_model.elected([rows], lambda row: 1) == 0
     assert real_model.elected([rows], lambda row: row["v"]) == 1
+    assert real_model.in_order([rows], lambda row: row["v"]) == 1
+    assert real_model.in_order([rows], lambda row: -row["v"]) == 0
+    assert real_model.in_order([rows], lambda row: 1) == 0.5
 
 
 def test_a_batch_of_trl_is_compared_place_by_place(capsys):
