@@ -2421,6 +2421,8 @@ class Logger:
             return
         m = evaluate(rows, gamma)
         self.log(step, m)
+        if not self.updates:  # the time left is that of updates, with the evaluations among them
+            self.start = perf_counter()
         print0(
             f"held out   explained var {explained_number(m['eval/explained_var'])}"
             f"   loss {m['eval/vf_loss']:.4f} (best constant {m['eval/constant_loss']:.4f})"

@@ -532,6 +532,21 @@ def test_only_rank_0_builds_what_only_rank_0_writes(tmp_path, monkeypatch):
     assert not (tmp_path / "none").exists()
 
 
+def test_the_time_left_leaves_out_the_evaluation_before_the_first_update(tmp_path, capsys):
+    logger = common.Logger(str(tmp_path / "out"), {}, 0, None)
+    rows = judged_rows(20, 5)
+    names = ("critic/vf_loss", "critic/explained_var", "critic/grad_norm", "critic/lr")
+    names += ("critic/skipped_steps", "perf/tokens_per_second", "perf/mfu", "perf/peak_memory_gib")
+
+    for step in range(2):
+        logger.start -= 3600  # an evaluation takes an hour
+        logger.log_evaluation(step, rows, 1.0)
+        logger.log_update(step + 1, 3, dict.fromkeys(names, 1.0))
+
+    left = re.findall(r"eta (\S+)", capsys.readouterr().out)
+    assert left == ["0:00:00", "0:30:00"]  # the second evaluation is one of two steps
+
+
 # of processes that other tests left running
 @pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
 @pytest.mark.parametrize(
