@@ -553,27 +553,30 @@ def last_action(batch):
 
 def add_returns(batch, gamma, lam, bootstrap_truncated=False):
     """Fills in advantages and returns. bootstrap_truncated: truncated rows end with their last
-    value. With lam 1 and without it returns need no values; a batch that has none gets only them.
-    UserError: the batch lacks its rewards or values."""
-    check(batch, needs=("token_level_rewards",))
-    if lam != 1 or bootstrap_truncated:
-        check(batch, needs=("values",))
-    if batch.values is None:
-        batch.returns = monte_carlo(batch, gamma)
-        return
+    value. UserError: the batch lacks its rewards or values.
+
+    Returns need values if lam is not 1, or with bootstrap_truncated. Otherwise a batch may come
+    without values: it gets returns, and no advantages."""
+    needs_values = lam != 1 or bootstrap_truncated
+    check(batch, needs=("token_level_rewards", *(["values"] if needs_values else [])))
+    values_T = batch.values
+    if values_T is None:
+        values_T = torch.zeros_like(batch.token_level_rewards)
 
     tail_B = None
     if bootstrap_truncated:
-        tail_B = torch.where(batch.truncated, batch.values[last_action(batch)], 0.0)
+        tail_B = torch.where(batch.truncated, values_T[last_action(batch)], 0.0)
     batch.advantages, batch.returns = gae(
         batch.token_level_rewards,
-        batch.values,
+        values_T,
         batch.response_mask,
         batch.cu_seqlens,
         gamma,
         lam,
         tail_B,
     )
+    if batch.values is None:
+        batch.advantages = None
 
 
 def monte_carlo(batch, gamma):

@@ -1063,10 +1063,12 @@ class MegatronPPOCritic:
 
     def give_back(self, values, local, table, batch):
         """Values of this rank's micro-batches -> (T,) those of the rows that it has, on the host (a
-        collective). A rank that computed none gives zeros."""
-        pieces = self.cut(local, table)
-        kept = [v_T[: len(piece.input_ids)] for v_T, piece in zip(values, pieces)]  # no blank row
-        values_T = torch.cat(kept).cpu() if kept else torch.zeros(len(local.input_ids))
+        collective). A stage without the head has none, and gives none."""
+        values_T = torch.zeros(len(local.input_ids))
+        if values:
+            sizes = map(common.tokens_of, table[self.layout.dp_rank])
+            kept = [v_T[:size] for v_T, size in zip(values, sizes, strict=True)]  # no blank rows
+            values_T = torch.cat(kept).cpu()
 
         wanted = []
         for dp_rank, gives in zip(self.layout.dp_ranks, self.layout.gives_values):
@@ -1082,7 +1084,8 @@ class MegatronPPOCritic:
         config = self.config
         steps = config.ppo_epochs * math.ceil(len(rows) / config.ppo_mini_batch_size)
         if batch.values is None and steps > 1:
-            raise UserError(f"values: an update of {steps} steps needs those from before it")
+            words = f"an update of {steps} optimizer steps needs the values from before it"
+            raise UserError(f"values: is missing; {words}: call compute_values first")
 
         self.model.train()
         totals = collections.Counter(self.no_sums)  # of the steps taken
@@ -1150,7 +1153,7 @@ class MegatronPPOCritic:
             if micro.values is None:
                 old_S = self.values(outputs_S.detach(), micro.response_mask)
                 micro = micro._replace(values=old_S)
-            values.append(self.to_tokens(micro.values, micro))
+            values.append(self.to_tokens(micro.values, micro))  # a blank one has some, too
             loss, part = self.loss(outputs_S, micro)
             if self.layout.tp_rank == 0:  # tensor-parallel ranks have equal sums
                 sums.update(part)
@@ -1798,8 +1801,10 @@ def compute_together(worker, batch):
 
 
 def needs_values(run, size):
-    """Whether values are computed before an update of `size` rows: returns may need them, and
-    several steps need those from before the first one. One step has them from its own forward."""
+    """Whether values are computed before an update of `size` rows.
+
+    Returns may need them. So does an update of several steps; an update of one step computes them
+    in its own forward."""
     c = run.critic
     one_step = c.ppo_epochs == 1 and size <= c.ppo_mini_batch_size
     return run.lam < 1 or run.bootstrap_truncated or not one_step

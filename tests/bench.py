@@ -495,7 +495,7 @@ def step_of_a_rank(own, ranks, spent):
         if number % 2 == 0:
             table = timed("plan", critic.plan_micro_batches, rows)
             local = timed("moved", critic.fetch, own, table)
-            values = [torch.zeros(len(piece.input_ids)) for piece in critic.cut(local, table)]
+            values = [torch.zeros(common.tokens_of(part)) for part in table[critic.layout.dp_rank]]
             timed("moved", critic.give_back, values, local, table, own)
             continue
 

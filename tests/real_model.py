@@ -377,15 +377,17 @@ def critic(
 def split(rows, out):
     """Writes the answers to four tenths of the questions, and those to another tenth, into files:
     a choice of recipes takes an afternoon instead of a day."""
-    files = {out / "fit.jsonl": (1, 2, 3, 4), out / "judge.jsonl": (0,)}
-    if not (out / "judge.jsonl").exists():
-        out.mkdir(parents=True, exist_ok=True)
-        lines = rows.read_text().splitlines(keepends=True)
-        questions = [json.loads(line)["prompt"] for line in lines]
-        tenths = [zlib.crc32(question.encode()) % 10 for question in questions]
+    out.mkdir(parents=True, exist_ok=True)
+    lines = rows.read_text().splitlines(keepends=True)
+    questions = [json.loads(line)["prompt"] for line in lines]
+    tenths = [zlib.crc32(question.encode()) % 10 for question in questions]
 
-        for file, mine in files.items():
-            file.write_text("".join(line for line, x in zip(lines, tenths) if x in mine))
+    # another process may read them meanwhile
+    files = {out / "fit.jsonl": (1, 2, 3, 4), out / "judge.jsonl": (0,)}
+    for file, mine in files.items():
+        made = file.with_suffix(f".{os.getpid()}")
+        made.write_text("".join(line for line, x in zip(lines, tenths) if x in mine))
+        made.replace(file)
     return files
 
 
@@ -420,7 +422,8 @@ def score(folder, judge):
 
 
 def choices(folder):
-    """{column of the table: what choosing by last values earns, next to simpler choices}."""
+    """{column of the table: number}: mean rewards of two votes, and shares of pairs of a right and
+    a wrong answer to one prompt that the critic, or length alone, puts in order."""
     prompts = collections.defaultdict(list)
     for row in map(json.loads, open(folder / "scored" / "scored.jsonl")):
         # a rollout of PPO has other keys
@@ -462,8 +465,8 @@ def in_order(groups, number):
 
 
 def table_of_critics(out, recipes, seeds):
-    """Prints a row for each recipe and evaluation: before training, after each epoch. The choices
-    are those of the critic at the end."""
+    """Prints a row for each recipe and evaluation: before training, after each epoch. Votes and
+    pairs are told of the critic at the end."""
     names = ("explained_var", "vf_loss", "auc", "best_of_n", "mean_of_n", "oracle_of_n")
     more = ("weighted vote", "majority", "right above wrong", "right shorter")
     print(

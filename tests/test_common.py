@@ -1239,6 +1239,20 @@ def test_the_first_action_gets_the_credit_of_the_flag(n):
     assert (first, last) == pytest.approx((0.25, 1.0))
 
 
+def test_returns_of_lambda_1_need_no_values():
+    batch = random_batch(12)
+    batch.token_level_rewards = torch.randn(len(batch.input_ids)) * batch.response_mask
+    common.add_returns(batch, 0.9, 1.0)
+    plain = dataclasses.replace(batch, values=None, returns=None)
+    common.add_returns(plain, 0.9, 1.0)
+    torch.testing.assert_close(plain.returns, batch.returns, rtol=1e-5, atol=1e-6)
+    assert plain.advantages is None
+
+    for options in ((0.9, 0.5), (0.9, 1.0, True)):
+        with refused("is missing", begin="values: "):
+            common.add_returns(plain, *options)
+
+
 def test_the_only_action_gets_all_the_credit():
     assert of_answers([1.0], [0.0], 1, first_token_credit=0.25) == ([[0.0, 1.0]], {})
 

@@ -14,6 +14,7 @@ from helpers import (
     LAYOUTS,
     ROOT,
     VARIANTS,
+    assert_old_values_come_along,
     assert_same_weights,
     captured_gradients,
     full_weights,
@@ -123,6 +124,8 @@ def heads_and_adapters(folder):
             results[variant, layout] = result
             if layout == "ulysses":
                 w.save_checkpoint(folder / f"{variant} of 2")
+            w.critic.peak_lr = 0.0
+            assert_old_values_come_along(w, mine(random_batch(12, seed=1)))
     if RANK == 0:
         torch.save(results, folder / f"{WORLD_SIZE}.pt")
 
