@@ -794,9 +794,12 @@ def dp_compute_proto(needs=(), may_have=()):
             check(batch, needs)
             unused = dict.fromkeys(set(Batch.FLOATS).difference(needs, may_have))
             batch = replace(batch, **unused)
+
+            # ranks that differ would wait for columns that others do not send
             for name in may_have:
                 if len(set(of_all_ranks(getattr(batch, name) is None))) > 1:
                     raise UserError(f"{name}: only some ranks' batches have this column")
+
             rows = rows_of_all_ranks(batch)
             with torch.profiler.record_function(method.__name__):
                 return method(self, batch, rows)

@@ -1116,6 +1116,8 @@ class MegatronPPOCritic:
                 if math.isfinite(norm):
                     norms[-1] = norm
                     totals.update(sums)
+
+                # values of the only step are those from before it
                 if batch.values is None:
                     batch.values = self.give_back(values, local, table, batch)
 
