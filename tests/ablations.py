@@ -6,7 +6,8 @@ python tests/ablations.py --data FOLDER     value pretraining on train.jsonl, ju
                                             tokenizer/
                                             there reads the text: 25 minutes for GSM8K's answers
 python tests/ablations.py --data FOLDER --model out/smollm2     the same with the pretrained model
-                                            of real_model.py: hours for each run
+                                            of real_model.py, for its rows in `sums`: five minutes
+                                            a run
 
 Runs that have ended are not repeated; one that was stopped goes on from its last checkpoint.
 """
@@ -77,10 +78,10 @@ PRETRAINING = {
     "value places 0.3, 0.6 and 0.9": "--value-places 0.3 0.6 0.9",
     "attention frozen": "--freeze-modules self_attn",
 }
-# of SmolLM2's 30 layers the lowest 20 stay as they are
+# of SmolLM2's 30 layers the lowest 20 stay as they are; 60 updates of 32 rows are one pass
 PRETRAINED_MODEL = (
-    r" --model {model} --freeze-modules embed_tokens|layers\.1?\d\. --lr 2e-5"
-    " --save-every 10 --keep 1"
+    r" --model {model} --freeze-modules embed_tokens|layers\.1?\d\. --lr 5e-5"
+    " --train-batch-size 32 --ppo-mini-batch-size 32 --save-every 20 --keep 1"
 )
 
 

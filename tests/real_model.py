@@ -428,7 +428,8 @@ def choices(folder):
     for row in map(json.loads, open(folder / "scored" / "scored.jsonl")):
         # a rollout of PPO has other keys
         row["text"] = row.get("response") or row["response_text"]
-        row["said"] = re.findall(r"\d[\d,.]*", row["text"])[-1:]
+        numbers = [x.rstrip(".,").replace(",", "") for x in re.findall(r"\d[\d,.]*", row["text"])]
+        row["said"] = str(numbers[-1:])
         row.setdefault("reward", row.get("score"))
         prompts[row.get("prompt") or row["prompt_text"]].append(row)
 
@@ -442,14 +443,16 @@ def choices(folder):
 
 
 def elected(groups, weight):
-    """The mean reward, over groups of rows, of the answer with the largest sum of weights."""
+    """The mean reward, over groups of rows, of the answer with the largest sum of weights; answers
+    that tie share the vote."""
     rewards = []
     for rows in groups:
         votes = collections.Counter()
         for row in rows:
-            votes[str(row["said"])] += weight(row)
-        chosen = votes.most_common(1)[0][0]
-        rewards.append(next(row["reward"] for row in rows if str(row["said"]) == chosen))
+            votes[row["said"]] += weight(row)
+        most = max(votes.values())
+        chosen = [row["reward"] for row in rows if votes[row["said"]] == most]
+        rewards.append(statistics.fmean(chosen))
     return statistics.fmean(rewards)
 
 

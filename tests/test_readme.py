@@ -15,6 +15,7 @@ import shlex
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from statistics import fmean
 
 import bench
 import pytest
@@ -383,7 +384,7 @@ def test_a_file_is_scored_in_parts_and_its_answers_are_put_to_the_vote(tmp_path)
         for four in zip(*[iter(scored)] * 4):
             votes = [(row["response"], (row["rank"] == 1, 1, row["last_value"])[k]) for row in four]
             total = [sum(vote for word, vote in votes if word == row["response"]) for row in four]
-            rewards += four[total.index(max(total))]["reward"]
+            rewards += fmean(row["reward"] for row, x in zip(four, total) if x == max(total))
         assert said[k].startswith(name) and float(said[k].split()[-1]) == pytest.approx(
             rewards / 48
         )

@@ -121,6 +121,7 @@ def test_the_answer_with_most_votes_is_chosen_and_pairs_are_counted():
     ]
     assert real_model.elected([rows], lambda row: 1) == 0
     assert real_model.elected([rows], lambda row: row["v"]) == 1
+    assert real_model.elected([rows[:2]], lambda row: 1) == 0.5
     assert real_model.in_order([rows], lambda row: row["v"]) == 1
     assert real_model.in_order([rows], lambda row: -row["v"]) == 0
     assert real_model.in_order([rows], lambda row: 1) == 0.5
