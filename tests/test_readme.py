@@ -126,7 +126,7 @@ def test_the_speeds_are_those_of_results():
     )
     few, many = (f"{b / a:.2f} times" for a, b in zip(bare, ours, strict=True))
     words = README.replace("\n", " ")
-    assert f"an update is {few} as fast as a bare transformers loop with 4 answers" in words
+    assert f"makes an update {few} as fast as a bare transformers loop with 4 answers" in words
     assert f"and {many} as fast with 8 answers to long prompts" in words
 
 
