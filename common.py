@@ -3164,11 +3164,15 @@ def load_value_head(score, config, value_range):
     to = config.prefix
     flag = f"{to}model {config.model}"
     folder = local_folder(config.model)
-    stored = config_of(folder).get("value_range")
+    described = config_of(folder)
+    stored = described.get("value_range")
     asked = list(value_range) if value_range else None
     if stored and stored != asked:
-        fix = f"give that one, or {to}value-head-init normal"
-        raise UserError(f"{to}value-head: {config.model} has another; {fix}")
+        kind = "hl_gauss" if len(described.get("id2label", ())) > 1 else "bounded"
+        low, high = stored
+        fix = f"{to}value-head {kind} {to}value-range {low:g} {high:g}"
+        fix += f", or {to}value-head-init normal"
+        raise UserError(f"{to}value-head: {config.model} has another; give {fix}")
     if asked and not stored:  # --value-head asks for a head that this folder cannot have
         return None
 

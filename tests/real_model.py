@@ -416,8 +416,9 @@ def sums(
 def score(folder, judge):
     """Writes what the critic at the end says of the rows to judge by, if it is not there."""
     if not (folder / "scored" / "scored.jsonl").exists():
+        head = json.loads((folder / "run.json").read_text())["critic"]["value_head"]
         command = [sys.executable, ROOT / "critic_fsdp.py", "--score", judge]
-        command += ["--model", folder / "hf", "--out-dir", folder / "scored"]
+        command += ["--model", folder / "hf", "--value-head", head, "--out-dir", folder / "scored"]
         subprocess.run([*map(str, command)], check=True, capture_output=True)
 
 

@@ -380,7 +380,8 @@ def test_the_script_finds_the_range_and_keeps_it(tmp_path):
     assert span(tmp_path / "more") == span(out)  # not the range of the wider rows
     for change in ({"value_range": (0.0, 1.0)}, {"value_head": "scalar"}):
         for start in ("auto", "checkpoint"):
-            with pytest.raises(UserError, match="--value-head: .*/hf has another"):
+            fix = "give --value-head hl_gauss --value-range -0.1 1.1, or --value-head-init normal"
+            with pytest.raises(UserError, match=f"--value-head: .*/hf has another; {fix}"):
                 worker(**vars(exported) | change | {"value_head_init": start})
 
     w = worker(model=exported.model, value_head_init="normal")

@@ -101,7 +101,8 @@ def test_critics_of_its_own_answers_are_judged_by_four_to_each_other_sum(
     monkeypatch.setattr(real_model, "SUMS", (40, 4))
     monkeypatch.setattr(real_model, "BATCH", 20)
     recipe = "20 of 30 layers frozen, rate 2e-5"
-    real_model.sums(tmp_path, tiny, seeds=1, epochs=1, recipes=(recipe,))
+    bins = "20 layers frozen, bins (HL-Gauss)"
+    real_model.sums(tmp_path, tiny, seeds=1, epochs=1, recipes=(recipe, bins))
     rows = {}
     for name in ("train", "eval"):
         lines = map(json.loads, open(tmp_path / "sums" / f"{name}.jsonl"))
@@ -110,9 +111,11 @@ def test_critics_of_its_own_answers_are_judged_by_four_to_each_other_sum(
     assert len(set(rows["train"])) == len(rows["train"]) == 40
     assert len(rows["eval"]) == 16 and len(set(rows["eval"])) == 4
     assert not set(rows["train"]) & set(rows["eval"])
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {recipe}")]
-    assert len(rows) == 2 and rows[0].endswith(" -- | -- | -- | -- |")
-    assert rows[1].endswith(" 0.000 | 0.000 | nan | nan |")  # no answer is right
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 20")]
+    assert [bins in row for row in rows] == [False, False, True, True]
+    for before, after in zip(rows[::2], rows[1::2]):
+        assert before.endswith(" -- | -- | -- | -- |")
+        assert after.endswith(" 0.000 | 0.000 | nan | nan |")  # no answer is right
 
 
 def test_the_answer_with_most_votes_is_chosen_and_pairs_are_counted():
