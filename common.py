@@ -3170,7 +3170,7 @@ def load_value_head(score, config, value_range):
     if stored and stored != asked:
         kind = "hl_gauss" if len(described.get("id2label", ())) > 1 else "bounded"
         low, high = stored
-        fix = f"{to}value-head {kind} {to}value-range {low:g} {high:g}"
+        fix = f"{to}value-head {kind} {to}value-range {low} {high}"
         fix += f", or {to}value-head-init normal"
         raise UserError(f"{to}value-head: {config.model} has another; give {fix}")
     if asked and not stored:  # --value-head asks for a head that this folder cannot have
