@@ -3168,6 +3168,7 @@ def load_value_head(score, config, value_range):
     stored = described.get("value_range")
     asked = list(value_range) if value_range else None
     if stored and stored != asked:
+        # a head of bins has a label for each of them
         kind = "hl_gauss" if len(described.get("id2label", ())) > 1 else "bounded"
         low, high = stored
         fix = f"{to}value-head {kind} {to}value-range {low} {high}"
