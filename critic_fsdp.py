@@ -13,7 +13,7 @@ Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; 
 """
 
 # The common case comes first. What only this script has stands in closed chapters behind `learn`:
-# Ulysses, LoRA and frozen weights, images, FSDP1, packing of any model, --plan.
+# Ulysses, LoRA and frozen weights, images, FSDP1, packing of any model.
 
 import collections
 import inspect
@@ -209,8 +209,6 @@ class Run:
     # how many of the last checkpoints to keep (None: all, but see --save-every)
     keep: Positive | None = None
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
-    # print the memory of each of N ranks, host included, without activations
-    plan: Positive | None = None
     profile_step: Positive | None = None  # profile this step of rank 0, with torch.profiler
 
     # ---- returns
@@ -341,7 +339,7 @@ def mistake_in(flags, world_size=WORLD_SIZE):
     if words := out_of_range(flags):
         return words
     if isinstance(flags, Run):
-        return mistake_in_run(flags) or mistake_in(flags.critic, flags.plan or world_size)
+        return mistake_in_run(flags) or mistake_in(flags.critic, world_size)
 
     # the value head
     c = flags
@@ -402,7 +400,7 @@ def mistake_in_run(run):
     theirs = realpath(run.critic.model)
     ours = [realpath(f"{run.out_dir}/{name}") for name in ("hf", "checkpoints")]
     inside = any(f"{theirs}/".startswith(f"{path}/") for path in ours)
-    if inside and not run.score and not run.plan:  # these two write neither
+    if inside and not run.score:  # which writes neither
         words = "holds the --model, which the run would replace; give another"
         return f"--out-dir {run.out_dir}: {words}"
     if run.score and exists(run.score) and not isfile(run.score):
@@ -1581,8 +1579,6 @@ class Checkpoints:
 def main(run):
     """Trains a critic on a file's rollouts, or only scores them; see Run."""
     config = run.critic
-    if run.plan:
-        return print_plan(run)
     if run.score:
         config = replace(config, value_head_init="checkpoint")
     worker = CriticWorker(config)
@@ -1607,7 +1603,7 @@ def main(run):
         if run.score:
             train.values = compute_together(worker, train)
             common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
-            return None
+            return
 
         print0(
             f"steps      {run.steps} updates x {size} rows,"
@@ -1619,7 +1615,6 @@ def main(run):
         common.write_report(run.out_dir, shown, about, worker.tokenizer, run.gamma)
         files = f"checkpoints/step_{run.steps}, hf, report.html, metrics.jsonl, tensorboard"
         print0(f"saved      {run.out_dir}: {files}")
-        return None
 
 
 def load_rows(run, worker):
@@ -2064,78 +2059,6 @@ def check_model(worker):
     critic.free_gathered()
     name = common.CurrentPack.kernel or "padded"
     print0(f"attention  {name}; rows together differ from rows alone by {off:.0e}")
-
-
-# ---- Plan: the memory that a layout needs, computed without launching it -------------------------
-#
-# A closed chapter behind --plan. It is called from main. run.plan is also read in mistake_in (the
-# number of ranks) and in mistake_in_run.
-
-
-def print_plan(run):
-    """Prints, as equations, the most memory that each of N ranks needs before activations."""
-    config = run.critic
-    _, model_config = common.load_config(config)
-    check_model_flags(config, model_config)
-    common.configure_head(model_config, config, (0.0, 1.0))
-    model = build_skeleton(config, model_config)
-    count, trained = count_parameters(model)
-    size = 4 if config.param_dtype == "float32" else 2  # bytes; auto is bfloat16 on GPUs
-    shards = shards_of(config, run.plan)
-    gathered, computed, reduced = most_at_once(model, size, shards, run.plan // shards)
-
-    total = 0.0
-    for name, weights, each, parts in (
-        ("weights", count, 4, shards),
-        ("gradients", trained, 4, 1 if config.defer_grad_sync else shards),
-        ("optimizer", trained, 8, shards),
-        ("gathered", gathered, size, 1),
-        ("computed", computed, size, 1),
-        ("reduced", reduced, 4, 1),
-    ):
-        held = weights * each / parts / 2**20
-        total += held
-        print0(f"{name:12s} {held:12,.1f} MiB = {weights:,} x {each} bytes / {parts} shards")
-    print0(f"{'together':12s} {total:12,.1f} MiB per rank; the rest is left for activations")
-
-
-def most_at_once(model, size, shards, replicas):
-    """The most that FSDP2 holds next to its shards, at one moment of an update.
-
-    Three numbers of weights: those that are gathered, those whose whole gradients exist, both in
-    `size` bytes, and float32 numbers in buffers of gradients that are being reduced. FSDP2 works
-    unit by unit: on a block, or on the root, which has all else, such as the embedding. Read in
-    torch/distributed/fsdp/_fully_shard: post_backward and foreach_reduce. FSDP1 holds no more."""
-    count, trained = count_parameters(model)
-    pairs = [count_parameters(block) for block in units_of(model)]
-    blocks = sorted(every for every, _ in pairs)
-    root = count - sum(blocks)
-    block_trains = max(trains for _, trains in pairs)
-    root_trains = trained - sum(trains for _, trains in pairs)
-
-    # replicas keep each block's reduced gradients, next to earlier ones, until the backward ends
-    kept = 0
-    if replicas > 1:
-        kept = (trained - root_trains) // shards
-
-    moments = (
-        # the first block is gathered, and the root twice: as it has arrived, and as it is used
-        (2 * root + blocks[-1], 0, 0),
-        # a block's backward: the next block is gathered, the last one's gradients are reduced
-        (root + sum(blocks[-2:]), block_trains, block_trains + kept),
-        # the embedding's backward
-        (root, root_trains, block_trains + kept),
-        # the root's gradients are copied into the buffer that is sent
-        (0, root_trains, root_trains + kept),
-        # and arrive in another one; a single rank copies them, too
-        (0, 0, root_trains + root_trains // shards + kept),
-    )
-
-    def bytes_of(moment):
-        gathered, computed, reduced = moment
-        return size * (gathered + computed) + 4 * reduced
-
-    return max(moments, key=bytes_of)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a
 token-level verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and
 change them. critic_fsdp.py is the same on PyTorch FSDP: a diff shows what parallelism costs. This
-script has no images, LoRA, activation offload or --plan.
+script has no images, LoRA or activation offload.
 
 Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; D features.
 """
@@ -1751,7 +1751,7 @@ def main(run):
         if run.score:
             train.values = compute_together(worker, train)
             common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
-            return None
+            return
 
         print0(
             f"steps      {run.steps} updates x {size} rows,"
@@ -1763,7 +1763,6 @@ def main(run):
         common.write_report(run.out_dir, shown, about, worker.tokenizer, run.gamma)
         files = f"checkpoints/step_{run.steps}, hf, report.html, metrics.jsonl, tensorboard"
         print0(f"saved      {run.out_dir}: {files}")
-        return None
 
 
 def load_rows(run, worker):

@@ -2,7 +2,7 @@
 
     python tests/gpu.py equal     both critics against the CPU, kernels, checkpoints, runs
     python tests/gpu.py speed     tokens/s, MFU, memory and kernels, next to a bare loop
-    python tests/gpu.py memory    what --plan, auto and --offload promise, and what happens
+    python tests/gpu.py memory    what a formula, auto and --offload promise, and what happens
     python tests/gpu.py ppo       some steps of ppo_loop.py
 
 A part goes on after a fault and then ends with exit status 1. It prints a table, and last the
@@ -19,7 +19,6 @@ import importlib.util
 import io
 import itertools
 import pathlib
-import re
 import sys
 from functools import partial
 from typing import NamedTuple
@@ -332,13 +331,12 @@ def speed(name, report):
 
 
 def memory(name, report):
-    """What --plan, auto and --offload promise of this shape, and what happens, in GiB."""
+    """What a formula, auto and --offload promise of this shape, and what happens, in GiB."""
     shape, by, *policy = name.split()
     flags = gpu.flags_of_shape(shape)
     flags["ppo_max_token_len_per_gpu"] = AUTO
     if policy:
         flags["offload_policy"] = True
-    plan = planned(flags)
     before = gpu.clear_device()
     with gpu.quick_weights():
         worker = gpu.new_critic(SCRIPTS[by], **flags)
@@ -352,12 +350,14 @@ def memory(name, report):
     seconds, _ = gpu.measure(worker.set_budget, length, "the longest row")
     tokens = worker.critic.max_tokens
 
-    # --plan leaves activations out, so few tokens; the first update creates the optimizer's state
+    # the formula leaves activations out, so few tokens; the first update creates the optimizer's
+    # state
+    formula = formula_of(worker.critic.model)
     few = gpu.rows_that_fill(16, 32)
     worker.update_critic(few)
     _, peak = gpu.measure(worker.update_critic, few)
     if not policy:
-        add("the plan and a third", plan * 4 / 3, peak)
+        add("the formula and a third", formula * 4 / 3, peak)
 
     # a micro-batch as large as the budget
     spent, peak = gpu.measure(worker.update_critic, gpu.rows_that_fill(length, tokens))
@@ -371,16 +371,15 @@ def memory(name, report):
     back, _ = gpu.measure(worker.onload)
     again, _ = gpu.measure(worker.offload)
     words = f"away in {away:.1f}, back in {back:.1f}, away again in {again:.1f}"
-    add("a tenth of the plan after offload", plan / 10, left, seconds=words)
+    add("a tenth of the formula after offload", formula / 10, left, seconds=words)
 
 
-def planned(flags):
-    """GiB that --plan prints for one rank."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        critic_fsdp.print_plan(critic_fsdp.Run(critic_fsdp.Config(**flags), plan=1))
-    mebibytes = re.search(r"together +([\d,.]+) MiB", said.getvalue())[1]
-    return float(mebibytes.replace(",", "")) / 1024
+def formula_of(model):
+    """GiB that one rank needs before activations, by the reference's formula."""
+    weights = sum(p.numel() for p in model.parameters())
+    layers = common.transformer_blocks(model)
+    root = weights - sum(p.numel() for layer in layers for p in layer.parameters())
+    return (16 * weights + 8 * root) / gpu.GIB
 
 
 # ---- ppo: some steps of the loop -----------------------------------------------------------------

@@ -26,7 +26,6 @@ from safetensors.torch import load_file, save_file
 import common
 import critic_fsdp
 from common import UserError
-from critic_fsdp import Config, Run
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -482,7 +481,7 @@ def test_metrics_are_means_over_tokens_and_steps_not_over_micro_batches():
     assert math.isnan(whole["perf/mfu"])  # the peak of a CPU is unknown
 
 
-# ---- Memory: the automatic budget, the plan, offloading ------------------------------------------
+# ---- Memory: the automatic budget, offloading ----------------------------------------------------
 
 # keep different activations
 KEPT = [{}, {"use_remove_padding": False}, {"gradient_checkpointing": True}]
@@ -505,27 +504,6 @@ def test_an_automatic_budget_fills_the_memory_and_changes_no_update(gib, fields,
     peak = helpers.peak_bytes(lambda: auto.critic.forward_backward(micro, []))
     state = 16 * sum(p.numel() for p in auto.critic.model.parameters())
     assert 0.8 < (peak + state) / (gib * 2**30) < 0.91
-
-
-def test_a_plan_is_printed_as_equations_that_hold(capsys):
-    def plan(ranks=1, layers=2, **fields):
-        """name -> (MiB, words of the equation)."""
-        config = Config(override_config=json.dumps({"num_hidden_layers": layers}), **fields)
-        critic_fsdp.main(Run(critic=config, plan=ranks))
-        lines = re.findall(r"(\w+) +([\d.,]+) MiB (?:= )?(.*)", capsys.readouterr().out)
-        return {name: (float(size), words) for name, size, words in lines}
-
-    parts = plan(8, ulysses_size=2, fsdp_size=4)
-    assert parts["weights"] == (0.1, "105,281 x 4 bytes / 4 shards")
-    *sizes, together = (size for size, _ in parts.values())
-    assert together == pytest.approx(sum(sizes), abs=0.3) and list(parts)[-1] == "together"
-    one, two, four = (plan(layers=n)["gathered"][1] for n in (1, 2, 4))
-    assert one != two == four  # at most the root and two layers are whole
-    words = [
-        words for _, words in plan(8, freeze_modules="embed|layers", defer_grad_sync=True).values()
-    ]
-    # the head and last norm
-    assert words[1:3] == ["129 x 4 bytes / 1 shards", "129 x 8 bytes / 8 shards"]
 
 
 @pytest.mark.parametrize(

@@ -123,9 +123,9 @@ def test_memory_on_the_simulated_device():
     rows = rows_in(succeeded(gpu_py("memory", "--pretend", "dry fsdp")), "simulated H100")
     part = {name: float(row["GiB"]) / float(row["at most"]) for name, row in rows.items()}
     assert len(part) == 3
-    assert 0.5 < part["dry fsdp: the plan and a third"] < 1
+    assert 0.5 < part["dry fsdp: the formula and a third"] < 1
     assert 0.7 < part["dry fsdp: auto"] < 1
-    assert part["dry fsdp: a tenth of the plan after offload"] < 0.1
+    assert part["dry fsdp: a tenth of the formula after offload"] < 0.1
 
 
 # ---- Faults --------------------------------------------------------------------------------------

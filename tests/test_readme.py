@@ -340,7 +340,7 @@ def test_command_runs(line, copy, ppo):
             succeeded(ended(started(maker, copy)))
 
     out = succeeded(ended(ppo if line == LONGEST else started(line, copy)))
-    assert out.splitlines()[-1].startswith("together " if "--plan" in line else "saved ")
+    assert out.splitlines()[-1].startswith("saved ")
 
     if "--score" in line:
         check_scores(copy)

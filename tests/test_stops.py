@@ -102,7 +102,6 @@ def test_ctrl_c_during_the_imports_ends_in_one_line(script, tmp_path):
     ("critic_megatron", "common.init_value_head", ()),
     ("ppo_loop", "common.load_model", ()),
     ("critic_megatron", "common.write_scores", ("--score", ROWS)),
-    ("critic_fsdp", "common.load_config", ("--plan", 2)),
     ("critic_megatron", "common.write_report", ()),
     ("ppo_loop", "common.write_report", ()),
 ])  # fmt: skip
