@@ -38,7 +38,7 @@ import threading
 import traceback
 import zlib
 from bisect import bisect_right
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -997,6 +997,16 @@ def exchange(parts):
     data = torch.frombuffer(bytearray(b"".join(sent)), dtype=torch.uint8)
     came = all_to_all(data, sizes, theirs).split(theirs)
     return [pickle.loads(x.numpy().tobytes()) for x in came]
+
+
+def compute_together(worker, batch):
+    """(T,) values, on every rank, of a batch that every rank has read; each computes a part."""
+    parts = [range(rank, len(batch), WORLD_SIZE) for rank in range(WORLD_SIZE)]
+    values = of_all_ranks(worker.compute_values(batch.select(parts[RANK])))
+    values_T = torch.zeros(len(batch.input_ids))
+    for part, x_T in zip(parts, values):
+        values_T[batch.token_index(part)] = x_T
+    return values_T
 
 
 # ---- Rows as JSON, one per line ------------------------------------------------------------------
@@ -2809,6 +2819,150 @@ def shape_of(model_config, more):
     fields = json.loads(model_config.to_json_string(use_diff=False)) | more
     fields = {key: x for key, x in fields.items() if key not in NOT_SHAPE}
     return json.loads(json.dumps(fields))
+
+
+def open_checkpoint(folder, shape):
+    """trainer.json of a checkpoint whose model has this `shape`, see shape_of.
+
+    A collective; UserError on all ranks: damaged, or of another model."""
+    verify(folder)
+    with blame(f"--resume {folder}: not a checkpoint of this script"):
+        saved = json.loads(Path(folder, "trainer.json").read_text())
+        there = saved["shape"]
+
+    words = []
+    for key in sorted(there | shape):
+        if there.get(key) != shape.get(key):
+            words.append(f"{key} {there.get(key)} there, {shape.get(key)} here")
+    if words:
+        raise UserError(f"--resume {folder}: is of another model: {'; '.join(words):.500}")
+    print0(f"resume     {folder}, update {saved['updates']}")
+    return saved
+
+
+class Checkpoints:
+    """The checkpoints of a run, as a context manager around it: when to save, what to keep, where
+    to continue. The arguments are flags of the run, and timeout_minutes is the critic's.
+
+    folder: the one to continue from, if any. every: steps between saves, or 0. halvings: how often
+    the run has run out of memory; --resume auto halves the token budgets for each."""
+
+    def __init__(
+        self,
+        out_dir,
+        resume=None,
+        eval_every=0,
+        save_every=None,
+        keep=None,
+        async_save=False,
+        timeout_minutes=30.0,
+    ):
+        self.out_dir = out_dir
+        self.at_evaluations = save_every is None
+        self.every = eval_every if save_every is None else save_every
+        self.keep = keep
+        self.newest = None  # the folder of this run's last checkpoint
+        self.background = ThreadPoolExecutor(1) if async_save else None
+        self.saving = None  # the Future of a save in the background
+        timeout = timedelta(minutes=timeout_minutes)
+        self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs its own
+        self.lock = claim(out_dir)  # the run holds it until it ends, even by a kill
+
+        self.out_of_memory = Path(out_dir, "out_of_memory")  # holds how often
+        self.halvings = 0
+        self.folder = resume and realpath(resume)
+        if resume == "auto":
+            self.find_newest()
+        elif RANK == 0:
+            self.out_of_memory.unlink(missing_ok=True)  # a new run may have other flags
+
+    def find_newest(self):
+        """Sets `folder` to the newest undamaged checkpoint, and `halvings` (a collective)."""
+        halvings = 0
+        with suppress(OSError, ValueError):
+            halvings = max(0, int(self.out_of_memory.read_text()))
+        steps = steps_in(f"{self.out_dir}/checkpoints")
+
+        # network file systems may show ranks different files: what rank 0 sees counts
+        found, self.halvings = of_all_ranks((steps, halvings))[0]
+        self.folder = None
+        for _, path in found:
+            try:
+                verify(path)
+                self.folder = realpath(path)
+                return
+            except UserError as error:
+                print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
+        words = f"no checkpoint to continue from in {self.out_dir}; starting anew"
+        print0(f"resume     auto: {words}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        """Records that memory ran out; after an error, waits a minute for a save in progress."""
+        listen_no_more()
+        with suppress(Exception):
+            if re.search(OUT_OF_MEMORY, repr(error)) and not isinstance(error, UserError):
+                self.out_of_memory.write_text(f"{self.halvings + 1}")
+        if self.saving:
+            with suppress(Exception):
+                self.saving.result(timeout=60)
+        if self.lock:
+            self.lock.close()
+
+    def begin(self):
+        """Prints what the loop will save, and lets Ctrl-C and SIGTERM end it after a step."""
+        keep = self.keep
+        when = f"every {self.every} steps"
+        if self.at_evaluations:
+            keep = self.keep or 1
+            when = "at each evaluation"
+
+        if not self.every:
+            when = "at the end"
+        elif keep == 1:
+            when += ", the newest is kept"
+        elif keep:
+            when += f", the last {keep} are kept"
+        print0(f"saving     {self.out_dir}/checkpoints {when}; Ctrl-C saves, too")
+        listen()
+
+    def save(self, step, write):
+        """Saves a step with write(tmp, group), after earlier saves; keeps the last `keep` of them.
+
+        A collective."""
+
+        def save():
+            folder = f"{self.out_dir}/checkpoints/step_{step}"
+            with (
+                torch.profiler.record_function("save"),
+                published(folder, self.group, self.keep) as tmp,
+            ):
+                write(tmp, self.group)
+
+            # what the user has asked for, in this run or an earlier one, stays
+            if self.newest and self.at_evaluations and self.keep is None and RANK == 0:
+                remove(self.newest)
+            self.newest = folder
+
+        self.wait()
+        if self.background:
+            self.saving = self.background.submit(save)
+        else:
+            save()
+
+    def wait(self, block=True):
+        """Waits for a save in the background (block=False: only checks it) and raises its error."""
+        if self.saving and (block or self.saving.done()):
+            self.saving.result()
+
+    def leave(self, step, number):
+        """Ends the run after the signal of this number, with exit status 128 + number."""
+        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        words = f"stopped after step {step} of {self.out_dir}; continue with --resume auto"
+        print0(f"{name:10s} {words}")
+        raise SystemExit(128 + number)
 
 
 # ---- Model folders: Hugging Face models, for actor and critic ------------------------------------

@@ -32,10 +32,8 @@ import sys
 import textwrap
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, is_dataclass, replace
-from datetime import timedelta
 from functools import lru_cache, partial
 from heapq import heapreplace
 from importlib.util import find_spec
@@ -1270,7 +1268,7 @@ class CriticWorker:
         self.critic = None  # see init_model
         self.offloaded = False
         self.away = []  # what is on the host meanwhile, see common.offload
-        self.halvings = 0  # how often runs from here have run out of memory, see Checkpoints
+        self.halvings = 0  # how often runs from here have run out of memory, see common.Checkpoints
 
     def init_model(self, total_steps=None, value_range=None):
         """Builds the model and its optimizer, and seeds torch, alike on all ranks.
@@ -1298,7 +1296,7 @@ class CriticWorker:
         """Sets the tokens per micro-batch; updates do not depend on it. UserError: a row is longer.
 
         longest: tokens of the longest row to expect; row: words that name it. halvings: how often
-        memory has run out, see Checkpoints."""
+        memory has run out, see common.Checkpoints."""
         self.check_ready()
         if halvings is not None:
             self.halvings = halvings
@@ -1495,7 +1493,7 @@ class CriticWorker:
         UserError: it is damaged, or of another model."""
         self.check_ready()
         critic = self.critic
-        saved = open_checkpoint(folder, self.shape())
+        saved = common.open_checkpoint(folder, self.shape())
         tensors = StoredTensors(folder, flag="--resume")
         for kind, form in STATE.items():
             fill(critic, tensors, f"--resume {folder}", kind, form)
@@ -1590,137 +1588,6 @@ def write_shard(folder, kind, tensors):
     save_file(mine, f"{folder}/shard-{RANK:05d}-{kind}.safetensors", metadata=metadata)
 
 
-def open_checkpoint(folder, shape):
-    """trainer.json of a checkpoint whose model has this `shape`, see common.shape_of.
-
-    A collective; UserError on all ranks: damaged, or of another model."""
-    common.verify(folder)
-    with blame(f"--resume {folder}: not a checkpoint of this script"):
-        saved = json.loads(Path(folder, "trainer.json").read_text())
-        there = saved["shape"]
-
-    words = []
-    for key in sorted(there | shape):
-        if there.get(key) != shape.get(key):
-            words.append(f"{key} {there.get(key)} there, {shape.get(key)} here")
-    if words:
-        raise UserError(f"--resume {folder}: is of another model: {'; '.join(words):.500}")
-    print0(f"resume     {folder}, update {saved['updates']}")
-    return saved
-
-
-class Checkpoints:
-    """The checkpoints of a run, as a context manager around it.
-
-    folder: the one to continue from, if any. halvings: how often the run has run out of memory;
-    --resume auto halves the token budgets for each."""
-
-    def __init__(self, run):
-        self.run = run
-        self.background = ThreadPoolExecutor(1) if run.async_save else None
-        self.saving = None  # the Future of a save in the background
-        self.every = run.eval_every if run.save_every is None else run.save_every  # steps, or 0
-        self.newest = None  # the folder of this run's last checkpoint
-        timeout = timedelta(minutes=run.critic.timeout_minutes)
-        self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread needs its own
-        self.lock = common.claim(run.out_dir)  # the run holds it until it ends, even by a kill
-
-        self.out_of_memory = Path(run.out_dir, "out_of_memory")  # holds how often
-        self.halvings = 0
-        self.folder = run.resume and realpath(run.resume)
-        if run.resume == "auto":
-            self.find_newest()
-        elif RANK == 0:
-            self.out_of_memory.unlink(missing_ok=True)  # a new run may have other flags
-
-    def find_newest(self):
-        """Sets `folder` to the newest undamaged checkpoint, and `halvings` (a collective)."""
-        halvings = 0
-        with suppress(OSError, ValueError):
-            halvings = max(0, int(self.out_of_memory.read_text()))
-        steps = common.steps_in(f"{self.run.out_dir}/checkpoints")
-
-        # network file systems may show ranks different files: what rank 0 sees counts
-        found, self.halvings = of_all_ranks((steps, halvings))[0]
-        self.folder = None
-        for _, path in found:
-            try:
-                common.verify(path)
-                self.folder = realpath(path)
-                return
-            except UserError as error:
-                print0(f"resume     auto passes over {str(error).removeprefix('--resume ')}")
-        words = f"no checkpoint to continue from in {self.run.out_dir}; starting anew"
-        print0(f"resume     auto: {words}")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        """Records that memory ran out; after an error, waits a minute for a save in progress."""
-        common.listen_no_more()
-        with suppress(Exception):
-            if re.search(common.OUT_OF_MEMORY, repr(error)) and not isinstance(error, UserError):
-                self.out_of_memory.write_text(f"{self.halvings + 1}")
-        if self.saving:
-            with suppress(Exception):
-                self.saving.result(timeout=60)
-        if self.lock:
-            self.lock.close()
-
-    def begin(self):
-        """Prints what the loop will save, and lets Ctrl-C and SIGTERM end it after a step."""
-        run = self.run
-        keep = run.keep
-        when = f"every {self.every} steps"
-        if run.save_every is None:
-            keep = run.keep or 1
-            when = "at each evaluation"
-
-        if not self.every:
-            when = "at the end"
-        elif keep == 1:
-            when += ", the newest is kept"
-        elif keep:
-            when += f", the last {keep} are kept"
-        print0(f"saving     {run.out_dir}/checkpoints {when}; Ctrl-C saves, too")
-        common.listen()
-
-    def save(self, step, write):
-        """Saves a step with write(tmp, group), after earlier saves; keeps the last `keep` of them.
-
-        A collective."""
-        run = self.run
-
-        def save():
-            folder = f"{run.out_dir}/checkpoints/step_{step}"
-            with record_function("save"), published(folder, self.group, run.keep) as tmp:
-                write(tmp, self.group)
-
-            # what the user has asked for, in this run or an earlier one, stays
-            if self.newest and run.save_every is None and run.keep is None and RANK == 0:
-                common.remove(self.newest)
-            self.newest = folder
-
-        self.wait()
-        if self.background:
-            self.saving = self.background.submit(save)
-        else:
-            save()
-
-    def wait(self, block=True):
-        """Waits for a save in the background (block=False: only checks it) and raises its error."""
-        if self.saving and (block or self.saving.done()):
-            self.saving.result()
-
-    def leave(self, step, number):
-        """Ends the run after the signal of this number, with exit status 128 + number."""
-        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-        words = f"stopped after step {step} of {self.run.out_dir}; continue with --resume auto"
-        print0(f"{name:10s} {words}")
-        raise SystemExit(128 + number)
-
-
 # ---- Main: value pretraining from rollouts -------------------------------------------------------
 
 
@@ -1742,14 +1609,23 @@ def main(run):
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
     source = run.score or run.rollouts or "the toy"
 
-    with Checkpoints(run) as checkpoints:
+    checkpoints = common.Checkpoints(
+        run.out_dir,
+        run.resume,
+        eval_every=run.eval_every,
+        save_every=run.save_every,
+        keep=run.keep,
+        async_save=run.async_save,
+        timeout_minutes=config.timeout_minutes,
+    )
+    with checkpoints:
         worker.init_model(total, common.describe_rows(train, run.gamma, source))
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
 
         if run.score:
-            train.values = compute_together(worker, train)
+            train.values = common.compute_together(worker, train)
             common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
             return
 
@@ -1791,16 +1667,6 @@ def load_rows(run, worker):
     return train, common.read_rows(held_out, flag="--eval-rollouts", **options)
 
 
-def compute_together(worker, batch):
-    """(T,) values, on every rank, of a batch that every rank has read; each computes a part."""
-    parts = [range(rank, len(batch), WORLD_SIZE) for rank in range(WORLD_SIZE)]
-    values = of_all_ranks(worker.compute_values(batch.select(parts[RANK])))
-    values_T = torch.zeros(len(batch.input_ids))
-    for part, x_T in zip(parts, values):
-        values_T[batch.token_index(part)] = x_T
-    return values_T
-
-
 def needs_values(run, size):
     """Whether values are computed before an update of `size` rows.
 
@@ -1832,7 +1698,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
         # evaluate
         evaluates = step == run.steps or step % (run.eval_every or run.steps) == 0
         if len(held_out) and evaluates:
-            held_out.values = compute_together(worker, held_out)
+            held_out.values = common.compute_together(worker, held_out)
             logger.log_evaluation(step, held_out, run.gamma)
 
         # save
@@ -1865,7 +1731,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     if len(held_out):
         return held_out, "held-out rows"
     rows = train.select(picked)
-    rows.values = compute_together(worker, rows)
+    rows.values = common.compute_together(worker, rows)
     return rows, "rows of the last update"
 
 

@@ -547,7 +547,16 @@ def training(run, task):
     After the block, it writes the report and both models. If a signal ends the block, it saves the
     state at the start of that step and exits."""
     device = common.setup_distributed(run.critic.timeout_minutes)
-    with critic_module(run.backend).Checkpoints(run) as checkpoints:
+    checkpoints = common.Checkpoints(
+        run.out_dir,
+        run.resume,
+        eval_every=run.eval_every,
+        save_every=run.save_every,
+        keep=run.keep,
+        async_save=run.async_save,
+        timeout_minutes=run.critic.timeout_minutes,
+    )
+    with checkpoints:
         # where to start, and with what
         run, step, kl_coef = start_from(run, task, checkpoints)
         models = build(run, task, device, checkpoints)
@@ -2078,7 +2087,7 @@ class PolicyWorker:
 
     def load_checkpoint(self, folder):
         """Restores a checkpoint of any world size. UserError: damaged or of another model."""
-        saved = self.critic_script.open_checkpoint(folder, self.shape)
+        saved = common.open_checkpoint(folder, self.shape)
         with blame(f"--resume {folder}: does not fit this actor"):
             dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))
         self.updates = saved["updates"]

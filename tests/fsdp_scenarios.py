@@ -88,7 +88,7 @@ def it_does_not_matter_who_has_a_row(folder):
             )
             own = batch.select(order[cut:] if RANK == 0 else order[:cut])
             metrics = [worker.update_critic(own) for _ in range(2)]
-            values = critic_fsdp.compute_together(worker, batch)
+            values = common.compute_together(worker, batch)
             returned = worker.compute_values(own)
             assert torch.equal(returned, values[batch.token_index(own.row_id.tolist())])
             seen.append((metrics, full_weights(worker.critic) | {"values": values}))

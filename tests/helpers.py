@@ -343,7 +343,7 @@ def assert_rows_come_back(worker, batch):
     """Values do not depend on who owns which rows; every caller gets its own rows in its own
     order."""
     worker.set_budget(batch.longest[0], "the longest row")
-    expected = critic_fsdp.compute_together(worker, batch)
+    expected = common.compute_together(worker, batch)
     assert expected[batch.response_mask].unique().numel() > 50
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(1)).tolist()
     for cut in (0, 5, len(batch)):  # none, some and all of the rows are on the last rank

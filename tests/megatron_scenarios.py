@@ -210,7 +210,7 @@ def export(folder):
         worker = make(lr=1e-2, **fields)
         worker.update_critic(rows(0))
         batch = random_batch(8, 5)
-        values = cm.compute_together(worker, batch)
+        values = common.compute_together(worker, batch)
         worker.export_hf(folder / "hf" / name)
         if common.RANK == 0:
             torch.save(values, folder / f"values of {name}.pt")
@@ -232,7 +232,7 @@ def exports_load_elsewhere(folder):
         head = HL_GAUSS if name == "hl_gauss" else {}
         worker = make(model=str(folder / "hf" / name), **head, **layout)
         worker.set_budget(40, "the longest row")
-        values = cm.compute_together(worker, random_batch(8, 5))
+        values = common.compute_together(worker, random_batch(8, 5))
         torch.testing.assert_close(
             values, torch.load(folder / f"values of {name}.pt"), rtol=1e-5, atol=1e-5
         )

@@ -31,7 +31,6 @@ if common.py did not call it, and some state must show what is lost without it."
 import contextlib
 import ctypes
 import functools
-import importlib
 import itertools
 import json
 import math
@@ -77,11 +76,9 @@ class Judge:
 
     It works in a process that has imported the scripts, with the functions of --resume auto."""
 
-    def __init__(self, script, truth):
+    def __init__(self, truth):
         import common
 
-        name = "critic_fsdp" if script == "ppo_loop" else script  # whose Checkpoints PPO uses
-        self.script = importlib.import_module(name)
         self.common = common
         self.truth = truth
         self.rows = faults.rows_of(truth / "metrics.jsonl")
@@ -112,10 +109,9 @@ class Judge:
 
     def newest(self, out):
         """The step that --resume auto continues from, or 0. The folder's lock must be free."""
-        run = self.script.Run(out_dir=str(out), resume="auto")
-        checkpoints = self.script.Checkpoints(run)
+        checkpoints = self.common.Checkpoints(str(out), resume="auto")
         checkpoints.lock.close()
-        self.script.dist.destroy_process_group(checkpoints.group)
+        self.common.dist.destroy_process_group(checkpoints.group)
         return int(checkpoints.folder.rpartition("_")[2]) if checkpoints.folder else 0
 
     def wrong_checkpoints(self, out, newest, owed):
@@ -411,7 +407,7 @@ def sizes_in(out):
 def judge_cuts(script, cuts, to):
     """In a rank of its own: judges cuts -> writes a JSON file, for each [the step to continue from,
     words on what is wrong, whether the disk was behind what the run saw]."""
-    judge = Judge(script, faults.golden(script))
+    judge = Judge(faults.golden(script))
     judged = []
     for one in cuts:
         with Disk(one.image, one.options) as at:
@@ -821,7 +817,7 @@ def build(tree, folder):
 def judge_orders(script, text, base, truth, each, to):
     """In a rank of its own: judges states of a recording, then of the same with each kind of fsync
     removed, until one shows a loss -> writes a JSON file."""
-    judge = Judge(script, truth)
+    judge = Judge(truth)
     recording = Recording(text, base)
     tree = tree_of(recording.root, recording.moment, everything, None)
     assert_recorded(tree, base)

@@ -1066,9 +1066,9 @@ def test_a_config_with_an_infinite_number_is_stored_and_resumes(tmp_path):
     write_manifest(tmp_path)
     strictly((tmp_path / "trainer.json").read_text())
 
-    assert critic_fsdp.open_checkpoint(tmp_path, shape(0.0, math.inf))["updates"] == 3
+    assert common.open_checkpoint(tmp_path, shape(0.0, math.inf))["updates"] == 3
     with refused("is of another model: time_step_limit"):
-        critic_fsdp.open_checkpoint(tmp_path, shape(0.0, 5.0))
+        common.open_checkpoint(tmp_path, shape(0.0, 5.0))
 
     found = common.config_of(tmp_path)
     assert found["time_step_limit"] == [0.0, math.inf]

@@ -5,7 +5,6 @@ Each start is a process of its own: it ends well, or in one line with status 2, 
 built."""
 
 import contextlib
-import dataclasses
 import datetime
 import errno
 import importlib
@@ -569,7 +568,7 @@ def test_memory_that_runs_out_before_the_first_step_counts_too(
             script.main(run)
         assert (tmp_path / "out/out_of_memory").read_text() == f"{times}"
     monkeypatch.undo()
-    anew = script.Checkpoints(dataclasses.replace(run, resume=None))
+    anew = common.Checkpoints(run.out_dir)
     assert anew.halvings == 0 and not (tmp_path / "out/out_of_memory").exists()
 
 
@@ -603,17 +602,13 @@ def test_everything_is_halved_after_memory_ran_out(tmp_path):
 
 
 def test_how_often_memory_ran_out_is_kept_as_a_number(tmp_path):
-    critic = critic_fsdp.Config()
     common.setup_distributed()
     for expected in (0, 1, 2):
-        checkpoints = critic_fsdp.Checkpoints(
-            critic_fsdp.Run(critic, resume="auto", out_dir=str(tmp_path))
-        )
+        checkpoints = common.Checkpoints(str(tmp_path), resume="auto")
         assert checkpoints.halvings == expected
         with contextlib.suppress(MemoryError), checkpoints:
             raise MemoryError("out of memory")
-    again = critic_fsdp.Run(critic, resume="auto", out_dir=str(tmp_path))
-    with critic_fsdp.Checkpoints(again) as checkpoints:
+    with common.Checkpoints(str(tmp_path), resume="auto") as checkpoints:
         checkpoints.__exit__(
             None, common.UserError("--rollouts out of memory.jsonl: No such file"), None
         )
@@ -623,8 +618,7 @@ def test_how_often_memory_ran_out_is_kept_as_a_number(tmp_path):
 def test_a_number_below_zero_halves_nothing(tmp_path):
     (tmp_path / "out_of_memory").write_text("-1")
     common.setup_distributed()
-    run = critic_fsdp.Run(critic_fsdp.Config(), resume="auto", out_dir=str(tmp_path))
-    assert critic_fsdp.Checkpoints(run).halvings == 0
+    assert common.Checkpoints(str(tmp_path), resume="auto").halvings == 0
 
 
 GROUPS = """
