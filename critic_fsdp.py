@@ -805,10 +805,10 @@ class DataParallelPPOCritic:
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
 
         # the names of what `loss` sums: an update without a step has them, too
-        outputs = torch.zeros(1, model_config.num_labels).squeeze(1)
-        _, sums = self.loss(outputs, Batch.blank())
-        zero = torch.zeros((), dtype=torch.float64, device=layout.device)
-        self.no_sums = dict.fromkeys(sums, zero)
+        micro = self.micro_batch(Batch.blank())
+        shape = (len(micro.response_mask), model_config.num_labels)
+        _, sums = self.loss(torch.zeros(shape, device=layout.device).squeeze(1), micro)
+        self.no_sums = {name: torch.zeros_like(x) for name, x in sums.items()}
 
     def plan_micro_batches(self, rows):
         """Micro-batches of these Rows for each data-parallel rank, see micro_batches."""
@@ -967,7 +967,9 @@ class DataParallelPPOCritic:
                     sums = collections.Counter()
                     for i, piece in enumerate(pieces, 1):
                         micro = self.micro_batch(piece)
-                        sums.update(self.forward_backward(micro, values, i == len(pieces)))
+                        part, old_T = self.forward_backward(micro, i == len(pieces))
+                        sums.update(part)
+                        values.append(old_T)
                         done(len(mini) / len(pieces))
                     norm = self.optimizer_step()
                 if math.isfinite(norm):
@@ -996,11 +998,11 @@ class DataParallelPPOCritic:
         return local, table
 
     @record_function("micro-batch")
-    def forward_backward(self, micro, values, last=True):
-        """Accumulates the gradient of a micro-batch -> its sums, as `loss` returns them.
+    def forward_backward(self, micro, last=True):
+        """Accumulates the gradient of a micro-batch -> (its sums, as `loss` returns them; its old
+        values, which are those of this forward if the batch has none).
 
-        values: a list, to which the old values are added: those of this forward, if the batch has
-        none. last: whether it is the last one of its mini-batch.
+        last: whether it is the last one of its mini-batch.
 
         FSDP averages over dp x sp ranks, but the loss is a sum: multiply by dp x sp. All sp ranks
         of a row compute the same loss, and gather_slices adds up their gradients: divide by sp.
@@ -1011,13 +1013,14 @@ class DataParallelPPOCritic:
             outputs = self.forward(micro)
             if micro.values is None:
                 micro = micro._replace(values=self.values(outputs.detach(), micro.response_mask))
-            values.append(micro.values)  # a blank micro-batch has some, too
             loss, sums = self.loss(outputs, micro)
             (loss * self.layout.dp_size).backward()
 
         if self.config.strategy == "fsdp1" and WORLD_SIZE == 1:
             self.free_gathered()  # FSDP1 forgets units without a gradient
-        return sums if self.layout.sp_rank == 0 else {}  # ranks that share a row have equal ones
+        if self.layout.sp_rank:  # ranks that share a row have equal sums
+            sums = {}
+        return sums, micro.values
 
     def activations_on_host(self):
         """With --activation-offload, what a forward saves for the backward is kept on the host."""
@@ -1204,7 +1207,7 @@ class CriticWorker:
     def try_out(self, batch):
         """Runs the forward and backward of a batch, without a step."""
         common.train_quietly(self.critic.model)
-        self.critic.forward_backward(self.critic.micro_batch(batch), [])
+        self.critic.forward_backward(self.critic.micro_batch(batch))
         self.critic.optimizer.zero_grad(set_to_none=False)  # gradients stay, as in an update
 
     def check_ready(self):

@@ -911,10 +911,10 @@ class MegatronPPOCritic:
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
 
         # the names of what `loss` sums; stages without the head, updates without a step have them
-        outputs = torch.zeros(1, model_config.num_labels).squeeze(1)
-        _, sums = self.loss(outputs, Batch.blank())
-        zero = torch.zeros((), dtype=torch.float64, device=layout.device)
-        self.no_sums = dict.fromkeys(sums, zero)
+        micro = self.micro_batch(Batch.blank())
+        shape = (len(micro.response_mask), model_config.num_labels)
+        _, sums = self.loss(torch.zeros(shape, device=layout.device).squeeze(1), micro)
+        self.no_sums = {name: torch.zeros_like(x) for name, x in sums.items()}
 
     def plan_micro_batches(self, rows):
         """Micro-batches of these Rows for each data-parallel rank, see micro_batches."""
@@ -1104,12 +1104,11 @@ class MegatronPPOCritic:
                     continue  # AdamW would move the weights even with zero gradients
                 local, table = self.mini_batch(batch, mini)
                 pieces = self.cut(local, table)
-                values = []  # the old ones
                 with record_function("mini-batch"):
                     # each micro-batch is one forward and backward: Megatron's schedule is that loop
                     micros = list(map(self.micro_batch, pieces))
                     done_one = partial(done, len(mini) / len(pieces) / len(self.model))
-                    sums = self.forward_backward_all(micros, values, done_one)
+                    sums, values = self.forward_backward_all(micros, done_one)
                     norm = self.optimizer_step()
                 if math.isfinite(norm):
                     norms[-1] = norm
@@ -1136,11 +1135,9 @@ class MegatronPPOCritic:
         )
         return local, table
 
-    def forward_backward_all(self, micros, values, done=lambda: None):
-        """Computes the gradient of a mini-batch, over all ranks -> this rank's sums, see `loss`.
-
-        values: a list, to which the old values are added: those of the forwards, if the batch has
-        none.
+    def forward_backward_all(self, micros, done=lambda: None):
+        """Computes the gradient of a mini-batch, over all ranks -> (this rank's sums, see `loss`;
+        the old values of each micro-batch, which are those of its forward if the batch has none).
 
         Megatron would divide by micro-batches, tokens and ranks. With calculate_per_token_loss, and
         without a token count for finalize_model_grads, it divides by nothing: each rank adds its
@@ -1148,12 +1145,13 @@ class MegatronPPOCritic:
         for chunk in self.model:  # the layers of one stage, or of one virtual stage
             chunk.zero_grad_buffer()
         sums = collections.Counter()
+        values = []
 
         def reduce(outputs_S, micro):
             if micro.values is None:
                 old_S = self.values(outputs_S.detach(), micro.response_mask)
                 micro = micro._replace(values=old_S)
-            values.append(self.to_tokens(micro.values, micro))  # a blank one has some, too
+            values.append(self.to_tokens(micro.values, micro))
             loss, part = self.loss(outputs_S, micro)
             if self.layout.tp_rank == 0:  # tensor-parallel ranks have equal sums
                 sums.update(part)
@@ -1166,7 +1164,7 @@ class MegatronPPOCritic:
         if self.padding_row is not None:
             embedding = self.modules[0].embedding.word_embeddings
             embedding.weight.main_grad[self.padding_row].zero_()
-        return sums
+        return sums, values
 
     def loss(self, outputs, micro):
         """This micro-batch's part of the mini-batch loss, and its sums.
@@ -1334,7 +1332,7 @@ class CriticWorker:
         self.critic.model.train()
         # as many micro-batches as a stage may hold at once
         turns = self.config.pipeline_model_parallel_size * min(len(self.critic.model), 2)
-        self.critic.forward_backward_all([self.critic.micro_batch(batch)] * turns, [])
+        self.critic.forward_backward_all([self.critic.micro_batch(batch)] * turns)
 
     def check_ready(self):
         """RuntimeError unless the model is built and on its device."""

@@ -513,8 +513,8 @@ def an_automatic_budget_fills_the_memory(folder):
         assert name.startswith("perf/") or math.isclose(metrics[name], x, rel_tol=1e-6), (name, x)
     full = common.concat([common.Batch.blank(40)] * (auto.critic.max_tokens // 40))
     micro = lambda: auto.critic.micro_batch(full)
-    auto.critic.forward_backward_all([micro()], [])  # creates what stays allocated
-    peak = helpers.peak_bytes(lambda: auto.critic.forward_backward_all([micro()] * 4, []))
+    auto.critic.forward_backward_all([micro()])  # creates what stays allocated
+    peak = helpers.peak_bytes(lambda: auto.critic.forward_backward_all([micro()] * 4))
     weights = (
         (16.0 if p.requires_grad else 4.0) * p.numel() for p in auto.critic.modules[0].parameters()
     )
