@@ -13,7 +13,7 @@ Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; 
 """
 
 # The common case comes first. What only this script has stands in closed chapters behind `learn`:
-# Ulysses, LoRA and frozen weights, images, FSDP1, packing of any model.
+# Ulysses, LoRA and frozen weights, images, activations on the host, FSDP1, packing of any model.
 
 import collections
 import inspect
@@ -588,6 +588,12 @@ def build_value_model(skeleton, config, model_config, layout):
     return model, origin
 
 
+def needs_grad(module, args, output):
+    """A forward hook of the embedding: if it is frozen, the layers behind it still run their whole
+    backward."""
+    output.requires_grad_()
+
+
 def shard_fsdp2(model, config, layout):
     """Shards a model on meta block by block; gradients are float32, the weights still empty."""
     offload = fsdp.OffloadPolicy()
@@ -610,9 +616,9 @@ def units_of(model):
 
 
 class MicroBatch(NamedTuple):
-    """Rows on the device, as the model reads them. Columns have T entries, or are None.
+    """Rows on the device, as the model reads them.
 
-    A slot is a token or padding."""
+    Columns have T entries, or are None. A slot is a token or padding."""
 
     inputs: dict  # arguments of the model: ids and positions of the slots, images
     index_T: torch.Tensor  # each token's slot
@@ -744,11 +750,6 @@ def check_model_flags(config, model_config):
     if heads % sp:
         raise UserError(f"{to}ulysses-size {sp}: must divide {heads} attention heads")
 
-    width = model_config.get_text_config().hidden_size
-    rank = config.lora_rank
-    if rank > width:
-        raise UserError(f"{to}lora-rank {rank}: must be at most {width}, the model's hidden_size")
-
     skeleton = build_skeleton(config, model_config)
     if config.strategy != "fsdp1":
         common.check_skipped_weights(skeleton, f"{to}strategy {config.strategy}")
@@ -804,7 +805,7 @@ class DataParallelPPOCritic:
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
 
-        # the names of what `loss` sums: an update without a step has them, too
+        # the names of what `loss` sums: where nothing is summed, an update has them, too
         micro = self.micro_batch(Batch.blank())
         shape = (len(micro.response_mask), model_config.num_labels)
         _, sums = self.loss(torch.zeros(shape, device=layout.device).squeeze(1), micro)
@@ -961,10 +962,10 @@ class DataParallelPPOCritic:
                     continue  # AdamW would move the weights even with zero gradients
                 local, table = self.mini_batch(batch, mini)
                 pieces = self.cut(local, table)
-                values = []  # the old ones
                 with record_function("mini-batch"):
                     # each micro-batch is one forward and backward; their gradients add up
                     sums = collections.Counter()
+                    values = []  # the old ones
                     for i, piece in enumerate(pieces, 1):
                         micro = self.micro_batch(piece)
                         part, old_T = self.forward_backward(micro, i == len(pieces))
@@ -1009,7 +1010,7 @@ class DataParallelPPOCritic:
         That leaves dp."""
         if self.config.defer_grad_sync:
             self.model.set_requires_gradient_sync(last)
-        with self.activations_on_host():
+        with activations_on_host(self.config):
             outputs = self.forward(micro)
             if micro.values is None:
                 micro = micro._replace(values=self.values(outputs.detach(), micro.response_mask))
@@ -1021,12 +1022,6 @@ class DataParallelPPOCritic:
         if self.layout.sp_rank:  # ranks that share a row have equal sums
             sums = {}
         return sums, micro.values
-
-    def activations_on_host(self):
-        """With --activation-offload, what a forward saves for the backward is kept on the host."""
-        if self.config.activation_offload:
-            return torch.autograd.graph.saved_tensors_hooks(copy_to_host, copy_to_device)
-        return nullcontext()
 
     def loss(self, outputs, micro):
         """This micro-batch's part of the mini-batch loss, and its sums.
@@ -1080,38 +1075,11 @@ class DataParallelPPOCritic:
         return norm
 
 
-def copy_to_host(x):
-    """(the memory of x on the host, what copy_to_device needs). Strides stay, because a kernel's
-    backward may rely on them: that of attention wants a mask whose rows are aligned.
-
-    save_on_cpu of torch forgets them, and that of torch 2.11 waits for each copy."""
-    # numbers from its first to its last; of a narrow part of a large tensor only its own
-    extent = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
-    if not x.numel() or extent > 2 * x.numel() + 1024:
-        x = x.contiguous()
-        extent = x.numel()
-
-    flat = x.detach().as_strided((extent,), (1,))
-    on_host = torch.empty(extent, dtype=x.dtype, pin_memory=x.is_cuda)
-    return on_host.copy_(flat, non_blocking=True), x.device, x.shape, x.stride()
-
-
-def copy_to_device(saved):
-    """Undoes copy_to_host."""
-    on_host, device, shape, strides = saved
-    return on_host.to(device, non_blocking=True).as_strided(shape, strides)
-
-
 def build_optimizer(model, config, lr):
     """The optimizer of the weights that train, which are sharded. Its whole state is saved."""
     weights = [p for p in model.parameters() if p.requires_grad]
     decay = config.weight_decay
     return torch.optim.AdamW(weights, lr, config.betas, weight_decay=decay, fused=True)
-
-
-def needs_grad(module, args, output):
-    """A forward hook: every rank runs layer 0's backward, even behind a frozen embedding."""
-    output.requires_grad_()
 
 
 # ---- The worker: life cycle, memory, metrics -----------------------------------------------------
@@ -1157,11 +1125,11 @@ class CriticWorker:
         name = f"{config.model} ({self.model_config.model_type})"
         threads = torch.get_num_threads()
         print0(f"model      {name}, {self.critic.story}")
+        print0(f"layout     ranks {WORLD_SIZE} = {sizes}; CPU threads {threads} per rank")
+        print0(f"precision  {layout.dtype} products on {self.device.type}; the rest is float32")
         has_tower = self.model_config.get_text_config() is not self.model_config
         if has_tower and not self.critic.image_processor:
             print0("images     are not read; the vision tower stays as it is")
-        print0(f"layout     ranks {WORLD_SIZE} = {sizes}; CPU threads {threads} per rank")
-        print0(f"precision  {layout.dtype} products on {self.device.type}; the rest is float32")
         check_model(self)
 
     def set_budget(self, longest, row, halvings=None):
@@ -1674,8 +1642,8 @@ def trade(x, group, scatter, gather):
 #
 # A closed chapter behind --lora-rank, --lora-alpha and --freeze-modules. It is called from
 # build_skeleton (freeze, add_lora), read_weights (add_lora) and export_hf (merge_lora). `shape`
-# names the flags; LoRA also has a rule in check_model_flags, units in shard_fsdp1 (adapter) and a
-# warnings filter (fan_in_fan_out). Freezing has units in shard_fsdp1, too (frozen).
+# names the flags; LoRA also has units in shard_fsdp1 (adapter) and a warnings filter
+# (fan_in_fan_out). Freezing has units in shard_fsdp1, too (frozen).
 
 
 def freeze(model, config):
@@ -1698,14 +1666,21 @@ def add_lora(backbone, config):
     """With --lora-rank r, freezes the backbone and gives its linear layers adapters.
 
     A layer then computes W x + alpha / r B A x (LoRA, 2106.09685). A is random, B zero: values
-    start unchanged. Experts stored as one tensor get none."""
-    if config.lora_rank:
-        from peft import LoraConfig, inject_adapter_in_model
+    start unchanged. Experts stored as one tensor get none. UserError: r is above the model's
+    width."""
+    rank = config.lora_rank
+    if not rank:
+        return
+    width = backbone.config.get_text_config().hidden_size
+    if rank > width:
+        flag = f"{config.prefix}lora-rank {rank}"
+        raise UserError(f"{flag}: must be at most {width}, the model's hidden_size")
+    from peft import LoraConfig, inject_adapter_in_model
 
-        backbone = nn.ModuleList([backbone])  # peft would choose by its config
-        linear = [n for n, m in backbone.named_modules() if isinstance(m, nn.Linear | Conv1D)]
-        lora = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=linear)
-        inject_adapter_in_model(lora, backbone)
+    backbone = nn.ModuleList([backbone])  # peft would choose by its config
+    linear = [n for n, m in backbone.named_modules() if isinstance(m, nn.Linear | Conv1D)]
+    lora = LoraConfig(r=rank, lora_alpha=config.lora_alpha, target_modules=linear)
+    inject_adapter_in_model(lora, backbone)
 
 
 def merge_lora(state, config, model_config):
@@ -1812,6 +1787,40 @@ def read_images(row, image_processor):
     if "images" not in row:
         return row
     return dict(image_processor(images=[load_image(x) for x in row["images"]], return_tensors="pt"))
+
+
+# ---- Activations on the host ---------------------------------------------------------------------
+#
+# A closed chapter behind --activation-offload. It is called from forward_backward.
+
+
+def activations_on_host(config):
+    """With --activation-offload, what a forward saves for the backward is kept on the host."""
+    if config.activation_offload:
+        return torch.autograd.graph.saved_tensors_hooks(copy_to_host, copy_to_device)
+    return nullcontext()
+
+
+def copy_to_host(x):
+    """(the memory of x on the host, what copy_to_device needs). Strides stay, because a kernel's
+    backward may rely on them: that of attention wants a mask whose rows are aligned.
+
+    save_on_cpu of torch forgets them, and that of torch 2.11 waits for each copy."""
+    # numbers from its first to its last; of a narrow part of a large tensor only its own
+    extent = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
+    if not x.numel() or extent > 2 * x.numel() + 1024:
+        x = x.contiguous()
+        extent = x.numel()
+
+    flat = x.detach().as_strided((extent,), (1,))
+    on_host = torch.empty(extent, dtype=x.dtype, pin_memory=x.is_cuda)
+    return on_host.copy_(flat, non_blocking=True), x.device, x.shape, x.stride()
+
+
+def copy_to_device(saved):
+    """Undoes copy_to_host."""
+    on_host, device, shape, strides = saved
+    return on_host.to(device, non_blocking=True).as_strided(shape, strides)
 
 
 # ---- FSDP1 ---------------------------------------------------------------------------------------

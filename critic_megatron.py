@@ -650,7 +650,8 @@ def build_value_model(skeleton, config, model_config, layout):
 
 
 def needs_grad(module, args, output):
-    """A forward hook: without it, recomputation behind a frozen embedding gives no gradients."""
+    """A forward hook of the embedding: if it is frozen, the layers behind it still run their whole
+    backward."""
     output.requires_grad_()
 
 
@@ -697,10 +698,10 @@ def padding_row(module, model_config):
 
 
 class MicroBatch(NamedTuple):
-    """Rows on the device, as Megatron reads them. Columns have S entries, or are None.
+    """Rows on the device, as the model reads them.
 
-    A slot is a token or padding of this rank. An entry is about the action that *follows* the
-    slot's token, see shift."""
+    Columns have S entries, or are None. A slot is a token or padding of this rank. An entry is
+    about the action that *follows* the slot's token, see shift."""
 
     ids_1S: torch.Tensor
     reads: PackedSeqParams  # what CoreAttention reads: pack, a common.Pack, and rotary, two tables
@@ -910,7 +911,7 @@ class MegatronPPOCritic:
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
 
-        # the names of what `loss` sums; stages without the head, updates without a step have them
+        # the names of what `loss` sums: where nothing is summed, an update has them, too
         micro = self.micro_batch(Batch.blank())
         shape = (len(micro.response_mask), model_config.num_labels)
         _, sums = self.loss(torch.zeros(shape, device=layout.device).squeeze(1), micro)
@@ -1054,11 +1055,6 @@ class MegatronPPOCritic:
         self.between()  # last chance to raise: an update may follow, which is not interrupted
         return values_T
 
-    def to_tokens(self, values_S, micro):
-        """Values of this rank's slots -> (T,) of a micro-batch's tokens; 0 for those of others."""
-        values_T = torch.zeros(micro.tokens, device=self.layout.device)
-        return values_T.index_add_(0, micro.index_S, values_S)
-
     def give_back(self, values, local, table, batch):
         """Values of this rank's micro-batches -> (T,) those of the rows that it has, on the host (a
         collective). A stage without the head has none, and gives none."""
@@ -1072,6 +1068,11 @@ class MegatronPPOCritic:
         for dp_rank, gives in zip(self.layout.dp_ranks, self.layout.gives_values):
             wanted.append(list(itertools.chain(*table[dp_rank])) if gives else [])
         return common.give_back(values_T, local, wanted, batch)
+
+    def to_tokens(self, values_S, micro):
+        """Values of this rank's slots -> (T,) of a micro-batch's tokens; 0 for those of others."""
+        values_T = torch.zeros(micro.tokens, device=self.layout.device)
+        return values_T.index_add_(0, micro.index_S, values_S)
 
     def update_critic(self, batch, rows):
         """PPO epochs over mini-batches, one optimizer step each -> metrics.
