@@ -7,13 +7,18 @@
 
 It learns V(s) from rollouts with rewards: value pretraining for PPO (VC-PPO, 2503.01491), or a
 token-level verifier. A PPO loop drives the same CriticWorker. Copy this file and common.py, and
-change them. critic_megatron.py is the same on Megatron-Core: a diff shows what parallelism costs.
+change them. Two scripts are the same critic, and their diff shows what parallelism costs:
+
+                     critic_fsdp.py                     critic_megatron.py
+    models           most decoders of transformers      some families, in Megatron's layers
+    ranks split      weights; rows, by heads (Ulysses)  matrices, layers, experts; rows, by tokens
+    only one has     images, LoRA, optimizer of choice  pipelines
+    closed chapters  Ulysses, LoRA and frozen weights,  context parallelism, layers and groups,
+    behind `learn`   images, activations on the host,   the map of weights, Megatron without CUDA
+                     FSDP1, packing of any model
 
 Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; D features.
 """
-
-# The common case comes first. What only this script has stands in closed chapters behind `learn`:
-# Ulysses, LoRA and frozen weights, images, activations on the host, FSDP1, packing of any model.
 
 import collections
 import inspect
