@@ -12,7 +12,8 @@ If you trust these names, you need not open this file. Its chapters, in order:
     Folders                that are complete or absent: checkpoints; the lock on a run's folder
     Model folders          Hugging Face models, for actor and critic; value heads
     A model and a task     that need no download: presets, characters as tokens, sums
-    The report             what the critic learned, in numbers and as a page
+    Numbers                what rows say before training, and what values are worth
+    The report             a page that every run leaves
 
 Shapes are in the names: T tokens of all sequences, end to end; B sequences; A actions; L longest
 sequence, or a padded row; R response places of a padded row; N value bins, or rows treated alike;
@@ -31,6 +32,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -41,7 +43,7 @@ from bisect import bisect_right
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from math import ceil, inf, isfinite, isnan, log2, nan, sqrt
 from os.path import dirname, exists, isdir, isfile, realpath
@@ -2336,7 +2338,8 @@ class Logger:
             changed = changed_flags(earlier[0], json.loads(as_json(settings)))
             if changed:
                 print0(f"resume     other flags than before: {', '.join(changed)}")
-        settings["run"] = {"command": sys.argv, "ranks": WORLD_SIZE}
+        date = datetime.now().isoformat(" ", "seconds")
+        settings["run"] = {"command": sys.argv, "ranks": WORLD_SIZE, "date": date}
         replace_lines(f"{out_dir}/run.json", [settings])
         log = f"{out_dir}/metrics.jsonl"
         replace_lines(log, [row for row in read_lines(log) if happened(row, last_step)])
@@ -3514,23 +3517,10 @@ def toy_rows(n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True
     return lines
 
 
-# ---- The report: what the critic learned ---------------------------------------------------------
-# describe_rows is printed before training and write_report after it; --score adds values to a file
-# of rows. The page is one HTML file without links: numbers, curves, and rows with coloured tokens.
+# ---- Numbers: what rows say before training, and what values are worth ---------------------------
+# describe_rows is printed before training; --score adds values to a file of rows; the numbers of a
+# critic are printed at the end, and stand on the report.
 
-CURVES = {  # panels of a critic's report -> {words: metric}
-    "explained variance": {
-        "training rows": "critic/explained_var",
-        "held-out rows": "eval/explained_var",
-    },
-    "value loss": {
-        "training rows": "critic/vf_loss",
-        "held-out rows": "eval/vf_loss",
-        "best constant": "eval/constant_loss",
-    },
-    "gradient norm": {"training rows": "critic/grad_norm"},
-}
-LOGARITHMIC = ("value loss", "gradient norm")  # panels with a logarithmic axis
 NUMBERS = {  # numbers in a report -> what they mean
     "explained variance": "over all actions: 1 is perfect, 0 as good as a constant",
     "at the first action": "explained variance where only the prompt is known",
@@ -3547,193 +3537,6 @@ WORSE = (
     " it overfits: make fewer passes, or use more rows or a pretrained model."
 )
 ALL_EQUAL = "All returns of these rows are equal, so there is nothing that a critic could explain."
-
-LOW = "#f97316"  # the colour of low values
-HIGH = "#2563eb"
-INK = "#010203"  # stands for the page's text colour, which is light or dark, in a figure
-LOOKS = (  # of the first, second and third curve of a panel
-    {"color": "#3b82f6"},
-    {"color": "#e8590c", "marker": "o", "markersize": 5},
-    {"color": INK, "linestyle": "--", "linewidth": 1},
-)
-MOST_SHOWN = 2000  # tokens of a prompt, and of a response, on the page
-ROWS_SHOWN = (16, 8)  # with the largest errors, and typical ones
-
-# the numbers of a token appear on hover, tap and focus by CSS alone; the script adds the arrow keys
-PAGE = jinja2.Template(
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    source="""<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
-<style>
-:root { color-scheme: light dark; --line: color-mix(in srgb, CanvasText 20%, Canvas);
-  --quiet: color-mix(in srgb, CanvasText 68%, Canvas); }
-body { font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere;
-  width: min(1440px, 92%); margin: 2em auto 6em; }
-h1, h2, h3 { line-height: 1.2; margin: 1.5em 0 0.5em; }
-h1 { margin-top: 0; }
-h3 { font-size: 1.1em; }
-p { max-width: 44em; margin: 0.5em 0; }
-table { border-collapse: collapse; }
-td { padding: 2px 1em 2px 0; vertical-align: top; white-space: nowrap; }
-td:last-child { white-space: normal; font-size: 0.95em; }
-td:last-child, .quiet, summary { color: var(--quiet); }
-.advice { border-left: 4px solid {{ colours[0] }}; padding-left: 1em; margin: 1em 0; }
-
-svg { width: 100%; max-width: 36em; height: auto; display: block; }
-svg text { font-family: system-ui, sans-serif !important; }
-.scale { display: grid; grid-template-columns: 1fr 1fr 1fr; max-width: 30em; margin: 1em 0; }
-.scale i { grid-column: 1 / 4; height: 12px; border: 1px solid var(--line);
-  background: linear-gradient(90deg, {{ colours[0] }}a6, transparent, {{ colours[1] }}a6); }
-.scale :nth-child(3) { text-align: center; }
-.scale :last-child { text-align: right; }
-
-article { border-top: 1px solid var(--line); padding: 0.7em 0; }
-header { display: flex; flex-wrap: wrap; gap: 0 1em; font-size: 0.9em; color: var(--quiet); }
-header b { border: 1px solid; border-radius: 4px; padding: 0 0.5em; }
-header .good { background: CanvasText; color: Canvas; }
-header .text { margin: 0; }
-.pair { display: grid; gap: 0 2em;
-  grid-template-columns: repeat(auto-fit, minmax(min(16em, 100%), 1fr)); }
-.pair > div { display: flex; gap: 0.7em; align-items: baseline; }
-.pair .quiet { flex: none; }
-.pair .text { color: CanvasText; }
-.text { font: 14px/1.6 ui-monospace, monospace; white-space: pre-wrap; color: var(--quiet);
-  margin: 0.3em 0; }
-summary { font-family: system-ui, sans-serif; white-space: normal; cursor: pointer; }
-details[open] summary span { display: none; }
-
-[data-told] { position: relative; color: CanvasText; }
-[data-told].quiet { color: var(--quiet); }
-.jump { text-decoration: underline 2px; text-underline-offset: 4px; }
-[data-told]:is(:hover, :focus) { outline: 2px solid; z-index: 1; }
-[data-told]:is(:hover, :focus)::after {
-  content: attr(data-told); position: absolute; left: 0; top: 145%;
-  font: 13px/1.5 system-ui, sans-serif; white-space: nowrap; pointer-events: none;
-  background: CanvasText; color: Canvas; border-radius: 4px; padding: 0.2em 0.7em; }
-
-@media (min-width: 1000px) {
-  main { display: grid; grid-template-columns: minmax(0, 3fr) minmax(0, 2fr); gap: 0 3em; }
-  section { grid-column: 1; }
-  aside { grid-column: 2; grid-row: 1 / 3; align-self: start; position: sticky; top: 1.5em; }
-  aside h2 { margin-top: 0; }
-  aside svg { max-height: calc(100vh - 7em); }
-}
-@media (max-width: 999px) {
-  tr { display: block; margin: 0.4em 0; }
-  td { display: inline; }
-  td:last-child { display: block; }
-  [data-told]:is(:hover, :focus)::after {
-    position: fixed; inset: auto 0 0; padding: 1em; border-radius: 0;
-    font-size: 15px; text-align: center; }
-}
-</style>
-{% macro fold(name, text) -%}
-{% if text|length > 20000 %}{% set text = "…" ~ text[-20000:] %}{% endif %}
-{% if text|length > 200 -%}
-<details><summary>{{ name }} <span>… {{ text[-80:] }}</span></summary>
-{#- a line break in between would show -#}
-<div>{{ text }}</div></details>
-{%- else %}{{ text }}{% endif %}
-{%- endmacro %}
-{% macro table(numbers) %}
-<table>
-{% for name, (x, words) in numbers.items() %}
-<tr><td><b>{{ x }}</b><td>{{ name }}<td>{{ words }}
-{% endfor %}
-</table>
-{% endmacro %}
-{% macro critic() %}
-{{ table(numbers) }}
-{% if advice %}<p class="advice">{{ advice }}</p>{% endif %}
-{% endmacro %}
-{% macro article(row) %}
-<article>
-<header>
-<b{% if row.reward > 0 %} class="good"{% endif %}>reward {{ "{:z.3g}".format(row.reward) }}</b>
-<span>value {{ "{:z.2f} → {:z.2f}".format(*row.ends) }}</span>
-<span>TD error {{ "{:z.2f}".format(row.error) }}</span>
-</header>
-<div class="text">{{ fold("prompt", row.prompt) }}
-{%- for token in row.tokens -%}
-<span tabindex="{{ 0 if loop.first else -1 }}" data-told="{{ token.told }}"
-{%- if token.colour %} style="background:{{ token.colour }}"{% endif %}
-{%- if token.kind %} class="{{ token.kind }}"{% endif %}>{{ token.text }}</span>
-{%- endfor %}{{ row.rest }}</div>
-</article>
-{% endmacro %}
-<main>
-<section>
-<h1>{{ "What PPO changed" if changed else "What the critic learned" }}</h1>
-<p class="quiet">{{ title }}{% if not changed %}: {{ about }}{% endif %}</p>
-{{ table(changed.numbers) if changed else critic() }}
-</section>
-{% if figure %}
-<aside><h2>How it learned</h2>{{ figure|safe }}</aside>
-{% endif %}
-<section>
-{% if changed %}
-{% for kind, pairs in changed.samples.items() %}
-<h2>Held-out answers that {{ kind }}</h2>
-{% for before, after in pairs %}
-<article>
-<header>
-<b{% if after.reward > 0 %} class="good"{% endif %}>
-reward {{ "{:z.3g}".format(before.reward) }} → {{ "{:z.3g}".format(after.reward) }}</b>
-<div class="text">{{ fold("prompt", after.prompt) }}</div>
-</header>
-<div class="pair">
-<div>
-<span class="quiet">before</span>
-<div class="text">{{ fold("answer", before.response) }}</div>
-</div>
-<div>
-<span class="quiet">after</span>
-<div class="text">{{ fold("answer", after.response) }}</div>
-</div>
-</div>
-</article>
-{% endfor %}
-{% endfor %}
-<h2>What the critic learned</h2>
-<p class="quiet">{{ about }}</p>
-{{ critic() }}
-{% endif %}
-<h2>Where it changes its mind</h2>
-<p>The colour of a token is the value that the critic gave just before it.
-Point at a token or tap it for its numbers; the arrow keys go on from there.
-The value changes most at the underlined token. “…” stands for what is left out of a long row.</p>
-<div class="scale">
-<i></i>
-<span>{{ "{:z.2f}".format(low) }} or less</span>
-<span>{{ "{:z.2f}".format((low + high) / 2) }}</span>
-<span>{{ "{:z.2f}".format(high) }} or more</span>
-</div>
-<p>A good critic ends near the reward, and changes its mind where the answer turns right or wrong.
-Look for values that end far from the reward, that jump where nothing is decided,
-or that stay the same whatever is written.</p>
-<h3>The largest TD errors before the last action</h3>
-{% for row in largest %}{{ article(row) }}{% endfor %}
-{% if typical %}
-<h3>Typical rows, with errors around the median</h3>
-{% for row in typical %}{{ article(row) }}{% endfor %}
-{% endif %}
-</section>
-</main>
-<script>
-addEventListener("keydown", event => {
-  const way = {ArrowLeft: "previousElementSibling", ArrowRight: "nextElementSibling"}[event.key]
-  const token = way && document.activeElement.matches("[data-told]") && document.activeElement[way]
-  if (token) token.focus()
-})
-</script>
-</html>
-""",
-)
 
 
 def describe_rows(rows, gamma, source):
@@ -3803,47 +3606,6 @@ def ranks_in_prompts(rows, last_B):
     return rank
 
 
-def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES, changed=None):
-    """Writes report.html and prints its numbers, on rank 0.
-
-    rows: with values. about: what they are. curves: like CURVES, drawn from metrics.jsonl.
-    changed: what training made of the policy, {"numbers": {name: (text, words)}, "samples":
-    {words: pairs of answers}}."""
-    v_A = rows.values[rows.response_mask]
-    if RANK or not len(v_A) or not v_A.isfinite().all():
-        print0("report     none: there are no rows with actions and finite values")
-        return
-
-    rows = replace(rows)
-    add_returns(rows, gamma, lam=0.0)  # with lambda 0 advantages are TD errors
-    rows.returns = monte_carlo(rows, gamma)
-
-    # what stands on the page
-    about = f"{len(rows):,} {about}, {len(v_A):,} actions"
-    numbers, advice = numbers_of(rows, gamma)
-    low, high = value_range(v_A)
-    largest, typical = rows_to_show(rows, tokenizer)
-    figure = draw(read_lines(f"{out_dir}/metrics.jsonl"), curves)
-
-    page = PAGE.stream(
-        title=out_dir,
-        about=about,
-        changed=changed,
-        numbers={name: (x, NUMBERS[name]) for name, x in numbers.items()},
-        advice=advice,
-        figure=figure,
-        low=low,
-        high=high,
-        colours=(LOW, HIGH),
-        largest=largest,
-        typical=typical,
-    )
-    page.dump(f"{out_dir}/report.html", "utf-8", "replace")  # a text may hold half a character
-
-    told = ", ".join(f"{name} {x}" for name, x in numbers.items())
-    print0(f"report     {out_dir}/report.html: {about}\n  {told or advice}")
-
-
 def numbers_of(rows, gamma):
     """({name in NUMBERS: text of a number that exists}, advice or "") of rows with returns."""
     v_A = rows.values[rows.response_mask]
@@ -3892,90 +3654,196 @@ def ceiling(rows):
     return 1 - within / spread if 0 < spread >= within else nan
 
 
+# ---- The report: a page that every run leaves ----------------------------------------------------
+# One HTML file without links: numbers, curves, and rows whose tokens are coloured by value.
+
+CURVES = {  # panels of a critic's report -> {words: metric}
+    "explained variance": {"training": "critic/explained_var", "held out": "eval/explained_var"},
+    "value loss": {"training": "critic/vf_loss", "held out": "eval/vf_loss"},
+    "gradient norm": {"training": "critic/grad_norm"},
+}
+LOGARITHMIC = ("value loss", "gradient norm")  # panels with a logarithmic axis
+
+LOW = "#f97316"  # the colour of low values
+HIGH = "#2563eb"
+INK = "#000000"  # of the axes of a figure: it becomes the page's text colour, light or dark
+MOST_SHOWN = 2000  # tokens of a row that have a colour, and characters before them
+ROWS_SHOWN = (8, 4)  # with the largest errors, and typical ones
+
+# the numbers of a token appear on hover, tap and focus by CSS alone
+PAGE = jinja2.Template(
+    autoescape=True,
+    source="""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 84em; margin: auto; padding: 1em 1em 4em; }
+td { padding-right: 1em; vertical-align: top; }
+article { border-top: 1px solid #8888; padding: 0.5em 0; overflow-wrap: anywhere; }
+.text { font-family: monospace; white-space: pre-wrap; max-height: 60vh; overflow: auto; }
+.quiet { opacity: 0.65; }
+.worst { text-decoration: underline 2px; }
+[data-told]:is(:hover, :focus) { outline: 2px solid; }
+[data-told]:is(:hover, :focus)::after {
+  content: attr(data-told); position: fixed; inset: auto 0 0; z-index: 1; padding: 1em;
+  background: CanvasText; color: Canvas; text-align: center;
+}
+svg { width: 100%; height: auto; max-height: 80vh; }
+svg text { fill: currentColor; font-family: inherit !important; }
+@media (min-width: 60em) {
+  main { display: grid; grid-template-columns: minmax(0, 3fr) minmax(0, 2fr); gap: 3em; }
+  aside { order: 1; align-self: start; position: sticky; top: 1em; }
+}
+</style>
+{% macro coloured(x) -%}
+<b style="background:{{ colour(x) }}">{{ "{:z.3g}".format(x) }}</b>
+{%- endmacro %}
+{% macro chapter(title, words, numbers) %}
+<h1>{{ title }}</h1>
+<p>{{ words }}</p>
+<table>
+{% for name, (x, meaning) in numbers.items() %}
+<tr><td><b>{{ x }}</b><td>{{ name }}<td>{{ meaning }}
+{% endfor %}
+</table>
+{% endmacro %}
+{% if changed %}{{ chapter("What PPO changed", title, changed.numbers) }}{% endif %}
+{{ chapter("What the critic learned", title ~ ": " ~ about, numbers) }}
+{% if advice %}<p class="advice">{{ advice }}</p>{% endif %}
+<details><summary>The run</summary>
+{% for name, x in facts.items() %}{{ name }}: {{ x }}<br>{% endfor %}
+</details>
+<main>
+{% if figure %}<aside><h2>How it learned, step by step</h2>{{ figure|safe }}</aside>{% endif %}
+<section>
+{% for kind, pairs in (changed.samples if changed else {}).items() %}
+<h2>Held-out answers that {{ kind }}</h2>
+{% for before, after in pairs %}
+<article>reward {{ coloured(before.reward) }} → {{ coloured(after.reward) }}
+<div class="text"><span class="quiet">{{ after.prompt }}</span>
+before: {{ before.response }}
+after: {{ after.response }}</div>
+</article>
+{% endfor %}
+{% endfor %}
+<h2>Where the critic changes its mind</h2>
+<p>The colour of a token is the value just before it, from {{ coloured(ends[0]) }} or less to
+{{ coloured(ends[1]) }} or more. Point at it or tap it for its numbers. The error is largest at the
+underlined token: the value is far from the next one, or at the end from the reward.</p>
+<p>A good critic ends near the reward, and changes its mind where the answer turns right or wrong.
+Look for values that jump where nothing is decided, or stay the same whatever is written.</p>
+{% for title, some in sections if some %}
+<h3>{{ title }}</h3>
+{% for row in some %}
+<article>value {{ "{:z.2f} → {:z.2f}".format(*row.ends) }}, reward {{ coloured(row.reward) }}
+<div class="text"><span class="quiet">{{ row.before }}</span>
+{%- for token in row.tokens -%}
+<span tabindex="0" class="{{ token.kind }}" style="background:{{ token.colour }}"
+ data-told="{{ token.told }}">{{ token.text }}</span>
+{%- endfor %}{{ row.rest }}</div>
+</article>
+{% endfor %}
+{% endfor %}
+</section></main>
+""",
+)
+
+
+def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES, changed=None):
+    """Writes report.html and prints its numbers, on rank 0.
+
+    rows: with values. about: what they are. curves: like CURVES, drawn from metrics.jsonl.
+    changed: what training made of the policy, {"numbers": {name: (text, words)}, "samples":
+    {words: pairs of answers}}."""
+    v_A = rows.values[rows.response_mask]
+    if RANK or not len(v_A) or not v_A.isfinite().all():
+        print0("report     none: there are no rows with actions and finite values")
+        return
+
+    rows = replace(rows)
+    add_returns(rows, gamma, lam=0.0)  # with lambda 0 advantages are TD errors
+    rows.returns = monte_carlo(rows, gamma)
+
+    # what stands on the page
+    about = f"{len(rows):,} {about}, {len(v_A):,} actions"
+    numbers, advice = numbers_of(rows, gamma)
+    ends = value_range(v_A)
+    sections = zip(("The largest errors", "Typical rows"), rows_to_show(rows, tokenizer))
+    page = PAGE.stream(
+        title=out_dir,
+        about=about,
+        changed=changed,
+        numbers={name: (x, NUMBERS[name]) for name, x in numbers.items()},
+        advice=advice,
+        facts=facts_of(out_dir),
+        figure=draw(read_lines(f"{out_dir}/metrics.jsonl"), curves),
+        ends=ends,
+        colour=lambda x: colour_of(x, *ends),
+        sections=sections,
+    )
+    page.dump(f"{out_dir}/report.html", "utf-8", "replace")  # a text may hold half a character
+
+    told = ", ".join(f"{name} {x}" for name, x in numbers.items())
+    print0(f"report     {out_dir}/report.html: {about}\n  {told or advice}")
+
+
+def facts_of(out_dir):
+    """{name: what it is} of the run that writes a report, for people who find its page later."""
+    now = datetime.now().replace(microsecond=0)
+    facts = {"command": shlex.join(sys.argv), "ranks": WORLD_SIZE, "date": now}
+
+    # rows may be scored in the folder of another run
+    for run in read_lines(f"{out_dir}/run.json"):
+        if run["run"]["command"] == sys.argv:
+            facts |= {part: run[part]["model"] for part in ("actor", "critic") if part in run}
+            facts["data"] = run.get("rollouts") or run.get("prompts") or "made by the script"
+            facts["duration"] = now - datetime.fromisoformat(run["run"]["date"])
+    return facts
+
+
 def draw(log, curves):
     """The panels of `curves` that have points in the log, as SVG for the page; "" without any."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    panels = lines_of_panels(log, curves)
+    # title of a panel -> {words: its points}
+    panels = {}
+    for title, names in curves.items():
+        for words, name in names.items():
+            points = [(row["step"], row[name]) for row in log if row.get(name) is not None]
+            if points:
+                panels.setdefault(title, {})[words] = points
     if not panels:
         return ""
 
-    # texts stay texts, in the page's fonts; what is drawn in INK takes the colour of its text
-    style = {
-        "svg.fonttype": "none",
-        "axes.formatter.min_exponent": 4,
-        "axes.formatter.useoffset": False,
-        "font.size": 11,
-        "text.color": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "axes.edgecolor": INK,
-        "axes.labelcolor": INK,
-    }
-    with rc_context(style):
+    # texts stay texts, in the page's font
+    with rc_context({"svg.fonttype": "none"}):
         figure = Figure(figsize=(5, 2 * len(panels)), layout="constrained")
         axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
         for panel, (title, lines) in zip(axes, panels.items()):
             draw_panel(panel, title, lines)
-        axes[-1].set_xlabel("steps")
         svg = io.StringIO()
-        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(svg, format="svg", transparent=True)
     text = svg.getvalue()
     return text[text.index("<svg") :].replace(INK, "currentColor")
 
 
-class Line(NamedTuple):
-    """A curve of a panel."""
-
-    words: str  # for the legend
-    steps: tuple
-    numbers: tuple
-    look: dict  # options of plot
-
-
-def lines_of_panels(log, curves):
-    """title -> [Line] of the panels that have points in the log. At most 1,000 points of a curve
-    are drawn, because the page must stay small."""
-    panels = {}
-    for title, names in curves.items():
-        for (words, name), look in zip(names.items(), LOOKS):
-            points = {row["step"]: row[name] for row in log if row.get(name) is not None}
-            if not points:
-                continue
-            every = ceil(len(points) / 1000)
-            first = (len(points) - 1) % every  # so that the last point is one of them
-            steps, numbers = zip(*list(points.items())[first::every])
-            panels.setdefault(title, []).append(Line(words, steps, numbers, look))
-    return panels
-
-
 def draw_panel(panel, title, lines):
-    """Draws lines so that the first steps, which are often far off, leave room for the others."""
-    from matplotlib.ticker import MaxNLocator
+    """Draws lines, {words: points}, with a legend above them."""
+    for words, points in lines.items():
+        panel.plot(*zip(*points), label=words, marker="." if len(points) < 50 else "")
+    panel.set_title(title, loc="left")
+    panel.grid(alpha=0.3)
 
-    for line in lines:
-        look = line.look
-        if len(line.numbers) == 1:
-            look = {**look, "marker": "o"}  # a line of one point is nothing
-        panel.plot(line.steps, line.numbers, label=line.words, **look)
-
-    # the vertical axis
-    drawn = [x for line in lines for x in line.numbers]
-    if title in LOGARITHMIC and min(drawn) > 0:
-        title += " (log scale)"
+    if title in LOGARITHMIC and panel.dataLim.y1 > 0:
         panel.set_yscale("log")
-    if title == "explained variance" and min(drawn) < -1 < max(drawn):
-        title += " (from -1)"
-        panel.set_ylim(bottom=-1)
-
-    # the frame
-    panel.set_title(title, loc="left", fontsize=11)
-    panel.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(color=INK, alpha=0.15)
+    if title == "explained variance" and panel.dataLim.y1 > -1:  # the first are often far off
+        panel.set_ylim(bottom=max(-1, panel.get_ylim()[0]))
     if len(lines) > 1:
-        panel.legend(frameon=False)
+        panel.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
 
 
 def value_range(v_A):
@@ -4000,80 +3868,61 @@ def colour_of(value, low, high):
 
 
 def rows_to_show(rows, tokenizer):
-    """[rows with the largest TD errors before their last action, typical rows], each row as
-    row_to_show makes it, with the reward of the whole row. rows: with TD errors as advantages."""
+    """[rows with the largest TD errors, typical rows], each as row_to_show makes it. Rows of equal
+    tokens are one. rows: with TD errors as advantages."""
     decode = lambda ids: "".join(f"{i} " for i in ids)
     if tokenizer:
         decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     ends = value_range(rows.values[rows.response_mask])
-    reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)
 
-    # the largest error of each row
-    jump_T = rows.advantages.abs()
-    jump_T[last_action(rows)] = 0.0  # -1 (no action): the last token of all, 0 anyway
-    jump_B = torch.zeros(len(rows)).scatter_reduce(0, rows.row_of_token, jump_T, "amax")
+    # rows with an action, those with the largest errors first; the typical ones begin in the middle
+    errors = [float(x_T.abs().max()) for x_T in rows.advantages.split(rows.lengths)]
+    acted = rows.actions.nonzero()[:, 0].tolist()
+    order = sorted(acted, key=errors.__getitem__, reverse=True)
 
-    # N: rows with an action, by their error and by its distance from the median
-    acted_N = (rows.actions > 0).nonzero()[:, 0]
-    jump_N = jump_B[acted_N]
-    largest_N = acted_N[jump_N.argsort(descending=True, stable=True)]
-    typical_N = acted_N[(jump_N - jump_N.median()).abs().argsort(stable=True)]
-
-    # rows of equal tokens are one, with the numbers of the first
     seen = set()
     sections = []
-    for order_N, most in zip((largest_N, typical_N), ROWS_SHOWN):
+    for some, most in zip((order, order[len(order) // 2 :]), ROWS_SHOWN):
         section = []
-        for b in order_N[:96].tolist():
-            row = slice(*rows.cu_seqlens[b : b + 2].tolist())
-            ids = tuple(rows.input_ids[row].tolist())
+        for b in some[:96]:
+            row = rows.select([b])
+            ids = tuple(row.input_ids.tolist())
             if ids not in seen and len(section) < most:
                 seen.add(ids)
-                shown = row_to_show(rows, row, jump_T[row], decode, ends)
-                section.append({"reward": float(reward_B[b]), **shown})
+                section.append(row_to_show(row, decode, ends))
         sections.append(section)
     return sections
 
 
-def row_to_show(rows, row, jump_T, decode, ends):
-    """What the page shows of a row, as a dict. Of a long row: the end of the prompt, the response
-    around its largest error, and "…".
-
-    row: the slice of its tokens. jump_T: their TD errors. ends: of the colours."""
-    ids = rows.input_ids[row].tolist()
-    acts_T = rows.response_mask[row]
-    value_A = rows.values[row][acts_T]
-
-    # the prompt is shown from `begin` on, the response from `start` to `end`
-    worst = int(jump_T.argmax())
-    first = int(acts_T.int().argmax())
-    start = max(first, min(worst - MOST_SHOWN // 2, len(ids) - MOST_SHOWN))
+def row_to_show(row, decode, ends):
+    """What the page shows of a row, a Batch of one, as a dict. Of a long row, only tokens around
+    the largest TD error have a colour, and "…" stands for what is far away. ends: of colours."""
+    ids = row.input_ids.tolist()
+    value_A = row.values[row.response_mask].tolist()
+    worst = int(row.advantages.abs().argmax())
+    start = max(int(row.response_mask.int().argmax()), worst - MOST_SHOWN // 2)
     end = start + MOST_SHOWN
-    begin = max(0, first - MOST_SHOWN)
 
-    # decode the response from its start, even if a part is left out, to know where a text
-    # begins; and a bit more than is shown, because a cut may lie within a character
-    prompt, *texts = texts_of(ids[begin : end + 64], first - begin, decode)
-    if begin > 0:
-        prompt = "…" + prompt.lstrip("\ufffd")
-    if start > first:
-        prompt += "…"
+    # decode a bit more than is shown, because the cut may lie within a character
+    before, *texts = texts_of(ids[: end + 64], start, decode)
+    if len(before) > MOST_SHOWN:
+        before = "…" + before[-MOST_SHOWN:]
 
-    columns = (acts_T, rows.values[row], rows.returns[row], rows.advantages[row])
+    columns = (row.response_mask, row.values, row.returns, row.advantages)
     columns = [x_T[start:end].tolist() for x_T in columns]
     tokens = []
-    for t, acts, v, r, error in zip(range(start, end), *columns):
-        token = {"text": texts[t - first], "told": "not an action", "colour": "", "kind": "quiet"}
+    for t, (text, acts, v, r, error) in enumerate(zip(texts, *columns), start):
+        token = {"text": text, "told": "not an action", "colour": "", "kind": "quiet"}
         if acts:
             token["told"] = f"value {v:z.3g}, return {r:z.3g}, TD error {error:z.3g}"
             token["colour"] = colour_of(v, *ends)
-            token["kind"] = "jump" if t == worst and jump_T[t] > 0 else ""
+            token["kind"] = "worst" if t == worst else ""
         tokens.append(token)
 
     return {
-        "ends": (float(value_A[0]), float(value_A[-1])),
-        "error": float(jump_T[worst]),
-        "prompt": prompt,
+        "ends": (value_A[0], value_A[-1]),
+        "reward": float(row.token_level_rewards.sum()),
+        "before": before,
         "tokens": tokens,
         "rest": "…" if end < len(ids) else "",
     }
@@ -4083,11 +3932,10 @@ def texts_of(ids, first, decode):
     """[text of ids[:first], text of each token after it]: together they are the text of all ids.
     A character of several tokens belongs to its last one."""
     whole = decode(ids)
-    ends = []  # where in `whole` each piece ends
+    ends = [0]  # where in `whole` each piece ends
     start = 0  # a text that is complete lies between these two tokens
     middle = 0
-    offset = 0  # where in `whole` the text from `start` on begins
-    reached = 0  # and where the text before `middle` ends
+    told = 0  # characters from `start` on that are in a piece
 
     for t in range(first, len(ids) + 1):
         # decode some tokens together: alone they would lose blanks, and all of them take too long
@@ -4095,14 +3943,14 @@ def texts_of(ids, first, decode):
         complete = text
         if t - max(first, middle) < 16:  # a longer sequence of such bytes is no text
             complete = text.rstrip("\ufffd")  # the end is only a part of a character
-        ends.append(max([offset + len(complete), *ends[-1:]]))
+        ends.append(ends[-1] + max(0, len(complete) - told))
+        told = max(told, len(complete))
 
         # go on from the middle as soon as there is something to see after it
-        if complete == text and ends[-1] > reached:
+        if complete == text and ends[-1] > ends[-2]:
             start = middle
             middle = t
-            reached = ends[-1]
-            offset = reached - len(decode(ids[start:t]))
+            told = len(decode(ids[start:t]))
 
     ends[-1] = len(whole)
-    return [whole[i:j] for i, j in itertools.pairwise([0, *ends])]
+    return [whole[i:j] for i, j in itertools.pairwise(ends)]

@@ -944,10 +944,10 @@ WORDS = {  # phase -> how the step's line calls it; generation includes sync
     "checkpoint": "save",
 }
 CURVES = {  # panels of PPO's report -> {words: metric}
-    "mean reward": {"training prompts": "reward/mean", "held-out prompts": "eval/reward"},
-    "entropy of the policy": {"training prompts": "actor/entropy"},
-    "KL to the reference": {"training prompts": "kl/reference"},
-    "explained variance": {"training prompts": "critic/explained_var"},
+    "mean reward": {"training": "reward/mean", "held out": "eval/reward"},
+    "entropy of the policy": {"training": "actor/entropy"},
+    "KL to the reference": {"training": "kl/reference"},
+    "explained variance": {"training": "critic/explained_var"},
 }
 SAMPLES_SHOWN = 4  # of each kind, in the report
 

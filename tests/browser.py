@@ -95,8 +95,7 @@ def tap(call, selector):
     evaluate(call, f"new Promise(end => {focused} ? end() : ({later}))")
 
 
-def press(call, key):
-    """Presses a key: Tab, ArrowLeft or ArrowRight."""
-    code = {"Tab": 9, "ArrowLeft": 37, "ArrowRight": 39}[key]
+def press_tab(call):
+    """Presses the Tab key."""
     for kind in ("rawKeyDown", "keyUp"):
-        call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+        call("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)

@@ -8,6 +8,7 @@ import math
 import random
 import re
 import statistics
+import sys
 import types
 
 import browser
@@ -119,31 +120,29 @@ def write(folder, rows, tokenizer=None, curves=common.CURVES, gamma=1.0, changed
 
 
 def shown_of(rows, b, words):
-    """(first token, text) of what the page must show of row b, whose prompt is short: 2,000 tokens
-    of the response, around the largest error."""
-    end = rows_of(rows)[b][1]
+    """(first token with numbers, text) of what the page must show of row b: 2,000 tokens around the
+    largest error, and 2,000 characters before them."""
+    start, end = rows_of(rows)[b]
     acts = actions_of(rows)[b]
-    worst = max(acts[:-1], key=lambda t: float(rows.advantages[t].abs()), default=acts[0])
-    first = max(acts[0], min(worst - 1000, end - 2000))
+    worst = max(acts, key=lambda t: float(rows.advantages[t].abs()))
+    first = max(acts[0], worst - 1000)
 
-    prompt = "".join(words[rows_of(rows)[b][0] : acts[0]])
-    if first > acts[0]:
-        prompt += "…"
+    before = "".join(words[start:first])
+    if len(before) > 2000:
+        before = "…" + before[-2000:]
     response = "".join(words[first:end][:2000])
     if end > first + 2000:
         response += "…"
-    return first, prompt + response
+    return first, before + response
 
 
 def sections_of(rows):
-    """The rows that the page must show, by hand: 16 with the largest errors, and 8 around the
-    median."""
-    jumps = [max(rows.advantages[at[:-1]].abs().tolist(), default=0.0) for at in actions_of(rows)]
-    middle = statistics.median_low(jumps)
-
-    largest = sorted(range(len(rows)), key=lambda b: -jumps[b])[:16]
-    typical = sorted(range(len(rows)), key=lambda b: abs(jumps[b] - middle))
-    return largest, [b for b in typical if b not in largest][:8]
+    """The rows that the page must show, by hand: 8 with the largest errors, and 4 from the middle
+    on."""
+    errors = [max(rows.advantages[at].abs().tolist()) for at in actions_of(rows)]
+    order = sorted(range(len(rows)), key=lambda b: -errors[b])
+    middle = len(order) // 2
+    return order[:8], order[middle : middle + 4]
 
 
 needs_browser = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium on this machine")
@@ -177,7 +176,7 @@ def test_equal_rows_are_shown_once(tmp_path):
     rows, tokenizer = rows_of_mean_words()
     text, _ = write(tmp_path, rows, tokenizer)
     twice, _ = write(tmp_path / "twice", common.concat([rows, rows]))
-    assert twice.count("<article") == text.count("<article") == 24
+    assert twice.count("<article") == text.count("<article") == 12
 
 
 @needs_browser
@@ -192,8 +191,7 @@ def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
         assert ask("document.title") == str(tmp_path)
         assert ask("document.images.length") == 0
 
-        # all texts, without the ends of folded prompts
-        ask("document.querySelectorAll('summary').forEach(x => x.remove())")
+        # all texts
         texts = [text for _, text in shown]
         assert any("…" in text for text in texts)
         assert ask("Array.from(document.querySelectorAll('.text'), x => x.textContent)") == texts
@@ -202,7 +200,7 @@ def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
         text_and_told = "(x => [x.textContent, getComputedStyle(x, '::after').content])"
         start, _ = shown[0]
         for t in range(start, start + 10):
-            browser.hover(call, f"[data-told]:nth-of-type({t - start + 1})")
+            browser.hover(call, f"[data-told]:nth-of-type({t - start + 2})")
             found, seen = ask(f"{text_and_told}(document.querySelector('[data-told]:hover'))")
             expected = [float(x[t]) for x in (rows.values, rows.returns, rows.advantages)]
             assert found == words[t]
@@ -282,20 +280,16 @@ def test_a_finger_and_the_keyboard_show_a_tokens_numbers_too(tmp_path):
         nth = "[...document.querySelectorAll('[data-told]')].indexOf(document.activeElement)"
 
         set_form(call, 390, "light")
-        browser.tap(call, "[data-told]:nth-of-type(2)")
+        browser.tap(call, "[data-told]:nth-of-type(3)")
         assert ask(nth) == 1
         assert "TD error" in ask(told)
         assert ask("getComputedStyle(document.activeElement, '::after').bottom") == "0px"
 
-        # an arrow goes to the next token, and Tab to the next row; folded prompts would take the
-        # focus, too
-        ask("document.querySelectorAll('details').forEach(x => x.remove())")
+        # Tab goes to the next token
         set_form(call, 1280, "light")
-        length = ask("document.querySelector('.text').querySelectorAll('[data-told]').length")
         ask("document.querySelector('[data-told]').focus()")
-        presses = (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("Tab", length))
-        for key, expected in presses:
-            browser.press(call, key)
+        for expected in (1, 2):
+            browser.press_tab(call)
             assert ask(nth) == expected
             assert ask(told) == ask("JSON.stringify(document.activeElement.dataset.told)")
 
@@ -416,33 +410,35 @@ def a_row(ids, first, errors, reward=0.0):
 
 
 def test_long_rows_are_cut_around_their_largest_error_and_stay_apart():
-    """Rows are one only if all their tokens are equal. The last action's error does not count."""
+    """Rows are one only if all their tokens are equal. The last action's error counts, too: there
+    the value is far from the reward."""
     ids = list(range(9000))
-    late = a_row(ids, 3000, {3100: 1.0, 6500: 4.0, 8999: 9.0}, reward=5.0)
+    late = a_row(ids, 3000, {3100: 1.0, 6500: 4.0, 8999: 3.5}, reward=5.0)
     other = a_row([*ids[:-1], 7], 3000, {3100: 3.0}, reward=1.0)
     again = a_row(ids, 3000, {3100: 2.0})
     short = a_row(ids[:50], 20, {30: 0.5})
-    rows = common.concat([again, short, other, late, a_row(ids[:4000], 3990, {3995: 0.25})])
+    end = a_row(ids[:4000], 1000, {1995: 0.25, 3999: 9.0})
+    rows = common.concat([again, short, other, late, end])
     shown, typical = common.rows_to_show(rows, None)
     text = lambda start, end: "".join(f"{i} " for i in range(start, end))
-    assert [row["prompt"] for row in shown] == [
-        f"…{text(1000, 3000)}…",
-        f"…{text(1000, 3000)}",
+    assert [row["before"] for row in shown] == [
+        "…" + text(0, 2999)[-2000:],
+        "…" + text(0, 5500)[-2000:],
+        "…" + text(0, 3000)[-2000:],
         text(0, 20),
-        f"…{text(1990, 3990)}",
     ]
     told = ["".join(token["text"] for token in row["tokens"]) for row in shown]
-    assert told == [text(5500, 7500), text(3000, 5000), text(20, 50), text(3990, 4000)]
-    assert [row["rest"] for row in shown] == ["…", "…", "", ""]
+    assert told == [text(2999, 4000), text(5500, 7500), text(3000, 5000), text(20, 50)]
+    assert [row["rest"] for row in shown] == ["", "…", "…", ""]
     assert not typical
 
     # the head of a row tells of all its tokens, and the largest error is marked
-    assert [row["reward"] for row in shown] == [5.0, 1.0, 0.0, 0.0]
+    assert [row["reward"] for row in shown] == [0.0, 5.0, 1.0, 0.0]
     assert shown[0]["ends"] == (0.0, 9.0)
-    assert shown[0]["error"] == 4.0
-    marked = [(t, token) for t, token in enumerate(shown[0]["tokens"]) if token["kind"]]
+    assert shown[1]["ends"] == (0.0, 3.5)
+    marked = [(t, token) for t, token in enumerate(shown[1]["tokens"]) if token["kind"]]
     told = "value 4, return 4, TD error 4"  # a bit below the middle of 0 and 9
-    token = {"text": "6500 ", "told": told, "colour": "#f9731612", "kind": "jump"}
+    token = {"text": "6500 ", "told": told, "colour": "#f9731612", "kind": "worst"}
     assert marked == [(1000, token)]
 
 
@@ -455,12 +451,11 @@ def test_a_cut_through_a_character_shows_no_part_of_it():
         row = a_row(ids[shift:], 4000 - shift, {7000: 1.0})
         [[shown], _] = common.rows_to_show(row, tokenizer)
         text = "".join(token["text"] for token in shown["tokens"])
-        prompt = shown["prompt"]
-        assert prompt[0] == prompt[-1] == shown["rest"] == "…"
-        assert "�" not in prompt + text
-        assert prompt[1:-1] in whole
-        assert text in whole
-        assert min(len(prompt), len(text)) > 1000
+        before = shown["before"]
+        assert before[0] == shown["rest"] == "…"
+        assert "�" not in before + text
+        assert before[1:] + text in whole
+        assert min(len(before), len(text)) > 1000
 
 
 def scored(folder, rows):
@@ -618,12 +613,43 @@ def test_the_figure_shows_the_metrics(tmp_path, curves, monkeypatch):
         assert drawn == {words: points(name) for words, name in names.items()}
         assert (panel.get_legend() is None) == (len(names) == 1)
 
+        # a legend is above the curves
+        if len(names) > 1:
+            legend = panel.get_legend().get_window_extent()
+            assert legend.y0 >= panel.get_window_extent().y1
+
 
 def test_without_finite_values_there_is_no_page(tmp_path):
     rows = judged_rows(60, 20)
     rows.values[rows.response_mask] = math.nan
     with pytest.raises(FileNotFoundError):
         write(tmp_path, rows)
+
+
+def test_the_page_tells_what_the_run_was(tmp_path, monkeypatch):
+    """A file that is scored in the folder of another run has its own command, and not that run's
+    data."""
+    monkeypatch.setattr(sys, "argv", ["ppo_loop.py", "--prompts", "my rows.jsonl"])
+    models = {"actor": {"model": "a/b"}, "critic": {"model": "c"}}
+    settings = {**models, "prompts": "my rows.jsonl"}
+    common.Logger(str(tmp_path), settings, 0, None).board.close()
+    text, _ = write(tmp_path, judged_rows(6, 2))
+    told = dict(re.findall(r"(\w+): (.*?)<br>", text.partition("<details>")[2]))
+
+    assert told["command"] == "ppo_loop.py --prompts &#39;my rows.jsonl&#39;"
+    assert {name: told[name] for name in ("actor", "critic", "data", "ranks")} == {
+        "actor": "a/b",
+        "critic": "c",
+        "data": "my rows.jsonl",
+        "ranks": "1",
+    }
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", told["date"])
+    assert re.fullmatch(r"0:00:\d\d", told["duration"])
+
+    monkeypatch.setattr(sys, "argv", ["critic_fsdp.py", "--score", "rows.jsonl"])
+    text, _ = write(tmp_path, judged_rows(6, 2))
+    assert "critic_fsdp.py --score rows.jsonl<br>" in text
+    assert "my rows.jsonl" not in text
 
 
 def test_without_any_points_there_are_no_curves_at_all(tmp_path):
@@ -645,8 +671,7 @@ def test_panels_without_points_are_left_out(tmp_path, monkeypatch):
 
 
 def test_the_page_of_a_long_run_is_small(tmp_path, monkeypatch):
-    """Of each curve at most 1,000 points are drawn; the last is one of them. Outliers at the start
-    do not flatten explained variance."""
+    """Outliers at the start do not flatten explained variance."""
     panels = panels_of(monkeypatch)
     names = [name for panel in common.CURVES.values() for name in panel.values()]
     rng = random.Random(0)
@@ -656,10 +681,6 @@ def test_the_page_of_a_long_run_is_small(tmp_path, monkeypatch):
         log.append({"step": step, **{name: rng.random() - off for name in names}})
     common.replace_lines(f"{tmp_path}/metrics.jsonl", log)
     text, _ = write(tmp_path, judged_rows(6, 2))
-    for panel in panels:
-        for line in panel.lines:
-            assert 500 < len(line.get_xdata()) <= 1000
-            assert line.get_xdata()[-1] == 19_999
     assert panels[0].get_ylim()[0] == -1
     assert len(text) < 1e6
 
