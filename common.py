@@ -34,13 +34,11 @@ import pickle
 import re
 import shlex
 import signal
-import socket
 import sys
-import threading
 import traceback
 import zlib
 from bisect import bisect_right
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -2002,20 +2000,10 @@ def check_rows_apart(name, states_of, dtype, vocab_size, packed=True, advice="",
 # A script calls launch(main) last of all, and main calls setup_distributed. On the way a mistake of
 # the user is a UserError, of one line; Ctrl-C and SIGTERM are noted in Stop for the loop to see.
 
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # all, or none
-
-
-def from_torchrun(name, default):
-    """A number that torchrun sets; plain `python` is a world of one. See check_environment."""
-    text = os.environ.get(name, "")
-    if not all(os.environ.get(other) for other in TORCHRUN) or not re.fullmatch("[0-9]{1,9}", text):
-        return default
-    return int(text)
-
-
-RANK = from_torchrun("RANK", 0)
-WORLD_SIZE = max(1, from_torchrun("WORLD_SIZE", 1))
-LOCAL_RANK = from_torchrun("LOCAL_RANK", 0)
+# torchrun sets these; plain `python` is a world of one
+RANK = int(os.environ.get("RANK") or 0)
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1)
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK") or 0)
 
 # as libraries say it
 OUT_OF_MEMORY = "MemoryError|can't allocate memory|out of memory|ALLOC_FAILED"
@@ -2063,55 +2051,9 @@ def print0(*args):
         print(*args, flush=True)
 
 
-def check_environment():
-    """UserError unless the variables that torchrun sets are all there and readable, or none of them
-    is.
-
-    An empty variable counts as absent. Without RANK and WORLD_SIZE the others are harmless, and not
-    used: clusters export them."""
-    given = {name: os.environ.get(name, "") for name in TORCHRUN}
-    if not given["RANK"] and not given["WORLD_SIZE"]:
-        return
-
-    # all of them are there
-    absent = [name for name in TORCHRUN if not given[name]]
-    if absent:
-        there = "RANK" if given["RANK"] else "WORLD_SIZE"
-        raise UserError(
-            f"{there}={given[there]:.40} is set, but {', '.join(absent)} is not:"
-            f" start with torchrun, which sets them all, or unset {there}"
-        )
-
-    # numbers that go together
-    numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
-    for name in numbers:
-        if not re.fullmatch("[0-9]{1,9}", given[name]):
-            raise UserError(f"{name}={given[name]:.40}: must be a number, as torchrun sets it")
-    rank, local_rank, world_size, port = (int(given[name]) for name in numbers)
-    if not local_rank <= rank < world_size:
-        raise UserError(
-            f"RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={world_size}:"
-            " ranks count from 0, and no local rank is above its rank"
-        )
-    if port >= 2**16:
-        raise UserError(f"MASTER_PORT={port}: must be below {2**16}")
-
-
-def cpu_threads():
-    """OMP_NUM_THREADS, at most one for each CPU; 1 if it is not set. UserError: it is no number."""
-    text = os.environ.get("OMP_NUM_THREADS", "").strip() or "1"
-    first = text.split(",")[0].strip()  # a list is for nested parallel regions
-    if not re.fullmatch("[0-9]{1,9}", first) or int(first) == 0:
-        raise UserError(f"OMP_NUM_THREADS={text:.40}: must be a number of threads, 1 or more")
-    return min(int(first), os.cpu_count() or 1)
-
-
 def setup_distributed(timeout_minutes=30.0):
     """Joins the process group -> this rank's torch.device. A collective that takes longer ends the
-    run. UserError: torchrun's variables or this machine's devices do not fit."""
-    if not dist.is_initialized():  # afterwards, vLLM has set some of the variables
-        check_environment()
-
+    run. UserError: this machine's devices do not fit."""
     # each rank of a node has a GPU of its own
     device = torch.device("cpu")
     backend = "gloo"
@@ -2124,72 +2066,17 @@ def setup_distributed(timeout_minutes=30.0):
     # all ranks meet
     if not dist.is_initialized():
         timeout = timedelta(minutes=timeout_minutes)
-        store = dist.HashStore()  # no torchrun: a world of one
-        if os.environ.get("RANK"):
-            store = meet(timeout)
+        store = dist.HashStore()  # for a world of one
+        if WORLD_SIZE > 1:
+            store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+
+        # torchrun's own store survives a restart, so each start uses fresh keys
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         dist.init_process_group(
             backend, timeout=timeout, store=store, rank=RANK, world_size=WORLD_SIZE
         )
     return device
-
-
-def meet(timeout):
-    """The store where all ranks meet; a line says where one waits. UserError: time is up."""
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    seconds = timeout.total_seconds()
-    found = Future()
-
-    def look():
-        until = perf_counter() + seconds
-        try:
-            wait_for_name(os.environ["MASTER_ADDR"], until)
-            store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-            found.set_result(store)
-        except Exception as error:
-            found.set_exception(error)
-
-    # in a thread, because torch waits for ever if another program answers at this port
-    threading.Thread(target=look, daemon=True).start()
-    words = f"MASTER_ADDR, MASTER_PORT: rank {RANK} does not meet the other ranks at {place}"
-    with blame(words), silent_stderr():
-        try:
-            store = found.result(min(20, seconds + 1))
-        except TimeoutError:
-            others = f"the others, {WORLD_SIZE} in all"
-            print(f"ranks      rank {RANK} waits at {place} for {others}", flush=True)
-            store = found.result(seconds)
-
-    # torchrun's own store survives a restart, so each start uses fresh keys
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    return store
-
-
-def wait_for_name(host, until):
-    """Returns as soon as the host's name is known: a cluster may know it late, and torch would tell
-    of it in a page of C++. socket.gaierror: not at this time, of perf_counter."""
-    while True:
-        try:
-            socket.getaddrinfo(host, None)
-            return
-        except socket.gaierror:
-            if perf_counter() > until - 1:
-                raise
-            sleep(1)
-
-
-@contextmanager
-def silent_stderr():
-    """Drops what C++ prints to the error stream within its block: frames, before it raises."""
-    kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def compute_dtype(name, device):
@@ -2282,7 +2169,6 @@ def launch(main):
     message = ""
     label = f"error on rank {RANK}" if RANK else "error"
     try:
-        check_environment()
         main()
         if dist.is_initialized():
             dist.barrier()
@@ -3008,7 +2894,8 @@ def stored_config(config):
     """(tokenizer or None, fields of config.json) of a preset, a folder or a name on the hub."""
     model = config.model
     if model in TINY:
-        torch.set_num_threads(cpu_threads())  # more would only wait for each other
+        if not os.environ.get("OMP_NUM_THREADS"):
+            torch.set_num_threads(1)  # more would only wait for each other
         tokenizer = load_tokenizer(config)
         return tokenizer, tiny_config(model, len(tokenizer or char_tokenizer(model)))
     if model.startswith("tiny-"):  # so the hub, which may be out of reach, need not be asked

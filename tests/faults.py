@@ -89,15 +89,7 @@ def flags_of(script, *flags):
 
 
 def run_script(
-    arguments,
-    said=None,
-    slow=0.0,
-    lax=False,
-    memory=None,
-    apart=None,
-    slow_in=None,
-    environment=None,
-    prepare=None,
+    arguments, said=None, slow=0.0, lax=False, memory=None, apart=None, slow_in=None, prepare=None
 ):
     """Runs a script in this process without its report, because matplotlib takes two seconds.
 
@@ -106,12 +98,7 @@ def run_script(
     any size. memory: MiB that steps may allocate on top of what exists before them. apart: a
     checkpoint; each rank works in its own folder, and only rank 0 has the checkpoint there, as
     `there`. slow_in: (a function of PPO, steps after which each call of it takes a second and
-    leaves a file). environment: the rank's variables. prepare: a function to call first."""
-    if environment is not None:
-        for name in forked.NUMBERS:
-            del os.environ[name]
-        os.environ |= environment
-        forked.NUMBERS["RANK"] = "0"  # in the names of files
+    leaves a file). prepare: a function to call first."""
     import common
 
     if said:
@@ -683,48 +670,6 @@ def ended_well(job, what):
     return codes[0]
 
 
-def environment(script, short):
-    """Odd values of the variables that torchrun and OpenMP read, in all combinations of whole and
-    half."""
-    rng, said = random.Random(script), []
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
-             "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "COLUMNS",
-             "TMPDIR")  # fmt: skip
-    odd = (
-        "",
-        " ",
-        "0",
-        "1",
-        "2",
-        "-1",
-        "1.0",
-        "one",
-        "9" * 30,
-        "\N{SUPERSCRIPT TWO}",
-        "True",
-        "127.0.0.1",
-    )
-    good = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }
-
-    for i in range(4 if short else 60):
-        changed = rng.sample(names, rng.randint(1, 4))
-        given = {**rng.choice([{}, good]), **{name: rng.choice(odd) for name in changed}}
-        given.setdefault("OMP_NUM_THREADS", "1")
-        flags = ("--steps", 1, "--eval-every", 0, "--seed", i)
-        flags += ("--critic.timeout-minutes" if script == "ppo_loop" else "--timeout-minutes", 0.02)
-        if script == "critic_megatron":
-            flags += ("--tensor-model-parallel-size", 1)
-        job = Job(script, folder() / f"{script}.environment", *flags, ranks=1, environment=given)
-        said.append(ended_well(job, given))
-    return len(said), f"{said.count(0)} ended well, {said.count(2)} in one line"
-
-
 def reference(script, short):
     """The model that a run started from has changed when it is resumed."""
     out = folder() / f"{script}.reference"
@@ -1031,7 +976,7 @@ FAULTS = {  # fault -> scripts to try it on; with --short only the first
     foreign: SCRIPTS, apart: SCRIPTS, full: SCRIPTS, memory: ("critic_fsdp", "critic_megatron"),
     sigterm: SCRIPTS, ctrl_c: SCRIPTS, phases: ("ppo_loop",), workers: ("ppo_loop",),
     diverges: ("ppo_loop",),
-    two_runs: SCRIPTS, forking: ("ppo_loop",), odd_rewards: ("ppo_loop",), environment: SCRIPTS,
+    two_runs: SCRIPTS, forking: ("ppo_loop",), odd_rewards: ("ppo_loop",),
     reference: ("ppo_loop",), torchrun: ("critic_fsdp",), storm: SCRIPTS, rows: ("critic_fsdp",),
     flags: SCRIPTS, folders: SCRIPTS, power: SCRIPTS,
 }  # fmt: skip
