@@ -2219,11 +2219,6 @@ class Logger:
 
         # what belongs to the steps before
         self.set_aside(last_step)
-        earlier = read_lines(f"{out_dir}/run.json")
-        if is_own and earlier:
-            changed = changed_flags(earlier[0], json.loads(as_json(settings)))
-            if changed:
-                print0(f"resume     other flags than before: {', '.join(changed)}")
         date = datetime.now().isoformat(" ", "seconds")
         settings["run"] = {"command": sys.argv, "ranks": WORLD_SIZE, "date": date}
         replace_lines(f"{out_dir}/run.json", [settings])
@@ -2233,30 +2228,32 @@ class Logger:
         self.board = SummaryWriter(f"{out_dir}/tensorboard", purge_step=last_step + 1)
 
     def set_aside(self, last_step):
-        """Renames what another run saved after last_step to *.old, and removes what a killed run
-        left unfinished."""
+        """Renames what another run saved after last_step, so that --resume auto does not find it,
+        and removes what a killed run left unfinished."""
+        later = []
         for folder in (f"{self.out_dir}/checkpoints", f"{self.out_dir}/rollouts"):
-            for path in Path(folder).glob("*.*"):
-                if path.suffix not in (".tmp", ".gone"):
-                    continue
+            later += [path for step, path in steps_in(folder) if step > last_step]
+            for path in (*Path(folder).glob("*.tmp"), *Path(folder).glob("*.gone")):
                 if path.is_dir():
                     rmtree(path)
                 else:
                     path.unlink()
 
-            later = [path for step, path in steps_in(folder) if step > last_step]
-            for path in later:
-                os.rename(path, unused_name(path))
-            if later:
-                flush_to_disk(folder)  # before the log loses these steps
-                print0(f"set aside  {len(later)} of another run's steps in {folder}, as step_*.old")
-
-        # a run that starts anew leaves the curves of an earlier one as they are, too
+        # a run that starts anew has curves of its own
         if not last_step:
-            for name in ("metrics.jsonl", "tensorboard"):
-                path = f"{self.out_dir}/{name}"
-                if exists(path):
-                    os.rename(path, unused_name(path))
+            curves = (f"{self.out_dir}/metrics.jsonl", f"{self.out_dir}/tensorboard")
+            later += filter(exists, curves)
+        if not later:
+            return
+
+        # all get the first number that is free; their names are on the disk before the log is cut
+        number = 1
+        while any(exists(f"{path}.old{number}") for path in later):
+            number += 1
+        for path in later:
+            os.rename(path, f"{path}.old{number}")
+            flush_to_disk(dirname(path))
+        print0(f"set aside  what another run left in {self.out_dir}, as *.old{number}")
 
     def profiled(self, steps, chosen):
         """Yields the steps; rank 0 records step `chosen`, if any, with torch.profiler."""
@@ -2338,19 +2335,6 @@ class Logger:
         )
 
 
-def changed_flags(before, now, group=""):
-    """Words for the flags of a resumed run that differ from those in run.json of the run before. A
-    group of flags, such as the critic's, is a dict in the dict. --resume differs in any case."""
-    words = []
-    for name in now:
-        old = before.get(name)
-        if isinstance(now[name], dict):
-            words += changed_flags(old or {}, now[name], f"{name}.")
-        elif name in before and old != now[name] and name != "resume":
-            words.append(f"{group}{name} {now[name]} (was {old})")
-    return words
-
-
 def time_left(seconds, steps):
     """How long this many steps take, as a timedelta. seconds: of one step."""
     return timedelta(seconds=round(min(seconds * steps, 1e12)))  # it has an upper bound
@@ -2415,30 +2399,19 @@ def write_json(path, state):
         Path(path).write_text(as_json(state, indent=1))
 
 
-LINE_EVERY = 60.0  # seconds between lines that tell how far work is, where there is no terminal
-
-
 def progress_of(total, what, unit):
     """-> done(n), to be called after n of `total` units of work, or a fraction of one.
 
     In a terminal rank 0 shows a bar if the work takes longer than three seconds, until the caller
-    drops `done`. Elsewhere it prints a line a minute."""
+    drops `done`."""
     off = True if RANK else None  # None: on in a terminal
     bar = tqdm(total=total, desc=what, unit=f" {unit}", delay=3, leave=False, disable=off)
-    start = perf_counter()
-    printed = start
     finished = 0.0
 
     def done(n=1):
-        nonlocal finished, printed
+        nonlocal finished
         finished += n
         bar.update(round(finished) - bar.n)
-
-        now = perf_counter()
-        if bar.disable and now - printed >= LINE_EVERY:
-            printed = now
-            left = time_left((now - start) / finished, total - finished)
-            print0(f"{what:10s} {finished:,.0f} of {total:,} {unit}, {left} left")
 
     return done
 
@@ -2541,16 +2514,6 @@ def swap(tmp, folder):
     os.rename(tmp, folder)
     flush_to_disk(dirname(folder))
     remove(f"{folder}.was")
-
-
-def unused_name(path):
-    """The first free name among path.old, path.old2 and so on."""
-    name = f"{path}.old"
-    number = 2
-    while exists(name):
-        name = f"{path}.old{number}"
-        number += 1
-    return name
 
 
 def remove(folder):

@@ -765,7 +765,7 @@ SPARE = {  # kind of fsync -> scripts that lose nothing without it
     "a rename to *.json in out_dir": faults.SCRIPTS,  # another fsync of out_dir comes before a save
     "a rename to *.jsonl in out_dir": faults.SCRIPTS,
     "a new name in out_dir": ("ppo_loop",),
-    "a rename to *.old in rollouts": ("ppo_loop",),  # these rows will be replaced
+    "a rename to *.old1 in rollouts": ("ppo_loop",),  # these rows will be replaced
 }
 DISKS_MAY = (nothing, only_names, names_and_sizes, only_contents, the_first, any_of_them)
 

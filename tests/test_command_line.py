@@ -202,7 +202,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     folder = tmp_path / "out" / "checkpoints"
     out = succeeded(go(resume=folder / "step_4"))
     assert "step 5/6" in out and "step 4/6" not in out
-    assert {p.name for p in folder.iterdir()} == {"step_4", "step_6", "step_6.old"}
+    assert {p.name for p in folder.iterdir()} == {"step_4", "step_6", "step_6.old1"}
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert metrics_of(tmp_path / "out") == whole and sum("critic/vf_loss" in x for x in lines) == 6
     score = (
@@ -266,7 +266,7 @@ def test_a_folder_holds_one_run(folder, left, tmp_path):
     assert log[-1] == {"step": 4, "critic/vf_loss": 0.5, "critic/lr": None}
     kept = {n for n in (1, 2) if n in left}
     for folder, ending in (("checkpoints", ""), ("rollouts", ".jsonl")):
-        names = {f"step_{n}{ending}" + ".old" * (n not in kept) for n in (1, 2, 3, 4)}
+        names = {f"step_{n}{ending}" + ".old1" * (n not in kept) for n in (1, 2, 3, 4)}
         assert {p.name for p in (tmp_path / folder).iterdir()} == names
     settings = json.loads((tmp_path / "run.json").read_text())
     assert settings["steps"] == 7 and settings["run"]["ranks"] == 1

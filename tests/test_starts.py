@@ -375,7 +375,7 @@ def test_what_earlier_runs_saved_is_never_replaced(tmp_path):
                 path.unlink()
             (tmp_path / "tensorboard").rmdir()
 
-    for number, ending in enumerate((".old", ".old2", ".old3", ".old4"), 1):
+    for number, ending in enumerate((".old1", ".old2", ".old3", ".old4"), 1):
         for name in (f"checkpoints/step_2{ending}/number", f"tensorboard{ending}/number"):
             assert (tmp_path / name).read_text() == f"{number}"
         assert (tmp_path / f"rollouts/step_2.jsonl{ending}").read_text() == f"{number}"
