@@ -2572,47 +2572,36 @@ def verify(folder):
 
 def claim(out_dir):
     """Creates out_dir and locks it -> the lock, an open file that the caller keeps, or None (a
-    collective). UserError: out_dir cannot be written, or is in use, or a rank does not see it."""
+    collective). UserError: out_dir cannot be written, or is in use, or hosts do not share it."""
     # rank 0 tells the others what went wrong
     lock = None
     fault = ""
+    probe = f"{out_dir}/checkpoints/{time_ns()}.tmp"
     if RANK == 0:
         try:
             with blame(f"--out-dir {out_dir}: cannot be written"):
                 make_folder(f"{out_dir}/checkpoints")
                 lock = locked(out_dir)
+                os.mkdir(probe)
         except UserError as error:
             fault = str(error)
-    fault, name = of_all_ranks((fault, f"{time_ns()}"))[0]
+    fault, probe = of_all_ranks((fault, probe))[0]
     if fault:
         raise UserError(fault)
 
-    # all ranks must see a folder that rank 0 makes now
-    probe = f"{out_dir}/checkpoints/{name}.tmp"
-    if RANK == 0:
-        with blame(f"--out-dir {out_dir}: cannot be written"):
-            os.makedirs(probe)
-    dist.barrier()
-    for _ in range(300):  # network file systems cache for a while that a path is missing
+    # all write into a folder that rank 0 has just made; network file systems may show it late
+    for _ in range(300):
         if not exists(probe):
             sleep(0.1)
-
-    # each rank sees it, and each host can write there
-    host = os.uname().nodename
-    if not exists(probe):
-        fault = f"host {host} does not see it; use shared storage"
-    elif LOCAL_RANK == 0:
-        try:
-            mine = Path(probe, f"{RANK}")
-            mine.touch()
-            mine.unlink()  # rank 0 may not see it, and removes the folder
-        except OSError as error:
-            fault = f"host {host} cannot write there ({error.strerror})"
+    try:
+        os.mkdir(f"{probe}/{RANK}")
+    except OSError as error:
+        fault = f"host {os.uname().nodename} cannot write there ({error.strerror})"
     fault = max(of_all_ranks(fault))
     if RANK == 0:
-        os.rmdir(probe)
+        rmtree(probe, ignore_errors=True)
     if fault:
-        raise UserError(f"--out-dir {out_dir}: {fault}")
+        raise UserError(f"--out-dir {out_dir}: {fault}; use storage that all hosts share")
     return lock
 
 

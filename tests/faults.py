@@ -448,7 +448,7 @@ def apart(script, short):
     """Ranks of two machines that share no disk, or not the checkpoint to resume."""
     there, out = checkpoint(golden(script)), folder() / f"{script}.apart"
     job = Job(script, "out", ranks=2, apart=there)
-    job.ends_with("--out-dir out: host .* does not see it; use shared storage")
+    job.ends_with("--out-dir out: host .* cannot write there .*; use storage that all hosts share")
     assert not list(folder().glob(f"{pathlib.Path(job.said).name}.*.disk/out/checkpoints/*"))
     job = Job(script, out, "--resume", "there", ranks=2, apart=there)
     job.ends_with("--resume .*: no complete checkpoint")

@@ -73,7 +73,7 @@ def test_when_one_rank_fails_all_end_and_a_message_is_shown(module, critic, act,
 def test_ranks_that_share_no_disk_end_before_the_first_step(script, on_disks_of_their_own):
     folder, begun = on_disks_of_their_own[script]
     process = ended(begun)
-    words = rf"error: --out-dir out/{script[:-3]}: host \S+ does not see it; use shared storage\n"
+    words = rf"error: --out-dir out/{script[:-3]}: host \S+ cannot write there \(No such file.*\n"
     assert process.returncode == 2 and re.search(words, process.stderr), process.stderr
     assert "step 1/1" not in process.stdout and not list(folder.glob("*/out/*/checkpoints/*"))
 
