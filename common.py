@@ -373,126 +373,62 @@ def from_padded(
 ):
     """This rank's rows as a Batch, from padded tensors, as TRL, OpenRLHF and verl have them.
 
-    input_ids, attention_mask: (B, L). Places where attention_mask is 0 are left out, wherever they
-        are.
-    response_mask: (B, L), 1 on actions; or (B, R), the last R places of each row.
-    rewards: (B,) for the last action of each row; or one for each place, (B, L) or like
-        response_mask.
-    values: (B, L) or like response_mask; the value of an action is what the critic says before it.
-    truncated: (B,), whether the response hit the length limit. None: no response did.
-    row_id: (B,), numbers that are unique over all ranks. None: rows are numbered from 0, those of
-        rank 0 first, then those of rank 1 and so on (a collective, for which the CriticWorker must
-        exist).
-
-    What stands in places without an action does not matter, not even NaN; but a reward on a token
-    behind an action goes to that action, see gae. UserError names the argument."""
-    ids_BL = tensor_of("input_ids", input_ids)
-    if ids_BL.ndim != 2 or ids_BL.is_floating_point():
-        shape = tuple(ids_BL.shape)
-        raise UserError(f"input_ids: must be (B, L) integers, not {ids_BL.dtype} of {shape}")
+    All are (B, L), but truncated and row_id (B,). response_mask, rewards and values may have only
+    the last R places of each row, and rewards may be (B,), those of the last actions. The value of
+    an action is what the critic says before it. What stands where nothing acts does not matter, not
+    even NaN, but a reward behind an action goes to that action, see gae. Without row_id, the rows
+    of rank 0 come first (a collective, for which the CriticWorker must exist)."""
+    ids_BL = torch.as_tensor(input_ids).cpu()
+    tokens_BL = torch.as_tensor(attention_mask).cpu() > 0
+    acts_BR = torch.as_tensor(response_mask).cpu() > 0
+    rewards = torch.as_tensor(rewards).detach().cpu().float()
     rows, places = ids_BL.shape
-    tokens_BL = on_host("attention_mask", attention_mask, (rows, places)) > 0
-    acts_BL, responses = actions_of_padded(response_mask, tokens_BL)
 
-    # the reward of a row is that of its last action
-    if tensor_of("rewards", rewards).ndim == 1:
-        rewards_B = on_host("rewards", rewards, (rows,)).float()
-        is_last_BL = acts_BL & (acts_BL.flip(1).cumsum(1).flip(1) == 1)
-        rewards = torch.where(is_last_BL, rewards_B[:, None], 0.0)
+    def flat(given):
+        """(T,) of a column that may have only the last places."""
+        x = torch.as_tensor(given).detach().cpu()
+        if x.shape[1] not in (places, acts_BR.shape[1]):
+            raise UserError(f"{tuple(x.shape)} is the shape of neither input_ids nor response_mask")
+        return torch.cat([x.new_zeros(rows, places - x.shape[1]), x], 1)[tokens_BL]
+
     if row_id is None:
         counts = of_all_ranks(rows) if WORLD_SIZE > 1 else [rows]
         row_id = sum(counts[:RANK]) + torch.arange(rows)
     if truncated is None:
         truncated = torch.zeros(rows)
-
-    shapes = [(rows, places), (rows, responses)]
     batch = Batch(
-        input_ids=ids_BL[tokens_BL].long(),
+        input_ids=ids_BL[tokens_BL],
         cu_seqlens=cumulative(tokens_BL.sum(1)),
-        response_mask=acts_BL[tokens_BL],
-        row_id=numbers_of_rows(row_id, rows),
-        truncated=on_host("truncated", truncated, (rows,)) > 0,
-        token_level_rewards=padded_column(
-            "rewards", rewards, [(rows,), *shapes], acts_BL, tokens_BL
-        ),
+        response_mask=flat(acts_BR),
+        row_id=torch.as_tensor(row_id).cpu(),
+        truncated=torch.as_tensor(truncated).cpu() > 0,
     )
+    if batch.response_mask.sum() < acts_BR.sum():
+        raise UserError("response_mask: a row has an action where attention_mask is 0")
+
+    # the reward of a row is that of its last action
+    if rewards.ndim == 1:
+        acts_B = batch.actions > 0
+        rewards_T = torch.zeros(len(batch.input_ids))
+        rewards_T[last_action(batch)[acts_B]] = rewards[acts_B]
+    else:
+        rewards_T = flat(rewards)
+    acts_T = batch.response_mask
+    batch.token_level_rewards = torch.where(acts_T, rewards_T, rewards_T.nan_to_num(0.0, 0.0, 0.0))
     if values is not None:
-        values_T = padded_column("values", values, shapes, acts_BL, tokens_BL)
-        batch.values = torch.where(batch.response_mask, values_T, 0.0)
+        batch.values = torch.where(acts_T, flat(values).float(), 0.0)
+
+    for name in ("token_level_rewards", "values"):
+        x_T = getattr(batch, name)
+        if x_T is not None and not x_T.isfinite().all():
+            raise UserError(f"{name}: that of an action is not finite")
     return check(batch)
-
-
-def actions_of_padded(response_mask, tokens_BL):
-    """((B, L) mask of actions, columns of response_mask) for from_padded. Checks both masks."""
-    rows, places = tokens_BL.shape
-    acts_BR = tensor_of("response_mask", response_mask) > 0
-    shape = tuple(acts_BR.shape)
-    if len(shape) != 2 or shape[0] != rows or shape[1] > places:
-        wanted = f"({rows}, {places}) or fewer columns"
-        raise UserError(f"response_mask: must be of shape {wanted}, not {shape}")
-    acts_BL = F.pad(acts_BR, (places - shape[1], 0))
-
-    empty_B = ~tokens_BL.any(1)
-    if empty_B.any():
-        raise UserError(f"attention_mask: row {first_true(empty_B)} has no token")
-    wrong_B = (acts_BL & ~tokens_BL).any(1)
-    if wrong_B.any():
-        row = first_true(wrong_B)
-        raise UserError(f"response_mask: row {row} has an action where attention_mask is 0")
-    return acts_BL, shape[1]
-
-
-def padded_column(name, given, shapes, acts_BL, tokens_BL):
-    """(T,) float32 of an argument of from_padded, which must have one of these shapes."""
-    x_BR = on_host(name, given, *shapes).float()
-    x_BL = F.pad(x_BR, (acts_BL.shape[1] - x_BR.shape[1], 0))
-    wrong_B = (acts_BL & ~x_BL.isfinite()).any(1)
-    if wrong_B.any():
-        raise UserError(f"{name}: row {first_true(wrong_B)} is not finite on an action")
-    return x_BL.nan_to_num(0.0, 0.0, 0.0)[tokens_BL]
-
-
-def numbers_of_rows(row_id, rows):
-    """(B,) int64 that differ, see from_padded."""
-    row_id_B = on_host("row_id", row_id, (rows,))
-    if row_id_B.is_floating_point() or len(row_id_B.unique()) < rows:
-        raise UserError("row_id: must be integers, and no two rows may have the same")
-    return row_id_B.long()
-
-
-def on_host(name, given, *shapes):
-    """An argument of from_padded, which must have one of these shapes."""
-    x = tensor_of(name, given)
-    if x.shape not in shapes:
-        allowed = " or ".join(map(str, dict.fromkeys(shapes)))
-        raise UserError(f"{name}: must be of shape {allowed}, not {tuple(x.shape)}")
-    return x
-
-
-def tensor_of(name, given):
-    """An argument of from_padded or to_padded, on the host."""
-    try:
-        return torch.as_tensor(given).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
-        wanted = "must be a tensor, or equally long lists of numbers"
-        raise UserError(f"{name}: {wanted}, not {type(given).__name__}") from None
-
-
-def first_true(wrong_B):
-    """The index of the first true entry."""
-    return int(wrong_B.int().argmax())
 
 
 def to_padded(x_T, attention_mask):
     """The inverse of from_padded, for (T,) numbers of its batch, such as the values -> (B, L) on
-    the device of attention_mask, 0 where it is 0. UserError: it is not the mask of this batch."""
-    tensor_of("x_T", x_T)
+    the device of attention_mask, 0 where it is 0."""
     tokens_BL = torch.as_tensor(attention_mask) > 0
-    count = int(tokens_BL.sum())
-    if x_T.shape != (count,):
-        have = f"has {count} tokens, but x_T is of shape {tuple(x_T.shape)}"
-        raise UserError(f"attention_mask: {have}")
-
     x_BL = torch.zeros(tokens_BL.shape, dtype=x_T.dtype, device=tokens_BL.device)
     x_BL[tokens_BL] = x_T.to(tokens_BL.device)
     return x_BL

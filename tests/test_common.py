@@ -117,41 +117,56 @@ EARLY = [0, 1, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("words, fields", [
-    ("input_ids: must be (B, L) integers, not torch.float32 of (1, 2)",
-     {"input_ids": [[1.0, 2.0]]}),
-    ("attention_mask: must be of shape (2, 8), not (2, 1)",
-     {"attention_mask": [[1], [1]]}),
-    ("attention_mask: row 0 has no token",
+    ("input_ids: must be a (T,) tensor of torch.int64 on the host, not torch.float32",
+     {"input_ids": [[0.5] * 8] * 2}),
+    ("cu_seqlens: must begin at 0, grow, and end at 8",  # the first row has no token
      {"attention_mask": [[0] * 8, [1] * 8], "response_mask": [[0], [1]], "rewards": [0, 1],
       "values": None}),
-    ("response_mask: must be of shape (2, 8) or fewer columns, not (2, 9)",
-     {"response_mask": [[0] * 9] * 2}),
-    ("response_mask: row 1 has an action where attention_mask is 0",
-     {"response_mask": [[0], [1]]}),
+    ("response_mask: a row has an action where attention_mask is 0",
+     {"response_mask": [[0], [1]], "rewards": [0, 1], "values": None}),
     ("response_mask: the first token of row_id 1 cannot be an action",
      {"response_mask": [NO_ACTION, EARLY], "rewards": [0, 0], "values": None}),
-    ("rewards: must be of shape (2,) or (2, 8), not (2, 1)",
-     {"rewards": [[1], [1]]}),
-    ("rewards: must be a tensor, or equally long lists of numbers, not NoneType",
-     {"rewards": None}),
-    ("attention_mask: must be a tensor, or equally long lists",
-     {"attention_mask": [[1], [1, 1]]}),
-    ("row_id: must be integers, and no two rows may have the same", {"row_id": [3, 3]}),
-    ("row_id: must be integers, and no two rows may have the same", {"row_id": [0.5, 1.5]}),
-    ("rewards: must be of shape (2,), not (3,)", {"rewards": [1, 1, 1]}),
-    ("rewards: row 1 is not finite on an action", {"rewards": [1, X]}),
-    ("values: row 0 is not finite on an action", {"values": [[X] * 8] * 2}),
-    ("row_id: must be of shape (2,), not (1,)", {"row_id": [1]}),
-    ("truncated: must be of shape (2,), not ()", {"truncated": 1}),
+    ("(2, 1) is the shape of neither input_ids nor response_mask", {"rewards": [[1], [1]]}),
+    ("token_level_rewards: that of an action is not finite", {"rewards": [1, X]}),
+    ("values: that of an action is not finite", {"values": [[X] * 8] * 2}),
+    ("row_id: must be a (B,) tensor of torch.int64", {"row_id": [0.5, 1.5]}),
+    ("cu_seqlens: must begin at 0, grow, and end at 9, the number of tokens, with 2 entries",
+     {"row_id": [1]}),
+    ("truncated: must be a (B,) tensor", {"truncated": 1}),
+    ("truncated: has 1 entries instead of 2", {"truncated": [1]}),
 ])  # fmt: skip
-def test_padded_tensors_that_do_not_fit_are_named(words, fields):
+def test_padded_tensors_that_would_be_wrong_silently_are_named(words, fields):
     with refused(words, begin=words.split()[0], kind=ValueError):
         common.from_padded(**{**PADDED, **fields})
 
 
+@pytest.mark.parametrize("fields", [
+    {"attention_mask": [[1], [1]]},
+    {"attention_mask": [[1], [1, 1]]},
+    {"response_mask": [[0] * 9] * 2},
+    {"response_mask": PADDED["response_mask"][:1]},
+    {"rewards": [1, 1, 1]},
+    {"rewards": [1]},
+    {"rewards": 1},
+    {"rewards": None},
+    {"values": PADDED["values"][:1]},
+    {"values": PADDED["values"][0]},
+])  # fmt: skip
+def test_shapes_that_do_not_fit_are_errors_of_torch(fields):
+    """None of them is spread over the rows or cut."""
+    with pytest.raises((IndexError, RuntimeError, ValueError)):
+        common.from_padded(**{**PADDED, **fields})
+
+
 def test_numbers_of_another_batch_are_not_padded():
-    with refused("attention_mask: has 9 tokens, but x_T is of shape (8,)", kind=ValueError):
+    with pytest.raises(RuntimeError, match=r"shape \[8\] cannot be broadcast .* of shape \[9\]"):
         common.to_padded(torch.zeros(8), PADDED["attention_mask"])
+
+
+def test_one_row_id_for_two_padded_rows_is_refused_where_they_are_used():
+    batch = common.from_padded(**PADDED, row_id=[3, 3])
+    with refused("row_id 3 occurs more than once", kind=ValueError):
+        common.rows_of_all_ranks(batch)
 
 
 # ---- PPO maths -----------------------------------------------------------------------------------
