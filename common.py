@@ -1267,114 +1267,18 @@ def is_image(part):
 def chat_ids(tokenizer, messages, complete=False, **options):
     """Token ids of text_messages in the tokenizer's chat template, which adds special tokens
     itself. Unless `complete`, the assistant is next: it continues its last message or begins a new
-    one. options: tools, and more arguments of the template.
-
-    UserError: there is no template, or it fails, or it leaves out a part of the chat."""
-    if not tokenizer.chat_template:
-        fix = "give a model or a tokenizer that has one"
-        raise UserError(f"the tokenizer has no chat template; {fix}")
+    one. options: tools, and more arguments of the template. UserError: it fails, or is absent."""
     goes_on = not complete and messages[-1].get("role") == "assistant"
-
-    # the text of a chat, whatever is missing in it
-    def show(messages):
-        return tokenizer.apply_chat_template(
+    flaw = "messages do not fit the tokenizer's chat template, or it has none"
+    with blame(f"{flaw}; give another tokenizer"):
+        text = tokenizer.apply_chat_template(
             messages,
             tokenize=False,
             add_generation_prompt=not (complete or goes_on),
             continue_final_message=goes_on,
             **options,
         )
-
-    # a template may leave out what it does not know
-    flaw = "messages do not fit the tokenizer's chat template, or it has none"
-    with blame(f"{flaw}; give another tokenizer"):
-        text, messages = show_all_or_parts(show, messages)
-        refuse_hidden_calls(show, messages, text)
-        tools = options.get("tools")
-        if tools and "tools" not in tokenizer.get_chat_template(tools=tools):
-            raise UserError("the row has tools, which the template leaves out")
-        refuse_shown_null(show, messages, text)
         return tokenizer.encode(text, add_special_tokens=False)
-
-
-def show_all(show, messages):
-    """The text of a chat. UserError: a message is not in it."""
-    marked = [with_mark(n, message) for n, message in enumerate(messages, 1)]
-    text = show(marked).casefold()
-    for n, message in enumerate(messages, 1):
-        if with_mark(n, message) != message and mark_of(n) not in text:
-            role = json.dumps(message["role"])
-            raise UserError(f"the template leaves out message {n}, whose role is {role:.40}")
-    return show(messages)
-
-
-def show_all_or_parts(show, messages):
-    """(text of a chat, its messages), with each text as a list of one part if only this is shown:
-    templates of some image models want parts, and leave out a text that comes without them."""
-    try:
-        return show_all(show, messages), messages
-    except Exception:
-        parts = [in_parts(message) for message in messages]
-        with suppress(Exception):
-            return show_all(show, parts), parts
-        raise
-
-
-def refuse_hidden_calls(show, messages, text):
-    """UserError: the text is the same without calls of tools. Some templates show none, or only
-    those of messages without a text."""
-    for speaks in (True, False):
-        silent = [without_calls(message, speaks) for message in messages]
-        is_same = False
-        with suppress(Exception):  # others refuse what is left
-            is_same = silent != messages and show(silent) == text
-        if is_same:
-            words = "tool_calls next to a text" if speaks else "tool_calls"
-            raise UserError(f"a message has {words}, which the template leaves out")
-
-
-def refuse_shown_null(show, messages, text):
-    """UserError: null next to calls stands in the text as a word. Templates of tool users expect
-    null there, and others show it."""
-    calls = [message for message in messages if message.get("tool_calls")]
-    if all(message.get("content") is not None for message in calls):
-        return
-    without = show([message | {"content": message.get("content") or ""} for message in messages])
-    if text.count("None") > without.count("None"):
-        raise UserError('the template shows null as "None"; write "" as the content')
-
-
-def mark_of(number):
-    """Letters and digits only, which templates do not escape."""
-    return f"zq{number}qz"
-
-
-def with_mark(number, message):
-    """A message with a mark after its text, which shows whether a template leaves it out. The
-    assistant's have none: templates may leave out its thoughts, and its last message may go on."""
-    content = message.get("content")
-    if message["role"] == "assistant" or content is None:
-        return message
-    mark = mark_of(number)
-    if isinstance(content, list):
-        return message | {"content": [*content, {"type": "text", "text": mark}]}
-    return message | {"content": content + mark}
-
-
-def without_calls(message, speaks):
-    """A message without its tool_calls if it has a text or, with speaks=False, if it has none."""
-    content = message.get("content") or ""
-    if not message.get("tool_calls") or bool(content) != speaks:
-        return message
-    others = {key: x for key, x in message.items() if key != "tool_calls"}
-    return others | {"content": content}
-
-
-def in_parts(message):
-    """A message whose text is a list of one part."""
-    if not isinstance(message.get("content"), str):
-        return message
-    return message | {"content": [{"type": "text", "text": message["content"]}]}
 
 
 def batch_of_one(rollout, row_id):
@@ -1409,6 +1313,25 @@ def batch_of_one(rollout, row_id):
         values=column("values", 0.0) * mask,
         multi_modal_inputs=[{"images": rollout.images}] if rollout.images else None,
     )
+
+
+def row_as_read(ids, acts, tokenizer):
+    """A row as a model reads it, with special tokens: '1+1=' -> 'add<eos>' <- '2' -> 'two<eos>'. An
+    arrow to the right stands before actions, one to the left before what others say."""
+    spans = []
+    start = 0
+    for acting, same in itertools.groupby(acts):
+        end = start + len(list(same))
+        span = ids[start:end]  # shown as they are without a tokenizer
+        if tokenizer is not None:
+            span = tokenizer.decode(span, clean_up_tokenization_spaces=False)
+        text = repr(span)
+        if len(text) > 200:
+            text = f"{text[:100]}…{text[-100:]}"
+        arrow = "->" if acting else "<-"
+        spans += [arrow, text]
+        start = end
+    return " ".join(spans[1:])
 
 
 # ---- Packed rows: attention, FLOPs and memory ----------------------------------------------------
@@ -3314,9 +3237,9 @@ WORSE = (
 ALL_EQUAL = "All returns of these rows are equal, so there is nothing that a critic could explain."
 
 
-def describe_rows(rows, gamma, source):
-    """Prints statistics of the rows -> (LOW, HIGH) of a value head: returns, a tenth wider at each
-    end. source: words on where the rows come from."""
+def describe_rows(rows, gamma, source, tokenizer=None):
+    """Prints statistics of the rows and the first one -> (LOW, HIGH) of a value head: returns, a
+    tenth wider at each end. source: words on where the rows come from."""
     # the ends of the returns, with a margin
     rows = replace(rows, returns=monte_carlo(rows, gamma))
     x_A = rows.returns[rows.response_mask].double()
@@ -3329,6 +3252,8 @@ def describe_rows(rows, gamma, source):
 
     truncated = int(rows.truncated.sum())
     longest, _ = rows.longest
+    ids = rows.input_ids[: rows.lengths[0]].tolist()
+    acts = rows.response_mask[: rows.lengths[0]].tolist()
     print0(
         f"rows       {len(rows):,} of {source}, {truncated:,} truncated\n"
         f"tokens     {len(rows.input_ids):,}, {len(x_A):,} of them actions;"
@@ -3336,7 +3261,8 @@ def describe_rows(rows, gamma, source):
         f"returns    {x_A.mean():z.3g} +- {x_A.std(correction=0):.3g},"
         f" from {low:z.3g} to {high:z.3g}\n"
         f"ceiling    {number(ceiling(rows), '.3f')} is what the prompt can explain at the first"
-        " action"
+        " action\n"
+        f"first row  {row_as_read(ids, acts, tokenizer)}"
     )
     return ends
 

@@ -1447,7 +1447,8 @@ def main(run):
         timeout_minutes=config.timeout_minutes,
     )
     with checkpoints:
-        worker.init_model(total, common.describe_rows(train, run.gamma, source))
+        ends = common.describe_rows(train, run.gamma, source, worker.tokenizer)
+        worker.init_model(total, ends)
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
         worker.set_budget(longest, "the longest row", checkpoints.halvings)

@@ -1289,6 +1289,8 @@ def read_prompts(run, tokenizer, images):
         train = addition_rows(8192, run.seed)
         held_out = addition_rows(512, run.seed, held_out=True)
     prompts = load_prompts(train, "--prompts", run, tokenizer, images)
+    first = prompts[0].ids
+    print0(f"first row  {common.row_as_read(first, [False] * len(first), tokenizer)}")
     if not held_out:
         return prompts, []
     return prompts, load_prompts(held_out, "--eval-prompts", run, tokenizer, images)

@@ -122,10 +122,6 @@ def test_parts_of_images_are_left_to_the_template_of_a_model_that_reads_them(par
     assert common.text_messages(chat, images=True) == chat
     assert tokenizer.decode(common.chat_ids(tokenizer, chat)) == "<image>what?"
 
-    drops = template.replace("x.text", "''")
-    with refused("the template leaves out message 1"):
-        common.chat_ids(a_tokenizer(drops), chat)
-
 
 @pytest.mark.parametrize("message", [{"content": "hi"}, {"role": 1, "content": "hi"}])
 def test_a_message_needs_a_role(message):
@@ -144,86 +140,50 @@ def test_null_may_stand_next_to_tool_calls_if_the_template_shows_nothing_for_it(
     assert text_of_row(a_tokenizer(shows), messages=chat) == f"{SHOWN}2<eos>"
 
 
-def drops_null():
-    """Whether templates do not see what is null, as in transformers 5.24."""
-    sees = a_tokenizer("{{ messages[0].content is none }}")
-    chat = [CALL | {"content": None}]
-    return sees.apply_chat_template(chat, tokenize=False) == "False"
+# ---- The first row, at the start -----------------------------------------------------------------
 
 
-def test_null_that_the_template_shows_as_a_word_is_refused():
-    chat = [USER, CALL | {"content": None}, RESULT]
-    if not drops_null():
-        with refused('the template shows null as "None"; write "" as the content'):
-            text_of_row(a_tokenizer(WITH_CALLS), messages=chat)
-        chat[1]["content"] = ""
-    assert text_of_row(a_tokenizer(WITH_CALLS), messages=chat) == f"{SHOWN}2<eos>"
+def shown(lines, tokenizer, capsys, **fields):
+    """The line that shows the first of these rows."""
+    rows = common.read_rows([json.dumps(line) for line in lines], tokenizer, **fields)
+    common.describe_rows(rows, 1.0, "a test", tokenizer)
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("first row  ")]
+    return line.removeprefix("first row  ")
 
 
-def test_calls_that_the_template_leaves_out_are_refused():
-    chat = [USER, CALL | {"content": ""}, RESULT]
-    with refused("a message has tool_calls, which the template leaves out"):
-        text_of_row(a_tokenizer(TURNS), messages=chat)
-
-
-TURNS_OF_PARTS = TURNS.replace(
-    "{{ m['content'] }}", "{% for x in m.content %}{{ x.text }}{% endfor %}"
-)
-
-
-@pytest.mark.parametrize("content", ["1+1?", parts("1+", "1?")])
-def test_a_template_that_wants_parts_gets_them(content):
-    """Templates of some image models go through the parts of a message, and a text has none."""
-    tokenizer = a_tokenizer(TURNS_OF_PARTS)
-    chat = [{"role": "user", "content": content}]
-    assert text_of_row(tokenizer, messages=chat) == "<user>1+1?2<eos>"
-    going_on = [*chat, {"role": "assistant", "content": "it is"}]
-    assert text_of_row(tokenizer, messages=going_on) == "<user>1+1?<assistant>it is2<eos>"
-
-
-def test_a_template_that_drops_a_question_is_refused():
-    for content in ("1+1?", parts("1+", "1?")):
-        with refused('the template leaves out message 1, whose role is "user"'):
-            chat = [{"role": "user", "content": content}]
-            text_of_row(a_tokenizer("{{ messages[0].role }}"), messages=chat)
-
-
-@pytest.mark.parametrize("role", ["developer", "human", "function"])
-def test_a_message_that_the_template_leaves_out_because_of_its_role_is_refused(role):
-    """As Qwen's does. Its question may be short, and so be found elsewhere in the text."""
+def test_the_first_row_is_shown_with_its_special_tokens_and_actions(capsys):
+    """So what a template leaves out is missing there: it does not know the tool's role."""
     knows = TURNS.replace("<{{", "{% if m.role == 'user' %}<{{")
     knows = knows.replace("{% endfor", "{% endif %}{% endfor")
-    tokenizer = a_tokenizer(knows)
-    for chat in ([{"role": role, "content": "s"}], [{"role": "user", "content": "hi"}] * 2):
-        chat[-1] = {"role": role, "content": "s"}
-        words = f'the template leaves out message {len(chat)}, whose role is "{role}"'
-        with refused(words, begin="toy:1: "):
-            text_of_row(tokenizer, messages=chat)
-        with refused(words, begin="--prompts:1: "):
-            text_of_prompt(tokenizer, prompt=chat)
+    tokenizer = a_tokenizer(knows, begins="<s>", bos="<s>")
+
+    text = GOOD | {"prompt": "1+1="}
+    chat = GOOD | {"messages": [USER, RESULT]}
+    assert shown([text, chat], tokenizer, capsys) == "'<s>1+1=' -> '2<eos>'"
+    assert shown([chat, text], tokenizer, capsys) == "'<user>1+1?' -> '2<eos>'"
 
 
-@pytest.mark.parametrize("how, begin", [("tojson", '" say'), ("upper", " SAY")])
-def test_a_template_may_write_a_text_in_another_way(how, begin):
-    """With JSON's escapes, as Llama 3.1 writes what tools say, or in capitals."""
-    chat = [{"role": "user", "content": ' say "hi"\nnow '}]
-    tokenizer = a_tokenizer(f"{{{{ messages[0].content|{how} }}}}")
-    assert text_of_row(tokenizer, messages=chat).startswith(begin)
+def test_what_follows_an_action_is_shown_apart(capsys):
+    dialogue = {"prompt": "1+1=", "response": "add\n22", "reward": 1.0}
+    dialogue["response_mask"] = [1, 1, 1, 0, 0, 1, 1]
+    assert shown([dialogue], a_tokenizer(), capsys) == "'1+1=' -> 'add' <- '\\n2' -> '2<eos>'"
+
+    ids = {"prompt_ids": [5, 6], "response_ids": [7, 8], "response_mask": [1, 0], "reward": 1.0}
+    assert shown([ids], None, capsys) == "[5, 6] -> [7] <- [8]"
 
 
-def test_calls_that_the_template_shows_only_without_a_text_are_refused_next_to_one():
-    """As DeepSeek's template does."""
-    shows = "m.tool_calls|length if m.content is none else m.content"
-    tokenizer = a_tokenizer(TURNS.replace("m['content']", shows))
-    chat = [{"role": "user", "content": "hi"}, CALL | {"content": None}, RESULT]
-    if drops_null():  # then this template never shows a call
-        with refused("a message has tool_calls, which the template leaves out"):
-            text_of_row(tokenizer, messages=chat)
-    else:
-        assert text_of_row(tokenizer, messages=chat) == "<user>hi<assistant>1<tool>22<eos>"
-    chat[1] = CALL | {"content": "I add"}
-    with refused("a message has tool_calls next to a text, which the template leaves out"):
-        text_of_row(tokenizer, messages=chat)
+def test_of_a_long_text_the_ends_are_shown(capsys):
+    long = GOOD | {"prompt": "a" * 150 + "b" * 150}
+    ends = "'" + "a" * 99 + "…" + "b" * 99 + "'"
+    assert shown([long], a_tokenizer(), capsys) == f"{ends} -> '2<eos>'"
+
+
+def test_the_loop_shows_its_first_prompt(tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": [USER]}))
+    run = ppo_loop.Run(critic=None, prompts=str(path))
+    ppo_loop.read_prompts(run, a_tokenizer(), None)
+    assert "first row  '<user>1+1?'\n" in capsys.readouterr().out
 
 
 # ---- Rows of other systems -----------------------------------------------------------------------
@@ -334,12 +294,6 @@ def test_tools_and_options_reach_the_chat_template():
     line = json.dumps({"prompt": [USER], "tools": [{"name": "add"}]})
     (prompt,) = ppo_loop.load_prompts([line], "--prompts", run, tokenizer)
     assert tokenizer.decode(prompt.ids) == "[add]<user>1+1?<think></think>"
-
-
-def test_tools_that_the_template_leaves_out_are_refused():
-    row = {"messages": [USER], "tools": [{"name": "add"}], "response": "2", "reward": 1.0}
-    with refused("the row has tools, which the template leaves out"):
-        common.read_rows([json.dumps(row)], a_tokenizer())
 
 
 @SCRIPTS
