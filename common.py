@@ -2671,6 +2671,17 @@ class Checkpoints:
 # are for models on FSDP, so critic_megatron.py does without them.
 
 
+LARGEST = {  # sizes of a model that we try to build
+    "vocab_size": 2**24,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**14,
+}
+
+
 def load_config(config):
     """(tokenizer or None, transformers config) of config.model, with --override-config and dropout
     off. UserError names the flag: there is no model, or none that can be built."""
@@ -2694,9 +2705,12 @@ def load_config(config):
         as_exported._attn_implementation = "sdpa"
         as_exported.validate()
 
-    mistake = mistake_in_sizes(model_config.get_text_config())
-    if mistake:
-        raise UserError(f"{flag}: {mistake}")
+    # a size of 0 fails late, and a huge one fills the memory first
+    text = model_config.get_text_config()
+    for name, most in LARGEST.items():
+        size = getattr(text, name, 1)
+        if isinstance(size, int) and not 0 < size <= most:
+            raise UserError(f"{flag}: {name} is {size}; it must be from 1 to {most:,}")
     disable_dropout(model_config)
     return tokenizer, model_config
 
@@ -2783,44 +2797,6 @@ def overridden(fields, overrides, kind, config):
             value = fields[key] | value
         fields[kind.attribute_map.get(key, key)] = value
     return fields
-
-
-MOST = {  # the largest sizes of a model that we try to build
-    "vocab_size": 2**24,
-    "hidden_size": 2**18,
-    "intermediate_size": 2**20,
-    "num_hidden_layers": 2**10,
-    "num_attention_heads": 2**12,
-    "num_key_value_heads": 2**12,
-    "head_dim": 2**14,
-    "max_position_embeddings": 2**31,
-}
-
-
-def mistake_in_sizes(text):
-    """What is impossible in the transformers config of a decoder, and would fail later; or None."""
-    found = dict.fromkeys(MOST)
-    for name in MOST:
-        with suppress(Exception):  # some models lack it, others have one for each layer
-            found[name] = getattr(text, name)
-    for name, x in found.items():
-        if isinstance(x, int) and not 0 < x <= MOST[name]:
-            return f"{name} is {x}; it must be from 1 to {MOST[name]:,}"
-
-    # heads share keys and values evenly, and the hidden features
-    heads = found["num_attention_heads"]
-    groups = found["num_key_value_heads"]
-    size = found["hidden_size"]
-    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
-        return f"num_attention_heads is {heads}, which num_key_value_heads, {groups}, must divide"
-    if isinstance(heads, int) and found["head_dim"] is None and size % heads:
-        return f"hidden_size is {size}, which num_attention_heads, {heads}, must divide"
-
-    pad = getattr(text, "pad_token_id", None)
-    words = found["vocab_size"]
-    if isinstance(pad, int) and not -words <= pad < words:
-        return f"pad_token_id is {pad}, outside the vocabulary of {words}; set it to null"
-    return None
 
 
 def disable_dropout(model_config):

@@ -851,6 +851,9 @@ def check_model_flags(config, model_config):
     if odd := computed_otherwise(c, skeleton["model"].state_dict()):
         raise UserError(f"{name}: {', '.join(odd)} is not supported here; use critic_fsdp.py")
 
+    if c.num_attention_heads % c.num_key_value_heads:
+        words = f"num_key_value_heads {c.num_key_value_heads} must divide num_attention_heads"
+        raise UserError(f"{name}: {words} {c.num_attention_heads}")
     splits_matrices = config.tensor_model_parallel_size > 1
     if hasattr(c, "num_experts_per_tok") and splits_matrices and not config.sequence_parallel:
         words = "MoE with tensor parallelism needs sequence parallelism"
