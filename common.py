@@ -2856,14 +2856,41 @@ def check_length(length, row, model_config):
         raise UserError(f"{row}: {length} tokens, more than the model's {limit}, {most}")
 
 
-HEAD_FILES = [  # a value head in a file of its own, the first that is there
+HEAD_FILES = (  # a value head in a file of its own, the first that is there
     "value_head.safetensors",
     "v_head.safetensors",
     "value_head.bin",
     "v_head.bin",
     "value_head.pt",
     "v_head.pt",
-]
+)
+HEADS = (  # names of a value head, of one layer such as score.weight or more, as v_head.summary
+    "score",
+    "scores",
+    "score_head",
+    "classifier",
+    "head",
+    "value",
+    "value_head",
+    "valuehead",
+    "value_net",
+    "v_head",
+    "vhead",
+    "critic",
+    "critic_head",
+    "reward",
+    "reward_head",
+    "rm_head",
+    "regression_head",
+    "regression_layer",
+)
+WRAPPERS = ("model", "module", "base_model", "pretrained_model")  # names that may stand before it
+
+
+def is_head(name):
+    """Whether a weight of a model belongs to a value head, by its name."""
+    first = next((part for part in name.split(".") if part not in WRAPPERS), None)
+    return first in HEADS
 
 
 def local_folder(name):
@@ -2884,20 +2911,19 @@ def open_weights(folder):
     if exists(f"{folder}/trainer.json"):
         return open_checkpoint_weights(folder)
 
-    # the files are mapped into memory, so only what is used is read
-    tensors = {}
-    for file in weight_files(folder):
-        tensors |= tensors_in(folder, file)
-
     # a head in a file of its own, as from LLaMA-Factory and export_hf, goes before one of that name
-    own = [name for name in HEAD_FILES if exists(f"{folder}/{name}")]
-    for file in own[:1]:
-        head = tensors_in(folder, file)
-        if not head:
-            raise UserError(f"{file} holds no tensors by name")
-        for name, x in head.items():
-            tensors[name if re.search(HEAD, name) else f"value_head.{name}"] = x
-    return {name: x.shape for name, x in tensors.items()}, tensors.__getitem__
+    own = [name for name in HEAD_FILES if exists(f"{folder}/{name}")][:1]
+    tensors = {}
+    shapes = {}
+    for file in weight_files(folder) + own:
+        with blame(f"{file} does not load"):
+            # the files are mapped into memory, so only what is used is read
+            for name, x in load_state_dict(f"{folder}/{file}", weights_only=True).items():
+                if file in own and not is_head(name):
+                    name = f"value_head.{name}"
+                tensors[name] = x
+                shapes[name] = x.shape
+    return shapes, tensors.__getitem__
 
 
 def open_checkpoint_weights(folder):
@@ -2919,25 +2945,13 @@ def open_checkpoint_weights(folder):
 def weight_files(folder):
     """Names of the files with a model's weights, in the order of transformers: safetensors first,
     and one file before those that an index names."""
-    kinds = ("model.safetensors", "pytorch_model.bin")
-    models = [f"{kind}{end}" for kind in kinds for end in ("", ".index.json")]
-    there = [name for name in models if exists(f"{folder}/{name}")]
-    if not there:
-        raise UserError(f"it has none of {', '.join(models)}")
-    if not there[0].endswith(".json"):
-        return there[:1]
-    index = json.loads(Path(folder, there[0]).read_text())
-    return sorted(set(index["weight_map"].values()))
-
-
-def tensors_in(folder, file):
-    """name -> tensor of a file of weights. UserError: it does not load without running code."""
-    try:
-        found = load_state_dict(f"{folder}/{file}", weights_only=True)
-        return {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
-    except Exception as error:  # its text may advise to load pickles without this care
-        kind = type(error).__name__
-        raise UserError(f"{file} is absent, cut or holds more than tensors: {kind}") from None
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if exists(f"{folder}/{name}"):
+            return [name]
+        if exists(f"{folder}/{name}.index.json"):
+            index = json.loads(Path(f"{folder}/{name}.index.json").read_text())
+            return sorted(set(index["weight_map"].values()))
+    raise UserError("there is no model.safetensors or pytorch_model.bin, nor an index of several")
 
 
 def configure_head(model_config, config, value_range):
@@ -2978,17 +2992,6 @@ def init_value_head(score, config, model_config):
     return f"value head new, normal(0, {std:.3f})"
 
 
-# words in the name of a value head; then those in names of vocabularies, towers and optimizers
-HEAD = (
-    r"(^|[._])((v|value|reward|rm|score)?heads?|score[rs]?|classif\w*|regress\w*|rewards?|critic"
-    r"|value|rm)([._]|$)"
-)
-NO_HEAD = (
-    r"(^|[._])(m?lm_head|hc_head|generation|code[cb]|mtp|medusa|eagle|vi[st]|image|img|audio"
-    r"|embed|\w*att(n|ention)|optimizer)"
-)
-
-
 def load_value_head(score, config, value_range):
     """Copies the value head of a model's folder, whatever its name, to `score` -> its name, or None
     without one. UserError if it does not fit: only --value-head-init replaces a head."""
@@ -3010,7 +3013,7 @@ def load_value_head(score, config, value_range):
 
     with blame(f"{flag}: its weights do not load"):
         shapes, read = open_weights(folder)
-    found = names_of_head(shapes)
+    found = list(filter(is_head, shapes))
     if not found:
         return None
 
@@ -3033,16 +3036,6 @@ def load_value_head(score, config, value_range):
     return weight
 
 
-def names_of_head(names):
-    """Those weights of a model that belong to a value head, by their names."""
-    found = []
-    for name in names:
-        stem = re.split(r"\.\d+(?=\.|$)", name)[0]  # a layer's parts may be called like a head
-        if re.search(HEAD, stem) and not re.search(NO_HEAD, stem):
-            found.append(name)
-    return found
-
-
 def load_model(kind, config, model_config, seed):
     """(float32 model of this AutoModel class on the host, words on where its weights come from).
     UserError: its weights do not load, or some are missing."""
@@ -3054,7 +3047,6 @@ def load_model(kind, config, model_config, seed):
             model = kind.from_config(model_config, dtype=torch.float32)
             return model, f"random weights (seed {seed})"
         folder = local_folder(name)
-        open_weights(folder)  # names a file that does not load, where transformers would not
         model, info = kind.from_pretrained(
             folder, config=model_config, output_loading_info=True, dtype=torch.float32
         )
