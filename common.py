@@ -1217,7 +1217,8 @@ def add_hint(tokenizer, line, key, prompt_ids):
 
 def text_messages(messages, images=False):
     """Chat messages with text as their content; parts of text are joined. null is left only next to
-    tool_calls. images: messages with parts of images stay as they are.
+    tool_calls. images: messages with parts of images stay as they are, and others next to them
+    become lists of parts.
 
     UserError: a message has something else."""
     ours = []
@@ -1248,6 +1249,13 @@ def text_messages(messages, images=False):
         if content is not None:
             message = message | {"content": content}
         ours.append(message)
+
+    # templates that show images go through parts, and some leave out a text that comes without
+    if any(isinstance(message.get("content"), list) for message in ours):
+        for message in ours:
+            text = message.get("content")
+            if isinstance(text, str):
+                message["content"] = [{"type": "text", "text": text}]
     return ours
 
 
@@ -2708,7 +2716,9 @@ def load_config(config):
     # a size of 0 fails late, and a huge one fills the memory first
     text = model_config.get_text_config()
     for name, most in LARGEST.items():
-        size = getattr(text, name, 1)
+        size = None
+        with suppress(Exception):  # some models lack it, others have one for each layer
+            size = getattr(text, name)
         if isinstance(size, int) and not 0 < size <= most:
             raise UserError(f"{flag}: {name} is {size}; it must be from 1 to {most:,}")
     disable_dropout(model_config)
