@@ -2879,6 +2879,7 @@ HEADS = (  # names of a value head, of one layer such as score.weight or more, a
     "scores",
     "score_head",
     "classifier",
+    "classification_head",
     "head",
     "value",
     "value_head",
@@ -2890,7 +2891,9 @@ HEADS = (  # names of a value head, of one layer such as score.weight or more, a
     "critic_head",
     "reward",
     "reward_head",
+    "rm",
     "rm_head",
+    "regressor",
     "regression_head",
     "regression_layer",
 )

@@ -159,7 +159,7 @@ def test_a_trained_head_is_read_from_every_kind_of_file(store, base, tmp_path):
 @pytest.mark.parametrize("stem", [
     "score", "classifier", "v_head", "value_head", "reward_head", "regression_layer", "rm_head",
     "score.0", "value_head.mlp", "value", "critic_head", "head", "scores", "vhead", "valuehead",
-    "value_net",
+    "value_net", "module.v_head", "pretrained_model.score",
 ])  # fmt: skip
 def test_a_trained_head_is_read_under_every_name(stem, base, tmp_path):
     head = linear(stem)
